@@ -1,0 +1,1 @@
+"""Data-parallel training that stays fast on ordinary networks."""
