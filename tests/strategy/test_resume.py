@@ -1,5 +1,6 @@
 """A run that is saved and resumed, on the same ranks and on others."""
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -17,37 +18,14 @@ from tests.strategy.test_trainer import Lines, plain_module, sparse, trainer, we
 SHAPES = [(2, 2), (1, 3), (2, 3)]
 
 
-class Steps(torch.utils.data.Dataset[Tensor]):
-    """Batch i is a function of i alone, so that a resumed run sees what the other saw."""
-
-    def __init__(self, first: int, last: int) -> None:
-        self.steps = range(first, last)
-
-    def __len__(self) -> int:
-        return len(self.steps)
-
-    def __getitem__(self, index: int) -> Tensor:
-        seed = 100 * self.steps[index] + dist.get_rank()
-        return torch.randn(4, 13, generator=torch.Generator().manual_seed(seed))
-
-
-def fit(folder: str, last: int, resume: str | None = None, first: int = 0) -> tuple[Any, Any]:
-    module, strategy = plain_module("pytorch_lightning"), sparse("pytorch_lightning")
-    world = dist.get_world_size() if dist.is_initialized() else None
-    assert world is None or world > 1
-    loader = torch.utils.data.DataLoader(_Lazy(first, last), batch_size=None)
-    t = trainer("pytorch_lightning", strategy, max_steps=last, max_epochs=-1, use_distributed_sampler=False, **_ranks())
-    t.fit(module, loader, ckpt_path=resume)
+def fit(last: int, resume: str | None = None) -> tuple[Any, Any]:
+    module, strategy = plain_module("pytorch_lightning", by_step=True), sparse("pytorch_lightning")
+    t = trainer("pytorch_lightning", strategy, max_steps=last, max_epochs=-1, **_ranks())
+    t.fit(module, ckpt_path=resume)
     return t, module
 
 
-class _Lazy(Steps):
-    pass
-
-
 def _ranks() -> dict[str, int]:
-    import os
-
     local = int(os.environ["LOCAL_WORLD_SIZE"])
     return {"devices": local, "num_nodes": int(os.environ["WORLD_SIZE"]) // local}
 
@@ -65,10 +43,10 @@ def test_a_resumed_run_is_bit_identical(nodes: int, devices: int, tmp_path: Path
 def resume_exactly(folder: str) -> dict[str, Any]:
     path = f"{folder}/saved.ckpt"
     out: dict[str, Any] = {}
-    t, module = fit(folder, 7)
+    t, module = fit(7)
     t.save_checkpoint(path)
     for name, (t, module) in {
-        "": fit(folder, 12), "resumed ": fit(folder, 12, resume=path, first=7),
+        "": fit(12), "resumed ": fit(12, resume=path),
     }.items():  # fmt: skip
         state = t.strategy.hier_state
         state.settle()
@@ -147,7 +125,7 @@ def come_and_go(folder: str) -> dict[str, Any]:
     lines = Lines()
     path = Path(folder) / "saved.ckpt"
     residuals = Path(folder) / "saved.ckpt.residual"
-    t, module = fit(folder, 5)
+    t, module = fit(5)
     out: dict[str, Any] = {"rank": dist.get_rank()}
 
     def files() -> list[str]:
@@ -159,16 +137,14 @@ def come_and_go(folder: str) -> dict[str, Any]:
     t.save_checkpoint(path)
     out["first"], out["after first"] = files(), len(files())
     t.fit_loop.epoch_loop.max_steps = 8
-    t.fit(module, torch.utils.data.DataLoader(Steps(5, 8), batch_size=None))
+    t.fit(module)
     t.save_checkpoint(path)
     out["second"], out["after second"] = files(), len(files())
     t.save_checkpoint(Path(folder) / "light.ckpt", weights_only=True)
     out["weights only"] = len(list(Path(folder).glob("light.ckpt.*")))
-    t.strategy.hier_state.config = HierConfig(density=0.5)
     other = sparse("pytorch_lightning", density=0.5)
-    resumed = trainer("pytorch_lightning", other, max_steps=9, max_epochs=-1, use_distributed_sampler=False, **_ranks())
-    loader = torch.utils.data.DataLoader(Steps(8, 9), batch_size=None)
-    resumed.fit(plain_module("pytorch_lightning"), loader, ckpt_path=path)
+    resumed = trainer("pytorch_lightning", other, max_steps=9, max_epochs=-1, **_ranks())
+    resumed.fit(plain_module("pytorch_lightning"), ckpt_path=path)
     out["changed"] = any("options differ from the saved run's" in line for line in lines.lines)
     dist.barrier()
     t.strategy.remove_checkpoint(path)

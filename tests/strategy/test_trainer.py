@@ -54,17 +54,24 @@ def ours(flavour: str) -> Any:
     return importlib.import_module(f"lightning_sparse.flavours.{flavour}")
 
 
-def plain_module(flavour: str, net: nn.Module | None = None, **options: Any) -> Any:
-    """A LightningModule around `net`; `options` are attributes its hooks look at."""
+def plain_module(flavour: str, net: nn.Module | None = None, by_step: bool = False) -> Any:
+    """A LightningModule around `net`.
+
+    Args:
+        by_step: make each batch from the global step, whatever the loader says. A plain DataLoader starts its epoch
+            over when a run is resumed, so only this way both runs see the same.
+    """
     pl = lightning_of(flavour)
 
     class Module(pl.LightningModule):  # type: ignore[misc, name-defined]
         def __init__(self) -> None:
             super().__init__()
             self.net = mlp() if net is None else net
-            self.options = options
 
         def training_step(self, batch: Tensor, _: int) -> Tensor:
+            if by_step:
+                seed = 100 * self.trainer.global_step + self.global_rank
+                batch = torch.randn(4, 13, generator=torch.Generator().manual_seed(seed))
             loss = self.net(batch).square().mean()
             self.log("loss", loss)
             return loss
