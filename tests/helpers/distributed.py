@@ -1,0 +1,287 @@
+"""Run a function on real Gloo ranks of this machine, and say *how* it failed when it does.
+
+``run_ranks(fn, nodes=2, devices=2)`` starts one process a rank, gives each the environment that torchrun would give it,
+joins them into a default Gloo group over loopback, calls the module-level function ``fn`` in every rank and returns the
+results in rank order. Ranks of a "node" differ only in GROUP_RANK, NODE_RANK and LOCAL_RANK: there is one machine.
+
+A distributed test fails in three ways that ask for different cures, so `RanksFailed` tells them apart:
+
+========  =======================================================  ==========================================
+raised    ``fn`` raised                                            the traceback of that rank
+killed    the process ended by a signal, or left without a result  the signal or the exit code
+hung      neither by the deadline                                  the Python stack of every thread it has
+========  =======================================================  ==========================================
+
+When one rank raises or dies, the others usually wait for it in a collective. They get `GRACE_S` seconds to fail by
+themselves and are then stopped; they count as *stopped*, not as hung, because the first failure is the cause.
+
+Processes come from a fork server that has imported torch once and run nothing: four ranks start in a fraction of a
+second instead of four imports of torch. ``start_method="spawn"`` gives a fresh interpreter to a test that is about
+imports. Rendezvous is race-free: this process holds the TCP store on a port the kernel chose, and the ranks are told
+to be its clients in the way torchrun tells them.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import multiprocessing
+import os
+import pickle
+import signal
+import sys
+import tempfile
+import threading
+import time
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from multiprocessing.context import ForkServerContext, SpawnContext
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import TCPStore  # torch.distributed re-exports it unannounced
+
+T = TypeVar("T")
+GRACE_S = 5.0
+STACK_S = 1.0
+OUTPUT_TAIL = 4000
+
+
+class RanksFailed(Exception):
+    """At least one rank failed; `raised`, `killed`, `hung` and `stopped` map ranks to what is known of each."""
+
+    def __init__(
+        self, raised: dict[int, str], killed: dict[int, str], hung: dict[int, str], stopped: list[int]
+    ) -> None:
+        self.raised, self.killed, self.hung, self.stopped = raised, killed, hung, stopped
+        parts = [f"rank {rank} raised:\n{text}" for rank, text in raised.items()]
+        parts += [f"rank {rank} was killed: {text}" for rank, text in killed.items()]
+        parts += [f"rank {rank} hung, its stack:\n{text}" for rank, text in hung.items()]
+        if stopped:
+            parts.append(f"ranks {stopped} were still running and were stopped after that failure")
+        super().__init__("\n".join(parts))
+
+
+@dataclass
+class _Rank:
+    """One process, seen from the parent."""
+
+    rank: int
+    process: BaseProcess
+    connection: Connection
+    folder: Path
+    reply: tuple[str, Any] | None = None  # ("returned", value) or ("raised", traceback)
+
+    @property
+    def running(self) -> bool:
+        return self.process.exitcode is None
+
+    def tail(self) -> str:
+        text = (self.folder / f"output{self.rank}").read_text(errors="replace")[-OUTPUT_TAIL:]
+        return f"\nits output ended:\n{text}" if text.strip() else ""
+
+
+@dataclass
+class _Outcome:
+    raised: dict[int, str] = field(default_factory=dict)
+    killed: dict[int, str] = field(default_factory=dict)
+
+    def __bool__(self) -> bool:
+        return bool(self.raised or self.killed)
+
+
+def run_ranks(
+    fn: Callable[..., T],
+    *args: Any,
+    nodes: int = 2,
+    devices: int = 2,
+    timeout: float = 60,
+    env: Mapping[str, str | None] | None = None,
+    placement: Sequence[Sequence[int]] | None = None,
+    init: bool = True,
+    start_method: Literal["forkserver", "spawn"] = "forkserver",
+) -> list[T]:
+    """Call ``fn(*args)`` in every rank and return what each returned, by rank.
+
+    Args:
+        fn: a module-level function (it travels by name).
+        env: more environment for all ranks; None removes a variable.
+        placement: the global ranks of each node in device order, instead of `nodes` x `devices` contiguous ones.
+        init: join the default Gloo group before the call. Without it the environment alone is prepared (a Trainer).
+    """
+    places = [list(node) for node in placement] if placement else _contiguous(nodes, devices)
+    world_size = sum(map(len, places))
+    if sorted(rank for node in places for rank in node) != list(range(world_size)):
+        raise ValueError(f"placement={places} must name each rank from 0 to {world_size - 1} once")
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    context = _context(start_method)
+    ranks: list[_Rank] = []
+    with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
+        try:
+            for node, members in enumerate(places):
+                for device, rank in enumerate(members):
+                    settings = _torchrun_environment(places, node, device, rank, store.port)
+                    settings.update(env or {})
+                    here, there = context.Pipe(duplex=False)
+                    payload = (fn, args, settings, dict(os.environ), folder, init, timeout)
+                    process = context.Process(target=_rank_main, args=(rank, there, payload), name=f"rank {rank}")
+                    process.start()
+                    there.close()
+                    ranks.append(_Rank(rank, process, here, Path(folder)))
+            ranks.sort(key=lambda each: each.rank)
+            _watch(ranks, timeout)
+            return [each.reply[1] for each in ranks if each.reply]
+        finally:
+            _stop(ranks)
+
+
+def _context(start_method: Literal["forkserver", "spawn"]) -> ForkServerContext | SpawnContext:
+    if start_method == "spawn":
+        return multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch", "torch.distributed", "tests.helpers.distributed"])
+    return context
+
+
+def _contiguous(nodes: int, devices: int) -> list[list[int]]:
+    return [list(range(node * devices, (node + 1) * devices)) for node in range(nodes)]
+
+
+def _torchrun_environment(
+    places: list[list[int]], node: int, device: int, rank: int, port: int
+) -> dict[str, str | None]:
+    world_size, local_size = sum(map(len, places)), len(places[node])
+    return {
+        "RANK": str(rank),
+        "WORLD_SIZE": str(world_size),
+        "LOCAL_RANK": str(device),
+        "LOCAL_WORLD_SIZE": str(local_size),
+        "GROUP_RANK": str(node),
+        "NODE_RANK": str(node),
+        "GROUP_WORLD_SIZE": str(len(places)),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "GLOO_SOCKET_IFNAME": "lo",
+        "TORCHELASTIC_RUN_ID": "run_ranks",
+        "TORCHELASTIC_RESTART_COUNT": "0",
+        "TORCHELASTIC_USE_AGENT_STORE": "True",  # rank 0 is a client too: the parent serves the store
+        "OMP_NUM_THREADS": "1",
+    }
+
+
+# ---------------------------------------------------------------------------------------------- in the parent
+
+
+def _watch(ranks: list[_Rank], timeout: float) -> None:
+    """Collect replies and exits until all ranks are done; raise RanksFailed otherwise."""
+    deadline = time.monotonic() + timeout
+    failed = _Outcome()
+    while pending := [each for each in ranks if not _finished(each)]:
+        if time.monotonic() >= deadline:
+            hung = {} if failed else {each.rank: _stack(each) for each in pending}
+            stopped = [each.rank for each in pending] if failed else []
+            raise RanksFailed(failed.raised, failed.killed, hung, stopped)
+        waited: list[Any] = [each.connection for each in pending if each.reply is None]
+        waited += [each.process.sentinel for each in pending]
+        wait(waited, timeout=max(0.0, deadline - time.monotonic()))
+        for each in pending:
+            before = bool(failed)
+            _collect(each, failed)
+            if failed and not before:
+                deadline = min(deadline, time.monotonic() + GRACE_S)
+    if failed:
+        raise RanksFailed(failed.raised, failed.killed, {}, [])
+
+
+def _finished(each: _Rank) -> bool:
+    return each.reply is not None and not each.running
+
+
+def _collect(each: _Rank, failed: _Outcome) -> None:
+    """Read what a rank sent, then what its exit says."""
+    running = each.running  # asked before the pipe: a reply sent just before the exit is still read below
+    if each.reply is None and each.connection.poll():
+        try:
+            each.reply = pickle.loads(each.connection.recv_bytes())
+        except EOFError:
+            each.process.join(GRACE_S)
+            running = each.running
+        if each.reply and each.reply[0] == "raised":
+            failed.raised[each.rank] = each.reply[1] + each.tail()
+    if running or each.rank in failed.raised or each.rank in failed.killed:
+        return
+    code = each.process.exitcode or 0
+    if code != 0 or each.reply is None:
+        what = signal.Signals(-code).name if code < 0 else f"it left with exit code {code}"
+        when = "" if each.reply is None else " after it had returned"
+        failed.killed[each.rank] = what + when + each.tail()
+        each.reply = ("killed", None)
+
+
+def _stack(each: _Rank) -> str:
+    """What a rank that does not answer is doing: faulthandler writes its stacks to a file on SIGUSR1."""
+    path = each.folder / f"stack{each.rank}"
+    if each.process.pid is not None and path.exists():
+        os.kill(each.process.pid, signal.SIGUSR1)
+        deadline = time.monotonic() + STACK_S
+        while not path.stat().st_size and time.monotonic() < deadline:
+            time.sleep(0.02)
+        time.sleep(0.05)
+        returned = "(it has returned a result, yet does not exit)\n" if each.reply else ""
+        return returned + path.read_text(errors="replace") + each.tail()
+    return "it never started"
+
+
+def _stop(ranks: list[_Rank]) -> None:
+    for each in ranks:
+        if each.running:
+            each.process.kill()
+    for each in ranks:
+        each.process.join()
+        each.process.close()
+        each.connection.close()
+
+
+# ---------------------------------------------------------------------------------------------- in a rank
+
+
+def _rank_main(rank: int, connection: Connection, payload: tuple[Any, ...]) -> None:
+    fn, args, settings, environment, folder, init, timeout = payload
+    stack = open(f"{folder}/stack{rank}", "w")  # noqa: SIM115 - open for as long as the process lives
+    faulthandler.register(signal.SIGUSR1, file=stack, all_threads=True)
+    _leave_with_parent()
+    output = os.open(f"{folder}/output{rank}", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    os.environ.clear()  # the fork server's environment is that of the first test; this one's is the caller's
+    os.environ.update(environment)
+    for key, value in settings.items():
+        if value is None:
+            os.environ.pop(key, None)
+        else:
+            os.environ[key] = value
+    torch.set_num_threads(1)
+    try:
+        if init:
+            dist.init_process_group("gloo", timeout=timedelta(seconds=timeout))
+            dist.barrier()  # else a rank with nothing to say leaves while the others still connect to it
+        reply = pickle.dumps(("returned", fn(*args)))  # plain pickle: tensors by value, not by shared memory
+        if dist.is_initialized():
+            dist.destroy_process_group()
+    except BaseException:
+        reply = pickle.dumps(("raised", traceback.format_exc()))
+    connection.send_bytes(reply)
+    connection.close()
+    sys.stdout.flush()
+
+
+def _leave_with_parent() -> None:
+    """A killed pytest must not leave ranks behind that wait for each other."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    threading.Thread(target=lambda: (wait([parent.sentinel]), os._exit(1)), daemon=True).start()
