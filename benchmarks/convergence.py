@@ -39,27 +39,29 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from convergence_pictures import Pictures, load_pictures
+from convergence_report import write_report
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 from tqdm import tqdm
 
-sys.path.insert(0, str(Path(__file__).resolve().parent))  # also for the spawned processes
-from convergence_pictures import Pictures, load_pictures
-from convergence_report import write_report
+from lightning_sparse.strategy import HierConfig, HierState, hier_hook
+from lightning_sparse.strategy.cost import dense_bytes
+from lightning_sparse.topology import Topology, discover
 
 NODES, DEVICES = 2, 2
 WORLD = NODES * DEVICES
 
 # What differs between the rows of the table: the arguments of HierConfig. None: plain DDP.
-# exchange="sparse" because "auto" would, rightly, send so small a model densely.
-SPARSE = {"exchange": "sparse", "value_dtype": "float32"}
+SPARSE = {"exchange": "sparse", "value_dtype": "float32", "warmup_epochs": 0}
 CONFIGS: dict[str, dict[str, Any] | None] = {
     "dense": None,
     "1%": {**SPARSE, "density": 0.01},
     "1%-no-feedback": {**SPARSE, "density": 0.01, "error_feedback": False},
     "1%-warmup": {**SPARSE, "density": 0.01, "warmup_epochs": 2},
     "1%-bf16": {**SPARSE, "density": 0.01, "value_dtype": "bfloat16"},
+    "default": {},
     "0.1%": {**SPARSE, "density": 0.001},
     "0.1%-no-feedback": {**SPARSE, "density": 0.001, "error_feedback": False},
     "0.1%-warmup": {**SPARSE, "density": 0.001, "warmup_epochs": 2},
@@ -162,26 +164,24 @@ class EpochOrder:
         return x, index_B
 
 
-def attach(ddp: DistributedDataParallel, config: str, topology: Any) -> Any | None:
+def attach(ddp: DistributedDataParallel, config: str, topology: Topology) -> HierState | None:
     """Put the configuration's hook on `ddp`; its state, or None for plain DDP."""
     arguments = CONFIGS[config]
     if arguments is None:
         return None
-    from lightning_sparse.strategy import HierConfig, HierState, hier_hook
-
     state = HierState(ddp.module, HierConfig(**arguments), topology)
     ddp.register_comm_hook(state, hier_hook)
     return state
 
 
-def bytes_per_node(state: Any | None, num_parameters: int, rounds: int) -> float:
-    """Bytes that a node has sent to others so far, all its devices together. Collective."""
+def bytes_per_node(state: HierState | None, num_parameters: int, rounds: int) -> float:
+    """Bytes that a node's devices have received from the other nodes so far, all together. Collective."""
     if state is None:
-        # What a ring all-reduce over the nodes sends at least; DDP's flat ring is never below it.
-        return 2 * (NODES - 1) / NODES * num_parameters * 4 * rounds
-    sent = torch.tensor(float(state.stats.bytes_between_nodes), dtype=torch.float64)
-    dist.all_reduce(sent)
-    return sent.item() / NODES
+        # What the dense exchange of the same hierarchy would; DDP's flat ring takes half as much again.
+        return rounds * DEVICES * dense_bytes(NODES, num_parameters // DEVICES, itemsize=4)
+    received = torch.tensor(state.stats.bytes_between_nodes, dtype=torch.float64)
+    dist.all_reduce(received)
+    return received.item() / NODES
 
 
 @torch.no_grad()
@@ -210,7 +210,9 @@ def check_ranks_agree(model: nn.Module) -> None:
         raise RuntimeError(f"ranks hold different parameters, by up to {(high_N - low_N).max():.3g}")
 
 
-def train(run: Run, pictures: Pictures, topology: Any, on_epoch: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
+def train(
+    run: Run, pictures: Pictures, topology: Topology, on_epoch: Callable[[dict[str, Any]], None]
+) -> dict[str, Any]:
     """One row of one seed: the record that is written to its file. Collective, the same on every rank."""
     began, rank, settings = time.perf_counter(), dist.get_rank(), run.settings
     torch.manual_seed(run.seed)
@@ -281,11 +283,7 @@ def worker(rank: int, runs: list[Run], pictures_file: Path, folder: Path, rendez
     dist.init_process_group(
         "gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=WORLD, timeout=timedelta(seconds=120)
     )
-    topology = None
-    if any(CONFIGS[run.config] is not None for run in runs):
-        from lightning_sparse.topology import discover
-
-        topology = discover()
+    topology = discover()
     pictures: Pictures = torch.load(pictures_file, weights_only=False)
     with tqdm(total=sum(run.settings.epochs for run in runs), unit="epoch", disable=rank != 0) as bar:
         for run in runs:

@@ -107,12 +107,12 @@ def plot(records: Sequence[dict[str, Any]], file: Path) -> None:
     figure, (against_steps, against_bytes) = plt.subplots(1, 2, figsize=(12, 5), sharey=True, layout="constrained")
     for config in dict.fromkeys(record["config"] for record in records):
         accuracy = mean_curve(records, config, "val_accuracy")
-        megabytes = [sent / 1e6 for sent in mean_curve(records, config, "bytes_per_node")]
+        megabytes = [received / 1e6 for received in mean_curve(records, config, "bytes_per_node")]
         style = {"linestyle": "--" if "no-feedback" in config else "-", "label": config}
         against_steps.plot(mean_curve(records, config, "step"), accuracy, **style)
         against_bytes.plot(megabytes, accuracy, **style)
     against_steps.set(xlabel="steps", ylabel="validation accuracy, %")
-    against_bytes.set(xlabel="MB that a node has sent", xscale="log")
+    against_bytes.set(xlabel="MB that a node has received", xscale="log")
     against_steps.legend(frameon=False)
     for axes in (against_steps, against_bytes):
         axes.grid(alpha=0.3)
@@ -141,7 +141,7 @@ def write_report(records: Sequence[dict[str, Any]], out: Path, command: str) -> 
     tail = [
         "",
         "Accuracy after the last epoch. The difference is taken seed by seed; ± is half of the 95 % t-interval of its",
-        "mean. Bytes are what all devices of a node together send to the other node; for dense, what a ring would.",
+        "mean. Bytes are what the devices of a node together receive from the other node; for dense, the 2-D exchange.",
         "",
     ]
     (out / "results.md").write_text("\n".join([*head, table(rows), *tail]))
