@@ -23,6 +23,7 @@ from datetime import timedelta
 from typing import Literal
 
 import torch.distributed as dist
+from torch.distributed import ProcessGroup
 
 Kind = Literal["hierarchical", "one node", "one rank", "unequal nodes"]
 
@@ -47,9 +48,9 @@ class Topology:
 
     nodes: tuple[tuple[int, ...], ...]
     rank: int
-    intra: dist.ProcessGroup | None = None
-    inter: dist.ProcessGroup | None = None
-    world: dist.ProcessGroup | None = None
+    intra: ProcessGroup | None = None
+    inter: ProcessGroup | None = None
+    world: ProcessGroup | None = None
 
     def __post_init__(self) -> None:
         ranks = sorted(rank for node in self.nodes for rank in node)
@@ -167,9 +168,14 @@ def with_groups(nodes: tuple[tuple[int, ...], ...], *, timeout: timedelta | None
     if plain.kind != "hierarchical":
         return Topology(nodes, rank, world=world)
     # All ranks create all groups in one order, members or not: that is what new_group() demands.
-    intra_groups = [dist.new_group(list(node), timeout=timeout) for node in nodes]
-    inter_groups = [dist.new_group([node[l] for node in nodes], timeout=timeout) for l in range(plain.num_devices)]
+    intra_groups = [_new_group(node, timeout) for node in nodes]
+    inter_groups = [_new_group(peers, timeout) for peers in zip(*nodes, strict=True)]
     return Topology(nodes, rank, intra_groups[plain.node_index], inter_groups[plain.device_index], world)
+
+
+def _new_group(ranks: tuple[int, ...], timeout: timedelta | None) -> ProcessGroup | None:
+    group = dist.new_group(list(ranks), timeout=timeout)
+    return group if isinstance(group, ProcessGroup) else None  # non-members get a number instead
 
 
 def _from_environment(variables: tuple[str, ...]) -> int:

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..topology import Topology
+from lightning_sparse.topology import Topology
 
 # torch renamed these two; the old names warn from 2.13 on and the new ones do not exist before it.
 _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor

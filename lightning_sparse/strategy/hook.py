@@ -1,7 +1,7 @@
 """Hierarchical top-k communication (HiTopKComm, Shi et al., MLSys 2021) as a DDP communication hook.
 
-M nodes x L devices, P = M * L ranks; this rank is device l of node m. A group of N gradient elements is padded to L * S,
-and K = ceil(density * S):
+M nodes x L devices, P = M * L ranks; this rank is device l of node m. A group of N gradient elements is padded to
+L * S, and K = ceil(density * S):
 
 ==================== =============== ======================================================= ======================
 step                 where           in -> out                                               received, slow link
@@ -29,16 +29,16 @@ carries it to every rank: all ranks see it in the same round.
 """
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import GradBucket  # torch.distributed re-exports it unannounced
 
-from ..kernels import accumulate, compress
-from .communicator import HierCommunicator
-from .layout import ParamGroup
-from .state import HierState
+from lightning_sparse.kernels import accumulate, compress
+from lightning_sparse.strategy.communicator import HierCommunicator
+from lightning_sparse.strategy.layout import ParamGroup
+from lightning_sparse.strategy.state import HierState
 
 
-def hier_hook(state: HierState, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+def hier_hook(state: HierState, bucket: GradBucket) -> torch.futures.Future[Tensor]:
     """Reduce one bucket. Register it with ``ddp.register_comm_hook(state, hier_hook)``.
 
     Raises:
@@ -92,7 +92,7 @@ def _write(grad_N: Tensor, grad_LS: Tensor) -> None:
 
 
 def _completed(tensor: Tensor) -> torch.futures.Future[Tensor]:
-    devices = [tensor.device] if tensor.is_cuda else None
+    devices: list[int | str | torch.device] | None = [tensor.device] if tensor.is_cuda else None
     future: torch.futures.Future[Tensor] = torch.futures.Future(devices=devices)
     future.set_result(tensor)  # on CUDA this records the current stream, which DDP then waits for
     return future

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from .layout import ParamGroup
+from lightning_sparse.strategy.layout import ParamGroup
 
 Gather = Callable[[Tensor], Tensor]
 """All-gather inside the node: shard_S -> flat tensor of L*S elements."""
@@ -85,12 +85,8 @@ class ResidualStore:
         """Give a new group the residual that its parameters had under other groups.
 
         A collective inside the node whenever an old group overlaps; all ranks see the same layouts, so all call it.
-
-        Raises:
-            RuntimeError: when residuals are staged: settle() comes first.
+        Groups of the running round may be staged already: they hold other parameters.
         """
-        if self.staged:
-            raise RuntimeError("regroup() met staged residuals: settle() them first.")
         names = set(group.names)
         for old in [old for old in self.current if old != group and not names.isdisjoint(old.names)]:
             flat = gather(self.current.pop(old))

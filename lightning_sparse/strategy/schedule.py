@@ -2,7 +2,7 @@
 
 import math
 
-from .config import HierConfig
+from lightning_sparse.strategy.config import HierConfig
 
 
 def is_dense_round(config: HierConfig, round_index: int) -> bool:

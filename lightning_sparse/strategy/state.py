@@ -16,19 +16,19 @@ from collections.abc import Iterable, Iterator
 from typing import Any, Literal, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
+from torch._C._distributed_c10d import GradBucket  # torch.distributed re-exports it unannounced
 
-from ..kernels import message_bytes
-from ..topology import Topology
-from . import cost
-from .communicator import HierCommunicator, is_reducible_by_shard
-from .config import HierConfig
-from .layout import Layout, ParamGroup, group_of, parameter_names
-from .residual import ResidualStore
-from .schedule import density_at, is_dense_round, num_selected
-from .stats import CommStats
-from .usage import MAX, UsageTracker
+from lightning_sparse.kernels import message_bytes
+from lightning_sparse.strategy import cost
+from lightning_sparse.strategy.communicator import HierCommunicator, is_reducible_by_shard
+from lightning_sparse.strategy.config import HierConfig
+from lightning_sparse.strategy.layout import Layout, ParamGroup, group_of, parameter_names
+from lightning_sparse.strategy.residual import ResidualStore
+from lightning_sparse.strategy.schedule import density_at, is_dense_round, num_selected
+from lightning_sparse.strategy.stats import CommStats
+from lightning_sparse.strategy.usage import MAX, UsageTracker
+from lightning_sparse.topology import Topology
 
 log = logging.getLogger("lightning_sparse")
 
@@ -90,7 +90,7 @@ class HierState:
         if bypass:
             self.say(f"this round is reduced as plain DDP does, and residuals wait: {bypass}")
 
-    def open(self, bucket: dist.GradBucket) -> Iterator[tuple[ParamGroup, Tensor]]:
+    def open(self, bucket: GradBucket) -> Iterator[tuple[ParamGroup, Tensor]]:
         """The bucket's groups, each with its flat gradient; what is written there reaches the bucket."""
         if not self._round_is_open:
             self.settle()
@@ -105,9 +105,9 @@ class HierState:
             grad_n = flat_N if group == whole else torch.cat(pieces)
             yield from self._masked_part(group, grad_n, unused.intersection(group.names))
             if group != whole:
-                torch._foreach_copy_(pieces, list(grad_n.split(list(group.numels))))
+                torch._foreach_copy_(pieces, list(torch.split(grad_n, list(group.numels))))
 
-    def close(self, bucket: dist.GradBucket) -> None:
+    def close(self, bucket: GradBucket) -> None:
         """After the bucket was reduced; the last bucket ends the round."""
         if not bucket.is_last():
             return

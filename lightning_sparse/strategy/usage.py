@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from .layout import ParamGroup
+from lightning_sparse.strategy.layout import ParamGroup
 
 MaxReduce = Callable[[Tensor], None]
 """All-reduce with MAX over the world, in place."""
@@ -28,7 +28,7 @@ class UsageTracker:
     def __init__(self, module: nn.Module) -> None:
         self._used: set[str] = set()
         self._handles = [
-            parameter.register_post_accumulate_grad_hook(self._marker(name))
+            parameter.register_post_accumulate_grad_hook(self._marker(name))  # type: ignore[no-untyped-call]
             for name, parameter in module.named_parameters()
             if parameter.requires_grad
         ]
