@@ -13,7 +13,7 @@ Only the network is missing: both nodes are this machine, so bytes are counted a
 how gradients travel. So differences to dense are taken seed by seed, and their interval is far narrower than that of
 the accuracies. Runs go seed by seed, each with all configurations: an unfinished table is paired already.
 
-**One learning rate.** ``--tune`` chooses it for dense training on a seed that is not in the table, and all
+**One learning rate.** ``--tune`` chooses it for dense training on seeds that are not in the table, and all
 configurations reuse it. Whatever a configuration would gain from a learning rate of its own is not in the numbers.
 
 **Short runs.** 1,170 steps are few for a method that sends a coordinate every 1/density steps or so; published parity
@@ -26,6 +26,7 @@ The summary is results.md, results.json and accuracy.png in the same folder.
 from __future__ import annotations
 
 import argparse
+import inspect
 import json
 import os
 import sys
@@ -35,6 +36,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -67,8 +69,8 @@ CONFIGS: dict[str, dict[str, Any] | None] = {
     "0.1%-warmup": {**SPARSE, "density": 0.001, "warmup_epochs": 2},
 }
 
-TUNE_LRS = (0.05, 0.1, 0.2, 0.4)
-TUNE_SEED = 1000
+TUNE_LRS = (0.05, 0.1, 0.2, 0.4, 0.8)
+TUNE_SEEDS = (1000, 1001)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -210,56 +212,72 @@ def check_ranks_agree(model: nn.Module) -> None:
         raise RuntimeError(f"ranks hold different parameters, by up to {(high_N - low_N).max():.3g}")
 
 
+def wrap(model: nn.Module) -> DistributedDataParallel:
+    """DDP whose batch statistics stay local while training, as a cluster that minds its slow link would have them."""
+    # torch 2.15 renames the option and warns about the old name.
+    known = inspect.signature(DistributedDataParallel.__init__).parameters
+    option = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"
+    return DistributedDataParallel(model, gradient_as_bucket_view=True, **{option: False})
+
+
+class Trainer:
+    """One run on one rank. All its methods are collective and give the same on every rank."""
+
+    def __init__(self, run: Run, pictures: Pictures, topology: Topology) -> None:
+        torch.manual_seed(run.seed)
+        settings = run.settings
+        self.run, self.pictures, self.rank = run, pictures, topology.rank
+        self.model = resnet8(pictures.num_classes).to(memory_format=torch.channels_last)
+        self.num_parameters = sum(parameter.numel() for parameter in self.model.parameters())
+        self.ddp = wrap(self.model)
+        self.state = attach(self.ddp, run.config, topology)
+        self.optimizer = torch.optim.SGD(
+            self.model.parameters(), settings.lr, settings.momentum, weight_decay=settings.weight_decay, foreach=True
+        )
+        self.padded_NCHW = F.pad(pictures.train_x, [EpochOrder.PAD] * 4)
+        self.steps = len(self.padded_NCHW) // settings.global_batch  # an epoch
+        self.cosine = torch.optim.lr_scheduler.CosineAnnealingLR(self.optimizer, settings.epochs * self.steps)
+
+    def epoch(self, epoch: int) -> dict[str, Any]:
+        """Train for one epoch and validate: a line of the run's history."""
+        if self.state is not None:
+            self.state.epoch = epoch
+        order = EpochOrder(len(self.padded_NCHW), self.run.seed, epoch, self.run.settings.global_batch)
+        loss_sum = torch.zeros(())
+        for step in range(self.steps):
+            x, index_B = order.batch(self.padded_NCHW, step, self.rank, WORLD)
+            loss = F.cross_entropy(self.ddp(self.pictures.normalised(x)), self.pictures.train_y[index_B])
+            self.optimizer.zero_grad()
+            loss.backward()
+            self.optimizer.step()
+            self.cosine.step()
+            loss_sum += loss.detach()
+        dist.all_reduce(loss_sum)
+        steps = (epoch + 1) * self.steps
+        return {
+            "epoch": epoch + 1,
+            "step": steps,
+            "train_loss": loss_sum.item() / self.steps / WORLD,
+            "val_accuracy": validate(self.model, self.pictures, self.rank),
+            "bytes_per_node": bytes_per_node(self.state, self.num_parameters, steps),
+        }
+
+
 def train(
     run: Run, pictures: Pictures, topology: Topology, on_epoch: Callable[[dict[str, Any]], None]
 ) -> dict[str, Any]:
-    """One row of one seed: the record that is written to its file. Collective, the same on every rank."""
-    began, rank, settings = time.perf_counter(), dist.get_rank(), run.settings
-    torch.manual_seed(run.seed)
-    model = resnet8(pictures.num_classes).to(memory_format=torch.channels_last)
-    num_parameters = sum(parameter.numel() for parameter in model.parameters())
-    # Batch statistics stay local while training, as they do on a cluster that does not want to broadcast them.
-    ddp = DistributedDataParallel(model, forward_sync_buffers=False, gradient_as_bucket_view=True)
-    state = attach(ddp, run.config, topology)
-    optimizer = torch.optim.SGD(
-        model.parameters(), settings.lr, settings.momentum, weight_decay=settings.weight_decay, foreach=True
-    )
-    padded_NCHW = F.pad(pictures.train_x, [EpochOrder.PAD] * 4)
-    steps = len(padded_NCHW) // settings.global_batch
-    cosine = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, settings.epochs * steps)
-    history: list[dict[str, Any]] = []
-    for epoch in range(settings.epochs):
-        if state is not None:
-            state.epoch = epoch
-        order = EpochOrder(len(padded_NCHW), run.seed, epoch, settings.global_batch)
-        loss_sum = torch.zeros(())
-        for step in range(steps):
-            x, index_B = order.batch(padded_NCHW, step, rank, WORLD)
-            loss = F.cross_entropy(ddp(pictures.normalised(x)), pictures.train_y[index_B])
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-            cosine.step()
-            loss_sum += loss.detach()
-        dist.all_reduce(loss_sum)
-        done = (epoch + 1) * steps
-        history.append(
-            {
-                "epoch": epoch + 1,
-                "step": done,
-                "train_loss": loss_sum.item() / steps / WORLD,
-                "val_accuracy": validate(model, pictures, rank),
-                "bytes_per_node": bytes_per_node(state, num_parameters, done),
-            }
-        )
+    """One row of one seed: the record that is written to its file."""
+    began, trainer, history = time.perf_counter(), Trainer(run, pictures, topology), []
+    for epoch in range(run.settings.epochs):
+        history.append(trainer.epoch(epoch))
         on_epoch(history[-1])
-    check_ranks_agree(model)
+    check_ranks_agree(trainer.model)
     return {
         "config": run.config,
         "arguments": CONFIGS[run.config],
         "seed": run.seed,
-        "settings": asdict(settings),
-        "parameters": num_parameters,
+        "settings": asdict(run.settings),
+        "parameters": trainer.num_parameters,
         "seconds": round(time.perf_counter() - began, 1),
         "history": history,
     }
@@ -318,16 +336,15 @@ def execute(runs: list[Run], pictures_file: Path, folder: Path) -> list[dict[str
     return records
 
 
-def tune(pictures_file: Path, out: Path, epochs: int) -> None:
-    """Choose the learning rate on dense training and write tune.json."""
+def tune(pictures_file: Path, out: Path, epochs: int) -> dict[str, Any]:
+    """The learning rate with the best accuracy of dense training, and the mean outcome of each that was tried."""
     outcome = {}
     for lr in TUNE_LRS:
-        run = Run("dense", TUNE_SEED, Settings(lr=lr, epochs=epochs))
-        last = execute([run], pictures_file, out / f"tune-{lr:g}")[0]["history"][-1]
-        outcome[f"{lr:g}"] = {"val_accuracy": last["val_accuracy"], "train_loss": last["train_loss"]}
+        runs = [Run("dense", seed, Settings(lr=lr, epochs=epochs)) for seed in TUNE_SEEDS]
+        ends = [record["history"][-1] for record in execute(runs, pictures_file, out / f"tune-{lr:g}")]
+        outcome[f"{lr:g}"] = {key: fmean(end[key] for end in ends) for key in ("val_accuracy", "train_loss")}
     best = max(outcome, key=lambda lr: outcome[lr]["val_accuracy"])
-    (out / "tune.json").write_text(json.dumps({"lr": float(best), "seed": TUNE_SEED, "outcome": outcome}, indent=1))
-    tqdm.write(f"learning rate {best} of {json.dumps(outcome)}")
+    return {"lr": float(best), "seeds": TUNE_SEEDS, "outcome": outcome}
 
 
 def main() -> None:
@@ -344,11 +361,13 @@ def main() -> None:
     options = parser.parse_args()
     os.environ["OMP_NUM_THREADS"] = "1"
     options.out.mkdir(parents=True, exist_ok=True)
+    tuned = options.out / "tune.json"
     pictures_file = load_pictures(options.pictures, options.out)
     if options.tune:
-        tune(pictures_file, options.out, options.epochs)
+        choice = json.dumps(tune(pictures_file, options.out, options.epochs), indent=1)
+        tuned.write_text(choice)
+        tqdm.write(choice)
         return
-    tuned = options.out / "tune.json"
     if options.lr is None and not tuned.exists():
         parser.error(f"no learning rate: run with --tune first (it writes {tuned}), or give --lr")
     lr = options.lr if options.lr is not None else json.loads(tuned.read_text())["lr"]

@@ -19,10 +19,10 @@ import torch
 T_95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131)
 
 
-def half_width_95(values: Sequence[float]) -> float:
-    """Half of the 95 % t-interval of the mean; infinite for one value."""
+def half_width_95(values: Sequence[float]) -> float | None:
+    """Half of the 95 % t-interval of the mean; None for fewer than two values, which have none."""
     if len(values) < 2:
-        return math.inf
+        return None
     quantile = T_95[min(len(values) - 1, len(T_95)) - 1]
     return quantile * stdev(values) / math.sqrt(len(values))
 
@@ -45,7 +45,7 @@ def summarise(records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
                 "seeds": seeds,
                 "val_accuracy": fmean(end["val_accuracy"] for end in ends),
                 "difference": fmean(differences) if differences else None,
-                "difference_half_width": half_width_95(differences) if differences else None,
+                "difference_half_width": half_width_95(differences),
                 "differences": differences,
                 "train_loss": fmean(end["train_loss"] for end in ends),
                 "bytes_per_node_per_step": fmean(end["bytes_per_node"] / end["step"] for end in ends),
@@ -90,7 +90,8 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
     for row in rows:
         difference = "-"
         if row["difference"] is not None and row["config"] != "dense":
-            difference = f"{row['difference']:+.1f} ± {row['difference_half_width']:.1f}"
+            half_width = row["difference_half_width"]
+            difference = f"{row['difference']:+.1f}" + (f" ± {half_width:.1f}" if half_width is not None else "")
         lines.append(
             f"| {row['config']} | {len(row['seeds'])} | {row['val_accuracy']:.1f} | {difference} "
             f"| {row['train_loss']:.3f} | {row['bytes_per_node_per_step'] / 1e3:.2f} | {row['seconds']:.0f} |"
