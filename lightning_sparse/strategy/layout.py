@@ -80,7 +80,7 @@ class Layout:
     """Follows the groups of each round and tells which are settled."""
 
     settled: tuple[ParamGroup, ...] = ()
-    _previous: tuple[ParamGroup, ...] = ()
+    previous: tuple[ParamGroup, ...] = ()
     _current: list[ParamGroup] = field(default_factory=list)
 
     def parts(self, group: ParamGroup) -> tuple[ParamGroup, ...]:
@@ -103,8 +103,8 @@ class Layout:
     def end_round(self) -> bool:
         """Close the round; True when this settled a new layout."""
         current, self._current = tuple(self._current), []
-        repeated = current == self._previous
-        self._previous = current
+        repeated = current == self.previous
+        self.previous = current
         if not repeated or set(current) == set(self.settled):
             return False
         self.settled = current

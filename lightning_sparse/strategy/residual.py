@@ -73,6 +73,13 @@ class ResidualStore:
                 self._spare[group] = free
         self.staged.clear()
 
+    def settled_copy(self, discarded: Set[str]) -> "ResidualStore":
+        """What settle() would leave, in a store of its own."""
+        copy = ResidualStore(self.device_index, self.num_devices, dict(self.current), parked=dict(self.parked))
+        copy.staged = {group: None if t is None else t.clone() for group, t in self.staged.items()}
+        copy.settle(discarded)
+        return copy
+
     def restore(self, group: ParamGroup, names: Iterable[str], source_S: Tensor | None, target_S: Tensor) -> None:
         """Copy the named parameters' pieces of ``source_S`` (None: zeros) into ``target_S``."""
         for _, here, _ in group.shard_slices(names, self.device_index, self.num_devices):

@@ -214,6 +214,12 @@ class HierState:
             self.store.restore(group, self._masked, current, next_S)
         self.store.stage(group, next_S)
 
+    def settled_store(self) -> ResidualStore:
+        """The residuals as settle() would leave them now, without settling: what a checkpoint holds. Gradients that
+        wait to be stepped do not survive a restart, so their round is as if it had not been."""
+        pending = {name for group in self.store.staged for name in group.names} - self._stepped
+        return self.store.settled_copy(frozenset(pending) if self._watching else frozenset())
+
     def residual_norm(self) -> Tensor:
         """L2 norm of what this device has not sent yet, a 0-dim tensor on its device (no host sync)."""
         shards = [t for t in (self.store.current | self.store.staged).values() if t is not None]
@@ -223,9 +229,9 @@ class HierState:
         """1 / P as a 0-dim fp32 tensor."""
         return torch.full((), 1.0 / self.topology.world_size, dtype=torch.float32, device=like.device)
 
-    def say(self, line: str, level: int = logging.INFO) -> None:
-        """Log a line once, on rank 0."""
-        if self.topology.rank == 0 and line not in self._said:
+    def say(self, line: str, level: int = logging.INFO, *, every_rank: bool = False) -> None:
+        """Log a line once, on rank 0 unless it concerns another rank alone."""
+        if (every_rank or self.topology.rank == 0) and line not in self._said:
             self._said.add(line)
             log.log(level, line)
 
