@@ -1,0 +1,89 @@
+r"""What the nodes print, labelled and line by line.
+
+Lines of different nodes never mix: a line is written when its end arrives. A progress bar has no line ends, it returns
+the carriage and writes over itself; on a terminal it stays one line at the bottom, redrawn after each line that passes
+above it, and in a file it becomes a line every `BAR_S` seconds, so that a log neither floods nor falls silent.
+
+Example, bytes read from two nodes and what a file gets::
+
+    node 0: b"\rEpoch 0:  50%"      node 1: b"loaded\n"      node 0: b"\rEpoch 0: 100%\n"
+    [node 0] Epoch 0:  50%
+    [node 1] loaded
+    [node 0] Epoch 0: 100%
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from typing import TextIO
+
+BAR_S = 5.0
+# cursor moves of nested bars make no sense inside a labelled line; colours stay
+CURSOR_MOVES = re.compile(r"\x1b\[\d*[ABCDGHJKsu]")
+
+
+class LabelledOutput:
+    """Writes to `stream`; feed it the bytes of each node as they come. `stream` None discards them."""
+
+    def __init__(self, stream: TextIO | None) -> None:
+        self._stream = stream
+        self._terminal = stream is not None and stream.isatty()
+        self._partial: dict[int, bytes] = {}
+        self._bar = ""  # what stands at the bottom of the terminal
+        self._bar_written = -BAR_S
+        self._last_line: dict[int, str] = {}
+
+    def feed(self, node: int, data: bytes) -> None:
+        *lines, tail = (self._partial.get(node, b"") + data).replace(b"\r\n", b"\n").split(b"\n")
+        for line in lines:
+            self._line(node, _text(line))
+        self._partial[node] = tail
+        if b"\r" in tail:
+            self._progress(node, _text(tail))
+            self._partial[node] = b"\r" + tail.rpartition(b"\r")[2]
+
+    def finish(self, node: int) -> None:
+        """Write what a node that has ended left without a line end."""
+        tail = _text(self._partial.pop(node, b""))
+        if tail:
+            self._line(node, tail)
+
+    def close(self) -> None:
+        for node in list(self._partial):
+            self.finish(node)
+        if self._bar:
+            self._write("\n")
+            self._bar = ""
+
+    def _line(self, node: int, text: str) -> None:
+        line = f"[node {node}] {text}"
+        if not text or line == self._last_line.get(node):
+            return  # nested bars end lines only to move the cursor
+        self._last_line[node] = line
+        if self._bar.startswith(f"[node {node}]"):
+            self._bar = ""  # the bar itself came to its end
+            self._write("\r\x1b[K")
+        self._write(f"\r\x1b[K{line}\n{self._bar}" if self._bar else f"{line}\n")
+
+    def _progress(self, node: int, text: str) -> None:
+        if not text:
+            return
+        if self._terminal:
+            self._bar = f"[node {node}] {text}"
+            self._write(f"\r\x1b[K{self._bar}")
+        elif time.monotonic() - self._bar_written >= BAR_S:
+            self._bar_written = time.monotonic()
+            self._line(node, text)
+
+    def _write(self, text: str) -> None:
+        if self._stream is not None:
+            self._stream.write(text)
+            self._stream.flush()
+
+
+def _text(raw: bytes) -> str:
+    """What a terminal would show of a line: the text after the last carriage return that is followed by any."""
+    decoded = CURSOR_MOVES.sub("", raw.decode(errors="replace"))
+    shown = [part for part in decoded.split("\r") if part.strip()]
+    return shown[-1].rstrip() if shown else ""
