@@ -25,7 +25,7 @@ from typing import TextIO
 
 from lightning_sparse.lab import storage
 from lightning_sparse.lab.config import LabConfig, LabUnavailableError
-from lightning_sparse.lab.launch import Launchers
+from lightning_sparse.lab.launch import Launchers, with_own_output
 from lightning_sparse.lab.network import (
     INTERFACE,
     STORAGE_ADDRESS,
@@ -120,10 +120,10 @@ class Cluster:
         command: Sequence[str],
         *,
         env: Mapping[str, str] | None = None,
-        output: TextIO | None = sys.stdout,
+        output: TextIO | None = None,
         timeout: float | None = None,
     ) -> RunResult:
-        """Run `command` in every node until it ended everywhere, or failed somewhere.
+        """Run `command` in every node until it ended everywhere, or failed somewhere; `output` None is stdout.
 
         Raises TimeoutError, with all processes stopped, when it takes longer than `timeout` seconds.
         """
@@ -133,7 +133,8 @@ class Cluster:
             )
         before = self._network.traffic() if self._network else {}
         started = time.monotonic()
-        launchers = Launchers(self._commands(list(command), env or {}), LabelledOutput(output))
+        commands = self._commands(list(command), env or {})
+        launchers = Launchers(commands, self.config.devices, LabelledOutput(output or sys.stdout))
         try:
             launchers.follow(timeout)
         except BaseException as error:
@@ -196,7 +197,7 @@ class Cluster:
             launcher += [f"--nnodes={self.config.nodes}", f"--node-rank={node}"]
             launcher += [f"--nproc-per-node={self.config.devices}", f"--master-addr={master}", f"--master-port={port}"]
             place = {"NODE_RANK": str(node), "GLOO_SOCKET_IFNAME": interface}
-            commands.append(([*enter, *launcher, *command], self._environment({**env, **place})))
+            commands.append(([*enter, *launcher, *with_own_output(command)], self._environment({**env, **place})))
         return commands
 
 

@@ -2,6 +2,9 @@
 
 A signal to the lab is passed on to the launchers, which pass it on to their ranks: Ctrl-C reaches a Trainer as Ctrl-C,
 and its last words are still read and shown. Who has not left after `PATIENCE_S` seconds is killed.
+
+Ranks of a node share the launcher's output, where a line of one may end in the middle of another's. So each rank gets
+a pipe of its own: the lab makes it, and the rank opens it as ``/proc/<lab>/fd/<n>``, the launcher none the wiser.
 """
 
 from __future__ import annotations
@@ -12,27 +15,40 @@ import signal
 import subprocess
 import time
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 from lightning_sparse.lab.output import LabelledOutput
 from lightning_sparse.lab.processes import tether, uninterrupted
 
-PATIENCE_S = 10.0
+PATIENCE_S = 5.0
+PROC = Path("/proc/self/fd")
+LAUNCHER = -1  # in the place of a local rank
 READ_BYTES = 1 << 16  # what a pipe holds, so that one read after the end gets all of it
+
+
+def with_own_output(command: list[str]) -> list[str]:
+    """The command of a rank, writing to the pipe that `Launchers` made for it."""
+    if not PROC.is_dir():
+        return command  # not Linux: lines may mix
+    return ["sh", "-c", 'eval "exec >\\$LAB_OUTPUT_$LOCAL_RANK 2>&1"; exec "$@"', "sh", *command]
 
 
 class Launchers:
     """Processes by node. `codes` holds the exit codes of those that ended, in the order of their ends."""
 
-    def __init__(self, commands: Sequence[tuple[list[str], Mapping[str, str]]], output: LabelledOutput) -> None:
+    def __init__(
+        self, commands: Sequence[tuple[list[str], Mapping[str, str]]], devices: int, output: LabelledOutput
+    ) -> None:
         """commands: (command, environment) of each node."""
         self.codes: dict[int, int] = {}
         self._output = output
         self._selector = selectors.DefaultSelector()
         self._processes: list[subprocess.Popen[bytes]] = []
+        self._pipes: list[int] = []
         for node, (command, environment) in enumerate(commands):
             process = subprocess.Popen(
                 [*tether(), *command],
-                env=environment,
+                env={**environment, **self._rank_outputs(node, devices)},
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
@@ -40,7 +56,7 @@ class Launchers:
             )
             self._processes.append(process)
             assert process.stdout is not None
-            self._selector.register(process.stdout, selectors.EVENT_READ, node)
+            self._selector.register(process.stdout, selectors.EVENT_READ, (node, LAUNCHER))
 
     def follow(self, timeout: float | None) -> None:
         """Until every node ended, or a while after the first failed."""
@@ -76,7 +92,19 @@ class Launchers:
             process.wait()
             assert process.stdout is not None
             process.stdout.close()
+        for end in self._pipes:
+            os.close(end)
         self._output.close()
+
+    def _rank_outputs(self, node: int, devices: int) -> dict[str, str]:
+        """A pipe for each rank of a node; returns the variables that tell ranks where theirs is."""
+        variables = {}
+        for device in range(devices if PROC.is_dir() else 0):
+            read, write = os.pipe()
+            self._pipes += [read, write]  # holding the writing end too, so that it never reads as ended
+            self._selector.register(read, selectors.EVENT_READ, (node, device))
+            variables[f"LAB_OUTPUT_{device}"] = f"/proc/{os.getpid()}/fd/{write}"
+        return variables
 
     def _running(self) -> list[int]:
         return [node for node in range(len(self._processes)) if node not in self.codes]
@@ -88,7 +116,8 @@ class Launchers:
         for key, _ in self._selector.select(timeout=0 if ended else 0.1):
             data = os.read(key.fd, READ_BYTES)
             if data:
-                self._output.feed(key.data, data)
+                node, rank = key.data
+                self._output.feed(node, rank, data)
             else:
                 self._selector.unregister(key.fileobj)
         for node in ended:

@@ -100,7 +100,9 @@ class Network:
 
     def enter_node(self, part: str) -> list[str]:
         """As `enter`, with the hostname of that part and the names of all others known."""
-        hosts = "127.0.0.1 localhost\n" + "".join(f"{address} {name}\n" for name, address in self.addresses.items())
+        hosts = "127.0.0.1 localhost\n::1 localhost\n" + "".join(
+            f"{address} {name}\n::ffff:{address} {name}\n" for name, address in self.addresses.items()
+        )
         return [*self.enter(part), "unshare", "--uts", "sh", "-e", "-c", _BECOME_NODE, "sh", part, hosts]
 
     def traffic(self) -> dict[str, NodeTraffic]:

@@ -24,62 +24,65 @@ CURSOR_MOVES = re.compile(r"\x1b\[\d*[ABCDGHJKsu]")
 
 
 class LabelledOutput:
-    """Writes to `stream`; feed it the bytes of each node as they come. `stream` None discards them."""
+    """Writes to `stream`; feed it the bytes of each node as they come."""
 
-    def __init__(self, stream: TextIO | None) -> None:
+    def __init__(self, stream: TextIO) -> None:
         self._stream = stream
-        self._terminal = stream is not None and stream.isatty()
-        self._partial: dict[int, bytes] = {}
+        self._terminal = stream.isatty()
+        self._partial: dict[tuple[int, int], bytes] = {}
+        self._last_line: dict[tuple[int, int], str] = {}
         self._bar = ""  # what stands at the bottom of the terminal
+        self._bar_source = (-1, -1)
         self._bar_written = -BAR_S
-        self._last_line: dict[int, str] = {}
 
-    def feed(self, node: int, data: bytes) -> None:
-        *lines, tail = (self._partial.get(node, b"") + data).replace(b"\r\n", b"\n").split(b"\n")
+    def feed(self, node: int, rank: int, data: bytes) -> None:
+        """data: what a local rank of a node has written."""
+        source = (node, rank)
+        *lines, tail = (self._partial.get(source, b"") + data).replace(b"\r\n", b"\n").split(b"\n")
         for line in lines:
-            self._line(node, _text(line))
-        self._partial[node] = tail
+            self._line(source, _text(line), bar=b"\r" in line)
+        self._partial[source] = tail
         if b"\r" in tail:
-            self._progress(node, _text(tail))
-            self._partial[node] = b"\r" + tail.rpartition(b"\r")[2]
+            self._progress(source, _text(tail))
+            self._partial[source] = b"\r" + tail.rpartition(b"\r")[2]
 
     def finish(self, node: int) -> None:
         """Write what a node that has ended left without a line end."""
-        tail = _text(self._partial.pop(node, b""))
-        if tail:
-            self._line(node, tail)
+        for source in [source for source in self._partial if source[0] == node]:
+            tail = _text(self._partial.pop(source))
+            if tail:
+                self._line(source, tail)
 
     def close(self) -> None:
-        for node in list(self._partial):
+        for node in {node for node, _ in self._partial}:
             self.finish(node)
         if self._bar:
             self._write("\n")
             self._bar = ""
 
-    def _line(self, node: int, text: str) -> None:
-        line = f"[node {node}] {text}"
-        if not text or line == self._last_line.get(node):
+    def _line(self, source: tuple[int, int], text: str, bar: bool = False) -> None:
+        line = f"[node {source[0]}] {text}".rstrip()
+        if bar and (not text or line == self._last_line.get(source)):
             return  # nested bars end lines only to move the cursor
-        self._last_line[node] = line
-        if self._bar.startswith(f"[node {node}]"):
+        self._last_line[source] = line
+        if self._bar and source == self._bar_source:
             self._bar = ""  # the bar itself came to its end
             self._write("\r\x1b[K")
         self._write(f"\r\x1b[K{line}\n{self._bar}" if self._bar else f"{line}\n")
 
-    def _progress(self, node: int, text: str) -> None:
+    def _progress(self, source: tuple[int, int], text: str) -> None:
         if not text:
             return
         if self._terminal:
-            self._bar = f"[node {node}] {text}"
+            self._bar, self._bar_source = f"[node {source[0]}] {text}", source
             self._write(f"\r\x1b[K{self._bar}")
         elif time.monotonic() - self._bar_written >= BAR_S:
             self._bar_written = time.monotonic()
-            self._line(node, text)
+            self._line(source, text, bar=True)
 
     def _write(self, text: str) -> None:
-        if self._stream is not None:
-            self._stream.write(text)
-            self._stream.flush()
+        self._stream.write(text)
+        self._stream.flush()
 
 
 def _text(raw: bytes) -> str:

@@ -1,4 +1,4 @@
-"""A network file system for the lab: this module run as a program serves files, sshfs mounts them.
+"""A network file system for the lab: one node serves files, sshfs mounts them in the others.
 
 Each connection gets an ``sftp-server`` of its own on the bare socket. sshfs can talk to that without ssh
 (``-o directport``), so there are no keys, no daemon configuration and no encryption to pay for on a machine that plays
@@ -31,7 +31,7 @@ def why_not() -> str | None:
 
 
 def server_command(address: str) -> list[str]:
-    return [sys.executable, "-m", "lightning_sparse.lab.storage", address, str(PORT)]
+    return [sys.executable, "-c", f"from {__name__} import serve; serve({address!r}, {PORT})"]
 
 
 def mount_then(address: str, folder: Path) -> list[str]:
@@ -59,7 +59,3 @@ def serve(address: str, port: int) -> None:
             sessions = [each for each in sessions if each.poll() is None]
             sessions.append(subprocess.Popen([server], stdin=connection.fileno(), stdout=connection.fileno()))
             connection.close()
-
-
-if __name__ == "__main__":
-    serve(sys.argv[1], int(sys.argv[2]))
