@@ -1,0 +1,15 @@
+"""The public classes for ``pytorch_lightning``."""
+
+from pytorch_lightning.callbacks import Callback
+from pytorch_lightning.strategies import DDPStrategy
+
+from lightning_sparse.strategy.callback import CommStatsMixin
+from lightning_sparse.strategy.mstopk_hier import MSTopKHierMixin
+
+
+class MSTopKHierStrategy(MSTopKHierMixin, DDPStrategy):
+    __doc__ = MSTopKHierMixin.__doc__
+
+
+class CommStatsCallback(CommStatsMixin, Callback):
+    __doc__ = CommStatsMixin.__doc__

@@ -1,0 +1,271 @@
+"""The operators `torch.ops.lightning_sparse.{mstopk, compress, accumulate}`.
+
+    Python call -> checks (ValueError) -> dispatcher -> compiled CPU or CUDA kernel
+                                                     -> plain torch, where there is none
+
+Schemas are defined here, once, in Python; the compiled library only adds implementations for the keys CPU and CUDA,
+and these override the plain-torch ones (registered for all devices). So a missing or broken build changes speed,
+never results, and the library can be loaded or not without a second definition of anything. `kernel_report()` says
+which of the two runs and why.
+
+Set LIGHTNING_SPARSE_KERNELS=torch to leave the compiled library unloaded.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from lightning_sparse.kernels import plain, wire
+
+NAMESPACE = "lightning_sparse"
+BUILD_REPORT = Path(__file__).with_name("build_report.txt")
+_FLOATS = (torch.float32, torch.float16, torch.bfloat16)
+_CODES: tuple[torch.dtype, ...] = wire.VALUE_DTYPES
+
+# Kept for the life of the process: a collected Library takes its schemas with it.
+_library: Any = torch.library.Library(NAMESPACE, "FRAGMENT")  # type: ignore[no-untyped-call]
+_library.define("mstopk(Tensor x, int k, bool paper) -> (Tensor, Tensor)")
+_library.define(
+    "compress(Tensor grad, Tensor? residual, Tensor(a!)? next_residual, int k, int value_code, Tensor? scale) -> Tensor"
+)
+_library.define("accumulate(Tensor messages, Tensor(a!) shard, int k, int value_code) -> ()")
+
+
+def mstopk(x: Tensor, k: int, mode: Literal["exact", "paper"] = "exact") -> tuple[Tensor, Tensor]:
+    """The k largest |x| of a flat tensor: values_K = x[indices_K] and indices_K, ascending.
+
+    "exact" is top-k with ties going to the lowest index; "paper" is MSTopK of 30 iterations (see `reference`). Both
+    put NaN before
+    Inf before everything finite. Indices are int32 while x has fewer than 2^31 elements, else int64.
+
+    >>> mstopk(torch.tensor([1.0, -5.0, 2.0, 5.0]), 2)
+    (tensor([-5.,  5.]), tensor([1, 3], dtype=torch.int32))
+    """
+    if mode not in ("exact", "paper"):
+        raise ValueError(f"mode={mode!r}: choose 'exact' or 'paper'")
+    _check_mstopk(x, k)
+    values, indices = torch.ops.lightning_sparse.mstopk(x, k, mode == "paper")
+    return values, indices
+
+
+def compress(
+    grad_S: Tensor,
+    residual_S: Tensor | None,
+    next_residual_S: Tensor | None,
+    k: int,
+    value_dtype: torch.dtype,
+    scale: Tensor | None = None,
+) -> Tensor:
+    """Error feedback, selection and packing at once: the message of the k largest |acc|, acc = residual + grad * scale.
+
+    next_residual_S <- acc - what the receivers will decode; 0 where acc is not finite. Non-finite elements are selected
+    first and counted in the message. A residual of None is zero, a scale of None is one, a next residual
+    of None is not wanted.
+    """
+    code = _value_code(value_dtype)
+    _check_compress(grad_S, residual_S, next_residual_S, k, scale)
+    message: Tensor = torch.ops.lightning_sparse.compress(grad_S, residual_S, next_residual_S, k, code, scale)
+    return message
+
+
+def accumulate(messages_MB: Tensor, shard_S: Tensor, k: int, value_dtype: torch.dtype) -> None:
+    """shard_S <- the sum of the messages, added in row order from zero; an index in several messages adds.
+
+    The whole shard becomes NaN when any message counts something non-finite, or is not laid out as `wire` says: a
+    kernel that does not wait for the device has no other way to speak.
+    """
+    _check_accumulate(messages_MB, shard_S, k, _value_code(value_dtype))
+    torch.ops.lightning_sparse.accumulate(messages_MB, shard_S, k, _value_code(value_dtype))
+
+
+@dataclass(frozen=True)
+class KernelReport:
+    """What runs: "compiled" or "plain torch" per device type, and the reason where it is the latter."""
+
+    cpu: str
+    cuda: str
+    library: str | None
+    reasons: tuple[str, ...]
+
+    def __str__(self) -> str:
+        return "\n".join([f"kernels: CPU {self.cpu}, CUDA {self.cuda} ({self.library or 'no library'})", *self.reasons])
+
+
+def kernel_report() -> KernelReport:
+    """What of the compiled kernels is in use in this process."""
+    return _report
+
+
+# ----------------------------------------------------------------------------------------------------------- checks
+
+
+def _check_mstopk(x: Tensor, k: int) -> None:
+    _check_flat("x", x, _FLOATS)
+    _check_k(k, x.numel())
+
+
+def _check_compress(
+    grad: Tensor, residual: Tensor | None, next_residual: Tensor | None, k: int, scale: Tensor | None
+) -> None:
+    _check_flat("grad_S", grad, _FLOATS)
+    _check_k(k, grad.numel())
+    for name, other in (("residual_S", residual), ("next_residual_S", next_residual)):
+        if other is not None:
+            _check_flat(name, other, (torch.float32,))
+            if other.numel() != grad.numel() or other.device != grad.device:
+                raise ValueError(
+                    f"{name} has {other.numel()} elements on {other.device}, grad_S {grad.numel()} on {grad.device}: "
+                    "both are of one shard, so they must agree"
+                )
+    if next_residual is not None and any(_overlap(next_residual, other) for other in (grad, residual)):
+        raise ValueError(
+            "next_residual_S shares memory with grad_S or residual_S: it is provisional until the optimizer has "
+            "stepped, so give it a tensor of its own"
+        )
+    if scale is not None and (scale.dtype != torch.float32 or scale.dim() != 0 or scale.device != grad.device):
+        raise ValueError(
+            f"scale is {scale.dtype}{list(scale.shape)} on {scale.device}: it must be a 0-dim float32 tensor on "
+            f"{grad.device}"
+        )
+
+
+def _check_accumulate(messages: Tensor, shard: Tensor, k: int, code: int) -> None:
+    _check_flat("shard_S", shard, (torch.float32,))
+    _check_k(k, shard.numel())
+    nbytes = wire.message_bytes(shard.numel(), k, _dtype_of(code))
+    if (
+        messages.dtype != torch.uint8
+        or messages.dim() != 2
+        or messages.shape[0] < 1
+        or messages.shape[1] != nbytes
+        or not messages.is_contiguous()
+        or messages.device != shard.device
+    ):
+        raise ValueError(
+            f"messages_MB is {messages.dtype}{list(messages.shape)} on {messages.device}: numel={shard.numel()}, k={k} "
+            f"and {_dtype_of(code)} need contiguous uint8[M >= 1, {nbytes}] on {shard.device}"
+        )
+    if _overlap(messages, shard):
+        raise ValueError("shard_S shares memory with messages_MB: it is overwritten while they are read")
+
+
+def _check_flat(name: str, tensor: Tensor, dtypes: tuple[torch.dtype, ...]) -> None:
+    if tensor.dtype not in dtypes:
+        raise ValueError(f"{name} is {tensor.dtype}: it must be one of {list(dtypes)}")
+    if tensor.layout != torch.strided or tensor.dim() != 1 or not tensor.is_contiguous() or tensor.numel() < 1:
+        raise ValueError(
+            f"{name} has shape {list(tensor.shape)}: it must be flat, contiguous and not empty; "
+            f"pass {name}.contiguous().view(-1)"
+        )
+
+
+def _check_k(k: int, numel: int) -> None:
+    if not isinstance(k, (int, torch.SymInt)) or isinstance(k, bool) or not 1 <= k <= numel:
+        raise ValueError(f"k={k!r} of {numel} elements: k must be an integer with 1 <= k <= {numel}")
+
+
+def _value_code(value_dtype: torch.dtype) -> int:
+    code = wire.VALUE_CODES.get(value_dtype)
+    if code is None:
+        raise ValueError(f"value_dtype={value_dtype} cannot be sent: choose one of {list(_CODES)}")
+    return code
+
+
+def _dtype_of(code: int) -> torch.dtype:
+    if not 0 <= code < len(_CODES):
+        raise ValueError(f"value_code={code}: 0 is fp32, 1 bf16, 2 fp16")
+    return _CODES[code]
+
+
+def _overlap(a: Tensor, b: Tensor | None) -> bool:
+    if b is None:
+        return False
+    if a is b:
+        return True
+    if torch.compiler.is_compiling() or _has_no_memory(a) or _has_no_memory(b):
+        return False  # nothing to look at while tracing; the compiled kernels look again
+    first, second = a.data_ptr(), b.data_ptr()
+    return first < second + b.numel() * b.element_size() and second < first + a.numel() * a.element_size()
+
+
+def _has_no_memory(tensor: Tensor) -> bool:
+    return tensor.is_meta or type(tensor) not in (Tensor, torch.nn.Parameter)
+
+
+# --------------------------------------------------------------------------------- implementations and their loading
+
+
+def _plain_mstopk(x: Tensor, k: int, paper: bool) -> tuple[Tensor, Tensor]:
+    _check_mstopk(x, k)
+    return plain.mstopk(x, k, paper)
+
+
+def _plain_compress(
+    grad: Tensor, residual: Tensor | None, next_residual: Tensor | None, k: int, value_code: int, scale: Tensor | None
+) -> Tensor:
+    dtype = _dtype_of(value_code)
+    _check_compress(grad, residual, next_residual, k, scale)
+    return plain.compress(grad, residual, next_residual, k, dtype, scale)
+
+
+def _plain_accumulate(messages: Tensor, shard: Tensor, k: int, value_code: int) -> None:
+    _check_accumulate(messages, shard, k, value_code)
+    plain.accumulate(messages, shard, k, _dtype_of(value_code))
+
+
+def _fake_mstopk(x: Tensor, k: int, paper: bool) -> tuple[Tensor, Tensor]:
+    _check_mstopk(x, k)
+    return x.new_empty(k), x.new_empty(k, dtype=plain.index_dtype(x.numel()))
+
+
+def _fake_compress(
+    grad: Tensor, residual: Tensor | None, next_residual: Tensor | None, k: int, value_code: int, scale: Tensor | None
+) -> Tensor:
+    _check_compress(grad, residual, next_residual, k, scale)
+    return grad.new_empty(wire.message_bytes(grad.numel(), k, _dtype_of(value_code)), dtype=torch.uint8)
+
+
+def _fake_accumulate(messages: Tensor, shard: Tensor, k: int, value_code: int) -> None:
+    _check_accumulate(messages, shard, k, value_code)
+
+
+def _register(name: str, implementation: Callable[..., Any], fake: Callable[..., Any]) -> None:
+    # Selection has no derivative; without no_grad the plain-torch results would carry one.
+    _library.impl(name, torch.no_grad()(implementation), "CompositeExplicitAutograd")
+    torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=_library)
+
+
+def _load() -> tuple[KernelReport, ctypes.CDLL | None]:
+    build = BUILD_REPORT.read_text().strip() if BUILD_REPORT.exists() else "installed without a build step"
+    if os.environ.get("LIGHTNING_SPARSE_KERNELS", "") == "torch":
+        return _plain_report(None, "LIGHTNING_SPARSE_KERNELS=torch in the environment"), None
+    found = sorted(Path(__file__).parent.glob("_C*.so"))
+    if not found:
+        return _plain_report(None, f"nothing was compiled: {build}"), None
+    path = found[0]
+    try:
+        torch.ops.load_library(path)  # type: ignore[no-untyped-call]
+        handle = ctypes.CDLL(str(path))
+        has_cuda = bool(handle.lightning_sparse_has_cuda())
+    except (OSError, AttributeError) as error:
+        return _plain_report(str(path), f"{path.name} does not load under torch {torch.__version__}: {error}"), None
+    reasons = () if has_cuda else (f"CUDA kernels were not compiled: {build}",)
+    return KernelReport("compiled", "compiled" if has_cuda else "plain torch", str(path), reasons), handle
+
+
+def _plain_report(library: str | None, reason: str) -> KernelReport:
+    return KernelReport("plain torch", "plain torch", library, (reason,))
+
+
+_register("mstopk", _plain_mstopk, _fake_mstopk)
+_register("compress", _plain_compress, _fake_compress)
+_register("accumulate", _plain_accumulate, _fake_accumulate)
+_report, _handle = _load()

@@ -1,0 +1,66 @@
+"""The three operators in plain torch: what runs where no compiled kernel is, with the same results bit for bit.
+
+Nothing here waits for a device, except mode "paper", which is the reference's loop. The exact selection costs one
+`kthvalue` and a handful of passes.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from lightning_sparse.kernels import reference, wire
+
+
+def mstopk(x: Tensor, k: int, paper: bool) -> tuple[Tensor, Tensor]:
+    if paper:
+        return reference.mstopk(x, k)
+    indices_K = select(reference.magnitude_bits(x), k)
+    return x.detach()[indices_K], indices_K.to(index_dtype(x.numel()))
+
+
+def select(bits: Tensor, k: int) -> Tensor:
+    """Indices of the k largest, ascending; of equals the first ones."""
+    numel = bits.numel()
+    kth = torch.kthvalue(bits, numel - k + 1).values
+    above, equal = bits > kth, bits == kth
+    keep = above | (equal & (equal.cumsum(0) <= k - above.sum()))
+    return torch.nonzero_static(keep, size=k).flatten()
+
+
+def compress(
+    grad_S: Tensor,
+    residual_S: Tensor | None,
+    next_residual_S: Tensor | None,
+    k: int,
+    value_dtype: torch.dtype,
+    scale: Tensor | None,
+) -> Tensor:
+    acc_S = grad_S.detach().float()
+    if scale is not None:
+        acc_S = acc_S * scale
+    if residual_S is not None:
+        acc_S = residual_S + acc_S
+    bits = reference.magnitude_bits(acc_S)
+    nonfinite = reference.is_nonfinite(bits)
+    indices_K = select(bits, k)
+    values_K = acc_S[indices_K]
+    if next_residual_S is not None:
+        left_K = values_K - wire.round_trip(values_K, value_dtype)
+        next_residual_S.copy_(acc_S.masked_fill(nonfinite, 0.0))
+        next_residual_S[indices_K] = left_K.masked_fill(nonfinite[indices_K], 0.0)
+    return wire.encode(values_K, indices_K, grad_S.numel(), value_dtype, nonfinite.sum())
+
+
+def accumulate(messages_MB: Tensor, shard_S: Tensor, k: int, value_dtype: torch.dtype) -> None:
+    shard_S.zero_()
+    all_sound = torch.ones((), dtype=torch.bool, device=shard_S.device)
+    for message in messages_MB:
+        values_K, indices_K, sound = wire.decode(message, shard_S.numel(), k, value_dtype)
+        shard_S[indices_K] = shard_S[indices_K] + values_K  # indices are distinct within a message
+        all_sound = all_sound & sound
+    shard_S.masked_fill_(~all_sound, torch.nan)
+
+
+def index_dtype(numel: int) -> torch.dtype:
+    return torch.int32 if numel < 2**31 else torch.int64

@@ -1,0 +1,144 @@
+"""MSTopK in plain torch, step by step: the oracle of every kernel test.
+
+MSTopK (Shi et al., MLSys 2021) keeps about the k largest |x| without sorting: it bisects a threshold between the mean
+and the maximum of |x|, then keeps everything above the last threshold that kept at most k, and fills up to k from the
+thin band between that and the last one that kept more than k.
+
+Faults of the transcriptions in circulation, each mended here and marked in the code with its number:
+1. The random start of the band's slice is drawn with an inclusive bound, which can return k - 1 elements: ranks then
+   disagree on the sizes of their messages. Here the slice always has its full length.
+2. The upper threshold starts as 0 and stays so when no tried threshold keeps 1..k elements (constant input; more than k
+   ties at the maximum): everything is returned. Here it starts as +inf: nothing is certain yet, all k come from the
+   band.
+3. One NaN or Inf ruins the mean and the maximum. Here non-finite elements are left out of both and selected first.
+4. A k beyond count(|x| >= mean) is never bracketed, so the rest is an arbitrary slice of everything below the mean
+   (real for gradients of embeddings). Here the bisection then runs between 0 and the mean.
+5. The mean depends on the order of summation, so two devices disagree on thresholds. Here the order is fixed
+   (`mean_of`).
+
+Because T(j) = fl(mean + fl(fl(j / 2^N) * fl(max - mean))) rises with j, the loop is a binary search and ends at
+j2 = max{j : T(j) <= v} with v the (k+1)-th largest |x|. That is what the compiled kernels compute, without N passes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lightning_sparse.kernels.wire import INF_BITS
+
+MEAN_ROWS, MEAN_LANES = 256, 16
+ITERATIONS = 30
+
+
+@dataclass(frozen=True)
+class Bracket:
+    """count(a >= upper) <= k < count(a >= lower), over the finite |x|; upper may be +inf."""
+
+    lower: float
+    upper: float
+
+
+def mstopk(
+    x: Tensor, k: int, iterations: int = ITERATIONS, generator: torch.Generator | None = None
+) -> tuple[Tensor, Tensor]:
+    """The paper's selection: values_K and indices_K, ascending. `generator` draws where the band's slice starts.
+
+    Without a generator the slice starts at the band's first element, which is what `mode="paper"` of the kernels does.
+    """
+    _check(x, k)
+    a = x.detach().float().abs()
+    finite = a.isfinite()
+    num_nonfinite = int((~finite).sum())
+    if num_nonfinite >= k:
+        return topk(x, k)
+    wanted = k - num_nonfinite
+    if wanted == int(finite.sum()):
+        return _gather(x, torch.arange(x.numel(), device=x.device))
+    a = torch.where(finite, a, -1.0)  # below every threshold
+    bracket = bisect(a, wanted, iterations)
+    certain = (a >= bracket.upper) | ~finite  # 3.
+    band = torch.nonzero((a >= bracket.lower) & (a < bracket.upper)).flatten()
+    length = k - int(certain.sum())
+    start = 0
+    if generator is not None:  # 1. randint's bound is exclusive: the last possible start is band - length
+        start = int(torch.randint(band.numel() - length + 1, (), generator=generator))
+    chosen = torch.cat([torch.nonzero(certain).flatten(), band[start : start + length]])
+    return _gather(x, chosen.sort().values)
+
+
+def bisect(a: Tensor, k: int, iterations: int = ITERATIONS) -> Bracket:
+    """The bisection itself, on a = |x| with everything non-finite marked -1; 1 <= k < count(a >= 0).
+
+    Worked example: a = [1, 2, 3, 10], k = 1, iterations = 2. The mean is 4 and keeps one element, so the bracket is
+    [0, 4] (4.). Ratio 1/2 tries 2, which keeps three: too many, so lower = 2. Ratio 3/4 tries 3, which keeps two:
+    lower = 3. Result: lower 3, upper 4; certain is [10], and the band [3] gives what is missing, here nothing.
+    """
+    mean, largest = mean_of(a), a.max()
+    if int((a >= mean).sum()) > k:
+        low, high, upper = mean, largest, torch.full_like(mean, torch.inf)  # 2.
+    else:  # 4.
+        low, high, upper = torch.zeros_like(mean), mean, mean
+    lower, width = low, high - low
+    left, right = 0.0, 1.0  # exact in fp64 for up to 52 iterations
+    for _ in range(iterations):
+        ratio = left + (right - left) / 2
+        threshold = low + torch.tensor(ratio, dtype=torch.float32, device=a.device) * width
+        if int((a >= threshold).sum()) <= k:
+            right, upper = ratio, threshold
+        else:
+            left, lower = ratio, threshold
+    return Bracket(float(lower), float(upper))
+
+
+def mean_of(a: Tensor) -> Tensor:
+    """fp32(sum of a / count) over a >= 0, the sum in fp64 and in one fixed order on every device (5.).
+
+    Blocks of 4,096 elements; in a block 16 lanes, lane i adding elements i, i + 16, ... one after the other; then the
+    lanes, and then the blocks padded to a power of two, are folded in halves.
+    """
+    block = MEAN_ROWS * MEAN_LANES
+    num_blocks = -(-a.numel() // block)
+    padded = torch.zeros(num_blocks * block, dtype=torch.float64, device=a.device)
+    padded[: a.numel()] = a.clamp(min=0.0)
+    rows = padded.view(num_blocks, MEAN_ROWS, MEAN_LANES)
+    lanes = torch.zeros(num_blocks, MEAN_LANES, dtype=torch.float64, device=a.device)
+    for row in range(MEAN_ROWS):
+        lanes += rows[:, row]
+    sums = torch.zeros(1 << (num_blocks - 1).bit_length(), dtype=torch.float64, device=a.device)
+    sums[:num_blocks] = _fold(lanes.T).squeeze(0)
+    return (_fold(sums).squeeze(0) / (a >= 0).sum()).float()
+
+
+def topk(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """Exact top-k of |x| by a full stable sort: ties go to the lowest index, NaN > Inf > finite, indices ascending."""
+    _check(x, k)
+    order = torch.sort(magnitude_bits(x), descending=True, stable=True).indices
+    return _gather(x, order[:k].sort().values)
+
+
+def magnitude_bits(x: Tensor) -> Tensor:
+    """|x| in fp32 as int32 bits: they order as the magnitudes do, with NaN above Inf above everything finite."""
+    return x.detach().float().view(torch.int32) & 0x7FFF_FFFF
+
+
+def is_nonfinite(bits: Tensor) -> Tensor:
+    return bits >= INF_BITS
+
+
+def _fold(sums: Tensor) -> Tensor:
+    while sums.shape[0] > 1:
+        half = sums.shape[0] // 2
+        sums = sums[:half] + sums[half:]
+    return sums
+
+
+def _gather(x: Tensor, indices: Tensor) -> tuple[Tensor, Tensor]:
+    return x.detach()[indices], indices.to(torch.int32 if x.numel() < 2**31 else torch.int64)
+
+
+def _check(x: Tensor, k: int) -> None:
+    if x.dim() != 1 or not 1 <= k <= x.numel():
+        raise ValueError(f"x has shape {list(x.shape)} and k={k}: x must be flat with 1 <= k <= x.numel()")

@@ -1,0 +1,186 @@
+"""The message that one device sends to its peers on the other nodes.
+
+A message holds exactly k pairs (index, value) of a shard of S elements. Its size is known before the round from
+(S, k, value_dtype) alone, so every rank can post its all-gather without asking the others. Little-endian throughout:
+
+    offset  bytes   field
+    0       4       magic "LSP1" (0x3150534c): layout version 1
+    4       4       i32  non-finite count of the whole shard, not only of what was sent; saturates at 2^31 - 1
+    8       4       i32  exponent e: decoded value = stored value * 2^e (0 unless the values are fp16)
+    12      4       i32  value code: 0 fp32, 1 bf16, 2 fp16
+    16      8       i64  S
+    24      8       i64  k
+    32      32      zero
+    64      4*B     u32  pairs in each block of 65,536 elements, B = ceil(S / 65,536)
+    *       2*k     u16  index within its block; ascending inside a block
+    *       w*k     values, w = 4 or 2, in the order of the indices
+
+`*`: every section, and the end, is rounded up to 16 bytes with zeros, so that rows of an all-gathered [M, bytes] tensor
+stay aligned for vector loads.
+
+Worked example: S = 100,000, k = 1,000, bf16: 64 + 16 (B = 2, 8 bytes) + 2,000 + 2,000 = 4,080 bytes, 4.08 a pair;
+int32 and fp32 pairs would take 8.
+
+Rules of the values:
+- Finite values stay finite. bf16 saturates at its largest finite value. fp16 is scaled by the power of two that puts
+  the largest value into [2^14, 2^15) and saturates at 32,752, the last fp16 below 2^15: so 7e4 is sent, not turned into
+  inf, and what is up to 2^38 times smaller than the largest does not decode to zero. (A still smaller value does; the
+  sender's residual then keeps all of it, since the residual is acc - decoded.)
+- Infinities keep their sign, NaN becomes the canonical quiet NaN. Receivers look at the count, not at the values.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+MAGIC = 0x3150534C
+HEADER_BYTES = 64
+BLOCK = 65_536
+ALIGN = 16
+VALUE_CODES: dict[torch.dtype, int] = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+VALUE_DTYPES: tuple[torch.dtype, ...] = tuple(VALUE_CODES)
+
+INF_BITS = 0x7F80_0000
+_BF16_MAX = torch.finfo(torch.bfloat16).max
+_FP16_LIMIT = 32_752.0
+_FP16_EXPONENT = 14
+_INT32_MAX = 2**31 - 1
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where each section of a message begins, in bytes."""
+
+    numel: int
+    k: int
+    value_dtype: torch.dtype
+    num_blocks: int
+    counts: int
+    indices: int
+    values: int
+    nbytes: int
+
+
+def layout(numel: int, k: int, value_dtype: torch.dtype) -> Layout:
+    """The byte table of a message; pure arithmetic."""
+    if value_dtype not in VALUE_CODES:
+        raise ValueError(f"value_dtype={value_dtype} cannot be sent: choose one of {list(VALUE_CODES)}")
+    if not 1 <= k <= numel:
+        raise ValueError(f"k={k} with numel={numel}: a message holds 1 <= k <= numel pairs")
+    num_blocks = -(-numel // BLOCK)
+    indices = HEADER_BYTES + _round_up(4 * num_blocks)
+    values = indices + _round_up(2 * k)
+    nbytes = values + _round_up(value_dtype.itemsize * k)
+    return Layout(numel, k, value_dtype, num_blocks, HEADER_BYTES, indices, values, nbytes)
+
+
+def message_bytes(numel: int, k: int, value_dtype: torch.dtype) -> int:
+    """Bytes of a message with k pairs of a shard of `numel` elements."""
+    return layout(numel, k, value_dtype).nbytes
+
+
+def encode(
+    values_K: Tensor, indices_K: Tensor, numel: int, value_dtype: torch.dtype, nonfinite: Tensor | int = 0
+) -> Tensor:
+    """Pack fp32 values and ascending indices into a uint8 message. Synchronises no device."""
+    table = layout(numel, indices_K.numel(), value_dtype)
+    device = values_K.device
+    message = torch.zeros(table.nbytes, dtype=torch.uint8, device=device)
+    stored_K, exponent = _to_stored(values_K.float(), value_dtype)
+
+    words = message[:32].view(torch.int32)
+    words[0] = MAGIC
+    words[1] = torch.as_tensor(nonfinite, device=device).clamp(max=_INT32_MAX)
+    words[2] = exponent
+    words[3] = VALUE_CODES[value_dtype]
+    words[4:8].view(torch.int64)[0] = numel
+    words[4:8].view(torch.int64)[1] = table.k
+
+    edges = torch.arange(table.num_blocks + 1, device=device, dtype=torch.int64) * BLOCK
+    counts = torch.searchsorted(indices_K.long(), edges).diff()
+    _section(message, table.counts, counts.to(torch.int32))
+    low = indices_K & (BLOCK - 1)
+    _section(message, table.indices, (low - BLOCK * (low >= BLOCK // 2)).to(torch.int16))
+    _section(message, table.values, stored_K)
+    return message
+
+
+def decode(message: Tensor, numel: int, k: int, value_dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    """values_K (fp32), indices_K (int64) and a 0-dim bool: sound, i.e. all finite and laid out as the table says.
+
+    Of a message that is not sound the indices still lie inside the shard, so a caller that cannot afford a
+    synchronisation may scatter first and poison the result after.
+    """
+    table = layout(numel, k, value_dtype)
+    if message.dtype != torch.uint8 or message.shape != (table.nbytes,):
+        raise ValueError(
+            f"message is {message.dtype}{list(message.shape)}, but numel={numel}, k={k}, {value_dtype} makes "
+            f"uint8[{table.nbytes}]"
+        )
+    words = message[:HEADER_BYTES].clone().view(torch.int32)
+    counts = message[table.counts : table.counts + 4 * table.num_blocks].clone().view(torch.int32).long()
+    low_K = message[table.indices : table.indices + 2 * k].clone().view(torch.int16).long() & (BLOCK - 1)
+    stored_K = message[table.values : table.values + value_dtype.itemsize * k].clone().view(value_dtype)
+
+    ends = counts.cumsum(0)
+    block_K = torch.searchsorted(ends, torch.arange(k, device=message.device), right=True)
+    indices_K = block_K * BLOCK + low_K
+    sound = _header_is_sound(words, table) & (counts >= 0).all() & (counts <= BLOCK).all() & (ends[-1] == k)
+    sound = sound & (indices_K[1:] > indices_K[:-1]).all() & (indices_K < numel).all()
+    return _from_stored(stored_K, words[2]), indices_K.clamp(0, numel - 1), sound
+
+
+def nonfinite_count(message: Tensor) -> Tensor:
+    """The header's count, as a 0-dim int32 tensor on the message's device."""
+    return message[4:8].clone().view(torch.int32)[0]
+
+
+def round_trip(values_K: Tensor, value_dtype: torch.dtype) -> Tensor:
+    """What fp32 values become on the other side: decode(encode(values))."""
+    return _from_stored(*_to_stored(values_K, value_dtype))
+
+
+def _round_up(nbytes: int) -> int:
+    return -(-nbytes // ALIGN) * ALIGN
+
+
+def _section(message: Tensor, start: int, data: Tensor) -> None:
+    raw = data.contiguous().view(torch.uint8)
+    message[start : start + raw.numel()] = raw
+
+
+def _header_is_sound(words: Tensor, table: Layout) -> Tensor:
+    sizes = words[4:8].clone().view(torch.int64)
+    same = (words[0] == MAGIC) & (words[3] == VALUE_CODES[table.value_dtype])
+    return same & (words[1] == 0) & (sizes[0] == table.numel) & (sizes[1] == table.k) & (words[2].abs() <= 200)
+
+
+def _to_stored(values_K: Tensor, value_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    exponent = torch.zeros((), dtype=torch.int32, device=values_K.device)
+    canonical = torch.where(values_K.isnan(), torch.nan, values_K)
+    if value_dtype == torch.float32:
+        return canonical, exponent
+    finite = values_K.isfinite()
+    if value_dtype == torch.bfloat16:
+        stored = canonical.clamp(-_BF16_MAX, _BF16_MAX).bfloat16()
+    else:
+        largest = torch.where(finite, values_K.abs(), 0.0).max()
+        # frexp: largest = f * 2^n with f in [0.5, 1)
+        exponent = torch.where(largest > 0, torch.frexp(largest).exponent - 1 - _FP16_EXPONENT, 0).to(torch.int32)
+        scaled = canonical.double() * _power_of_two(-exponent)
+        stored = scaled.clamp(-_FP16_LIMIT, _FP16_LIMIT).half()
+    return torch.where(finite, stored, canonical.to(value_dtype)), exponent
+
+
+def _from_stored(stored_K: Tensor, exponent: Tensor) -> Tensor:
+    if stored_K.dtype != torch.float16:
+        return stored_K.float()
+    return (stored_K.double() * _power_of_two(exponent)).float()
+
+
+def _power_of_two(exponent: Tensor) -> Tensor:
+    """2.0 ** exponent from its bits: exp2 and pow may be an ulp off. In fp64, since denormals need 2^163."""
+    return ((exponent.long().clamp(-1000, 1000) + 1023) << 52).view(torch.float64)

@@ -1,0 +1,199 @@
+"""Residuals to disk and back, without a collective.
+
+Every rank's residual is different, so each writes its own side file; rank 0 puts a small manifest into the checkpoint:
+
+    epoch=3.ckpt                                 checkpoint["lightning_sparse"] = manifest, with a save id
+    epoch=3.ckpt.residual/<save id>/rank00002.pt this rank's shards by group
+
+No rank waits for another, because a save may come from a signal handler or from an exception that one rank alone
+met. The save id ties the two: an old main file never meets newer residuals. Side files are written before the main
+file, under a temporary name that is renamed when whole; the ids of earlier saves are removed after it.
+
+On the same topology a resumed run is exact: round, layout and residuals are what they were. On another one the sum over
+nodes is kept: every new node starts with an equal share of it.
+"""
+
+import contextlib
+import io
+import os
+import uuid
+from dataclasses import dataclass
+from typing import Any
+
+import fsspec
+import torch
+from torch import Tensor
+
+from lightning_sparse.strategy.config import HierConfig
+from lightning_sparse.strategy.layout import ParamGroup
+from lightning_sparse.strategy.residual import ResidualStore
+from lightning_sparse.strategy.state import HierState
+
+KEY = "lightning_sparse"
+_VERSION = 1
+
+
+@dataclass
+class Saved:
+    """What load() found, until the state it belongs to exists."""
+
+    manifest: dict[str, Any]
+    path: str
+    side: dict[str, Any] | None
+
+
+def new_run_id() -> str:
+    """Rank 0 makes one and all ranks share it; with the round it names a save."""
+    return uuid.uuid4().hex[:8]
+
+
+def manifest_of(state: HierState, run_id: str) -> dict[str, Any]:
+    """For the main file: plain types only."""
+    store = state.settled_store()
+    return {
+        "version": _VERSION,
+        "save_id": f"{run_id}-{state.round}",
+        "round": state.round,
+        "config": state.config.to_dict(),
+        "nodes": [list(node) for node in state.topology.nodes],
+        "settled": _plain(state.layout.settled),
+        "previous": _plain(state.layout.previous),
+        "residuals": _plain(sorted(store.current, key=lambda group: group.names)),
+    }
+
+
+def save_side_file(state: HierState, save_id: str, checkpoint_path: str) -> None:
+    """Write this rank's residuals beside the checkpoint."""
+    store = state.settled_store()
+    content = {
+        "save_id": save_id,
+        "groups": [(*_plain([group])[0], shard.cpu()) for group, shard in store.current.items()],
+        "parked": {name: value.cpu() for name, value in store.parked.items()},
+    }
+    buffer = io.BytesIO()
+    torch.save(content, buffer)
+    fs, path = _side_path(checkpoint_path, save_id, state.topology.rank)
+    fs.makedirs(os.path.dirname(path), exist_ok=True)
+    with fs.open(f"{path}.part", "wb") as file:
+        file.write(buffer.getvalue())
+    fs.mv(f"{path}.part", path)
+
+
+def remove_side_files(checkpoint_path: str, *, but: str | None = None) -> None:
+    """Remove the side files of a checkpoint, all saves of it or all but one."""
+    fs, folder = _folder(checkpoint_path)
+    with contextlib.suppress(FileNotFoundError):
+        for each in fs.ls(folder, detail=False):
+            if os.path.basename(each) != but:
+                fs.rm(each, recursive=True)
+        if but is None:
+            fs.rm(folder, recursive=True)
+
+
+def load(checkpoint: dict[str, Any], checkpoint_path: str, rank: int) -> Saved | None:
+    """What the checkpoint says, with this rank's side file; None when it was saved without this strategy."""
+    manifest = checkpoint.get(KEY)
+    if manifest is None:
+        return None
+    if manifest["version"] != _VERSION:
+        raise ValueError(
+            f"{checkpoint_path} was written in format {manifest['version']} of lightning_sparse, this one reads "
+            f"{_VERSION}: use the version that wrote it, or remove the entry {KEY!r} to start without residuals."
+        )
+    return Saved(manifest, checkpoint_path, read_side_file(checkpoint_path, manifest["save_id"], rank))
+
+
+def read_side_file(checkpoint_path: str, save_id: str, rank: int) -> dict[str, Any] | None:
+    """One rank's residuals; None when the file is missing, damaged, or of another save."""
+    fs, path = _side_path(checkpoint_path, save_id, rank)
+    try:
+        with fs.open(path, "rb") as file:
+            content: dict[str, Any] = torch.load(io.BytesIO(file.read()), map_location="cpu", weights_only=True)
+    except Exception:  # torch.load of a damaged file raises whatever its parser stumbled over
+        return None
+    return content if content.get("save_id") == save_id else None
+
+
+def apply(saved: Saved, state: HierState, device: torch.device) -> list[str]:
+    """Put a fresh state where the saved one was.
+
+    Returns:
+        What could not be restored, a sentence each, for the log.
+    """
+    manifest = saved.manifest
+    state.round = state.stats.rounds = manifest["round"]
+    state.layout.settled = _groups(manifest["settled"])
+    state.layout.previous = _groups(manifest["previous"])
+    complaints = _config_changes(state.config, manifest["config"])
+    if tuple(map(tuple, manifest["nodes"])) == state.topology.nodes:
+        complaints += _apply_same(saved, state.store, device, state.topology.rank)
+    else:
+        complaints += _apply_other(saved, state, device)
+    return complaints
+
+
+def _apply_same(saved: Saved, store: ResidualStore, device: torch.device, rank: int) -> list[str]:
+    if saved.side is not None:
+        for names, numels, shard in saved.side["groups"]:
+            store.current[ParamGroup(tuple(names), tuple(numels))] = shard.to(device)
+        store.parked = {name: value.to(device) for name, value in saved.side["parked"].items()}
+        return []
+    for group in _groups(saved.manifest["residuals"]):  # all ranks hold the same groups, or collectives would differ
+        shard_numel = group.shard_numel(store.num_devices)
+        store.current[group] = torch.zeros(shard_numel, dtype=torch.float32, device=device)
+    return [f"rank {rank}: no readable residual beside {saved.path}; it starts from zero, so what waited there is lost"]
+
+
+def _apply_other(saved: Saved, state: HierState, device: torch.device) -> list[str]:
+    nodes = saved.manifest["nodes"]
+    total: dict[str, Tensor] = {}
+    missing = 0
+    for node in nodes:
+        sides = [read_side_file(saved.path, saved.manifest["save_id"], rank) for rank in node]
+        missing += sum(side is None for side in sides)
+        for name, value in _of_node([side for side in sides if side is not None], len(node)).items():
+            total[name] = total[name] + value if name in total else value
+    state.store.parked = {name: (value / state.topology.num_nodes).to(device) for name, value in total.items()}
+    shape = f"{len(nodes)} node(s) were saved and {state.topology.num_nodes} resume"
+    kept = f"{shape}: the sum of residuals over nodes is kept, shared out equally"
+    lost = f"{missing} side file(s) of {saved.path} are not readable: what waited there is lost"
+    return [kept, lost] if missing else [kept]
+
+
+def _of_node(sides: list[dict[str, Any]], num_devices: int) -> dict[str, Tensor]:
+    """One node's residual by parameter; nothing of a group that is not whole."""
+    shards: dict[ParamGroup, list[Tensor]] = {}
+    whole: dict[str, Tensor] = dict(sides[0]["parked"]) if sides else {}
+    for side in sides:
+        for names, numels, shard in side["groups"]:
+            shards.setdefault(ParamGroup(tuple(names), tuple(numels)), []).append(shard)
+    for group, parts in shards.items():
+        if len(parts) == num_devices:
+            flat = torch.cat(parts)
+            whole.update({name: flat[place] for name, place in group.slices().items()})
+    return whole
+
+
+def _config_changes(config: HierConfig, saved: dict[str, Any]) -> list[str]:
+    changes = [f"{name}: {was!r} -> {now!r}" for name, (was, now) in config.differences(saved).items()]
+    return [f"options differ from the saved run's, the new ones hold ({', '.join(changes)})"] if changes else []
+
+
+def _plain(groups: Any) -> list[tuple[list[str], list[int]]]:
+    return [(list(group.names), list(group.numels)) for group in groups]
+
+
+def _groups(plain: list[tuple[list[str], list[int]]]) -> tuple[ParamGroup, ...]:
+    return tuple(ParamGroup(tuple(names), tuple(numels)) for names, numels in plain)
+
+
+def _folder(checkpoint_path: str) -> tuple[Any, str]:
+    fs, path = fsspec.core.url_to_fs(checkpoint_path)
+    if os.path.islink(path):  # save_last may link to another checkpoint, whose side files are the ones that count
+        path = os.path.realpath(path)
+    return fs, f"{path}.residual"
+
+
+def _side_path(checkpoint_path: str, save_id: str, rank: int) -> tuple[Any, str]:
+    fs, folder = _folder(checkpoint_path)
+    return fs, f"{folder}/{save_id}/rank{rank:05d}.pt"

@@ -1,0 +1,110 @@
+"""The collectives of the reduction over a topology. Knows process groups, and nothing of DDP or of compression.
+
+With the bucket of N elements padded to L * S (docs of lightning_sparse.strategy.hook tell the whole story):
+
+=============== ============== =========================== ==========================================
+method          group          in -> out                   step
+=============== ============== =========================== ==========================================
+reduce_scatter  intra          grad_N -> shard_S           1, sums inside the node
+exchange        inter          message_B -> messages_MB    3, one fixed-size all-gather between nodes
+all_reduce      inter          shard_S -> shard_S          the dense twin of 2 and 3
+gather          intra          shard_S -> grad_N           4
+flat_all_reduce world          grad_N -> grad_N            the identity: what DDP itself does
+=============== ============== =========================== ==========================================
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_sparse.topology import Topology
+
+# torch renamed these two; the old names warn from 2.13 on and the new ones do not exist before it.
+_all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+class CommunicationError(RuntimeError):
+    """A collective failed: a rank died, a link is down, or a rank stalled past the group's timeout."""
+
+
+class HierCommunicator:
+    """The four steps, each a method of a few lines.
+
+    Args:
+        topology: where this rank stands, with its groups.
+    """
+
+    def __init__(self, topology: Topology) -> None:
+        self.topology = topology
+        self.where = "before the first round"  # told in errors; the hook keeps it up to date
+
+    def reduce_scatter(self, grad_N: Tensor) -> Tensor:
+        """Sum over the node's devices; each keeps its shard_S. The input is left as it was."""
+        devices = self.topology.num_devices
+        if devices == 1:
+            return grad_N.clone()
+        shard = -(-grad_N.numel() // devices)
+        grad_LS = grad_N if shard * devices == grad_N.numel() else _padded(grad_N, shard * devices)
+        shard_S = grad_N.new_empty(shard)
+        with self._named("reduce-scatter inside the node", self._node_ranks()):
+            _reduce_scatter_single(shard_S, grad_LS, group=self.topology.intra)
+        return shard_S
+
+    def exchange(self, message_B: Tensor) -> Tensor:
+        """All-gather between nodes: messages of B bytes -> [M, B] in node order."""
+        messages_MB = message_B.new_empty(self.topology.num_nodes, message_B.numel())
+        with self._named("all-gather between nodes", self._peer_ranks()):
+            _all_gather_single(messages_MB.view(-1), message_B, group=self.topology.inter)
+        return messages_MB
+
+    def all_reduce(self, shard_S: Tensor) -> None:
+        """Sum over nodes, in place."""
+        with self._named("all-reduce between nodes", self._peer_ranks()):
+            dist.all_reduce(shard_S, group=self.topology.inter)
+
+    def gather(self, shard_S: Tensor) -> Tensor:
+        """All-gather inside the node: shard_S -> flat tensor of L * S elements."""
+        if self.topology.num_devices == 1:
+            return shard_S
+        grad_LS = shard_S.new_empty(self.topology.num_devices * shard_S.numel())
+        with self._named("all-gather inside the node", self._node_ranks()):
+            _all_gather_single(grad_LS, shard_S, group=self.topology.intra)
+        return grad_LS
+
+    def flat_all_reduce(self, tensor: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> None:
+        """Reduce over all ranks, in place."""
+        with self._named("all-reduce over all ranks", tuple(range(self.topology.world_size))):
+            dist.all_reduce(tensor, op=op, group=self.topology.world)
+
+    def _node_ranks(self) -> tuple[int, ...]:
+        return self.topology.nodes[self.topology.node_index]
+
+    def _peer_ranks(self) -> tuple[int, ...]:
+        return tuple(node[self.topology.device_index] for node in self.topology.nodes)
+
+    @contextmanager
+    def _named(self, step: str, ranks: tuple[int, ...]) -> Iterator[None]:
+        try:
+            yield
+        except RuntimeError as error:
+            raise CommunicationError(
+                f"rank {self.topology.rank}: {step} (ranks {', '.join(map(str, ranks))}) failed {self.where}. "
+                f"A rank died, its link is down, or it stalled past the process group's timeout: look for the first "
+                f"error among those ranks. The backend said: {error}"
+            ) from error
+
+
+def _padded(flat: Tensor, numel: int) -> Tensor:
+    padded = flat.new_empty(numel)
+    padded[: flat.numel()] = flat
+    padded[flat.numel() :] = 0
+    return padded
+
+
+def is_reducible_by_shard(dtype: torch.dtype) -> bool:
+    """Whether gradients of this dtype take the hierarchical path; float64 and complex ones are all-reduced whole."""
+    return dtype in (torch.float32, torch.float16, torch.bfloat16)

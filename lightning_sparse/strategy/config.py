@@ -1,0 +1,75 @@
+"""Every choice a user makes about the reduction, checked when it is made."""
+
+from dataclasses import asdict, dataclass, fields
+from typing import Any, Literal, get_args
+
+import torch
+
+Exchange = Literal["auto", "sparse", "dense"]
+ValueDtype = Literal["float32", "bfloat16", "float16"]
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+@dataclass(frozen=True, kw_only=True)
+class HierConfig:
+    """Options of the hierarchical top-k reduction.
+
+    Args:
+        density: K / S, the share of each shard that is sent between nodes, in (0, 1].
+        exchange: what travels between nodes. ``"sparse"``: the K largest entries; ``"dense"``: everything;
+            ``"auto"``: for each group of parameters whichever moves fewer bytes over the slow link.
+        value_dtype: how the values of a message are written. The rounding error of a 16-bit value stays in the
+            residual, so it is sent later rather than lost.
+        warmup_epochs: epochs over which the density falls exponentially to ``density`` (DGC, Lin et al. 2018,
+            section 3.3). 0 turns it off.
+        dense_rounds: this many rounds at the start send everything.
+        error_feedback: keep what was not sent and add it to the next gradient. Only experiments turn it off.
+
+    Raises:
+        ValueError: naming the value, the rule and the way out.
+    """
+
+    density: float = 0.01
+    exchange: Exchange = "auto"
+    value_dtype: ValueDtype = "bfloat16"
+    warmup_epochs: int = 2
+    dense_rounds: int = 0
+    error_feedback: bool = True
+
+    def __post_init__(self) -> None:
+        if isinstance(self.density, bool) or not isinstance(self.density, (int, float)) or not 0 < self.density <= 1:
+            raise ValueError(
+                f"density={self.density!r} must be a number in (0, 1]: it is the share of entries that is sent, "
+                f"0.01 for one in a hundred. For plain dense communication use exchange='dense'."
+            )
+        _one_of("exchange", self.exchange, get_args(Exchange))
+        _one_of("value_dtype", self.value_dtype, get_args(ValueDtype))
+        for name in ("warmup_epochs", "dense_rounds"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+                raise ValueError(f"{name}={value!r} must be a whole number, 0 or more; 0 turns it off.")
+        if not isinstance(self.error_feedback, bool):
+            raise ValueError(f"error_feedback={self.error_feedback!r} must be True or False.")
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """``value_dtype`` as torch knows it."""
+        return _DTYPES[self.value_dtype]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain types only, for a checkpoint."""
+        return asdict(self)
+
+    def differences(self, other: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
+        """The options in which a saved configuration differs: name -> (saved, now)."""
+        return {
+            field.name: (other[field.name], getattr(self, field.name))
+            for field in fields(self)
+            if field.name in other and other[field.name] != getattr(self, field.name)
+        }
+
+
+def _one_of(name: str, value: object, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        raise ValueError(f"{name}={value!r} is not known: choose one of {', '.join(map(repr, allowed))}.")

@@ -1,0 +1,98 @@
+"""Hierarchical top-k communication (HiTopKComm, Shi et al., MLSys 2021) as a DDP communication hook.
+
+M nodes x L devices, P = M * L ranks; this rank is device l of node m. A group of N gradient elements is padded to
+L * S, and K = ceil(density * S):
+
+==================== =============== ======================================================= ======================
+step                 where           in -> out                                               received, slow link
+==================== =============== ======================================================= ======================
+1 reduce-scatter     inside node m   grad_N -> shard_S                                       0
+2 compress           the device      acc_S = shard_S / P + residual_S;                       0
+                                     the K largest |acc_S| -> message;
+                                     residual_S = acc_S - what was sent
+3 exchange           devices l of    message -> M messages, added in node order -> shard_S   (M-1) * message
+                     all nodes
+4 gather             inside node m   shard_S -> grad_N                                       0
+==================== =============== ======================================================= ======================
+
+Steps 2 and 3 have a dense twin, an all-reduce of shard_S + residual_S between nodes, which leaves a zero residual. It
+is taken in dense rounds, while the bucket layout is not settled, and where it moves fewer bytes. Every such choice is a
+function of values that all ranks share.
+
+A non-finite gradient anywhere makes the whole shard NaN on every node (the message's header counts them), and step 4
+carries it to every rank: all ranks see it in the same round.
+
+    topology = lightning_sparse.topology.discover()
+    state = HierState(model, HierConfig(density=0.01), topology)
+    ddp = DistributedDataParallel(model)
+    ddp.register_comm_hook(state, hier_hook)
+"""
+
+import torch
+from torch import Tensor
+from torch._C._distributed_c10d import GradBucket  # torch.distributed re-exports it unannounced
+
+from lightning_sparse.kernels import accumulate, compress
+from lightning_sparse.strategy.communicator import HierCommunicator
+from lightning_sparse.strategy.layout import ParamGroup
+from lightning_sparse.strategy.state import HierState
+
+
+def hier_hook(state: HierState, bucket: GradBucket) -> torch.futures.Future[Tensor]:
+    """Reduce one bucket. Register it with ``ddp.register_comm_hook(state, hier_hook)``.
+
+    Raises:
+        CommunicationError: when a collective failed, naming the step, the ranks, the round and the bucket.
+    """
+    grad_N = bucket.buffer()
+    for group, part_n in state.open(bucket):
+        plan = state.plan(group, part_n)
+        if plan.path == "sparse":
+            sparse_round(state, group, part_n, plan.k)
+        elif plan.path == "dense":
+            dense_round(state, group, part_n)
+        else:
+            identity(state.communicator, part_n)
+    state.close(bucket)
+    return _completed(grad_N)
+
+
+def sparse_round(state: HierState, group: ParamGroup, grad_N: Tensor, k: int) -> None:
+    """Steps 1 to 4: the node's sums, the largest of them, those of all nodes, everywhere."""
+    comm, residual_S, next_S = state.communicator, state.residual(group), state.next_residual(group, grad_N)
+    sum_S = comm.reduce_scatter(grad_N)
+    message = compress(sum_S, residual_S, next_S, k, state.config.dtype, state.inverse_world_size(sum_S))
+    messages = comm.exchange(message)
+    shard_S = torch.empty_like(sum_S, dtype=torch.float32)
+    accumulate(messages, shard_S, k, state.config.dtype)
+    _write(grad_N, comm.gather(shard_S.to(grad_N.dtype)))
+    state.stage(group, next_S)
+
+
+def dense_round(state: HierState, group: ParamGroup, grad_N: Tensor) -> None:
+    """The twin: everything, the residual included, is sent; what is left is zero."""
+    comm, residual_S = state.communicator, state.residual(group)
+    grad_N.mul_(1.0 / comm.topology.world_size)
+    shard_S = comm.reduce_scatter(grad_N)
+    if residual_S is not None:
+        shard_S.add_(residual_S)
+    comm.all_reduce(shard_S)
+    _write(grad_N, comm.gather(shard_S))
+    state.stage(group, None)
+
+
+def identity(comm: HierCommunicator, grad_N: Tensor) -> None:
+    """What DDP does, bit for bit: multiplied by 1/P before the sum (after it, the last bits differ)."""
+    grad_N.mul_(1.0 / comm.topology.world_size)
+    comm.flat_all_reduce(grad_N)
+
+
+def _write(grad_N: Tensor, grad_LS: Tensor) -> None:
+    grad_N.copy_(grad_LS[: grad_N.numel()])
+
+
+def _completed(tensor: Tensor) -> torch.futures.Future[Tensor]:
+    devices: list[int | str | torch.device] | None = [tensor.device] if tensor.is_cuda else None
+    future: torch.futures.Future[Tensor] = torch.futures.Future(devices=devices)
+    future.set_result(tensor)  # on CUDA this records the current stream, which DDP then waits for
+    return future

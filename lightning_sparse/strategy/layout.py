@@ -1,0 +1,111 @@
+"""Compression groups: which parameters are reduced together, independent of the buckets they arrive in.
+
+DDP's buckets change: round 0 is one bucket with the whole model, round 1 brings buckets rebuilt in the order in which
+gradients became ready, and every new wrap (a second fit, a resumed run) starts over. State kept by bucket index would
+silently go to other parameters. So a *group* is known by its content, the ordered (name, numel) of its parameters, and
+the *layout* is the list of groups of one round.
+
+A layout settles when two rounds in a row had it; until then rounds are dense. A settled layout outlives the wrapper:
+when the same parameters come back as one big bucket, it is split into the settled groups, which gives the same shards,
+hence the same bits, as if nothing had happened.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from torch import Tensor, nn
+
+
+@dataclass(frozen=True)
+class ParamGroup:
+    """An ordered set of parameters that is reduced as one flat tensor of ``numel`` elements."""
+
+    names: tuple[str, ...]
+    numels: tuple[int, ...]
+
+    @property
+    def numel(self) -> int:
+        """N, the length of the flat tensor."""
+        return sum(self.numels)
+
+    def slices(self) -> dict[str, slice]:
+        """Where each parameter lies in the flat tensor."""
+        ends = [sum(self.numels[: i + 1]) for i in range(len(self.numels))]
+        return {n: slice(end - numel, end) for n, numel, end in zip(self.names, self.numels, ends, strict=True)}
+
+    def shard_numel(self, num_devices: int) -> int:
+        """S = ceil(N / L), the length of a device's part once the flat tensor is padded to L * S."""
+        return -(-self.numel // num_devices)
+
+    def shard_slices(self, names: Iterable[str], device_index: int, num_devices: int) -> list[tuple[str, slice, slice]]:
+        """What a device's shard holds of the named parameters.
+
+        Returns:
+            For each parameter met: its name, where the piece lies in the shard, and where in the parameter.
+        """
+        shard = self.shard_numel(num_devices)
+        begin, end = device_index * shard, (device_index + 1) * shard
+        places = self.slices()
+        pieces = []
+        for name in names:
+            lo, hi = max(places[name].start, begin), min(places[name].stop, end)
+            if lo < hi:
+                here = slice(lo - begin, hi - begin)
+                pieces.append((name, here, slice(lo - places[name].start, hi - places[name].start)))
+        return pieces
+
+
+def parameter_names(module: nn.Module) -> dict[int, str]:
+    """id -> name for every parameter of the module; a shared parameter has its first name."""
+    return {id(parameter): name for name, parameter in module.named_parameters()}
+
+
+def group_of(parameters: Sequence[Tensor], names: dict[int, str]) -> ParamGroup:
+    """The group of a bucket's parameters.
+
+    Raises:
+        ValueError: when a parameter is not one of the module the names were taken from.
+    """
+    unknown = [tuple(p.shape) for p in parameters if id(p) not in names]
+    if unknown:
+        raise ValueError(
+            f"the bucket holds parameters of shapes {unknown} that the module given to HierState does not have: "
+            f"build HierState from the very module that DistributedDataParallel wraps."
+        )
+    return ParamGroup(tuple(names[id(p)] for p in parameters), tuple(p.numel() for p in parameters))
+
+
+@dataclass
+class Layout:
+    """Follows the groups of each round and tells which are settled."""
+
+    settled: tuple[ParamGroup, ...] = ()
+    previous: tuple[ParamGroup, ...] = ()
+    _current: list[ParamGroup] = field(default_factory=list)
+
+    def parts(self, group: ParamGroup) -> tuple[ParamGroup, ...]:
+        """The settled groups that a bucket's group consists of, in settled order; the group itself if it is none."""
+        if group in self.settled:
+            return (group,)
+        names = set(group.names)
+        inside = tuple(known for known in self.settled if names.issuperset(known.names))
+        covered = [name for known in inside for name in known.names]
+        return inside if len(covered) == len(names) and set(covered) == names else (group,)
+
+    def is_settled(self, group: ParamGroup) -> bool:
+        """Whether the group may be sent sparsely: its layout was seen in two rounds."""
+        return group in self.settled
+
+    def record(self, group: ParamGroup) -> None:
+        """Note a group of the running round."""
+        self._current.append(group)
+
+    def end_round(self) -> bool:
+        """Close the round; True when this settled a new layout."""
+        current, self._current = tuple(self._current), []
+        repeated = current == self.previous
+        self.previous = current
+        if not repeated or set(current) == set(self.settled):
+            return False
+        self.settled = current
+        return True

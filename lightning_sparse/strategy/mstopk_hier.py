@@ -1,0 +1,239 @@
+"""The Lightning strategy, as a mixin that imports no Lightning: DDPStrategy with another reduction.
+
+It overrides as little as it can, each for a reason:
+
+====================== ===============================================================================================
+method                 why
+====================== ===============================================================================================
+setup                  refuses what cannot work before anything is built
+_register_ddp_hooks    Lightning registers comm hooks on CUDA only; this one also runs on the CPU
+setup_optimizers       watches the optimizers: a residual counts only when its gradient was stepped
+pre_backward           settles the last round, passes the epoch on, looks for optimizers that are not toggled
+save/load/remove_...   residuals travel beside the checkpoint
+teardown               takes its hooks off the model
+====================== ===============================================================================================
+
+``lightning_sparse.flavours`` binds it to DDPStrategy of ``pytorch_lightning`` and of ``lightning.pytorch``.
+"""
+
+import inspect
+import logging
+import os
+from collections.abc import Iterable
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+
+from lightning_sparse.strategy import checkpoint as saving
+from lightning_sparse.strategy.config import Exchange, HierConfig, ValueDtype
+from lightning_sparse.strategy.hook import hier_hook
+from lightning_sparse.strategy.state import HierState, log
+from lightning_sparse.topology import Topology, discover
+
+if TYPE_CHECKING:
+
+    class _Host:
+        """The part of Lightning's DDPStrategy that is relied upon."""
+
+        model: Any
+        lightning_module: Any
+        optimizers: list[torch.optim.Optimizer]
+        root_device: torch.device
+        node_rank: int
+        local_rank: int
+        global_rank: int
+        is_global_zero: bool
+        _ddp_kwargs: dict[str, Any]
+        _timeout: timedelta | None
+
+        def __init__(self, **kwargs: Any) -> None: ...
+        def setup(self, trainer: Any) -> None: ...
+        def setup_optimizers(self, trainer: Any) -> None: ...
+        def pre_backward(self, closure_loss: Tensor) -> None: ...
+        def save_checkpoint(self, checkpoint: Any, filepath: Any, storage_options: Any = None) -> None: ...
+        def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> Any: ...
+        def remove_checkpoint(self, filepath: Any) -> None: ...
+        def teardown(self) -> None: ...
+        def broadcast(self, obj: Any, src: int = 0) -> Any: ...
+else:
+    _Host = object
+
+_REFUSED = {
+    "ddp_comm_hook": "this strategy is a communication hook, and DDP takes one",
+    "ddp_comm_state": "this strategy is a communication hook, and DDP takes one",
+    "ddp_comm_wrapper": "this strategy is a communication hook, and DDP takes one",
+    "model_averaging_period": "averaging parameters now and then replaces the gradient exchange that this strategy is",
+}
+
+
+class MSTopKHierMixin(_Host):
+    """DDP whose gradients travel hierarchically, and between nodes only the largest of them.
+
+    Args:
+        density: share of each shard's entries that is sent between nodes, in (0, 1].
+        exchange: ``"sparse"``, ``"dense"``, or ``"auto"`` for whichever moves fewer bytes over the slow link.
+        value_dtype: how values are written into messages; rounding errors stay in the residual.
+        warmup_epochs: epochs over which the density falls to ``density``.
+        dense_rounds: rounds at the start in which everything is sent.
+        **kwargs: DDPStrategy's and DistributedDataParallel's own. ``gradient_as_bucket_view`` is True unless given.
+
+    Raises:
+        ValueError: for a bad value, an unknown option, or one that cannot be joined with this strategy.
+    """
+
+    def __init__(
+        self,
+        density: float = 0.01,
+        exchange: Exchange = "auto",
+        value_dtype: ValueDtype = "bfloat16",
+        warmup_epochs: int = 2,
+        dense_rounds: int = 0,
+        **kwargs: Any,
+    ) -> None:
+        self.config = HierConfig(
+            density=density,
+            exchange=exchange,
+            value_dtype=value_dtype,
+            warmup_epochs=warmup_epochs,
+            dense_rounds=dense_rounds,
+        )
+        _check_options(type(self), kwargs)
+        _show_log_lines()
+        super().__init__(**{"gradient_as_bucket_view": True, **kwargs})
+        self.hier_state: HierState | None = None
+        self._topology: Topology | None = None
+        self._run_id = ""
+        self._saved: saving.Saved | None = None
+
+    def __repr__(self) -> str:
+        # Lightning prints this when it is given a strategy of the other flavour, so it names the way out.
+        here, name = type(self).__module__, type(self).__name__
+        other = {"pytorch_lightning": "lightning", "lightning": "pytorch_lightning"}.get(here.rpartition(".")[2])
+        way_out = f", not for {other}: there use lightning_sparse.flavours.{other}.{name}" if other else ""
+        return f"<{here}.{name}(density={self.config.density}){way_out}>"
+
+    # -- life of a fit -------------------------------------------------------------------------------------------------
+
+    def setup(self, trainer: Any) -> None:
+        """Refuse what cannot work, then let DDPStrategy set up."""
+        if trainer.state.fn == "fit":
+            _refuse_static_graph_with_accumulation(trainer, self._ddp_kwargs)
+        else:
+            self._saved = None  # a checkpoint that was loaded for testing says nothing about the next fit
+        super().setup(trainer)
+
+    def _register_ddp_hooks(self) -> None:
+        ddp = self.model
+        assert isinstance(ddp, DistributedDataParallel)
+        if self._topology is None:
+            self._topology = discover(node_rank=self.node_rank, local_rank=self.local_rank, timeout=self._timeout)
+            self._run_id = str(self.broadcast(saving.new_run_id()))
+        find_unused = bool(self._ddp_kwargs.get("find_unused_parameters", False))
+        state = self.hier_state
+        if state is None or not state.is_for(ddp.module):
+            state = HierState(ddp.module, self.config, self._topology, find_unused_parameters=find_unused)
+            state.say(self._topology.describe())
+        elif find_unused:
+            state.track_unused(ddp.module)
+        self.hier_state = state
+        if self._saved is not None:
+            for complaint in saving.apply(self._saved, state, self.root_device):
+                state.say(complaint, logging.WARNING, every_rank=complaint.startswith("rank"))
+            self._saved = None
+        ddp.register_comm_hook(state, hier_hook)
+
+    def setup_optimizers(self, trainer: Any) -> None:
+        """Create the optimizers and watch them."""
+        super().setup_optimizers(trainer)
+        if self.hier_state is not None:
+            self.hier_state.watch(self.optimizers)
+
+    def pre_backward(self, closure_loss: Tensor) -> None:
+        """Before each backward: settle the last round, and say how the next one goes."""
+        super().pre_backward(closure_loss)
+        if self.hier_state is not None and isinstance(self.model, DistributedDataParallel):
+            self.hier_state.epoch = self.lightning_module.current_epoch
+            self.hier_state.before_backward(_untoggled(self.lightning_module, self.optimizers))
+
+    def teardown(self) -> None:
+        """Take hooks off the model; the residuals stay for a second fit of the same module."""
+        if self.hier_state is not None:
+            self.hier_state.detach()
+        super().teardown()
+
+    # -- checkpoints ---------------------------------------------------------------------------------------------------
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        """Residuals first, then the main file, then the residuals of earlier saves go. No collective."""
+        if self.hier_state is None or "optimizer_states" not in checkpoint:  # weights only
+            return super().save_checkpoint(checkpoint, filepath, storage_options)
+        manifest = saving.manifest_of(self.hier_state, self._run_id)
+        checkpoint[saving.KEY] = manifest
+        saving.save_side_file(self.hier_state, manifest["save_id"], os.fspath(filepath))
+        super().save_checkpoint(checkpoint, filepath, storage_options)
+        if self.is_global_zero:
+            saving.remove_side_files(os.fspath(filepath), but=manifest["save_id"])
+        return None
+
+    def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """DDP does not exist yet: what was saved is kept until it does."""
+        checkpoint: dict[str, Any] = super().load_checkpoint(checkpoint_path, *args, **kwargs)
+        self._saved = saving.load(checkpoint, os.fspath(checkpoint_path), self.global_rank)
+        return checkpoint
+
+    def remove_checkpoint(self, filepath: Any) -> None:
+        """The main file and its residuals."""
+        super().remove_checkpoint(filepath)
+        if self.is_global_zero:
+            saving.remove_side_files(os.fspath(filepath))
+
+
+def _check_options(cls: type, given: dict[str, Any]) -> None:
+    for name in given.keys() & _REFUSED.keys():
+        if given[name] is not None:
+            raise ValueError(
+                f"{name}={given[name]!r} cannot be joined with {cls.__name__}: {_REFUSED[name]}. Leave it out, or use "
+                f"strategy='ddp' with it."
+            )
+    known = set(inspect.signature(DistributedDataParallel.__init__).parameters)
+    for base in cls.__mro__:
+        if "__init__" in vars(base):
+            known |= set(inspect.signature(base.__init__).parameters)  # type: ignore[misc]
+    unknown = sorted(given.keys() - known)
+    if unknown:
+        own = [n for n in inspect.signature(MSTopKHierMixin.__init__).parameters if n not in ("self", "kwargs")]
+        raise ValueError(
+            f"{cls.__name__} does not know the option(s) {', '.join(unknown)}: its own are {', '.join(own)}, and "
+            f"those of DDPStrategy and DistributedDataParallel are passed on."
+        )
+
+
+def _show_log_lines() -> None:
+    """As Lightning does for its own: notices of one line are seen unless the program has set up logging itself."""
+    if not log.hasHandlers():
+        log.addHandler(logging.StreamHandler())
+        log.setLevel(logging.INFO)
+
+
+def _refuse_static_graph_with_accumulation(trainer: Any, ddp_kwargs: dict[str, Any]) -> None:
+    scheduled = [n for callback in trainer.callbacks for n in getattr(callback, "scheduling", {}).values()]
+    factor = max([trainer.accumulate_grad_batches, *scheduled])
+    if ddp_kwargs.get("static_graph") and factor > 1:
+        raise ValueError(
+            f"static_graph=True with accumulate_grad_batches={factor}: DDP itself crashes on this pair, whatever the "
+            f"hook (pytorch/pytorch#187732). Drop one of the two."
+        )
+
+
+def _untoggled(module: Any, optimizers: Iterable[torch.optim.Optimizer]) -> str:
+    """Why residuals must wait: with several optimizers a backward that reaches the parameters of more than one leaves
+    gradients that the user throws away, and a residual would bring them back later."""
+    if module.automatic_optimization:
+        return ""
+    reached = sum(any(p.requires_grad for g in each.param_groups for p in g["params"]) for each in optimizers)
+    if reached < 2:
+        return ""
+    return "a backward reaches the parameters of several optimizers; wrap it in toggle_optimizer() to send it sparsely"

@@ -1,0 +1,120 @@
+"""Error feedback: what was not sent, per compression group. No communication here but the gather that is passed in.
+
+Each device keeps, for each group, one fp32 shard of S elements: the part of its node's gradients that has not been
+applied yet, in units of the averaged gradient. Nothing is lost means, over any rounds,
+
+    (1/P) * sum over ranks of gradients = sum of what was applied + sum over nodes of residuals.
+
+**Staged, then settled.** A round writes the next residual beside the current one. Which of them counts is known only
+later: when the optimizer stepped, the round's gradient was used and the staged one becomes current; when the user (or
+a loss scaler that met an inf) threw the gradient away, the current one stays as it was before the round. Both may
+happen in one group, so the choice is per parameter.
+
+**Parked.** When a group no longer exists because the layout changed, its residual is gathered inside the node and
+parked by parameter name until a new group asks for those names. A parameter that was frozen stays parked.
+"""
+
+from collections.abc import Callable, Iterable, Set
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from lightning_sparse.strategy.layout import ParamGroup
+
+Gather = Callable[[Tensor], Tensor]
+"""All-gather inside the node: shard_S -> flat tensor of L*S elements."""
+
+
+@dataclass
+class ResidualStore:
+    """The residuals of one device.
+
+    Args:
+        device_index: l, this device's place in its node.
+        num_devices: L.
+    """
+
+    device_index: int
+    num_devices: int
+    current: dict[ParamGroup, Tensor] = field(default_factory=dict)
+    staged: dict[ParamGroup, Tensor | None] = field(default_factory=dict)
+    parked: dict[str, Tensor] = field(default_factory=dict)
+    _spare: dict[ParamGroup, Tensor] = field(default_factory=dict)
+
+    def buffer(self, group: ParamGroup, device: torch.device) -> Tensor:
+        """Uninitialised room for the group's next residual, fp32 of S elements; stage() takes it."""
+        spare = self._spare.pop(group, None)
+        if spare is not None and spare.device == device:
+            return spare
+        return torch.empty(group.shard_numel(self.num_devices), dtype=torch.float32, device=device)
+
+    def stage(self, group: ParamGroup, shard_S: Tensor | None) -> None:
+        """Propose the group's next residual; None means that everything was sent."""
+        self.staged[group] = shard_S
+
+    def settle(self, discarded: Set[str]) -> None:
+        """Make the staged residuals current, except for parameters whose gradient was thrown away.
+
+        Args:
+            discarded: names of the parameters that keep the residual they had before the round.
+        """
+        for group, proposed in self.staged.items():
+            before = self.current.pop(group, None)
+            kept = [name for name in group.names if name in discarded]
+            if len(kept) == len(group.names):
+                after, free = before, proposed
+            else:
+                after = self._merge(group, before, proposed, kept) if kept else proposed
+                free = before
+            if after is not None:
+                self.current[group] = after
+            if free is not None and free is not after:
+                self._spare[group] = free
+        self.staged.clear()
+
+    def settled_copy(self, discarded: Set[str]) -> "ResidualStore":
+        """What settle() would leave, in a store of its own."""
+        copy = ResidualStore(self.device_index, self.num_devices, dict(self.current), parked=dict(self.parked))
+        copy.staged = {group: None if t is None else t.clone() for group, t in self.staged.items()}
+        copy.settle(discarded)
+        return copy
+
+    def restore(self, group: ParamGroup, names: Iterable[str], source_S: Tensor | None, target_S: Tensor) -> None:
+        """Copy the named parameters' pieces of ``source_S`` (None: zeros) into ``target_S``."""
+        for _, here, _ in group.shard_slices(names, self.device_index, self.num_devices):
+            if source_S is None:
+                target_S[here].zero_()
+            else:
+                target_S[here].copy_(source_S[here])
+
+    def regroup(self, group: ParamGroup, gather: Gather, device: torch.device) -> None:
+        """Give a new group the residual that its parameters had under other groups.
+
+        A collective inside the node whenever an old group overlaps; all ranks see the same layouts, so all call it.
+        Groups of the running round may be staged already: they hold other parameters.
+        """
+        names = set(group.names)
+        for old in [old for old in self.current if old != group and not names.isdisjoint(old.names)]:
+            flat = gather(self.current.pop(old))
+            self._spare.pop(old, None)
+            self.parked.update({name: flat[place].clone() for name, place in old.slices().items()})
+        waiting = [name for name in group.names if name in self.parked]
+        if not waiting:
+            return
+        shard = torch.zeros(group.shard_numel(self.num_devices), dtype=torch.float32, device=device)
+        for name, here, there in group.shard_slices(waiting, self.device_index, self.num_devices):
+            shard[here].copy_(self.parked[name][there])
+        for name in waiting:
+            del self.parked[name]
+        self.current[group] = shard
+
+    def _merge(
+        self, group: ParamGroup, before: Tensor | None, proposed: Tensor | None, kept: list[str]
+    ) -> Tensor | None:
+        if before is None and proposed is None:
+            return None
+        after = torch.zeros_like(before) if proposed is None and before is not None else proposed
+        assert after is not None
+        self.restore(group, kept, before, after)
+        return after

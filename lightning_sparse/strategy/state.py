@@ -1,0 +1,280 @@
+"""What the hook remembers between rounds, and every choice it makes.
+
+One *round* is one reduction of all buckets. Its life, as seen from here:
+
+    before_backward()            the last round's residuals are settled: kept, or dropped with a gradient thrown away
+    open(bucket) .. close()      once a bucket; groups are read from DDP's bucket and written back
+    optimizer.step()             watch() notes which parameters were stepped, hence whose residual counts
+
+Whoever uses the hook without a strategy need not call before_backward(): then a round counts as used when the next one
+begins.
+"""
+
+import logging
+import weakref
+from collections.abc import Iterable, Iterator
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch._C._distributed_c10d import GradBucket  # torch.distributed re-exports it unannounced
+
+from lightning_sparse.kernels import message_bytes
+from lightning_sparse.strategy import cost
+from lightning_sparse.strategy.communicator import HierCommunicator, is_reducible_by_shard
+from lightning_sparse.strategy.config import HierConfig
+from lightning_sparse.strategy.layout import Layout, ParamGroup, group_of, parameter_names
+from lightning_sparse.strategy.residual import ResidualStore
+from lightning_sparse.strategy.schedule import density_at, is_dense_round, num_selected
+from lightning_sparse.strategy.stats import CommStats
+from lightning_sparse.strategy.usage import MAX, UsageTracker
+from lightning_sparse.topology import Topology
+
+log = logging.getLogger("lightning_sparse")
+
+
+class Plan(NamedTuple):
+    """How a group is reduced in this round: "identity" is DDP's own all-reduce; k counts for "sparse" only."""
+
+    path: Literal["identity", "dense", "sparse"]
+    k: int = 0
+
+
+class HierState:
+    """State of ``hier_hook``.
+
+    Args:
+        module: the module that DDP wraps (not the wrapper).
+        config: the user's choices.
+        topology: where this rank stands; from ``topology.discover()``.
+        find_unused_parameters: give what DDP was given: unused parameters are then left out of the round.
+
+    Attributes:
+        epoch: set it at the start of each epoch; the density schedule reads it.
+        round: how many rounds are over.
+        stats: what was communicated.
+    """
+
+    def __init__(
+        self, module: nn.Module, config: HierConfig, topology: Topology, *, find_unused_parameters: bool = False
+    ) -> None:
+        self.config = config
+        self.topology = topology
+        self.communicator = HierCommunicator(topology)
+        self.epoch = 0
+        self.round = 0
+        self.stats = CommStats()
+        self.layout = Layout()
+        self.store = ResidualStore(topology.device_index, topology.num_devices)
+        self._module = weakref.ref(module)
+        self._names = parameter_names(module)
+        self._usage = UsageTracker(module) if find_unused_parameters else None
+        self._handles: list[Any] = []
+        self._watching = False
+        self._stepped: set[str] = set()
+        self._masked: frozenset[str] = frozenset()
+        self._round_is_open = False
+        self._bypass = ""
+        self._said: set[str] = set()
+
+    # -- the life of a round ------------------------------------------------------------------------------------------
+
+    def before_backward(self, bypass: str = "") -> None:
+        """Settle the last round and say how the next one goes. Call it before each backward, on all ranks.
+
+        Args:
+            bypass: a reason to reduce the next round as DDP would, leaving residuals alone; empty for none.
+        """
+        self.settle()
+        self._bypass = bypass
+        if bypass:
+            self.say(f"this round is reduced as plain DDP does, and residuals wait: {bypass}")
+
+    def open(self, bucket: GradBucket) -> Iterator[tuple[ParamGroup, Tensor]]:
+        """The bucket's groups, each with its flat gradient; what is written there reaches the bucket."""
+        if not self._round_is_open:
+            self.settle()
+            self._round_is_open = True
+        self.communicator.where = f"in round {self.round}, bucket {bucket.index()}"
+        whole, flat_N = group_of(bucket.parameters(), self._names), bucket.buffer()
+        self.layout.record(whole)
+        unused = self._unused(whole, flat_N)
+        places = whole.slices()
+        for group in self.layout.parts(whole):
+            pieces = [flat_N[places[name]] for name in group.names]
+            grad_n = flat_N if group == whole else torch.cat(pieces)
+            yield from self._masked_part(group, grad_n, unused.intersection(group.names))
+            if group != whole:
+                torch._foreach_copy_(pieces, list(torch.split(grad_n, list(group.numels))))
+
+    def close(self, bucket: GradBucket) -> None:
+        """After the bucket was reduced; the last bucket ends the round."""
+        if not bucket.is_last():
+            return
+        if self.layout.end_round() and self.topology.kind == "hierarchical":
+            self._describe_layout(bucket.buffer().dtype)
+        self.stats.end_round()
+        self.round += 1
+        self._round_is_open = False
+
+    def settle(self) -> None:
+        """Decide which residuals of the last round count: those of parameters that were stepped, or whose gradient is
+        still there to be stepped; the others stay as they were before the round."""
+        if self.store.staged:
+            self.store.settle(self._discarded())
+        self._stepped.clear()
+
+    def watch(self, optimizers: Iterable[torch.optim.Optimizer]) -> None:
+        """Note from now on which parameters these optimizers step. Without it every round counts as used."""
+        self.unwatch()
+        for optimizer in optimizers:
+            held = {id(p) for param_group in optimizer.param_groups for p in param_group["params"]}
+            names = frozenset(name for key, name in self._names.items() if key in held)
+            hook = optimizer.register_step_post_hook(lambda *_, names=names: self._stepped.update(names))
+            self._handles.append(hook)
+        self._watching = True
+
+    def unwatch(self) -> None:
+        """Take the hooks off the optimizers."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        self._watching = False
+
+    def detach(self) -> None:
+        """Take all hooks off module and optimizers, after a last settle()."""
+        self.settle()
+        self.unwatch()
+        if self._usage is not None:
+            self._usage.close()
+            self._usage = None
+
+    def is_for(self, module: nn.Module) -> bool:
+        """Whether this state belongs to that very module."""
+        return self._module() is module
+
+    def track_unused(self, module: nn.Module) -> None:
+        """Watch again which parameters are used, after detach()."""
+        if self._usage is None:
+            self._usage = UsageTracker(module)
+
+    # -- choices: pure functions of what all ranks share ---------------------------------------------------------------
+
+    def plan(self, group: ParamGroup, grad_N: Tensor) -> Plan:
+        """The group's path in this round, counted in the statistics."""
+        plan = self.choose(group, grad_N.dtype)
+        topology, shard, itemsize = self.topology, group.shard_numel(self.topology.num_devices), grad_N.element_size()
+        dense = cost.dense_bytes(topology.num_nodes, shard, itemsize)
+        sparse = cost.sparse_bytes(topology.num_nodes, message_bytes(shard, plan.k, self.config.dtype)) if plan.k else 0
+        flat = cost.flat_bytes(topology.num_nodes, topology.world_size, group.numel, itemsize)
+        self.stats.record(
+            sent=plan.k or shard,
+            total=shard,
+            nbytes={"identity": flat, "dense": dense, "sparse": sparse}[plan.path],
+            dense_nbytes=flat,
+        )
+        return plan
+
+    def choose(self, group: ParamGroup, dtype: torch.dtype) -> Plan:
+        """The group's path in this round."""
+        if self.topology.kind != "hierarchical" or self._bypass or not is_reducible_by_shard(dtype):
+            return Plan("identity")
+        if not self.layout.is_settled(group) or is_dense_round(self.config, self.round):
+            return Plan("dense")
+        shard = group.shard_numel(self.topology.num_devices)
+        k = num_selected(density_at(self.config, self.epoch), shard)
+        nbytes = message_bytes(shard, k, self.config.dtype)
+        cheaper = cost.sparse_is_cheaper(self.topology.num_nodes, shard, dtype.itemsize, nbytes)
+        if self.config.exchange == "dense" or (self.config.exchange == "auto" and not cheaper):
+            return Plan("dense")
+        return Plan("sparse", k)
+
+    # -- error feedback ------------------------------------------------------------------------------------------------
+
+    def residual(self, group: ParamGroup) -> Tensor | None:
+        """The group's residual shard for this round, fp32; None stands for zero."""
+        current = self.store.current.get(group)
+        if current is None or not self._masked:
+            return current
+        masked = current.clone()
+        self.store.restore(group, self._masked, None, masked)
+        return masked
+
+    def next_residual(self, group: ParamGroup, grad_N: Tensor) -> Tensor | None:
+        """Room for what the round leaves, uninitialised; None when error feedback is off."""
+        return self.store.buffer(group, grad_N.device) if self.config.error_feedback else None
+
+    def stage(self, group: ParamGroup, next_S: Tensor | None) -> None:
+        """Propose what the round left (None: nothing); parameters left out of the round keep what they had."""
+        if not self.config.error_feedback:
+            return
+        current = self.store.current.get(group)
+        if self._masked and current is not None:
+            next_S = torch.zeros_like(current) if next_S is None else next_S
+            self.store.restore(group, self._masked, current, next_S)
+        self.store.stage(group, next_S)
+
+    def settled_store(self) -> ResidualStore:
+        """The residuals as settle() would leave them now, without settling: what a checkpoint holds. Gradients that
+        wait to be stepped do not survive a restart, so their round is as if it had not been."""
+        pending = {name for group in self.store.staged for name in group.names} - self._stepped
+        return self.store.settled_copy(frozenset(pending) if self._watching else frozenset())
+
+    def residual_norm(self) -> Tensor:
+        """L2 norm of what this device has not sent yet, a 0-dim tensor on its device (no host sync)."""
+        shards = [t for t in (self.store.current | self.store.staged).values() if t is not None]
+        return torch.stack([torch.linalg.vector_norm(t) for t in shards]).norm() if shards else torch.zeros(())
+
+    def inverse_world_size(self, like: Tensor) -> Tensor:
+        """1 / P as a 0-dim fp32 tensor."""
+        return torch.full((), 1.0 / self.topology.world_size, dtype=torch.float32, device=like.device)
+
+    def say(self, line: str, level: int = logging.INFO, *, every_rank: bool = False) -> None:
+        """Log a line once, on rank 0 unless it concerns another rank alone."""
+        if (every_rank or self.topology.rank == 0) and line not in self._said:
+            self._said.add(line)
+            log.log(level, line)
+
+    # -- inside --------------------------------------------------------------------------------------------------------
+
+    def _discarded(self) -> frozenset[str]:
+        module = self._module()
+        if not self._watching or module is None:
+            return frozenset()
+        staged = {name for group in self.store.staged for name in group.names} - self._stepped
+        if not staged:
+            return frozenset()
+        grads = {self._names[id(p)]: p.grad for p in module.parameters() if id(p) in self._names}
+        return frozenset(name for name in staged if (grad := grads.get(name)) is None or not grad.any())
+
+    def _unused(self, group: ParamGroup, flat_N: Tensor) -> frozenset[str]:
+        if self._usage is None or self.topology.world_size == 1:
+            return frozenset()
+        max_reduce = lambda flags: self.communicator.flat_all_reduce(flags, op=MAX)  # noqa: E731
+        unused = self._usage.unused_everywhere(group, flat_N.device, max_reduce)
+        return frozenset() if self._bypass else unused
+
+    def _masked_part(
+        self, group: ParamGroup, grad_N: Tensor, masked: frozenset[str]
+    ) -> Iterator[tuple[ParamGroup, Tensor]]:
+        if len(masked) == len(group.names):
+            return  # no rank used any of them: nothing to send, and the buffer stays as DDP would leave it
+        places = group.slices()
+        saved = {name: grad_N[places[name]].clone() for name in masked}
+        for name in masked:
+            grad_N[places[name]].zero_()
+        if self.choose(group, grad_N.dtype).path != "identity":
+            self.store.regroup(group, self.communicator.gather, grad_N.device)
+        self._masked = masked
+        yield group, grad_N
+        self._masked = frozenset()
+        for name, values in saved.items():
+            grad_N[places[name]].copy_(values)
+
+    def _describe_layout(self, dtype: torch.dtype) -> None:
+        plans = [self.choose(group, dtype) for group in self.layout.settled]
+        sparse = sum(plan.path == "sparse" for plan in plans)
+        self.say(
+            f"round {self.round + 1}: {len(plans)} group(s) of parameters, {sparse} sparse and {len(plans) - sparse} "
+            f"dense at density {density_at(self.config, self.epoch):g} (exchange={self.config.exchange!r})"
+        )

@@ -1,0 +1,40 @@
+"""Counters of one rank. Everything but the residual's norm is known on the host without looking at a tensor."""
+
+from dataclasses import dataclass
+
+
+@dataclass
+class CommStats:
+    """What was communicated so far.
+
+    Attributes:
+        rounds: reductions of the whole model so far.
+        bytes_between_nodes: bytes received by this device from other nodes so far (see lightning_sparse.strategy.cost).
+        round_bytes: the same, of the last whole round.
+        dense_equivalent_bytes: what a dense all-reduce of everything would have received so far.
+        density: share of the entries that the last whole round sent, dense groups counted as 1.
+    """
+
+    rounds: int = 0
+    bytes_between_nodes: float = 0.0
+    round_bytes: float = 0.0
+    dense_equivalent_bytes: float = 0.0
+    density: float = 1.0
+    _running_bytes: float = 0.0
+    _sent: int = 0
+    _total: int = 0
+
+    def record(self, *, sent: int, total: int, nbytes: float, dense_nbytes: float) -> None:
+        """Count one group: ``sent`` of ``total`` entries of its shard, and its bytes on the slow link."""
+        self._sent += sent
+        self._total += total
+        self._running_bytes += nbytes
+        self.bytes_between_nodes += nbytes
+        self.dense_equivalent_bytes += dense_nbytes
+
+    def end_round(self) -> None:
+        """Close the round."""
+        self.rounds += 1
+        self.round_bytes, self._running_bytes = self._running_bytes, 0.0
+        self.density = self._sent / self._total if self._total else 0.0
+        self._sent = self._total = 0

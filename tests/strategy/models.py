@@ -1,0 +1,69 @@
+"""Small models and step helpers that every rank builds alike; only the data differs by rank."""
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from lightning_sparse.strategy import HierConfig, HierState, hier_hook
+from lightning_sparse.topology import Topology, discover
+
+
+def mlp(seed: int = 0) -> nn.Sequential:
+    """Sizes chosen so that neither the buckets nor the parameters divide by 2 or 3."""
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(13, 37), nn.Tanh(), nn.Linear(37, 29), nn.Tanh(), nn.Linear(29, 5))
+
+
+def batch(step: int, rank: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(1000 * step + rank)
+    return torch.randn(8, 13, generator=generator), torch.randn(8, 5, generator=generator)
+
+
+def loss_of(model: nn.Module, step: int, rank: int) -> Tensor:
+    x, y = batch(step, rank)
+    return nn.functional.mse_loss(model(x), y)
+
+
+def wrap(
+    model: nn.Module,
+    config: HierConfig,
+    topology: Topology | None = None,
+    state: HierState | None = None,
+    **ddp: object,
+) -> tuple[DistributedDataParallel, HierState]:
+    """DDP with the hook; `state` carries over from an earlier wrap."""
+    if state is None:
+        state = HierState(
+            model,
+            config,
+            topology or discover(),
+            find_unused_parameters=bool(ddp.get("find_unused_parameters", False)),
+        )
+    wrapped = DistributedDataParallel(model, **ddp)  # type: ignore[arg-type]
+    wrapped.register_comm_hook(state, hier_hook)
+    return wrapped, state
+
+
+def flat_grads(model: nn.Module) -> Tensor:
+    return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+
+
+def flat_parameters(model: nn.Module) -> Tensor:
+    return torch.cat([p.detach().flatten() for p in model.parameters()])
+
+
+def node_residual(model: nn.Module, state: HierState) -> Tensor:
+    """This node's residual of the whole model, in the order of its parameters. A collective inside the node."""
+    by_name: dict[str, Tensor] = dict(state.store.parked)
+    for group in sorted(state.store.current, key=lambda g: g.names):
+        flat = state.communicator.gather(state.store.current[group])
+        by_name.update({name: flat[place].clone() for name, place in group.slices().items()})
+    return torch.cat([by_name.get(name, torch.zeros(p.numel())) for name, p in model.named_parameters()])
+
+
+def sum_over_nodes(tensor: Tensor, state: HierState) -> Tensor:
+    """Every device of a node holds the node's value: sum over ranks, divided by L."""
+    total = tensor.double()
+    dist.all_reduce(total)
+    return total / state.topology.num_devices

@@ -1,0 +1,326 @@
+"""The reduction on real Gloo ranks: the identity first, then what must always hold.
+
+Every test runs the worker below it (named after the test) in P processes and compares what the ranks return.
+"""
+
+import itertools
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from lightning_sparse.kernels import message_bytes
+from lightning_sparse.strategy import CommunicationError, HierConfig
+from lightning_sparse.strategy.schedule import num_selected
+from tests.helpers.distributed import RanksFailed, run_ranks
+from tests.strategy.models import flat_grads, flat_parameters, loss_of, mlp, node_residual, sum_over_nodes, wrap
+
+SHAPES = [(2, 2), (3, 1), (1, 3)]
+PLAIN = {"bucket_cap_mb": 0.002}  # several buckets, rebuilt after the first round
+
+
+def train(model: nn.Module, ddp: DistributedDataParallel, steps: int, lr: float = 0.1, momentum: float = 0.0) -> Tensor:
+    optimizer = torch.optim.SGD(model.parameters(), lr=lr, momentum=momentum)
+    for step in range(steps):
+        optimizer.zero_grad()
+        loss_of(ddp, step, dist.get_rank()).backward()
+        optimizer.step()
+    return flat_parameters(model)
+
+
+# -- 1: the identity ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("nodes", "devices", "exchange"), [(1, 3, "auto"), (1, 1, "auto"), (3, 1, "dense")])
+def test_identity_equals_ddp_exactly(nodes: int, devices: int, exchange: str) -> None:
+    for ours, ddp in run_ranks(identity_equals_ddp, exchange, nodes=nodes, devices=devices):
+        assert torch.equal(ours, ddp)
+
+
+def identity_equals_ddp(exchange: str) -> tuple[Tensor, Tensor]:
+    ours, plain = mlp(), mlp()
+    wrapped, _ = wrap(ours, HierConfig(exchange=exchange), **PLAIN)
+    return train(ours, wrapped, 6), train(plain, DistributedDataParallel(plain, **PLAIN), 6)
+
+
+def test_unequal_nodes_take_the_identity() -> None:
+    for ours, ddp in run_ranks(identity_equals_ddp, "auto", placement=[[0, 2], [1]]):
+        assert torch.equal(ours, ddp)
+
+
+@pytest.mark.parametrize("exchange", ["sparse", "dense"])
+@pytest.mark.parametrize(("nodes", "devices"), SHAPES)
+def test_density_one_equals_ddp(nodes: int, devices: int, exchange: str) -> None:
+    for ours, ddp, sent in run_ranks(density_one, exchange, nodes=nodes, devices=devices):
+        torch.testing.assert_close(ours, ddp, rtol=1e-6, atol=1e-6)
+        assert sent == 1.0
+
+
+def density_one(exchange: str) -> tuple[Tensor, Tensor, float]:
+    ours, plain = mlp(), mlp()
+    config = HierConfig(density=1.0, exchange=exchange, value_dtype="float32")
+    wrapped, state = wrap(ours, config, **PLAIN)
+    return train(ours, wrapped, 12), train(plain, DistributedDataParallel(plain, **PLAIN), 12), state.stats.density
+
+
+# -- 2: ranks agree bit for bit ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("value_dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("placement", [[[0, 1], [2, 3]], [[0, 2], [1, 3]], [[2], [0], [1]], [[0, 1, 2]]])
+def test_ranks_are_bit_identical(placement: list[list[int]], value_dtype: str) -> None:
+    histories = run_ranks(gradients_of_rounds, value_dtype, placement=placement)
+    for other in histories[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(histories[0], other, strict=True))
+
+
+def gradients_of_rounds(value_dtype: str) -> list[Tensor]:
+    model = mlp()
+    ddp, state = wrap(
+        model, HierConfig(density=0.05, exchange="sparse", value_dtype=value_dtype, warmup_epochs=0), **PLAIN
+    )
+    history = []
+    for step in range(8):
+        model.zero_grad()
+        loss_of(ddp, step, dist.get_rank()).backward()
+        history.append(flat_grads(model).clone())
+    if state.topology.kind == "hierarchical":
+        assert 0.04 < state.stats.density < 0.12, state.stats
+        assert 0 < torch.count_nonzero(history[-1]) < 0.4 * history[-1].numel()
+    return history
+
+
+# -- 3: nothing is lost ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("value_dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(("nodes", "devices"), SHAPES)
+def test_mass_is_conserved_over_rebuilt_buckets(nodes: int, devices: int, value_dtype: str) -> None:
+    for given, applied, waiting in run_ranks(conserve, value_dtype, nodes=nodes, devices=devices, timeout=120):
+        torch.testing.assert_close(given, applied + waiting, rtol=1e-5, atol=2e-5)
+        if nodes > 1:
+            assert waiting.abs().max() > 1e-3, "the test would pass without error feedback"
+
+
+def conserve(value_dtype: str) -> tuple[Tensor, Tensor, Tensor]:
+    """50 rounds; three times a new wrapper with other bucket sizes, hence new groups, meets the old residuals."""
+    model = mlp()
+    config = HierConfig(density=0.03, exchange="sparse", value_dtype=value_dtype, warmup_epochs=0)
+    state = None
+    given = torch.zeros_like(flat_parameters(model)).double()
+    applied = given.clone()
+    caps = itertools.cycle([0.002, 25.0, 0.004])
+    for step in range(50):
+        if step % 13 == 0:
+            ddp, state = wrap(model, config, state=state, bucket_cap_mb=next(caps))
+        model.zero_grad()
+        with ddp.no_sync():
+            loss_of(ddp, step, dist.get_rank()).backward()
+        local = flat_grads(model).double()
+        dist.all_reduce(local)
+        given += local / dist.get_world_size()
+        model.zero_grad()
+        loss_of(ddp, step, dist.get_rank()).backward()
+        applied += flat_grads(model)
+    assert state is not None
+    state.settle()
+    return given, applied, sum_over_nodes(node_residual(model, state), state)
+
+
+def test_a_dense_round_sends_the_residual_and_leaves_none() -> None:
+    for residual_before, residual_after, applied, expected in run_ranks(dense_flush, nodes=2, devices=2):
+        assert residual_before.abs().max() > 0
+        assert torch.count_nonzero(residual_after) == 0
+        torch.testing.assert_close(applied, expected, rtol=1e-5, atol=1e-6)
+
+
+def dense_flush() -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    model = mlp()
+    ddp, state = wrap(model, HierConfig(density=0.05, exchange="sparse"), **PLAIN)
+    for step in range(6):
+        model.zero_grad()
+        loss_of(ddp, step, dist.get_rank()).backward()
+    state.settle()
+    before = sum_over_nodes(node_residual(model, state), state)
+    model.zero_grad()
+    with ddp.no_sync():
+        loss_of(ddp, 6, dist.get_rank()).backward()
+    mean = flat_grads(model).double()
+    dist.all_reduce(mean)
+    model.zero_grad()
+    state.config = HierConfig(exchange="dense")
+    loss_of(ddp, 6, dist.get_rank()).backward()
+    state.settle()
+    applied = flat_grads(model).double()
+    return before, node_residual(model, state), applied, mean / dist.get_world_size() + before
+
+
+def test_without_error_feedback_mass_is_lost() -> None:
+    """The check that the conservation test can fail."""
+    assert all(run_ranks(no_feedback, nodes=2, devices=1))
+
+
+def no_feedback() -> bool:
+    model = mlp()
+    ddp, state = wrap(model, HierConfig(density=0.05, exchange="sparse", error_feedback=False), **PLAIN)
+    train(model, ddp, 6)
+    state.settle()
+    return not state.store.current
+
+
+def test_duplicate_indices_of_several_nodes_add() -> None:
+    """All ranks have the same gradient, so all nodes choose the same entries: the mean is that gradient, not 1/M."""
+    for applied, gradient in run_ranks(duplicates, nodes=3, devices=1):
+        sent = applied != 0
+        assert 0 < sent.sum() < sent.numel()
+        torch.testing.assert_close(applied[sent], gradient[sent], rtol=1e-5, atol=1e-7)
+
+
+def duplicates() -> tuple[Tensor, Tensor]:
+    model = mlp()
+    config = HierConfig(density=0.05, exchange="sparse", value_dtype="float32", warmup_epochs=0)
+    ddp, _ = wrap(model, config, bucket_cap_mb=25.0)
+    for _ in range(4):
+        model.zero_grad()
+        loss_of(ddp, 0, rank=0).backward()  # the layout settles in dense rounds, so there is no residual yet
+    return flat_grads(model), local_gradient()
+
+
+def local_gradient() -> Tensor:
+    model = mlp()
+    loss_of(model, 0, rank=0).backward()
+    return flat_grads(model)
+
+
+# -- 4: message sizes --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("nodes", "devices"), [(2, 2), (3, 1)])
+def test_messages_have_the_size_known_before(nodes: int, devices: int) -> None:
+    everyone = run_ranks(message_sizes, nodes=nodes, devices=devices)
+    assert all(sizes == everyone[0] for sizes in everyone)
+    sent, expected = everyone[0]
+    assert sent == expected
+    assert sent
+
+
+def message_sizes() -> tuple[list[int], list[int]]:
+    model = mlp()
+    config = HierConfig(density=0.05, exchange="sparse", warmup_epochs=0)
+    ddp, state = wrap(model, config, **PLAIN)
+    sent: list[int] = []
+    exchange = state.communicator.exchange
+    state.communicator.exchange = lambda message: (sent.append(message.numel()), exchange(message))[1]  # type: ignore
+    for step in range(4):
+        loss_of(ddp, step, dist.get_rank()).backward()
+        if step < 3:
+            assert not sent, "rounds are dense until the layout was seen twice"
+    shards = [group.shard_numel(state.topology.num_devices) for group in state.layout.settled]
+    return sent, [message_bytes(s, num_selected(0.05, s), torch.bfloat16) for s in shards]
+
+
+# -- buckets of awkward sizes ------------------------------------------------------------------------------------------
+
+
+class Awkward(nn.Module):
+    """A bucket of one element (fewer than devices) and one that no number of devices here divides."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor([1.5]))
+        self.weight = nn.Parameter(torch.linspace(-1, 1, 997))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.weight * x).sum() * self.scale
+
+
+@pytest.mark.parametrize(("nodes", "devices"), [(2, 3), (2, 2)])
+def test_buckets_smaller_than_or_not_divisible_by_the_devices(nodes: int, devices: int) -> None:
+    for given, accounted, groups in run_ranks(awkward_buckets, nodes=nodes, devices=devices):
+        assert groups == {1, 997}
+        torch.testing.assert_close(given, accounted, rtol=1e-5, atol=1e-5)
+
+
+def awkward_buckets() -> tuple[Tensor, Tensor, set[int]]:
+    model = Awkward()
+    ddp, state = wrap(model, HierConfig(density=0.01, exchange="sparse", value_dtype="float32"), bucket_cap_mb=4e-6)
+    given = torch.zeros(998, dtype=torch.float64)
+    applied = given.clone()
+    for step in range(7):
+        x = torch.randn(997, generator=torch.Generator().manual_seed(10 * step + dist.get_rank()))
+        model.zero_grad()
+        with ddp.no_sync():
+            ddp(x).backward()
+        given += flat_grads(model)
+        model.zero_grad()
+        ddp(x).backward()
+        applied += flat_grads(model)
+    dist.all_reduce(given)
+    state.settle()
+    accounted = applied + sum_over_nodes(node_residual(model, state), state)
+    return given / dist.get_world_size(), accounted, {group.numel for group in state.layout.settled}
+
+
+# -- 5: non-finite gradients -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("density", [0.02, 1.0])
+def test_a_non_finite_gradient_is_seen_by_all_and_poisons_no_residual(bad: float, density: float) -> None:
+    for seen, before, after, later in run_ranks(non_finite, bad, density, nodes=2, devices=2):
+        assert seen, "this rank did not see the non-finite gradient in its round"
+        assert torch.equal(before, after), "a thrown-away round changed the residual"
+        assert later.isfinite().all()
+
+
+def non_finite(bad: float, density: float) -> tuple[bool, Tensor, Tensor, Tensor]:
+    model = mlp()
+    config = HierConfig(density=density, exchange="sparse", warmup_epochs=0)
+    ddp, state = wrap(model, config, **PLAIN)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    state.watch([optimizer])
+    for step in range(8):
+        optimizer.zero_grad()
+        state.before_backward()
+        if step == 6:
+            before = node_residual(model, state)
+        loss = loss_of(ddp, step, dist.get_rank())
+        if step == 6 and dist.get_rank() == 1:
+            loss = loss + bad * model[0].weight.flatten()[7]  # the bucket that is reduced last
+        loss.backward()
+        if step == 6:
+            seen = not flat_grads(model).isfinite().all()
+            optimizer.zero_grad()  # as a loss scaler or a careful user does: no step
+            state.before_backward()
+            after = node_residual(model, state)
+        else:
+            optimizer.step()
+    return seen, before, after, flat_grads(model)
+
+
+# -- a rank that dies --------------------------------------------------------------------------------------------------
+
+
+def test_a_dead_rank_is_named_and_nobody_hangs() -> None:
+    with pytest.raises(RanksFailed) as failure:
+        run_ranks(one_dies, nodes=2, devices=2, timeout=40)
+    assert set(failure.value.killed) == {3}
+    assert not failure.value.hung
+    assert failure.value.raised
+    for text in failure.value.raised.values():
+        assert CommunicationError.__name__ in text
+        assert "in round 4, bucket" in text
+
+
+def one_dies() -> None:
+    model = mlp()
+    ddp, _ = wrap(model, HierConfig(density=0.05, exchange="sparse"), **PLAIN)
+    for step in range(6):
+        if step == 4 and dist.get_rank() == 3:
+            import os
+            import signal
+
+            os.kill(os.getpid(), signal.SIGKILL)
+        loss_of(ddp, step, dist.get_rank()).backward()

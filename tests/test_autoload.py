@@ -1,0 +1,327 @@
+"""The strategy strings exist without an import, and `import torch` pays next to nothing for it.
+
+In order of cost: the finder against a stand-in for Lightning (no torch, milliseconds a test), then the real thing: the
+project is installed as a wheel and as an editable checkout, and only `torch.backends` entry points connect the parts.
+Everything runs in subprocesses: what is under test is the state of an interpreter's imports.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import shutil
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+import lightning_sparse
+from lightning_sparse._autoload import STRATEGIES
+
+ROOT = Path(__file__).resolve().parents[1]
+FLAVOURS = ("pytorch_lightning", "lightning.pytorch")
+
+REGISTRY = """
+class Registry(dict):
+    def register(self, name, strategy, description="", **init_params):
+        if name in self:
+            raise ValueError(f"{name} is already present")
+        self[name] = {"strategy": strategy, "description": description, "init_params": init_params}
+
+    def get(self, name):
+        return self[name]["strategy"](**self[name]["init_params"])
+
+StrategyRegistry = Registry()
+"""
+
+STUB_FLAVOUR = """
+import sys, types
+stub = types.ModuleType("lightning_sparse.flavours.pytorch_lightning")
+stub.MSTopKHierStrategy = lambda **arguments: arguments
+sys.modules["lightning_sparse.flavours"] = types.ModuleType("lightning_sparse.flavours")
+sys.modules[stub.__name__] = stub
+"""
+
+
+def run_python(code: str, *path: Path, cwd: Path, timeout: float = 120, **environment: str) -> str:
+    """Run `code` with `path` before everything else on sys.path; its standard output, or its traceback as a failure."""
+    kept = {name: value for name, value in os.environ.items() if name != "TORCH_DEVICE_BACKEND_AUTOLOAD"}
+    environment = {**kept, "PYTHONPATH": os.pathsep.join(map(str, path)), "PYTHONSAFEPATH": "1", **environment}
+    script = cwd / "script.py"
+    script.write_text(textwrap.dedent(code))
+    done = subprocess.run(
+        [sys.executable, str(script)], cwd=cwd, env=environment, timeout=timeout, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+# --- the finder, against a stand-in for Lightning
+
+
+@pytest.fixture
+def stand_in(tmp_path: Path) -> Path:
+    """A folder with packages that look like the two flavours, as far as importing goes."""
+    for flavour in FLAVOURS:
+        package = tmp_path / "stand_in" / flavour.replace(".", "/")
+        (package / "strategies").mkdir(parents=True)
+        (package.parent / "__init__.py").touch()
+        (package / "__init__.py").touch()
+        (package / "strategies" / "__init__.py").write_text(REGISTRY)
+    return tmp_path / "stand_in"
+
+
+@pytest.mark.parametrize("flavour", FLAVOURS)
+@pytest.mark.parametrize("order", ["before", "after"])
+def test_registers_whoever_is_imported_first(stand_in: Path, tmp_path: Path, flavour: str, order: str) -> None:
+    imports = ["import lightning_sparse", f"from {flavour}.strategies import StrategyRegistry"]
+    run_python(
+        "\n".join(imports if order == "before" else imports[::-1])
+        + f"\nassert list(StrategyRegistry) == {list(STRATEGIES)}, StrategyRegistry",
+        stand_in,
+        ROOT,
+        cwd=tmp_path,
+    )
+
+
+def test_is_idempotent_and_survives_a_reload(stand_in: Path, tmp_path: Path) -> None:
+    code = f"""
+        import importlib, sys
+        from lightning_sparse._autoload import autoload
+        autoload(); autoload()
+        import pytorch_lightning.strategies as strategies
+        autoload()
+        assert len([f for f in sys.meta_path if type(f).__module__ == "lightning_sparse._autoload"]) == 1
+        first = strategies.StrategyRegistry
+        importlib.reload(strategies)
+        assert strategies.StrategyRegistry is not first
+        assert list(strategies.StrategyRegistry) == {list(STRATEGIES)}
+    """
+    run_python(code, stand_in, ROOT, cwd=tmp_path)
+
+
+def test_module_is_left_as_its_own_loader_made_it(stand_in: Path, tmp_path: Path) -> None:
+    code = """
+        import inspect, sys
+        from importlib.machinery import SourceFileLoader
+        import lightning_sparse
+        import pytorch_lightning.strategies as strategies
+        assert type(strategies.__loader__) is SourceFileLoader
+        assert strategies.__spec__.loader is strategies.__loader__
+        assert "class Registry" in inspect.getsource(strategies)
+    """
+    run_python(code, stand_in, ROOT, cwd=tmp_path)
+
+
+def test_factory_imports_the_flavour_only_when_used(stand_in: Path, tmp_path: Path) -> None:
+    code = f"""
+        import lightning_sparse, sys
+        from pytorch_lightning.strategies import StrategyRegistry
+        assert not any("flavours" in name for name in sys.modules)
+        {textwrap.indent(STUB_FLAVOUR, " " * 8).strip()}
+        assert StrategyRegistry.get("mstopk_hier") == dict(start_method="popen")
+        assert StrategyRegistry.get("mstopk_hier_spawn") == dict(start_method="spawn")
+        assert StrategyRegistry.get("mstopk_hier_notebook") == dict(start_method="fork")
+        unused = StrategyRegistry.get("mstopk_hier_find_unused_parameters_true")
+        assert unused == dict(start_method="popen", find_unused_parameters=True)
+    """
+    run_python(code, stand_in, ROOT, cwd=tmp_path)
+
+
+def test_names_of_others_are_not_replaced(stand_in: Path, tmp_path: Path) -> None:
+    (stand_in / "pytorch_lightning/strategies/__init__.py").write_text(
+        REGISTRY + "\nStrategyRegistry.register('mstopk_hier', 'theirs')"
+    )
+    code = """
+        import lightning_sparse
+        from pytorch_lightning.strategies import StrategyRegistry
+        assert StrategyRegistry["mstopk_hier"]["strategy"] == "theirs"
+        assert "mstopk_hier_spawn" in StrategyRegistry
+    """
+    run_python(code, stand_in, ROOT, cwd=tmp_path)
+
+
+@pytest.mark.parametrize(
+    "broken", ["class Registry: pass\nStrategyRegistry = Registry()", "", "StrategyRegistry = None"]
+)
+def test_an_unknown_registry_is_left_alone(stand_in: Path, tmp_path: Path, broken: str) -> None:
+    (stand_in / "pytorch_lightning/strategies/__init__.py").write_text(broken)
+    run_python(
+        "import lightning_sparse, pytorch_lightning.strategies; lightning_sparse.autoload()",
+        stand_in,
+        ROOT,
+        cwd=tmp_path,
+    )
+
+
+def test_errors_of_the_module_itself_still_reach_the_user(stand_in: Path, tmp_path: Path) -> None:
+    (stand_in / "pytorch_lightning/strategies/__init__.py").write_text("raise RuntimeError('theirs')")
+    code = """
+        import lightning_sparse
+        try:
+            import pytorch_lightning.strategies
+        except RuntimeError as error:
+            assert str(error) == "theirs"
+        else:
+            raise SystemExit("swallowed")
+    """
+    run_python(code, stand_in, ROOT, cwd=tmp_path)
+
+
+def test_autoload_imports_only_the_standard_library(tmp_path: Path) -> None:
+    code = """
+        import sys
+        before = set(sys.modules)
+        from lightning_sparse._autoload import autoload
+        autoload()
+        print(*sorted(set(sys.modules) - before))
+    """
+    loaded = run_python(code, ROOT, cwd=tmp_path).split()
+    foreign = {name.partition(".")[0] for name in loaded} - sys.stdlib_module_names - {"lightning_sparse"}
+    assert not foreign
+    assert {name for name in loaded if name.startswith("lightning_sparse")} == {
+        "lightning_sparse",
+        "lightning_sparse._autoload",
+    }
+
+
+# --- the lazy public names
+
+
+@pytest.mark.parametrize("flavour", FLAVOURS)
+def test_public_names_follow_the_imported_flavour(stand_in: Path, tmp_path: Path, flavour: str) -> None:
+    code = f"""
+        import {flavour}, lightning_sparse
+        assert lightning_sparse._flavour("x") == "lightning_sparse.flavours.{flavour.partition(".")[0]}"
+    """
+    run_python(code, stand_in, ROOT, cwd=tmp_path)
+
+
+def test_public_names_with_both_flavours_raise_and_name_the_two(stand_in: Path, tmp_path: Path) -> None:
+    code = """
+        import pytorch_lightning, lightning.pytorch
+        try:
+            from lightning_sparse import MSTopKHierStrategy
+        except ImportError as error:
+            print(error)
+    """
+    message = run_python(code, stand_in, ROOT, cwd=tmp_path)
+    assert "lightning_sparse.flavours.pytorch_lightning import MSTopKHierStrategy" in message
+    assert "lightning_sparse.flavours.lightning import MSTopKHierStrategy" in message
+
+
+def test_public_names_without_an_import_take_what_is_installed(stand_in: Path, tmp_path: Path) -> None:
+    code = """
+        import importlib.util, sys, lightning_sparse
+        assert lightning_sparse._flavour("x") == "lightning_sparse.flavours.pytorch_lightning"
+        find, absent = importlib.util.find_spec, {"pytorch_lightning"}
+        importlib.util.find_spec = lambda name: None if name in absent else find(name)
+        assert lightning_sparse._flavour("x") == "lightning_sparse.flavours.lightning"
+        assert not {"lightning", "pytorch_lightning"} & set(sys.modules)
+        absent.add("lightning")
+        try:
+            lightning_sparse.MSTopKHierStrategy
+        except ImportError as error:
+            assert "pip install pytorch-lightning" in str(error)
+        else:
+            raise SystemExit("no error")
+    """
+    run_python(code, stand_in, ROOT, cwd=tmp_path)
+
+
+def test_module_attributes() -> None:
+    assert set(lightning_sparse.__all__) <= set(dir(lightning_sparse))
+    with pytest.raises(AttributeError, match="has no attribute 'nonsense'"):
+        _ = lightning_sparse.nonsense
+
+
+def test_version_is_the_one_of_the_distribution() -> None:
+    declared = re.search(r'^version = "(.+)"$', (ROOT / "pyproject.toml").read_text(), flags=re.MULTILINE)
+    assert declared is not None
+    assert lightning_sparse.__version__ == declared[1]
+
+
+# --- the real thing: an installed distribution, real torch, real Lightning
+
+
+@pytest.fixture(scope="module", params=["wheel", "editable"])
+def installed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder for PYTHONPATH under which the project is installed. Built from a copy without kernels: no compiler."""
+    if importlib.util.find_spec("pip") is None:
+        pytest.skip("needs pip in this environment, to install the project into a folder")
+    folder = tmp_path_factory.mktemp(request.param)
+    source, target = folder / "source", folder / "target"
+    shutil.copytree(
+        ROOT / "lightning_sparse",
+        source / "lightning_sparse",
+        ignore=shutil.ignore_patterns("csrc", "*.so", "__pycache__"),
+    )
+    shutil.copy(ROOT / "pyproject.toml", source)
+    shutil.copy(ROOT / "LICENSE", source)
+    (source / "README.md").touch()
+    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "install", "--quiet", "--no-deps"]
+    how = ["--editable"] if request.param == "editable" else []
+    subprocess.run(
+        [*pip, "--no-build-isolation", "--no-index", "--target", str(target), *how, str(source)],
+        check=True,
+        timeout=120,
+    )
+    # An editable install is a .pth file, which Python reads in site directories only: make `target` one, for child
+    # processes too, and the first in the path, should the project be installed already.
+    (folder / "site").mkdir()
+    (folder / "site" / "sitecustomize.py").write_text(
+        f"import site, sys\nbefore = [*sys.path]\nsite.addsitedir({str(target)!r})\n"
+        "sys.path[:] = [path for path in sys.path if path not in before] + before\n"
+    )
+    return folder / "site"
+
+
+def test_strings_are_known_in_both_flavours_and_in_children(installed: Path, tmp_path: Path) -> None:
+    code = f"""
+        import multiprocessing
+        import sys
+
+        def check():
+            import lightning.pytorch, pytorch_lightning
+            for flavour in (pytorch_lightning, lightning.pytorch):
+                assert set({list(STRATEGIES)}) <= set(flavour.strategies.StrategyRegistry), flavour
+            assert not any("lightning_sparse.flavours" in name for name in sys.modules)
+
+        if __name__ == "__main__":
+            import torch
+            import lightning_sparse, pathlib
+            assert {str(installed.parent)!r} in lightning_sparse.__file__, lightning_sparse.__file__
+            check()
+            child = multiprocessing.get_context("spawn").Process(target=check)
+            child.start()
+            child.join()
+            sys.exit(child.exitcode)
+    """
+    run_python(code, installed, cwd=tmp_path, timeout=280)
+
+
+def test_without_the_entry_point_an_import_does_it(installed: Path, tmp_path: Path) -> None:
+    code = """
+        import pytorch_lightning
+        registry = pytorch_lightning.strategies.StrategyRegistry
+        assert "mstopk_hier" not in registry
+        import lightning_sparse
+        assert "mstopk_hier" in registry
+    """
+    run_python(code, installed, cwd=tmp_path, TORCH_DEVICE_BACKEND_AUTOLOAD="0")
+
+
+@pytest.mark.parametrize(
+    "sabotage",
+    [
+        "sys.meta_path = tuple(sys.meta_path)",
+        "fake = types.ModuleType('pytorch_lightning.strategies'); fake.StrategyRegistry = object()\n"
+        "sys.modules[fake.__name__] = fake",
+    ],
+)
+def test_a_failing_autoload_does_not_break_torch(installed: Path, tmp_path: Path, sabotage: str) -> None:
+    code = f"import sys, types\n{sabotage}\nimport torch\nassert 'lightning_sparse' in sys.modules\ntorch.zeros(1)"
+    run_python(code, installed, cwd=tmp_path)
