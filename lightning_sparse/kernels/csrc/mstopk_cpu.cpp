@@ -1,6 +1,6 @@
 // Exact selection in one pass over memory.
 //
-//   sample   131,072 elements give a threshold that a little more than k elements should reach
+//   sample   65,536 elements give a threshold that a little more than k elements should reach
 //   pass     read everything once, keep (position, value) of what reaches it (and write acc, if asked to)
 //   refine   the k-th largest key among these candidates, by a histogram of the high and then of the low bits
 //   emit     candidates above the k-th key, and of those equal to it the first ones, straight into the output
@@ -17,14 +17,15 @@
 #include <memory>
 #include <vector>
 
-#include "pack_avx2.h"
+#include "pack.h"
 
 namespace lightning_sparse::cpu {
 namespace {
 
 constexpr int64_t kChunk = kMeanBlock;  // elements handled while they are in the first-level cache
-constexpr int64_t kSampleAll = 131072;
+constexpr int64_t kSampleAll = 65536;
 constexpr int64_t kSamplePiece = 32;  // two cache lines
+constexpr int64_t kSamplePieces = kSampleAll / kSamplePiece;
 constexpr int64_t kSortBelow = 4096;
 constexpr int kLowBits = 15;  // keys have 31 bits: 16 high ones, 15 low ones
 constexpr int64_t kHighBins = 1 << 16, kLowBins = 1 << kLowBits;
@@ -35,7 +36,8 @@ using Pack = int64_t (*)(const float*, int64_t, uint32_t, uint32_t, uint32_t*, f
 
 Pack choose_pack() {
 #if LS_HAVE_AVX2
-  static const bool fast = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("popcnt");
+  static const bool fast = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("bmi") &&
+                           __builtin_cpu_supports("popcnt");
   if (fast && !(forced & kForceScalar)) return pack_avx2;
 #endif
   return pack_scalar;
@@ -174,6 +176,14 @@ Sample edge_of(const std::vector<uint32_t>& bins, int64_t target) {
   return {std::min(static_cast<uint32_t>(bin << kLowBits), kInfKey), reached};
 }
 
+// Where the i-th piece begins: at a pseudo-random place of the i-th of kSamplePieces equal parts.
+int64_t sample_piece(int64_t numel, int64_t i) {
+  const int64_t slots = numel / kSamplePiece;
+  const int64_t first = slots * i / kSamplePieces, width = slots * (i + 1) / kSamplePieces - first;
+  const uint64_t hash = (static_cast<uint64_t>(i) + 1) * 0x9E3779B97F4A7C15u;
+  return (first + static_cast<int64_t>((hash >> 33) % static_cast<uint64_t>(width))) * kSamplePiece;
+}
+
 Sample sample(const Source& stored, int64_t k) {
   const Source source = without_store(stored);
   if (source.numel <= kSortBelow) return {0, source.numel};
@@ -185,13 +195,9 @@ Sample sample(const Source& stored, int64_t k) {
     scan(source, 0, source.numel, count);
     return edge_of(bins, k);
   }
-  const int64_t pieces = kSampleAll / kSamplePiece, slots = source.numel / kSamplePiece;
-  uint64_t hash = 0x9E3779B97F4A7C15u;
-  for (int64_t i = 0; i < pieces; ++i) {  // one piece at a pseudo-random place of each of `pieces` equal parts
-    const int64_t first = slots * i / pieces, width = slots * (i + 1) / pieces - first;
-    hash = hash * 6364136223846793005u + 1442695040888963407u;
-    const int64_t slot = first + static_cast<int64_t>((hash >> 33) % static_cast<uint64_t>(width));
-    scan(source, slot * kSamplePiece, (slot + 1) * kSamplePiece, count);
+  for (int64_t i = 0; i < kSamplePieces; ++i) {
+    const int64_t first = sample_piece(source.numel, i);
+    scan(source, first, first + kSamplePiece, count);
   }
   const double expected = static_cast<double>(kSampleAll) * static_cast<double>(k) / static_cast<double>(source.numel);
   const auto target = static_cast<int64_t>(std::ceil(expected + 6.0 * std::sqrt(expected) + 8.0));
