@@ -279,7 +279,7 @@ def installed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
     return folder / "site"
 
 
-def test_strings_are_known_in_both_flavours_and_in_children(installed: Path, tmp_path: Path) -> None:
+def test_strings_are_known_in_both_flavours_in_a_spawned_child(installed: Path, tmp_path: Path) -> None:
     code = f"""
         import multiprocessing
         import sys
@@ -294,7 +294,6 @@ def test_strings_are_known_in_both_flavours_and_in_children(installed: Path, tmp
             import torch
             import lightning_sparse, pathlib
             assert {str(installed.parent)!r} in lightning_sparse.__file__, lightning_sparse.__file__
-            check()
             child = multiprocessing.get_context("spawn").Process(target=check)
             child.start()
             child.join()
@@ -303,6 +302,28 @@ def test_strings_are_known_in_both_flavours_and_in_children(installed: Path, tmp
     run_python(code, installed, cwd=tmp_path, timeout=280)
 
 
+@pytest.mark.parametrize(
+    ("installed", "flavour"), [("wheel", FLAVOURS[0]), ("editable", FLAVOURS[1])], indirect=["installed"]
+)
+def test_trainer_takes_the_string(installed: Path, tmp_path: Path, flavour: str) -> None:
+    """One flavour a process: with both imported the public names are ambiguous."""
+    code = f"""
+        import sys
+        from {flavour} import Trainer, strategies
+        assert "lightning_sparse.flavours" not in sys.modules
+        trainer = Trainer(strategy="mstopk_hier_find_unused_parameters_true", accelerator="cpu", logger=False)
+        from lightning_sparse import CommStatsCallback, MSTopKHierStrategy
+        assert type(trainer.strategy) is MSTopKHierStrategy, trainer.strategy
+        assert isinstance(trainer.strategy, strategies.DDPStrategy)
+        assert trainer.strategy._ddp_kwargs["find_unused_parameters"] is True
+        assert Trainer(strategy="MSTopK_hier_spawn", accelerator="cpu", logger=False).strategy._start_method == "spawn"
+        assert MSTopKHierStrategy.__module__ == CommStatsCallback.__module__
+        assert MSTopKHierStrategy.__module__ == "lightning_sparse.flavours.{flavour.partition(".")[0]}"
+    """
+    run_python(code, installed, cwd=tmp_path, timeout=240)
+
+
+@pytest.mark.parametrize("installed", ["wheel"], indirect=True)
 def test_without_the_entry_point_an_import_does_it(installed: Path, tmp_path: Path) -> None:
     code = """
         import pytorch_lightning
@@ -314,6 +335,7 @@ def test_without_the_entry_point_an_import_does_it(installed: Path, tmp_path: Pa
     run_python(code, installed, cwd=tmp_path, TORCH_DEVICE_BACKEND_AUTOLOAD="0")
 
 
+@pytest.mark.parametrize("installed", ["wheel"], indirect=True)
 @pytest.mark.parametrize(
     "sabotage",
     [

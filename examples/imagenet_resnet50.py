@@ -1,0 +1,172 @@
+"""ResNet-50 on ImageNet, or on any image folder, with the gradients of all nodes reduced hierarchically.
+
+    python imagenet_resnet50.py fit --config imagenet_resnet50.yaml --data.root /data/imagenet
+
+on each node, started by torchrun, SLURM or with NODE_RANK, MASTER_ADDR and MASTER_PORT set, and with
+``--trainer.num_nodes``. Everything about communication is one line of the YAML file, ``strategy: mstopk_hier``; nothing
+in this file knows of it. Compare with ``--trainer.strategy ddp``.
+
+The folder holds ``train/<class>/*`` and ``val/<class>/*``. The recipe is that of Goyal et al. 2017 (learning rate in
+proportion to the global batch, warm-up) with a cosine, label smoothing and zero-initialised residual branches.
+"""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytorch_lightning as pl
+import torch
+from pytorch_lightning.cli import LightningCLI
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset, Subset
+from torchvision import models
+from torchvision.datasets import ImageFolder
+from torchvision.transforms import v2
+
+Batch = tuple[Tensor, Tensor]
+
+MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+
+
+def lr_factor(step: int, warmup_steps: int, total_steps: int) -> float:
+    """Of the peak learning rate: rises in a line over `warmup_steps`, then falls as half a cosine to 0."""
+    if step < warmup_steps:
+        return (step + 1) / warmup_steps
+    return 0.5 * (1 + math.cos(math.pi * min(1.0, (step - warmup_steps) / max(1, total_steps - warmup_steps))))
+
+
+class ResNet50(pl.LightningModule):
+    """
+    Args:
+        num_classes: taken from the data.
+        batch_size: pictures a device and step; taken from the data.
+        lr: learning rate for a global batch of 256; multiplied by global batch / 256.
+        warmup_epochs: the learning rate rises over so many epochs; may be a fraction.
+        weight_decay: of weights; biases and normalisation have none.
+    """
+
+    def __init__(
+        self,
+        num_classes: int,
+        batch_size: int,
+        lr: float = 0.1,
+        momentum: float = 0.9,
+        weight_decay: float = 5e-5,
+        warmup_epochs: float = 5,
+        label_smoothing: float = 0.1,
+    ) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+        self.net = models.resnet50(num_classes=num_classes, zero_init_residual=True)
+        self.loss = nn.CrossEntropyLoss(label_smoothing=label_smoothing)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.net(x)
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        x, y = batch
+        loss = self.loss(self(x), y)
+        # Not sync_dist: that would be two more collectives over the slow network in every step.
+        self.log("train_loss", loss, prog_bar=True)
+        return loss
+
+    def validation_step(self, batch: Batch, batch_idx: int) -> None:
+        x, y = batch
+        top = self(x).topk(min(5, self.hparams.num_classes)).indices == y[:, None]
+        scores = {"val_top1": top[:, 0].float().mean(), "val_top5": top.any(1).float().mean()}
+        self.log_dict(scores, prog_bar=True, sync_dist=True, batch_size=len(y))
+
+    def configure_optimizers(self) -> dict[str, object]:
+        hp, trainer = self.hparams, self.trainer
+        global_batch = hp.batch_size * trainer.world_size * trainer.accumulate_grad_batches
+        decayed = [p for p in self.parameters() if p.ndim > 1]
+        others = [p for p in self.parameters() if p.ndim <= 1]
+        optimizer = torch.optim.SGD(
+            [{"params": decayed}, {"params": others, "weight_decay": 0.0}],
+            lr=hp.lr * global_batch / 256,
+            momentum=hp.momentum,
+            weight_decay=hp.weight_decay,
+            nesterov=True,
+        )
+        total_steps = int(trainer.estimated_stepping_batches)
+        warmup_steps = int(hp.warmup_epochs / trainer.max_epochs * total_steps) if trainer.max_epochs else 0
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: lr_factor(step, warmup_steps, total_steps))
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+
+class ImageFolderData(pl.LightningDataModule):
+    """
+    Args:
+        root: a folder with train/<class>/* and val/<class>/*.
+        batch_size: pictures a device and step.
+        image_size: edge of the square that the network sees.
+        workers: processes that decode, a device.
+        val_fraction: for a folder without val/: this share of train/ is validated on, the same pictures in every run.
+    """
+
+    def __init__(
+        self,
+        root: str,
+        batch_size: int = 64,
+        image_size: int = 224,
+        workers: int = 8,
+        val_fraction: float | None = None,
+    ) -> None:
+        super().__init__()
+        self.root, self.batch_size, self.image_size = Path(root), batch_size, image_size
+        self.workers, self.val_fraction = workers, val_fraction
+        if not (self.root / "train").is_dir():
+            raise ValueError(
+                f"data.root={root!r} has no folder train/; expected are train/<class>/* and val/<class>/*."
+            )
+        if not (self.root / "val").is_dir() and val_fraction is None:
+            raise ValueError(
+                f"data.root={root!r} has no folder val/. Add one, or validate on a fixed share of train/ with "
+                "--data.val_fraction=0.05."
+            )
+        self.num_classes = sum(entry.is_dir() for entry in (self.root / "train").iterdir())
+
+    def setup(self, stage: str) -> None:
+        size = self.image_size
+        to_tensor = [v2.ToImage(), v2.ToDtype(torch.float32, scale=True), v2.Normalize(MEAN, STD)]
+        augmented = v2.Compose([v2.RandomResizedCrop(size, antialias=True), v2.RandomHorizontalFlip(), *to_tensor])
+        centred = v2.Compose([v2.Resize(size * 8 // 7, antialias=True), v2.CenterCrop(size), *to_tensor])
+        self.train: Dataset[Batch] = ImageFolder(str(self.root / "train"), augmented)
+        if (self.root / "val").is_dir():
+            self.val: Dataset[Batch] = ImageFolder(str(self.root / "val"), centred)
+            return
+        assert self.val_fraction is not None
+        count = len(ImageFolder(str(self.root / "train")))
+        # A generator of its own: the split is the same on every rank and in every run, whatever --seed_everything says.
+        order = torch.randperm(count, generator=torch.Generator().manual_seed(0)).tolist()
+        held_out = max(1, round(self.val_fraction * count))
+        self.val = Subset(ImageFolder(str(self.root / "train"), centred), order[:held_out])
+        self.train = Subset(self.train, order[held_out:])
+
+    def train_dataloader(self) -> DataLoader[Batch]:
+        return self._loader(self.train, shuffle=True)
+
+    def val_dataloader(self) -> DataLoader[Batch]:
+        return self._loader(self.val, shuffle=False)
+
+    def _loader(self, dataset: Dataset[Batch], shuffle: bool) -> DataLoader[Batch]:
+        return DataLoader(
+            dataset,
+            self.batch_size,
+            shuffle=shuffle,
+            drop_last=shuffle,
+            num_workers=self.workers,
+            persistent_workers=self.workers > 0,
+            pin_memory=torch.cuda.is_available(),
+        )
+
+
+class ImageNetCLI(LightningCLI):
+    def add_arguments_to_parser(self, parser) -> None:
+        parser.link_arguments("data.batch_size", "model.batch_size")
+        parser.link_arguments("data.num_classes", "model.num_classes", apply_on="instantiate")
+
+
+if __name__ == "__main__":
+    ImageNetCLI(ResNet50, ImageFolderData, seed_everything_default=42, save_config_kwargs={"overwrite": True})
