@@ -120,8 +120,11 @@ def topk(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
 
 
 def magnitude_bits(x: Tensor) -> Tensor:
-    """|x| in fp32 as int32 bits: they order as the magnitudes do, with NaN above Inf above everything finite."""
-    return x.detach().float().view(torch.int32) & 0x7FFF_FFFF
+    """|x| in fp32 as int32 bits: they order as the magnitudes do, with Inf above everything finite, and NaN above Inf.
+
+    All NaN are made equal: their payloads differ between devices and must not decide what is sent.
+    """
+    return (x.detach().float().view(torch.int32) & 0x7FFF_FFFF).clamp(max=INF_BITS + 1)
 
 
 def is_nonfinite(bits: Tensor) -> Tensor:

@@ -106,5 +106,5 @@ def _padded(flat: Tensor, numel: int) -> Tensor:
 
 
 def is_reducible_by_shard(dtype: torch.dtype) -> bool:
-    """Whether gradients of this dtype take the hierarchical path; float64 and complex ones are all-reduced whole."""
+    """Whether gradients of this dtype take the hierarchical path; float64 ones are all-reduced whole."""
     return dtype in (torch.float32, torch.float16, torch.bfloat16)

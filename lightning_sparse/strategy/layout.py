@@ -60,6 +60,20 @@ def parameter_names(module: nn.Module) -> dict[int, str]:
     return {id(parameter): name for name, parameter in module.named_parameters()}
 
 
+def refuse_sparse_gradients(module: nn.Module) -> None:
+    """Sparse gradients have no fixed layout to shard.
+
+    Raises:
+        ValueError: naming the embeddings that would produce them.
+    """
+    sparse = [name for name, each in module.named_modules() if getattr(each, "sparse", False) is True]
+    if sparse:
+        raise ValueError(
+            f"the embedding(s) {', '.join(sparse)} have sparse=True: their gradients cannot be sharded over devices. "
+            f"Use sparse=False (only the largest entries are sent between nodes anyway), or strategy='ddp'."
+        )
+
+
 def group_of(parameters: Sequence[Tensor], names: dict[int, str]) -> ParamGroup:
     """The group of a bucket's parameters.
 
@@ -72,7 +86,9 @@ def group_of(parameters: Sequence[Tensor], names: dict[int, str]) -> ParamGroup:
             f"the bucket holds parameters of shapes {unknown} that the module given to HierState does not have: "
             f"build HierState from the very module that DistributedDataParallel wraps."
         )
-    return ParamGroup(tuple(names[id(p)] for p in parameters), tuple(p.numel() for p in parameters))
+    # DDP lays a complex parameter out as pairs of real numbers.
+    numels = tuple(p.numel() * (2 if p.is_complex() else 1) for p in parameters)
+    return ParamGroup(tuple(names[id(p)] for p in parameters), numels)
 
 
 @dataclass

@@ -23,7 +23,7 @@ from lightning_sparse.kernels import message_bytes
 from lightning_sparse.strategy import cost
 from lightning_sparse.strategy.communicator import HierCommunicator, is_reducible_by_shard
 from lightning_sparse.strategy.config import HierConfig
-from lightning_sparse.strategy.layout import Layout, ParamGroup, group_of, parameter_names
+from lightning_sparse.strategy.layout import Layout, ParamGroup, group_of, parameter_names, refuse_sparse_gradients
 from lightning_sparse.strategy.residual import ResidualStore
 from lightning_sparse.strategy.schedule import density_at, is_dense_round, num_selected
 from lightning_sparse.strategy.stats import CommStats
@@ -66,8 +66,10 @@ class HierState:
         self.stats = CommStats()
         self.layout = Layout()
         self.store = ResidualStore(topology.device_index, topology.num_devices)
+        refuse_sparse_gradients(module)
         self._module = weakref.ref(module)
         self._names = parameter_names(module)
+        self._complex = frozenset(name for name, p in module.named_parameters() if p.is_complex())
         self._usage = UsageTracker(module) if find_unused_parameters else None
         self._handles: list[Any] = []
         self._watching = False
@@ -177,7 +179,9 @@ class HierState:
 
     def choose(self, group: ParamGroup, dtype: torch.dtype) -> Plan:
         """The group's path in this round."""
-        if self.topology.kind != "hierarchical" or self._bypass or not is_reducible_by_shard(dtype):
+        if self.topology.kind != "hierarchical" or self._bypass:
+            return Plan("identity")
+        if not is_reducible_by_shard(dtype) or group.names[0] in self._complex:  # a bucket has one dtype
             return Plan("identity")
         if not self.layout.is_settled(group) or is_dense_round(self.config, self.round):
             return Plan("dense")

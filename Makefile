@@ -1,0 +1,74 @@
+# Every target does its own set-up: the first one makes .venv, later ones use it again. `make` alone lists them.
+#
+#   PYTHON=python3.12 make test      the interpreter that .venv is made from
+#   make gpu-check PYTHON=/path OUT=results
+#                                    with that interpreter and what it has: no .venv, nothing is downloaded
+
+PYTHON ?= python3
+VENV   ?= .venv
+OUT    ?= runs
+
+# The oldest torch that is supported, with the torchvision that belongs to it.
+OLDEST = torch==2.11.0 torchvision==0.26.0
+
+RUN      = $(VENV)/bin/python
+KERNELS  = $(wildcard lightning_sparse/kernels/csrc/*)
+DEPENDS  = pyproject.toml constraints.txt $(wildcard setup.py)
+ARGS     =
+
+# ninja, which compiles the kernels, is a program in the environment
+export PATH := $(abspath $(VENV))/bin:$(PATH)
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test test-oldest lint format bench gpu-check clean
+
+help:
+	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 20
+
+demo: $(VENV)/.built ## train on a small cluster inside this machine, dense and sparse, and compare
+	$(RUN) examples/demo.py --out $(OUT)/demo $(ARGS)
+
+test: $(VENV)/.built ## run the tests; what needs root or a GPU is skipped without
+	$(RUN) -m pytest $(ARGS)
+
+test-oldest: ## run the tests with the oldest supported torch, in an environment of its own
+	$(MAKE) --no-print-directory test VENV=.venv-oldest TORCH="$(OLDEST)"
+
+lint: $(VENV)/.built ## check style, types, spelling and the format of native code
+	$(RUN) -m ruff check
+	$(RUN) -m ruff format --check
+	$(RUN) -m mypy
+	$(VENV)/bin/codespell $$(git ls-files)
+	@if ! command -v clang-format > /dev/null; then echo "clang-format not found: native code is not checked"; \
+	elif [ -n "$(filter %.cpp %.cu %.h %.cuh,$(KERNELS))" ]; then \
+		clang-format --dry-run --Werror $(filter %.cpp %.cu %.h %.cuh,$(KERNELS)); fi
+
+format: $(VENV)/.built ## put code into shape
+	$(RUN) -m ruff check --fix
+	$(RUN) -m ruff format
+	@if command -v clang-format > /dev/null && [ -n "$(filter %.cpp %.cu %.h %.cuh,$(KERNELS))" ]; then \
+		clang-format -i $(filter %.cpp %.cu %.h %.cuh,$(KERNELS)); fi
+
+bench: $(VENV)/.built ## run the quick benchmarks
+	$(RUN) benchmarks/kernels.py --out $(OUT)/bench --quick $(ARGS)
+
+# No environment is made: machines with a GPU are often cut off from package indexes.
+gpu-check: ## with PYTHON as it is: build the kernels, run the GPU tests, time the kernels
+	LIGHTNING_SPARSE_BUILD=required $(PYTHON) setup.py build_ext --inplace
+	PYTHONPATH=$(CURDIR) $(PYTHON) -m pytest -m gpu $(ARGS)
+	PYTHONPATH=$(CURDIR) $(PYTHON) benchmarks/kernels.py --out $(OUT)
+
+clean: ## remove environments and what was built
+	rm -rf .venv .venv-oldest build *.egg-info lightning_sparse/kernels/*.so lightning_sparse/kernels/build_report.txt
+
+# torch comes first: the kernels are built against the torch they will run with, so without build isolation.
+$(VENV)/.installed: $(DEPENDS)
+	$(PYTHON) -m venv $(VENV)
+	grep -v -E '$(if $(TORCH),^torch(vision)?==,^$$)' constraints.txt > $(VENV)/constraints.txt
+	$(RUN) -m pip install --quiet -c $(VENV)/constraints.txt setuptools wheel ninja numpy $(or $(TORCH),torch torchvision)
+	LIGHTNING_SPARSE_BUILD=none $(RUN) -m pip install --quiet --no-build-isolation -c $(VENV)/constraints.txt -e '.[dev]'
+	touch $@
+
+$(VENV)/.built: $(VENV)/.installed $(KERNELS)
+	if [ -f setup.py ]; then $(RUN) setup.py build_ext --inplace; fi
+	touch $@

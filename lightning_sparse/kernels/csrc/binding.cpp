@@ -1,0 +1,236 @@
+// Implementations of the operators for the keys CPU and CUDA, on torch's stable ABI. Schemas live in ops.py: defining one
+// here a second time would abort the process inside dlopen. The dispatcher does not compare these signatures with the
+// schemas, so the two must be read side by side.
+//
+// Python checks arguments first and raises ValueError; the checks here (RuntimeError) are for those who call
+// torch.ops.lightning_sparse.* directly: no argument may crash the process.
+#include <torch/csrc/inductor/aoti_torch/c/shim.h>
+#include <torch/csrc/stable/accelerator.h>
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
+#include <torch/csrc/stable/tensor.h>
+#include <torch/headeronly/core/ScalarType.h>
+#include <torch/headeronly/util/Exception.h>
+
+#include <optional>
+#include <tuple>
+
+#include "mstopk_cpu.h"
+#ifdef LS_WITH_CUDA
+#include "mstopk_cuda.h"
+// Weak: a CPU-only torch does not have it, and must still be able to load this library.
+extern "C" __attribute__((weak)) AOTITorchError aoti_torch_get_current_cuda_stream(int32_t device, void** stream);
+#endif
+
+namespace lightning_sparse {
+namespace {
+
+using torch::headeronly::ScalarType;
+using torch::stable::Tensor;
+using Optional = std::optional<Tensor>;
+
+// ------------------------------------------------------------------------------------------------------------- checks
+
+void check_flat(const Tensor& tensor, const char* name) {
+  STD_TORCH_CHECK(tensor.dim() == 1 && tensor.is_contiguous() && tensor.numel() >= 1, name,
+                  " must be flat, contiguous and not empty");
+  STD_TORCH_CHECK(reinterpret_cast<uintptr_t>(tensor.data_ptr()) % tensor.element_size() == 0, name, " is misaligned");
+}
+
+void check_fp32(const Tensor& tensor, const char* name) {
+  STD_TORCH_CHECK(tensor.scalar_type() == ScalarType::Float, name, " must be float32");
+}
+
+void check_device(const Tensor& tensor, const Tensor& like, const char* name) {
+  STD_TORCH_CHECK(tensor.device() == like.device(), name, " lies on another device");
+}
+
+void check_apart(const Tensor& a, const Tensor& b) {
+  const auto* first = static_cast<const char*>(a.data_ptr());
+  const auto* second = static_cast<const char*>(b.data_ptr());
+  STD_TORCH_CHECK(first >= second + b.numel() * static_cast<int64_t>(b.element_size()) ||
+                      second >= first + a.numel() * static_cast<int64_t>(a.element_size()),
+                  "an output shares memory with an input");
+}
+
+void check_k(int64_t k, int64_t numel) {
+  STD_TORCH_CHECK(k >= 1 && k <= numel, "k=", k, " of ", numel, " elements: 1 <= k <= numel");
+}
+
+Dtype source_dtype(const Tensor& tensor) {
+  const ScalarType type = tensor.scalar_type();
+  STD_TORCH_CHECK(type == ScalarType::Float || type == ScalarType::BFloat16 || type == ScalarType::Half,
+                  "the input must be float32, bfloat16 or float16");
+  return type == ScalarType::Float ? Dtype::fp32 : type == ScalarType::BFloat16 ? Dtype::bf16 : Dtype::fp16;
+}
+
+Dtype value_dtype(int64_t code) {
+  STD_TORCH_CHECK(code >= 0 && code <= 2, "value_code=", code, ": 0 is fp32, 1 bf16, 2 fp16");
+  return static_cast<Dtype>(code);
+}
+
+// The same fields on both devices.
+template <typename Source>
+Source source_of(const Tensor& grad, const Optional& residual, const Optional& store, const Optional& scale) {
+  check_flat(grad, "grad");
+  Source source{grad.data_ptr(), source_dtype(grad), grad.numel()};
+  const auto check = [&](const Tensor& tensor, const char* name) {
+    check_fp32(tensor, name);
+    check_device(tensor, grad, name);
+  };
+  if (residual) {
+    check(*residual, "residual");
+    check_flat(*residual, "residual");
+    STD_TORCH_CHECK(residual->numel() == source.numel, "residual and grad differ in length");
+    source.residual = static_cast<const float*>(residual->data_ptr());
+  }
+  if (store) {
+    check(*store, "next_residual");
+    check_flat(*store, "next_residual");
+    STD_TORCH_CHECK(store->numel() == source.numel, "next_residual and grad differ in length");
+    check_apart(*store, grad);
+    if (residual) check_apart(*store, *residual);
+    source.store = static_cast<float*>(store->data_ptr());
+  }
+  if (scale) {
+    check(*scale, "scale");
+    STD_TORCH_CHECK(scale->dim() == 0, "scale must have no dimensions");
+    if (store) check_apart(*store, *scale);
+    source.scale = static_cast<const float*>(scale->data_ptr());
+  }
+  return source;
+}
+
+void check_accumulate(const Tensor& messages, const Tensor& shard, int64_t k, Dtype dtype) {
+  check_flat(shard, "shard");
+  check_fp32(shard, "shard");
+  check_k(k, shard.numel());
+  check_device(messages, shard, "messages");
+  STD_TORCH_CHECK(messages.scalar_type() == ScalarType::Byte && messages.dim() == 2 && messages.size(0) >= 1 &&
+                      messages.is_contiguous() && messages.size(1) == Layout(shard.numel(), k, dtype).nbytes,
+                  "messages must be contiguous uint8[M >= 1, message_bytes]");
+  STD_TORCH_CHECK(reinterpret_cast<uintptr_t>(messages.data_ptr()) % 16 == 0, "messages must be aligned to 16 bytes");
+  check_apart(messages, shard);
+}
+
+ScalarType index_type(int64_t numel) { return numel < (int64_t{1} << 31) ? ScalarType::Int : ScalarType::Long; }
+
+// ---------------------------------------------------------------------------------------------------------------- CPU
+
+cpu::Parallel parallel() {
+  return {static_cast<int64_t>(torch::stable::get_num_threads()),
+          [](int64_t n, const std::function<void(int64_t)>& body) {
+            if (n == 1) return body(0);
+            torch::stable::parallel_for(0, n, 1, [&](int64_t begin, int64_t end) {
+              for (int64_t i = begin; i < end; ++i) body(i);
+            });
+          }};
+}
+
+std::tuple<Tensor, Tensor> mstopk_cpu(Tensor x, int64_t k, bool paper) {
+  const auto source = source_of<cpu::Source>(x, {}, {}, {});
+  check_k(k, source.numel);
+  Tensor values = torch::stable::new_empty(x, {k});
+  Tensor indices = torch::stable::new_empty(x, {k}, index_type(source.numel));
+  cpu::mstopk(source, k, paper, values.data_ptr(), indices.data_ptr(), parallel());
+  return {values, indices};
+}
+
+Tensor compress_cpu(Tensor grad, Optional residual, Optional next_residual, int64_t k, int64_t value_code,
+                    Optional scale) {
+  const Dtype dtype = value_dtype(value_code);
+  const auto source = source_of<cpu::Source>(grad, residual, next_residual, scale);
+  check_k(k, source.numel);
+  Tensor message = torch::stable::new_empty(grad, {Layout(source.numel, k, dtype).nbytes}, ScalarType::Byte);
+  cpu::compress(source, k, dtype, static_cast<uint8_t*>(message.data_ptr()), parallel());
+  return message;
+}
+
+void accumulate_cpu(Tensor messages, Tensor shard, int64_t k, int64_t value_code) {
+  const Dtype dtype = value_dtype(value_code);
+  check_accumulate(messages, shard, k, dtype);
+  cpu::accumulate(static_cast<const uint8_t*>(messages.data_ptr()), messages.size(0),
+                  static_cast<float*>(shard.data_ptr()), shard.numel(), k, dtype, parallel());
+}
+
+// --------------------------------------------------------------------------------------------------------------- CUDA
+
+#ifdef LS_WITH_CUDA
+void* stream_of(const Tensor& tensor) {
+  STD_TORCH_CHECK(aoti_torch_get_current_cuda_stream != nullptr, "this torch was built without CUDA");
+  void* stream = nullptr;
+  STD_TORCH_CHECK(aoti_torch_get_current_cuda_stream(tensor.get_device(), &stream) == 0, "no current CUDA stream");
+  return stream;
+}
+
+Tensor scratch_on(const Tensor& like, int64_t nbytes) {
+  return torch::stable::new_empty(like, {nbytes}, ScalarType::Byte);
+}
+
+std::tuple<Tensor, Tensor> mstopk_cuda(Tensor x, int64_t k, bool paper) {
+  const torch::stable::accelerator::DeviceGuard guard(x.get_device());
+  const auto source = source_of<cuda::Source>(x, {}, {}, {});
+  check_k(k, source.numel);
+  Tensor values = torch::stable::new_empty(x, {k});
+  Tensor indices = torch::stable::new_empty(x, {k}, index_type(source.numel));
+  Tensor scratch = scratch_on(x, cuda::select_scratch_bytes(source.numel, k, paper));
+  cuda::mstopk(source, k, paper, values.data_ptr(), indices.data_ptr(), scratch.data_ptr(), stream_of(x));
+  return {values, indices};
+}
+
+Tensor compress_cuda(Tensor grad, Optional residual, Optional next_residual, int64_t k, int64_t value_code,
+                     Optional scale) {
+  const torch::stable::accelerator::DeviceGuard guard(grad.get_device());
+  const Dtype dtype = value_dtype(value_code);
+  const auto source = source_of<cuda::Source>(grad, residual, next_residual, scale);
+  check_k(k, source.numel);
+  Tensor message = torch::stable::new_empty(grad, {Layout(source.numel, k, dtype).nbytes}, ScalarType::Byte);
+  Tensor scratch = scratch_on(grad, cuda::select_scratch_bytes(source.numel, k, false));
+  cuda::compress(source, k, dtype, static_cast<uint8_t*>(message.data_ptr()), scratch.data_ptr(), stream_of(grad));
+  return message;
+}
+
+void accumulate_cuda(Tensor messages, Tensor shard, int64_t k, int64_t value_code) {
+  const torch::stable::accelerator::DeviceGuard guard(shard.get_device());
+  const Dtype dtype = value_dtype(value_code);
+  check_accumulate(messages, shard, k, dtype);
+  Tensor scratch = scratch_on(shard, cuda::accumulate_scratch_bytes(messages.size(0), shard.numel()));
+  cuda::accumulate(static_cast<const uint8_t*>(messages.data_ptr()), messages.size(0),
+                   static_cast<float*>(shard.data_ptr()), shard.numel(), k, dtype, scratch.data_ptr(),
+                   stream_of(shard));
+}
+#endif
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY_IMPL(lightning_sparse, CPU, library) {
+  library.impl("mstopk", TORCH_BOX(&mstopk_cpu));
+  library.impl("compress", TORCH_BOX(&compress_cpu));
+  library.impl("accumulate", TORCH_BOX(&accumulate_cpu));
+}
+
+#ifdef LS_WITH_CUDA
+STABLE_TORCH_LIBRARY_IMPL(lightning_sparse, CUDA, library) {
+  library.impl("mstopk", TORCH_BOX(&mstopk_cuda));
+  library.impl("compress", TORCH_BOX(&compress_cuda));
+  library.impl("accumulate", TORCH_BOX(&accumulate_cuda));
+}
+#endif
+
+}  // namespace lightning_sparse
+
+// Reached through ctypes, for the report and for tests.
+extern "C" __attribute__((visibility("default"))) int lightning_sparse_has_cuda() {
+#ifdef LS_WITH_CUDA
+  return 1;
+#else
+  return 0;
+#endif
+}
+
+extern "C" __attribute__((visibility("default"))) void lightning_sparse_force(int flags) {
+  lightning_sparse::cpu::force(flags);
+#ifdef LS_WITH_CUDA
+  lightning_sparse::cuda::force_fallback((flags & lightning_sparse::cpu::kForceFallback) != 0);
+#endif
+}

@@ -1,0 +1,187 @@
+// The scalar parts that the CPU and CUDA kernels share, so that both give the same bits: keys, the message layout, the
+// 16-bit formats and the paper's bracket. No torch headers, no state. Compile with FMA contraction off.
+//
+// The key of an element is its magnitude's fp32 bits: as unsigned integers they order as |x| does, infinity comes above
+// everything finite, and all NaN are made one key above that.
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+
+#if defined(__CUDACC__)
+#define LS_HD __host__ __device__ __forceinline__
+#else
+#define LS_HD inline
+#endif
+
+namespace lightning_sparse {
+
+enum class Dtype : int { fp32 = 0, bf16 = 1, fp16 = 2 };  // the codes of wire.py
+
+constexpr uint32_t kInfKey = 0x7F800000u;
+constexpr uint32_t kNanKey = 0x7F800001u;
+constexpr int kIterations = 30;
+constexpr int kMeanLanes = 16;
+constexpr int kMeanBlock = 256 * kMeanLanes;
+
+LS_HD uint32_t bits_of(float x) {
+#if defined(__CUDA_ARCH__)
+  return __float_as_uint(x);
+#else
+  uint32_t bits;
+  std::memcpy(&bits, &x, sizeof bits);
+  return bits;
+#endif
+}
+
+LS_HD float float_of(uint32_t bits) {
+#if defined(__CUDA_ARCH__)
+  return __uint_as_float(bits);
+#else
+  float x;
+  std::memcpy(&x, &bits, sizeof x);
+  return x;
+#endif
+}
+
+LS_HD uint32_t key_of(float x) {
+  const uint32_t bits = bits_of(x) & 0x7FFFFFFFu;
+  return bits < kNanKey ? bits : kNanKey;
+}
+
+// ------------------------------------------------------------------------------------------------ 16-bit formats
+
+LS_HD float from_bf16(uint16_t h) { return float_of(static_cast<uint32_t>(h) << 16); }
+
+LS_HD float from_fp16(uint16_t h) {
+  const uint32_t sign = static_cast<uint32_t>(h & 0x8000u) << 16, magnitude = static_cast<uint32_t>(h & 0x7FFFu) << 13;
+  if (magnitude >= 0x0F800000u) return float_of(sign | 0x70000000u | magnitude);  // infinity, NaN
+  if (magnitude >= 0x00800000u) return float_of(sign | (magnitude + 0x38000000u));
+  const float denormal = float_of(0x38800000u | magnitude) - float_of(0x38800000u);  // exact also when flushing to zero
+  return float_of(sign | bits_of(denormal));
+}
+
+// Round to nearest even; x is finite, and what would round to infinity becomes the largest finite bf16.
+LS_HD uint16_t to_bf16(float x) {
+  const uint32_t bits = bits_of(x);
+  const uint32_t rounded = (bits + 0x7FFFu + ((bits >> 16) & 1u)) >> 16;
+  return static_cast<uint16_t>((rounded & 0x7FFFu) == 0x7F80u ? rounded - 1 : rounded);
+}
+
+// Round to nearest even; |x| <= 32752.
+LS_HD uint16_t to_fp16(float x) {
+  const uint32_t bits = bits_of(x), sign = (bits >> 16) & 0x8000u, magnitude = bits & 0x7FFFFFFFu;
+  if (magnitude < 0x38800000u) {  // below 2^-14, a denormal: adding 1/2 leaves |x| / 2^-24, rounded, in the low bits
+    return static_cast<uint16_t>(sign | (bits_of(float_of(magnitude) + 0.5f) - 0x3F000000u));
+  }
+  const uint32_t rebased = magnitude - 0x38000000u;
+  return static_cast<uint16_t>(sign | ((rebased + 0x0FFFu + ((rebased >> 13) & 1u)) >> 13));
+}
+
+LS_HD double power_of_two(int exponent) {
+  const uint64_t bits = static_cast<uint64_t>(1023 + exponent) << 52;
+#if defined(__CUDA_ARCH__)
+  return __longlong_as_double(static_cast<long long>(bits));
+#else
+  double x;
+  std::memcpy(&x, &bits, sizeof x);
+  return x;
+#endif
+}
+
+// --------------------------------------------------------------------------------------------------- the message
+
+constexpr uint32_t kMagic = 0x3150534Cu;
+constexpr int64_t kBlock = 65536;
+constexpr int64_t kHeaderBytes = 64;
+constexpr int kMaxExponent = 200;
+
+struct Header {
+  uint32_t magic;
+  int32_t nonfinite;
+  int32_t exponent;
+  int32_t value_code;
+  int64_t numel;
+  int64_t k;
+};
+
+LS_HD int64_t round_up16(int64_t bytes) { return (bytes + 15) / 16 * 16; }
+LS_HD int64_t value_bytes(Dtype dtype) { return dtype == Dtype::fp32 ? 4 : 2; }
+
+// wire.py holds the byte table.
+struct Layout {
+  int64_t num_blocks, counts, indices, values, nbytes;
+
+  LS_HD Layout(int64_t numel, int64_t k, Dtype dtype)
+      : num_blocks((numel + kBlock - 1) / kBlock),
+        counts(kHeaderBytes),
+        indices(counts + round_up16(4 * num_blocks)),
+        values(indices + round_up16(2 * k)),
+        nbytes(values + round_up16(value_bytes(dtype) * k)) {}
+};
+
+LS_HD bool header_is_sound(const Header& header, int64_t numel, int64_t k, Dtype dtype) {
+  return header.magic == kMagic && header.nonfinite == 0 && header.value_code == static_cast<int32_t>(dtype) &&
+         header.numel == numel && header.k == k && header.exponent >= -kMaxExponent && header.exponent <= kMaxExponent;
+}
+
+// The exponent of a message whose largest finite magnitude has this key: puts it into [2^14, 2^15). Only fp16 scales.
+LS_HD int32_t message_exponent(uint32_t largest_key, Dtype dtype) {
+  if (dtype != Dtype::fp16 || largest_key == 0) return 0;
+  int exponent = static_cast<int>(largest_key >> 23) - 127;
+  if (largest_key < 0x00800000u) {  // denormal
+    exponent = -127;
+    for (uint32_t bit = 0x00400000u; !(largest_key & bit); bit >>= 1) --exponent;
+  }
+  return exponent - 14;
+}
+
+LS_HD uint32_t encode_value(float x, int32_t exponent, Dtype dtype) {
+  const uint32_t key = key_of(x), sign = bits_of(x) >> 31;
+  if (dtype == Dtype::fp32) return key == kNanKey ? 0x7FC00000u : bits_of(x);
+  if (key == kNanKey) return dtype == Dtype::bf16 ? 0x7FC0u : 0x7E00u;
+  if (key == kInfKey) return (dtype == Dtype::bf16 ? 0x7F80u : 0x7C00u) | (sign << 15);
+  if (dtype == Dtype::bf16) return to_bf16(x);
+  double scaled = static_cast<double>(x) * power_of_two(-exponent);
+  scaled = scaled > 32752.0 ? 32752.0 : (scaled < -32752.0 ? -32752.0 : scaled);
+  return to_fp16(static_cast<float>(scaled));
+}
+
+LS_HD float decode_value(uint32_t stored, int32_t exponent, Dtype dtype) {
+  if (dtype == Dtype::fp32) return float_of(stored);
+  if (dtype == Dtype::bf16) return from_bf16(static_cast<uint16_t>(stored));
+  return static_cast<float>(static_cast<double>(from_fp16(static_cast<uint16_t>(stored))) * power_of_two(exponent));
+}
+
+// ---------------------------------------------------------------------------------------------- the paper's bracket
+
+struct Bracket {
+  uint32_t lower, upper;  // keys: everything >= upper is certain, [lower, upper) is the band
+};
+
+// Where the reference's bisection ends, without its passes. The count of |x| >= t is at most k exactly when t > v, the
+// (k+1)-th largest |x|, and the thresholds rise with their ratio; so the loop is a binary search that needs only v.
+// Worked example (reference.bisect's): mean 4, largest 10, v = 3 < mean, so the bracket is [0, 4]: 2 <= 3, then 3 <= 3.
+LS_HD Bracket find_bracket(float mean, float largest, float v, int iterations) {
+  const bool above_mean = v >= mean;
+  const float low = above_mean ? mean : 0.0f;
+  const float width = (above_mean ? largest : mean) - low;
+  float lower = low, upper = above_mean ? float_of(kInfKey) : mean;
+  double left = 0.0, right = 1.0;
+  for (int i = 0; i < iterations; ++i) {
+    const double ratio = left + (right - left) / 2;
+    const float step = static_cast<float>(ratio) * width;
+    const float threshold = low + step;
+    if (threshold > v) {
+      right = ratio;
+      upper = threshold;
+    } else {
+      left = ratio;
+      lower = threshold;
+    }
+  }
+  return {bits_of(lower), bits_of(upper)};
+}
+
+}  // namespace lightning_sparse

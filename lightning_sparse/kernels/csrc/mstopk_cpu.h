@@ -1,0 +1,38 @@
+// Selection, compression and accumulation on the CPU, on raw pointers. The caller has checked every argument.
+#pragma once
+
+#include <cstdint>
+#include <functional>
+
+#include "common.h"
+
+namespace lightning_sparse::cpu {
+
+// Where acc comes from: grad of any of the three types, times *scale if there is one, plus residual if there is one.
+// If `store` is set, the one pass over everything also writes acc there.
+struct Source {
+  const void* grad;
+  Dtype dtype;
+  int64_t numel;
+  const float* residual = nullptr;
+  const float* scale = nullptr;
+  float* store = nullptr;
+};
+
+// Runs body(0) ... body(n - 1) on as many threads as there are; `threads` says how many ranges are worth making.
+struct Parallel {
+  int64_t threads;
+  std::function<void(int64_t n, const std::function<void(int64_t)>& body)> run;
+};
+
+// For tests: which of the paths below to take. Results never depend on it.
+enum Force : int { kForceNothing = 0, kForceScalar = 1, kForceFallback = 2 };
+void force(int flags);
+
+// indices: int32_t while numel < 2^31, else int64_t. values: of the source's type.
+void mstopk(const Source& source, int64_t k, bool paper, void* values, void* indices, const Parallel& parallel);
+void compress(const Source& source, int64_t k, Dtype value_dtype, uint8_t* message, const Parallel& parallel);
+void accumulate(const uint8_t* messages, int64_t num_messages, float* shard, int64_t numel, int64_t k,
+                Dtype value_dtype, const Parallel& parallel);
+
+}  // namespace lightning_sparse::cpu

@@ -1,0 +1,32 @@
+// Selection, compression and accumulation on CUDA, on raw pointers. The caller has checked every argument, has made the
+// device current, and provides scratch memory. All work goes to `stream`; nothing waits for the device, so every call
+// can be captured in a graph. Throws std::runtime_error when a launch fails.
+#pragma once
+
+#include <cstdint>
+
+#include "common.h"
+
+namespace lightning_sparse::cuda {
+
+struct Source {
+  const void* grad;
+  Dtype dtype;
+  int64_t numel;
+  const float* residual = nullptr;
+  const float* scale = nullptr;  // on the device
+  float* store = nullptr;        // where to write acc, if anywhere
+};
+
+// For tests: the fast path is taken only if allowed. Results never depend on it.
+void force_fallback(bool on);
+
+int64_t select_scratch_bytes(int64_t numel, int64_t k, bool paper);
+int64_t accumulate_scratch_bytes(int64_t num_messages, int64_t numel);
+
+void mstopk(const Source& source, int64_t k, bool paper, void* values, void* indices, void* scratch, void* stream);
+void compress(const Source& source, int64_t k, Dtype value_dtype, uint8_t* message, void* scratch, void* stream);
+void accumulate(const uint8_t* messages, int64_t num_messages, float* shard, int64_t numel, int64_t k,
+                Dtype value_dtype, void* scratch, void* stream);
+
+}  // namespace lightning_sparse::cuda

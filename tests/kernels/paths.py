@@ -1,0 +1,133 @@
+"""Every way the operators can run on a CPU, behind one interface; and the inputs that have broken selections before.
+
+plain      plain torch, as where nothing is compiled
+compiled   what a user gets
+scalar     compiled, without vector instructions
+whole      compiled, as if the sample had misled: refine and emit run over all elements
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_sparse import kernels
+from lightning_sparse.kernels import ops, plain, reference, wire
+
+FLAGS = {"compiled": 0, "scalar": 1, "whole": 2}
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@dataclass(frozen=True)
+class Path:
+    name: str
+    threads: int = 1
+
+    def mstopk(self, x: Tensor, k: int, mode: str = "exact") -> tuple[Tensor, Tensor]:
+        if self.name == "plain":
+            return plain.mstopk(x, k, mode == "paper")
+        with self._running():
+            return kernels.mstopk(x, k, mode)  # type: ignore[arg-type]
+
+    def compress(
+        self,
+        grad: Tensor,
+        residual: Tensor | None,
+        next_residual: Tensor | None,
+        k: int,
+        value_dtype: torch.dtype,
+        scale: Tensor | None = None,
+    ) -> Tensor:
+        if self.name == "plain":
+            return plain.compress(grad, residual, next_residual, k, value_dtype, scale)
+        with self._running():
+            return kernels.compress(grad, residual, next_residual, k, value_dtype, scale)
+
+    def accumulate(self, messages: Tensor, shard: Tensor, k: int, value_dtype: torch.dtype) -> None:
+        if self.name == "plain":
+            return plain.accumulate(messages, shard, k, value_dtype)
+        with self._running():
+            return kernels.accumulate(messages, shard, k, value_dtype)
+
+    @contextmanager
+    def _running(self) -> Iterator[None]:
+        if ops._handle is None:
+            pytest.skip(f"no compiled kernels: {kernels.kernel_report()}")
+        before = torch.get_num_threads()
+        torch.set_num_threads(self.threads)
+        ops._handle.lightning_sparse_force(FLAGS[self.name])
+        try:
+            yield
+        finally:
+            ops._handle.lightning_sparse_force(0)
+            torch.set_num_threads(before)
+
+
+PATHS = [
+    Path("plain"),
+    Path("compiled"),
+    Path("compiled", threads=2),
+    Path("scalar"),
+    Path("scalar", threads=2),
+    Path("whole"),
+    Path("whole", threads=2),
+]
+every_path = pytest.mark.parametrize("path", PATHS, ids=lambda path: f"{path.name}{path.threads}")
+
+
+def same_bits(a: Tensor, b: Tensor) -> bool:
+    """Equality that knows NaN and the sign of zero."""
+    return a.dtype == b.dtype and a.shape == b.shape and torch.equal(a.view(torch.uint8), b.view(torch.uint8))
+
+
+def inputs(numel: int, seed: int = 0) -> dict[str, Tensor]:
+    """Named fp32 inputs of one length."""
+    g = torch.Generator().manual_seed(seed)
+    normal = torch.randn(numel, generator=g)
+    uniform = torch.rand(numel, generator=g)
+    position = torch.arange(numel)
+    sparse = torch.where(uniform < 0.05, normal, 0.0)
+    layered = normal * 10.0 ** (-4 * (position * 7 // numel).float() / 7)
+    special = normal.clone()
+    special[position % 97 == 5] = torch.nan
+    special[position % 89 == 3] = torch.inf
+    special[position % 83 == 1] = -torch.inf
+    return {
+        "gaussian": normal,
+        "heavy-tailed": normal / uniform.clamp(min=1e-6),
+        "layered": layered,
+        "one spike": torch.where(position == numel // 3, 1e6, normal),
+        "5 % dense": sparse,
+        "rounded": normal.bfloat16().float(),
+        "constant": torch.full((numel,), -2.5),
+        "all zero": torch.zeros(numel),
+        "zeros of both signs": torch.where(uniform < 0.5, 0.0, -0.0),
+        "ties at the maximum": normal.clamp(-0.5, 0.5),
+        "few values": (normal * 2).round(),
+        "denormal": normal * 1e-41,
+        "huge": normal * 1e38,
+        "rising": position.float(),
+        "falling": -position.flip(0).float(),
+        "special": special,
+        "all nan": torch.full((numel,), torch.nan),
+    }
+
+
+def ks(numel: int) -> list[int]:
+    return sorted({1, min(2, numel), -(-numel // 100), -(-numel // 10), numel // 2 + 1, max(1, numel - 1), numel})
+
+
+def decoded(message: Tensor, numel: int, k: int, value_dtype: torch.dtype) -> Tensor:
+    """The message as a dense fp32 vector."""
+    values, indices, _ = wire.decode(message, numel, k, value_dtype)
+    dense = torch.zeros(numel)
+    dense[indices] = values
+    return dense
+
+
+__all__ = ["DTYPES", "PATHS", "Path", "decoded", "every_path", "inputs", "ks", "reference", "same_bits"]

@@ -1,0 +1,45 @@
+"""A test of the lab must leave the machine as it was."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from lightning_sparse.lab import why_not
+from lightning_sparse.lab.processes import RunName
+
+NETNS = Path("/run/netns")
+
+
+def _namespaces() -> set[str]:
+    """Namespaces of labs owned by this test process: another lab may well run on this machine."""
+    names = os.listdir(NETNS) if NETNS.is_dir() else []
+    return {name for name in names if name.startswith(f"{RunName.PREFIX}{os.getpid()}.")}
+
+
+@pytest.fixture(autouse=True)
+def _nothing_left():
+    yield
+    assert _namespaces() == set()
+    if Path("/proc").is_dir():
+        own = f"{RunName.PREFIX}{os.getpid()}."
+        marked = Path("/proc").glob("[0-9]*/environ")
+        assert [path for path in marked if own in _read(path) and int(path.parent.name) != os.getpid()] == []
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(errors="replace")
+    except OSError:
+        return ""
+
+
+@pytest.fixture(scope="session")
+def why_no_namespaces() -> str | None:
+    return why_not()
+
+
+@pytest.fixture(autouse=True)
+def _root_means_namespaces(request, why_no_namespaces):
+    if request.node.get_closest_marker("root") and why_no_namespaces is not None:
+        pytest.skip(why_no_namespaces)

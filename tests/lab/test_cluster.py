@@ -1,0 +1,254 @@
+"""The lab itself: first the network alone, then commands in it, then what happens when it ends badly.
+
+Marked `root` are tests that need network namespaces; they are skipped with the reason where there are none.
+"""
+
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from lightning_sparse import cli
+from lightning_sparse.lab import Cluster, LabConfig
+from lightning_sparse.lab.network import NETNS_FOLDER, Network, node_address, remove_leftovers
+from lightning_sparse.lab.processes import RunName, processes_of
+
+pytestmark = pytest.mark.timeout(120)
+WITH_AND_WITHOUT_NAMESPACES = [pytest.param(True, marks=pytest.mark.root, id="net"), pytest.param(False, id="no-net")]
+
+RECEIVE = """
+import socket, time
+with socket.create_server(("0.0.0.0", 5000)) as listener:
+    print("ready", flush=True)
+    connection, _ = listener.accept()
+    started, total = time.monotonic(), 0
+    while data := connection.recv(1 << 16):
+        total += len(data)
+    print(total / (time.monotonic() - started))
+"""
+SEND = """
+import socket, sys
+with socket.create_connection((sys.argv[1], 5000)) as connection:
+    connection.sendall(bytes(int(sys.argv[2])))
+"""
+PLACE = "import os; print('place', *(os.environ[name] for name in ('RANK', 'GROUP_RANK', 'LOCAL_RANK', 'NODE_RANK')))"
+ALL_REDUCE = """
+import torch, torch.distributed as dist
+dist.init_process_group("gloo")
+total = torch.ones(250_000)
+dist.all_reduce(total)
+assert total[0] == dist.get_world_size()
+dist.destroy_process_group()
+"""
+
+
+def _run_in(network: Network, part: str, program: str, *arguments: str) -> list[str]:
+    return [*network.enter_node(part), sys.executable, "-c", program, *arguments]
+
+
+def _transfer(network: Network, size: int) -> float:
+    """Send `size` bytes from node 0 to node 1; returns bytes a second as node 1 saw them."""
+    with subprocess.Popen(_run_in(network, "node1", RECEIVE), stdout=subprocess.PIPE) as receiver:
+        assert receiver.stdout is not None
+        assert receiver.stdout.readline() == b"ready\n"
+        subprocess.run(_run_in(network, "node0", SEND, node_address(1), str(size)), check=True)
+        return float(receiver.stdout.read())
+
+
+@pytest.fixture
+def network():
+    """Two nodes with 20 Mbit/s each."""
+    made = Network(RunName.new(), [("node0", node_address(0), 0.02), ("node1", node_address(1), 0.02)])
+    yield made
+    made.close()
+    made.close()  # a second time is allowed
+
+
+def _lab_namespaces(run: str) -> list[str]:
+    return [name for name in os.listdir(NETNS_FOLDER) if name.startswith(f"{run}.")] if NETNS_FOLDER.is_dir() else []
+
+
+# ------------------------------------------------------------------------------------------------------- network
+
+
+@pytest.mark.root
+def test_nodes_reach_each_other_at_the_rate_of_the_link(network):
+    size = 2_000_000
+    rate = _transfer(network, size)
+    assert 0.5 * 2.5e6 < rate < 1.15 * 2.5e6, "20 Mbit/s are 2.5 MB/s"
+
+
+@pytest.mark.root
+def test_the_switch_counts_what_passed(network):
+    before = network.traffic()
+    size = 500_000
+    _transfer(network, size)
+    after = network.traffic()
+    sent = after["node0"].sent - before["node0"].sent
+    received = after["node1"].received - before["node1"].received
+    assert size < sent < 1.15 * size, "frames add a few per cent"
+    assert abs(sent - received) < 0.05 * size
+    assert after["node1"].sent - before["node1"].sent < 0.2 * size, "acknowledgements only"
+
+
+@pytest.mark.root
+def test_a_node_sees_the_lab_and_nothing_else(network):
+    script = "hostname; ls /sys/class/net; ip -o route; getent hosts node0"
+    seen = subprocess.run([*network.enter_node("node1"), "sh", "-c", script], capture_output=True, text=True).stdout
+    assert seen.split("\n")[0] == "node1"
+    assert seen.split("\n")[1:3] == ["eth0", "lo"]
+    assert "default" not in seen
+    assert node_address(0) in seen
+    assert os.uname().nodename != "node1"
+
+
+@pytest.mark.root
+def test_the_host_sees_no_interface_of_a_lab():
+    before = set(os.listdir("/sys/class/net"))
+    network = Network(RunName.new(), [("node0", node_address(0), 1.0)])
+    try:
+        assert set(os.listdir("/sys/class/net")) == before
+    finally:
+        network.close()
+
+
+# ------------------------------------------------------------------------------------------------------- commands
+
+
+@pytest.mark.parametrize("network", WITH_AND_WITHOUT_NAMESPACES)
+def test_ranks_know_their_place(network):
+    output = io.StringIO()
+    with Cluster(LabConfig(nodes=2, devices=2, network=network)) as cluster:
+        result = cluster.run([sys.executable, "-c", PLACE], output=output, timeout=100)
+    assert result.exit_code == 0, output.getvalue()
+    assert result.node_exit_codes == (0, 0)
+    places = sorted(line for line in output.getvalue().splitlines() if "place" in line)
+    assert places == [
+        "[node 0] place 0 0 0 0",
+        "[node 0] place 1 0 1 0",
+        "[node 1] place 2 1 0 1",
+        "[node 1] place 3 1 1 1",
+    ]
+    assert (result.traffic is None) == (not network)
+
+
+@pytest.mark.root
+def test_two_labs_at_once_and_what_the_report_says(tmp_path):
+    script = tmp_path / "all_reduce.py"
+    script.write_text(ALL_REDUCE)
+    words = [sys.executable, "-m", "lightning_sparse.cli", "lab", "--devices", "1", "--gbps", "0.5"]
+    labs = [
+        subprocess.Popen([*words, "--report", str(tmp_path / name), "--", str(script)], stderr=subprocess.PIPE)
+        for name in ("first.json", "second.json")
+    ]
+    for each in labs:
+        _, errors = each.communicate(timeout=100)
+        assert each.returncode == 0, errors
+        assert b"bytes sent between nodes" in errors
+    for name in ("first.json", "second.json"):
+        report = json.loads((tmp_path / name).read_text())
+        assert report["exit_code"] == 0
+        assert report["gbps"] == 0.5
+        assert all(1_000_000 < node["sent"] < 2_000_000 for node in report["traffic"]), report["traffic"]
+
+
+@pytest.mark.root
+def test_storage_is_read_over_its_own_link(tmp_path):
+    (tmp_path / "sample").write_bytes(os.urandom(300_000))
+    command = ["sh", "-c", f"cat {tmp_path}/sample > /dev/null && touch {tmp_path}/written"]
+    with Cluster(LabConfig(nodes=1, devices=1, storage=tmp_path, storage_gbps=0.1)) as cluster:
+        result = cluster.run(command, timeout=100)
+        assert cluster.run(command, timeout=100).exit_code == 0, "a second run mounts again"
+    assert result.exit_code == 0
+    assert (tmp_path / "written").exists()
+    assert result.storage_traffic is not None
+    assert 300_000 < result.storage_traffic.sent < 600_000
+    assert str(tmp_path) not in Path("/proc/mounts").read_text()
+
+
+# ------------------------------------------------------------------------------------------------------- bad ends
+
+
+@pytest.mark.parametrize("network", WITH_AND_WITHOUT_NAMESPACES)
+def test_one_failing_node_decides_and_stops_the_others(network, capfd):
+    script = "import os, sys, time\nif os.environ['NODE_RANK'] == '1': sys.exit(3)\ntime.sleep(100)"
+    started = time.monotonic()
+    words = ["lab", "--devices", "1", *([] if network else ["--no-net"]), "--", sys.executable, "-c", script]
+    assert cli.main(words) != 0
+    assert time.monotonic() - started < 60
+    assert "exitcode  : 3" in capfd.readouterr().out
+
+
+def test_a_run_may_not_take_for_ever():
+    with Cluster(LabConfig(nodes=1, devices=1, network=False)) as cluster:
+        with pytest.raises(TimeoutError, match=r"nodes \[0\] were still running"):
+            cluster.run([sys.executable, "-c", "import time; time.sleep(100)"], timeout=6)
+        assert processes_of(str(cluster.name)) == []
+
+
+def _start_sleeping_lab(tmp_path, network: bool) -> tuple[subprocess.Popen[bytes], str]:
+    """A lab in a process of its own whose ranks have started; returns it and the name of its run."""
+    script = f"import os, time\nopen(r'{tmp_path}/' + os.environ['RANK'], 'w').close()\ntime.sleep(100)"
+    words = [sys.executable, "-m", "lightning_sparse.cli", "lab", *([] if network else ["--no-net"])]
+    process = subprocess.Popen([*words, "--", sys.executable, "-c", script], start_new_session=True)
+    deadline = time.monotonic() + 60
+    while len(os.listdir(tmp_path)) < 4:
+        assert process.poll() is None
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    token = next(
+        entry
+        for pid in os.listdir("/proc")
+        if pid.isdigit()
+        for entry in _environment(pid)
+        if entry.startswith(f"{RunName.PREFIX}{process.pid}.")
+    )
+    return process, token
+
+
+def _environment(pid: str) -> list[str]:
+    try:
+        entries = Path(f"/proc/{pid}/environ").read_text().split("\0")
+    except OSError:
+        return []
+    return [entry.partition("=")[2] for entry in entries if entry.startswith("LIGHTNING_SPARSE_LAB=")]
+
+
+@pytest.mark.parametrize("network", WITH_AND_WITHOUT_NAMESPACES)
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_interrupted_labs_clean_up(tmp_path, network, number, code):
+    process, run = _start_sleeping_lab(tmp_path, network)
+    assert len(processes_of(run)) >= 6, "two launchers and four ranks"
+    process.send_signal(number)
+    assert process.wait(timeout=60) == code
+    assert processes_of(run) == []
+    assert _lab_namespaces(run) == []
+
+
+@pytest.mark.root
+def test_leftovers_of_a_killed_lab_are_removed_by_the_next(tmp_path):
+    process, run = _start_sleeping_lab(tmp_path, network=True)
+    assert remove_leftovers() == [], "its owner lives"
+    process.kill()
+    process.wait()
+    assert len(_lab_namespaces(run)) == 3
+    with Cluster(LabConfig(nodes=1, devices=1)):
+        assert _lab_namespaces(run) == []
+        assert processes_of(run) == []
+
+
+def test_ranks_of_a_killed_rehearsal_end_with_it(tmp_path):
+    process, run = _start_sleeping_lab(tmp_path, network=False)
+    process.kill()
+    process.wait()
+    with Cluster(LabConfig(nodes=1, devices=1, network=False)):
+        deadline = time.monotonic() + 30
+        while processes_of(run):
+            assert time.monotonic() < deadline
+            time.sleep(0.1)

@@ -1,0 +1,81 @@
+"""What a lab may be asked for. Pure: nothing on the machine is touched."""
+
+import dataclasses
+import json
+import os
+import platform
+
+import pytest
+
+from lightning_sparse import cli, lab
+from lightning_sparse.lab import LabConfig, network
+from lightning_sparse.lab.network import _shape
+
+pytestmark = pytest.mark.timeout(60)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "value_and_way_out"),
+    [
+        ({"nodes": 0}, r"nodes=0: .* 1 to 250 .* --nodes 2"),
+        ({"nodes": 251}, r"nodes=251"),
+        ({"devices": 0}, r"devices=0: .* at least one"),
+        ({"gbps": 0.0}, r"gbps=0.0: .* between 0.001 and 100"),
+        ({"gbps": float("nan")}, r"gbps=nan"),
+        ({"storage_gbps": 1.0}, r"storage_gbps=1.0 .* --storage DIR"),
+    ],
+)
+def test_wrong_values_name_the_value_the_rule_and_the_way_out(wrong, value_and_way_out):
+    with pytest.raises(ValueError, match=value_and_way_out):
+        LabConfig(**wrong)
+
+
+def test_storage_must_be_a_folder_behind_a_network(tmp_path):
+    assert LabConfig(storage=tmp_path, storage_gbps=0.5).storage == tmp_path
+    with pytest.raises(ValueError, match="is no folder"):
+        LabConfig(storage=tmp_path / "absent")
+    with pytest.raises(ValueError, match="--no-net"):
+        LabConfig(storage=tmp_path, network=False)
+    with pytest.raises(ValueError, match="storage_gbps=0"):
+        LabConfig(storage=tmp_path, storage_gbps=0.0)
+
+
+def test_config_cannot_change():
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        LabConfig().nodes = 3  # type: ignore[misc]
+
+
+def test_what_passes_unshaped_is_less_than_a_sparse_message():
+    assert _shape(0.1) == ["tbf", "rate", "100000000bit", "burst", "16384b", "latency", "50ms"]
+    assert _shape(10.0)[4] == "312500b"
+
+
+def test_why_not_names_what_is_missing_and_the_way_out(monkeypatch):
+    monkeypatch.setattr(platform, "system", lambda: "Darwin")
+    assert "Darwin" in (network.why_not() or "")
+    monkeypatch.setattr(platform, "system", lambda: "Linux")
+    monkeypatch.setattr(network.shutil, "which", lambda tool: None if tool == "tc" else f"/usr/bin/{tool}")
+    assert "tc not found" in (network.why_not() or "")
+    monkeypatch.setattr(network.shutil, "which", lambda tool: f"/usr/bin/{tool}")
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    reason = network.why_not() or ""
+    assert "user 1000" in reason
+    assert "--no-net" in reason
+
+
+def test_without_the_means_the_command_says_why(monkeypatch, capsys):
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    monkeypatch.setattr(platform, "system", lambda: "Linux")
+    monkeypatch.setattr(network.shutil, "which", lambda tool: f"/usr/bin/{tool}")
+    monkeypatch.setattr(lab.cluster, "remove_leftovers", lambda: [])
+    assert cli.main(["lab", "--", "true"]) == 2
+    assert "need root" in capsys.readouterr().err
+
+
+def test_a_command_is_needed(capsys):
+    assert cli.main(["lab", "--no-net"]) == 2
+    assert "-- python train.py" in capsys.readouterr().err
+
+
+def test_a_config_fits_into_a_report(tmp_path):
+    assert json.loads(json.dumps(dataclasses.asdict(LabConfig(storage=tmp_path)), default=str))["nodes"] == 2

@@ -1,0 +1,101 @@
+"""Who owns a run, and that its processes are found and ended however they detached themselves."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from lightning_sparse.lab.processes import (
+    RUN_VARIABLE,
+    RunName,
+    end_orphans,
+    end_processes,
+    processes_of,
+    signals_as_exit,
+    uninterrupted,
+)
+
+pytestmark = [
+    pytest.mark.timeout(60),
+    pytest.mark.skipif(sys.platform != "linux", reason="processes are found through /proc"),
+]
+
+# forks twice and leaves its session: what a daemon does to escape a process group
+DAEMON = "import os, time\nif os.fork() == 0:\n    os.setsid()\n    if os.fork() == 0:\n        time.sleep(60)\n"
+
+
+def _until(condition, timeout=10.0):
+    deadline = time.monotonic() + timeout
+    while not condition():
+        assert time.monotonic() < deadline, "it did not come about"
+        time.sleep(0.02)
+
+
+def _daemon(run: str) -> None:
+    subprocess.run([sys.executable, "-c", DAEMON], env={**os.environ, RUN_VARIABLE: run}, check=True)
+    _until(lambda: len(processes_of(run)) == 1)
+
+
+def _dead_run() -> RunName:
+    """A name whose owner has ended."""
+    with subprocess.Popen(["sleep", "60"]) as owner:
+        name = RunName(owner.pid, RunName.new().start, "abc123")
+        owner.kill()
+    return name
+
+
+def test_names_survive_the_way_through_text():
+    name = RunName.new()
+    assert RunName.parse(str(name)) == name
+    assert RunName.parse(f"{name}.node0") == name
+    for foreign in ("lslab", "lslab.x.1.y", "docker.1.2.abc", "lslab.1.2", "", "lslab..."):
+        assert RunName.parse(foreign) is None, foreign
+
+
+def test_an_owner_is_its_process_id_and_its_start():
+    name = RunName.new()
+    assert name.owner_lives()
+    assert not RunName(name.pid, name.start + 1, name.token).owner_lives(), "the process id was used again"
+    assert not _dead_run().owner_lives()
+
+
+def test_a_daemon_is_found_and_ended():
+    run = str(RunName.new())
+    _daemon(run)
+    end_processes(run)
+    assert processes_of(run) == []
+
+
+def test_one_process_may_be_spared():
+    run = str(RunName.new())
+    _daemon(run)
+    (pid,) = processes_of(run)
+    end_processes(run, spare=pid)
+    assert processes_of(run) == [pid]
+    end_processes(run)
+
+
+def test_only_orphans_of_dead_labs_are_ended():
+    alive, dead = str(RunName.new()), str(_dead_run())
+    _daemon(alive)
+    _daemon(dead)
+    end_orphans()
+    _until(lambda: processes_of(dead) == [])
+    assert len(processes_of(alive)) == 1
+    end_processes(alive)
+
+
+def test_termination_unwinds_the_stack():
+    with pytest.raises(SystemExit) as left, signals_as_exit():
+        signal.raise_signal(signal.SIGTERM)
+    assert left.value.code == 128 + signal.SIGTERM
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+
+
+def test_clean_up_is_not_cut_short():
+    with uninterrupted():
+        signal.raise_signal(signal.SIGINT)
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler

@@ -1,0 +1,184 @@
+"""What needs no ranks: configuration, schedule, layout, residuals, topology, cost."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from lightning_sparse.kernels import message_bytes
+from lightning_sparse.strategy import HierConfig, HierState, cost
+from lightning_sparse.strategy.layout import Layout, ParamGroup, group_of, parameter_names
+from lightning_sparse.strategy.residual import ResidualStore
+from lightning_sparse.strategy.schedule import density_at, is_dense_round, num_selected
+from lightning_sparse.topology import Topology, nodes_from_places
+
+groups = st.lists(st.integers(1, 40), min_size=1, max_size=6).map(
+    lambda numels: ParamGroup(tuple(f"p{i}" for i in range(len(numels))), tuple(numels))
+)
+
+
+# -- topology ----------------------------------------------------------------------------------------------------------
+
+
+@given(st.permutations([(n, f"host{n}", d) for n in range(3) for d in range(4)]))
+def test_nodes_are_found_whatever_the_order_of_ranks(places: list[tuple[int, str, int]]) -> None:
+    nodes = nodes_from_places(places)
+    assert sorted(rank for node in nodes for rank in node) == list(range(12))
+    for m, node in enumerate(nodes):
+        assert [places[rank] for rank in node] == [(m, f"host{m}", d) for d in range(4)]
+
+
+def test_equal_local_ranks_are_ordered_by_global_rank() -> None:
+    assert nodes_from_places([(0, "a", 0), (1, "b", 0), (2, "c", 0)]) == ((0,), (1,), (2,))
+    assert nodes_from_places([(0, "a", 0), (0, "a", 0)]) == ((0, 1),)
+
+
+def test_hosts_are_told_apart_without_a_node_rank() -> None:
+    assert nodes_from_places([(0, "a", 0), (0, "b", 0)]) == ((0,), (1,))
+
+
+@pytest.mark.parametrize(
+    ("nodes", "kind"),
+    [
+        (((0,),), "one rank"),
+        (((0, 1),), "one node"),
+        (((0, 1), (2,)), "unequal nodes"),
+        (((0, 2), (1, 3)), "hierarchical"),
+        (((0,), (1,)), "hierarchical"),
+    ],
+)
+def test_each_world_has_a_defined_path_and_a_line_that_says_so(nodes: tuple[tuple[int, ...], ...], kind: str) -> None:
+    topology = Topology(nodes, rank=0)
+    assert topology.kind == kind
+    assert f"{len(nodes)} node(s)" in topology.describe()
+
+
+@pytest.mark.parametrize(("nodes", "rank"), [(((0, 1), (1, 2)), 0), (((0, 2),), 0), ((), 0), (((0, 1),), 2)])
+def test_a_topology_that_is_no_world_is_refused(nodes: tuple[tuple[int, ...], ...], rank: int) -> None:
+    with pytest.raises(ValueError, match="nodes"):
+        Topology(nodes, rank)
+
+
+# -- configuration and schedule ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("density", [0, -0.1, 1.01, float("nan"), "0.1", True, None])
+def test_density_outside_its_range_is_refused(density: object) -> None:
+    with pytest.raises(ValueError, match=r"must be a number in \(0, 1\]"):
+        HierConfig(density=density)  # type: ignore[arg-type]
+
+
+@given(st.floats(1e-4, 1.0), st.integers(0, 5))
+def test_warm_up_falls_to_the_density_and_stays(density: float, warmup: int) -> None:
+    config = HierConfig(density=density, warmup_epochs=warmup)
+    densities = [density_at(config, epoch) for epoch in range(warmup + 3)]
+    assert densities == sorted(densities, reverse=True)
+    assert densities[warmup:] == [density] * 3
+    assert all(0 < each <= 1 for each in densities)
+
+
+def test_dense_rounds() -> None:
+    assert [is_dense_round(HierConfig(dense_rounds=2), r) for r in range(4)] == [True, True, False, False]
+
+
+@given(st.floats(1e-6, 1.0), st.integers(1, 10**7))
+def test_k_is_within_the_shard(density: float, numel: int) -> None:
+    assert 1 <= num_selected(density, numel) <= numel
+
+
+# -- cost --------------------------------------------------------------------------------------------------------------
+
+
+def test_sparse_wins_while_density_is_below_the_bound_of_pairs() -> None:
+    """16 nodes, pairs of 4 bytes, fp32 gradients: dense receives 7.5 bytes an element, sparse 60 * density."""
+    shard = 10**6
+    wins = [d for d in (0.01, 0.05, 0.1, 0.15, 0.2) if cost.sparse_is_cheaper(16, shard, 4, _message(shard, d))]
+    assert wins == [0.01, 0.05, 0.1]
+
+
+def test_a_tiny_group_does_not_gain() -> None:
+    assert not cost.sparse_is_cheaper(2, 1, 4, message_bytes(1, 1, torch.bfloat16))
+
+
+def _message(shard: int, density: float) -> int:
+    return message_bytes(shard, num_selected(density, shard), torch.bfloat16)
+
+
+# -- layout ------------------------------------------------------------------------------------------------------------
+
+
+@given(groups, st.integers(1, 5))
+def test_shards_of_all_devices_hold_each_element_once(group: ParamGroup, devices: int) -> None:
+    shard = group.shard_numel(devices)
+    flat = torch.full((devices * shard,), -1.0)
+    for device in range(devices):
+        for name, here, there in group.shard_slices(group.names, device, devices):
+            flat[device * shard :][here] = torch.arange(group.numel, dtype=torch.float32)[group.slices()[name]][there]
+    assert torch.equal(flat[: group.numel], torch.arange(group.numel, dtype=torch.float32))
+
+
+def test_a_layout_settles_when_seen_twice_in_a_row() -> None:
+    a, b, c = (ParamGroup((name,), (1,)) for name in "abc")
+    layout, settled = Layout(), []
+    for round_groups in ([a, b], [b, a], [b, a], [b, a], [c], [b, a]):
+        for group in round_groups:
+            layout.record(group)
+        settled.append(layout.end_round())
+    assert settled == [False, False, True, False, False, False]
+    assert layout.settled == (b, a)
+
+
+def test_one_big_bucket_is_split_into_the_settled_groups() -> None:
+    ab, cd = ParamGroup(("a", "b"), (1, 2)), ParamGroup(("c", "d"), (3, 4))
+    layout = Layout(settled=(ab, cd))
+    assert layout.parts(ParamGroup(("d", "c", "b", "a"), (4, 3, 2, 1))) == (ab, cd)
+    assert layout.parts(ab) == (ab,)
+    odd = ParamGroup(("a", "b", "c"), (1, 2, 3))
+    assert layout.parts(odd) == (odd,), "a group that is cut apart cannot be used"
+
+
+def test_a_parameter_of_another_module_is_refused() -> None:
+    with pytest.raises(ValueError, match="the very module that DistributedDataParallel wraps"):
+        group_of(list(nn.Linear(2, 2).parameters()), parameter_names(nn.Linear(2, 2)))
+
+
+def test_sparse_embeddings_are_refused() -> None:
+    model = nn.ModuleDict({"words": nn.Embedding(4, 2, sparse=True)})
+    with pytest.raises(ValueError, match=r"embedding\(s\) words have sparse=True.*Use sparse=False"):
+        HierState(model, HierConfig(), Topology(((0,),), 0))
+
+
+# -- residuals ---------------------------------------------------------------------------------------------------------
+
+
+@given(groups, st.integers(1, 4), st.data())
+def test_what_is_thrown_away_keeps_its_residual(group: ParamGroup, devices: int, data: st.DataObject) -> None:
+    discarded = data.draw(st.sets(st.sampled_from(group.names)))
+    before_is_zero, after_is_zero = data.draw(st.booleans()), data.draw(st.booleans())
+    for device in range(devices):
+        store = ResidualStore(device, devices)
+        shard = group.shard_numel(devices)
+        if not before_is_zero:
+            store.current[group] = torch.full((shard,), 1.0)
+        store.stage(group, None if after_is_zero else torch.full((shard,), 2.0))
+        copy = store.settled_copy(frozenset(discarded))
+        store.settle(frozenset(discarded))
+        held = store.current.get(group, torch.zeros(shard))
+        assert torch.equal(held, copy.current.get(group, torch.zeros(shard)))
+        for name in group.names:
+            expected = (not before_is_zero) * 1.0 if name in discarded else (not after_is_zero) * 2.0
+            for _, here, _ in group.shard_slices([name], device, devices):
+                assert (held[here] == expected).all()
+
+
+def test_a_residual_follows_its_parameters_into_new_groups() -> None:
+    """One device a node, so gathering is the identity; the parameter that no new group asks for stays parked."""
+    store = ResidualStore(0, 1)
+    store.current[ParamGroup(("a", "b", "frozen"), (2, 3, 1))] = torch.arange(6.0)
+    cpu = torch.device("cpu")
+    for names, numels in [(("b", "c"), (3, 2)), (("a",), (2,))]:
+        store.regroup(ParamGroup(names, numels), lambda shard: shard, cpu)
+    held = {group.names: shard.tolist() for group, shard in store.current.items()}
+    assert held == {("b", "c"): [2.0, 3.0, 4.0, 0.0, 0.0], ("a",): [0.0, 1.0]}
+    assert store.parked["frozen"].tolist() == [5.0]

@@ -1,0 +1,153 @@
+"""A run that is saved and resumed, on the same ranks and on others."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_sparse.strategy import HierConfig, HierState, checkpoint
+from lightning_sparse.topology import discover
+from tests.helpers.distributed import run_ranks
+from tests.strategy.models import flat_parameters, loss_of, mlp, node_residual, sum_over_nodes, wrap
+from tests.strategy.test_trainer import Lines, plain_module, sparse, trainer, weights
+
+SHAPES = [(2, 2), (1, 3), (2, 3)]
+
+
+def fit(last: int, resume: str | None = None) -> tuple[Any, Any]:
+    module, strategy = plain_module("pytorch_lightning", by_step=True), sparse("pytorch_lightning")
+    t = trainer("pytorch_lightning", strategy, max_steps=last, max_epochs=-1, **_ranks())
+    t.fit(module, ckpt_path=resume)
+    return t, module
+
+
+def _ranks() -> dict[str, int]:
+    local = int(os.environ["LOCAL_WORLD_SIZE"])
+    return {"devices": local, "num_nodes": int(os.environ["WORLD_SIZE"]) // local}
+
+
+@pytest.mark.parametrize(("nodes", "devices"), SHAPES)
+def test_a_resumed_run_is_bit_identical(nodes: int, devices: int, tmp_path: Path) -> None:
+    """Saved after 7 of 12 steps; the resumed one must send sparsely at once, in the saved groups."""
+    for each in run_ranks(resume_exactly, str(tmp_path), nodes=nodes, devices=devices, timeout=200, init=False):
+        assert torch.equal(each["weights"], each["resumed weights"])
+        assert torch.equal(each["residual"], each["resumed residual"])
+        assert each["round"] == each["resumed round"] == 12
+        assert each["layout"] == each["resumed layout"]
+
+
+def resume_exactly(folder: str) -> dict[str, Any]:
+    path = f"{folder}/saved.ckpt"
+    out: dict[str, Any] = {}
+    t, module = fit(7)
+    t.save_checkpoint(path)
+    for name, (t, module) in {
+        "": fit(12), "resumed ": fit(12, resume=path),
+    }.items():  # fmt: skip
+        state = t.strategy.hier_state
+        state.settle()
+        out[name + "weights"] = weights(module)
+        out[name + "residual"] = node_residual(module, state)
+        out[name + "round"] = state.round
+        out[name + "layout"] = [group.names for group in state.layout.settled]
+    return out
+
+
+@pytest.mark.parametrize(("saved", "resumed"), [((2, 2), (1, 2)), ((2, 2), (3, 1))])
+def test_another_number_of_nodes_keeps_the_mass(
+    saved: tuple[int, int], resumed: tuple[int, int], tmp_path: Path
+) -> None:
+    path = str(tmp_path / "saved.ckpt")
+    before = run_ranks(save_by_hand, path, nodes=saved[0], devices=saved[1])[0]
+    for each in run_ranks(load_by_hand, path, nodes=resumed[0], devices=resumed[1]):
+        torch.testing.assert_close(each["sum"], before, rtol=1e-6, atol=1e-9)
+        assert "is kept, shared out equally" in each["said"][0]
+
+
+def save_by_hand(path: str) -> Tensor:
+    model = mlp()
+    ddp, state = wrap(model, HierConfig(density=0.05, exchange="sparse", warmup_epochs=0), bucket_cap_mb=0.002)
+    for step in range(7):
+        model.zero_grad()
+        loss_of(ddp, step, dist.get_rank()).backward()
+    state.settle()
+    manifest = checkpoint.manifest_of(state, "run")
+    checkpoint.save_side_file(state, manifest["save_id"], path)
+    if dist.get_rank() == 0:
+        torch.save({checkpoint.KEY: manifest}, path)
+    return sum_over_nodes(node_residual(model, state), state)
+
+
+def load_by_hand(path: str) -> dict[str, Any]:
+    model = mlp()
+    state = HierState(model, HierConfig(density=0.05, exchange="sparse", warmup_epochs=0), discover())
+    saved = checkpoint.load(torch.load(path, weights_only=True), path, dist.get_rank())
+    assert saved is not None
+    said = checkpoint.apply(saved, state, torch.device("cpu"))
+    total = sum_over_nodes(node_residual(model, state), state)
+    ddp, _ = wrap(model, state.config, state=state, bucket_cap_mb=0.002)
+    for step in range(7, 9):
+        loss_of(ddp, step, dist.get_rank()).backward()
+    assert flat_parameters(model).isfinite().all()
+    return {"sum": total, "said": said}
+
+
+@pytest.mark.parametrize("damage", ["missing", "truncated", "of another save"])
+def test_a_side_file_that_cannot_be_read_is_one_warning_and_zero(damage: str, tmp_path: Path) -> None:
+    path = tmp_path / "saved.ckpt"
+    run_ranks(save_by_hand, str(path), nodes=2, devices=2)
+    side = next((tmp_path / "saved.ckpt.residual").rglob("rank00002.pt"))
+    if damage == "missing":
+        side.unlink()
+    elif damage == "truncated":
+        side.write_bytes(side.read_bytes()[:100])
+    else:
+        torch.save({**torch.load(side), "save_id": "older"}, side)
+    said = [each["said"] for each in run_ranks(load_by_hand, str(path), nodes=2, devices=2)]
+    assert [len(lines) for lines in said] == [0, 0, 1, 0]
+    assert "rank 2: no readable residual" in said[2][0]
+
+
+def test_files_come_and_go_with_their_checkpoint(tmp_path: Path) -> None:
+    for each in run_ranks(come_and_go, str(tmp_path), nodes=2, devices=1, timeout=100, init=False):
+        assert each["after first"] == each["after second"] == 2, "the older save's files are gone"
+        assert each["first"] != each["second"]
+        assert each["weights only"] == 0
+        assert each["removed"] == []
+        assert each["changed"] or each["rank"] != 0
+
+
+def come_and_go(folder: str) -> dict[str, Any]:
+    lines = Lines()
+    path = Path(folder) / "saved.ckpt"
+    residuals = Path(folder) / "saved.ckpt.residual"
+    t, module = fit(5)
+    out: dict[str, Any] = {"rank": dist.get_rank()}
+
+    def files() -> list[str]:
+        dist.barrier()
+        found = sorted(str(each.relative_to(residuals)) for each in residuals.rglob("*.pt"))
+        dist.barrier()
+        return found
+
+    t.save_checkpoint(path)
+    out["first"], out["after first"] = files(), len(files())
+    t.fit_loop.epoch_loop.max_steps = 8
+    t.fit(module)
+    t.save_checkpoint(path)
+    out["second"], out["after second"] = files(), len(files())
+    t.save_checkpoint(Path(folder) / "light.ckpt", weights_only=True)
+    out["weights only"] = len(list(Path(folder).glob("light.ckpt.*")))
+    other = sparse("pytorch_lightning", density=0.5)
+    resumed = trainer("pytorch_lightning", other, max_steps=9, max_epochs=-1, **_ranks())
+    resumed.fit(plain_module("pytorch_lightning"), ckpt_path=path)
+    out["changed"] = any("options differ from the saved run's" in line for line in lines.lines)
+    dist.barrier()
+    t.strategy.remove_checkpoint(path)
+    dist.barrier()
+    out["removed"] = [each.name for each in Path(folder).iterdir() if each.name.startswith("saved")]
+    return out

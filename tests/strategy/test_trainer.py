@@ -1,0 +1,494 @@
+"""The strategy in a real Trainer, 2 nodes x 2 devices on Gloo, in both flavours.
+
+Starting four Trainers costs more than most scenarios, so each group of ranks runs many: `SCENARIOS` maps a name to a
+function of the flavour; a test looks at what its scenario returned on every rank.
+"""
+
+import importlib
+import logging
+import os
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from lightning_sparse.strategy import HierConfig
+from tests.helpers.distributed import run_ranks
+from tests.strategy.models import mlp
+
+FLAVOURS = ["pytorch_lightning", "lightning"]
+Results = list[dict[str, Any]]
+SCENARIOS: dict[str, Callable[[str], Any]] = {}
+
+
+def scenario(fn: Callable[[str], Any]) -> Callable[[str], Any]:
+    SCENARIOS[fn.__name__] = fn
+    return fn
+
+
+@pytest.fixture(scope="module", params=FLAVOURS)
+def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Results:
+    """What every scenario returned, by rank."""
+    folder = tmp_path_factory.mktemp("scenarios")
+    return run_ranks(run_scenarios, request.param, str(folder), nodes=2, devices=2, timeout=280, init=False)
+
+
+def run_scenarios(flavour: str, folder: str) -> dict[str, Any]:
+    os.chdir(folder)
+    warnings.simplefilter("ignore")
+    return {name: fn(flavour) for name, fn in SCENARIOS.items()}
+
+
+# -- what scenarios are made of ----------------------------------------------------------------------------------------
+
+
+def lightning_of(flavour: str) -> Any:
+    return importlib.import_module("pytorch_lightning" if flavour == "pytorch_lightning" else "lightning.pytorch")
+
+
+def ours(flavour: str) -> Any:
+    return importlib.import_module(f"lightning_sparse.flavours.{flavour}")
+
+
+def plain_module(flavour: str, net: nn.Module | None = None, by_step: bool = False) -> Any:
+    """A LightningModule around `net`.
+
+    Args:
+        by_step: make each batch from the global step, whatever the loader says. A plain DataLoader starts its epoch
+            over when a run is resumed, so only this way both runs see the same.
+    """
+    pl = lightning_of(flavour)
+
+    class Module(pl.LightningModule):  # type: ignore[misc, name-defined]
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = mlp() if net is None else net
+
+        def training_step(self, batch: Tensor, _: int) -> Tensor:
+            if by_step:
+                seed = 100 * self.trainer.global_step + self.global_rank
+                batch = torch.randn(4, 13, generator=torch.Generator().manual_seed(seed))
+            loss = self.net(batch).square().mean()
+            self.log("loss", loss)
+            return loss
+
+        def validation_step(self, batch: Tensor, _: int) -> None:
+            self.log("val", self.net(batch).square().mean(), sync_dist=True)
+
+        test_step = validation_step
+
+        def predict_step(self, batch: Tensor, _: int) -> Tensor:
+            return self.net(batch)
+
+        def train_dataloader(self) -> Any:
+            return data()
+
+        val_dataloader = test_dataloader = predict_dataloader = train_dataloader
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters(), lr=0.05, momentum=0.9)
+
+    return Module()
+
+
+def data(count: int = 96) -> DataLoader[Tensor]:
+    return DataLoader(torch.randn(count, 13, generator=torch.Generator().manual_seed(3)), batch_size=4)  # type: ignore
+
+
+def trainer(flavour: str, strategy: Any, **options: Any) -> Any:
+    pl = lightning_of(flavour)
+    defaults: dict[str, Any] = {
+        "accelerator": "cpu", "devices": 2, "num_nodes": 2, "max_steps": 10, "logger": False,
+        "enable_progress_bar": False, "enable_model_summary": False, "enable_checkpointing": False,
+        "num_sanity_val_steps": 0, "limit_val_batches": 0,
+    }  # fmt: skip
+    return pl.Trainer(strategy=strategy, **{**defaults, **options})
+
+
+def fitted(flavour: str, strategy: Any, module: Any = None, **options: Any) -> Any:
+    module = plain_module(flavour) if module is None else module
+    trainer(flavour, strategy, **options).fit(module)
+    return module
+
+
+def weights(module: nn.Module) -> Tensor:
+    return torch.cat([p.detach().flatten() for p in module.parameters()])
+
+
+def dense_one(flavour: str, **options: Any) -> Any:
+    """Sparse messages that hold everything: must equal DDP to rounding."""
+    given = {"density": 1.0, "exchange": "sparse", "value_dtype": "float32", "bucket_cap_mb": 0.002}
+    return ours(flavour).MSTopKHierStrategy(**{**given, **options})
+
+
+def sparse(flavour: str, **options: Any) -> Any:
+    given = {"density": 0.05, "exchange": "sparse", "warmup_epochs": 0, "bucket_cap_mb": 0.002}
+    return ours(flavour).MSTopKHierStrategy(**{**given, **options})
+
+
+def ddp(flavour: str, **options: Any) -> Any:
+    strategies = importlib.import_module(lightning_of(flavour).__name__ + ".strategies")
+    return strategies.DDPStrategy(**{"bucket_cap_mb": 0.002, "gradient_as_bucket_view": True, **options})
+
+
+def same_on_all_ranks(results: Results, name: str, key: str = "weights") -> bool:
+    return all(torch.equal(each[name][key], results[0][name][key]) for each in results)
+
+
+class Lines(logging.Handler):
+    """Collects what the package logs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+        log = logging.getLogger("lightning_sparse")
+        log.addHandler(self)
+        log.setLevel(logging.INFO)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+
+
+# -- every entry point, twice ------------------------------------------------------------------------------------------
+
+
+@scenario
+def life(flavour: str) -> dict[str, Any]:
+    lines = Lines()
+    module = plain_module(flavour)
+    strategy = sparse(flavour)
+    t = trainer(flavour, strategy, limit_val_batches=2, max_epochs=1, max_steps=-1)
+    t.validate(module, verbose=False)
+    t.fit(module)
+    first, rounds = weights(module).clone(), strategy.hier_state.round
+    residual = strategy.hier_state.residual_norm()
+    t.test(module, verbose=False)
+    predictions = t.predict(module)
+    t.fit_loop.max_epochs = 2
+    t.fit(module)
+    return {
+        "weights": weights(module), "moved": not torch.equal(first, weights(module)), "rounds": rounds,
+        "rounds_after": strategy.hier_state.round, "predictions": len(predictions), "residual": float(residual),
+        "lines": list(lines.lines), "sent": strategy.hier_state.stats.density,
+    }  # fmt: skip
+
+
+def test_fit_validate_test_predict_and_a_second_fit(results: Results) -> None:
+    assert same_on_all_ranks(results, "life")
+    life = results[0]["life"]
+    assert life["moved"]
+    assert life["predictions"] == 6
+    assert life["rounds"] == 6
+    assert life["rounds_after"] == 12, "the second fit went on with the same state"
+    assert life["residual"] > 0
+    assert life["sent"] < 0.2, "after the second wrap the one big bucket was split into the settled groups, sparse"
+    assert sum("hierarchical reduction" in line for line in life["lines"]) == 1
+    assert not results[1]["life"]["lines"], "ranks other than 0 are quiet"
+
+
+@scenario
+def parity(flavour: str) -> dict[str, Tensor]:
+    pairs = {}
+    for name, options in {
+        "plain": {},
+        "accumulation": {"accumulate_grad_batches": 3},
+        "clipping": {"gradient_clip_val": 0.05},
+        "bf16-mixed": {"precision": "bf16-mixed"},
+    }.items():
+        pairs[name] = weights(fitted(flavour, dense_one(flavour), **options))
+        pairs[name + " ddp"] = weights(fitted(flavour, ddp(flavour), **options))
+    return pairs
+
+
+@pytest.mark.parametrize("name", ["plain", "accumulation", "clipping", "bf16-mixed"])
+def test_density_one_equals_ddp_in_a_trainer(results: Results, name: str) -> None:
+    for each in results:
+        torch.testing.assert_close(each["parity"][name], each["parity"][name + " ddp"], rtol=1e-5, atol=1e-6)
+    assert same_on_all_ranks(results, "parity", name)
+
+
+@scenario
+def sparse_features(flavour: str) -> dict[str, Tensor]:
+    return {
+        "accumulation": weights(fitted(flavour, sparse(flavour), accumulate_grad_batches=2)),
+        "clipping": weights(fitted(flavour, sparse(flavour), gradient_clip_val=0.05)),
+        "bf16-mixed": weights(fitted(flavour, sparse(flavour), precision="bf16-mixed")),
+        "bf16-true": weights(fitted(flavour, sparse(flavour), precision="bf16-true")),
+        "static_graph": weights(fitted(flavour, sparse(flavour, static_graph=True))),
+        "string": weights(fitted(flavour, "mstopk_hier")),
+    }
+
+
+@pytest.mark.parametrize("name", ["accumulation", "clipping", "bf16-mixed", "bf16-true", "static_graph", "string"])
+def test_sparse_rounds_leave_all_ranks_equal(results: Results, name: str) -> None:
+    assert same_on_all_ranks(results, "sparse_features", name)
+    assert results[0]["sparse_features"][name].isfinite().all()
+
+
+# -- unused and frozen parameters --------------------------------------------------------------------------------------
+
+
+class Branches(nn.Module):
+    """`sometimes` is used by rank 0 alone, `never` by nobody once `stop` is set, `frozen` cannot change."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.always, self.sometimes = nn.Linear(13, 11), nn.Linear(11, 7)
+        self.never, self.frozen = nn.Linear(11, 7), nn.Linear(7, 3)
+        self.frozen.requires_grad_(False)
+        self.steps = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.steps += self.training
+        hidden = self.always(x)
+        out = hidden.sum(1, keepdim=True).expand(-1, 7)
+        if torch.distributed.get_rank() == 0:
+            out = out + self.sometimes(hidden)
+        if self.steps < 7:
+            out = out + self.never(hidden)
+        return self.frozen(out)
+
+
+@scenario
+def unused(flavour: str) -> dict[str, Any]:
+    strategy = sparse(flavour, find_unused_parameters=True)
+    module = plain_module(flavour, Branches())
+    seen: dict[str, Any] = {}
+
+    class Watch(lightning_of(flavour).Callback):  # type: ignore[misc]
+        def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
+            if trainer.global_step in (6, 14):
+                state = strategy.hier_state
+                state.settle()
+                seen[f"never {trainer.global_step}"] = pl_module.net.never.weight.detach().clone()
+                seen[f"residual {trainer.global_step}"] = _piece(state, "net.never.weight")
+                seen[f"sometimes {trainer.global_step}"] = pl_module.net.sometimes.weight.detach().clone()
+
+    pl_sgd = torch.optim.SGD
+    module.configure_optimizers = lambda: pl_sgd(module.parameters(), lr=0.05)
+    frozen = module.net.frozen.weight.detach().clone()
+    fitted(flavour, strategy, module, max_steps=14, max_epochs=9, callbacks=[Watch()])
+    return {**seen, "weights": weights(module), "frozen": torch.equal(frozen, module.net.frozen.weight)}
+
+
+def _piece(state: Any, name: str) -> Tensor:
+    """This device's part of one parameter's residual."""
+    store = state.store
+    for group, shard in store.current.items():
+        pieces = group.shard_slices([name], store.device_index, store.num_devices) if name in group.names else []
+        for _, here, _ in pieces:
+            return shard[here].clone()
+    return torch.zeros(0)
+
+
+def test_unused_and_frozen_parameters(results: Results) -> None:
+    assert same_on_all_ranks(results, "unused")
+    waiting = 0.0
+    for each in results:
+        unused = each["unused"]
+        assert unused["frozen"]
+        assert torch.equal(unused["never 6"], unused["never 14"]), "a parameter that no rank used has moved"
+        assert torch.equal(unused["residual 6"], unused["residual 14"]), "its residual was added to or spent"
+        assert not torch.equal(unused["sometimes 6"], unused["sometimes 14"]), "one rank's use must reach all"
+        waiting += float(unused["residual 6"].abs().sum())
+    assert waiting > 0, "the test says nothing if no residual waited"
+
+
+# -- several optimizers ------------------------------------------------------------------------------------------------
+
+
+def gan(flavour: str, toggled: bool) -> Any:
+    pl = lightning_of(flavour)
+
+    class Gan(pl.LightningModule):  # type: ignore[misc, name-defined]
+        def __init__(self) -> None:
+            super().__init__()
+            self.automatic_optimization = False
+            torch.manual_seed(1)
+            self.generator, self.critic = nn.Linear(13, 13), nn.Sequential(nn.Linear(13, 9), nn.Tanh(), nn.Linear(9, 1))
+
+        def train_dataloader(self) -> Any:
+            return data()
+
+        def configure_optimizers(self) -> Any:
+            return [torch.optim.SGD(net.parameters(), lr=0.05) for net in (self.generator, self.critic)]
+
+    class Toggled(Gan):
+        def training_step(self, batch: Tensor, _: int) -> None:
+            g, c = self.optimizers()
+            self.toggle_optimizer(g)
+            self.step(g, self.critic(self.generator(batch)).square().mean())
+            self.untoggle_optimizer(g)
+            self.toggle_optimizer(c)
+            real, fake = self.critic(batch), self.critic(self.generator(batch).detach())
+            self.step(c, (real - 1).square().mean() + fake.square().mean())
+            self.untoggle_optimizer(c)
+
+        def step(self, optimizer: Any, loss: Tensor) -> None:
+            optimizer.zero_grad()
+            self.manual_backward(loss)
+            optimizer.step()
+
+    class Untoggled(Toggled):
+        def toggle_optimizer(self, *_: Any) -> None: ...
+        def untoggle_optimizer(self, *_: Any) -> None: ...
+
+    return (Toggled if toggled else Untoggled)()
+
+
+@scenario
+def gans(flavour: str) -> dict[str, Any]:
+    lines = Lines()
+    out: dict[str, Any] = {}
+    for name, toggled, strategy in [
+        ("toggled", True, dense_one), ("toggled ddp", True, ddp), ("untoggled", False, sparse),
+        ("untoggled ddp", False, ddp), ("toggled sparse", True, sparse),
+    ]:  # fmt: skip
+        chosen = strategy(flavour, find_unused_parameters=True)
+        out[name] = weights(fitted(flavour, chosen, gan(flavour, toggled), max_steps=24, max_epochs=9))
+        out[name + " density"] = getattr(chosen, "hier_state", None) and chosen.hier_state.stats.density
+    return {**out, "lines": list(lines.lines)}
+
+
+def test_a_gan_equals_ddp_toggled_at_density_one_and_untoggled_exactly(results: Results) -> None:
+    for each in results:
+        torch.testing.assert_close(each["gans"]["toggled"], each["gans"]["toggled ddp"], rtol=1e-5, atol=1e-6)
+        assert torch.equal(each["gans"]["untoggled"], each["gans"]["untoggled ddp"])
+        assert each["gans"]["toggled sparse density"] < 0.3
+        assert torch.equal(each["gans"]["toggled sparse"], results[0]["gans"]["toggled sparse"])
+    assert sum("toggle_optimizer" in line for line in results[0]["gans"]["lines"]) == 1
+
+
+# -- models that need care ---------------------------------------------------------------------------------------------
+
+
+class Checkpointed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = mlp()
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = torch.utils.checkpoint.checkpoint(self.inner, x, use_reentrant=False)
+        return out
+
+
+class Complex(nn.Module):
+    """A complex parameter and one in double precision beside an ordinary layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.inner = mlp()
+        self.phase = nn.Parameter(torch.randn(5, dtype=torch.complex64))
+        self.precise = nn.Parameter(torch.randn(5, dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.inner(x) * self.phase.abs() * self.precise
+        return out
+
+
+@scenario
+def models(flavour: str) -> dict[str, Any]:
+    plain = weights(fitted(flavour, sparse(flavour)))
+    checkpointed = weights(fitted(flavour, sparse(flavour), plain_module(flavour, Checkpointed())))
+    module = plain_module(flavour, Complex())
+    strategy = dense_one(flavour)
+    fitted(flavour, strategy, module, max_steps=8)
+    reference = plain_module(flavour, Complex())
+    fitted(flavour, ddp(flavour), reference, max_steps=8)
+    return {
+        "checkpointed": torch.equal(plain, checkpointed),
+        "double": (module.net.precise.detach(), reference.net.precise.detach()),
+        "phase": (torch.view_as_real(module.net.phase.detach()), torch.view_as_real(reference.net.phase.detach())),
+    }
+
+
+def test_activation_checkpointing_changes_nothing(results: Results) -> None:
+    assert all(each["models"]["checkpointed"] for each in results)
+
+
+def test_double_and_complex_parameters_go_dense(results: Results) -> None:
+    for each in results:
+        for name in ("double", "phase"):
+            torch.testing.assert_close(*each["models"][name], rtol=1e-5, atol=1e-6)
+
+
+# -- statistics --------------------------------------------------------------------------------------------------------
+
+
+@scenario
+def statistics(flavour: str) -> dict[str, Any]:
+    callback = ours(flavour).CommStatsCallback(prog_bar=True)
+    t = trainer(flavour, sparse(flavour), callbacks=[callback], log_every_n_steps=2)
+    t.fit(plain_module(flavour))
+    wrong = trainer(flavour, ddp(flavour), callbacks=[callback])
+    try:
+        wrong.fit(plain_module(flavour))
+        refused = ""
+    except ValueError as error:
+        refused = str(error)
+    return {"logged": {k: float(v) for k, v in t.callback_metrics.items()}, "refused": refused}
+
+
+def test_the_callback_logs_bytes_density_and_residual(results: Results) -> None:
+    for each in results:
+        logged = each["statistics"]["logged"]
+        assert 0.05 <= logged["comm/density"] < 0.2
+        assert logged["comm/bytes_between_nodes"] > 0
+        assert logged["comm/residual_norm"] > 0
+        assert "use strategy='mstopk_hier'" in each["statistics"]["refused"]
+
+
+# -- what is refused ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"density": 0.0}, r"density=0.0 must be a number in \(0, 1\]"),
+        ({"density": 1.5}, r"density=1.5 must be"),
+        ({"exchange": "sometimes"}, "exchange='sometimes' is not known"),
+        ({"value_dtype": "int8"}, "value_dtype='int8' is not known"),
+        ({"dense_rounds": -1}, "dense_rounds=-1 must be a whole number"),
+        ({"warmup_epochs": 1.5}, "warmup_epochs=1.5 must be a whole number"),
+        ({"ddp_comm_hook": print}, "cannot be joined with MSTopKHierStrategy: this strategy is a communication hook"),
+        ({"model_averaging_period": 2}, "cannot be joined with MSTopKHierStrategy"),
+        ({"densty": 0.1}, r"does not know the option\(s\) densty: its own are density"),
+    ],
+)
+@pytest.mark.parametrize("flavour", FLAVOURS)
+def test_bad_options_are_refused_early(flavour: str, options: dict[str, Any], says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        ours(flavour).MSTopKHierStrategy(**options)
+
+
+def test_the_other_flavour_is_refused_with_the_right_import() -> None:
+    with pytest.raises(ValueError, match=r"use lightning_sparse.flavours.pytorch_lightning.MSTopKHierStrategy"):
+        lightning_of("pytorch_lightning").Trainer(strategy=ours("lightning").MSTopKHierStrategy(), accelerator="cpu")
+
+
+def test_static_graph_with_accumulation_is_refused() -> None:
+    t = lightning_of("pytorch_lightning").Trainer(
+        accelerator="cpu",
+        devices=1,
+        accumulate_grad_batches=2,
+        logger=False,
+        enable_checkpointing=False,
+        strategy=ours("pytorch_lightning").MSTopKHierStrategy(static_graph=True),
+    )
+    t.state.fn = "fit"
+    with pytest.raises(ValueError, match="static_graph=True with accumulate_grad_batches=2"):
+        t.strategy.setup(t)
+
+
+def test_defaults_reach_ddp() -> None:
+    strategy = ours("pytorch_lightning").MSTopKHierStrategy(find_unused_parameters=True)
+    assert strategy._ddp_kwargs == {"gradient_as_bucket_view": True, "find_unused_parameters": True}
+    assert strategy.config == HierConfig()
+    kept = ours("pytorch_lightning").MSTopKHierStrategy(gradient_as_bucket_view=False)
+    assert kept._ddp_kwargs == {"gradient_as_bucket_view": False}
