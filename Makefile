@@ -55,7 +55,7 @@ bench: $(VENV)/.built ## run the quick benchmarks
 # No environment is made: machines with a GPU are often cut off from package indexes.
 gpu-check: ## with PYTHON as it is: build the kernels, run the GPU tests, time the kernels
 	LIGHTNING_SPARSE_BUILD=required $(PYTHON) setup.py build_ext --inplace
-	PYTHONPATH=$(CURDIR) $(PYTHON) -m pytest -m gpu $(ARGS)
+	PYTHONPATH=$(CURDIR) $(PYTHON) -m pytest -p tests.helpers.timeout_optional -m gpu $(ARGS)
 	PYTHONPATH=$(CURDIR) $(PYTHON) benchmarks/kernels.py --out $(OUT)
 
 clean: ## remove environments and what was built
@@ -70,5 +70,5 @@ $(VENV)/.installed: $(DEPENDS)
 	touch $@
 
 $(VENV)/.built: $(VENV)/.installed $(KERNELS)
-	if [ -f setup.py ]; then $(RUN) setup.py build_ext --inplace; fi
+	if [ -f setup.py ]; then $(RUN) setup.py --quiet build_ext --inplace; fi
 	touch $@
