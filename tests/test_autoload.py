@@ -259,7 +259,10 @@ def installed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
         source / "lightning_sparse",
         ignore=shutil.ignore_patterns("csrc", "*.so", "__pycache__"),
     )
-    shutil.copy(ROOT / "pyproject.toml", source)
+    # Another version, as setuptools names the module that finds an editable package after it: the project may be
+    # installed in this environment already.
+    project = (ROOT / "pyproject.toml").read_text()
+    (source / "pyproject.toml").write_text(re.sub(r"^version = .*$", 'version = "0+copy"', project, flags=re.MULTILINE))
     shutil.copy(ROOT / "LICENSE", source)
     (source / "README.md").touch()
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "install", "--quiet", "--no-deps"]
@@ -273,8 +276,9 @@ def installed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
     # processes too, and the first in the path, should the project be installed already.
     (folder / "site").mkdir()
     (folder / "site" / "sitecustomize.py").write_text(
-        f"import site, sys\nbefore = [*sys.path]\nsite.addsitedir({str(target)!r})\n"
-        "sys.path[:] = [path for path in sys.path if path not in before] + before\n"
+        f"import site, sys\nlists = [(found, [*found]) for found in (sys.path, sys.meta_path)]\n"
+        f"site.addsitedir({str(target)!r})\n"
+        "for found, before in lists:\n    found[:] = [item for item in found if item not in before] + before\n"
     )
     return folder / "site"
 
