@@ -64,7 +64,7 @@ clean: ## remove environments and what was built
 # torch comes first: the kernels are built against the torch they will run with, so without build isolation.
 $(VENV)/.installed: $(DEPENDS)
 	$(PYTHON) -m venv $(VENV)
-	grep -v -E '$(if $(TORCH),^torch(vision)?==,^$$)' constraints.txt > $(VENV)/constraints.txt
+	grep -v -E '$(if $(TORCH),^(torch|torchvision|setuptools)==,^$$)' constraints.txt > $(VENV)/constraints.txt
 	$(RUN) -m pip install --quiet -c $(VENV)/constraints.txt setuptools wheel ninja numpy $(or $(TORCH),torch torchvision)
 	LIGHTNING_SPARSE_BUILD=none $(RUN) -m pip install --quiet --no-build-isolation -c $(VENV)/constraints.txt -e '.[dev]'
 	touch $@
