@@ -150,7 +150,9 @@ class Build(Base):
 
 def main() -> None:
     if cpp_extension is None or MODE == "none":
-        reason = "LIGHTNING_SPARSE_BUILD=none" if MODE == "none" else f"torch was not importable while building ({NO_TORCH})"
+        reason = (
+            "LIGHTNING_SPARSE_BUILD=none" if MODE == "none" else f"torch was not importable while building ({NO_TORCH})"
+        )
         if MODE == "required":
             raise RuntimeError(f"LIGHTNING_SPARSE_BUILD=required, but {reason}: install with --no-build-isolation")
         remove_stale(ROOT / KERNELS)

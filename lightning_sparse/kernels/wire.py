@@ -155,7 +155,14 @@ def _section(message: Tensor, start: int, data: Tensor) -> None:
 def _header_is_sound(words: Tensor, table: Layout) -> Tensor:
     sizes = words[4:8].clone().view(torch.int64)
     same = (words[0] == MAGIC) & (words[3] == VALUE_CODES[table.value_dtype])
-    return same & (words[1] == 0) & (sizes[0] == table.numel) & (sizes[1] == table.k) & (words[2] >= -200) & (words[2] <= 200)
+    return (
+        same
+        & (words[1] == 0)
+        & (sizes[0] == table.numel)
+        & (sizes[1] == table.k)
+        & (words[2] >= -200)
+        & (words[2] <= 200)
+    )
 
 
 def _to_stored(values_K: Tensor, value_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
