@@ -1,26 +1,59 @@
 r"""What the nodes print, labelled and line by line.
 
-Lines of different nodes never mix: a line is written when its end arrives. A progress bar has no line ends, it returns
+Lines of different ranks never mix: a line is written when its end arrives. A progress bar has no line ends, it returns
 the carriage and writes over itself; on a terminal it stays one line at the bottom, redrawn after each line that passes
 above it, and in a file it becomes a line every `BAR_S` seconds, so that a log neither floods nor falls silent.
 
-Example, bytes read from two nodes and what a file gets::
+Nested bars use a line end to reach the line below and a cursor move to come back. So a bar that ends its line is *held*
+until the next thing its rank writes tells which it was. Example, bytes read from two nodes and what a file gets::
 
-    node 0: b"\rEpoch 0:  50%"      node 1: b"loaded\n"      node 0: b"\rEpoch 0: 100%\n"
+    node 0: b"\rEpoch 0:  50%"      node 1: b"loaded\n"      node 0: b"\rEpoch 0: 100%\ndone\n"
     [node 0] Epoch 0:  50%
     [node 1] loaded
     [node 0] Epoch 0: 100%
+    [node 0] done
 """
 
 from __future__ import annotations
 
+import codecs
 import re
 import time
+from dataclasses import dataclass, field
 from typing import TextIO
 
 BAR_S = 5.0
-# cursor moves of nested bars make no sense inside a labelled line; colours stay
-CURSOR_MOVES = re.compile(r"\x1b\[\d*[ABCDGHJKsu]")
+CONTROLS = re.compile(r"(\r\n|\n|\r|\x1b\[\d*[A-HJKsu])")  # line ends and cursor moves; colours count as text
+CUT_OFF = re.compile(r"(\x1b(\[\d*)?)$")  # the beginning of a cursor move
+
+
+@dataclass
+class _Row:
+    """A line in the making. `bar`: the carriage was returned in it."""
+
+    text: str = ""
+    bar: bool = False
+    returned: bool = False
+
+    def write(self, text: str) -> None:
+        behind_bar = self.bar and not self.returned  # somebody logs; the bar will be drawn again, below
+        self.text = text if self.returned or behind_bar else self.text + text
+        self.bar, self.returned = self.bar and not behind_bar, False
+
+    def carriage_return(self) -> None:
+        self.bar = self.returned = True
+
+
+@dataclass
+class _Source:
+    """One rank, or the launcher of a node."""
+
+    label: str
+    decoder: codecs.IncrementalDecoder = field(default_factory=lambda: codecs.getincrementaldecoder("utf-8")("replace"))
+    unread: str = ""
+    row: _Row = field(default_factory=_Row)
+    held: _Row | None = None
+    last_line: str = ""
 
 
 class LabelledOutput:
@@ -29,52 +62,70 @@ class LabelledOutput:
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
         self._terminal = stream.isatty()
-        self._partial: dict[tuple[int, int], bytes] = {}
-        self._last_line: dict[tuple[int, int], str] = {}
+        self._sources: dict[tuple[int, int], _Source] = {}
         self._bar = ""  # what stands at the bottom of the terminal
-        self._bar_source = (-1, -1)
         self._bar_written = -BAR_S
 
     def feed(self, node: int, rank: int, data: bytes) -> None:
         """data: what a local rank of a node has written."""
-        source = (node, rank)
-        *lines, tail = (self._partial.get(source, b"") + data).replace(b"\r\n", b"\n").split(b"\n")
-        for line in lines:
-            self._line(source, _text(line), bar=b"\r" in line)
-        self._partial[source] = tail
-        if b"\r" in tail:
-            self._progress(source, _text(tail))
-            self._partial[source] = b"\r" + tail.rpartition(b"\r")[2]
+        source = self._sources.setdefault((node, rank), _Source(f"[node {node}]"))
+        text = source.unread + source.decoder.decode(data)
+        source.unread = match.group() if (match := CUT_OFF.search(text)) else ""
+        progress = ""
+        for token in CONTROLS.split(text.removesuffix(source.unread)):
+            if not token:
+                continue
+            if not CONTROLS.fullmatch(token):
+                source.row.write(token)
+                progress = token if source.row.bar and token.strip() else progress
+            elif token == "\r":
+                source.row.carriage_return()
+            elif token.endswith("\n"):
+                self._end_row(source)
+            elif token.endswith("A") and source.held is not None:
+                source.row, source.held = source.held, None  # that line end was a cursor move
+        if progress:
+            self._progress(source, progress)
 
     def finish(self, node: int) -> None:
         """Write what a node that has ended left without a line end."""
-        for source in [source for source in self._partial if source[0] == node]:
-            tail = _text(self._partial.pop(source))
-            if tail:
-                self._line(source, tail)
+        for key, source in self._sources.items():
+            if key[0] == node:
+                for row in (source.held, source.row):
+                    if row is not None and row.text:
+                        self._line(source, row.text, bar=row.bar)
+                source.held, source.row = None, _Row()
 
     def close(self) -> None:
-        for node in {node for node, _ in self._partial}:
+        for node in {node for node, _ in self._sources}:
             self.finish(node)
         if self._bar:
             self._write("\n")
             self._bar = ""
 
-    def _line(self, source: tuple[int, int], text: str, bar: bool = False) -> None:
-        line = f"[node {source[0]}] {text}".rstrip()
-        if bar and (not text or line == self._last_line.get(source)):
-            return  # nested bars end lines only to move the cursor
-        self._last_line[source] = line
-        if self._bar and source == self._bar_source:
+    def _end_row(self, source: _Source) -> None:
+        if source.held is not None:
+            self._line(source, source.held.text, bar=True)
+            source.held = None
+        if source.row.bar:
+            source.held = source.row
+        else:
+            self._line(source, source.row.text)
+        source.row = _Row()
+
+    def _line(self, source: _Source, text: str, bar: bool = False) -> None:
+        line = f"{source.label} {text}".rstrip()
+        if bar and line in (source.label, source.last_line):
+            return
+        source.last_line = line
+        if bar and self._bar:
             self._bar = ""  # the bar itself came to its end
             self._write("\r\x1b[K")
         self._write(f"\r\x1b[K{line}\n{self._bar}" if self._bar else f"{line}\n")
 
-    def _progress(self, source: tuple[int, int], text: str) -> None:
-        if not text:
-            return
+    def _progress(self, source: _Source, text: str) -> None:
         if self._terminal:
-            self._bar, self._bar_source = f"[node {source[0]}] {text}", source
+            self._bar = f"{source.label} {text}".rstrip()
             self._write(f"\r\x1b[K{self._bar}")
         elif time.monotonic() - self._bar_written >= BAR_S:
             self._bar_written = time.monotonic()
@@ -83,10 +134,3 @@ class LabelledOutput:
     def _write(self, text: str) -> None:
         self._stream.write(text)
         self._stream.flush()
-
-
-def _text(raw: bytes) -> str:
-    """What a terminal would show of a line: the text after the last carriage return that is followed by any."""
-    decoded = CURSOR_MOVES.sub("", raw.decode(errors="replace"))
-    shown = [part for part in decoded.split("\r") if part.strip()]
-    return shown[-1].rstrip() if shown else ""

@@ -52,9 +52,9 @@ def test_last_words_without_a_line_end_are_kept():
 def test_a_character_may_arrive_in_two_pieces():
     stream = io.StringIO()
     labelled = LabelledOutput(stream)
-    labelled.feed(0, 0, "caf\u00e9\n".encode()[:4])
-    labelled.feed(0, 0, "caf\u00e9\n".encode()[4:])
-    assert stream.getvalue() == "[node 0] caf\u00e9\n"
+    labelled.feed(0, 0, "\u03c0\n".encode()[:1])
+    labelled.feed(0, 0, "\u03c0\n".encode()[1:])
+    assert stream.getvalue() == "[node 0] \u03c0\n"
 
 
 def test_bars_in_a_file_are_thinned_out(monkeypatch):
@@ -66,21 +66,40 @@ def test_bars_in_a_file_are_thinned_out(monkeypatch):
         now[0] += 1.0
         labelled.feed(0, 0, f"\rEpoch 0: {percent}%".encode())
     labelled.feed(0, 0, b"\rEpoch 0: 100%\n")
+    labelled.close()
     assert stream.getvalue() == "[node 0] Epoch 0: 0%\n[node 0] Epoch 0: 50%\n[node 0] Epoch 0: 100%\n"
 
 
 def test_a_bar_stays_below_the_lines_on_a_terminal():
     stream = _Terminal()
     labelled = LabelledOutput(stream)
-    labelled.feed(0, 0, b"\r 50%")
-    labelled.feed(1, 0, b"loaded\n")
-    labelled.feed(0, 0, b"\r100%\n")
     clear = "\r\x1b[K"
-    assert stream.getvalue() == (f"{clear}[node 0]  50%{clear}[node 1] loaded\n[node 0]  50%{clear}[node 0] 100%\n")
+    for node, data, shown in (
+        (0, b"\r 50%", f"{clear}[node 0]  50%"),
+        (1, b"loaded\n", f"{clear}[node 1] loaded\n[node 0]  50%"),
+        (0, b"\r100%\n", f"{clear}[node 0] 100%"),
+        (0, b"saved\n", f"{clear}[node 0] 100%\n[node 0] saved\n"),
+    ):
+        stream.truncate(0)
+        stream.seek(0)
+        labelled.feed(node, 0, data)
+        assert stream.getvalue() == shown
 
 
-def test_nested_bars_leave_no_empty_lines():
+def test_a_log_line_behind_a_bar_is_a_line():
     stream = io.StringIO()
     labelled = LabelledOutput(stream)
-    labelled.feed(0, 0, b"\rEpoch 0: 100%\n\rValidation: 50%\x1b[A\n\r            \x1b[A\rEpoch 0: 100%, acc=1\n")
-    assert stream.getvalue() == "[node 0] Epoch 0: 100%\n[node 0] Validation: 50%\n[node 0] Epoch 0: 100%, acc=1\n"
+    for data in (b"\r 50%", b"saving\n", b"\r 60%"):
+        labelled.feed(0, 0, data)
+    assert stream.getvalue() == "[node 0]  50%\n[node 0] saving\n"
+
+
+def test_nested_bars_are_no_lines():
+    stream = io.StringIO()
+    labelled = LabelledOutput(stream)
+    writes = [b"\rEpoch 0: 100%", b"\n", b"\rValidation: 50%", b"\x1b[A", b"\n\r            \x1b", b"[A"]
+    for data in writes + [b"\rEpoch 0: 100%, acc=1", b"\n"]:
+        labelled.feed(0, 0, data)
+    assert stream.getvalue() == "[node 0] Epoch 0: 100%\n"
+    labelled.feed(0, 0, b"done\n")
+    assert stream.getvalue().splitlines()[1:] == ["[node 0] Epoch 0: 100%, acc=1", "[node 0] done"]

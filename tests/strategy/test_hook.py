@@ -12,8 +12,9 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_sparse.kernels import message_bytes
-from lightning_sparse.strategy import CommunicationError, HierConfig
+from lightning_sparse.strategy import CommunicationError, HierConfig, hier_hook
 from lightning_sparse.strategy.schedule import num_selected
+from lightning_sparse.topology import with_groups
 from tests.helpers.distributed import RanksFailed, run_ranks
 from tests.strategy.models import flat_grads, flat_parameters, loss_of, mlp, node_residual, sum_over_nodes, wrap
 
@@ -298,6 +299,35 @@ def non_finite(bad: float, density: float) -> tuple[bool, Tensor, Tensor, Tensor
         else:
             optimizer.step()
     return seen, before, after, flat_grads(model)
+
+
+# -- one hook a wrapper ------------------------------------------------------------------------------------------------
+
+
+def test_a_second_hook_is_refused() -> None:
+    assert all("can only be called once" in said for said in run_ranks(second_hook, nodes=2, devices=1))
+
+
+def second_hook() -> str:
+    model = mlp()
+    ddp, state = wrap(model, HierConfig())
+    try:
+        ddp.register_comm_hook(state, hier_hook)
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+def test_a_topology_of_another_world_is_refused() -> None:
+    assert all("hold 3 ranks but the world has 2" in said for said in run_ranks(other_world, nodes=2, devices=1))
+
+
+def other_world() -> str:
+    try:
+        with_groups(((0, 1), (2,)))
+    except ValueError as error:
+        return str(error)
+    return ""
 
 
 # -- a rank that dies --------------------------------------------------------------------------------------------------

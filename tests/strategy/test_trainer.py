@@ -396,6 +396,8 @@ class Complex(nn.Module):
 def models(flavour: str) -> dict[str, Any]:
     plain = weights(fitted(flavour, sparse(flavour)))
     checkpointed = weights(fitted(flavour, sparse(flavour), plain_module(flavour, Checkpointed())))
+    compiled = plain_module(flavour)
+    trainer(flavour, sparse(flavour)).fit(torch.compile(compiled, backend="aot_eager"))
     module = plain_module(flavour, Complex())
     strategy = dense_one(flavour)
     fitted(flavour, strategy, module, max_steps=8)
@@ -403,6 +405,9 @@ def models(flavour: str) -> dict[str, Any]:
     fitted(flavour, ddp(flavour), reference, max_steps=8)
     return {
         "checkpointed": torch.equal(plain, checkpointed),
+        "plain": plain,
+        "compiled": weights(compiled),
+        "norms": sync_batch_norm(flavour),
         "double": (module.net.precise.detach(), reference.net.precise.detach()),
         "phase": (torch.view_as_real(module.net.phase.detach()), torch.view_as_real(reference.net.phase.detach())),
     }
@@ -410,6 +415,32 @@ def models(flavour: str) -> dict[str, Any]:
 
 def test_activation_checkpointing_changes_nothing(results: Results) -> None:
     assert all(each["models"]["checkpointed"] for each in results)
+
+
+def test_a_compiled_model_trains_alike(results: Results) -> None:
+    for each in results:
+        torch.testing.assert_close(each["models"]["compiled"], each["models"]["plain"], rtol=1e-4, atol=1e-5)
+    assert same_on_all_ranks(results, "models", "compiled")
+
+
+def sync_batch_norm(flavour: str) -> tuple[int, str]:
+    """How many norms were converted, and what torch says on the CPU, where they cannot execute."""
+    net = nn.Sequential(nn.Linear(13, 8), nn.BatchNorm1d(8), nn.Linear(8, 2))
+    t = trainer(flavour, sparse(flavour), sync_batchnorm=True)
+    try:
+        t.fit(plain_module(flavour, net))
+        said = ""
+    except ValueError as error:
+        said = str(error)
+    return sum(isinstance(each, nn.SyncBatchNorm) for each in t.strategy.lightning_module.modules()), said
+
+
+def test_batch_norms_are_converted_and_refuse_the_cpu(results: Results) -> None:
+    for each in results:
+        assert each["models"]["norms"] == (
+            1,
+            "SyncBatchNorm expected input tensor to be on GPU or xpu or privateuseone",
+        )
 
 
 def test_double_and_complex_parameters_go_dense(results: Results) -> None:

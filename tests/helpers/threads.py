@@ -1,0 +1,82 @@
+"""Ranks as threads of one process, so that several can share one GPU (NCCL refuses that).
+
+`ThreadCommunicator` answers the communicator's methods by handing tensors over between threads. All ranks call the same
+methods in the same order, so a barrier before and after reading is enough; sums run in rank order.
+"""
+
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_sparse.strategy.communicator import HierCommunicator
+from lightning_sparse.topology import Topology
+
+T = TypeVar("T")
+
+
+class Exchange:
+    """Where threads leave tensors for each other."""
+
+    def __init__(self, world_size: int) -> None:
+        self._barrier = threading.Barrier(world_size, timeout=60)
+        self._slots: list[Tensor | None] = [None] * world_size
+
+    def all_gather(self, rank: int, ranks: Sequence[int], tensor: Tensor) -> list[Tensor]:
+        self._slots[rank] = tensor.clone()
+        self._barrier.wait()
+        gathered = [slot for slot in (self._slots[each] for each in ranks) if slot is not None]
+        self._barrier.wait()
+        return gathered
+
+
+class ThreadCommunicator(HierCommunicator):
+    """The four steps between threads."""
+
+    def __init__(self, topology: Topology, exchange: Exchange) -> None:
+        super().__init__(topology)
+        self._exchange = exchange
+
+    def _gathered(self, ranks: Sequence[int], tensor: Tensor) -> list[Tensor]:
+        return self._exchange.all_gather(self.topology.rank, ranks, tensor)
+
+    def reduce_scatter(self, grad_N: Tensor) -> Tensor:
+        devices, index = self.topology.num_devices, self.topology.device_index
+        shard = -(-grad_N.numel() // devices)
+        padded = torch.nn.functional.pad(grad_N, (0, shard * devices - grad_N.numel()))
+        pieces = [each[index * shard : (index + 1) * shard] for each in self._gathered(self._node_ranks(), padded)]
+        return _sum(pieces)
+
+    def exchange(self, message_B: Tensor) -> Tensor:
+        return torch.stack(self._gathered(self._peer_ranks(), message_B))
+
+    def all_reduce(self, shard_S: Tensor) -> None:
+        shard_S.copy_(_sum(self._gathered(self._peer_ranks(), shard_S)))
+
+    def gather(self, shard_S: Tensor) -> Tensor:
+        return torch.cat(self._gathered(self._node_ranks(), shard_S))
+
+    def flat_all_reduce(self, tensor: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> None:
+        everyone = self._gathered(range(self.topology.world_size), tensor)
+        tensor.copy_(_sum(everyone) if op == dist.ReduceOp.SUM else torch.stack(everyone).amax(0))
+
+
+def run_threads(fn: Callable[[Topology, Exchange], T], nodes: Sequence[Sequence[int]]) -> list[T]:
+    """Call ``fn`` in one thread a rank; results in rank order."""
+    placed = tuple(tuple(node) for node in nodes)
+    world_size = sum(map(len, placed))
+    exchange = Exchange(world_size)
+    with ThreadPoolExecutor(world_size) as pool:
+        futures = [pool.submit(fn, Topology(placed, rank), exchange) for rank in range(world_size)]
+        return [future.result(timeout=120) for future in futures]
+
+
+def _sum(tensors: Sequence[Tensor]) -> Tensor:
+    total = tensors[0].clone()
+    for each in tensors[1:]:
+        total += each
+    return total

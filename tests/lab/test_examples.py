@@ -1,0 +1,56 @@
+"""The pair of examples stays a pair, and what `make demo` runs comes to its table."""
+
+import difflib
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from lightning_sparse.lab import why_not
+
+ROOT = Path(__file__).parents[2]
+EXAMPLES = ROOT / "examples"
+
+pytestmark = pytest.mark.timeout(280)
+
+
+def test_the_strategy_is_the_only_difference():
+    dense, sparse = ((EXAMPLES / name).read_text().splitlines() for name in ("digits_ddp.py", "digits_sparse.py"))
+    changed = [line for line in difflib.ndiff(dense[1:], sparse[1:]) if line[0] in "+-" and line[2:].strip()]
+    assert changed == [
+        "+ from lightning_sparse import MSTopKHierStrategy",
+        '-         strategy="ddp",',
+        "+         strategy=MSTopKHierStrategy(density=0.01),",
+    ]
+
+
+def _demo(out: Path, *arguments: str) -> str:
+    command = [sys.executable, str(EXAMPLES / "demo.py"), "--out", str(out), "--epochs", "1", *arguments]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, env=environment)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.mark.root
+def test_the_demo_counts_fewer_bytes_when_sparse(tmp_path):
+    printed = _demo(tmp_path / "demo", "--gbps", "1")
+    assert "times fewer bytes a step" in printed
+    sent = [
+        sum(sum(json.loads(path.read_text())["bytes_sent"]) for path in (tmp_path / "demo" / run).glob("node*.json"))
+        for run in ("run0", "run1")
+    ]
+    steps, parameters = 22, 1_225_610
+    assert 0.9 < sent[0] / (steps * 3 * 4 * parameters) < 1.3, "a ring over 4 ranks passes 2 * 3/4 * 2 links"
+    assert sent[1] < 0.6 * sent[0], "one epoch is all warm-up, and two rounds are dense"
+    assert (tmp_path / "demo" / "table.md").read_text() in printed
+
+
+@pytest.mark.skipif(why_not() is None, reason="the demo with a network covers it, at twice the time")
+def test_the_demo_rehearses_without_a_network(tmp_path):
+    printed = _demo(tmp_path / "demo", "--no-net")
+    assert "A rehearsal on loopback" in printed
+    assert "not counted" in printed
