@@ -42,7 +42,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from convergence_pictures import Pictures, load_pictures
-from convergence_report import write_report
+from convergence_report import commit, write_report
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
@@ -302,6 +302,7 @@ def worker(rank: int, runs: list[Run], pictures_file: Path, folder: Path, rendez
         "gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=WORLD, timeout=timedelta(seconds=120)
     )
     topology = discover()
+    at_commit = commit()
     pictures: Pictures = torch.load(pictures_file, weights_only=False)
     with tqdm(total=sum(run.settings.epochs for run in runs), unit="epoch", disable=rank != 0) as bar:
         for run in runs:
@@ -313,7 +314,7 @@ def worker(rank: int, runs: list[Run], pictures_file: Path, folder: Path, rendez
             record = train(run, pictures, topology, show)
             if rank == 0:
                 temporary = folder / f".{run.file_name}"
-                temporary.write_text(json.dumps(record, indent=1))
+                temporary.write_text(json.dumps({**record, "commit": at_commit}, indent=1))
                 temporary.replace(folder / run.file_name)
     dist.destroy_process_group()
 

@@ -61,21 +61,21 @@ def mean_curve(records: Sequence[dict[str, Any]], config: str, key: str) -> list
     return [fmean(row[key] for row in rows) for rows in zip(*histories, strict=True)]
 
 
-def surroundings(command: str) -> dict[str, str]:
-    """What a number is worth nothing without."""
-    root = Path(__file__).resolve().parent
-    git = ["git", "-C", str(root)]
-    commit = subprocess.run([*git, "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
+def commit() -> str:
+    """Of the source tree that this file lies in."""
+    git = ["git", "-C", str(Path(__file__).resolve().parent)]
+    head = subprocess.run([*git, "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
     changed = subprocess.run([*git, "status", "--porcelain", "-uno"], capture_output=True, text=True).stdout.strip()
+    return (head or "unknown") + (" with local changes" if changed else "")
+
+
+def surroundings(command: str) -> dict[str, str]:
+    """What a number is worth nothing without; the commit is kept with each run."""
     cpuinfo = Path("/proc/cpuinfo")
-    names = (
-        [line.partition(":")[2].strip() for line in cpuinfo.read_text().splitlines() if "model name" in line]
-        if cpuinfo.exists()
-        else []
-    )
+    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     return {
         "command": command,
-        "commit": (commit or "unknown") + (" with local changes" if changed else ""),
         "date": date.today().isoformat(),
         "hardware": f"{names[0] if names else platform.processor() or platform.machine()}, {os.cpu_count()} cores",
         "versions": f"torch {torch.__version__}, Python {platform.python_version()}",
@@ -124,6 +124,7 @@ def plot(records: Sequence[dict[str, Any]], file: Path) -> None:
 def write_report(records: Sequence[dict[str, Any]], out: Path, command: str) -> str:
     """Write results.json, results.md and accuracy.png; returns the table."""
     rows, about = summarise(records), surroundings(command)
+    about["commit"] = ", ".join(sorted({record["commit"] for record in records}))
     settings, parameters = records[0]["settings"], records[0]["parameters"]
     (out / "results.json").write_text(
         json.dumps(
