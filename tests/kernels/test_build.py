@@ -1,0 +1,93 @@
+"""The native code as text and as a build: no GPU is needed to compile for one. Half a minute where nvcc is present."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+CSRC = ROOT / "lightning_sparse/kernels/csrc"
+KERNEL_FILES = sorted([*CSRC.glob("*.cu"), *CSRC.glob("*_cpu.cpp"), *CSRC.glob("*.h")])
+
+
+@pytest.mark.skipif(shutil.which("nvcc") is None, reason="no nvcc on PATH")
+@pytest.mark.parametrize("architecture", ["sm_80", "sm_90"])
+@pytest.mark.parametrize("source", sorted(CSRC.glob("*.cu")), ids=lambda path: path.name)
+def test_cuda_compiles_without_spills(source: Path, architecture: str, tmp_path: Path) -> None:
+    flags = ["-O3", "-std=c++20", "--fmad=false", "-Xptxas", "-v", "-Werror", "all-warnings"]
+    command = ["nvcc", "-cubin", f"-arch={architecture}", *flags, "-o", str(tmp_path / "out"), str(source)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    spills = re.findall(r"(\d+) bytes spill stores, (\d+) bytes spill loads", done.stderr)
+    assert spills, "ptxas said nothing about spills"
+    assert set(spills) == {("0", "0")}, done.stderr
+
+
+@pytest.mark.parametrize("path", KERNEL_FILES, ids=lambda path: path.name)
+def test_kernels_include_no_torch_header(path: Path) -> None:
+    assert not re.search(r"#include\s*[<\"](torch|ATen|c10)/", path.read_text())
+
+
+def test_binding_defines_no_schema() -> None:
+    text = (CSRC / "binding.cpp").read_text()
+    assert ".def(" not in text
+    assert "STABLE_TORCH_LIBRARY(" not in text
+
+
+def test_never_for_this_machine_only() -> None:
+    text = (ROOT / "setup.py").read_text()
+    assert "march=native" not in text
+    assert "-ffp-contract=off" in text
+    assert "--fmad=false" in text
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Path:
+    """A copy of what a build reads."""
+    for name in ("setup.py", "pyproject.toml", "LICENSE"):
+        shutil.copy(ROOT / name, tmp_path)
+    (tmp_path / "README.md").touch()
+    ignore = shutil.ignore_patterns("*.so", "__pycache__", "build_report.txt")
+    shutil.copytree(ROOT / "lightning_sparse", tmp_path / "lightning_sparse", ignore=ignore)
+    return tmp_path
+
+
+def build(checkout: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "setup.py", "-q", "build_ext", "--inplace"]
+    return subprocess.run(
+        command, cwd=checkout, env={**os.environ, **environment}, capture_output=True, text=True, check=False
+    )
+
+
+def report_of(checkout: Path) -> str:
+    return (checkout / "lightning_sparse/kernels/build_report.txt").read_text()
+
+
+def test_a_build_can_be_left_out(checkout: Path) -> None:
+    stale = checkout / "lightning_sparse/kernels/_C.abi3.so"
+    stale.touch()
+    done = build(checkout, LIGHTNING_SPARSE_BUILD="none")
+    assert done.returncode == 0, done.stderr
+    assert "LIGHTNING_SPARSE_BUILD=none" in report_of(checkout)
+    assert not stale.exists(), "an older build must not outlive its sources"
+
+
+def test_a_failing_compiler_falls_back_and_says_why(checkout: Path) -> None:
+    broken = {"CXX": "/nonexistent/c++", "CC": "/nonexistent/cc", "LIGHTNING_SPARSE_BUILD": ""}
+    done = build(checkout, **broken)
+    assert done.returncode == 0, done.stderr
+    assert report_of(checkout).startswith("nothing built: ")
+    program = "from lightning_sparse.kernels import kernel_report as r; assert r().cpu == 'plain torch'; print(r())"
+    told = subprocess.run([sys.executable, "-c", program], cwd=checkout, capture_output=True, text=True, check=False)
+    assert "nothing built" in told.stdout, told.stderr
+
+
+def test_required_makes_it_an_error(checkout: Path) -> None:
+    done = build(checkout, CXX="/nonexistent/c++", CC="/nonexistent/cc", LIGHTNING_SPARSE_BUILD="required")
+    assert done.returncode != 0

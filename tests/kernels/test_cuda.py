@@ -1,0 +1,147 @@
+"""The CUDA kernels against plain torch on the CPU, bit for bit; graph capture; the path that the sample misled."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from lightning_sparse.kernels import accumulate, compress, kernel_report, mstopk, ops, plain, reference
+from tests.kernels.paths import DTYPES, inputs, ks, same_bits
+from tests.kernels.test_accumulate import damaged, messages_of
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+    pytest.mark.skipif(kernel_report().cuda != "compiled", reason="; ".join(kernel_report().reasons) or "compiled"),
+]
+SIZES = [1, 7, 100, 4095, 4097, 70_001, 1_000_003]
+
+
+@pytest.fixture(params=["candidates", "whole"])
+def _path(request: pytest.FixtureRequest) -> Iterator[None]:
+    assert ops._handle is not None
+    ops._handle.lightning_sparse_force(2 if request.param == "whole" else 0)
+    yield
+    ops._handle.lightning_sparse_force(0)
+
+
+@pytest.mark.usefixtures("_path")
+@pytest.mark.parametrize("numel", SIZES)
+def test_exact(numel: int) -> None:
+    for name, x in inputs(numel).items():
+        for dtype in DTYPES:
+            y = x.to(dtype)
+            for k in ks(numel):
+                values, indices = mstopk(y.cuda(), k)
+                want = reference.topk(y, k)
+                assert same_bits(indices.cpu(), want[1]), (name, dtype, k)
+                assert same_bits(values.cpu(), want[0]), (name, dtype, k)
+
+
+@pytest.mark.usefixtures("_path")
+@pytest.mark.parametrize("numel", [1, 100, 4097, 70_001])
+def test_paper(numel: int) -> None:
+    for name, x in inputs(numel).items():
+        for k in ks(numel):
+            values, indices = mstopk(x.cuda(), k, "paper")
+            want = reference.mstopk(x, k)
+            assert same_bits(indices.cpu(), want[1]), (name, k)
+            assert same_bits(values.cpu(), want[0]), (name, k)
+
+
+@pytest.mark.usefixtures("_path")
+@pytest.mark.parametrize("value_dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("numel", [1, 100, 4097, 200_003])
+def test_compress(numel: int, value_dtype: torch.dtype) -> None:
+    residual = torch.randn(numel, generator=torch.Generator().manual_seed(9)) * 0.1
+    scale = torch.tensor(1 / 3)
+    for name, x in inputs(numel).items():
+        for grad in (x, x.bfloat16()):
+            for before, factor in ((None, None), (residual, scale)):
+                k = max(1, numel // 50)
+                got, want = torch.full((numel,), 3.0, device="cuda"), torch.full((numel,), 3.0)
+                arguments = [None if t is None else t.cuda() for t in (before, factor)]
+                message = compress(grad.cuda(), arguments[0], got, k, value_dtype, arguments[1])
+                assert same_bits(message.cpu(), plain.compress(grad, before, want, k, value_dtype, factor)), name
+                assert same_bits(got.cpu(), want), name
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("numel", "k"), [(1, 1), (100, 100), (70_001, 700), (1_000_003, 30_000)])
+def test_accumulate(numel: int, k: int, dtype: torch.dtype) -> None:
+    messages = messages_of(numel, k, 5, dtype)
+    want, shard = torch.empty(numel), torch.empty(numel, device="cuda")
+    plain.accumulate(messages, want, k, dtype)
+    accumulate(messages.cuda(), shard, k, dtype)
+    assert same_bits(shard.cpu(), want)
+
+
+def test_damaged_messages_poison() -> None:
+    messages = messages_of(70_001, 70, 2, torch.float32)
+    for name, bad in damaged(messages[1]).items():
+        shard = torch.empty(70_001, device="cuda")
+        accumulate(torch.stack([messages[0], bad]).cuda(), shard, 70, torch.float32)
+        assert bool(shard.isnan().all()), name
+
+
+def test_a_hundred_runs_give_the_same_bits() -> None:
+    grad, residual = torch.randn(2, 1_000_003, generator=torch.Generator().manual_seed(7)).cuda()
+    first = None
+    for _ in range(100):
+        left = torch.empty_like(residual)
+        both = compress(grad, residual, left, 10_000, torch.bfloat16), left
+        first = first or both
+        assert same_bits(first[0].cpu(), both[0].cpu())
+        assert same_bits(first[1].cpu(), both[1].cpu())
+
+
+@pytest.mark.usefixtures("_path")
+def test_captured_in_a_graph() -> None:
+    numel, k = 300_001, 3000
+    grad = torch.zeros(numel, device="cuda")
+    left, shard = torch.empty_like(grad), torch.empty_like(grad)
+    residual = torch.zeros_like(grad)
+
+    def step() -> None:
+        message = compress(grad, residual, left, k, torch.bfloat16)
+        accumulate(message.unsqueeze(0), shard, k, torch.bfloat16)
+
+    step()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    for seed in range(3):
+        x = torch.randn(numel, generator=torch.Generator().manual_seed(seed))
+        grad.copy_(x)
+        graph.replay()
+        want_left, want = torch.empty(numel), torch.empty(numel)
+        message = plain.compress(x, torch.zeros(numel), want_left, k, torch.bfloat16, None)
+        plain.accumulate(message.unsqueeze(0), want, k, torch.bfloat16)
+        assert same_bits(left.cpu(), want_left)
+        assert same_bits(shard.cpu(), want)
+
+
+def test_waits_for_nothing() -> None:
+    x = torch.randn(100_000, device="cuda")
+    mstopk(x, 1000)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        values, indices = mstopk(x, 1000)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert values.equal(x[indices.long()])
+
+
+@pytest.mark.skipif(
+    torch.cuda.is_available() and torch.cuda.get_device_properties(0).total_memory < 20 << 30, reason="needs 20 GiB"
+)
+def test_more_than_2_to_the_31_elements() -> None:
+    numel = 2**31 + 70_001
+    x = torch.zeros(numel, dtype=torch.bfloat16, device="cuda")
+    where = torch.tensor([5, 2**31 - 1, 2**31, numel - 1], device="cuda")
+    x[where] = 1.0
+    indices = mstopk(x, 4)[1]
+    assert indices.dtype == torch.int64
+    assert indices.equal(where)
