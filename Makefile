@@ -65,7 +65,7 @@ clean: ## remove environments and what was built
 $(VENV)/.installed: $(DEPENDS)
 	$(PYTHON) -m venv $(VENV)
 	grep -v -E '$(if $(TORCH),^(torch|torchvision|setuptools)==,^$$)' constraints.txt > $(VENV)/constraints.txt
-	$(RUN) -m pip install --quiet -c $(VENV)/constraints.txt setuptools wheel ninja numpy $(or $(TORCH),torch torchvision)
+	$(RUN) -m pip install --quiet -c $(VENV)/constraints.txt 'setuptools>=77' wheel ninja numpy $(or $(TORCH),torch torchvision)
 	LIGHTNING_SPARSE_BUILD=none $(RUN) -m pip install --quiet --no-build-isolation -c $(VENV)/constraints.txt -e '.[dev]'
 	touch $@
 
