@@ -359,6 +359,7 @@ def main() -> None:
     parser.add_argument("--epochs", type=int, default=Settings.epochs)
     parser.add_argument("--lr", type=float, help="instead of the one that --tune found")
     parser.add_argument("--tune", action="store_true", help="find the learning rate on dense training, and stop")
+    parser.add_argument("--report-only", action="store_true", help="run nothing: report on what is finished")
     options = parser.parse_args()
     os.environ["OMP_NUM_THREADS"] = "1"
     options.out.mkdir(parents=True, exist_ok=True)
@@ -374,6 +375,10 @@ def main() -> None:
     lr = options.lr if options.lr is not None else json.loads(tuned.read_text())["lr"]
     settings = Settings(lr=lr, epochs=options.epochs)
     runs = [Run(config, seed, settings) for seed in options.seeds for config in options.configs]
+    if options.report_only:
+        runs = [run for run in runs if (options.out / "runs" / run.file_name).exists()]
+        if not runs:
+            parser.error(f"{options.out} holds no finished runs; leave --report-only out to make some")
     records = execute(runs, pictures_file, options.out / "runs")
     tqdm.write(write_report(records, options.out, command=" ".join(["python", *sys.argv])))
 
