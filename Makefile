@@ -55,7 +55,7 @@ bench: $(VENV)/.built ## run the quick benchmarks
 # No environment is made: machines with a GPU are often cut off from package indexes.
 gpu-check: ## with PYTHON as it is: build the kernels, run the GPU tests, time the kernels
 	LIGHTNING_SPARSE_BUILD=required $(PYTHON) setup.py build_ext --inplace
-	PYTHONPATH=$(CURDIR) $(PYTHON) -m pytest -m gpu $(ARGS)
+	PYTHONPATH=$(CURDIR) $(PYTHON) -m pytest -p tests.helpers.timeout_optional -m gpu $(ARGS)
 	PYTHONPATH=$(CURDIR) $(PYTHON) benchmarks/kernels.py --out $(OUT)
 
 clean: ## remove environments and what was built
@@ -64,11 +64,11 @@ clean: ## remove environments and what was built
 # torch comes first: the kernels are built against the torch they will run with, so without build isolation.
 $(VENV)/.installed: $(DEPENDS)
 	$(PYTHON) -m venv $(VENV)
-	grep -v -E '$(if $(TORCH),^torch(vision)?==,^$$)' constraints.txt > $(VENV)/constraints.txt
+	grep -v -E '$(if $(TORCH),^(torch|torchvision|setuptools)==,^$$)' constraints.txt > $(VENV)/constraints.txt
 	$(RUN) -m pip install --quiet -c $(VENV)/constraints.txt setuptools wheel ninja numpy $(or $(TORCH),torch torchvision)
 	LIGHTNING_SPARSE_BUILD=none $(RUN) -m pip install --quiet --no-build-isolation -c $(VENV)/constraints.txt -e '.[dev]'
 	touch $@
 
 $(VENV)/.built: $(VENV)/.installed $(KERNELS)
-	if [ -f setup.py ]; then $(RUN) setup.py build_ext --inplace; fi
+	if [ -f setup.py ]; then $(RUN) setup.py --quiet build_ext --inplace; fi
 	touch $@

@@ -5,12 +5,12 @@
     otherwise                             none: the operators run in plain torch
 
 What was built, and why not more, goes into lightning_sparse/kernels/build_report.txt, because pip hides the output of
-builds; `lightning_sparse.kernels.kernel_report()` repeats it. LIGHTNING_SPARSE_BUILD=required turns a fallback into an error,
-LIGHTNING_SPARSE_BUILD=cpu leaves CUDA out, LIGHTNING_SPARSE_BUILD=none builds nothing.
+builds; `lightning_sparse.kernels.kernel_report()` repeats it. LIGHTNING_SPARSE_BUILD=required turns a fallback into an
+error, LIGHTNING_SPARSE_BUILD=cpu leaves CUDA out, LIGHTNING_SPARSE_BUILD=none builds nothing.
 
-The extension is on torch's stable ABI and has no Python.h: one binary serves every torch from 2.10 on and every Python, with
-or without CUDA. Hence CppExtension also for the .cu file (CUDAExtension would link libtorch_cuda, which a CPU torch lacks),
-the static CUDA runtime, and torch's libtorch, which pulls in libtorch_cuda where there is one.
+The extension is on torch's stable ABI and has no Python.h: one binary serves every torch from 2.10 on and every Python,
+with or without CUDA. Hence CppExtension also for the .cu file (CUDAExtension would link libtorch_cuda, which a CPU torch
+lacks), the static CUDA runtime, and torch's libtorch, which pulls in libtorch_cuda where there is one.
 """
 
 from __future__ import annotations

@@ -52,7 +52,7 @@ def mstopk(x: Tensor, k: int, mode: Literal["exact", "paper"] = "exact") -> tupl
     if mode not in ("exact", "paper"):
         raise ValueError(f"mode={mode!r}: choose 'exact' or 'paper'")
     _check_mstopk(x, k)
-    values, indices = torch.ops.lightning_sparse.mstopk(x, k, mode == "paper")
+    values, indices = torch.ops.lightning_sparse.mstopk(x.detach(), k, mode == "paper")
     return values, indices
 
 
@@ -72,7 +72,7 @@ def compress(
     """
     code = _value_code(value_dtype)
     _check_compress(grad_S, residual_S, next_residual_S, k, scale)
-    message: Tensor = torch.ops.lightning_sparse.compress(grad_S, residual_S, next_residual_S, k, code, scale)
+    message: Tensor = torch.ops.lightning_sparse.compress(grad_S.detach(), residual_S, next_residual_S, k, code, scale)
     return message
 
 
@@ -153,6 +153,10 @@ def _check_accumulate(messages: Tensor, shard: Tensor, k: int, code: int) -> Non
             f"messages_MB is {messages.dtype}{list(messages.shape)} on {messages.device}: numel={shard.numel()}, k={k} "
             f"and {_dtype_of(code)} need contiguous uint8[M >= 1, {nbytes}] on {shard.device}"
         )
+    if not _is_traced(messages) and messages.data_ptr() % wire.ALIGN:
+        raise ValueError(
+            f"messages_MB begins at an address that is no multiple of {wire.ALIGN}: pass messages_MB.clone()"
+        )
     if _overlap(messages, shard):
         raise ValueError("shard_S shares memory with messages_MB: it is overwritten while they are read")
 
@@ -190,14 +194,15 @@ def _overlap(a: Tensor, b: Tensor | None) -> bool:
         return False
     if a is b:
         return True
-    if torch.compiler.is_compiling() or _has_no_memory(a) or _has_no_memory(b):
-        return False  # nothing to look at while tracing; the compiled kernels look again
+    if _is_traced(a) or _is_traced(b):
+        return False
     first, second = a.data_ptr(), b.data_ptr()
     return first < second + b.numel() * b.element_size() and second < first + a.numel() * a.element_size()
 
 
-def _has_no_memory(tensor: Tensor) -> bool:
-    return tensor.is_meta or type(tensor) not in (Tensor, torch.nn.Parameter)
+def _is_traced(tensor: Tensor) -> bool:
+    """Has no memory to look at; the implementations look again when they run."""
+    return torch.compiler.is_compiling() or tensor.is_meta or type(tensor) not in (Tensor, torch.nn.Parameter)
 
 
 # --------------------------------------------------------------------------------- implementations and their loading

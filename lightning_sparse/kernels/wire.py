@@ -179,7 +179,9 @@ def _to_stored(values_K: Tensor, value_dtype: torch.dtype) -> tuple[Tensor, Tens
         exponent = torch.where(largest > 0, torch.frexp(largest).exponent - 1 - _FP16_EXPONENT, 0).to(torch.int32)
         scaled = canonical.double() * _power_of_two(-exponent)
         stored = scaled.clamp(-_FP16_LIMIT, _FP16_LIMIT).half()
-    return torch.where(finite, stored, canonical.to(value_dtype)), exponent
+    stored = torch.where(finite, stored, canonical.to(value_dtype))
+    quiet = 0x7FC0 if value_dtype == torch.bfloat16 else 0x7E00  # torch's conversion of NaN depends on the processor
+    return stored.view(torch.int16).masked_fill(values_K.isnan(), quiet).view(value_dtype), exponent
 
 
 def _from_stored(stored_K: Tensor, exponent: Tensor) -> Tensor:

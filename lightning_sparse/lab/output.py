@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import codecs
 import re
+import shutil
 import time
 from dataclasses import dataclass, field
 from typing import TextIO
@@ -125,7 +126,8 @@ class LabelledOutput:
 
     def _progress(self, source: _Source, text: str) -> None:
         if self._terminal:
-            self._bar = f"{source.label} {text}".rstrip()
+            columns = shutil.get_terminal_size().columns - 1  # a bar that wraps cannot be drawn over
+            self._bar = f"{source.label} {text}".rstrip()[:columns]
             self._write(f"\r\x1b[K{self._bar}")
         elif time.monotonic() - self._bar_written >= BAR_S:
             self._bar_written = time.monotonic()

@@ -29,7 +29,7 @@ def transcription(x: torch.Tensor, k: int, iterations: int = 30) -> tuple[float,
     return t1, t2
 
 
-@pytest.mark.parametrize("numel", (1, 3, 100, 5000))
+@pytest.mark.parametrize("numel", [1, 3, 100, 5000])
 def test_exactly_k_ascending_and_distinct(numel: int) -> None:
     generator = torch.Generator().manual_seed(1)
     for name, x in inputs(numel).items():

@@ -397,7 +397,10 @@ def models(flavour: str) -> dict[str, Any]:
     plain = weights(fitted(flavour, sparse(flavour)))
     checkpointed = weights(fitted(flavour, sparse(flavour), plain_module(flavour, Checkpointed())))
     compiled = plain_module(flavour)
-    trainer(flavour, sparse(flavour)).fit(torch.compile(compiled, backend="aot_eager"))
+    # torch's DDPOptimizer, which cuts the graph at buckets, wants them no smaller than its first
+    large = {"bucket_cap_mb": 25}
+    trainer(flavour, dense_one(flavour, **large)).fit(torch.compile(compiled, backend="aot_eager"))
+    uncompiled = weights(fitted(flavour, dense_one(flavour, **large)))
     module = plain_module(flavour, Complex())
     strategy = dense_one(flavour)
     fitted(flavour, strategy, module, max_steps=8)
@@ -405,7 +408,7 @@ def models(flavour: str) -> dict[str, Any]:
     fitted(flavour, ddp(flavour), reference, max_steps=8)
     return {
         "checkpointed": torch.equal(plain, checkpointed),
-        "plain": plain,
+        "uncompiled": uncompiled,
         "compiled": weights(compiled),
         "norms": sync_batch_norm(flavour),
         "double": (module.net.precise.detach(), reference.net.precise.detach()),
@@ -419,28 +422,23 @@ def test_activation_checkpointing_changes_nothing(results: Results) -> None:
 
 def test_a_compiled_model_trains_alike(results: Results) -> None:
     for each in results:
-        torch.testing.assert_close(each["models"]["compiled"], each["models"]["plain"], rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(each["models"]["compiled"], each["models"]["uncompiled"], rtol=1e-4, atol=1e-5)
     assert same_on_all_ranks(results, "models", "compiled")
 
 
-def sync_batch_norm(flavour: str) -> tuple[int, str]:
-    """How many norms were converted, and what torch says on the CPU, where they cannot execute."""
+def sync_batch_norm(flavour: str) -> str:
+    """Lightning converts the norms before DDP wraps the model, and DDP says what it thinks of them on a CPU."""
     net = nn.Sequential(nn.Linear(13, 8), nn.BatchNorm1d(8), nn.Linear(8, 2))
-    t = trainer(flavour, sparse(flavour), sync_batchnorm=True)
     try:
-        t.fit(plain_module(flavour, net))
-        said = ""
+        fitted(flavour, sparse(flavour), plain_module(flavour, net), sync_batchnorm=True)
     except ValueError as error:
-        said = str(error)
-    return sum(isinstance(each, nn.SyncBatchNorm) for each in t.strategy.lightning_module.modules()), said
+        return str(error)
+    return "it trained"
 
 
 def test_batch_norms_are_converted_and_refuse_the_cpu(results: Results) -> None:
     for each in results:
-        assert each["models"]["norms"] == (
-            1,
-            "SyncBatchNorm expected input tensor to be on GPU or xpu or privateuseone",
-        )
+        assert "SyncBatchNorm layers only work with GPU modules" in each["models"]["norms"]
 
 
 def test_double_and_complex_parameters_go_dense(results: Results) -> None:

@@ -1,6 +1,6 @@
-// Implementations of the operators for the keys CPU and CUDA, on torch's stable ABI. Schemas live in ops.py: defining one
-// here a second time would abort the process inside dlopen. The dispatcher does not compare these signatures with the
-// schemas, so the two must be read side by side.
+// Implementations of the operators for the keys CPU and CUDA, on torch's stable ABI. Schemas live in ops.py: defining
+// one here a second time would abort the process inside dlopen. The dispatcher does not compare these signatures with
+// the schemas, so the two must be read side by side.
 //
 // Python checks arguments first and raises ValueError; the checks here (RuntimeError) are for those who call
 // torch.ops.lightning_sparse.* directly: no argument may crash the process.

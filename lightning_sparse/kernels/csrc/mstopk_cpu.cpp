@@ -23,9 +23,6 @@ namespace lightning_sparse::cpu {
 namespace {
 
 constexpr int64_t kChunk = kMeanBlock;  // elements handled while they are in the first-level cache
-constexpr int64_t kSampleAll = 65536;
-constexpr int64_t kSamplePiece = 32;  // two cache lines
-constexpr int64_t kSamplePieces = kSampleAll / kSamplePiece;
 constexpr int64_t kSortBelow = 4096;
 constexpr int kLowBits = 15;  // keys have 31 bits: 16 high ones, 15 low ones
 constexpr int64_t kHighBins = 1 << 16, kLowBins = 1 << kLowBits;
@@ -36,8 +33,8 @@ using Pack = int64_t (*)(const float*, int64_t, uint32_t, uint32_t, uint32_t*, f
 
 Pack choose_pack() {
 #if LS_HAVE_AVX2
-  static const bool fast = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("bmi") &&
-                           __builtin_cpu_supports("popcnt");
+  static const bool fast =
+      __builtin_cpu_supports("avx2") && __builtin_cpu_supports("bmi") && __builtin_cpu_supports("popcnt");
   if (fast && !(forced & kForceScalar)) return pack_avx2;
 #endif
   return pack_scalar;
@@ -165,49 +162,25 @@ struct Sample {
   int64_t capacity;  // of candidates, in total; more is an overflow
 };
 
-// The lower edge of the histogram bin that holds the target-th largest, and how many reach that edge.
-Sample edge_of(const std::vector<uint32_t>& bins, int64_t target) {
-  int64_t reached = 0, bin = kHighBins - 1;
-  for (; bin > 0; --bin) {
-    reached += bins[bin];
-    if (reached >= target) break;
-  }
-  if (bin == 0) reached += bins[0];
-  return {std::min(static_cast<uint32_t>(bin << kLowBits), kInfKey), reached};
-}
-
-// Where the i-th piece begins: at a pseudo-random place of the i-th of kSamplePieces equal parts.
-int64_t sample_piece(int64_t numel, int64_t i) {
-  const int64_t slots = numel / kSamplePiece;
-  const int64_t first = slots * i / kSamplePieces, width = slots * (i + 1) / kSamplePieces - first;
-  const uint64_t hash = (static_cast<uint64_t>(i) + 1) * 0x9E3779B97F4A7C15u;
-  return (first + static_cast<int64_t>((hash >> 33) % static_cast<uint64_t>(width))) * kSamplePiece;
-}
-
 Sample sample(const Source& stored, int64_t k) {
   const Source source = without_store(stored);
-  if (source.numel <= kSortBelow) return {0, source.numel};
-  std::vector<uint32_t> bins(kHighBins);
+  const SamplePlan plan = plan_sample(source.numel, k);
+  if (source.numel <= kSortBelow || plan.target == 0) return {0, source.numel};
+  std::vector<uint32_t> bins(kSampleBins);
   const auto count = [&](const float* x, int64_t n, int64_t) {
-    for (int64_t i = 0; i < n; ++i) ++bins[key_of(x[i]) >> kLowBits];
+    for (int64_t i = 0; i < n; ++i) ++bins[key_of(x[i]) >> kSampleShift];
   };
   if (source.numel <= kSampleAll) {
     scan(source, 0, source.numel, count);
-    return edge_of(bins, k);
+  } else {
+    for (int64_t i = 0; i < kSamplePieces; ++i) {
+      const int64_t first = sample_piece(source.numel, i);
+      scan(source, first, first + kSamplePiece, count);
+    }
   }
-  for (int64_t i = 0; i < kSamplePieces; ++i) {
-    const int64_t first = sample_piece(source.numel, i);
-    scan(source, first, first + kSamplePiece, count);
-  }
-  const double expected = static_cast<double>(kSampleAll) * static_cast<double>(k) / static_cast<double>(source.numel);
-  const auto target = static_cast<int64_t>(std::ceil(expected + 6.0 * std::sqrt(expected) + 8.0));
-  Sample result = edge_of(bins, std::min(target, kSampleAll));
-  if (target >= kSampleAll) result.threshold = 0;
-  const double reached = static_cast<double>(result.capacity) / static_cast<double>(kSampleAll);
-  // A population of ties at the edge (say, mostly zeros) is cheaper to leave to the fallback than to copy.
-  const double limit = std::min(1.0, 1.4 * static_cast<double>(target) / static_cast<double>(kSampleAll));
-  result.capacity = static_cast<int64_t>(std::min(1.3 * reached, limit) * static_cast<double>(source.numel)) + kBlock;
-  return result;
+  int64_t bin = kSampleBins, reached = 0;
+  while (bin > 0 && reached < plan.target) reached += bins[--bin];
+  return {std::min(static_cast<uint32_t>(bin << kSampleShift), kInfKey), plan.capacity};
 }
 
 void pack_range(const Source& source, Range& range, const Sample& chosen) {
@@ -365,9 +338,8 @@ Statistics statistics(const Source& source, const Parallel& parallel) {
   while (padded < blocks) padded *= 2;
   std::vector<double> sums(static_cast<size_t>(padded));
   parallel.run(static_cast<int64_t>(ranges.size()), [&](int64_t r) {
-    scan(source, ranges[r].begin, ranges[r].end, [&](const float* x, int64_t n, int64_t first) {
-      sums[first / kMeanBlock] = block_sum(x, n, ranges[r]);
-    });
+    scan(source, ranges[r].begin, ranges[r].end,
+         [&](const float* x, int64_t n, int64_t first) { sums[first / kMeanBlock] = block_sum(x, n, ranges[r]); });
   });
   for (int64_t half = padded / 2; half > 0; half /= 2) {
     for (int64_t i = 0; i < half; ++i) sums[i] += sums[i + half];
@@ -457,7 +429,8 @@ void emit_tensors(const Population& population, const Source& source, Bracket br
     TensorSink<Index, float> sink{static_cast<float*>(values), indices};
     emit(population, bracket, k, sink, parallel);
   } else {
-    TensorSink<Index, uint16_t> sink{static_cast<const uint16_t*>(source.grad), static_cast<uint16_t*>(values), indices};
+    TensorSink<Index, uint16_t> sink{static_cast<const uint16_t*>(source.grad), static_cast<uint16_t*>(values),
+                                     indices};
     emit(population, bracket, k, sink, parallel);
   }
 }
@@ -493,8 +466,8 @@ void compress(const Source& source, int64_t k, Dtype value_dtype, uint8_t* messa
   std::memset(message + layout.values - 16, 0, 16);  // the padding, of which k entries then overwrite their part
   std::memset(message + layout.nbytes - 16, 0, 16);
   const int32_t exponent = message_exponent(largest, value_dtype);
-  const Header header{kMagic,   static_cast<int32_t>(std::min<int64_t>(nonfinite, INT32_MAX)),
-                      exponent, static_cast<int32_t>(value_dtype),
+  const Header header{kMagic,       static_cast<int32_t>(std::min<int64_t>(nonfinite, INT32_MAX)),
+                      exponent,     static_cast<int32_t>(value_dtype),
                       source.numel, k};
   std::memcpy(message, &header, sizeof header);
   MessageSink sink{message, layout, value_dtype, exponent, source.store};

@@ -1,0 +1,554 @@
+// The CPU's design on a GPU, as a fixed list of launches: nothing is read back, so the list can be captured in a graph.
+//
+//   sample     a histogram of 65,536 elements, then the threshold that a little more than k elements should reach
+//   pass       read everything once, compact what reaches it (and write acc, if asked to)
+//   3 x digit  histogram and choice of the next 11, 10, 10 bits of the k-th largest key
+//   tally      per tile: how many are certain, how many in the band
+//   scan       per tile: where its share of the output begins, and how much of the band it may keep
+//   emit       write the output, indices ascending
+//
+// A tile is 4,096 elements and one block of threads. The candidates of a tile lie together, in order, at a place that
+// is reserved by an atomic: the place differs between runs, the tile's descriptor says where it is, and so no result
+// does. All other atomics add or take the maximum of integers. Where the candidates are of no use (too few, or more
+// than there is room for) the kernels after the pass read the tiles' elements instead: same launches, same result.
+//
+// A warp owns 512 consecutive elements of its tile, 16 rounds of 32, so that ballots number what it keeps in order.
+#include <cuda_runtime.h>
+
+#include <algorithm>
+#include <atomic>
+#include <stdexcept>
+#include <string>
+
+#include "mstopk_cuda.h"
+
+namespace lightning_sparse::cuda {
+namespace {
+
+constexpr int kThreads = 256, kWarps = kThreads / 32, kRounds = 16;
+constexpr int kTile = kThreads * kRounds;
+constexpr int kScanThreads = 1024;
+constexpr int kHistogramBlocks = 1024;
+constexpr int kDigits = 3, kBins = 2048;
+static_assert(kTile == kMeanBlock && kBlock % kTile == 0, "a tile is a block of the mean and lies in one wire block");
+
+using Count = unsigned long long;
+
+std::atomic<bool> forced{false};
+
+struct Control {
+  uint32_t threshold;
+  uint32_t prefix;        // of the k-th largest key, so far
+  Count cursor;           // candidates found
+  Count rank, remaining;  // which largest is looked for: in all, and among the keys that share the prefix
+  Count nonfinite, certain;
+  uint32_t largest;  // key of the largest finite
+  int32_t exponent;
+  Bracket bracket;
+  Count paper_nonfinite;
+  uint32_t paper_largest;
+};
+
+// Plain data: passed to kernels by value.
+struct Problem {
+  Source source;
+  int64_t k, num_tiles, capacity, target;
+  bool paper, forced;
+  Control* control;
+  uint32_t* sample;                          // [kSampleBins]
+  Count* bins;                               // [kDigits][kBins]
+  int64_t* start;                            // per tile: its first candidate
+  int64_t* slot;                             // per tile: its first output
+  uint32_t *count, *certain, *band, *quota;  // per tile
+  double* sums;                              // per tile, padded to a power of two; mode "paper" only
+  float* values;                             // candidates
+  uint16_t* offsets;                         // candidates, within their tile
+};
+
+template <typename T>
+void carve(char*& at, T*& pointer, int64_t count) {
+  pointer = reinterpret_cast<T*>(at);
+  at += (count * static_cast<int64_t>(sizeof(T)) + 255) / 256 * 256;
+}
+
+int64_t padded_tiles(int64_t num_tiles) {
+  int64_t padded = 1;
+  while (padded < num_tiles) padded *= 2;
+  return padded;
+}
+
+// Lays the arrays out in the scratch memory; returns how much of it they take and how much of that must be zeroed.
+std::pair<int64_t, int64_t> lay_out(Problem& p, char* scratch) {
+  char* at = scratch;
+  carve(at, p.control, 1);
+  carve(at, p.sample, kSampleBins);
+  carve(at, p.bins, kDigits * kBins);
+  const int64_t zeroed = at - scratch;
+  carve(at, p.start, p.num_tiles);
+  carve(at, p.slot, p.num_tiles);
+  carve(at, p.count, p.num_tiles);
+  carve(at, p.certain, p.num_tiles);
+  carve(at, p.band, p.num_tiles);
+  carve(at, p.quota, p.num_tiles);
+  carve(at, p.sums, p.paper ? padded_tiles(p.num_tiles) : 0);
+  carve(at, p.values, p.capacity);
+  carve(at, p.offsets, p.capacity);
+  return {at - scratch, zeroed};
+}
+
+Problem describe(const Source& source, int64_t k, bool paper) {
+  Problem p{};
+  p.source = source;
+  p.k = k;
+  p.num_tiles = (source.numel + kTile - 1) / kTile;
+  const SamplePlan plan = plan_sample(source.numel, paper ? std::min(k + 1, source.numel) : k);
+  p.target = plan.target, p.capacity = plan.capacity;
+  p.paper = paper, p.forced = forced;
+  return p;
+}
+
+// ------------------------------------------------------------------------------------------------------ on the device
+
+__device__ float acc_at(const Source& source, int64_t i) {
+  float acc;
+  if (source.dtype == Dtype::fp32) {
+    acc = static_cast<const float*>(source.grad)[i];
+  } else if (source.dtype == Dtype::bf16) {
+    acc = from_bf16(static_cast<const uint16_t*>(source.grad)[i]);
+  } else {
+    acc = from_fp16(static_cast<const uint16_t*>(source.grad)[i]);
+  }
+  if (source.scale) acc = __fmul_rn(acc, *source.scale);
+  return source.residual ? __fadd_rn(source.residual[i], acc) : acc;
+}
+
+// After the pass acc is read back, where it was stored.
+__device__ float stored_at(const Source& source, int64_t i) {
+  return source.store ? source.store[i] : acc_at(source, i);
+}
+
+__device__ bool candidates_fail(const Problem& p) {
+  const Control& control = *p.control;
+  return p.forced || control.cursor < control.rank || control.cursor > static_cast<Count>(p.capacity);
+}
+
+// What a tile holds: its candidates or, where these are of no use, all of its elements.
+struct Tile {
+  const Problem& p;
+  int64_t first, size;
+  bool whole;
+
+  __device__ Tile(const Problem& problem, int64_t tile, bool whole)
+      : p(problem), first(whole ? tile * kTile : problem.start[tile]), whole(whole) {
+    const int64_t left = p.source.numel - tile * kTile;
+    size = whole ? (left < kTile ? left : kTile) : p.count[tile];
+    base = tile * kTile;
+  }
+  __device__ float value(int64_t i) const { return whole ? stored_at(p.source, first + i) : p.values[first + i]; }
+  __device__ int64_t index(int64_t i) const { return base + (whole ? i : p.offsets[first + i]); }
+
+ private:
+  int64_t base;
+};
+
+__device__ int place(int round) { return (threadIdx.x / 32) * (32 * kRounds) + round * 32 + threadIdx.x % 32; }
+
+// Of one count per warp: the sum of those before this warp, and the sum of all. Every thread of the block must call it.
+__device__ int before_this_warp(int count, int& total) {
+  __shared__ int counts[kWarps];
+  __syncthreads();  // an earlier call may still be reading
+  if (threadIdx.x % 32 == 0) counts[threadIdx.x / 32] = count;
+  __syncthreads();
+  int before = 0;
+  total = 0;
+  for (int warp = 0; warp < kWarps; ++warp) {
+    if (warp == static_cast<int>(threadIdx.x / 32)) before = total;
+    total += counts[warp];
+  }
+  return before;
+}
+
+__device__ int below_this_lane(unsigned ballot) { return __popc(ballot & ((1u << (threadIdx.x % 32)) - 1u)); }
+
+// sums[i] becomes the sum of values[i] ... values[size - 1]. Every thread of the block must call it.
+__device__ void suffix_sums(Count* sums, int size) {
+  for (int step = 1; step < size; step *= 2) {
+    __syncthreads();
+    Count mine[2];
+    for (int i = threadIdx.x, j = 0; i < size; i += blockDim.x, ++j) mine[j] = i + step < size ? sums[i + step] : 0;
+    __syncthreads();
+    for (int i = threadIdx.x, j = 0; i < size; i += blockDim.x, ++j) sums[i] += mine[j];
+  }
+  __syncthreads();
+}
+
+// ------------------------------------------------------------------------------------------------------------ kernels
+
+__global__ void sample_kernel(Problem p) {
+  const int64_t i = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
+  const int64_t numel = p.source.numel;
+  if (i >= (numel < kSampleAll ? numel : kSampleAll)) return;
+  const int64_t at = numel <= kSampleAll ? i : sample_piece(numel, i / kSamplePiece) + i % kSamplePiece;
+  atomicAdd(&p.sample[key_of(acc_at(p.source, at)) >> kSampleShift], 1u);
+}
+
+// One block. The highest bin edge that the target is reached at; and, once the statistics are known, the rank.
+__global__ void __launch_bounds__(kScanThreads) threshold_kernel(Problem p) {
+  __shared__ Count sums[kScanThreads];
+  constexpr int kEach = kSampleBins / kScanThreads;
+  const uint32_t* mine = p.sample + threadIdx.x * kEach;
+  Count total = 0;
+  for (int i = 0; i < kEach; ++i) total += mine[i];
+  sums[threadIdx.x] = total;
+  suffix_sums(sums, kScanThreads);
+  Control& control = *p.control;
+  const auto target = static_cast<Count>(p.target);
+  Count reached = sums[threadIdx.x] - total;
+  if (p.target > 0 && reached < target && reached + total >= target) {  // true in one thread, or in none
+    int bin = kEach;
+    while (reached < target) reached += mine[--bin];
+    const uint32_t edge = static_cast<uint32_t>(threadIdx.x * kEach + bin) << kSampleShift;
+    control.threshold = edge < kInfKey ? edge : kInfKey;
+  }
+  if (threadIdx.x == 0) {
+    const bool bracketed = p.paper && control.paper_nonfinite < static_cast<Count>(p.k) && p.k < p.source.numel;
+    control.rank = control.remaining = static_cast<Count>(bracketed ? p.k + 1 : p.k);
+  }
+}
+
+__global__ void __launch_bounds__(kThreads) pass_kernel(Problem p) {
+  __shared__ Count reserved;
+  const int64_t base = static_cast<int64_t>(blockIdx.x) * kTile;
+  const uint32_t threshold = p.control->threshold;
+  float acc[kRounds];
+  unsigned ballots[kRounds];
+  int count = 0;
+#pragma unroll
+  for (int j = 0; j < kRounds; ++j) {
+    const int64_t i = base + place(j);
+    acc[j] = i < p.source.numel ? acc_at(p.source, i) : 0.0f;
+  }
+#pragma unroll
+  for (int j = 0; j < kRounds; ++j) {
+    const int64_t i = base + place(j);
+    const bool inside = i < p.source.numel;
+    if (inside && p.source.store) p.source.store[i] = acc[j];
+    ballots[j] = __ballot_sync(0xFFFFFFFFu, inside && key_of(acc[j]) >= threshold);
+    count += __popc(ballots[j]);
+  }
+  int total;
+  int before = before_this_warp(count, total);
+  if (threadIdx.x == 0) {
+    reserved = atomicAdd(&p.control->cursor, static_cast<Count>(total));
+    p.start[blockIdx.x] = static_cast<int64_t>(reserved);
+    p.count[blockIdx.x] = static_cast<uint32_t>(total);
+  }
+  __syncthreads();
+  if (reserved + total > static_cast<Count>(p.capacity)) return;  // the candidates will not be used
+#pragma unroll
+  for (int j = 0; j < kRounds; ++j) {
+    if (ballots[j] >> (threadIdx.x % 32) & 1u) {
+      const int64_t to = static_cast<int64_t>(reserved) + before + below_this_lane(ballots[j]);
+      p.values[to] = acc[j];
+      p.offsets[to] = static_cast<uint16_t>(place(j));
+    }
+    before += __popc(ballots[j]);
+  }
+}
+
+__device__ constexpr int shift_of(int digit) { return digit == 0 ? 20 : digit == 1 ? 10 : 0; }
+__device__ constexpr int width_of(int digit) { return digit == 0 ? 11 : 10; }
+
+__global__ void __launch_bounds__(kThreads) digit_kernel(Problem p, int digit) {
+  __shared__ uint32_t bins[kBins];
+  for (int i = threadIdx.x; i < kBins; i += kThreads) bins[i] = 0;
+  __syncthreads();
+  const bool whole = candidates_fail(p);
+  const uint32_t prefix = p.control->prefix;
+  const int shift = shift_of(digit), width = width_of(digit);
+  const int64_t size = whole ? p.source.numel : static_cast<int64_t>(p.control->cursor);
+  const int64_t stride = static_cast<int64_t>(gridDim.x) * kThreads;
+  for (int64_t i = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x; i < size; i += stride) {
+    const uint32_t key = key_of(whole ? stored_at(p.source, i) : p.values[i]);
+    if (key >> (shift + width) == prefix) atomicAdd(&bins[key >> shift & ((1u << width) - 1u)], 1u);
+  }
+  __syncthreads();
+  for (int i = threadIdx.x; i < kBins; i += kThreads) {
+    if (bins[i]) atomicAdd(&p.bins[digit * kBins + i], static_cast<Count>(bins[i]));
+  }
+}
+
+// One block: the digit that the remaining-th largest has. After the last one the key is known, and with it the bracket.
+__global__ void __launch_bounds__(kScanThreads) choose_kernel(Problem p, int digit) {
+  __shared__ Count sums[kBins];
+  Control& control = *p.control;
+  const int size = 1 << width_of(digit);
+  for (int i = threadIdx.x; i < size; i += kScanThreads) sums[i] = p.bins[digit * kBins + i];
+  const Count remaining = control.remaining;
+  const uint32_t prefix = control.prefix;
+  suffix_sums(sums, size);
+  for (int i = threadIdx.x; i < size; i += kScanThreads) {
+    const Count above = i + 1 < size ? sums[i + 1] : 0;
+    if (above >= remaining || sums[i] < remaining) continue;  // passed by exactly one i
+    const uint32_t key = prefix << width_of(digit) | static_cast<uint32_t>(i);
+    control.prefix = key;
+    control.remaining = remaining - above;
+    if (digit + 1 < kDigits) continue;
+    if (control.rank == static_cast<Count>(p.k)) {
+      control.bracket = {key, key + 1};
+    } else {
+      const auto finite = static_cast<double>(p.source.numel - static_cast<int64_t>(control.paper_nonfinite));
+      const auto mean = static_cast<float>(p.sums[0] / finite);
+      control.bracket = find_bracket(mean, float_of(control.paper_largest), float_of(key), kIterations);
+    }
+  }
+}
+
+__device__ bool use_whole(const Problem& p) {
+  return candidates_fail(p) || p.control->bracket.lower < p.control->threshold;
+}
+
+__global__ void __launch_bounds__(kThreads) tally_kernel(Problem p) {
+  const Bracket bracket = p.control->bracket;
+  const Tile tile(p, blockIdx.x, use_whole(p));
+  int certain = 0, band = 0, nonfinite = 0;
+  uint32_t largest = 0;
+  for (int j = 0; j < kRounds; ++j) {
+    const int i = place(j);
+    const bool inside = i < tile.size;
+    const uint32_t key = inside ? key_of(tile.value(i)) : 0;
+    certain += __popc(__ballot_sync(0xFFFFFFFFu, inside && key >= bracket.upper));
+    band += __popc(__ballot_sync(0xFFFFFFFFu, inside && key >= bracket.lower && key < bracket.upper));
+    nonfinite += __popc(__ballot_sync(0xFFFFFFFFu, key >= kInfKey));
+    largest = key < kInfKey && key > largest ? key : largest;
+  }
+  largest = __reduce_max_sync(0xFFFFFFFFu, largest);
+  int all_certain, all_band, all_nonfinite;
+  before_this_warp(certain, all_certain);
+  before_this_warp(band, all_band);
+  before_this_warp(nonfinite, all_nonfinite);
+  if (threadIdx.x % 32 == 0 && largest) atomicMax(&p.control->largest, largest);
+  if (threadIdx.x != 0) return;
+  p.certain[blockIdx.x] = static_cast<uint32_t>(all_certain);
+  p.band[blockIdx.x] = static_cast<uint32_t>(all_band);
+  if (all_certain) atomicAdd(&p.control->certain, static_cast<Count>(all_certain));
+  if (all_nonfinite) atomicAdd(&p.control->nonfinite, static_cast<Count>(all_nonfinite));
+}
+
+// One block; each thread takes a run of tiles. The band's first elements fill what the certain ones leave.
+__global__ void __launch_bounds__(kScanThreads) scan_kernel(Problem p, Dtype value_dtype, uint8_t* message) {
+  __shared__ Count certain_sums[kScanThreads], band_sums[kScanThreads];
+  const int64_t begin = p.num_tiles * threadIdx.x / kScanThreads, end = p.num_tiles * (threadIdx.x + 1) / kScanThreads;
+  Count certain = 0, band = 0;
+  for (int64_t tile = begin; tile < end; ++tile) certain += p.certain[tile], band += p.band[tile];
+  certain_sums[threadIdx.x] = certain;
+  band_sums[threadIdx.x] = band;
+  suffix_sums(certain_sums, kScanThreads);
+  suffix_sums(band_sums, kScanThreads);
+  Control& control = *p.control;
+  const Count left = static_cast<Count>(p.k) - control.certain;
+  Count certain_before = certain_sums[0] - certain_sums[threadIdx.x],
+        band_before = band_sums[0] - band_sums[threadIdx.x];
+  for (int64_t tile = begin; tile < end; ++tile) {
+    const Count used = band_before < left ? band_before : left;
+    band_before += p.band[tile];
+    p.slot[tile] = static_cast<int64_t>(certain_before + used);
+    p.quota[tile] = static_cast<uint32_t>((band_before < left ? band_before : left) - used);
+    certain_before += p.certain[tile];
+  }
+  if (threadIdx.x != 0 || message == nullptr) return;
+  const bool any_finite = control.nonfinite < static_cast<Count>(p.k);
+  control.exponent = message_exponent(any_finite ? control.largest : 0, value_dtype);
+  const Count most = 0x7FFFFFFF;
+  *reinterpret_cast<Header*>(message) = {
+      kMagic,           static_cast<int32_t>(control.nonfinite < most ? control.nonfinite : most),
+      control.exponent, static_cast<int32_t>(value_dtype),
+      p.source.numel,   p.k};
+}
+
+template <typename Sink>
+__global__ void __launch_bounds__(kThreads) emit_kernel(Problem p, Sink sink) {
+  const Bracket bracket = p.control->bracket;
+  const Tile tile(p, blockIdx.x, use_whole(p));
+  float values[kRounds];
+  unsigned in_band[kRounds];
+  int band = 0, kept = 0, total;
+#pragma unroll
+  for (int j = 0; j < kRounds; ++j) {
+    const int i = place(j);
+    values[j] = i < tile.size ? tile.value(i) : 0.0f;
+    const uint32_t key = key_of(values[j]);
+    in_band[j] = __ballot_sync(0xFFFFFFFFu, i < tile.size && key >= bracket.lower && key < bracket.upper);
+    band += __popc(in_band[j]);
+  }
+  int band_before = before_this_warp(band, total);
+  const int quota = static_cast<int>(p.quota[blockIdx.x]);
+  unsigned keep[kRounds];
+#pragma unroll
+  for (int j = 0; j < kRounds; ++j) {
+    const bool first = in_band[j] >> (threadIdx.x % 32) & 1u && band_before + below_this_lane(in_band[j]) < quota;
+    const bool certain = place(j) < tile.size && key_of(values[j]) >= bracket.upper;
+    keep[j] = __ballot_sync(0xFFFFFFFFu, certain || first);
+    band_before += __popc(in_band[j]);
+    kept += __popc(keep[j]);
+  }
+  int64_t slot = p.slot[blockIdx.x] + before_this_warp(kept, total);
+#pragma unroll
+  for (int j = 0; j < kRounds; ++j) {
+    const int i = place(j);
+    if (keep[j] >> (threadIdx.x % 32) & 1u) {
+      sink.keep(p, slot + below_this_lane(keep[j]), tile.index(i), values[j]);
+    } else if (i < tile.size && key_of(values[j]) >= kInfKey) {
+      sink.drop(p, tile.index(i));
+    }
+    slot += __popc(keep[j]);
+  }
+  if (threadIdx.x == 0) sink.finish(blockIdx.x, total);
+}
+
+template <typename Index, typename Value>
+struct TensorSink {
+  Value* values;
+  Index* indices;
+
+  __device__ void keep(const Problem& p, int64_t slot, int64_t index, float) const {
+    indices[slot] = static_cast<Index>(index);
+    values[slot] = static_cast<const Value*>(p.source.grad)[index];
+  }
+  __device__ void drop(const Problem&, int64_t) const {}
+  __device__ void finish(int64_t, int) const {}
+};
+
+struct MessageSink {
+  uint8_t* message;
+  Layout layout;
+  Dtype dtype;
+
+  __device__ void keep(const Problem& p, int64_t slot, int64_t index, float acc) const {
+    const int32_t exponent = p.control->exponent;
+    const uint32_t stored = encode_value(acc, exponent, dtype);
+    reinterpret_cast<uint16_t*>(message + layout.indices)[slot] = static_cast<uint16_t>(index % kBlock);
+    if (dtype == Dtype::fp32) {
+      reinterpret_cast<uint32_t*>(message + layout.values)[slot] = stored;
+    } else {
+      reinterpret_cast<uint16_t*>(message + layout.values)[slot] = static_cast<uint16_t>(stored);
+    }
+    if (!p.source.store) return;
+    p.source.store[index] = key_of(acc) >= kInfKey ? 0.0f : __fsub_rn(acc, decode_value(stored, exponent, dtype));
+  }
+  __device__ void drop(const Problem& p, int64_t index) const {
+    if (p.source.store) p.source.store[index] = 0.0f;
+  }
+  __device__ void finish(int64_t tile, int total) const {
+    uint32_t* counts = reinterpret_cast<uint32_t*>(message + layout.counts);
+    if (total) atomicAdd(&counts[tile * kTile / kBlock], static_cast<uint32_t>(total));
+  }
+};
+
+// ------------------------------------------------------------------------------------------------------- mode "paper"
+
+// The sum of a tile in the order of reference.mean_of: lane i adds elements i, i + 16, ... one after the other.
+__global__ void __launch_bounds__(kThreads) mean_kernel(Problem p) {
+  __shared__ float magnitudes[kTile];
+  __shared__ double lanes[kMeanLanes];
+  const int64_t base = static_cast<int64_t>(blockIdx.x) * kTile;
+  uint32_t largest = 0;
+  int nonfinite = 0;
+  for (int i = threadIdx.x; i < kTile; i += kThreads) {
+    const uint32_t key = base + i < p.source.numel ? key_of(acc_at(p.source, base + i)) : 0;
+    magnitudes[i] = key < kInfKey ? float_of(key) : 0.0f;
+    nonfinite += key >= kInfKey;
+    largest = key < kInfKey && key > largest ? key : largest;
+  }
+  if (nonfinite) atomicAdd(&p.control->paper_nonfinite, static_cast<Count>(nonfinite));
+  largest = __reduce_max_sync(0xFFFFFFFFu, largest);
+  if (threadIdx.x % 32 == 0 && largest) atomicMax(&p.control->paper_largest, largest);
+  __syncthreads();
+  if (threadIdx.x < kMeanLanes) {
+    double sum = 0.0;
+    for (int i = threadIdx.x; i < kTile; i += kMeanLanes) sum += static_cast<double>(magnitudes[i]);
+    lanes[threadIdx.x] = sum;
+  }
+  __syncthreads();
+  if (threadIdx.x != 0) return;
+  for (int half = kMeanLanes / 2; half > 0; half /= 2) {
+    for (int i = 0; i < half; ++i) lanes[i] += lanes[i + half];
+  }
+  p.sums[blockIdx.x] = lanes[0];
+}
+
+// One block: the tiles' sums, padded with zeros to a power of two, folded in halves.
+__global__ void __launch_bounds__(kScanThreads) fold_kernel(Problem p, int64_t padded) {
+  for (int64_t i = p.num_tiles + threadIdx.x; i < padded; i += kScanThreads) p.sums[i] = 0.0;
+  for (int64_t half = padded / 2; half > 0; half /= 2) {
+    __syncthreads();
+    for (int64_t i = threadIdx.x; i < half; i += kScanThreads) p.sums[i] += p.sums[i + half];
+  }
+}
+
+// ------------------------------------------------------------------------------------------------------- launch lists
+
+void check(cudaError_t error) {
+  if (error != cudaSuccess) throw std::runtime_error(std::string("CUDA: ") + cudaGetErrorString(error));
+}
+
+template <typename Sink>
+void launch(Problem p, void* scratch, cudaStream_t stream, Dtype value_dtype, uint8_t* message, Sink sink) {
+  const auto tiles = static_cast<unsigned>(p.num_tiles);
+  const int64_t zeroed = lay_out(p, static_cast<char*>(scratch)).second;
+  check(cudaMemsetAsync(scratch, 0, static_cast<size_t>(zeroed), stream));
+  if (p.paper) {
+    mean_kernel<<<tiles, kThreads, 0, stream>>>(p);
+    fold_kernel<<<1, kScanThreads, 0, stream>>>(p, padded_tiles(p.num_tiles));
+  }
+  sample_kernel<<<kSampleAll / kThreads, kThreads, 0, stream>>>(p);
+  threshold_kernel<<<1, kScanThreads, 0, stream>>>(p);
+  pass_kernel<<<tiles, kThreads, 0, stream>>>(p);
+  const unsigned blocks = std::min<unsigned>(tiles, kHistogramBlocks);
+  for (int digit = 0; digit < kDigits; ++digit) {
+    digit_kernel<<<blocks, kThreads, 0, stream>>>(p, digit);
+    choose_kernel<<<1, kScanThreads, 0, stream>>>(p, digit);
+  }
+  tally_kernel<<<tiles, kThreads, 0, stream>>>(p);
+  scan_kernel<<<1, kScanThreads, 0, stream>>>(p, value_dtype, message);
+  emit_kernel<<<tiles, kThreads, 0, stream>>>(p, sink);
+  check(cudaGetLastError());
+}
+
+template <typename Index>
+void launch_mstopk(const Problem& p, void* values, void* indices, void* scratch, cudaStream_t stream) {
+  auto* to = static_cast<Index*>(indices);
+  if (p.source.dtype == Dtype::fp32) {
+    launch(p, scratch, stream, Dtype::fp32, nullptr, TensorSink<Index, uint32_t>{static_cast<uint32_t*>(values), to});
+  } else {
+    launch(p, scratch, stream, Dtype::fp32, nullptr, TensorSink<Index, uint16_t>{static_cast<uint16_t*>(values), to});
+  }
+}
+
+}  // namespace
+
+void force_fallback(bool on) { forced = on; }
+
+int64_t select_scratch_bytes(int64_t numel, int64_t k, bool paper) {
+  Problem p = describe({nullptr, Dtype::fp32, numel}, k, paper);
+  alignas(256) static char origin[256];  // only distances are taken
+  return lay_out(p, origin).first;
+}
+
+void mstopk(const Source& source, int64_t k, bool paper, void* values, void* indices, void* scratch, void* stream) {
+  const Problem p = describe(source, k, paper);
+  if (source.numel < (int64_t{1} << 31)) {
+    launch_mstopk<int32_t>(p, values, indices, scratch, static_cast<cudaStream_t>(stream));
+  } else {
+    launch_mstopk<int64_t>(p, values, indices, scratch, static_cast<cudaStream_t>(stream));
+  }
+}
+
+void compress(const Source& source, int64_t k, Dtype value_dtype, uint8_t* message, void* scratch, void* stream) {
+  const Layout layout(source.numel, k, value_dtype);
+  const auto on = static_cast<cudaStream_t>(stream);
+  check(cudaMemsetAsync(message, 0, static_cast<size_t>(layout.nbytes), on));
+  launch(describe(source, k, false), scratch, on, value_dtype, message, MessageSink{message, layout, value_dtype});
+}
+
+}  // namespace lightning_sparse::cuda

@@ -1,0 +1,139 @@
+"""Error feedback fused with selection and packing: against plain torch bit for bit, and for what must be conserved."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lightning_sparse.kernels import compress, message_bytes, plain, reference, wire
+from tests.kernels.paths import DTYPES, PATHS, Path, decoded, every_path, inputs, same_bits
+
+COMPILED = [path for path in PATHS if path.name != "plain"]
+
+
+def same_as_plain(
+    path: Path,
+    grad: torch.Tensor,
+    residual: torch.Tensor | None,
+    k: int,
+    value_dtype: torch.dtype,
+    scale: torch.Tensor | None = None,
+) -> None:
+    """The path's message and residual are those of plain torch."""
+    got, want = torch.full((2, grad.numel()), 123.0)
+    message = path.compress(grad, residual, got, k, value_dtype, scale)
+    assert same_bits(message, plain.compress(grad, residual, want, k, value_dtype, scale))
+    assert same_bits(got, want)
+
+
+@pytest.mark.parametrize("path", COMPILED, ids=lambda path: f"{path.name}{path.threads}")
+@pytest.mark.parametrize("numel", [1, 9, 4097, 140_001])
+def test_same_bits_as_plain_torch(path: Path, numel: int) -> None:
+    residual = torch.randn(numel, generator=torch.Generator().manual_seed(9)) * 0.1
+    scale = torch.tensor(1 / 3)
+    names = itertools.cycle(itertools.product(DTYPES, DTYPES, (None, residual), (None, scale)))
+    for x in inputs(numel).values():
+        for _ in range(5 if numel < 100_000 else 2):  # 36 combinations, dealt out over the inputs
+            grad_dtype, value_dtype, before, factor = next(names)
+            same_as_plain(path, x.to(grad_dtype), before, max(1, numel // 50), value_dtype, factor)
+
+
+@every_path
+@pytest.mark.parametrize("value_dtype", DTYPES, ids=str)
+def test_nothing_is_lost(path: Path, value_dtype: torch.dtype) -> None:
+    numel, k = 70_001, 700
+    for name, x in inputs(numel).items():
+        if not bool(x.isfinite().all()) or name == "huge":
+            continue
+        residual = x.flip(0) * 0.3
+        left = torch.empty(numel)
+        message = path.compress(x, residual, left, k, value_dtype)
+        acc = residual + x
+        sent = decoded(message, numel, k, value_dtype)
+        kept = reference.topk(acc, k)[1].long()
+        assert same_bits(sent[kept] + left[kept] + 0.0, acc[kept] + 0.0), name  # a residual of a rounding is exact
+        untouched = torch.ones(numel, dtype=torch.bool)
+        untouched[kept] = False
+        assert same_bits(left[untouched], acc[untouched]), name
+
+
+@every_path
+def test_many_rounds_conserve_the_sum(path: Path) -> None:
+    numel, k = 5000, 50
+    g = torch.Generator().manual_seed(4)
+    before, after, applied, total = torch.zeros(numel), torch.empty(numel), torch.zeros(numel), torch.zeros(numel)
+    for _ in range(40):
+        grad = torch.randn(numel, generator=g)
+        applied += decoded(path.compress(grad, before, after, k, torch.bfloat16), numel, k, torch.bfloat16)
+        total += grad
+        before, after = after, before
+    torch.testing.assert_close(applied + before, total, atol=1e-4, rtol=1e-4)
+
+
+@every_path
+@pytest.mark.parametrize("value_dtype", DTYPES, ids=str)
+def test_what_is_not_finite(path: Path, value_dtype: torch.dtype) -> None:
+    numel = 70_001
+    grad = torch.randn(numel, generator=torch.Generator().manual_seed(5))
+    bad = torch.tensor([3, 4095, 65_536, 70_000])
+    grad[bad] = torch.tensor([torch.nan, torch.inf, -torch.inf, -torch.nan])
+    for k in (2, 4, 300):
+        left = torch.empty(numel)
+        message = path.compress(grad, None, left, k, value_dtype)
+        assert int(wire.nonfinite_count(message)) == 4
+        values, indices, _ = wire.decode(message, numel, k, value_dtype)
+        sent = set(indices.tolist())
+        assert len(sent & set(bad.tolist())) == min(k, 4)
+        assert left[bad].tolist() == [0.0] * 4
+        assert bool(left.isfinite().all())
+        assert int((~values.isfinite()).sum()) == min(k, 4)
+
+
+@every_path
+def test_without_a_residual_wanted_the_message_is_the_same(path: Path) -> None:
+    grad, residual = torch.randn(2, 70_001, generator=torch.Generator().manual_seed(6))
+    left = torch.empty(70_001)
+    with_residual = path.compress(grad, residual, left, 700, torch.float16)
+    assert same_bits(path.compress(grad, residual, None, 700, torch.float16), with_residual)
+    zeros = torch.zeros(70_001)
+    assert same_bits(path.compress(grad, zeros, None, 70, DTYPES[0]), path.compress(grad, None, None, 70, DTYPES[0]))
+
+
+def test_inputs_are_left_alone() -> None:
+    grad, residual = torch.randn(2, 9000)
+    copies = grad.clone(), residual.clone()
+    message = compress(grad, residual, torch.empty(9000), 90, torch.bfloat16, torch.tensor(0.5))
+    assert grad.equal(copies[0])
+    assert residual.equal(copies[1])
+    assert message.numel() == message_bytes(9000, 90, torch.bfloat16)
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    data=st.data(),
+    values=st.lists(st.floats(width=32), min_size=1, max_size=60),
+    repeat=st.integers(1, 30),
+    value_dtype=st.sampled_from(DTYPES),
+)
+def test_anything(data: st.DataObject, values: list[float], repeat: int, value_dtype: torch.dtype) -> None:
+    grad = torch.tensor(values * repeat, dtype=torch.float32)
+    k = data.draw(st.integers(1, grad.numel()))
+    for path in COMPILED:
+        same_as_plain(path, grad, grad.flip(0), k, value_dtype)
+
+
+@pytest.mark.parametrize("value_dtype", DTYPES, ids=str)
+def test_a_hundred_runs_give_the_same_bits(value_dtype: torch.dtype) -> None:
+    grad, residual = torch.randn(2, 140_001, generator=torch.Generator().manual_seed(7))
+    first = None
+    for run in range(100):
+        left = torch.empty(140_001)
+        path = PATHS[1 + run % (len(PATHS) - 1)]
+        both_bits = path.compress(grad, residual, left, 1400, value_dtype), left
+        first = first or both_bits
+        assert same_bits(first[0], both_bits[0])
+        assert same_bits(first[1], both_bits[1])

@@ -1,0 +1,164 @@
+"""The operators as torch sees them: messages to users, arguments that must not crash, tracing. Ten seconds."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lightning_sparse import kernels
+from lightning_sparse.kernels import accumulate, compress, kernel_report, message_bytes, mstopk
+
+X = torch.randn(100)
+OPS = torch.ops.lightning_sparse
+
+
+@pytest.mark.parametrize(
+    ("call", "says"),
+    [
+        (lambda: mstopk(X, 0), "1 <= k <= 100"),
+        (lambda: mstopk(X, 101), "1 <= k <= 100"),
+        (lambda: mstopk(X, 1.5), "must be an integer"),  # type: ignore[arg-type]
+        (lambda: mstopk(X, True), "must be an integer"),
+        (lambda: mstopk(X.view(10, 10), 1), "flat"),
+        (lambda: mstopk(X[::2], 1), "contiguous"),
+        (lambda: mstopk(X[:0], 1), "not empty"),
+        (lambda: mstopk(X.double(), 1), "float64"),
+        (lambda: mstopk(X, 1, "fast"), "'exact' or 'paper'"),  # type: ignore[arg-type]
+        (lambda: compress(X, None, None, 1, torch.float64), "value_dtype"),
+        (lambda: compress(X, X[:50], None, 1, torch.float32), "must agree"),
+        (lambda: compress(X, X.half(), None, 1, torch.float32), "residual_S is torch.float16"),
+        (lambda: compress(X, None, X, 1, torch.float32), "shares memory"),
+        (lambda: compress(X[:50], X[40:90], X[30:80], 1, torch.float32), "shares memory"),
+        (lambda: compress(X, None, None, 1, torch.float32, torch.ones(1)), "0-dim"),
+        (lambda: compress(X, None, None, 1, torch.float32, torch.tensor(1.0).double()), "float32"),
+        (lambda: accumulate(torch.zeros(1, 5, dtype=torch.uint8), X.clone(), 1, torch.float32), "uint8"),
+        (lambda: accumulate(torch.zeros(112, dtype=torch.uint8), X.clone(), 1, torch.float32), "uint8"),
+        (lambda: accumulate(torch.zeros(0, 112, dtype=torch.uint8), X.clone(), 1, torch.float32), "M >= 1"),
+    ],
+)
+def test_what_was_given_and_the_rule(call: Any, says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        call()
+
+
+tensors = st.sampled_from(
+    [
+        X,
+        X.half(),
+        X.bfloat16(),
+        X.double(),
+        X.int(),
+        X[:0],
+        X[:7],
+        X[1:],
+        X[::3],
+        X.view(10, 10),
+        torch.tensor(1.0),
+        torch.zeros(1, 112, dtype=torch.uint8),
+        torch.zeros(2, 112, dtype=torch.uint8),
+        torch.zeros(500, dtype=torch.uint8)[1:225].view(2, 112),
+        X.to_sparse(),
+        X.expand(3, 100)[0],
+        torch.zeros(1).expand(100),
+    ]
+)
+integers = st.one_of(st.integers(-3, 120), st.sampled_from([-(2**63), 2**31, 2**62, 2**63 - 1]))
+
+
+@settings(deadline=None, max_examples=400)
+@given(a=tensors, b=tensors, c=tensors, s=tensors, k=integers, code=integers, none=st.integers(0, 7))
+def test_raw_operators_never_crash(a: Any, b: Any, c: Any, s: Any, k: int, code: int, none: int) -> None:
+    code = code % 4 if none % 2 else code
+    calls = [
+        lambda: OPS.mstopk(a, k, bool(none & 1)),
+        lambda: OPS.compress(
+            a, b if none & 1 else None, c.clone() if none & 2 else None, k, code, s if none & 4 else None
+        ),
+        lambda: OPS.compress(a, b, c, k, code, None),
+        lambda: OPS.accumulate(a, b.clone(), k, code),
+        lambda: OPS.accumulate(a, a, k, code),
+    ]
+    for call in calls:
+        try:
+            call()
+        except (ValueError, RuntimeError, NotImplementedError, OverflowError):
+            continue
+
+
+OPCHECKS = [
+    ("mstopk", (X, 5, False)),
+    ("mstopk", (X.half(), 100, True)),
+    ("compress", (X, None, torch.zeros(100), 5, 2, None)),
+    ("compress", (X.bfloat16(), X.clone(), torch.zeros(100), 5, 1, torch.tensor(0.5))),
+    ("compress", (X, X.clone(), None, 5, 0, None)),
+    ("accumulate", (torch.stack([compress(X, None, None, 5, torch.float32)] * 3), torch.zeros(100), 5, 0)),
+]
+
+
+@pytest.mark.parametrize(("name", "arguments"), OPCHECKS, ids=[name for name, _ in OPCHECKS])
+@pytest.mark.filterwarnings("ignore")
+def test_opcheck(name: str, arguments: tuple[Any, ...]) -> None:
+    torch.library.opcheck(getattr(OPS, name).default, arguments)
+
+
+@pytest.mark.filterwarnings("ignore")  # torch's own, while it compiles
+def test_compiles_in_one_graph() -> None:
+    def round_of(grad: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        left, shard = torch.empty_like(residual), torch.empty_like(residual)
+        message = compress(grad, residual, left, 7, torch.bfloat16)
+        accumulate(message.unsqueeze(0), shard, 7, torch.bfloat16)
+        return mstopk(shard, 7)[1], left, shard
+
+    grad, residual = torch.randn(2, 100)
+    for got, want in zip(
+        torch.compile(round_of, fullgraph=True, backend="aot_eager")(grad, residual),
+        round_of(grad, residual),
+        strict=True,
+    ):
+        assert torch.equal(got, want)
+
+
+def test_no_gradient_flows() -> None:
+    x = torch.randn(10, requires_grad=True)
+    values, indices = mstopk(x, 3)
+    assert not values.requires_grad
+    assert not indices.requires_grad
+
+
+def test_fake_shapes() -> None:
+    x = torch.empty(1000, device="meta")
+    values, indices = mstopk(x, 10)
+    assert (values.shape, indices.dtype) == ((10,), torch.int32)
+    assert mstopk(torch.empty(2**31, device="meta"), 1)[1].dtype == torch.int64
+    assert compress(x, None, None, 10, torch.bfloat16).numel() == message_bytes(1000, 10, torch.bfloat16)
+
+
+def test_report_gives_a_reason_for_what_is_missing() -> None:
+    report = kernel_report()
+    assert {report.cpu, report.cuda} <= {"compiled", "plain torch"}
+    assert report.reasons or report.cpu == report.cuda == "compiled"
+    assert report.cpu in str(report)
+
+
+def test_everything_works_with_the_library_left_out() -> None:
+    program = (
+        "import torch; from lightning_sparse.kernels import *; r = kernel_report(); assert r.cpu == 'plain torch', r;"
+        "x = torch.arange(9.); assert mstopk(x, 2)[1].tolist() == [7, 8]; left = torch.empty(9);"
+        "m = compress(x, None, left, 2, torch.float32); accumulate(m[None], x, 2, torch.float32);"
+        "assert x.tolist() == [0.] * 7 + [7., 8.]; print(r.reasons[0])"
+    )
+    environment = {**os.environ, "LIGHTNING_SPARSE_KERNELS": "torch"}
+    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "LIGHTNING_SPARSE_KERNELS" in done.stdout
+
+
+def test_public_names() -> None:
+    assert {"mstopk", "compress", "accumulate", "message_bytes", "reference", "kernel_report"} <= set(kernels.__all__)
