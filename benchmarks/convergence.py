@@ -380,7 +380,9 @@ def main() -> None:
         if not runs:
             parser.error(f"{options.out} holds no finished runs; leave --report-only out to make some")
     records = execute(runs, pictures_file, options.out / "runs")
-    tqdm.write(write_report(records, options.out, command=" ".join(["python", *sys.argv])))
+    # Where files lie on this machine helps nobody to repeat it.
+    words = [Path(word).name if Path(word).is_absolute() else word for word in sys.argv]
+    tqdm.write(write_report(records, options.out, command=" ".join(["python", *words])))
 
 
 if __name__ == "__main__":
