@@ -1,4 +1,4 @@
-"""An image folder of small pictures, decoded once into a tensor, and their order in training. Used by convergence.py."""
+"""An image folder of small pictures, decoded once, and the order in which training sees it. Used by convergence.py."""
 
 from __future__ import annotations
 
