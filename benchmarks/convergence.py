@@ -41,7 +41,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from convergence_pictures import Pictures, load_pictures
+from convergence_pictures import EpochOrder, Pictures, load_pictures
 from convergence_report import commit, write_report
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -133,37 +133,6 @@ def resnet8(num_classes: int, widths: tuple[int, int, int] = (16, 32, 64)) -> nn
 
 
 # --- one run, on every rank
-
-
-def augmented(padded_NCHW: Tensor, index_B: Tensor, top_B: Tensor, left_B: Tensor, flip_B: Tensor, size: int) -> Tensor:
-    """Crops of `size` at (top, left) of the pictures `index`, some mirrored; float, channels last in memory."""
-    rows_BH = top_B[:, None] + torch.arange(size)
-    columns_BW = left_B[:, None] + torch.where(flip_B[:, None], torch.arange(size - 1, -1, -1), torch.arange(size))
-    # Indices on both sides of a slice put the indexed dimensions first: [B, H, W, C].
-    crops_BHWC = padded_NCHW[index_B[:, None, None], :, rows_BH[:, :, None], columns_BW[:, None, :]]
-    return crops_BHWC.permute(0, 3, 1, 2).float()
-
-
-class EpochOrder:
-    """Which pictures, crops and mirrorings a rank sees in one epoch: a pure function of (seed, epoch)."""
-
-    PAD = 4
-
-    def __init__(self, num_pictures: int, seed: int, epoch: int, global_batch: int) -> None:
-        generator = torch.Generator().manual_seed(seed * 10_007 + epoch)
-        self.order_N = torch.randperm(num_pictures, generator=generator)
-        self.shift_N2 = torch.randint(0, 2 * self.PAD + 1, (num_pictures, 2), generator=generator)
-        self.flip_N = torch.rand(num_pictures, generator=generator) < 0.5
-        self.global_batch = global_batch
-        self.steps = num_pictures // global_batch
-
-    def batch(self, padded_NCHW: Tensor, step: int, rank: int, world: int) -> tuple[Tensor, Tensor]:
-        first = step * self.global_batch
-        picked_B = torch.arange(first + rank, first + self.global_batch, world)
-        index_B, shift_B2 = self.order_N[picked_B], self.shift_N2[picked_B]
-        size = padded_NCHW.shape[-1] - 2 * self.PAD
-        x = augmented(padded_NCHW, index_B, shift_B2[:, 0], shift_B2[:, 1], self.flip_N[picked_B], size)
-        return x, index_B
 
 
 def attach(ddp: DistributedDataParallel, config: str, topology: Topology) -> HierState | None:
@@ -359,6 +328,7 @@ def main() -> None:
     parser.add_argument("--epochs", type=int, default=Settings.epochs)
     parser.add_argument("--lr", type=float, help="instead of the one that --tune found")
     parser.add_argument("--tune", action="store_true", help="find the learning rate on dense training, and stop")
+    parser.add_argument("--report-only", action="store_true", help="run nothing: report on what is finished")
     options = parser.parse_args()
     os.environ["OMP_NUM_THREADS"] = "1"
     options.out.mkdir(parents=True, exist_ok=True)
@@ -374,8 +344,14 @@ def main() -> None:
     lr = options.lr if options.lr is not None else json.loads(tuned.read_text())["lr"]
     settings = Settings(lr=lr, epochs=options.epochs)
     runs = [Run(config, seed, settings) for seed in options.seeds for config in options.configs]
+    if options.report_only:
+        runs = [run for run in runs if (options.out / "runs" / run.file_name).exists()]
+        if not runs:
+            parser.error(f"{options.out} holds no finished runs; leave --report-only out to make some")
     records = execute(runs, pictures_file, options.out / "runs")
-    tqdm.write(write_report(records, options.out, command=" ".join(["python", *sys.argv])))
+    # Where files lie on this machine helps nobody to repeat it.
+    words = [Path(word).name if Path(word).is_absolute() else word for word in sys.argv]
+    tqdm.write(write_report(records, options.out, command=" ".join(["python", *words])))
 
 
 if __name__ == "__main__":

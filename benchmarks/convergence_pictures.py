@@ -1,4 +1,4 @@
-"""An image folder of small pictures, decoded once into one tensor for each split. Used by convergence.py."""
+"""An image folder of small pictures, decoded once, and the order in which training sees it. Used by convergence.py."""
 
 from __future__ import annotations
 
@@ -34,6 +34,37 @@ class Pictures:
 
     def normalised(self, x_BCHW: Tensor) -> Tensor:
         return (x_BCHW - self.mean_C[:, None, None]) / self.std_C[:, None, None]
+
+
+def augmented(padded_NCHW: Tensor, index_B: Tensor, top_B: Tensor, left_B: Tensor, flip_B: Tensor, size: int) -> Tensor:
+    """Crops of `size` at (top, left) of the pictures `index`, some mirrored; float, channels last in memory."""
+    rows_BH = top_B[:, None] + torch.arange(size)
+    columns_BW = left_B[:, None] + torch.where(flip_B[:, None], torch.arange(size - 1, -1, -1), torch.arange(size))
+    # Indices on both sides of a slice put the indexed dimensions first: [B, H, W, C].
+    crops_BHWC = padded_NCHW[index_B[:, None, None], :, rows_BH[:, :, None], columns_BW[:, None, :]]
+    return crops_BHWC.permute(0, 3, 1, 2).float()
+
+
+class EpochOrder:
+    """Which pictures, crops and mirrorings a rank sees in one epoch: a pure function of (seed, epoch)."""
+
+    PAD = 4
+
+    def __init__(self, num_pictures: int, seed: int, epoch: int, global_batch: int) -> None:
+        generator = torch.Generator().manual_seed(seed * 10_007 + epoch)
+        self.order_N = torch.randperm(num_pictures, generator=generator)
+        self.shift_N2 = torch.randint(0, 2 * self.PAD + 1, (num_pictures, 2), generator=generator)
+        self.flip_N = torch.rand(num_pictures, generator=generator) < 0.5
+        self.global_batch = global_batch
+        self.steps = num_pictures // global_batch
+
+    def batch(self, padded_NCHW: Tensor, step: int, rank: int, world: int) -> tuple[Tensor, Tensor]:
+        first = step * self.global_batch
+        picked_B = torch.arange(first + rank, first + self.global_batch, world)
+        index_B, shift_B2 = self.order_N[picked_B], self.shift_N2[picked_B]
+        size = padded_NCHW.shape[-1] - 2 * self.PAD
+        x = augmented(padded_NCHW, index_B, shift_B2[:, 0], shift_B2[:, 1], self.flip_N[picked_B], size)
+        return x, index_B
 
 
 def load_pictures(source: Path, cache: Path) -> Path:

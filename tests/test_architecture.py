@@ -14,6 +14,8 @@ from pathlib import Path
 
 import pytest
 
+import lightning_sparse
+
 PACKAGE = "lightning_sparse"
 ROOT = Path(__file__).resolve().parents[1]
 MAX_LINES = 400
@@ -135,6 +137,14 @@ def test_a_broken_rule_is_found(path: str, source: str, said: str) -> None:
 )
 def test_what_is_allowed_is_not_found(path: str, source: str) -> None:
     assert violations(path, source) == []
+
+
+@pytest.mark.parametrize("flavour", ["pytorch_lightning", "lightning"])
+def test_both_flavours_offer_every_public_name(flavour: str) -> None:
+    """Defined there, not imported: a class that is pickled for a spawned process is looked up in its own module."""
+    tree = ast.parse((ROOT / PACKAGE / "flavours" / f"{flavour}.py").read_text(encoding="utf-8"))
+    classes = {node.name for node in tree.body if isinstance(node, ast.ClassDef)}
+    assert classes == set(lightning_sparse.__all__) - {"__version__"}
 
 
 def test_importing_the_package_is_light() -> None:
