@@ -19,6 +19,9 @@ Steps 2 and 3 have a dense twin, an all-reduce of shard_S + residual_S between n
 is taken in dense rounds, while the bucket layout is not settled, and where it moves fewer bytes. Every such choice is a
 function of values that all ranks share.
 
+With a loss scaler the gradients arrive scaled. Residuals are kept in unscaled units, so a change of the scale means
+nothing to them: step 2 divides by the scale and what arrives is multiplied by it again, both exact for powers of two.
+
 A non-finite gradient anywhere makes the whole shard NaN on every node (the message's header counts them), and step 4
 carries it to every rank: all ranks see it in the same round.
 
@@ -61,10 +64,11 @@ def sparse_round(state: HierState, group: ParamGroup, grad_N: Tensor, k: int) ->
     """Steps 1 to 4: the node's sums, the largest of them, those of all nodes, everywhere."""
     comm, residual_S, next_S = state.communicator, state.residual(group), state.next_residual(group, grad_N)
     sum_S = comm.reduce_scatter(grad_N)
-    message = compress(sum_S, residual_S, next_S, k, state.config.dtype, state.inverse_world_size(sum_S))
+    message = compress(sum_S, residual_S, next_S, k, state.config.dtype, state.unscale(sum_S))
     messages = comm.exchange(message)
     shard_S = torch.empty_like(sum_S, dtype=torch.float32)
     accumulate(messages, shard_S, k, state.config.dtype)
+    state.rescale(shard_S)
     _write(grad_N, comm.gather(shard_S.to(grad_N.dtype)))
     state.stage(group, next_S)
 
@@ -75,7 +79,7 @@ def dense_round(state: HierState, group: ParamGroup, grad_N: Tensor) -> None:
     grad_N.mul_(1.0 / comm.topology.world_size)
     shard_S = comm.reduce_scatter(grad_N)
     if residual_S is not None:
-        shard_S.add_(residual_S)
+        shard_S.add_(state.rescale(residual_S.clone()))
     comm.all_reduce(shard_S)
     _write(grad_N, comm.gather(shard_S))
     state.stage(group, None)

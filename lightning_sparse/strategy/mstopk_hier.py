@@ -46,6 +46,7 @@ if TYPE_CHECKING:
         local_rank: int
         global_rank: int
         is_global_zero: bool
+        precision_plugin: Any
         _ddp_kwargs: dict[str, Any]
         _timeout: timedelta | None
 
@@ -138,6 +139,7 @@ class MSTopKHierMixin(_Host):
             state.say(self._topology.describe())
         elif find_unused:
             state.track_unused(ddp.module)
+        state.loss_scale = self._loss_scale
         self.hier_state = state
         if self._saved is not None:
             for complaint in saving.apply(self._saved, state, self.root_device):
@@ -157,6 +159,11 @@ class MSTopKHierMixin(_Host):
         if self.hier_state is not None and isinstance(self.model, DistributedDataParallel):
             self.hier_state.epoch = self.lightning_module.current_epoch
             self.hier_state.before_backward(_untoggled(self.lightning_module, self.optimizers))
+
+    def _loss_scale(self) -> Tensor | None:
+        scaler = getattr(self.precision_plugin, "scaler", None)
+        scale: Tensor | None = scaler._get_scale_async() if scaler is not None and scaler.is_enabled() else None
+        return scale
 
     def teardown(self) -> None:
         """Take hooks off the model; the residuals stay for a second fit of the same module."""

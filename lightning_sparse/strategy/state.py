@@ -12,7 +12,8 @@ begins.
 
 import logging
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -53,6 +54,7 @@ class HierState:
         epoch: set it at the start of each epoch; the density schedule reads it.
         round: how many rounds are over.
         stats: what was communicated.
+        loss_scale: answers with the scale of a loss scaler, a 0-dim tensor, or None; asked in each round.
     """
 
     def __init__(
@@ -69,6 +71,7 @@ class HierState:
         refuse_sparse_gradients(module)
         self._module = weakref.ref(module)
         self._names = parameter_names(module)
+        self.loss_scale: Callable[[], Tensor | None] = lambda: None
         self._complex = frozenset(name for name, p in module.named_parameters() if p.is_complex())
         self._usage = UsageTracker(module) if find_unused_parameters else None
         self._handles: list[Any] = []
@@ -132,8 +135,7 @@ class HierState:
         for optimizer in optimizers:
             held = {id(p) for param_group in optimizer.param_groups for p in param_group["params"]}
             names = frozenset(name for key, name in self._names.items() if key in held)
-            hook = optimizer.register_step_post_hook(lambda *_, names=names: self._stepped.update(names))
-            self._handles.append(hook)
+            self._handles.append(optimizer.register_step_post_hook(partial(self._note_step, names)))
         self._watching = True
 
     def unwatch(self) -> None:
@@ -229,9 +231,16 @@ class HierState:
         shards = [t for t in (self.store.current | self.store.staged).values() if t is not None]
         return torch.stack([torch.linalg.vector_norm(t) for t in shards]).norm() if shards else torch.zeros(())
 
-    def inverse_world_size(self, like: Tensor) -> Tensor:
-        """1 / P as a 0-dim fp32 tensor."""
-        return torch.full((), 1.0 / self.topology.world_size, dtype=torch.float32, device=like.device)
+    def unscale(self, like: Tensor) -> Tensor:
+        """What a sum over ranks is multiplied by: 1 / P, and 1 / loss scale; a 0-dim fp32 tensor, no host sync."""
+        factor = torch.full((), 1.0 / self.topology.world_size, dtype=torch.float32, device=like.device)
+        scale = self.loss_scale()
+        return factor if scale is None else factor / scale
+
+    def rescale(self, shard_S: Tensor) -> Tensor:
+        """Multiply by the loss scale, in place."""
+        scale = self.loss_scale()
+        return shard_S if scale is None else shard_S.mul_(scale)
 
     def say(self, line: str, level: int = logging.INFO, *, every_rank: bool = False) -> None:
         """Log a line once, on rank 0 unless it concerns another rank alone."""
@@ -240,6 +249,12 @@ class HierState:
             log.log(level, line)
 
     # -- inside --------------------------------------------------------------------------------------------------------
+
+    def _note_step(self, names: frozenset[str], optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        # A fused optimizer is stepped even when the scaler met an inf, and skips inside.
+        found_inf = getattr(optimizer, "found_inf", None)
+        if found_inf is None or not found_inf:
+            self._stepped.update(names)
 
     def _discarded(self) -> frozenset[str]:
         module = self._module()
