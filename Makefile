@@ -50,13 +50,13 @@ format: $(VENV)/.built ## put code into shape
 		clang-format -i $(filter %.cpp %.cu %.h %.cuh,$(KERNELS)); fi
 
 bench: $(VENV)/.built ## run the quick benchmarks
-	$(RUN) benchmarks/kernels.py --out $(OUT)/bench --quick $(ARGS)
+	$(RUN) benchmarks/kernels.py $(OUT)/bench --quick $(ARGS)
 
 # No environment is made: machines with a GPU are often cut off from package indexes.
 gpu-check: ## with PYTHON as it is: build the kernels, run the GPU tests, time the kernels
 	LIGHTNING_SPARSE_BUILD=required $(PYTHON) setup.py build_ext --inplace
 	PYTHONPATH=$(CURDIR) $(PYTHON) -m pytest -p tests.helpers.timeout_optional -m gpu $(ARGS)
-	PYTHONPATH=$(CURDIR) $(PYTHON) benchmarks/kernels.py --out $(OUT)
+	PYTHONPATH=$(CURDIR) $(PYTHON) benchmarks/kernels.py $(OUT) --device cuda
 
 clean: ## remove environments and what was built
 	rm -rf .venv .venv-oldest build *.egg-info lightning_sparse/kernels/*.so lightning_sparse/kernels/build_report.txt
