@@ -164,7 +164,8 @@ def with_groups(nodes: tuple[tuple[int, ...], ...], *, timeout: timedelta | None
             f"nodes={nodes} hold {plain.world_size} ranks but the world has {dist.get_world_size()}: "
             f"describe every rank, or leave it to topology.discover()."
         )
-    world = dist.group.WORLD
+    # A world of our own: reductions may run while DDP talks on the default group.
+    world = _new_group(tuple(range(plain.world_size)), timeout)
     if plain.kind != "hierarchical":
         return Topology(nodes, rank, world=world)
     # All ranks create all groups in one order, members or not: that is what new_group() demands.

@@ -24,6 +24,7 @@ class HierConfig:
         warmup_epochs: epochs over which the density falls exponentially to ``density`` (DGC, Lin et al. 2018,
             section 3.3). 0 turns it off.
         dense_rounds: this many rounds at the start send everything.
+        overlap: reduce buckets while backward goes on, where the backend needs help for that (Gloo).
         error_feedback: keep what was not sent and add it to the next gradient. Only experiments turn it off.
 
     Raises:
@@ -35,6 +36,7 @@ class HierConfig:
     value_dtype: ValueDtype = "bfloat16"
     warmup_epochs: int = 2
     dense_rounds: int = 0
+    overlap: bool = True
     error_feedback: bool = True
 
     def __post_init__(self) -> None:
@@ -49,8 +51,9 @@ class HierConfig:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < 0:
                 raise ValueError(f"{name}={value!r} must be a whole number, 0 or more; 0 turns it off.")
-        if not isinstance(self.error_feedback, bool):
-            raise ValueError(f"error_feedback={self.error_feedback!r} must be True or False.")
+        for name in ("overlap", "error_feedback"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"{name}={getattr(self, name)!r} must be True or False.")
 
     @property
     def dtype(self) -> torch.dtype:

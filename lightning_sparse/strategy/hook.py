@@ -38,17 +38,23 @@ from torch._C._distributed_c10d import GradBucket  # torch.distributed re-export
 from lightning_sparse.kernels import accumulate, compress
 from lightning_sparse.strategy.communicator import HierCommunicator
 from lightning_sparse.strategy.layout import ParamGroup
-from lightning_sparse.strategy.state import HierState
+from lightning_sparse.strategy.state import Arrived, HierState
 
 
 def hier_hook(state: HierState, bucket: GradBucket) -> torch.futures.Future[Tensor]:
     """Reduce one bucket. Register it with ``ddp.register_comm_hook(state, hier_hook)``.
 
     Raises:
-        CommunicationError: when a collective failed, naming the step, the ranks, the round and the bucket.
+        CommunicationError: when a collective failed, naming the step, the ranks, the round and the bucket. With overlap
+            it is raised at the end of the backward pass.
     """
-    grad_N = bucket.buffer()
-    for group, part_n in state.open(bucket):
+    arrived = state.receive(bucket)
+    return state.runner.run(lambda: reduce_bucket(state, arrived), arrived.flat_N)
+
+
+def reduce_bucket(state: HierState, arrived: Arrived) -> None:
+    """Reduce what a bucket holds, in place; where backward overlaps, on the runner's thread."""
+    for group, part_n in state.parts(arrived):
         plan = state.plan(group, part_n)
         if plan.path == "sparse":
             sparse_round(state, group, part_n, plan.k)
@@ -56,8 +62,7 @@ def hier_hook(state: HierState, bucket: GradBucket) -> torch.futures.Future[Tens
             dense_round(state, group, part_n)
         else:
             identity(state.communicator, part_n)
-    state.close(bucket)
-    return _completed(grad_N)
+    state.close(arrived)
 
 
 def sparse_round(state: HierState, group: ParamGroup, grad_N: Tensor, k: int) -> None:
@@ -93,10 +98,3 @@ def identity(comm: HierCommunicator, grad_N: Tensor) -> None:
 
 def _write(grad_N: Tensor, grad_LS: Tensor) -> None:
     grad_N.copy_(grad_LS[: grad_N.numel()])
-
-
-def _completed(tensor: Tensor) -> torch.futures.Future[Tensor]:
-    devices: list[int | str | torch.device] | None = [tensor.device] if tensor.is_cuda else None
-    future: torch.futures.Future[Tensor] = torch.futures.Future(devices=devices)
-    future.set_result(tensor)  # on CUDA this records the current stream, which DDP then waits for
-    return future

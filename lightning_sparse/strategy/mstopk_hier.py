@@ -79,6 +79,7 @@ class MSTopKHierMixin(_Host):
         value_dtype: how values are written into messages; rounding errors stay in the residual.
         warmup_epochs: epochs over which the density falls to ``density``.
         dense_rounds: rounds at the start in which everything is sent.
+        overlap: reduce buckets while backward goes on.
         **kwargs: DDPStrategy's and DistributedDataParallel's own. ``gradient_as_bucket_view`` is True unless given.
 
     Raises:
@@ -92,6 +93,7 @@ class MSTopKHierMixin(_Host):
         value_dtype: ValueDtype = "bfloat16",
         warmup_epochs: int = 2,
         dense_rounds: int = 0,
+        overlap: bool = True,
         **kwargs: Any,
     ) -> None:
         self.config = HierConfig(
@@ -100,6 +102,7 @@ class MSTopKHierMixin(_Host):
             value_dtype=value_dtype,
             warmup_epochs=warmup_epochs,
             dense_rounds=dense_rounds,
+            overlap=overlap,
         )
         _check_options(type(self), kwargs)
         _show_log_lines()

@@ -3,7 +3,8 @@
 One *round* is one reduction of all buckets. Its life, as seen from here:
 
     before_backward()            the last round's residuals are settled: kept, or dropped with a gradient thrown away
-    open(bucket) .. close()      once a bucket; groups are read from DDP's bucket and written back
+    receive(bucket)              once a bucket, while backward runs
+    parts() .. close()           once a bucket, on the runner's thread; groups are read from it and written back
     optimizer.step()             watch() notes which parameters were stepped, hence whose residual counts
 
 Whoever uses the hook without a strategy need not call before_backward(): then a round counts as used when the next one
@@ -13,6 +14,7 @@ begins.
 import logging
 import weakref
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, NamedTuple
 
@@ -25,10 +27,11 @@ from lightning_sparse.strategy import cost
 from lightning_sparse.strategy.communicator import HierCommunicator, is_reducible_by_shard
 from lightning_sparse.strategy.config import HierConfig
 from lightning_sparse.strategy.layout import Layout, ParamGroup, group_of, parameter_names, refuse_sparse_gradients
+from lightning_sparse.strategy.overlap import FifoThread, Inline, Runner
 from lightning_sparse.strategy.residual import ResidualStore
 from lightning_sparse.strategy.schedule import density_at, is_dense_round, num_selected
 from lightning_sparse.strategy.stats import CommStats
-from lightning_sparse.strategy.usage import MAX, UsageTracker
+from lightning_sparse.strategy.usage import MAX, UsageTracker, unused_everywhere
 from lightning_sparse.topology import Topology
 
 log = logging.getLogger("lightning_sparse")
@@ -39,6 +42,21 @@ class Plan(NamedTuple):
 
     path: Literal["identity", "dense", "sparse"]
     k: int = 0
+
+
+@dataclass(frozen=True)
+class Arrived:
+    """What a bucket holds.
+
+    Attributes:
+        used: which of its parameters this rank used; None where that is not asked.
+    """
+
+    group: ParamGroup
+    flat_N: Tensor
+    index: int
+    last: bool
+    used: list[bool] | None
 
 
 class HierState:
@@ -66,6 +84,7 @@ class HierState:
         self.epoch = 0
         self.round = 0
         self.stats = CommStats()
+        self.runner: Runner = FifoThread() if config.overlap and _on_cpu(module) else Inline()
         self.layout = Layout()
         self.store = ResidualStore(topology.device_index, topology.num_devices)
         refuse_sparse_gradients(module)
@@ -95,15 +114,23 @@ class HierState:
         if bypass:
             self.say(f"this round is reduced as plain DDP does, and residuals wait: {bypass}")
 
-    def open(self, bucket: GradBucket) -> Iterator[tuple[ParamGroup, Tensor]]:
-        """The bucket's groups, each with its flat gradient; what is written there reaches the bucket."""
+    def receive(self, bucket: GradBucket) -> Arrived:
+        """Read a bucket while it is at hand: DDP takes it back when the hook returns."""
         if not self._round_is_open:
             self.settle()
             self._round_is_open = True
-        self.communicator.where = f"in round {self.round}, bucket {bucket.index()}"
-        whole, flat_N = group_of(bucket.parameters(), self._names), bucket.buffer()
+        group = group_of(bucket.parameters(), self._names)
+        used = self._usage.take(group) if self._usage is not None else None
+        if bucket.is_last():
+            self._round_is_open = False
+        return Arrived(group, bucket.buffer(), bucket.index(), bucket.is_last(), used)
+
+    def parts(self, arrived: Arrived) -> Iterator[tuple[ParamGroup, Tensor]]:
+        """The bucket's groups, each with its flat gradient; what is written there reaches the bucket."""
+        self.communicator.where = f"in round {self.round}, bucket {arrived.index}"
+        whole, flat_N = arrived.group, arrived.flat_N
         self.layout.record(whole)
-        unused = self._unused(whole, flat_N)
+        unused = self._unused(arrived)
         places = whole.slices()
         for group in self.layout.parts(whole):
             pieces = [flat_N[places[name]] for name in group.names]
@@ -112,15 +139,14 @@ class HierState:
             if group != whole:
                 torch._foreach_copy_(pieces, list(torch.split(grad_n, list(group.numels))))
 
-    def close(self, bucket: GradBucket) -> None:
+    def close(self, arrived: Arrived) -> None:
         """After the bucket was reduced; the last bucket ends the round."""
-        if not bucket.is_last():
+        if not arrived.last:
             return
         if self.layout.end_round() and self.topology.kind == "hierarchical":
-            self._describe_layout(bucket.buffer().dtype)
+            self._describe_layout(arrived.flat_N.dtype)
         self.stats.end_round()
         self.round += 1
-        self._round_is_open = False
 
     def settle(self) -> None:
         """Decide which residuals of the last round count: those of parameters that were stepped, or whose gradient is
@@ -266,12 +292,11 @@ class HierState:
         grads = {self._names[id(p)]: p.grad for p in module.parameters() if id(p) in self._names}
         return frozenset(name for name in staged if (grad := grads.get(name)) is None or not grad.any())
 
-    def _unused(self, group: ParamGroup, flat_N: Tensor) -> frozenset[str]:
-        if self._usage is None or self.topology.world_size == 1:
+    def _unused(self, arrived: Arrived) -> frozenset[str]:
+        if arrived.used is None or self.topology.world_size == 1 or self._bypass:
             return frozenset()
-        max_reduce = lambda flags: self.communicator.flat_all_reduce(flags, op=MAX)  # noqa: E731
-        unused = self._usage.unused_everywhere(group, flat_N.device, max_reduce)
-        return frozenset() if self._bypass else unused
+        max_reduce = partial(self.communicator.flat_all_reduce, op=MAX)
+        return unused_everywhere(arrived.group, arrived.used, arrived.flat_N.device, max_reduce)
 
     def _masked_part(
         self, group: ParamGroup, grad_N: Tensor, masked: frozenset[str]
@@ -297,3 +322,7 @@ class HierState:
             f"round {self.round + 1}: {len(plans)} group(s) of parameters, {sparse} sparse and {len(plans) - sparse} "
             f"dense at density {density_at(self.config, self.epoch):g} (exchange={self.config.exchange!r})"
         )
+
+
+def _on_cpu(module: nn.Module) -> bool:
+    return all(parameter.device.type == "cpu" for parameter in module.parameters())

@@ -33,12 +33,11 @@ class UsageTracker:
             if parameter.requires_grad
         ]
 
-    def unused_everywhere(self, group: ParamGroup, device: torch.device, max_reduce: MaxReduce) -> frozenset[str]:
-        """The group's parameters that no rank used since they were last asked about. A collective of the world."""
-        flags = torch.tensor([name in self._used for name in group.names], dtype=torch.uint8, device=device)
-        max_reduce(flags)
+    def take(self, group: ParamGroup) -> list[bool]:
+        """Which of the group's parameters this rank used since it was last asked."""
+        used = [name in self._used for name in group.names]
         self._used.difference_update(group.names)
-        return frozenset(name for name, used in zip(group.names, flags.tolist(), strict=True) if not used)
+        return used
 
     def close(self) -> None:
         """Stop watching."""
@@ -47,6 +46,15 @@ class UsageTracker:
 
     def _marker(self, name: str) -> Callable[[Tensor], None]:
         return lambda _: self._used.add(name)
+
+
+def unused_everywhere(
+    group: ParamGroup, used_here: list[bool], device: torch.device, max_reduce: MaxReduce
+) -> frozenset[str]:
+    """The group's parameters that no rank used. A collective of the world."""
+    flags = torch.tensor(used_here, dtype=torch.uint8, device=device)
+    max_reduce(flags)
+    return frozenset(name for name, used in zip(group.names, flags.tolist(), strict=True) if not used)
 
 
 MAX = dist.ReduceOp.MAX

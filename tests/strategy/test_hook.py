@@ -13,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_sparse.kernels import message_bytes
 from lightning_sparse.strategy import CommunicationError, HierConfig, hier_hook
+from lightning_sparse.strategy.overlap import Inline
 from lightning_sparse.strategy.schedule import num_selected
 from lightning_sparse.topology import with_groups
 from tests.helpers.distributed import RanksFailed, run_ranks
@@ -91,6 +92,23 @@ def gradients_of_rounds(value_dtype: str) -> list[Tensor]:
         assert 0.04 < state.stats.density < 0.12, state.stats
         assert 0 < torch.count_nonzero(history[-1]) < 0.4 * history[-1].numel()
     return history
+
+
+def test_overlap_changes_no_bit() -> None:
+    for at_once, overlapped, inline in run_ranks(with_and_without_overlap, nodes=2, devices=2):
+        assert torch.equal(at_once, overlapped)
+        assert inline == [True, False]
+
+
+def with_and_without_overlap() -> tuple[Tensor, Tensor, list[bool]]:
+    trained, inline = [], []
+    for overlap in (False, True):
+        model = mlp()
+        config = HierConfig(density=0.05, exchange="sparse", warmup_epochs=0, overlap=overlap)
+        ddp, state = wrap(model, config, **PLAIN)
+        trained.append(train(model, ddp, 8))
+        inline.append(isinstance(state.runner, Inline))
+    return trained[0], trained[1], inline
 
 
 # -- 3: nothing is lost ------------------------------------------------------------------------------------------------
