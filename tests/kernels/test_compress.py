@@ -94,6 +94,18 @@ def test_what_is_not_finite(path: Path, value_dtype: torch.dtype) -> None:
 
 
 @every_path
+@pytest.mark.parametrize("value_dtype", DTYPES, ids=str)
+def test_the_largest_finite_stay_finite(path: Path, value_dtype: torch.dtype) -> None:
+    largest = torch.finfo(torch.float32).max
+    grad = torch.tensor([1.0, largest, -largest, 7e4, 3.39e38] * 20)
+    left = torch.empty(100)
+    message = path.compress(grad, None, left, 80, value_dtype)
+    assert bool(decoded(message, 100, 80, value_dtype).isfinite().all())
+    assert bool(left.isfinite().all())
+    assert int(wire.nonfinite_count(message)) == 0
+
+
+@every_path
 def test_without_a_residual_wanted_the_message_is_the_same(path: Path) -> None:
     grad, residual = torch.randn(2, 70_001, generator=torch.Generator().manual_seed(6))
     left = torch.empty(70_001)
