@@ -34,7 +34,7 @@ test: $(VENV)/.built ## run the tests; what needs root or a GPU is skipped witho
 test-oldest: ## run the tests with the oldest supported torch, in an environment of its own
 	$(MAKE) --no-print-directory test VENV=.venv-oldest TORCH="$(OLDEST)"
 
-lint: $(VENV)/.built ## check style, types, spelling and the format of native code
+lint: $(VENV)/.installed ## check style, types, spelling and the format of native code
 	$(RUN) -m ruff check
 	$(RUN) -m ruff format --check
 	$(RUN) -m mypy
@@ -43,7 +43,7 @@ lint: $(VENV)/.built ## check style, types, spelling and the format of native co
 	elif [ -n "$(filter %.cpp %.cu %.h %.cuh,$(KERNELS))" ]; then \
 		clang-format --dry-run --Werror $(filter %.cpp %.cu %.h %.cuh,$(KERNELS)); fi
 
-format: $(VENV)/.built ## put code into shape
+format: $(VENV)/.installed ## put code into shape
 	$(RUN) -m ruff check --fix
 	$(RUN) -m ruff format
 	@if command -v clang-format > /dev/null && [ -n "$(filter %.cpp %.cu %.h %.cuh,$(KERNELS))" ]; then \

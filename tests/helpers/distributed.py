@@ -47,6 +47,9 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import TCPStore  # torch.distributed re-exports it unannounced
 
 T = TypeVar("T")
+# What every rank would import again: DDP's constructor takes a second for torch._dynamo, a Trainer two and a half for
+# torchmetrics. Neither this package nor a Lightning is among them: a test may ask in which order they are imported.
+PRELOAD = ["torch", "torch.distributed", "torch._dynamo", "torchmetrics", "tests.helpers.distributed"]
 GRACE_S = 5.0
 STACK_S = 1.0
 OUTPUT_TAIL = 4000
@@ -144,7 +147,7 @@ def _context(start_method: Literal["forkserver", "spawn"]) -> ForkServerContext 
     if start_method == "spawn":
         return multiprocessing.get_context("spawn")
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "torch.distributed", "tests.helpers.distributed"])
+    context.set_forkserver_preload(PRELOAD)
     return context
 
 
