@@ -116,6 +116,12 @@ class Layout:
         """Note a group of the running round."""
         self._current.append(group)
 
+    def abandon_round(self) -> bool:
+        """Forget a round that was cut short; True when there was one."""
+        cut_short = bool(self._current)
+        self._current.clear()
+        return cut_short
+
     def end_round(self) -> bool:
         """Close the round; True when this settled a new layout."""
         current, self._current = tuple(self._current), []

@@ -14,6 +14,7 @@ On CUDA reductions are queued on the current stream and need no thread.
 import queue
 import threading
 from collections.abc import Callable
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -28,6 +29,9 @@ class Runner(Protocol):
 
     def run(self, job: Job, result: Tensor) -> TensorFuture:
         """Run the job, some time; the future then holds ``result``."""
+
+    def drain(self) -> None:
+        """Wait for jobs that a backward pass left behind, and forget what failed in them."""
 
     def close(self) -> None:
         """No more jobs come."""
@@ -44,43 +48,47 @@ class Inline:
         future.set_result(result)
         return future
 
+    def drain(self) -> None:
+        """Nothing waits."""
+
     def close(self) -> None:
         """Nothing to end."""
 
 
 class FifoThread:
-    """Runs jobs on one daemon thread, first in, first out. After a job that failed no other runs."""
+    """Runs jobs on one daemon thread, first in, first out. After a job that failed none runs until drain()."""
 
     def __init__(self) -> None:
         self._jobs: queue.SimpleQueue[tuple[Job, Tensor, TensorFuture] | None] = queue.SimpleQueue()
         self._error: BaseException | None = None
-        self._pending: TensorFuture | None = None
-        self._inline = Inline()
+        self._last: TensorFuture | None = None
         threads = torch.get_num_threads()  # OpenMP counts threads for each thread that asks
         self._thread = threading.Thread(target=self._work, args=(threads,), name="lightning_sparse", daemon=True)
         self._thread.start()
 
     def run(self, job: Job, result: Tensor) -> TensorFuture:
         """Queue the job."""
-        first = self._pending is None
-        if first and not _at_end_of_backward(self._join):
-            return self._inline.run(job, result)  # DDP flushes a static graph after backward: nothing to overlap with
         future: TensorFuture = torch.futures.Future()
-        self._pending = future
+        self._last = future
         self._jobs.put((job, result, future))
+        if not _at_end_of_backward(partial(self._join, future)):
+            self._join(future)  # DDP flushes a static graph after backward: nothing to overlap with
         return future
+
+    def drain(self) -> None:
+        """Wait for the last job."""
+        if self._last is not None:
+            self._last.wait()
+        self._error = self._last = None
 
     def close(self) -> None:
         """End the thread once its jobs are done."""
         self._jobs.put(None)
 
-    def _join(self) -> None:
-        pending, self._pending = self._pending, None
-        if pending is not None:
-            pending.wait()
+    def _join(self, future: TensorFuture) -> None:
+        future.wait()
         if self._error is not None:
-            error, self._error = self._error, None
-            raise error
+            raise self._error
 
     def _work(self, threads: int) -> None:
         torch.set_num_threads(threads)

@@ -84,7 +84,7 @@ class HierState:
         self.epoch = 0
         self.round = 0
         self.stats = CommStats()
-        self.runner: Runner = FifoThread() if config.overlap and _on_cpu(module) else Inline()
+        self._runner: Runner | None = None
         self.layout = Layout()
         self.store = ResidualStore(topology.device_index, topology.num_devices)
         refuse_sparse_gradients(module)
@@ -113,6 +113,15 @@ class HierState:
         self._bypass = bypass
         if bypass:
             self.say(f"this round is reduced as plain DDP does, and residuals wait: {bypass}")
+
+    @property
+    def runner(self) -> Runner:
+        """What reductions run on; made when first needed, ended by detach()."""
+        if self._runner is None:
+            module = self._module()
+            on_cpu = module is not None and all(parameter.device.type == "cpu" for parameter in module.parameters())
+            self._runner = FifoThread() if self.config.overlap and on_cpu else Inline()
+        return self._runner
 
     def receive(self, bucket: GradBucket) -> Arrived:
         """Read a bucket while it is at hand: DDP takes it back when the hook returns."""
@@ -150,7 +159,14 @@ class HierState:
 
     def settle(self) -> None:
         """Decide which residuals of the last round count: those of parameters that were stepped, or whose gradient is
-        still there to be stepped; the others stay as they were before the round."""
+        still there to be stepped; the others stay as they were before the round. A round that an exception cut short
+        is as if it had not been."""
+        if self._runner is not None:
+            self._runner.drain()
+        if self.layout.abandon_round() or self._round_is_open:
+            self.store.staged.clear()
+            self.stats.abandon_round()
+            self._round_is_open, self._masked = False, frozenset()
         if self.store.staged:
             self.store.settle(self._discarded())
         self._stepped.clear()
@@ -173,7 +189,12 @@ class HierState:
 
     def detach(self) -> None:
         """Take all hooks off module and optimizers, after a last settle()."""
-        self.settle()
+        # Not after a backward that an exception cut short: this rank's thread may wait for ranks that wait for this one.
+        if not self._round_is_open:
+            self.settle()
+            if self._runner is not None:
+                self._runner.close()
+                self._runner = None
         self.unwatch()
         if self._usage is not None:
             self._usage.close()
@@ -322,7 +343,3 @@ class HierState:
             f"round {self.round + 1}: {len(plans)} group(s) of parameters, {sparse} sparse and {len(plans) - sparse} "
             f"dense at density {density_at(self.config, self.epoch):g} (exchange={self.config.exchange!r})"
         )
-
-
-def _on_cpu(module: nn.Module) -> bool:
-    return all(parameter.device.type == "cpu" for parameter in module.parameters())

@@ -32,6 +32,10 @@ class CommStats:
         self.bytes_between_nodes += nbytes
         self.dense_equivalent_bytes += dense_nbytes
 
+    def abandon_round(self) -> None:
+        """Forget a round that was cut short; its bytes were sent all the same."""
+        self._running_bytes, self._sent, self._total = 0.0, 0, 0
+
     def end_round(self) -> None:
         """Close the round."""
         self.rounds += 1

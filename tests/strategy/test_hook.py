@@ -4,6 +4,8 @@ Every test runs the worker below it (named after the test) in P processes and co
 """
 
 import itertools
+import threading
+import time
 
 import pytest
 import torch
@@ -317,6 +319,41 @@ def non_finite(bad: float, density: float) -> tuple[bool, Tensor, Tensor, Tensor
         else:
             optimizer.step()
     return seen, before, after, flat_grads(model)
+
+
+# -- a backward pass that is cut short ---------------------------------------------------------------------------------
+
+
+def test_a_backward_cut_short_is_as_if_it_had_not_been() -> None:
+    for before, after, history, threads in run_ranks(cut_short, nodes=2, devices=2):
+        assert torch.equal(before, after)
+        assert history.isfinite().all()
+        assert threads == 0, "the thread ends with its state"
+
+
+def cut_short() -> tuple[Tensor, Tensor, Tensor, int]:
+    """An exception while some buckets are already reduced, as running out of memory is; then a new wrapper."""
+    model = mlp()
+    ddp, state = wrap(model, HierConfig(density=0.05, exchange="sparse", warmup_epochs=0), **PLAIN)
+    train(model, ddp, 6)
+    state.settle()
+    before = node_residual(model, state)
+    handle = model[0].weight.register_hook(_out_of_memory)
+    with pytest.raises(MemoryError):
+        loss_of(ddp, 6, dist.get_rank()).backward()
+    handle.remove()
+    model.zero_grad()
+    state.before_backward()
+    after = node_residual(model, state)
+    ddp, state = wrap(model, state.config, state=state, **PLAIN)
+    train(model, ddp, 3)
+    state.detach()
+    time.sleep(0.2)
+    return before, after, flat_grads(model), sum(each.name == "lightning_sparse" for each in threading.enumerate())
+
+
+def _out_of_memory(_: Tensor) -> None:
+    raise MemoryError
 
 
 # -- one hook a wrapper ------------------------------------------------------------------------------------------------

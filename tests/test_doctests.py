@@ -1,0 +1,15 @@
+"""The examples in docstrings are run, each module's by itself."""
+
+import doctest
+from importlib import import_module
+
+import pytest
+
+MODULES = ["lightning_sparse.topology", "lightning_sparse.strategy.schedule"]
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_docstring_examples(name: str) -> None:
+    result = doctest.testmod(import_module(name))
+    assert result.attempted > 0
+    assert result.failed == 0
