@@ -75,7 +75,7 @@ if torch is not None and CUDA is not None:
 
 def extension(with_cuda: bool) -> Extension:
     sources = sorted(str(path.relative_to(ROOT)) for path in (ROOT / CSRC).glob("*.cpp"))
-    headers = sorted(str(path.relative_to(ROOT)) for path in (ROOT / CSRC).glob("*.h"))
+    headers = sorted(str(path.relative_to(ROOT)) for path in (ROOT / CSRC).glob("*.*h"))
     flags: dict[str, list[str]] = {"cxx": list(CXX), "nvcc": list(NVCC)}
     link = ["-Wl,--no-as-needed", "-ltorch"]
     if with_cuda:

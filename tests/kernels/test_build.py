@@ -13,7 +13,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 CSRC = ROOT / "lightning_sparse/kernels/csrc"
-KERNEL_FILES = sorted([*CSRC.glob("*.cu"), *CSRC.glob("*_cpu.cpp"), *CSRC.glob("*.h")])
+KERNEL_FILES = sorted([*CSRC.glob("*.cu"), *CSRC.glob("*_cpu.cpp"), *CSRC.glob("*.*h")])
 
 
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="no nvcc on PATH")

@@ -18,11 +18,12 @@
 #include <vector>
 
 #include "pack.h"
+#include "source_cpu.h"
+#include "statistics_cpu.h"
 
 namespace lightning_sparse::cpu {
 namespace {
 
-constexpr int64_t kChunk = kMeanBlock;  // elements handled while they are in the first-level cache
 constexpr int64_t kSortBelow = 4096;
 constexpr int kLowBits = 15;  // keys have 31 bits: 16 high ones, 15 low ones
 constexpr int64_t kHighBins = 1 << 16, kLowBins = 1 << kLowBits;
@@ -35,89 +36,12 @@ Pack choose_pack() {
 #if LS_HAVE_AVX2
   static const bool fast =
       __builtin_cpu_supports("avx2") && __builtin_cpu_supports("bmi") && __builtin_cpu_supports("popcnt");
-  if (fast && !(forced & kForceScalar)) return pack_avx2;
+  if (fast && !scalar_only()) return pack_avx2;
 #endif
   return pack_scalar;
 }
 
-// ------------------------------------------------------------------------------------------------ reading the source
-
-template <Dtype dtype>
-inline float load(const void* data, int64_t i) {
-  if constexpr (dtype == Dtype::fp32) return static_cast<const float*>(data)[i];
-  if constexpr (dtype == Dtype::bf16) return from_bf16(static_cast<const uint16_t*>(data)[i]);
-  if constexpr (dtype == Dtype::fp16) return from_fp16(static_cast<const uint16_t*>(data)[i]);
-}
-
-template <Dtype dtype>
-void compute(const Source& source, int64_t begin, int64_t n, float* __restrict out) {
-  const void* grad = source.grad;
-  if (source.scale) {
-    const float scale = *source.scale;
-    for (int64_t i = 0; i < n; ++i) out[i] = load<dtype>(grad, begin + i) * scale;
-  } else {
-    for (int64_t i = 0; i < n; ++i) out[i] = load<dtype>(grad, begin + i);
-  }
-  if (source.residual) {
-    const float* __restrict residual = source.residual + begin;
-    for (int64_t i = 0; i < n; ++i) out[i] = residual[i] + out[i];
-  }
-}
-
-// fp32 with a residual is the common case: one loop instead of two.
-void compute_fp32(const Source& source, int64_t begin, int64_t n, float* __restrict out) {
-  const float* __restrict grad = static_cast<const float*>(source.grad) + begin;
-  const float* __restrict residual = source.residual + begin;
-  if (source.scale) {
-    const float scale = *source.scale;
-    for (int64_t i = 0; i < n; ++i) out[i] = residual[i] + grad[i] * scale;
-  } else {
-    for (int64_t i = 0; i < n; ++i) out[i] = residual[i] + grad[i];
-  }
-}
-
-// acc of n elements: where it already lies, or computed into `out`.
-const float* acc_of(const Source& source, int64_t begin, int64_t n, float* out) {
-  const bool plain = source.dtype == Dtype::fp32 && !source.residual && !source.scale;
-  if (plain && !source.store) return static_cast<const float*>(source.grad) + begin;
-  if (source.dtype == Dtype::fp32 && source.residual) {
-    compute_fp32(source, begin, n, out);
-  } else if (source.dtype == Dtype::fp32) {
-    compute<Dtype::fp32>(source, begin, n, out);
-  } else if (source.dtype == Dtype::bf16) {
-    compute<Dtype::bf16>(source, begin, n, out);
-  } else {
-    compute<Dtype::fp16>(source, begin, n, out);
-  }
-  return out;
-}
-
-template <typename Visit>  // visit(x, n, first index)
-void scan(const Source& source, int64_t begin, int64_t end, const Visit& visit) {
-  alignas(64) float buffer[kChunk];
-  for (int64_t at = begin; at < end; at += kChunk) {
-    const int64_t n = std::min(kChunk, end - at);
-    visit(acc_of(source, at, n, source.store ? source.store + at : buffer), n, at);
-  }
-}
-
-Source without_store(Source source) {
-  source.store = nullptr;
-  return source;
-}
-
 // --------------------------------------------------------------------------------------------------------- candidates
-
-struct Range {
-  int64_t begin, end;
-  std::unique_ptr<uint32_t[]> positions;  // relative to begin
-  std::unique_ptr<float[]> values;
-  int64_t count = 0;
-  bool overflow = false;
-  // what `tally` finds
-  int64_t certain = 0, band = 0, nonfinite = 0;
-  uint32_t largest = 0;  // key of the largest finite
-};
 
 // Either the candidates of all ranges or, when these are of no use, the whole source.
 struct Population {
@@ -144,18 +68,6 @@ struct Population {
     });
   }
 };
-
-std::vector<Range> make_ranges(int64_t numel, int64_t threads) {
-  const int64_t blocks = (numel + kBlock - 1) / kBlock;
-  const int64_t at_least = (numel >> 31) + 1;  // positions in a range have 32 bits
-  const int64_t count = std::min(blocks, std::max(threads, at_least));
-  std::vector<Range> ranges(static_cast<size_t>(count));
-  for (int64_t r = 0; r < count; ++r) {
-    ranges[r].begin = blocks * r / count * kBlock;
-    ranges[r].end = std::min(numel, blocks * (r + 1) / count * kBlock);
-  }
-  return ranges;
-}
 
 struct Sample {
   uint32_t threshold;
@@ -310,52 +222,6 @@ void emit(const Population& population, Bracket bracket, int64_t k, Sink& sink, 
 
 // ----------------------------------------------------------------------------------------------------- mode "paper"
 
-struct Statistics {
-  float mean = 0, largest = 0;
-  int64_t nonfinite = 0;
-};
-
-double block_sum(const float* x, int64_t n, Range& range) {
-  double lanes[kMeanLanes] = {};
-  for (int64_t i = 0; i < n; ++i) {
-    const uint32_t key = key_of(x[i]);
-    const bool finite = key < kInfKey;
-    lanes[i % kMeanLanes] += finite ? static_cast<double>(float_of(key)) : 0.0;
-    range.nonfinite += !finite;
-    range.largest = std::max(range.largest, finite ? key : 0);
-  }
-  for (int half = kMeanLanes / 2; half > 0; half /= 2) {
-    for (int i = 0; i < half; ++i) lanes[i] += lanes[i + half];
-  }
-  return lanes[0];
-}
-
-// In the order of reference.mean_of.
-Statistics statistics(const Source& source, const Parallel& parallel) {
-  auto ranges = make_ranges(source.numel, parallel.threads);
-  const int64_t blocks = (source.numel + kMeanBlock - 1) / kMeanBlock;
-  int64_t padded = 1;
-  while (padded < blocks) padded *= 2;
-  std::vector<double> sums(static_cast<size_t>(padded));
-  parallel.run(static_cast<int64_t>(ranges.size()), [&](int64_t r) {
-    scan(source, ranges[r].begin, ranges[r].end,
-         [&](const float* x, int64_t n, int64_t first) { sums[first / kMeanBlock] = block_sum(x, n, ranges[r]); });
-  });
-  for (int64_t half = padded / 2; half > 0; half /= 2) {
-    for (int64_t i = 0; i < half; ++i) sums[i] += sums[i + half];
-  }
-  Statistics result;
-  uint32_t largest = 0;
-  for (const Range& range : ranges) {
-    result.nonfinite += range.nonfinite;
-    largest = std::max(largest, range.largest);
-  }
-  result.largest = float_of(largest);
-  const int64_t finite = source.numel - result.nonfinite;
-  if (finite > 0) result.mean = static_cast<float>(sums[0] / static_cast<double>(finite));
-  return result;
-}
-
 // The population and, of mode "paper", the bracket; of mode "exact" the k-th key alone is the band.
 Population choose(const Source& source, int64_t k, bool paper, Bracket& bracket, const Parallel& parallel) {
   const Statistics known = paper ? statistics(source, parallel) : Statistics{};
@@ -438,6 +304,8 @@ void emit_tensors(const Population& population, const Source& source, Bracket br
 }  // namespace
 
 void force(int flags) { forced = flags; }
+
+bool scalar_only() { return (forced & kForceScalar) != 0; }
 
 void mstopk(const Source& source, int64_t k, bool paper, void* values, void* indices, const Parallel& parallel) {
   Bracket bracket{};

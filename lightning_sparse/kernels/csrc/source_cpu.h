@@ -1,0 +1,101 @@
+// Reading a source on the CPU: acc in fp32, a chunk at a time while it is in the first-level cache.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+
+#include "mstopk_cpu.h"
+#include "pack.h"
+
+namespace lightning_sparse::cpu {
+
+constexpr int64_t kChunk = kMeanBlock;
+
+bool scalar_only();  // as `force` has set it
+
+template <Dtype dtype>
+inline float load(const void* data, int64_t i) {
+  if constexpr (dtype == Dtype::fp32) return static_cast<const float*>(data)[i];
+  if constexpr (dtype == Dtype::bf16) return from_bf16(static_cast<const uint16_t*>(data)[i]);
+  if constexpr (dtype == Dtype::fp16) return from_fp16(static_cast<const uint16_t*>(data)[i]);
+}
+
+#if LS_HAVE_AVX2
+// Differs from from_fp16 in the payload of signalling NaN, which nothing depends on.
+__attribute__((target("avx2,f16c"))) inline void upcast_f16c(const uint16_t* half, int64_t n, float* out) {
+  int64_t i = 0;
+  for (; i + 8 <= n; i += 8) {
+    const __m128i eight = _mm_loadu_si128(reinterpret_cast<const __m128i*>(half + i));
+    _mm256_storeu_ps(out + i, _mm256_cvtph_ps(eight));
+  }
+  for (; i < n; ++i) out[i] = from_fp16(half[i]);
+}
+#endif
+
+template <Dtype dtype>
+void upcast(const void* grad, int64_t begin, int64_t n, float* __restrict out) {
+#if LS_HAVE_AVX2
+  static const bool fast = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("f16c");
+  if (dtype == Dtype::fp16 && fast && !scalar_only()) {
+    return upcast_f16c(static_cast<const uint16_t*>(grad) + begin, n, out);
+  }
+#endif
+  for (int64_t i = 0; i < n; ++i) out[i] = load<dtype>(grad, begin + i);
+}
+
+template <Dtype dtype>
+void compute(const Source& source, int64_t begin, int64_t n, float* __restrict out) {
+  upcast<dtype>(source.grad, begin, n, out);
+  if (source.scale) {
+    const float scale = *source.scale;
+    for (int64_t i = 0; i < n; ++i) out[i] *= scale;
+  }
+  if (source.residual) {
+    const float* __restrict residual = source.residual + begin;
+    for (int64_t i = 0; i < n; ++i) out[i] = residual[i] + out[i];
+  }
+}
+
+// fp32 with a residual is the common case: one loop instead of two.
+inline void compute_fp32(const Source& source, int64_t begin, int64_t n, float* __restrict out) {
+  const float* __restrict grad = static_cast<const float*>(source.grad) + begin;
+  const float* __restrict residual = source.residual + begin;
+  if (source.scale) {
+    const float scale = *source.scale;
+    for (int64_t i = 0; i < n; ++i) out[i] = residual[i] + grad[i] * scale;
+  } else {
+    for (int64_t i = 0; i < n; ++i) out[i] = residual[i] + grad[i];
+  }
+}
+
+// acc of n elements: where it already lies, or computed into `out`.
+inline const float* acc_of(const Source& source, int64_t begin, int64_t n, float* out) {
+  const bool plain = source.dtype == Dtype::fp32 && !source.residual && !source.scale;
+  if (plain && !source.store) return static_cast<const float*>(source.grad) + begin;
+  if (source.dtype == Dtype::fp32 && source.residual) {
+    compute_fp32(source, begin, n, out);
+  } else if (source.dtype == Dtype::fp32) {
+    compute<Dtype::fp32>(source, begin, n, out);
+  } else if (source.dtype == Dtype::bf16) {
+    compute<Dtype::bf16>(source, begin, n, out);
+  } else {
+    compute<Dtype::fp16>(source, begin, n, out);
+  }
+  return out;
+}
+
+template <typename Visit>  // visit(x, n, first index)
+void scan(const Source& source, int64_t begin, int64_t end, const Visit& visit) {
+  alignas(64) float buffer[kChunk];
+  for (int64_t at = begin; at < end; at += kChunk) {
+    const int64_t n = std::min(kChunk, end - at);
+    visit(acc_of(source, at, n, source.store ? source.store + at : buffer), n, at);
+  }
+}
+
+inline Source without_store(Source source) {
+  source.store = nullptr;
+  return source;
+}
+
+}  // namespace lightning_sparse::cpu
