@@ -16,7 +16,6 @@ flat_all_reduce world          grad_N -> grad_N            the identity: what DD
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -103,8 +102,3 @@ def _padded(flat: Tensor, numel: int) -> Tensor:
     padded[: flat.numel()] = flat
     padded[flat.numel() :] = 0
     return padded
-
-
-def is_reducible_by_shard(dtype: torch.dtype) -> bool:
-    """Whether gradients of this dtype take the hierarchical path; float64 ones are all-reduced whole."""
-    return dtype in (torch.float32, torch.float16, torch.bfloat16)

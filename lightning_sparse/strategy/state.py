@@ -16,32 +16,24 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch._C._distributed_c10d import GradBucket  # torch.distributed re-exports it unannounced
 
-from lightning_sparse.kernels import message_bytes
-from lightning_sparse.strategy import cost
-from lightning_sparse.strategy.communicator import HierCommunicator, is_reducible_by_shard
+from lightning_sparse.strategy.communicator import HierCommunicator
 from lightning_sparse.strategy.config import HierConfig
 from lightning_sparse.strategy.layout import Layout, ParamGroup, group_of, parameter_names, refuse_sparse_gradients
 from lightning_sparse.strategy.overlap import FifoThread, Inline, Runner
+from lightning_sparse.strategy.plan import Plan, bytes_of, choose, is_reducible_by_shard
 from lightning_sparse.strategy.residual import ResidualStore
-from lightning_sparse.strategy.schedule import density_at, is_dense_round, num_selected
+from lightning_sparse.strategy.schedule import density_at
 from lightning_sparse.strategy.stats import CommStats
 from lightning_sparse.strategy.usage import MAX, UsageTracker, unused_everywhere
 from lightning_sparse.topology import Topology
 
 log = logging.getLogger("lightning_sparse")
-
-
-class Plan(NamedTuple):
-    """How a group is reduced in this round: "identity" is DDP's own all-reduce; k counts for "sparse" only."""
-
-    path: Literal["identity", "dense", "sparse"]
-    k: int = 0
 
 
 @dataclass(frozen=True)
@@ -189,7 +181,7 @@ class HierState:
 
     def detach(self) -> None:
         """Take all hooks off module and optimizers, after a last settle()."""
-        # Not after a backward that an exception cut short: this rank's thread may wait for ranks that wait for this one.
+        # Not after a backward that was cut short: this rank's thread may wait for ranks that wait for this one.
         if not self._round_is_open:
             self.settle()
             if self._runner is not None:
@@ -209,38 +201,24 @@ class HierState:
         if self._usage is None:
             self._usage = UsageTracker(module)
 
-    # -- choices: pure functions of what all ranks share ---------------------------------------------------------------
+    # -- choices -------------------------------------------------------------------------------------------------------
 
     def plan(self, group: ParamGroup, grad_N: Tensor) -> Plan:
         """The group's path in this round, counted in the statistics."""
-        plan = self.choose(group, grad_N.dtype)
-        topology, shard, itemsize = self.topology, group.shard_numel(self.topology.num_devices), grad_N.element_size()
-        dense = cost.dense_bytes(topology.num_nodes, shard, itemsize)
-        sparse = cost.sparse_bytes(topology.num_nodes, message_bytes(shard, plan.k, self.config.dtype)) if plan.k else 0
-        flat = cost.flat_bytes(topology.num_nodes, topology.world_size, group.numel, itemsize)
-        self.stats.record(
-            sent=plan.k or shard,
-            total=shard,
-            nbytes={"identity": flat, "dense": dense, "sparse": sparse}[plan.path],
-            dense_nbytes=flat,
-        )
+        plan, dtype = self._choose(group, grad_N.dtype), grad_N.dtype
+        nbytes, dense_nbytes = bytes_of(plan, self.config, self.topology, group, dtype)
+        shard = group.shard_numel(self.topology.num_devices)
+        self.stats.record(sent=plan.k or shard, total=shard, nbytes=nbytes, dense_nbytes=dense_nbytes)
         return plan
 
-    def choose(self, group: ParamGroup, dtype: torch.dtype) -> Plan:
-        """The group's path in this round."""
+    def _choose(self, group: ParamGroup, dtype: torch.dtype) -> Plan:
         if self.topology.kind != "hierarchical" or self._bypass:
             return Plan("identity")
         if not is_reducible_by_shard(dtype) or group.names[0] in self._complex:  # a bucket has one dtype
             return Plan("identity")
-        if not self.layout.is_settled(group) or is_dense_round(self.config, self.round):
+        if not self.layout.is_settled(group):
             return Plan("dense")
-        shard = group.shard_numel(self.topology.num_devices)
-        k = num_selected(density_at(self.config, self.epoch), shard)
-        nbytes = message_bytes(shard, k, self.config.dtype)
-        cheaper = cost.sparse_is_cheaper(self.topology.num_nodes, shard, dtype.itemsize, nbytes)
-        if self.config.exchange == "dense" or (self.config.exchange == "auto" and not cheaper):
-            return Plan("dense")
-        return Plan("sparse", k)
+        return choose(self.config, self.topology, group, dtype, round_index=self.round, epoch=self.epoch)
 
     # -- error feedback ------------------------------------------------------------------------------------------------
 
@@ -328,7 +306,7 @@ class HierState:
         saved = {name: grad_N[places[name]].clone() for name in masked}
         for name in masked:
             grad_N[places[name]].zero_()
-        if self.choose(group, grad_N.dtype).path != "identity":
+        if self._choose(group, grad_N.dtype).path != "identity":
             self.store.regroup(group, self.communicator.gather, grad_N.device)
         self._masked = masked
         yield group, grad_N
@@ -337,7 +315,7 @@ class HierState:
             grad_N[places[name]].copy_(values)
 
     def _describe_layout(self, dtype: torch.dtype) -> None:
-        plans = [self.choose(group, dtype) for group in self.layout.settled]
+        plans = [self._choose(group, dtype) for group in self.layout.settled]
         sparse = sum(plan.path == "sparse" for plan in plans)
         self.say(
             f"round {self.round + 1}: {len(plans)} group(s) of parameters, {sparse} sparse and {len(plans) - sparse} "

@@ -1,0 +1,57 @@
+"""Dense or sparse, for each group and round: a pure function of what all ranks share.
+
+Nothing a rank alone knows may enter here, or ranks would call different collectives.
+"""
+
+from typing import Literal, NamedTuple
+
+import torch
+
+from lightning_sparse.kernels import message_bytes
+from lightning_sparse.strategy import cost
+from lightning_sparse.strategy.config import HierConfig
+from lightning_sparse.strategy.layout import ParamGroup
+from lightning_sparse.strategy.schedule import density_at, is_dense_round, num_selected
+from lightning_sparse.topology import Topology
+
+Path = Literal["identity", "dense", "sparse"]
+
+
+class Plan(NamedTuple):
+    """How a group is reduced: "identity" is DDP's own all-reduce; k counts for "sparse" only."""
+
+    path: Path
+    k: int = 0
+
+
+def choose(
+    config: HierConfig, topology: Topology, group: ParamGroup, dtype: torch.dtype, *, round_index: int, epoch: int
+) -> Plan:
+    """The path of a settled group on a hierarchical topology."""
+    if is_dense_round(config, round_index):
+        return Plan("dense")
+    shard = group.shard_numel(topology.num_devices)
+    k = num_selected(density_at(config, epoch), shard)
+    nbytes = message_bytes(shard, k, config.dtype)
+    cheaper = cost.sparse_is_cheaper(topology.num_nodes, shard, dtype.itemsize, nbytes)
+    if config.exchange == "dense" or (config.exchange == "auto" and not cheaper):
+        return Plan("dense")
+    return Plan("sparse", k)
+
+
+def bytes_of(
+    plan: Plan, config: HierConfig, topology: Topology, group: ParamGroup, dtype: torch.dtype
+) -> tuple[float, float]:
+    """Bytes received between nodes per device: of this plan, and of DDP's all-reduce of the same group."""
+    nodes, shard = topology.num_nodes, group.shard_numel(topology.num_devices)
+    flat = cost.flat_bytes(nodes, topology.world_size, group.numel, dtype.itemsize)
+    if plan.path == "identity":
+        return flat, flat
+    if plan.path == "dense":
+        return cost.dense_bytes(nodes, shard, dtype.itemsize), flat
+    return cost.sparse_bytes(nodes, message_bytes(shard, plan.k, config.dtype)), flat
+
+
+def is_reducible_by_shard(dtype: torch.dtype) -> bool:
+    """Whether gradients of this dtype take the hierarchical path; float64 ones are all-reduced whole."""
+    return dtype in (torch.float32, torch.float16, torch.bfloat16)
