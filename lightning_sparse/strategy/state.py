@@ -27,7 +27,7 @@ from lightning_sparse.strategy import cost
 from lightning_sparse.strategy.communicator import HierCommunicator, is_reducible_by_shard
 from lightning_sparse.strategy.config import HierConfig
 from lightning_sparse.strategy.layout import Layout, ParamGroup, group_of, parameter_names, refuse_sparse_gradients
-from lightning_sparse.strategy.overlap import FifoThread, Inline, Runner
+from lightning_sparse.strategy.overlap import Inline, Runner, thread_of
 from lightning_sparse.strategy.residual import ResidualStore
 from lightning_sparse.strategy.schedule import density_at, is_dense_round, num_selected
 from lightning_sparse.strategy.stats import CommStats
@@ -84,7 +84,7 @@ class HierState:
         self.epoch = 0
         self.round = 0
         self.stats = CommStats()
-        self.runner: Runner = FifoThread() if config.overlap and _on_cpu(module) else Inline()
+        self.runner: Runner = thread_of(topology) if config.overlap and _on_cpu(module) else Inline()
         self.layout = Layout()
         self.store = ResidualStore(topology.device_index, topology.num_devices)
         refuse_sparse_gradients(module)

@@ -3,7 +3,13 @@
 Every test runs the worker below it (named after the test) in P processes and compares what the ranks return.
 """
 
+import copy
+import gc
 import itertools
+import threading
+import time
+import weakref
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -15,7 +21,7 @@ from lightning_sparse.kernels import message_bytes
 from lightning_sparse.strategy import CommunicationError, HierConfig, hier_hook
 from lightning_sparse.strategy.overlap import Inline
 from lightning_sparse.strategy.schedule import num_selected
-from lightning_sparse.topology import with_groups
+from lightning_sparse.topology import discover, with_groups
 from tests.helpers.distributed import RanksFailed, run_ranks
 from tests.strategy.models import flat_grads, flat_parameters, loss_of, mlp, node_residual, sum_over_nodes, wrap
 
@@ -109,6 +115,88 @@ def with_and_without_overlap() -> tuple[Tensor, Tensor, list[bool]]:
         trained.append(train(model, ddp, 8))
         inline.append(isinstance(state.runner, Inline))
     return trained[0], trained[1], inline
+
+
+def test_two_wrapped_modules_in_one_backward() -> None:
+    """Their buckets are ready at the same time; with a thread each, ranks would differ in who reduces first."""
+    assert run_ranks(two_modules, nodes=2, devices=1) == [0, 0]
+
+
+def two_modules() -> int:
+    torch.manual_seed(0)
+    modules = [nn.Sequential(*[nn.Linear(64, 64) for _ in range(8)]) for _ in range(2)]
+    topology = discover()
+    ours = [
+        wrap(copy.deepcopy(each), HierConfig(exchange="dense"), topology, bucket_cap_mb=0.02)[0] for each in modules
+    ]
+    plain = [DistributedDataParallel(each) for each in modules]
+    wrong = 0
+    for step in range(40):
+        x = torch.randn(4, 64, generator=torch.Generator().manual_seed(100 * step + dist.get_rank()))
+        grads = []
+        for pair in (ours, plain):
+            for each in pair:
+                each.zero_grad()
+            sum(each(x).square().mean() for each in pair).backward()
+            grads.append(torch.cat([flat_grads(each) for each in pair]))
+        wrong += not torch.allclose(*grads, rtol=1e-4, atol=1e-6)
+    return wrong
+
+
+# -- when things go wrong in backward ----------------------------------------------------------------------------------
+
+
+def test_a_backward_that_raised_half_way_does_not_silence_the_next() -> None:
+    assert run_ranks(raise_half_way, nodes=2, devices=1) == ["exchange failed"] * 2
+
+
+def raise_half_way() -> str:
+    model = mlp()
+    ddp, state = wrap(model, HierConfig(density=0.05, exchange="sparse", warmup_epochs=0), **PLAIN)
+    train(model, ddp, 4)
+    hook = model[0].weight.register_hook(_raise("the user's own mistake"))  # the others' buckets are queued by then
+    with pytest.raises(RuntimeError, match="the user's own mistake"):
+        train(model, ddp, 1)
+    hook.remove()
+    ddp, _ = wrap(model, state.config, state=state, **PLAIN)
+    train(model, ddp, 1)
+    state.communicator.exchange = _raise("exchange failed")  # type: ignore[method-assign]
+    try:
+        train(model, ddp, 1)
+    except RuntimeError as error:
+        return str(error)
+    return "nothing was raised"
+
+
+def _raise(text: str) -> Callable[[Tensor], Tensor]:
+    def fail(_: Tensor) -> Tensor:
+        raise RuntimeError(text)
+
+    return fail
+
+
+def test_nothing_stays_when_a_model_goes() -> None:
+    assert run_ranks(forget_models, nodes=2, devices=1) == [(0, 0), (0, 0)]
+
+
+def forget_models() -> tuple[int, int]:
+    """How many states and threads are left of three wrapped models."""
+    states = []
+    for _ in range(3):
+        model = mlp()
+        ddp, state = wrap(model, HierConfig(), **PLAIN)
+        train(model, ddp, 3)
+        states.append(weakref.ref(state))
+        del model, ddp, state
+    gc.collect()
+    deadline = time.monotonic() + 5
+    while (threads := _our_threads()) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return sum(state() is not None for state in states), threads
+
+
+def _our_threads() -> int:
+    return sum(thread.name == "lightning_sparse" for thread in threading.enumerate())
 
 
 # -- 3: nothing is lost ------------------------------------------------------------------------------------------------
