@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_sparse.kernels import message_bytes
-from lightning_sparse.strategy import CommunicationError, HierConfig, hier_hook
+from lightning_sparse.strategy import CommunicationError, HierConfig, HierState, hier_hook
 from lightning_sparse.strategy.overlap import Inline
 from lightning_sparse.strategy.schedule import num_selected
 from lightning_sparse.topology import discover, with_groups
@@ -236,6 +236,73 @@ def conserve(value_dtype: str) -> tuple[Tensor, Tensor, Tensor]:
     return given, applied, sum_over_nodes(node_residual(model, state), state)
 
 
+@pytest.mark.parametrize(("nodes", "devices"), [(2, 2), (3, 1)])
+def test_several_backwards_before_a_step_lose_nothing(nodes: int, devices: int) -> None:
+    for given, applied, waiting in run_ranks(several_backwards, nodes=nodes, devices=devices):
+        torch.testing.assert_close(given, applied + waiting, rtol=1e-5, atol=2e-5)
+
+
+def several_backwards() -> tuple[Tensor, Tensor, Tensor]:
+    """Each backward is a round. Of a small parameter often nothing is sent: its zeros are no zero_grad."""
+    ddp, state, optimizer = watched(density=0.03)
+    given = torch.zeros_like(flat_parameters(ddp)).double()
+    applied = given.clone()
+    for step in range(0, 30, 2):
+        optimizer.zero_grad()
+        for each in (step, step + 1):
+            given += mean_gradient(ddp, each)
+            state.before_backward()
+            loss_of(ddp, each, dist.get_rank()).backward()
+        applied += flat_grads(ddp)
+        optimizer.step()
+    state.settle()
+    return given, applied, sum_over_nodes(node_residual(ddp.module, state), state)
+
+
+def test_parameter_groups_may_be_added_while_training() -> None:
+    for given, applied, waiting in run_ranks(added_groups, nodes=2, devices=1):
+        torch.testing.assert_close(given, applied + waiting, rtol=1e-5, atol=2e-5)
+
+
+def added_groups() -> tuple[Tensor, Tensor, Tensor]:
+    ddp, state, optimizer = watched(density=0.03, parameters=2)
+    optimizer.add_param_group({"params": list(ddp.parameters())[2:]})
+    given = torch.zeros_like(flat_parameters(ddp)).double()
+    applied = given.clone()
+    for step in range(12):
+        optimizer.zero_grad()
+        given += mean_gradient(ddp, step)
+        state.before_backward()
+        loss_of(ddp, step, dist.get_rank()).backward()
+        applied += flat_grads(ddp)
+        optimizer.step()
+    optimizer.zero_grad()
+    state.settle()
+    return given, applied, sum_over_nodes(node_residual(ddp.module, state), state)
+
+
+def watched(
+    density: float, parameters: int | None = None
+) -> tuple[DistributedDataParallel, HierState, torch.optim.SGD]:
+    """A model whose state knows the optimizer, of the first few parameters or of all."""
+    model = mlp()
+    config = HierConfig(density=density, exchange="sparse", value_dtype="float32", warmup_epochs=0)
+    ddp, state = wrap(model, config, **PLAIN)
+    optimizer = torch.optim.SGD(list(model.parameters())[:parameters], lr=0.1)
+    state.watch([optimizer])
+    return ddp, state, optimizer
+
+
+def mean_gradient(ddp: DistributedDataParallel, step: int) -> Tensor:
+    """What plain DDP would compute."""
+    copied = copy.deepcopy(ddp.module)
+    copied.zero_grad()
+    loss_of(copied, step, dist.get_rank()).backward()
+    mean = flat_grads(copied).double()
+    dist.all_reduce(mean)
+    return mean / dist.get_world_size()
+
+
 def test_a_dense_round_sends_the_residual_and_leaves_none() -> None:
     for residual_before, residual_after, applied, expected in run_ranks(dense_flush, nodes=2, devices=2):
         assert residual_before.abs().max() > 0
@@ -368,6 +435,59 @@ def awkward_buckets() -> tuple[Tensor, Tensor, set[int]]:
     state.settle()
     accounted = applied + sum_over_nodes(node_residual(model, state), state)
     return given / dist.get_world_size(), accounted, {group.numel for group in state.layout.settled}
+
+
+# -- 6: what is thrown away --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_all_rounds_of_a_gradient_that_is_thrown_away_leave_no_trace(set_to_none: bool) -> None:
+    for before, after in run_ranks(throw_away, set_to_none, nodes=2, devices=2):
+        assert before.abs().max() > 0
+        assert torch.equal(before, after)
+
+
+def throw_away(set_to_none: bool) -> tuple[Tensor, Tensor]:
+    ddp, state, optimizer = watched(density=0.05)
+    for step in range(6):
+        optimizer.zero_grad()
+        state.before_backward()
+        loss_of(ddp, step, dist.get_rank()).backward()
+        optimizer.step()
+    optimizer.zero_grad()
+    state.before_backward()
+    before = node_residual(ddp.module, state)
+    for step in (6, 7, 8):
+        state.before_backward()
+        loss_of(ddp, step, dist.get_rank()).backward()
+    optimizer.zero_grad(set_to_none=set_to_none)
+    state.before_backward()
+    return before, node_residual(ddp.module, state)
+
+
+def test_a_gradient_dropped_before_the_step_leaves_no_trace() -> None:
+    for before, after, others_moved in run_ranks(drop_some, nodes=2, devices=1):
+        assert torch.equal(before, after)
+        assert others_moved
+
+
+def drop_some() -> tuple[Tensor, Tensor, bool]:
+    """As one holds a last layer still at first: its gradients become None, the others are stepped."""
+    ddp, state, optimizer = watched(density=0.05)
+    last = sum(p.numel() for p in ddp.module[4].parameters())
+    for step in range(10):
+        optimizer.zero_grad()
+        state.before_backward()
+        if step == 5:
+            before = node_residual(ddp.module, state)
+        loss_of(ddp, step, dist.get_rank()).backward()
+        if step >= 5:
+            for parameter in ddp.module[4].parameters():
+                parameter.grad = None
+        optimizer.step()
+    state.settle()
+    after = node_residual(ddp.module, state)
+    return before[-last:], after[-last:], not torch.equal(before[:-last], after[:-last])
 
 
 # -- 5: non-finite gradients -------------------------------------------------------------------------------------------
