@@ -106,7 +106,8 @@ class MSTopKHierMixin(_Host):
         )
         _check_options(type(self), kwargs)
         _show_log_lines()
-        super().__init__(**{"gradient_as_bucket_view": True, **kwargs})
+        kwargs.setdefault("gradient_as_bucket_view", True)
+        super().__init__(**kwargs)  # spelt plainly: LightningCLI reads it to know which options a YAML file may give
         self.hier_state: HierState | None = None
         self._topology: Topology | None = None
         self._run_id = ""

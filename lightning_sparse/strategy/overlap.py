@@ -3,7 +3,8 @@
 Gloo has no streams, so overlap on the CPU takes a thread. One thread and one queue: buckets are reduced in the order in
 which DDP hands them out, the same on all ranks, so collectives meet their partners. (Starting a collective from a
 future's callback hangs Gloo: its order is whatever order futures complete in.) The thread uses process groups that
-nothing else uses, because DDP talks on the default group meanwhile.
+nothing else uses, because DDP talks on the default group meanwhile. So there is one thread to a set of groups: where a
+backward pass runs through two wrapped modules, two threads would start their collectives in an order of their own.
 
 A reduction that fails must fail the backward pass, with its own message. A future with an exception reaches DDP as an
 object of the wrong type, so the error waits here and is raised by a callback at the end of backward.
@@ -13,12 +14,14 @@ On CUDA reductions are queued on the current stream and need no thread.
 
 import queue
 import threading
+import weakref
 from collections.abc import Callable
-from functools import partial
 from typing import Protocol
 
 import torch
 from torch import Tensor
+
+from lightning_sparse.topology import Topology
 
 Job = Callable[[], None]
 TensorFuture = torch.futures.Future[Tensor]
@@ -32,9 +35,6 @@ class Runner(Protocol):
 
     def drain(self) -> None:
         """Wait for jobs that a backward pass left behind, and forget what failed in them."""
-
-    def close(self) -> None:
-        """No more jobs come."""
 
 
 class Inline:
@@ -51,61 +51,73 @@ class Inline:
     def drain(self) -> None:
         """Nothing waits."""
 
-    def close(self) -> None:
-        """Nothing to end."""
+
+_Queue = queue.SimpleQueue[tuple[Job, Tensor, TensorFuture] | None]
 
 
 class FifoThread:
-    """Runs jobs on one daemon thread, first in, first out. After a job that failed none runs until drain()."""
+    """Runs jobs on one daemon thread, first in, first out. After a job that failed no other runs until the error was
+    raised. The thread ends when nobody holds this object any more."""
 
     def __init__(self) -> None:
-        self._jobs: queue.SimpleQueue[tuple[Job, Tensor, TensorFuture] | None] = queue.SimpleQueue()
-        self._error: BaseException | None = None
-        self._last: TensorFuture | None = None
+        self._jobs: _Queue = queue.SimpleQueue()
+        self._errors: list[BaseException] = []
+        self._pending: TensorFuture | None = None
+        self._backward = -1
+        self._inline = Inline()
         threads = torch.get_num_threads()  # OpenMP counts threads for each thread that asks
-        self._thread = threading.Thread(target=self._work, args=(threads,), name="lightning_sparse", daemon=True)
-        self._thread.start()
+        arguments = (self._jobs, self._errors, threads)  # not self: the thread would keep alive what ends it
+        threading.Thread(target=_work, args=arguments, name="lightning_sparse", daemon=True).start()
+        weakref.finalize(self, self._jobs.put, None)
 
     def run(self, job: Job, result: Tensor) -> TensorFuture:
         """Queue the job."""
+        backward = torch._C._current_graph_task_id()
+        if backward == -1:
+            return self._inline.run(job, result)  # DDP flushes a static graph after backward: nothing to overlap with
+        if backward != self._backward:  # told by its id: a backward that raised half-way never came to its end
+            torch.autograd.Variable._execution_engine.queue_callback(self._join)
+            self._backward = backward
         future: TensorFuture = torch.futures.Future()
-        self._last = future
+        self._pending = future
         self._jobs.put((job, result, future))
-        if not _at_end_of_backward(partial(self._join, future)):
-            self._join(future)  # DDP flushes a static graph after backward: nothing to overlap with
         return future
 
     def drain(self) -> None:
         """Wait for the last job."""
-        if self._last is not None:
-            self._last.wait()
-        self._error = self._last = None
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            pending.wait()
+        self._errors.clear()
 
-    def close(self) -> None:
-        """End the thread once its jobs are done."""
-        self._jobs.put(None)
-
-    def _join(self, future: TensorFuture) -> None:
-        future.wait()
-        if self._error is not None:
-            raise self._error
-
-    def _work(self, threads: int) -> None:
-        torch.set_num_threads(threads)
-        while (item := self._jobs.get()) is not None:
-            job, result, future = item
-            if self._error is None:
-                try:
-                    with torch.no_grad():
-                        job()
-                except BaseException as error:
-                    self._error = error
-            future.set_result(result)
+    def _join(self) -> None:
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            pending.wait()
+        if self._errors:
+            raise self._errors.pop()
 
 
-def _at_end_of_backward(callback: Job) -> bool:
-    try:
-        torch.autograd.Variable._execution_engine.queue_callback(callback)
-    except RuntimeError:  # outside a backward pass
-        return False
-    return True
+_threads: "weakref.WeakValueDictionary[Topology, FifoThread]" = weakref.WeakValueDictionary()
+
+
+def thread_of(topology: Topology) -> FifoThread:
+    """The one thread that uses this topology's process groups."""
+    thread = _threads.get(topology)
+    if thread is None:
+        thread = _threads[topology] = FifoThread()
+    return thread
+
+
+def _work(jobs: _Queue, errors: list[BaseException], threads: int) -> None:
+    torch.set_num_threads(threads)
+    while (item := jobs.get()) is not None:
+        job, result, future = item
+        if not errors:
+            try:
+                with torch.no_grad():
+                    job()
+            except BaseException as error:
+                errors.append(error)
+        future.set_result(result)
+        del item, job, result, future  # while this thread waits it holds on to no model

@@ -7,8 +7,10 @@ applied yet, in units of the averaged gradient. Nothing is lost means, over any 
 
 **Staged, then settled.** A round writes the next residual beside the current one. Which of them counts is known only
 later: when the optimizer stepped, the round's gradient was used and the staged one becomes current; when the user (or
-a loss scaler that met an inf) threw the gradient away, the current one stays as it was before the round. Both may
-happen in one group, so the choice is per parameter.
+a loss scaler that met an inf) threw the gradient away, the current one stays as it was before the round. And when the
+gradient waits, because more will be added to it before the step, the next round goes on from the staged residual and
+the choice stays open: what is thrown away then is all of these rounds. All may happen in one group, so the choice is
+per parameter.
 
 **Parked.** When a group no longer exists because the layout changed, its residual is gathered inside the node and
 parked by parameter name until a new group asks for those names. A parameter that was frozen stays parked.
@@ -49,29 +51,51 @@ class ResidualStore:
             return spare
         return torch.empty(group.shard_numel(self.num_devices), dtype=torch.float32, device=device)
 
+    def latest(self, group: ParamGroup) -> Tensor | None:
+        """What a round starts from: the staged residual where one is still open."""
+        return self.staged[group] if group in self.staged else self.current.get(group)
+
     def stage(self, group: ParamGroup, shard_S: Tensor | None) -> None:
         """Propose the group's next residual; None means that everything was sent."""
+        replaced = self.staged.get(group)
+        if replaced is not None:
+            self._spare[group] = replaced
         self.staged[group] = shard_S
 
-    def settle(self, discarded: Set[str]) -> None:
-        """Make the staged residuals current, except for parameters whose gradient was thrown away.
+    def settle(self, discarded: Set[str], waiting: Set[str] = frozenset()) -> None:
+        """Make the staged residuals current, but for these parameters.
 
         Args:
-            discarded: names of the parameters that keep the residual they had before the round.
+            discarded: their gradient was thrown away, so they keep the residual they had before it.
+            waiting: nobody knows yet; both residuals stay.
         """
-        for group, proposed in self.staged.items():
-            before = self.current.pop(group, None)
-            kept = [name for name in group.names if name in discarded]
-            if len(kept) == len(group.names):
-                after, free = before, proposed
+        for group in list(self.staged):
+            if waiting.isdisjoint(group.names):
+                self._settle_whole(group, discarded)
             else:
-                after = self._merge(group, before, proposed, kept) if kept else proposed
-                free = before
-            if after is not None:
-                self.current[group] = after
-            if free is not None and free is not after:
-                self._spare[group] = free
-        self.staged.clear()
+                self._settle_part(group, discarded, waiting)
+
+    def _settle_whole(self, group: ParamGroup, discarded: Set[str]) -> None:
+        before, proposed = self.current.pop(group, None), self.staged.pop(group)
+        kept = [name for name in group.names if name in discarded]
+        if len(kept) == len(group.names):
+            after, free = before, proposed
+        else:
+            after = self._copied(group, kept, before, proposed) if kept else proposed
+            free = before
+        if after is not None:
+            self.current[group] = after
+        if free is not None and free is not after:
+            self._spare[group] = free
+
+    def _settle_part(self, group: ParamGroup, discarded: Set[str], waiting: Set[str]) -> None:
+        kept = [name for name in group.names if name in discarded]
+        used = [name for name in group.names if name not in discarded and name not in waiting]
+        before, proposed = self.current.get(group), self.staged[group]
+        after = self._copied(group, used, proposed, before) if used else before
+        if after is not None:
+            self.current[group] = after
+        self.staged[group] = self._copied(group, kept, before, proposed) if kept else proposed
 
     def settled_copy(self, discarded: Set[str]) -> "ResidualStore":
         """What settle() would leave, in a store of its own."""
@@ -95,6 +119,8 @@ class ResidualStore:
         Groups of the running round may be staged already: they hold other parameters.
         """
         names = set(group.names)
+        for old in [old for old in self.staged if old != group and not names.isdisjoint(old.names)]:
+            self._settle_whole(old, frozenset())  # still open, and its group is no more: the gradient counts
         for old in [old for old in self.current if old != group and not names.isdisjoint(old.names)]:
             flat = gather(self.current.pop(old))
             self._spare.pop(old, None)
@@ -109,12 +135,13 @@ class ResidualStore:
             del self.parked[name]
         self.current[group] = shard
 
-    def _merge(
-        self, group: ParamGroup, before: Tensor | None, proposed: Tensor | None, kept: list[str]
+    def _copied(
+        self, group: ParamGroup, names: list[str], source_S: Tensor | None, target_S: Tensor | None
     ) -> Tensor | None:
-        if before is None and proposed is None:
-            return None
-        after = torch.zeros_like(before) if proposed is None and before is not None else proposed
-        assert after is not None
-        self.restore(group, kept, before, after)
-        return after
+        """``target_S`` with the named parameters' pieces of ``source_S``, in place; None stands for zeros."""
+        if target_S is None:
+            if source_S is None:
+                return None
+            target_S = torch.zeros_like(source_S)
+        self.restore(group, names, source_S, target_S)
+        return target_S

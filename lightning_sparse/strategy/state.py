@@ -2,7 +2,8 @@
 
 One *round* is one reduction of all buckets. Its life, as seen from here:
 
-    before_backward()            the last round's residuals are settled: kept, or dropped with a gradient thrown away
+    before_backward()            the last round's residuals are settled: kept, or dropped with a gradient thrown away,
+                                 or left open while the gradient waits for more before the step
     receive(bucket)              once a bucket, while backward runs
     parts() .. close()           once a bucket, on the runner's thread; groups are read from it and written back
     optimizer.step()             watch() notes which parameters were stepped, hence whose residual counts
@@ -25,7 +26,7 @@ from torch._C._distributed_c10d import GradBucket  # torch.distributed re-export
 from lightning_sparse.strategy.communicator import HierCommunicator
 from lightning_sparse.strategy.config import HierConfig
 from lightning_sparse.strategy.layout import Layout, ParamGroup, group_of, parameter_names, refuse_sparse_gradients
-from lightning_sparse.strategy.overlap import FifoThread, Inline, Runner
+from lightning_sparse.strategy.overlap import Inline, Runner, thread_of
 from lightning_sparse.strategy.plan import Plan, bytes_of, choose, is_reducible_by_shard
 from lightning_sparse.strategy.residual import ResidualStore
 from lightning_sparse.strategy.schedule import density_at
@@ -76,7 +77,7 @@ class HierState:
         self.epoch = 0
         self.round = 0
         self.stats = CommStats()
-        self._runner: Runner | None = None
+        self.runner: Runner = thread_of(topology) if config.overlap and _on_cpu(module) else Inline()
         self.layout = Layout()
         self.store = ResidualStore(topology.device_index, topology.num_devices)
         refuse_sparse_gradients(module)
@@ -105,15 +106,6 @@ class HierState:
         self._bypass = bypass
         if bypass:
             self.say(f"this round is reduced as plain DDP does, and residuals wait: {bypass}")
-
-    @property
-    def runner(self) -> Runner:
-        """What reductions run on; made when first needed, ended by detach()."""
-        if self._runner is None:
-            module = self._module()
-            on_cpu = module is not None and all(parameter.device.type == "cpu" for parameter in module.parameters())
-            self._runner = FifoThread() if self.config.overlap and on_cpu else Inline()
-        return self._runner
 
     def receive(self, bucket: GradBucket) -> Arrived:
         """Read a bucket while it is at hand: DDP takes it back when the hook returns."""
@@ -150,44 +142,29 @@ class HierState:
         self.round += 1
 
     def settle(self) -> None:
-        """Decide which residuals of the last round count: those of parameters that were stepped, or whose gradient is
-        still there to be stepped; the others stay as they were before the round. A round that an exception cut short
-        is as if it had not been."""
-        if self._runner is not None:
-            self._runner.drain()
+        """Decide which residuals of the last rounds count: those of parameters that were stepped. Where the gradient is
+        gone they return to what they were; where it is still there to be stepped, the choice stays open. A round that
+        an exception cut short is as if it had not been."""
+        if self._round_is_open:
+            self.runner.drain()
         if self.layout.abandon_round() or self._round_is_open:
             self.store.staged.clear()
             self.stats.abandon_round()
             self._round_is_open, self._masked = False, frozenset()
         if self.store.staged:
-            self.store.settle(self._discarded())
+            self.store.settle(*self._not_stepped())
         self._stepped.clear()
 
     def watch(self, optimizers: Iterable[torch.optim.Optimizer]) -> None:
         """Note from now on which parameters these optimizers step. Without it every round counts as used."""
-        self.unwatch()
-        for optimizer in optimizers:
-            held = {id(p) for param_group in optimizer.param_groups for p in param_group["params"]}
-            names = frozenset(name for key, name in self._names.items() if key in held)
-            self._handles.append(optimizer.register_step_post_hook(partial(self._note_step, names)))
+        self._unwatch()
+        self._handles = [optimizer.register_step_post_hook(self._note_step) for optimizer in optimizers]
         self._watching = True
 
-    def unwatch(self) -> None:
-        """Take the hooks off the optimizers."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
-        self._watching = False
-
     def detach(self) -> None:
-        """Take all hooks off module and optimizers, after a last settle()."""
-        # Not after a backward that was cut short: this rank's thread may wait for ranks that wait for this one.
-        if not self._round_is_open:
-            self.settle()
-            if self._runner is not None:
-                self._runner.close()
-                self._runner = None
-        self.unwatch()
+        """Take all hooks off module and optimizers. The last round is settled when the next one begins: only then is
+        it known whether its gradient was stepped, and after an exception its buckets may still be under way."""
+        self._unwatch()
         if self._usage is not None:
             self._usage.close()
             self._usage = None
@@ -224,10 +201,10 @@ class HierState:
 
     def residual(self, group: ParamGroup) -> Tensor | None:
         """The group's residual shard for this round, fp32; None stands for zero."""
-        current = self.store.current.get(group)
-        if current is None or not self._masked:
-            return current
-        masked = current.clone()
+        latest = self.store.latest(group)
+        if latest is None or not self._masked:
+            return latest
+        masked = latest.clone()
         self.store.restore(group, self._masked, None, masked)
         return masked
 
@@ -239,10 +216,10 @@ class HierState:
         """Propose what the round left (None: nothing); parameters left out of the round keep what they had."""
         if not self.config.error_feedback:
             return
-        current = self.store.current.get(group)
-        if self._masked and current is not None:
-            next_S = torch.zeros_like(current) if next_S is None else next_S
-            self.store.restore(group, self._masked, current, next_S)
+        latest = self.store.latest(group)
+        if self._masked and latest is not None:
+            next_S = torch.zeros_like(latest) if next_S is None else next_S
+            self.store.restore(group, self._masked, latest, next_S)
         self.store.stage(group, next_S)
 
     def settled_store(self) -> ResidualStore:
@@ -275,21 +252,36 @@ class HierState:
 
     # -- inside --------------------------------------------------------------------------------------------------------
 
-    def _note_step(self, names: frozenset[str], optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    def _unwatch(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    def _note_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         # A fused optimizer is stepped even when the scaler met an inf, and skips inside.
         found_inf = getattr(optimizer, "found_inf", None)
         if found_inf is None or not found_inf:
-            self._stepped.update(names)
+            # Read at each step: groups are added while training, and who drops a gradient holds its parameter still.
+            held = [p for param_group in optimizer.param_groups for p in param_group["params"] if p.grad is not None]
+            self._stepped.update(self._names[id(p)] for p in held if id(p) in self._names)
 
-    def _discarded(self) -> frozenset[str]:
+    def _not_stepped(self) -> tuple[set[str], set[str]]:
+        """Of the parameters that were not stepped: whose gradient was thrown away, and whose still waits for a step."""
+        discarded: set[str] = set()
+        waiting: set[str] = set()
         module = self._module()
         if not self._watching or module is None:
-            return frozenset()
-        staged = {name for group in self.store.staged for name in group.names} - self._stepped
-        if not staged:
-            return frozenset()
+            return discarded, waiting
         grads = {self._names[id(p)]: p.grad for p in module.parameters() if id(p) in self._names}
-        return frozenset(name for name in staged if (grad := grads.get(name)) is None or not grad.any())
+        for group in self.store.staged:
+            kept = {name: grads.get(name) for name in group.names if name not in self._stepped}
+            there = {name: grad for name, grad in kept.items() if grad is not None}
+            # One parameter's zeros say nothing: often none of its entries was among the largest. Zeros in the whole
+            # group were written by the user, since a round sends something of each group.
+            if any(grad.any() for grad in there.values()):
+                waiting.update(there)
+            discarded.update(kept.keys() - waiting)
+        return discarded, waiting
 
     def _unused(self, arrived: Arrived) -> frozenset[str]:
         if arrived.used is None or self.topology.world_size == 1 or self._bypass:
@@ -321,3 +313,7 @@ class HierState:
             f"round {self.round + 1}: {len(plans)} group(s) of parameters, {sparse} sparse and {len(plans) - sparse} "
             f"dense at density {density_at(self.config, self.epoch):g} (exchange={self.config.exchange!r})"
         )
+
+
+def _on_cpu(module: nn.Module) -> bool:
+    return all(parameter.device.type == "cpu" for parameter in module.parameters())

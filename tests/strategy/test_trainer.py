@@ -521,3 +521,20 @@ def test_defaults_reach_ddp() -> None:
     assert strategy.config == HierConfig()
     kept = ours("pytorch_lightning").MSTopKHierStrategy(gradient_as_bucket_view=False)
     assert kept._ddp_kwargs == {"gradient_as_bucket_view": False}
+
+
+@pytest.mark.parametrize("flavour", FLAVOURS)
+def test_lightning_cli_accepts_our_options_and_those_of_ddp(flavour: str) -> None:
+    """LightningCLI finds out what a class accepts by reading how its constructor passes arguments on."""
+    pytest.importorskip("jsonargparse")
+    given = {"density": 0.05, "find_unused_parameters": True, "process_group_backend": "gloo"}
+    assert run_ranks(parse_options, flavour, given, nodes=1, devices=1, init=False) == [given]
+
+
+def parse_options(flavour: str, given: dict[str, Any]) -> dict[str, Any]:
+    from jsonargparse import ArgumentParser
+
+    parser = ArgumentParser(exit_on_error=False)
+    parser.add_class_arguments(ours(flavour).MSTopKHierStrategy, "strategy")
+    parsed = parser.parse_object({"strategy": given}).strategy
+    return {name: parsed[name] for name in given}
