@@ -248,9 +248,9 @@ class HierState:
         shards = [t for t in (self.store.current | self.store.staged).values() if t is not None]
         return torch.stack([torch.linalg.vector_norm(t) for t in shards]).norm() if shards else torch.zeros(())
 
-    def unscale(self, like: Tensor) -> Tensor:
-        """What a sum over ranks is multiplied by: 1 / P, and 1 / loss scale; a 0-dim fp32 tensor, no host sync."""
-        factor = torch.full((), 1.0 / self.topology.world_size, dtype=torch.float32, device=like.device)
+    def unscale(self, like: Tensor, share: float) -> Tensor:
+        """``share`` / loss scale, what a sum is multiplied by: a 0-dim fp32 tensor, no host sync."""
+        factor = torch.full((), share, dtype=torch.float32, device=like.device)
         scale = self.loss_scale()
         return factor if scale is None else factor / scale
 
