@@ -230,9 +230,11 @@ def _show_log_lines() -> None:
 
 
 def _refuse_static_graph_with_accumulation(trainer: Any, ddp_kwargs: dict[str, Any]) -> None:
-    scheduled = [n for callback in trainer.callbacks for n in getattr(callback, "scheduling", {}).values()]
-    factor = max([trainer.accumulate_grad_batches, *scheduled])
-    if ddp_kwargs.get("static_graph") and factor > 1:
+    if not ddp_kwargs.get("static_graph"):
+        return
+    schedules = [getattr(callback, "scheduling", None) for callback in trainer.callbacks]
+    factor = max([trainer.accumulate_grad_batches, *(n for each in schedules if each for n in each.values())])
+    if factor > 1:
         raise ValueError(
             f"static_graph=True with accumulate_grad_batches={factor}: DDP itself crashes on this pair, whatever the "
             f"hook (pytorch/pytorch#187732). Drop one of the two."

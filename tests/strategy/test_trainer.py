@@ -9,6 +9,7 @@ import logging
 import os
 import warnings
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -513,6 +514,17 @@ def test_static_graph_with_accumulation_is_refused() -> None:
     t.state.fn = "fit"
     with pytest.raises(ValueError, match="static_graph=True with accumulate_grad_batches=2"):
         t.strategy.setup(t)
+
+
+def test_other_callbacks_may_have_a_schedule_of_their_own() -> None:
+    pl = lightning_of("pytorch_lightning")
+    callback = pl.Callback()
+    callback.scheduling = {0: "warm", 5: "cold"}
+    module, strategy = plain_module("pytorch_lightning"), ours("pytorch_lightning").MSTopKHierStrategy()
+    t = SimpleNamespace(callbacks=[callback], accumulate_grad_batches=1, state=SimpleNamespace(fn="fit"))
+    strategy.model = module
+    with pytest.raises(AssertionError):  # from Lightning, which has no accelerator yet: our own check has let it pass
+        strategy.setup(t)
 
 
 def test_defaults_reach_ddp() -> None:
