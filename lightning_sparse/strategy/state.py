@@ -90,6 +90,7 @@ class HierState:
         self.store = ResidualStore(topology.device_index, topology.num_devices)
         refuse_sparse_gradients(module)
         self._module = weakref.ref(module)
+        self._parameters = {name: weakref.ref(parameter) for name, parameter in module.named_parameters()}
         self._names = parameter_names(module)
         self.loss_scale: Callable[[], Tensor | None] = lambda: None
         self._complex = frozenset(name for name, p in module.named_parameters() if p.is_complex())
@@ -173,6 +174,11 @@ class HierState:
     def is_for(self, module: nn.Module) -> bool:
         """Whether this state belongs to that very module."""
         return self._module() is module
+
+    def knows(self, module: nn.Module) -> bool:
+        """Whether the module still has the very parameters it had."""
+        now = dict(module.named_parameters())
+        return now.keys() == self._parameters.keys() and all(self._parameters[name]() is now[name] for name in now)
 
     def track_unused(self, module: nn.Module) -> None:
         """Watch again which parameters are used, after detach()."""

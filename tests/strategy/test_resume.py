@@ -57,6 +57,22 @@ def resume_exactly(folder: str) -> dict[str, Any]:
     return out
 
 
+def test_resuming_where_a_later_residual_waits_forgets_it(tmp_path: Path) -> None:
+    """The same Trainer goes back to a checkpoint from before anything was sent sparsely."""
+    for again, fresh in run_ranks(go_back, str(tmp_path), nodes=2, devices=1, timeout=100, init=False):
+        assert torch.equal(again, fresh)
+
+
+def go_back(folder: str) -> tuple[Tensor, Tensor]:
+    path = f"{folder}/early.ckpt"
+    t, module = fit(2)
+    t.save_checkpoint(path)
+    for resume in (None, path):
+        t.fit_loop.epoch_loop.max_steps = 12
+        t.fit(module, ckpt_path=resume)
+    return weights(module), weights(fit(12, resume=path)[1])
+
+
 @pytest.mark.parametrize(("saved", "resumed"), [((2, 2), (1, 2)), ((2, 2), (3, 1))])
 def test_another_number_of_nodes_keeps_the_mass(
     saved: tuple[int, int], resumed: tuple[int, int], tmp_path: Path
