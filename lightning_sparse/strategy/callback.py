@@ -38,6 +38,7 @@ class CommStatsMixin:
                 f"CommStatsCallback reports on MSTopKHierStrategy, but the strategy is "
                 f"{type(trainer.strategy).__name__}: use strategy='mstopk_hier', or leave the callback out."
             )
+        self._norm = None  # the last fit's may be of another module, on another device
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
         """Log the last round."""

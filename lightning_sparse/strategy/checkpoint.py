@@ -105,13 +105,16 @@ def load(checkpoint: dict[str, Any], checkpoint_path: str, rank: int) -> Saved |
 
 def read_side_file(checkpoint_path: str, save_id: str, rank: int) -> dict[str, Any] | None:
     """One rank's residuals; None when the file is missing, damaged, or of another save."""
-    fs, path = _side_path(checkpoint_path, save_id, rank)
-    try:
-        with fs.open(path, "rb") as file:
-            content: dict[str, Any] = torch.load(io.BytesIO(file.read()), map_location="cpu", weights_only=True)
-    except Exception:  # torch.load of a damaged file raises whatever its parser stumbled over
-        return None
-    return content if content.get("save_id") == save_id else None
+    for place in dict.fromkeys((checkpoint_path, _target(checkpoint_path))):
+        fs, path = _side_path(place, save_id, rank)
+        try:
+            with fs.open(path, "rb") as file:
+                content: dict[str, Any] = torch.load(io.BytesIO(file.read()), map_location="cpu", weights_only=True)
+        except Exception:  # torch.load of a damaged file raises whatever its parser stumbled over
+            continue
+        if content.get("save_id") == save_id:
+            return content
+    return None
 
 
 def apply(saved: Saved, state: HierState, device: torch.device) -> list[str]:
@@ -189,9 +192,13 @@ def _groups(plain: list[tuple[list[str], list[int]]]) -> tuple[ParamGroup, ...]:
 
 def _folder(checkpoint_path: str) -> tuple[Any, str]:
     fs, path = fsspec.core.url_to_fs(checkpoint_path)
-    if os.path.islink(path):  # save_last may link to another checkpoint, whose side files are the ones that count
-        path = os.path.realpath(path)
     return fs, f"{path}.residual"
+
+
+def _target(checkpoint_path: str) -> str:
+    """save_last may link to another checkpoint, whose side files are then the ones that count. For reading only: a
+    save puts a file of its own in the place of the link."""
+    return os.path.realpath(checkpoint_path) if os.path.islink(checkpoint_path) else checkpoint_path
 
 
 def _side_path(checkpoint_path: str, save_id: str, rank: int) -> tuple[Any, str]:

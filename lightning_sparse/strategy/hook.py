@@ -68,8 +68,12 @@ def reduce_bucket(state: HierState, arrived: Arrived) -> None:
 def sparse_round(state: HierState, group: ParamGroup, grad_N: Tensor, k: int) -> None:
     """Steps 1 to 4: the node's sums, the largest of them, those of all nodes, everywhere."""
     comm, residual_S, next_S = state.communicator, state.residual(group), state.next_residual(group, grad_N)
+    share = 1.0 / comm.topology.world_size
+    if grad_N.dtype == torch.float16:  # the sum may pass 65,504 where the mean does not
+        grad_N.mul_(share)
+        share = 1.0
     sum_S = comm.reduce_scatter(grad_N)
-    message = compress(sum_S, residual_S, next_S, k, state.config.dtype, state.unscale(sum_S))
+    message = compress(sum_S, residual_S, next_S, k, state.config.dtype, state.unscale(sum_S, share))
     messages = comm.exchange(message)
     shard_S = torch.empty_like(sum_S, dtype=torch.float32)
     accumulate(messages, shard_S, k, state.config.dtype)

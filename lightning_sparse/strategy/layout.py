@@ -12,6 +12,7 @@ hence the same bits, as if nothing had happened.
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 
 from torch import Tensor, nn
 
@@ -30,7 +31,7 @@ class ParamGroup:
 
     def slices(self) -> dict[str, slice]:
         """Where each parameter lies in the flat tensor."""
-        ends = [sum(self.numels[: i + 1]) for i in range(len(self.numels))]
+        ends = accumulate(self.numels)
         return {n: slice(end - numel, end) for n, numel, end in zip(self.names, self.numels, ends, strict=True)}
 
     def shard_numel(self, num_devices: int) -> int:
@@ -66,7 +67,8 @@ def refuse_sparse_gradients(module: nn.Module) -> None:
     Raises:
         ValueError: naming the embeddings that would produce them.
     """
-    sparse = [name for name, each in module.named_modules() if getattr(each, "sparse", False) is True]
+    embeddings = (nn.Embedding, nn.EmbeddingBag)
+    sparse = [name for name, each in module.named_modules() if isinstance(each, embeddings) and each.sparse]
     if sparse:
         raise ValueError(
             f"the embedding(s) {', '.join(sparse)} have sparse=True: their gradients cannot be sharded over devices. "

@@ -137,8 +137,8 @@ class MSTopKHierMixin(_Host):
             self._topology = discover(node_rank=self.node_rank, local_rank=self.local_rank, timeout=self._timeout)
             self._run_id = str(self.broadcast(saving.new_run_id()))
         find_unused = bool(self._ddp_kwargs.get("find_unused_parameters", False))
-        state = self.hier_state
-        if state is None or not state.is_for(ddp.module):
+        state = self._state_to_go_on_with(ddp.module)
+        if state is None:
             state = HierState(ddp.module, self.config, self._topology, find_unused_parameters=find_unused)
             state.say(self._topology.describe())
         elif find_unused:
@@ -150,6 +150,16 @@ class MSTopKHierMixin(_Host):
                 state.say(complaint, logging.WARNING, every_rank=complaint.startswith("rank"))
             self._saved = None
         ddp.register_comm_hook(state, hier_hook)
+
+    def _state_to_go_on_with(self, module: torch.nn.Module) -> HierState | None:
+        """The last fit's state, where this fit goes on from it: with the same parameters, and not from a checkpoint."""
+        state = self.hier_state
+        if state is None or self._saved is not None or not state.is_for(module):
+            return None
+        if not state.knows(module):
+            state.say("parameters were replaced since the last fit: what waited in residuals is lost", logging.WARNING)
+            return None
+        return state
 
     def setup_optimizers(self, trainer: Any) -> None:
         """Create the optimizers and watch them."""
@@ -230,9 +240,11 @@ def _show_log_lines() -> None:
 
 
 def _refuse_static_graph_with_accumulation(trainer: Any, ddp_kwargs: dict[str, Any]) -> None:
-    scheduled = [n for callback in trainer.callbacks for n in getattr(callback, "scheduling", {}).values()]
-    factor = max([trainer.accumulate_grad_batches, *scheduled])
-    if ddp_kwargs.get("static_graph") and factor > 1:
+    if not ddp_kwargs.get("static_graph"):
+        return
+    schedules = [getattr(callback, "scheduling", None) for callback in trainer.callbacks]
+    factor = max([trainer.accumulate_grad_batches, *(n for each in schedules if each for n in each.values())])
+    if factor > 1:
         raise ValueError(
             f"static_graph=True with accumulate_grad_batches={factor}: DDP itself crashes on this pair, whatever the "
             f"hook (pytorch/pytorch#187732). Drop one of the two."

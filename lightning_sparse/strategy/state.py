@@ -82,6 +82,7 @@ class HierState:
         self.store = ResidualStore(topology.device_index, topology.num_devices)
         refuse_sparse_gradients(module)
         self._module = weakref.ref(module)
+        self._parameters = {name: weakref.ref(parameter) for name, parameter in module.named_parameters()}
         self._names = parameter_names(module)
         self.loss_scale: Callable[[], Tensor | None] = lambda: None
         self._complex = frozenset(name for name, p in module.named_parameters() if p.is_complex())
@@ -173,6 +174,11 @@ class HierState:
         """Whether this state belongs to that very module."""
         return self._module() is module
 
+    def knows(self, module: nn.Module) -> bool:
+        """Whether the module still has the very parameters it had."""
+        now = dict(module.named_parameters())
+        return now.keys() == self._parameters.keys() and all(self._parameters[name]() is now[name] for name in now)
+
     def track_unused(self, module: nn.Module) -> None:
         """Watch again which parameters are used, after detach()."""
         if self._usage is None:
@@ -233,9 +239,9 @@ class HierState:
         shards = [t for t in (self.store.current | self.store.staged).values() if t is not None]
         return torch.stack([torch.linalg.vector_norm(t) for t in shards]).norm() if shards else torch.zeros(())
 
-    def unscale(self, like: Tensor) -> Tensor:
-        """What a sum over ranks is multiplied by: 1 / P, and 1 / loss scale; a 0-dim fp32 tensor, no host sync."""
-        factor = torch.full((), 1.0 / self.topology.world_size, dtype=torch.float32, device=like.device)
+    def unscale(self, like: Tensor, share: float) -> Tensor:
+        """``share`` / loss scale, what a sum is multiplied by: a 0-dim fp32 tensor, no host sync."""
+        factor = torch.full((), share, dtype=torch.float32, device=like.device)
         scale = self.loss_scale()
         return factor if scale is None else factor / scale
 

@@ -8,7 +8,7 @@ from torch import nn
 
 from lightning_sparse.kernels import message_bytes
 from lightning_sparse.strategy import HierConfig, HierState, cost
-from lightning_sparse.strategy.layout import Layout, ParamGroup, group_of, parameter_names
+from lightning_sparse.strategy.layout import Layout, ParamGroup, group_of, parameter_names, refuse_sparse_gradients
 from lightning_sparse.strategy.residual import ResidualStore
 from lightning_sparse.strategy.schedule import density_at, is_dense_round, num_selected
 from lightning_sparse.topology import Topology, nodes_from_places
@@ -141,6 +141,12 @@ def test_one_big_bucket_is_split_into_the_settled_groups() -> None:
 def test_a_parameter_of_another_module_is_refused() -> None:
     with pytest.raises(ValueError, match="the very module that DistributedDataParallel wraps"):
         group_of(list(nn.Linear(2, 2).parameters()), parameter_names(nn.Linear(2, 2)))
+
+
+def test_other_modules_may_call_themselves_sparse() -> None:
+    attention = nn.Linear(2, 2)
+    attention.sparse = True  # type: ignore[assignment]
+    refuse_sparse_gradients(attention)
 
 
 def test_sparse_embeddings_are_refused() -> None:

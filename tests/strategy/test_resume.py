@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_sparse.strategy import HierConfig, HierState, checkpoint
-from lightning_sparse.topology import discover
+from lightning_sparse.topology import Topology, discover
 from tests.helpers.distributed import run_ranks
 from tests.strategy.models import flat_parameters, loss_of, mlp, node_residual, sum_over_nodes, wrap
 from tests.strategy.test_trainer import Lines, plain_module, sparse, trainer, weights
@@ -55,6 +55,22 @@ def resume_exactly(folder: str) -> dict[str, Any]:
         out[name + "round"] = state.round
         out[name + "layout"] = [group.names for group in state.layout.settled]
     return out
+
+
+def test_resuming_where_a_later_residual_waits_forgets_it(tmp_path: Path) -> None:
+    """The same Trainer goes back to a checkpoint from before anything was sent sparsely."""
+    for again, fresh in run_ranks(go_back, str(tmp_path), nodes=2, devices=1, timeout=100, init=False):
+        assert torch.equal(again, fresh)
+
+
+def go_back(folder: str) -> tuple[Tensor, Tensor]:
+    path = f"{folder}/early.ckpt"
+    t, module = fit(2)
+    t.save_checkpoint(path)
+    for resume in (None, path):
+        t.fit_loop.epoch_loop.max_steps = 12
+        t.fit(module, ckpt_path=resume)
+    return weights(module), weights(fit(12, resume=path)[1])
 
 
 @pytest.mark.parametrize(("saved", "resumed"), [((2, 2), (1, 2)), ((2, 2), (3, 1))])
@@ -110,6 +126,26 @@ def test_a_side_file_that_cannot_be_read_is_one_warning_and_zero(damage: str, tm
     said = [each["said"] for each in run_ranks(load_by_hand, str(path), nodes=2, devices=2)]
     assert [len(lines) for lines in said] == [0, 0, 1, 0]
     assert "rank 2: no readable residual" in said[2][0]
+
+
+def test_a_link_is_read_through_and_replaced_by_a_save(tmp_path: Path) -> None:
+    state = HierState(mlp(), HierConfig(), Topology(((0,),), 0))
+    best, last = str(tmp_path / "best.ckpt"), str(tmp_path / "last.ckpt")
+
+    def save(path: str) -> str:
+        save_id = str(checkpoint.manifest_of(state, "run")["save_id"])
+        checkpoint.save_side_file(state, save_id, path)
+        checkpoint.remove_side_files(path, but=save_id)
+        return save_id
+
+    first = save(best)
+    os.symlink("best.ckpt", last)
+    assert checkpoint.read_side_file(last, first, 0)
+    state.round += 1
+    second = save(last)
+    os.unlink(last)  # Lightning writes a new file and moves it there
+    assert checkpoint.read_side_file(last, second, 0)
+    assert checkpoint.read_side_file(best, first, 0)
 
 
 def test_files_come_and_go_with_their_checkpoint(tmp_path: Path) -> None:

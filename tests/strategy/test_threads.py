@@ -80,6 +80,23 @@ def test_ranks_agree_and_nothing_is_lost(device: str, dtype: torch.dtype) -> Non
     torch.testing.assert_close(given, accounted, rtol=1e-4, atol=1e-5 if dtype == torch.float32 else 0.1)
 
 
+def test_the_sum_of_half_precision_gradients_may_pass_their_largest_value() -> None:
+    """Two devices with 40,000 each: DDP divides first and stays finite, so must we."""
+
+    def rank(topology: Topology, exchange: Exchange) -> Tensor:
+        module = nn.Linear(50, 20, bias=False).half()
+        state = HierState(module, HierConfig(density=1.0, exchange="sparse", warmup_epochs=0), topology)
+        state.communicator = ThreadCommunicator(topology, exchange)
+        for _ in range(3):
+            bucket = Bucket(torch.full((1000,), 40_000.0, dtype=torch.float16), list(module.parameters()))
+            reduced = hier_hook(state, bucket).value()  # type: ignore[arg-type]
+        assert state.layout.settled
+        return reduced
+
+    for reduced in run_threads(rank, NODES):
+        torch.testing.assert_close(reduced, torch.full_like(reduced, 40_000.0), rtol=0.01, atol=0.0)
+
+
 @pytest.mark.gpu
 def test_cuda_equals_cpu_bit_for_bit() -> None:
     for on_cpu, on_cuda in zip(rounds("cpu", torch.float32), rounds("cuda", torch.float32), strict=True):

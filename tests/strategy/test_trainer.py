@@ -9,6 +9,7 @@ import logging
 import os
 import warnings
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -473,6 +474,36 @@ def test_the_callback_logs_bytes_density_and_residual(results: Results) -> None:
         assert "use strategy='mstopk_hier'" in each["statistics"]["refused"]
 
 
+def test_the_callback_forgets_the_norm_of_the_last_fit() -> None:
+    flavour = "pytorch_lightning"
+    callback = ours(flavour).CommStatsCallback()
+    callback._norm = torch.ones(())
+    fake = SimpleNamespace(strategy=ours(flavour).MSTopKHierStrategy())
+    callback.on_fit_start(fake, None)
+    assert callback._norm is None
+
+
+# -- a second fit of a module that was changed -------------------------------------------------------------------------
+
+
+@scenario
+def replaced_head(flavour: str) -> dict[str, Any]:
+    lines = Lines()
+    module, strategy = plain_module(flavour), sparse(flavour)
+    t = trainer(flavour, strategy)
+    t.fit(module)
+    module.net[4] = nn.Linear(29, 3)
+    t.fit_loop.epoch_loop.max_steps, t.fit_loop.max_epochs = 20, 9
+    t.fit(module)
+    return {"weights": weights(module), "rounds": strategy.hier_state.round, "lines": lines.lines}
+
+
+def test_a_layer_may_be_replaced_between_fits(results: Results) -> None:
+    assert same_on_all_ranks(results, "replaced_head")
+    assert all(each["replaced_head"]["rounds"] == 10 for each in results), "a new state counts from the start"
+    assert sum("parameters were replaced" in line for line in results[0]["replaced_head"]["lines"]) == 1
+
+
 # -- what is refused ---------------------------------------------------------------------------------------------------
 
 
@@ -513,6 +544,17 @@ def test_static_graph_with_accumulation_is_refused() -> None:
     t.state.fn = "fit"
     with pytest.raises(ValueError, match="static_graph=True with accumulate_grad_batches=2"):
         t.strategy.setup(t)
+
+
+def test_other_callbacks_may_have_a_schedule_of_their_own() -> None:
+    pl = lightning_of("pytorch_lightning")
+    callback = pl.Callback()
+    callback.scheduling = {0: "warm", 5: "cold"}
+    module, strategy = plain_module("pytorch_lightning"), ours("pytorch_lightning").MSTopKHierStrategy()
+    t = SimpleNamespace(callbacks=[callback], accumulate_grad_batches=1, state=SimpleNamespace(fn="fit"))
+    strategy.model = module
+    with pytest.raises(AssertionError):  # from Lightning, which has no accelerator yet: our own check has let it pass
+        strategy.setup(t)
 
 
 def test_defaults_reach_ddp() -> None:
