@@ -64,6 +64,7 @@ CONFIGS: dict[str, dict[str, Any] | None] = {
     "1%-warmup": {**SPARSE, "density": 0.01, "warmup_epochs": 2},
     "1%-bf16": {**SPARSE, "density": 0.01, "value_dtype": "bfloat16"},
     "default": {},
+    "default-warmup4": {"warmup_epochs": 4},
     "0.1%": {**SPARSE, "density": 0.001},
     "0.1%-no-feedback": {**SPARSE, "density": 0.001, "error_feedback": False},
     "0.1%-warmup": {**SPARSE, "density": 0.001, "warmup_epochs": 2},
@@ -322,7 +323,7 @@ def main() -> None:
     parser.add_argument("pictures", type=Path, help="folder or .tar with {train,val}/<class>/*.jpg")
     parser.add_argument("--out", type=Path, default=Path("runs/convergence"), help="results, and the decoded pictures")
     parser.add_argument(
-        "--configs", nargs="+", choices=CONFIGS, default=list(CONFIGS), metavar="NAME", help=str([*CONFIGS])
+        "--configs", nargs="+", choices=CONFIGS, default=list(CONFIGS), metavar="NAME", help=", ".join(CONFIGS).replace("%", "%%")
     )
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2, 3, 4])
     parser.add_argument("--epochs", type=int, default=Settings.epochs)

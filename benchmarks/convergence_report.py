@@ -114,7 +114,7 @@ def plot(records: Sequence[dict[str, Any]], file: Path) -> None:
         against_bytes.plot(megabytes, accuracy, **style)
     against_steps.set(xlabel="steps", ylabel="validation accuracy, %")
     against_bytes.set(xlabel="MB that a node has received", xscale="log")
-    against_steps.legend(frameon=False)
+    against_steps.legend(frameon=False, fontsize="small", loc="lower right", ncols=2)
     for axes in (against_steps, against_bytes):
         axes.grid(alpha=0.3)
     figure.savefig(file, dpi=120)
