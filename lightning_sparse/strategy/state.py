@@ -290,8 +290,8 @@ class HierState:
         return discarded, waiting
 
     def _unused(self, arrived: Arrived) -> frozenset[str]:
-        if arrived.used is None or self.topology.world_size == 1 or self._bypass:
-            return frozenset()
+        if arrived.used is None or self.topology.kind != "hierarchical" or self._bypass:
+            return frozenset()  # no residual to guard: DDP's own way with unused parameters will do
         max_reduce = partial(self.communicator.flat_all_reduce, op=MAX)
         return unused_everywhere(arrived.group, arrived.used, arrived.flat_N.device, max_reduce)
 

@@ -10,6 +10,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -56,6 +57,24 @@ def identity_equals_ddp(exchange: str) -> tuple[Tensor, Tensor]:
 def test_unequal_nodes_take_the_identity() -> None:
     for ours, ddp in run_ranks(identity_equals_ddp, "auto", placement=[[0, 2], [1]]):
         assert torch.equal(ours, ddp)
+
+
+def test_one_node_asks_nobody_which_parameters_are_unused() -> None:
+    assert run_ranks(collectives_of_one_node, nodes=1, devices=2) == [[torch.float32] * 3] * 2
+
+
+def collectives_of_one_node() -> list[torch.dtype]:
+    ddp, state = wrap(mlp(), HierConfig(), find_unused_parameters=True)
+    reduced, all_reduce = [], state.communicator.flat_all_reduce
+
+    def note(tensor: Tensor, **options: Any) -> None:
+        reduced.append(tensor.dtype)
+        all_reduce(tensor, **options)
+
+    state.communicator.flat_all_reduce = note  # type: ignore[method-assign]
+    for step in range(3):
+        loss_of(ddp, step, dist.get_rank()).backward()
+    return reduced
 
 
 @pytest.mark.parametrize("exchange", ["sparse", "dense"])
