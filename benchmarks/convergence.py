@@ -323,7 +323,12 @@ def main() -> None:
     parser.add_argument("pictures", type=Path, help="folder or .tar with {train,val}/<class>/*.jpg")
     parser.add_argument("--out", type=Path, default=Path("runs/convergence"), help="results, and the decoded pictures")
     parser.add_argument(
-        "--configs", nargs="+", choices=CONFIGS, default=list(CONFIGS), metavar="NAME", help=", ".join(CONFIGS).replace("%", "%%")
+        "--configs",
+        nargs="+",
+        choices=CONFIGS,
+        default=list(CONFIGS),
+        metavar="NAME",
+        help=", ".join(CONFIGS).replace("%", "%%"),
     )
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2, 3, 4])
     parser.add_argument("--epochs", type=int, default=Settings.epochs)

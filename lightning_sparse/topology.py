@@ -180,4 +180,4 @@ def _new_group(ranks: tuple[int, ...], timeout: timedelta | None) -> ProcessGrou
 
 
 def _from_environment(variables: tuple[str, ...]) -> int:
-    return next((int(os.environ[name]) for name in variables if name in os.environ), 0)
+    return next((int(os.environ[name]) for name in variables if os.environ.get(name)), 0)

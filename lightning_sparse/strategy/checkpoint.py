@@ -95,11 +95,6 @@ def load(checkpoint: dict[str, Any], checkpoint_path: str, rank: int) -> Saved |
     manifest = checkpoint.get(KEY)
     if manifest is None:
         return None
-    if manifest["version"] != _VERSION:
-        raise ValueError(
-            f"{checkpoint_path} was written in format {manifest['version']} of lightning_sparse, this one reads "
-            f"{_VERSION}: use the version that wrote it, or remove the entry {KEY!r} to start without residuals."
-        )
     return Saved(manifest, checkpoint_path, read_side_file(checkpoint_path, manifest["save_id"], rank))
 
 
@@ -122,8 +117,16 @@ def apply(saved: Saved, state: HierState, device: torch.device) -> list[str]:
 
     Returns:
         What could not be restored, a sentence each, for the log.
+
+    Raises:
+        ValueError: when it was saved in another format.
     """
     manifest = saved.manifest
+    if manifest["version"] != _VERSION:
+        raise ValueError(
+            f"{saved.path} was written in format {manifest['version']} of lightning_sparse, this one reads "
+            f"{_VERSION}: use the version that wrote it, or remove the entry {KEY!r} to start without residuals."
+        )
     state.round = state.stats.rounds = manifest["round"]
     state.layout.settled = _groups(manifest["settled"])
     state.layout.previous = _groups(manifest["previous"])

@@ -112,6 +112,7 @@ class MSTopKHierMixin(_Host):
         self._topology: Topology | None = None
         self._run_id = ""
         self._saved: saving.Saved | None = None
+        self._resumes = False
 
     def __repr__(self) -> str:
         # Lightning prints this when it is given a strategy of the other flavour, so it names the way out.
@@ -127,7 +128,8 @@ class MSTopKHierMixin(_Host):
         if trainer.state.fn == "fit":
             _refuse_static_graph_with_accumulation(trainer, self._ddp_kwargs)
         else:
-            self._saved = None  # a checkpoint that was loaded for testing says nothing about the next fit
+            # A checkpoint that was loaded for testing says nothing about the next fit.
+            self._saved, self._resumes = None, False
         super().setup(trainer)
 
     def _register_ddp_hooks(self) -> None:
@@ -149,12 +151,13 @@ class MSTopKHierMixin(_Host):
             for complaint in saving.apply(self._saved, state, self.root_device):
                 state.say(complaint, logging.WARNING, every_rank=complaint.startswith("rank"))
             self._saved = None
+        self._resumes = False
         ddp.register_comm_hook(state, hier_hook)
 
     def _state_to_go_on_with(self, module: torch.nn.Module) -> HierState | None:
         """The last fit's state, where this fit goes on from it: with the same parameters, and not from a checkpoint."""
         state = self.hier_state
-        if state is None or self._saved is not None or not state.is_for(module):
+        if state is None or self._resumes or not state.is_for(module):
             return None
         if not state.knows(module):
             state.say("parameters were replaced since the last fit: what waited in residuals is lost", logging.WARNING)
@@ -190,19 +193,22 @@ class MSTopKHierMixin(_Host):
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         """Residuals first, then the main file, then the residuals of earlier saves go. No collective."""
         if self.hier_state is None or "optimizer_states" not in checkpoint:  # weights only
-            return super().save_checkpoint(checkpoint, filepath, storage_options)
+            super().save_checkpoint(checkpoint, filepath, storage_options)
+            if self.is_global_zero:
+                saving.remove_side_files(os.fspath(filepath))  # of a full save that had this name
+            return
         manifest = saving.manifest_of(self.hier_state, self._run_id)
         checkpoint[saving.KEY] = manifest
         saving.save_side_file(self.hier_state, manifest["save_id"], os.fspath(filepath))
         super().save_checkpoint(checkpoint, filepath, storage_options)
         if self.is_global_zero:
             saving.remove_side_files(os.fspath(filepath), but=manifest["save_id"])
-        return None
 
     def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """DDP does not exist yet: what was saved is kept until it does."""
         checkpoint: dict[str, Any] = super().load_checkpoint(checkpoint_path, *args, **kwargs)
         self._saved = saving.load(checkpoint, os.fspath(checkpoint_path), self.global_rank)
+        self._resumes = True
         return checkpoint
 
     def remove_checkpoint(self, filepath: Any) -> None:

@@ -42,6 +42,7 @@ class ResidualStore:
     current: dict[ParamGroup, Tensor] = field(default_factory=dict)
     staged: dict[ParamGroup, Tensor | None] = field(default_factory=dict)
     parked: dict[str, Tensor] = field(default_factory=dict)
+    spent: set[str] = field(default_factory=set)
     _spare: dict[ParamGroup, Tensor] = field(default_factory=dict)
 
     def buffer(self, group: ParamGroup, device: torch.device) -> Tensor:
@@ -69,6 +70,9 @@ class ResidualStore:
             discarded: their gradient was thrown away, so they keep the residual they had before it.
             waiting: nobody knows yet; both residuals stay.
         """
+        for name in self.spent - discarded - waiting:
+            self.parked.pop(name, None)
+        self.spent &= waiting
         for group in list(self.staged):
             if waiting.isdisjoint(group.names):
                 self._settle_whole(group, discarded)
@@ -99,7 +103,9 @@ class ResidualStore:
 
     def settled_copy(self, discarded: Set[str]) -> "ResidualStore":
         """What settle() would leave, in a store of its own."""
-        copy = ResidualStore(self.device_index, self.num_devices, dict(self.current), parked=dict(self.parked))
+        copy = ResidualStore(
+            self.device_index, self.num_devices, dict(self.current), parked=dict(self.parked), spent=set(self.spent)
+        )
         copy.staged = {group: None if t is None else t.clone() for group, t in self.staged.items()}
         copy.settle(discarded)
         return copy
@@ -134,6 +140,14 @@ class ResidualStore:
         for name in waiting:
             del self.parked[name]
         self.current[group] = shard
+
+    def spend_parked(self, group: ParamGroup, num_nodes: int, rescale: Gather, grad_N: Tensor) -> None:
+        """Add what is parked to a gradient that is already summed over all ranks: where there are no shards, as on one
+        node after a run on several, it would wait for ever. It stays parked until the gradient was used."""
+        for name, place in group.slices().items():
+            if name in self.parked and name not in self.spent:
+                grad_N[place].add_(rescale(self.parked[name] * num_nodes))
+                self.spent.add(name)
 
     def _copied(
         self, group: ParamGroup, names: list[str], source_S: Tensor | None, target_S: Tensor | None

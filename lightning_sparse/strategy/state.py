@@ -85,7 +85,7 @@ class HierState:
         self._parameters = {name: weakref.ref(parameter) for name, parameter in module.named_parameters()}
         self._names = parameter_names(module)
         self.loss_scale: Callable[[], Tensor | None] = lambda: None
-        self._complex = frozenset(name for name, p in module.named_parameters() if p.is_complex())
+        self._dtypes = {name: p.dtype for name, p in module.named_parameters()}
         self._usage = UsageTracker(module) if find_unused_parameters else None
         self._handles: list[Any] = []
         self._watching = False
@@ -138,7 +138,7 @@ class HierState:
         if not arrived.last:
             return
         if self.layout.end_round() and self.topology.kind == "hierarchical":
-            self._describe_layout(arrived.flat_N.dtype)
+            self._describe_layout()
         self.stats.end_round()
         self.round += 1
 
@@ -152,12 +152,25 @@ class HierState:
             self.store.staged.clear()
             self.stats.abandon_round()
             self._round_is_open, self._masked = False, frozenset()
-        if self.store.staged:
+        if self.store.staged or self.store.spent:
             self.store.settle(*self._not_stepped())
         self._stepped.clear()
 
     def watch(self, optimizers: Iterable[torch.optim.Optimizer]) -> None:
-        """Note from now on which parameters these optimizers step. Without it every round counts as used."""
+        """Note from now on which parameters these optimizers step. Without it every round counts as used.
+
+        Whoever watches also calls before_backward(): inside a backward pass gradients say nothing yet.
+
+        Raises:
+            ValueError: for an optimizer that cannot tell when it steps.
+        """
+        optimizers = list(optimizers)
+        mute = [type(each).__name__ for each in optimizers if not hasattr(each, "register_step_post_hook")]
+        if mute:
+            raise ValueError(
+                f"{', '.join(mute)} cannot tell when it steps, so nobody would know whose residual counts: derive it "
+                f"from torch.optim.Optimizer."
+            )
         self._unwatch()
         self._handles = [optimizer.register_step_post_hook(self._note_step) for optimizer in optimizers]
         self._watching = True
@@ -197,7 +210,7 @@ class HierState:
     def _choose(self, group: ParamGroup, dtype: torch.dtype) -> Plan:
         if self.topology.kind != "hierarchical" or self._bypass:
             return Plan("identity")
-        if not is_reducible_by_shard(dtype) or group.names[0] in self._complex:  # a bucket has one dtype
+        if not is_reducible_by_shard(self._dtypes[group.names[0]]):  # a bucket has one dtype
             return Plan("identity")
         if not self.layout.is_settled(group):
             return Plan("dense")
@@ -231,7 +244,8 @@ class HierState:
     def settled_store(self) -> ResidualStore:
         """The residuals as settle() would leave them now, without settling: what a checkpoint holds. Gradients that
         wait to be stepped do not survive a restart, so their round is as if it had not been."""
-        pending = {name for group in self.store.staged for name in group.names} - self._stepped
+        staged = {name for group in self.store.staged for name in group.names}
+        pending = (staged | self.store.spent) - self._stepped
         return self.store.settled_copy(frozenset(pending) if self._watching else frozenset())
 
     def residual_norm(self) -> Tensor:
@@ -279,8 +293,9 @@ class HierState:
         if not self._watching or module is None:
             return discarded, waiting
         grads = {self._names[id(p)]: p.grad for p in module.parameters() if id(p) in self._names}
-        for group in self.store.staged:
-            kept = {name: grads.get(name) for name in group.names if name not in self._stepped}
+        open_names = [group.names for group in self.store.staged] + [tuple(self.store.spent)]
+        for names in open_names:
+            kept = {name: grads.get(name) for name in names if name not in self._stepped}
             there = {name: grad for name, grad in kept.items() if grad is not None}
             # One parameter's zeros say nothing: often none of its entries was among the largest. Zeros in the whole
             # group were written by the user, since a round sends something of each group.
@@ -309,15 +324,17 @@ class HierState:
         self._masked = masked
         yield group, grad_N
         self._masked = frozenset()
+        if self.topology.kind != "hierarchical" and self.config.error_feedback and not self._bypass:
+            self.store.spend_parked(group, self.topology.num_nodes, self.rescale, grad_N)
         for name, values in saved.items():
             grad_N[places[name]].copy_(values)
 
-    def _describe_layout(self, dtype: torch.dtype) -> None:
-        plans = [self._choose(group, dtype) for group in self.layout.settled]
-        sparse = sum(plan.path == "sparse" for plan in plans)
+    def _describe_layout(self) -> None:
+        paths = [self._choose(group, self._dtypes[group.names[0]]).path for group in self.layout.settled]
+        counted = ", ".join(f"{paths.count(path)} {path}" for path in dict.fromkeys(paths))
         self.say(
-            f"round {self.round + 1}: {len(plans)} group(s) of parameters, {sparse} sparse and {len(plans) - sparse} "
-            f"dense at density {density_at(self.config, self.epoch):g} (exchange={self.config.exchange!r})"
+            f"round {self.round + 1}: {len(paths)} group(s) of parameters, {counted}, at density "
+            f"{density_at(self.config, self.epoch):g} (exchange={self.config.exchange!r})"
         )
 
 

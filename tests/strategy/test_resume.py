@@ -12,7 +12,7 @@ from torch import Tensor
 from lightning_sparse.strategy import HierConfig, HierState, checkpoint
 from lightning_sparse.topology import Topology, discover
 from tests.helpers.distributed import run_ranks
-from tests.strategy.models import flat_parameters, loss_of, mlp, node_residual, sum_over_nodes, wrap
+from tests.strategy.models import flat_grads, flat_parameters, loss_of, mlp, node_residual, sum_over_nodes, wrap
 from tests.strategy.test_trainer import Lines, plain_module, sparse, trainer, weights
 
 SHAPES = [(2, 2), (1, 3), (2, 3)]
@@ -110,6 +110,40 @@ def load_by_hand(path: str) -> dict[str, Any]:
         loss_of(ddp, step, dist.get_rank()).backward()
     assert flat_parameters(model).isfinite().all()
     return {"sum": total, "said": said}
+
+
+def test_on_one_node_what_waited_is_applied_once(tmp_path: Path) -> None:
+    path = str(tmp_path / "saved.ckpt")
+    waited = run_ranks(save_by_hand, path, nodes=2, devices=2)[0]
+    for thrown_away, first, second in run_ranks(apply_on_one_node, path, nodes=1, devices=2):
+        assert waited.abs().max() > 0
+        torch.testing.assert_close(thrown_away, waited, rtol=1e-5, atol=1e-7)
+        torch.testing.assert_close(first, waited, rtol=1e-5, atol=1e-7)
+        assert torch.count_nonzero(second) == 0
+
+
+def apply_on_one_node(path: str) -> list[Tensor]:
+    """What three rounds add to the mean gradient, the first of which is thrown away."""
+    model, plain = mlp(), mlp()
+    state = HierState(model, HierConfig(density=0.05, exchange="sparse", warmup_epochs=0), discover())
+    saved = checkpoint.load(torch.load(path, weights_only=True), path, dist.get_rank())
+    assert saved is not None
+    checkpoint.apply(saved, state, torch.device("cpu"))
+    ddp, _ = wrap(model, state.config, state=state)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    state.watch([optimizer])
+    reference = torch.nn.parallel.DistributedDataParallel(plain)
+    added = []
+    for step in range(3):
+        for each in (model, plain):
+            each.zero_grad()
+        state.before_backward()
+        loss_of(ddp, step, dist.get_rank()).backward()
+        loss_of(reference, step, dist.get_rank()).backward()
+        added.append((flat_grads(model) - flat_grads(plain)).double())
+        if step > 0:
+            optimizer.step()
+    return added
 
 
 @pytest.mark.parametrize("damage", ["missing", "truncated", "of another save"])
