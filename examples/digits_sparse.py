@@ -13,7 +13,7 @@ def main() -> None:
     args.data.parent.mkdir(parents=True, exist_ok=True)
     trainer = pl.Trainer(
         **cluster(),
-        strategy=MSTopKHierStrategy(density=0.01),
+        strategy=MSTopKHierStrategy(density=0.01, warmup_epochs=2),
         max_epochs=args.epochs,
         callbacks=[TQDMProgressBar(), Recorder(args.result)],
         logger=False,

@@ -34,7 +34,7 @@ class HierConfig:
     density: float = 0.01
     exchange: Exchange = "auto"
     value_dtype: ValueDtype = "bfloat16"
-    warmup_epochs: int = 2
+    warmup_epochs: int = 4
     dense_rounds: int = 0
     overlap: bool = True
     error_feedback: bool = True

@@ -91,7 +91,7 @@ class MSTopKHierMixin(_Host):
         density: float = 0.01,
         exchange: Exchange = "auto",
         value_dtype: ValueDtype = "bfloat16",
-        warmup_epochs: int = 2,
+        warmup_epochs: int = 4,
         dense_rounds: int = 0,
         overlap: bool = True,
         **kwargs: Any,
