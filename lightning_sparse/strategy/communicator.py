@@ -42,10 +42,10 @@ class HierCommunicator:
         self.where = "before the first round"  # told in errors; the hook keeps it up to date
 
     def reduce_scatter(self, grad_N: Tensor) -> Tensor:
-        """Sum over the node's devices; each keeps its shard_S. The input is left as it was."""
+        """Sum over the node's devices; each keeps its shard_S. With one device that is the input itself."""
         devices = self.topology.num_devices
         if devices == 1:
-            return grad_N.clone()
+            return grad_N
         shard = -(-grad_N.numel() // devices)
         grad_LS = grad_N if shard * devices == grad_N.numel() else _padded(grad_N, shard * devices)
         shard_S = grad_N.new_empty(shard)

@@ -75,7 +75,7 @@ def sparse_round(state: HierState, group: ParamGroup, grad_N: Tensor, k: int) ->
     sum_S = comm.reduce_scatter(grad_N)
     message = compress(sum_S, residual_S, next_S, k, state.config.dtype, state.unscale(sum_S, share))
     messages = comm.exchange(message)
-    shard_S = torch.empty_like(sum_S, dtype=torch.float32)
+    shard_S = sum_S if sum_S.dtype == torch.float32 else torch.empty_like(sum_S, dtype=torch.float32)
     accumulate(messages, shard_S, k, state.config.dtype)
     state.rescale(shard_S)
     _write(grad_N, comm.gather(shard_S.to(grad_N.dtype)))
@@ -101,4 +101,5 @@ def identity(comm: HierCommunicator, grad_N: Tensor) -> None:
 
 
 def _write(grad_N: Tensor, grad_LS: Tensor) -> None:
-    grad_N.copy_(grad_LS[: grad_N.numel()])
+    if grad_LS.data_ptr() != grad_N.data_ptr():  # with one device a node the shard is the bucket itself
+        grad_N.copy_(grad_LS[: grad_N.numel()])
