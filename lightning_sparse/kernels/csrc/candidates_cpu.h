@@ -19,6 +19,8 @@
 namespace lightning_sparse::cpu {
 
 constexpr int64_t kSortBelow = 4096;
+constexpr int kLowBits = 15;  // keys have 31 bits: 16 high ones, 15 low ones
+constexpr int64_t kHighBins = (kNanKey >> kLowBits) + 1;
 constexpr uint32_t kNever = 0xFFFFFFFFu;  // above every key
 constexpr int64_t kRangesPerThread = 8;
 constexpr size_t kSpareBytes = size_t{64} << 20;
@@ -84,10 +86,9 @@ struct GiveBack {
 
 using Loan = std::unique_ptr<Workers, GiveBack>;
 
-inline Loan borrow(int64_t count, int64_t capacity) {
+inline Loan borrow(int64_t count) {
   Loan workers(spare ? spare.release() : new Workers);
-  if (static_cast<int64_t>(workers->size()) < count) workers->resize(static_cast<size_t>(count));
-  for (int64_t w = 0; w < count; ++w) (*workers)[w].make_room(capacity);
+  workers->resize(static_cast<size_t>(count));
   return workers;
 }
 
@@ -108,6 +109,7 @@ struct Population {
   std::vector<Range> ranges;
   Loan workers;
   bool whole = false;
+  bool counted = false;  // the workers' bins count the high bits of the candidates' keys
   uint32_t threshold = 0;
   uint32_t settled_from = kNever;  // candidates of at least this key are settled already
 
@@ -193,19 +195,27 @@ inline void settle(float* store, const uint32_t* positions, const float* values,
   }
 }
 
-inline void pack_range(const Source& source, Range& range, Worker& worker, int64_t capacity, const Sample& chosen,
-                       uint32_t settled_from, Dtype value_dtype) {
+// How a chunk's candidates are treated while they are in the first-level cache.
+struct Treatment {
+  uint32_t threshold, settled_from;
+  Dtype value_dtype;
+  bool counted;
+};
+
+inline void pack_range(const Source& source, Range& range, Worker& worker, int64_t capacity, const Treatment& how) {
   uint32_t* positions = worker.positions.get() + worker.used;
   float* values = worker.values.get() + worker.used;
   capacity -= worker.used;
   scan(source, range.begin, range.end, [&](const float* x, int64_t n, int64_t first) {
     range.overflow = range.overflow || range.count + n > capacity;
     if (range.overflow) return;
-    uint32_t* to = positions + range.count;
-    const int64_t found = pack(x, n, source.plain(), static_cast<uint32_t>(first - range.begin), chosen.threshold, to,
-                               values + range.count);
-    if (settled_from != kNever) {
-      settle(source.store + range.begin, to, values + range.count, found, settled_from, value_dtype);
+    uint32_t* at = positions + range.count;
+    float* acc = values + range.count;
+    const auto offset = static_cast<uint32_t>(first - range.begin);
+    const int64_t found = pack(x, n, source.plain(), offset, how.threshold, at, acc);
+    for (int64_t i = 0; how.counted && i < found; ++i) ++worker.bins[key_of(acc[i]) >> kLowBits];
+    if (how.settled_from != kNever) {
+      settle(source.store + range.begin, at, acc, found, how.settled_from, how.value_dtype);
     }
     range.count += found;
   });
@@ -226,17 +236,19 @@ inline void unsettle(Population& population, const Source& source, const Paralle
 // Afterwards the population holds the k largest, as candidates if possible. `value_dtype` is what is sent of a stored
 // source. Of fp16 nothing can be settled, as its scale is that of the largest element.
 inline Population gather(const Source& source, int64_t k, Dtype value_dtype, bool use_whole, const Parallel& parallel) {
-  Population population{source, make_ranges(source.numel, parallel.threads), borrow(parallel.threads, 0)};
+  Population population{source, make_ranges(source.numel, parallel.threads), borrow(parallel.threads)};
   auto& ranges = population.ranges;
   auto& workers = *population.workers;
   const Sample chosen = sample(source, k, workers[0].bins);
   population.threshold = chosen.threshold;
   if (source.store && value_dtype != Dtype::fp16) population.settled_from = chosen.middle;
   const int64_t capacity = chosen.capacity + kChunk;
-  for (int64_t w = 0; w < parallel.threads; ++w) workers[w].make_room(capacity + kPackSlack);
-  parallel.run(static_cast<int64_t>(ranges.size()), [&](int64_t r, int64_t worker) {
-    pack_range(source, ranges[r], workers[worker], capacity, chosen, population.settled_from, value_dtype);
-  });
+  for (Worker& worker : workers) worker.make_room(capacity + kPackSlack);
+  population.counted = k > kSortBelow;
+  for (Worker& worker : workers) worker.bins.assign(population.counted ? kHighBins : 0, 0);
+  const Treatment how{chosen.threshold, population.settled_from, value_dtype, population.counted};
+  parallel.run(static_cast<int64_t>(ranges.size()),
+               [&](int64_t r, int64_t worker) { pack_range(source, ranges[r], workers[worker], capacity, how); });
   const bool overflow = std::any_of(ranges.begin(), ranges.end(), [](const Range& range) { return range.overflow; });
   population.whole = overflow || population.count() < k || use_whole;
   if (population.whole && population.settled_from != kNever) unsettle(population, source, parallel);

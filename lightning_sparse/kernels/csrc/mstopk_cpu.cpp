@@ -45,9 +45,8 @@ namespace {
 
 // -------------------------------------------------------------------------------------------------------- the k-th key
 
-constexpr int kLowBits = 15;  // keys have 31 bits: 16 high ones, 15 low ones
-constexpr int64_t kLowBins = 1 << kLowBits, kHighBins = (kNanKey >> kLowBits) + 1;
-constexpr int64_t kAloneBelow = 65536;  // so few elements are not worth waking other threads for
+constexpr int64_t kLowBins = 1 << kLowBits;
+constexpr int64_t kRefineAlone = 1 << 20, kEmitAlone = 1 << 16;  // so few elements are not worth waking threads for
 
 struct Found {
   int64_t bin, above;  // above: how many lie in higher bins
@@ -95,7 +94,7 @@ uint32_t kth_key(Population& population, int64_t k, const Parallel& parallel) {
   if (total <= kSortBelow) return kth_by_sort(population, k);
   const auto lowest = static_cast<int64_t>(population.whole ? 0 : population.threshold >> kLowBits);
   const auto high_of = [](uint32_t key) { return static_cast<int64_t>(key >> kLowBits); };
-  count_into_bins(population, kHighBins, high_of, parallel);
+  if (population.whole || !population.counted) count_into_bins(population, kHighBins, high_of, parallel);
   const Found high = find_bin(*population.workers, lowest, kHighBins, total, k);
   int64_t inside = 0;
   for (const Worker& worker : *population.workers) inside += worker.bins[static_cast<size_t>(high.bin)];
@@ -109,18 +108,17 @@ uint32_t kth_key(Population& population, int64_t k, const Parallel& parallel) {
 
 // ------------------------------------------------------------------------------------------------------- what is kept
 
-// A loop that compilers turn into vector instructions: 32-bit counters and signed comparisons.
+// A loop that compilers turn into vector instructions: 32-bit counters, signed comparisons and no ternaries on results.
 Tally tally_of(const Run& run, Bracket bracket) {
   const auto lower = static_cast<int32_t>(bracket.lower), upper = static_cast<int32_t>(bracket.upper);
   constexpr auto kInf = static_cast<int32_t>(kInfKey), kNan = static_cast<int32_t>(kNanKey);
   int32_t reach = 0, certain = 0, nonfinite = 0, largest = 0;
   for (int64_t i = 0; i < run.n; ++i) {
     const auto bits = static_cast<int32_t>(bits_of(run.x[i]) & 0x7FFFFFFFu);
-    const int32_t key = bits < kNan ? bits : kNan;
+    const int32_t key = bits < kNan ? bits : kNan, finite = bits & -static_cast<int32_t>(bits < kInf);
     reach += key >= lower;
     certain += key >= upper;
-    nonfinite += key >= kInf;
-    const int32_t finite = key < kInf ? key : 0;
+    nonfinite += bits >= kInf;
     largest = finite > largest ? finite : largest;
   }
   return {certain, reach - certain, nonfinite, static_cast<uint32_t>(largest)};
@@ -140,27 +138,42 @@ void tally(Population& population, Bracket bracket, const Parallel& parallel) {
   });
 }
 
-struct Split {
-  int64_t num_kept = 0, num_dropped = 0;
-  uint16_t kept[kChunk + 1], dropped[kChunk + 1];  // places in the run, ascending
-};
-
-// Without a branch, as what is kept follows no pattern. Takes what it keeps of the band off `quota`.
-void split(const Run& run, Bracket bracket, int64_t& quota, Split& result) {
-  int64_t kept = 0, dropped = 0, left = quota;
-  for (int64_t i = 0; i < run.n; ++i) {
-    const uint32_t key = key_of(run.x[i]);
-    const int64_t certain = key >= bracket.upper, fills = (certain == 0) & (key >= bracket.lower) & (left > 0);
-    const int64_t keep = certain | fills;
-    result.kept[kept] = result.dropped[dropped] = static_cast<uint16_t>(i);
-    kept += keep;
-    dropped += 1 - keep;
-    left -= fills;
-  }
-  quota = left, result.num_kept = kept, result.num_dropped = dropped;
+Run part_of(const Run& run, int64_t begin, int64_t end) {
+  return {run.x + begin, run.positions ? run.positions + begin : nullptr, end - begin,
+          run.positions ? run.base : run.base + begin};
 }
 
-// Sends each range's share of the k kept elements to sink.take(slot, run, split), slots ascending with the indices.
+// How many of a run's elements lie up to and with the quota-th of the band; the band has more than that.
+int64_t cut_of(const Run& run, Bracket bracket, int64_t quota) {
+  int64_t i = 0;
+  for (; quota > 0; ++i) {
+    const uint32_t key = key_of(run.x[i]);
+    quota -= key >= bracket.lower && key < bracket.upper;
+  }
+  return i;
+}
+
+// Sends each range's share of the k kept elements to sink.take(slot, end, run, bound), slots ascending with the
+// indices: of the run, what reaches the bound goes to `slot` and the following ones, all before `end`. Returns the
+// next. The bound is the band's lower end until the range's quota of the band is used up, and its upper end from there
+// on.
+template <typename Sink>
+void emit_range(const Population& population, const Range& range, Bracket bracket, int64_t slot, int64_t quota,
+                const Sink& sink) {
+  const int64_t end = slot + range.tally.certain + quota;
+  const bool all = quota == range.tally.band;
+  population.each(range, [&](const Run& run) {
+    if (all || quota == 0) {
+      slot = sink.take(slot, end, run, all ? bracket.lower : bracket.upper);
+      return;
+    }
+    const int64_t band = tally_of(run, bracket).band, cut = band > quota ? cut_of(run, bracket, quota) : run.n;
+    quota -= std::min(band, quota);
+    slot = sink.take(slot, end, part_of(run, 0, cut), bracket.lower);
+    slot = sink.take(slot, end, part_of(run, cut, run.n), bracket.upper);
+  });
+}
+
 template <typename Sink>
 void emit(const Population& population, Bracket bracket, int64_t k, const Sink& sink, const Parallel& parallel) {
   const auto& ranges = population.ranges;
@@ -174,23 +187,15 @@ void emit(const Population& population, Bracket bracket, int64_t k, const Sink& 
     left -= quotas[r];
     slot += ranges[r].tally.certain + quotas[r];
   }
-  parallel.run(static_cast<int64_t>(ranges.size()), [&](int64_t r, int64_t) {
-    int64_t at = slots[r], quota = quotas[r];
-    Split here;
-    population.each(ranges[r], [&](const Run& run) {
-      split(run, bracket, quota, here);
-      sink.take(at, run, here);
-      at += here.num_kept;
-    });
-  });
+  parallel.run(static_cast<int64_t>(ranges.size()),
+               [&](int64_t r, int64_t) { emit_range(population, ranges[r], bracket, slots[r], quotas[r], sink); });
 }
 
 // ---------------------------------------------------------------------------------------------------------- selection
 
 struct Choice {
   Population population;
-  Bracket bracket;    // of mode "exact" the k-th key alone is the band
-  Parallel parallel;  // for what is left to do
+  Bracket bracket;  // of mode "exact" the k-th key alone is the band
 };
 
 const Parallel& alone() {
@@ -200,117 +205,124 @@ const Parallel& alone() {
   return one;
 }
 
+const Parallel& unless_few(int64_t count, int64_t few, const Parallel& parallel) {
+  return count <= few ? alone() : parallel;
+}
+
 Choice choose(const Source& source, int64_t k, bool paper, Dtype value_dtype, const Parallel& parallel) {
   const Statistics known = paper ? statistics(source, parallel) : Statistics{};
   const bool bracketed = paper && known.nonfinite < k && k < source.numel;
   const bool use_whole = (forced & kForceFallback) != 0;
-  Choice choice{gather(source, bracketed ? k + 1 : k, value_dtype, use_whole, parallel), {}, parallel};
-  Population& population = choice.population;
-  if (population.count() <= kAloneBelow) choice.parallel = alone();
-  const uint32_t key = kth_key(population, bracketed ? k + 1 : k, choice.parallel);
-  choice.bracket = {key, key + 1};
-  if (bracketed) choice.bracket = find_bracket(known.mean, known.largest, float_of(key), kIterations);
-  tally(population, choice.bracket, choice.parallel);
+  const int64_t rank = bracketed ? k + 1 : k;
+  Choice choice{gather(source, rank, value_dtype, use_whole, parallel), {}};
+  const Parallel& on = unless_few(choice.population.count(), kRefineAlone, parallel);
+  const uint32_t key = kth_key(choice.population, rank, on);
+  choice.bracket =
+      bracketed ? find_bracket(known.mean, known.largest, float_of(key), kIterations) : Bracket{key, key + 1};
+  tally(choice.population, choice.bracket, on);
   return choice;
 }
 
 // --------------------------------------------------------------------------------------------------------- the sinks
 
+// Both write before they know whether to keep, as what is kept follows no pattern that a branch could learn.
 template <typename Index, typename Value>
 struct TensorSink {
   const Value* x;
   Value* values;
   Index* indices;
 
-  void take(int64_t slot, const Run& run, const Split& split) const {
-    for (int64_t j = 0; j < split.num_kept; ++j) {
-      const int64_t i = split.kept[j], index = run.index(i);
-      indices[slot + j] = static_cast<Index>(index);
+  int64_t take(int64_t slot, int64_t end, const Run& run, uint32_t bound) const {
+    for (int64_t i = 0; i < run.n && slot < end; ++i) {
+      const int64_t index = run.index(i);
+      indices[slot] = static_cast<Index>(index);
       if constexpr (sizeof(Value) == sizeof(float)) {
-        values[slot + j] = run.x[i];
+        values[slot] = run.x[i];
       } else {
-        values[slot + j] = x[index];
+        values[slot] = x[index];
       }
+      slot += key_of(run.x[i]) >= bound;
     }
+    return slot;
   }
 };
 
 template <Dtype dtype>
 struct MessageSink {
+  using Stored = std::conditional_t<dtype == Dtype::fp32, uint32_t, uint16_t>;
   uint8_t* message;
   Layout layout;
   int32_t exponent;
   float* residual;
   uint32_t settled_from;
 
-  void take(int64_t slot, const Run& run, const Split& split) const {
-    auto* counts = reinterpret_cast<uint32_t*>(message + layout.counts);
-    auto* indices = reinterpret_cast<uint16_t*>(message + layout.indices) + slot;
-    using Stored = std::conditional_t<dtype == Dtype::fp32, uint32_t, uint16_t>;
-    auto* values = reinterpret_cast<Stored*>(message + layout.values) + slot;
-    int64_t block_end = 0, since = 0;
-    for (int64_t j = 0; j < split.num_kept; ++j) {
-      const int64_t i = split.kept[j], index = run.index(i);
+  int64_t take(int64_t slot, int64_t end, const Run& run, uint32_t bound) const {
+    auto* indices = reinterpret_cast<uint16_t*>(message + layout.indices);
+    auto* values = reinterpret_cast<Stored*>(message + layout.values);
+    int64_t block_end = 0, since = slot;
+    for (int64_t i = 0; i < run.n && slot < end; ++i) {
+      const int64_t index = run.index(i);
       if (index >= block_end) {
-        if (j > 0) counts[block_end / kBlock - 1] += static_cast<uint32_t>(j - since);
-        block_end = (index / kBlock + 1) * kBlock, since = j;
+        count(block_end, slot - since);
+        block_end = (index / kBlock + 1) * kBlock, since = slot;
       }
-      indices[j] = static_cast<uint16_t>(index);
-      values[j] = static_cast<Stored>(encode_value(run.x[i], exponent, dtype));
+      indices[slot] = static_cast<uint16_t>(index);
+      values[slot] = static_cast<Stored>(encode_value(run.x[i], exponent, dtype));
+      slot += key_of(run.x[i]) >= bound;
     }
-    if (split.num_kept > 0) counts[block_end / kBlock - 1] += static_cast<uint32_t>(split.num_kept - since);
-    if (residual) correct(run, split);
+    count(block_end, slot - since);
+    if (residual) correct(run, bound);
+    return slot;
   }
 
-  // Writes what the pass did not settle, or should not have. Asks for these places early: they lie far apart.
-  void correct(const Run& run, const Split& split) const {
+  void count(int64_t block_end, int64_t kept) const {
+    if (kept > 0) reinterpret_cast<uint32_t*>(message + layout.counts)[block_end / kBlock - 1] += kept;
+  }
+
+  // Writes what the pass did not settle, or should not have. If it settled nothing (fp16), that is most of the run, in
+  // places far apart: ask for them early.
+  void correct(const Run& run, uint32_t bound) const {
     constexpr int64_t kAhead = 32;
-    for (int64_t j = 0; j < split.num_kept; ++j) {
-      const int64_t i = split.kept[j], later = std::min(j + kAhead, split.num_kept - 1);
-      if (key_of(run.x[split.kept[later]]) < settled_from) {
-        __builtin_prefetch(residual + run.index(split.kept[later]), 1);
-      }
-      if (key_of(run.x[i]) < settled_from) residual[run.index(i)] = left_of<dtype>(run.x[i], exponent);
-    }
-    for (int64_t j = 0; j < split.num_dropped; ++j) {
-      const int64_t i = split.dropped[j];
-      const uint32_t key = key_of(run.x[i]);
-      if (key >= kInfKey) {
-        residual[run.index(i)] = 0.0f;
-      } else if (key >= settled_from) {
-        residual[run.index(i)] = run.x[i];
-      }
+    for (int64_t i = 0; i < run.n; ++i) {
+      if (dtype == Dtype::fp16 && i + kAhead < run.n) __builtin_prefetch(residual + run.index(i + kAhead), 1);
+      const float acc = run.x[i];
+      const uint32_t key = key_of(acc);
+      const bool kept = key >= bound;
+      if (kept == (key >= settled_from) && key < kInfKey) continue;
+      residual[run.index(i)] = kept || key >= kInfKey ? left_of<dtype>(acc, exponent) : acc;
     }
   }
 };
 
 template <typename Index>
-void emit_tensors(const Choice& choice, const Source& source, int64_t k, void* values, Index* indices) {
+void emit_tensors(const Choice& choice, const Source& source, int64_t k, void* values, Index* indices,
+                  const Parallel& parallel) {
   if (source.dtype == Dtype::fp32) {
     const TensorSink<Index, float> sink{nullptr, static_cast<float*>(values), indices};
-    emit(choice.population, choice.bracket, k, sink, choice.parallel);
+    emit(choice.population, choice.bracket, k, sink, parallel);
   } else {
     const auto* x = static_cast<const uint16_t*>(source.grad);
     const TensorSink<Index, uint16_t> sink{x, static_cast<uint16_t*>(values), indices};
-    emit(choice.population, choice.bracket, k, sink, choice.parallel);
+    emit(choice.population, choice.bracket, k, sink, parallel);
   }
 }
 
 template <Dtype dtype>
 void emit_message(const Choice& choice, int64_t k, uint8_t* message, const Layout& layout, int32_t exponent,
-                  float* residual) {
+                  float* residual, const Parallel& parallel) {
   const MessageSink<dtype> sink{message, layout, exponent, residual, choice.population.settled_from};
-  emit(choice.population, choice.bracket, k, sink, choice.parallel);
+  emit(choice.population, choice.bracket, k, sink, parallel);
 }
 
 }  // namespace
 
 void mstopk(const Source& source, int64_t k, bool paper, void* values, void* indices, const Parallel& parallel) {
   const Choice choice = choose(source, k, paper, Dtype::fp32, parallel);
+  const Parallel& on = unless_few(choice.population.count(), kEmitAlone, parallel);
   if (source.numel < (int64_t{1} << 31)) {
-    emit_tensors(choice, source, k, values, static_cast<int32_t*>(indices));
+    emit_tensors(choice, source, k, values, static_cast<int32_t*>(indices), on);
   } else {
-    emit_tensors(choice, source, k, values, static_cast<int64_t*>(indices));
+    emit_tensors(choice, source, k, values, static_cast<int64_t*>(indices), on);
   }
 }
 
@@ -335,7 +347,7 @@ void compress(const Source& source, int64_t k, Dtype value_dtype, uint8_t* messa
   const auto send = value_dtype == Dtype::fp32   ? emit_message<Dtype::fp32>
                     : value_dtype == Dtype::bf16 ? emit_message<Dtype::bf16>
                                                  : emit_message<Dtype::fp16>;
-  send(choice, k, message, layout, exponent, source.store);
+  send(choice, k, message, layout, exponent, source.store, unless_few(choice.population.count(), kEmitAlone, parallel));
 }
 
 }  // namespace lightning_sparse::cpu
