@@ -186,12 +186,16 @@ float left_of(float acc, int32_t exponent) {
   return acc - decode_value(encode_value(acc, exponent, dtype), exponent, dtype);
 }
 
-// Takes what was found of one chunk; `store` is where acc of the range was written.
-inline void settle(float* store, const uint32_t* positions, const float* values, int64_t n, uint32_t from,
-                   Dtype value_dtype) {
+// Takes what was found of one chunk; `store` is where acc of the range was written. Masks, because what is settled
+// follows no pattern that a branch could learn.
+template <Dtype dtype>
+void settle(float* store, const uint32_t* positions, const float* values, int64_t n, uint32_t from) {
   for (int64_t i = 0; i < n; ++i) {
-    const float left = value_dtype == Dtype::bf16 ? left_of<Dtype::bf16>(values[i], 0) : 0.0f;
-    store[positions[i]] = key_of(values[i]) >= from ? left : values[i];
+    const float acc = values[i];
+    const uint32_t key = key_of(acc), settled = 0u - static_cast<uint32_t>(key >= from);
+    const uint32_t finite = 0u - static_cast<uint32_t>(key < kInfKey);
+    const uint32_t left = dtype == Dtype::bf16 ? bits_of(acc - from_bf16(to_bf16(acc))) & finite : 0u;
+    store[positions[i]] = float_of((left & settled) | (bits_of(acc) & ~settled));
   }
 }
 
@@ -215,7 +219,8 @@ inline void pack_range(const Source& source, Range& range, Worker& worker, int64
     const int64_t found = pack(x, n, source.plain(), offset, how.threshold, at, acc);
     for (int64_t i = 0; how.counted && i < found; ++i) ++worker.bins[key_of(acc[i]) >> kLowBits];
     if (how.settled_from != kNever) {
-      settle(source.store + range.begin, at, acc, found, how.settled_from, how.value_dtype);
+      const auto settle_as = how.value_dtype == Dtype::bf16 ? settle<Dtype::bf16> : settle<Dtype::fp32>;
+      settle_as(source.store + range.begin, at, acc, found, how.settled_from);
     }
     range.count += found;
   });
