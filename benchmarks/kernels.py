@@ -1,15 +1,18 @@
 """How fast selection is, next to what it is measured against and to the floor that memory sets.
 
-    python benchmarks/kernels.py results/kernels            # minutes; CPU, or the GPU with --device cuda
+    python benchmarks/kernels.py runs/kernels               # an hour; CPU, or the GPU with --device cuda
+    python benchmarks/kernels.py runs/kernels --slow-up-to 30_000_000 --densities 0.01 0.1 --seconds 0.5   # minutes
     python benchmarks/kernels.py /tmp/try --quick           # seconds
 
 All methods of one case are timed in turns within one loop, so that a busy machine disturbs them alike, and medians are
-reported. A method that is slow is repeated less often (see `--seconds`). `x sum` is the ratio to `x.sum()` of the same
-case: reading x once.
+reported. A method that is slow is repeated less often (see `--seconds`), or left out where x is large (see
+`--slow-up-to`). `x sum` and `x copy` are ratios to `x.sum()` and `y.copy_(x)` of the same case: reading x once, and
+reading and writing it once.
 
 | row | what it is |
 |---|---|
 | sum, read, copy | the floors: x.sum(), x.amax(), y.copy_(x) |
+| add | torch.add(x, y, out=z): the three streams of memory that error feedback needs |
 | select | mstopk(x, k) |
 | compress | error feedback, selection and a bf16 message |
 | topk | torch.topk(|x|, k, sorted=False) |
@@ -41,7 +44,9 @@ from tqdm import tqdm
 from lightning_sparse.kernels import compress, kernel_report, mstopk
 
 Method = Callable[[], object]
-FLOORS = ("sum", "read", "copy")
+FLOORS = ("sum", "read", "copy", "add")
+SLOW = ("topk", "mstopk 30", "mstopk 30 compiled", "argpartition", "DGC")
+SIZES = (100_000, 1_000_000, 10_000_000, 25_600_000, 100_000_000)
 
 
 def gaussian(numel: int, g: torch.Generator) -> Tensor:
@@ -96,6 +101,7 @@ def methods_for(x: Tensor, k: int, compiled: Callable[..., Tensor] | None) -> di
         "sum": lambda: x.sum(),
         "read": lambda: x.amax(),
         "copy": lambda: y.copy_(x),
+        "add": lambda: torch.add(x, residual, out=y),
         "select": lambda: mstopk(x, k),
         "compress": lambda: compress(x, residual, left, k, torch.bfloat16),
         "topk": lambda: torch.topk(x.abs(), k, sorted=False),
@@ -134,25 +140,28 @@ def interleaved(methods: dict[str, Method], device: str, repeats: int, seconds: 
     return taken
 
 
-def cases(quick: bool, device: str) -> list[tuple[int, float, str]]:
-    if quick:
+def cases(options: argparse.Namespace) -> list[tuple[int, float, str]]:
+    if options.quick:
         return [(100_000, 0.01, "gaussian"), (2_000_000, 0.01, "gaussian"), (2_000_000, 0.01, "layered")]
-    sizes = [100_000, 1_000_000, 10_000_000, 25_600_000, 100_000_000] + [1_000_000_000] * (device != "cpu")
-    result = [(numel, density, "gaussian") for numel in sizes for density in (1e-4, 1e-3, 1e-2, 1e-1)]
-    return result + [(numel, 0.01, name) for numel in sizes for name in DISTRIBUTIONS if name != "gaussian"]
+    sizes = options.sizes or [*SIZES, *[1_000_000_000] * (options.device != "cpu")]
+    result = [(numel, density, "gaussian") for numel in sizes for density in options.densities]
+    return result + [(numel, 0.01, name) for numel in sizes for name in options.distributions if name != "gaussian"]
 
 
 def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
     compiled = None if options.no_compile else torch.compile(thirty_passes, dynamic=True)
-    progress = tqdm(cases(options.quick, options.device), unit="case")
+    progress = tqdm(cases(options), unit="case")
     for numel, density, distribution in progress:
         progress.set_description(f"d={numel:.0e} density={density:g} {distribution}")
         g = torch.Generator().manual_seed(0)
         x = DISTRIBUTIONS[distribution](numel, g).to(options.device)
         k = max(1, int(numel * density))
-        times = interleaved(methods_for(x, k, compiled), options.device, options.repeats, options.seconds)
-        floor = float(np.median(times["sum"]))
+        methods = methods_for(x, k, compiled)
+        if options.slow_up_to is not None and numel > options.slow_up_to:
+            methods = {name: method for name, method in methods.items() if name not in SLOW}
+        times = interleaved(methods, options.device, options.repeats, options.seconds)
+        floor, copy = float(np.median(times["sum"])), float(np.median(times["copy"]))
         for name, taken in times.items():
             middle = float(np.median(taken))
             rows.append(
@@ -165,6 +174,7 @@ def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
                     "fastest_ms": min(taken) * 1e3,
                     "GB/s of x": 4 * numel / middle / 1e9,
                     "x sum": middle / floor,
+                    "x copy": middle / copy,
                     "repeats": len(taken),
                 }
             )
@@ -177,9 +187,10 @@ def table(rows: list[dict[str, Any]]) -> str:
         if case != (row["numel"], row["density"], row["distribution"]):
             case = (row["numel"], row["density"], row["distribution"])
             lines.append(f"\nd = {case[0]:,}, density {case[1]:g}, {case[2]}")
-            lines.append(f"  {'':<20}{'ms':>12}{'GB/s of x':>12}{'x sum':>9}{'repeats':>9}")
+            lines.append(f"  {'':<20}{'ms':>12}{'GB/s of x':>12}{'x sum':>9}{'x copy':>9}{'repeats':>9}")
         lines.append(
-            f"  {row['method']:<20}{row['ms']:>12.3f}{row['GB/s of x']:>12.2f}{row['x sum']:>9.2f}{row['repeats']:>9}"
+            f"  {row['method']:<20}{row['ms']:>12.3f}{row['GB/s of x']:>12.2f}{row['x sum']:>9.2f}{row['x copy']:>9.2f}"
+            f"{row['repeats']:>9}"
         )
     return "\n".join(lines)
 
@@ -230,6 +241,10 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1, help="of torch, on the CPU")
     parser.add_argument("--repeats", type=int, default=21)
     parser.add_argument("--seconds", type=float, default=5.0, help="spent at most on one method of one case")
+    parser.add_argument("--sizes", type=int, nargs="+", help=f"default: {SIZES}, and 10^9 on a GPU")
+    parser.add_argument("--densities", type=float, nargs="+", default=(1e-4, 1e-3, 1e-2, 1e-1))
+    parser.add_argument("--distributions", nargs="+", choices=DISTRIBUTIONS, default=tuple(DISTRIBUTIONS))
+    parser.add_argument("--slow-up-to", type=int, help=f"leave {SLOW} out where x has more elements than this")
     parser.add_argument("--no-compile", action="store_true", help="leave torch.compile out")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)

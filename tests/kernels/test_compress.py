@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from functools import cache
 
 import pytest
 import torch
@@ -40,6 +41,35 @@ def test_same_bits_as_plain_torch(path: Path, numel: int) -> None:
         for _ in range(5 if numel < 100_000 else 2):  # 36 combinations, dealt out over the inputs
             grad_dtype, value_dtype, before, factor = next(names)
             same_as_plain(path, x.to(grad_dtype), before, max(1, numel // 50), value_dtype, factor)
+
+
+@pytest.mark.parametrize("path", COMPILED, ids=lambda path: f"{path.name}{path.threads}")
+@pytest.mark.parametrize("value_dtype", DTYPES, ids=str)
+def test_a_sample_that_misleads_changes_nothing(path: Path, value_dtype: torch.dtype) -> None:
+    # Where too much or too little reaches the sample's threshold, what the pass has settled must be undone.
+    numel = 200_003
+    for width in (1, 3000, 100_000):
+        x = torch.rand(numel, generator=torch.Generator().manual_seed(width)) * 1e-3
+        x[123_456 : 123_456 + width] += 1.0
+        x[77_777] = torch.nan
+        for k in (width, 6000):
+            same_as_plain(path, x, x.flip(0) * 0.1, k, value_dtype)
+
+
+@cache
+def large(value_dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    x = inputs(1_200_007)["few values"] * 0.5 + inputs(1_200_007)["special"]
+    left = torch.empty_like(x)
+    return x, left, plain.compress(x, None, left, 40_000, value_dtype, None)
+
+
+@pytest.mark.parametrize("path", COMPILED, ids=lambda path: f"{path.name}{path.threads}")
+@pytest.mark.parametrize("value_dtype", DTYPES, ids=str)
+def test_so_many_that_every_phase_is_shared_by_threads(path: Path, value_dtype: torch.dtype) -> None:
+    x, want, message = large(value_dtype)
+    got = torch.empty_like(x)
+    assert same_bits(path.compress(x, None, got, 40_000, value_dtype), message)
+    assert same_bits(got, want)
 
 
 @every_path

@@ -72,7 +72,7 @@ void accumulate(const uint8_t* messages, int64_t num_messages, float* shard, int
   std::atomic<bool> sound =
       std::none_of(opened.begin(), opened.end(), [](const Message& message) { return message.starts.empty(); });
   if (sound) {
-    parallel.run(layout.num_blocks, [&](int64_t block) {
+    parallel.run(layout.num_blocks, [&](int64_t block, int64_t) {
       float* here = shard + block * kBlock;
       const int64_t size = std::min(kBlock, numel - block * kBlock);
       std::fill_n(here, size, 0.0f);

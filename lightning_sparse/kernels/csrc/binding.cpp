@@ -12,6 +12,8 @@
 #include <torch/headeronly/core/ScalarType.h>
 #include <torch/headeronly/util/Exception.h>
 
+#include <algorithm>
+#include <atomic>
 #include <optional>
 #include <tuple>
 
@@ -118,12 +120,15 @@ ScalarType index_type(int64_t numel) { return numel < (int64_t{1} << 31) ? Scala
 // ---------------------------------------------------------------------------------------------------------------- CPU
 
 cpu::Parallel parallel() {
-  return {static_cast<int64_t>(torch::stable::get_num_threads()),
-          [](int64_t n, const std::function<void(int64_t)>& body) {
-            if (n == 1) return body(0);
-            torch::stable::parallel_for(0, n, 1, [&](int64_t begin, int64_t end) {
-              for (int64_t i = begin; i < end; ++i) body(i);
-            });
+  const auto threads = static_cast<int64_t>(torch::stable::get_num_threads());
+  return {threads, [threads](int64_t n, const std::function<void(int64_t, int64_t)>& body) {
+            std::atomic<int64_t> next{0};
+            const auto work = [&](int64_t worker, int64_t) {
+              for (int64_t i; (i = next++) < n;) body(i, worker);
+            };
+            const int64_t workers = std::min(n, threads);
+            if (workers == 1) return work(0, 1);
+            torch::stable::parallel_for(0, workers, 1, work);
           }};
 }
 

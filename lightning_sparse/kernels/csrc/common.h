@@ -52,16 +52,15 @@ LS_HD uint32_t key_of(float x) {
 
 // ------------------------------------------------------------------------------------------------------ the sample
 
-constexpr int64_t kSampleAll = 65536;  // up to here everything is looked at
+constexpr int64_t kSampleAll = 65536;  // how many are looked at; with no more than that, all
 constexpr int64_t kSamplePiece = 32;   // beyond, pieces of this many elements
-constexpr int64_t kSamplePieces = kSampleAll / kSamplePiece;
-constexpr int kSampleShift = 15;  // keys have 31 bits; the histogram keeps the exponent and 8 bits of mantissa
+constexpr int kSampleShift = 15;       // keys have 31 bits; the histogram keeps the exponent and 8 bits of mantissa
 constexpr int64_t kSampleBins = 1 << 16;
 
-// Where the i-th piece begins: at a pseudo-random place of the i-th of kSamplePieces equal parts.
-LS_HD int64_t sample_piece(int64_t numel, int64_t i) {
+// Where the i-th piece begins: at a pseudo-random place of the i-th of so many equal parts.
+LS_HD int64_t sample_piece(int64_t numel, int64_t i, int64_t pieces = kSampleAll / kSamplePiece) {
   const int64_t slots = numel / kSamplePiece;
-  const int64_t first = slots * i / kSamplePieces, width = slots * (i + 1) / kSamplePieces - first;
+  const int64_t first = slots * i / pieces, width = slots * (i + 1) / pieces - first;
   const uint64_t hash = (static_cast<uint64_t>(i) + 1) * 0x9E3779B97F4A7C15u;
   return (first + static_cast<int64_t>((hash >> 33) % static_cast<uint64_t>(width))) * kSamplePiece;
 }
@@ -73,13 +72,13 @@ struct SamplePlan {
 
 // Six standard deviations above the expected number, so that too few candidates are rare even when neighbours resemble
 // each other. Many ties at the threshold (say, mostly zeros) exceed the capacity and are not worth copying.
-inline SamplePlan plan_sample(int64_t numel, int64_t k) {
-  if (numel <= kSampleAll) return {k, numel};
-  const double expected = static_cast<double>(kSampleAll) * static_cast<double>(k) / static_cast<double>(numel);
+inline SamplePlan plan_sample(int64_t numel, int64_t k, int64_t size = kSampleAll) {
+  if (numel <= size) return {k, numel};
+  const double scale = static_cast<double>(numel) / static_cast<double>(size);
+  const double expected = static_cast<double>(k) / scale;
   const double target = std::ceil(expected + 6.0 * std::sqrt(expected) + 8.0);
-  if (target >= static_cast<double>(kSampleAll)) return {0, numel};
-  const double room = 1.4 * target / static_cast<double>(kSampleAll) * static_cast<double>(numel);
-  const int64_t capacity = static_cast<int64_t>(room) + kSampleAll;
+  if (target >= static_cast<double>(size)) return {0, numel};
+  const int64_t capacity = static_cast<int64_t>(1.4 * target * scale) + kSampleAll;
   return {static_cast<int64_t>(target), capacity < numel ? capacity : numel};
 }
 

@@ -1,332 +1,270 @@
 // Exact selection in one pass over memory.
 //
-//   sample   65,536 elements give a threshold that a little more than k elements should reach
+//   sample   up to 65,536 elements give a threshold that a little more than k elements should reach
 //   pass     read everything once, keep (position, value) of what reaches it (and write acc, if asked to)
 //   refine   the k-th largest key among these candidates, by a histogram of the high and then of the low bits
 //   emit     candidates above the k-th key, and of those equal to it the first ones, straight into the output
 //
-// A range is a run of whole 65,536-element blocks; each is handled by one thread, so candidates come out ascending and
-// block counts of a message are written without sharing. The sample decides only how much work there is: if it kept too
-// few or too many, "refine" and "emit" run over all elements instead of the candidates, in bounded memory. So the
-// result is the same for any number of threads and on any path.
+// The sample decides only how much work there is: if it kept too few or too many, "refine" and "emit" run over all
+// elements instead of the candidates, in bounded memory. So the result is the same for any number of threads and on any
+// path. The first two are in candidates_cpu.h.
 #include "mstopk_cpu.h"
 
 #include <algorithm>
 #include <atomic>
-#include <cmath>
-#include <memory>
 #include <vector>
 
+#include "candidates_cpu.h"
 #include "pack.h"
-#include "source_cpu.h"
+#include "sinks_cpu.h"
 #include "statistics_cpu.h"
 
 namespace lightning_sparse::cpu {
+
 namespace {
-
-constexpr int64_t kSortBelow = 4096;
-constexpr int kLowBits = 15;  // keys have 31 bits: 16 high ones, 15 low ones
-constexpr int64_t kHighBins = 1 << 16, kLowBins = 1 << kLowBits;
-
 std::atomic<int> forced{kForceNothing};
-
-using Pack = int64_t (*)(const float*, int64_t, uint32_t, uint32_t, uint32_t*, float*);
-
-Pack choose_pack() {
-#if LS_HAVE_AVX2
-  static const bool fast =
-      __builtin_cpu_supports("avx2") && __builtin_cpu_supports("bmi") && __builtin_cpu_supports("popcnt");
-  if (fast && !scalar_only()) return pack_avx2;
-#endif
-  return pack_scalar;
-}
-
-// --------------------------------------------------------------------------------------------------------- candidates
-
-// Either the candidates of all ranges or, when these are of no use, the whole source.
-struct Population {
-  Source source;
-  std::vector<Range> ranges;
-  bool whole = false;
-  uint32_t threshold = 0;
-
-  int64_t count() const {
-    if (whole) return source.numel;
-    int64_t total = 0;
-    for (const Range& range : ranges) total += range.count;
-    return total;
-  }
-
-  template <typename Visit>  // visit(index, value), ascending
-  void each(const Range& range, const Visit& visit) const {
-    if (!whole) {
-      for (int64_t i = 0; i < range.count; ++i) visit(range.begin + range.positions[i], range.values[i]);
-      return;
-    }
-    scan(source, range.begin, range.end, [&](const float* x, int64_t n, int64_t first) {
-      for (int64_t i = 0; i < n; ++i) visit(first + i, x[i]);
-    });
-  }
-};
-
-struct Sample {
-  uint32_t threshold;
-  int64_t capacity;  // of candidates, in total; more is an overflow
-};
-
-Sample sample(const Source& stored, int64_t k) {
-  const Source source = without_store(stored);
-  const SamplePlan plan = plan_sample(source.numel, k);
-  if (source.numel <= kSortBelow || plan.target == 0) return {0, source.numel};
-  std::vector<uint32_t> bins(kSampleBins);
-  const auto count = [&](const float* x, int64_t n, int64_t) {
-    for (int64_t i = 0; i < n; ++i) ++bins[key_of(x[i]) >> kSampleShift];
-  };
-  if (source.numel <= kSampleAll) {
-    scan(source, 0, source.numel, count);
-  } else {
-    for (int64_t i = 0; i < kSamplePieces; ++i) {
-      const int64_t first = sample_piece(source.numel, i);
-      scan(source, first, first + kSamplePiece, count);
-    }
-  }
-  int64_t bin = kSampleBins, reached = 0;
-  while (bin > 0 && reached < plan.target) reached += bins[--bin];
-  return {std::min(static_cast<uint32_t>(bin << kSampleShift), kInfKey), plan.capacity};
-}
-
-void pack_range(const Source& source, Range& range, const Sample& chosen) {
-  const Pack pack = choose_pack();
-  const int64_t capacity = std::min(chosen.capacity, range.end - range.begin) + kChunk;
-  scan(source, range.begin, range.end, [&](const float* x, int64_t n, int64_t first) {
-    range.overflow = range.overflow || range.count + n > capacity;
-    if (range.overflow) return;
-    range.count += pack(x, n, static_cast<uint32_t>(first - range.begin), chosen.threshold,
-                        range.positions.get() + range.count, range.values.get() + range.count);
-  });
-}
-
-// The one pass. Afterwards the population holds the k largest, as candidates if possible.
-Population gather(const Source& source, int64_t k, const Parallel& parallel) {
-  const Sample chosen = sample(source, k);
-  Population population{source, make_ranges(source.numel, parallel.threads), false, chosen.threshold};
-  for (Range& range : population.ranges) {  // the system provides these pages only as they are written
-    const int64_t capacity = std::min(chosen.capacity, range.end - range.begin) + kChunk + kPackSlack;
-    range.positions.reset(new uint32_t[static_cast<size_t>(capacity)]);
-    range.values.reset(new float[static_cast<size_t>(capacity)]);
-  }
-  auto& ranges = population.ranges;
-  parallel.run(static_cast<int64_t>(ranges.size()), [&](int64_t r) { pack_range(source, ranges[r], chosen); });
-  const bool overflow = std::any_of(ranges.begin(), ranges.end(), [](const Range& range) { return range.overflow; });
-  population.whole = overflow || population.count() < k || (forced & kForceFallback);
-  population.source = source.store ? Source{source.store, Dtype::fp32, source.numel} : without_store(source);
-  return population;
-}
-
-// -------------------------------------------------------------------------------------------------------- the k-th key
-
-using Bins = std::vector<std::vector<uint32_t>>;  // one histogram a range
-
-struct Found {
-  int64_t bin, above;  // above: how many lie in higher bins
-};
-
-Found find_bin(const Bins& bins, int64_t k) {
-  int64_t above = 0;
-  for (int64_t bin = static_cast<int64_t>(bins[0].size()) - 1;; --bin) {
-    int64_t here = 0;
-    for (const auto& histogram : bins) here += histogram[bin];
-    if (above + here >= k || bin == 0) return {bin, above};
-    above += here;
-  }
-}
-
-uint32_t kth_by_sort(const Population& population, int64_t k) {
-  std::vector<uint32_t> keys;
-  keys.reserve(static_cast<size_t>(population.count()));
-  for (const Range& range : population.ranges) {
-    population.each(range, [&](int64_t, float x) { keys.push_back(key_of(x)); });
-  }
-  std::nth_element(keys.begin(), keys.begin() + (k - 1), keys.end(), std::greater<uint32_t>());
-  return keys[static_cast<size_t>(k - 1)];
-}
-
-uint32_t kth_key(const Population& population, int64_t k, const Parallel& parallel) {
-  if (population.count() <= kSortBelow) return kth_by_sort(population, k);
-  const auto& ranges = population.ranges;
-  const auto count = static_cast<int64_t>(ranges.size());
-  Bins high(ranges.size(), std::vector<uint32_t>(kHighBins));
-  parallel.run(count, [&](int64_t r) {
-    uint32_t* bins = high[r].data();
-    population.each(ranges[r], [&](int64_t, float x) { ++bins[key_of(x) >> kLowBits]; });
-  });
-  const Found first = find_bin(high, k);
-  Bins low(ranges.size(), std::vector<uint32_t>(kLowBins));
-  parallel.run(count, [&](int64_t r) {
-    uint32_t* bins = low[r].data();
-    population.each(ranges[r], [&](int64_t, float x) {
-      const uint32_t key = key_of(x);
-      if (static_cast<int64_t>(key >> kLowBits) == first.bin) ++bins[key & (kLowBins - 1)];
-    });
-  });
-  return static_cast<uint32_t>(first.bin << kLowBits | find_bin(low, k - first.above).bin);
-}
-
-// ------------------------------------------------------------------------------------------------------- what is kept
-
-void tally(Population& population, Bracket bracket, const Parallel& parallel) {
-  population.whole = population.whole || bracket.lower < population.threshold;
-  auto& ranges = population.ranges;
-  parallel.run(static_cast<int64_t>(ranges.size()), [&](int64_t r) {
-    int64_t certain = 0, band = 0, nonfinite = 0;
-    uint32_t largest = 0;
-    population.each(ranges[r], [&](int64_t, float x) {
-      const uint32_t key = key_of(x);
-      certain += key >= bracket.upper;
-      band += key >= bracket.lower && key < bracket.upper;
-      nonfinite += key >= kInfKey;
-      largest = std::max(largest, key < kInfKey ? key : 0);
-    });
-    ranges[r].certain = certain, ranges[r].band = band, ranges[r].nonfinite = nonfinite, ranges[r].largest = largest;
-  });
-}
-
-// Sends each range's share of the k kept elements to sink.keep(slot, index, value), slots ascending with the indices;
-// sink.drop(index) hears of what is not finite and not kept.
-template <typename Sink>
-void emit(const Population& population, Bracket bracket, int64_t k, Sink& sink, const Parallel& parallel) {
-  const auto& ranges = population.ranges;
-  int64_t left = k;
-  for (const Range& range : ranges) left -= range.certain;
-  std::vector<int64_t> slots(ranges.size()), quotas(ranges.size());
-  int64_t slot = 0;
-  for (size_t r = 0; r < ranges.size(); ++r) {
-    slots[r] = slot;
-    quotas[r] = std::min(left, ranges[r].band);
-    left -= quotas[r];
-    slot += ranges[r].certain + quotas[r];
-  }
-  parallel.run(static_cast<int64_t>(ranges.size()), [&](int64_t r) {
-    int64_t at = slots[r], quota = quotas[r];
-    population.each(ranges[r], [&](int64_t index, float x) {
-      const uint32_t key = key_of(x);
-      if (key >= bracket.upper || (key >= bracket.lower && quota > 0)) {
-        quota -= key < bracket.upper;
-        sink.keep(at++, index, x);
-      } else if (key >= kInfKey) {
-        sink.drop(index);
-      }
-    });
-  });
-}
-
-// ----------------------------------------------------------------------------------------------------- mode "paper"
-
-// The population and, of mode "paper", the bracket; of mode "exact" the k-th key alone is the band.
-Population choose(const Source& source, int64_t k, bool paper, Bracket& bracket, const Parallel& parallel) {
-  const Statistics known = paper ? statistics(source, parallel) : Statistics{};
-  if (paper && known.nonfinite < k && k < source.numel) {
-    Population population = gather(source, k + 1, parallel);
-    const float v = float_of(kth_key(population, k + 1, parallel));
-    bracket = find_bracket(known.mean, known.largest, v, kIterations);
-    return population;
-  }
-  Population population = gather(source, k, parallel);
-  const uint32_t key = kth_key(population, k, parallel);
-  bracket = {key, key + 1};
-  return population;
-}
-
-// --------------------------------------------------------------------------------------------------------- the sinks
-
-template <typename Index, typename Value>
-struct TensorSink {
-  const Value* x;
-  Value* values;
-  Index* indices;
-
-  void keep(int64_t slot, int64_t index, float) {
-    indices[slot] = static_cast<Index>(index);
-    values[slot] = x[index];
-  }
-  void drop(int64_t) {}
-};
-
-template <typename Index>
-struct TensorSink<Index, float> {
-  float* values;
-  Index* indices;
-
-  void keep(int64_t slot, int64_t index, float value) {
-    indices[slot] = static_cast<Index>(index);
-    values[slot] = value;
-  }
-  void drop(int64_t) {}
-};
-
-struct MessageSink {
-  uint8_t* message;
-  Layout layout;
-  Dtype dtype;
-  int32_t exponent;
-  float* residual;
-
-  void keep(int64_t slot, int64_t index, float acc) {
-    ++reinterpret_cast<uint32_t*>(message + layout.counts)[index / kBlock];
-    reinterpret_cast<uint16_t*>(message + layout.indices)[slot] = static_cast<uint16_t>(index % kBlock);
-    const uint32_t stored = encode_value(acc, exponent, dtype);
-    if (dtype == Dtype::fp32) {
-      reinterpret_cast<uint32_t*>(message + layout.values)[slot] = stored;
-    } else {
-      reinterpret_cast<uint16_t*>(message + layout.values)[slot] = static_cast<uint16_t>(stored);
-    }
-    if (!residual) return;
-    residual[index] = key_of(acc) >= kInfKey ? 0.0f : acc - decode_value(stored, exponent, dtype);
-  }
-  void drop(int64_t index) {
-    if (residual) residual[index] = 0.0f;
-  }
-};
-
-template <typename Index>
-void emit_tensors(const Population& population, const Source& source, Bracket bracket, int64_t k, void* values,
-                  Index* indices, const Parallel& parallel) {
-  if (source.dtype == Dtype::fp32) {
-    TensorSink<Index, float> sink{static_cast<float*>(values), indices};
-    emit(population, bracket, k, sink, parallel);
-  } else {
-    TensorSink<Index, uint16_t> sink{static_cast<const uint16_t*>(source.grad), static_cast<uint16_t*>(values),
-                                     indices};
-    emit(population, bracket, k, sink, parallel);
-  }
-}
-
 }  // namespace
 
 void force(int flags) { forced = flags; }
 
 bool scalar_only() { return (forced & kForceScalar) != 0; }
 
-void mstopk(const Source& source, int64_t k, bool paper, void* values, void* indices, const Parallel& parallel) {
-  Bracket bracket{};
-  Population population = choose(source, k, paper, bracket, parallel);
-  tally(population, bracket, parallel);
-  if (source.numel < (int64_t{1} << 31)) {
-    emit_tensors(population, source, bracket, k, values, static_cast<int32_t*>(indices), parallel);
+int64_t pack(const float* x, int64_t n, bool from_memory, uint32_t first, uint32_t threshold, uint32_t* positions,
+             float* values) {
+#if LS_HAVE_AVX2
+  static const bool fast =
+      __builtin_cpu_supports("avx2") && __builtin_cpu_supports("bmi") && __builtin_cpu_supports("popcnt");
+  if (fast && !scalar_only()) {
+    const auto version = from_memory ? pack_avx2<true> : pack_avx2<false>;
+    return version(x, n, first, threshold, positions, values);
+  }
+#endif
+  return pack_scalar(x, n, first, threshold, positions, values);
+}
+
+namespace {
+
+// -------------------------------------------------------------------------------------------------------- the k-th key
+
+constexpr int64_t kLowBins = 1 << kLowBits;
+constexpr int64_t kRefineAlone = 1 << 20, kEmitAlone = 1 << 16;  // so few elements are not worth waking threads for
+
+struct Found {
+  int64_t bin, above;  // above: how many lie in higher bins
+};
+
+// `bins` are the workers', of `total` elements. The k-th largest candidate is among the smallest: from below.
+Found find_bin(const Workers& workers, int64_t begin, int64_t end, int64_t total, int64_t k) {
+  int64_t above = total;
+  for (int64_t bin = begin; bin < end; ++bin) {
+    for (const Worker& worker : workers) above -= worker.bins[static_cast<size_t>(bin)];
+    if (above < k) return {bin, above};
+  }
+  return {end - 1, 0};
+}
+
+uint32_t kth_by_sort(const Population& population, int64_t k) {
+  std::vector<uint32_t> keys;
+  keys.reserve(static_cast<size_t>(population.count()));
+  for (const Range& range : population.ranges) {
+    population.each(range, [&](const Run& run) {
+      for (int64_t i = 0; i < run.n; ++i) keys.push_back(key_of(run.x[i]));
+    });
+  }
+  std::nth_element(keys.begin(), keys.begin() + (k - 1), keys.end(), std::greater<uint32_t>());
+  return keys[static_cast<size_t>(k - 1)];
+}
+
+// Counts keys into the workers' bins; `bin_of` says which, or a negative number.
+template <typename BinOf>
+void count_into_bins(Population& population, int64_t num_bins, const BinOf& bin_of, const Parallel& parallel) {
+  for (Worker& worker : *population.workers) worker.bins.assign(static_cast<size_t>(num_bins), 0);
+  parallel.run(static_cast<int64_t>(population.ranges.size()), [&](int64_t r, int64_t worker) {
+    uint32_t* bins = (*population.workers)[worker].bins.data();
+    population.each(population.ranges[r], [&](const Run& run) {
+      for (int64_t i = 0; i < run.n; ++i) {
+        const int64_t bin = bin_of(key_of(run.x[i]));
+        if (bin >= 0) ++bins[bin];
+      }
+    });
+  });
+}
+
+uint32_t kth_key(Population& population, int64_t k, const Parallel& parallel) {
+  const int64_t total = population.count();
+  if (total <= kSortBelow) return kth_by_sort(population, k);
+  const auto lowest = static_cast<int64_t>(population.whole ? 0 : population.threshold >> kLowBits);
+  const auto high_of = [](uint32_t key) { return static_cast<int64_t>(key >> kLowBits); };
+  if (population.whole || !population.counted) count_into_bins(population, kHighBins, high_of, parallel);
+  const Found high = find_bin(*population.workers, lowest, kHighBins, total, k);
+  int64_t inside = 0;
+  for (const Worker& worker : *population.workers) inside += worker.bins[static_cast<size_t>(high.bin)];
+  const auto low_of = [&](uint32_t key) {
+    return high_of(key) == high.bin ? static_cast<int64_t>(key & (kLowBins - 1)) : int64_t{-1};
+  };
+  count_into_bins(population, kLowBins, low_of, parallel);
+  const Found low = find_bin(*population.workers, 0, kLowBins, inside, k - high.above);
+  return static_cast<uint32_t>(high.bin << kLowBits | low.bin);
+}
+
+// ------------------------------------------------------------------------------------------------------- what is kept
+
+// A loop that compilers turn into vector instructions: 32-bit counters, signed comparisons and no ternaries on results.
+Tally tally_of(const Run& run, Bracket bracket) {
+  const auto lower = static_cast<int32_t>(bracket.lower), upper = static_cast<int32_t>(bracket.upper);
+  constexpr auto kInf = static_cast<int32_t>(kInfKey), kNan = static_cast<int32_t>(kNanKey);
+  int32_t reach = 0, certain = 0, nonfinite = 0, largest = 0;
+  for (int64_t i = 0; i < run.n; ++i) {
+    const auto bits = static_cast<int32_t>(bits_of(run.x[i]) & 0x7FFFFFFFu);
+    const int32_t key = bits < kNan ? bits : kNan, finite = bits & -static_cast<int32_t>(bits < kInf);
+    reach += key >= lower;
+    certain += key >= upper;
+    nonfinite += bits >= kInf;
+    largest = finite > largest ? finite : largest;
+  }
+  return {certain, reach - certain, nonfinite, static_cast<uint32_t>(largest)};
+}
+
+void tally(Population& population, Bracket bracket, const Parallel& parallel) {
+  population.whole = population.whole || bracket.lower < population.threshold;
+  auto& ranges = population.ranges;
+  parallel.run(static_cast<int64_t>(ranges.size()), [&](int64_t r, int64_t) {
+    Tally sum;
+    population.each(ranges[r], [&](const Run& run) {
+      const Tally more = tally_of(run, bracket);
+      sum.certain += more.certain, sum.band += more.band, sum.nonfinite += more.nonfinite;
+      sum.largest = std::max(sum.largest, more.largest);
+    });
+    ranges[r].tally = sum;
+  });
+}
+
+Run part_of(const Run& run, int64_t begin, int64_t end) {
+  return {run.x + begin, run.positions ? run.positions + begin : nullptr, end - begin,
+          run.positions ? run.base : run.base + begin};
+}
+
+// How many of a run's elements lie up to and with the quota-th of the band; the band has more than that.
+int64_t cut_of(const Run& run, Bracket bracket, int64_t quota) {
+  int64_t i = 0;
+  for (; quota > 0; ++i) {
+    const uint32_t key = key_of(run.x[i]);
+    quota -= key >= bracket.lower && key < bracket.upper;
+  }
+  return i;
+}
+
+// Sends each range's share of the k kept elements to sink.take(slot, end, run, bound), slots ascending with the
+// indices: of the run, what reaches the bound goes to `slot` and the following ones, all before `end`. Returns the
+// next. The bound is the band's lower end until the range's quota of the band is used up, and its upper end from there
+// on.
+template <typename Sink>
+void emit_range(const Population& population, const Range& range, Bracket bracket, int64_t slot, int64_t quota,
+                const Sink& sink) {
+  const int64_t end = slot + range.tally.certain + quota;
+  const bool all = quota == range.tally.band;
+  population.each(range, [&](const Run& run) {
+    if (all || quota == 0) {
+      slot = sink.take(slot, end, run, all ? bracket.lower : bracket.upper);
+      return;
+    }
+    const int64_t band = tally_of(run, bracket).band, cut = band > quota ? cut_of(run, bracket, quota) : run.n;
+    quota -= std::min(band, quota);
+    slot = sink.take(slot, end, part_of(run, 0, cut), bracket.lower);
+    slot = sink.take(slot, end, part_of(run, cut, run.n), bracket.upper);
+  });
+}
+
+template <typename Sink>
+void emit(const Population& population, Bracket bracket, int64_t k, const Sink& sink, const Parallel& parallel) {
+  const auto& ranges = population.ranges;
+  int64_t left = k;
+  for (const Range& range : ranges) left -= range.tally.certain;
+  std::vector<int64_t> slots(ranges.size()), quotas(ranges.size());
+  int64_t slot = 0;
+  for (size_t r = 0; r < ranges.size(); ++r) {
+    slots[r] = slot;
+    quotas[r] = std::min(left, ranges[r].tally.band);
+    left -= quotas[r];
+    slot += ranges[r].tally.certain + quotas[r];
+  }
+  parallel.run(static_cast<int64_t>(ranges.size()),
+               [&](int64_t r, int64_t) { emit_range(population, ranges[r], bracket, slots[r], quotas[r], sink); });
+}
+
+// ---------------------------------------------------------------------------------------------------------- selection
+
+struct Choice {
+  Population population;
+  Bracket bracket;  // of mode "exact" the k-th key alone is the band
+};
+
+const Parallel& alone() {
+  static const Parallel one{1, [](int64_t n, const std::function<void(int64_t, int64_t)>& body) {
+                              for (int64_t i = 0; i < n; ++i) body(i, 0);
+                            }};
+  return one;
+}
+
+const Parallel& unless_few(int64_t count, int64_t few, const Parallel& parallel) {
+  return count <= few ? alone() : parallel;
+}
+
+Choice choose(const Source& source, int64_t k, bool paper, Dtype value_dtype, const Parallel& parallel) {
+  const Statistics known = paper ? statistics(source, parallel) : Statistics{};
+  const bool bracketed = paper && known.nonfinite < k && k < source.numel;
+  const bool use_whole = (forced & kForceFallback) != 0;
+  const int64_t rank = bracketed ? k + 1 : k;
+  Choice choice{gather(source, rank, value_dtype, use_whole, parallel), {}};
+  const Parallel& on = unless_few(choice.population.count(), kRefineAlone, parallel);
+  const uint32_t key = kth_key(choice.population, rank, on);
+  choice.bracket =
+      bracketed ? find_bracket(known.mean, known.largest, float_of(key), kIterations) : Bracket{key, key + 1};
+  tally(choice.population, choice.bracket, on);
+  return choice;
+}
+
+// -------------------------------------------------------------------------------------------------------- the outputs
+
+template <typename Index>
+void emit_tensors(const Choice& choice, const Source& source, int64_t k, void* values, Index* indices,
+                  const Parallel& parallel) {
+  if (source.dtype == Dtype::fp32) {
+    const TensorSink<Index, float> sink{nullptr, static_cast<float*>(values), indices};
+    emit(choice.population, choice.bracket, k, sink, parallel);
   } else {
-    emit_tensors(population, source, bracket, k, values, static_cast<int64_t*>(indices), parallel);
+    const auto* x = static_cast<const uint16_t*>(source.grad);
+    const TensorSink<Index, uint16_t> sink{x, static_cast<uint16_t*>(values), indices};
+    emit(choice.population, choice.bracket, k, sink, parallel);
+  }
+}
+
+template <Dtype dtype>
+void emit_message(const Choice& choice, int64_t k, uint8_t* message, const Layout& layout, int32_t exponent,
+                  float* residual, const Parallel& parallel) {
+  const MessageSink<dtype> sink{message, layout, exponent, residual, choice.population.settled_from};
+  emit(choice.population, choice.bracket, k, sink, parallel);
+}
+
+}  // namespace
+
+void mstopk(const Source& source, int64_t k, bool paper, void* values, void* indices, const Parallel& parallel) {
+  const Choice choice = choose(source, k, paper, Dtype::fp32, parallel);
+  const Parallel& on = unless_few(choice.population.count(), kEmitAlone, parallel);
+  if (source.numel < (int64_t{1} << 31)) {
+    emit_tensors(choice, source, k, values, static_cast<int32_t*>(indices), on);
+  } else {
+    emit_tensors(choice, source, k, values, static_cast<int64_t*>(indices), on);
   }
 }
 
 void compress(const Source& source, int64_t k, Dtype value_dtype, uint8_t* message, const Parallel& parallel) {
-  Bracket bracket{};
-  Population population = choose(source, k, false, bracket, parallel);
-  tally(population, bracket, parallel);
+  const Choice choice = choose(source, k, false, value_dtype, parallel);
   int64_t nonfinite = 0;
   uint32_t largest = 0;
-  for (const Range& range : population.ranges) {
-    nonfinite += range.nonfinite;
-    largest = std::max(largest, range.largest);
+  for (const Range& range : choice.population.ranges) {
+    nonfinite += range.tally.nonfinite;
+    largest = std::max(largest, range.tally.largest);
   }
   if (nonfinite >= k) largest = 0;  // nothing finite is sent
   const Layout layout(source.numel, k, value_dtype);
@@ -338,8 +276,10 @@ void compress(const Source& source, int64_t k, Dtype value_dtype, uint8_t* messa
                       exponent,     static_cast<int32_t>(value_dtype),
                       source.numel, k};
   std::memcpy(message, &header, sizeof header);
-  MessageSink sink{message, layout, value_dtype, exponent, source.store};
-  emit(population, bracket, k, sink, parallel);
+  const auto send = value_dtype == Dtype::fp32   ? emit_message<Dtype::fp32>
+                    : value_dtype == Dtype::bf16 ? emit_message<Dtype::bf16>
+                                                 : emit_message<Dtype::fp16>;
+  send(choice, k, message, layout, exponent, source.store, unless_few(choice.population.count(), kEmitAlone, parallel));
 }
 
 }  // namespace lightning_sparse::cpu

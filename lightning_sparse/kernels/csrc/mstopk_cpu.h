@@ -17,12 +17,15 @@ struct Source {
   const float* residual = nullptr;
   const float* scale = nullptr;
   float* store = nullptr;
+
+  bool plain() const { return dtype == Dtype::fp32 && !residual && !scale && !store; }  // acc is grad as it lies
 };
 
-// Runs body(0) ... body(n - 1) on as many threads as there are; `threads` says how many ranges are worth making.
+// Runs body(i, worker) for i = 0 ... n - 1. Each of the workers, of which there are at most `threads`, takes the next i
+// when it is done with one: a thread that the system holds back delays one i, not an equal share of all.
 struct Parallel {
   int64_t threads;
-  std::function<void(int64_t n, const std::function<void(int64_t)>& body)> run;
+  std::function<void(int64_t n, const std::function<void(int64_t i, int64_t worker)>& body)> run;
 };
 
 // For tests: which of the paths below to take. Results never depend on it.

@@ -16,6 +16,7 @@
 #include <stdexcept>
 #include <string>
 
+#include "sinks.cuh"
 #include "tile.cuh"
 
 namespace lightning_sparse::cuda {
@@ -244,45 +245,6 @@ __global__ void __launch_bounds__(kThreads) emit_kernel(Problem p, Sink sink) {
   }
   if (threadIdx.x == 0) sink.finish(blockIdx.x, total);
 }
-
-template <typename Index, typename Value>
-struct TensorSink {
-  Value* values;
-  Index* indices;
-
-  __device__ void keep(const Problem& p, int64_t slot, int64_t index, float) const {
-    indices[slot] = static_cast<Index>(index);
-    values[slot] = static_cast<const Value*>(p.source.grad)[index];
-  }
-  __device__ void drop(const Problem&, int64_t) const {}
-  __device__ void finish(int64_t, int) const {}
-};
-
-struct MessageSink {
-  uint8_t* message;
-  Layout layout;
-  Dtype dtype;
-
-  __device__ void keep(const Problem& p, int64_t slot, int64_t index, float acc) const {
-    const int32_t exponent = p.control->exponent;
-    const uint32_t stored = encode_value(acc, exponent, dtype);
-    reinterpret_cast<uint16_t*>(message + layout.indices)[slot] = static_cast<uint16_t>(index % kBlock);
-    if (dtype == Dtype::fp32) {
-      reinterpret_cast<uint32_t*>(message + layout.values)[slot] = stored;
-    } else {
-      reinterpret_cast<uint16_t*>(message + layout.values)[slot] = static_cast<uint16_t>(stored);
-    }
-    if (!p.source.store) return;
-    p.source.store[index] = key_of(acc) >= kInfKey ? 0.0f : __fsub_rn(acc, decode_value(stored, exponent, dtype));
-  }
-  __device__ void drop(const Problem& p, int64_t index) const {
-    if (p.source.store) p.source.store[index] = 0.0f;
-  }
-  __device__ void finish(int64_t tile, int total) const {
-    uint32_t* counts = reinterpret_cast<uint32_t*>(message + layout.counts);
-    if (total) atomicAdd(&counts[tile * kTile / kBlock], static_cast<uint32_t>(total));
-  }
-};
 
 // ------------------------------------------------------------------------------------------------------- mode "paper"
 

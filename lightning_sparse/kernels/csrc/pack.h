@@ -61,11 +61,18 @@ LS_AVX2 inline int64_t unpack_bits(uint64_t bits, uint32_t first, uint32_t* posi
   return count;
 }
 
-LS_AVX2 inline int64_t pack_avx2(const float* x, int64_t n, uint32_t first, uint32_t threshold, uint32_t* positions,
-                                 float* values) {
+// `ahead`: ask for memory 8 KB before it is needed, which the hardware does not do across pages.
+template <bool ahead>
+LS_AVX2 int64_t pack_avx2(const float* x, int64_t n, uint32_t first, uint32_t threshold, uint32_t* positions,
+                          float* values) {
+  constexpr int kAhead = 8192, kLine = 64;
   const __m256i below = _mm256_set1_epi32(static_cast<int>(threshold) - 1);
   int64_t kept = 0, i = 0;
   for (; i + 64 <= n; i += 64) {
+    if constexpr (ahead) {
+      const char* later = reinterpret_cast<const char*>(x + i) + kAhead;
+      for (int line = 0; line < 4; ++line) _mm_prefetch(later + line * kLine, _MM_HINT_T0);
+    }
     const uint64_t bits = reach_avx2(x + i, below) | reach_avx2(x + i + 32, below) << 32;
     kept += unpack_bits(bits, first + static_cast<uint32_t>(i), positions + kept);
   }

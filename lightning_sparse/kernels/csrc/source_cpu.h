@@ -70,8 +70,7 @@ inline void compute_fp32(const Source& source, int64_t begin, int64_t n, float* 
 
 // acc of n elements: where it already lies, or computed into `out`.
 inline const float* acc_of(const Source& source, int64_t begin, int64_t n, float* out) {
-  const bool plain = source.dtype == Dtype::fp32 && !source.residual && !source.scale;
-  if (plain && !source.store) return static_cast<const float*>(source.grad) + begin;
+  if (source.plain()) return static_cast<const float*>(source.grad) + begin;
   if (source.dtype == Dtype::fp32 && source.residual) {
     compute_fp32(source, begin, n, out);
   } else if (source.dtype == Dtype::fp32) {

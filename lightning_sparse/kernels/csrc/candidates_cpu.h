@@ -1,0 +1,264 @@
+// The one pass over memory: what of a source may be among the k largest, and who holds it.
+//
+// The source is cut into ranges, runs of whole 65,536-element blocks, so that a range's candidates are ascending and
+// the block counts of a message belong to one range each. A worker appends the candidates of every range that it takes
+// to its own memory; ranges remember where theirs begin. Which worker took which range shows in no result.
+//
+// If acc is stored, the pass also settles what will most likely be sent: while the chunk is still in the first-level
+// cache, acc - decoded(acc) is written where acc would go. Of all that is settled or sent only what was guessed wrongly
+// must be written again afterwards, which are accesses all over memory and cost as much each as a hundred in order.
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <memory>
+#include <vector>
+
+#include "source_cpu.h"
+
+namespace lightning_sparse::cpu {
+
+constexpr int64_t kSortBelow = 4096;
+constexpr int kLowBits = 15;  // keys have 31 bits: 16 high ones, 15 low ones
+constexpr int64_t kHighBins = (kNanKey >> kLowBits) + 1;
+constexpr uint32_t kNever = 0xFFFFFFFFu;  // above every key
+constexpr int64_t kRangesPerThread = 8;
+constexpr size_t kSpareBytes = size_t{64} << 20;
+
+int64_t pack(const float* x, int64_t n, bool from_memory, uint32_t first, uint32_t threshold, uint32_t* positions,
+             float* values);
+
+struct Tally {
+  int64_t certain = 0, band = 0, nonfinite = 0;
+  uint32_t largest = 0;  // key of the largest finite
+};
+
+struct Range {
+  int64_t begin, end;
+  const uint32_t* positions = nullptr;  // of its candidates, relative to begin
+  const float* values = nullptr;
+  int64_t count = 0;
+  bool overflow = false;
+  Tally tally;
+};
+
+inline std::vector<Range> make_ranges(int64_t numel, int64_t threads) {
+  const int64_t blocks = (numel + kBlock - 1) / kBlock;
+  const int64_t at_least = (numel >> 31) + 1;  // positions in a range have 32 bits
+  const int64_t count = std::min(blocks, std::max(threads == 1 ? 1 : kRangesPerThread * threads, at_least));
+  std::vector<Range> ranges(static_cast<size_t>(count));
+  for (int64_t r = 0; r < count; ++r) {
+    ranges[r].begin = blocks * r / count * kBlock;
+    ranges[r].end = std::min(numel, blocks * (r + 1) / count * kBlock);
+  }
+  return ranges;
+}
+
+// ------------------------------------------------------------------------------------------------- workers' memory
+
+struct Worker {
+  std::unique_ptr<uint32_t[]> positions;
+  std::unique_ptr<float[]> values;
+  int64_t capacity = 0, used = 0;
+  std::vector<uint32_t> bins;
+
+  void make_room(int64_t wanted) {
+    used = 0;
+    if (wanted <= capacity) return;
+    positions.reset(new uint32_t[static_cast<size_t>(wanted)]);  // the system provides pages only as they are written
+    values.reset(new float[static_cast<size_t>(wanted)]);
+    capacity = wanted;
+  }
+};
+
+using Workers = std::vector<Worker>;
+
+// The memory of the last call is kept for the next: fresh pages cost more than what is written to them.
+inline thread_local std::unique_ptr<Workers> spare;
+
+struct GiveBack {
+  void operator()(Workers* workers) const {
+    size_t nbytes = 0;
+    for (const Worker& worker : *workers) nbytes += static_cast<size_t>(worker.capacity) * 8;
+    spare.reset(nbytes <= kSpareBytes ? workers : (delete workers, nullptr));
+  }
+};
+
+using Loan = std::unique_ptr<Workers, GiveBack>;
+
+inline Loan borrow(int64_t count) {
+  Loan workers(spare ? spare.release() : new Workers);
+  workers->resize(static_cast<size_t>(count));
+  return workers;
+}
+
+// --------------------------------------------------------------------------------------------------- what is looked at
+
+// Elements in a row: all of them, or those at `positions`.
+struct Run {
+  const float* x;
+  const uint32_t* positions;
+  int64_t n, base;
+
+  int64_t index(int64_t i) const { return base + (positions ? positions[i] : i); }
+};
+
+// Either the candidates of all ranges or, when these are of no use, the whole source.
+struct Population {
+  Source source;
+  std::vector<Range> ranges;
+  Loan workers;
+  bool whole = false;
+  bool counted = false;  // the workers' bins count the high bits of the candidates' keys
+  uint32_t threshold = 0;
+  uint32_t settled_from = kNever;  // candidates of at least this key are settled already
+
+  int64_t count() const {
+    if (whole) return source.numel;
+    int64_t total = 0;
+    for (const Range& range : ranges) total += range.count;
+    return total;
+  }
+
+  template <typename Visit>  // visit(run), ascending, runs of at most kChunk
+  void each(const Range& range, const Visit& visit) const {
+    if (whole) {
+      scan(source, range.begin, range.end, [&](const float* x, int64_t n, int64_t first) {
+        visit(Run{x, nullptr, n, first});
+      });
+      return;
+    }
+    for (int64_t i = 0; i < range.count; i += kChunk) {
+      visit(Run{range.values + i, range.positions + i, std::min(kChunk, range.count - i), range.begin});
+    }
+  }
+};
+
+// ------------------------------------------------------------------------------------------------------- the sample
+
+struct Sample {
+  uint32_t threshold;  // a few more than k should reach it
+  uint32_t middle;     // about k should
+  int64_t capacity;    // of candidates, in total; more is an overflow
+};
+
+inline void fetch(const Source& source, int64_t first) {
+  const int64_t width = value_bytes(source.dtype);
+  for (int64_t i = first; i < first + kSamplePiece; i += 64 / width) {
+    __builtin_prefetch(static_cast<const char*>(source.grad) + i * width);
+  }
+  for (int64_t i = first; source.residual && i < first + kSamplePiece; i += 16) __builtin_prefetch(source.residual + i);
+}
+
+inline Sample sample(const Source& stored, int64_t k, std::vector<uint32_t>& bins) {
+  const Source source = without_store(stored);
+  const int64_t pieces = std::clamp<int64_t>(source.numel / 512, 128, kSampleAll / kSamplePiece);
+  const int64_t size = pieces * kSamplePiece;
+  const SamplePlan plan = plan_sample(source.numel, k, size);
+  if (source.numel <= kSortBelow || plan.target == 0) return {0, 0, source.numel};
+  const int shift = size < kSampleAll ? kSampleShift + 3 : kSampleShift;  // a small sample needs no fine bins
+  bins.assign(static_cast<size_t>(kNanKey >> shift) + 1, 0);
+  constexpr int64_t kAhead = 16;  // pieces lie far apart: ask for them early
+  for (int64_t i = -kAhead; i < pieces; ++i) {
+    if (i + kAhead < pieces) fetch(source, sample_piece(source.numel, i + kAhead, pieces));
+    if (i < 0) continue;
+    const int64_t first = sample_piece(source.numel, i, pieces);
+    scan(source, first, first + kSamplePiece, [&](const float* x, int64_t n, int64_t) {
+      for (int64_t j = 0; j < n; ++j) ++bins[key_of(x[j]) >> shift];
+    });
+  }
+  const auto expected =
+      static_cast<int64_t>(static_cast<double>(size) * static_cast<double>(k) / static_cast<double>(source.numel));
+  auto bin = static_cast<int64_t>(bins.size());
+  int64_t reached = 0;
+  while (bin > 0 && reached < expected) reached += bins[--bin];
+  const auto middle = static_cast<uint32_t>(bin << shift);
+  while (bin > 0 && reached < plan.target) reached += bins[--bin];
+  return {std::min(static_cast<uint32_t>(bin << shift), kInfKey), std::min(middle, kInfKey), plan.capacity};
+}
+
+// --------------------------------------------------------------------------------------------------------- the pass
+
+// What a residual becomes where acc is sent.
+template <Dtype dtype>
+float left_of(float acc, int32_t exponent) {
+  if (key_of(acc) >= kInfKey) return 0.0f;
+  return acc - decode_value(encode_value(acc, exponent, dtype), exponent, dtype);
+}
+
+// Takes what was found of one chunk; `store` is where acc of the range was written. Masks, because what is settled
+// follows no pattern that a branch could learn.
+template <Dtype dtype>
+void settle(float* store, const uint32_t* positions, const float* values, int64_t n, uint32_t from) {
+  for (int64_t i = 0; i < n; ++i) {
+    const float acc = values[i];
+    const uint32_t key = key_of(acc), settled = 0u - static_cast<uint32_t>(key >= from);
+    const uint32_t finite = 0u - static_cast<uint32_t>(key < kInfKey);
+    const uint32_t left = dtype == Dtype::bf16 ? bits_of(acc - from_bf16(to_bf16(acc))) & finite : 0u;
+    store[positions[i]] = float_of((left & settled) | (bits_of(acc) & ~settled));
+  }
+}
+
+// How a chunk's candidates are treated while they are in the first-level cache.
+struct Treatment {
+  uint32_t threshold, settled_from;
+  Dtype value_dtype;
+  bool counted;
+};
+
+inline void pack_range(const Source& source, Range& range, Worker& worker, int64_t capacity, const Treatment& how) {
+  uint32_t* positions = worker.positions.get() + worker.used;
+  float* values = worker.values.get() + worker.used;
+  capacity -= worker.used;
+  scan(source, range.begin, range.end, [&](const float* x, int64_t n, int64_t first) {
+    range.overflow = range.overflow || range.count + n > capacity;
+    if (range.overflow) return;
+    uint32_t* at = positions + range.count;
+    float* acc = values + range.count;
+    const auto offset = static_cast<uint32_t>(first - range.begin);
+    const int64_t found = pack(x, n, source.plain(), offset, how.threshold, at, acc);
+    for (int64_t i = 0; how.counted && i < found; ++i) ++worker.bins[key_of(acc[i]) >> kLowBits];
+    if (how.settled_from != kNever) {
+      const auto settle_as = how.value_dtype == Dtype::bf16 ? settle<Dtype::bf16> : settle<Dtype::fp32>;
+      settle_as(source.store + range.begin, at, acc, found, how.settled_from);
+    }
+    range.count += found;
+  });
+  range.positions = positions, range.values = values;
+  worker.used += range.count;
+}
+
+// Acc again where something was settled.
+inline void unsettle(Population& population, const Source& source, const Parallel& parallel) {
+  auto& ranges = population.ranges;
+  parallel.run(static_cast<int64_t>(ranges.size()), [&](int64_t r, int64_t) {
+    const Range& range = ranges[r];
+    for (int64_t i = 0; i < range.count; ++i) source.store[range.begin + range.positions[i]] = range.values[i];
+  });
+  population.settled_from = kNever;
+}
+
+// Afterwards the population holds the k largest, as candidates if possible. `value_dtype` is what is sent of a stored
+// source. Of fp16 nothing can be settled, as its scale is that of the largest element.
+inline Population gather(const Source& source, int64_t k, Dtype value_dtype, bool use_whole, const Parallel& parallel) {
+  Population population{source, make_ranges(source.numel, parallel.threads), borrow(parallel.threads)};
+  auto& ranges = population.ranges;
+  auto& workers = *population.workers;
+  const Sample chosen = sample(source, k, workers[0].bins);
+  population.threshold = chosen.threshold;
+  if (source.store && value_dtype != Dtype::fp16) population.settled_from = chosen.middle;
+  const int64_t capacity = chosen.capacity + kChunk;
+  for (Worker& worker : workers) worker.make_room(capacity + kPackSlack);
+  population.counted = k > kSortBelow;
+  for (Worker& worker : workers) worker.bins.assign(population.counted ? kHighBins : 0, 0);
+  const Treatment how{chosen.threshold, population.settled_from, value_dtype, population.counted};
+  parallel.run(static_cast<int64_t>(ranges.size()),
+               [&](int64_t r, int64_t worker) { pack_range(source, ranges[r], workers[worker], capacity, how); });
+  const bool overflow = std::any_of(ranges.begin(), ranges.end(), [](const Range& range) { return range.overflow; });
+  population.whole = overflow || population.count() < k || use_whole;
+  if (population.whole && population.settled_from != kNever) unsettle(population, source, parallel);
+  population.source = source.store ? Source{source.store, Dtype::fp32, source.numel} : without_store(source);
+  return population;
+}
+
+}  // namespace lightning_sparse::cpu
