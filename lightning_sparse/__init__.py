@@ -24,11 +24,11 @@ from typing import TYPE_CHECKING
 from lightning_sparse._autoload import autoload
 
 if TYPE_CHECKING:
-    from lightning_sparse.flavours.pytorch_lightning import CommStatsCallback, MSTopKHierStrategy
+    from lightning_sparse.flavours.pytorch_lightning import CommStatsCallback, MSTopKHierStrategy, PTOCallback
 
 __version__ = "0.1.0"
 
-__all__ = ["CommStatsCallback", "MSTopKHierStrategy", "__version__"]
+__all__ = ["CommStatsCallback", "MSTopKHierStrategy", "PTOCallback", "__version__"]
 
 # The root module of a flavour, as found in sys.modules -> our module bound to it, in order of preference.
 _FLAVOURS = {

@@ -3,6 +3,7 @@
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.strategies import DDPStrategy
 
+from lightning_sparse.pto.callback import PTOMixin
 from lightning_sparse.strategy.callback import CommStatsMixin
 from lightning_sparse.strategy.mstopk_hier import MSTopKHierMixin
 
@@ -13,3 +14,7 @@ class MSTopKHierStrategy(MSTopKHierMixin, DDPStrategy):
 
 class CommStatsCallback(CommStatsMixin, Callback):
     __doc__ = CommStatsMixin.__doc__
+
+
+class PTOCallback(PTOMixin, Callback):
+    __doc__ = PTOMixin.__doc__

@@ -1,0 +1,61 @@
+"""The callback, as a mixin that imports no Lightning: it finds the optimizers and shares their steps."""
+
+import logging
+from typing import Any
+
+from torch.nn.parallel import DistributedDataParallel
+
+from lightning_sparse.pto.scope import Scope, check_scope, communicator_of
+from lightning_sparse.pto.sharded_step import ShardedStep
+from lightning_sparse.strategy.communicator import HierCommunicator
+from lightning_sparse.topology import discover
+
+log = logging.getLogger("lightning_sparse")
+
+
+class PTOMixin:
+    """Lets every rank run its share of the optimizer step, and keep its share of the optimizer state.
+
+    Results, and checkpoints, are those of the run without it, bit by bit. It pays where the optimizer step takes longer
+    than gathering the parameters, or where the optimizer's state does not fit.
+
+    Args:
+        scope: ``"node"`` shares the step inside each node and gathers over its fast links; ``"world"`` shares it among
+            all ranks.
+
+    Raises:
+        ValueError: for another scope; at the start of fit, when strategy or optimizer cannot be joined with it.
+    """
+
+    def __init__(self, scope: Scope = "node") -> None:
+        check_scope(scope)
+        self.scope: Scope = scope
+        self.steps: list[ShardedStep] = []
+        self._communicator: HierCommunicator | None = None
+
+    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+        """Optimizers exist and their saved state is not loaded yet: now."""
+        if trainer.world_size == 1:
+            log.info("PTOCallback: one rank, nothing to share")
+            return
+        strategy = trainer.strategy
+        if not isinstance(strategy.model, DistributedDataParallel) or getattr(strategy, "_model_averager", None):
+            raise ValueError(
+                f"PTOCallback needs a strategy that leaves the same gradients on every rank, and "
+                f"{type(strategy).__name__} does not: use strategy='ddp' or 'mstopk_hier', or leave the callback out."
+            )
+        communicator = self._shared_communicator(trainer)
+        names = {id(parameter): name for name, parameter in pl_module.named_parameters()}
+        shared = {id(step.optimizer): step for step in self.steps}  # a second fit may meet the same optimizers
+        self.steps = [shared.get(id(o)) or ShardedStep(o, communicator, names) for o in trainer.optimizers]
+        if trainer.is_global_zero:
+            for step in self.steps:
+                log.info("PTOCallback(scope=%r): %s", self.scope, step.describe())
+
+    def _shared_communicator(self, trainer: Any) -> HierCommunicator:
+        """One for all optimizers and fits: groups are not free."""
+        if self._communicator is None:
+            timeout = getattr(trainer.strategy, "_timeout", None)
+            topology = discover(node_rank=trainer.node_rank, local_rank=trainer.local_rank, timeout=timeout)
+            self._communicator = communicator_of(topology, self.scope, timeout=timeout)
+        return self._communicator

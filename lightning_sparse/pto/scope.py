@@ -1,0 +1,54 @@
+"""Who shares a step: the ranks of a node, or all of them.
+
+The communicator of the reduction is used as it is. Only its topology is another one, whose "node" is the scope, so that
+its all-gather inside the node is the gather of parameters. The groups are the optimizer step's own, so that it never
+meets a reduction on another thread.
+"""
+
+from dataclasses import replace
+from datetime import timedelta
+from typing import Literal, get_args
+
+import torch.distributed as dist
+
+from lightning_sparse.strategy.communicator import HierCommunicator
+from lightning_sparse.topology import Topology
+
+Scope = Literal["node", "world"]
+
+
+def check_scope(scope: object) -> None:
+    """Refuse what is not a scope.
+
+    Raises:
+        ValueError: for anything else than the known names.
+    """
+    if scope not in get_args(Scope):
+        raise ValueError(
+            f"scope={scope!r} is not known: use 'node' to share the optimizer step inside each node, over fast links "
+            f"only, or 'world' to share it among all ranks, which saves more memory and gathers over the slow links."
+        )
+
+
+def communicator_of(topology: Topology, scope: Scope, *, timeout: timedelta | None = None) -> HierCommunicator:
+    """A communicator whose ``gather`` spans the scope. A collective where nodes are of unequal size.
+
+    Args:
+        topology: from ``topology.discover()``, made for this purpose.
+        timeout: of groups made here; default: that of the default group.
+
+    Raises:
+        ValueError: for an unknown scope.
+    """
+    check_scope(scope)
+    # A group's ranks are in ascending order whatever the order of a node's devices, and so are the pieces it gathers.
+    nodes = tuple(tuple(sorted(node)) for node in topology.nodes)
+    if scope == "world" or topology.kind in ("one node", "one rank"):
+        everyone = (tuple(range(topology.world_size)),)
+        return HierCommunicator(replace(topology, nodes=everyone, intra=topology.world, inter=None))
+    intra = topology.intra
+    if topology.kind == "unequal nodes":  # the reduction has no use for groups of its nodes, the optimizer step does
+        groups = [dist.new_group(list(node), timeout=timeout) for node in nodes]
+        own = groups[topology.node_index]
+        intra = own if isinstance(own, dist.ProcessGroup) else None
+    return HierCommunicator(replace(topology, nodes=nodes, intra=intra, inter=None))

@@ -1,0 +1,153 @@
+"""What needs no ranks: who owns what, how shares are packed, what is refused."""
+
+import doctest
+from collections import OrderedDict
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from lightning_sparse.flavours.pytorch_lightning import PTOCallback
+from lightning_sparse.pto import communicator_of, ownership
+from lightning_sparse.pto.agreement import fingerprint
+from lightning_sparse.pto.gather import ALIGN, FlatGather
+from lightning_sparse.pto.ownership import assign, loads_of
+from lightning_sparse.pto.sharded_step import ShardedStep, refuse
+from lightning_sparse.topology import Topology
+
+SIZES = st.lists(st.integers(0, 10_000), max_size=40)
+
+
+@given(SIZES, st.integers(1, 9))
+def test_shares_are_balanced_to_the_largest_parameter(numels: list[int], size: int) -> None:
+    owners = assign(numels, [0] * size)
+    assert owners == assign(numels, [0] * size)
+    assert all(0 <= owner < size for owner in owners)
+    loads = loads_of(numels, owners, size)
+    assert sum(loads) == sum(max(1, n) for n in numels)
+    assert max(loads) <= sum(loads) / size + max([1, *numels])
+
+
+@given(SIZES, SIZES, st.integers(1, 5))
+def test_later_parameters_go_where_there_is_room(first: list[int], later: list[int], size: int) -> None:
+    loads = loads_of(first, assign(first, [0] * size), size)
+    both = [a + b for a, b in zip(loads, loads_of(later, assign(later, loads), size), strict=True)]
+    assert max(both) <= sum(both) / size + max([1, *first, *later])
+
+
+def test_docstring_examples() -> None:
+    result = doctest.testmod(ownership)
+    assert result.attempted > 0
+    assert result.failed == 0
+
+
+def odd_tensors(seed: int) -> list[Tensor]:
+    """Every dtype, sizes that fill no alignment, a scalar, an empty tensor, channels last."""
+    g = torch.Generator().manual_seed(seed)
+    return [
+        torch.randn(7, 3, generator=g),
+        torch.randn((), generator=g, dtype=torch.float64),
+        torch.randn(5, generator=g).bfloat16(),
+        torch.randn(11, generator=g).half(),
+        torch.empty(0),
+        torch.randn(3, generator=g, dtype=torch.complex64),
+        torch.randn(2, 3, 5, 5, generator=g).to(memory_format=torch.channels_last),
+        torch.randint(0, 99, (13,), generator=g),
+    ]
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 20])
+def test_the_gather_brings_every_share_everywhere(size: int) -> None:
+    """One round on `size` pretended ranks: each sends in turn, then each receives what was sent."""
+    ranks = [odd_tensors(seed) for seed in range(size)]
+    before = [[t.clone() for t in rank] for rank in ranks]
+    owners = assign([t.numel() for t in ranks[0]], [0] * size)
+    sent: list[Tensor] = []
+
+    class Sent(Exception):
+        pass
+
+    def send(share_B: Tensor) -> Tensor:
+        sent.append(share_B.clone())
+        raise Sent
+
+    for index, tensors in enumerate(ranks):
+        with pytest.raises(Sent):
+            FlatGather(tensors, owners, index, size)(send)
+    assert len({share.numel() for share in sent}) == 1, "a collective needs equal sizes"
+    assert sent[0].numel() % ALIGN == 0
+    for index, tensors in enumerate(ranks):
+        FlatGather(tensors, owners, index, size)(lambda _: torch.cat(sent))
+        for place, owner in enumerate(owners):
+            assert torch.equal(tensors[place], before[owner][place])
+            assert tensors[place].stride() == before[index][place].stride()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.complex64, torch.uint8])
+def test_a_fingerprint_sees_one_bit(dtype: torch.dtype) -> None:
+    x = torch.arange(30).to(dtype)
+    y = x.clone()
+    assert fingerprint(x) == fingerprint(y)
+    y.view(torch.uint8)[17] ^= 1
+    assert fingerprint(x) != fingerprint(y)
+    assert fingerprint(None) != fingerprint(torch.zeros(3))
+
+
+def test_scopes_in_ascending_order_of_ranks() -> None:
+    """A group gathers in the order of its ranks, whatever the order of a node's devices."""
+    topology = Topology(((2, 0), (3, 1)), rank=2)
+    node, world = communicator_of(topology, "node").topology, communicator_of(topology, "world").topology
+    assert (node.nodes, node.device_index) == (((0, 2), (1, 3)), 1)
+    assert (world.nodes, world.device_index) == (((0, 1, 2, 3),), 2)
+
+
+@pytest.mark.parametrize("scope", ["auto", "rank", None])
+def test_an_unknown_scope_is_refused(scope: object) -> None:
+    with pytest.raises(ValueError, match="is not known: use 'node' .* or 'world'"):
+        PTOCallback(scope=scope)  # type: ignore[arg-type]
+
+
+class ZeroRedundancyOptimizer(torch.optim.SGD):
+    """Known by its name: torch's own takes long to import and needs a process group."""
+
+
+class Clipping(torch.optim.Adam):
+    """Like timm's LAMB."""
+
+    def __init__(self, params: list[Tensor], max_grad_norm: float | None) -> None:
+        super().__init__(params)
+        for group in self.param_groups:
+            group["max_grad_norm"] = max_grad_norm
+
+
+@pytest.mark.parametrize(
+    ("cls", "options", "says"),
+    [
+        (torch.optim.LBFGS, {}, "cannot share the step of LBFGS: it evaluates .* leave the callback out"),
+        (ZeroRedundancyOptimizer, {}, "ZeroRedundancyOptimizer: it shares out the step already"),
+        (Clipping, {"max_grad_norm": 1.0}, r"max_grad_norm=1.0\) clips by the norm of all .*gradient_clip_val"),
+    ],
+)
+def test_optimizers_that_mix_parameters_are_refused(
+    cls: type[torch.optim.Optimizer], options: dict[str, float], says: str
+) -> None:
+    with pytest.raises(ValueError, match=says):
+        refuse(cls([nn.Parameter(torch.ones(2))], **options))
+
+
+def test_what_is_not_refused() -> None:
+    refuse(Clipping([nn.Parameter(torch.ones(2))], max_grad_norm=None))
+
+
+def test_a_step_is_shared_once_and_hooks_come_first() -> None:
+    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(2))])
+    optimizer.register_step_post_hook(lambda *_: None)
+    communicator = communicator_of(Topology(((0,),), rank=0), "node")
+    step = ShardedStep(optimizer, communicator)
+    hooks = optimizer._optimizer_step_post_hooks
+    assert isinstance(hooks, OrderedDict)
+    assert next(iter(hooks.values())) == step._after
+    with pytest.raises(ValueError, match="is shared already"):
+        ShardedStep(optimizer, communicator)

@@ -1,0 +1,357 @@
+"""PTOCallback in a real Trainer, 2 nodes x 2 devices on Gloo: every feature gives the run without it, bit by bit.
+
+A scenario fits twice, without and with the callback, and compares what both save: parameters, optimizer state,
+schedulers, scaler. One start of ranks runs all of them; the second flavour runs few, for its classes are the same.
+"""
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from tests.helpers.distributed import run_ranks
+from tests.pto.test_ranks import same
+from tests.strategy.test_trainer import Branches, ddp, gan, lightning_of, ours, plain_module, sparse, trainer
+
+STEPS = 20
+KEYS = ("state_dict", "optimizer_states", "lr_schedulers", "MixedPrecision", "global_step")
+SCENARIOS: dict[str, Callable[[str], Any]] = {}
+FEW = ("plain", "accumulation", "hierarchical")
+
+
+def scenario(fn: Callable[[str], Any]) -> Callable[[str], Any]:
+    SCENARIOS[fn.__name__] = fn
+    return fn
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("scenarios")
+
+
+@pytest.fixture(scope="module")
+def results(folder: Path) -> list[dict[str, Any]]:
+    """What every scenario returned, by rank."""
+    return run_ranks(run_scenarios, "pytorch_lightning", str(folder), nodes=2, devices=2, timeout=250, init=False)
+
+
+def run_scenarios(flavour: str, folder: str) -> dict[str, Any]:
+    import warnings
+
+    os.chdir(folder)
+    warnings.simplefilter("ignore")
+    names = SCENARIOS if flavour == "pytorch_lightning" else FEW
+    return {name: SCENARIOS[name](flavour) for name in names}
+
+
+# -- what scenarios are made of ----------------------------------------------------------------------------------------
+
+
+def module_with(flavour: str, optimizers: Callable[[Any], Any], net: nn.Module | None = None) -> Any:
+    module = plain_module(flavour, net, by_step=True)
+    module.configure_optimizers = lambda: optimizers(module)
+    return module
+
+
+def adamw(module: Any) -> Any:
+    return torch.optim.AdamW(module.parameters(), lr=0.01)
+
+
+def momentum(module: Any) -> Any:
+    return torch.optim.SGD(module.parameters(), lr=0.05, momentum=0.9)
+
+
+def fit(
+    flavour: str, module: Any, scope: str | None, strategy: Any = None, resume: str | None = None, **options: Any
+) -> tuple[Any, Any]:
+    """The trainer after a fit, and its callback if it has one."""
+    pto = ours(flavour).PTOCallback(scope) if scope else None
+    callbacks = [*options.pop("callbacks", []), *([pto] if pto else [])]
+    local = int(os.environ["LOCAL_WORLD_SIZE"])
+    shape = {"devices": local, "num_nodes": int(os.environ["WORLD_SIZE"]) // local}
+    given = {
+        "max_steps": STEPS,
+        "max_epochs": -1,
+        **shape,
+        "callbacks": callbacks,
+        **options,
+    }
+    t = trainer(flavour, strategy or ddp(flavour), **given)
+    t.fit(module, ckpt_path=resume)
+    return t, pto
+
+
+def saved(t: Any, path: str = "compared.ckpt") -> Any:
+    """What the trainer saves after the fit, on every rank."""
+    t.save_checkpoint(path)
+    return loaded(path)
+
+
+def loaded(path: str) -> Any:
+    dist.barrier()
+    checkpoint = torch.load(path, weights_only=True)
+    dist.barrier()
+    return {key: checkpoint[key] for key in KEYS if key in checkpoint}
+
+
+def equal(flavour: str, make: Callable[[], Any], scope: str = "node", **options: Any) -> str:
+    """What differs between the fits without and with the callback; empty for nothing."""
+    made = {name: value if callable(value) else (lambda value=value: value) for name, value in options.items()}
+    plain, _ = fit(flavour, make(), None, **{name: value() for name, value in made.items()})
+    expected = saved(plain)
+    t, pto = fit(flavour, make(), scope, **{name: value() for name, value in made.items()})
+    found = saved(t)
+    wrong = [key for key in KEYS if not same(found.get(key), expected.get(key))]
+    wrong += [f"{sum(map(shared, pto.steps))} is shared"] * (not all(map(shared, pto.steps)))
+    return ", ".join(wrong)
+
+
+def shared(step: Any) -> bool:
+    """Whether this rank stepped its parameters and has state of no others."""
+    own = {id(p) for p, owned in zip(step.parameters, step.owned, strict=True) if owned}
+    foreign = {id(p) for p in step.optimizer.state} - own
+    return step.active and step.steps > 0 and not foreign and len(own) < len(step.owned)
+
+
+# -- features ----------------------------------------------------------------------------------------------------------
+
+
+@scenario
+def plain(flavour: str) -> dict[str, str]:
+    return {
+        "node": equal(flavour, lambda: module_with(flavour, adamw)),
+        "world": equal(flavour, lambda: module_with(flavour, momentum), scope="world"),
+        "bf16-true": equal(flavour, lambda: module_with(flavour, adamw), precision="bf16-true"),
+        "bf16-mixed": equal(flavour, lambda: module_with(flavour, adamw), precision="bf16-mixed"),
+    }
+
+
+@scenario
+def accumulation(flavour: str) -> dict[str, str]:
+    def make() -> Any:
+        return module_with(flavour, adamw)
+
+    return {
+        "accumulation": equal(flavour, make, accumulate_grad_batches=2, max_steps=10),
+        "clipping": equal(flavour, make, gradient_clip_val=0.05),
+        "clipping by value": equal(
+            flavour, make, gradient_clip_val=0.01, gradient_clip_algorithm="value", strategy=lambda: "ddp"
+        ),
+    }
+
+
+@scenario
+def half(flavour: str) -> dict[str, Any]:
+    """A forward pass of one rank overflows in one step: no rank makes it."""
+    from pytorch_lightning.plugins.precision import MixedPrecision
+
+    def precision() -> Any:
+        return [MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=6))]
+
+    def make(fused: bool = False) -> Any:
+        def optimizers(module: Any) -> Any:
+            return torch.optim.Adam(module.parameters(), lr=0.01, fused=fused)
+
+        def overflow(_: Any, __: Any, out: Tensor) -> Tensor:
+            return out * float("inf") if module.trainer.global_step == 5 and module.global_rank == 3 else out
+
+        module = module_with(flavour, optimizers)
+        module.net.register_forward_hook(overflow)
+        return module
+
+    def hier() -> Any:
+        return sparse(flavour)
+
+    return {
+        "scaler": equal(flavour, make, plugins=precision, gradient_clip_val=0.1),
+        "scaler, fused": equal(flavour, lambda: make(fused=True), plugins=precision, scope="world"),
+        "scaler, hierarchical": equal(flavour, make, plugins=precision, strategy=hier),
+    }
+
+
+@scenario
+def schedules(flavour: str) -> dict[str, Any]:
+    """Parameter groups, a scheduler by step, and an average of the weights."""
+    averaging = lightning_of(flavour).callbacks.EMAWeightAveraging
+
+    def optimizers(module: Any) -> Any:
+        first, *rest = module.parameters()
+        optimizer = torch.optim.RMSprop([{"params": [first], "lr": 0.01}, {"params": rest}], lr=0.003, momentum=0.5)
+        schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=[0.02, 0.01], total_steps=STEPS)
+        return [optimizer], [{"scheduler": schedule, "interval": "step"}]
+
+    return {
+        "groups and scheduler": equal(flavour, lambda: module_with(flavour, optimizers)),
+        "average": equal(
+            flavour, lambda: module_with(flavour, adamw), callbacks=lambda: [averaging(decay=0.7)], scope="world"
+        ),
+    }
+
+
+@scenario
+def several(flavour: str) -> dict[str, Any]:
+    """Two optimizers, stepped by hand; closures by hand; parameters that nobody uses."""
+
+    def closures() -> Any:
+        class Manual(type(plain_module(flavour))):  # type: ignore[misc]
+            def __init__(self) -> None:
+                super().__init__()
+                self.automatic_optimization = False
+
+            def training_step(self, batch: Tensor, index: int) -> None:
+                optimizer = self.optimizers()
+
+                def closure() -> Tensor:
+                    optimizer.zero_grad()
+                    loss = self.net(batch).square().mean()
+                    self.manual_backward(loss)
+                    return loss
+
+                optimizer.step(closure=closure)
+
+        return Manual()
+
+    unused = {"strategy": lambda: ddp(flavour, find_unused_parameters=True)}
+    return {
+        "two optimizers": equal(flavour, lambda: gan(flavour, toggled=True), **unused, scope="world"),
+        "closures": equal(flavour, closures),
+        "unused": equal(flavour, lambda: module_with(flavour, momentum, Branches()), **unused),
+    }
+
+
+@scenario
+def hierarchical(flavour: str) -> dict[str, Any]:
+    """Sparse reduction: also the residuals are those of the run without the callback."""
+    norms, out = [], {}
+    for scope in ("node", "world"):
+        out[scope] = equal(flavour, lambda: module_with(flavour, adamw), scope=scope, strategy=lambda: sparse(flavour))
+    for scope in (None, "node"):
+        strategy = sparse(flavour)
+        fit(flavour, module_with(flavour, momentum), scope, strategy=strategy)
+        norms.append(float(strategy.hier_state.residual_norm()))
+    return {**out, "residual": "" if norms[0] == norms[1] > 0 else f"{norms}"}
+
+
+@pytest.mark.parametrize("name", ["plain", "accumulation", "half", "schedules", "several", "hierarchical"])
+def test_a_run_is_the_run_without_it(results: list[dict[str, Any]], name: str) -> None:
+    for each in results:
+        assert set(each[name].values()) == {""}, each[name]
+
+
+def test_the_other_flavour(folder: Path) -> None:
+    for each in run_ranks(run_scenarios, "lightning", str(folder), nodes=1, devices=2, timeout=120, init=False):
+        assert {value for name in FEW for value in each[name].values()} <= {"", "[0.0, 0.0]"}, each
+
+
+# -- checkpoints -------------------------------------------------------------------------------------------------------
+
+
+@scenario
+def checkpoints(flavour: str) -> dict[str, Any]:
+    """Saved during the fit; then a run that is resumed twice, with, without, with the callback, and without at all.
+
+    Resumed, not uninterrupted: DDP begins every fit with buckets of its own, which alone changes bits.
+    """
+    saving = lightning_of(flavour).callbacks.ModelCheckpoint
+
+    def chain(name: str, *scopes: str | None) -> tuple[Any, Any]:
+        each = saving(dirpath=name, filename="{step}", every_n_train_steps=3, save_top_k=-1)
+        first = {"callbacks": [each], "enable_checkpointing": True, "max_steps": 6}
+        path = None
+        for scope, last in zip(scopes, (first, {"max_steps": 12}, {"max_steps": STEPS}), strict=True):
+            t, pto = fit(flavour, module_with(flavour, adamw), scope, resume=path, **last)
+            path = f"{name}.ckpt"
+            found = saved(t, path)
+        return found, pto
+
+    expected, _ = chain("plain", None, None, None)
+    found, pto = chain("pto", "node", None, "world")
+    return {
+        "during": all(same(loaded(f"pto/step={n}.ckpt"), loaded(f"plain/step={n}.ckpt")) for n in (3, 6)),
+        "resumed": same(found, expected),
+        "shared": all(map(shared, pto.steps)),
+        "whole": len(expected["optimizer_states"][0]["state"]) == 6,
+    }
+
+
+def test_checkpoints_during_fit_and_resumes(results: list[dict[str, Any]]) -> None:
+    for each in results:
+        assert each["checkpoints"] == {"during": True, "resumed": True, "shared": True, "whole": True}
+
+
+def test_two_ranks_resume_what_four_saved(results: list[dict[str, Any]], folder: Path) -> None:
+    for each in run_ranks(on_fewer, str(folder), nodes=1, devices=2, timeout=100, init=False):
+        assert each["equal"]
+        assert each["shared"]
+    assert len(results) == 4
+
+
+def on_fewer(folder: str) -> dict[str, Any]:
+    os.chdir(folder)
+    found = []
+    for scope, path in ((None, "plain/step=6.ckpt"), ("node", "pto/step=6.ckpt")):
+        t, pto = fit("pytorch_lightning", module_with("pytorch_lightning", adamw), scope, resume=path, max_steps=12)
+        found.append(saved(t, "fewer.ckpt"))
+    return {"equal": same(*found), "shared": all(map(shared, pto.steps))}
+
+
+@scenario
+def second_fit(flavour: str) -> dict[str, Any]:
+    """The same Trainer, callback and optimizer object once more."""
+    out = []
+    for scope in (None, "node"):
+        module = module_with(flavour, lambda module: module.own)
+        module.own = momentum(module)
+        t, pto = fit(flavour, module, scope, max_steps=5)
+        t.fit_loop.epoch_loop.max_steps = 9
+        t.fit(module)
+        out.append(saved(t))
+    return {"equal": same(*out), "shared": all(map(shared, pto.steps)), "steps": pto.steps[0].steps}
+
+
+def test_a_second_fit_goes_on(results: list[dict[str, Any]]) -> None:
+    for each in results:
+        assert each["second_fit"] == {"equal": True, "shared": True, "steps": 9}
+
+
+# -- refusals ----------------------------------------------------------------------------------------------------------
+
+
+@scenario
+def refusals(flavour: str) -> dict[str, Any]:
+    said = {}
+    for name, cls in (("lbfgs", torch.optim.LBFGS), ("adam", torch.optim.Adam)):
+        twice = [ours(flavour).PTOCallback("world")] if name == "adam" else []
+        try:
+            fit(flavour, module_with(flavour, lambda m, cls=cls: cls(m.parameters())), "node", callbacks=twice)
+        except ValueError as error:
+            said[name] = str(error)
+    return said
+
+
+def test_what_cannot_be_joined_is_refused_on_every_rank(results: list[dict[str, Any]]) -> None:
+    for each in results:
+        assert "cannot share the step of LBFGS" in each["refusals"]["lbfgs"]
+        assert "the step of Adam is shared already: use one PTOCallback" in each["refusals"]["adam"]
+
+
+class FSDPStrategy:
+    model = nn.Linear(1, 1)
+
+
+def test_strategies_that_are_not_ddp_are_refused() -> None:
+    t = SimpleNamespace(world_size=2, strategy=FSDPStrategy())
+    with pytest.raises(ValueError, match="FSDPStrategy does not: use strategy='ddp' or 'mstopk_hier'"):
+        ours("pytorch_lightning").PTOCallback().on_fit_start(t, nn.Linear(1, 1))
+
+
+def test_one_rank_has_nothing_to_share() -> None:
+    pto = ours("pytorch_lightning").PTOCallback()
+    pto.on_fit_start(SimpleNamespace(world_size=1, strategy=FSDPStrategy()), nn.Linear(1, 1))
+    assert pto.steps == []
