@@ -30,9 +30,9 @@ def differing(parameters: Sequence[Tensor], communicator: HierCommunicator) -> l
 
 def all_say(yes: bool, communicator: HierCommunicator, device: torch.device) -> bool:
     """Whether every rank says yes. A collective of the world."""
-    noes = torch.tensor([int(not yes)], device=device)
-    communicator.flat_all_reduce(noes, op=dist.ReduceOp.MAX)
-    return not int(noes)
+    objections = torch.tensor([int(not yes)], device=device)
+    communicator.flat_all_reduce(objections, op=dist.ReduceOp.MAX)
+    return not int(objections)
 
 
 def fingerprint(tensor: Tensor | None) -> Tensor:

@@ -32,7 +32,7 @@ def assert_same(got: Pair, want: Pair, what: object) -> None:
 
 
 def dealt(path: Path, numel: int, mode: str) -> list[tuple[str, int, Tensor, Pair]]:
-    """All cases; with several threads every third: waking them costs more than the work. Each k and input remains."""
+    """All cases; with several threads, where waking them costs more than the work, every third: each k, each input."""
     return cases(numel, mode)[:: 3 if path.threads > 1 and numel > 65_536 else 1]
 
 

@@ -25,7 +25,9 @@ constexpr uint32_t kNever = 0xFFFFFFFFu;  // above every key
 constexpr int64_t kRangesPerThread = 8;
 constexpr size_t kSpareBytes = size_t{64} << 20;
 
-int64_t pack(const float* x, int64_t n, bool from_memory, uint32_t first, uint32_t threshold, uint32_t* positions,
+// Finds, of at most kChunk elements, the positions (counted from `first` on) and acc of what reaches the threshold; and
+// writes acc of all of them, if it is stored.
+int64_t pack(const Source& source, int64_t begin, int64_t n, uint32_t first, uint32_t threshold, uint32_t* positions,
              float* values);
 
 struct Tally {
@@ -210,20 +212,23 @@ inline void pack_range(const Source& source, Range& range, Worker& worker, int64
   uint32_t* positions = worker.positions.get() + worker.used;
   float* values = worker.values.get() + worker.used;
   capacity -= worker.used;
-  scan(source, range.begin, range.end, [&](const float* x, int64_t n, int64_t first) {
+  for (int64_t begin = range.begin; begin < range.end; begin += kChunk) {
+    const int64_t n = std::min(kChunk, range.end - begin);
     range.overflow = range.overflow || range.count + n > capacity;
-    if (range.overflow) return;
+    if (range.overflow) {
+      if (source.store) acc_of(source, begin, n, source.store + begin);
+      continue;
+    }
     uint32_t* at = positions + range.count;
     float* acc = values + range.count;
-    const auto offset = static_cast<uint32_t>(first - range.begin);
-    const int64_t found = pack(x, n, source.plain(), offset, how.threshold, at, acc);
+    const int64_t found = pack(source, begin, n, static_cast<uint32_t>(begin - range.begin), how.threshold, at, acc);
     for (int64_t i = 0; how.counted && i < found; ++i) ++worker.bins[key_of(acc[i]) >> kLowBits];
     if (how.settled_from != kNever) {
       const auto settle_as = how.value_dtype == Dtype::bf16 ? settle<Dtype::bf16> : settle<Dtype::fp32>;
       settle_as(source.store + range.begin, at, acc, found, how.settled_from);
     }
     range.count += found;
-  });
+  }
   range.positions = positions, range.values = values;
   worker.used += range.count;
 }

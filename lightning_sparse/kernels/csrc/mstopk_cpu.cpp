@@ -29,17 +29,46 @@ void force(int flags) { forced = flags; }
 
 bool scalar_only() { return (forced & kForceScalar) != 0; }
 
-int64_t pack(const float* x, int64_t n, bool from_memory, uint32_t first, uint32_t threshold, uint32_t* positions,
-             float* values) {
 #if LS_HAVE_AVX2
+namespace {
+
+bool vectorised() {
   static const bool fast =
       __builtin_cpu_supports("avx2") && __builtin_cpu_supports("bmi") && __builtin_cpu_supports("popcnt");
-  if (fast && !scalar_only()) {
-    const auto version = from_memory ? pack_avx2<true> : pack_avx2<false>;
-    return version(x, n, first, threshold, positions, values);
+  return fast && !scalar_only();
+}
+
+// acc of whole groups of 64 elements, where it lies or computed on the way.
+int64_t pack_groups(const Source& source, const float* x, int64_t begin, int64_t n, uint32_t first, uint32_t threshold,
+                    uint32_t* positions, float* values) {
+  if (source.plain()) return pack_avx2(Lying<8192>{x}, n, first, threshold, positions, values);
+  if (!source.summed()) return pack_avx2(Lying<0>{x}, n, first, threshold, positions, values);
+  float* to = source.store + begin;
+  const float *grad = static_cast<const float*>(source.grad) + begin, *residual = source.residual + begin;
+  if (!source.scale) {
+    return pack_avx2(Summed<false>{to, grad, residual, 1.0f}, n, first, threshold, positions, values);
+  }
+  return pack_avx2(Summed<true>{to, grad, residual, *source.scale}, n, first, threshold, positions, values);
+}
+
+}  // namespace
+#endif
+
+int64_t pack(const Source& source, int64_t begin, int64_t n, uint32_t first, uint32_t threshold, uint32_t* positions,
+             float* values) {
+  alignas(64) float buffer[kChunk];
+  float* to = source.store ? source.store + begin : buffer;
+  int64_t groups = 0, kept = 0;
+#if LS_HAVE_AVX2
+  if (vectorised()) {
+    groups = n / 64 * 64;
+    const float* x = source.summed() ? to : acc_of(source, begin, groups, to);
+    kept = pack_groups(source, x, begin, groups, first, threshold, positions, values);
   }
 #endif
-  return pack_scalar(x, n, first, threshold, positions, values);
+  const float* rest = acc_of(source, begin + groups, n - groups, to + groups);
+  return kept + pack_scalar(rest, n - groups, first + static_cast<uint32_t>(groups), threshold, positions + kept,
+                            values + kept);
 }
 
 namespace {

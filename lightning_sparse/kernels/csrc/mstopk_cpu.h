@@ -19,6 +19,7 @@ struct Source {
   float* store = nullptr;
 
   bool plain() const { return dtype == Dtype::fp32 && !residual && !scale && !store; }  // acc is grad as it lies
+  bool summed() const { return dtype == Dtype::fp32 && residual && store; }
 };
 
 // Runs body(i, worker) for i = 0 ... n - 1. Each of the workers, of which there are at most `threads`, takes the next i

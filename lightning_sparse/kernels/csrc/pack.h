@@ -35,12 +35,50 @@ inline int64_t pack_scalar(const float* x, int64_t n, uint32_t first, uint32_t t
 }
 
 #if LS_HAVE_AVX2
+// Where eight elements at a time come from. `kAhead`: how many bytes before they are needed they are asked for, which
+// the hardware does not do across pages.
+template <int kAhead>
+struct Lying {
+  const float* x;
+
+  LS_AVX2 void fetch(int64_t i) const {
+    if constexpr (kAhead > 0) {
+      for (int j = 0; j < 64; j += 16) _mm_prefetch(reinterpret_cast<const char*>(x + i + j) + kAhead, _MM_HINT_T0);
+    }
+  }
+  LS_AVX2 __m256 eight(int64_t i) const { return _mm256_loadu_ps(x + i); }
+};
+
+// residual + grad * scale, written to x as it is computed.
+template <bool scaled>
+struct Summed {
+  float* x;
+  const float *grad, *residual;
+  float scale;
+
+  LS_AVX2 void fetch(int64_t i) const {
+    constexpr int kAhead = 8192;
+    for (int j = 0; j < 64; j += 16) {
+      _mm_prefetch(reinterpret_cast<const char*>(grad + i + j) + kAhead, _MM_HINT_T0);
+      _mm_prefetch(reinterpret_cast<const char*>(residual + i + j) + kAhead, _MM_HINT_T0);
+    }
+  }
+  LS_AVX2 __m256 eight(int64_t i) const {
+    __m256 sum = _mm256_loadu_ps(grad + i);
+    if constexpr (scaled) sum = _mm256_mul_ps(sum, _mm256_set1_ps(scale));
+    sum = _mm256_add_ps(_mm256_loadu_ps(residual + i), sum);
+    _mm256_storeu_ps(x + i, sum);
+    return sum;
+  }
+};
+
 // 32 elements -> 32 bits, set where the key is above `below`. Keys fit in 31 bits, so a signed comparison will do.
-LS_AVX2 inline uint64_t reach_avx2(const float* x, __m256i below) {
+template <typename From>
+LS_AVX2 inline uint64_t reach_avx2(const From& from, int64_t at, __m256i below) {
   const __m256i magnitude = _mm256_set1_epi32(0x7FFFFFFF);
   uint32_t bits = 0;
   for (int i = 0; i < 4; ++i) {
-    const __m256i raw = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(x + 8 * i));
+    const __m256i raw = _mm256_castps_si256(from.eight(at + 8 * i));
     const __m256i hit = _mm256_cmpgt_epi32(_mm256_and_si256(raw, magnitude), below);
     bits |= static_cast<uint32_t>(_mm256_movemask_ps(_mm256_castsi256_ps(hit))) << (8 * i);
   }
@@ -61,23 +99,19 @@ LS_AVX2 inline int64_t unpack_bits(uint64_t bits, uint32_t first, uint32_t* posi
   return count;
 }
 
-// `ahead`: ask for memory 8 KB before it is needed, which the hardware does not do across pages.
-template <bool ahead>
-LS_AVX2 int64_t pack_avx2(const float* x, int64_t n, uint32_t first, uint32_t threshold, uint32_t* positions,
+// Of the first n elements, n being a multiple of 64.
+template <typename From>
+LS_AVX2 int64_t pack_avx2(const From& from, int64_t n, uint32_t first, uint32_t threshold, uint32_t* positions,
                           float* values) {
-  constexpr int kAhead = 8192, kLine = 64;
   const __m256i below = _mm256_set1_epi32(static_cast<int>(threshold) - 1);
-  int64_t kept = 0, i = 0;
-  for (; i + 64 <= n; i += 64) {
-    if constexpr (ahead) {
-      const char* later = reinterpret_cast<const char*>(x + i) + kAhead;
-      for (int line = 0; line < 4; ++line) _mm_prefetch(later + line * kLine, _MM_HINT_T0);
-    }
-    const uint64_t bits = reach_avx2(x + i, below) | reach_avx2(x + i + 32, below) << 32;
+  int64_t kept = 0;
+  for (int64_t i = 0; i < n; i += 64) {
+    from.fetch(i);
+    const uint64_t bits = reach_avx2(from, i, below) | reach_avx2(from, i + 32, below) << 32;
     kept += unpack_bits(bits, first + static_cast<uint32_t>(i), positions + kept);
   }
-  for (int64_t j = 0; j < kept; ++j) values[j] = x[positions[j] - first];
-  return kept + pack_scalar(x + i, n - i, first + static_cast<uint32_t>(i), threshold, positions + kept, values + kept);
+  for (int64_t j = 0; j < kept; ++j) values[j] = from.x[positions[j] - first];
+  return kept;
 }
 #endif
 
