@@ -53,7 +53,7 @@ def collect(state: State, topology: Topology, device: torch.device, to: int) -> 
 def _packed(state: State, device: torch.device) -> list[Tensor]:
     """All tensors in one, or nothing when there are none."""
     tensors = _tensors(state)
-    nbytes = sum(map(aligned, tensors))
+    nbytes = sum(map(_room, tensors))
     if not nbytes:
         return []
     flat_B = torch.empty(nbytes, dtype=torch.uint8, device=device)
@@ -64,7 +64,7 @@ def _packed(state: State, device: torch.device) -> list[Tensor]:
 
 def _received(description: State, rank: int, topology: Topology, device: torch.device) -> State:
     stubs = _tensors(description)
-    flat_B = torch.empty(sum(map(aligned, stubs)), dtype=torch.uint8, device=device)
+    flat_B = torch.empty(sum(map(_room, stubs)), dtype=torch.uint8, device=device)
     if flat_B.numel():
         dist.recv(flat_B, src=rank, group=topology.intra)
     pieces = iter(_pieces(flat_B.cpu(), stubs))
@@ -74,11 +74,15 @@ def _received(description: State, rank: int, topology: Topology, device: torch.d
 
 
 def _pieces(flat_B: Tensor, tensors: list[Tensor]) -> list[Tensor]:
-    sections = torch.split(flat_B, [aligned(t) for t in tensors])
+    sections = torch.split(flat_B, [_room(t) for t in tensors])
     return [
         section[: t.numel() * t.element_size()].view(t.dtype).view(t.shape)
         for section, t in zip(sections, tensors, strict=True)
     ]
+
+
+def _room(tensor: Tensor) -> int:
+    return aligned(tensor.numel() * tensor.element_size())
 
 
 def _tensors(state: State) -> list[Tensor]:

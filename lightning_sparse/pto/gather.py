@@ -1,92 +1,138 @@
-"""One flat, padded all-gather that brings every rank's parameters to all ranks of the scope.
+"""A flat, padded all-gather that brings every rank's parameters to all ranks of the scope.
 
 With W ranks, rank w's parameters packed one after the other, and B the bytes of the largest share:
 
     share_B of rank w     [ p0 | p4 | p7 | padding ]
     gathered              share_B of rank 0, share_B of rank 1, ... share_B of rank W-1
 
-Bytes, so that parameters of any dtype travel together: one collective a device, however many dtypes there are. Pieces
-begin at multiples of ALIGN bytes, which lets them be viewed as their own dtype. Sizes follow from shapes and owners, so
-all ranks know them without asking.
+It goes in pieces of at most PIECE bytes gathered, so that what it needs besides the parameters stays small and warm
+(fresh memory of a model's size, page by page, costs more than the optimizer step of many a model). A parameter that
+reaches over the end of a piece goes on in the next one.
+
+Bytes, so that parameters of any dtype travel together: one series of pieces a device. Parameters begin at multiples of
+ALIGN bytes. Sizes follow from shapes and owners, so all ranks know them without asking.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 ALIGN = 16
+PIECE = 16 * 2**20
 
 Gather = Callable[[Tensor], Tensor]
 """All-gather of a flat tensor of equal size on all ranks of the scope, in the order of its ranks."""
 
 
 @dataclass
-class Share:
-    """A rank's parameters on one device, and where each begins."""
+class Piece:
+    """One collective: for each owner, which bytes of its parameters, and where in its part of the piece they stand."""
 
-    parameters: list[Tensor] = field(default_factory=list)
-    offsets: list[int] = field(default_factory=list)
-    nbytes: int = 0
+    nbytes: int
+    segments: list[list[Tensor]]
+    places: list[list[slice]]
 
-    def append(self, parameter: Tensor) -> None:
-        """Put one more behind the others."""
-        self.parameters.append(parameter)
-        self.offsets.append(self.nbytes)
-        self.nbytes += aligned(parameter)
-
-    def views(self, share_B: Tensor) -> list[Tensor]:
-        """The parameters' places in a flat share, each with its dtype and shape."""
-        return [
-            share_B[offset : offset + p.numel() * p.element_size()].view(p.dtype).view(p.shape)
-            for p, offset in zip(self.parameters, self.offsets, strict=True)
-        ]
+    def exchange(self, gather: Gather, index: int, buffer_B: Tensor) -> None:
+        """Send what rank `index` owns, and overwrite the others with what their owners sent."""
+        _copy([buffer_B[place] for place in self.places[index]], self.segments[index])
+        gathered_WB = gather(buffer_B[: self.nbytes]).view(len(self.segments), self.nbytes)
+        for owner, received_B in enumerate(gathered_WB):
+            if owner != index:
+                _copy(self.segments[owner], [received_B[place] for place in self.places[owner]])
 
 
 class FlatGather:
     """Gathers what each rank owns.
 
     Args:
-        parameters: all parameters, in the same order on all ranks.
+        parameters: all parameters, in the same order and with the same strides on all ranks.
         owners: for each, the index of its rank in the scope.
         index: this rank's index in the scope.
         size: W, the number of ranks in the scope.
+        piece: bytes that one collective brings at most.
+
+    Raises:
+        ValueError: for a parameter whose elements do not fill its memory.
     """
 
-    def __init__(self, parameters: Sequence[Tensor], owners: Sequence[int], index: int, size: int) -> None:
+    def __init__(
+        self, parameters: Sequence[Tensor], owners: Sequence[int], index: int, size: int, piece: int = PIECE
+    ) -> None:
         self.index = index
-        self.shares: dict[torch.device, list[Share]] = {}  # by device, in order of first appearance; then by owner
-        for parameter, owner in zip(parameters, owners, strict=True):
-            if parameter.numel():
-                of_device = self.shares.setdefault(parameter.device, [Share() for _ in range(size)])
-                of_device[owner].append(parameter)
+        self._size = size
+        self._cut = max(ALIGN, piece // size // ALIGN * ALIGN)
+        self._parameters, self._owners = parameters, owners
+        self._addresses: list[int] = []
+        self._prepare()
 
     @property
     def nbytes(self) -> int:
-        """What one gather brings to this rank."""
-        return sum((len(shares) - 1) * max(share.nbytes for share in shares) for shares in self.shares.values())
+        """What one gather brings to this rank from others."""
+        return sum((self._size - 1) * piece.nbytes for pieces in self._pieces.values() for piece in pieces)
 
     @torch.no_grad()
     def __call__(self, gather: Gather) -> None:
-        """Send what this rank owns, and overwrite the others with what their owners sent. A collective."""
-        for device, shares in self.shares.items():
-            share_B = torch.empty(max(share.nbytes for share in shares), dtype=torch.uint8, device=device)
-            mine = shares[self.index]
-            _copy(mine.views(share_B), mine.parameters)
-            gathered_WB = gather(share_B).view(len(shares), -1)
-            for share, received_B in self._others(shares, gathered_WB):
-                _copy(share.parameters, share.views(received_B))
+        """Bring all parameters up to date. Collectives of the scope."""
+        if [p.data_ptr() for p in self._parameters] != self._addresses:  # somebody has set p.data
+            self._prepare()
+        for device, pieces in self._pieces.items():
+            buffer_B = torch.empty(pieces[0].nbytes, dtype=torch.uint8, device=device)
+            for piece in pieces:
+                piece.exchange(gather, self.index, buffer_B)
 
-    def _others(self, shares: list[Share], gathered_WB: Tensor) -> Iterator[tuple[Share, Tensor]]:
-        for owner, (share, received_B) in enumerate(zip(shares, gathered_WB, strict=True)):
-            if owner != self.index:
-                yield share, received_B
+    def _prepare(self) -> None:
+        self._addresses = [p.data_ptr() for p in self._parameters]
+        shares: dict[torch.device, list[list[Tensor]]] = {}  # by device, in order of first appearance; then by owner
+        for parameter, owner in zip(self._parameters, self._owners, strict=True):
+            if parameter.numel():
+                of_device = shares.setdefault(parameter.device, [[] for _ in range(self._size)])
+                of_device[owner].append(bytes_of(parameter))
+        self._pieces = {device: self._cut_up(of_device) for device, of_device in shares.items()}
+
+    def _cut_up(self, shares: list[list[Tensor]]) -> list[Piece]:
+        total = max(sum(aligned(flat.numel()) for flat in share) for share in shares)
+        begins = range(0, total, self._cut)
+        pieces = [Piece(min(self._cut, total - b), [[] for _ in shares], [[] for _ in shares]) for b in begins]
+        for owner, share in enumerate(shares):
+            at = 0
+            for flat in share:
+                self._lay(flat, at, owner, pieces)
+                at += aligned(flat.numel())
+        return pieces
+
+    def _lay(self, flat: Tensor, at: int, owner: int, pieces: list[Piece]) -> None:
+        """Put one parameter's bytes into an owner's share from `at` on."""
+        done = 0
+        while done < flat.numel():
+            index, begin = divmod(at + done, self._cut)
+            count = min(flat.numel() - done, self._cut - begin)
+            pieces[index].segments[owner].append(flat[done : done + count])
+            pieces[index].places[owner].append(slice(begin, begin + count))
+            done += count
 
 
-def aligned(tensor: Tensor) -> int:
-    """Bytes of a tensor, rounded up so that the next may follow."""
-    return -(-tensor.numel() * tensor.element_size() // ALIGN) * ALIGN
+def bytes_of(tensor: Tensor) -> Tensor:
+    """The tensor's memory as a flat view of bytes, whatever the order of its dims.
+
+    Raises:
+        ValueError: when its elements do not fill its memory.
+    """
+    strides = tensor.stride()
+    order = sorted(range(tensor.dim()), key=lambda dim: -strides[dim])
+    in_memory = tensor.detach().permute(order)
+    if not in_memory.is_contiguous():
+        raise ValueError(
+            f"a parameter of shape {tuple(tensor.shape)} and strides {strides} has gaps in its memory, or "
+            f"elements that share it, and cannot be gathered: make it contiguous()."
+        )
+    return in_memory.view(-1).view(torch.uint8)
+
+
+def aligned(nbytes: int) -> int:
+    """Rounded up so that the next may follow."""
+    return -(-nbytes // ALIGN) * ALIGN
 
 
 def _copy(to: list[Tensor], source: list[Tensor]) -> None:

@@ -67,13 +67,18 @@ class Trial:
 
     @torch.no_grad()
     def adopt(self, optimizer: Optimizer) -> None:
-        """Give the optimizer what the twin has: parameters, options and state."""
+        """Give the optimizer what the twin has: parameters, options, state, attributes of its own."""
+        memo: dict[int, Any] = {}
         for group, twins in zip(optimizer.param_groups, self._twin.param_groups, strict=True):
             group.update({key: value for key, value in twins.items() if key != "params"})
         for parameter, twin in zip(parameters_of(optimizer), parameters_of(self._twin), strict=True):
             parameter.copy_(twin)
+            memo[id(twin)] = parameter  # an attribute that names the twin's parameter comes to name the user's
             if twin in self._twin.state:
                 optimizer.state[parameter] = self._twin.state[twin]
+        for name, value in vars(self._twin).items():
+            if name not in ("state", "param_groups") and not name.startswith("_optimizer_"):
+                setattr(optimizer, name, deepcopy(value, memo))
 
 
 def parameters_of(optimizer: Optimizer) -> list[Tensor]:

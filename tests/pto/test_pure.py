@@ -2,6 +2,8 @@
 
 import doctest
 from collections import OrderedDict
+from collections.abc import Iterator
+from functools import partial
 
 import pytest
 import torch
@@ -58,31 +60,49 @@ def odd_tensors(seed: int) -> list[Tensor]:
     ]
 
 
+def keep(sent: list[Tensor], size: int, part_B: Tensor) -> Tensor:
+    sent.append(part_B.clone())
+    return part_B.repeat(size)
+
+
+def answer(answers: Iterator[tuple[Tensor, ...]], _: Tensor) -> Tensor:
+    return torch.cat(next(answers))
+
+
+@pytest.mark.parametrize("piece", [1, 200, 2**20])
 @pytest.mark.parametrize("size", [1, 2, 3, 20])
-def test_the_gather_brings_every_share_everywhere(size: int) -> None:
-    """One round on `size` pretended ranks: each sends in turn, then each receives what was sent."""
+def test_the_gather_brings_every_share_everywhere(size: int, piece: int) -> None:
+    """On `size` pretended ranks: each sends in turn, then each receives what was sent."""
     ranks = [odd_tensors(seed) for seed in range(size)]
     before = [[t.clone() for t in rank] for rank in ranks]
     owners = assign([t.numel() for t in ranks[0]], [0] * size)
-    sent: list[Tensor] = []
-
-    class Sent(Exception):
-        pass
-
-    def send(share_B: Tensor) -> Tensor:
-        sent.append(share_B.clone())
-        raise Sent
-
+    sent: list[list[Tensor]] = []
+    for index in range(size):
+        copies, mine = [t.clone() for t in ranks[index]], []
+        FlatGather(copies, owners, index, size, piece)(partial(keep, mine, size))
+        sent.append(mine)
+    sizes = [[part.numel() for part in mine] for mine in sent]
+    assert all(each == sizes[0] for each in sizes), "a collective needs equal sizes"
+    assert max(sizes[0]) * size <= max(piece, ALIGN * size)
     for index, tensors in enumerate(ranks):
-        with pytest.raises(Sent):
-            FlatGather(tensors, owners, index, size)(send)
-    assert len({share.numel() for share in sent}) == 1, "a collective needs equal sizes"
-    assert sent[0].numel() % ALIGN == 0
-    for index, tensors in enumerate(ranks):
-        FlatGather(tensors, owners, index, size)(lambda _: torch.cat(sent))
+        answers = iter(zip(*sent, strict=True))
+        FlatGather(tensors, owners, index, size, piece)(partial(answer, answers))
         for place, owner in enumerate(owners):
             assert torch.equal(tensors[place], before[owner][place])
             assert tensors[place].stride() == before[index][place].stride()
+
+
+def test_the_gather_follows_parameters_to_other_memory() -> None:
+    tensors = [torch.zeros(3), torch.zeros(4)]
+    gather = FlatGather(tensors, [0, 1], 0, 2)
+    tensors[1].data = torch.ones(4)
+    gather(lambda part: torch.cat([part, torch.full((4,), 7.0).view(torch.uint8)]))
+    assert tensors[1].tolist() == [7.0] * 4
+
+
+def test_a_parameter_with_gaps_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"shape \(4, 2\) and strides \(3, 1\) has gaps .* make it contiguous"):
+        FlatGather([torch.zeros(4, 3)[:, :2]], [0], 0, 1)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.complex64, torch.uint8])

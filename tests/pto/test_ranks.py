@@ -348,12 +348,17 @@ class GlobalNorm(SGD):
 class Late(SGD):
     """Independent in its first step; from then on its rate is an estimate over all parameters."""
 
+    def __init__(self, params: Any, **options: Any) -> None:
+        super().__init__(params, **options)
+        self.estimate = 0.0
+        self.last = self.param_groups[-1]["params"][-1]
+
     def step(self, closure: Any = None) -> Any:
         loss = closure()
         for group in self.param_groups:
-            total = sum(float(p.grad.sum()) for p in group["params"] if p.grad is not None)
-            group["scale"] = group.get("scale", 0.0) + total
-            group["lr"] = 0.1 if len(self.state) == 0 else 0.1 + 0.01 * group["scale"]
+            assert any(self.last is p for p in group["params"])
+            group["lr"] = 0.1 + 0.01 * self.estimate
+            self.estimate += sum(float(p.grad.sum()) for p in group["params"] if p.grad is not None)
         super().step()
         return loss
 
