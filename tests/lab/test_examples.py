@@ -23,7 +23,7 @@ def test_the_strategy_is_the_only_difference():
     assert changed == [
         "+ from lightning_sparse import MSTopKHierStrategy",
         '-         strategy="ddp",',
-        "+         strategy=MSTopKHierStrategy(density=0.01),",
+        "+         strategy=MSTopKHierStrategy(density=0.01, warmup_epochs=2),",
     ]
 
 
