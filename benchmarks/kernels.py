@@ -201,6 +201,7 @@ def provenance(options: argparse.Namespace) -> dict[str, Any]:
     if Path("/proc/cpuinfo").exists():
         lines = Path("/proc/cpuinfo").read_text().splitlines()
         cpu = next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), cpu)
+    report = kernel_report()  # not its path, which tells of one machine only
     return {
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "command": " ".join(sys.argv),
@@ -209,7 +210,7 @@ def provenance(options: argparse.Namespace) -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "gpu": torch.cuda.get_device_name() if options.device == "cuda" else None,
         "versions": {"python": platform.python_version(), "torch": torch.__version__, "numpy": np.__version__},
-        "kernels": str(kernel_report()),
+        "kernels": {"cpu": report.cpu, "cuda": report.cuda, "reasons": report.reasons},
     }
 
 

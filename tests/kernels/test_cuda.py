@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from lightning_sparse.kernels import accumulate, compress, kernel_report, mstopk, ops, plain, reference
-from tests.kernels.paths import DTYPES, inputs, ks, same_bits
+from tests.kernels.paths import DTYPES, inputs, ks, same_bits, summation_orders
 from tests.kernels.test_accumulate import damaged, messages_of
 
 pytestmark = [
@@ -49,6 +49,12 @@ def test_paper(numel: int) -> None:
             want = reference.mstopk(x, k)
             assert same_bits(indices.cpu(), want[1]), (name, k)
             assert same_bits(values.cpu(), want[0]), (name, k)
+
+
+@pytest.mark.usefixtures("_path")
+def test_paper_sums_in_the_order_of_the_reference() -> None:
+    for name, x in summation_orders().items():
+        assert mstopk(x.cuda(), 3, "paper")[1].tolist() == [16, 32, 48], name
 
 
 @pytest.mark.usefixtures("_path")

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from lightning_sparse.kernels import plain, reference, wire
-from tests.kernels.paths import DTYPES, inputs, ks, same_bits
+from tests.kernels.paths import DTYPES, inputs, ks, same_bits, summation_orders
 from tests.kernels.test_accumulate import damaged, messages_of
 
 HERE = Path(__file__).parent / "cuda_on_cpu"
@@ -94,6 +94,11 @@ def test_select(cuda: ctypes.CDLL, numel: int) -> None:
                 got, want = mstopk(cuda, x, k, paper), oracle(x, k)
                 assert same_bits(got[1], want[1]), (name, k, paper)
                 assert same_bits(got[0], want[0]), (name, k, paper)
+
+
+def test_paper_sums_in_the_order_of_the_reference(cuda: ctypes.CDLL) -> None:
+    for name, x in summation_orders().items():
+        assert mstopk(cuda, x, 3, True)[1].tolist() == [16, 32, 48], name
 
 
 @pytest.mark.parametrize("numel", [1, 100, 70_001])

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from lightning_sparse.kernels import mstopk, reference
-from tests.kernels.paths import DTYPES, PATHS, Path, every_path, inputs, ks, same_bits
+from tests.kernels.paths import DTYPES, PATHS, Path, every_path, inputs, ks, same_bits, summation_orders
 
 # Around the chunk (4,096), the block (65,536), the size below which everything is sampled (65,536), and vector lengths.
 SIZES = (1, 2, 7, 64, 100, 4095, 4097, 70_001)
@@ -50,6 +50,13 @@ def test_paper_is_the_reference_bit_for_bit(path: Path, numel: int) -> None:
         pytest.skip("plain torch calls the reference")
     for name, k, x, want in dealt(path, numel, "paper"):
         assert_same(path.mstopk(x, k, "paper"), want, (name, k))
+
+
+@every_path
+def test_paper_sums_in_the_order_of_the_reference(path: Path) -> None:
+    for name, x in summation_orders().items():
+        assert float(reference.mean_of(x)) > 2.0**43, "the case tells nothing"
+        assert path.mstopk(x, 3, "paper")[1].tolist() == reference.mstopk(x, 3)[1].tolist() == [16, 32, 48], name
 
 
 @every_path
