@@ -12,7 +12,7 @@ inter  (0, l) ... (M-1, l)            the exchange over the slow network, L of t
 Ranks of a node need not be contiguous: SLURM's cyclic distribution and MPI's ``--map-by node`` deal them out like
 cards, and some launchers give every process the local rank 0. So nothing is computed from the rank number. Every rank
 states where it is (node rank, host name, local rank), all ranks see all statements, and a node is what agrees in the
-first two. Devices of a node are ordered by local rank, then by global rank.
+first two. Once groups exist, devices of a node are ordered by global rank, as torch orders the members of a group.
 """
 
 import os
@@ -158,6 +158,8 @@ def with_groups(nodes: tuple[tuple[int, ...], ...], *, timeout: timedelta | None
         ValueError: when the nodes do not hold the ranks of the running world.
     """
     rank = dist.get_rank()
+    # new_group() sorts its ranks, so a device's place in its group, hence its shard, follows the global rank.
+    nodes = tuple(tuple(sorted(node)) for node in nodes)
     plain = Topology(nodes, rank)
     if plain.world_size != dist.get_world_size():
         raise ValueError(

@@ -92,6 +92,20 @@ def density_one(exchange: str) -> tuple[Tensor, Tensor, float]:
     return train(ours, wrapped, 12), train(plain, DistributedDataParallel(plain, **PLAIN), 12), state.stats.density
 
 
+@pytest.mark.parametrize("nodes", [((2, 0), (1, 3)), ((3, 1), (2, 0))])
+def test_devices_in_any_order_reduce_the_same_shards(nodes: tuple[tuple[int, ...], ...]) -> None:
+    for ours, plain, place, member in run_ranks(odd_order, nodes, nodes=2, devices=2):
+        torch.testing.assert_close(ours, plain, rtol=1e-6, atol=1e-6)
+        assert place == member
+
+
+def odd_order(nodes: tuple[tuple[int, ...], ...]) -> tuple[Tensor, Tensor, int, int]:
+    topology, model, copied = with_groups(nodes), mlp(), mlp()
+    ddp, _ = wrap(model, HierConfig(exchange="dense"), topology)
+    ours, plain = train(model, ddp, 3), train(copied, DistributedDataParallel(copied), 3)
+    return ours, plain, topology.device_index, dist.get_rank(topology.intra)
+
+
 # -- 2: ranks agree bit for bit ----------------------------------------------------------------------------------------
 
 
