@@ -3,6 +3,7 @@
 import logging
 from typing import Any
 
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_sparse.pto.scope import Scope, check_scope, communicator_of
@@ -11,6 +12,12 @@ from lightning_sparse.strategy.communicator import HierCommunicator
 from lightning_sparse.topology import discover
 
 log = logging.getLogger("lightning_sparse")
+
+
+def sparse_parameters(module: nn.Module) -> set[int]:
+    """``id()`` of the weights whose gradients are sparse tensors, which cannot be cut."""
+    embeddings = (nn.Embedding, nn.EmbeddingBag)
+    return {id(each.weight) for each in module.modules() if isinstance(each, embeddings) and each.sparse}
 
 
 class PTOMixin:
@@ -46,8 +53,9 @@ class PTOMixin:
             )
         communicator = self._shared_communicator(trainer)
         names = {id(parameter): name for name, parameter in pl_module.named_parameters()}
+        uncut = sparse_parameters(pl_module)
         shared = {id(step.optimizer): step for step in self.steps}  # a second fit may meet the same optimizers
-        self.steps = [shared.get(id(o)) or ShardedStep(o, communicator, names) for o in trainer.optimizers]
+        self.steps = [shared.get(id(o)) or ShardedStep(o, communicator, names, uncut) for o in trainer.optimizers]
         if trainer.is_global_zero:
             for step in self.steps:
                 log.info("PTOCallback(scope=%r): %s", self.scope, step.describe())

@@ -19,6 +19,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from lightning_sparse.pto.narrow import memory_of
+from lightning_sparse.pto.ownership import Parts
+
 ALIGN = 16
 PIECE = 16 * 2**20
 
@@ -48,7 +51,7 @@ class FlatGather:
 
     Args:
         parameters: all parameters, in the same order and with the same strides on all ranks.
-        owners: for each, the index of its rank in the scope.
+        parts: for each, which rank of the scope owns what of it.
         index: this rank's index in the scope.
         size: W, the number of ranks in the scope.
         piece: bytes that one collective brings at most.
@@ -58,12 +61,12 @@ class FlatGather:
     """
 
     def __init__(
-        self, parameters: Sequence[Tensor], owners: Sequence[int], index: int, size: int, piece: int = PIECE
+        self, parameters: Sequence[Tensor], parts: Sequence[Parts], index: int, size: int, piece: int = PIECE
     ) -> None:
         self.index = index
         self._size = size
         self._cut = max(ALIGN, piece // size // ALIGN * ALIGN)
-        self._parameters, self._owners = parameters, owners
+        self._parameters, self._parts = parameters, parts
         self._addresses: list[int] = []
         self._prepare()
 
@@ -85,10 +88,10 @@ class FlatGather:
     def _prepare(self) -> None:
         self._addresses = [p.data_ptr() for p in self._parameters]
         shares: dict[torch.device, list[list[Tensor]]] = {}  # by device, in order of first appearance; then by owner
-        for parameter, owner in zip(self._parameters, self._owners, strict=True):
-            if parameter.numel():
+        for parameter, parts in zip(self._parameters, self._parts, strict=True):
+            for part in parts if parameter.numel() else ():
                 of_device = shares.setdefault(parameter.device, [[] for _ in range(self._size)])
-                of_device[owner].append(bytes_of(parameter))
+                of_device[part.owner].append(memory_of(parameter)[part.begin : part.end].view(torch.uint8))
         self._pieces = {device: self._cut_up(of_device) for device, of_device in shares.items()}
 
     def _cut_up(self, shares: list[list[Tensor]]) -> list[Piece]:
@@ -111,23 +114,6 @@ class FlatGather:
             pieces[index].segments[owner].append(flat[done : done + count])
             pieces[index].places[owner].append(slice(begin, begin + count))
             done += count
-
-
-def bytes_of(tensor: Tensor) -> Tensor:
-    """The tensor's memory as a flat view of bytes, whatever the order of its dims.
-
-    Raises:
-        ValueError: when its elements do not fill its memory.
-    """
-    strides = tensor.stride()
-    order = sorted(range(tensor.dim()), key=lambda dim: -strides[dim])
-    in_memory = tensor.detach().permute(order)
-    if not in_memory.is_contiguous():
-        raise ValueError(
-            f"a parameter of shape {tuple(tensor.shape)} and strides {strides} has gaps in its memory, or "
-            f"elements that share it, and cannot be gathered: make it contiguous()."
-        )
-    return in_memory.view(-1).view(torch.uint8)
 
 
 def aligned(nbytes: int) -> int:

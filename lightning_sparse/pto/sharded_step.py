@@ -2,7 +2,8 @@
 
 import logging
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
+from operator import is_
 from types import FrameType
 from typing import Any
 
@@ -13,17 +14,13 @@ from torch.optim import Optimizer
 from lightning_sparse.pto.agreement import all_say, differing
 from lightning_sparse.pto.consolidate import State, collect
 from lightning_sparse.pto.gather import FlatGather
-from lightning_sparse.pto.ownership import assign, loads_of
-from lightning_sparse.pto.trial import TESTED, Trial, parameters_of
+from lightning_sparse.pto.narrow import Narrowed, cut_state, join_states
+from lightning_sparse.pto.optimizers import is_elementwise, is_tested, refuse, step_cost
+from lightning_sparse.pto.ownership import Part, Parts, divide, loads_of
+from lightning_sparse.pto.trial import Trial, parameters_of
 from lightning_sparse.strategy.communicator import HierCommunicator
 
 log = logging.getLogger("lightning_sparse")
-
-_REFUSED = {
-    "LBFGS": "it evaluates the closure several times within a step and mixes all parameters",
-    "ZeroRedundancyOptimizer": "it shares out the step already",
-    "PostLocalSGDOptimizer": "ranks hold different parameters between its averagings",
-}
 
 
 class ShardedStep:
@@ -34,13 +31,18 @@ class ShardedStep:
             ``state_dict()`` is called on one.
         communicator: from ``communicator_of()``.
         names: names of parameters by their ``id()``, for messages.
+        uncut: ``id()`` of parameters that one rank must step as a whole, since their gradients are sparse.
 
     Raises:
         ValueError: for an optimizer that cannot be shared.
     """
 
     def __init__(
-        self, optimizer: Optimizer, communicator: HierCommunicator, names: Mapping[int, str] | None = None
+        self,
+        optimizer: Optimizer,
+        communicator: HierCommunicator,
+        names: Mapping[int, str] | None = None,
+        uncut: Collection[int] = (),
     ) -> None:
         refuse(optimizer)
         self.optimizer = optimizer
@@ -49,32 +51,37 @@ class ShardedStep:
         self.active = True
         self.steps = 0
         self.parameters: list[Tensor] = []
-        self.owners: list[int] = []
+        self.parts: list[Parts] = []
         self._names = names or {}
-        self._untested = type(optimizer) not in TESTED
+        self._uncut = frozenset(uncut)
+        self._untested = not is_tested(optimizer)
         self._trial: Trial | None = None
         self._compared = False
         self._hidden: list[tuple[Tensor, Tensor]] = []
+        self._narrowed: list[Narrowed] = []
         self._running: FrameType | None = None
-        self._consolidated: State | None = None
+        self._consolidated: dict[int, Any] | None = None
         self._follow_groups()
         self._device = self.parameters[0].device  # that of the groups, also after the module has moved to the CPU
         self._drop_foreign_state()
         self._install()
 
     @property
-    def owned(self) -> list[bool]:
-        """For each parameter, whether this rank steps it."""
-        return [owner == self.topology.device_index for owner in self.owners]
+    def mine(self) -> list[Part | None]:
+        """For each parameter, what this rank steps of it; None for nothing."""
+        here = self.topology.device_index
+        return [next((part for part in parts if part.owner == here), None) for parts in self.parts]
 
     def describe(self) -> str:
         """One line for the log."""
         size = self.topology.num_devices
-        loads = loads_of([p.numel() for p in self.parameters], self.owners, size)
+        loads = loads_of(self.parts, self._costs(self.parameters), size)
         unbalance = max(loads) * size / max(1, sum(loads))
+        cut = sum(len(parts) > 1 for parts in self.parts)
         return (
-            f"{type(self.optimizer).__name__}: {len(self.parameters)} parameters are stepped by {size} ranks; the "
-            f"largest share is {unbalance:.2f}x the mean; {self._gather.nbytes / 1e6:.1f} MB are gathered a step"
+            f"{type(self.optimizer).__name__}: {len(self.parameters)} parameters, {cut} of them in parts, are stepped "
+            f"by {size} ranks; the largest share is {unbalance:.2f}x the mean; {self._gather.nbytes / 1e6:.1f} MB are "
+            f"gathered a step"
         )
 
     # -- around the step -----------------------------------------------------------------------------------------------
@@ -91,10 +98,14 @@ class ShardedStep:
         if self._untested and not self._try_beside(replay):
             return args, kwargs
         self._running = caller
-        for parameter, owned in zip(self.parameters, self.owned, strict=True):
-            if not owned and parameter.grad is not None:
+        for parameter, parts, mine in zip(self.parameters, self.parts, self.mine, strict=True):
+            if parameter.grad is None:
+                continue
+            if mine is None:
                 self._hidden.append((parameter, parameter.grad))
                 parameter.grad = None
+            elif len(parts) > 1:
+                self._narrowed.append(Narrowed(parameter, mine))
         if replay is not None:
             replay.only_once = type(self.optimizer).__name__
         return args, kwargs
@@ -113,7 +124,10 @@ class ShardedStep:
     def _restore(self) -> None:
         for parameter, grad in self._hidden:
             parameter.grad = grad
+        for narrowed in self._narrowed:
+            narrowed.put_back()
         self._hidden.clear()
+        self._narrowed.clear()
 
     def _is_inside(self, frame: FrameType | None) -> bool:
         """Whether this is a step within the step: a subclass calls super().step(), and torch wraps both with hooks.
@@ -137,16 +151,22 @@ class ShardedStep:
     def _follow_groups(self) -> None:
         """Parameters may come later, with add_param_group(); those known keep their owners, and so their state."""
         parameters = parameters_of(self.optimizer)
-        if len(parameters) == len(self.parameters) and all(map(_is, parameters, self.parameters)):
+        if len(parameters) == len(self.parameters) and all(map(is_, parameters, self.parameters)):
             return
         size = self.topology.num_devices
-        owner_of = {id(p): owner for p, owner in zip(self.parameters, self.owners, strict=True)}
-        kept = [p for p in parameters if id(p) in owner_of]
-        new = [p for p in parameters if id(p) not in owner_of]
-        loads = loads_of([p.numel() for p in kept], [owner_of[id(p)] for p in kept], size)
-        owner_of.update({id(p): o for p, o in zip(new, assign([p.numel() for p in new], loads), strict=True)})
-        self.parameters, self.owners = parameters, [owner_of[id(p)] for p in parameters]
-        self._gather = FlatGather(self.parameters, self.owners, self.topology.device_index, size)
+        parts_of = {id(p): parts for p, parts in zip(self.parameters, self.parts, strict=True)}
+        kept = [p for p in parameters if id(p) in parts_of]
+        new = [p for p in parameters if id(p) not in parts_of]
+        loads = loads_of([parts_of[id(p)] for p in kept], self._costs(kept), size)
+        elementwise = is_elementwise(self.optimizer)
+        cuttable = [elementwise and id(p) not in self._uncut for p in new]
+        divided = divide([p.numel() for p in new], self._costs(new), loads, cuttable)
+        parts_of.update({id(p): parts for p, parts in zip(new, divided, strict=True)})
+        self.parameters, self.parts = parameters, [parts_of[id(p)] for p in parameters]
+        self._gather = FlatGather(self.parameters, self.parts, self.topology.device_index, size)
+
+    def _costs(self, parameters: list[Tensor]) -> list[int]:
+        return [step_cost(self.optimizer, p) for p in parameters]
 
     def _compare_ranks(self) -> None:
         if self._compared:
@@ -206,8 +226,19 @@ class ShardedStep:
         if to not in self.topology.nodes[self.topology.node_index]:
             return  # another node holds the same
         state = self.optimizer.state
-        mine = {i: state[p] for i, p in enumerate(self.parameters) if self.owned[i] and p in state}
-        self._consolidated = collect(mine, self.topology, self._device, to)
+        owned = [(i, part) for i, part in enumerate(self.mine) if part is not None and self.parameters[i] in state]
+        mine = {(i, part.begin): state[self.parameters[i]] for i, part in owned}
+        collected = collect(mine, self.topology, self._device, to)
+        self._consolidated = None if collected is None else self._joined(collected)
+
+    def _joined(self, collected: State) -> dict[int, Any]:
+        """The state of whole parameters, by their place in the optimizer."""
+        whole = {}
+        for index, (parameter, parts) in enumerate(zip(self.parameters, self.parts, strict=True)):
+            states = [collected[index, part.begin] for part in parts if (index, part.begin) in collected]
+            if states:
+                whole[index] = states[0] if len(parts) == 1 else join_states(states, parameter, parts)
+        return whole
 
     def _complete(self, _: Optimizer, state_dict: dict[str, Any]) -> None:
         if not self.active:
@@ -226,17 +257,29 @@ class ShardedStep:
         self._follow_groups()
         self._consolidated = None
         ids = [key for group in state_dict["param_groups"] for key in group["params"]]
-        if not self.active or self._untested or len(ids) != len(self.owners):  # the optimizer itself refuses the last
+        if not self.active or self._untested or len(ids) != len(self.parts):  # the optimizer itself refuses the last
             return None
-        foreign = {key for key, owned in zip(ids, self.owned, strict=True) if not owned}
-        return {**state_dict, "state": {k: v for k, v in state_dict["state"].items() if k not in foreign}}
+        places = {key: place for place, key in enumerate(ids)}
+        kept = {key: self._own_state(state, places.get(key)) for key, state in state_dict["state"].items()}
+        return {**state_dict, "state": {key: state for key, state in kept.items() if state is not None}}
+
+    def _own_state(self, state: Any, place: int | None) -> Any:
+        """Of a whole parameter's state, what this rank keeps; None for nothing. No place: it is no parameter's."""
+        if place is None:
+            return state
+        part = self.mine[place]
+        if part is None:
+            return None
+        return state if len(self.parts[place]) == 1 else cut_state(state, self.parameters[place], part)
 
     def _drop_foreign_state(self, even_untested: bool = False) -> None:
         if self._untested and not even_untested:  # the twin needs all of it
             return
-        for parameter, owned in zip(self.parameters, self.owned, strict=True):
-            if not owned:
-                self.optimizer.state.pop(parameter, None)
+        for place, parameter in enumerate(self.parameters):
+            state = self.optimizer.state.pop(parameter, None)
+            own = None if state is None else self._own_state(state, place)
+            if own is not None:
+                self.optimizer.state[parameter] = own
 
     def _install(self) -> None:
         self.optimizer.register_step_pre_hook(self._before)
@@ -286,28 +329,3 @@ def _closure_first(
     if "closure" in kwargs:
         return replay, args, {**kwargs, "closure": replay}
     return replay, (args[0], replay, *args[2:]), kwargs
-
-
-def refuse(optimizer: Optimizer) -> None:
-    """Raise ValueError for an optimizer that is known not to treat parameters independently."""
-    for cls in type(optimizer).__mro__:
-        if cls.__name__ in _REFUSED:
-            raise ValueError(
-                f"PTOCallback cannot share the step of {type(optimizer).__name__}: {_REFUSED[cls.__name__]}. Use an "
-                f"optimizer that steps each parameter by itself, or leave the callback out."
-            )
-    limits = {group["max_grad_norm"] for group in optimizer.param_groups if group.get("max_grad_norm")}
-    if limits:
-        raise ValueError(
-            f"{type(optimizer).__name__}(max_grad_norm={limits.pop()}) clips by the norm of all gradients, of which "
-            f"each rank sees its share only. Set max_grad_norm=None and clip with Trainer(gradient_clip_val=...)."
-        )
-    if isinstance(getattr(optimizer, "consolidate_state_dict", None), Callable):  # type: ignore[arg-type]
-        raise ValueError(
-            f"the step of {type(optimizer).__name__} is shared already: use one PTOCallback, and create optimizers in "
-            f"configure_optimizers()."
-        )
-
-
-def _is(a: object, b: object) -> bool:
-    return a is b
