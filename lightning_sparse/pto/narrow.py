@@ -5,7 +5,7 @@ optimizer makes and finds state of that size, and writes into the parameter's ow
 were.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -57,6 +57,34 @@ class Narrowed:
         self._parameter.grad = self._grad
 
 
+class OwnShare:
+    """Shows an optimizer what this rank steps: of other parameters the gradient is gone, of cut ones a part is left."""
+
+    def __init__(self) -> None:
+        self._hidden: list[tuple[Tensor, Tensor]] = []
+        self._narrowed: list[Narrowed] = []
+
+    def show(self, parameters: Sequence[Tensor], mine: Sequence[Part | None]) -> None:
+        """From here on, until put_back()."""
+        for parameter, part in zip(parameters, mine, strict=True):
+            if parameter.grad is None:
+                continue
+            if part is None:
+                self._hidden.append((parameter, parameter.grad))
+                parameter.grad = None
+            elif part.end - part.begin < parameter.numel():
+                self._narrowed.append(Narrowed(parameter, part))
+
+    def put_back(self) -> None:
+        """All parameters and gradients are whole again."""
+        for parameter, grad in self._hidden:
+            parameter.grad = grad
+        for narrowed in self._narrowed:
+            narrowed.put_back()
+        self._hidden.clear()
+        self._narrowed.clear()
+
+
 def cut_state(state: Any, parameter: Tensor, part: Part) -> Any:
     """Of a whole parameter's state, what belongs to the part; scalars are everybody's."""
 
@@ -80,6 +108,17 @@ def join_states(states: Sequence[Any], parameter: Tensor, parts: Sequence[Part])
         return whole
 
     return tree_map(join, *states)
+
+
+def placed_like(state: Any, like: Mapping[str, Any], device: torch.device) -> Any:
+    """State that came over the CPU, each entry on the device where `like`, another parameter's state, has it."""
+
+    def place(key: Any, value: Any) -> Any:
+        known = like.get(key)
+        where = known.device if isinstance(known, Tensor) and known.dim() == 0 else device
+        return tree_map_only(Tensor, lambda tensor: tensor.to(where), value)
+
+    return {key: place(key, value) for key, value in state.items()} if isinstance(state, dict) else state
 
 
 def _order(tensor: Tensor) -> list[int]:

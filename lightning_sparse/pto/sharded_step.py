@@ -2,19 +2,20 @@
 
 import logging
 import sys
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from operator import is_
 from types import FrameType
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_sparse.pto.agreement import all_say, differing
+from lightning_sparse.pto.choice import Choice
+from lightning_sparse.pto.closure import Replay, closure_first
 from lightning_sparse.pto.consolidate import State, collect
 from lightning_sparse.pto.gather import FlatGather
-from lightning_sparse.pto.narrow import Narrowed, cut_state, join_states
+from lightning_sparse.pto.narrow import OwnShare, cut_state, join_states, placed_like
 from lightning_sparse.pto.optimizers import is_elementwise, is_tested, refuse, step_cost
 from lightning_sparse.pto.ownership import Part, Parts, divide, loads_of
 from lightning_sparse.pto.trial import Trial, parameters_of
@@ -32,6 +33,7 @@ class ShardedStep:
         communicator: from ``communicator_of()``.
         names: names of parameters by their ``id()``, for messages.
         uncut: ``id()`` of parameters that one rank must step as a whole, since their gradients are sparse.
+        auto: time the plain step first, then the shared one, and keep what is faster.
 
     Raises:
         ValueError: for an optimizer that cannot be shared.
@@ -43,6 +45,8 @@ class ShardedStep:
         communicator: HierCommunicator,
         names: Mapping[int, str] | None = None,
         uncut: Collection[int] = (),
+        *,
+        auto: bool = False,
     ) -> None:
         refuse(optimizer)
         self.optimizer = optimizer
@@ -55,16 +59,21 @@ class ShardedStep:
         self._names = names or {}
         self._uncut = frozenset(uncut)
         self._untested = not is_tested(optimizer)
+        self._choice = Choice() if auto else None
         self._trial: Trial | None = None
         self._compared = False
-        self._hidden: list[tuple[Tensor, Tensor]] = []
-        self._narrowed: list[Narrowed] = []
+        self._share = OwnShare()
         self._running: FrameType | None = None
         self._consolidated: dict[int, Any] | None = None
         self._follow_groups()
         self._device = self.parameters[0].device  # that of the groups, also after the module has moved to the CPU
         self._drop_foreign_state()
         self._install()
+
+    @property
+    def sharing(self) -> bool:
+        """Whether the next step is shared; not so while ``auto`` times the plain one, and after it was turned off."""
+        return self.active and (self._choice is None or self._choice.sharing)
 
     @property
     def mine(self) -> list[Part | None]:
@@ -92,20 +101,17 @@ class ShardedStep:
             return None
         self._refuse_if_unfinished()
         self._consolidated = None
-        replay, args, kwargs = _closure_first(args, kwargs)
+        replay, args, kwargs = closure_first(args, kwargs)
         self._follow_groups()
         self._compare_ranks()
-        if self._untested and not self._try_beside(replay):
+        if self.sharing and self._untested and not self._try_beside(replay):
             return args, kwargs
         self._running = caller
-        for parameter, parts, mine in zip(self.parameters, self.parts, self.mine, strict=True):
-            if parameter.grad is None:
-                continue
-            if mine is None:
-                self._hidden.append((parameter, parameter.grad))
-                parameter.grad = None
-            elif len(parts) > 1:
-                self._narrowed.append(Narrowed(parameter, mine))
+        if self._choice is not None:
+            self._choice.begin(self._device)
+        if not self.sharing:
+            return args, kwargs
+        self._share.show(self.parameters, self.mine)
         if replay is not None:
             replay.only_once = type(self.optimizer).__name__
         return args, kwargs
@@ -113,21 +119,16 @@ class ShardedStep:
     def _after(self, *_: Any) -> None:
         if self._running is None or sys._getframe(1) is not self._running:
             return
-        self._restore()
-        self.communicator.where = f"while step {self.steps} gathered the parameters"
-        self._gather(self.communicator.gather)
+        if self.sharing:
+            self._share.put_back()
+            self.communicator.where = f"while step {self.steps} gathered the parameters"
+            self._gather(self.communicator.gather)
         self._running = None
         self.steps += 1
         if self._trial is not None:
             self._judge(self._trial)
-
-    def _restore(self) -> None:
-        for parameter, grad in self._hidden:
-            parameter.grad = grad
-        for narrowed in self._narrowed:
-            narrowed.put_back()
-        self._hidden.clear()
-        self._narrowed.clear()
+        if self._choice is not None:
+            self._choose(self._choice)
 
     def _is_inside(self, frame: FrameType | None) -> bool:
         """Whether this is a step within the step: a subclass calls super().step(), and torch wraps both with hooks.
@@ -141,8 +142,8 @@ class ShardedStep:
         return False
 
     def _refuse_if_unfinished(self) -> None:
-        if self._running is not None:
-            self._restore()
+        if self._running is not None and self.sharing:
+            self._share.put_back()
             raise RuntimeError(
                 f"step {self.steps} of {type(self.optimizer).__name__} was left by an exception before its parameters "
                 f"were gathered: ranks hold different ones. Resume from the last checkpoint."
@@ -182,12 +183,12 @@ class ShardedStep:
 
     # -- optimizers nobody has tested ----------------------------------------------------------------------------------
 
-    def _try_beside(self, replay: "_Replay | None") -> bool:
+    def _try_beside(self, replay: Replay | None) -> bool:
         """Make the plain step on a copy. False: it cannot be done, and the step is a plain one from here on."""
         reason, first = "", self._trial is None
         try:
             self._trial = self._trial or Trial(self.optimizer)
-            closure = None if replay is None else _Replay(replay.result, replay.closure)
+            closure = None if replay is None else Replay(replay.result, replay.closure)
             self._trial.plain_step(self.optimizer, closure and closure.counted)
             if closure is not None and closure.calls > 1:
                 reason = "it evaluates its closure more than once"
@@ -209,11 +210,43 @@ class ShardedStep:
         elif trial.steps_left == 0:
             self._untested, self._trial = False, None
 
-    def _turn_off(self, reason: str) -> None:
-        self.active, self._trial = False, None
+    def _turn_off(self, reason: str, level: int = logging.WARNING) -> None:
+        self.active, self._trial, self._choice = False, None, None
         del self.optimizer.consolidate_state_dict  # type: ignore[attr-defined]
         if self.topology.rank == 0:
-            log.warning("PTO is off for %s, which steps as without it: %s.", type(self.optimizer).__name__, reason)
+            log.log(level, "PTO is off for %s, which steps as without it: %s.", type(self.optimizer).__name__, reason)
+
+    # -- scope "auto" --------------------------------------------------------------------------------------------------
+
+    def _choose(self, choice: Choice) -> None:
+        """After a step that was timed: go on to the next phase, and at the end keep what was faster."""
+        choice.end(self._device)
+        if choice.begins_sharing:
+            self._drop_foreign_state()
+        if not choice.is_over:
+            return
+        found = choice.verdict(self.communicator, self._device)
+        if found.shared < found.plain:
+            self._choice = None
+            if self.topology.rank == 0:
+                log.info("PTO is on for %s: %s", type(self.optimizer).__name__, found)
+        else:
+            self._return_state()
+            self._turn_off(str(found), logging.INFO)
+
+    def _return_state(self) -> None:
+        """All state to all ranks, which then step by themselves. Collectives of the scope."""
+        state = self.optimizer.state
+        like = next((dict(state[p]) for p in self.parameters if state.get(p)), {})
+        mine: dict[int, Any] = {}
+        for rank in self.topology.nodes[self.topology.node_index]:
+            self.consolidate_state_dict(to=rank)
+            mine = mine or self._consolidated or {}
+            self._consolidated = None
+        for place, whole in mine.items():
+            parameter = self.parameters[place]
+            if len(self.parts[place]) > 1 or parameter not in state:
+                state[parameter] = placed_like(whole, like, parameter.device)
 
     def _all_say(self, yes: bool) -> bool:
         return all_say(yes, self.communicator, self._device)
@@ -223,6 +256,8 @@ class ShardedStep:
     def consolidate_state_dict(self, to: int = 0) -> None:
         """Bring all state to rank `to`, where ``state_dict()`` is then whole until the next step. All ranks call it."""
         self._refuse_if_unfinished()
+        if not self.sharing:
+            return  # every rank has it all
         if to not in self.topology.nodes[self.topology.node_index]:
             return  # another node holds the same
         state = self.optimizer.state
@@ -241,7 +276,7 @@ class ShardedStep:
         return whole
 
     def _complete(self, _: Optimizer, state_dict: dict[str, Any]) -> None:
-        if not self.active:
+        if not self.sharing:
             return
         if self._consolidated is None:
             raise RuntimeError(
@@ -257,7 +292,7 @@ class ShardedStep:
         self._follow_groups()
         self._consolidated = None
         ids = [key for group in state_dict["param_groups"] for key in group["params"]]
-        if not self.active or self._untested or len(ids) != len(self.parts):  # the optimizer itself refuses the last
+        if not self.sharing or self._untested or len(ids) != len(self.parts):  # the optimizer itself refuses the last
             return None
         places = {key: place for place, key in enumerate(ids)}
         kept = {key: self._own_state(state, places.get(key)) for key, state in state_dict["state"].items()}
@@ -273,7 +308,7 @@ class ShardedStep:
         return state if len(self.parts[place]) == 1 else cut_state(state, self.parameters[place], part)
 
     def _drop_foreign_state(self, even_untested: bool = False) -> None:
-        if self._untested and not even_untested:  # the twin needs all of it
+        if not self.sharing or (self._untested and not even_untested):  # the twin needs all of it
             return
         for place, parameter in enumerate(self.parameters):
             state = self.optimizer.state.pop(parameter, None)
@@ -290,42 +325,3 @@ class ShardedStep:
         self.optimizer.register_state_dict_post_hook(self._complete)
         self.optimizer.register_load_state_dict_pre_hook(self._select)
         self.optimizer.consolidate_state_dict = self.consolidate_state_dict  # type: ignore[attr-defined]
-
-
-class _Replay:
-    """A closure that was run already: answers with its result once, and is the closure from then on."""
-
-    def __init__(self, result: Any, closure: Callable[[], Any]) -> None:
-        self.result, self.closure = result, closure
-        self.calls = 0
-        self.only_once = ""
-
-    def __call__(self) -> Any:
-        self.calls += 1
-        if self.calls == 1:
-            return self.result
-        if self.only_once:
-            raise RuntimeError(
-                f"{self.only_once} evaluates its closure more than once in a step, which cannot be shared: leave "
-                f"PTOCallback out."
-            )
-        return self.closure()
-
-    def counted(self) -> Any:
-        """The result at every call, counted."""
-        self.calls += 1
-        return self.result
-
-
-def _closure_first(
-    args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple["_Replay | None", tuple[Any, ...], dict[str, Any]]:
-    """Run the closure of a step(optimizer, closure) now, so that gradients exist; the step itself gets the result."""
-    closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
-    if closure is None:
-        return None, args, kwargs
-    with torch.enable_grad():
-        replay = _Replay(closure(), closure)
-    if "closure" in kwargs:
-        return replay, args, {**kwargs, "closure": replay}
-    return replay, (args[0], replay, *args[2:]), kwargs

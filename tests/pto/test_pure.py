@@ -214,9 +214,14 @@ def test_scopes_in_ascending_order_of_ranks() -> None:
     assert (world.nodes, world.device_index) == (((0, 1, 2, 3),), 2)
 
 
-@pytest.mark.parametrize("scope", ["auto", "rank", None])
+@pytest.mark.parametrize(("nodes", "tried"), [(((0, 1), (2, 3)), (0, 1)), (((0,), (1,)), (0, 1)), (((0, 1),), (0, 1))])
+def test_auto_tries_the_node_or_else_the_world(nodes: tuple[tuple[int, ...], ...], tried: tuple[int, ...]) -> None:
+    assert communicator_of(Topology(nodes, rank=0), "auto").topology.nodes[0] == tried
+
+
+@pytest.mark.parametrize("scope", ["all", "rank", None])
 def test_an_unknown_scope_is_refused(scope: object) -> None:
-    with pytest.raises(ValueError, match="is not known: use 'node' .* or 'world'"):
+    with pytest.raises(ValueError, match="is not known: use 'auto' .* 'node' .* or 'world'"):
         PTOCallback(scope=scope)  # type: ignore[arg-type]
 
 

@@ -9,6 +9,7 @@ import os
 import signal
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -192,6 +193,54 @@ def late_group(communicator: HierCommunicator) -> dict[str, Any]:
         out.append((params, whole_state(optimizer) if step else optimizer.state_dict()))
         assert not step or step.parts[: len(params) - 3] == parts
     return {"equal": same(*[[list(params), state] for params, state in out])}
+
+
+@scenario
+def auto(communicator: HierCommunicator) -> dict[str, Any]:
+    """Either way chosen, for a tested optimizer and for one that is tried beside a copy: the bits of the plain run, and
+    checkpoints from every phase."""
+    found = {}
+    for cls in (AdamW, Stranger):
+        for way in ("plain", "shared"):
+            ours, theirs = parameters(), parameters()
+            optimizer, plain = cls(groups(ours), lr=0.01), cls(groups(theirs), lr=0.01)
+            step = ShardedStep(optimizer, communicator, auto=True)
+            optimizer.register_step_pre_hook(slow_step)  # after it, so that its time is the step's
+            gather = communicator.gather
+            communicator.gather = partial(late, gather, 0.0 if way == "shared" else 0.1)  # type: ignore[method-assign]
+            states = []
+            for first in range(0, STEPS, 5):
+                train(ours, optimizer, first, first + 5)
+                train(theirs, plain, first, first + 5)
+                held = (
+                    whole_state(optimizer) if hasattr(optimizer, "consolidate_state_dict") else optimizer.state_dict()
+                )
+                states.append(same(held, plain.state_dict()))
+                optimizer.load_state_dict(held)
+            communicator.gather = gather  # type: ignore[method-assign]
+            found[cls.__name__, way] = (step.sharing == (way == "shared"), same(ours, theirs), *states)
+    return found
+
+
+class Stranger(AdamW):
+    """Of a class that nobody has tested."""
+
+
+def slow_step(optimizer: Optimizer, *_: Any) -> None:
+    """The step's time, in proportion to the parameters that are stepped."""
+    time.sleep(0.004 * sum(p.grad is not None for group in optimizer.param_groups for p in group["params"]))
+
+
+def late(gather: Callable[[Tensor], Tensor], seconds: float, share: Tensor) -> Tensor:
+    time.sleep(seconds)
+    return gather(share)
+
+
+def test_auto_keeps_what_is_faster(results: list[dict[str, Any]]) -> None:
+    for each in results:
+        for (name, way), (chosen, *equal) in each["auto"].items():
+            assert all(equal), (name, way, equal)
+            assert chosen or len(results) == 1, (name, way)
 
 
 @scenario
