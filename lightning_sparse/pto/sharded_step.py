@@ -122,7 +122,7 @@ class ShardedStep:
         if self.sharing:
             self._share.put_back()
             self.communicator.where = f"while step {self.steps} gathered the parameters"
-            self._gather(self.communicator.gather)
+            self._gather(self.communicator)
         self._running = None
         self.steps += 1
         if self._trial is not None:

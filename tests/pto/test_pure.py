@@ -2,8 +2,7 @@
 
 import doctest
 from collections import OrderedDict
-from collections.abc import Iterator
-from functools import partial
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -147,35 +146,62 @@ def odd_tensors(seed: int) -> list[Tensor]:
     ]
 
 
-def keep(sent: list[Tensor], size: int, part_B: Tensor) -> Tensor:
-    sent.append(part_B.clone())
-    return part_B.repeat(size)
+class Sending:
+    """Collectives of one of `size` pretended ranks; keeps what it would send."""
+
+    def __init__(self, index: int, size: int) -> None:
+        self.index, self.size = index, size
+        self.packed: list[Tensor] = []
+        self.in_place: list[Tensor | None] = []
+
+    def gather(self, shard_S: Tensor) -> Tensor:
+        self.packed.append(shard_S.clone())
+        return shard_S.repeat(self.size)
+
+    def broadcast(self, tensor: Tensor, device_index: int) -> Callable[[], None]:
+        self.in_place.append(tensor.clone() if device_index == self.index else None)
+        return lambda: None
 
 
-def answer(answers: Iterator[tuple[Tensor, ...]], _: Tensor) -> Tensor:
-    return torch.cat(next(answers))
+class Receiving:
+    """Collectives that answer with what was sent."""
+
+    def __init__(self, sent: list[Sending]) -> None:
+        self.packed = iter(zip(*(each.packed for each in sent), strict=True))
+        self.in_place = iter(zip(*(each.in_place for each in sent), strict=True))
+
+    def gather(self, _: Tensor) -> Tensor:
+        return torch.cat(next(self.packed))
+
+    def broadcast(self, tensor: Tensor, device_index: int) -> Callable[[], None]:
+        sent = next(self.in_place)[device_index]
+        assert sent is not None
+
+        def arrive() -> None:
+            tensor.copy_(sent)
+
+        return arrive
 
 
+@pytest.mark.parametrize("large", [1, 2000, 2**20])
 @pytest.mark.parametrize("piece", [1, 200, 2**20])
 @pytest.mark.parametrize("size", [1, 2, 3, 20])
-def test_the_gather_brings_every_share_everywhere(size: int, piece: int) -> None:
+def test_the_gather_brings_every_share_everywhere(size: int, piece: int, large: int) -> None:
     """On `size` pretended ranks: each sends in turn, then each receives what was sent."""
     ranks = [odd_tensors(seed) for seed in range(size)]
     before = [[t.clone() for t in rank] for rank in ranks]
     numels = [t.numel() for t in ranks[0]]
     parts = divide(numels, numels, [0] * size, [True] * len(numels))
     assert size == 1 or len(parts[-1]) > 1
-    sent: list[list[Tensor]] = []
-    for index in range(size):
-        copies, mine = [t.clone() for t in ranks[index]], []
-        FlatGather(copies, parts, index, size, piece)(partial(keep, mine, size))
-        sent.append(mine)
-    sizes = [[part.numel() for part in mine] for mine in sent]
+    sent = [Sending(index, size) for index in range(size)]
+    for index, sending in enumerate(sent):
+        FlatGather([t.clone() for t in ranks[index]], parts, index, size, piece=piece, large=large)(sending)
+    sizes = [[part.numel() for part in sending.packed] for sending in sent]
     assert all(each == sizes[0] for each in sizes), "a collective needs equal sizes"
-    assert max(sizes[0]) * size <= max(piece, ALIGN * size)
+    assert max(sizes[0], default=0) * size <= max(piece, ALIGN * size)
+    assert bool(sent[0].in_place) == (large < 2**20 and size > 1)
     for index, tensors in enumerate(ranks):
-        answers = iter(zip(*sent, strict=True))
-        FlatGather(tensors, parts, index, size, piece)(partial(answer, answers))
+        FlatGather(tensors, parts, index, size, piece=piece, large=large)(Receiving(sent))
         for place, of_one in enumerate(parts):
             for part in of_one:
                 here = slice(part.begin, part.end)
@@ -187,7 +213,11 @@ def test_the_gather_follows_parameters_to_other_memory() -> None:
     tensors = [torch.zeros(3), torch.zeros(4)]
     gather = FlatGather(tensors, [one(0, 3), one(1, 4)], 0, 2)
     tensors[1].data = torch.ones(4)
-    gather(lambda part: torch.cat([part, torch.full((4,), 7.0).view(torch.uint8)]))
+    other = Sending(1, 2)
+    other.packed.append(torch.full((4,), 7.0).view(torch.uint8))
+    first = Sending(0, 2)
+    gather(first)
+    gather(Receiving([first, other]))
     assert tensors[1].tolist() == [7.0] * 4
 
 

@@ -9,7 +9,6 @@ import os
 import signal
 import time
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import pytest
@@ -19,7 +18,7 @@ from timm.optim import Lamb, Lars
 from torch import Tensor, nn
 from torch.optim import SGD, Adagrad, Adam, AdamW, Muon, NAdam, Optimizer, RMSprop
 
-from lightning_sparse.pto import ShardedStep, communicator_of
+from lightning_sparse.pto import ShardedStep, choice, communicator_of
 from lightning_sparse.strategy.communicator import CommunicationError, HierCommunicator
 from lightning_sparse.topology import discover
 from tests.helpers.distributed import RanksFailed, run_ranks
@@ -125,6 +124,23 @@ OPTIONS: list[tuple[type[Optimizer], dict[str, Any]]] = [
 ]
 
 
+@scenario
+def in_place(communicator: HierCommunicator) -> bool:
+    """Parts so large that they are broadcast from where they lie to where they belong."""
+    runs = []
+    for shared in (True, False):
+        params = [*parameters(), nn.Parameter(torch.randn(1001, 503, generator=torch.Generator().manual_seed(1)))]
+        optimizer = AdamW(params, lr=0.01)
+        step = ShardedStep(optimizer, communicator) if shared else None
+        train(params, optimizer, last=5)
+        runs.append((params, whole_state(optimizer) if step else optimizer.state_dict()))
+    return same(*map(list, runs))
+
+
+def test_large_parts_travel_in_place(results: list[dict[str, Any]]) -> None:
+    assert all(each["in_place"] for each in results)
+
+
 LAYERWISE: list[tuple[type[Optimizer], dict[str, Any]]] = [
     (Lars, {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.01}),
     (Lamb, {"lr": 0.01, "weight_decay": 0.01, "max_grad_norm": None}),
@@ -205,19 +221,15 @@ def auto(communicator: HierCommunicator) -> dict[str, Any]:
             ours, theirs = parameters(), parameters()
             optimizer, plain = cls(groups(ours), lr=0.01), cls(groups(theirs), lr=0.01)
             step = ShardedStep(optimizer, communicator, auto=True)
-            optimizer.register_step_pre_hook(slow_step)  # after it, so that its time is the step's
-            gather = communicator.gather
-            communicator.gather = partial(late, gather, 0.0 if way == "shared" else 0.1)  # type: ignore[method-assign]
             states = []
-            for first in range(0, STEPS, 5):
-                train(ours, optimizer, first, first + 5)
-                train(theirs, plain, first, first + 5)
-                held = (
-                    whole_state(optimizer) if hasattr(optimizer, "consolidate_state_dict") else optimizer.state_dict()
-                )
-                states.append(same(held, plain.state_dict()))
-                optimizer.load_state_dict(held)
-            communicator.gather = gather  # type: ignore[method-assign]
+            with Clock(communicator, gather=0.0 if way == "shared" else 1e9) as clock:
+                optimizer.register_step_pre_hook(clock.step)  # after the other, so that its time is the step's
+                for first in range(0, STEPS, 5):
+                    train(ours, optimizer, first, first + 5)
+                    train(theirs, plain, first, first + 5)
+                    held = whole_state(optimizer) if step.active else optimizer.state_dict()
+                    states.append(same(held, plain.state_dict()))
+                    optimizer.load_state_dict(held)
             found[cls.__name__, way] = (step.sharing == (way == "shared"), same(ours, theirs), *states)
     return found
 
@@ -226,14 +238,29 @@ class Stranger(AdamW):
     """Of a class that nobody has tested."""
 
 
-def slow_step(optimizer: Optimizer, *_: Any) -> None:
-    """The step's time, in proportion to the parameters that are stepped."""
-    time.sleep(0.004 * sum(p.grad is not None for group in optimizer.param_groups for p in group["params"]))
+class Clock:
+    """A clock that only the step and the gather move."""
 
+    def __init__(self, communicator: HierCommunicator, gather: float) -> None:
+        self.now, self.seconds = 0.0, gather
+        self._gather, self._communicator = communicator.gather, communicator
 
-def late(gather: Callable[[Tensor], Tensor], seconds: float, share: Tensor) -> Tensor:
-    time.sleep(seconds)
-    return gather(share)
+    def __enter__(self) -> "Clock":
+        self._read, choice._now = choice._now, lambda _: self.now
+        self._communicator.gather = self.late  # type: ignore[method-assign]
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        choice._now = self._read
+        self._communicator.gather = self._gather  # type: ignore[method-assign]
+
+    def step(self, optimizer: Optimizer, *_: Any) -> None:
+        """In proportion to what is stepped."""
+        self.now += sum(p.numel() for group in optimizer.param_groups for p in group["params"] if p.grad is not None)
+
+    def late(self, share: Tensor) -> Tensor:
+        self.now += self.seconds
+        return self._gather(share)
 
 
 def test_auto_keeps_what_is_faster(results: list[dict[str, Any]]) -> None:
