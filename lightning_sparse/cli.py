@@ -34,8 +34,30 @@ def _parser() -> argparse.ArgumentParser:
         prog="lightning-sparse", description="Training that stays fast on ordinary networks."
     )
     subcommands = parser.add_subparsers(dest="subcommand", required=True, metavar="COMMAND")
+    _add_doctor(subcommands)
     _add_lab(subcommands)
     return parser
+
+
+def _add_doctor(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = subcommands.add_parser(
+        "doctor",
+        help="say what of this machine can be used, and what is wrong",
+        description="Versions, kernels, GPUs, memory, and whether they fit together. Exit code 1: something is wrong.",
+    )
+    parser.add_argument("--json", action="store_true", help="for a script")
+    parser.set_defaults(run=_doctor)
+
+
+def _doctor(arguments: argparse.Namespace) -> int:
+    from lightning_sparse.bench.doctor import Finding, examine, report
+    from lightning_sparse.lab import why_not
+
+    missing = why_not()
+    lab = Finding("note" if missing else "ok", "lab", missing or "clusters with slow links can be played here")
+    findings = [*examine(), lab]
+    print(json.dumps([asdict(each) for each in findings], indent=2) if arguments.json else report(findings))
+    return int(any(each.mark == "bad" for each in findings))
 
 
 def _add_lab(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
