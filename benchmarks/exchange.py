@@ -26,14 +26,13 @@ from convergence_report import commit, surroundings
 
 from lightning_sparse.lab import Cluster, LabConfig, signals_as_exit
 
-FASTEST = 10.0  # Gbit/s, while layouts settle
 HIDDEN = (exchange_ranks.NONE, exchange_ranks.NOTHING, "ours 1 %, taken apart")
 
 
-def measure(nodes: int, devices: int, options: argparse.Namespace) -> list[dict[str, Any]]:
-    """Run the ranks in a lab whose links get each rate in turn."""
-    words = [__file__, "x", "--gbps", *map(str, options.gbps), "--seconds", str(options.seconds)]
-    config = LabConfig(nodes=nodes, devices=devices, gbps=FASTEST)
+def measure(nodes: int, devices: int, gbps: float, options: argparse.Namespace) -> list[dict[str, Any]]:
+    """Run the ranks in a lab of this rate, which is let loose while layouts settle."""
+    words = [__file__, "x", "--gbps", str(gbps), "--seconds", str(options.seconds)]
+    config = LabConfig(nodes=nodes, devices=devices, gbps=gbps)
     with tempfile.TemporaryDirectory() as folder, Cluster(config) as cluster, Rates(cluster, Path(folder)):
         env = {"EXCHANGE_FOLDER": folder, "OMP_NUM_THREADS": "1"}
         ran = cluster.run([sys.executable, *words, *(["--quick"] if options.quick else [])], env=env)
@@ -130,7 +129,7 @@ def main() -> None:
         options.seconds = min(options.seconds, 2.0)
     if "EXCHANGE_FOLDER" in os.environ:
         return exchange_ranks.main(
-            Path(os.environ["EXCHANGE_FOLDER"]), options.gbps, options.seconds, quick=options.quick
+            Path(os.environ["EXCHANGE_FOLDER"]), options.gbps[0], options.seconds, quick=options.quick
         )
     options.out.mkdir(parents=True, exist_ok=True)
     file = options.out / "exchange.json"
@@ -138,7 +137,7 @@ def main() -> None:
     for cluster in options.clusters:
         nodes, devices = map(int, cluster.split("x"))
         with signals_as_exit():
-            rows = measure(nodes, devices, options)
+            rows = [row for gbps in options.gbps for row in measure(nodes, devices, gbps, options)]
         kept = [row for row in record["rows"] if row["cluster"] != cluster]
         command = " ".join(["python", "benchmarks/exchange.py", "OUT", *sys.argv[2:]])
         record = {**surroundings(command), "commit": commit(), "rows": kept + rows}

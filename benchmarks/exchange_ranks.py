@@ -34,6 +34,7 @@ from torch.nn.parallel import DistributedDataParallel
 from lightning_sparse.strategy import HierCommunicator, HierConfig, HierState, hier_hook, hook
 from lightning_sparse.topology import Topology, discover, with_groups
 
+FASTEST = 10.0  # Gbit/s, while layouts settle
 NONE, NOTHING, SETTLING, SPARE = "no synchronisation", "hook that does nothing", 5, 1 << 20
 
 
@@ -162,33 +163,30 @@ def _nothing(_: None, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
     return future
 
 
-def measure(ways: dict[str, Way], rates: Callable[[float], None], gbps: list[float], seconds: float) -> list[Any]:
-    """Rows of the result; `rates` sets the link, and is a collective."""
+def measure(ways: dict[str, Way], rate: Callable[[float], None], gbps: float, seconds: float) -> list[dict[str, Any]]:
+    """Rows of the result; `rate` sets the link, and is a collective."""
     offset = 0
+    rate(FASTEST)
     for _ in range(SETTLING):  # buckets are rebuilt and layouts settle; PowerSGD begins to compress
         for name, way in ways.items():
-            way.step(offset := (offset + 4099) % SPARE, name != NONE)
-    rows = []
-    for rate in gbps:
-        rates(rate)
-        for way in ways.values():
-            way.seconds, way.received, way.pieces = [], [], []
-            if way.state is not None and way.state.config.exchange == "auto":
-                way.state.measured = None  # else the rate it started with decides
-        begin, repeats = time.perf_counter(), 0
-        while True:
-            for name, way in ways.items():
-                one(way, offset := (offset + 4099) % SPARE, name != NONE)
-            repeats += 1
-            spent = torch.tensor(time.perf_counter() - begin)
-            dist.broadcast(spent, 0)
-            if repeats > 3 and spent > seconds * (repeats - 1) / repeats or repeats > 24:
-                break
-        rows += [row_of(name, way, rate) for name, way in ways.items()]
-        base = next(row["step s"] for row in rows if row["gbps"] == rate and row["way"] == NONE)
-        for row in rows:
-            if row["gbps"] == rate:
-                row["sync s"] = row["step s"] - base
+            if way.state is None or way.state.config.exchange != "auto":  # it looks at the link when it begins
+                way.step(offset := (offset + 4099) % SPARE, name != NONE)
+    rate(gbps)
+    auto, dense = ways["auto 1 %"].state, ways["2-D dense"].state
+    assert auto is not None and dense is not None
+    auto.layout.settled = auto.layout.previous = dense.layout.settled
+    begin, repeats = time.perf_counter(), 0
+    while True:
+        for name, way in ways.items():
+            one(way, offset := (offset + 4099) % SPARE, name != NONE)
+        repeats += 1
+        spent = torch.tensor(time.perf_counter() - begin)
+        dist.broadcast(spent, 0)
+        if repeats > 3 and spent > seconds * (repeats - 1) / repeats or repeats > 24:
+            break
+    rows = [row_of(name, way, gbps) for name, way in ways.items()]
+    for row in rows:
+        row["sync s"] = row["step s"] - rows[0]["step s"]
     return rows
 
 
@@ -211,7 +209,7 @@ def one(way: Way, offset: int, synchronised: bool) -> None:
 
 
 def row_of(name: str, way: Way, gbps: float) -> dict[str, Any]:
-    """Medians without the first step, which meets a link of another rate; a step is as long as its slowest rank."""
+    """Medians without the first step, in which auto looks at the link; a step is as long as its slowest rank."""
     taken = torch.tensor(way.seconds[1:])
     dist.all_reduce(taken, dist.ReduceOp.MAX)
     row: dict[str, Any] = {
@@ -250,7 +248,7 @@ def ask(folder: Path, gbps: float) -> None:
     dist.barrier()
 
 
-def main(folder: Path, gbps: list[float], seconds: float, quick: bool) -> None:
+def main(folder: Path, gbps: float, seconds: float, quick: bool) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     ways = build(discover(), quick)

@@ -9,8 +9,8 @@ it. A command in a node also has a hostname and an ``/etc/hosts`` of its own, in
 Shaping is ``tc tbf`` at both ends of a link, netem being absent from many kernels: it gives a rate, not a latency. The
 bucket is kept small, because what fits into it passes unshaped after a pause, and a sparse message is short. It is not
 smaller, because a timer that fires later than the bucket lasts is bandwidth lost, and on a busy machine timers are
-late. TCP's super-packets (GSO) are kept to half a bucket: tbf would cut a larger one into single frames, and that work
-alone keeps two processors from filling four links of 1 Gbit/s (measured: a third of the rate).
+late. TCP's super-packets (GSO) are kept to half a bucket: tbf would cut one that is larger than its bucket into single
+frames, and that work alone keeps two processors from filling four links of 1 Gbit/s (measured: a third of the rate).
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from lightning_sparse.lab.processes import RunName, end_processes
 STORAGE_ADDRESS = "10.77.255.1"
 INTERFACE = "eth0"
 NETNS_FOLDER = Path("/run/netns")
-MIN_BURST_BYTES = 16 * 1024  # a few full frames
-BURST_S = 500e-6
+MIN_BURST_BYTES = 32 * 1024
 MAX_GSO_BYTES = 65_536
+BURST_S = 500e-6
 QUEUE_MS = 50
 # `ip netns exec` has given the command a mount namespace of its own: the host does not see these mounts
 _BECOME_NODE = """
@@ -116,7 +116,7 @@ class Network:
         return {part: NodeTraffic(ports[part]["rx"]["bytes"], ports[part]["tx"]["bytes"]) for part in self.addresses}
 
     def reshape(self, gbps: float) -> None:
-        """Give all links this rate from now on; what is under way stays under way."""
+        """Give all links this rate from now on. Build the network with the lowest: its super-packets suit that one."""
         for part in self.addresses:
             self._shape_ends("change", part, gbps)
 
@@ -141,6 +141,9 @@ class Network:
         _run(["ip", "-n", switch, "link", "add", part, "type", "veth", "peer", "name", INTERFACE, "netns", node])
         self._shape_ends("add", part, gbps)
         for place, name in self._ends(part):
+            # a socket asks its interface once, when it connects: so this one stays through reshape()
+            super_packet = min(MAX_GSO_BYTES, _burst_bytes(gbps) // 2)
+            _run(["ip", "-n", place, "link", "set", name, "gso_max_size", str(super_packet)])
             # no IPv6 link-local address: its discovery traffic would be counted
             _run(["ip", "-n", place, "link", "set", name, "addrgenmode", "none"])
         _run(["ip", "-n", switch, "link", "set", part, "master", "br0", "up"])
@@ -150,8 +153,6 @@ class Network:
     def _shape_ends(self, verb: str, part: str, gbps: float) -> None:
         for place, name in self._ends(part):
             _run(["tc", "-n", place, "qdisc", verb, "dev", name, "root", *_shape(gbps)])
-            super_packet = min(_burst_bytes(gbps) // 2, MAX_GSO_BYTES)
-            _run(["ip", "-n", place, "link", "set", "dev", name, "gso_max_size", str(super_packet)])
 
     def _ends(self, part: str) -> list[tuple[str, str]]:
         """Namespace and interface of both ends of a link."""
