@@ -173,7 +173,8 @@ def measure(ways: dict[str, Way], rate: Callable[[float], None], gbps: float, se
                 way.step(offset := (offset + 4099) % SPARE, name != NONE)
     rate(gbps)
     auto, dense = ways["auto 1 %"].state, ways["2-D dense"].state
-    assert auto is not None and dense is not None
+    assert auto is not None
+    assert dense is not None
     auto.layout.settled = auto.layout.previous = dense.layout.settled
     begin, repeats = time.perf_counter(), 0
     while True:
