@@ -30,7 +30,7 @@ from lightning_sparse.lab.processes import RunName, end_processes
 STORAGE_ADDRESS = "10.77.255.1"
 INTERFACE = "eth0"
 NETNS_FOLDER = Path("/run/netns")
-MIN_BURST_BYTES = 32 * 1024
+MIN_BURST_BYTES = 16 * 1024  # a few full frames
 MAX_GSO_BYTES = 65_536
 BURST_S = 500e-6
 QUEUE_MS = 50
