@@ -224,6 +224,7 @@ def row_of(name: str, way: Way, gbps: float) -> dict[str, Any]:
     if way.state is not None:
         row["received by a device, bytes, planned"] = way.state.stats.round_bytes
         row["density"] = way.state.stats.density
+        row["rates"] = None if way.state.rates is None else way.state.rates.to_list()
     for piece in sorted(way.pieces[0]) if way.pieces else ():
         row[f"{piece} s"] = median([each[piece] for each in way.pieces[1:]])
     return row

@@ -16,8 +16,8 @@ step                 where           in -> out                                  
 ==================== =============== ======================================================= ======================
 
 Steps 2 and 3 have a dense twin, an all-reduce of shard_S + residual_S between nodes, which leaves a zero residual. It
-is taken in dense rounds, while the bucket layout is not settled, and where it moves fewer bytes. Every such choice is a
-function of values that all ranks share.
+is taken in dense rounds, while the bucket layout is not settled, and where it is predicted to be faster; so is one flat
+all-reduce over all ranks. Every such choice is a function of values that all ranks share.
 
 With a loss scaler the gradients arrive scaled. Residuals are kept in unscaled units, so a change of the scale means
 nothing to them: step 2 divides by the scale and what arrives is multiplied by it again, both exact for powers of two.
@@ -60,6 +60,8 @@ def reduce_bucket(state: HierState, arrived: Arrived) -> None:
             sparse_round(state, group, part_n, plan.k)
         elif plan.path == "dense":
             dense_round(state, group, part_n)
+        elif plan.path == "flat":
+            flat_round(state, group, part_n)
         else:
             identity(state.communicator, part_n)
     state.close(arrived)
@@ -91,6 +93,17 @@ def dense_round(state: HierState, group: ParamGroup, grad_N: Tensor) -> None:
         shard_S.add_(state.rescale(residual_S.clone()))
     comm.all_reduce(shard_S)
     _write(grad_N, comm.gather(shard_S))
+    state.stage(group, None)
+
+
+def flat_round(state: HierState, group: ParamGroup, grad_N: Tensor) -> None:
+    """DDP's all-reduce with the residual in it, where the network between nodes is no slower than the rest."""
+    comm, residual_S = state.communicator, state.residual(group)
+    grad_N.mul_(1.0 / comm.topology.world_size)
+    if residual_S is not None:  # a shard stands on one device of each node, so the sum over ranks has it once a node
+        own = grad_N[comm.topology.device_index * residual_S.numel() :][: residual_S.numel()]
+        own.add_(state.rescale(residual_S[: own.numel()].clone()))
+    comm.flat_all_reduce(grad_N)
     state.stage(group, None)
 
 

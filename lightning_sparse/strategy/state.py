@@ -25,9 +25,11 @@ from torch._C._distributed_c10d import GradBucket  # torch.distributed re-export
 
 from lightning_sparse.strategy.communicator import HierCommunicator
 from lightning_sparse.strategy.config import HierConfig
+from lightning_sparse.strategy.cost import Rates
 from lightning_sparse.strategy.layout import Layout, ParamGroup, group_of, parameter_names, refuse_sparse_gradients
 from lightning_sparse.strategy.overlap import Inline, Runner, thread_of
 from lightning_sparse.strategy.plan import Plan, bytes_of, choose, is_reducible_by_shard
+from lightning_sparse.strategy.probe import probe
 from lightning_sparse.strategy.residual import ResidualStore
 from lightning_sparse.strategy.schedule import density_at
 from lightning_sparse.strategy.stats import CommStats
@@ -65,6 +67,7 @@ class HierState:
         epoch: set it at the start of each epoch; the density schedule reads it.
         round: how many rounds are over.
         stats: what was communicated.
+        rates: what exchange="auto" decides by; None until the first round has measured them.
         loss_scale: answers with the scale of a loss scaler, a 0-dim tensor, or None; asked in each round.
     """
 
@@ -86,6 +89,8 @@ class HierState:
         self._names = parameter_names(module)
         self.loss_scale: Callable[[], Tensor | None] = lambda: None
         self._dtypes = {name: p.dtype for name, p in module.named_parameters()}
+        given = config.inter_gbps
+        self.rates = None if given is None else Rates.of_link(given, topology.num_devices)
         self._usage = UsageTracker(module) if find_unused_parameters else None
         self._handles: list[Any] = []
         self._watching = False
@@ -112,6 +117,7 @@ class HierState:
         """Read a bucket while it is at hand: DDP takes it back when the hook returns."""
         if not self._round_is_open:
             self.settle()
+            self._measure(bucket.buffer().device)
             self._round_is_open = True
         group = group_of(bucket.parameters(), self._names)
         used = self._usage.take(group) if self._usage is not None else None
@@ -214,7 +220,14 @@ class HierState:
             return Plan("identity")
         if not self.layout.is_settled(group):
             return Plan("dense")
-        return choose(self.config, self.topology, group, dtype, round_index=self.round, epoch=self.epoch)
+        rates = self.rates or Rates.of_link(1.0, self.topology.num_devices)  # read by "auto" alone, which has them
+        return choose(self.config, self.topology, rates, group, dtype, round_index=self.round, epoch=self.epoch)
+
+    def _measure(self, device: torch.device) -> None:
+        """Once, while no bucket is under way: all ranks are at the same place, and nothing else is on the networks."""
+        if self.rates is None and self.config.exchange == "auto" and self.topology.kind == "hierarchical":
+            self.rates = probe(self.communicator, device, self.config.dtype)
+            self.say(f"measured: {self.rates.describe(self.topology.num_devices)}")
 
     # -- error feedback ------------------------------------------------------------------------------------------------
 
