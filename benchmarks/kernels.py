@@ -19,6 +19,7 @@ reading and writing it once.
 | mstopk 30 | the paper's loop as it circulates, 30 counting passes; `compiled` under torch.compile |
 | argpartition | numpy, CPU only |
 | DGC | a threshold from the top-k of a 1 % sample, then a second selection among what reached it |
+| ..., n threads | the same with `--more-threads n`, in the same loop |
 
 Writes results.json (hardware, date, versions, commit, command, every row) and kernels.svg.
 """
@@ -73,7 +74,26 @@ def layered(numel: int, g: torch.Generator) -> Tensor:
     return x
 
 
-DISTRIBUTIONS = {"gaussian": gaussian, "laplace": laplace, "heavy-tailed": heavy_tailed, "layered": layered}
+def resnet50(numel: int, g: torch.Generator) -> Tensor:
+    """The gradient of a ResNet-50 (25,557,032 elements) after one step on noise, in the order of its parameters;
+    repeated or cut to the length that is asked for."""
+    from torchvision import models
+
+    torch.manual_seed(g.initial_seed())
+    net = models.resnet50()
+    images, labels = torch.randn(8, 3, 128, 128, generator=g), torch.randint(1000, (8,), generator=g)
+    torch.nn.functional.cross_entropy(net(images), labels).backward()
+    flat = torch.cat([parameter.grad.flatten() for parameter in net.parameters() if parameter.grad is not None])
+    return flat.repeat(-(-numel // flat.numel()))[:numel].contiguous()
+
+
+DISTRIBUTIONS = {
+    "gaussian": gaussian,
+    "laplace": laplace,
+    "heavy-tailed": heavy_tailed,
+    "layered": layered,
+    "resnet50": resnet50,
+}
 
 
 def thirty_passes(x: Tensor, k: int) -> Tensor:
@@ -95,7 +115,18 @@ def dgc(x: Tensor, k: int) -> Tensor:
     return hits[torch.topk(a[hits], min(k, hits.numel()), sorted=False).indices]
 
 
-def methods_for(x: Tensor, k: int, compiled: Callable[..., Tensor] | None) -> dict[str, Method]:
+def with_threads(method: Method, threads: int, usual: int) -> Method:
+    def run() -> None:
+        torch.set_num_threads(threads)
+        try:
+            method()
+        finally:
+            torch.set_num_threads(usual)
+
+    return run
+
+
+def methods_for(x: Tensor, k: int, compiled: Callable[..., Tensor] | None, more_threads: int) -> dict[str, Method]:
     y, residual, left = torch.empty_like(x), torch.randn_like(x) * 0.1, torch.empty_like(x)
     methods: dict[str, Method] = {
         "sum": lambda: x.sum(),
@@ -112,6 +143,10 @@ def methods_for(x: Tensor, k: int, compiled: Callable[..., Tensor] | None) -> di
         methods["mstopk 30 compiled"] = lambda: compiled(x, k)
     if x.device.type == "cpu":
         methods["argpartition"] = lambda: np.argpartition(np.abs(x.numpy()), x.numel() - k)[x.numel() - k :]
+    if more_threads:
+        usual = torch.get_num_threads()
+        for name in [*FLOORS, "select", "compress"]:
+            methods[f"{name}, {more_threads} threads"] = with_threads(methods[name], more_threads, usual)
     return methods
 
 
@@ -157,7 +192,7 @@ def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
         g = torch.Generator().manual_seed(0)
         x = DISTRIBUTIONS[distribution](numel, g).to(options.device)
         k = max(1, int(numel * density))
-        methods = methods_for(x, k, compiled)
+        methods = methods_for(x, k, compiled, options.more_threads)
         if options.slow_up_to is not None and numel > options.slow_up_to:
             methods = {name: method for name, method in methods.items() if name not in SLOW}
         times = interleaved(methods, options.device, options.repeats, options.seconds)
@@ -223,6 +258,7 @@ def plot(rows: list[dict[str, Any]], path: Path) -> None:
     figure = Figure(figsize=(7, 5), layout="tight")
     axes = figure.add_subplot()
     shown = [row for row in rows if row["distribution"] == "gaussian" and row["density"] == 0.01]
+    shown = [row for row in shown if "threads" not in row["method"]]
     for name in dict.fromkeys(row["method"] for row in shown):
         line = [(row["numel"], row["ms"]) for row in shown if row["method"] == name]
         style = ":" if name in FLOORS else "-"
@@ -240,6 +276,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="three small cases")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--threads", type=int, default=1, help="of torch, on the CPU")
+    parser.add_argument("--more-threads", type=int, default=0, help="time floors and ours with so many threads, too")
     parser.add_argument("--repeats", type=int, default=21)
     parser.add_argument("--seconds", type=float, default=5.0, help="spent at most on one method of one case")
     parser.add_argument("--sizes", type=int, nargs="+", help=f"default: {SIZES}, and 10^9 on a GPU")

@@ -34,6 +34,7 @@ from lightning_sparse.strategy.residual import ResidualStore
 from lightning_sparse.strategy.schedule import density_at
 from lightning_sparse.strategy.stats import CommStats
 from lightning_sparse.strategy.usage import MAX, UsageTracker, unused_everywhere
+from lightning_sparse.strategy.zeros import WrittenZeros, heads_of, mark_heads
 from lightning_sparse.topology import Topology
 
 log = logging.getLogger("lightning_sparse")
@@ -94,7 +95,8 @@ class HierState:
         self._usage = UsageTracker(module) if find_unused_parameters else None
         self._handles: list[Any] = []
         self._watching = False
-        self._stepped: set[str] = set()
+        self._steps: list[tuple[set[str], WrittenZeros]] = []  # since the last settle(): who had a gradient
+        self._heads: dict[ParamGroup, Tensor] = {}
         self._masked: frozenset[str] = frozenset()
         self._round_is_open = False
         self._bypass = ""
@@ -160,7 +162,7 @@ class HierState:
             self._round_is_open, self._masked = False, frozenset()
         if self.store.staged or self.store.spent:
             self.store.settle(*self._not_stepped())
-        self._stepped.clear()
+        self._steps.clear()
 
     def watch(self, optimizers: Iterable[torch.optim.Optimizer]) -> None:
         """Note from now on which parameters these optimizers step. Without it every round counts as used.
@@ -257,8 +259,7 @@ class HierState:
     def settled_store(self) -> ResidualStore:
         """The residuals as settle() would leave them now, without settling: what a checkpoint holds. Gradients that
         wait to be stepped do not survive a restart, so their round is as if it had not been."""
-        staged = {name for group in self.store.staged for name in group.names}
-        pending = (staged | self.store.spent) - self._stepped
+        pending = self._open_names() - self._stepped()
         return self.store.settled_copy(frozenset(pending) if self._watching else frozenset())
 
     def residual_norm(self) -> Tensor:
@@ -293,29 +294,32 @@ class HierState:
     def _note_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         # A fused optimizer is stepped even when the scaler met an inf, and skips inside.
         found_inf = getattr(optimizer, "found_inf", None)
-        if found_inf is None or not found_inf:
+        open_names = self._open_names()
+        if (found_inf is None or not found_inf) and open_names:
             # Read at each step: groups are added while training, and who drops a gradient holds its parameter still.
-            held = [p for param_group in optimizer.param_groups for p in param_group["params"] if p.grad is not None]
-            self._stepped.update(self._names[id(p)] for p in held if id(p) in self._names)
+            parameters = [p for param_group in optimizer.param_groups for p in param_group["params"]]
+            grads = {self._names.get(id(p), ""): p.grad for p in parameters if p.grad is not None}
+            grads = {name: grad for name, grad in grads.items() if name in open_names}
+            self._steps.append((set(grads), WrittenZeros(grads)))
+
+    def _open_names(self) -> set[str]:
+        """The parameters whose residual waits for what becomes of their gradient."""
+        return {name for group in self.store.staged for name in group.names} | self.store.spent
+
+    def _stepped(self) -> set[str]:
+        """The parameters that an optimizer stepped by what the round gave it."""
+        return set().union(*(names - zeros.names() for names, zeros in self._steps))
 
     def _not_stepped(self) -> tuple[set[str], set[str]]:
         """Of the parameters that were not stepped: whose gradient was thrown away, and whose still waits for a step."""
-        discarded: set[str] = set()
-        waiting: set[str] = set()
         module = self._module()
         if not self._watching or module is None:
-            return discarded, waiting
+            return set(), set()
+        left = self._open_names() - self._stepped()
         grads = {self._names[id(p)]: p.grad for p in module.parameters() if id(p) in self._names}
-        open_names = [group.names for group in self.store.staged] + [tuple(self.store.spent)]
-        for names in open_names:
-            kept = {name: grads.get(name) for name in names if name not in self._stepped}
-            there = {name: grad for name, grad in kept.items() if grad is not None}
-            # One parameter's zeros say nothing: often none of its entries was among the largest. Zeros in the whole
-            # group were written by the user, since a round sends something of each group.
-            if any(grad.any() for grad in there.values()):
-                waiting.update(there)
-            discarded.update(kept.keys() - waiting)
-        return discarded, waiting
+        there = {name: grad for name in left if (grad := grads.get(name)) is not None}
+        waiting = there.keys() - WrittenZeros(there).names()
+        return left - waiting, waiting
 
     def _unused(self, arrived: Arrived) -> frozenset[str]:
         if arrived.used is None or self.topology.kind != "hierarchical" or self._bypass:
@@ -339,8 +343,15 @@ class HierState:
         self._masked = frozenset()
         if self.topology.kind != "hierarchical" and self.config.error_feedback and not self._bypass:
             self.store.spend_parked(group, self.topology.num_nodes, self.rescale, grad_N)
+        if self._watching and (group in self.store.staged or not self.store.spent.isdisjoint(group.names)):
+            self._mark(group, grad_N)
         for name, values in saved.items():
             grad_N[places[name]].copy_(values)
+
+    def _mark(self, group: ParamGroup, grad_N: Tensor) -> None:
+        if group not in self._heads:
+            self._heads[group] = heads_of(group.numels, grad_N.device)
+        mark_heads(grad_N, self._heads[group])
 
     def _describe_layout(self) -> None:
         paths = [self._choose(group, self._dtypes[group.names[0]]).path for group in self.layout.settled]

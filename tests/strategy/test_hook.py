@@ -498,14 +498,18 @@ def throw_away(set_to_none: bool) -> tuple[Tensor, Tensor]:
     return before, node_residual(ddp.module, state)
 
 
-def test_a_gradient_dropped_before_the_step_leaves_no_trace() -> None:
-    for before, after, others_moved in run_ranks(drop_some, nodes=2, devices=1):
+@pytest.mark.parametrize("how", ["none", "zero_", "assign", "zeros"])
+@pytest.mark.parametrize(("nodes", "devices"), [(2, 1), (2, 2)])
+def test_a_gradient_dropped_before_the_step_leaves_no_trace(how: str, nodes: int, devices: int) -> None:
+    for before, after, others_moved in run_ranks(drop_some, how, nodes=nodes, devices=devices):
+        assert before.abs().max() > 0
         assert torch.equal(before, after)
         assert others_moved
 
 
-def drop_some() -> tuple[Tensor, Tensor, bool]:
-    """As one holds a last layer still at first: its gradients become None, the others are stepped."""
+def drop_some(how: str) -> tuple[Tensor, Tensor, bool]:
+    """As one holds a last layer still at first: its gradients are taken away, the others are stepped. Of the bias
+    nothing is among the largest in most rounds, so that its gradient is zero before and after."""
     ddp, state, optimizer = watched(density=0.05)
     last = sum(p.numel() for p in ddp.module[4].parameters())
     for step in range(10):
@@ -516,11 +520,47 @@ def drop_some() -> tuple[Tensor, Tensor, bool]:
         loss_of(ddp, step, dist.get_rank()).backward()
         if step >= 5:
             for parameter in ddp.module[4].parameters():
-                parameter.grad = None
+                drop(parameter, how)
         optimizer.step()
     state.settle()
     after = node_residual(ddp.module, state)
     return before[-last:], after[-last:], not torch.equal(before[:-last], after[:-last])
+
+
+def drop(parameter: nn.Parameter, how: str) -> None:
+    assert parameter.grad is not None
+    if how == "none":
+        parameter.grad = None
+    elif how == "zero_":
+        parameter.grad.zero_()
+    elif how == "assign":
+        parameter.grad[...] = 0.0
+    else:
+        parameter.grad = torch.zeros_like(parameter)
+
+
+def test_a_masked_row_and_clipped_gradients_lose_nothing() -> None:
+    """What is left of a gradient after the user worked on it was used, zeros at its head included."""
+    for given, applied, waiting in run_ranks(masked_and_clipped, nodes=2, devices=2):
+        torch.testing.assert_close(given, applied + waiting, rtol=1e-5, atol=2e-5)
+
+
+def masked_and_clipped() -> tuple[Tensor, Tensor, Tensor]:
+    ddp, state, optimizer = watched(density=0.03)
+    given = torch.zeros_like(flat_parameters(ddp)).double()
+    applied = given.clone()
+    for step in range(20):
+        optimizer.zero_grad()
+        given += mean_gradient(ddp, step)
+        state.before_backward()
+        loss_of(ddp, step, dist.get_rank()).backward()
+        applied += flat_grads(ddp)
+        nn.utils.clip_grad_norm_(ddp.parameters(), 0.01)
+        nn.utils.clip_grad_value_(ddp.parameters(), 0.001)
+        ddp.module[0].weight.grad[0] = 0.0
+        optimizer.step()
+    state.settle()
+    return given, applied, sum_over_nodes(node_residual(ddp.module, state), state)
 
 
 # -- 5: non-finite gradients -------------------------------------------------------------------------------------------

@@ -189,14 +189,13 @@ float left_of(float acc, int32_t exponent) {
 }
 
 // Takes what was found of one chunk; `store` is where acc of the range was written. Masks, because what is settled
-// follows no pattern that a branch could learn.
+// follows no pattern that a branch could learn. What is not finite is put right when the message is written.
 template <Dtype dtype>
 void settle(float* store, const uint32_t* positions, const float* values, int64_t n, uint32_t from) {
   for (int64_t i = 0; i < n; ++i) {
     const float acc = values[i];
     const uint32_t key = key_of(acc), settled = 0u - static_cast<uint32_t>(key >= from);
-    const uint32_t finite = 0u - static_cast<uint32_t>(key < kInfKey);
-    const uint32_t left = dtype == Dtype::bf16 ? bits_of(acc - from_bf16(to_bf16(acc))) & finite : 0u;
+    const uint32_t left = dtype == Dtype::bf16 ? bits_of(acc - from_bf16(to_bf16(acc))) : 0u;
     store[positions[i]] = float_of((left & settled) | (bits_of(acc) & ~settled));
   }
 }

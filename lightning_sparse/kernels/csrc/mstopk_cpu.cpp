@@ -76,7 +76,7 @@ namespace {
 // -------------------------------------------------------------------------------------------------------- the k-th key
 
 constexpr int64_t kLowBins = 1 << kLowBits;
-constexpr int64_t kRefineAlone = 1 << 20, kEmitAlone = 1 << 16;  // so few elements are not worth waking threads for
+constexpr int64_t kRefineAlone = 1 << 16, kEmitAlone = 1 << 16;  // so few elements are not worth waking threads for
 
 struct Found {
   int64_t bin, above;  // above: how many lie in higher bins
