@@ -153,6 +153,7 @@ def build(topology: Topology, quick: bool) -> dict[str, Way]:
     add_ours("ours 1 %, at once", exchange="sparse", overlap=False)
     add_ours("ours 1 %, taken apart", exchange="sparse", overlap=False)
     add_ours("ours 0.1 %", exchange="sparse", density=0.001)
+    add_ours("regional 1 %", exchange="regional")
     add_ours("auto 1 %")
     return ways
 

@@ -5,7 +5,7 @@ from typing import Any, Literal, get_args
 
 import torch
 
-Exchange = Literal["auto", "sparse", "dense"]
+Exchange = Literal["auto", "sparse", "regional", "dense"]
 ValueDtype = Literal["float32", "bfloat16", "float16"]
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -17,7 +17,9 @@ class HierConfig:
 
     Args:
         density: K / S, the share of each shard that is sent between nodes, in (0, 1].
-        exchange: what travels between nodes. ``"sparse"``: the K largest entries; ``"dense"``: everything;
+        exchange: what travels between nodes. ``"sparse"``: each node's K largest entries, to all others;
+            ``"regional"``: the K largest of all nodes together, nearly (for many nodes: its volume does not grow with
+            their number, but it applies K entries where ``"sparse"`` applies up to M K); ``"dense"``: everything;
             ``"auto"``: for each group of parameters whichever is predicted to be faster, from a short measurement of
             both networks in the first round; dense where the two are close.
         value_dtype: how the values of a message are written. The rounding error of a 16-bit value stays in the

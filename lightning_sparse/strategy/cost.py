@@ -11,6 +11,8 @@ flat       ring all-reduce over all P ranks              2 (P-1)/P * N * w / L  
 dense      ring all-reduce of the shard over M nodes     2 (M-1)/M * S * w           add S; twice N inside the node
 sparse     all-gather of one message a node              (M-1) * message             select S, scatter M K, fill S;
                                                                                      twice N inside the node
+regional   all-to-all, then all-gather of K / M pairs    2 (M-1) * message / M       select S + S/M, scatter 2 K,
+                                                                                     fill S + S/M; twice N inside
 =========  ============================================  ==========================  ===================================
 
 (The ring of all ranks crosses into each node once, so its L devices share that traffic.) A collective of n steps that
@@ -18,7 +20,8 @@ receives b bytes takes ``n * latency + b * seconds_per_byte``; what it adds up a
 by the element. Overlap with backward is no part of it: the time of a round is the sum of its steps.
 
 Sparse grows with M and dense does not: in bytes, with pairs of p bytes and 4-byte gradients, sparse wins while
-density < 8 / (p M).
+density < 8 / (p M). Paths do not apply the same share of the gradient, so times alone compare little: the *effective
+density* is 1 for the dense ones, at most M * K / S for sparse and K / S for regional.
 """
 
 from dataclasses import astuple, dataclass
@@ -116,6 +119,11 @@ def sparse_bytes(num_nodes: int, message_nbytes: int) -> float:
     return float((num_nodes - 1) * message_nbytes)
 
 
+def regional_bytes(num_nodes: int, message_nbytes: int) -> float:
+    """Of the all-to-all and the all-gather of a message about a region."""
+    return 2.0 * (num_nodes - 1) * message_nbytes
+
+
 def flat_bytes(nodes: int, world_size: int, numel: int, itemsize: int) -> float:
     """Of an all-reduce over all ranks, averaged over devices."""
     if nodes == 1:
@@ -148,6 +156,20 @@ def sparse_seconds(work: Work, rates: Rates, k: int, value_dtype: Dtype) -> floa
     nbytes = sparse_bytes(nodes, message_bytes(shard, k, value_dtype))
     host = shard * (rates.select + rates.fill) + nodes * k * rates.scatter
     return _inside(work, rates) + _collective(rates.inter, nodes - 1, nbytes) + host
+
+
+def regional_seconds(work: Work, rates: Rates, k: int, value_dtype: Dtype) -> float:
+    """Of a regional round that applies k pairs."""
+    nodes, shard = work.num_nodes, work.shard_numel
+    region, k = -(-shard // nodes), -(-k // nodes)
+    nbytes = regional_bytes(nodes, message_bytes(region, k, value_dtype))
+    host = (shard + region) * (rates.select + rates.fill) + 2 * nodes * k * rates.scatter
+    return _inside(work, rates) + _collective(rates.inter, 2 * (nodes - 1), nbytes) + host
+
+
+def effective_density(path: str, num_nodes: int, density: float) -> float:
+    """The share of entries that a round applies, at most: nodes may select the same ones."""
+    return {"sparse": min(1.0, num_nodes * density), "regional": density}.get(path, 1.0)
 
 
 def _inside(work: Work, rates: Rates) -> float:

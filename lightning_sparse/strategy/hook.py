@@ -17,7 +17,8 @@ step                 where           in -> out                                  
 
 Steps 2 and 3 have a dense twin, an all-reduce of shard_S + residual_S between nodes, which leaves a zero residual. It
 is taken in dense rounds, while the bucket layout is not settled, and where it is predicted to be faster; so is one flat
-all-reduce over all ranks. Every such choice is a function of values that all ranks share.
+all-reduce over all ranks. With exchange="regional" they go by regions (lightning_sparse.strategy.regional): then the
+volume does not grow with M. Every such choice is a function of values that all ranks share.
 
 **Lanes.** A reduction is a generator that yields where the work changes place: inside the node, between nodes, inside
 the node again. The runner (lightning_sparse.strategy.overlap) may give each of the three a lane of its own, so that one
@@ -44,6 +45,7 @@ from torch._C._distributed_c10d import GradBucket  # torch.distributed re-export
 from lightning_sparse.kernels import accumulate, compress
 from lightning_sparse.strategy.communicator import HierCommunicator
 from lightning_sparse.strategy.parts import Arrived, Part
+from lightning_sparse.strategy.regional import Regions
 from lightning_sparse.strategy.state import HierState
 
 Lanes = Generator[None, None, None]
@@ -84,6 +86,8 @@ def round_of(state: HierState, part: Part) -> Lanes:
     plan = state.plan(part)
     if plan.path == "sparse":
         return sparse_round(state, part, plan.k)
+    if plan.path == "regional":
+        return regional_round(state, part, plan.k)
     if plan.path == "dense":
         return dense_round(state, part)
     if plan.path == "flat":
@@ -101,9 +105,22 @@ def sparse_round(state: HierState, part: Part, k: int) -> Lanes:
     yield
     shard_S = sum_S if sum_S.dtype == torch.float32 else torch.empty_like(sum_S, dtype=torch.float32)
     accumulate(messages, shard_S, k, state.config.dtype)
-    state.rescale(shard_S)
-    _write(part.grad_N, comm.gather(shard_S.to(part.grad_N.dtype), last=True))
-    state.stage(part, next_S)
+    _finish(state, part, shard_S, next_S)
+
+
+def regional_round(state: HierState, part: Part, k: int) -> Lanes:
+    """Steps 2 and 3 by regions: two exchanges whose volume does not grow with M."""
+    comm, residual_S, next_S = state.communicator, state.residual(part), state.next_residual(part)
+    sum_S, share = node_sums(comm, part.grad_N)
+    regions = Regions(sum_S.numel(), comm.topology.num_nodes, k, state.config.dtype)
+    rows = regions.select(sum_S, residual_S, next_S, state.unscale(sum_S, share))
+    yield
+    row = regions.merge(comm.all_to_all(rows), comm.topology.node_index, next_S)
+    rows = comm.exchange(row)
+    yield
+    shard_S = sum_S if sum_S.dtype == torch.float32 else torch.empty_like(sum_S, dtype=torch.float32)
+    regions.apply(rows, shard_S)
+    _finish(state, part, shard_S, next_S)
 
 
 def dense_round(state: HierState, part: Part) -> Lanes:
@@ -148,6 +165,13 @@ def node_sums(comm: HierCommunicator, grad_N: Tensor) -> tuple[Tensor, float]:
         grad_N.mul_(share)
         share = 1.0
     return comm.reduce_scatter(grad_N), share
+
+
+def _finish(state: HierState, part: Part, shard_S: Tensor, next_S: Tensor | None) -> None:
+    """Step 4, and the residual is proposed."""
+    state.rescale(shard_S)
+    _write(part.grad_N, state.communicator.gather(shard_S.to(part.grad_N.dtype), last=True))
+    state.stage(part, next_S)
 
 
 def _write(grad_N: Tensor, grad_LS: Tensor) -> None:

@@ -12,15 +12,16 @@ from lightning_sparse.strategy import cost
 from lightning_sparse.strategy.config import HierConfig
 from lightning_sparse.strategy.cost import Rates
 from lightning_sparse.strategy.layout import ParamGroup
+from lightning_sparse.strategy.regional import Regions
 from lightning_sparse.strategy.schedule import density_at, is_dense_round, num_selected
 from lightning_sparse.topology import Topology
 
-Path = Literal["identity", "flat", "dense", "sparse"]
+Path = Literal["identity", "flat", "dense", "sparse", "regional"]
 
 
 class Plan(NamedTuple):
     """How a group is reduced. "identity" is DDP's own all-reduce, "flat" the same with the residual in it; k counts for
-    "sparse" only."""
+    "sparse" and "regional"."""
 
     path: Path
     k: int = 0
@@ -39,10 +40,12 @@ def choose(
     """The path of a settled group on a hierarchical topology."""
     work = cost.Work(topology.num_nodes, topology.num_devices, group.numel, dtype.itemsize)
     k = num_selected(density_at(config, epoch), work.shard_numel)
-    if config.exchange == "sparse" and not is_dense_round(config, round_index):
-        return Plan("sparse", k)
-    if config.exchange != "auto":
+    if is_dense_round(config, round_index) and config.exchange != "auto":
         return Plan("dense")
+    if config.exchange == "regional":
+        return Plan("regional", k) if work.shard_numel >= topology.num_nodes else Plan("dense")
+    if config.exchange != "auto":
+        return Plan(config.exchange, k if config.exchange == "sparse" else 0)
     flat, dense = cost.flat_seconds(work, rates), cost.dense_seconds(work, rates)
     sparse = cost.sparse_seconds(work, rates, k, config.dtype)
     if sparse < cost.MARGIN * min(flat, dense) and not is_dense_round(config, round_index):
@@ -60,6 +63,8 @@ def bytes_of(
         return flat, flat
     if plan.path == "dense":
         return cost.dense_bytes(nodes, shard, dtype.itemsize), flat
+    if plan.path == "regional":
+        return cost.regional_bytes(nodes, Regions(shard, nodes, plan.k, config.dtype).row_nbytes), flat
     return cost.sparse_bytes(nodes, message_bytes(shard, plan.k, config.dtype)), flat
 
 

@@ -77,7 +77,7 @@ def collectives_of_one_node() -> list[torch.dtype]:
     return reduced
 
 
-@pytest.mark.parametrize("exchange", ["sparse", "dense"])
+@pytest.mark.parametrize("exchange", ["sparse", "dense", "regional"])
 @pytest.mark.parametrize(("nodes", "devices"), SHAPES)
 def test_density_one_equals_ddp(nodes: int, devices: int, exchange: str) -> None:
     for ours, ddp, sent in run_ranks(density_one, exchange, nodes=nodes, devices=devices):

@@ -145,6 +145,14 @@ def test_times_are_those_of_pencil_and_paper() -> None:
     expected = inside + 3e-4 + 3 * message * 8e-9 + 1000 * (1e-9 + 4e-10) + 40 * 4e-9
     assert cost.sparse_seconds(work, HOST, 10, torch.bfloat16) == pytest.approx(expected)
 
+    row = message_bytes(250, 3, torch.bfloat16)
+    expected = inside + 6e-4 + 6 * row * 8e-9 + 1250 * (1e-9 + 4e-10) + 24 * 4e-9
+    assert cost.regional_seconds(work, HOST, 10, torch.bfloat16) == pytest.approx(expected)
+
+
+def test_effective_densities() -> None:
+    assert [cost.effective_density(path, 16, 0.01) for path in ("sparse", "regional", "dense")] == [0.16, 0.01, 1.0]
+
 
 def test_rates_survive_a_checkpoint() -> None:
     assert cost.Rates.from_list(HOST.to_list()) == HOST
