@@ -12,6 +12,7 @@ same on every rank: the step alone is timed. One step lasts as long as that of t
 | plain | every rank steps all parameters |
 | pto node, pto world | `PTOCallback`'s step, with the gather |
 | pto compute | the same with a gather that costs nothing: share of the step, packing and unpacking |
+| pto auto | after `scope="auto"` has chosen between the plain and the shared step |
 | zero | torch's ZeroRedundancyOptimizer |
 
 `break-even` is the rate of the link, in Gbit/s and per rank, above which the gather costs less than sharing saves:
@@ -38,21 +39,24 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from timm.optim import Lamb, Lars
 from torch import Tensor, nn
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.optim import Optimizer
 from tqdm import tqdm
 
-from lightning_sparse.pto import ShardedStep, communicator_of
+from lightning_sparse.pto import ShardedStep, choice, communicator_of
 from lightning_sparse.topology import Topology, discover
 
 WORLDS = {1: (1, 1), 2: (1, 2), 4: (2, 2)}  # ranks -> nodes, devices
 OPTIMIZERS: dict[str, tuple[type[Optimizer], dict[str, Any]]] = {
     "SGD": (torch.optim.SGD, {"lr": 1e-3, "momentum": 0.9, "foreach": True}),
     "AdamW": (torch.optim.AdamW, {"lr": 1e-4, "foreach": True}),
+    "LARS": (Lars, {"lr": 1e-3, "momentum": 0.9}),
+    "LAMB": (Lamb, {"lr": 1e-4, "max_grad_norm": None}),
     "Muon": (torch.optim.Muon, {"lr": 1e-3}),
 }
-SETTLING = 4  # first steps make state, compare ranks, and try an optimizer beside a copy
+SETTLING = 4  # first steps make state and compare ranks
 
 
 def shapes_of(model: str) -> list[torch.Size]:
@@ -81,7 +85,7 @@ def ways(topology: Topology) -> dict[str, Callable[[type[Optimizer], dict[str, A
     def sharded(scope: Any, free: bool = False) -> Callable[..., Optimizer]:
         def make(cls: type[Optimizer], options: dict[str, Any], parameters: list[nn.Parameter]) -> Optimizer:
             optimizer = cls(parameters, **options)
-            step = ShardedStep(optimizer, communicator_of(topology, scope))
+            step = ShardedStep(optimizer, communicator_of(topology, scope), auto=scope == "auto")
             if free:
                 optimizer.register_step_post_hook(lambda *_: make_free(step))
             return optimizer
@@ -90,7 +94,7 @@ def ways(topology: Topology) -> dict[str, Callable[[type[Optimizer], dict[str, A
 
     made: dict[str, Any] = {"plain": lambda cls, options, parameters: cls(parameters, **options)}
     if topology.world_size > 1:
-        made |= {"pto world": sharded("world"), "pto compute": sharded("world", free=True)}
+        made |= {"pto world": sharded("world"), "pto compute": sharded("world", free=True), "pto auto": sharded("auto")}
         made["zero"] = lambda cls, options, parameters: ZeroRedundancyOptimizer(parameters, cls, **options)
     if topology.num_nodes > 1:
         made["pto node"] = sharded("node")
@@ -103,6 +107,7 @@ def make_free(step: ShardedStep) -> None:
         kept: dict[int, Tensor] = {}
         size = step.topology.num_devices
         step.communicator.gather = lambda share: kept.setdefault(share.numel(), share.repeat(size))  # type: ignore
+        step.communicator.broadcast = lambda *_: lambda: None  # type: ignore
 
 
 def state_bytes(optimizer: Optimizer) -> int:
@@ -124,7 +129,7 @@ def measure(model: str, name: str, topology: Topology, repeats: int, seconds: fl
         parameters = make_parameters(model, name)
         optimizer = make(cls, options, parameters)
         taken: list[float] = []
-        for _ in range(SETTLING):
+        for _ in range(2 * choice.STEPS if way == "pto auto" else SETTLING):
             optimizer.step()
         while len(taken) < repeats and sum(taken) < seconds:
             dist.barrier()
@@ -138,7 +143,8 @@ def measure(model: str, name: str, topology: Topology, repeats: int, seconds: fl
             {
                 "model": model, "parameters": total, "optimizer": name, "ranks": topology.world_size, "way": way,
                 "ms": statistics.median(taken) * 1e3, "fastest_ms": min(taken) * 1e3, "repeats": len(taken),
-                "state_MB": slowest(state_bytes(optimizer)) / 1e6, "gathered_MB": gathered / 1e6,
+                "shared": isinstance(sharded, ShardedStep), "state_MB": slowest(state_bytes(optimizer)) / 1e6,
+                "gathered_MB": gathered / 1e6,
             }
         )  # fmt: skip
     return rows

@@ -3,6 +3,7 @@
 import logging
 from typing import Any
 
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_sparse.pto.scope import Scope, check_scope, communicator_of
@@ -13,6 +14,12 @@ from lightning_sparse.topology import discover
 log = logging.getLogger("lightning_sparse")
 
 
+def sparse_parameters(module: nn.Module) -> set[int]:
+    """``id()`` of the weights whose gradients are sparse tensors, which cannot be cut."""
+    embeddings = (nn.Embedding, nn.EmbeddingBag)
+    return {id(each.weight) for each in module.modules() if isinstance(each, embeddings) and each.sparse}
+
+
 class PTOMixin:
     """Lets every rank run its share of the optimizer step, and keep its share of the optimizer state.
 
@@ -20,14 +27,15 @@ class PTOMixin:
     than gathering the parameters, or where the optimizer's state does not fit.
 
     Args:
-        scope: ``"node"`` shares the step inside each node and gathers over its fast links; ``"world"`` shares it among
-            all ranks.
+        scope: ``"auto"`` times a few plain steps and a few shared ones, inside the node or, with one rank a node, among
+            all, and keeps what is faster; ``"node"`` shares the step inside each node and gathers over its fast links;
+            ``"world"`` shares it among all ranks. Choose one of these two where the state would not fit otherwise.
 
     Raises:
         ValueError: for another scope; at the start of fit, when strategy or optimizer cannot be joined with it.
     """
 
-    def __init__(self, scope: Scope = "node") -> None:
+    def __init__(self, scope: Scope = "auto") -> None:
         check_scope(scope)
         self.scope: Scope = scope
         self.steps: list[ShardedStep] = []
@@ -46,8 +54,12 @@ class PTOMixin:
             )
         communicator = self._shared_communicator(trainer)
         names = {id(parameter): name for name, parameter in pl_module.named_parameters()}
+        uncut = sparse_parameters(pl_module)
         shared = {id(step.optimizer): step for step in self.steps}  # a second fit may meet the same optimizers
-        self.steps = [shared.get(id(o)) or ShardedStep(o, communicator, names) for o in trainer.optimizers]
+        self.steps = [
+            shared.get(id(o)) or ShardedStep(o, communicator, names, uncut, auto=self.scope == "auto")
+            for o in trainer.optimizers
+        ]
         if trainer.is_global_zero:
             for step in self.steps:
                 log.info("PTOCallback(scope=%r): %s", self.scope, step.describe())

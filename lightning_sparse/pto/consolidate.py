@@ -16,8 +16,8 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from lightning_sparse.pto.gather import aligned
 from lightning_sparse.topology import Topology
 
-State = dict[int, Any]
-"""State of each parameter, by the parameter's place in the optimizer."""
+State = dict[tuple[int, int], Any]
+"""State by the parameter's place in the optimizer and the element that the part begins with."""
 
 
 def collect(state: State, topology: Topology, device: torch.device, to: int) -> State | None:

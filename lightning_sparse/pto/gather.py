@@ -1,4 +1,4 @@
-"""A flat, padded all-gather that brings every rank's parameters to all ranks of the scope.
+"""Brings every rank's parameters to all ranks of the scope: packed, or in place.
 
 With W ranks, rank w's parameters packed one after the other, and B the bytes of the largest share:
 
@@ -11,19 +11,35 @@ reaches over the end of a piece goes on in the next one.
 
 Bytes, so that parameters of any dtype travel together: one series of pieces a device. Parameters begin at multiples of
 ALIGN bytes. Sizes follow from shapes and owners, so all ranks know them without asking.
+
+On a CPU a copy costs as much as the wire, and Gloo's all-gather copies more than once: there, whatever has at least
+LARGE bytes is broadcast from where it lies to where it belongs, all of it at once, and only the rest is packed. (100 MB
+between two ranks of one machine: 88 ms packed, 32 ms in place.)
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from lightning_sparse.pto.narrow import memory_of
+from lightning_sparse.pto.ownership import Parts
+
 ALIGN = 16
 PIECE = 16 * 2**20
+LARGE = 2**18
 
-Gather = Callable[[Tensor], Tensor]
-"""All-gather of a flat tensor of equal size on all ranks of the scope, in the order of its ranks."""
+
+class Collectives(Protocol):
+    """What is needed of a communicator."""
+
+    def gather(self, shard_S: Tensor) -> Tensor:
+        """All-gather of a flat tensor of equal size on all ranks of the scope, in the order of its ranks."""
+
+    def broadcast(self, tensor: Tensor, device_index: int) -> Callable[[], None]:
+        """Begin to bring a rank's tensor to all ranks of the scope, in place; what is returned waits for it."""
 
 
 @dataclass
@@ -34,10 +50,10 @@ class Piece:
     segments: list[list[Tensor]]
     places: list[list[slice]]
 
-    def exchange(self, gather: Gather, index: int, buffer_B: Tensor) -> None:
+    def exchange(self, collectives: Collectives, index: int, buffer_B: Tensor) -> None:
         """Send what rank `index` owns, and overwrite the others with what their owners sent."""
         _copy([buffer_B[place] for place in self.places[index]], self.segments[index])
-        gathered_WB = gather(buffer_B[: self.nbytes]).view(len(self.segments), self.nbytes)
+        gathered_WB = collectives.gather(buffer_B[: self.nbytes]).view(len(self.segments), self.nbytes)
         for owner, received_B in enumerate(gathered_WB):
             if owner != index:
                 _copy(self.segments[owner], [received_B[place] for place in self.places[owner]])
@@ -48,47 +64,66 @@ class FlatGather:
 
     Args:
         parameters: all parameters, in the same order and with the same strides on all ranks.
-        owners: for each, the index of its rank in the scope.
+        parts: for each, which rank of the scope owns what of it.
         index: this rank's index in the scope.
         size: W, the number of ranks in the scope.
-        piece: bytes that one collective brings at most.
+        piece: bytes that one packed collective brings at most.
+        large: bytes from which on a part in a CPU's memory is not packed.
 
     Raises:
         ValueError: for a parameter whose elements do not fill its memory.
     """
 
     def __init__(
-        self, parameters: Sequence[Tensor], owners: Sequence[int], index: int, size: int, piece: int = PIECE
+        self,
+        parameters: Sequence[Tensor],
+        parts: Sequence[Parts],
+        index: int,
+        size: int,
+        *,
+        piece: int = PIECE,
+        large: int = LARGE,
     ) -> None:
         self.index = index
         self._size = size
+        self._in_place_from = large
         self._cut = max(ALIGN, piece // size // ALIGN * ALIGN)
-        self._parameters, self._owners = parameters, owners
+        self._parameters, self._parts = parameters, parts
         self._addresses: list[int] = []
         self._prepare()
 
     @property
     def nbytes(self) -> int:
         """What one gather brings to this rank from others."""
-        return sum((self._size - 1) * piece.nbytes for pieces in self._pieces.values() for piece in pieces)
+        packed = sum((self._size - 1) * piece.nbytes for pieces in self._pieces.values() for piece in pieces)
+        return packed + sum(flat.numel() for owner, flat in self._large if owner != self.index)
 
     @torch.no_grad()
-    def __call__(self, gather: Gather) -> None:
+    def __call__(self, collectives: Collectives) -> None:
         """Bring all parameters up to date. Collectives of the scope."""
+        if self._size == 1:
+            return
         if [p.data_ptr() for p in self._parameters] != self._addresses:  # somebody has set p.data
             self._prepare()
+        under_way = [collectives.broadcast(flat, owner) for owner, flat in self._large]
         for device, pieces in self._pieces.items():
             buffer_B = torch.empty(pieces[0].nbytes, dtype=torch.uint8, device=device)
             for piece in pieces:
-                piece.exchange(gather, self.index, buffer_B)
+                piece.exchange(collectives, self.index, buffer_B)
+        for wait in under_way:
+            wait()
 
     def _prepare(self) -> None:
         self._addresses = [p.data_ptr() for p in self._parameters]
+        self._large: list[tuple[int, Tensor]] = []
         shares: dict[torch.device, list[list[Tensor]]] = {}  # by device, in order of first appearance; then by owner
-        for parameter, owner in zip(self._parameters, self._owners, strict=True):
-            if parameter.numel():
-                of_device = shares.setdefault(parameter.device, [[] for _ in range(self._size)])
-                of_device[owner].append(bytes_of(parameter))
+        for parameter, parts in zip(self._parameters, self._parts, strict=True):
+            for part in parts if parameter.numel() else ():
+                flat = memory_of(parameter)[part.begin : part.end].view(torch.uint8)
+                if flat.numel() >= self._in_place_from and flat.device.type == "cpu":
+                    self._large.append((part.owner, flat))
+                else:
+                    shares.setdefault(parameter.device, [[] for _ in range(self._size)])[part.owner].append(flat)
         self._pieces = {device: self._cut_up(of_device) for device, of_device in shares.items()}
 
     def _cut_up(self, shares: list[list[Tensor]]) -> list[Piece]:
@@ -111,23 +146,6 @@ class FlatGather:
             pieces[index].segments[owner].append(flat[done : done + count])
             pieces[index].places[owner].append(slice(begin, begin + count))
             done += count
-
-
-def bytes_of(tensor: Tensor) -> Tensor:
-    """The tensor's memory as a flat view of bytes, whatever the order of its dims.
-
-    Raises:
-        ValueError: when its elements do not fill its memory.
-    """
-    strides = tensor.stride()
-    order = sorted(range(tensor.dim()), key=lambda dim: -strides[dim])
-    in_memory = tensor.detach().permute(order)
-    if not in_memory.is_contiguous():
-        raise ValueError(
-            f"a parameter of shape {tuple(tensor.shape)} and strides {strides} has gaps in its memory, or "
-            f"elements that share it, and cannot be gathered: make it contiguous()."
-        )
-    return in_memory.view(-1).view(torch.uint8)
 
 
 def aligned(nbytes: int) -> int:

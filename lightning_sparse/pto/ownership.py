@@ -1,20 +1,63 @@
-"""Which rank of the scope steps which parameter. Pure: every rank computes the same answer from the same sizes."""
+"""Which rank of the scope steps which parameter, or which part of one. Pure: every rank computes the same answer."""
 
 from collections.abc import Sequence
+from typing import NamedTuple
+
+GRAIN = 64
+"""Cuts lie at multiples of so many elements: there vectorised optimizers give the same bits as on the whole."""
+BALANCED = 1.1
+"""A largest share of so many times the mean is good enough; below it nothing is cut."""
 
 
-def assign(numels: Sequence[int], loads: Sequence[int]) -> list[int]:
-    """Deal whole parameters out, the largest first, each to the rank that has least so far.
+class Part(NamedTuple):
+    """Elements [begin, end) of a parameter, in the order of its memory, and the rank of the scope that steps them."""
 
-    Whole, because the step of one parameter may look at all of it (a layer-wise norm, a matrix). The largest share is
-    at most the mean plus the largest parameter, so one huge parameter bounds what can be gained.
+    owner: int
+    begin: int
+    end: int
+
+
+Parts = tuple[Part, ...]
+
+
+def divide(numels: Sequence[int], costs: Sequence[int], loads: Sequence[int], cuttable: Sequence[bool]) -> list[Parts]:
+    """Deal parameters out, whole where that balances well enough, else with the largest cut into a part for each rank.
 
     Args:
         numels: elements of each parameter.
-        loads: elements that each rank has already; its length is the number of ranks.
+        costs: what the step of each costs, in any unit.
+        loads: what each rank has already, in the same unit; its length is the number of ranks.
+        cuttable: whether the step treats each element by itself, so that a part can be stepped alone.
 
     Returns:
-        The owner of each parameter, an index into `loads`. Ties go to the earlier parameter and the lower rank.
+        The parts of each parameter, ascending.
+
+    >>> divide([10, 6, 4], [10, 6, 4], loads=[0, 0], cuttable=[True] * 3)
+    [(Part(owner=0, begin=0, end=10),), (Part(owner=1, begin=0, end=6),), (Part(owner=1, begin=0, end=4),)]
+    >>> divide([900, 100], [900, 100], loads=[0, 0], cuttable=[True] * 2)[0]
+    (Part(owner=0, begin=0, end=448), Part(owner=1, begin=448, end=900))
+    """
+    cut: set[int] = set()
+    while True:
+        parts = _deal(numels, costs, loads, cut)
+        totals = [a + b for a, b in zip(loads, loads_of(parts, costs, len(loads)), strict=True)]
+        whole = [i for i, numel in enumerate(numels) if cuttable[i] and i not in cut and numel > GRAIN]
+        if not whole or max(totals) * len(loads) <= BALANCED * sum(totals):
+            return parts
+        cut.add(max(whole, key=lambda i: costs[i]))
+
+
+def assign(costs: Sequence[int], loads: Sequence[int]) -> list[int]:
+    """Deal out, the costliest first, each to the rank that has least so far.
+
+    The largest share is at most the mean plus the costliest piece.
+
+    Args:
+        costs: of each piece.
+        loads: what each rank has already.
+
+    Returns:
+        The owner of each piece, an index into `loads`. Ties go to the earlier piece and the lower rank.
 
     >>> assign([3, 10, 4, 4], loads=[0, 0])
     [1, 0, 1, 1]
@@ -22,21 +65,39 @@ def assign(numels: Sequence[int], loads: Sequence[int]) -> list[int]:
     [1]
     """
     totals = list(loads)
-    owners = [0] * len(numels)
-    for index in sorted(range(len(numels)), key=lambda i: -numels[i]):
+    owners = [0] * len(costs)
+    for index in sorted(range(len(costs)), key=lambda i: -costs[i]):
         owner = min(range(len(totals)), key=totals.__getitem__)
         owners[index] = owner
-        totals[owner] += max(1, numels[index])  # an empty parameter is work too
+        totals[owner] += max(1, costs[index])  # an empty parameter is work too
     return owners
 
 
-def loads_of(numels: Sequence[int], owners: Sequence[int], size: int) -> list[int]:
-    """Elements that each of `size` ranks owns.
+def loads_of(parts: Sequence[Parts], costs: Sequence[int], size: int) -> list[int]:
+    """What each of `size` ranks has to do.
 
-    >>> loads_of([3, 10, 4, 4], [1, 0, 1, 1], size=2)
-    [10, 11]
+    >>> loads_of([(Part(0, 0, 5), Part(1, 5, 10)), (Part(1, 0, 4),)], costs=[100, 7], size=2)
+    [50, 57]
     """
     loads = [0] * size
-    for numel, owner in zip(numels, owners, strict=True):
-        loads[owner] += max(1, numel)
+    for of_parameter, cost in zip(parts, costs, strict=True):
+        numel = of_parameter[-1].end
+        for part in of_parameter:
+            loads[part.owner] += max(1, cost * (part.end - part.begin) // max(1, numel))
     return loads
+
+
+def _deal(numels: Sequence[int], costs: Sequence[int], loads: Sequence[int], cut: set[int]) -> list[Parts]:
+    size, totals = len(loads), list(loads)
+    in_parts = {i: tuple(Part(rank, *bounds) for rank, bounds in enumerate(_bounds(numels[i], size))) for i in cut}
+    for index, parts in in_parts.items():
+        totals = [a + b for a, b in zip(totals, loads_of([parts], [costs[index]], size), strict=True)]
+    whole = [i for i in range(len(numels)) if i not in cut]
+    owner_of = dict(zip(whole, assign([costs[i] for i in whole], totals), strict=True))
+    return [in_parts.get(i) or (Part(owner_of[i], 0, numel),) for i, numel in enumerate(numels)]
+
+
+def _bounds(numel: int, count: int) -> list[tuple[int, int]]:
+    step = max(GRAIN, round(numel / count / GRAIN) * GRAIN)
+    begins = list(range(0, numel, step))[:count]
+    return list(zip(begins, [*begins[1:], numel], strict=True))

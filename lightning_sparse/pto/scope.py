@@ -14,7 +14,7 @@ import torch.distributed as dist
 from lightning_sparse.strategy.communicator import HierCommunicator
 from lightning_sparse.topology import Topology
 
-Scope = Literal["node", "world"]
+Scope = Literal["auto", "node", "world"]
 
 
 def check_scope(scope: object) -> None:
@@ -25,13 +25,16 @@ def check_scope(scope: object) -> None:
     """
     if scope not in get_args(Scope):
         raise ValueError(
-            f"scope={scope!r} is not known: use 'node' to share the optimizer step inside each node, over fast links "
-            f"only, or 'world' to share it among all ranks, which saves more memory and gathers over the slow links."
+            f"scope={scope!r} is not known: use 'auto' to share the optimizer step where that is faster, 'node' to "
+            f"share it inside each node, over fast links only, or 'world' to share it among all ranks, which saves "
+            f"more memory and gathers over the slow links."
         )
 
 
 def communicator_of(topology: Topology, scope: Scope, *, timeout: timedelta | None = None) -> HierCommunicator:
     """A communicator whose ``gather`` spans the scope. A collective where nodes are of unequal size.
+
+    The scope that ``"auto"`` tries is the node, or the world where no node has ranks to share with.
 
     Args:
         topology: from ``topology.discover()``, made for this purpose.
@@ -43,7 +46,8 @@ def communicator_of(topology: Topology, scope: Scope, *, timeout: timedelta | No
     check_scope(scope)
     # A group's ranks are in ascending order whatever the order of a node's devices, and so are the pieces it gathers.
     nodes = tuple(tuple(sorted(node)) for node in topology.nodes)
-    if scope == "world" or topology.kind in ("one node", "one rank"):
+    alone = all(len(node) == 1 for node in nodes)
+    if scope == "world" or (scope == "auto" and alone) or topology.kind in ("one node", "one rank"):
         everyone = (tuple(range(topology.world_size)),)
         return HierCommunicator(replace(topology, nodes=everyone, intra=topology.world, inter=None))
     intra = topology.intra

@@ -2,28 +2,26 @@
 
 import logging
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Collection, Mapping
+from operator import is_
 from types import FrameType
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_sparse.pto.agreement import all_say, differing
+from lightning_sparse.pto.choice import Choice
+from lightning_sparse.pto.closure import Replay, closure_first
 from lightning_sparse.pto.consolidate import State, collect
 from lightning_sparse.pto.gather import FlatGather
-from lightning_sparse.pto.ownership import assign, loads_of
-from lightning_sparse.pto.trial import TESTED, Trial, parameters_of
+from lightning_sparse.pto.narrow import OwnShare, cut_state, join_states, placed_like
+from lightning_sparse.pto.optimizers import is_elementwise, is_tested, refuse, step_cost
+from lightning_sparse.pto.ownership import Part, Parts, divide, loads_of
+from lightning_sparse.pto.trial import Trial, parameters_of
 from lightning_sparse.strategy.communicator import HierCommunicator
 
 log = logging.getLogger("lightning_sparse")
-
-_REFUSED = {
-    "LBFGS": "it evaluates the closure several times within a step and mixes all parameters",
-    "ZeroRedundancyOptimizer": "it shares out the step already",
-    "PostLocalSGDOptimizer": "ranks hold different parameters between its averagings",
-}
 
 
 class ShardedStep:
@@ -34,13 +32,21 @@ class ShardedStep:
             ``state_dict()`` is called on one.
         communicator: from ``communicator_of()``.
         names: names of parameters by their ``id()``, for messages.
+        uncut: ``id()`` of parameters that one rank must step as a whole, since their gradients are sparse.
+        auto: time the plain step first, then the shared one, and keep what is faster.
 
     Raises:
         ValueError: for an optimizer that cannot be shared.
     """
 
     def __init__(
-        self, optimizer: Optimizer, communicator: HierCommunicator, names: Mapping[int, str] | None = None
+        self,
+        optimizer: Optimizer,
+        communicator: HierCommunicator,
+        names: Mapping[int, str] | None = None,
+        uncut: Collection[int] = (),
+        *,
+        auto: bool = False,
     ) -> None:
         refuse(optimizer)
         self.optimizer = optimizer
@@ -49,32 +55,42 @@ class ShardedStep:
         self.active = True
         self.steps = 0
         self.parameters: list[Tensor] = []
-        self.owners: list[int] = []
+        self.parts: list[Parts] = []
         self._names = names or {}
-        self._untested = type(optimizer) not in TESTED
+        self._uncut = frozenset(uncut)
+        self._untested = not is_tested(optimizer)
+        self._choice = Choice() if auto else None
         self._trial: Trial | None = None
         self._compared = False
-        self._hidden: list[tuple[Tensor, Tensor]] = []
+        self._share = OwnShare()
         self._running: FrameType | None = None
-        self._consolidated: State | None = None
+        self._consolidated: dict[int, Any] | None = None
         self._follow_groups()
         self._device = self.parameters[0].device  # that of the groups, also after the module has moved to the CPU
         self._drop_foreign_state()
         self._install()
 
     @property
-    def owned(self) -> list[bool]:
-        """For each parameter, whether this rank steps it."""
-        return [owner == self.topology.device_index for owner in self.owners]
+    def sharing(self) -> bool:
+        """Whether the next step is shared; not so while ``auto`` times the plain one, and after it was turned off."""
+        return self.active and (self._choice is None or self._choice.sharing)
+
+    @property
+    def mine(self) -> list[Part | None]:
+        """For each parameter, what this rank steps of it; None for nothing."""
+        here = self.topology.device_index
+        return [next((part for part in parts if part.owner == here), None) for parts in self.parts]
 
     def describe(self) -> str:
         """One line for the log."""
         size = self.topology.num_devices
-        loads = loads_of([p.numel() for p in self.parameters], self.owners, size)
+        loads = loads_of(self.parts, self._costs(self.parameters), size)
         unbalance = max(loads) * size / max(1, sum(loads))
+        cut = sum(len(parts) > 1 for parts in self.parts)
         return (
-            f"{type(self.optimizer).__name__}: {len(self.parameters)} parameters are stepped by {size} ranks; the "
-            f"largest share is {unbalance:.2f}x the mean; {self._gather.nbytes / 1e6:.1f} MB are gathered a step"
+            f"{type(self.optimizer).__name__}: {len(self.parameters)} parameters, {cut} of them in parts, are stepped "
+            f"by {size} ranks; the largest share is {unbalance:.2f}x the mean; {self._gather.nbytes / 1e6:.1f} MB are "
+            f"gathered a step"
         )
 
     # -- around the step -----------------------------------------------------------------------------------------------
@@ -85,16 +101,17 @@ class ShardedStep:
             return None
         self._refuse_if_unfinished()
         self._consolidated = None
-        replay, args, kwargs = _closure_first(args, kwargs)
+        replay, args, kwargs = closure_first(args, kwargs)
         self._follow_groups()
         self._compare_ranks()
-        if self._untested and not self._try_beside(replay):
+        if self.sharing and self._untested and not self._try_beside(replay):
             return args, kwargs
         self._running = caller
-        for parameter, owned in zip(self.parameters, self.owned, strict=True):
-            if not owned and parameter.grad is not None:
-                self._hidden.append((parameter, parameter.grad))
-                parameter.grad = None
+        if self._choice is not None:
+            self._choice.begin(self._device)
+        if not self.sharing:
+            return args, kwargs
+        self._share.show(self.parameters, self.mine)
         if replay is not None:
             replay.only_once = type(self.optimizer).__name__
         return args, kwargs
@@ -102,18 +119,16 @@ class ShardedStep:
     def _after(self, *_: Any) -> None:
         if self._running is None or sys._getframe(1) is not self._running:
             return
-        self._restore()
-        self.communicator.where = f"while step {self.steps} gathered the parameters"
-        self._gather(self.communicator.gather)
+        if self.sharing:
+            self._share.put_back()
+            self.communicator.where = f"while step {self.steps} gathered the parameters"
+            self._gather(self.communicator)
         self._running = None
         self.steps += 1
         if self._trial is not None:
             self._judge(self._trial)
-
-    def _restore(self) -> None:
-        for parameter, grad in self._hidden:
-            parameter.grad = grad
-        self._hidden.clear()
+        if self._choice is not None:
+            self._choose(self._choice)
 
     def _is_inside(self, frame: FrameType | None) -> bool:
         """Whether this is a step within the step: a subclass calls super().step(), and torch wraps both with hooks.
@@ -127,8 +142,8 @@ class ShardedStep:
         return False
 
     def _refuse_if_unfinished(self) -> None:
-        if self._running is not None:
-            self._restore()
+        if self._running is not None and self.sharing:
+            self._share.put_back()
             raise RuntimeError(
                 f"step {self.steps} of {type(self.optimizer).__name__} was left by an exception before its parameters "
                 f"were gathered: ranks hold different ones. Resume from the last checkpoint."
@@ -137,16 +152,22 @@ class ShardedStep:
     def _follow_groups(self) -> None:
         """Parameters may come later, with add_param_group(); those known keep their owners, and so their state."""
         parameters = parameters_of(self.optimizer)
-        if len(parameters) == len(self.parameters) and all(map(_is, parameters, self.parameters)):
+        if len(parameters) == len(self.parameters) and all(map(is_, parameters, self.parameters)):
             return
         size = self.topology.num_devices
-        owner_of = {id(p): owner for p, owner in zip(self.parameters, self.owners, strict=True)}
-        kept = [p for p in parameters if id(p) in owner_of]
-        new = [p for p in parameters if id(p) not in owner_of]
-        loads = loads_of([p.numel() for p in kept], [owner_of[id(p)] for p in kept], size)
-        owner_of.update({id(p): o for p, o in zip(new, assign([p.numel() for p in new], loads), strict=True)})
-        self.parameters, self.owners = parameters, [owner_of[id(p)] for p in parameters]
-        self._gather = FlatGather(self.parameters, self.owners, self.topology.device_index, size)
+        parts_of = {id(p): parts for p, parts in zip(self.parameters, self.parts, strict=True)}
+        kept = [p for p in parameters if id(p) in parts_of]
+        new = [p for p in parameters if id(p) not in parts_of]
+        loads = loads_of([parts_of[id(p)] for p in kept], self._costs(kept), size)
+        elementwise = is_elementwise(self.optimizer)
+        cuttable = [elementwise and id(p) not in self._uncut for p in new]
+        divided = divide([p.numel() for p in new], self._costs(new), loads, cuttable)
+        parts_of.update({id(p): parts for p, parts in zip(new, divided, strict=True)})
+        self.parameters, self.parts = parameters, [parts_of[id(p)] for p in parameters]
+        self._gather = FlatGather(self.parameters, self.parts, self.topology.device_index, size)
+
+    def _costs(self, parameters: list[Tensor]) -> list[int]:
+        return [step_cost(self.optimizer, p) for p in parameters]
 
     def _compare_ranks(self) -> None:
         if self._compared:
@@ -162,12 +183,12 @@ class ShardedStep:
 
     # -- optimizers nobody has tested ----------------------------------------------------------------------------------
 
-    def _try_beside(self, replay: "_Replay | None") -> bool:
+    def _try_beside(self, replay: Replay | None) -> bool:
         """Make the plain step on a copy. False: it cannot be done, and the step is a plain one from here on."""
         reason, first = "", self._trial is None
         try:
             self._trial = self._trial or Trial(self.optimizer)
-            closure = None if replay is None else _Replay(replay.result, replay.closure)
+            closure = None if replay is None else Replay(replay.result, replay.closure)
             self._trial.plain_step(self.optimizer, closure and closure.counted)
             if closure is not None and closure.calls > 1:
                 reason = "it evaluates its closure more than once"
@@ -189,11 +210,43 @@ class ShardedStep:
         elif trial.steps_left == 0:
             self._untested, self._trial = False, None
 
-    def _turn_off(self, reason: str) -> None:
-        self.active, self._trial = False, None
+    def _turn_off(self, reason: str, level: int = logging.WARNING) -> None:
+        self.active, self._trial, self._choice = False, None, None
         del self.optimizer.consolidate_state_dict  # type: ignore[attr-defined]
         if self.topology.rank == 0:
-            log.warning("PTO is off for %s, which steps as without it: %s.", type(self.optimizer).__name__, reason)
+            log.log(level, "PTO is off for %s, which steps as without it: %s.", type(self.optimizer).__name__, reason)
+
+    # -- scope "auto" --------------------------------------------------------------------------------------------------
+
+    def _choose(self, choice: Choice) -> None:
+        """After a step that was timed: go on to the next phase, and at the end keep what was faster."""
+        choice.end(self._device)
+        if choice.begins_sharing:
+            self._drop_foreign_state()
+        if not choice.is_over:
+            return
+        found = choice.verdict(self.communicator, self._device)
+        if found.shared < found.plain:
+            self._choice = None
+            if self.topology.rank == 0:
+                log.info("PTO is on for %s: %s", type(self.optimizer).__name__, found)
+        else:
+            self._return_state()
+            self._turn_off(str(found), logging.INFO)
+
+    def _return_state(self) -> None:
+        """All state to all ranks, which then step by themselves. Collectives of the scope."""
+        state = self.optimizer.state
+        like = next((dict(state[p]) for p in self.parameters if state.get(p)), {})
+        mine: dict[int, Any] = {}
+        for rank in self.topology.nodes[self.topology.node_index]:
+            self.consolidate_state_dict(to=rank)
+            mine = mine or self._consolidated or {}
+            self._consolidated = None
+        for place, whole in mine.items():
+            parameter = self.parameters[place]
+            if len(self.parts[place]) > 1 or parameter not in state:
+                state[parameter] = placed_like(whole, like, parameter.device)
 
     def _all_say(self, yes: bool) -> bool:
         return all_say(yes, self.communicator, self._device)
@@ -203,14 +256,27 @@ class ShardedStep:
     def consolidate_state_dict(self, to: int = 0) -> None:
         """Bring all state to rank `to`, where ``state_dict()`` is then whole until the next step. All ranks call it."""
         self._refuse_if_unfinished()
+        if not self.sharing:
+            return  # every rank has it all
         if to not in self.topology.nodes[self.topology.node_index]:
             return  # another node holds the same
         state = self.optimizer.state
-        mine = {i: state[p] for i, p in enumerate(self.parameters) if self.owned[i] and p in state}
-        self._consolidated = collect(mine, self.topology, self._device, to)
+        owned = [(i, part) for i, part in enumerate(self.mine) if part is not None and self.parameters[i] in state]
+        mine = {(i, part.begin): state[self.parameters[i]] for i, part in owned}
+        collected = collect(mine, self.topology, self._device, to)
+        self._consolidated = None if collected is None else self._joined(collected)
+
+    def _joined(self, collected: State) -> dict[int, Any]:
+        """The state of whole parameters, by their place in the optimizer."""
+        whole = {}
+        for index, (parameter, parts) in enumerate(zip(self.parameters, self.parts, strict=True)):
+            states = [collected[index, part.begin] for part in parts if (index, part.begin) in collected]
+            if states:
+                whole[index] = states[0] if len(parts) == 1 else join_states(states, parameter, parts)
+        return whole
 
     def _complete(self, _: Optimizer, state_dict: dict[str, Any]) -> None:
-        if not self.active:
+        if not self.sharing:
             return
         if self._consolidated is None:
             raise RuntimeError(
@@ -226,17 +292,29 @@ class ShardedStep:
         self._follow_groups()
         self._consolidated = None
         ids = [key for group in state_dict["param_groups"] for key in group["params"]]
-        if not self.active or self._untested or len(ids) != len(self.owners):  # the optimizer itself refuses the last
+        if not self.sharing or self._untested or len(ids) != len(self.parts):  # the optimizer itself refuses the last
             return None
-        foreign = {key for key, owned in zip(ids, self.owned, strict=True) if not owned}
-        return {**state_dict, "state": {k: v for k, v in state_dict["state"].items() if k not in foreign}}
+        places = {key: place for place, key in enumerate(ids)}
+        kept = {key: self._own_state(state, places.get(key)) for key, state in state_dict["state"].items()}
+        return {**state_dict, "state": {key: state for key, state in kept.items() if state is not None}}
+
+    def _own_state(self, state: Any, place: int | None) -> Any:
+        """Of a whole parameter's state, what this rank keeps; None for nothing. No place: it is no parameter's."""
+        if place is None:
+            return state
+        part = self.mine[place]
+        if part is None:
+            return None
+        return state if len(self.parts[place]) == 1 else cut_state(state, self.parameters[place], part)
 
     def _drop_foreign_state(self, even_untested: bool = False) -> None:
-        if self._untested and not even_untested:  # the twin needs all of it
+        if not self.sharing or (self._untested and not even_untested):  # the twin needs all of it
             return
-        for parameter, owned in zip(self.parameters, self.owned, strict=True):
-            if not owned:
-                self.optimizer.state.pop(parameter, None)
+        for place, parameter in enumerate(self.parameters):
+            state = self.optimizer.state.pop(parameter, None)
+            own = None if state is None else self._own_state(state, place)
+            if own is not None:
+                self.optimizer.state[parameter] = own
 
     def _install(self) -> None:
         self.optimizer.register_step_pre_hook(self._before)
@@ -247,67 +325,3 @@ class ShardedStep:
         self.optimizer.register_state_dict_post_hook(self._complete)
         self.optimizer.register_load_state_dict_pre_hook(self._select)
         self.optimizer.consolidate_state_dict = self.consolidate_state_dict  # type: ignore[attr-defined]
-
-
-class _Replay:
-    """A closure that was run already: answers with its result once, and is the closure from then on."""
-
-    def __init__(self, result: Any, closure: Callable[[], Any]) -> None:
-        self.result, self.closure = result, closure
-        self.calls = 0
-        self.only_once = ""
-
-    def __call__(self) -> Any:
-        self.calls += 1
-        if self.calls == 1:
-            return self.result
-        if self.only_once:
-            raise RuntimeError(
-                f"{self.only_once} evaluates its closure more than once in a step, which cannot be shared: leave "
-                f"PTOCallback out."
-            )
-        return self.closure()
-
-    def counted(self) -> Any:
-        """The result at every call, counted."""
-        self.calls += 1
-        return self.result
-
-
-def _closure_first(
-    args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple["_Replay | None", tuple[Any, ...], dict[str, Any]]:
-    """Run the closure of a step(optimizer, closure) now, so that gradients exist; the step itself gets the result."""
-    closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
-    if closure is None:
-        return None, args, kwargs
-    with torch.enable_grad():
-        replay = _Replay(closure(), closure)
-    if "closure" in kwargs:
-        return replay, args, {**kwargs, "closure": replay}
-    return replay, (args[0], replay, *args[2:]), kwargs
-
-
-def refuse(optimizer: Optimizer) -> None:
-    """Raise ValueError for an optimizer that is known not to treat parameters independently."""
-    for cls in type(optimizer).__mro__:
-        if cls.__name__ in _REFUSED:
-            raise ValueError(
-                f"PTOCallback cannot share the step of {type(optimizer).__name__}: {_REFUSED[cls.__name__]}. Use an "
-                f"optimizer that steps each parameter by itself, or leave the callback out."
-            )
-    limits = {group["max_grad_norm"] for group in optimizer.param_groups if group.get("max_grad_norm")}
-    if limits:
-        raise ValueError(
-            f"{type(optimizer).__name__}(max_grad_norm={limits.pop()}) clips by the norm of all gradients, of which "
-            f"each rank sees its share only. Set max_grad_norm=None and clip with Trainer(gradient_clip_val=...)."
-        )
-    if isinstance(getattr(optimizer, "consolidate_state_dict", None), Callable):  # type: ignore[arg-type]
-        raise ValueError(
-            f"the step of {type(optimizer).__name__} is shared already: use one PTOCallback, and create optimizers in "
-            f"configure_optimizers()."
-        )
-
-
-def _is(a: object, b: object) -> bool:
-    return a is b

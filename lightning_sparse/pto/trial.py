@@ -21,16 +21,6 @@ from torch.utils._pytree import tree_leaves
 
 STEPS = 3
 
-TESTED = (
-    torch.optim.SGD,
-    torch.optim.Adam,
-    torch.optim.AdamW,
-    torch.optim.Adagrad,
-    torch.optim.RMSprop,
-    torch.optim.NAdam,
-)
-"""Stepped in parts and as a whole, these gave the same bits in every variant; their subclasses may do anything."""
-
 
 class Trial:
     """The plain step beside the sharded one.

@@ -5,9 +5,10 @@ Every rank's residual is different, so each writes its own side file; rank 0 put
     epoch=3.ckpt                                 checkpoint["lightning_sparse"] = manifest, with a save id
     epoch=3.ckpt.residual/<save id>/rank00002.pt this rank's shards by group
 
-No rank waits for another, because a save may come from a signal handler or from an exception that one rank alone
-met. The save id ties the two: an old main file never meets newer residuals. Side files are written before the main
-file, under a temporary name that is renamed when whole; the ids of earlier saves are removed after it.
+There is no collective, because a save may come from a signal handler or from an exception that one rank alone met. The
+save id ties the two: an old main file never meets newer residuals. Side files are written before the main file, under a
+temporary name that is renamed when whole; the ids of earlier saves are removed after it. So a job that is killed at any
+point of saving leaves a checkpoint that is whole: the old one or the new one.
 
 On the same topology a resumed run is exact: round, layout, residuals and measured rates are what they were. On another
 one the sum over nodes is kept: every new node starts with an equal share of it, and the rates are measured again.
@@ -79,6 +80,12 @@ def save_side_file(state: HierState, save_id: str, checkpoint_path: str) -> None
     with fs.open(f"{path}.part", "wb") as file:
         file.write(buffer.getvalue())
     fs.mv(f"{path}.part", path)
+
+
+def exists(checkpoint_path: str) -> bool:
+    """Whether there is a checkpoint of that name."""
+    fs, path = fsspec.core.url_to_fs(checkpoint_path)
+    return bool(fs.exists(path))
 
 
 def remove_side_files(checkpoint_path: str, *, but: str | None = None) -> None:

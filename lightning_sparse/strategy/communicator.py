@@ -10,12 +10,13 @@ exchange        inter          message_B -> messages_MB    3, one fixed-size all
 all_reduce      inter          shard_S -> shard_S          the dense twin of 2 and 3
 all_to_all      inter          messages_MB -> messages_MB  regional: each node its region's
 gather          intra/outward  shard_S -> grad_N           4
+broadcast       intra          tensor -> tensor            none: parameters from the rank that stepped them
 flat_all_reduce world          grad_N -> grad_N            the identity: what DDP itself does
 =============== ============== =========================== ==========================================
 """
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -98,6 +99,20 @@ class HierCommunicator:
         with self._named("all-gather inside the node", self._node_ranks()):
             _all_gather_single(grad_LS, shard_S, group=group)
         return grad_LS
+
+    def broadcast(self, tensor: Tensor, device_index: int) -> Callable[[], None]:
+        """Begin to bring a device's tensor to all devices of its node, in place; what is returned waits for it."""
+        source, where = self._node_ranks()[device_index], self.where
+        with self._named("broadcast inside the node", self._node_ranks()):
+            work = dist.broadcast(tensor, src=source, group=self.topology.intra, async_op=True)
+
+        def wait() -> None:
+            self.where = where
+            with self._named("broadcast inside the node", self._node_ranks()):
+                if work is not None:
+                    work.wait()
+
+        return wait
 
     def flat_all_reduce(self, tensor: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> None:
         """Reduce over all ranks, in place."""

@@ -30,6 +30,7 @@ from torch.nn.parallel import DistributedDataParallel
 from lightning_sparse.strategy import checkpoint as saving
 from lightning_sparse.strategy.config import Exchange, HierConfig, ValueDtype
 from lightning_sparse.strategy.hook import hier_hook
+from lightning_sparse.strategy.roll_call import RollCall
 from lightning_sparse.strategy.state import HierState, log
 from lightning_sparse.topology import Topology, discover
 
@@ -46,6 +47,7 @@ if TYPE_CHECKING:
         local_rank: int
         global_rank: int
         is_global_zero: bool
+        world_size: int
         precision_plugin: Any
         _ddp_kwargs: dict[str, Any]
         _timeout: timedelta | None
@@ -195,7 +197,7 @@ class MSTopKHierMixin(_Host):
     # -- checkpoints ---------------------------------------------------------------------------------------------------
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        """Residuals first, then the main file, then the residuals of earlier saves go. No collective."""
+        """The residuals of all ranks first, then the main file; then those of earlier saves go. No collective."""
         if self.hier_state is None or "optimizer_states" not in checkpoint:  # weights only
             super().save_checkpoint(checkpoint, filepath, storage_options)
             if self.is_global_zero:
@@ -204,9 +206,26 @@ class MSTopKHierMixin(_Host):
         manifest = saving.manifest_of(self.hier_state, self._run_id)
         checkpoint[saving.KEY] = manifest
         saving.save_side_file(self.hier_state, manifest["save_id"], os.fspath(filepath))
+        self._call_the_roll(manifest["save_id"], os.fspath(filepath))
         super().save_checkpoint(checkpoint, filepath, storage_options)
         if self.is_global_zero:
             saving.remove_side_files(os.fspath(filepath), but=manifest["save_id"])
+
+    def _call_the_roll(self, save_id: str, path: str) -> None:
+        """On rank 0, wait for the side files of all ranks.
+
+        Raises:
+            RuntimeError: when some are not there in time and the main file would replace a checkpoint that is whole.
+        """
+        roll = RollCall(f"lightning_sparse/{save_id}/{path}", self.world_size)
+        roll.report(self.global_rank)
+        missing = roll.absent(self._timeout) if self.is_global_zero else []
+        if not missing:
+            return
+        said = f"rank(s) {', '.join(map(str, missing))} did not write their residuals of {path} in time"
+        if saving.exists(path):
+            raise RuntimeError(f"{said}: the checkpoint of that name stays as it was. Look for what stopped them.")
+        log.warning("%s: it is saved without them, and what waited there is lost on resume", said)
 
     def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """DDP does not exist yet: what was saved is kept until it does."""

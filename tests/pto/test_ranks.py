@@ -14,10 +14,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from timm.optim import Lamb, Lars
 from torch import Tensor, nn
-from torch.optim import SGD, Adagrad, Adam, AdamW, NAdam, Optimizer, RMSprop
+from torch.optim import SGD, Adagrad, Adam, AdamW, Muon, NAdam, Optimizer, RMSprop
 
-from lightning_sparse.pto import ShardedStep, communicator_of
+from lightning_sparse.pto import ShardedStep, choice, communicator_of
 from lightning_sparse.strategy.communicator import CommunicationError, HierCommunicator
 from lightning_sparse.topology import discover
 from tests.helpers.distributed import RanksFailed, run_ranks
@@ -124,6 +125,30 @@ OPTIONS: list[tuple[type[Optimizer], dict[str, Any]]] = [
 
 
 @scenario
+def in_place(communicator: HierCommunicator) -> bool:
+    """Parts so large that they are broadcast from where they lie to where they belong."""
+    runs = []
+    for shared in (True, False):
+        params = [*parameters(), nn.Parameter(torch.randn(1001, 503, generator=torch.Generator().manual_seed(1)))]
+        optimizer = AdamW(params, lr=0.01)
+        step = ShardedStep(optimizer, communicator) if shared else None
+        train(params, optimizer, last=5)
+        runs.append((params, whole_state(optimizer) if step else optimizer.state_dict()))
+    return same(*map(list, runs))
+
+
+def test_large_parts_travel_in_place(results: list[dict[str, Any]]) -> None:
+    assert all(each["in_place"] for each in results)
+
+
+LAYERWISE: list[tuple[type[Optimizer], dict[str, Any]]] = [
+    (Lars, {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.01}),
+    (Lamb, {"lr": 0.01, "weight_decay": 0.01, "max_grad_norm": None}),
+    (Muon, {"lr": 0.01}),
+]
+
+
+@scenario
 def variants(communicator: HierCommunicator) -> dict[str, str]:
     """By name of the variant, what is wrong with it; empty for nothing."""
     found = {}
@@ -134,25 +159,34 @@ def variants(communicator: HierCommunicator) -> dict[str, str]:
             which = " momentum" if "momentum" in options and cls is SGD else ""
             name = f"{cls.__name__}{which} {'' if way == {'foreach': False} else next(iter(way))}".strip()
             found[name] = compare(cls, {**options, **way}, communicator)
+    for cls, options in LAYERWISE:
+        found[cls.__name__] = compare(cls, options, communicator, whole=True)
     return found
 
 
-def compare(cls: type[Optimizer], options: dict[str, Any], communicator: HierCommunicator) -> str:
-    ours, theirs = parameters(), parameters()
+def compare(cls: type[Optimizer], options: dict[str, Any], communicator: HierCommunicator, whole: bool = False) -> str:
+    """What differs from the plain step. Whole: no parameter may be stepped in parts."""
+    ours, theirs = [[p for p in parameters() if cls is not Muon or p.dim() == 2] for _ in range(2)]
     sharded, plain = cls(groups(ours), **options), cls(groups(theirs), **options)
     step = ShardedStep(sharded, communicator)
     train(ours, sharded)
     train(theirs, plain)
     wrong = [] if same(list(ours), list(theirs)) else ["parameters differ"]
     wrong += [] if same(whole_state(sharded), plain.state_dict()) else ["state differs"]
-    own = {id(p) for p, owned in zip(ours, step.owned, strict=True) if owned}
-    wrong += [] if {id(p) for p in sharded.state} <= own else ["foreign state"]
+    own = {id(p): part for p, part in zip(ours, step.mine, strict=True) if part is not None}
+    wrong += [] if {id(p) for p in sharded.state} <= own.keys() else ["foreign state"]
+    sizes = {
+        id(p): max([0, *(t.numel() for t in s.values() if isinstance(t, Tensor))]) for p, s in sharded.state.items()
+    }
+    wrong += [] if all(n <= max(1, own[i].end - own[i].begin) for i, n in sizes.items()) else ["state of others' parts"]
+    alone = communicator.topology.num_devices == 1
+    wrong += [] if alone or whole != any(len(parts) > 1 for parts in step.parts) else ["cut, or not"]
     return ", ".join(wrong)
 
 
 def test_every_variant_equals_the_plain_step(results: list[dict[str, Any]]) -> None:
     for each in results:
-        assert len(each["variants"]) == 7 * 2 + 5
+        assert len(each["variants"]) == 7 * 2 + 5 + 3
         assert set(each["variants"].values()) == {""}, each["variants"]
         assert set(each["node"].values()) == {""}, each["node"]
 
@@ -169,12 +203,71 @@ def late_group(communicator: HierCommunicator) -> dict[str, Any]:
         optimizer = AdamW(params[3:], lr=0.01)
         step = ShardedStep(optimizer, communicator) if sharded else None
         train(params[3:], optimizer, last=5)
-        owners = step and list(step.owners)
+        parts = step and list(step.parts)
         optimizer.add_param_group({"params": params[:3]})
         train([*params[3:], *params[:3]], optimizer, first=5)
         out.append((params, whole_state(optimizer) if step else optimizer.state_dict()))
-        assert not step or step.owners[: len(params) - 3] == owners
+        assert not step or step.parts[: len(params) - 3] == parts
     return {"equal": same(*[[list(params), state] for params, state in out])}
+
+
+@scenario
+def auto(communicator: HierCommunicator) -> dict[str, Any]:
+    """Either way chosen, for a tested optimizer and for one that is tried beside a copy: the bits of the plain run, and
+    checkpoints from every phase."""
+    found = {}
+    for cls in (AdamW, Stranger):
+        for way in ("plain", "shared"):
+            ours, theirs = parameters(), parameters()
+            optimizer, plain = cls(groups(ours), lr=0.01), cls(groups(theirs), lr=0.01)
+            step = ShardedStep(optimizer, communicator, auto=True)
+            states = []
+            with Clock(communicator, gather=0.0 if way == "shared" else 1e9) as clock:
+                optimizer.register_step_pre_hook(clock.step)  # after the other, so that its time is the step's
+                for first in range(0, STEPS, 5):
+                    train(ours, optimizer, first, first + 5)
+                    train(theirs, plain, first, first + 5)
+                    held = whole_state(optimizer) if step.active else optimizer.state_dict()
+                    states.append(same(held, plain.state_dict()))
+                    optimizer.load_state_dict(held)
+            found[cls.__name__, way] = (step.sharing == (way == "shared"), same(ours, theirs), *states)
+    return found
+
+
+class Stranger(AdamW):
+    """Of a class that nobody has tested."""
+
+
+class Clock:
+    """A clock that only the step and the gather move."""
+
+    def __init__(self, communicator: HierCommunicator, gather: float) -> None:
+        self.now, self.seconds = 0.0, gather
+        self._gather, self._communicator = communicator.gather, communicator
+
+    def __enter__(self) -> "Clock":
+        self._read, choice._now = choice._now, lambda _: self.now
+        self._communicator.gather = self.late  # type: ignore[method-assign]
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        choice._now = self._read
+        self._communicator.gather = self._gather  # type: ignore[method-assign]
+
+    def step(self, optimizer: Optimizer, *_: Any) -> None:
+        """In proportion to what is stepped."""
+        self.now += sum(p.numel() for group in optimizer.param_groups for p in group["params"] if p.grad is not None)
+
+    def late(self, share: Tensor) -> Tensor:
+        self.now += self.seconds
+        return self._gather(share)
+
+
+def test_auto_keeps_what_is_faster(results: list[dict[str, Any]]) -> None:
+    for each in results:
+        for (name, way), (chosen, *equal) in each["auto"].items():
+            assert all(equal), (name, way, equal)
+            assert chosen or len(results) == 1, (name, way)
 
 
 @scenario
@@ -474,5 +567,5 @@ def unequal_nodes() -> dict[str, Any]:
     wrong = compare(AdamW, {"lr": 0.01}, communicator)
     params = parameters()
     step = ShardedStep(SGD(params, lr=0.1), communicator)
-    numels = [p.numel() for p in params]
-    return {"wrong": wrong, "owned": sum(n for n, own in zip(numels, step.owned, strict=True) if own) / sum(numels)}
+    owned = sum(part.end - part.begin for part in step.mine if part is not None)
+    return {"wrong": wrong, "owned": owned / sum(p.numel() for p in params)}

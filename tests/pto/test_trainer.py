@@ -114,9 +114,10 @@ def equal(flavour: str, make: Callable[[], Any], scope: str = "node", **options:
 
 def shared(step: Any) -> bool:
     """Whether this rank stepped its parameters and has state of no others."""
-    own = {id(p) for p, owned in zip(step.parameters, step.owned, strict=True) if owned}
-    foreign = {id(p) for p in step.optimizer.state} - own
-    return step.active and step.steps > 0 and not foreign and len(own) < len(step.owned)
+    own = {id(p): part for p, part in zip(step.parameters, step.mine, strict=True) if part is not None}
+    foreign = {id(p) for p in step.optimizer.state} - own.keys()
+    numel = sum(part.end - part.begin for part in own.values())
+    return step.active and step.steps > 0 and not foreign and numel < sum(p.numel() for p in step.parameters)
 
 
 # -- features ----------------------------------------------------------------------------------------------------------

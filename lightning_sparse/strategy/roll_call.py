@@ -1,0 +1,45 @@
+"""Knowing that every rank has written its side file before the main file replaces the one before it.
+
+A checkpoint is whole only with the residuals of all ranks. Were the main file written first and the job killed then,
+the new main file would lack some residuals, and the old ones would be of no use any more. So rank 0 calls the roll
+through the process group's store, which works without a collective: a save may come from a signal handler or from an
+exception that one rank alone has met, and then rank 0 waits in vain for a while, but nobody's collectives get out of
+step.
+"""
+
+from datetime import timedelta
+
+from torch._C._distributed_c10d import Store  # torch.distributed re-exports it unannounced
+from torch.distributed.distributed_c10d import _get_default_store, default_pg_timeout
+
+
+class RollCall:
+    """All ranks report; one rank asks who is absent, once.
+
+    Args:
+        key: what is reported; the same on all ranks, and another one for each roll call.
+        world_size: how many ranks there are.
+    """
+
+    def __init__(self, key: str, world_size: int, store: Store | None = None) -> None:
+        self._keys = [f"{key}/{rank}" for rank in range(world_size)]
+        self._store = store or _get_default_store()
+
+    def report(self, rank: int) -> None:
+        """Say that this rank is done."""
+        self._store.set(self._keys[rank], "done")
+
+    def absent(self, timeout: timedelta | None) -> list[int]:
+        """Wait until all have reported, or the time is over; None stands for that of the process group.
+
+        Returns:
+            The ranks that have not; empty when all have.
+        """
+        try:
+            self._store.wait(self._keys, timeout or default_pg_timeout)
+            missing = []
+        except RuntimeError:  # it took longer than that
+            missing = [rank for rank, key in enumerate(self._keys) if not self._store.check([key])]
+        for key in self._keys:
+            self._store.delete_key(key)
+        return missing
