@@ -7,7 +7,7 @@ and all ranks share the processors: host costs are larger than on machines of th
 ResNet-50, 25.6 M in fp32. Synchronisation time is a step minus the same step under no_sync(); all ways take turns in
 the same processes, so what else the machine does meets all of them. What each way is says exchange_ranks.py.
 
-Writes OUT/exchange.json and OUT/exchange.svg; clusters measured by an earlier call with the same OUT stay in both.
+Writes OUT/exchange.json and OUT/exchange.svg; what an earlier call with the same OUT measured stays in both.
 """
 
 from __future__ import annotations
@@ -138,9 +138,12 @@ def main() -> None:
         nodes, devices = map(int, cluster.split("x"))
         with signals_as_exit():
             rows = [row for gbps in options.gbps for row in measure(nodes, devices, gbps, options)]
-        kept = [row for row in record["rows"] if row["cluster"] != cluster]
+        kept = [row for row in record["rows"] if row["cluster"] != cluster or row["gbps"] not in options.gbps]
         command = " ".join(["python", "benchmarks/exchange.py", "OUT", *sys.argv[2:]])
-        record = {**surroundings(command), "commit": commit(), "rows": kept + rows}
+        commands = [*record.get("commands", []), f"{command} ({commit()})"]
+        about = surroundings(command)
+        del about["command"]
+        record = {**about, "commands": commands, "rows": sorted(kept + rows, key=lambda row: row["gbps"])}
         file.write_text(json.dumps(record, indent=1) + "\n")
         print(table(rows), flush=True)
     plot(record["rows"], options.out / "exchange.svg")
