@@ -43,6 +43,9 @@ class Runner(Protocol):
     def run(self, job: Job, result: Tensor) -> TensorFuture:
         """Run the job, some time; the future then holds ``result``."""
 
+    def wait(self) -> None:
+        """Until no job is under way: the process groups are then free."""
+
     def drain(self) -> None:
         """Wait for jobs that a backward pass left behind, and forget what failed in them."""
 
@@ -55,6 +58,9 @@ class Inline:
         for _ in job:
             pass
         return _completed(result)
+
+    def wait(self) -> None:
+        """Nothing is."""
 
     def drain(self) -> None:
         """Nothing waits."""
@@ -80,6 +86,9 @@ class SideStream:
             for _ in job:
                 pass
             return _completed(result)
+
+    def wait(self) -> None:
+        """Collectives of one host thread begin in its order, on whichever stream."""
 
     def drain(self) -> None:
         """What comes next on the current stream waits for what a backward pass left behind."""
@@ -121,17 +130,20 @@ class FifoLanes:
         self._first.put((job, result, future))
         return future
 
+    def wait(self) -> None:
+        """Until the last job is done."""
+        if self._pending is not None:
+            self._pending.wait()
+
     def drain(self) -> None:
         """Wait for the last job."""
-        pending, self._pending = self._pending, None
-        if pending is not None:
-            pending.wait()
+        self.wait()
+        self._pending = None
         self._errors.clear()
 
     def _join(self) -> None:
-        pending, self._pending = self._pending, None
-        if pending is not None:
-            pending.wait()
+        self.wait()
+        self._pending = None
         if self._errors:
             first = self._errors[0]  # what other lanes met after it is its consequence
             self._errors.clear()

@@ -24,7 +24,7 @@ from torch._C._distributed_c10d import GradBucket  # torch.distributed re-export
 
 from lightning_sparse.strategy.communicator import HierCommunicator
 from lightning_sparse.strategy.config import HierConfig
-from lightning_sparse.strategy.cost import Rates
+from lightning_sparse.strategy.cost import Rates, effective_density
 from lightning_sparse.strategy.layout import Layout, ParamGroup, group_of, parameter_names, refuse_sparse_gradients
 from lightning_sparse.strategy.overlap import Inline, Runner, SideStream, lanes_of
 from lightning_sparse.strategy.parts import Arrived, Part
@@ -208,7 +208,9 @@ class HierState:
         plan = self._choose(group, dtype)
         nbytes, dense_nbytes = bytes_of(plan, self.config, self.topology, group, dtype)
         shard = group.shard_numel(self.topology.num_devices)
-        self.stats.record(sent=plan.k or shard, total=shard, nbytes=nbytes, dense_nbytes=dense_nbytes)
+        sent = plan.k or shard
+        applied = shard * effective_density(plan.path, self.topology.num_nodes, sent / shard)
+        self.stats.record(sent=sent, applied=applied, total=shard, nbytes=nbytes, dense_nbytes=dense_nbytes)
         return plan
 
     def _choose(self, group: ParamGroup, dtype: torch.dtype) -> Plan:
@@ -224,6 +226,7 @@ class HierState:
     def _measure(self, device: torch.device) -> None:
         """Once, while no bucket is under way: all ranks are at the same place, and nothing else is on the networks."""
         if self.rates is None and self.config.exchange == "auto" and self.topology.kind == "hierarchical":
+            self.runner.wait()  # for another module, wrapped with the same topology
             self.rates = probe(self.communicator, device, self.config.dtype)
             self.say(f"measured: {self.rates.describe(self.topology.num_devices)}")
 
