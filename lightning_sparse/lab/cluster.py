@@ -154,6 +154,16 @@ class Cluster:
             storage_traffic=traffic.get("storage"),
         )
 
+    def reshape(self, gbps: float) -> None:
+        """Another rate for all links, also while a command runs (from another thread)."""
+        if self._network is not None:
+            self._network.reshape(gbps)
+
+    def switch_link(self, node: int, *, on: bool) -> None:
+        """Pull the plug of a node, or put it back, also while a command runs (from another thread)."""
+        if self._network is not None:
+            self._network.switch_link(f"node{node}", on=on)
+
     # ------------------------------------------------------------------------------------------ parts and commands
 
     def _parts(self) -> list[str]:
