@@ -81,7 +81,7 @@ def resized(prepared: Prepared, place: int, store_format: str) -> NDArray[np.uin
     if store_format == "jpeg":
         picture = decode(picture.tobytes())
     top, left, height, width = (each[place] for each in prepared.windows[:4])
-    window = np.ascontiguousarray(picture[top : top + height, left : left + width])
+    window = picture[top : top + height, left : left + width].copy()
     # channels last under another name: torch resizes uint8 with vector instructions in this layout
     image = F.resize(torch.from_numpy(window).permute(2, 0, 1), [prepared.size, prepared.size], antialias=True)
     pixels: NDArray[np.uint8] = image.permute(1, 2, 0).contiguous().numpy()

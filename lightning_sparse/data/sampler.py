@@ -217,7 +217,8 @@ class Order:
     def epoch(self, epoch: int, done: Sequence[Segment] = ()) -> Epoch:
         """The order of an epoch; with `done`, of what is left of it after these steps under other layouts."""
         plan = self._fresh(epoch, done[0].layout if done else self.layout)
-        for each, after in zip(done, [*(segment.layout for segment in done[1:]), self.layout], strict=True):
+        for place, each in enumerate(done, start=1):
+            after = done[place].layout if place < len(done) else self.layout
             plan = self._go_on(plan, each.steps, after, epoch)
         return plan
 
