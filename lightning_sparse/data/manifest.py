@@ -22,7 +22,7 @@ import numpy.typing as npt
 from tqdm import tqdm
 
 from lightning_sparse.data.config import CacheConfig, DataError
-from lightning_sparse.data.places import cache_folder, locked, source_name, write_private
+from lightning_sparse.data.places import cache_folder, file_name, locked, source_name, write_private
 from lightning_sparse.data.source import Source
 
 
@@ -181,7 +181,7 @@ def load_or_list(config: CacheConfig, split: str, *, relist: bool = False, quiet
     Raises:
         ValueError, DataError: as `list_source`.
     """
-    kept = cache_folder(config) / f"{split.replace('/', '_')}.manifest.npz"
+    kept = cache_folder(config) / f"{file_name(split)}.manifest.npz"
     with locked(kept.with_suffix(".lock")):
         if kept.exists() and not relist:
             try:

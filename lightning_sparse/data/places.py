@@ -17,6 +17,7 @@ import fcntl
 import hashlib
 import json
 import os
+import re
 import stat
 from collections.abc import Iterator
 from pathlib import Path
@@ -29,6 +30,11 @@ _NETWORK = ("nfs", "nfs4", "cifs", "smb3", "smbfs", "ceph", "lustre", "beegfs", 
 
 def source_name(source: str) -> str:
     return source.rstrip("/") if "://" in source else os.path.abspath(source)
+
+
+def file_name(split: str) -> str:
+    """The name of a split, as a part of a file's name."""
+    return re.sub(r"[^A-Za-z0-9_.-]", "_", split)
 
 
 def cache_folder(config: CacheConfig) -> Path:
