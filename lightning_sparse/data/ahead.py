@@ -13,8 +13,8 @@ T = TypeVar("T")
 def ahead(items: Iterable[T], depth: int, name: str) -> Generator[T, None, None]:
     """`items` in their order, up to `depth` of them waiting; errors arrive in their place.
 
-    The thread starts with the first next(), so an iterator that nobody uses costs nothing. Closing ends it, after the item
-    that it is making, and closes `items` where that is a generator.
+    The thread starts with the first next(), so an iterator that nobody uses costs nothing. Closing ends it, after the
+    item that it is making, and closes `items` where that is a generator.
     """
     lane: _Lane[T] = _Lane(depth)
     thread = threading.Thread(target=lane.fill, args=(items,), name=f"lightning_sparse {name}", daemon=True)

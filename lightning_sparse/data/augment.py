@@ -2,7 +2,8 @@
 
 Both backends are given these windows, so DALI and torchvision cut the same region of the same sample, and what a sample
 looks like in an epoch does not depend on the batch, the rank or the number of nodes. The distribution is that of
-torchvision's RandomResizedCrop: ten attempts to draw an area and an aspect ratio that fit, else the largest centred window.
+torchvision's RandomResizedCrop: ten attempts to draw an area and an aspect ratio that fit, else the largest window in
+the centre.
 """
 
 from dataclasses import dataclass
@@ -49,7 +50,9 @@ class Augment:
     def __post_init__(self) -> None:
         low, high = self.crop_scale
         if not 0 < low <= high <= 1:
-            raise ValueError(f"crop_scale={self.crop_scale} must be two shares of the area, 0 < least <= greatest <= 1.")
+            raise ValueError(
+                f"crop_scale={self.crop_scale} must be two shares of the area, 0 < least <= greatest <= 1."
+            )
         low, high = self.crop_ratio
         if not 0 < low <= high:
             raise ValueError(f"crop_ratio={self.crop_ratio} must be two ratios width/height, 0 < least <= greatest.")
@@ -78,7 +81,7 @@ class Augment:
         top = (down * (heights - height + 1)).astype(np.int64)
         left = (right * (widths - width + 1)).astype(np.int64)
         drawn_windows = Windows(top, left, height, width, drawn[:, 0] < self.flip)
-        return _where(fits.any(1), drawn_windows, self._largest(heights, widths))
+        return _where(fits[rows, first], drawn_windows, self._largest(heights, widths))
 
     def _largest(self, heights: NDArray[np.int64], widths: NDArray[np.int64]) -> Windows:
         least, greatest = self.crop_ratio

@@ -3,9 +3,9 @@
 Both backends start from `prepare`, so that they give the same samples, labels and windows for the same request.
 """
 
-from collections.abc import Sequence
+from collections.abc import Generator, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -92,9 +92,9 @@ class Look:
 class Pipeline(Protocol):
     """Turns requests into batches, ahead of time and in their order."""
 
-    def run(self, requests: Any) -> Any:
-        """An iterator of (images float32 [B, 3, size, size], labels int64 [B]). Nothing starts before its first next();
-        closing it stops what is under way."""
+    def run(self, requests: Iterable[Request]) -> Generator[Batch, None, None]:
+        """Batches of images float32 [B, 3, size, size] and labels int64 [B]. Nothing starts before the first next();
+        closing stops what is under way."""
 
     def close(self) -> None:
         """Give back threads and memory. An iterator that is still open ends."""

@@ -1,8 +1,8 @@
 """Random bits as a pure function of counters: no state, so any step of any epoch is one call away.
 
-``bits(seed, a, b, ...)`` mixes 64-bit counters one after the other with the finaliser of SplitMix64 (Steele et al. 2014), in
-numpy and vectorised. It is written out here rather than taken from ``numpy.random``, whose streams may change between
-versions: an order of samples must survive an update of numpy, or a resumed run would lose some and double others.
+``bits(seed, a, b, ...)`` mixes 64-bit counters one after the other with the finaliser of SplitMix64 (Steele et al.
+2014), in numpy and vectorised. It is written out here rather than taken from ``numpy.random``, whose streams may change
+between versions: an order of samples must survive an update of numpy, or a resumed run would lose some samples.
 """
 
 import numpy as np
@@ -27,7 +27,7 @@ def bits(seed: int, *counters: ArrayLike) -> NDArray[np.uint64]:
 
 def uniform(seed: int, *counters: ArrayLike) -> NDArray[np.float64]:
     """Numbers in [0, 1), with 53 random bits each."""
-    return (bits(seed, *counters) >> np.uint64(11)) * 2.0**-53
+    return (bits(seed, *counters) >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
 
 def shuffled(values: NDArray[np.int64], seed: int, *counters: int) -> NDArray[np.int64]:

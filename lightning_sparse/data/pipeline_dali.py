@@ -1,7 +1,7 @@
 """The same samples through DALI. The only file that imports it.
 
-A thread of ours reads ahead from the store, another runs DALI, which takes the arrays as they are (``no_copy``) and crops,
-resizes, flips and normalises them on threads of its own, or on the GPU:
+A thread of ours reads ahead from the store, another runs DALI, which takes the arrays as they are (``no_copy``) and
+crops, resizes, flips and normalises them on threads of its own, or on the GPU:
 
 ===================  =========================================  ==============================================
 samples              without a GPU                              with one
@@ -18,12 +18,13 @@ one, whose outputs are handed to torch without a copy.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator
 from typing import Any
 
 import numpy as np
 import torch
 from nvidia.dali import fn, pipeline_def, types
+from torch.utils.dlpack import from_dlpack
 
 from lightning_sparse.data.ahead import ahead
 from lightning_sparse.data.batch import Batch, Look, Prepared, Request, StoreLike, prepare
@@ -52,13 +53,13 @@ class DaliPipeline:
         )
         self._pipe.build()
 
-    def run(self, requests: Iterable[Request]) -> Iterator[Batch]:
+    def run(self, requests: Iterable[Request]) -> Generator[Batch, None, None]:
         """Batches in the order of requests."""
         made = ahead(self._made(requests), _AHEAD, "DALI")
         try:
             for images, labels in made:
                 # here, in the thread that uses them: on a GPU this orders DALI's stream before the caller's
-                yield torch.from_dlpack(images.as_tensor()), labels.to(_device_of(images), non_blocking=True)
+                yield from_dlpack(images.as_tensor()), labels.to(_device_of(images), non_blocking=True)
         finally:
             made.close()
 
@@ -78,7 +79,7 @@ class DaliPipeline:
             read.close()
 
 
-@pipeline_def
+@pipeline_def  # type: ignore[untyped-decorator]
 def _graph(look: Look, store_format: str, on_gpu: bool) -> Any:
     given = {
         name: fn.external_source(name=name, no_copy=True, dtype=dtype, ndim=ndim)

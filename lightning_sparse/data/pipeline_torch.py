@@ -2,14 +2,14 @@
 
 Threads rather than worker processes: what takes time (reading, decoding, resizing) releases the interpreter, the node's
 memory is read in place, and there is nothing to pickle and nobody to leave behind. Each thread makes whole batches, one
-more than there are threads is under way while the network trains. Whole-array work is done by numpy: torch would start a
-team of OpenMP threads for each of these threads.
+more than there are threads is under way while the network trains. Whole-array work is done by numpy: torch would start
+a team of OpenMP threads for each of these threads.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import numpy as np
@@ -38,7 +38,7 @@ class TorchPipeline:
         self._scale = (1 / (255 * np.array(look.std))).astype(np.float32)
         self._shift = (-np.array(look.mean) / np.array(look.std)).astype(np.float32)
 
-    def run(self, requests: Iterable[Request]) -> Iterator[Batch]:
+    def run(self, requests: Iterable[Request]) -> Generator[Batch, None, None]:
         """Batches in the order of requests."""
         requests = iter(requests)
         ahead: deque[Future[Batch]] = deque()

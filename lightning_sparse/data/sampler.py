@@ -12,17 +12,17 @@ shuffle     streams                         samples a node reads that another no
 "global"    one, served by all nodes        what overflows: about 0.4 / sqrt(samples of a node in a global batch)
 =========== =============================== =====================================================================
 
-With "global" every global batch is a random draw from the whole data set, yet each node is given those samples of it that
-it owns, as far as its share of the batch goes: which rank computes a gradient does not change the sum. Only the overflow
-travels, where a split by position would fetch (M-1)/M of everything.
+With "global" every global batch is a random draw from the whole data set, yet each node is given those samples of it
+that it owns, as far as its share of the batch goes: which rank computes a gradient does not change the sum. Only the
+overflow travels, where a split by position would fetch (M-1)/M of everything.
 
 A stream of n samples gives ``width`` samples a step, batch size times devices. All streams take as many steps as the
-longest needs; a stream that ends early starts over, and these repetitions (`Epoch.padding`) are the only samples that an
-epoch sees twice. None is left out. All ranks have the same number of batches, all of them full.
+longest needs; a stream that ends early starts over, and these repetitions (`Epoch.padding`) are the only samples that
+an epoch sees twice. None is left out. All ranks have the same number of batches, all of them full.
 
 Making the order of an epoch is one sort in numpy; from there every step costs the same, so a resumed run skips nothing
-one by one. A run that goes on with other nodes, another batch size or another shuffle takes the samples of the epoch that
-are left (`Segment`): one global stream keeps its order, several are shuffled into one.
+one by one. A run that goes on with other nodes, another batch size or another shuffle takes the samples of the epoch
+that are left (`Segment`): one global stream keeps its order, several are shuffled into one.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -71,7 +71,9 @@ class Layout:
         if self.shuffle not in SHUFFLES:
             raise ValueError(f"shuffle={self.shuffle!r} is not known: choose one of {', '.join(SHUFFLES)}.")
         if not 0 <= self.exchange_fraction <= 1:
-            raise ValueError(f"exchange_fraction={self.exchange_fraction} must lie in [0, 1]: it is a share of samples.")
+            raise ValueError(
+                f"exchange_fraction={self.exchange_fraction} must lie in [0, 1]: it is a share of samples."
+            )
 
     @property
     def num_nodes(self) -> int:
@@ -238,7 +240,9 @@ class Order:
         if layout.shuffle == "partial":
             shares = _exchanged(shares, layout.exchange_fraction, layout.seed, epoch)
         if not all(map(len, shares)):
-            raise ValueError(f"a node owns none of the {len(self.samples)} samples: use fewer nodes or shuffle='global'.")
+            raise ValueError(
+                f"a node owns none of the {len(self.samples)} samples: use fewer nodes or shuffle='global'."
+            )
         return Epoch(layout, [Stream(share, (*key, node), (node,)) for node, share in enumerate(shares)], owners)
 
     def _go_on(self, plan: Epoch, steps: int, layout: Layout, epoch: int) -> Epoch:
@@ -276,7 +280,9 @@ def assign(owners: NDArray[np.int64], capacity: NDArray[np.int64]) -> NDArray[np
     return nodes
 
 
-def evaluation_batches(samples: Indices, owners: NDArray[np.int64], layout: Layout, node: int, device: int) -> list[Indices]:
+def evaluation_batches(
+    samples: Indices, owners: NDArray[np.int64], layout: Layout, node: int, device: int
+) -> list[Indices]:
     """A rank's batches of a pass in which nothing is shuffled, and every sample is seen once.
 
     Ranks differ by at most one sample, so the last batches may too. Only a rank that has none left when others do sees
@@ -298,7 +304,9 @@ def _exchanged(shares: list[Indices], fraction: float, seed: int, epoch: int) ->
     """A fraction of each node's samples goes into a pool, which is dealt out in equal numbers."""
     mixed = [shuffled(share, seed, epoch, _CHOICE) for share in shares]
     counts = [round(fraction * len(share)) for share in shares]
-    pool = shuffled(np.concatenate([each[:count] for each, count in zip(mixed, counts, strict=True)]), seed, epoch, _DEAL)
+    pool = shuffled(
+        np.concatenate([each[:count] for each, count in zip(mixed, counts, strict=True)]), seed, epoch, _DEAL
+    )
     return [
         np.concatenate([each[count:], dealt])
         for each, count, dealt in zip(mixed, counts, _cut(pool, counts), strict=True)

@@ -22,7 +22,7 @@ class FakeSample(NamedTuple):
 
 
 class FolderStore:
-    def __init__(self, root: Path, format: Literal["jpeg", "decoded"] = "decoded", short_side: int = 64) -> None:  # noqa: A002
+    def __init__(self, root: Path, format: Literal["jpeg", "decoded"] = "decoded", short_side: int = 64) -> None:
         classes = sorted(each.name for each in root.iterdir())
         suffixes = (".jpg",) if format == "jpeg" else (".jpg", ".png")
         self.paths = sorted(path for path in root.rglob("*") if path.suffix in suffixes)

@@ -14,7 +14,9 @@ edges = st.lists(st.integers(1, 900), min_size=1, max_size=8)
 
 
 @given(edges, edges, st.integers(0, 9), st.sampled_from([(0.08, 1.0), (0.9, 1.0), (0.001, 0.002)]))
-def test_windows_lie_inside_the_picture(heights: list[int], widths: list[int], epoch: int, scale: tuple[float, float]) -> None:
+def test_windows_lie_inside_the_picture(
+    heights: list[int], widths: list[int], epoch: int, scale: tuple[float, float]
+) -> None:
     count = min(len(heights), len(widths))
     h, w = np.array(heights[:count]), np.array(widths[:count])
     for windows in (Augment(crop_scale=scale).windows(epoch, np.arange(count), h, w), centre_windows(h, w)):

@@ -64,7 +64,9 @@ def requests(count: int, *, epoch: int = 0, size: int = 32, train: bool = True, 
     return [Request(each % count, epoch, size, train) for each in indices]
 
 
-def made(backend: str, store: FolderStore, wanted: list[Request], look: Look = LOOK) -> list[tuple[torch.Tensor, torch.Tensor]]:
+def made(
+    backend: str, store: FolderStore, wanted: list[Request], look: Look = LOOK
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
     pipe = pipeline(backend, store, look)
     try:
         return [(images.clone(), labels.clone()) for images, labels in pipe.run(wanted)]
@@ -113,7 +115,9 @@ def _square(folder: Path) -> Path:
 def test_with_resizing_both_backends_show_the_same_window(store: FolderStore) -> None:
     wanted = requests(len(store), epoch=2)
     plain = Look(augment=LOOK.augment, mean=(0, 0, 0), std=(1 / 255,) * 3)  # levels of gray
-    for (one, _), (other, _) in zip(made("torch", store, wanted, plain), made(_dali(), store, wanted, plain), strict=True):
+    for (one, _), (other, _) in zip(
+        made("torch", store, wanted, plain), made(_dali(), store, wanted, plain), strict=True
+    ):
         difference = (one - other).abs()
         assert difference.mean() < 2.5, "another region or a flip would differ by tens"
         assert (one - other.flip(-1)).abs().mean() > 5, "the check would not see a flip"

@@ -1,4 +1,4 @@
-"""The order of samples: nothing lost, nothing doubled but what is stated, and every step from (seed, epoch, step) alone."""
+"""The order of samples: nothing lost, nothing doubled but what is stated; every step from (seed, epoch, step) alone."""
 
 from __future__ import annotations
 
@@ -80,7 +80,9 @@ def test_shuffling_keeps_what_there_is_and_knows_no_former_order(values: set[int
 def test_an_epoch_sees_everything_once_and_repeats_what_it_states(count: int, layout: Layout, epoch: int) -> None:
     plan = order_of(count, layout).epoch(epoch)
     steps = seen(plan)
-    assert {len(rank) for ranks in steps for rank in ranks} == {layout.batch_size}, "all batches are full, on every rank"
+    assert {len(rank) for ranks in steps for rank in ranks} == {layout.batch_size}, (
+        "all batches are full, on every rank"
+    )
     times = Counter(flat(steps))
     assert set(times) == set(range(count)), "nothing is lost"
     assert sum(times.values()) - count == plan.padding
@@ -157,10 +159,7 @@ def test_nodes_take_their_own_first(seed: int, extra: list[int], draw: int) -> N
 
 def test_global_batches_do_not_depend_on_the_number_of_nodes() -> None:
     layouts = [Layout(batch_size=16 // (n * d), devices=(d,) * n) for n, d in [(1, 1), (2, 2), (4, 1), (1, 4)]]
-    sequences = [
-        [sorted(sum(ranks, [])) for ranks in seen(order_of(203, layout).epoch(2))]  # noqa: RUF017
-        for layout in layouts
-    ]
+    sequences = [[sorted(sum(ranks, [])) for ranks in seen(order_of(203, layout).epoch(2))] for layout in layouts]
     assert all(each == sequences[0] for each in sequences)
 
 
@@ -196,7 +195,7 @@ def test_on_other_nodes_what_is_left_is_seen_once(count: int, chain: list[Layout
 
 @pytest.mark.parametrize("shuffle", SHUFFLES)
 def test_two_by_two_to_one_by_two(shuffle: str) -> None:
-    """As defined: with global and an equal global batch the sequence of global batches, else the multiset of the rest."""
+    """With global and an equal global batch the sequence of global batches, otherwise the multiset of what is left."""
     before = Layout(batch_size=4, devices=(2, 2), shuffle=shuffle)  # type: ignore[arg-type]
     after = Layout(batch_size=8, devices=(2,), shuffle=shuffle)  # type: ignore[arg-type]
     whole = seen(order_of(160, before).epoch(3))
