@@ -8,6 +8,7 @@ a team of OpenMP threads for each of these threads.
 
 from __future__ import annotations
 
+import weakref
 from collections import deque
 from collections.abc import Generator, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -33,6 +34,7 @@ class TorchPipeline:
     def __init__(self, store: StoreLike, look: Look, *, threads: int = 2, pin: bool = False) -> None:
         self._store, self._look, self._pin = store, look, pin
         self._ahead = threads + 1
+        self._memory = Recycled(threads + 3)
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="lightning_sparse batches")
         # (pixel / 255 - mean) / std = pixel * scale + shift
         self._scale = (1 / (255 * np.array(look.std))).astype(np.float32)
@@ -60,19 +62,45 @@ class TorchPipeline:
     def _make(self, request: Request) -> Batch:
         prepared = prepare(self._store, request, self._look)
         shape = (len(request.indices), 3, request.size, request.size)
-        images = torch.empty(shape, dtype=torch.float32, pin_memory=self._pin)
+        images = torch.empty(shape, pin_memory=True) if self._pin else torch.from_numpy(self._memory.take(shape))
         for place, target in enumerate(images.numpy()):
-            self._normalise(resized(prepared, place, self._store.format), bool(prepared.windows.flip[place]), target)
+            image = resized(prepared, place, self._store.format)
+            self._normalise(image[:, ::-1] if prepared.windows.flip[place] else image, target)
         labels = torch.from_numpy(prepared.labels)
         return images, labels.pin_memory() if self._pin else labels
 
-    def _normalise(self, image: NDArray[np.uint8], flip: bool, target: NDArray[np.float32]) -> None:
-        """Rows of interleaved channels are one long vector each, which is what numpy is fast at; transposed last."""
-        size = len(image)
-        row = np.multiply(image.reshape(size, 3 * size), np.tile(self._scale, size))
-        row += np.tile(self._shift, size)
-        pixels = row.reshape(size, size, 3)
-        target[...] = (pixels[:, ::-1] if flip else pixels).transpose(2, 0, 1)
+    def _normalise(self, image: NDArray[np.uint8], target: NDArray[np.float32]) -> None:
+        for plane, scale, shift, out in zip(
+            image.transpose(2, 0, 1).copy(), self._scale, self._shift, target, strict=True
+        ):
+            np.multiply(plane, scale, out=out)
+            np.add(out, shift, out=out)
+
+
+class Recycled:
+    """Memory for batches, used again once nobody refers to a batch any more, any view of it included.
+
+    Fresh memory costs a page fault for every 4 KB of it, which is as much work as resizing.
+
+    Args:
+        keep: so many unused blocks, of the size that was asked for last.
+    """
+
+    def __init__(self, keep: int) -> None:
+        self._free: deque[NDArray[np.float32]] = deque(maxlen=keep)
+
+    def take(self, shape: tuple[int, ...]) -> NDArray[np.float32]:
+        """An array with arbitrary contents. What is made of it, as a tensor, keeps the block from being reused."""
+        size = int(np.prod(shape))
+        try:
+            block = self._free.pop()
+        except IndexError:
+            block = np.empty(size, np.float32)
+        if len(block) != size:
+            block = np.empty(size, np.float32)
+        array = block.reshape(shape)  # an object of its own, whose end says that the block is free
+        weakref.finalize(array, self._free.append, block).atexit = False
+        return array
 
 
 def resized(prepared: Prepared, place: int, store_format: str) -> NDArray[np.uint8]:

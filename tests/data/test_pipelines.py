@@ -221,3 +221,20 @@ def test_closing_ahead_closes_what_it_reads() -> None:
     assert next(lane) == 0
     lane.close()
     assert closed == ["inner"]
+
+
+def test_memory_is_used_again_only_when_nobody_refers_to_the_batch() -> None:
+    from lightning_sparse.data.pipeline_torch import Recycled
+
+    memory = Recycled(2)
+    batch = torch.from_numpy(memory.take((2, 3)))
+    batch.fill_(7)
+    view, where = batch[1:, :2], batch.data_ptr()
+    del batch
+    other = torch.from_numpy(memory.take((2, 3)))
+    assert other.data_ptr() != where, "a view still refers to it"
+    other.fill_(8)
+    assert view.tolist() == [[7, 7]]
+    del view
+    assert torch.from_numpy(memory.take((2, 3))).data_ptr() == where
+    assert torch.from_numpy(memory.take((4, 3))).shape == (4, 3)
