@@ -39,10 +39,20 @@ def from_rank_zero(make: Callable[[], T]) -> T:
     return value  # type: ignore[return-value]  # None only where None was made
 
 
-def from_all(value: T) -> list[T]:
-    """The values of all ranks, in their order. A collective."""
+def from_all(make: Callable[[], T]) -> list[T]:
+    """What each rank makes, in their order; what any of them raises is raised everywhere. A collective."""
     if not in_group():
-        return [value]
-    values = [value] * dist.get_world_size()
-    dist.all_gather_object(values, value)
-    return values
+        return [make()]
+    own: tuple[T | None, Exception | None]
+    try:
+        own = (make(), None)
+    except Exception as error:
+        own = (None, error)
+    answers = [own] * dist.get_world_size()
+    dist.all_gather_object(answers, own)
+    if own[1] is not None:
+        raise own[1]  # a rank's own problem, with its traceback
+    for _, problem in answers:
+        if problem is not None:
+            raise problem
+    return [value for value, _ in answers]  # type: ignore[misc]  # None only where None was made

@@ -17,7 +17,7 @@ from typing import Literal
 import numpy as np
 import torch
 
-from lightning_sparse.data.agreement import find_topology, from_rank_zero
+from lightning_sparse.data.agreement import find_topology, from_all, from_rank_zero
 from lightning_sparse.data.batch import Look, Pipeline
 from lightning_sparse.data.config import CacheConfig, DataError, Format
 from lightning_sparse.data.counter import shuffled
@@ -83,16 +83,47 @@ class Session:
         wish: what was asked for.
         topology: of the run.
         device: that the batches are for.
+
+    Attributes:
         train, val: None where there is none.
     """
 
     wish: Wish
     topology: Topology
     device: torch.device
-    train: Part | None
-    val: Part | None
+    train: Part | None = None
+    val: Part | None = None
+    _stores: list[SampleStore] = field(default_factory=list)
     _pipelines: list[Pipeline] = field(default_factory=list)
     _loaders: list[TrainLoader | EvalLoader] = field(default_factory=list)
+
+    def open(self, run: bytes, training: bool) -> None:
+        """Open the stores of a run. A collective."""
+        cache, fraction = self.wish.cache, self.wish.val_fraction
+        if training or fraction is not None:
+            store = self._open_store(from_rank_zero(partial(load_or_list, cache, "train")), run)
+            self.train = Part(store, np.arange(len(store.manifest)))
+            if fraction is not None:
+                held_out, rest = _split(len(store.manifest), fraction)
+                self.train, self.val = Part(store, rest), Part(store, held_out)
+                return
+        manifest = from_rank_zero(partial(_manifest_if_any, cache, "val"))
+        if manifest is not None:
+            self.val = Part(self._open_store(manifest, run), np.arange(len(manifest)))
+
+    def _open_store(self, manifest: Manifest, run: bytes) -> SampleStore:
+        here = self.topology
+        place = Place(here.node_index, here.num_nodes, here.device_index, here.num_devices)
+        serves = here.num_nodes > 1 and self.wish.cache.shuffle != "local"
+
+        def endpoint() -> tuple[int, str]:
+            self._stores.append(open_store(self.wish.cache, manifest, place, run))
+            return here.node_index, self._stores[-1].serve() if serves and here.device_index == 0 else ""
+
+        endpoints = {node: where for node, where in from_all(endpoint) if where}
+        if endpoints:
+            self._stores[-1].connect(endpoints)
+        return self._stores[-1]
 
     def train_loader(
         self, *, fixed: bool, on_epoch: Callable[[int], None], on_resume: Callable[[int], None]
@@ -166,9 +197,9 @@ class Session:
         """Give everything back: threads, processes, shared memory."""
         for each in (*self._loaders, *self._pipelines):
             each.close()
-        for store in {id(part.store): part.store for part in (self.train, self.val) if part is not None}.values():
+        for store in self._stores:
             store.close()
-        self._loaders, self._pipelines = [], []
+        self._loaders, self._pipelines, self._stores = [], [], []
 
     def _pipeline(self, store: SampleStore) -> Pipeline:
         backend, why = choose_backend(self.wish.backend, store.format, self.device)
@@ -206,26 +237,13 @@ def open_session(
         ValueError, DataError: when the source is not what it should be.
     """
     topology = find_topology(node_rank, local_rank)
-    place = Place(topology.node_index, topology.num_nodes, topology.device_index, topology.num_devices)
-    run = from_rank_zero(new_run)
-
-    def opened(manifest: Manifest) -> SampleStore:
-        return open_store(wish.cache, manifest, place, run)
-
-    train: Part | None = None
-    val: Part | None = None
-    if wish.val_fraction is not None:
-        store = opened(from_rank_zero(partial(load_or_list, wish.cache, "train")))
-        held_out, rest = _split(len(store.manifest), wish.val_fraction)
-        train, val = Part(store, rest), Part(store, held_out)
-    else:
-        if training:
-            store = opened(from_rank_zero(partial(load_or_list, wish.cache, "train")))
-            train = Part(store, np.arange(len(store.manifest)))
-        manifest = from_rank_zero(partial(_manifest_if_any, wish.cache, "val"))
-        if manifest is not None:
-            val = Part(opened(manifest), np.arange(len(manifest)))
-    return Session(wish, topology, device or torch.device("cpu"), train if training else None, val)
+    session = Session(wish, topology, device or torch.device("cpu"))
+    try:
+        session.open(from_rank_zero(new_run), training)
+    except BaseException:
+        session.close()
+        raise
+    return session
 
 
 def choose_backend(wanted: Backend, store_format: Format, device: torch.device) -> tuple[Literal["dali", "torch"], str]:

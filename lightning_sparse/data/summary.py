@@ -25,7 +25,7 @@ class TierLog:
 
     def end_epoch(self, epoch: int) -> TierCounts:
         """What was read since the last call. A collective."""
-        total = sum(from_all(self._read()), TierCounts())
+        total = sum(from_all(self._read), TierCounts())
         self.epochs[epoch] = self.epochs.get(epoch, TierCounts()) + (total - self._total)
         self._total = total
         return self.epochs[epoch]
