@@ -10,11 +10,13 @@ tiers. So a server that waits for storage is still seen to be alive.
 from __future__ import annotations
 
 import contextlib
+import hmac
 import os
 import pickle
 import subprocess
 import sys
 import threading
+import traceback
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
@@ -83,12 +85,10 @@ class _Known:
     """Who may connect: holders of the run's client key."""
 
     def __init__(self, public: bytes) -> None:
-        from zmq.utils import z85
-
-        self._public = z85.decode(public)
+        self._public = public
 
     def callback(self, domain: str, key: bytes) -> bool:
-        return key == self._public
+        return hmac.compare_digest(key, self._public)
 
 
 def serve(get: Callable[[Sequence[int]], list[Sample]], format: str, run: bytes, address: str, ready: Any) -> None:
@@ -164,11 +164,15 @@ def _one(get: Callable[[Sequence[int]], list[Sample]], index: int) -> Sample | s
 
 def main() -> None:
     store, run, address = pickle.load(sys.stdin.buffer)
-    server = threading.Thread(
-        target=serve, args=(store.get, store.format, run, address, lambda endpoint: print(endpoint, flush=True))
-    )
-    server.daemon = True
-    server.start()
+
+    def run_server() -> None:
+        try:
+            serve(store.get, store.format, run, address, lambda endpoint: print(endpoint, flush=True))
+        except BaseException:
+            traceback.print_exc()
+            os._exit(1)
+
+    threading.Thread(target=run_server, daemon=True).start()
     sys.stdin.buffer.read()  # until the rank that started this process closes its end
     store.close()
     os._exit(0)  # threads may hang in storage

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 PING_S = 1.0
 DEAD_S = 5.0
-REVIVE_S = 30.0
+REVIVE_S, MOST_REVIVE_S = 30.0, 600.0  # a dead peer is tried again after a pause that doubles, as each try costs DEAD_S
 REQUEST_SAMPLES = 32  # a request's share of a batch: several are on their way, so reading and sending overlap
 
 
@@ -82,13 +82,14 @@ class PeerClient:
         self._numbers = itertools.count(1)
         self._own = threading.local()
         self._dead_until: dict[int, float] = {}
+        self._pauses: dict[int, float] = {}
 
     def fetch(self, indices: Sequence[int], nodes: npt.NDArray[np.int64]) -> Iterator[tuple[int, int, View | str]]:
         """(index asked for, index of the sample, sample) of what can be had; a text says what is wrong with a file.
 
         nodes: the owner of each sample. What is not among the answers has to come from elsewhere.
         """
-        requests: dict[bytes, tuple[int, set[int]]] = {}
+        requests: dict[bytes, int] = {}
         for node in np.unique(nodes).tolist():
             mine = [index for index, owner in zip(indices, nodes.tolist(), strict=True) if owner == node]
             if not self._usable(node):
@@ -96,14 +97,15 @@ class PeerClient:
             for begin in range(0, len(mine), REQUEST_SAMPLES):
                 part = mine[begin : begin + REQUEST_SAMPLES]
                 number = next(self._numbers).to_bytes(8, "little")
-                self._socket(node).send_multipart([b"get", number, np.array(part, np.int64).tobytes()])
-                requests[number] = (node, set(part))
+                if not self._send(node, b"get", number, np.array(part, np.int64).tobytes()):
+                    break
+                requests[number] = node
         yield from self._answers(requests)
 
-    def _answers(self, requests: dict[bytes, tuple[int, set[int]]]) -> Iterator[tuple[int, int, View | str]]:
+    def _answers(self, requests: dict[bytes, int]) -> Iterator[tuple[int, int, View | str]]:
         import zmq
 
-        heard = dict.fromkeys((node for node, _ in requests.values()), time.monotonic())
+        heard = dict.fromkeys(requests.values(), time.monotonic())
         sockets = {self._socket(node): node for node in heard}
         poller = zmq.Poller()
         for socket in sockets:
@@ -119,14 +121,12 @@ class PeerClient:
             now = time.monotonic()
             if now - pinged >= PING_S:
                 pinged = now
-                waiting = {node for node, _ in requests.values()}
+                waiting = set(requests.values())
                 for node in waiting:
-                    if now - heard[node] > DEAD_S:
-                        self._give_up(node)
+                    if now - heard[node] > DEAD_S or not self._send(node, b"ping", b""):
                         poller.unregister(next(each for each, of in sockets.items() if of == node))
-                        requests = {number: each for number, each in requests.items() if each[0] != node}
-                    else:
-                        self._socket(node).send_multipart([b"ping", b""])
+                        self._give_up(node)
+                        requests = {number: each for number, each in requests.items() if each != node}
 
     def _samples(self, frames: Sequence[zmq.Frame]) -> Iterator[tuple[int, int, View | str]]:
         if frames[0].bytes != b"have" or frames[2].bytes != self._format:
@@ -143,11 +143,22 @@ class PeerClient:
                 View(data.reshape(height, width, 3) if self._format == b"decoded" else data, height, width),
             )
 
+    def _send(self, node: int, *frames: bytes) -> bool:
+        """False when zmq takes no more for that node: it refused this process, or has not read for long."""
+        import zmq
+
+        try:
+            self._socket(node).send_multipart(frames, zmq.NOBLOCK)
+        except zmq.Again:
+            return False
+        return True
+
     def _usable(self, node: int) -> bool:
         return node in self._endpoints and time.monotonic() >= self._dead_until.get(node, 0.0)
 
     def _give_up(self, node: int) -> None:
-        self._dead_until[node] = time.monotonic() + REVIVE_S
+        self._pauses[node] = pause = min(2 * self._pauses.get(node, REVIVE_S / 2), MOST_REVIVE_S)
+        self._dead_until[node] = time.monotonic() + pause
         self._sockets().pop(node).close(linger=0)
         self._say(
             f"dead peer {node}",

@@ -17,7 +17,7 @@ from __future__ import annotations
 import os
 import secrets
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from multiprocessing.util import Finalize
 from typing import Any, NamedTuple
 
@@ -25,12 +25,15 @@ import numpy as np
 import numpy.typing as npt
 
 from lightning_sparse.data import decode
+from lightning_sparse.data.addresses import own_address
 from lightning_sparse.data.config import CacheConfig, CorruptSampleError, Format
 from lightning_sparse.data.counts import TierCounts
 from lightning_sparse.data.disk_cache import Key, Stored, damaged
 from lightning_sparse.data.manifest import Manifest
 from lightning_sparse.data.memory_cache import View
 from lightning_sparse.data.ownership import owners
+from lightning_sparse.data.peer_server import PeerServer
+from lightning_sparse.data.peers import PeerClient
 from lightning_sparse.data.source import Fetched, Refusal
 from lightning_sparse.data.tiers import Place, Tiers, open_tiers
 
@@ -81,6 +84,7 @@ class SampleStore:
         self.owners = owners(manifest.labels, place.num_nodes, config.seed)
         self._mine = self.owners == place.node_index
         self._damage: dict[int, str] = {}
+        self._endpoints: dict[int, str] = {}
         self._opened: Tiers | None = None
         self._lock, self._pid = threading.Lock(), os.getpid()
         self.format: Format = self._tiers().memory.format
@@ -128,6 +132,12 @@ class SampleStore:
     def _below_memory(self, tiers: Tiers, wanted: list[int]) -> dict[int, Sample | str]:
         """Samples that memory does not have; for a damaged one, what is wrong with it."""
         found: dict[int, Sample | str] = {}
+        if tiers.peers is not None:
+            foreign = [index for index in wanted if not self._mine[index]]
+            for asked, index, view in tiers.peers.fetch(foreign, self.owners[foreign]):
+                found[asked] = view if isinstance(view, str) else self._sample(index, view)
+                if not isinstance(view, str):
+                    tiers.counter.add(peer_samples=1, peer_bytes=view.data.nbytes)
         for index in wanted:
             if index not in found and index in self._damage:
                 found[index] = self._damage[index]
@@ -230,6 +240,33 @@ class SampleStore:
     def _key(self, index: int) -> Key:
         return Key(self.manifest.paths[index], int(self.manifest.sizes[index]), int(self.manifest.mtimes_ns[index]))
 
+    # ------------------------------------------------------------------------------------------------ other nodes
+
+    def serve(self) -> str:
+        """Start to serve this node's samples to others, from a process beside this one; one rank of a node does.
+
+        Returns:
+            the endpoint, for `connect` on the other nodes.
+
+        Raises:
+            ValueError: for a `peer_address` that this node does not have.
+            RuntimeError: when the server does not start.
+        """
+        tiers = self._tiers()
+        if tiers.server is None:
+            tiers.server = PeerServer(self, self._run, own_address(self.config.peer_address))
+        return tiers.server.endpoint
+
+    def connect(self, endpoints: Mapping[int, str]) -> None:
+        """Read samples of other nodes from their memory. endpoints: what `serve` returned, by node."""
+        self._endpoints = {node: where for node, where in endpoints.items() if node != self.place.node_index}
+        self._connect(self._tiers())
+
+    def _connect(self, tiers: Tiers) -> None:
+        if tiers.peers is not None:
+            tiers.peers.close()
+        tiers.peers = PeerClient(self._endpoints, self._run, self.format, tiers.say) if self._endpoints else None
+
     # ------------------------------------------------------------------------------------------------ the rest
 
     def counters(self) -> TierCounts:
@@ -259,6 +296,8 @@ class SampleStore:
             if self._opened is None or self._opened.pid != os.getpid():
                 self._opened = open_tiers(self.config, self.manifest, self.place, self._mine, self._run)
                 # also when this object is forgotten, and when the process ends, a multiprocessing child included
+                if self._endpoints:
+                    self._connect(self._opened)
                 self._closer = Finalize(self, self._opened.close, exitpriority=20)
             return self._opened
 

@@ -17,6 +17,8 @@ from lightning_sparse.data.counts import Counter
 from lightning_sparse.data.disk_cache import DiskCache, decoder_number
 from lightning_sparse.data.manifest import Manifest
 from lightning_sparse.data.memory_cache import MemoryCache, View
+from lightning_sparse.data.peer_server import PeerServer
+from lightning_sparse.data.peers import PeerClient
 from lightning_sparse.data.places import cache_folder, file_name
 from lightning_sparse.data.source import Source
 
@@ -48,6 +50,8 @@ class Tiers:
     counter: Counter
     decoder: int
     say: Callable[[str, str], None]
+    peers: PeerClient | None = None
+    server: PeerServer | None = None
 
     def keep(self, index: int, view: View) -> None:
         """Keep a sample in memory while there is room."""
@@ -59,6 +63,10 @@ class Tiers:
             )
 
     def close(self) -> None:
+        if self.server is not None:
+            self.server.close()
+        if self.peers is not None:
+            self.peers.close()
         self.disk.close()
         self.source.close()
         self.memory.close()

@@ -10,10 +10,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-pytest.importorskip("lmdb")
-pytest.importorskip("xxhash")
-pytest.importorskip("PIL")
-
 from lightning_sparse.data import decode
 from lightning_sparse.data.config import CacheConfig
 from lightning_sparse.data.manifest import load_or_list
