@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 # What decoding below may read: the formats of image folders, and none of Pillow's exotic parsers.
-FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF", "PPM", "MPO")
+FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF", "PPM")
 MAX_PIXELS = 178_956_970  # Pillow's own limit against decompression bombs
 _TRANSPOSED = (5, 6, 7, 8)  # values of the EXIF orientation that exchange height and width
 _ORIENTATION = 0x0112

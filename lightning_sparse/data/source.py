@@ -39,6 +39,10 @@ class StorageTimeoutError(DataError):
     """Network storage did not answer for `storage_timeout` seconds."""
 
 
+class MissingFolderError(DataError):
+    """The source is there, the folder is not."""
+
+
 class Fetched(NamedTuple):
     """A file as it is on storage now."""
 
@@ -96,15 +100,14 @@ class Source:
         """(path, size, mtime in ns) of all pictures below each folder; of "folder/" the names of folders in it.
 
         Raises:
-            DataError: when a folder cannot be listed.
+            MissingFolderError: when a folder cannot be listed.
         """
         asked = [self._ask("l", folder) for folder in folders]
         for folder, each in zip(folders, asked, strict=True):
             status, payload, _, _ = self._await(each)
             if status != "k":
-                raise DataError(
-                    f"{self.source} has no folder {folder!r} to read ({payload.decode('utf-8', 'replace')})"
-                )
+                reason = payload.decode("utf-8", "replace")
+                raise MissingFolderError(f"{self.source} has no folder {folder!r} to read ({reason})")
             yield [(name, size, mtime) for name, size, mtime in json.loads(payload)]
 
     def close(self) -> None:

@@ -35,7 +35,7 @@ from lightning_sparse.data.ownership import owners
 from lightning_sparse.data.peer_server import PeerServer
 from lightning_sparse.data.peers import PeerClient
 from lightning_sparse.data.source import Fetched, Refusal
-from lightning_sparse.data.tiers import Place, Tiers, open_tiers
+from lightning_sparse.data.tiers import Place, Tiers, checked, open_tiers
 
 REPLACEMENTS = 100  # damaged files in a row that are stepped over
 
@@ -183,8 +183,7 @@ class SampleStore:
                 raise decode.UndecodableError(answer.reason)
             tiers.counter.add(storage_samples=1, storage_bytes=len(answer.data))
             self._look_for_change(tiers, key, answer)
-            stored = Stored(answer.data, *decode.probe(answer.data), tiers.decoder)
-            pixels = decode.decode(answer.data, self.config.short_side)
+            stored, pixels = checked(answer.data, tiers.decoder, self.config.short_side)
         except decode.UndecodableError as error:
             if self.config.on_corrupt == "skip":
                 tiers.disk.put(key, damaged(str(error), tiers.decoder))

@@ -14,7 +14,7 @@ from lightning_sparse.data import decode
 from lightning_sparse.data.budget import open_memory, segment_name
 from lightning_sparse.data.config import GB, CacheConfig
 from lightning_sparse.data.counts import Counter
-from lightning_sparse.data.disk_cache import DiskCache, decoder_number
+from lightning_sparse.data.disk_cache import DiskCache, Stored, decoder_number
 from lightning_sparse.data.manifest import Manifest
 from lightning_sparse.data.memory_cache import MemoryCache, View
 from lightning_sparse.data.peer_server import PeerServer
@@ -72,6 +72,25 @@ class Tiers:
         self.memory.close()
 
 
+def checked(data: bytes, decoder: int, short_side: int) -> tuple[Stored, npt.NDArray[np.uint8]]:
+    """What disk keeps of a file that was read from storage, and its pixels: decoded before anything else sees it.
+
+    Raises:
+        UndecodableError: when it is no whole picture.
+    """
+    return Stored(data, *decode.probe(data), decoder), decode.decode(data, short_side)
+
+
+def open_disk(config: CacheConfig, split: str, counter: Counter, say: Callable[[str, str], None]) -> DiskCache:
+    """The disk tier of one split, wherever it is opened from."""
+    return DiskCache(
+        cache_folder(config) / f"{file_name(split)}.lmdb",
+        limit_bytes=None if config.disk_gb is None else int(config.disk_gb * GB),
+        counter=counter,
+        say=say,
+    )
+
+
 def open_tiers(config: CacheConfig, manifest: Manifest, place: Place, mine: npt.NDArray[np.bool_], run: bytes) -> Tiers:
     """mine: bool [samples], which this node owns."""
     folder = cache_folder(config)
@@ -82,12 +101,7 @@ def open_tiers(config: CacheConfig, manifest: Manifest, place: Place, mine: npt.
         if memory.first(topic):
             _log.warning("%s", text)
 
-    disk = DiskCache(
-        folder / f"{file_name(manifest.split)}.lmdb",
-        limit_bytes=None if config.disk_gb is None else int(config.disk_gb * GB),
-        counter=counter,
-        say=say,
-    )
+    disk = open_disk(config, manifest.split, counter, say)
     # one rank of a node speaks of the storage that all of its ranks wait for
     quiet = place.device_index != 0
     source = Source(config.source, timeout=config.storage_timeout, readers=config.storage_readers, quiet=quiet)

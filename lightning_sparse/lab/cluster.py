@@ -154,6 +154,10 @@ class Cluster:
             storage_traffic=traffic.get("storage"),
         )
 
+    def traffic(self) -> dict[str, NodeTraffic]:
+        """Bytes on each link since the lab was made, also while a command runs; nothing without a network."""
+        return self._network.traffic() if self._network else {}
+
     # ------------------------------------------------------------------------------------------ parts and commands
 
     def _parts(self) -> list[str]:
