@@ -96,7 +96,7 @@ def _create(
             if last:
                 raise
             continue
-        if needed > capacity and memory.first("memory full"):
+        if needed > capacity > 0 and memory.first("memory full"):
             _log.warning("%s", _too_small(config, manifest, owned, format, needed, capacity))
         return memory
     raise AssertionError("unreachable: the last folder returns or raises")

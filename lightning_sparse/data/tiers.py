@@ -55,7 +55,7 @@ class Tiers:
 
     def keep(self, index: int, view: View) -> None:
         """Keep a sample in memory while there is room."""
-        if not self.memory.put(index, view.data, view.height, view.width):
+        if not self.memory.put(index, view.data, view.height, view.width) and self.memory.capacity:
             self.say(
                 "memory full",
                 f"memory tier is full with {self.memory.cached:,} samples in {self.memory.bytes / GB:.2f} GB; the "
