@@ -178,8 +178,7 @@ class CachedImageDataModuleMixin(_Host):
         """Log the last epoch, write the summary, close everything."""
         if self._session is not None and self._epoch is not None:
             self._end_epoch()
-            tiers = self._session.tiers
-            self._session.say("\n".join(["where the samples of each epoch came from, all nodes:", *tiers.table()]))
+            self._session.say(self._session.summary())
         self._close()
 
     def on_exception(self, exception: BaseException) -> None:

@@ -21,6 +21,7 @@ from lightning_sparse.data.agreement import find_topology, from_all, from_rank_z
 from lightning_sparse.data.batch import Look, Pipeline
 from lightning_sparse.data.config import CacheConfig, DataError, Format
 from lightning_sparse.data.counter import shuffled
+from lightning_sparse.data.counts import TierCounts, TierSizes
 from lightning_sparse.data.loader import EvalLoader, ImageSizes, TrainLoader
 from lightning_sparse.data.manifest import Manifest, load_or_list
 from lightning_sparse.data.ownership import owners
@@ -185,8 +186,19 @@ class Session:
     def tiers(self) -> TierLog:
         """Of the training samples, over all nodes."""
         assert self.train is not None
-        store, reports = self.train.store, self.topology.device_index == 0
-        return TierLog(lambda: store.node_counters() if reports else store.node_counters() - store.node_counters())
+        store = self.train.store
+        return TierLog(lambda: store.node_counters() if self._reports else TierCounts())
+
+    @property
+    def _reports(self) -> bool:
+        return self.topology.device_index == 0  # one rank of each node does
+
+    def summary(self) -> str:
+        """Sizes of the tiers, and where each epoch's samples came from. A collective."""
+        assert self.train is not None
+        store = self.train.store
+        sizes = self.tiers.sizes(lambda: store.sizes() if self._reports else TierSizes(0, 0, 0, 0))
+        return "\n".join(["where the samples of each epoch came from, all nodes:", *self.tiers.table(), sizes])
 
     def say(self, line: str) -> None:
         """To the log, once."""
