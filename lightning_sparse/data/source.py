@@ -30,7 +30,7 @@ from lightning_sparse.data.reader import ANSWER, REQUEST
 
 SAY_S = 5.0  # a pause that is worth a line
 RETRY_S = 1.0
-RESTART_S = 30.0  # a reader that is silent this long is replaced: its connection may be one that never comes back
+RESTART_S = 30.0  # a silent reader is replaced, then after twice as long, ...: its connection may never come back
 _READER = Path(__file__).with_name("reader.py")
 _log = logging.getLogger("lightning_sparse")
 
@@ -85,7 +85,7 @@ class Source:
         self._reader: _Reader | None = None
         self._waiting = 0  # callers that wait for an answer
         self._since = 0.0  # when storage last answered, or was first asked after a pause
-        self._restart_at = 0.0
+        self._patience = self._restart_at = 0.0
         self._said_at: float | None = None
         self._trouble = ""
 
@@ -133,7 +133,8 @@ class Source:
         """A new reader, asked all that is still open."""
         if self._reader is not None:
             self._reader.abandon()
-        self._restart_at = time.monotonic() + RESTART_S
+        self._patience *= 2
+        self._restart_at = time.monotonic() + self._patience
         self._reader = _Reader(self.source, self._readers, self)
         for asked in list(self._asked.values()):
             self._reader.send(asked.message)
@@ -144,7 +145,7 @@ class Source:
         with self._lock:
             asked = self._asked.pop(number, None)  # None: a restarted reader answered it before
             if chr(status) != "t":
-                self._since = time.monotonic()
+                self._be_patient()
                 self._say_back()
         if asked is not None:
             asked.future.set_result((chr(status), message[ANSWER.size :], size, mtime_ns))
@@ -154,8 +155,7 @@ class Source:
     def _await(self, asked: _Asked) -> tuple[str, bytes, int, int]:
         with self._lock:
             if self._waiting == 0 and not asked.future.done():
-                self._since = time.monotonic()
-                self._restart_at = self._since + RESTART_S
+                self._be_patient()
             self._waiting += 1
         try:
             while True:
@@ -173,6 +173,11 @@ class Source:
         finally:
             with self._lock:
                 self._waiting -= 1
+
+    def _be_patient(self) -> None:
+        """Storage answered, or is asked for the first time after a pause."""
+        self._since, self._patience = time.monotonic(), RESTART_S
+        self._restart_at = self._since + RESTART_S
 
     def _again(self, asked: _Asked) -> _Asked:
         return self._ask(
@@ -216,7 +221,9 @@ class _Reader:
         ours, theirs = socket.socketpair()
         command = [sys.executable, str(_READER), str(theirs.fileno()), str(readers), source]
         # a session of its own: Ctrl-C is for the trainer, and the reader ends when the trainer's end of the socket does
-        self._process = subprocess.Popen(command, pass_fds=[theirs.fileno()], cwd="/", start_new_session=True)
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()], cwd="/", start_new_session=True
+        )
         theirs.close()
         self._connection = Connection(ours.detach())
         self._sending = threading.Lock()
