@@ -124,7 +124,7 @@ class PeerClient:
                 # an answer to a request of a call that ended early has no entry
                 if frames[0].bytes != b"pong" and requests.pop(frames[1].bytes, None) is not None:
                     self._pauses.pop(node, None)
-                    yield from self._samples(frames)
+                    yield from self._samples(node, frames)
             now = time.monotonic()
             if now - pinged < PING_S:
                 continue
@@ -136,8 +136,16 @@ class PeerClient:
                     self._give_up(node)
             requests = {number: node for number, node in requests.items() if node in heard}
 
-    def _samples(self, frames: Sequence[zmq.Frame]) -> Iterator[tuple[int, int, View | str]]:
-        if frames[0].bytes != b"have" or frames[2].bytes != self._format:
+    def _samples(self, node: int, frames: Sequence[zmq.Frame]) -> Iterator[tuple[int, int, View | str]]:
+        if frames[0].bytes != b"have":
+            return
+        if frames[2].bytes != self._format:
+            theirs, ours = frames[2].bytes.decode(), self._format.decode()
+            self._say(
+                f"other format {node}",
+                f"node {node} keeps samples as {theirs}, this node as {ours}, so neither can use the other's memory "
+                'and disk is read instead. Give the same format to all nodes, as in format="jpeg".',
+            )
             return
         about = np.frombuffer(frames[3].bytes, np.int64).reshape(-1, 4).tolist()
         for (asked, got, height, width), frame in zip(about, frames[4:], strict=True):

@@ -74,11 +74,12 @@ def test_a_spawned_worker_knows_the_peers(nodes: Nodes) -> None:
     copy.close()
 
 
-def test_a_peer_with_another_format_is_of_no_use(tmp_path: Path) -> None:
+def test_a_peer_with_another_format_is_of_no_use(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     first, second = make_nodes(make_folder(tmp_path / "pictures"), formats=("jpeg", "decoded"))
     first.connect({1: second.serve()})
     assert [sample.data.ndim for sample in first.get(range(12))] == [1] * 12
     assert first.counters().peer_samples == 0
+    assert "node 1 keeps samples as decoded, this node as jpeg" in caplog.text
     first.close()
     second.close()
 
