@@ -59,6 +59,7 @@ class Request(NamedTuple):
 class Prepared(NamedTuple):
     """A request with its samples."""
 
+    indices: NDArray[np.int64]
     pictures: list[NDArray[np.uint8]]
     labels: NDArray[np.int64]
     windows: Windows
@@ -110,4 +111,4 @@ def prepare(store: StoreLike, request: Request, look: Look) -> Prepared:
     else:
         windows = centre_windows(heights, widths)
     labels = np.array([each.label for each in samples], np.int64)
-    return Prepared([each.data for each in samples], labels, windows, request.size)
+    return Prepared(request.indices, [each.data for each in samples], labels, windows, request.size)

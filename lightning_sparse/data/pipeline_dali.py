@@ -23,11 +23,13 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from nvidia.dali import fn, pipeline_def, types
 from torch.utils.dlpack import from_dlpack
 
 from lightning_sparse.data.ahead import ahead
 from lightning_sparse.data.batch import Batch, Look, Prepared, Request, StoreLike, prepare
+from lightning_sparse.data.decode import decode
 
 _AHEAD = 2  # batches in each of the two queues: read, and made
 _INPUTS = {"start": (types.INT32, 1), "shape": (types.INT32, 1), "flip": (types.INT32, 0), "size": (types.FLOAT, 0)}
@@ -68,15 +70,30 @@ class DaliPipeline:
         self._pipe = None
 
     def _made(self, requests: Iterable[Request]) -> Iterator[tuple[Any, torch.Tensor]]:
-        read = ahead((prepare(self._store, each, self._look) for each in requests), _AHEAD, "reader")
+        read = ahead(map(self._read, requests), _AHEAD, "reader")
         in_use: deque[Prepared] = deque(maxlen=_AHEAD + 1)  # uploads may go on after run() has returned
         try:
             for prepared in read:
                 in_use.append(prepared)
-                (images,) = self._pipe.run(pictures=prepared.pictures, **_inputs(prepared))
-                yield images, torch.from_numpy(prepared.labels)
+                yield self._run(prepared), torch.from_numpy(prepared.labels)
         finally:
             read.close()
+
+    def _read(self, request: Request) -> Prepared:
+        prepared = prepare(self._store, request, self._look)
+        if self._store.format == "decoded":
+            return prepared
+        return prepared._replace(pictures=[as_dali_reads(each) for each in prepared.pictures])
+
+    def _run(self, prepared: Prepared) -> Any:
+        try:
+            (images,) = self._pipe.run(pictures=prepared.pictures, **_inputs(prepared))
+        except RuntimeError as error:
+            raise RuntimeError(
+                f"DALI failed on one of the samples {prepared.indices.tolist()} of the manifest; backend='torch' and "
+                f"sample_format='decoded' read whatever the cache holds. DALI says: {error}"
+            ) from error
+        return images
 
 
 @pipeline_def  # type: ignore[untyped-decorator]
@@ -101,6 +118,31 @@ def _graph(look: Look, store_format: str, on_gpu: bool) -> Any:
         dtype=types.FLOAT,
         output_layout="CHW",
     )
+
+
+def as_dali_reads(file: NDArray[np.uint8]) -> NDArray[np.uint8]:
+    """A JPEG of one or three colours as it is; anything else (CMYK, GIF, a palette) as pixels behind a PPM header.
+
+    One file that DALI does not read ends its pipeline.
+    """
+    if jpeg_components(file.data) in (1, 3):
+        return file
+    pixels = decode(file.tobytes())
+    header = f"P6\n{pixels.shape[1]} {pixels.shape[0]}\n255\n".encode()
+    return np.concatenate([np.frombuffer(header, np.uint8), pixels.reshape(-1)])
+
+
+def jpeg_components(file: memoryview) -> int:
+    """How many colours a JPEG has, from its frame header; 0 when it is none."""
+    if bytes(file[:2]) != b"\xff\xd8":
+        return 0
+    place = 2
+    while place + 9 < len(file) and file[place] == 0xFF:
+        kind = file[place + 1]
+        if 0xC0 <= kind <= 0xCF and kind not in (0xC4, 0xC8, 0xCC):
+            return file[place + 9]
+        place += 1 if kind == 0xFF else 2 + int.from_bytes(file[place + 2 : place + 4], "big")
+    return 0
 
 
 def _inputs(prepared: Prepared) -> dict[str, Any]:

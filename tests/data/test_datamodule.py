@@ -10,7 +10,6 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import logging
-import multiprocessing
 import os
 import shutil
 import threading
@@ -62,7 +61,12 @@ def folder(pictures: Path, tmp_path_factory: pytest.TempPathFactory, flavour: st
 
 
 @pytest.fixture(scope="module")
-def results(flavour: str, folder: Path) -> Results:
+def segments_before(flavour: str) -> set[str]:
+    return segments()
+
+
+@pytest.fixture(scope="module")
+def results(flavour: str, folder: Path, segments_before: set[str]) -> Results:
     """What every scenario returned, by rank."""
     return run_ranks(run_scenarios, flavour, str(folder), list(SCENARIOS), timeout=280, init=False)
 
@@ -189,15 +193,17 @@ class Lines(logging.Handler):
         self.lines.append(record.getMessage())
 
 
-def left_behind() -> dict[str, list[str]]:
-    """Threads and processes beyond this one, and this user's segments that no other process holds."""
-    threads = [each.name for each in threading.enumerate() if each is not threading.main_thread()]
-    children = [each.name for each in multiprocessing.active_children()]
-    task = Path(f"/proc/self/task/{os.getpid()}/children")
-    return {
-        "threads": [name for name in threads if "lightning_sparse" in name or "pool" in name.lower()],
-        "children": children + task.read_text().split() if task.exists() else children,
-    }
+def left_behind() -> list[str]:
+    """Threads and processes of the data half, the latter by their number."""
+    threads = [each.name for each in threading.enumerate()]
+    children = Path(f"/proc/self/task/{os.getpid()}/children")
+    return [name for name in threads if name.startswith(("lightning_sparse ", "storage reader"))] + (
+        children.read_text().split() if children.exists() else []
+    )
+
+
+def segments() -> set[str]:
+    return {path.name for path in Path("/dev/shm").glob("lightning_sparse-*/*")}
 
 
 def expected(shuffle: str, epoch: int, nodes: int = 2, devices: int = 2, batch: int = BATCH, **more: Any) -> Any:
@@ -217,7 +223,7 @@ def flat(nested: Any) -> list[int]:
 
 @scenario
 def epochs(flavour: str, folder: Path) -> dict[str, Any]:
-    before, lines = left_behind(), Lines()
+    lines = Lines()
     out: dict[str, Any] = {}
     for name, strategy, shuffle in [("ddp", "ddp", "global"), ("sparse", "mstopk_hier", "global")] + [
         (shuffle, "ddp", shuffle) for shuffle in ("local", "partial")
@@ -231,7 +237,7 @@ def epochs(flavour: str, folder: Path) -> dict[str, Any]:
             "shapes": model.shapes,
         }  # fmt: skip
     logging.getLogger("lightning_sparse").removeHandler(lines)
-    return {**out, "lines": lines.lines, "before": before, "after": left_behind()}
+    return {**out, "lines": lines.lines, "left": left_behind()}
 
 
 @pytest.mark.parametrize("name", ["ddp", "sparse", "local", "partial"])
@@ -276,10 +282,11 @@ def test_rank_zero_says_what_it_chose_and_where_samples_came_from(results: Resul
         assert [line for line in each["epochs"]["lines"] if "backend" in line or "where the samples" in line] == []
 
 
-def test_nothing_is_left_behind(results: Results) -> None:
+def test_nothing_is_left_behind(results: Results, segments_before: set[str]) -> None:
     for each in results:
-        assert each["epochs"]["after"]["threads"] == each["epochs"]["before"]["threads"]
-        assert each["epochs"]["after"]["children"] == each["epochs"]["before"]["children"]
+        for name in ("epochs", "features", "exceptions"):
+            assert each[name]["left"] == []
+    assert segments() <= segments_before
 
 
 # -- what the Trainer can do -------------------------------------------------------------------------------------------
@@ -308,7 +315,7 @@ def features(flavour: str, folder: Path) -> dict[str, Any]:
         "growing": sorted(growing.shapes),
         "again": model.train_seen,
         "tested": tested.val_seen,
-        "after": left_behind(),
+        "left": left_behind(),
     }
 
 
@@ -324,7 +331,6 @@ def test_limits_overfitting_reloading_and_a_second_fit(results: Results) -> None
         assert seen["growing"] == [(BATCH, 3, 8, 8), (BATCH, 3, 16, 16)]
         assert [(epoch, s) for epoch, _, s in seen["again"]] == [(e, s) for e in range(3) for s in mine[e]]
         assert len(seen["tested"]) == 2
-        assert seen["after"]["threads"] == []
 
 
 @scenario
@@ -338,13 +344,12 @@ def exceptions(flavour: str, folder: Path) -> dict[str, Any]:
     other = ours(flavour).CachedImageDataModule(str(folder / "only_train"), str(cache), batch_size=5, image_size=16)
     with pytest.raises(ValueError, match=r"has no folder val/.*val_fraction=0.05"):
         trainer(flavour).fit(module(flavour), other)
-    return {"session": dm._session, "after": left_behind()}
+    return {"session": dm._session, "left": left_behind()}
 
 
-def test_an_exception_closes_everything(results: Results) -> None:
+def test_an_exception_closes_the_session(results: Results) -> None:
     for each in results:
         assert each["exceptions"]["session"] is None
-        assert each["exceptions"]["after"]["threads"] == []
 
 
 # -- resuming ----------------------------------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import importlib.util
+import shutil
 import threading
 import time
 from collections.abc import Iterator
@@ -133,6 +134,74 @@ def test_augmentation_differs_between_epochs_and_repeats_with_the_seed(backend: 
         for k in range(4):
             assert not torch.equal(a[0][k], c[0][k])
             assert not torch.equal(a[0][k], d[0][k])
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_batches_outlive_the_ones_that_follow(backend: str, folder: Path) -> None:
+    """Memory is handed over without a copy, and used again: not while a batch is in use."""
+    store = FolderStore(folder)
+    pipe = pipeline(backend, store)
+    wanted = requests(len(store), steps=20)
+    try:
+        kept = [images for images, _ in pipe.run(wanted)]
+        sums = [float(images.sum()) for images in kept]
+        assert sums == [float(images.sum()) for images, _ in pipe.run(wanted)]
+        assert len(set(sums)) > 10
+    finally:
+        pipe.close()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_picture_stored_on_its_side_is_upright(backend: str, tmp_path: Path) -> None:
+    """EXIF: the window is one of the upright picture, in both backends and formats."""
+    image = pytest.importorskip("PIL.Image")
+    (tmp_path / "a").mkdir()
+    upright = np.zeros((64, 96, 3), np.uint8)
+    upright[:32], upright[:, :48, 1] = 200, 100  # top and bottom, left and right differ
+    exif = image.Exif()
+    exif[0x0112] = 6  # show it turned by 90 degrees clockwise
+    turned = image.fromarray(np.ascontiguousarray(np.rot90(upright)))
+    turned.save(tmp_path / "a" / "0.jpg", quality=95, exif=exif)
+    plain = Look(mean=(0, 0, 0), std=(1 / 255,) * 3)
+    for store_format in ("decoded", "jpeg"):
+        ((images, _),) = made(
+            backend, FolderStore(tmp_path, store_format), [Request(np.array([0]), 0, 56, False)], plain
+        )
+        pixels = images[0].permute(1, 2, 0)
+        corners = [pixels[5, 5], pixels[5, -5], pixels[-5, 5], pixels[-5, -5]]
+        expected = [(200, 100, 200), (200, 200, 200), (0, 100, 0), (0, 0, 0)]
+        for corner, colour in zip(corners, expected, strict=True):
+            assert (corner - torch.tensor(colour)).abs().max() < 12, (store_format, corners)
+
+
+def test_files_that_are_no_plain_jpeg_look_alike_in_both_backends(tmp_path: Path) -> None:
+    image = pytest.importorskip("PIL.Image")
+    (tmp_path / "a").mkdir()
+    picture = image.open(next((make_folder(tmp_path / "made") / "train" / "apple").glob("*.jpg"))).convert("RGB")
+    picture.convert("CMYK").save(tmp_path / "a" / "cmyk.jpg", quality=95)
+    picture.convert("L").save(tmp_path / "a" / "gray.jpg", quality=95)
+    picture.save(tmp_path / "a" / "progressive.jpg", quality=95, progressive=True)
+    for kind in ("GIF", "PNG", "WEBP", "TIFF", "BMP"):
+        with (tmp_path / "a" / f"{kind}.jpg").open("wb") as file:
+            picture.convert("P" if kind in ("GIF", "PNG") else "RGB").save(file, kind)
+    shutil.rmtree(tmp_path / "made")
+    store = FolderStore(tmp_path, "jpeg")
+    wanted = [Request(np.array([index]), 0, 84, False) for index in range(len(store))]
+    plain = Look(mean=(0, 0, 0), std=(1 / 255,) * 3)
+    for path, (one, _), (other, _) in zip(
+        store.paths, made("torch", store, wanted, plain), made(_dali(), store, wanted, plain), strict=True
+    ):
+        assert (one - other).abs().mean() < 2, path.name
+
+
+def test_what_dali_cannot_read_is_named(folder: Path) -> None:
+    class Broken(FolderStore):
+        def get(self, indices: Any) -> Any:
+            return [each._replace(data=each.data[: len(each.data) // 2]) for each in super().get(indices)]
+
+    store = Broken(folder, "jpeg")
+    with pytest.raises(RuntimeError, match=r"one of the samples \[0, 3, 6, 9\].*backend='torch'"):
+        made(_dali(), store, [Request(np.array([0, 3, 6, 9]), 0, 500, True)])
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
