@@ -82,6 +82,7 @@ class Source:
         self._lock = threading.RLock()
         self._asked: dict[int, _Asked] = {}
         self._next = 0
+        self._closed = False
         self._reader: _Reader | None = None
         self._waiting = 0  # callers that wait for an answer
         self._since = 0.0  # when storage last answered, or was first asked after a pause
@@ -111,15 +112,21 @@ class Source:
             yield [(name, size, mtime) for name, size, mtime in json.loads(payload)]
 
     def close(self) -> None:
+        """End the reader; who still waits for an answer gets a DataError."""
         with self._lock:
-            if self._reader is not None:
-                self._reader.abandon()
-            self._reader = None
+            self._closed = True
+            self._abandon()
+
+    def _abandon(self) -> None:
+        if self._reader is not None:
+            self._reader.abandon()
+        self._reader = None
 
     # ------------------------------------------------------------------------------------------------ asking
 
     def _ask(self, what: str, path: str) -> _Asked:
         with self._lock:
+            self._check_open()
             self._next += 1
             message = REQUEST.pack(self._next, ord(what)) + path.encode("utf-8", "surrogateescape")
             asked = self._asked[self._next] = _Asked(message, Future())
@@ -131,8 +138,7 @@ class Source:
 
     def _restart(self) -> None:
         """A new reader, asked all that is still open."""
-        if self._reader is not None:
-            self._reader.abandon()
+        self._abandon()
         self._patience *= 2
         self._restart_at = time.monotonic() + self._patience
         self._reader = _Reader(self.source, self._readers, self)
@@ -186,10 +192,11 @@ class Source:
 
     def _lose_patience(self) -> None:
         with self._lock:
+            self._check_open()
             now = time.monotonic()
             silent = now - self._since
             if silent >= self.timeout:
-                self.close()
+                self._abandon()
                 raise StorageTimeoutError(
                     f"storage {self.source} has not answered for {silent:.0f} s{self._why()}. Is it mounted, and its "
                     f"server reachable? storage_timeout={self.timeout:g} says how long to wait."
@@ -201,6 +208,10 @@ class Source:
                 )
             if self._reader is None or not self._reader.alive or now >= self._restart_at:
                 self._restart()
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise DataError(f"storage {self.source} was closed while a file was read from it.")
 
     def _say_back(self) -> None:
         if self._said_at is not None:

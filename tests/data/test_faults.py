@@ -116,6 +116,21 @@ def test_a_reader_that_dies_or_never_comes_back_is_replaced(
     assert store.get([2])
 
 
+def test_who_waits_when_the_store_is_closed_is_told(
+    folder: Path, stores: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As threads that read ahead do when a run ends: they neither hang nor start another reader."""
+    monkeypatch.setattr(source, "RETRY_S", 0.1)
+    store = store_of(folder, stores)
+    store.get([0])
+    storage = store._tiers().source
+    os.kill(reader_of(store), signal.SIGSTOP)
+    threading.Timer(0.5, storage.close).start()
+    with pytest.raises(DataError, match="was closed"):
+        store.get([1])
+    assert storage._reader is None
+
+
 def test_a_folder_that_is_not_mounted_is_not_taken_for_missing_files(
     folder: Path, stores: Open, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -65,6 +65,9 @@ def test_a_foreign_sample_comes_from_its_owner(nodes: Nodes) -> None:
         assert ours[1:] == theirs[1:]
     first.get(range(12))
     assert (first.counters().peer_samples, first.counters().memory_samples) == (12, 6)
+    counts = second.node_counters()
+    assert (counts.storage_samples, counts.served_samples) == (12, 6)
+    assert counts.memory_samples == 6  # its own: what it served is not among its hits
 
 
 def test_a_spawned_worker_knows_the_peers(nodes: Nodes) -> None:
