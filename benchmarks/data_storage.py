@@ -8,6 +8,8 @@ normalise; nothing is trained. The systems, each in a cluster of its own:
 
     this library   CachedImageDataModule's loaders, cache_dir empty: run 1; the same again with what it left: run 2
     ImageFolder    torchvision's ImageFolder, DistributedSampler and DataLoader with a worker process a rank: twice
+    LitData        where it is installed: the same files, rewritten on storage as its chunks before anything is timed;
+                   StreamingDataset with the folder as a "local:" remote and a cache folder a node: twice
 
 Bytes are counted by the kernel on the storage node's link, frames and all, between barriers at which every rank has
 ended its epoch. The pictures are the given ones, and generated ones of the same size up to `--count`. Before each run
@@ -17,6 +19,7 @@ the page cache is dropped, and its hits would in any case be those of a data set
 from __future__ import annotations
 
 import argparse
+import io
 import json
 import os
 import platform
@@ -28,6 +31,7 @@ import tempfile
 import threading
 import time
 from datetime import date
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -82,7 +86,10 @@ def rank(role: str, source: str, work: Path, epochs: int) -> None:
     """Read `epochs` epochs; the driver is told when the first begins and when each ends."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    loader, close = _ours(source, work, role) if role in ("global", "local", "partial") else _image_folder(source)
+    if role == "ImageFolder":
+        loader, close = _image_folder(source)
+    else:
+        loader, close = _litdata(source, work) if role == "LitData" else _ours(source, work, role)
     _mark(work, 0)
     for epoch in range(epochs):
         seen = sum(len(labels) for _, labels in loader(epoch))
@@ -132,11 +139,10 @@ def _ours(source: str, work: Path, shuffle: str) -> tuple[Any, Any]:
     return batches, close
 
 
-def _image_folder(source: str) -> tuple[Any, Any]:
-    from torch.utils.data import DataLoader, DistributedSampler
-    from torchvision import datasets, transforms
+def _look() -> Any:
+    from torchvision import transforms
 
-    look = transforms.Compose(
+    return transforms.Compose(
         [
             transforms.RandomResizedCrop(SIZE),
             transforms.RandomHorizontalFlip(),
@@ -144,7 +150,13 @@ def _image_folder(source: str) -> tuple[Any, Any]:
             transforms.Normalize((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)),
         ]
     )
-    pictures = datasets.ImageFolder(f"{source}/train", look)
+
+
+def _image_folder(source: str) -> tuple[Any, Any]:
+    from torch.utils.data import DataLoader, DistributedSampler
+    from torchvision import datasets
+
+    pictures = datasets.ImageFolder(f"{source}/train", _look())
     sampler = DistributedSampler(pictures, seed=0)
     loader = DataLoader(pictures, BATCH, sampler=sampler, num_workers=1, persistent_workers=True, prefetch_factor=4)
 
@@ -153,6 +165,34 @@ def _image_folder(source: str) -> tuple[Any, Any]:
         return loader
 
     return batches, lambda: None
+
+
+def _litdata(source: str, work: Path) -> tuple[Any, Any]:
+    from litdata import StreamingDataLoader, StreamingDataset
+
+    look = _look()
+
+    def sample(item: dict[str, Any]) -> tuple[torch.Tensor, int]:
+        with Image.open(io.BytesIO(item["image"])) as image:
+            return look(image.convert("RGB")), item["class"]
+
+    cache = work / f"local-disk-of-node{os.environ['NODE_RANK']}"
+    cache.mkdir(exist_ok=True)
+    chunks = StreamingDataset(f"local:{source}/chunks", cache_dir=str(cache), shuffle=True, transform=sample)
+    loader = StreamingDataLoader(chunks, batch_size=BATCH, num_workers=1, persistent_workers=True, prefetch_factor=4)
+    return lambda epoch: loader, lambda: None
+
+
+def _chunk(path: str) -> dict[str, Any]:
+    return {"image": Path(path).read_bytes(), "class": int(Path(path).parent.name.removeprefix("c"))}
+
+
+def make_chunks(source: Path) -> None:
+    """The files of train/ once more, as LitData wants them: source/chunks."""
+    from litdata import optimize
+
+    paths = sorted(str(path) for path in (source / "train").rglob("*.jpg"))
+    optimize(_chunk, paths, str(source / "chunks"), chunk_bytes="16MB", num_workers=2)
 
 
 # ------------------------------------------------------------------------------------------------------ the driver
@@ -210,10 +250,14 @@ def main() -> None:
         make_pictures(source, options.pictures, options.count)
         nbytes = sum(path.stat().st_size for path in source.rglob("*.jpg"))
         systems: dict[str, list[dict[str, Any]]] = {}
-        for role in [*options.shuffles, "ImageFolder"]:
+        others = ["ImageFolder"]
+        if find_spec("litdata") is not None:
+            make_chunks(source)
+            others.append("LitData")
+        for role in [*options.shuffles, *others]:
             work.mkdir()
             runs = [measure(role, source, work, options.gbps, options.epochs) for _ in range(2)]
-            systems[role if role == "ImageFolder" else f"this library, {role}"] = runs
+            systems[role if role in others else f"this library, {role}"] = runs
             shutil.rmtree(work)
     record = {**_circumstances(), "gbps": options.gbps, "pictures": options.count, "data set bytes": nbytes}
     record["systems"] = systems

@@ -20,6 +20,7 @@ memory_cache.py    local disk -> node memory: slots, states, checksums
 peers.py           samples from the memory of the node that owns them
 store.py           `SampleStore`: composes the tiers; what pipelines read from
 warm.py            fills the disk tier ahead of a run
+inventory.py       what lies in a cache folder, and removing it
 =================  ==================================================================================
 
 Importing this folder imports none of lmdb, zmq, Pillow, DALI and Lightning; each is imported where it is first needed.

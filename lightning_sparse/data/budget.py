@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import logging
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -68,54 +69,67 @@ def open_memory(
         return _create(config, manifest, owned, name, folders)
 
 
+class _Plan(NamedTuple):
+    """A slab in one folder. needed: bytes of this node's samples; capacity: what it may take; given: by whose word."""
+
+    folder: Path
+    format: Format
+    needed: int
+    capacity: int
+    given: str
+
+    @property
+    def holds(self) -> int:
+        return min(self.needed, self.capacity)
+
+
+def _plan(config: CacheConfig, manifest: Manifest, owned: npt.NDArray[np.bool_], folder: Path) -> _Plan:
+    free = segments.available_memory(folder)
+    if config.memory_gb is None:
+        allowed, given = int(free * SHARE), "half of what is free"
+    elif config.memory_gb * GB <= free:
+        allowed, given = int(config.memory_gb * GB), f"memory_gb={config.memory_gb:g}"
+    else:
+        allowed, given = free, f"memory_gb={config.memory_gb:g}, of which {free / GB:.2f} GB are free,"
+    format = choose_format(config, manifest, owned, allowed)
+    needed = needed_bytes(manifest, owned, format, config.short_side)
+    # room to spare, because what decoded pictures need is an estimate
+    return _Plan(folder, format, needed, min(allowed, 2 * needed if format == "decoded" else needed), given)
+
+
 def _create(
     config: CacheConfig, manifest: Manifest, owned: npt.NDArray[np.bool_], name: str, folders: list[Path]
 ) -> MemoryCache:
-    budget = int(config.memory_gb * GB) if config.memory_gb is not None else None
-    for folder in folders:
-        last = folder == folders[-1]
-        free = segments.available_memory(folder)
-        allowed = int(free * SHARE) if budget is None else budget
-        format = choose_format(config, manifest, owned, allowed)
-        needed = needed_bytes(manifest, owned, format, config.short_side)
-        # room to spare, because what decoded pictures need is an estimate
-        capacity = min(allowed, 2 * needed if format == "decoded" else needed)
-        if min(capacity, needed) > free and not last:
-            _log.warning(
-                "%s has %.2f GB free, and %.2f GB are wanted: the memory tier lies in %s instead, in the page cache of "
-                "the local disk. In a container, give it more shared memory (docker run --shm-size).",
-                folder.parent,
-                free / GB,
-                min(capacity, needed) / GB,
-                folders[-1],
-            )
-            continue
+    plans = [_plan(config, manifest, owned, folder) for folder in folders]
+    if plans[0].holds < SHARE * plans[-1].holds:
+        _log.warning(
+            "%s has room for %.2f GB of samples only: the memory tier lies in %s instead, in the page cache of the "
+            "local disk. In a container, give it more shared memory (docker run --shm-size).",
+            folders[0].parent,
+            plans[0].holds / GB,
+            folders[-1],
+        )
+        plans = plans[-1:]
+    for plan in plans:
         try:
-            memory = memory_cache.create(folder / name, format, len(manifest), capacity)
+            memory = memory_cache.create(plan.folder / name, plan.format, len(manifest), plan.capacity)
         except OSError:
-            if last:
+            if plan is plans[-1]:
                 raise
             continue
-        if needed > capacity > 0 and memory.first("memory full"):
-            _log.warning("%s", _too_small(config, manifest, owned, format, needed, capacity))
+        if plan.needed > plan.capacity > 0 and memory.first("memory full"):
+            _log.warning("%s", _too_small(manifest.split, int(owned.sum()), plan))
         return memory
     raise AssertionError("unreachable: the last folder returns or raises")
 
 
-def _too_small(
-    config: CacheConfig,
-    manifest: Manifest,
-    owned: npt.NDArray[np.bool_],
-    format: Format,
-    needed: int,
-    capacity: int,
-) -> str:
-    given = f"memory_gb={config.memory_gb:g}" if config.memory_gb is not None else "half of the free memory"
-    about = "" if format == "jpeg" else "about "
+def _too_small(split: str, samples: int, plan: _Plan) -> str:
+    about = "" if plan.format == "jpeg" else "about "
     return (
-        f"memory tier of {manifest.split}: {int(owned.sum()):,} samples of this node need {about}{needed / GB:.2f} GB "
-        f"as {format}, and {given} holds {capacity / GB:.2f} GB: {about}{100 * capacity / needed:.0f} % of them stay "
-        "in memory, the others are read from local disk in every epoch."
+        f"memory tier of {split}: {samples:,} samples of this node need {about}{plan.needed / GB:.2f} GB as "
+        f"{plan.format}, and {plan.given} holds {plan.capacity / GB:.2f} GB: "
+        f"{about}{100 * plan.capacity / plan.needed:.0f} % of them stay in memory, the others are read from local disk "
+        "in every epoch."
     )
 
 

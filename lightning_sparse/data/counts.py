@@ -22,6 +22,7 @@ class TierCounts:
         flipped_memory, flipped_disk: a checksum did not match; the sample was taken from the next tier.
         changed: on storage the file is not the one that was listed; the new one was taken.
         replaced: the file is damaged and another sample took its place (``on_corrupt="skip"``).
+        served_samples, served_bytes: given to other nodes from memory, by the process that does this.
     """
 
     memory_samples: int = 0
@@ -36,6 +37,8 @@ class TierCounts:
     flipped_disk: int = 0
     changed: int = 0
     replaced: int = 0
+    served_samples: int = 0
+    served_bytes: int = 0
 
     def __add__(self, other: TierCounts) -> TierCounts:
         return TierCounts(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
@@ -45,7 +48,7 @@ class TierCounts:
 
     @property
     def samples(self) -> int:
-        """All samples that were delivered."""
+        """All samples that were taken from the tiers; those that this node read for others included."""
         return self.memory_samples + self.peer_samples + self.disk_samples + self.storage_samples
 
     def describe(self) -> str:
@@ -53,7 +56,7 @@ class TierCounts:
         named = {field.name: value for field, value in zip(fields(self), astuple(self), strict=True)}
         parts = [
             f"{tier} {named[f'{tier}_samples']:,} ({named[f'{tier}_bytes'] / 1e6:,.1f} MB)"
-            for tier in ("memory", "peer", "disk", "storage")
+            for tier in ("memory", "peer", "disk", "storage", "served")
             if named[f"{tier}_samples"]
         ]
         parts += [

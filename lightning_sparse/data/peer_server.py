@@ -164,6 +164,7 @@ def _one(get: Callable[[Sequence[int]], list[Sample]], index: int) -> Sample | s
 
 def main() -> None:
     store, run, address = pickle.load(sys.stdin.buffer)
+    store.hits_count_as = "served"
 
     def run_server() -> None:
         try:

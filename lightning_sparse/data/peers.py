@@ -21,9 +21,8 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -63,7 +62,7 @@ class Keys(NamedTuple):
 
 
 class PeerClient:
-    """What one process asks other nodes for. Used by several threads, each of which has sockets of its own.
+    """What one process asks other nodes for. Used by several threads at once.
 
     Args:
         endpoints: of the servers, by node; None for the own node.
@@ -80,7 +79,7 @@ class PeerClient:
         self._keys = Keys.of(run)
         self._context = zmq.Context()
         self._numbers = itertools.count(1)
-        self._own = threading.local()
+        self._idle: list[_Sockets] = []  # a socket serves one call at a time; threads come and go
         self._dead_until: dict[int, float] = {}
         self._pauses: dict[int, float] = {}
 
@@ -89,47 +88,64 @@ class PeerClient:
 
         nodes: the owner of each sample. What is not among the answers has to come from elsewhere.
         """
+        now = time.monotonic()
+        wanted: dict[int, list[int]] = {}
+        for index, node in zip(indices, nodes.tolist(), strict=True):
+            if node in self._endpoints and now >= self._dead_until.get(node, 0.0):
+                wanted.setdefault(node, []).append(index)
+        if not wanted:
+            return
+        try:
+            sockets = self._idle.pop()
+        except IndexError:
+            sockets = _Sockets(self._context, self._endpoints, self._keys)
+        try:
+            yield from self._answers(sockets, self._requests(sockets, wanted))
+        finally:
+            self._idle.append(sockets)
+
+    def _requests(self, sockets: _Sockets, wanted: Mapping[int, Sequence[int]]) -> dict[bytes, int]:
+        """Ask; returns the node of each request by its number."""
         requests: dict[bytes, int] = {}
-        for node in np.unique(nodes).tolist():
-            mine = [index for index, owner in zip(indices, nodes.tolist(), strict=True) if owner == node]
-            if not self._usable(node):
-                continue
-            for begin in range(0, len(mine), REQUEST_SAMPLES):
-                part = mine[begin : begin + REQUEST_SAMPLES]
+        for node, indices in wanted.items():
+            for begin in range(0, len(indices), REQUEST_SAMPLES):
                 number = next(self._numbers).to_bytes(8, "little")
-                if not self._send(node, b"get", number, np.array(part, np.int64).tobytes()):
-                    break
+                part = np.array(indices[begin : begin + REQUEST_SAMPLES], np.int64)
+                sockets.send(node, b"get", number, part.tobytes())  # one that is not taken is never answered
                 requests[number] = node
-        yield from self._answers(requests)
+        return requests
 
-    def _answers(self, requests: dict[bytes, int]) -> Iterator[tuple[int, int, View | str]]:
-        import zmq
-
+    def _answers(self, sockets: _Sockets, requests: dict[bytes, int]) -> Iterator[tuple[int, int, View | str]]:
         heard = dict.fromkeys(requests.values(), time.monotonic())
-        sockets = {self._socket(node): node for node in heard}
-        poller = zmq.Poller()
-        for socket in sockets:
-            poller.register(socket, zmq.POLLIN)
         pinged = time.monotonic()
         while requests:
-            for socket, _ in poller.poll(int(PING_S * 1000)):
-                frames = socket.recv_multipart(copy=False)
-                heard[sockets[socket]] = time.monotonic()
-                # an answer to a request that was given up on has no entry
+            for node, frames in sockets.receive(heard):
+                heard[node] = time.monotonic()
+                # an answer to a request of a call that ended early has no entry
                 if frames[0].bytes != b"pong" and requests.pop(frames[1].bytes, None) is not None:
-                    yield from self._samples(frames)
+                    self._pauses.pop(node, None)
+                    yield from self._samples(node, frames)
             now = time.monotonic()
-            if now - pinged >= PING_S:
-                pinged = now
-                waiting = set(requests.values())
-                for node in waiting:
-                    if now - heard[node] > DEAD_S or not self._send(node, b"ping", b""):
-                        poller.unregister(next(each for each, of in sockets.items() if of == node))
-                        self._give_up(node)
-                        requests = {number: each for number, each in requests.items() if each != node}
+            if now - pinged < PING_S:
+                continue
+            pinged = now
+            for node in set(requests.values()):
+                if now - heard[node] > DEAD_S or not sockets.send(node, b"ping", b""):
+                    del heard[node]
+                    sockets.close(node)
+                    self._give_up(node)
+            requests = {number: node for number, node in requests.items() if node in heard}
 
-    def _samples(self, frames: Sequence[zmq.Frame]) -> Iterator[tuple[int, int, View | str]]:
-        if frames[0].bytes != b"have" or frames[2].bytes != self._format:
+    def _samples(self, node: int, frames: Sequence[zmq.Frame]) -> Iterator[tuple[int, int, View | str]]:
+        if frames[0].bytes != b"have":
+            return
+        if frames[2].bytes != self._format:
+            theirs, ours = frames[2].bytes.decode(), self._format.decode()
+            self._say(
+                f"other format {node}",
+                f"node {node} keeps samples as {theirs}, this node as {ours}, so neither can use the other's memory "
+                'and disk is read instead. Give the same format to all nodes, as in format="jpeg".',
+            )
             return
         about = np.frombuffer(frames[3].bytes, np.int64).reshape(-1, 4).tolist()
         for (asked, got, height, width), frame in zip(about, frames[4:], strict=True):
@@ -137,55 +153,70 @@ class PeerClient:
                 yield asked, got, frame.bytes.decode("utf-8", "replace")
                 continue
             data = np.frombuffer(frame.buffer, np.uint8)
-            yield (
-                asked,
-                got,
-                View(data.reshape(height, width, 3) if self._format == b"decoded" else data, height, width),
-            )
-
-    def _send(self, node: int, *frames: bytes) -> bool:
-        """False when zmq takes no more for that node: it refused this process, or has not read for long."""
-        import zmq
-
-        try:
-            self._socket(node).send_multipart(frames, zmq.NOBLOCK)
-        except zmq.Again:
-            return False
-        return True
-
-    def _usable(self, node: int) -> bool:
-        return node in self._endpoints and time.monotonic() >= self._dead_until.get(node, 0.0)
+            if self._format == b"decoded":
+                data = data.reshape(height, width, 3)
+            yield asked, got, View(data, height, width)
 
     def _give_up(self, node: int) -> None:
         self._pauses[node] = pause = min(2 * self._pauses.get(node, REVIVE_S / 2), MOST_REVIVE_S)
         self._dead_until[node] = time.monotonic() + pause
-        self._sockets().pop(node).close(linger=0)
         self._say(
             f"dead peer {node}",
             f"node {node} ({self._endpoints[node]}) does not answer: its samples are read from local disk, else from "
             "network storage, until it does.",
         )
 
-    def _sockets(self) -> dict[int, zmq.Socket[bytes]]:
-        if not hasattr(self._own, "sockets"):
-            self._own.sockets = {}
-        sockets: dict[int, zmq.Socket[bytes]] = self._own.sockets
-        return sockets
+    def close(self) -> None:
+        """Close all sockets. Nobody may be fetching any more."""
+        self._context.destroy(linger=0)
 
-    def _socket(self, node: int) -> zmq.Socket[bytes]:
+
+class _Sockets:
+    """One socket to each node that was asked, for one call at a time."""
+
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], endpoints: Mapping[int, str], keys: Keys) -> None:
+        self._context, self._endpoints, self._keys = context, endpoints, keys
+        self._open: dict[int, zmq.Socket[bytes]] = {}
+
+    def send(self, node: int, *frames: bytes) -> bool:
+        """False when zmq takes no more for that node: it refused this process, or has not read for long."""
         import zmq
 
-        sockets = self._sockets()
-        if node not in sockets:
-            socket = self._context.socket(zmq.DEALER)
-            socket.linger = 0
-            socket.ipv6 = ":" in self._endpoints[node].removeprefix("tcp://").rpartition(":")[0]
-            socket.curve_serverkey = self._keys.server_public
-            socket.curve_publickey, socket.curve_secretkey = self._keys.client_public, self._keys.client_secret
-            socket.connect(self._endpoints[node])
-            sockets[node] = socket
-        return sockets[node]
+        if node not in self._open:
+            self._open[node] = self._connected(self._endpoints[node])
+        try:
+            self._open[node].send_multipart(frames, zmq.NOBLOCK)
+        except zmq.Again:
+            return False
+        return True
 
-    def close(self) -> None:
-        """Close the sockets of all threads, which must not be fetching any more."""
-        self._context.destroy(linger=0)
+    def receive(self, nodes: Iterable[int]) -> Iterator[tuple[int, list[zmq.Frame]]]:
+        """What came from these nodes, within `PING_S`."""
+        import zmq
+
+        sockets = {self._open[node]: node for node in nodes}
+        for socket, node in [(each, sockets[each]) for each, _ in _poller(sockets).poll(int(PING_S * 1000))]:
+            yield node, socket.recv_multipart(zmq.NOBLOCK, copy=False)
+
+    def close(self, node: int) -> None:
+        self._open.pop(node).close(linger=0)
+
+    def _connected(self, endpoint: str) -> zmq.Socket[bytes]:
+        import zmq
+
+        socket = self._context.socket(zmq.DEALER)
+        socket.linger = 0
+        socket.ipv6 = "[" in endpoint
+        socket.curve_serverkey = self._keys.server_public
+        socket.curve_publickey, socket.curve_secretkey = self._keys.client_public, self._keys.client_secret
+        socket.connect(endpoint)
+        return socket
+
+
+def _poller(sockets: Iterable[zmq.Socket[bytes]]) -> zmq.Poller:
+    import zmq
+
+    poller = zmq.Poller()
+    for socket in sockets:
+        poller.register(socket, zmq.POLLIN)
+    return poller

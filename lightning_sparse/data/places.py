@@ -25,7 +25,10 @@ from pathlib import Path
 from lightning_sparse.data.config import CacheConfig, DataError
 
 VERSION = 1
-_NETWORK = ("nfs", "nfs4", "cifs", "smb3", "smbfs", "ceph", "lustre", "beegfs", "glusterfs", "9p", "afs", "fuse.sshfs")
+_NETWORK = (
+    *("nfs", "nfs4", "cifs", "smb3", "smbfs", "ceph", "lustre", "beegfs", "glusterfs", "9p", "afs"),
+    *("fuse.sshfs", "fuse.glusterfs", "fuse.ceph", "fuse.s3fs", "fuse.gcsfuse", "fuse.rclone", "fuse.juicefs"),
+)
 
 
 def source_name(source: str) -> str:

@@ -103,9 +103,17 @@ def remove_leftovers(folders: Sequence[Path]) -> int:
 
 
 def available_memory(folder: Path) -> int:
-    """Bytes that this node could give: free memory, the limit of the control group, and room in `folder`."""
+    """Bytes that this node could give: free memory, the limit of the control group, and room in `folder`.
+
+    What segments in `folder` may still grow to is taken off: a validation split, or a second run, gets of what is left.
+    """
     about = os.statvfs(folder)
     amounts = [about.f_bavail * about.f_frsize]
+    promised = 0
+    for path in folder.iterdir():
+        with contextlib.suppress(OSError):
+            segment = path.stat()
+            promised += max(0, segment.st_size - segment.st_blocks * 512)
     with contextlib.suppress(OSError, StopIteration, ValueError):
         lines = Path("/proc/meminfo").read_text().splitlines()
         amounts.append(int(next(line.split()[1] for line in lines if line.startswith("MemAvailable"))) * 1024)
@@ -115,7 +123,7 @@ def available_memory(folder: Path) -> int:
     ):
         with contextlib.suppress(OSError, ValueError):  # "max": no limit
             amounts.append(int(Path(limit).read_text()) - int(Path(used).read_text()))
-    return max(0, min(amounts))
+    return max(0, min(amounts) - promised)
 
 
 def _hold(file: int) -> bool:

@@ -30,7 +30,7 @@ from lightning_sparse.data.reader import ANSWER, REQUEST
 
 SAY_S = 5.0  # a pause that is worth a line
 RETRY_S = 1.0
-RESTART_S = 30.0  # a reader that is silent this long is replaced: its connection may be one that never comes back
+RESTART_S = 30.0  # a silent reader is replaced, then after twice as long, ...: its connection may never come back
 _READER = Path(__file__).with_name("reader.py")
 _log = logging.getLogger("lightning_sparse")
 
@@ -82,10 +82,11 @@ class Source:
         self._lock = threading.RLock()
         self._asked: dict[int, _Asked] = {}
         self._next = 0
+        self._closed = False
         self._reader: _Reader | None = None
         self._waiting = 0  # callers that wait for an answer
         self._since = 0.0  # when storage last answered, or was first asked after a pause
-        self._restart_at = 0.0
+        self._patience = self._restart_at = 0.0
         self._said_at: float | None = None
         self._trouble = ""
 
@@ -111,15 +112,21 @@ class Source:
             yield [(name, size, mtime) for name, size, mtime in json.loads(payload)]
 
     def close(self) -> None:
+        """End the reader; who still waits for an answer gets a DataError."""
         with self._lock:
-            if self._reader is not None:
-                self._reader.abandon()
-            self._reader = None
+            self._closed = True
+            self._abandon()
+
+    def _abandon(self) -> None:
+        if self._reader is not None:
+            self._reader.abandon()
+        self._reader = None
 
     # ------------------------------------------------------------------------------------------------ asking
 
     def _ask(self, what: str, path: str) -> _Asked:
         with self._lock:
+            self._check_open()
             self._next += 1
             message = REQUEST.pack(self._next, ord(what)) + path.encode("utf-8", "surrogateescape")
             asked = self._asked[self._next] = _Asked(message, Future())
@@ -131,9 +138,9 @@ class Source:
 
     def _restart(self) -> None:
         """A new reader, asked all that is still open."""
-        if self._reader is not None:
-            self._reader.abandon()
-        self._restart_at = time.monotonic() + RESTART_S
+        self._abandon()
+        self._patience *= 2
+        self._restart_at = time.monotonic() + self._patience
         self._reader = _Reader(self.source, self._readers, self)
         for asked in list(self._asked.values()):
             self._reader.send(asked.message)
@@ -144,7 +151,7 @@ class Source:
         with self._lock:
             asked = self._asked.pop(number, None)  # None: a restarted reader answered it before
             if chr(status) != "t":
-                self._since = time.monotonic()
+                self._be_patient()
                 self._say_back()
         if asked is not None:
             asked.future.set_result((chr(status), message[ANSWER.size :], size, mtime_ns))
@@ -154,8 +161,7 @@ class Source:
     def _await(self, asked: _Asked) -> tuple[str, bytes, int, int]:
         with self._lock:
             if self._waiting == 0 and not asked.future.done():
-                self._since = time.monotonic()
-                self._restart_at = self._since + RESTART_S
+                self._be_patient()
             self._waiting += 1
         try:
             while True:
@@ -174,6 +180,11 @@ class Source:
             with self._lock:
                 self._waiting -= 1
 
+    def _be_patient(self) -> None:
+        """Storage answered, or is asked for the first time after a pause."""
+        self._since, self._patience = time.monotonic(), RESTART_S
+        self._restart_at = self._since + RESTART_S
+
     def _again(self, asked: _Asked) -> _Asked:
         return self._ask(
             chr(asked.message[REQUEST.size - 1]), asked.message[REQUEST.size :].decode("utf-8", "surrogateescape")
@@ -181,10 +192,11 @@ class Source:
 
     def _lose_patience(self) -> None:
         with self._lock:
+            self._check_open()
             now = time.monotonic()
             silent = now - self._since
             if silent >= self.timeout:
-                self.close()
+                self._abandon()
                 raise StorageTimeoutError(
                     f"storage {self.source} has not answered for {silent:.0f} s{self._why()}. Is it mounted, and its "
                     f"server reachable? storage_timeout={self.timeout:g} says how long to wait."
@@ -196,6 +208,10 @@ class Source:
                 )
             if self._reader is None or not self._reader.alive or now >= self._restart_at:
                 self._restart()
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise DataError(f"storage {self.source} was closed while a file was read from it.")
 
     def _say_back(self) -> None:
         if self._said_at is not None:
@@ -216,7 +232,9 @@ class _Reader:
         ours, theirs = socket.socketpair()
         command = [sys.executable, str(_READER), str(theirs.fileno()), str(readers), source]
         # a session of its own: Ctrl-C is for the trainer, and the reader ends when the trainer's end of the socket does
-        self._process = subprocess.Popen(command, pass_fds=[theirs.fileno()], cwd="/", start_new_session=True)
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()], cwd="/", start_new_session=True
+        )
         theirs.close()
         self._connection = Connection(ours.detach())
         self._sending = threading.Lock()

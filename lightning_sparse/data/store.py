@@ -19,7 +19,7 @@ import secrets
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from multiprocessing.util import Finalize
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -83,6 +83,7 @@ class SampleStore:
         self.config, self.manifest, self.place, self._run = config, manifest, place, run
         self.owners = owners(manifest.labels, place.num_nodes, config.seed)
         self._mine = self.owners == place.node_index
+        self.hits_count_as: Literal["memory", "served"] = "memory"  # "served" by a process that reads for other nodes
         self._damage: dict[int, str] = {}
         self._endpoints: dict[int, str] = {}
         self._opened: Tiers | None = None
@@ -112,7 +113,8 @@ class SampleStore:
                 data, height, width = view
                 nbytes += data.nbytes
                 samples.append(Sample(data, label, index, height, width))
-        tiers.counter.add(memory_samples=len(wanted) - missing, memory_bytes=nbytes, flipped_memory=flipped)
+        hits = {f"{self.hits_count_as}_samples": len(wanted) - missing, f"{self.hits_count_as}_bytes": nbytes}
+        tiers.counter.add(**hits, flipped_memory=flipped)
         if missing:
             self._complete(tiers, wanted, samples)
         tiers.disk.flush_old()

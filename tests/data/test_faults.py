@@ -116,6 +116,21 @@ def test_a_reader_that_dies_or_never_comes_back_is_replaced(
     assert store.get([2])
 
 
+def test_who_waits_when_the_store_is_closed_is_told(
+    folder: Path, stores: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As threads that read ahead do when a run ends: they neither hang nor start another reader."""
+    monkeypatch.setattr(source, "RETRY_S", 0.1)
+    store = store_of(folder, stores)
+    store.get([0])
+    storage = store._tiers().source
+    os.kill(reader_of(store), signal.SIGSTOP)
+    threading.Timer(0.5, storage.close).start()
+    with pytest.raises(DataError, match="was closed"):
+        store.get([1])
+    assert storage._reader is None
+
+
 def test_a_folder_that_is_not_mounted_is_not_taken_for_missing_files(
     folder: Path, stores: Open, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -470,6 +485,43 @@ store.close()
     (first, first_name), (second, second_name) = answers
     assert first == second
     assert first_name != second_name
+
+
+def test_a_killed_run_is_cleaned_up_after(folder: Path, stores: Open) -> None:
+    """kill -9 in the first epoch: its memory is freed by the next run, which reads again only what was not kept."""
+    code = f"""
+import os, signal
+from pathlib import Path
+from tests.data.test_faults import *
+store = store_of(Path({str(folder)!r}), [])
+store.get(range(12))
+store.flush()
+store.get(range(12, 16))
+print(store._tiers().memory.path, flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+    done = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    assert done.returncode == -signal.SIGKILL
+    left = Path(done.stdout.strip())
+    assert left.exists()
+    store = store_of(folder, stores)
+    assert not left.exists()
+    assert len(contents(store)) == 20
+    assert (store.counters().disk_samples, store.counters().storage_samples) == (12, 8)
+
+
+def test_all_files_of_a_run_are_the_users_alone(folder: Path, stores: Open) -> None:
+    former = os.umask(0)
+    try:
+        store = store_of(folder, stores)
+        contents(store)
+        store.flush()
+        segment = store._tiers().memory.path
+        places = [segment, segment.parent, *(folder.parent / "cache").rglob("*"), folder.parent / "cache"]
+        for place in places:
+            assert place.stat().st_mode & 0o777 == (0o700 if place.is_dir() else 0o600), place
+    finally:
+        os.umask(former)
 
 
 def test_a_cache_of_another_version_is_left_alone(

@@ -290,6 +290,21 @@ def test_a_budget_that_is_too_small_is_said_once(tmp_path: Path, caplog: pytest.
     second.close()
 
 
+def test_no_more_is_taken_than_there_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(segments, "available_memory", lambda folder: 1_000_000)
+    for gigabytes, capacity, said in (
+        (7.0, 1_000_000, "of which 0.00 GB are free"),
+        (None, 500_000, "half of what is free"),
+    ):
+        caplog.clear()
+        memory = open_memory(tmp_path, tmp_path / "none", memory_gb=gigabytes, format="jpeg")
+        assert memory.capacity == capacity
+        assert said in caplog.text
+        memory.close()
+
+
 @pytest.mark.parametrize(("gigabytes", "format"), [(0.1, "decoded"), (0.02, "jpeg"), (0.001, "jpeg"), (0.0, "jpeg")])
 def test_pixels_are_kept_where_they_fit(tmp_path: Path, gigabytes: float, format: str) -> None:
     shared = tmp_path / "shm"
@@ -321,6 +336,13 @@ def test_without_enough_shared_memory_the_slab_lies_on_disk(
     memory.close()
     again.close()
     assert list((tmp_path / "cache" / "memory").iterdir()) == []
+
+
+def test_what_is_promised_to_one_split_is_not_given_to_another(tmp_path: Path) -> None:
+    before = segments.available_memory(tmp_path)
+    memory = slab(tmp_path, capacity=before // 2)
+    assert segments.available_memory(tmp_path) < 0.6 * before
+    memory.close()
 
 
 def test_states_are_what_the_reader_expects() -> None:

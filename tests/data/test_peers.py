@@ -65,6 +65,9 @@ def test_a_foreign_sample_comes_from_its_owner(nodes: Nodes) -> None:
         assert ours[1:] == theirs[1:]
     first.get(range(12))
     assert (first.counters().peer_samples, first.counters().memory_samples) == (12, 6)
+    counts = second.node_counters()
+    assert (counts.storage_samples, counts.served_samples) == (12, 6)
+    assert counts.memory_samples == 6  # its own: what it served is not among its hits
 
 
 def test_a_spawned_worker_knows_the_peers(nodes: Nodes) -> None:
@@ -74,11 +77,12 @@ def test_a_spawned_worker_knows_the_peers(nodes: Nodes) -> None:
     copy.close()
 
 
-def test_a_peer_with_another_format_is_of_no_use(tmp_path: Path) -> None:
+def test_a_peer_with_another_format_is_of_no_use(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     first, second = make_nodes(make_folder(tmp_path / "pictures"), formats=("jpeg", "decoded"))
     first.connect({1: second.serve()})
     assert [sample.data.ndim for sample in first.get(range(12))] == [1] * 12
     assert first.counters().peer_samples == 0
+    assert "node 1 keeps samples as decoded, this node as jpeg" in caplog.text
     first.close()
     second.close()
 
