@@ -148,13 +148,27 @@ def discover(
     Raises:
         ValueError: when torch.distributed is not initialised.
     """
+    nodes = locate(node_rank=node_rank, local_rank=local_rank).nodes
+    return with_groups(nodes, timeout=timeout)
+
+
+def locate(*, node_rank: int | None = None, local_rank: int | None = None) -> Topology:
+    """Find out which ranks share a node, and create no groups. A collective: every rank of the world calls it.
+
+    Args:
+        node_rank: this process's node; default: the launcher's environment (torchrun, Lightning, SLURM), else 0.
+        local_rank: this process's place in its node; default: the launcher's environment, else 0.
+
+    Raises:
+        ValueError: when torch.distributed is not initialised.
+    """
     if not dist.is_available() or not dist.is_initialized():
         raise ValueError("topology.discover() needs an initialised process group: call init_process_group() first.")
     node_rank = _from_environment(_NODE_RANK_VARIABLES) if node_rank is None else node_rank
     local_rank = _from_environment(_LOCAL_RANK_VARIABLES) if local_rank is None else local_rank
     places: list[tuple[int, str, int]] = [(0, "", 0)] * dist.get_world_size()
     dist.all_gather_object(places, (node_rank, socket.gethostname(), local_rank))
-    return with_groups(nodes_from_places(places), timeout=timeout)
+    return Topology(nodes_from_places(places), dist.get_rank())
 
 
 def with_groups(nodes: tuple[tuple[int, ...], ...], *, timeout: timedelta | None = None) -> Topology:

@@ -164,6 +164,10 @@ class Cluster:
         if self._network is not None:
             self._network.switch_link(f"node{node}", on=on)
 
+    def traffic(self) -> dict[str, NodeTraffic]:
+        """Bytes on each link since the lab was made, also while a command runs; nothing without a network."""
+        return self._network.traffic() if self._network else {}
+
     # ------------------------------------------------------------------------------------------ parts and commands
 
     def _parts(self) -> list[str]:
