@@ -303,7 +303,7 @@ class HierState:
 
     def _open_names(self) -> set[str]:
         """The parameters whose residual waits for what becomes of their gradient."""
-        return {name for group in self.store.staged for name in group.names} | self.store.spent
+        return {name for group in list(self.store.staged) for name in group.names} | self.store.spent
 
     def _stepped(self) -> set[str]:
         """The parameters that an optimizer stepped by what the round gave it."""
