@@ -20,7 +20,7 @@ ARGS     =
 export PATH := $(abspath $(VENV))/bin:$(PATH)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-oldest lint format bench gpu-check clean
+.PHONY: help demo test test-oldest lint format bench gpu-check gpu-check-data conformance clean
 
 help:
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 20
@@ -57,6 +57,14 @@ gpu-check: ## with PYTHON as it is: build the kernels, run the GPU tests, time t
 	LIGHTNING_SPARSE_BUILD=required $(PYTHON) setup.py build_ext --inplace
 	PYTHONPATH=$(CURDIR) $(PYTHON) -m pytest -p tests.helpers.timeout_optional -m gpu $(ARGS)
 	PYTHONPATH=$(CURDIR) $(PYTHON) benchmarks/kernels.py $(OUT) --device cuda
+
+conformance: $(VENV)/.built ## run Lightning's own tests of DDP against the strategy; LIGHTNING=path of a checkout
+	$(RUN) -m pip install --quiet cloudpickle
+	$(RUN) tests/conformance/run.py $(LIGHTNING) --out $(OUT)/conformance.json $(ARGS)
+
+gpu-check-data: ## with PYTHON as it is: DALI on the GPU against the CPU: samples, pixels, images per second
+	PYTHONPATH=$(CURDIR) $(PYTHON) -m pytest -p tests.helpers.timeout_optional -m gpu tests/data $(ARGS)
+	PYTHONPATH=$(CURDIR) $(PYTHON) benchmarks/data.py $(OUT) --device cuda
 
 clean: ## remove environments and what was built
 	rm -rf .venv .venv-oldest build *.egg-info lightning_sparse/kernels/*.so lightning_sparse/kernels/build_report.txt

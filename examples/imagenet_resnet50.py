@@ -1,32 +1,33 @@
 """ResNet-50 on ImageNet, or on any image folder, with the gradients of all nodes reduced hierarchically.
 
-    python imagenet_resnet50.py fit --config imagenet_resnet50.yaml --data.root /data/imagenet
+    python imagenet_resnet50.py fit --config imagenet_resnet50.yaml \\
+        --data.source /mnt/nfs/imagenet --data.cache_dir /local/cache
 
 on each node, started by torchrun, SLURM or with NODE_RANK, MASTER_ADDR and MASTER_PORT set, and with
 ``--trainer.num_nodes``. Everything about communication is one line of the YAML file, ``strategy: mstopk_hier``; nothing
 in this file knows of it. Compare with ``--trainer.strategy ddp``.
 
-The folder holds ``train/<class>/*`` and ``val/<class>/*``. The recipe is that of Goyal et al. 2017 (learning rate in
-proportion to the global batch, warm-up) with a cosine, label smoothing and zero-initialised residual branches.
+The source holds ``train/<class>/*`` and ``val/<class>/*`` on network storage; without ``val/``, say what share of
+``train/`` to validate on: ``--data.val_fraction=0.05``. Each file is read from there once: it is kept on the node's
+disk, in ``cache_dir``, for later runs, and in the memory of all nodes for later epochs.
+
+The recipe is that of Goyal et al. 2017 (learning rate in proportion to the global batch, warm-up) with a cosine, label
+smoothing and zero-initialised residual branches.
 """
 
 from __future__ import annotations
 
 import math
-from pathlib import Path
 
 import pytorch_lightning as pl
 import torch
 from pytorch_lightning.cli import LightningCLI
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset, Subset
 from torchvision import models
-from torchvision.datasets import ImageFolder
-from torchvision.transforms import v2
+
+from lightning_sparse import CachedImageDataModule
 
 Batch = tuple[Tensor, Tensor]
-
-MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
 
 def lr_factor(step: int, warmup_steps: int, total_steps: int) -> float:
@@ -95,73 +96,6 @@ class ResNet50(pl.LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
 
-class ImageFolderData(pl.LightningDataModule):
-    """
-    Args:
-        root: a folder with train/<class>/* and val/<class>/*.
-        batch_size: pictures a device and step.
-        image_size: edge of the square that the network sees.
-        workers: processes that decode, a device.
-        val_fraction: for a folder without val/: this share of train/ is validated on, the same pictures in every run.
-    """
-
-    def __init__(
-        self,
-        root: str,
-        batch_size: int = 64,
-        image_size: int = 224,
-        workers: int = 8,
-        val_fraction: float | None = None,
-    ) -> None:
-        super().__init__()
-        self.root, self.batch_size, self.image_size = Path(root), batch_size, image_size
-        self.workers, self.val_fraction = workers, val_fraction
-        if not (self.root / "train").is_dir():
-            raise ValueError(
-                f"data.root={root!r} has no folder train/; expected are train/<class>/* and val/<class>/*."
-            )
-        if not (self.root / "val").is_dir() and val_fraction is None:
-            raise ValueError(
-                f"data.root={root!r} has no folder val/. Add one, or validate on a fixed share of train/ with "
-                "--data.val_fraction=0.05."
-            )
-        self.num_classes = sum(entry.is_dir() for entry in (self.root / "train").iterdir())
-
-    def setup(self, stage: str) -> None:
-        size = self.image_size
-        to_tensor = [v2.ToImage(), v2.ToDtype(torch.float32, scale=True), v2.Normalize(MEAN, STD)]
-        augmented = v2.Compose([v2.RandomResizedCrop(size, antialias=True), v2.RandomHorizontalFlip(), *to_tensor])
-        centred = v2.Compose([v2.Resize(size * 8 // 7, antialias=True), v2.CenterCrop(size), *to_tensor])
-        self.train: Dataset[Batch] = ImageFolder(str(self.root / "train"), augmented)
-        if (self.root / "val").is_dir():
-            self.val: Dataset[Batch] = ImageFolder(str(self.root / "val"), centred)
-            return
-        assert self.val_fraction is not None
-        count = len(ImageFolder(str(self.root / "train")))
-        # A generator of its own: the split is the same on every rank and in every run, whatever --seed_everything says.
-        order = torch.randperm(count, generator=torch.Generator().manual_seed(0)).tolist()
-        held_out = max(1, round(self.val_fraction * count))
-        self.val = Subset(ImageFolder(str(self.root / "train"), centred), order[:held_out])
-        self.train = Subset(self.train, order[held_out:])
-
-    def train_dataloader(self) -> DataLoader[Batch]:
-        return self._loader(self.train, shuffle=True)
-
-    def val_dataloader(self) -> DataLoader[Batch]:
-        return self._loader(self.val, shuffle=False)
-
-    def _loader(self, dataset: Dataset[Batch], shuffle: bool) -> DataLoader[Batch]:
-        return DataLoader(
-            dataset,
-            self.batch_size,
-            shuffle=shuffle,
-            drop_last=shuffle,
-            num_workers=self.workers,
-            persistent_workers=self.workers > 0,
-            pin_memory=torch.cuda.is_available(),
-        )
-
-
 class ImageNetCLI(LightningCLI):
     def add_arguments_to_parser(self, parser) -> None:
         parser.link_arguments("data.batch_size", "model.batch_size")
@@ -169,4 +103,4 @@ class ImageNetCLI(LightningCLI):
 
 
 if __name__ == "__main__":
-    ImageNetCLI(ResNet50, ImageFolderData, seed_everything_default=42, save_config_kwargs={"overwrite": True})
+    ImageNetCLI(ResNet50, CachedImageDataModule, seed_everything_default=42, save_config_kwargs={"overwrite": True})

@@ -24,11 +24,16 @@ from typing import TYPE_CHECKING
 from lightning_sparse._autoload import autoload
 
 if TYPE_CHECKING:
-    from lightning_sparse.flavours.pytorch_lightning import CommStatsCallback, MSTopKHierStrategy, PTOCallback
+    from lightning_sparse.flavours.pytorch_lightning import (
+        CachedImageDataModule,
+        CommStatsCallback,
+        MSTopKHierStrategy,
+        PTOCallback,
+    )
 
 __version__ = "0.1.0"
 
-__all__ = ["CommStatsCallback", "MSTopKHierStrategy", "PTOCallback", "__version__"]
+__all__ = ["CachedImageDataModule", "CommStatsCallback", "MSTopKHierStrategy", "PTOCallback", "__version__"]
 
 # The root module of a flavour, as found in sys.modules -> our module bound to it, in order of preference.
 _FLAVOURS = {

@@ -9,6 +9,10 @@ intra  (m, 0) ... (m, L-1)            reduce-scatter and all-gather over the fas
 inter  (0, l) ... (M-1, l)            the exchange over the slow network, L of them at once
 ====== ============================== ==================================================
 
+``outward`` has intra's ranks once more: with Gloo the all-gather that ends one bucket runs on another thread than the
+reduce-scatter that begins the next, and two threads must not share a group. (NCCL opens a group at its first use, so
+one that is not used costs nothing.)
+
 Ranks of a node need not be contiguous: SLURM's cyclic distribution and MPI's ``--map-by node`` deal them out like
 cards, and some launchers give every process the local rank 0. So nothing is computed from the rank number. Every rank
 states where it is (node rank, host name, local rank), all ranks see all statements, and a node is what agrees in the
@@ -39,6 +43,7 @@ class Topology:
         nodes: global ranks, one tuple a node in node order, each in device order.
         rank: the global rank of this process.
         intra: the ranks of this node; None where the hierarchy is not used.
+        outward: the same ranks again.
         inter: the ranks of equal device index on all nodes; None where the hierarchy is not used.
         world: all ranks; None stands for the default group.
 
@@ -51,6 +56,7 @@ class Topology:
     intra: ProcessGroup | None = None
     inter: ProcessGroup | None = None
     world: ProcessGroup | None = None
+    outward: ProcessGroup | None = None
 
     def __post_init__(self) -> None:
         ranks = sorted(rank for node in self.nodes for rank in node)
@@ -142,13 +148,27 @@ def discover(
     Raises:
         ValueError: when torch.distributed is not initialised.
     """
+    nodes = locate(node_rank=node_rank, local_rank=local_rank).nodes
+    return with_groups(nodes, timeout=timeout)
+
+
+def locate(*, node_rank: int | None = None, local_rank: int | None = None) -> Topology:
+    """Find out which ranks share a node, and create no groups. A collective: every rank of the world calls it.
+
+    Args:
+        node_rank: this process's node; default: the launcher's environment (torchrun, Lightning, SLURM), else 0.
+        local_rank: this process's place in its node; default: the launcher's environment, else 0.
+
+    Raises:
+        ValueError: when torch.distributed is not initialised.
+    """
     if not dist.is_available() or not dist.is_initialized():
         raise ValueError("topology.discover() needs an initialised process group: call init_process_group() first.")
     node_rank = _from_environment(_NODE_RANK_VARIABLES) if node_rank is None else node_rank
     local_rank = _from_environment(_LOCAL_RANK_VARIABLES) if local_rank is None else local_rank
     places: list[tuple[int, str, int]] = [(0, "", 0)] * dist.get_world_size()
     dist.all_gather_object(places, (node_rank, socket.gethostname(), local_rank))
-    return with_groups(nodes_from_places(places), timeout=timeout)
+    return Topology(nodes_from_places(places), dist.get_rank())
 
 
 def with_groups(nodes: tuple[tuple[int, ...], ...], *, timeout: timedelta | None = None) -> Topology:
@@ -173,7 +193,15 @@ def with_groups(nodes: tuple[tuple[int, ...], ...], *, timeout: timedelta | None
     # All ranks create all groups in one order, members or not: that is what new_group() demands.
     intra_groups = [_new_group(node, timeout) for node in nodes]
     inter_groups = [_new_group(peers, timeout) for peers in zip(*nodes, strict=True)]
-    return Topology(nodes, rank, intra_groups[plain.node_index], inter_groups[plain.device_index], world)
+    outward_groups = [_new_group(node, timeout) for node in nodes]
+    return Topology(
+        nodes,
+        rank,
+        intra=intra_groups[plain.node_index],
+        inter=inter_groups[plain.device_index],
+        world=world,
+        outward=outward_groups[plain.node_index],
+    )
 
 
 def _new_group(ranks: tuple[int, ...], timeout: timedelta | None) -> ProcessGroup | None:

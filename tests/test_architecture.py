@@ -32,7 +32,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "flavours": {"strategy", "data", "pto"},
     "bench": {"strategy", "data", "pto", "kernels", "topology"},
     "lab": set(),
-    "cli": {"bench", "lab", "flavours"},
+    "cli": {"bench", "data", "lab", "flavours"},
 }
 # What is heavy or optional -> the files that may import it, by the beginning of their path in the package.
 ONLY_IN: dict[str, tuple[str, ...]] = {

@@ -53,7 +53,7 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 def command(root: Path, *more: str) -> list[str]:
     trainer = {"accelerator": "cpu", "devices": "1", "precision": "32-true", "fast_dev_run": "4"}
-    data = {"root": str(root), "image_size": "32", "batch_size": "2", "workers": "0"}
+    data = {"source": str(root), "cache_dir": "cache", "image_size": "32", "batch_size": "2", "threads": "1"}
     overrides = [f"--trainer.{key}={value}" for key, value in trainer.items()]
     overrides += [f"--data.{key}={value}" for key, value in data.items()]
     return [sys.executable, str(EXAMPLE), "fit", f"--config={EXAMPLE.with_suffix('.yaml')}", *overrides, *more]

@@ -1,8 +1,10 @@
 """The public classes for ``lightning.pytorch``."""
 
+from lightning.pytorch import LightningDataModule
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.strategies import DDPStrategy
 
+from lightning_sparse.data.datamodule import CachedImageDataModuleMixin
 from lightning_sparse.pto.callback import PTOMixin
 from lightning_sparse.strategy.callback import CommStatsMixin
 from lightning_sparse.strategy.mstopk_hier import MSTopKHierMixin
@@ -18,3 +20,7 @@ class CommStatsCallback(CommStatsMixin, Callback):
 
 class PTOCallback(PTOMixin, Callback):
     __doc__ = PTOMixin.__doc__
+
+
+class CachedImageDataModule(CachedImageDataModuleMixin, LightningDataModule):
+    __doc__ = CachedImageDataModuleMixin.__doc__

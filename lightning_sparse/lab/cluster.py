@@ -154,6 +154,20 @@ class Cluster:
             storage_traffic=traffic.get("storage"),
         )
 
+    def reshape(self, gbps: float) -> None:
+        """Another rate for all links, also while a command runs (from another thread)."""
+        if self._network is not None:
+            self._network.reshape(gbps)
+
+    def switch_link(self, node: int, *, on: bool) -> None:
+        """Pull the plug of a node, or put it back, also while a command runs (from another thread)."""
+        if self._network is not None:
+            self._network.switch_link(f"node{node}", on=on)
+
+    def traffic(self) -> dict[str, NodeTraffic]:
+        """Bytes on each link since the lab was made, also while a command runs; nothing without a network."""
+        return self._network.traffic() if self._network else {}
+
     # ------------------------------------------------------------------------------------------ parts and commands
 
     def _parts(self) -> list[str]:

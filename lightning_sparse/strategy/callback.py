@@ -13,11 +13,12 @@ class CommStatsMixin:
 
     ======================= =========================================================================================
     bytes_between_nodes     bytes this device received from other nodes for the last step
-    density                 share of entries that the last step sent, dense groups counted as 1
+    density                 share of entries that a device sent in the last step, dense groups counted as 1
+    effective_density       share of entries that the last step applied, at most
     residual_norm           L2 norm of what this device has not sent yet; renewed every ``log_every_n_steps`` steps
     ======================= =========================================================================================
 
-    Nothing here waits for the GPU: the first two are known on the host, the third stays a tensor until it is logged.
+    Nothing here waits for the GPU: the first three are known on the host, the last stays a tensor until it is logged.
 
     Args:
         prog_bar: show the density in the progress bar as well.
@@ -47,6 +48,7 @@ class CommStatsMixin:
             return
         pl_module.log("comm/bytes_between_nodes", state.stats.round_bytes)
         pl_module.log("comm/density", state.stats.density, prog_bar=self.prog_bar)
+        pl_module.log("comm/effective_density", state.stats.effective_density)
         if self._norm is None or state.round - self._norm_round >= trainer.log_every_n_steps:
             self._norm, self._norm_round = state.residual_norm(), state.round
         pl_module.log("comm/residual_norm", self._norm)

@@ -10,8 +10,8 @@ save id ties the two: an old main file never meets newer residuals. Side files a
 temporary name that is renamed when whole; the ids of earlier saves are removed after it. So a job that is killed at any
 point of saving leaves a checkpoint that is whole: the old one or the new one.
 
-On the same topology a resumed run is exact: round, layout and residuals are what they were. On another one the sum over
-nodes is kept: every new node starts with an equal share of it.
+On the same topology a resumed run is exact: round, layout, residuals and measured rates are what they were. On another
+one the sum over nodes is kept: every new node starts with an equal share of it, and the rates are measured again.
 """
 
 import contextlib
@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 from lightning_sparse.strategy.config import HierConfig
+from lightning_sparse.strategy.cost import Rates
 from lightning_sparse.strategy.layout import ParamGroup
 from lightning_sparse.strategy.residual import ResidualStore
 from lightning_sparse.strategy.state import HierState
@@ -56,6 +57,7 @@ def manifest_of(state: HierState, run_id: str) -> dict[str, Any]:
         "save_id": f"{run_id}-{state.round}",
         "round": state.round,
         "config": state.config.to_dict(),
+        "rates": None if state.rates is None else state.rates.to_list(),
         "nodes": [list(node) for node in state.topology.nodes],
         "settled": _plain(state.layout.settled),
         "previous": _plain(state.layout.previous),
@@ -139,6 +141,8 @@ def apply(saved: Saved, state: HierState, device: torch.device) -> list[str]:
     state.layout.previous = _groups(manifest["previous"])
     complaints = _config_changes(state.config, manifest["config"])
     if tuple(map(tuple, manifest["nodes"])) == state.topology.nodes:
+        if state.rates is None and manifest.get("rates") is not None:
+            state.rates = Rates.from_list(manifest["rates"])  # measured again, they might decide otherwise
         complaints += _apply_same(saved, state.store, device, state.topology.rank)
     else:
         complaints += _apply_other(saved, state, device)

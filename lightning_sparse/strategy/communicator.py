@@ -8,15 +8,18 @@ method          group          in -> out                   step
 reduce_scatter  intra          grad_N -> shard_S           1, sums inside the node
 exchange        inter          message_B -> messages_MB    3, one fixed-size all-gather between nodes
 all_reduce      inter          shard_S -> shard_S          the dense twin of 2 and 3
-gather          intra          shard_S -> grad_N           4
+all_to_all      inter          messages_MB -> messages_MB  regional: each node its region's
+gather          intra/outward  shard_S -> grad_N           4
 broadcast       intra          tensor -> tensor            none: parameters from the rank that stepped them
 flat_all_reduce world          grad_N -> grad_N            the identity: what DDP itself does
 =============== ============== =========================== ==========================================
 """
 
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -40,7 +43,16 @@ class HierCommunicator:
 
     def __init__(self, topology: Topology) -> None:
         self.topology = topology
-        self.where = "before the first round"  # told in errors; the hook keeps it up to date
+        self._place = threading.local()
+
+    @property
+    def where(self) -> str:
+        """Told in errors; the hook keeps it up to date. Each thread has its own: they work on different buckets."""
+        return getattr(self._place, "where", "before the first round")
+
+    @where.setter
+    def where(self, place: str) -> None:
+        self._place.where = place
 
     def reduce_scatter(self, grad_N: Tensor) -> Tensor:
         """Sum over the node's devices; each keeps its shard_S. With one device that is the input itself."""
@@ -66,13 +78,26 @@ class HierCommunicator:
         with self._named("all-reduce between nodes", self._peer_ranks()):
             dist.all_reduce(shard_S, group=self.topology.inter)
 
-    def gather(self, shard_S: Tensor) -> Tensor:
-        """All-gather inside the node: shard_S -> flat tensor of L * S elements."""
+    def all_to_all(self, messages_MB: Tensor) -> Tensor:
+        """Between nodes: row j goes to node j; what arrives is [M, B] in node order."""
+        arrived_MB = torch.empty_like(messages_MB)
+        with self._named("all-to-all between nodes", self._peer_ranks()):
+            dist.all_to_all_single(arrived_MB.view(-1), messages_MB.view(-1), group=self.topology.inter)
+        return arrived_MB
+
+    def gather(self, shard_S: Tensor, *, last: bool = False) -> Tensor:
+        """All-gather inside the node: shard_S -> flat tensor of L * S elements.
+
+        Args:
+            last: this is step 4, which on the CPU may run while another thread reduce-scatters the next bucket, so it
+                has a group of its own.
+        """
         if self.topology.num_devices == 1:
             return shard_S
+        group = self.topology.outward if last and not shard_S.is_cuda else self.topology.intra
         grad_LS = shard_S.new_empty(self.topology.num_devices * shard_S.numel())
         with self._named("all-gather inside the node", self._node_ranks()):
-            _all_gather_single(grad_LS, shard_S, group=self.topology.intra)
+            _all_gather_single(grad_LS, shard_S, group=group)
         return grad_LS
 
     def broadcast(self, tensor: Tensor, device_index: int) -> Callable[[], None]:

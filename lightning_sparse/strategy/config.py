@@ -5,7 +5,7 @@ from typing import Any, Literal, get_args
 
 import torch
 
-Exchange = Literal["auto", "sparse", "dense"]
+Exchange = Literal["auto", "sparse", "regional", "dense"]
 ValueDtype = Literal["float32", "bfloat16", "float16"]
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -17,14 +17,19 @@ class HierConfig:
 
     Args:
         density: K / S, the share of each shard that is sent between nodes, in (0, 1].
-        exchange: what travels between nodes. ``"sparse"``: the K largest entries; ``"dense"``: everything;
-            ``"auto"``: for each group of parameters whichever moves fewer bytes over the slow link.
+        exchange: what travels between nodes. ``"sparse"``: each node's K largest entries, to all others;
+            ``"regional"``: the K largest of all nodes together, nearly (for many nodes: its volume does not grow with
+            their number, but it applies K entries where ``"sparse"`` applies up to M K); ``"dense"``: everything;
+            ``"auto"``: for each group of parameters whichever is predicted to be faster, from a short measurement of
+            both networks in the first round; dense where the two are close.
         value_dtype: how the values of a message are written. The rounding error of a 16-bit value stays in the
             residual, so it is sent later rather than lost.
         warmup_epochs: epochs over which the density falls exponentially to ``density`` (DGC, Lin et al. 2018,
             section 3.3). 0 turns it off.
         dense_rounds: this many rounds at the start send everything.
         overlap: reduce buckets while backward goes on, where the backend needs help for that (Gloo).
+        inter_gbps: rate of a node's link in Gbit/s. ``"auto"`` then decides by the time of the bytes on it, and
+            measures nothing: two runs never differ in what they choose.
         error_feedback: keep what was not sent and add it to the next gradient. Only experiments turn it off.
 
     Raises:
@@ -37,10 +42,11 @@ class HierConfig:
     warmup_epochs: int = 4
     dense_rounds: int = 0
     overlap: bool = True
+    inter_gbps: float | None = None
     error_feedback: bool = True
 
     def __post_init__(self) -> None:
-        if isinstance(self.density, bool) or not isinstance(self.density, (int, float)) or not 0 < self.density <= 1:
+        if not _is_number(self.density) or not 0 < self.density <= 1:
             raise ValueError(
                 f"density={self.density!r} must be a number in (0, 1]: it is the share of entries that is sent, "
                 f"0.01 for one in a hundred. For plain dense communication use exchange='dense'."
@@ -51,6 +57,8 @@ class HierConfig:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < 0:
                 raise ValueError(f"{name}={value!r} must be a whole number, 0 or more; 0 turns it off.")
+        if self.inter_gbps is not None and not (_is_number(self.inter_gbps) and 0 < self.inter_gbps < float("inf")):
+            raise ValueError(f"inter_gbps={self.inter_gbps!r} must be a rate in Gbit/s; None has it measured.")
         for name in ("overlap", "error_feedback"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name}={getattr(self, name)!r} must be True or False.")
@@ -76,3 +84,7 @@ class HierConfig:
 def _one_of(name: str, value: object, allowed: tuple[str, ...]) -> None:
     if value not in allowed:
         raise ValueError(f"{name}={value!r} is not known: choose one of {', '.join(map(repr, allowed))}.")
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)

@@ -77,11 +77,13 @@ class MSTopKHierMixin(_Host):
 
     Args:
         density: share of each shard's entries that is sent between nodes, in (0, 1].
-        exchange: ``"sparse"``, ``"dense"``, or ``"auto"`` for whichever moves fewer bytes over the slow link.
+        exchange: ``"sparse"``, ``"regional"``, ``"dense"``, or ``"auto"``: sparse or dense, whichever is faster on the
+            networks as measured at start.
         value_dtype: how values are written into messages; rounding errors stay in the residual.
         warmup_epochs: epochs over which the density falls to ``density``.
         dense_rounds: rounds at the start in which everything is sent.
         overlap: reduce buckets while backward goes on.
+        inter_gbps: rate of a node's link in Gbit/s, for ``"auto"`` to go by instead of a measurement.
         **kwargs: DDPStrategy's and DistributedDataParallel's own. ``gradient_as_bucket_view`` is True unless given.
 
     Raises:
@@ -96,6 +98,7 @@ class MSTopKHierMixin(_Host):
         warmup_epochs: int = 4,
         dense_rounds: int = 0,
         overlap: bool = True,
+        inter_gbps: float | None = None,
         **kwargs: Any,
     ) -> None:
         self.config = HierConfig(
@@ -105,6 +108,7 @@ class MSTopKHierMixin(_Host):
             warmup_epochs=warmup_epochs,
             dense_rounds=dense_rounds,
             overlap=overlap,
+            inter_gbps=inter_gbps,
         )
         _check_options(type(self), kwargs)
         _show_log_lines()

@@ -1,21 +1,30 @@
-"""When a bucket's reduction runs: at once, or on a thread of its own while backward goes on.
+"""When a bucket's reduction runs: at once, on threads of its own while backward goes on, or on a CUDA stream.
 
-Gloo has no streams, so overlap on the CPU takes a thread. One thread and one queue: buckets are reduced in the order in
-which DDP hands them out, the same on all ranks, so collectives meet their partners. (Starting a collective from a
-future's callback hangs Gloo: its order is whatever order futures complete in.) The thread uses process groups that
-nothing else uses, because DDP talks on the default group meanwhile. So there is one thread to a set of groups: where a
-backward pass runs through two wrapped modules, two threads would start their collectives in an order of their own.
+A job is a generator of three stretches: inside the node, between nodes, inside the node (see
+lightning_sparse.strategy.hook). Gloo has no streams, so overlap on the CPU takes threads, one a lane:
+
+    backward   bucket 0   bucket 1   bucket 2
+    select                0          1          2
+    exchange                         0          1          2        the slow network is never idle while there is work
+    apply                                       0          1          2
+
+Each lane takes buckets first in, first out, in the order in which DDP hands them out, the same on all ranks, so
+collectives meet their partners. (Starting a collective from a future's callback hangs Gloo: its order is whatever order
+futures complete in.) A lane's process groups are used by no other thread: the world's and the node's belong to the
+first, the one between nodes to the second, the node's second one to the third; DDP talks on the default group
+meanwhile. So there is one set of lanes to a set of groups: where a backward pass runs through two wrapped modules, two
+sets would start their collectives in an order of their own.
 
 A reduction that fails must fail the backward pass, with its own message. A future with an exception reaches DDP as an
 object of the wrong type, so the error waits here and is raised by a callback at the end of backward.
 
-On CUDA reductions are queued on the current stream and need no thread.
+On CUDA one side stream takes the place of the threads: the host queues all three stretches at once and never waits.
 """
 
 import queue
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Iterator
 from typing import Protocol
 
 import torch
@@ -23,8 +32,9 @@ from torch import Tensor
 
 from lightning_sparse.topology import Topology
 
-Job = Callable[[], None]
+Job = Iterator[None]
 TensorFuture = torch.futures.Future[Tensor]
+LANES = 3
 
 
 class Runner(Protocol):
@@ -32,6 +42,9 @@ class Runner(Protocol):
 
     def run(self, job: Job, result: Tensor) -> TensorFuture:
         """Run the job, some time; the future then holds ``result``."""
+
+    def wait(self) -> None:
+        """Until no job is under way: the process groups are then free."""
 
     def drain(self) -> None:
         """Wait for jobs that a backward pass left behind, and forget what failed in them."""
@@ -42,33 +55,67 @@ class Inline:
 
     def run(self, job: Job, result: Tensor) -> TensorFuture:
         """Run the job and return a completed future; on CUDA it carries the current stream, which DDP waits for."""
-        job()
-        devices: list[int | str | torch.device] | None = [result.device] if result.is_cuda else None
-        future: TensorFuture = torch.futures.Future(devices=devices)
-        future.set_result(result)
-        return future
+        for _ in job:
+            pass
+        return _completed(result)
+
+    def wait(self) -> None:
+        """Nothing is."""
 
     def drain(self) -> None:
         """Nothing waits."""
 
 
-_Queue = queue.SimpleQueue[tuple[Job, Tensor, TensorFuture] | None]
+class SideStream:
+    """Queues each job on a CUDA stream of its own, beside backward. Nothing here makes the host wait.
+
+    Why no tensor is reused too early, whichever stream allocated it: each job begins by waiting for the stream that
+    filled the bucket, and DDP makes that stream wait for all jobs before backward ends. So whatever the main stream
+    does with a residual between two backward passes lies after the jobs that wrote it and before those that read it.
+    Within backward only the bucket is shared, and ``record_stream`` tells the allocator.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+    def run(self, job: Job, result: Tensor) -> TensorFuture:
+        """Queue the job; the future carries the side stream's event."""
+        self._stream.wait_stream(torch.cuda.current_stream(result.device))
+        result.record_stream(self._stream)
+        with torch.cuda.stream(self._stream):
+            for _ in job:
+                pass
+            return _completed(result)
+
+    def wait(self) -> None:
+        """Collectives of one host thread begin in its order, on whichever stream."""
+
+    def drain(self) -> None:
+        """What comes next on the current stream waits for what a backward pass left behind."""
+        torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
 
 
-class FifoThread:
-    """Runs jobs on one daemon thread, first in, first out. After a job that failed no other runs until the error was
-    raised. The thread ends when nobody holds this object any more."""
+_Item = tuple[Job, Tensor, TensorFuture]
+_Queue = queue.SimpleQueue[_Item | None]
+
+
+class FifoLanes:
+    """Runs the stretches of each job on one daemon thread a lane, first in, first out. After a job that failed no other
+    runs until the error was raised. The threads end when nobody holds this object any more."""
 
     def __init__(self) -> None:
-        self._jobs: _Queue = queue.SimpleQueue()
         self._errors: list[BaseException] = []
         self._pending: TensorFuture | None = None
         self._backward = -1
         self._inline = Inline()
+        queues: list[_Queue] = [queue.SimpleQueue() for _ in range(LANES)]
+        self._first = queues[0]
         threads = torch.get_num_threads()  # OpenMP counts threads for each thread that asks
-        arguments = (self._jobs, self._errors, threads)  # not self: the thread would keep alive what ends it
-        threading.Thread(target=_work, args=arguments, name="lightning_sparse", daemon=True).start()
-        weakref.finalize(self, self._jobs.put, None)
+        for lane, jobs in enumerate(queues):
+            onward = queues[lane + 1] if lane + 1 < LANES else None
+            arguments = (jobs, onward, self._errors, threads)  # not self: the thread would keep alive what ends it
+            threading.Thread(target=_work, args=arguments, name="lightning_sparse", daemon=True).start()
+        weakref.finalize(self, self._first.put, None)
 
     def run(self, job: Job, result: Tensor) -> TensorFuture:
         """Queue the job."""
@@ -80,44 +127,61 @@ class FifoThread:
             self._backward = backward
         future: TensorFuture = torch.futures.Future()
         self._pending = future
-        self._jobs.put((job, result, future))
+        self._first.put((job, result, future))
         return future
+
+    def wait(self) -> None:
+        """Until the last job is done."""
+        if self._pending is not None:
+            self._pending.wait()
 
     def drain(self) -> None:
         """Wait for the last job."""
-        pending, self._pending = self._pending, None
-        if pending is not None:
-            pending.wait()
+        self.wait()
+        self._pending = None
         self._errors.clear()
 
     def _join(self) -> None:
-        pending, self._pending = self._pending, None
-        if pending is not None:
-            pending.wait()
+        self.wait()
+        self._pending = None
         if self._errors:
-            raise self._errors.pop()
+            first = self._errors[0]  # what other lanes met after it is its consequence
+            self._errors.clear()
+            raise first
 
 
-_threads: "weakref.WeakValueDictionary[Topology, FifoThread]" = weakref.WeakValueDictionary()
+_lanes: "weakref.WeakValueDictionary[Topology, FifoLanes]" = weakref.WeakValueDictionary()
 
 
-def thread_of(topology: Topology) -> FifoThread:
-    """The one thread that uses this topology's process groups."""
-    thread = _threads.get(topology)
-    if thread is None:
-        thread = _threads[topology] = FifoThread()
-    return thread
+def lanes_of(topology: Topology) -> FifoLanes:
+    """The one set of lanes that uses this topology's process groups."""
+    lanes = _lanes.get(topology)
+    if lanes is None:
+        lanes = _lanes[topology] = FifoLanes()
+    return lanes
 
 
-def _work(jobs: _Queue, errors: list[BaseException], threads: int) -> None:
+def _work(jobs: _Queue, onward: _Queue | None, errors: list[BaseException], threads: int) -> None:
+    """One lane: a stretch of each job, which then goes on to the next lane."""
     torch.set_num_threads(threads)
     while (item := jobs.get()) is not None:
-        job, result, future = item
         if not errors:
             try:
                 with torch.no_grad():
-                    job()
+                    next(item[0], None)
             except BaseException as error:
                 errors.append(error)
-        future.set_result(result)
-        del item, job, result, future  # while this thread waits it holds on to no model
+        if onward is not None:
+            onward.put(item)
+        else:
+            item[2].set_result(item[1])
+        del item  # while this thread waits it holds on to no model
+    if onward is not None:
+        onward.put(None)
+
+
+def _completed(result: Tensor) -> TensorFuture:
+    devices: list[int | str | torch.device] | None = [result.device] if result.is_cuda else None
+    future: TensorFuture = torch.futures.Future(devices=devices)
+    future.set_result(result)
+    return future

@@ -106,7 +106,7 @@ class ResidualStore:
         copy = ResidualStore(
             self.device_index, self.num_devices, dict(self.current), parked=dict(self.parked), spent=set(self.spent)
         )
-        copy.staged = {group: None if t is None else t.clone() for group, t in self.staged.items()}
+        copy.staged = {group: None if t is None else t.clone() for group, t in list(self.staged.items())}
         copy.settle(discarded)
         return copy
 
@@ -122,12 +122,12 @@ class ResidualStore:
         """Give a new group the residual that its parameters had under other groups.
 
         A collective inside the node whenever an old group overlaps; all ranks see the same layouts, so all call it.
-        Groups of the running round may be staged already: they hold other parameters.
+        Groups of the running round may be staged already, on another thread even: they hold other parameters.
         """
         names = set(group.names)
-        for old in [old for old in self.staged if old != group and not names.isdisjoint(old.names)]:
+        for old in [old for old in list(self.staged) if old != group and not names.isdisjoint(old.names)]:
             self._settle_whole(old, frozenset())  # still open, and its group is no more: the gradient counts
-        for old in [old for old in self.current if old != group and not names.isdisjoint(old.names)]:
+        for old in [old for old in list(self.current) if old != group and not names.isdisjoint(old.names)]:
             flat = gather(self.current.pop(old))
             self._spare.pop(old, None)
             self.parked.update({name: flat[place].clone() for name, place in old.slices().items()})

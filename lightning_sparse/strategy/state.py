@@ -5,7 +5,7 @@ One *round* is one reduction of all buckets. Its life, as seen from here:
     before_backward()            the last round's residuals are settled: kept, or dropped with a gradient thrown away,
                                  or left open while the gradient waits for more before the step
     receive(bucket)              once a bucket, while backward runs
-    parts() .. close()           once a bucket, on the runner's thread; groups are read from it and written back
+    parts(), finish(), close()   once a bucket, on the runner's threads; groups are read from it and written back
     optimizer.step()             watch() notes which parameters were stepped, hence whose residual counts
 
 Whoever uses the hook without a strategy need not call before_backward(): then a round counts as used when the next one
@@ -14,8 +14,7 @@ begins.
 
 import logging
 import weakref
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
@@ -25,9 +24,12 @@ from torch._C._distributed_c10d import GradBucket  # torch.distributed re-export
 
 from lightning_sparse.strategy.communicator import HierCommunicator
 from lightning_sparse.strategy.config import HierConfig
+from lightning_sparse.strategy.cost import Rates, effective_density
 from lightning_sparse.strategy.layout import Layout, ParamGroup, group_of, parameter_names, refuse_sparse_gradients
-from lightning_sparse.strategy.overlap import Inline, Runner, thread_of
+from lightning_sparse.strategy.overlap import Inline, Runner, SideStream, lanes_of
+from lightning_sparse.strategy.parts import Arrived, Part
 from lightning_sparse.strategy.plan import Plan, bytes_of, choose, is_reducible_by_shard
+from lightning_sparse.strategy.probe import probe
 from lightning_sparse.strategy.residual import ResidualStore
 from lightning_sparse.strategy.schedule import density_at
 from lightning_sparse.strategy.stats import CommStats
@@ -36,21 +38,6 @@ from lightning_sparse.strategy.zeros import WrittenZeros, heads_of, mark_heads
 from lightning_sparse.topology import Topology
 
 log = logging.getLogger("lightning_sparse")
-
-
-@dataclass(frozen=True)
-class Arrived:
-    """What a bucket holds.
-
-    Attributes:
-        used: which of its parameters this rank used; None where that is not asked.
-    """
-
-    group: ParamGroup
-    flat_N: Tensor
-    index: int
-    last: bool
-    used: list[bool] | None
 
 
 class HierState:
@@ -66,6 +53,7 @@ class HierState:
         epoch: set it at the start of each epoch; the density schedule reads it.
         round: how many rounds are over.
         stats: what was communicated.
+        rates: what exchange="auto" decides by; None until the first round has measured them.
         loss_scale: answers with the scale of a loss scaler, a 0-dim tensor, or None; asked in each round.
     """
 
@@ -78,7 +66,7 @@ class HierState:
         self.epoch = 0
         self.round = 0
         self.stats = CommStats()
-        self.runner: Runner = thread_of(topology) if config.overlap and _on_cpu(module) else Inline()
+        self.runner: Runner = _runner(topology, module) if config.overlap else Inline()
         self.layout = Layout()
         self.store = ResidualStore(topology.device_index, topology.num_devices)
         refuse_sparse_gradients(module)
@@ -87,12 +75,13 @@ class HierState:
         self._names = parameter_names(module)
         self.loss_scale: Callable[[], Tensor | None] = lambda: None
         self._dtypes = {name: p.dtype for name, p in module.named_parameters()}
+        given = config.inter_gbps
+        self.rates = None if given is None else Rates.of_link(given, topology.num_devices)
         self._usage = UsageTracker(module) if find_unused_parameters else None
         self._handles: list[Any] = []
         self._watching = False
         self._steps: list[tuple[set[str], WrittenZeros]] = []  # since the last settle(): who had a gradient
         self._heads: dict[ParamGroup, Tensor] = {}
-        self._masked: frozenset[str] = frozenset()
         self._round_is_open = False
         self._bypass = ""
         self._said: set[str] = set()
@@ -114,6 +103,7 @@ class HierState:
         """Read a bucket while it is at hand: DDP takes it back when the hook returns."""
         if not self._round_is_open:
             self.settle()
+            self._measure(bucket.buffer().device)
             self._round_is_open = True
         group = group_of(bucket.parameters(), self._names)
         used = self._usage.take(group) if self._usage is not None else None
@@ -121,19 +111,30 @@ class HierState:
             self._round_is_open = False
         return Arrived(group, bucket.buffer(), bucket.index(), bucket.is_last(), used)
 
-    def parts(self, arrived: Arrived) -> Iterator[tuple[ParamGroup, Tensor]]:
-        """The bucket's groups, each with its flat gradient; what is written there reaches the bucket."""
-        self.communicator.where = f"in round {self.round}, bucket {arrived.index}"
-        whole, flat_N = arrived.group, arrived.flat_N
+    def parts(self, arrived: Arrived) -> list[Part]:
+        """The bucket's groups, ready to be reduced; finish() each of them after it was."""
+        whole = arrived.group
         self.layout.record(whole)
         unused = self._unused(arrived)
-        places = whole.slices()
+        parts = []
         for group in self.layout.parts(whole):
-            pieces = [flat_N[places[name]] for name in group.names]
-            grad_n = flat_N if group == whole else torch.cat(pieces)
-            yield from self._masked_part(group, grad_n, unused.intersection(group.names))
-            if group != whole:
-                torch._foreach_copy_(pieces, list(torch.split(grad_n, list(group.numels))))
+            masked = unused.intersection(group.names)
+            if len(masked) == len(group.names):
+                continue  # no rank used any of them: nothing to send, and the buffer stays as DDP would leave it
+            part = Part(arrived, group, masked)
+            if self._choose(group, part.grad_N.dtype).path != "identity":
+                self.store.regroup(group, self.communicator.gather, part.grad_N.device)
+            parts.append(part)
+        return parts
+
+    def finish(self, part: Part) -> None:
+        """After a part was reduced."""
+        group, grad_N = part.group, part.grad_N
+        if self.topology.kind != "hierarchical" and self.config.error_feedback and not self._bypass:
+            self.store.spend_parked(group, self.topology.num_nodes, self.rescale, grad_N)
+        if self._watching and (group in self.store.staged or not self.store.spent.isdisjoint(group.names)):
+            self._mark(group, grad_N)
+        part.restore()
 
     def close(self, arrived: Arrived) -> None:
         """After the bucket was reduced; the last bucket ends the round."""
@@ -153,7 +154,7 @@ class HierState:
         if self.layout.abandon_round() or self._round_is_open:
             self.store.staged.clear()
             self.stats.abandon_round()
-            self._round_is_open, self._masked = False, frozenset()
+            self._round_is_open = False
         if self.store.staged or self.store.spent:
             self.store.settle(*self._not_stepped())
         self._steps.clear()
@@ -201,12 +202,15 @@ class HierState:
 
     # -- choices -------------------------------------------------------------------------------------------------------
 
-    def plan(self, group: ParamGroup, grad_N: Tensor) -> Plan:
-        """The group's path in this round, counted in the statistics."""
-        plan, dtype = self._choose(group, grad_N.dtype), grad_N.dtype
+    def plan(self, part: Part) -> Plan:
+        """The part's path in this round, counted in the statistics."""
+        group, dtype = part.group, part.grad_N.dtype
+        plan = self._choose(group, dtype)
         nbytes, dense_nbytes = bytes_of(plan, self.config, self.topology, group, dtype)
         shard = group.shard_numel(self.topology.num_devices)
-        self.stats.record(sent=plan.k or shard, total=shard, nbytes=nbytes, dense_nbytes=dense_nbytes)
+        sent = plan.k or shard
+        applied = shard * effective_density(plan.path, self.topology.num_nodes, sent / shard)
+        self.stats.record(sent=sent, applied=applied, total=shard, nbytes=nbytes, dense_nbytes=dense_nbytes)
         return plan
 
     def _choose(self, group: ParamGroup, dtype: torch.dtype) -> Plan:
@@ -216,32 +220,40 @@ class HierState:
             return Plan("identity")
         if not self.layout.is_settled(group):
             return Plan("dense")
-        return choose(self.config, self.topology, group, dtype, round_index=self.round, epoch=self.epoch)
+        rates = self.rates or Rates.of_link(1.0, self.topology.num_devices)  # read by "auto" alone, which has them
+        return choose(self.config, self.topology, rates, group, dtype, round_index=self.round, epoch=self.epoch)
+
+    def _measure(self, device: torch.device) -> None:
+        """Once, while no bucket is under way: all ranks are at the same place, and nothing else is on the networks."""
+        if self.rates is None and self.config.exchange == "auto" and self.topology.kind == "hierarchical":
+            self.runner.wait()  # for another module, wrapped with the same topology
+            self.rates = probe(self.communicator, device, self.config.dtype)
+            self.say(f"measured: {self.rates.describe(self.topology.num_devices)}")
 
     # -- error feedback ------------------------------------------------------------------------------------------------
 
-    def residual(self, group: ParamGroup) -> Tensor | None:
-        """The group's residual shard for this round, fp32; None stands for zero."""
-        latest = self.store.latest(group)
-        if latest is None or not self._masked:
+    def residual(self, part: Part) -> Tensor | None:
+        """The part's residual shard for this round, fp32; None stands for zero."""
+        latest = self.store.latest(part.group)
+        if latest is None or not part.masked:
             return latest
         masked = latest.clone()
-        self.store.restore(group, self._masked, None, masked)
+        self.store.restore(part.group, part.masked, None, masked)
         return masked
 
-    def next_residual(self, group: ParamGroup, grad_N: Tensor) -> Tensor | None:
+    def next_residual(self, part: Part) -> Tensor | None:
         """Room for what the round leaves, uninitialised; None when error feedback is off."""
-        return self.store.buffer(group, grad_N.device) if self.config.error_feedback else None
+        return self.store.buffer(part.group, part.grad_N.device) if self.config.error_feedback else None
 
-    def stage(self, group: ParamGroup, next_S: Tensor | None) -> None:
+    def stage(self, part: Part, next_S: Tensor | None) -> None:
         """Propose what the round left (None: nothing); parameters left out of the round keep what they had."""
         if not self.config.error_feedback:
             return
-        latest = self.store.latest(group)
-        if self._masked and latest is not None:
+        latest = self.store.latest(part.group)
+        if part.masked and latest is not None:
             next_S = torch.zeros_like(latest) if next_S is None else next_S
-            self.store.restore(group, self._masked, latest, next_S)
-        self.store.stage(group, next_S)
+            self.store.restore(part.group, part.masked, latest, next_S)
+        self.store.stage(part.group, next_S)
 
     def settled_store(self) -> ResidualStore:
         """The residuals as settle() would leave them now, without settling: what a checkpoint holds. Gradients that
@@ -291,7 +303,7 @@ class HierState:
 
     def _open_names(self) -> set[str]:
         """The parameters whose residual waits for what becomes of their gradient."""
-        return {name for group in self.store.staged for name in group.names} | self.store.spent
+        return {name for group in list(self.store.staged) for name in group.names} | self.store.spent
 
     def _stepped(self) -> set[str]:
         """The parameters that an optimizer stepped by what the round gave it."""
@@ -314,27 +326,6 @@ class HierState:
         max_reduce = partial(self.communicator.flat_all_reduce, op=MAX)
         return unused_everywhere(arrived.group, arrived.used, arrived.flat_N.device, max_reduce)
 
-    def _masked_part(
-        self, group: ParamGroup, grad_N: Tensor, masked: frozenset[str]
-    ) -> Iterator[tuple[ParamGroup, Tensor]]:
-        if len(masked) == len(group.names):
-            return  # no rank used any of them: nothing to send, and the buffer stays as DDP would leave it
-        places = group.slices()
-        saved = {name: grad_N[places[name]].clone() for name in masked}
-        for name in masked:
-            grad_N[places[name]].zero_()
-        if self._choose(group, grad_N.dtype).path != "identity":
-            self.store.regroup(group, self.communicator.gather, grad_N.device)
-        self._masked = masked
-        yield group, grad_N
-        self._masked = frozenset()
-        if self.topology.kind != "hierarchical" and self.config.error_feedback and not self._bypass:
-            self.store.spend_parked(group, self.topology.num_nodes, self.rescale, grad_N)
-        if self._watching and (group in self.store.staged or not self.store.spent.isdisjoint(group.names)):
-            self._mark(group, grad_N)
-        for name, values in saved.items():
-            grad_N[places[name]].copy_(values)
-
     def _mark(self, group: ParamGroup, grad_N: Tensor) -> None:
         if group not in self._heads:
             self._heads[group] = heads_of(group.numels, grad_N.device)
@@ -349,5 +340,9 @@ class HierState:
         )
 
 
-def _on_cpu(module: nn.Module) -> bool:
-    return all(parameter.device.type == "cpu" for parameter in module.parameters())
+def _runner(topology: Topology, module: nn.Module) -> Runner:
+    devices = {parameter.device for parameter in module.parameters()}
+    if all(device.type == "cpu" for device in devices):
+        return lanes_of(topology)
+    device = devices.pop()
+    return SideStream(device) if device.type == "cuda" and not devices else Inline()

@@ -12,7 +12,9 @@ class CommStats:
         bytes_between_nodes: bytes received by this device from other nodes so far (see lightning_sparse.strategy.cost).
         round_bytes: the same, of the last whole round.
         dense_equivalent_bytes: what a dense all-reduce of everything would have received so far.
-        density: share of the entries that the last whole round sent, dense groups counted as 1.
+        density: share of the entries that a device sent in the last whole round, dense groups counted as 1.
+        effective_density: share of the entries that the last whole round applied, at most: what several nodes select
+            of different entries adds up.
     """
 
     rounds: int = 0
@@ -20,13 +22,16 @@ class CommStats:
     round_bytes: float = 0.0
     dense_equivalent_bytes: float = 0.0
     density: float = 1.0
+    effective_density: float = 1.0
     _running_bytes: float = 0.0
     _sent: int = 0
+    _applied: float = 0.0
     _total: int = 0
 
-    def record(self, *, sent: int, total: int, nbytes: float, dense_nbytes: float) -> None:
+    def record(self, *, sent: int, applied: float, total: int, nbytes: float, dense_nbytes: float) -> None:
         """Count one group: ``sent`` of ``total`` entries of its shard, and its bytes on the slow link."""
         self._sent += sent
+        self._applied += applied
         self._total += total
         self._running_bytes += nbytes
         self.bytes_between_nodes += nbytes
@@ -34,11 +39,12 @@ class CommStats:
 
     def abandon_round(self) -> None:
         """Forget a round that was cut short; its bytes were sent all the same."""
-        self._running_bytes, self._sent, self._total = 0.0, 0, 0
+        self._running_bytes, self._applied, self._sent, self._total = 0.0, 0.0, 0, 0
 
     def end_round(self) -> None:
         """Close the round."""
         self.rounds += 1
         self.round_bytes, self._running_bytes = self._running_bytes, 0.0
         self.density = self._sent / self._total if self._total else 0.0
-        self._sent = self._total = 0
+        self.effective_density = self._applied / self._total if self._total else 0.0
+        self._sent, self._applied, self._total = 0, 0.0, 0

@@ -28,8 +28,10 @@ class Exchange:
 
     def all_gather(self, rank: int, ranks: Sequence[int], tensor: Tensor) -> list[Tensor]:
         self._slots[rank] = tensor.clone()
+        _finish(tensor)
         self._barrier.wait()
-        gathered = [slot for slot in (self._slots[each] for each in ranks) if slot is not None]
+        gathered = [slot.clone() for slot in (self._slots[each] for each in ranks) if slot is not None]
+        _finish(tensor)
         self._barrier.wait()
         return gathered
 
@@ -57,7 +59,10 @@ class ThreadCommunicator(HierCommunicator):
     def all_reduce(self, shard_S: Tensor) -> None:
         shard_S.copy_(_sum(self._gathered(self._peer_ranks(), shard_S)))
 
-    def gather(self, shard_S: Tensor) -> Tensor:
+    def all_to_all(self, messages_MB: Tensor) -> Tensor:
+        return torch.stack([each[self.topology.node_index] for each in self._gathered(self._peer_ranks(), messages_MB)])
+
+    def gather(self, shard_S: Tensor, *, last: bool = False) -> Tensor:
         return torch.cat(self._gathered(self._node_ranks(), shard_S))
 
     def flat_all_reduce(self, tensor: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> None:
@@ -73,6 +78,12 @@ def run_threads(fn: Callable[[Topology, Exchange], T], nodes: Sequence[Sequence[
     with ThreadPoolExecutor(world_size) as pool:
         futures = [pool.submit(fn, Topology(placed, rank), exchange) for rank in range(world_size)]
         return [future.result(timeout=120) for future in futures]
+
+
+def _finish(tensor: Tensor) -> None:
+    """Threads queue on streams of their own, which know nothing of each other."""
+    if tensor.is_cuda:
+        torch.cuda.current_stream().synchronize()
 
 
 def _sum(tensors: Sequence[Tensor]) -> Tensor:

@@ -85,6 +85,22 @@ def test_nodes_reach_each_other_at_the_rate_of_the_link(network):
 
 
 @pytest.mark.root
+def test_a_link_may_get_another_rate_and_lose_its_plug(network):
+    network.reshape(0.1)
+    rate = _transfer(network, 4_000_000)
+    assert 0.5 * 12.5e6 < rate < 1.15 * 12.5e6, "100 Mbit/s are 12.5 MB/s"
+    reach = "import socket, sys; socket.create_connection((sys.argv[1], 9), float(sys.argv[2]))"
+    said = []
+    for on, patience in ((False, "0.3"), (True, "10")):
+        network.switch_link("node1", on=on)
+        knock = _run_in(network, "node1", reach, node_address(0), patience)
+        said.append(subprocess.run(knock, capture_output=True, text=True).stderr)
+    gone, back = said
+    assert "TimeoutError" in gone
+    assert "ConnectionRefusedError" in back, "nobody listens, but somebody answers"
+
+
+@pytest.mark.root
 def test_the_switch_counts_what_passed(network):
     before = network.traffic()
     size = 500_000

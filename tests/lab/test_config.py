@@ -47,7 +47,7 @@ def test_config_cannot_change():
 
 def test_what_passes_unshaped_is_less_than_a_sparse_message():
     assert _shape(0.1) == ["tbf", "rate", "100000000bit", "burst", "16384b", "latency", "50ms"]
-    assert _shape(10.0)[4] == "312500b"
+    assert _shape(10.0)[4] == "625000b"
 
 
 def test_why_not_names_what_is_missing_and_the_way_out(monkeypatch):

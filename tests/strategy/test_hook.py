@@ -77,7 +77,7 @@ def collectives_of_one_node() -> list[torch.dtype]:
     return reduced
 
 
-@pytest.mark.parametrize("exchange", ["sparse", "dense"])
+@pytest.mark.parametrize("exchange", ["sparse", "dense", "regional"])
 @pytest.mark.parametrize(("nodes", "devices"), SHAPES)
 def test_density_one_equals_ddp(nodes: int, devices: int, exchange: str) -> None:
     for ours, ddp, sent in run_ranks(density_one, exchange, nodes=nodes, devices=devices):
@@ -150,17 +150,25 @@ def with_and_without_overlap() -> tuple[Tensor, Tensor, list[bool]]:
     return trained[0], trained[1], inline
 
 
-def test_two_wrapped_modules_in_one_backward() -> None:
-    """Their buckets are ready at the same time; with a thread each, ranks would differ in who reduces first."""
-    assert run_ranks(two_modules, nodes=2, devices=1) == [0, 0]
+@pytest.mark.parametrize("exchange", ["dense", "auto"])
+def test_two_wrapped_modules_in_one_backward(exchange: str) -> None:
+    """Their buckets are ready at the same time; with a thread each, ranks would differ in who reduces first. And the
+    second one measures networks that the first one is using."""
+    assert run_ranks(two_modules, exchange, nodes=2, devices=1) == [0, 0]
 
 
-def two_modules() -> int:
+def two_modules(exchange: str) -> int:
     torch.manual_seed(0)
     modules = [nn.Sequential(*[nn.Linear(64, 64) for _ in range(8)]) for _ in range(2)]
     topology = discover()
     ours = [
-        wrap(copy.deepcopy(each), HierConfig(exchange="dense"), topology, bucket_cap_mb=0.02)[0] for each in modules
+        wrap(
+            copy.deepcopy(each),
+            HierConfig(density=1.0, exchange=exchange, value_dtype="float32"),
+            topology,
+            bucket_cap_mb=0.02,
+        )[0]
+        for each in modules
     ]
     plain = [DistributedDataParallel(each) for each in modules]
     wrong = 0

@@ -1,5 +1,9 @@
 """What needs no ranks: configuration, schedule, layout, residuals, topology, cost."""
 
+import dataclasses
+import itertools
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given
@@ -7,7 +11,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from lightning_sparse.kernels import message_bytes
-from lightning_sparse.strategy import HierConfig, HierState, cost
+from lightning_sparse.strategy import HierConfig, HierState, cost, plan
 from lightning_sparse.strategy.layout import Layout, ParamGroup, group_of, parameter_names, refuse_sparse_gradients
 from lightning_sparse.strategy.residual import ResidualStore
 from lightning_sparse.strategy.schedule import density_at, is_dense_round, num_selected
@@ -90,19 +94,74 @@ def test_k_is_within_the_shard(density: float, numel: int) -> None:
 # -- cost --------------------------------------------------------------------------------------------------------------
 
 
+BYTES_ONLY = cost.Rates.of_link(1.0, 1)
+HOST = cost.Rates(cost.Link(1e-4, 8e-9), cost.Link(1e-5, 1e-10), add=2e-10, select=1e-9, scatter=4e-9, fill=4e-10)
+
+
+def _plan(nodes: int, devices: int, numel: int, rates: cost.Rates = BYTES_ONLY, **options: Any) -> plan.Plan:
+    ranks = iter(range(nodes * devices))
+    topology = Topology(tuple(tuple(itertools.islice(ranks, devices)) for _ in range(nodes)), 0)
+    config = HierConfig(warmup_epochs=0, **options)
+    group = ParamGroup(("a",), (numel,))
+    return plan.choose(config, topology, rates, group, torch.float32, round_index=9, epoch=9)
+
+
 def test_sparse_wins_while_density_is_below_the_bound_of_pairs() -> None:
-    """16 nodes, pairs of 4 bytes, fp32 gradients: dense receives 7.5 bytes an element, sparse 60 * density."""
-    shard = 10**6
-    wins = [d for d in (0.01, 0.05, 0.1, 0.15, 0.2) if cost.sparse_is_cheaper(16, shard, 4, _message(shard, d))]
+    """16 nodes, pairs of 4 bytes, fp32 gradients: dense receives 7.5 bytes an element, sparse 60 * density, and it must
+    win by a margin."""
+    wins = [d for d in (0.01, 0.05, 0.1, 0.12, 0.2) if _plan(16, 1, 10**6, density=d).path == "sparse"]
     assert wins == [0.01, 0.05, 0.1]
 
 
 def test_a_tiny_group_does_not_gain() -> None:
-    assert not cost.sparse_is_cheaper(2, 1, 4, message_bytes(1, 1, torch.bfloat16))
+    assert _plan(2, 1, 1).path == "dense"
+    assert _plan(4, 1, 300, HOST).path == "sparse"
+    slow_to_begin = dataclasses.replace(HOST, inter=cost.Link(1e-4, 8e-9), select=1e-6)
+    assert _plan(4, 1, 10_000, slow_to_begin).path == "dense"
 
 
-def _message(shard: int, density: float) -> int:
-    return message_bytes(shard, num_selected(density, shard), torch.bfloat16)
+def test_a_fast_network_is_left_to_dense_rounds() -> None:
+    fast = dataclasses.replace(HOST, inter=cost.Link(1e-5, 1e-10))
+    assert _plan(4, 2, 10**7, HOST).path == "sparse"
+    assert _plan(4, 2, 10**7, fast).path == "flat", "no network inside the node is worth going round by"
+    slow_inside = dataclasses.replace(HOST, intra=HOST.inter)
+    assert _plan(4, 2, 10**7, dataclasses.replace(slow_inside, select=1e-6)).path == "flat"
+    assert _plan(4, 2, 10**7, dataclasses.replace(HOST, select=1e-6)).path == "dense"
+
+
+def test_what_the_user_fixes_is_not_decided() -> None:
+    fast = dataclasses.replace(HOST, inter=cost.Link(1e-5, 1e-10))
+    assert _plan(4, 2, 10**7, fast, exchange="sparse").path == "sparse"
+    assert _plan(4, 2, 10**7, HOST, exchange="dense").path == "dense"
+    assert _plan(4, 2, 10**7, HOST, exchange="sparse", dense_rounds=99).path == "dense"
+
+
+def test_times_are_those_of_pencil_and_paper() -> None:
+    work = cost.Work(num_nodes=4, num_devices=2, numel=2000)
+    inside = 2 * (1e-5 + 4000e-10) + 4000 * 2e-10
+    assert cost.dense_seconds(work, HOST) == pytest.approx(inside + 6e-4 + 6000 * 8e-9 + 3000 * 2e-10)
+    assert cost.flat_seconds(work, HOST) == pytest.approx(14e-4 + 7000 * 8e-9 + 7000 * 2e-10)
+    message = message_bytes(1000, 10, torch.bfloat16)
+    expected = inside + 3e-4 + 3 * message * 8e-9 + 1000 * (1e-9 + 4e-10) + 40 * 4e-9
+    assert cost.sparse_seconds(work, HOST, 10, torch.bfloat16) == pytest.approx(expected)
+
+    row = message_bytes(250, 3, torch.bfloat16)
+    expected = inside + 6e-4 + 6 * row * 8e-9 + 1250 * (1e-9 + 4e-10) + 24 * 4e-9
+    assert cost.regional_seconds(work, HOST, 10, torch.bfloat16) == pytest.approx(expected)
+
+
+def test_effective_densities() -> None:
+    assert [cost.effective_density(path, 16, 0.01) for path in ("sparse", "regional", "dense")] == [0.16, 0.01, 1.0]
+
+
+def test_rates_survive_a_checkpoint() -> None:
+    assert cost.Rates.from_list(HOST.to_list()) == HOST
+
+
+@pytest.mark.parametrize("gbps", [0, -1.0, float("inf"), float("nan"), True, "1"])
+def test_a_rate_that_is_none_is_refused(gbps: object) -> None:
+    with pytest.raises(ValueError, match="must be a rate in Gbit/s"):
+        HierConfig(inter_gbps=gbps)  # type: ignore[arg-type]
 
 
 # -- layout ------------------------------------------------------------------------------------------------------------

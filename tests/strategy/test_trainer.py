@@ -469,6 +469,7 @@ def test_the_callback_logs_bytes_density_and_residual(results: Results) -> None:
     for each in results:
         logged = each["statistics"]["logged"]
         assert 0.05 <= logged["comm/density"] < 0.2
+        assert logged["comm/effective_density"] == pytest.approx(2 * logged["comm/density"], rel=1e-4), "two nodes"
         assert logged["comm/bytes_between_nodes"] > 0
         assert logged["comm/residual_norm"] > 0
         assert "use strategy='mstopk_hier'" in each["statistics"]["refused"]

@@ -1,0 +1,161 @@
+"""The cost model on paper: against what exchange.py measured, and for clusters that are not at hand.
+
+    python benchmarks/plan.py OUT --measured OUT/exchange.json
+
+Nothing is measured here. The first table sets predictions beside the synchronisation times of an earlier
+`benchmarks/exchange.py`; the rates are those that exchange="auto" measured at the beginning of the same runs, and DDP's
+own copies, which no path avoids and the model leaves out, are added as measured. The others are for machines with the
+numbers of `ASSUMED`. Writes OUT/plan.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from convergence_report import commit, surroundings
+from exchange_ranks import NOTHING
+
+from lightning_sparse.strategy import cost
+from lightning_sparse.strategy.cost import Link, Rates, Work
+
+NUMEL, BUCKETS, DENSITY = 25_557_032, 5, 0.01
+GPU_BYTES = 1 / 600e9  # seconds a byte of GPU memory: what a V100 streams in practice, about 2/3 of 900 GB/s
+ASSUMED = {
+    "latency between nodes": 30e-6,
+    "latency inside a node": 10e-6,
+    "seconds a byte inside a node": 1 / 50e9,
+    "select, s an element": 13 * GPU_BYTES,  # reads gradient and residual, writes residual
+    "scatter, s a pair": 64 * GPU_BYTES,  # a sector read and one written
+    "fill, s an element": 4 * GPU_BYTES,
+}
+
+
+def assumed(gbps: float, devices: int) -> Rates:
+    """A GPU node with a link of this rate."""
+    between, inside, byte, select, scatter, fill = ASSUMED.values()
+    return Rates(Link(between, 8e-9 * devices / gbps), Link(inside, byte), GPU_BYTES, select, scatter, fill)
+
+
+def seconds(path: str, work: Work, rates: Rates, density: float) -> float:
+    """Of a round of the whole model, in equal buckets."""
+    each = work._replace(numel=work.numel // BUCKETS)
+    k = max(1, int(density * each.shard_numel))
+    if path == "sparse":
+        return BUCKETS * cost.sparse_seconds(each, rates, k, torch.bfloat16)
+    if path == "regional":
+        return BUCKETS * cost.regional_seconds(each, rates, min(k, each.shard_numel), torch.bfloat16)
+    return BUCKETS * (cost.flat_seconds if path == "flat" else cost.dense_seconds)(each, rates)
+
+
+# way of exchange.py -> path, density, bytes of an element on the wire
+MEASURED = {
+    "DDP": ("flat", 1.0, 4),
+    "bf16 hook": ("flat", 1.0, 2),
+    "2-D dense": ("dense", 1.0, 4),
+    "ours 1 %, at once": ("sparse", 0.01, 4),
+    "ours 0.1 %": ("sparse", 0.001, 4),
+    "regional 1 %": ("regional", 0.01, 4),
+}
+
+
+def against(rows: list[dict[str, Any]]) -> list[str]:
+    """Predicted and measured synchronisation, and how much of the prediction is bytes over rate."""
+    lines = [
+        "| cluster | Gbit/s | way | wire share | predicted ms | measured ms | predicted / measured |",
+        "|---" * 7 + "|",
+    ]
+    for cluster, gbps in dict.fromkeys((row["cluster"], row["gbps"]) for row in rows):
+        here = {row["way"]: row for row in rows if (row["cluster"], row["gbps"]) == (cluster, gbps)}
+        rates = Rates.from_list(here["auto 1 %"]["rates"])
+        only_wire = Rates(Link(0.0, rates.inter.seconds_per_byte), Link(0.0, 0.0))
+        nodes, devices = map(int, cluster.split("x"))
+        for way, (path, density, itemsize) in MEASURED.items():
+            work = Work(nodes, devices, NUMEL, itemsize)
+            predicted = seconds(path, work, rates, density) + here[NOTHING]["sync s"]
+            share = seconds(path, work, only_wire, density) / predicted
+            measured = here[way]["sync s"]
+            lines.append(
+                f"| {cluster} | {gbps:g} | {way} | {100 * share:.0f} % | {1e3 * predicted:.0f} | {1e3 * measured:.0f} "
+                f"| {predicted / measured:.2f} |"
+            )
+    return lines
+
+
+def by_nodes(gbps: float, devices: int, counts: list[int]) -> list[str]:
+    """Every path for clusters of more and more nodes. Milliseconds, with the effective density in brackets."""
+    head = [
+        "nodes",
+        "flat",
+        "2-D dense",
+        "2-D dense, 16 bit",
+        "sparse 1 %",
+        "regional 1 %",
+        "regional, bytes of sparse",
+    ]
+    lines = ["| " + " | ".join([*head, "auto takes"]) + " |", "|---" * (len(head) + 1) + "|"]
+    rates = assumed(gbps, devices)
+    for nodes in counts:
+        work = Work(nodes, devices, NUMEL)
+        equal = min(1.0, (nodes - 1) * DENSITY / 2)
+        flat, dense = (seconds(path, work, rates, 1.0) for path in ("flat", "dense"))
+        sparse = seconds("sparse", work, rates, DENSITY)
+        cells = [f"{1e3 * each:.1f}" for each in (flat, dense, seconds("dense", work._replace(itemsize=2), rates, 1.0))]
+        union = cost.effective_density("sparse", nodes, DENSITY)
+        cells.append(f"{1e3 * sparse:.1f} ({100 * union:.3g} %)")
+        for density in (DENSITY, equal):
+            taken = seconds("regional", work, rates, density)
+            cells.append(f"{1e3 * taken:.1f} ({100 * density:.3g} %)")
+        choice = "sparse" if sparse < cost.MARGIN * min(flat, dense) else "dense" if dense <= flat else "flat"
+        lines.append(f"| {nodes} | " + " | ".join([*cells, choice]) + " |")
+    return lines
+
+
+def by_rate(nodes: int, devices: int, rates: list[float]) -> list[str]:
+    """Which path wins as links get faster."""
+    lines = ["| Gbit/s | flat | 2-D dense | sparse 1 % | sparse 0.1 % | regional 1 % |", "|---" * 6 + "|"]
+    for gbps in rates:
+        work, machine = Work(nodes, devices, NUMEL), assumed(gbps, devices)
+        paths = [("flat", 1.0), ("dense", 1.0), ("sparse", 0.01), ("sparse", 0.001), ("regional", 0.01)]
+        cells = [f"{1e3 * seconds(path, work, machine, density):.2f}" for path, density in paths]
+        lines.append(f"| {gbps:g} | " + " | ".join(cells) + " |")
+    return lines
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--measured", type=Path, help="exchange.json of benchmarks/exchange.py")
+    options = parser.parse_args()
+    about = {**surroundings("python benchmarks/plan.py OUT --measured EXCHANGE.json"), "commit": commit()}
+    text = ["# The cost model", "", *(f"- {key}: {value}" for key, value in about.items()), ""]
+    if options.measured is not None:
+        record = json.loads(options.measured.read_text())
+        text += [f"## Against measurement ({record['date']}, {record['hardware']})", "", *against(record["rows"]), ""]
+    counts = [4, 8, 16, 32, 64, 128, 256, 512, 1024]
+    text += [
+        "## On paper",
+        "",
+        f"{NUMEL:,} fp32 gradients in {BUCKETS} buckets, nodes of 8 devices. Assumed, not measured: "
+        + ", ".join(f"{name} {value:.2g}" for name, value in ASSUMED.items())
+        + ". Milliseconds a round without any overlap; in brackets the effective density, of sparse at most.",
+        "",
+        "Links of 25 Gbit/s a node; 16 nodes are the paper's cluster:",
+        "",
+        *by_nodes(25.0, 8, counts),
+        "",
+        "16 nodes, links of other rates:",
+        "",
+        *by_rate(16, 8, [1, 10, 25, 100, 400]),
+    ]
+    options.out.mkdir(parents=True, exist_ok=True)
+    (options.out / "plan.md").write_text("\n".join(text) + "\n")
+    print("\n".join(text), file=sys.stdout)
+
+
+if __name__ == "__main__":
+    main()

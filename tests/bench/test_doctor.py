@@ -1,0 +1,86 @@
+"""`lightning-sparse doctor`: what it finds here, and what it says of machines that lack something."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from lightning_sparse.bench import doctor
+from lightning_sparse.bench.doctor import Finding, examine, report
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def marks(findings: list[Finding]) -> dict[str, str]:
+    return {each.subject: each.mark for each in findings}
+
+
+def said(findings: list[Finding], subject: str) -> str:
+    return next(each.said for each in findings if each.subject == subject)
+
+
+@pytest.mark.parametrize("words", [[], ["--json"]])
+def test_the_command(words: list[str]) -> None:
+    command = [sys.executable, "-m", "lightning_sparse.cli", "doctor", *words]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    if words:
+        assert {each["mark"] for each in json.loads(done.stdout)} <= {"ok", "note"}
+    else:
+        assert "knows strategy='mstopk_hier'" in done.stdout
+        assert len(done.stdout.splitlines()) < 25, "one screen"
+
+
+def test_each_line_has_its_mark_subject_and_text() -> None:
+    lines = report([Finding("ok", "a", "fine"), Finding("bad", "longer", "broken")]).splitlines()
+    assert lines == ["ok   a       fine", "bad  longer  broken"]
+
+
+def test_an_old_torch_is_bad(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "__version__", "2.9.1+cu130")
+    found = examine()
+    assert marks(found)["torch"] == "bad"
+    assert "needs 2.11" in said(found, "torch")
+
+
+def test_without_lightning_and_extras(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "_version", lambda _: None)
+    found = examine()
+    assert marks(found)["lightning"] == "bad"
+    assert {marks(found)[name] for name in doctor.EXTRAS} == {"note"}
+    assert "pip install lmdb" in said(found, "lmdb")
+
+
+def test_a_package_that_breaks_on_import_is_bad(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(name: str) -> object:
+        raise RuntimeError("operator torchvision::nms does not exist")
+
+    monkeypatch.setattr(doctor.importlib, "import_module", broken)
+    found = examine()
+    assert "bad" in [each.mark for each in found if each.subject == "torchvision"]
+    assert marks(found)["lightning"] == "bad"
+
+
+def test_kernels_that_were_not_compiled_are_told_with_the_reason() -> None:
+    code = "from lightning_sparse.bench.doctor import *; print(report(examine()))"
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120, check=True,
+        env={**os.environ, "LIGHTNING_SPARSE_KERNELS": "torch"},
+    )  # fmt: skip
+    line = next(line for line in done.stdout.splitlines() if "CPU kernels" in line)
+    assert line.startswith("note")
+    assert "LIGHTNING_SPARSE_KERNELS" in line
+
+
+def test_little_shared_memory_is_noted(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Usage:
+        free = 64 << 20
+
+    monkeypatch.setattr(doctor.shutil, "disk_usage", lambda _: Usage)
+    found = examine()
+    assert marks(found)["shared memory"] == "note"
+    assert "--shm-size" in said(found, "shared memory")

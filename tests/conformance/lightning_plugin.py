@@ -1,0 +1,62 @@
+"""A pytest plugin for Lightning's own tests: they run on CPUs, and where they ask for DDP they get our strategy.
+
+LS_STRATEGY=stock leaves DDP as it is, so that a test which the CPU alone breaks is known; LS_FLAVOUR names the flavour.
+A test is kept if its source mentions ddp.
+"""
+
+import functools
+import inspect
+import os
+from importlib import import_module
+
+import pytest
+
+FLAVOUR = os.environ["LS_FLAVOUR"]  # lightning.pytorch or pytorch_lightning
+OURS = {"lightning.pytorch": "lightning", "pytorch_lightning": "pytorch_lightning"}[FLAVOUR]
+
+
+def pytest_configure() -> None:
+    _cpus_for_gpus()
+    if os.environ["LS_STRATEGY"] != "stock":
+        _ours_for_ddp()
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    kept = [item for item in items if "ddp" in inspect.getsource(item.function).lower()]  # type: ignore[attr-defined]
+    config.hook.pytest_deselected(items=[item for item in items if item not in kept])
+    items[:] = kept
+
+
+def _cpus_for_gpus() -> None:
+    """A test that wants two GPUs gets two processes on the CPU."""
+    testing = import_module(f"{FLAVOUR}.utilities.testing")
+    reasons = testing._runif_reasons
+
+    @functools.wraps(reasons)
+    def without_gpus(**wanted: object) -> object:
+        for needless in ("min_cuda_gpus", "standalone"):  # each test has a process of its own anyway
+            wanted.pop(needless, None)
+        return reasons(**wanted)
+
+    testing._runif_reasons = without_gpus
+    trainer = import_module(FLAVOUR).Trainer
+    init = trainer.__init__
+
+    @functools.wraps(init)
+    def on_cpus(self: object, *args: object, **options: object) -> None:
+        if options.get("accelerator") in ("gpu", "cuda", "auto"):
+            options["accelerator"] = "cpu"
+        init(self, *args, **options)
+
+    trainer.__init__ = on_cpus
+
+
+def _ours_for_ddp() -> None:
+    strategies = import_module(f"{FLAVOUR}.strategies")
+    stock = strategies.DDPStrategy
+    ours = import_module(f"lightning_sparse.flavours.{OURS}").MSTopKHierStrategy
+    registry = strategies.StrategyRegistry
+    for name in list(registry):
+        if registry[name]["strategy"] is stock:
+            registry.register(name, ours, override=True, **registry[name]["init_params"])
+    strategies.DDPStrategy = ours

@@ -1,0 +1,140 @@
+"""Runs Lightning's own tests of DDP against our strategy, and says where it differs from DDP itself.
+
+    python tests/conformance/run.py /path/to/pytorch-lightning       # a checkout of the version that is installed
+    make conformance LIGHTNING=/path/to/pytorch-lightning
+
+Every test that mentions DDP runs in a process of its own, first with stock DDP on CPUs instead of GPUs (some assert
+CUDA and cannot pass), then with ours, its two processes taken for one node and for two, in both flavours of Lightning.
+"""
+
+import argparse
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from tqdm import tqdm
+
+ROOT = Path(__file__).resolve().parents[2]
+FILES = (
+    "strategies/test_ddp.py",
+    "strategies/test_ddp_integration.py",
+    "strategies/test_ddp_integration_comm_hook.py",
+    "strategies/test_common.py",
+    "overrides/test_distributed.py",
+    "models/test_hooks.py",
+    "models/test_cpu.py",
+    "models/test_restore.py",
+    "models/test_amp.py",
+    "checkpointing/test_checkpoint_callback_frequency.py",
+    "checkpointing/test_torch_saving.py",
+    "callbacks/test_early_stopping.py",
+    "callbacks/test_stochastic_weight_avg.py",
+    "callbacks/test_weight_averaging.py",
+    "loops/test_prediction_loop.py",
+    "trainer/optimization/test_manual_optimization.py",
+    "trainer/optimization/test_optimizers.py",
+    "trainer/logging_/test_distributed_logging.py",
+    "trainer/logging_/test_train_loop_logging.py",
+    "trainer/flags/test_overfit_batches.py",
+    "trainer/test_ddp_sigterm_handling.py",
+    "utilities/test_all_gather_grad.py",
+    "utilities/test_compile.py",
+)
+WAYS = {"stock": ("stock", "1"), "one node": ("ours", "1"), "two nodes": ("ours", "2")}
+
+
+def tests_of(checkout: Path, flavour: str, scratch: Path) -> Path:
+    """The checkout's tests as this flavour imports Lightning."""
+    source = checkout / "tests" / "tests_pytorch"
+    if not source.is_dir():
+        raise SystemExit(f"{checkout} has no tests/tests_pytorch: give the path of a checkout of Lightning.")
+    target = scratch / flavour / "tests_pytorch"
+    shutil.copytree(source, target)
+    if flavour == "pytorch_lightning":
+        for path in target.rglob("*.py"):
+            text = path.read_text(encoding="utf-8")
+            text = re.sub(r"\blightning\.pytorch\b", "pytorch_lightning", text)
+            text = re.sub(r"\blightning\.fabric\b", "lightning_fabric", text)
+            path.write_text(text, encoding="utf-8")
+    return target
+
+
+def run(tests: Path, flavour: str, way: str, words: list[str], seconds: float) -> tuple[int, str]:
+    strategy, nodes = WAYS[way]
+    paths = [str(ROOT / "tests/conformance/site"), str(ROOT / "tests/conformance"), str(tests.parent), str(ROOT)]
+    environment = {
+        **os.environ, "LS_FLAVOUR": flavour, "LS_STRATEGY": strategy, "LS_NODES": nodes,
+        "PYTHONPATH": os.pathsep.join(paths), "CUDA_VISIBLE_DEVICES": "",
+    }  # fmt: skip
+    command = [sys.executable, "-m", "pytest", "-p", "lightning_plugin", "-p", "no:cacheprovider", "-q", *words]
+    process = subprocess.Popen(
+        command, cwd=tests, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        start_new_session=True,
+    )  # fmt: skip
+    try:
+        output, _ = process.communicate(timeout=seconds)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        return 124, f"still running after {seconds:g} s\n{process.communicate()[0]}"
+    return process.returncode, output
+
+
+def outcome(code: int, output: str) -> str:
+    last = output.strip().splitlines()[-1] if output.strip() else ""
+    if code == 0:
+        return "skipped" if "skipped" in last and "passed" not in last else "passed"
+    return "hung" if code == 124 else "failed"
+
+
+def reason(output: str) -> str:
+    errors = [line for line in output.splitlines() if line.startswith("E  ")]
+    return errors[-1][1:].strip() if errors else output.strip().splitlines()[-1]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
+    parser.add_argument("checkout", type=Path)
+    parser.add_argument("--out", type=Path, default=Path("runs/conformance.json"))
+    parser.add_argument("--flavours", nargs="+", default=["lightning.pytorch", "pytorch_lightning"])
+    parser.add_argument("--files", nargs="+", default=FILES)
+    parser.add_argument("--ways", nargs="+", choices=list(WAYS)[1:], default=list(WAYS)[1:])
+    parser.add_argument("--seconds", type=float, default=120, help="for one test")
+    options = parser.parse_args()
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    rows: list[dict[str, str]] = []
+    with tempfile.TemporaryDirectory() as scratch:
+        for flavour in options.flavours:
+            tests = tests_of(options.checkout, flavour, Path(scratch))
+            _, listed = run(tests, flavour, "stock", ["--collect-only", *options.files], 300)
+            names = [line for line in listed.splitlines() if "::" in line and not line.startswith(("ERROR", "FAILED"))]
+            if not names:
+                raise SystemExit(f"no tests were collected:\n{listed}")
+            for name in tqdm(names, desc=flavour):
+                row = {"flavour": flavour, "test": name}
+                for way in ["stock", *options.ways]:
+                    code, output = run(tests, flavour, way, [name], options.seconds)
+                    row[way] = outcome(code, output)
+                    if row[way] in ("failed", "hung"):
+                        row[f"{way}: why"] = reason(output)
+                    if way == "stock" and row[way] != "passed":
+                        break
+                rows.append(row)
+                options.out.write_text(json.dumps(rows, indent=1) + "\n")  # it takes long: what is known is kept
+    compared = [row for row in rows if row["stock"] == "passed"]
+    different = [row for row in compared if {row[way] for way in options.ways} != {"passed"}]
+    print(f"{len(rows)} tests, {len(compared)} pass with DDP on CPUs; of these {len(different)} differ with ours:")
+    for row in different:
+        for way in options.ways:
+            if row[way] != "passed":
+                print(f"  {row['flavour']} {row['test']} ({way}): {row[way]}: {row.get(f'{way}: why', '')}")
+    return 1 if different else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

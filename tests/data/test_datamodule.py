@@ -1,0 +1,509 @@
+"""The DataModule in a real Trainer, in both flavours: alone, on 2 nodes x 2 devices over Gloo, and resumed elsewhere.
+
+Pictures carry their number (`numbered_folder`), so a training step knows which samples it was given. Starting four
+Trainers costs more than most scenarios, so each group of ranks runs many: `SCENARIOS` maps a name to a function of the
+flavour and a folder; a test looks at what its scenario returned on every rank.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import logging
+import os
+import shutil
+import threading
+import warnings
+from collections import Counter
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from lightning_sparse.data.ownership import owners
+from lightning_sparse.data.sampler import SHUFFLES, Layout, Order
+from tests.data.pictures import numbered_folder
+from tests.helpers.distributed import run_ranks
+
+FLAVOURS = ["pytorch_lightning", "lightning"]
+TRAIN, VAL, BATCH = 120, 22, 5
+Results = list[dict[str, Any]]
+SCENARIOS: dict[str, Callable[[str, Path], Any]] = {}
+
+
+def scenario(fn: Callable[[str, Path], Any]) -> Callable[[str, Path], Any]:
+    SCENARIOS[fn.__name__] = fn
+    return fn
+
+
+@pytest.fixture(scope="module")
+def pictures(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return numbered_folder(tmp_path_factory.mktemp("numbered"), TRAIN, VAL)
+
+
+@pytest.fixture(scope="module", params=FLAVOURS)
+def flavour(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture(scope="module")
+def folder(pictures: Path, tmp_path_factory: pytest.TempPathFactory, flavour: str) -> Path:
+    """The pictures and, beside them, caches and checkpoints of this flavour."""
+    root = tmp_path_factory.mktemp(flavour)
+    shutil.copytree(pictures, root / "source")
+    shutil.copytree(pictures / "train", root / "only_train" / "train")
+    return root
+
+
+@pytest.fixture(scope="module")
+def segments_before(flavour: str) -> set[str]:
+    return segments()
+
+
+@pytest.fixture(scope="module")
+def results(flavour: str, folder: Path, segments_before: set[str]) -> Results:
+    """What every scenario returned, by rank."""
+    return run_ranks(run_scenarios, flavour, str(folder), list(SCENARIOS), timeout=280, init=False)
+
+
+def run_scenarios(flavour: str, folder: str, names: list[str]) -> dict[str, Any]:
+    os.chdir(folder)
+    warnings.simplefilter("ignore")
+    logging.getLogger(lightning_of(flavour).__name__).setLevel(logging.ERROR)
+    return {name: SCENARIOS[name](flavour, Path(folder)) for name in names}
+
+
+# -- what scenarios are made of ----------------------------------------------------------------------------------------
+
+
+def lightning_of(flavour: str) -> Any:
+    return importlib.import_module("pytorch_lightning" if flavour == "pytorch_lightning" else "lightning.pytorch")
+
+
+def ours(flavour: str) -> Any:
+    return importlib.import_module(f"lightning_sparse.flavours.{flavour}")
+
+
+def data(flavour: str, folder: Path, **options: Any) -> Any:
+    """Each node has a disk of its own. Pixels come as they are, so that a picture says its number."""
+    cache = folder / f"cache{os.environ.get('NODE_RANK', '0')}"
+    given = {"batch_size": BATCH, "image_size": 16, "mean": (0, 0, 0), "std": (1 / 255,) * 3, "memory_gb": 0.05}
+    return ours(flavour).CachedImageDataModule(str(folder / "source"), str(cache), **{**given, **options})
+
+
+def module(flavour: str) -> Any:
+    pl = lightning_of(flavour)
+
+    class Module(pl.LightningModule):  # type: ignore[misc, name-defined]
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = nn.Linear(1, 3)
+            self.train_seen: list[tuple[int, int, list[int]]] = []  # epoch, batch, samples
+            self.val_seen: list[tuple[int, list[int]]] = []
+            self.shapes: set[tuple[int, ...]] = set()
+            self.raises_at = -1
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            if self.trainer.global_step == self.raises_at:
+                raise KeyError("in training")
+            pixels, labels = batch
+            self.shapes.add(tuple(pixels.shape))
+            self.train_seen.append((self.current_epoch, batch_idx, numbers(pixels)))
+            assert labels.tolist() == [number * 3 // TRAIN for number in numbers(pixels)]
+            return nn.functional.cross_entropy(self.net(pixels[:, :1, 0, 0] / 255), labels)
+
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            if not self.trainer.sanity_checking:
+                self.val_seen.append((self.current_epoch, numbers(batch[0])))
+            self.log("val", batch[0].mean(), sync_dist=True, batch_size=len(batch[0]))
+
+        test_step = validation_step
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters(), lr=0.01)
+
+    return Module()
+
+
+def numbers(pixels: torch.Tensor) -> list[int]:
+    return [round(each) for each in pixels[:, 0, 3, 3].tolist()]
+
+
+def trainer(flavour: str, **options: Any) -> Any:
+    nodes, devices = int(os.environ.get("GROUP_WORLD_SIZE", 1)), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    defaults: dict[str, Any] = {
+        "accelerator": "cpu", "devices": devices, "num_nodes": nodes, "max_epochs": 2, "logger": False,
+        "enable_progress_bar": False, "enable_model_summary": False, "enable_checkpointing": False,
+        "num_sanity_val_steps": 0, "strategy": "ddp" if nodes * devices > 1 else "auto",
+    }  # fmt: skip
+    return lightning_of(flavour).Trainer(**{**defaults, **options})
+
+
+def fitted(flavour: str, folder: Path, data_options: dict[str, Any] | None = None, **options: Any) -> Any:
+    """(module, trainer) after a fit; `ckpt_path` goes to fit."""
+    model, ckpt_path = module(flavour), options.pop("ckpt_path", None)
+    t = trainer(flavour, **options)
+    t.fit(model, data(flavour, folder, **(data_options or {})), ckpt_path=ckpt_path)
+    return model, t
+
+
+def saver(flavour: str, folder: Path, name: str, **options: Any) -> Any:
+    callbacks = importlib.import_module(lightning_of(flavour).__name__ + ".callbacks")
+    return callbacks.ModelCheckpoint(dirpath=folder, filename=name, save_top_k=-1, **options)
+
+
+class Metrics:
+    """A logger of a few lines, for either flavour."""
+
+    def __new__(cls, flavour: str) -> Any:
+        loggers = importlib.import_module(lightning_of(flavour).__name__ + ".loggers.logger")
+
+        class Recorder(loggers.Logger):  # type: ignore[misc, name-defined]
+            name, version = "recorder", 0
+
+            def __init__(self) -> None:
+                super().__init__()
+                self.rows: list[dict[str, float]] = []
+
+            def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
+                if any(key.startswith("data/") for key in metrics):
+                    self.rows.append({**metrics, "step": step or 0})
+
+            def log_hyperparams(self, *_: Any) -> None: ...
+
+        return Recorder()
+
+
+class Lines(logging.Handler):
+    """What this package logs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+        logger = logging.getLogger("lightning_sparse")
+        logger.setLevel(logging.INFO)
+        logger.addHandler(self)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+
+
+def left_behind() -> list[str]:
+    """Threads and processes of the data half, the latter by their number."""
+    threads = [each.name for each in threading.enumerate()]
+    children = Path(f"/proc/self/task/{os.getpid()}/children")
+    return [name for name in threads if name.startswith(("lightning_sparse ", "storage reader"))] + (
+        children.read_text().split() if children.exists() else []
+    )
+
+
+def segments() -> set[str]:
+    return {path.name for path in Path("/dev/shm").glob("lightning_sparse-*/*")}
+
+
+def expected(shuffle: str, epoch: int, nodes: int = 2, devices: int = 2, batch: int = BATCH, **more: Any) -> Any:
+    """[step][node][device] -> samples, from the pure function."""
+    labels = np.arange(TRAIN) * 3 // TRAIN
+    layout = Layout(batch_size=batch, devices=(devices,) * nodes, shuffle=shuffle, **more)  # type: ignore[arg-type]
+    plan = Order(np.arange(TRAIN), partial(owners, labels, seed=0), layout).epoch(epoch)
+    return [[[rank.tolist() for rank in node] for node in plan.global_batch(step)] for step in range(plan.steps)]
+
+
+def flat(nested: Any) -> list[int]:
+    return [nested] if isinstance(nested, int) else [item for each in nested for item in flat(each)]
+
+
+# -- epochs ------------------------------------------------------------------------------------------------------------
+
+
+@scenario
+def epochs(flavour: str, folder: Path) -> dict[str, Any]:
+    lines = Lines()
+    out: dict[str, Any] = {}
+    for name, strategy, shuffle in [("ddp", "ddp", "global"), ("sparse", "mstopk_hier", "global")] + [
+        (shuffle, "ddp", shuffle) for shuffle in ("local", "partial")
+    ]:
+        recorder = Metrics(flavour)
+        model, t = fitted(
+            flavour, folder, {"shuffle": shuffle}, strategy=strategy, logger=recorder, num_sanity_val_steps=2
+        )
+        out[name] = {
+            "train": model.train_seen, "val": model.val_seen, "rows": recorder.rows, "len": t.num_training_batches,
+            "shapes": model.shapes,
+        }  # fmt: skip
+    logging.getLogger("lightning_sparse").removeHandler(lines)
+    return {**out, "lines": lines.lines, "left": left_behind()}
+
+
+@pytest.mark.parametrize("name", ["ddp", "sparse", "local", "partial"])
+def test_each_epoch_gives_each_rank_what_the_pure_function_says(results: Results, name: str) -> None:
+    shuffle = name if name in SHUFFLES else "global"
+    for rank, each in enumerate(results):
+        seen = each["epochs"][name]
+        assert seen["len"] == 6
+        assert seen["shapes"] == {(BATCH, 3, 16, 16)}
+        for epoch in range(2):
+            mine = [step[rank // 2][rank % 2] for step in expected(shuffle, epoch)]
+            assert [samples for at, _, samples in seen["train"] if at == epoch] == mine
+    for epoch in range(2):
+        all_seen = flat([[s for at, _, s in each["epochs"][name]["train"] if at == epoch] for each in results])
+        assert sorted(all_seen) == list(range(TRAIN)), "no sample is lost or doubled"
+        all_val = flat([[s for at, s in each["epochs"][name]["val"] if at == epoch] for each in results])
+        assert set(all_val) == set(range(VAL))
+        assert len(all_val) <= VAL + 3
+        assert len({len([1 for at, _ in each["epochs"][name]["val"] if at == epoch]) for each in results}) == 1
+
+
+def test_bytes_by_tier_reach_the_logger_and_the_summary(results: Results, folder: Path) -> None:
+    total = sum(path.stat().st_size for path in (folder / "source" / "train").rglob("*.png"))
+    first, second = results[0]["epochs"]["ddp"]["rows"]
+    assert [first["step"], second["step"]] == [6, 12]
+    assert total <= first["data/storage_bytes"] <= 1.05 * total, "the data set crosses the link once"
+    assert second["data/storage_bytes"] == 0
+    assert second["data/memory_hits"] > 0.9
+    later = results[0]["epochs"]["sparse"]["rows"]
+    assert [row["data/storage_bytes"] for row in later] == [0, 0], "a later run starts from local disk"
+    assert later[0]["data/disk_bytes"] > 0
+    assert results[0]["epochs"]["local"]["rows"][1]["data/memory_hits"] == 1
+    assert all(each["epochs"]["ddp"]["rows"] == [] for each in results[1:])
+
+
+def test_rank_zero_says_what_it_chose_and_where_samples_came_from(results: Results) -> None:
+    text = "\n".join(results[0]["epochs"]["lines"])
+    assert "backend='torch': without a GPU it resizes faster than DALI does" in text
+    assert "120 samples, global batch 20, shuffle='global': 6 steps an epoch, 0 samples" in text
+    assert text.count("where the samples of each epoch came from, all nodes") == 4
+    assert text.count("in memory 120 samples, ") == 4
+    for each in results[1:]:
+        assert [line for line in each["epochs"]["lines"] if "backend" in line or "where the samples" in line] == []
+
+
+def test_nothing_is_left_behind(results: Results, segments_before: set[str]) -> None:
+    for each in results:
+        for name in ("epochs", "features", "exceptions"):
+            assert each[name]["left"] == []
+    assert segments() <= segments_before
+
+
+# -- what the Trainer can do -------------------------------------------------------------------------------------------
+
+
+@scenario
+def features(flavour: str, folder: Path) -> dict[str, Any]:
+    limited, _ = fitted(flavour, folder, limit_train_batches=4, limit_val_batches=1)
+    overfit, _ = fitted(flavour, folder, overfit_batches=2, limit_val_batches=0)
+    reloaded, _ = fitted(flavour, folder, reload_dataloaders_every_n_epochs=1, max_epochs=3)
+    often, _ = fitted(flavour, folder, val_check_interval=2, max_epochs=1)
+    growing, _ = fitted(flavour, folder, {"image_size": {0: 8, 1: 16}}, limit_val_batches=0)
+
+    model, t, again = module(flavour), trainer(flavour, max_epochs=1), data(flavour, folder)
+    t.fit(model, again)
+    t.fit_loop.max_epochs = 3
+    t.fit(model, again)
+    t.validate(model, again)
+    tested = module(flavour)
+    trainer(flavour).test(tested, data(flavour, folder))
+    return {
+        "limited": (limited.train_seen, limited.val_seen),
+        "overfit": overfit.train_seen,
+        "reloaded": reloaded.train_seen,
+        "often": often.val_seen,
+        "growing": sorted(growing.shapes),
+        "again": model.train_seen,
+        "tested": tested.val_seen,
+        "left": left_behind(),
+    }
+
+
+def test_limits_overfitting_reloading_and_a_second_fit(results: Results) -> None:
+    for rank, each in enumerate(results):
+        seen = each["features"]
+        mine = [[step[rank // 2][rank % 2] for step in expected("global", epoch)] for epoch in range(3)]
+        assert [s for _, _, s in seen["limited"][0]] == mine[0][:4] + mine[1][:4]
+        assert len(seen["limited"][1]) == 2
+        assert [s for _, _, s in seen["overfit"]] == mine[0][:2] * 2
+        assert [s for _, _, s in seen["reloaded"]] == mine[0] + mine[1] + mine[2]
+        assert len(seen["often"]) == 3 * 2
+        assert seen["growing"] == [(BATCH, 3, 8, 8), (BATCH, 3, 16, 16)]
+        assert [(epoch, s) for epoch, _, s in seen["again"]] == [(e, s) for e in range(3) for s in mine[e]]
+        assert len(seen["tested"]) == 2
+
+
+@scenario
+def exceptions(flavour: str, folder: Path) -> dict[str, Any]:
+    model = module(flavour)
+    model.raises_at = 3
+    dm = data(flavour, folder)
+    with pytest.raises(KeyError, match="in training"):
+        trainer(flavour).fit(model, dm)
+    cache = folder / f"other{os.environ['NODE_RANK']}"
+    other = ours(flavour).CachedImageDataModule(str(folder / "only_train"), str(cache), batch_size=5, image_size=16)
+    with pytest.raises(ValueError, match=r"has no folder val/.*val_fraction=0.05"):
+        trainer(flavour).fit(module(flavour), other)
+    return {"session": dm._session, "left": left_behind()}
+
+
+def test_an_exception_closes_the_session(results: Results) -> None:
+    for each in results:
+        assert each["exceptions"]["session"] is None
+
+
+# -- resuming ----------------------------------------------------------------------------------------------------------
+
+
+@scenario
+def resuming(flavour: str, folder: Path) -> dict[str, Any]:
+    """A run that stops after 9 steps, the third of its second epoch, and one that stops at the end of the first."""
+    out: dict[str, Any] = {}
+    for shuffle in SHUFFLES:
+        options = {"shuffle": shuffle}
+        callback = saver(flavour, folder, f"{shuffle}-{{step}}", every_n_train_steps=3)
+        fitted(flavour, folder, options, max_steps=9, callbacks=[callback], enable_checkpointing=True)
+        for step in (6, 9):
+            path = folder / f"{shuffle}-step={step}.ckpt"
+            resumed, t = fitted(flavour, folder, options, max_epochs=3, ckpt_path=path)
+            out[f"{shuffle} {step}"] = resumed.train_seen
+            out[f"{shuffle} {step} end"] = (t.global_step, len([1 for at, _ in resumed.val_seen if at == 2]))
+    callback = saver(flavour, folder, "validated-{epoch}", every_n_epochs=1, save_on_train_epoch_end=False)
+    fitted(flavour, folder, max_epochs=2, callbacks=[callback], enable_checkpointing=True)
+    callback = saver(flavour, folder, "ended-{epoch}", every_n_epochs=1, save_on_train_epoch_end=True)
+    fitted(flavour, folder, max_epochs=2, callbacks=[callback], enable_checkpointing=True)
+    for name in ("validated", "ended"):
+        resumed, _ = fitted(flavour, folder, max_epochs=3, ckpt_path=folder / f"{name}-epoch=0.ckpt")
+        out[name] = resumed.train_seen
+    return out
+
+
+@pytest.mark.parametrize("shuffle", SHUFFLES)
+def test_a_resumed_run_sees_exactly_what_the_uninterrupted_one_does(results: Results, shuffle: str) -> None:
+    for rank, each in enumerate(results):
+        mine = [[step[rank // 2][rank % 2] for step in expected(shuffle, epoch)] for epoch in range(3)]
+        seen = [(epoch, batch, samples) for epoch in range(3) for batch, samples in enumerate(mine[epoch])]
+        for step in (6, 9):
+            assert each["resuming"][f"{shuffle} {step}"] == seen[step:]
+            assert each["resuming"][f"{shuffle} {step} end"] == (18, 2)
+
+
+def test_a_run_resumed_between_epochs_begins_the_next(results: Results) -> None:
+    for rank, each in enumerate(results):
+        mine = [[step[rank // 2][rank % 2] for step in expected("global", epoch)] for epoch in range(3)]
+        for name in ("validated", "ended"):
+            assert [samples for _, _, samples in each["resuming"][name]] == mine[1] + mine[2]
+
+
+def elsewhere(flavour: str, folder: str) -> dict[str, Any]:
+    """One node of two devices goes on from a checkpoint of 2 x 2."""
+    os.chdir(folder)
+    warnings.simplefilter("ignore")
+    out: dict[str, Any] = {}
+    for shuffle, batch in [("global", 2 * BATCH), ("global", BATCH), ("local", BATCH), ("partial", 2 * BATCH)]:
+        path = Path(folder) / f"{shuffle}-step=9.ckpt"
+        options = {"shuffle": shuffle, "batch_size": batch}
+        resumed, t = fitted(flavour, Path(folder), options, max_epochs=3, ckpt_path=path)
+        out[f"{shuffle} {batch}"] = (resumed.train_seen, t.num_training_batches, len(resumed.val_seen))
+    return out
+
+
+@pytest.fixture(scope="module")
+def moved(flavour: str, folder: Path, results: Results) -> Results:
+    assert results
+    return run_ranks(elsewhere, flavour, str(folder), nodes=1, devices=2, timeout=280, init=False)
+
+
+@pytest.mark.parametrize(("shuffle", "batch"), [("global", 10), ("global", 5), ("local", 5), ("partial", 10)])
+def test_a_run_moves_to_another_number_of_nodes(moved: Results, shuffle: str, batch: int) -> None:
+    seen = [each[f"{shuffle} {batch}"][0] for each in moved]
+    length = TRAIN // (2 * batch)
+    whole = expected(shuffle, 1)
+    rest = [[samples for epoch, _, samples in rank if epoch == 1] for rank in seen]
+    left = Counter(flat(whole[3:]))
+    assert len(rest[0]) == len(rest[1]) == len(left) // (2 * batch)
+    assert Counter(flat(rest)) == left, "what the first three steps had not seen, once"
+    if (shuffle, batch) == ("global", 10):
+        steps = list(zip(*rest, strict=True))
+        assert [sorted(flat(step)) for step in steps] == [sorted(flat(step)) for step in whole[3:]]
+    following = [[samples for epoch, _, samples in rank if epoch == 2] for rank in seen]
+    assert sorted(flat(following)) == list(range(TRAIN)), "the next epoch is whole again"
+    for each in moved:
+        _, batches, validations = each[f"{shuffle} {batch}"]
+        assert batches == length
+        assert validations == 2 * -(-VAL // (2 * batch)), "validated after the resumed epoch and the one that followed"
+
+
+# -- alone -------------------------------------------------------------------------------------------------------------
+
+
+BACKENDS = [
+    "torch",
+    pytest.param(
+        "dali", marks=pytest.mark.skipif(importlib.util.find_spec("nvidia") is None, reason="DALI is not installed")
+    ),
+]
+
+
+def alone(flavour: str, folder: str, backend: str) -> dict[str, Any]:
+    warnings.simplefilter("ignore")
+    options = {"backend": backend}
+    model, _ = fitted(flavour, Path(folder), options, max_epochs=2)
+    split, _ = fitted(flavour, Path(folder), {**options, "val_fraction": 0.25}, max_epochs=1)
+    return {"train": model.train_seen, "val": model.val_seen, "split": (split.train_seen, split.val_seen)}
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_single_process_needs_no_group(flavour: str, folder: Path, backend: str) -> None:
+    (seen,) = run_ranks(alone, flavour, str(folder), backend, nodes=1, devices=1, timeout=200, init=False)
+    for epoch in range(2):
+        mine = [step[0][0] for step in expected("global", epoch, 1, 1)]
+        assert [samples for at, _, samples in seen["train"] if at == epoch] == mine
+    assert sorted(flat([s for at, s in seen["val"] if at == 1])) == list(range(VAL))
+    train, val = (flat([each[-1] for each in part]) for part in seen["split"])
+    assert len(set(val)) == len(val) == 30
+    assert set(train) == set(range(TRAIN)) - set(val)
+
+
+def parse(flavour: str, given: dict[str, Any]) -> dict[str, Any]:
+    from jsonargparse import ArgumentParser
+
+    parser = ArgumentParser(exit_on_error=False)
+    parser.add_class_arguments(ours(flavour).CachedImageDataModule, "data")
+    words = [f"--data.{name}={value}" for name, value in given.items()]
+    parsed = parser.parse_args(["--data.source=/nfs", "--data.cache_dir=/local", *words]).data
+    return {name: parsed[name] for name in given}
+
+
+def test_lightning_cli_accepts_the_options(flavour: str) -> None:
+    pytest.importorskip("jsonargparse")
+    given = {"image_size": "{0: 128, 6: 224}", "crop_scale": "[0.25, 1]", "shuffle": "partial", "val_fraction": "0.1"}
+    (parsed,) = run_ranks(parse, flavour, given, nodes=1, devices=1, init=False)
+    assert parsed == {
+        "image_size": {0: 128, 6: 224},
+        "crop_scale": (0.25, 1.0),
+        "shuffle": "partial",
+        "val_fraction": 0.1,
+    }
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"batch_size": 0}, "batch_size=0 must be at least 1"),
+        ({"image_size": {3: 128}}, "beginning with epoch 0"),
+        ({"image_size": 224, "short_side": 200}, "short_side=200 is less than the largest image_size, 224"),
+        ({"shuffle": "all"}, "shuffle='all'"),
+        ({"backend": "pil"}, "backend='pil' is not known: choose one of auto, dali, torch"),
+        ({"val_fraction": 1.0}, "val_fraction=1.0 must lie between 0 and 1"),
+        ({"threads": 0}, "threads=0 must be at least 1"),
+        ({"flip": 2.0}, "flip=2.0 must be a probability"),
+        ({"std": (0.0, 1.0, 1.0)}, "no std of 0"),
+    ],
+)
+def test_bad_options_are_refused_early(tmp_path: Path, options: dict[str, Any], says: str) -> None:
+    from lightning_sparse.data.datamodule import CachedImageDataModuleMixin
+
+    with pytest.raises(ValueError, match=says):
+        CachedImageDataModuleMixin(str(tmp_path), str(tmp_path), **options)

@@ -1,0 +1,104 @@
+"""The decoder: every kind of picture becomes RGB, and what is none is named."""
+
+from __future__ import annotations
+
+import io
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from lightning_sparse.data.decode import UndecodableError, decode, decoder, probe
+from tests.data.small import jpeg, picture
+
+
+def encoded(image: Image.Image, format: str = "PNG", **options: object) -> bytes:
+    buffer = io.BytesIO()
+    image.save(buffer, format, **options)
+    return buffer.getvalue()
+
+
+def test_pixels_are_pillows_own() -> None:
+    data = jpeg(1)
+    with Image.open(io.BytesIO(data)) as image:
+        assert np.array_equal(decode(data), np.asarray(image))
+        resized = np.asarray(image.resize((36, 24), Image.Resampling.BILINEAR))
+    assert np.array_equal(decode(data, 24), resized)
+    assert decode(data, 24).flags.c_contiguous
+
+
+@pytest.mark.parametrize("mode", ["L", "P", "CMYK", "1", "RGBA", "LA"])
+def test_every_mode_becomes_rgb(mode: str) -> None:
+    image = picture(2, mode=mode)
+    data = encoded(image, "TIFF" if mode == "CMYK" else "PNG")
+    assert decode(data).shape == (40, 60, 3)
+    assert np.array_equal(decode(data), np.asarray(image.convert("RGB")))
+
+
+def test_a_cmyk_jpeg_keeps_its_colours() -> None:
+    difference = decode(jpeg(3, mode="CMYK")).astype(int) - np.asarray(picture(3), int)
+    assert np.abs(difference).mean() < 8
+
+
+def test_sixteen_bits_of_gray_are_scaled() -> None:
+    values = np.linspace(0, 65535, 40 * 60).reshape(40, 60).astype(np.uint16)
+    assert np.array_equal(decode(encoded(Image.fromarray(values)))[..., 0], (values >> 8).astype(np.uint8))
+
+
+def test_transparency_is_dropped_without_a_word() -> None:
+    image = picture(4, mode="P")
+    data = encoded(image, transparency=bytes(range(256)))
+    assert decode(data).shape == (40, 60, 3)
+
+
+@pytest.mark.parametrize("orientation", range(1, 9))
+def test_a_picture_stored_on_its_side_is_turned_upright(orientation: int) -> None:
+    from PIL import ImageOps
+
+    image = picture(5)
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    data = encoded(image, "PNG", exif=exif)
+    with Image.open(io.BytesIO(data)) as stored:
+        upright = np.asarray(ImageOps.exif_transpose(stored))
+    assert np.array_equal(decode(data), upright)
+    assert probe(data) == upright.shape[:2]
+    assert decode(data, 20).shape[:2] == ((30, 20) if orientation >= 5 else (20, 30))
+
+
+def test_a_smaller_picture_stays_as_it_is() -> None:
+    assert np.array_equal(decode(jpeg(6), 256), decode(jpeg(6)))
+
+
+def test_a_large_picture_is_reduced_while_decoding() -> None:
+    """11 megapixels: the same result every time, close to that of decoding it whole."""
+    data = jpeg(7, 2800, 4000)
+    reduced = decode(data, 256)
+    assert reduced.shape == (256, 365, 3)
+    assert np.array_equal(reduced, decode(data, 256))
+    with Image.open(io.BytesIO(data)) as image:
+        whole = np.asarray(image.resize((365, 256), Image.Resampling.BILINEAR), int)
+    assert np.abs(whole - reduced).mean() < 1
+    assert probe(data) == (2800, 4000)
+
+
+@pytest.mark.parametrize(
+    ("data", "said"),
+    [
+        (b"", "empty"),
+        (b"no picture at all", "no picture"),
+        (jpeg(8)[:400], "damaged"),
+        (jpeg(8)[:-200], "damaged"),
+        (encoded(picture(8))[:200], "damaged"),
+        (b"P6 100000 100000 255\n", "178,956,970|pixels"),
+    ],
+)
+def test_what_is_no_picture_is_refused(data: bytes, said: str) -> None:
+    with pytest.raises(UndecodableError, match=said):
+        decode(data)
+
+
+def test_the_decoder_has_a_version() -> None:
+    import PIL
+
+    assert PIL.__version__ in decoder()

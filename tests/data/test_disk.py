@@ -1,0 +1,200 @@
+"""The disk tier: what is kept comes back whole, or not at all."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import lmdb
+import pytest
+
+from lightning_sparse.data import disk_cache
+from lightning_sparse.data.config import DataError
+from lightning_sparse.data.counts import Counter
+from lightning_sparse.data.disk_cache import DiskCache, Key, Stored, damaged
+
+
+def key(number: int, size: int = 100, mtime: int = 5) -> Key:
+    return Key(f"train/c/{number}.jpg", size, mtime)
+
+
+def stored(number: int, length: int = 1000) -> Stored:
+    return Stored(number.to_bytes(4, "little") * (length // 4), 40, 60, 7)
+
+
+def test_what_is_put_comes_back(tmp_path: Path) -> None:
+    cache = DiskCache(tmp_path / "c")
+    cache.put(key(1), stored(1))
+    cache.put(key(2), damaged("it is empty", 7))
+    for _ in range(2):  # while it waits to be written, and when it is written
+        assert cache.get([key(1), key(3), key(2)]) == [stored(1), None, damaged("it is empty", 7)]
+        cache.flush()
+    assert cache.has([key(1), key(3)]) == [True, False]
+    assert (cache.get([key(2)])[0] or stored(0)).damage == "it is empty"
+    assert stored(1).damage is None
+    assert cache.entries() == 2
+    cache.close()
+    again = DiskCache(tmp_path / "c")
+    assert again.get([key(1)]) == [stored(1)]
+    again.close()
+
+
+def test_a_file_that_changed_on_storage_is_not_answered_from_disk(tmp_path: Path) -> None:
+    cache = DiskCache(tmp_path / "c")
+    cache.put(key(1), stored(1))
+    for _ in range(2):
+        assert cache.get([key(1, size=101)]) == cache.get([key(1, mtime=6)]) == [None]
+        assert cache.has([key(1)]) == [_ == 1]  # what waits is not on disk yet
+        cache.flush()
+    cache.put(key(1, mtime=6), stored(9))
+    assert cache.get([key(1, mtime=6)]) == [stored(9)]
+    cache.close()
+
+
+@pytest.mark.parametrize("place", [0, 4, 8, 16, 24, 28, 32, 40, 500, -1])
+def test_a_flipped_bit_is_found_wherever_it_is(tmp_path: Path, place: int) -> None:
+    """In the header or in the file: the value is never taken for what it is not."""
+    counter = Counter()
+    cache = DiskCache(tmp_path / "c", counter=counter)
+    cache.put(key(1), stored(1))
+    cache.close()
+    with lmdb.open(str(tmp_path / "c"), map_size=1 << 30) as environment, environment.begin(write=True) as transaction:
+        value = bytearray(transaction.get(key(1).digest()) or b"")
+        value[place] ^= 0x10
+        transaction.put(key(1).digest(), bytes(value))
+    cache = DiskCache(tmp_path / "c", counter=counter)
+    assert cache.get([key(1)]) == [None]
+    assert counter.read().flipped_disk == 1
+    cache.put(key(1), stored(1))
+    cache.flush()
+    assert cache.get([key(1)]) == [stored(1)]
+    cache.close()
+
+
+def test_a_value_under_another_key_is_not_taken_for_it(tmp_path: Path) -> None:
+    counter = Counter()
+    cache = DiskCache(tmp_path / "c", counter=counter)
+    cache.put(key(1), stored(1))
+    cache.close()
+    with lmdb.open(str(tmp_path / "c"), map_size=1 << 30) as environment, environment.begin(write=True) as transaction:
+        transaction.put(key(2).digest(), transaction.get(key(1).digest()) or b"")
+    cache = DiskCache(tmp_path / "c", counter=counter)
+    assert cache.get([key(1), key(2)]) == [stored(1), None]
+    cache.close()
+
+
+def test_inserting_ends_at_the_limit(tmp_path: Path) -> None:
+    said: list[str] = []
+    cache = DiskCache(tmp_path / "c", limit_bytes=2_000_000, say=lambda topic, text: said.append(f"{topic}: {text}"))
+    for number in range(100):
+        cache.put(key(number), stored(number, 50_000))
+        cache.flush()
+    assert cache.full
+    assert (tmp_path / "c" / "data.mdb").stat().st_size <= 2_000_000
+    kept = cache.get([key(number) for number in range(100)])
+    count = sum(each is not None for each in kept)
+    assert 25 <= count <= 40
+    assert kept[:count] == [stored(number, 50_000) for number in range(count)]
+    assert len(said) == 1
+    assert "disk full: " in said[0]
+    assert "disk_gb=0.002 is reached" in said[0]
+    cache.close()
+
+
+@pytest.mark.parametrize("spoil", ["version", "garbage", "cut", "foreign"])
+def test_what_is_no_cache_of_this_version_is_named(tmp_path: Path, spoil: str) -> None:
+    folder = tmp_path / "c"
+    cache = DiskCache(folder)
+    for number in range(20):
+        cache.put(key(number), stored(number, 20_000))
+    cache.close()
+    data = folder / "data.mdb"
+    if spoil == "version":
+        with lmdb.open(str(folder), map_size=1 << 30) as environment, environment.begin(write=True) as transaction:
+            transaction.put(b"format", b"lightning_sparse disk cache 99")
+    elif spoil == "garbage":
+        data.write_bytes(os.urandom(data.stat().st_size))
+    elif spoil == "cut":
+        os.truncate(data, data.stat().st_size // 2)
+    else:
+        with lmdb.open(str(folder), map_size=1 << 30) as environment, environment.begin(write=True) as transaction:
+            transaction.delete(b"format")
+    with pytest.raises(DataError, match="cache clear"):
+        DiskCache(folder)
+
+
+def test_files_are_the_users_alone(tmp_path: Path) -> None:
+    former = os.umask(0)
+    try:
+        cache = DiskCache(tmp_path / "c")
+        cache.put(key(1), stored(1))
+        cache.close()
+    finally:
+        os.umask(former)
+    assert (tmp_path / "c").stat().st_mode & 0o777 == 0o700
+    assert {path.stat().st_mode & 0o777 for path in (tmp_path / "c").iterdir()} == {0o600}
+
+
+def test_two_users_in_one_process_share_one_environment(tmp_path: Path) -> None:
+    first, second = DiskCache(tmp_path / "c"), DiskCache(tmp_path / "c")
+    first.put(key(1), stored(1))
+    first.close()
+    assert second.get([key(1)]) == [stored(1)]
+    second.put(key(2), stored(2))
+    second.close()
+
+
+def _fill(folder: Path, begin: int) -> None:
+    cache = DiskCache(folder)
+    for number in range(begin, begin + 200):
+        cache.put(key(number), stored(number, 20_000))
+    cache.close()
+
+
+def test_several_processes_fill_one_cache(tmp_path: Path) -> None:
+    context = multiprocessing.get_context("spawn")
+    workers = [context.Process(target=_fill, args=(tmp_path / "c", 200 * each)) for each in range(3)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    assert [worker.exitcode for worker in workers] == [0, 0, 0]
+    cache = DiskCache(tmp_path / "c")
+    assert cache.get([key(number) for number in range(600)]) == [stored(number, 20_000) for number in range(600)]
+    cache.close()
+
+
+def test_a_killed_writer_loses_a_batch_and_nothing_else(tmp_path: Path) -> None:
+    """kill -9 in the middle of filling, four times: what was kept is whole, and less than a batch is missing."""
+    code = f"""
+from tests.data.test_disk import *
+cache = DiskCache(Path({str(tmp_path / "c")!r}))
+for number in range(100_000):
+    if cache.has([key(number)]) != [True]:
+        cache.put(key(number), stored(number, 100_000))
+        print(number, flush=True)
+"""
+    begun = -1
+    for _ in range(4):
+        with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as writer:
+            assert writer.stdout is not None
+            before = begun
+            for line in writer.stdout:
+                begun = max(begun, int(line))
+                if begun >= before + 250:
+                    break
+            time.sleep(0.05)  # into the next batch, or into writing it
+            writer.send_signal(signal.SIGKILL)
+            begun = max([begun, *(int(line) for line in writer.stdout if line.endswith("\n"))])
+        counter = Counter()
+        cache = DiskCache(tmp_path / "c", counter=counter)
+        kept = cache.get([key(number) for number in range(begun + 1)])
+        assert counter.read().flipped_disk == 0
+        assert all(each is None or each == stored(number, 100_000) for number, each in enumerate(kept))
+        assert sum(each is None for each in kept) <= disk_cache.BATCH_BYTES / 100_000 + 1
+        cache.close()

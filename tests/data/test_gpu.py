@@ -1,0 +1,52 @@
+"""DALI on a GPU gives what it gives on the CPU: mixed decode of JPEG, and upload of cached pixels."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_sparse.data.augment import Augment
+from lightning_sparse.data.batch import Look
+from tests.data.fake_store import FolderStore
+from tests.data.pictures import make_folder
+from tests.data.test_pipelines import requests
+
+pytest.importorskip("nvidia.dali", reason="DALI is not installed")
+GRAY = Look(augment=Augment(seed=3), mean=(0, 0, 0), std=(1 / 255,) * 3)  # levels of gray
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("store_format", ["decoded", "jpeg"])
+def test_the_gpu_shows_the_same_pictures(tmp_path: Path, store_format: Any) -> None:
+    from lightning_sparse.data.pipeline_dali import DaliPipeline
+
+    store = FolderStore(make_folder(tmp_path) / "train", store_format)
+    wanted = [*requests(len(store), epoch=1), *requests(len(store), train=False, size=40)]
+    made: list[list[tuple[torch.Tensor, torch.Tensor]]] = []
+    for device in (None, torch.cuda.current_device()):
+        pipe = DaliPipeline(store, GRAY, batch_size=4, threads=2, device=device)
+        made.append([(images.cpu(), labels.cpu()) for images, labels in pipe.run(wanted)])
+        if device is not None:
+            assert all(images.is_cuda and labels.is_cuda for images, labels in pipe.run(wanted))
+        pipe.close()
+    assert len(made[0]) == len(made[1]) == len(wanted)
+    for (one, labels), (other, other_labels) in zip(*made, strict=True):
+        assert torch.equal(labels, other_labels)
+        assert (one - other).abs().mean() < 2.5, "another region or a flip would differ by tens"
+
+
+@pytest.mark.gpu
+def test_batches_outlive_the_ones_that_follow(tmp_path: Path) -> None:
+    """DALI hands its memory over without a copy: it must not be written again while a batch is in use."""
+    from lightning_sparse.data.pipeline_dali import DaliPipeline
+
+    store = FolderStore(make_folder(tmp_path) / "train")
+    pipe = DaliPipeline(store, GRAY, batch_size=4, threads=2, device=torch.cuda.current_device())
+    wanted = requests(len(store), steps=20)
+    kept = [images for images, _ in pipe.run(wanted)]
+    sums = [float(images.sum()) for images in kept]
+    assert sums == [float(images.sum()) for images, _ in pipe.run(wanted)]
+    pipe.close()

@@ -1,0 +1,166 @@
+"""The list of samples, who owns them, and the options. Pure, but for listing a folder."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import zipfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lightning_sparse.data.config import CacheConfig, DataError
+from lightning_sparse.data.manifest import Manifest, Paths, list_source, load_or_list
+from lightning_sparse.data.ownership import owners
+from lightning_sparse.data.places import cache_folder
+from tests.data.small import make_folder
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return make_folder(tmp_path / "pictures")
+
+
+def config(source: Path, cache: Path, **more: object) -> CacheConfig:
+    return CacheConfig(source=str(source), cache_dir=str(cache), **more)  # type: ignore[arg-type]
+
+
+def manifest_of(*paths: str) -> Manifest:
+    zeros = np.zeros(len(paths), np.int64)
+    return Manifest("train", "/somewhere", ("c",), paths, zeros, zeros, zeros)
+
+
+# ------------------------------------------------------------------------------------------------------- listing
+
+
+def test_a_folder_is_listed_as_imagefolder_lists_it(folder: Path) -> None:
+    (folder / "train" / "c1" / "notes.txt").write_text("no picture")
+    (folder / "train" / "c1" / "deeper").mkdir()
+    os.rename(folder / "train" / "c1" / "0.jpg", folder / "train" / "c1" / "deeper" / "0.JPEG")
+    manifest = list_source(str(folder), "train")
+    datasets = pytest.importorskip("torchvision.datasets")
+    expected = datasets.ImageFolder(folder / "train")
+    assert manifest.classes == tuple(expected.classes)
+    assert [(str(folder / p), int(label)) for p, label in zip(manifest.paths, manifest.labels, strict=True)] == sorted(
+        expected.samples
+    )
+    first = os.stat(folder / manifest.paths[0])
+    assert (manifest.sizes[0], manifest.mtimes_ns[0]) == (first.st_size, first.st_mtime_ns)
+
+
+def test_a_url_is_listed_through_fsspec(folder: Path, tmp_path: Path) -> None:
+    archive = tmp_path / "pictures.zip"
+    with zipfile.ZipFile(archive, "w") as file:
+        for path in sorted(folder.rglob("*.jpg")):
+            file.write(path, path.relative_to(folder))
+    manifest = list_source(f"zip://::{archive}", "train")
+    local = list_source(str(folder), "train")
+    assert list(manifest.paths) == list(local.paths)
+    assert manifest.classes == local.classes
+    assert manifest.sizes.tolist() == local.sizes.tolist()
+
+
+def test_the_list_is_kept_and_made_again_on_demand(folder: Path, tmp_path: Path) -> None:
+    cache = config(folder, tmp_path / "cache")
+    first = load_or_list(cache, "train")
+    (folder / "train" / "c0" / "9.jpg").write_bytes(b"new")
+    again = load_or_list(cache, "train")
+    assert (again.fingerprint, len(again), again.classes) == (first.fingerprint, 12, first.classes)
+    assert list(again.paths) == list(first.paths)
+    newer = load_or_list(cache, "train", relist=True)
+    assert len(newer) == 13
+    assert newer.fingerprint != first.fingerprint
+
+
+def test_a_damaged_list_is_made_again(folder: Path, tmp_path: Path) -> None:
+    cache = config(folder, tmp_path / "cache")
+    first = load_or_list(cache, "train")
+    kept = cache_folder(cache) / "train.manifest.npz"
+    data = bytearray(kept.read_bytes())
+    data[data.index(b"c1/2.jpg")] ^= 1
+    kept.write_bytes(data)
+    assert list(load_or_list(cache, "train").paths) == list(first.paths)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "said"),
+    [
+        (lambda root: (root / "train" / "empty").mkdir(), "holds no pictures"),
+        (lambda root: os.rename(root / "train", root / "val"), "no folder 'train/'"),
+    ],
+)
+def test_a_folder_that_is_no_image_folder_is_named(folder: Path, spoil, said: str) -> None:
+    spoil(folder)
+    with pytest.raises((ValueError, DataError), match=said):
+        list_source(str(folder), "train")
+
+
+@pytest.mark.parametrize("path", ["../x.jpg", "/etc/passwd", "a/../../x.jpg", "a\0b"])
+def test_a_manifest_cannot_lead_outside_the_source(path: str) -> None:
+    with pytest.raises(DataError, match="outside the source"):
+        manifest_of("train/c/0.jpg", path)
+    with pytest.raises(ValueError, match="split="):
+        list_source("/somewhere", "../train")
+
+
+def test_a_manifest_survives_its_travels() -> None:
+    manifest = manifest_of("train/c/ä.jpg", "train/c/\udcff.jpg", "")
+    for copy in (Manifest.from_bytes(manifest.to_bytes()), pickle.loads(pickle.dumps(manifest))):
+        assert list(copy.paths) == [copy.paths[i] for i in range(3)] == ["train/c/ä.jpg", "train/c/\udcff.jpg", ""]
+        assert copy.fingerprint == manifest.fingerprint
+        assert (copy.paths[-1], copy.paths[1:]) == ("", ["train/c/\udcff.jpg", ""])
+    assert Paths.of(["a", "b"]) == Paths.of(("a", "b")) != Paths.of(["ab", ""])
+
+
+def test_files_are_the_users_alone(folder: Path, tmp_path: Path) -> None:
+    load_or_list(config(folder, tmp_path / "cache"), "train")
+    for path in (tmp_path / "cache").rglob("*"):
+        assert path.stat().st_mode & 0o777 == (0o700 if path.is_dir() else 0o600), path
+
+
+# ----------------------------------------------------------------------------------------------------- ownership
+
+
+@given(st.lists(st.integers(0, 5), max_size=200), st.integers(1, 7), st.integers(0, 2**63))
+def test_ownership_is_even(labels: list[int], nodes: int, seed: int) -> None:
+    array = np.array(labels, np.int64)
+    owner = owners(array, nodes, seed)
+    assert np.array_equal(owner, owners(array, nodes, seed))
+    for members in (owner, *(owner[array == label] for label in range(6))):
+        counts = np.bincount(members, minlength=nodes)
+        assert counts.max() - counts.min() <= 1
+
+
+def test_ownership_follows_the_seed_and_mixes_classes() -> None:
+    labels = np.repeat(np.arange(10), 100)
+    first, second = owners(labels, 2, seed=0), owners(labels, 2, seed=1)
+    assert 0.4 < (first == second).mean() < 0.6
+    assert 0.3 < (first[:-1] == first[1:]).mean() < 0.7  # no run of neighbours, as a contiguous cut would give
+
+
+# ------------------------------------------------------------------------------------------------------- options
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "said"),
+    [
+        ("source", "", "give the folder"),
+        ("memory_gb", -1.0, "size in GB"),
+        ("disk_gb", float("nan"), "size in GB"),
+        ("format", "png", "choose one of auto, jpeg, decoded"),
+        ("shuffle", "some", "local, partial, global"),
+        ("on_corrupt", "ignore", "raise, skip"),
+        ("exchange_fraction", 1.5, "between 0 and 1"),
+        ("short_side", 0, "pixels"),
+        ("storage_timeout", 0, "seconds"),
+        ("storage_readers", 0, "at a time"),
+        ("peer_address", "0.0.0.0", "every network"),
+        ("peer_address", "::", "every network"),
+    ],
+)
+def test_options_are_checked(option: str, value: object, said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        CacheConfig(**{"source": "/a", "cache_dir": "/b", option: value})

@@ -1,0 +1,309 @@
+"""DALI and torchvision: the same samples, labels and windows; nothing frozen, nothing left behind."""
+
+from __future__ import annotations
+
+import gc
+import importlib.util
+import shutil
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from lightning_sparse.data.ahead import ahead
+from lightning_sparse.data.augment import Augment
+from lightning_sparse.data.batch import Look, Request, prepare
+from tests.data.fake_store import FolderStore
+from tests.data.pictures import make_folder
+
+pytest.importorskip("torchvision", reason="one of the two backends")
+FORMATS = ["decoded", "jpeg"]
+BACKENDS = [
+    "torch",
+    pytest.param(
+        "dali", marks=pytest.mark.skipif(importlib.util.find_spec("nvidia") is None, reason="DALI is not installed")
+    ),
+]
+LOOK = Look(augment=Augment(seed=3))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_folder(tmp_path_factory.mktemp("pictures")) / "train"
+
+
+@pytest.fixture(params=FORMATS)
+def store(request: pytest.FixtureRequest, folder: Path) -> FolderStore:
+    return FolderStore(folder, request.param)
+
+
+@pytest.fixture(autouse=True)
+def _no_threads_left() -> Iterator[None]:
+    before = set(threading.enumerate())
+    yield
+    gc.collect()
+    assert set(threading.enumerate()) <= before, "threads were left behind"
+
+
+def pipeline(backend: str, store: FolderStore, look: Look = LOOK) -> Any:
+    if backend == "torch":
+        from lightning_sparse.data.pipeline_torch import TorchPipeline
+
+        return TorchPipeline(store, look, threads=2)
+    from lightning_sparse.data.pipeline_dali import DaliPipeline
+
+    return DaliPipeline(store, look, batch_size=4, threads=1)
+
+
+def requests(count: int, *, epoch: int = 0, size: int = 32, train: bool = True, steps: int = 3) -> list[Request]:
+    indices = [np.arange(4) * 3 % count + step for step in range(steps)]
+    return [Request(each % count, epoch, size, train) for each in indices]
+
+
+def made(
+    backend: str, store: FolderStore, wanted: list[Request], look: Look = LOOK
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    pipe = pipeline(backend, store, look)
+    try:
+        return [(images.clone(), labels.clone()) for images, labels in pipe.run(wanted)]
+    finally:
+        pipe.close()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_batches_have_the_asked_samples_in_order(backend: str, store: FolderStore) -> None:
+    wanted = [*requests(len(store)), Request(np.array([5, 1]), 0, 40, True)]
+    batches = made(backend, store, wanted)
+    assert [tuple(images.shape) for images, _ in batches] == [(4, 3, 32, 32)] * 3 + [(2, 3, 40, 40)]
+    assert all(images.dtype == torch.float32 and images.is_contiguous() for images, _ in batches)
+    assert [labels.tolist() for _, labels in batches] == [store.labels[each.indices].tolist() for each in wanted]
+    assert sorted(store.asked) == sorted(each.indices.tolist() for each in wanted)
+
+
+@pytest.mark.parametrize("store_format", FORMATS)
+def test_without_resizing_both_backends_give_the_same_pixels(folder: Path, store_format: Any) -> None:
+    """Validation of a square cut of 56 out of a short side of 64: the window is as large as what is wanted."""
+    root = folder if store_format == "decoded" else _square(folder)
+    store = FolderStore(root, store_format, 64)
+    wanted = requests(len(store), size=56, train=False)
+    ours, theirs = made("torch", store, wanted), made(_dali(), store, wanted)
+    for (one, labels), (other, other_labels), request in zip(ours, theirs, wanted, strict=True):
+        assert torch.equal(labels, other_labels)
+        torch.testing.assert_close(one, other, rtol=0, atol=2e-6)
+        expected = prepare(store, request, LOOK).pictures[0]
+        if store_format == "decoded":
+            top, left = (expected.shape[0] - 56) // 2, (expected.shape[1] - 56) // 2
+            pixels = torch.from_numpy(expected[top : top + 56, left : left + 56].copy()).permute(2, 0, 1) / 255
+            mean, std = torch.tensor(LOOK.mean).view(3, 1, 1), torch.tensor(LOOK.std).view(3, 1, 1)
+            torch.testing.assert_close(one[0], (pixels - mean) / std, rtol=0, atol=1e-5)
+
+
+def _dali() -> str:
+    pytest.importorskip("nvidia.dali", reason="DALI is not installed")
+    return "dali"
+
+
+def _square(folder: Path) -> Path:
+    """JPEG files whose short side is 64."""
+    return make_folder(folder.parent.parent / "squares", {"a": 9}, [(64, 80), (90, 64)], splits=["train"]) / "train"
+
+
+def test_with_resizing_both_backends_show_the_same_window(store: FolderStore) -> None:
+    wanted = requests(len(store), epoch=2)
+    plain = Look(augment=LOOK.augment, mean=(0, 0, 0), std=(1 / 255,) * 3)  # levels of gray
+    for (one, _), (other, _) in zip(
+        made("torch", store, wanted, plain), made(_dali(), store, wanted, plain), strict=True
+    ):
+        difference = (one - other).abs()
+        assert difference.mean() < 2.5, "another region or a flip would differ by tens"
+        assert (one - other.flip(-1)).abs().mean() > 5, "the check would not see a flip"
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_augmentation_differs_between_epochs_and_repeats_with_the_seed(backend: str, folder: Path) -> None:
+    store = FolderStore(folder)
+    zero, again, one = (made(backend, store, requests(len(store), epoch=epoch)) for epoch in (0, 0, 1))
+    other = made(backend, store, requests(len(store)), Look(augment=Augment(seed=4)))
+    for a, b, c, d in zip(zero, again, one, other, strict=True):
+        assert torch.equal(a[0], b[0])
+        for k in range(4):
+            assert not torch.equal(a[0][k], c[0][k])
+            assert not torch.equal(a[0][k], d[0][k])
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_batches_outlive_the_ones_that_follow(backend: str, folder: Path) -> None:
+    """Memory is handed over without a copy, and used again: not while a batch is in use."""
+    store = FolderStore(folder)
+    pipe = pipeline(backend, store)
+    wanted = requests(len(store), steps=20)
+    try:
+        kept = [images for images, _ in pipe.run(wanted)]
+        sums = [float(images.sum()) for images in kept]
+        assert sums == [float(images.sum()) for images, _ in pipe.run(wanted)]
+        assert len(set(sums)) > 10
+    finally:
+        pipe.close()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_picture_stored_on_its_side_is_upright(backend: str, tmp_path: Path) -> None:
+    """EXIF: the window is one of the upright picture, in both backends and formats."""
+    image = pytest.importorskip("PIL.Image")
+    (tmp_path / "a").mkdir()
+    upright = np.zeros((64, 96, 3), np.uint8)
+    upright[:32], upright[:, :48, 1] = 200, 100  # top and bottom, left and right differ
+    exif = image.Exif()
+    exif[0x0112] = 6  # show it turned by 90 degrees clockwise
+    turned = image.fromarray(np.ascontiguousarray(np.rot90(upright)))
+    turned.save(tmp_path / "a" / "0.jpg", quality=95, exif=exif)
+    plain = Look(mean=(0, 0, 0), std=(1 / 255,) * 3)
+    for store_format in ("decoded", "jpeg"):
+        ((images, _),) = made(
+            backend, FolderStore(tmp_path, store_format), [Request(np.array([0]), 0, 56, False)], plain
+        )
+        pixels = images[0].permute(1, 2, 0)
+        corners = [pixels[5, 5], pixels[5, -5], pixels[-5, 5], pixels[-5, -5]]
+        expected = [(200, 100, 200), (200, 200, 200), (0, 100, 0), (0, 0, 0)]
+        for corner, colour in zip(corners, expected, strict=True):
+            assert (corner - torch.tensor(colour)).abs().max() < 12, (store_format, corners)
+
+
+def test_files_that_are_no_plain_jpeg_look_alike_in_both_backends(tmp_path: Path) -> None:
+    image = pytest.importorskip("PIL.Image")
+    (tmp_path / "a").mkdir()
+    picture = image.open(next((make_folder(tmp_path / "made") / "train" / "apple").glob("*.jpg"))).convert("RGB")
+    picture.convert("CMYK").save(tmp_path / "a" / "cmyk.jpg", quality=95)
+    picture.convert("L").save(tmp_path / "a" / "gray.jpg", quality=95)
+    picture.save(tmp_path / "a" / "progressive.jpg", quality=95, progressive=True)
+    for kind in ("GIF", "PNG", "WEBP", "TIFF", "BMP"):
+        with (tmp_path / "a" / f"{kind}.jpg").open("wb") as file:
+            picture.convert("P" if kind in ("GIF", "PNG") else "RGB").save(file, kind)
+    shutil.rmtree(tmp_path / "made")
+    store = FolderStore(tmp_path, "jpeg")
+    wanted = [Request(np.array([index]), 0, 84, False) for index in range(len(store))]
+    plain = Look(mean=(0, 0, 0), std=(1 / 255,) * 3)
+    for path, (one, _), (other, _) in zip(
+        store.paths, made("torch", store, wanted, plain), made(_dali(), store, wanted, plain), strict=True
+    ):
+        assert (one - other).abs().mean() < 2, path.name
+
+
+def test_what_dali_cannot_read_is_named(folder: Path) -> None:
+    class Broken(FolderStore):
+        def get(self, indices: Any) -> Any:
+            return [each._replace(data=each.data[: len(each.data) // 2]) for each in super().get(indices)]
+
+    store = Broken(folder, "jpeg")
+    with pytest.raises(RuntimeError, match=r"one of the samples \[0, 3, 6, 9\].*backend='torch'"):
+        made(_dali(), store, [Request(np.array([0, 3, 6, 9]), 0, 500, True)])
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_nothing_starts_before_it_is_asked_for_and_each_iterator_is_fresh(backend: str, folder: Path) -> None:
+    store = FolderStore(folder)
+    pipe = pipeline(backend, store)
+    wanted = requests(len(store), steps=9)
+    try:
+        pipe.run(wanted)
+        assert store.asked == []
+        half = pipe.run(wanted)
+        first = [next(half)[0].clone() for _ in range(2)]
+        half.close()
+        begun = len(store.asked)
+        assert begun < 9, "an iterator that was closed goes on"
+        for _ in range(2):
+            whole = [images.clone() for images, _ in pipe.run(wanted)]
+            assert len(whole) == 9
+            assert torch.equal(whole[0], first[0])
+            assert torch.equal(whole[1], first[1])
+    finally:
+        pipe.close()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_batches_are_made_while_the_network_trains(backend: str, folder: Path) -> None:
+    store = FolderStore(folder)
+    pipe = pipeline(backend, store)
+    try:
+        batches = pipe.run(requests(len(store), steps=9))
+        next(batches)
+        deadline = time.monotonic() + 30
+        while len(store.asked) < 3 and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert len(store.asked) >= 3, "nobody reads ahead"
+        batches.close()
+    finally:
+        pipe.close()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_an_error_of_the_store_arrives_in_its_place(backend: str, folder: Path) -> None:
+    store = FolderStore(folder)
+    pipe = pipeline(backend, store)
+    wanted = [*requests(len(store), steps=2), Request(np.array([10**6]), 0, 32, True)]
+    try:
+        batches = pipe.run(wanted)
+        next(batches)
+        next(batches)
+        with pytest.raises(IndexError):
+            next(batches)
+    finally:
+        pipe.close()
+
+
+def test_ahead_keeps_order_and_depth_and_passes_errors_on() -> None:
+    produced: list[int] = []
+
+    def items() -> Iterator[int]:
+        for item in range(6):
+            produced.append(item)
+            yield item
+        raise KeyError("the end")
+
+    lane = ahead(items(), 2, "test")
+    assert produced == []
+    assert next(lane) == 0
+    time.sleep(0.05)
+    assert len(produced) <= 4, "more is made than may wait"
+    got: list[int] = []
+    with pytest.raises(KeyError, match="the end"):
+        got.extend(lane)
+    assert got == [1, 2, 3, 4, 5]
+
+
+def test_closing_ahead_closes_what_it_reads() -> None:
+    closed: list[str] = []
+
+    def items() -> Iterator[int]:
+        try:
+            yield from range(10**9)
+        finally:
+            closed.append("inner")
+
+    lane = ahead(ahead(items(), 1, "inner"), 1, "outer")
+    assert next(lane) == 0
+    lane.close()
+    assert closed == ["inner"]
+
+
+def test_memory_is_used_again_only_when_nobody_refers_to_the_batch() -> None:
+    from lightning_sparse.data.pipeline_torch import Recycled
+
+    memory = Recycled(2)
+    batch = torch.from_numpy(memory.take((2, 3)))
+    batch.fill_(7)
+    view, where = batch[1:, :2], batch.data_ptr()
+    del batch
+    other = torch.from_numpy(memory.take((2, 3)))
+    assert other.data_ptr() != where, "a view still refers to it"
+    other.fill_(8)
+    assert view.tolist() == [[7, 7]]
+    del view
+    assert torch.from_numpy(memory.take((2, 3))).data_ptr() == where
+    assert torch.from_numpy(memory.take((4, 3))).shape == (4, 3)

@@ -1,0 +1,253 @@
+"""The order of samples: nothing lost, nothing doubled but what is stated; every step from (seed, epoch, step) alone."""
+
+from __future__ import annotations
+
+from collections import Counter
+from functools import partial
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lightning_sparse.data.counter import bits, shuffled, uniform
+from lightning_sparse.data.ownership import owners
+from lightning_sparse.data.sampler import (
+    SHUFFLES,
+    Epoch,
+    Layout,
+    Order,
+    Segment,
+    assign,
+    evaluation_batches,
+)
+
+layouts = st.builds(
+    Layout,
+    batch_size=st.integers(1, 5),
+    devices=st.lists(st.integers(1, 3), min_size=1, max_size=4).map(tuple),
+    shuffle=st.sampled_from(SHUFFLES),
+    exchange_fraction=st.sampled_from([0.0, 0.1, 0.5, 1.0]),
+    seed=st.integers(0, 2**40),
+)
+counts = st.integers(12, 90)
+
+
+def order_of(count: int, layout: Layout, classes: int = 5) -> Order:
+    labels = np.arange(count) % classes
+    return Order(np.arange(count), partial(owners, labels, seed=7), layout)
+
+
+def seen(plan: Epoch, first: int = 0, last: int | None = None) -> list[list[list[int]]]:
+    """Samples by step and rank."""
+    steps = range(first, plan.steps if last is None else last)
+    return [[each.tolist() for node in plan.global_batch(step) for each in node] for step in steps]
+
+
+def flat(steps: list[list[list[int]]]) -> list[int]:
+    return [sample for ranks in steps for rank in ranks for sample in rank]
+
+
+# -- random bits -------------------------------------------------------------------------------------------------------
+
+
+def test_bits_are_what_they_were() -> None:
+    """Of any machine, any numpy: a checkpoint relies on them."""
+    assert bits(0).tolist() == [0xE220A8397B1DCDAF]  # the first number of SplitMix64 seeded with 0
+    assert bits(7, 1, [2, 3]).tolist() == [12751620290806497687, 1903218893931705413]
+    assert shuffled(np.arange(10), 0, 0).tolist() == [6, 8, 3, 7, 5, 0, 2, 1, 4, 9]
+
+
+def test_uniform_numbers_are_uniform_and_unrelated() -> None:
+    drawn = uniform(3, np.arange(200)[:, None], np.arange(200))
+    assert np.histogram(drawn, 10, (0, 1))[0].min() > 3700  # of 4000 expected
+    assert abs(np.corrcoef(drawn[:-1].ravel(), drawn[1:].ravel())[0, 1]) < 0.02
+    assert abs(np.corrcoef(drawn[:, :-1].ravel(), drawn[:, 1:].ravel())[0, 1]) < 0.02
+
+
+@given(st.sets(st.integers(0, 10**6), max_size=60), st.integers(0, 2**63), st.integers(0, 99))
+def test_shuffling_keeps_what_there_is_and_knows_no_former_order(values: set[int], seed: int, epoch: int) -> None:
+    one = shuffled(np.array(sorted(values), np.int64), seed, epoch)
+    other = shuffled(np.array(sorted(values, reverse=True), np.int64), seed, epoch)
+    assert sorted(one.tolist()) == sorted(values)
+    assert one.tolist() == other.tolist()
+
+
+# -- an epoch ----------------------------------------------------------------------------------------------------------
+
+
+@given(counts, layouts, st.integers(0, 5))
+def test_an_epoch_sees_everything_once_and_repeats_what_it_states(count: int, layout: Layout, epoch: int) -> None:
+    plan = order_of(count, layout).epoch(epoch)
+    steps = seen(plan)
+    assert {len(rank) for ranks in steps for rank in ranks} == {layout.batch_size}, (
+        "all batches are full, on every rank"
+    )
+    times = Counter(flat(steps))
+    assert set(times) == set(range(count)), "nothing is lost"
+    assert sum(times.values()) - count == plan.padding
+    if layout.shuffle == "global":
+        assert plan.padding < layout.global_batch
+
+
+@given(counts, layouts)
+def test_no_epoch_is_longer_than_another(count: int, layout: Layout) -> None:
+    order = order_of(count, layout)
+    assert {order.epoch(epoch).steps for epoch in range(4)} == {order.steps}
+
+
+@pytest.mark.parametrize("shuffle", SHUFFLES)
+def test_epochs_differ_and_repeat_with_the_seed(shuffle: str) -> None:
+    layout = Layout(batch_size=4, devices=(2, 2), shuffle=shuffle)  # type: ignore[arg-type]
+    first, again = (seen(order_of(96, layout).epoch(0)) for _ in range(2))
+    assert first == again
+    assert first != seen(order_of(96, layout).epoch(1))
+    other = Layout(batch_size=4, devices=(2, 2), shuffle=shuffle, seed=1)  # type: ignore[arg-type]
+    assert first != seen(order_of(96, other).epoch(0))
+
+
+def node_sets(layout: Layout, epoch: int, count: int = 240) -> list[set[int]]:
+    plan = order_of(count, layout).epoch(epoch)
+    return [
+        {sample for step in range(plan.steps) for rank in plan.global_batch(step)[node] for sample in rank.tolist()}
+        for node in range(layout.num_nodes)
+    ]
+
+
+def test_local_stays_at_home() -> None:
+    layout = Layout(batch_size=4, devices=(1, 1, 1), shuffle="local")
+    home = owners(np.arange(240) % 5, 3, seed=7)
+    for epoch in range(2):
+        assert [set(np.flatnonzero(home == node)) for node in range(3)] == node_sets(layout, epoch)
+
+
+@pytest.mark.parametrize("fraction", [0.0, 0.1, 0.5, 1.0])
+def test_partial_exchanges_the_stated_fraction(fraction: float) -> None:
+    layout = Layout(batch_size=4, devices=(1, 1, 1), shuffle="partial", exchange_fraction=fraction)
+    home = owners(np.arange(240) % 5, 3, seed=7)
+    abroad = [sum(home[sample] != node for sample in each) for node, each in enumerate(node_sets(layout, 3))]
+    assert max(abroad) <= fraction * 80
+    assert sum(abroad) == pytest.approx(fraction * 240 * 2 / 3, abs=12)
+    if fraction:
+        assert node_sets(layout, 3) != node_sets(layout, 4)
+
+
+def test_global_asks_peers_for_the_overflow_only() -> None:
+    layout = Layout(batch_size=64, devices=(2, 2), shuffle="global")
+    order = order_of(25_600, layout)
+    home = owners(np.arange(25_600) % 5, 2, seed=7)
+    plan = order.epoch(0)
+    abroad = sum(
+        int((home[plan.batch(step, node, device)] != node).sum())
+        for step in range(plan.steps)
+        for node in range(2)
+        for device in range(2)
+    )
+    # a node's part of 256 draws deviates from 128 by 8 * sqrt(2 / pi) = 6.4 on average; half the deviation of each node
+    assert 0.015 < abroad / 25_600 < 0.035
+
+
+@given(st.integers(1, 40), st.lists(st.integers(0, 6), min_size=1, max_size=4), st.integers(0, 99))
+def test_nodes_take_their_own_first(seed: int, extra: list[int], draw: int) -> None:
+    capacity = np.array(extra) + 1
+    home = (bits(seed, draw, np.arange(capacity.sum())) % np.uint64(len(capacity))).astype(np.int64)
+    nodes = assign(home, capacity)
+    assert np.bincount(nodes, minlength=len(capacity)).tolist() == capacity.tolist()
+    kept = [int(((nodes == node) & (home == node)).sum()) for node in range(len(capacity))]
+    assert kept == [min(int((home == node).sum()), int(capacity[node])) for node in range(len(capacity))]
+
+
+def test_global_batches_do_not_depend_on_the_number_of_nodes() -> None:
+    layouts = [Layout(batch_size=16 // (n * d), devices=(d,) * n) for n, d in [(1, 1), (2, 2), (4, 1), (1, 4)]]
+    sequences = [[sorted(sum(ranks, [])) for ranks in seen(order_of(203, layout).epoch(2))] for layout in layouts]
+    assert all(each == sequences[0] for each in sequences)
+
+
+# -- resuming ----------------------------------------------------------------------------------------------------------
+
+
+@given(counts, layouts, st.integers(0, 5), st.data())
+def test_a_resumed_epoch_goes_on_exactly(count: int, layout: Layout, epoch: int, data: st.DataObject) -> None:
+    order = order_of(count, layout)
+    whole = order.epoch(epoch)
+    done = data.draw(st.integers(0, whole.steps))
+    rest = order.epoch(epoch, [Segment(layout, done)])
+    assert rest.steps == whole.steps - done
+    assert seen(rest) == seen(whole, done)
+
+
+@given(counts, st.lists(layouts, min_size=2, max_size=3), st.data())
+def test_on_other_nodes_what_is_left_is_seen_once(count: int, chain: list[Layout], data: st.DataObject) -> None:
+    """However often the run moves within one epoch."""
+    segments: list[Segment] = []
+    times: Counter[int] = Counter()
+    padding = 0
+    for position, layout in enumerate(chain):
+        plan = order_of(count, layout).epoch(1, segments)
+        last = position == len(chain) - 1
+        steps = plan.steps if last else data.draw(st.integers(0, max(0, plan.steps - 1)))
+        times.update(flat(seen(plan, 0, steps)))
+        segments.append(Segment(layout, steps))
+        padding += plan.padding
+    assert set(times) == set(range(count)), "nothing is lost"
+    assert sum(times.values()) <= count + padding
+
+
+@pytest.mark.parametrize("shuffle", SHUFFLES)
+def test_two_by_two_to_one_by_two(shuffle: str) -> None:
+    """With global and an equal global batch the sequence of global batches, otherwise the multiset of what is left."""
+    before = Layout(batch_size=4, devices=(2, 2), shuffle=shuffle)  # type: ignore[arg-type]
+    after = Layout(batch_size=8, devices=(2,), shuffle=shuffle)  # type: ignore[arg-type]
+    whole = seen(order_of(160, before).epoch(3))
+    rest = seen(order_of(160, after).epoch(3, [Segment(before, 4)]))
+    assert sorted(flat(rest)) == sorted(flat(whole[4:]))
+    if shuffle == "global":
+        assert [sorted(flat([step])) for step in rest] == [sorted(flat([step])) for step in whole[4:]]
+
+
+def test_a_segment_survives_a_checkpoint() -> None:
+    segment = Segment(Layout(batch_size=3, devices=(2, 1), shuffle="partial", exchange_fraction=0.3, seed=5), 9)
+    assert Segment.from_state(segment.state_dict()) == segment
+
+
+# -- evaluation --------------------------------------------------------------------------------------------------------
+
+
+@given(st.integers(1, 90), layouts)
+def test_evaluation_sees_everything_and_every_rank_has_as_many_batches(count: int, layout: Layout) -> None:
+    home = owners(np.arange(count) % 5, layout.num_nodes, seed=7)
+    batches = [
+        [each.tolist() for each in evaluation_batches(np.arange(count), home, layout, node, device)]
+        for node, devices in enumerate(layout.devices)
+        for device in range(devices)
+    ]
+    assert len({len(each) for each in batches}) == 1
+    assert all(0 < len(batch) <= layout.batch_size for each in batches for batch in each)
+    times = Counter(sample for each in batches for batch in each for sample in batch)
+    assert set(times) == set(range(count))
+    assert sum(times.values()) - count < sum(layout.devices)
+
+
+# -- what is refused ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"batch_size": 0}, "batch_size=0 must be at least 1"),
+        ({"batch_size": 1, "devices": ()}, "at least one node"),
+        ({"batch_size": 1, "shuffle": "some"}, "shuffle='some' is not known: choose one of local, partial, global"),
+        ({"batch_size": 1, "exchange_fraction": 1.5}, r"exchange_fraction=1.5 must lie in \[0, 1\]"),
+    ],
+)
+def test_bad_layouts_are_refused(options: dict[str, object], says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        Layout(**options)  # type: ignore[arg-type]
+
+
+def test_too_few_samples_and_steps_that_are_not_there() -> None:
+    with pytest.raises(ValueError, match=r"2 sample\(s\) cannot be shared by 3 nodes"):
+        order_of(2, Layout(batch_size=1, devices=(1, 1, 1)))
+    plan = order_of(12, Layout(batch_size=4)).epoch(0)
+    with pytest.raises(ValueError, match="step=3 is none of this epoch, which has steps 0 to 2"):
+        plan.batch(3, 0, 0)

@@ -1,0 +1,146 @@
+"""`SampleStore`: what a sample is, and which tier it comes from."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import pickle
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from lightning_sparse.data import decode
+from lightning_sparse.data.config import CacheConfig
+from lightning_sparse.data.manifest import load_or_list
+from lightning_sparse.data.store import Place, SampleStore, new_run, open_store
+from tests.data.small import make_folder
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return make_folder(tmp_path / "pictures", per_class=5, classes=2)
+
+
+def store_of(folder: Path, place: Place | None = None, run: bytes | None = None, **more: object) -> SampleStore:
+    options = {"source": str(folder), "cache_dir": str(folder.parent / "cache"), "memory_gb": 0.01, **more}
+    config = CacheConfig(**options)  # type: ignore[arg-type]
+    return open_store(config, load_or_list(config, "train", quiet=True), place, run)
+
+
+@pytest.mark.parametrize("format", ["decoded", "jpeg"])
+def test_samples_are_those_of_the_folder(folder: Path, format: str) -> None:
+    """The first time from storage, then from memory, in a second run from disk: always the same."""
+    order = [7, 0, 3, 3, 9]
+    seen = []
+    for _ in range(2):
+        store = store_of(folder, format=format, short_side=24)
+        seen += [store.get(order), store.get(order)]
+        counts = store.counters()
+        store.close()
+        tier = (counts.storage_samples, counts.disk_samples)
+        assert tier == ((4, 0) if len(seen) == 2 else (0, 4))
+        assert counts.memory_samples == 5
+    for samples in seen:
+        assert [sample.index for sample in samples] == order
+        assert [sample.label for sample in samples] == [1, 0, 0, 0, 1]
+        for sample in samples:
+            data = (folder / store.manifest.paths[sample.index]).read_bytes()
+            if format == "jpeg":
+                assert sample.data.tobytes() == data
+                assert (sample.height, sample.width) == (40, 60)
+            else:
+                assert np.array_equal(sample.data, decode.decode(data, 24))
+                assert sample.data.shape == (sample.height, sample.width, 3) == (24, 36, 3)
+            assert sample.data.dtype == np.uint8
+            assert sample.data.flags.c_contiguous
+            assert not sample.data.flags.writeable
+
+
+def test_bytes_are_counted_where_they_come_from(folder: Path) -> None:
+    store = store_of(folder)
+    store.get(range(10))
+    first = store.counters()
+    assert first.storage_bytes == store.manifest.sizes.sum()
+    assert (first.storage_samples, first.samples) == (10, 10)
+    store.get(range(10))
+    second = store.counters() - first
+    assert (second.memory_samples, second.samples) == (10, 10)
+    assert second.memory_bytes == 10 * 40 * 60 * 3
+    assert "memory 10 (0.1 MB)" in second.describe()
+    store.close()
+
+
+def test_auto_keeps_pixels_where_they_fit(folder: Path) -> None:
+    roomy, tight = store_of(folder, memory_gb=0.01), store_of(folder, memory_gb=0.0002)
+    assert (roomy.format, tight.format) == ("decoded", "jpeg")
+    roomy.close()
+    tight.close()
+
+
+def _get_in_child(store: SampleStore, connection) -> None:
+    samples = store.get(range(10))
+    connection.send(([sample.data.tobytes() for sample in samples], store.counters()))
+
+
+@pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+def test_a_worker_opens_its_own_and_shares_memory(folder: Path, method: str) -> None:
+    """Also what it reads from storage and disk is written when it ends, without a close."""
+    store = store_of(folder)
+    expected = [sample.data.tobytes() for sample in store.get(range(5))]
+    context = multiprocessing.get_context(method)
+    here, there = context.Pipe(duplex=False)
+    worker = context.Process(target=_get_in_child, args=(store, there))
+    worker.start()
+    data, counts = here.recv()
+    worker.join()
+    assert worker.exitcode == 0
+    assert data[:5] == expected
+    assert (counts.memory_samples, counts.storage_samples) == (5, 5)
+    assert store.node_counters().storage_samples == 10
+    assert [sample.data.tobytes() for sample in store.get(range(10))] == data
+    assert store.counters().memory_samples == 10
+    store.close()
+    again = store_of(folder)
+    again.get(range(10))
+    assert again.counters().disk_samples == 10
+    again.close()
+
+
+def test_nodes_keep_what_they_own(folder: Path) -> None:
+    """With a shuffle over nodes, memory is for the node's own samples; without a peer, others come from disk."""
+    run = new_run()
+    stores = [store_of(folder, Place(node, 2), run, shuffle="global") for node in range(2)]
+    assert np.array_equal(stores[0].owners, stores[1].owners)
+    for store in stores:
+        store.get(range(10))
+        store.get(range(10))
+        store.flush()
+        assert store.counters().memory_samples == 5
+    assert [store.counters().storage_samples for store in stores] == [10, 0]
+    assert [store.counters().disk_samples for store in stores] == [5, 15]
+    for store in stores:
+        store.close()
+
+
+def test_a_store_travels_without_its_files(folder: Path) -> None:
+    store = store_of(folder)
+    copy = pickle.loads(pickle.dumps(store))
+    assert copy.format == store.format
+    assert copy.get([1])[0].data.tobytes() == store.get([1])[0].data.tobytes()
+    store.close()
+    assert copy.get([1])[0].index == 1  # its files are its own
+    copy.close()
+    copy.close()
+
+
+def test_nothing_is_left_behind(folder: Path) -> None:
+    store = store_of(folder)
+    store.get(range(10))
+    segment = store._tiers().memory.path
+    assert segment.exists()
+    del store
+    assert not segment.exists()
+    assert [path for path in (folder.parent / "cache").rglob("*.tmp")] == []
+    assert os.listdir(folder.parent / "cache")

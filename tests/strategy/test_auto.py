@@ -1,0 +1,116 @@
+"""exchange="auto" on real ranks: measurements are agreed, decisions are kept, and changing paths loses nothing."""
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_sparse.strategy import HierConfig, checkpoint, state
+from lightning_sparse.strategy.cost import Link, Rates
+from lightning_sparse.topology import discover
+from tests.helpers.distributed import run_ranks
+from tests.strategy.models import flat_grads, flat_parameters, loss_of, mlp, node_residual, sum_over_nodes, wrap
+
+SHAPES = [(2, 2), (3, 1)]
+SLOW = Rates(Link(0.0, 1e-3), Link(0.0, 1e-9))
+SELECTION_IS_SLOW = Rates(Link(0.0, 1e-6), Link(0.0, 0.0), select=1.0)
+ONE_NETWORK = Rates(Link(0.0, 1e-6), Link(0.0, 1e-6), select=1.0)
+
+
+@pytest.mark.parametrize(("nodes", "devices"), SHAPES)
+def test_all_ranks_measure_the_same_and_say_it_once(nodes: int, devices: int) -> None:
+    everyone = run_ranks(measure, nodes=nodes, devices=devices)
+    numbers, _ = everyone[0]
+    assert all(each == numbers for each, _ in everyone)
+    assert all(number >= 0 for number in numbers)
+    assert numbers[1] > 0, "bytes between nodes take time"
+    assert [sum("measured: " in line for line in lines) for _, lines in everyone] == [1] + [0] * (nodes * devices - 1)
+
+
+def measure() -> tuple[list[float], list[str]]:
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    state.log.addHandler(handler)
+    state.log.setLevel(logging.INFO)
+    model = mlp()
+    ddp, ours = wrap(model, HierConfig())
+    for step in range(4):
+        loss_of(ddp, step, dist.get_rank()).backward()
+    assert ours.rates is not None
+    return ours.rates.to_list(), lines
+
+
+@pytest.mark.parametrize(("nodes", "devices"), SHAPES)
+def test_changing_paths_loses_nothing_and_keeps_ranks_equal(nodes: int, devices: int) -> None:
+    everyone = run_ranks(change_paths, nodes=nodes, devices=devices)
+    for each in everyone:
+        torch.testing.assert_close(each["given"], each["applied"] + each["waiting"], rtol=1e-5, atol=2e-5)
+        assert torch.equal(each["applied"], everyone[0]["applied"])
+        assert set(each["paths"]) == {"sparse", "flat", "dense"} - ({"flat"} if devices == 1 else set())
+        assert each["left by dense"] == 0.0
+
+
+def change_paths() -> dict[str, Any]:
+    model = mlp()
+    ddp, ours = wrap(model, HierConfig(density=0.03, warmup_epochs=0), bucket_cap_mb=0.002)
+    given = torch.zeros_like(flat_parameters(model)).double()
+    applied, paths, left = given.clone(), [], 0.0
+    for step in range(24):
+        ours.rates = (SLOW, SELECTION_IS_SLOW, SLOW, ONE_NETWORK)[step // 3 % 4]
+        local = mean_gradient(ddp, step)
+        model.zero_grad()
+        loss_of(ddp, step, dist.get_rank()).backward()
+        given += local
+        applied += flat_grads(model)
+        group = ours.layout.settled[0] if ours.layout.settled else None
+        if group is not None and step > 4:
+            path = ours._choose(group, torch.float32).path
+            paths.append(path)
+            if path != "sparse":
+                ours.settle()
+                left += float(ours.residual_norm())
+    ours.settle()
+    waiting = sum_over_nodes(node_residual(model, ours), ours)
+    return {"given": given, "applied": applied, "waiting": waiting, "paths": paths, "left by dense": left}
+
+
+def mean_gradient(ddp: Any, step: int) -> Tensor:
+    ddp.zero_grad()
+    with ddp.no_sync():
+        loss_of(ddp, step, dist.get_rank()).backward()
+    local = flat_grads(ddp).double()
+    dist.all_reduce(local)
+    return local / dist.get_world_size()
+
+
+def test_a_resumed_run_decides_by_what_the_saved_one_measured(tmp_path: Path) -> None:
+    for saved, resumed, probed in run_ranks(resume, str(tmp_path), nodes=2, devices=1):
+        assert saved == resumed
+        assert probed == 1
+
+
+def resume(folder: str) -> tuple[list[float], list[float], int]:
+    path, probed, real = f"{folder}/saved.ckpt", [], state.probe
+    state.probe = lambda *arguments: probed.append(1) or real(*arguments)  # type: ignore[assignment, func-returns-value]
+    rates = []
+    for resuming in (False, True):
+        model = mlp()
+        ddp, ours = wrap(model, HierConfig(), discover())
+        if resuming:
+            manifest = torch.load(f"{path}.{dist.get_rank()}", weights_only=True)
+            saved = checkpoint.load({checkpoint.KEY: manifest}, path, dist.get_rank())
+            assert saved is not None
+            assert checkpoint.apply(saved, ours, torch.device("cpu")) == []
+        for step in range(3):
+            loss_of(ddp, step, dist.get_rank()).backward()
+        assert ours.rates is not None
+        rates.append(ours.rates.to_list())
+        manifest = checkpoint.manifest_of(ours, "run")
+        checkpoint.save_side_file(ours, manifest["save_id"], path)
+        torch.save(manifest, f"{path}.{dist.get_rank()}")
+    return rates[0], rates[1], len(probed)

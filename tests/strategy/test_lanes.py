@@ -1,0 +1,93 @@
+"""The lanes alone: who waits for whom, in which order, and what becomes of an error. No ranks, no collectives."""
+
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_sparse.strategy.overlap import FifoLanes, Inline, Job, Runner
+
+PATIENCE_S = 20.0
+
+
+class _During(torch.autograd.Function):
+    """Calls something inside a backward pass, as DDP calls a hook."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, call: Callable[[], None]) -> Tensor:
+        ctx.call = call
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        ctx.call()
+        return grad, None
+
+
+def backward_with(jobs: list[Job], runner: Runner) -> list[torch.futures.Future[Tensor]]:
+    futures: list[torch.futures.Future[Tensor]] = []
+    call = lambda: futures.extend(runner.run(job, torch.tensor(float(i))) for i, job in enumerate(jobs))  # noqa: E731
+    _During.apply(torch.ones((), requires_grad=True), call).backward()
+    return futures
+
+
+def test_a_bucket_is_between_nodes_while_the_next_is_selected() -> None:
+    """Bucket 0 leaves the slow network only when bucket 1 was selected, and is applied only when bucket 1 is on it."""
+    selected, exchanging = threading.Event(), threading.Event()
+
+    def first() -> Iterator[None]:
+        yield
+        assert selected.wait(PATIENCE_S)
+        yield
+        assert exchanging.wait(PATIENCE_S)
+
+    def second() -> Iterator[None]:
+        selected.set()
+        yield
+        exchanging.set()
+        yield
+
+    futures = backward_with([first(), second()], FifoLanes())
+    assert [future.value().item() for future in futures] == [0.0, 1.0]
+
+
+@pytest.mark.parametrize("runner", [FifoLanes, Inline])
+def test_each_lane_takes_jobs_in_order(runner: Callable[[], Runner]) -> None:
+    seen: list[tuple[int, int, bool]] = []
+
+    def job(number: int) -> Iterator[None]:
+        for stretch in range(3):
+            seen.append((stretch, number, torch.is_grad_enabled()))
+            if stretch < 2:
+                yield
+
+    backward_with([job(number) for number in range(20)], runner())
+    for stretch in range(3):
+        assert [number for s, number, _ in seen if s == stretch] == list(range(20))
+    assert not any(grad for _, _, grad in seen)
+
+
+def test_the_first_error_fails_the_backward_pass_and_nothing_runs_after_it() -> None:
+    ran: list[str] = []
+
+    def fails() -> Iterator[None]:
+        yield
+        raise ValueError("the first")
+
+    def job(number: int) -> Iterator[None]:
+        yield
+        ran.append(f"exchange {number}")
+        yield
+        ran.append(f"apply {number}")
+
+    lanes = FifoLanes()
+    with pytest.raises(ValueError, match="the first"):
+        backward_with([job(0), fails(), job(2)], lanes)
+    assert "exchange 2" not in ran
+    assert "exchange 0" in ran
+    ran.clear()
+    backward_with([job(3)], lanes)
+    assert ran == ["exchange 3", "apply 3"], "the next backward pass knows nothing of it"

@@ -1,0 +1,182 @@
+"""exchange="regional": nothing is lost, ranks agree, and the volume does not grow with the number of nodes."""
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from lightning_sparse.kernels import message_bytes
+from lightning_sparse.strategy import HierConfig, HierState, cost, hier_hook
+from lightning_sparse.strategy.plan import bytes_of, choose
+from lightning_sparse.strategy.regional import Regions
+from lightning_sparse.topology import Topology
+from tests.helpers.distributed import run_ranks
+from tests.helpers.threads import Exchange, ThreadCommunicator, run_threads
+from tests.strategy.models import flat_grads, flat_parameters, loss_of, mlp, node_residual, sum_over_nodes, wrap
+from tests.strategy.test_threads import Bucket
+
+NODES = [3, 4, 5]
+
+
+# -- the arithmetic ----------------------------------------------------------------------------------------------------
+
+
+@given(st.integers(1, 12), st.integers(0, 300), st.data())
+def test_regions_hold_each_element_once(nodes: int, more: int, data: st.DataObject) -> None:
+    shard = nodes + more
+    regions = Regions(shard, nodes, data.draw(st.integers(1, shard)), torch.bfloat16)
+    places = [regions.place(node) for node in range(nodes)]
+    assert [i for place in places for i in range(shard)[place]] == list(range(shard))
+    for node, place in enumerate(places):
+        assert 1 <= regions.pairs(node) <= place.stop - place.start
+        assert regions.nbytes(node) <= regions.row_nbytes
+    assert regions.total <= sum(regions.pairs(node) for node in range(nodes)) < regions.total + nodes
+
+
+@pytest.mark.parametrize("path", ["sparse", "regional"])
+def test_the_volume_is_flat_in_the_number_of_nodes(path: str) -> None:
+    shard, k = 10**7, 10**5
+    received = []
+    for nodes in (2, 4, 16, 64, 256):
+        config = HierConfig(exchange=path, warmup_epochs=0)  # type: ignore[arg-type]
+        topology, group = Topology(tuple((rank,) for rank in range(nodes)), 0), _group(shard)
+        rates = cost.Rates.of_link(1.0, 1)
+        plan = choose(config, topology, rates, group, torch.float32, round_index=9, epoch=9)
+        assert plan == (path, k)
+        received.append(bytes_of(plan, config, topology, group, torch.float32)[0])
+    pairs = message_bytes(shard, k, torch.bfloat16)
+    if path == "regional":
+        assert max(received[:-1]) < 2.1 * pairs, "2 K pairs and a header a message"
+        assert received[-1] < 2.2 * pairs
+    else:
+        assert received[-1] == 255 * pairs
+
+
+def _group(numel: int) -> Any:
+    from lightning_sparse.strategy.layout import ParamGroup
+
+    return ParamGroup(("a",), (numel,))
+
+
+# -- between threads ---------------------------------------------------------------------------------------------------
+
+
+def exchange_once(nodes: int, grads: Tensor, density: float) -> list[tuple[Tensor, Tensor, int]]:
+    """What each node applies, keeps, and received in one round of these gradients, one row a node."""
+
+    def rank(topology: Topology, exchange: Exchange) -> tuple[Tensor, Tensor, int]:
+        module = nn.Linear(grads.shape[1], 1, bias=False).to(grads.dtype)
+        state = HierState(module, HierConfig(density=density, exchange="regional", warmup_epochs=0), topology)
+        comm = state.communicator = CountingCommunicator(topology, exchange)
+        for _ in range(2):  # until the layout is settled
+            hier_hook(state, Bucket(torch.zeros_like(grads[0]), list(module.parameters())))  # type: ignore[arg-type]
+        comm.received = 0
+        bucket = Bucket(grads[topology.rank].clone(), list(module.parameters()))
+        applied = hier_hook(state, bucket).value()  # type: ignore[arg-type]
+        state.settle()
+        (left,) = state.store.current.values()
+        return applied, left, comm.received
+
+    return run_threads(rank, [[node] for node in range(nodes)])
+
+
+class CountingCommunicator(ThreadCommunicator):
+    """Counts bytes that come from other nodes."""
+
+    received = 0
+
+    def exchange(self, message_B: Tensor) -> Tensor:
+        self.received += message_B.nbytes * (self.topology.num_nodes - 1)
+        return super().exchange(message_B)
+
+    def all_to_all(self, messages_MB: Tensor) -> Tensor:
+        self.received += messages_MB[1:].nbytes
+        return super().all_to_all(messages_MB)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("nodes", NODES)
+def test_the_largest_of_the_sums_are_applied_and_the_rest_stays(nodes: int, dtype: torch.dtype) -> None:
+    """A spike that every node has in every region wins; with one pair a region nothing else is applied."""
+    numel = 1000
+    grads = torch.randn(nodes, numel, generator=torch.Generator().manual_seed(0)).to(dtype)
+    spikes = [regions_start + 7 for regions_start in (j * numel // nodes for j in range(nodes))]
+    grads[:, spikes] = 50.0
+    results = exchange_once(nodes, grads, density=nodes / numel)
+    for applied, _, _ in results:
+        assert torch.equal(applied, results[0][0])
+        assert applied.nonzero().flatten().tolist() == spikes
+    left = torch.stack([left for _, left, _ in results]).double().sum(0)
+    given = grads.double().mean(0)
+    torch.testing.assert_close(
+        results[0][0].double() + left, given, rtol=1e-5, atol=1e-5 if dtype.itemsize == 4 else 0.2
+    )
+
+
+def test_what_arrives_is_what_was_planned_and_flat() -> None:
+    volumes = []
+    for nodes in (2, 4, 8):
+        results = exchange_once(nodes, torch.randn(nodes, 50_000), density=0.05)
+        (received,) = {received for _, _, received in results}
+        regions = Regions(50_000, nodes, 2500, torch.bfloat16)
+        assert received == cost.regional_bytes(nodes, regions.row_nbytes)
+        volumes.append(received)
+    pairs = message_bytes(50_000, 2500, torch.bfloat16)
+    assert volumes[0] < 1.1 * pairs
+    assert max(volumes) < 2.1 * pairs
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("nodes", NODES)
+def test_a_non_finite_element_reaches_every_node_and_no_residual(nodes: int, bad: float) -> None:
+    grads = torch.randn(nodes, 600)
+    grads[1, 599] = bad
+    for applied, left, _ in exchange_once(nodes, grads, density=0.01):
+        assert applied[599].isnan()
+        assert left.isfinite().all()
+
+
+# -- on Gloo -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("nodes", "devices", "value_dtype"),
+    [(3, 1, "bfloat16"), (4, 1, "float32"), (5, 1, "bfloat16"), (5, 1, "float16"), (3, 2, "float32")],
+)
+def test_mass_is_conserved_and_ranks_are_bit_identical(nodes: int, devices: int, value_dtype: str) -> None:
+    everyone = run_ranks(conserve, value_dtype, nodes=nodes, devices=devices, timeout=120)
+    for each in everyone:
+        torch.testing.assert_close(each["given"], each["applied"] + each["waiting"], rtol=1e-5, atol=2e-5)
+        assert torch.equal(each["applied"], everyone[0]["applied"])
+        assert each["waiting"].abs().max() > 1e-3, "the test would pass without error feedback"
+        assert 0.02 < each["density"] < 0.12
+
+
+def conserve(value_dtype: str) -> dict[str, Any]:
+    model = mlp()
+    config = HierConfig(density=0.05, exchange="regional", value_dtype=value_dtype, warmup_epochs=0)  # type: ignore[arg-type]
+    state = None
+    given = torch.zeros_like(flat_parameters(model)).double()
+    applied = given.clone()
+    caps = itertools.cycle([0.002, 25.0])
+    for step in range(18):
+        if step % 9 == 0:
+            ddp, state = wrap(model, config, state=state, bucket_cap_mb=next(caps))
+        model.zero_grad()
+        with ddp.no_sync():
+            loss_of(ddp, step, dist.get_rank()).backward()
+        local = flat_grads(model).double()
+        dist.all_reduce(local)
+        given += local / dist.get_world_size()
+        model.zero_grad()
+        loss_of(ddp, step, dist.get_rank()).backward()
+        applied += flat_grads(model)
+    assert state is not None
+    state.settle()
+    waiting = sum_over_nodes(node_residual(model, state), state)
+    return {"given": given, "applied": applied, "waiting": waiting, "density": state.stats.density}
