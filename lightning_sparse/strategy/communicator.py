@@ -11,6 +11,7 @@ all_reduce      inter          shard_S -> shard_S          the dense twin of 2 a
 all_to_all      inter          messages_MB -> messages_MB  regional: each node its region's
 gather          intra/outward  shard_S -> grad_N           4
 broadcast       intra          tensor -> tensor            none: parameters from the rank that stepped them
+node_all_reduce intra          tensor -> tensor            none: what a sharded step must know of the others
 flat_all_reduce world          grad_N -> grad_N            the identity: what DDP itself does
 =============== ============== =========================== ==========================================
 """
@@ -113,6 +114,11 @@ class HierCommunicator:
                     work.wait()
 
         return wait
+
+    def node_all_reduce(self, tensor: Tensor, op: dist.ReduceOp.RedOpType) -> None:
+        """Reduce over the node's devices, in place."""
+        with self._named("all-reduce inside the node", self._node_ranks()):
+            dist.all_reduce(tensor, op=op, group=self.topology.intra)
 
     def flat_all_reduce(self, tensor: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> None:
         """Reduce over all ranks, in place."""
