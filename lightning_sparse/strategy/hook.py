@@ -133,7 +133,7 @@ def dense_round(state: HierState, part: Part) -> Lanes:
     yield
     comm.all_reduce(shard_S)
     yield
-    _write(grad_N, comm.gather(shard_S, last=True))
+    _write(comm, grad_N, shard_S)
     state.stage(part, None)
 
 
@@ -170,10 +170,11 @@ def node_sums(comm: HierCommunicator, grad_N: Tensor) -> tuple[Tensor, float]:
 def _finish(state: HierState, part: Part, shard_S: Tensor, next_S: Tensor | None) -> None:
     """Step 4, and the residual is proposed."""
     state.rescale(shard_S)
-    _write(part.grad_N, state.communicator.gather(shard_S.to(part.grad_N.dtype), last=True))
+    _write(state.communicator, part.grad_N, shard_S.to(part.grad_N.dtype))
     state.stage(part, next_S)
 
 
-def _write(grad_N: Tensor, grad_LS: Tensor) -> None:
-    if grad_LS.data_ptr() != grad_N.data_ptr():  # with one device a node the shard is the bucket itself
+def _write(comm: HierCommunicator, grad_N: Tensor, shard_S: Tensor) -> None:
+    grad_LS = comm.gather(shard_S, last=True, into=grad_N)
+    if grad_LS.data_ptr() != grad_N.data_ptr():  # it was padded; with one device a node the shard is the bucket itself
         grad_N.copy_(grad_LS[: grad_N.numel()])
