@@ -181,6 +181,6 @@ def _gather(state: HierState, part: Part, shard_S: Tensor) -> None:
         own = grad_N[comm.topology.device_index * shard_S.numel() :][: shard_S.numel()]
         own.copy_(shard_S[: own.numel()])
         return
-    grad_LS = comm.gather(shard_S, last=True)
-    if grad_LS.data_ptr() != grad_N.data_ptr():  # with one device a node the shard is the bucket itself
+    grad_LS = comm.gather(shard_S, last=True, into=grad_N)
+    if grad_LS.data_ptr() != grad_N.data_ptr():  # it was padded; with one device a node the shard is the bucket itself
         grad_N.copy_(grad_LS[: grad_N.numel()])
