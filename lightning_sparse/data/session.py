@@ -10,7 +10,7 @@ import logging
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import cached_property, lru_cache, partial
 from importlib.util import find_spec
 from typing import Literal
 
@@ -132,7 +132,8 @@ class Session:
         """Of this rank."""
         assert self.train is not None
         manifest, layout = self.train.store.manifest, self.layout
-        order = Order(self.train.samples, lambda nodes: owners(manifest.labels, nodes, self.wish.cache.seed), layout)
+        owners_of = lru_cache(lambda nodes: owners(manifest.labels, nodes, self.wish.cache.seed))
+        order = Order(self.train.samples, owners_of, layout)
         padding = order.epoch(0).padding
         self.say(
             f"{len(self.train.samples):,} samples, global batch {layout.global_batch:,}, shuffle={layout.shuffle!r}: "
