@@ -19,12 +19,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Literal
 
 from lightning_sparse.data.augment import Augment
+from lightning_sparse.data.backend import Backend
 from lightning_sparse.data.batch import MEAN, STD, Look
 from lightning_sparse.data.config import CacheConfig
 from lightning_sparse.data.loader import EvalLoader, ImageSizes, TrainLoader
 from lightning_sparse.data.manifest import class_names
 from lightning_sparse.data.sampler import Shuffle
-from lightning_sparse.data.session import Backend, Session, Wish, open_session
+from lightning_sparse.data.session import Session, Wish, open_session
 from lightning_sparse.data.summary import metrics
 
 if TYPE_CHECKING:
