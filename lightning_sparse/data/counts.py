@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from dataclasses import astuple, dataclass, fields
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -64,6 +65,15 @@ class TierCounts:
             if named[name]
         ]
         return ", ".join(parts) or "nothing read"
+
+
+class TierSizes(NamedTuple):
+    """What the tiers of one node hold. disk_bytes: of the file, with what its pages waste."""
+
+    memory_samples: int
+    memory_bytes: int
+    disk_samples: int
+    disk_bytes: int
 
 
 NAMES = tuple(field.name for field in fields(TierCounts))

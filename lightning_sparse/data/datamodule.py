@@ -22,9 +22,9 @@ from lightning_sparse.data.augment import Augment
 from lightning_sparse.data.batch import MEAN, STD, Look
 from lightning_sparse.data.config import CacheConfig
 from lightning_sparse.data.loader import EvalLoader, ImageSizes, TrainLoader
+from lightning_sparse.data.manifest import class_names
 from lightning_sparse.data.sampler import Shuffle
 from lightning_sparse.data.session import Backend, Session, Wish, open_session
-from lightning_sparse.data.source import Source
 from lightning_sparse.data.summary import metrics
 
 if TYPE_CHECKING:
@@ -132,12 +132,7 @@ class CachedImageDataModuleMixin(_Host):
     def num_classes(self) -> int:
         """Folders in train/. Known before setup, so that a model can be made from it."""
         if self._num_classes is None:
-            cache = self._wish.cache
-            storage = Source(cache.source, timeout=cache.storage_timeout, readers=1)
-            try:
-                self._num_classes = len(next(storage.listing(["train/"])))
-            finally:
-                storage.close()
+            self._num_classes = len(class_names(self._wish.cache, "train"))
         return self._num_classes
 
     # -- called by Lightning -------------------------------------------------------------------------------------------
@@ -178,8 +173,7 @@ class CachedImageDataModuleMixin(_Host):
         """Log the last epoch, write the summary, close everything."""
         if self._session is not None and self._epoch is not None:
             self._end_epoch()
-            tiers = self._session.tiers
-            self._session.say("\n".join(["where the samples of each epoch came from, all nodes:", *tiers.table()]))
+            self._session.say(self._session.summary())
         self._close()
 
     def on_exception(self, exception: BaseException) -> None:

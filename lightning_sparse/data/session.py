@@ -10,7 +10,7 @@ import logging
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import cached_property, lru_cache, partial
 from importlib.util import find_spec
 from typing import Literal
 
@@ -21,6 +21,7 @@ from lightning_sparse.data.agreement import find_topology, from_all, from_rank_z
 from lightning_sparse.data.batch import Look, Pipeline
 from lightning_sparse.data.config import CacheConfig, DataError, Format
 from lightning_sparse.data.counter import shuffled
+from lightning_sparse.data.counts import TierCounts, TierSizes
 from lightning_sparse.data.loader import EvalLoader, ImageSizes, TrainLoader
 from lightning_sparse.data.manifest import Manifest, load_or_list
 from lightning_sparse.data.ownership import owners
@@ -131,7 +132,8 @@ class Session:
         """Of this rank."""
         assert self.train is not None
         manifest, layout = self.train.store.manifest, self.layout
-        order = Order(self.train.samples, lambda nodes: owners(manifest.labels, nodes, self.wish.cache.seed), layout)
+        owners_of = lru_cache(lambda nodes: owners(manifest.labels, nodes, self.wish.cache.seed))
+        order = Order(self.train.samples, owners_of, layout)
         padding = order.epoch(0).padding
         self.say(
             f"{len(self.train.samples):,} samples, global batch {layout.global_batch:,}, shuffle={layout.shuffle!r}: "
@@ -185,8 +187,19 @@ class Session:
     def tiers(self) -> TierLog:
         """Of the training samples, over all nodes."""
         assert self.train is not None
-        store, reports = self.train.store, self.topology.device_index == 0
-        return TierLog(lambda: store.node_counters() if reports else store.node_counters() - store.node_counters())
+        store = self.train.store
+        return TierLog(lambda: store.node_counters() if self._reports else TierCounts())
+
+    @property
+    def _reports(self) -> bool:
+        return self.topology.device_index == 0  # one rank of each node does
+
+    def summary(self) -> str:
+        """Sizes of the tiers, and where each epoch's samples came from. A collective."""
+        assert self.train is not None
+        store = self.train.store
+        sizes = self.tiers.sizes(lambda: store.sizes() if self._reports else TierSizes(0, 0, 0, 0))
+        return "\n".join(["where the samples of each epoch came from, all nodes:", *self.tiers.table(), sizes])
 
     def say(self, line: str) -> None:
         """To the log, once."""

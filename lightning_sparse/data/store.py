@@ -27,7 +27,7 @@ import numpy.typing as npt
 from lightning_sparse.data import decode
 from lightning_sparse.data.addresses import own_address
 from lightning_sparse.data.config import CacheConfig, CorruptSampleError, Format
-from lightning_sparse.data.counts import TierCounts
+from lightning_sparse.data.counts import TierCounts, TierSizes
 from lightning_sparse.data.disk_cache import Key, Stored, damaged
 from lightning_sparse.data.manifest import Manifest
 from lightning_sparse.data.memory_cache import View
@@ -277,6 +277,11 @@ class SampleStore:
     def node_counters(self) -> TierCounts:
         """The same of all processes of the run on this node, workers and those that have ended included."""
         return TierCounts(*self._tiers().memory.rows().sum(0).tolist())
+
+    def sizes(self) -> TierSizes:
+        """What the tiers of this node hold now."""
+        tiers = self._tiers()
+        return TierSizes(tiers.memory.cached, tiers.memory.bytes, tiers.disk.entries(), tiers.disk.bytes())
 
     def flush(self) -> None:
         """Write to disk what waits to be written."""

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import asdict
 
 from lightning_sparse.data.agreement import from_all
-from lightning_sparse.data.counts import TierCounts
+from lightning_sparse.data.counts import TierCounts, TierSizes
 
 TIERS = ("memory", "peer", "disk", "storage")
 
@@ -29,6 +29,14 @@ class TierLog:
         self.epochs[epoch] = self.epochs.get(epoch, TierCounts()) + (total - self._total)
         self._total = total
         return self.epochs[epoch]
+
+    def sizes(self, read: Callable[[], TierSizes]) -> str:
+        """What the tiers of all nodes hold. A collective; `read` as for the counts: one report a node."""
+        memory, memory_bytes, disk, disk_bytes = (sum(column) for column in zip(*from_all(read), strict=True))
+        return (
+            f"  in memory {memory:,} samples, {memory_bytes / 1e6:,.1f} MB; on local disks {disk:,} samples, "
+            f"{disk_bytes / 1e6:,.1f} MB"
+        )
 
     def table(self) -> list[str]:
         """One line an epoch; long runs show their first and last."""

@@ -278,6 +278,7 @@ def test_rank_zero_says_what_it_chose_and_where_samples_came_from(results: Resul
     assert "backend='torch': without a GPU it resizes faster than DALI does" in text
     assert "120 samples, global batch 20, shuffle='global': 6 steps an epoch, 0 samples" in text
     assert text.count("where the samples of each epoch came from, all nodes") == 4
+    assert text.count("in memory 120 samples, ") == 4
     for each in results[1:]:
         assert [line for line in each["epochs"]["lines"] if "backend" in line or "where the samples" in line] == []
 
@@ -463,3 +464,46 @@ def test_a_single_process_needs_no_group(flavour: str, folder: Path, backend: st
     train, val = (flat([each[-1] for each in part]) for part in seen["split"])
     assert len(set(val)) == len(val) == 30
     assert set(train) == set(range(TRAIN)) - set(val)
+
+
+def parse(flavour: str, given: dict[str, Any]) -> dict[str, Any]:
+    from jsonargparse import ArgumentParser
+
+    parser = ArgumentParser(exit_on_error=False)
+    parser.add_class_arguments(ours(flavour).CachedImageDataModule, "data")
+    words = [f"--data.{name}={value}" for name, value in given.items()]
+    parsed = parser.parse_args(["--data.source=/nfs", "--data.cache_dir=/local", *words]).data
+    return {name: parsed[name] for name in given}
+
+
+def test_lightning_cli_accepts_the_options(flavour: str) -> None:
+    pytest.importorskip("jsonargparse")
+    given = {"image_size": "{0: 128, 6: 224}", "crop_scale": "[0.25, 1]", "shuffle": "partial", "val_fraction": "0.1"}
+    (parsed,) = run_ranks(parse, flavour, given, nodes=1, devices=1, init=False)
+    assert parsed == {
+        "image_size": {0: 128, 6: 224},
+        "crop_scale": (0.25, 1.0),
+        "shuffle": "partial",
+        "val_fraction": 0.1,
+    }
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"batch_size": 0}, "batch_size=0 must be at least 1"),
+        ({"image_size": {3: 128}}, "beginning with epoch 0"),
+        ({"image_size": 224, "short_side": 200}, "short_side=200 is less than the largest image_size, 224"),
+        ({"shuffle": "all"}, "shuffle='all'"),
+        ({"backend": "pil"}, "backend='pil' is not known: choose one of auto, dali, torch"),
+        ({"val_fraction": 1.0}, "val_fraction=1.0 must lie between 0 and 1"),
+        ({"threads": 0}, "threads=0 must be at least 1"),
+        ({"flip": 2.0}, "flip=2.0 must be a probability"),
+        ({"std": (0.0, 1.0, 1.0)}, "no std of 0"),
+    ],
+)
+def test_bad_options_are_refused_early(tmp_path: Path, options: dict[str, Any], says: str) -> None:
+    from lightning_sparse.data.datamodule import CachedImageDataModuleMixin
+
+    with pytest.raises(ValueError, match=says):
+        CachedImageDataModuleMixin(str(tmp_path), str(tmp_path), **options)

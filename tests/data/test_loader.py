@@ -1,0 +1,160 @@
+"""The loaders on their own, over a pipeline that makes nothing: what a loop of one's own sees."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Generator, Iterable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from lightning_sparse.data.batch import Batch, Request
+from lightning_sparse.data.loader import EvalLoader, ImageSizes, TrainLoader
+from lightning_sparse.data.sampler import Layout, Order
+
+LAYOUT = Layout(batch_size=4)
+
+
+class Echo:
+    """Gives the size as the picture and the indices as labels; reads two requests ahead, as real ones do."""
+
+    def __init__(self) -> None:
+        self.begun = self.ended = 0
+
+    def run(self, requests: Iterable[Request]) -> Generator[Batch, None, None]:
+        self.begun += 1
+        waiting: list[Request] = []
+        try:
+            for request in requests:
+                waiting.append(request)
+                if len(waiting) > 2:
+                    yield self.batch(waiting.pop(0))
+            yield from map(self.batch, waiting)
+        finally:
+            self.ended += 1
+
+    def batch(self, request: Request) -> Batch:
+        return torch.tensor([request.size, request.epoch]), torch.from_numpy(request.indices)
+
+    def close(self) -> None: ...
+
+
+def loader(layout: Layout = LAYOUT, count: int = 22, **options: Any) -> TrainLoader:
+    order = Order(np.arange(count), lambda nodes: np.arange(count) % nodes, layout)
+    return TrainLoader(order, Echo(), **{"sizes": ImageSizes({0: 8, 2: 16}), "fingerprint": "same", **options})
+
+
+def samples(batches: Iterable[Batch]) -> list[list[int]]:
+    return [labels.tolist() for _, labels in batches]
+
+
+def test_an_epoch_follows_set_epoch_and_every_iterator_is_whole() -> None:
+    one = loader()
+    assert len(one) == 6
+    zero = samples(one)
+    assert len(zero) == 6
+    assert samples(one) == zero, "the same epoch again"
+    one.batch_sampler.sampler.set_epoch(1)  # as Lightning does it
+    assert samples(one) != zero
+    one.set_epoch(0)
+    assert samples(one) == zero
+    assert not hasattr(one, "sampler"), "Lightning would warn of a sampler that it cannot replace"
+
+
+def test_sizes_and_windows_follow_the_epoch_also_where_samples_do_not() -> None:
+    fixed = loader(fixed=True)
+    zero = samples(fixed)
+    fixed.set_epoch(3)
+    batches = list(fixed)
+    assert samples(batches) == zero
+    assert batches[0][0].tolist() == [16, 3]
+
+
+def test_asking_for_an_iterator_costs_nothing_and_a_new_one_ends_the_old() -> None:
+    one = loader()
+    pipeline: Any = one._pipeline
+    iter(one)
+    assert pipeline.begun == 0
+    old = iter(one)
+    next(old)
+    new = iter(one)
+    next(new)
+    assert (pipeline.begun, pipeline.ended) == (2, 1)
+    one.close()
+    assert pipeline.ended == 2
+    assert list(new) == []
+
+
+@pytest.mark.parametrize("done", [0, 1, 4, 6])
+def test_a_state_counts_what_was_handed_out(done: int) -> None:
+    whole = loader()
+    whole.set_epoch(1)
+    expected = samples(whole)
+    stopped = loader()
+    stopped.set_epoch(1)
+    batches = iter(stopped)
+    for _ in range(done):
+        next(batches)
+    state = stopped.state_dict()
+    for resumed in (loader(), loader()):
+        resumed.load_state_dict(state)
+        assert resumed.state_dict() == state, "also before its first batch"
+        resumed.set_epoch(1)
+        assert len(resumed) == 6
+        assert samples(resumed) == expected[done:]
+        assert samples(resumed) == expected, "the next iterator is whole"
+        resumed.load_state_dict(state)
+        resumed.set_epoch(2)
+        assert len(samples(resumed)) == 6, "the state was of another epoch"
+
+
+def test_a_state_of_other_batches_is_counted_anew_and_saved_again() -> None:
+    stopped = loader()
+    batches = iter(stopped)
+    first = samples([next(batches), next(batches)])
+    told: list[int] = []
+    moved = loader(Layout(batch_size=2), on_resume=told.append)
+    moved.load_state_dict(stopped.state_dict())
+    assert told == [4], "two batches of four are four of two"
+    assert len(moved) == 11
+    batches = iter(moved)
+    second = samples([next(batches) for _ in range(3)])
+    again = loader(on_resume=told.append)
+    again.load_state_dict(moved.state_dict())
+    assert told == [4, 6 - 2]
+    third = samples(again)
+    seen = [sample for part in (first, second, third) for each in part for sample in each]
+    assert sorted(seen[:22]) == list(range(22))
+
+
+def test_another_data_set_begins_its_epoch_anew(caplog: pytest.LogCaptureFixture) -> None:
+    stopped = loader()
+    next(iter(stopped))
+    told: list[int] = []
+    other = loader(fingerprint="another", on_resume=told.append)
+    with caplog.at_level(logging.WARNING, "lightning_sparse"):
+        other.load_state_dict(stopped.state_dict())
+    assert "the data set has changed since the checkpoint was saved" in caplog.text
+    assert told == [0]
+    assert len(samples(other)) == 6
+
+
+def test_each_epoch_is_announced() -> None:
+    told: list[int] = []
+    one = loader(on_epoch=told.append)
+    for epoch in (0, 0, 1):
+        one.set_epoch(epoch)
+    assert told == [0, 0, 1]
+
+
+def test_evaluation_is_the_same_in_every_pass() -> None:
+    batches = [np.array([1, 2]), np.array([3])]
+    one = EvalLoader(batches, Echo(), size=16)
+    assert len(one) == 2
+    assert samples(one) == samples(one) == [[1, 2], [3]]
+    old = iter(one)
+    next(old)
+    one.close()
+    assert list(old) == []
