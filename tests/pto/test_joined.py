@@ -102,7 +102,9 @@ def same_bits() -> dict[str, str]:
         "accumulation": difference(momentum, accumulate_grad_batches=2),
         "bf16-mixed": difference(adamw, precision="bf16-mixed"),
         "clipping by value": difference(momentum, gradient_clip_val=0.01, gradient_clip_algorithm="value"),
-        "several buckets, auto": difference(momentum, strategy=lambda: sparse(FLAVOUR, exchange="auto")),
+        "several buckets, auto": difference(
+            momentum, strategy=lambda: sparse(FLAVOUR, exchange="auto", inter_gbps=100.0)
+        ),
         "dense": difference(adamw, strategy=lambda: sparse(FLAVOUR, exchange="dense")),
         "unused": difference(momentum, strategy=lambda: sparse(FLAVOUR, find_unused_parameters=True)),
     }
