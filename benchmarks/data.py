@@ -287,7 +287,7 @@ def measure(pictures: Path, quick: bool, device: int | None) -> dict[str, Any]:
     bar = tqdm(total=rounds * len(names), disable=None, desc="rows")
     for _ in range(rounds):
         for name in names:
-            images = (4 if "decoded" in name else 1) * (320 if quick else 1280)
+            images = (4 if "decoded" in name else 1) * (320 if quick else 640)
             found[name].append(run_row(name, pictures, images if device is None else 20 * images, device))
             bar.update()
     bar.close()

@@ -31,6 +31,7 @@ import tempfile
 import threading
 import time
 from datetime import date
+from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -312,7 +313,7 @@ def plot(record: dict[str, Any], path: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, panels = pyplot.subplots(1, 2, figsize=(10, 3.6), layout="constrained")
+    figure, panels = pyplot.subplots(1, 2, figsize=(10, 4), layout="constrained")
     for system, runs in record["systems"].items():
         rows = [row for run in runs for row in run["epochs"]]
         panels[0].plot(
@@ -326,13 +327,11 @@ def plot(record: dict[str, Any], path: Path) -> None:
         panel.set_ylim(bottom=0)
         panel.grid(alpha=0.3)
     panels[1].axhline(record["data set bytes"] * 8e-9 / record["gbps"], color="gray", linestyle=":", label="link, once")
-    panels[1].legend()
+    figure.legend(*panels[1].get_legend_handles_labels(), loc="outside lower center", ncols=5)
     figure.savefig(path, dpi=120)
 
 
 def _circumstances() -> dict[str, Any]:
-    import torchvision
-
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False).stdout
     words = [Path(word).name if os.path.isabs(word) else word for word in sys.argv[2:]]
     return {
@@ -341,8 +340,7 @@ def _circumstances() -> dict[str, Any]:
         "date": date.today().isoformat(),
         "hardware": f"{_processor()}, {os.cpu_count()} cores",
         "versions": {
-            "torch": torch.__version__,
-            "torchvision": torchvision.__version__,
+            **{name: version(name) for name in ("torch", "torchvision", "litdata") if find_spec(name) is not None},
             "python": platform.python_version(),
         },
     }

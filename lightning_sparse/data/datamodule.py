@@ -19,12 +19,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Literal
 
 from lightning_sparse.data.augment import Augment
+from lightning_sparse.data.backend import Backend
 from lightning_sparse.data.batch import MEAN, STD, Look
 from lightning_sparse.data.config import CacheConfig
 from lightning_sparse.data.loader import EvalLoader, ImageSizes, TrainLoader
+from lightning_sparse.data.manifest import class_names
 from lightning_sparse.data.sampler import Shuffle
-from lightning_sparse.data.session import Backend, Session, Wish, open_session
-from lightning_sparse.data.source import Source
+from lightning_sparse.data.session import Session, Wish, open_session
 from lightning_sparse.data.summary import metrics
 
 if TYPE_CHECKING:
@@ -132,12 +133,7 @@ class CachedImageDataModuleMixin(_Host):
     def num_classes(self) -> int:
         """Folders in train/. Known before setup, so that a model can be made from it."""
         if self._num_classes is None:
-            cache = self._wish.cache
-            storage = Source(cache.source, timeout=cache.storage_timeout, readers=1)
-            try:
-                self._num_classes = len(next(storage.listing(["train/"])))
-            finally:
-                storage.close()
+            self._num_classes = len(class_names(self._wish.cache, "train"))
         return self._num_classes
 
     # -- called by Lightning -------------------------------------------------------------------------------------------

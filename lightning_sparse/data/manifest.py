@@ -15,6 +15,7 @@ import io
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import overload
 
 import numpy as np
@@ -181,7 +182,7 @@ def load_or_list(config: CacheConfig, split: str, *, relist: bool = False, quiet
     Raises:
         ValueError, DataError: as `list_source`.
     """
-    kept = cache_folder(config) / f"{file_name(split)}.manifest.npz"
+    kept = _kept(config, split)
     with locked(kept.with_suffix(".lock")):
         if kept.exists() and not relist:
             try:
@@ -191,3 +192,22 @@ def load_or_list(config: CacheConfig, split: str, *, relist: bool = False, quiet
         manifest = list_source(config.source, split, timeout=config.storage_timeout, quiet=quiet)
         write_private(kept, manifest.to_bytes())
         return manifest
+
+
+def class_names(config: CacheConfig, split: str) -> tuple[str, ...]:
+    """Of the list in the cache; without one the folders of the source, whose files are not listed for this.
+
+    Raises:
+        DataError: when storage cannot be listed.
+    """
+    if _kept(config, split).exists():
+        return load_or_list(config, split).classes
+    storage = Source(config.source, timeout=config.storage_timeout, readers=1)
+    try:
+        return tuple(sorted(name for name, _, _ in next(storage.listing([f"{split}/"]))))
+    finally:
+        storage.close()
+
+
+def _kept(config: CacheConfig, split: str) -> Path:
+    return cache_folder(config) / f"{file_name(split)}.manifest.npz"

@@ -10,16 +10,15 @@ import logging
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import cached_property, partial
-from importlib.util import find_spec
-from typing import Literal
+from functools import cached_property, lru_cache, partial
 
 import numpy as np
 import torch
 
 from lightning_sparse.data.agreement import find_topology, from_all, from_rank_zero
+from lightning_sparse.data.backend import BACKENDS, Backend, choose_backend
 from lightning_sparse.data.batch import Look, Pipeline
-from lightning_sparse.data.config import CacheConfig, DataError, Format
+from lightning_sparse.data.config import CacheConfig, DataError
 from lightning_sparse.data.counter import shuffled
 from lightning_sparse.data.counts import TierCounts, TierSizes
 from lightning_sparse.data.loader import EvalLoader, ImageSizes, TrainLoader
@@ -32,8 +31,6 @@ from lightning_sparse.data.summary import TierLog
 from lightning_sparse.data.tiers import Place
 from lightning_sparse.topology import Topology
 
-Backend = Literal["auto", "dali", "torch"]
-BACKENDS = ("auto", "dali", "torch")
 _MAX_THREADS = 16
 log = logging.getLogger("lightning_sparse")
 
@@ -95,8 +92,8 @@ class Session:
     train: Part | None = None
     val: Part | None = None
     _stores: list[SampleStore] = field(default_factory=list)
-    _pipelines: list[Pipeline] = field(default_factory=list)
-    _loaders: list[TrainLoader | EvalLoader] = field(default_factory=list)
+    _pipelines: dict[str, Pipeline] = field(default_factory=dict)  # by purpose, as the loaders
+    _loaders: dict[str, TrainLoader | EvalLoader] = field(default_factory=dict)
 
     def open(self, run: bytes, training: bool) -> None:
         """Open the stores of a run. A collective."""
@@ -132,7 +129,8 @@ class Session:
         """Of this rank."""
         assert self.train is not None
         manifest, layout = self.train.store.manifest, self.layout
-        order = Order(self.train.samples, lambda nodes: owners(manifest.labels, nodes, self.wish.cache.seed), layout)
+        owners_of = lru_cache(lambda nodes: owners(manifest.labels, nodes, self.wish.cache.seed))
+        order = Order(self.train.samples, owners_of, layout)
         padding = order.epoch(0).padding
         self.say(
             f"{len(self.train.samples):,} samples, global batch {layout.global_batch:,}, shuffle={layout.shuffle!r}: "
@@ -140,7 +138,7 @@ class Session:
         )
         loader = TrainLoader(
             order,
-            self._pipeline(self.train.store),
+            self._pipeline("train", self.train.store),
             node=self.topology.node_index,
             device=self.topology.device_index,
             sizes=self.wish.sizes,
@@ -149,7 +147,7 @@ class Session:
             on_epoch=on_epoch,
             on_resume=on_resume,
         )
-        self._loaders.append(loader)
+        self._loaders["train"] = loader
         return loader
 
     def eval_loader(self) -> EvalLoader:
@@ -166,8 +164,8 @@ class Session:
         store, place = self.val.store, (self.topology.node_index, self.topology.device_index)
         home = owners(store.manifest.labels, self.topology.num_nodes, self.wish.cache.seed)
         batches = evaluation_batches(self.val.samples, home, self.layout, *place)
-        loader = EvalLoader(batches, self._pipeline(store), size=self.wish.sizes.largest)
-        self._loaders.append(loader)
+        loader = EvalLoader(batches, self._pipeline("val", store), size=self.wish.sizes.largest)
+        self._loaders["val"] = loader
         return loader
 
     @property
@@ -207,14 +205,19 @@ class Session:
 
     def close(self) -> None:
         """Give everything back: threads, processes, shared memory."""
-        for each in (*self._loaders, *self._pipelines):
+        for each in (*self._loaders.values(), *self._pipelines.values()):
             each.close()
         for store in self._stores:
             store.close()
-        self._loaders, self._pipelines, self._stores = [], [], []
+        self._loaders, self._pipelines, self._stores = {}, {}, []
 
-    def _pipeline(self, store: SampleStore) -> Pipeline:
-        backend, why = choose_backend(self.wish.backend, store.format, self.device)
+    def _pipeline(self, purpose: str, store: SampleStore) -> Pipeline:
+        """Training and validation have one each, since one is under way while the other runs."""
+        if purpose in self._loaders:  # loaders are asked for anew; the last one's work is for nothing
+            self._loaders.pop(purpose).close()
+        if purpose in self._pipelines:
+            return self._pipelines[purpose]
+        backend, why = choose_backend(self.wish.backend, self.device)
         if not self._pipelines:
             self.say(f"samples in memory as {store.format}; backend={backend!r}: {why}")
         threads = self.wish.threads or _threads(self.topology.num_devices)
@@ -228,7 +231,7 @@ class Session:
             from lightning_sparse.data.pipeline_torch import TorchPipeline
 
             made = TorchPipeline(store, self.wish.look, threads=threads, pin=gpu is not None)
-        self._pipelines.append(made)
+        self._pipelines[purpose] = made
         return made
 
 
@@ -248,6 +251,7 @@ def open_session(
     Raises:
         ValueError, DataError: when the source is not what it should be.
     """
+    _show_log_lines()
     topology = find_topology(node_rank, local_rank)
     session = Session(wish, topology, device or torch.device("cpu"))
     try:
@@ -258,33 +262,11 @@ def open_session(
     return session
 
 
-def choose_backend(wanted: Backend, store_format: Format, device: torch.device) -> tuple[Literal["dali", "torch"], str]:
-    """Which backend, and why.
-
-    Raises:
-        ValueError: when what is wanted is not installed.
-    """
-    dali, vision = _installed("nvidia.dali"), _installed("torchvision")
-    if wanted == "dali" and not dali:
-        raise ValueError(
-            'backend="dali" needs DALI: `pip install nvidia-dali-cuda130`, or leave the choice to backend="auto".'
-        )
-    if not vision and (wanted == "torch" or not dali):
-        raise ValueError(f"backend={wanted!r} needs torchvision: `pip install torchvision`.")
-    if wanted != "auto":
-        return wanted, "as asked for"
-    if device.type == "cuda":
-        return ("dali", "it works on the GPU") if dali else ("torch", "DALI, which would use the GPU, is not installed")
-    if not vision:
-        return "dali", "torchvision is not installed"
-    return "torch", "without a GPU it resizes faster than DALI does"
-
-
-def _installed(module: str) -> bool:
-    try:
-        return find_spec(module) is not None
-    except ModuleNotFoundError:
-        return False
+def _show_log_lines() -> None:
+    """As Lightning does for its own: notices of one line are seen unless the program has set up logging itself."""
+    if not log.hasHandlers():
+        log.addHandler(logging.StreamHandler())
+        log.setLevel(logging.INFO)
 
 
 def _threads(devices: int) -> int:

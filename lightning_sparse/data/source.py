@@ -81,6 +81,7 @@ class Source:
         self.timeout, self._readers, self._quiet = timeout, readers, quiet
         self._lock = threading.RLock()
         self._asked: dict[int, _Asked] = {}
+        self._ask_again: list[int] = []  # what a reader could not get
         self._next = 0
         self._closed = False
         self._reader: _Reader | None = None
@@ -142,19 +143,24 @@ class Source:
         self._patience *= 2
         self._restart_at = time.monotonic() + self._patience
         self._reader = _Reader(self.source, self._readers, self)
+        self._ask_again.clear()
         for asked in list(self._asked.values()):
             self._reader.send(asked.message)
 
     def _answered(self, message: bytes) -> None:
         """Called by the thread that listens to a reader."""
         number, status, size, mtime_ns = ANSWER.unpack_from(message)
+        payload = message[ANSWER.size :]
         with self._lock:
-            asked = self._asked.pop(number, None)  # None: a restarted reader answered it before
-            if chr(status) != "t":
-                self._be_patient()
-                self._say_back()
+            if chr(status) == "t":  # storage did not answer now
+                self._trouble = payload.decode("utf-8", "replace")
+                self._ask_again.append(number)
+                return
+            asked = self._asked.pop(number, None)  # None: a reader that was replaced answered it before
+            self._be_patient()
+            self._say_back()
         if asked is not None:
-            asked.future.set_result((chr(status), message[ANSWER.size :], size, mtime_ns))
+            asked.future.set_result((chr(status), payload, size, mtime_ns))
 
     # ------------------------------------------------------------------------------------------------ waiting
 
@@ -166,16 +172,9 @@ class Source:
         try:
             while True:
                 try:
-                    answer = asked.future.result(timeout=RETRY_S)
+                    return asked.future.result(timeout=RETRY_S)
                 except FutureTimeoutError:
                     self._lose_patience()
-                    continue
-                if answer[0] != "t":
-                    return answer
-                self._trouble = answer[1].decode("utf-8", "replace")
-                time.sleep(RETRY_S)
-                self._lose_patience()
-                asked = self._again(asked)
         finally:
             with self._lock:
                 self._waiting -= 1
@@ -184,11 +183,6 @@ class Source:
         """Storage answered, or is asked for the first time after a pause."""
         self._since, self._patience = time.monotonic(), RESTART_S
         self._restart_at = self._since + RESTART_S
-
-    def _again(self, asked: _Asked) -> _Asked:
-        return self._ask(
-            chr(asked.message[REQUEST.size - 1]), asked.message[REQUEST.size :].decode("utf-8", "surrogateescape")
-        )
 
     def _lose_patience(self) -> None:
         with self._lock:
@@ -206,8 +200,12 @@ class Source:
                 self._say(
                     f"storage {self.source} does not answer{self._why()}: waiting up to {self.timeout:g} s for it"
                 )
-            if self._reader is None or not self._reader.alive or now >= self._restart_at:
-                self._restart()
+            reader = self._reader
+            if reader is None or not reader.alive or now >= self._restart_at:
+                return self._restart()
+            for asked in [self._asked[number] for number in self._ask_again if number in self._asked]:
+                reader.send(asked.message)
+            return self._ask_again.clear()
 
     def _check_open(self) -> None:
         if self._closed:

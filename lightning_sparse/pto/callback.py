@@ -6,6 +6,7 @@ from typing import Any
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from lightning_sparse.pto.joined import Joined, why_not
 from lightning_sparse.pto.scope import Scope, check_scope, communicator_of
 from lightning_sparse.pto.sharded_step import ShardedStep
 from lightning_sparse.strategy.communicator import HierCommunicator
@@ -40,6 +41,7 @@ class PTOMixin:
         self.scope: Scope = scope
         self.steps: list[ShardedStep] = []
         self._communicator: HierCommunicator | None = None
+        self._joined: Joined | None = None
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
         """Optimizers exist and their saved state is not loaded yet: now."""
@@ -56,13 +58,45 @@ class PTOMixin:
         names = {id(parameter): name for name, parameter in pl_module.named_parameters()}
         uncut = sparse_parameters(pl_module)
         shared = {id(step.optimizer): step for step in self.steps}  # a second fit may meet the same optimizers
+        reason = why_not(trainer, pl_module, communicator, self)
+        auto = self.scope == "auto" and bool(reason)  # joined, it costs no traffic of its own
         self.steps = [
-            shared.get(id(o)) or ShardedStep(o, communicator, names, uncut, auto=self.scope == "auto")
-            for o in trainer.optimizers
+            shared.get(id(o)) or ShardedStep(o, communicator, names, uncut, auto=auto) for o in trainer.optimizers
         ]
+        self._leave()  # a fit that ended with an exception
+        if not reason and self.steps[0].sharing:
+            self._joined = Joined(self.steps[0], strategy.hier_state, names, trainer.precision_plugin)
         if trainer.is_global_zero:
             for step in self.steps:
                 log.info("PTOCallback(scope=%r): %s", self.scope, step.describe())
+            log.info(
+                "PTOCallback: %s", f"not joined with the reduction: {reason}" if reason else "joined with the reduction"
+            )
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        """The reduction's groups may have settled."""
+        if self._joined is not None:
+            self._joined.before_batch()
+
+    def on_after_backward(self, trainer: Any, pl_module: Any) -> None:
+        """A round may have left gradients sharded."""
+        if self._joined is not None:
+            self._joined.after_backward()
+
+    def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
+        """A loss scaler has looked at what this rank holds."""
+        scaler = getattr(trainer.precision_plugin, "scaler", None)
+        if self._joined is not None and scaler is not None:
+            self._joined.share_found_inf(scaler)
+
+    def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        """Another fit may be without this callback."""
+        self._leave()
+
+    def _leave(self) -> None:
+        if self._joined is not None:
+            self._joined.end()
+            self._joined = None
 
     def _shared_communicator(self, trainer: Any) -> HierCommunicator:
         """One for all optimizers and fits: groups are not free."""

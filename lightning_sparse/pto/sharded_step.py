@@ -66,7 +66,7 @@ class ShardedStep:
         self._running: FrameType | None = None
         self._consolidated: dict[int, Any] | None = None
         self._follow_groups()
-        self._device = self.parameters[0].device  # that of the groups, also after the module has moved to the CPU
+        self.device = self.parameters[0].device  # that of the groups, also after the module has moved to the CPU
         self._drop_foreign_state()
         self._install()
 
@@ -108,7 +108,7 @@ class ShardedStep:
             return args, kwargs
         self._running = caller
         if self._choice is not None:
-            self._choice.begin(self._device)
+            self._choice.begin(self.device)
         if not self.sharing:
             return args, kwargs
         self._share.show(self.parameters, self.mine)
@@ -216,16 +216,25 @@ class ShardedStep:
         if self.topology.rank == 0:
             log.log(level, "PTO is off for %s, which steps as without it: %s.", type(self.optimizer).__name__, reason)
 
+    # -- other owners -------------------------------------------------------------------------------------------------
+
+    def take_over(self, parts: list[Parts]) -> None:
+        """Step these parts from now on; their state comes from those who had them. Collectives of the scope."""
+        self._return_state()
+        self.parts = parts
+        self._gather = FlatGather(self.parameters, self.parts, self.topology.device_index, self.topology.num_devices)
+        self._drop_foreign_state()
+
     # -- scope "auto" --------------------------------------------------------------------------------------------------
 
     def _choose(self, choice: Choice) -> None:
         """After a step that was timed: go on to the next phase, and at the end keep what was faster."""
-        choice.end(self._device)
+        choice.end(self.device)
         if choice.begins_sharing:
             self._drop_foreign_state()
         if not choice.is_over:
             return
-        found = choice.verdict(self.communicator, self._device)
+        found = choice.verdict(self.communicator, self.device)
         if found.shared < found.plain:
             self._choice = None
             if self.topology.rank == 0:
@@ -249,7 +258,7 @@ class ShardedStep:
                 state[parameter] = placed_like(whole, like, parameter.device)
 
     def _all_say(self, yes: bool) -> bool:
-        return all_say(yes, self.communicator, self._device)
+        return all_say(yes, self.communicator, self.device)
 
     # -- state and checkpoints -----------------------------------------------------------------------------------------
 
@@ -263,7 +272,7 @@ class ShardedStep:
         state = self.optimizer.state
         owned = [(i, part) for i, part in enumerate(self.mine) if part is not None and self.parameters[i] in state]
         mine = {(i, part.begin): state[self.parameters[i]] for i, part in owned}
-        collected = collect(mine, self.topology, self._device, to)
+        collected = collect(mine, self.topology, self.device, to)
         self._consolidated = None if collected is None else self._joined(collected)
 
     def _joined(self, collected: State) -> dict[int, Any]:

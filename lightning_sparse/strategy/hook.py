@@ -133,7 +133,7 @@ def dense_round(state: HierState, part: Part) -> Lanes:
     yield
     comm.all_reduce(shard_S)
     yield
-    _write(grad_N, comm.gather(shard_S, last=True))
+    _gather(state, part, shard_S)
     state.stage(part, None)
 
 
@@ -170,10 +170,17 @@ def node_sums(comm: HierCommunicator, grad_N: Tensor) -> tuple[Tensor, float]:
 def _finish(state: HierState, part: Part, shard_S: Tensor, next_S: Tensor | None) -> None:
     """Step 4, and the residual is proposed."""
     state.rescale(shard_S)
-    _write(part.grad_N, state.communicator.gather(shard_S.to(part.grad_N.dtype), last=True))
+    _gather(state, part, shard_S.to(part.grad_N.dtype))
     state.stage(part, next_S)
 
 
-def _write(grad_N: Tensor, grad_LS: Tensor) -> None:
-    if grad_LS.data_ptr() != grad_N.data_ptr():  # with one device a node the shard is the bucket itself
+def _gather(state: HierState, part: Part, shard_S: Tensor) -> None:
+    """Step 4, or without it the shard in its place, where that is enough."""
+    comm, grad_N = state.communicator, part.grad_N
+    if part.group in state.kept_sharded:
+        own = grad_N[comm.topology.device_index * shard_S.numel() :][: shard_S.numel()]
+        own.copy_(shard_S[: own.numel()])
+        return
+    grad_LS = comm.gather(shard_S, last=True, into=grad_N)
+    if grad_LS.data_ptr() != grad_N.data_ptr():  # it was padded; with one device a node the shard is the bucket itself
         grad_N.copy_(grad_LS[: grad_N.numel()])

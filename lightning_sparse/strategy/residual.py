@@ -154,7 +154,7 @@ class ResidualStore:
     ) -> Tensor | None:
         """``target_S`` with the named parameters' pieces of ``source_S``, in place; None stands for zeros."""
         if target_S is None:
-            if source_S is None:
+            if source_S is None or not group.shard_slices(names, self.device_index, self.num_devices):
                 return None
             target_S = torch.zeros_like(source_S)
         self.restore(group, names, source_S, target_S)

@@ -54,6 +54,8 @@ class HierState:
         round: how many rounds are over.
         stats: what was communicated.
         rates: what exchange="auto" decides by; None until the first round has measured them.
+        kept_sharded: groups whose gradients are not gathered inside the node after the exchange: each device's shard is
+            in its place in the bucket, the rest of the bucket means nothing.
         loss_scale: answers with the scale of a loss scaler, a 0-dim tensor, or None; asked in each round.
     """
 
@@ -73,6 +75,7 @@ class HierState:
         self._module = weakref.ref(module)
         self._parameters = {name: weakref.ref(parameter) for name, parameter in module.named_parameters()}
         self._names = parameter_names(module)
+        self.kept_sharded: frozenset[ParamGroup] = frozenset()
         self.loss_scale: Callable[[], Tensor | None] = lambda: None
         self._dtypes = {name: p.dtype for name, p in module.named_parameters()}
         given = config.inter_gbps
@@ -182,6 +185,7 @@ class HierState:
         """Take all hooks off module and optimizers. The last round is settled when the next one begins: only then is
         it known whether its gradient was stepped, and after an exception its buckets may still be under way."""
         self._unwatch()
+        self.kept_sharded = frozenset()
         if self._usage is not None:
             self._usage.close()
             self._usage = None
@@ -199,6 +203,10 @@ class HierState:
         """Watch again which parameters are used, after detach()."""
         if self._usage is None:
             self._usage = UsageTracker(module)
+
+    def is_sharded(self, group: ParamGroup) -> bool:
+        """Whether devices reduce the group by shards, in settled rounds."""
+        return self.topology.kind == "hierarchical" and is_reducible_by_shard(self._dtypes[group.names[0]])
 
     # -- choices -------------------------------------------------------------------------------------------------------
 

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 
+from lightning_sparse.data import backend as backends
 from lightning_sparse.data.ahead import ahead
 from lightning_sparse.data.augment import Augment
 from lightning_sparse.data.batch import Look, Request, prepare
@@ -290,6 +291,32 @@ def test_closing_ahead_closes_what_it_reads() -> None:
     assert next(lane) == 0
     lane.close()
     assert closed == ["inner"]
+
+
+@pytest.mark.parametrize(
+    ("wanted", "device", "installed", "chosen", "why"),
+    [
+        ("auto", "cpu", {"nvidia.dali", "torchvision"}, "torch", "without a GPU it resizes faster"),
+        ("auto", "cuda:0", {"nvidia.dali", "torchvision"}, "dali", "it works on the GPU"),
+        ("auto", "cuda:0", {"torchvision"}, "torch", "DALI, which would use the GPU, is not installed"),
+        ("auto", "cpu", {"nvidia.dali"}, "dali", "torchvision is not installed"),
+        ("dali", "cpu", {"nvidia.dali", "torchvision"}, "dali", "as asked for"),
+    ],
+)
+def test_the_backend_is_chosen_for_a_reason(
+    monkeypatch: pytest.MonkeyPatch, wanted: Any, device: str, installed: set[str], chosen: str, why: str
+) -> None:
+    monkeypatch.setattr(backends, "_installed", installed.__contains__)
+    name, reason = backends.choose_backend(wanted, torch.device(device))
+    assert name == chosen
+    assert why in reason
+
+
+@pytest.mark.parametrize(("wanted", "says"), [("dali", "pip install nvidia-dali"), ("auto", "needs torchvision")])
+def test_a_backend_that_is_not_installed_is_refused(monkeypatch: pytest.MonkeyPatch, wanted: Any, says: str) -> None:
+    monkeypatch.setattr(backends, "_installed", lambda _: False)
+    with pytest.raises(ValueError, match=says):
+        backends.choose_backend(wanted, torch.device("cpu"))
 
 
 def test_memory_is_used_again_only_when_nobody_refers_to_the_batch() -> None:

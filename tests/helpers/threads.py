@@ -62,7 +62,7 @@ class ThreadCommunicator(HierCommunicator):
     def all_to_all(self, messages_MB: Tensor) -> Tensor:
         return torch.stack([each[self.topology.node_index] for each in self._gathered(self._peer_ranks(), messages_MB)])
 
-    def gather(self, shard_S: Tensor, *, last: bool = False) -> Tensor:
+    def gather(self, shard_S: Tensor, *, last: bool = False, into: Tensor | None = None) -> Tensor:
         return torch.cat(self._gathered(self._node_ranks(), shard_S))
 
     def flat_all_reduce(self, tensor: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> None:

@@ -1,0 +1,148 @@
+"""The sharded step joined with the hierarchical reduction: gradients stay where they were summed, parameters travel.
+
+After the exchange between nodes each device of a node holds one shard of the mean gradient. Alone, the reduction now
+gathers the shards inside the node, and the sharded step gathers parameters afterwards: the same bytes, twice. Joined,
+each device steps exactly the shards that it holds, and only the parameters travel:
+
+==================== ======================================================= ===========================================
+                     alone                                                   joined
+==================== ======================================================= ===========================================
+reduction, step 4    all-gather of gradients inside the node                 none
+ownership            balanced by cost                                        the shards of the reduction's groups
+gradients            whole on every rank                                     this rank's part; the rest is zero or None
+clipping by norm     of the whole                                            partial norms, summed over the node
+inf of a scaler      seen by all                                             seen by one device, told to the node
+==================== ======================================================= ===========================================
+
+Whatever wants to see whole gradients rules it out; `why_not` says what it was.
+"""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from lightning_sparse.pto.narrow import memory_of
+from lightning_sparse.pto.optimizers import is_elementwise
+from lightning_sparse.pto.ownership import Part, Parts
+from lightning_sparse.pto.sharded_step import ShardedStep
+from lightning_sparse.strategy.communicator import HierCommunicator
+
+_SEES_GRADIENTS = ("on_after_backward", "on_before_optimizer_step", "on_before_zero_grad")
+_OF_THE_MODULE = (*_SEES_GRADIENTS, "configure_gradient_clipping", "optimizer_step")
+
+
+def why_not(trainer: Any, module: Any, communicator: HierCommunicator, own: object) -> str:
+    """What rules the joined form out, for the log; empty for nothing.
+
+    Args:
+        own: the callback that asks.
+    """
+    state = getattr(trainer.strategy, "hier_state", None)
+    if state is None or state.topology.kind != "hierarchical" or state.topology.num_devices == 1:
+        return "no gradients are gathered inside a node"
+    if communicator.topology.nodes != state.topology.nodes:
+        return "the step is shared by more ranks than a node has"
+    if not module.automatic_optimization or len(trainer.optimizers) != 1:
+        return "it needs automatic optimization with one optimizer"
+    optimizer = trainer.optimizers[0]
+    if not is_elementwise(optimizer):
+        return f"{type(optimizer).__name__} is not known to step each element by itself"
+    if any(group.get("fused") for group in optimizer.param_groups) and getattr(
+        trainer.precision_plugin, "scaler", None
+    ):
+        return "a fused optimizer and a loss scaler look for inf in the gradients that a rank has"
+    base = next(cls for cls in type(module).__mro__ if cls.__name__ == "LightningModule")
+    seen = [name for name in _OF_THE_MODULE if getattr(type(module), name) is not getattr(base, name)]
+    for callback in trainer.callbacks:
+        base = next(cls for cls in type(callback).__mro__ if cls.__name__ == "Callback")
+        overrides = [name for name in _SEES_GRADIENTS if getattr(type(callback), name) is not getattr(base, name)]
+        seen += [f"{type(callback).__name__}.{name}" for name in overrides if callback is not own]
+    return f"{', '.join(seen)} may look at whole gradients" if seen else ""
+
+
+class Joined:
+    """Follows the reduction's groups, and keeps gradients and the step to this device's shards.
+
+    Args:
+        step: of the one optimizer.
+        state: the reduction's state.
+        names: of parameters by their ``id()``.
+        precision: Lightning's precision plugin, whose clipping by norm is replaced until end().
+    """
+
+    def __init__(self, step: ShardedStep, state: Any, names: dict[int, str], precision: Any) -> None:
+        self._step, self._state, self._names, self._precision = step, state, names, precision
+        self._layout: tuple[Any, ...] = ()
+        self._round = state.round
+        self._in_parts = False  # whether gradients are, now
+        self._clip_whole = precision.clip_grad_by_norm
+        precision.clip_grad_by_norm = self._clip_by_norm
+
+    def before_batch(self) -> None:
+        """Take over the reduction's groups once they are settled, and again when they change. All ranks call it."""
+        settled = self._state.layout.settled
+        if settled == self._layout or not self._step.steps:  # the first step looks whether ranks agree
+            return
+        self._layout = settled
+        shards = self._shards()
+        named = [self._names.get(id(p), "") for p in self._step.parameters]
+        self._step.take_over([shards.get(name, parts) for name, parts in zip(named, self._step.parts, strict=True)])
+        self._state.kept_sharded = frozenset(group for group in settled if self._state.is_sharded(group))
+
+    def after_backward(self) -> None:
+        """Nothing of a gradient is left but what this device holds, once a round has reduced it."""
+        if self._state.round == self._round:
+            return  # gradients are accumulated still
+        self._round = self._state.round
+        self._in_parts = bool(self._state.kept_sharded)
+        if not self._in_parts:
+            return
+        for parameter, part in zip(self._step.parameters, self._step.mine, strict=True):
+            if parameter.grad is None:
+                continue
+            if part is None:
+                parameter.grad = None
+            elif part.end - part.begin < parameter.numel():
+                flat = memory_of(parameter.grad)
+                flat[: part.begin].fill_(-0.0)  # -0.0: a zero that no user wrote (lightning_sparse.strategy.zeros)
+                flat[part.end :].fill_(-0.0)
+
+    def share_found_inf(self, scaler: Any) -> None:
+        """Let all devices of the node know of an inf that one of them has met. A collective of the node."""
+        if not self._in_parts:
+            return
+        for found in scaler._per_optimizer_states[id(self._step.optimizer)]["found_inf_per_device"].values():
+            self._step.communicator.node_all_reduce(found, op=dist.ReduceOp.MAX)
+
+    @torch.no_grad()
+    def _clip_by_norm(self, optimizer: Any, clip_val: float) -> None:
+        """As ``clip_grad_norm_`` clips whole gradients. A collective of the node."""
+        if not self._in_parts:
+            self._clip_whole(optimizer, clip_val)
+            return
+        grads = [p.grad for p in self._step.parameters if p.grad is not None]
+        squares = torch.zeros((), dtype=torch.float32, device=self._step.device)
+        if grads:
+            squares += torch.stack([norm.float() for norm in torch._foreach_norm(grads)]).square().sum()
+        self._step.communicator.node_all_reduce(squares, op=dist.ReduceOp.SUM)
+        factor = (clip_val / (squares.sqrt() + 1e-6)).clamp(max=1.0)
+        for grad in grads:
+            grad.mul_(factor.to(grad.dtype))
+
+    def end(self) -> None:
+        """The next fit may be without this."""
+        self._state.kept_sharded = frozenset()
+        del self._precision.clip_grad_by_norm  # the class's own is found again
+
+    def _shards(self) -> dict[str, Parts]:
+        """By parameter name, which device holds what of it."""
+        topology = self._state.topology
+        parts: dict[str, list[Part]] = {}
+        for group in self._layout:
+            if not self._state.is_sharded(group):
+                continue
+            for device in range(topology.num_devices):
+                for name, _, there in group.shard_slices(group.names, device, topology.num_devices):
+                    parts.setdefault(name, []).append(Part(device, there.start, there.stop))
+        return {name: tuple(each) for name, each in parts.items()}

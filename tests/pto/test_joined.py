@@ -1,0 +1,260 @@
+"""The sharded step joined with the reduction: the run without it, on 2 nodes x 2 devices in a real Trainer."""
+
+import os
+import warnings
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lightning_sparse.strategy.communicator import HierCommunicator
+from tests.helpers.distributed import run_ranks
+from tests.pto.test_trainer import same
+from tests.strategy.test_trainer import Lines, lightning_of, ours, plain_module, sparse, trainer, weights
+
+STEPS = 12
+FLAVOUR = "pytorch_lightning"
+
+
+def module_with(make: Any, **overrides: Any) -> Any:
+    """Trains by the global step, so that runs see the same batches; a parameter in float64 is among the others."""
+    base = type(plain_module(FLAVOUR, by_step=True))
+
+    class Module(base):  # type: ignore[misc, valid-type]
+        def __init__(self) -> None:
+            super().__init__()
+            self.extra = nn.Parameter(torch.ones(3, dtype=torch.float64))
+
+        def training_step(self, batch: Tensor, index: int) -> Tensor:
+            return super().training_step(batch, index) + (self.extra * 1e-3).sum().float()
+
+        def configure_optimizers(self) -> Any:
+            return make(self.parameters())
+
+    return type("Variant", (Module,), overrides)()
+
+
+def fit(make: Any, pto: bool, resume: str | None = None, steps: int = STEPS, **options: Any) -> Any:
+    callback = ours(FLAVOUR).PTOCallback("node")
+    strategy = options.pop("strategy", None) or sparse(FLAVOUR)
+    overrides = options.pop("overrides", {})
+    callbacks = [*options.pop("callbacks", []), *([callback] if pto else [])]
+    t = trainer(FLAVOUR, strategy, max_steps=steps, max_epochs=-1, callbacks=callbacks, **options)
+    module = module_with(make, **overrides)
+    t.fit(module, ckpt_path=resume)
+    optimizer = t.optimizers[0]
+    if pto and callback.steps[0].sharing:
+        optimizer.consolidate_state_dict()
+    state = optimizer.state_dict() if dist.get_rank() == 0 or not pto else {}
+    return {"weights": weights(module), "state": state, "residual": residual_of(t), "pto": callback, "trainer": t}
+
+
+def residual_of(t: Any) -> dict[Any, Tensor]:
+    state = getattr(t.strategy, "hier_state", None)
+    if state is None:
+        return {}
+    state.settle()
+    return {group.names: shard for group, shard in state.store.current.items()}
+
+
+def difference(make: Any, **options: Any) -> str:
+    made = {name: value if callable(value) else (lambda value=value: value) for name, value in options.items()}
+    plain, joined = (fit(make, pto, **{name: value() for name, value in made.items()}) for pto in (False, True))
+    worst = float((plain["weights"] - joined["weights"]).abs().max())
+    wrong = [f"weights by {worst:.1e}"] if worst else []
+    wrong += [] if dist.get_rank() or same(plain["state"], joined["state"]) else ["state"]
+    wrong += [] if same(plain["residual"], joined["residual"]) else ["residual"]
+    return ", ".join(wrong)
+
+
+def momentum(parameters: Any) -> Any:
+    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9, foreach=True)
+
+
+def adamw(parameters: Any) -> Any:
+    return torch.optim.AdamW(parameters, lr=0.01, foreach=True)
+
+
+def fused(parameters: Any) -> Any:
+    return torch.optim.SGD([p for p in parameters if p.dtype == torch.float32], lr=0.1, momentum=0.9, fused=True)
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    folder = tmp_path_factory.mktemp("joined")
+    return run_ranks(everything, str(folder), nodes=2, devices=2, timeout=250, init=False)
+
+
+def everything(folder: str) -> dict[str, Any]:
+    os.chdir(folder)
+    warnings.simplefilter("ignore")
+    names = ("same", "close", "traffic", "reasons", "skipped", "resumed")
+    scenarios = (same_bits, close, traffic, reasons, skipped, resumed)
+    return {name: scenario() for name, scenario in zip(names, scenarios, strict=True)}
+
+
+def same_bits() -> dict[str, str]:
+    return {
+        "SGD": difference(momentum),
+        "AdamW": difference(adamw),
+        "accumulation": difference(momentum, accumulate_grad_batches=2),
+        "bf16-mixed": difference(adamw, precision="bf16-mixed"),
+        "clipping by value": difference(momentum, gradient_clip_val=0.01, gradient_clip_algorithm="value"),
+        "several buckets, auto": difference(
+            momentum, strategy=lambda: sparse(FLAVOUR, exchange="auto", inter_gbps=100.0)
+        ),
+        "dense": difference(adamw, strategy=lambda: sparse(FLAVOUR, exchange="dense")),
+        "unused": difference(momentum, strategy=lambda: sparse(FLAVOUR, find_unused_parameters=True)),
+    }
+
+
+def test_the_run_is_the_run_without_it(results: list[dict[str, Any]]) -> None:
+    for each in results:
+        assert set(each["same"].values()) == {""}, each["same"]
+
+
+def close() -> dict[str, float]:
+    """Where a sum is taken in another order, or a fused kernel meets other boundaries."""
+    out = {}
+    for name, make, options in [("clipping", momentum, {"gradient_clip_val": 0.05}), ("fused", fused, {})]:
+        plain, joined = (fit(make, pto, **options)["weights"] for pto in (False, True))
+        out[name] = float((plain - joined).abs().max() / plain.abs().max())
+    return out
+
+
+def test_clipping_by_norm_and_fused_kernels_differ_by_rounding(results: list[dict[str, Any]]) -> None:
+    for each in results:
+        assert all(value < 1e-6 for value in each["close"].values()), each["close"]
+
+
+class Counted:
+    """Bytes that collectives inside the node bring to this rank."""
+
+    def __init__(self) -> None:
+        self.nbytes = 0
+
+    def __enter__(self) -> "Counted":
+        self._kept = {name: getattr(HierCommunicator, name) for name in ("gather", "broadcast")}
+        counted, kept = self, self._kept
+
+        def gather(self: HierCommunicator, shard_S: Tensor, **options: bool) -> Tensor:
+            counted.nbytes += (self.topology.num_devices - 1) * shard_S.nbytes
+            return kept["gather"](self, shard_S, **options)
+
+        def broadcast(self: HierCommunicator, tensor: Tensor, device_index: int) -> Any:
+            counted.nbytes += tensor.nbytes * (device_index != self.topology.device_index)
+            return kept["broadcast"](self, tensor, device_index)
+
+        HierCommunicator.gather, HierCommunicator.broadcast = gather, broadcast  # type: ignore[method-assign]
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for name, method in self._kept.items():
+            setattr(HierCommunicator, name, method)
+
+
+def traffic() -> dict[str, float]:
+    """A step's bytes once everything has settled: the difference between a long run and a longer one."""
+    out = {}
+    for name, pto in (("without", False), ("joined", True)):
+        counts = []
+        for steps in (10, 20):
+            with Counted() as counted:
+                fit(momentum, pto, steps=steps)
+            counts.append(counted.nbytes)
+        out[name] = (counts[1] - counts[0]) / 10
+    return out
+
+
+def test_no_more_bytes_inside_the_node_than_without_it(results: list[dict[str, Any]]) -> None:
+    for each in results:
+        # Parts begin at multiples of 16 bytes, and the float64 parameter is reduced whole and now gathered.
+        assert each["traffic"]["joined"] <= each["traffic"]["without"] + 8 * 16 + 24
+
+
+def reasons() -> dict[str, str]:
+    pl = lightning_of(FLAVOUR)
+
+    class Looks(pl.Callback):  # type: ignore[misc, name-defined]
+        def on_before_optimizer_step(self, *_: Any) -> None: ...
+
+    def said(make: Any = momentum, pto: Any = None, **options: Any) -> str:
+        lines = Lines()
+        fit(make, True, steps=6, **options)
+        return next((line for line in lines.lines if "joined with the reduction" in line), "")
+
+    return {
+        "joined": said(),
+        "module": said(overrides={"on_after_backward": lambda self: None}),
+        "callback": said(callbacks=[Looks()]),
+        "optimizer": said(lambda parameters: torch.optim.Muon([p for p in parameters if p.dim() == 2], lr=0.01)),
+        "dense": said(strategy="ddp"),
+    }
+
+
+def test_what_rules_it_out_is_told(results: list[dict[str, Any]]) -> None:
+    said = results[0]["reasons"]
+    assert said["joined"] == "PTOCallback: joined with the reduction"
+    assert "on_after_backward may look at whole gradients" in said["module"]
+    assert "Looks.on_before_optimizer_step may look" in said["callback"]
+    assert "Muon is not known to step each element by itself" in said["optimizer"]
+    assert "no gradients are gathered" in said["dense"]
+
+
+def skipped() -> dict[str, Any]:
+    """An inf on one rank, with a scaler: no rank steps, and the run goes on as the one without PTO."""
+    pl = lightning_of(FLAVOUR)
+
+    def make_options() -> dict[str, Any]:
+        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=3)
+        return {
+            "plugins": [pl.plugins.MixedPrecision("16-mixed", "cpu", scaler=scaler)],
+            "overrides": {"training_step": inf_once},
+        }
+
+    runs = [fit(momentum, pto, **make_options()) for pto in (False, True)]
+    scales = [run["trainer"].precision_plugin.scaler.get_scale() for run in runs]
+    return {
+        "equal": torch.equal(*(run["weights"] for run in runs)),
+        "scales": scales,
+        "residual": same(*(run["residual"] for run in runs)),
+    }
+
+
+def inf_once(self: Any, batch: Tensor, index: int) -> Tensor:
+    seed = 100 * index + self.global_rank
+    x = torch.randn(4, 13, generator=torch.Generator().manual_seed(seed))
+    loss = self.net(x).square().mean() + (self.extra * 1e-3).sum().float()
+    if index in (7, 8) and self.global_rank == 3:
+        loss = loss + float("inf") * self.net[0].weight.flatten()[7]
+    return loss
+
+
+def test_an_inf_on_one_rank_steps_nobody(results: list[dict[str, Any]]) -> None:
+    for each in results:
+        assert each["skipped"]["equal"]
+        assert each["skipped"]["residual"]
+        assert each["skipped"]["scales"][0] == each["skipped"]["scales"][1]
+
+
+def resumed() -> dict[str, bool]:
+    """Joined -> plain -> joined, and a second fit without the callback."""
+    whole = fit(adamw, False)
+    first = fit(adamw, True, steps=5)
+    first["trainer"].save_checkpoint("first.ckpt")
+    second = fit(adamw, False, steps=9, resume="first.ckpt")
+    second["trainer"].save_checkpoint("second.ckpt")
+    third = fit(adamw, True, resume="second.ckpt")
+    loaded = torch.load("second.ckpt", weights_only=True)
+    return {
+        "weights": torch.equal(whole["weights"], third["weights"]),
+        "residual": same(whole["residual"], third["residual"]),
+        "loads": bool(loaded["optimizer_states"]),
+    }
+
+
+def test_checkpoints_go_in_both_directions(results: list[dict[str, Any]]) -> None:
+    for each in results:
+        assert all(each["resumed"].values()), each["resumed"]
