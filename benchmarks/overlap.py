@@ -110,12 +110,14 @@ def measure(gbps: float, rounds: int, options: argparse.Namespace) -> dict[str, 
         raise SystemExit("the ranks failed; their output is above")
     row: dict[str, Any] = json.loads(out.read_text())
     out.unlink()
-    wire = row["bytes received a step"] * 8e-6 / gbps
-    larger = max(row["none ms"], wire)
-    bound = max(
-        row["none ms"] + wire / LAYERS, row["forward ms"] + wire + (row["none ms"] - row["forward ms"]) / LAYERS
-    )
-    return {"gbps": gbps, "wire ms": wire, "larger of both ms": larger, "bound ms": bound, **row}
+    return {"gbps": gbps, "bytes / rate ms": row["bytes received a step"] * 8e-6 / gbps, **bounds(row), **row}
+
+
+def bounds(row: dict[str, Any]) -> dict[str, float]:
+    """The larger of compute and wire, and what no order of buckets can beat."""
+    compute, wire, buckets = row["none ms"], row["wire ms"], row["buckets"]
+    first_bucket = row["forward ms"] + (compute - row["forward ms"]) / buckets
+    return {"larger ms": max(compute, wire), "bound ms": max(compute + wire / buckets, first_bucket + wire)}
 
 
 def main() -> None:
