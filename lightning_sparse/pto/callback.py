@@ -64,7 +64,9 @@ class PTOMixin:
             shared.get(id(o)) or ShardedStep(o, communicator, names, uncut, auto=auto) for o in trainer.optimizers
         ]
         self._leave()  # a fit that ended with an exception
-        if not reason and self.steps[0].sharing:
+        if not reason and (self.steps[0].choosing or not self.steps[0].sharing):  # an optimizer of an earlier fit
+            reason = "another fit began to time this optimizer's steps, or found plain ones faster"
+        if not reason:
             self._joined = Joined(self.steps[0], strategy.hier_state, names, trainer.precision_plugin)
         if trainer.is_global_zero:
             for step in self.steps:

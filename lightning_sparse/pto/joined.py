@@ -29,7 +29,10 @@ from lightning_sparse.pto.sharded_step import ShardedStep
 from lightning_sparse.strategy.communicator import HierCommunicator
 
 _SEES_GRADIENTS = ("on_after_backward", "on_before_optimizer_step", "on_before_zero_grad")
-_OF_THE_MODULE = (*_SEES_GRADIENTS, "configure_gradient_clipping", "optimizer_step")
+_OF_THE_MODULE = (
+    *_SEES_GRADIENTS, "configure_gradient_clipping", "optimizer_step", "optimizer_zero_grad", "backward"
+)  # fmt: skip
+_WHOLE_BITS = (torch.float32, torch.float64)
 
 
 def why_not(trainer: Any, module: Any, communicator: HierCommunicator, own: object) -> str:
@@ -48,9 +51,13 @@ def why_not(trainer: Any, module: Any, communicator: HierCommunicator, own: obje
     optimizer = trainer.optimizers[0]
     if not is_elementwise(optimizer):
         return f"{type(optimizer).__name__} is not known to step each element by itself"
-    if any(group.get("fused") for group in optimizer.param_groups) and getattr(
-        trainer.precision_plugin, "scaler", None
-    ):
+    if any(p.dtype not in _WHOLE_BITS for group in optimizer.param_groups for p in group["params"]):
+        return "steps of 16-bit parameters round differently at the edges of a shard"
+    hooks = [*optimizer._optimizer_step_pre_hooks.values(), *optimizer._optimizer_step_post_hooks.values()]
+    if any(not type(getattr(hook, "__self__", None)).__module__.startswith("lightning_sparse.") for hook in hooks):
+        return "a hook of the optimizer's step may look at whole gradients"
+    scaler = getattr(trainer.precision_plugin, "scaler", None)
+    if scaler is not None and any(group.get("fused") for group in optimizer.param_groups):
         return "a fused optimizer and a loss scaler look for inf in the gradients that a rank has"
     base = next(cls for cls in type(module).__mro__ if cls.__name__ == "LightningModule")
     seen = [name for name in _OF_THE_MODULE if getattr(type(module), name) is not getattr(base, name)]
@@ -73,29 +80,41 @@ class Joined:
 
     def __init__(self, step: ShardedStep, state: Any, names: dict[int, str], precision: Any) -> None:
         self._step, self._state, self._names, self._precision = step, state, names, precision
-        self._layout: tuple[Any, ...] = ()
+        self._seen: tuple[Any, ...] = ()
         self._round = state.round
         self._in_parts = False  # whether gradients are, now
         self._clip_whole = precision.clip_grad_by_norm
         precision.clip_grad_by_norm = self._clip_by_norm
 
     def before_batch(self) -> None:
-        """Take over the reduction's groups once they are settled, and again when they change. All ranks call it."""
-        settled = self._state.layout.settled
-        if settled == self._layout or not self._step.steps:  # the first step looks whether ranks agree
+        """Take over the reduction's groups once they are settled, and again when they or the optimizer's parameters
+        change. All ranks call it."""
+        if not self._step.sharing:
+            self._state.kept_sharded = frozenset()
             return
-        self._layout = settled
-        shards = self._shards()
+        if not self._step.steps:  # the first step looks whether ranks agree
+            return
+        self._step.follow_groups()
+        seen = (self._state.layout.settled, tuple(map(id, self._step.parameters)))
+        if seen == self._seen:
+            return
+        self._seen = seen
         named = [self._names.get(id(p), "") for p in self._step.parameters]
+        # Of a group with a parameter that nobody steps, or that is added later, everybody needs the whole.
+        groups = [g for g in seen[0] if self._state.is_sharded(g) and set(named).issuperset(g.names)]
+        shards = self._shards(groups)
+        devices = {part.owner for parts in shards.values() for part in parts}
+        if len(devices) < self._state.topology.num_devices:  # a device without any gradient cannot look for inf
+            groups, shards = [], {}
         self._step.take_over([shards.get(name, parts) for name, parts in zip(named, self._step.parts, strict=True)])
-        self._state.kept_sharded = frozenset(group for group in settled if self._state.is_sharded(group))
+        self._state.kept_sharded = frozenset(groups)
 
     def after_backward(self) -> None:
         """Nothing of a gradient is left but what this device holds, once a round has reduced it."""
         if self._state.round == self._round:
             return  # gradients are accumulated still
         self._round = self._state.round
-        self._in_parts = bool(self._state.kept_sharded)
+        self._in_parts = bool(self._state.kept_sharded) and self._step.sharing
         if not self._in_parts:
             return
         for parameter, part in zip(self._step.parameters, self._step.mine, strict=True):
@@ -112,8 +131,11 @@ class Joined:
         """Let all devices of the node know of an inf that one of them has met. A collective of the node."""
         if not self._in_parts:
             return
-        for found in scaler._per_optimizer_states[id(self._step.optimizer)]["found_inf_per_device"].values():
-            self._step.communicator.node_all_reduce(found, op=dist.ReduceOp.MAX)
+        found = list(scaler._per_optimizer_states[id(self._step.optimizer)]["found_inf_per_device"].values())
+        worst = torch.stack(found).amax(0) if found else torch.zeros(1, device=self._step.device)
+        self._step.communicator.node_all_reduce(worst, op=dist.ReduceOp.MAX)
+        for each in found:
+            each.copy_(worst)
 
     @torch.no_grad()
     def _clip_by_norm(self, optimizer: Any, clip_val: float) -> None:
@@ -135,13 +157,11 @@ class Joined:
         self._state.kept_sharded = frozenset()
         del self._precision.clip_grad_by_norm  # the class's own is found again
 
-    def _shards(self) -> dict[str, Parts]:
+    def _shards(self, groups: list[Any]) -> dict[str, Parts]:
         """By parameter name, which device holds what of it."""
         topology = self._state.topology
         parts: dict[str, list[Part]] = {}
-        for group in self._layout:
-            if not self._state.is_sharded(group):
-                continue
+        for group in groups:
             for device in range(topology.num_devices):
                 for name, _, there in group.shard_slices(group.names, device, topology.num_devices):
                     parts.setdefault(name, []).append(Part(device, there.start, there.stop))

@@ -65,7 +65,7 @@ class ShardedStep:
         self._share = OwnShare()
         self._running: FrameType | None = None
         self._consolidated: dict[int, Any] | None = None
-        self._follow_groups()
+        self.follow_groups()
         self.device = self.parameters[0].device  # that of the groups, also after the module has moved to the CPU
         self._drop_foreign_state()
         self._install()
@@ -74,6 +74,11 @@ class ShardedStep:
     def sharing(self) -> bool:
         """Whether the next step is shared; not so while ``auto`` times the plain one, and after it was turned off."""
         return self.active and (self._choice is None or self._choice.sharing)
+
+    @property
+    def choosing(self) -> bool:
+        """Whether ``auto`` has not decided yet."""
+        return self._choice is not None
 
     @property
     def mine(self) -> list[Part | None]:
@@ -102,7 +107,7 @@ class ShardedStep:
         self._refuse_if_unfinished()
         self._consolidated = None
         replay, args, kwargs = closure_first(args, kwargs)
-        self._follow_groups()
+        self.follow_groups()
         self._compare_ranks()
         if self.sharing and self._untested and not self._try_beside(replay):
             return args, kwargs
@@ -149,7 +154,7 @@ class ShardedStep:
                 f"were gathered: ranks hold different ones. Resume from the last checkpoint."
             )
 
-    def _follow_groups(self) -> None:
+    def follow_groups(self) -> None:
         """Parameters may come later, with add_param_group(); those known keep their owners, and so their state."""
         parameters = parameters_of(self.optimizer)
         if len(parameters) == len(self.parameters) and all(map(is_, parameters, self.parameters)):
@@ -298,7 +303,7 @@ class ShardedStep:
 
     def _select(self, _: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any] | None:
         """Of what is loaded, keep what this rank steps."""
-        self._follow_groups()
+        self.follow_groups()
         self._consolidated = None
         ids = [key for group in state_dict["param_groups"] for key in group["params"]]
         if not self.sharing or self._untested or len(ids) != len(self.parts):  # the optimizer itself refuses the last

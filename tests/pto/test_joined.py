@@ -106,8 +106,26 @@ def same_bits() -> dict[str, str]:
             momentum, strategy=lambda: sparse(FLAVOUR, exchange="auto", inter_gbps=100.0)
         ),
         "dense": difference(adamw, strategy=lambda: sparse(FLAVOUR, exchange="dense")),
+        "some": difference(some, strategy=lambda: sparse(FLAVOUR, density=0.02)),
+        "more and more": difference(some, callbacks=lambda: [Unfreeze()]),
         "unused": difference(momentum, strategy=lambda: sparse(FLAVOUR, find_unused_parameters=True)),
     }
+
+
+def some(parameters: Any) -> Any:
+    """The others require gradients, and nobody steps them."""
+    return torch.optim.SGD(list(parameters)[3:], lr=0.1, momentum=0.9)
+
+
+class Unfreeze:
+    """Gives the optimizer the rest in the middle of the run."""
+
+    def __new__(cls) -> Any:
+        def on_train_batch_start(self: Any, t: Any, module: Any, *_: Any) -> None:
+            if t.global_step == 6:
+                t.optimizers[0].add_param_group({"params": list(module.parameters())[:3]})
+
+        return type("Unfreeze", (lightning_of(FLAVOUR).Callback,), {"on_train_batch_start": on_train_batch_start})()
 
 
 def test_the_run_is_the_run_without_it(results: list[dict[str, Any]]) -> None:
@@ -189,9 +207,18 @@ def reasons() -> dict[str, str]:
         "joined": said(),
         "module": said(overrides={"on_after_backward": lambda self: None}),
         "callback": said(callbacks=[Looks()]),
+        "keeps": said(overrides={"optimizer_zero_grad": lambda self, *_: self.zero_grad()}),
+        "16 bit": said(precision="bf16-true"),
+        "hook": said(hooked),
         "optimizer": said(lambda parameters: torch.optim.Muon([p for p in parameters if p.dim() == 2], lr=0.01)),
         "dense": said(strategy="ddp"),
     }
+
+
+def hooked(parameters: Any) -> Any:
+    optimizer = momentum(parameters)
+    optimizer.register_step_pre_hook(lambda *_: None)
+    return optimizer
 
 
 def test_what_rules_it_out_is_told(results: list[dict[str, Any]]) -> None:
@@ -199,6 +226,9 @@ def test_what_rules_it_out_is_told(results: list[dict[str, Any]]) -> None:
     assert said["joined"] == "PTOCallback: joined with the reduction"
     assert "on_after_backward may look at whole gradients" in said["module"]
     assert "Looks.on_before_optimizer_step may look" in said["callback"]
+    assert "optimizer_zero_grad may look" in said["keeps"]
+    assert "16-bit parameters" in said["16 bit"]
+    assert "a hook of the optimizer's step" in said["hook"]
     assert "Muon is not known to step each element by itself" in said["optimizer"]
     assert "no gradients are gathered" in said["dense"]
 
