@@ -78,12 +78,19 @@ def processes_of(run: str) -> list[int]:
 
 
 def end_processes(run: str, spare: int | None = None) -> None:
-    """Kill what is left of a run, but not process `spare`, and wait until it is gone."""
+    """Kill what is left of a run, but not process `spare`, and wait until it is gone.
+
+    A process that forks and ends while ``/proc`` is read shows neither itself nor its child: only a second look that
+    finds nothing either is believed.
+    """
     deadline = time.monotonic() + KILL_S
-    while (left := [pid for pid in processes_of(run) if pid != spare]) and time.monotonic() < deadline:
+    looks_without = 0
+    while looks_without < 2 and time.monotonic() < deadline:
+        left = [pid for pid in processes_of(run) if pid != spare]
         for pid in left:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
+        looks_without = 0 if left else looks_without + 1
         time.sleep(0.05)
 
 

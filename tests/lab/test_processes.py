@@ -8,6 +8,7 @@ import time
 
 import pytest
 
+from lightning_sparse.lab import processes
 from lightning_sparse.lab.processes import (
     RUN_VARIABLE,
     RunName,
@@ -23,8 +24,15 @@ pytestmark = [
     pytest.mark.skipif(sys.platform != "linux", reason="processes are found through /proc"),
 ]
 
-# forks twice and leaves its session: what a daemon does to escape a process group
-DAEMON = "import os, time\nif os.fork() == 0:\n    os.setsid()\n    if os.fork() == 0:\n        time.sleep(60)\n"
+# forks twice and leaves its session: what a daemon does to escape a process group (which it then leads)
+DAEMON = """
+import os, time
+if os.fork() == 0:
+    os.setsid()
+    if os.fork() == 0:
+        os.setpgid(0, 0)
+        time.sleep(60)
+"""
 
 
 def _until(condition, timeout=10.0):
@@ -36,7 +44,15 @@ def _until(condition, timeout=10.0):
 
 def _daemon(run: str) -> None:
     subprocess.run([sys.executable, "-c", DAEMON], env={**os.environ, RUN_VARIABLE: run}, check=True)
-    _until(lambda: len(processes_of(run)) == 1)
+    _until(lambda: [_is_settled(pid) for pid in processes_of(run)] == [True])
+
+
+def _is_settled(pid: int) -> bool:
+    """It leads a process group within a session of another: both forks lie behind it."""
+    try:
+        return os.getpgid(pid) == pid != os.getsid(pid)
+    except ProcessLookupError:
+        return False
 
 
 def _dead_run() -> RunName:
@@ -65,6 +81,16 @@ def test_an_owner_is_its_process_id_and_its_start():
 def test_a_daemon_is_found_and_ended():
     run = str(RunName.new())
     _daemon(run)
+    end_processes(run)
+    assert processes_of(run) == []
+
+
+def test_one_look_that_finds_nothing_is_not_believed(monkeypatch):
+    """A process that forks and ends while /proc is read is missed, and so is its child."""
+    run = str(RunName.new())
+    _daemon(run)
+    missed: list[list[int]] = [[]]
+    monkeypatch.setattr(processes, "processes_of", lambda run: missed.pop() if missed else processes_of(run))
     end_processes(run)
     assert processes_of(run) == []
 
