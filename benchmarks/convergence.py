@@ -42,7 +42,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from convergence_pictures import EpochOrder, Pictures, load_pictures
-from convergence_report import commit, write_report
+from convergence_report import write_report
+from provenance import commit
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel

@@ -4,16 +4,12 @@ from __future__ import annotations
 
 import json
 import math
-import os
-import platform
-import subprocess
 from collections.abc import Sequence
-from datetime import date
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
 
-import torch
+from provenance import surroundings
 
 # Two-sided 95 % quantiles of Student's t for 1, 2, ... degrees of freedom.
 T_95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131)
@@ -59,27 +55,6 @@ def mean_curve(records: Sequence[dict[str, Any]], config: str, key: str) -> list
     """The mean over seeds of `key`, epoch by epoch."""
     histories = [record["history"] for record in records if record["config"] == config]
     return [fmean(row[key] for row in rows) for rows in zip(*histories, strict=True)]
-
-
-def commit() -> str:
-    """Of the source tree that this file lies in."""
-    git = ["git", "-C", str(Path(__file__).resolve().parent)]
-    head = subprocess.run([*git, "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
-    changed = subprocess.run([*git, "status", "--porcelain", "-uno"], capture_output=True, text=True).stdout.strip()
-    return (head or "unknown") + (" with local changes" if changed else "")
-
-
-def surroundings(command: str) -> dict[str, str]:
-    """What a number is worth nothing without; the commit is kept with each run."""
-    cpuinfo = Path("/proc/cpuinfo")
-    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return {
-        "command": command,
-        "date": date.today().isoformat(),
-        "hardware": f"{names[0] if names else platform.processor() or platform.machine()}, {os.cpu_count()} cores",
-        "versions": f"torch {torch.__version__}, Python {platform.python_version()}",
-    }
 
 
 def table(rows: Sequence[dict[str, Any]]) -> str:

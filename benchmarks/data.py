@@ -43,6 +43,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from provenance import commit, processor
 
 from lightning_sparse.data.batch import Batch, Look, Pipeline, Request
 from lightning_sparse.data.config import CacheConfig
@@ -362,15 +363,14 @@ def main() -> None:
 
 
 def write(options: argparse.Namespace, record: dict[str, Any]) -> None:
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False).stdout
     words = ["OUT", *(["PICTURES"] if options.pictures else []), *(["--quick"] if options.quick else [])]
     words += ["--device", "cuda"] if options.device == "cuda" else []
     about = {
         "command": " ".join(["python benchmarks/data.py", *words]),
         "pictures": "an image folder" if options.pictures else "375 x 500 crops of scikit-learn's photographs",
-        "commit": commit.strip(),
+        "commit": commit(),
         "date": date.today().isoformat(),
-        "hardware": f"{_processor()}, {os.cpu_count()} cores",
+        "hardware": f"{processor()}, {os.cpu_count()} cores",
         "versions": {
             "python": platform.python_version(),
             **{each: version(each) for each in ("torch", "torchvision", "nvidia-dali-cuda130", "pillow", "numpy")},
@@ -385,13 +385,6 @@ def write(options: argparse.Namespace, record: dict[str, Any]) -> None:
         print(f"| {row['row']} | {row['per_cpu_second']:.0f} | {row['per_second']:.0f} |")
     for name, value in {**about["ratios"], **record["memory"], **record.get("difference_to_cpu", {})}.items():
         print(f"{name}: {value}")
-
-
-def _processor() -> str:
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.exists() else []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor()
 
 
 if __name__ == "__main__":

@@ -40,6 +40,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from PIL import Image
+from provenance import commit, processor
 from tqdm import tqdm
 
 from lightning_sparse.lab import Cluster, LabConfig
@@ -332,25 +333,17 @@ def plot(record: dict[str, Any], path: Path) -> None:
 
 
 def _circumstances() -> dict[str, Any]:
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False).stdout
     words = [Path(word).name if os.path.isabs(word) else word for word in sys.argv[2:]]
     return {
         "command": " ".join(["python benchmarks/data_storage.py OUT", *words]),
-        "commit": commit.strip(),
+        "commit": commit(),
         "date": date.today().isoformat(),
-        "hardware": f"{_processor()}, {os.cpu_count()} cores",
+        "hardware": f"{processor()}, {os.cpu_count()} cores",
         "versions": {
             **{name: version(name) for name in ("torch", "torchvision", "litdata") if find_spec(name) is not None},
             "python": platform.python_version(),
         },
     }
-
-
-def _processor() -> str:
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.exists() else []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor()
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import exchange_ranks
-from convergence_report import commit, surroundings
+from provenance import commit, surroundings
 
 from lightning_sparse.lab import Cluster, LabConfig, signals_as_exit
 

@@ -29,7 +29,6 @@ from __future__ import annotations
 import argparse
 import json
 import platform
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -39,6 +38,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from provenance import commit, processor
 from torch import Tensor
 from tqdm import tqdm
 
@@ -231,17 +231,12 @@ def table(rows: list[dict[str, Any]]) -> str:
 
 
 def provenance(options: argparse.Namespace) -> dict[str, Any]:
-    git = subprocess.run(["git", "describe", "--always", "--dirty"], capture_output=True, text=True, check=False)
-    cpu = platform.processor() or platform.machine()
-    if Path("/proc/cpuinfo").exists():
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        cpu = next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), cpu)
     report = kernel_report()  # not its path, which tells of one machine only
     return {
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "command": " ".join(sys.argv),
-        "commit": git.stdout.strip(),
-        "cpu": cpu,
+        "commit": commit(),
+        "cpu": processor(),
         "threads": torch.get_num_threads(),
         "gpu": torch.cuda.get_device_name() if options.device == "cuda" else None,
         "versions": {"python": platform.python_version(), "torch": torch.__version__, "numpy": np.__version__},

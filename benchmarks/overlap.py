@@ -31,9 +31,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from convergence_report import commit, surroundings
 from exchange import Rates
 from exchange_ranks import FASTEST, ask
+from provenance import commit, surroundings
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from tqdm import tqdm

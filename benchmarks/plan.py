@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from convergence_report import commit, surroundings
 from exchange_ranks import NOTHING
+from provenance import commit, surroundings
 
 from lightning_sparse.strategy import cost
 from lightning_sparse.strategy.cost import Link, Rates, Work

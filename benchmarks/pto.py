@@ -27,7 +27,6 @@ import json
 import os
 import platform
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -39,6 +38,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from provenance import commit, processor
 from timm.optim import Lamb, Lars
 from torch import Tensor, nn
 from torch.distributed.optim import ZeroRedundancyOptimizer
@@ -189,13 +189,11 @@ def table(rows: list[dict[str, Any]]) -> str:
 
 
 def provenance() -> dict[str, Any]:
-    git = subprocess.run(["git", "describe", "--always", "--dirty"], capture_output=True, text=True, check=False)
-    info = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
     return {
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "command": " ".join(sys.argv),
-        "commit": git.stdout.strip(),
-        "cpu": next((line.split(":")[1].strip() for line in info if line.startswith("model name")), platform.machine()),
+        "commit": commit(),
+        "cpu": processor(),
         "cores": os.cpu_count(),
         "load": os.getloadavg(),
         "versions": {"python": platform.python_version(), "torch": torch.__version__},

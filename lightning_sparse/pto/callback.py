@@ -27,6 +27,10 @@ class PTOMixin:
     Results, and checkpoints, are those of the run without it, bit by bit. It pays where the optimizer step takes longer
     than gathering the parameters, or where the optimizer's state does not fit.
 
+    With the hierarchical strategy and several devices a node it is joined with the reduction, where nothing looks at
+    whole gradients (`lightning_sparse.pto.joined`): then it costs no traffic, and clipping by norm and fused optimizers
+    differ from the run without it by rounding.
+
     Args:
         scope: ``"auto"`` times a few plain steps and a few shared ones, inside the node or, with one rank a node, among
             all, and keeps what is faster; ``"node"`` shares the step inside each node and gathers over its fast links;

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from lightning_sparse.pto.narrow import memory_of
+from lightning_sparse.pto.narrow import keep_part
 from lightning_sparse.pto.optimizers import is_elementwise
 from lightning_sparse.pto.ownership import Part, Parts
 from lightning_sparse.pto.sharded_step import ShardedStep
@@ -123,9 +123,7 @@ class Joined:
             if part is None:
                 parameter.grad = None
             elif part.end - part.begin < parameter.numel():
-                flat = memory_of(parameter.grad)
-                flat[: part.begin].fill_(-0.0)  # -0.0: a zero that no user wrote (lightning_sparse.strategy.zeros)
-                flat[part.end :].fill_(-0.0)
+                keep_part(parameter, part, -0.0)  # a zero that no user wrote (lightning_sparse.strategy.zeros)
 
     def share_found_inf(self, scaler: Any) -> None:
         """Let all devices of the node know of an inf that one of them has met. A collective of the node."""

@@ -85,6 +85,19 @@ class OwnShare:
         self._narrowed.clear()
 
 
+def keep_part(parameter: Tensor, part: Part, fill: float) -> None:
+    """Of the parameter's gradient keep the part, in place, and write ``fill`` elsewhere.
+
+    The part counts elements in the order of the parameter's memory, and a gradient may lie otherwise.
+    """
+    grad = parameter.grad
+    assert grad is not None
+    kept = torch.empty_strided(parameter.shape, parameter.stride(), dtype=grad.dtype, device=grad.device).fill_(fill)
+    here = slice(part.begin, part.end)
+    memory_of(kept)[here] = _in_order_of(parameter, grad)[here]
+    grad.copy_(kept)
+
+
 def cut_state(state: Any, parameter: Tensor, part: Part) -> Any:
     """Of a whole parameter's state, what belongs to the part; scalars are everybody's."""
 

@@ -1,5 +1,7 @@
 """Small models and step helpers that every rank builds alike; only the data differs by rank."""
 
+from collections.abc import Iterable
+
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -67,3 +69,32 @@ def sum_over_nodes(tensor: Tensor, state: HierState) -> Tensor:
     total = tensor.double()
     dist.all_reduce(total)
     return total / state.topology.num_devices
+
+
+def conserved(
+    config: HierConfig, caps: Iterable[float], rounds: int, rewrap: int
+) -> tuple[Tensor, Tensor, Tensor, HierState]:
+    """Rounds of one model; every `rewrap` of them a new wrapper with another bucket size, hence new groups, meets the
+    old residuals.
+
+    Returns:
+        The mean gradients, what was applied, what waits in residuals, and the state, settled.
+    """
+    model, state, sizes = mlp(), None, iter(caps)
+    given = torch.zeros_like(flat_parameters(model)).double()
+    applied = given.clone()
+    for step in range(rounds):
+        if step % rewrap == 0:
+            ddp, state = wrap(model, config, state=state, bucket_cap_mb=next(sizes))
+        model.zero_grad()
+        with ddp.no_sync():
+            loss_of(ddp, step, dist.get_rank()).backward()
+        local = flat_grads(model).double()
+        dist.all_reduce(local)
+        given += local / dist.get_world_size()
+        model.zero_grad()
+        loss_of(ddp, step, dist.get_rank()).backward()
+        applied += flat_grads(model)
+    assert state is not None
+    state.settle()
+    return given, applied, sum_over_nodes(node_residual(model, state), state), state

@@ -24,7 +24,16 @@ from lightning_sparse.strategy.overlap import Inline
 from lightning_sparse.strategy.schedule import num_selected
 from lightning_sparse.topology import discover, with_groups
 from tests.helpers.distributed import RanksFailed, run_ranks
-from tests.strategy.models import flat_grads, flat_parameters, loss_of, mlp, node_residual, sum_over_nodes, wrap
+from tests.strategy.models import (
+    conserved,
+    flat_grads,
+    flat_parameters,
+    loss_of,
+    mlp,
+    node_residual,
+    sum_over_nodes,
+    wrap,
+)
 
 SHAPES = [(2, 2), (3, 1), (1, 3)]
 PLAIN = {"bucket_cap_mb": 0.002}  # several buckets, rebuilt after the first round
@@ -253,28 +262,9 @@ def test_mass_is_conserved_over_rebuilt_buckets(nodes: int, devices: int, value_
 
 
 def conserve(value_dtype: str) -> tuple[Tensor, Tensor, Tensor]:
-    """50 rounds; three times a new wrapper with other bucket sizes, hence new groups, meets the old residuals."""
-    model = mlp()
+    """50 rounds under four wrappers."""
     config = HierConfig(density=0.03, exchange="sparse", value_dtype=value_dtype, warmup_epochs=0)
-    state = None
-    given = torch.zeros_like(flat_parameters(model)).double()
-    applied = given.clone()
-    caps = itertools.cycle([0.002, 25.0, 0.004])
-    for step in range(50):
-        if step % 13 == 0:
-            ddp, state = wrap(model, config, state=state, bucket_cap_mb=next(caps))
-        model.zero_grad()
-        with ddp.no_sync():
-            loss_of(ddp, step, dist.get_rank()).backward()
-        local = flat_grads(model).double()
-        dist.all_reduce(local)
-        given += local / dist.get_world_size()
-        model.zero_grad()
-        loss_of(ddp, step, dist.get_rank()).backward()
-        applied += flat_grads(model)
-    assert state is not None
-    state.settle()
-    return given, applied, sum_over_nodes(node_residual(model, state), state)
+    return conserved(config, itertools.cycle([0.002, 25.0, 0.004]), rounds=50, rewrap=13)[:3]
 
 
 @pytest.mark.parametrize(("nodes", "devices"), [(2, 2), (3, 1)])

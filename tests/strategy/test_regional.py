@@ -1,11 +1,9 @@
 """exchange="regional": nothing is lost, ranks agree, and the volume does not grow with the number of nodes."""
 
-import itertools
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
@@ -17,7 +15,7 @@ from lightning_sparse.strategy.regional import Regions
 from lightning_sparse.topology import Topology
 from tests.helpers.distributed import run_ranks
 from tests.helpers.threads import Exchange, ThreadCommunicator, run_threads
-from tests.strategy.models import flat_grads, flat_parameters, loss_of, mlp, node_residual, sum_over_nodes, wrap
+from tests.strategy.models import conserved
 from tests.strategy.test_threads import Bucket
 
 NODES = [3, 4, 5]
@@ -158,25 +156,6 @@ def test_mass_is_conserved_and_ranks_are_bit_identical(nodes: int, devices: int,
 
 
 def conserve(value_dtype: str) -> dict[str, Any]:
-    model = mlp()
     config = HierConfig(density=0.05, exchange="regional", value_dtype=value_dtype, warmup_epochs=0)  # type: ignore[arg-type]
-    state = None
-    given = torch.zeros_like(flat_parameters(model)).double()
-    applied = given.clone()
-    caps = itertools.cycle([0.002, 25.0])
-    for step in range(18):
-        if step % 9 == 0:
-            ddp, state = wrap(model, config, state=state, bucket_cap_mb=next(caps))
-        model.zero_grad()
-        with ddp.no_sync():
-            loss_of(ddp, step, dist.get_rank()).backward()
-        local = flat_grads(model).double()
-        dist.all_reduce(local)
-        given += local / dist.get_world_size()
-        model.zero_grad()
-        loss_of(ddp, step, dist.get_rank()).backward()
-        applied += flat_grads(model)
-    assert state is not None
-    state.settle()
-    waiting = sum_over_nodes(node_residual(model, state), state)
+    given, applied, waiting, state = conserved(config, [0.002, 25.0], rounds=18, rewrap=9)
     return {"given": given, "applied": applied, "waiting": waiting, "density": state.stats.density}
