@@ -58,6 +58,7 @@ def manifest_of(state: HierState, run_id: str) -> dict[str, Any]:
         "round": state.round,
         "config": state.config.to_dict(),
         "rates": None if state.rates is None else state.rates.to_list(),
+        "density": state.density,
         "nodes": [list(node) for node in state.topology.nodes],
         "settled": _plain(state.layout.settled),
         "previous": _plain(state.layout.previous),
@@ -143,6 +144,8 @@ def apply(saved: Saved, state: HierState, device: torch.device) -> list[str]:
     if tuple(map(tuple, manifest["nodes"])) == state.topology.nodes:
         if state.rates is None and manifest.get("rates") is not None:
             state.rates = Rates.from_list(manifest["rates"])  # measured again, they might decide otherwise
+        if state.config.density == "auto" == manifest["config"]["density"]:
+            state.density = manifest["density"]
         complaints += _apply_same(saved, state.store, device, state.topology.rank)
     else:
         complaints += _apply_other(saved, state, device)

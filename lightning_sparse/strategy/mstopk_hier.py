@@ -28,7 +28,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_sparse.strategy import checkpoint as saving
-from lightning_sparse.strategy.config import Exchange, HierConfig, ValueDtype
+from lightning_sparse.strategy.config import Density, Exchange, HierConfig, ValueDtype
 from lightning_sparse.strategy.hook import hier_hook
 from lightning_sparse.strategy.roll_call import RollCall
 from lightning_sparse.strategy.state import HierState, log
@@ -76,7 +76,8 @@ class MSTopKHierMixin(_Host):
     """DDP whose gradients travel hierarchically, and between nodes only the largest of them.
 
     Args:
-        density: share of each shard's entries that is sent between nodes, in (0, 1].
+        density: share of each shard's entries that is sent between nodes, in (0, 1]; ``"auto"``: at least 0.01, and
+            more where it hides behind backward.
         exchange: ``"sparse"``, ``"regional"``, ``"dense"``, or ``"auto"``: sparse or dense, whichever is faster on the
             networks as measured at start.
         value_dtype: how values are written into messages; rounding errors stay in the residual.
@@ -92,7 +93,7 @@ class MSTopKHierMixin(_Host):
 
     def __init__(
         self,
-        density: float = 0.01,
+        density: Density = 0.01,
         exchange: Exchange = "auto",
         value_dtype: ValueDtype = "bfloat16",
         warmup_epochs: int = 4,
