@@ -18,6 +18,7 @@ import contextlib
 import io
 import os
 import uuid
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -89,14 +90,14 @@ def exists(checkpoint_path: str) -> bool:
     return bool(fs.exists(path))
 
 
-def remove_side_files(checkpoint_path: str, *, but: str | None = None) -> None:
-    """Remove the side files of a checkpoint, all saves of it or all but one."""
+def remove_side_files(checkpoint_path: str, *, but: Collection[str] = ()) -> None:
+    """Remove the side files of a checkpoint, but not those of the save ids to keep."""
     fs, folder = _folder(checkpoint_path)
     with contextlib.suppress(FileNotFoundError):
         for each in fs.ls(folder, detail=False):
-            if os.path.basename(each) != but:
+            if os.path.basename(each) not in but:
                 fs.rm(each, recursive=True)
-        if but is None:
+        if not but:
             fs.rm(folder, recursive=True)
 
 
@@ -123,7 +124,7 @@ def read_side_file(checkpoint_path: str, save_id: str, rank: int) -> dict[str, A
 
 
 def apply(saved: Saved, state: HierState, device: torch.device) -> list[str]:
-    """Put a fresh state where the saved one was.
+    """Put a state where the saved one was; what it holds is forgotten.
 
     Returns:
         What could not be restored, a sentence each, for the log.
@@ -137,6 +138,7 @@ def apply(saved: Saved, state: HierState, device: torch.device) -> list[str]:
             f"{saved.path} was written in format {manifest['version']} of lightning_sparse, this one reads "
             f"{_VERSION}: use the version that wrote it, or remove the entry {KEY!r} to start without residuals."
         )
+    state.forget()
     state.round = state.stats.rounds = manifest["round"]
     state.layout.settled = _groups(manifest["settled"])
     state.layout.previous = _groups(manifest["previous"])

@@ -14,7 +14,7 @@ begins.
 
 import logging
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Container, Iterable
 from functools import partial
 from typing import Any
 
@@ -195,6 +195,15 @@ class HierState:
         if self._usage is not None:
             self._usage.close()
             self._usage = None
+
+    def forget(self) -> None:
+        """Drop all residuals, and the round that may be open."""
+        self.settle()
+        self.store = ResidualStore(self.topology.device_index, self.topology.num_devices)
+
+    def owns_any(self, parameters: Container[int]) -> bool:
+        """Whether one of these parameters, given by ``id()``, is the module's."""
+        return any(name in parameters for name in self._names)
 
     def is_for(self, module: nn.Module) -> bool:
         """Whether this state belongs to that very module."""
