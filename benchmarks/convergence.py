@@ -64,8 +64,8 @@ CONFIGS: dict[str, dict[str, Any] | None] = {
     "1%-no-feedback": {**SPARSE, "density": 0.01, "error_feedback": False},
     "1%-warmup": {**SPARSE, "density": 0.01, "warmup_epochs": 2},
     "1%-bf16": {**SPARSE, "density": 0.01, "value_dtype": "bfloat16"},
-    "default-warmup2": {"warmup_epochs": 2},
-    "default": {},
+    "default-warmup2": {"exchange": "sparse", "warmup_epochs": 2},
+    "default": {"exchange": "sparse"},  # "auto" would see loopback
     "0.1%": {**SPARSE, "density": 0.001},
     "0.1%-no-feedback": {**SPARSE, "density": 0.001, "error_feedback": False},
     "0.1%-warmup": {**SPARSE, "density": 0.001, "warmup_epochs": 2},
@@ -74,7 +74,7 @@ CONFIGS: dict[str, dict[str, Any] | None] = {
 WIDE = "4x1 "  # a row of this beginning runs on 4 nodes of one device
 CONFIGS |= {
     "1%-momentum": {**SPARSE, "density": 0.01, "momentum_correction": True},
-    "default-momentum": {"momentum_correction": True},
+    "default-momentum": {"exchange": "sparse", "momentum_correction": True},
     "0.1%-momentum-warmup": {**SPARSE, "density": 0.001, "warmup_epochs": 2, "momentum_correction": True},
     "1%-small-groups": {**SPARSE, "density": 0.01},
     "1%-regional": {**SPARSE, "density": 0.01, "exchange": "regional"},
