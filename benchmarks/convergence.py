@@ -43,12 +43,12 @@ import torch
 import torch.distributed as dist
 from convergence_pictures import EpochOrder, Pictures, load_pictures
 from convergence_report import write_report
-from provenance import commit
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 from tqdm import tqdm
 
+from lightning_sparse.bench.provenance import commit
 from lightning_sparse.strategy import HierConfig, HierState, hier_hook
 from lightning_sparse.strategy.cost import dense_bytes
 from lightning_sparse.topology import Topology, discover

@@ -43,8 +43,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from provenance import commit, processor
 
+from lightning_sparse.bench.provenance import commit, processor
 from lightning_sparse.data.batch import Batch, Look, Pipeline, Request
 from lightning_sparse.data.config import CacheConfig
 from lightning_sparse.data.manifest import load_or_list

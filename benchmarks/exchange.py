@@ -22,8 +22,8 @@ from pathlib import Path
 from typing import Any
 
 import exchange_ranks
-from provenance import commit, surroundings
 
+from lightning_sparse.bench.provenance import commit, surroundings
 from lightning_sparse.lab import Cluster, LabConfig, signals_as_exit
 
 HIDDEN = (exchange_ranks.NONE, exchange_ranks.NOTHING, "ours 1 %, taken apart")

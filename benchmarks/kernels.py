@@ -38,10 +38,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from provenance import commit, processor
 from torch import Tensor
 from tqdm import tqdm
 
+from lightning_sparse.bench.provenance import commit, processor
 from lightning_sparse.kernels import compress, kernel_report, mstopk
 
 Method = Callable[[], object]

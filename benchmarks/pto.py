@@ -38,13 +38,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from provenance import commit, processor
 from timm.optim import Lamb, Lars
 from torch import Tensor, nn
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.optim import Optimizer
 from tqdm import tqdm
 
+from lightning_sparse.bench.provenance import commit, processor
 from lightning_sparse.pto import ShardedStep, choice, communicator_of
 from lightning_sparse.topology import Topology, discover
 

@@ -35,15 +35,22 @@ def probe(comm: HierCommunicator, device: torch.device, value_dtype: torch.dtype
     taken = agreed.seconds(lambda: comm.all_reduce(shard_S))
     adding = taken - 2 * (nodes - 1) * inter.latency - 2 * carried * inter.seconds_per_byte
 
+    return Rates(inter, intra, max(0.0, adding) / carried, *kernel_costs(agreed.seconds, device, value_dtype))
+
+
+def kernel_costs(
+    seconds: Callable[[Callable[[], object]], float], device: torch.device, value_dtype: torch.dtype
+) -> tuple[float, float, float]:
+    """``select``, ``scatter`` and ``fill`` of `Rates`, by the stopwatch that is given."""
     grad_S, residual_S, next_S = (torch.randn(SELECTED, device=device) for _ in range(3))
     message = compress(grad_S, residual_S, next_S, PAIRS, value_dtype)
     few, many = (message.expand(count, -1).contiguous() for count in (1, 9))
-    select = agreed.seconds(lambda: compress(grad_S, residual_S, next_S, PAIRS, value_dtype))
-    once = agreed.seconds(lambda: accumulate(few, grad_S, PAIRS, value_dtype))
-    often = agreed.seconds(lambda: accumulate(many, grad_S, PAIRS, value_dtype))
+    select = seconds(lambda: compress(grad_S, residual_S, next_S, PAIRS, value_dtype))
+    once = seconds(lambda: accumulate(few, grad_S, PAIRS, value_dtype))
+    often = seconds(lambda: accumulate(many, grad_S, PAIRS, value_dtype))
     scatter = max(0.0, often - once) / (8 * PAIRS)
     fill = max(0.0, once - PAIRS * scatter) / SELECTED
-    return Rates(inter, intra, max(0.0, adding) / carried, select / SELECTED, scatter, fill)
+    return select / SELECTED, scatter, fill
 
 
 def _link(agreed: "_Stopwatch", all_gather: Callable[[Tensor], Tensor], members: int) -> tuple[Link, int]:
