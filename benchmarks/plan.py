@@ -19,8 +19,7 @@ import sys
 from dataclasses import replace
 from typing import Any
 
-from exchange_ranks import NOTHING
-
+from lightning_sparse.bench.exchange import NOTHING
 from lightning_sparse.bench.plan import V100, Path, round_cost
 from lightning_sparse.bench.provenance import commit, surroundings
 from lightning_sparse.strategy import cost

@@ -11,7 +11,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from lightning_sparse.cli import cache, doctor, lab, plan
+from lightning_sparse.cli import bench, cache, doctor, lab, plan
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -21,10 +21,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         prog="lightning-sparse", description="Training that stays fast on ordinary networks."
     )
     subcommands = parser.add_subparsers(dest="subcommand", required=True, metavar="COMMAND")
-    for each in (doctor, plan, lab, cache):
+    for each in (doctor, plan, bench, lab, cache):
         each.add(subcommands)
     arguments = parser.parse_args(words[:split])
-    arguments.command = words[split + 1 :]
+    arguments.words, arguments.command = words[:split], words[split + 1 :]
     try:
         return int(arguments.run(arguments))
     except (ValueError, RuntimeError) as error:

@@ -56,9 +56,10 @@ def _run(arguments: argparse.Namespace) -> int:
     if arguments.plot is not None:
         from lightning_sparse.bench.plan_plot import draw
 
-        draw(
-            first, f"{arguments.devices} devices a node, {arguments.inter_gbps:g} Gbit/s between nodes", arguments.plot
-        )
+        what = arguments.model or f"{scenario.numel:,} gradients"
+        compute = "" if scenario.compute_s is None else f", {1e3 * scenario.compute_s:.4g} ms of compute"
+        title = f"{what}{compute}, {arguments.devices} devices a node, {arguments.inter_gbps:g} Gbit/s between nodes"
+        draw(first, title, arguments.plot)
     if arguments.json:
         found = {"scenario": asdict(scenario), "assumptions": notes, "recommendation": advice}
         print(json.dumps({**found, "rows": [asdict(row) for row in rows]}, indent=2))
