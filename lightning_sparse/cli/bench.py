@@ -1,4 +1,4 @@
-"""`lightning-sparse bench kernels | exchange`: what is timed is in `lightning_sparse.bench`."""
+"""`lightning-sparse bench kernels | exchange | pto`: what is timed is in `lightning_sparse.bench`."""
 
 from __future__ import annotations
 
@@ -25,6 +25,10 @@ def add(subcommands: Subcommands) -> None:
         benchmarks, "exchange", "how long a step waits for gradients, by the way they are reduced", _exchange
     )
     _add_cluster(exchange)
+    pto = _add(benchmarks, "pto", "the optimizer step: plain, and shared between ranks", _pto)
+    _add_cluster(pto, nodes=1, devices=2)
+    pto.add_argument("--models", nargs="+", default=["resnet50", "Transformer"], metavar="NAME")
+    pto.add_argument("--optimizers", nargs="+", default=["SGD", "AdamW", "Muon"], choices=("SGD", "AdamW", "Muon"))
     exchange.add_argument("--model", default="resnet50", metavar="NAME", help="whose gradients (default %(default)s)")
 
 
@@ -39,13 +43,13 @@ def _add(
     return parser
 
 
-def _add_cluster(parser: argparse.ArgumentParser) -> None:
+def _add_cluster(parser: argparse.ArgumentParser, *, nodes: int = 2, devices: int = 1) -> None:
     parser.epilog = (
         "Started by torchrun or srun, it runs on those ranks: torchrun ... -m lightning_sparse.cli bench "
         f"{parser.prog.split()[-1]}. Else it plays a cluster of network namespaces on this machine."
     )
-    parser.add_argument("--nodes", type=int, default=2, metavar="M", help="to play (default %(default)s)")
-    parser.add_argument("--devices", type=int, default=1, metavar="L", help="of a node (default %(default)s)")
+    parser.add_argument("--nodes", type=int, default=nodes, metavar="M", help="to play (default %(default)s)")
+    parser.add_argument("--devices", type=int, default=devices, metavar="L", help="of a node (default %(default)s)")
     parser.add_argument("--gbps", type=float, default=1.0, metavar="R", help="of a node's link (default 1)")
     parser.add_argument("--rows", type=Path, help=argparse.SUPPRESS)  # a rank's answer to the process that plays
 
@@ -97,6 +101,39 @@ def _exchange(arguments: argparse.Namespace) -> int:
         rows,
         lambda rows, file: exchange.plot(rows, f"{what}, {cluster}", file),
     )
+
+
+def _pto(arguments: argparse.Namespace) -> int:
+    _ready_to_plot(arguments)
+    from lightning_sparse.bench import pto
+    from lightning_sparse.bench.ranks import launched
+
+    cases = [(m, o) for m in arguments.models for o in arguments.optimizers if o != "Muon" or m == "Transformer"]
+    limits = {"repeats": 15, "seconds": 20.0}
+    if arguments.quick:
+        cases, limits = [("resnet18", name) for name in ("SGD", "AdamW")], {"repeats": 5, "seconds": 2.0}
+
+    def ranks() -> tuple[Rows, str]:
+        from tqdm import tqdm
+
+        from lightning_sparse.bench.ranks import join, leave
+
+        topology, device = join()
+        bar = tqdm(cases, unit="case", disable=None if topology.rank == 0 else True)
+        makers = pto.ways(topology)
+        rows = [
+            row for case in bar for row in pto.measure_cases([case], pto.OPTIMIZERS, makers, topology, device, **limits)
+        ]
+        leave()
+        return rows if topology.rank == 0 else [], topology.describe()
+
+    found = _on_ranks(arguments, launched(), ranks)
+    if found is None:
+        return 0
+    rows, cluster = found
+    pto.compare(rows)
+    print(f"{cluster}\n{pto.table(rows)}")
+    return _write(arguments, {"cluster": cluster}, rows, pto.plot)
 
 
 def _on_ranks(

@@ -123,3 +123,22 @@ def test_exchange_plays_a_cluster_without_root(
     record = json.loads((tmp_path / "exchange.json").read_text())
     assert "over loopback" in record["cluster"]
     assert (tmp_path / "exchange.svg").exists()
+
+
+def _pto(folder: str) -> int:
+    from lightning_sparse.bench import pto
+
+    pto.shapes_of = lambda model: [torch.Size((30, 10)), torch.Size((10,))]  # type: ignore[assignment]
+    return cli.main(["bench", "pto", "--quick", "--out", folder])
+
+
+def test_pto_on_the_ranks_it_is_started_on(tmp_path: Path) -> None:
+    assert run_ranks(_pto, str(tmp_path), nodes=2, devices=1, init=False) == [0, 0]
+    rows = json.loads((tmp_path / "pto.json").read_text())["rows"]
+    assert {row["optimizer"] for row in rows} == {"SGD", "AdamW"}
+    found = {row["way"]: row for row in rows if row["optimizer"] == "AdamW"}
+    assert set(found) == {"plain", "pto world", "pto compute", "pto auto", "pto node"}
+    assert found["plain"]["faster"] == 1
+    assert found["plain"]["parameters"] == 310
+    assert found["pto world"]["shared"]
+    assert found["pto world"]["state_MB"] < found["plain"]["state_MB"]
