@@ -1,4 +1,4 @@
-"""`lightning-sparse bench kernels | exchange | pto`: what is timed is in `lightning_sparse.bench`."""
+"""`lightning-sparse bench kernels | exchange | pto | data`: what is timed is in `lightning_sparse.bench`."""
 
 from __future__ import annotations
 
@@ -29,6 +29,9 @@ def add(subcommands: Subcommands) -> None:
     _add_cluster(pto, nodes=1, devices=2)
     pto.add_argument("--models", nargs="+", default=["resnet50", "Transformer"], metavar="NAME")
     pto.add_argument("--optimizers", nargs="+", default=["SGD", "AdamW", "Muon"], choices=("SGD", "AdamW", "Muon"))
+    data = _add(benchmarks, "data", "images per CPU-second of each tier of the data cache", _data)
+    data.add_argument("--pictures", type=Path, metavar="DIR", help="train/<class>/*; default: made from scikit-learn's")
+    data.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="cuda: through DALI (default cpu)")
     exchange.add_argument("--model", default="resnet50", metavar="NAME", help="whose gradients (default %(default)s)")
 
 
@@ -134,6 +137,30 @@ def _pto(arguments: argparse.Namespace) -> int:
     pto.compare(rows)
     print(f"{cluster}\n{pto.table(rows)}")
     return _write(arguments, {"cluster": cluster}, rows, pto.plot)
+
+
+def _data(arguments: argparse.Namespace) -> int:
+    import torch
+    from tqdm import tqdm
+
+    from lightning_sparse.bench import data
+
+    _ready_to_plot(arguments)
+    if arguments.device == "cuda" and not torch.cuda.is_available():
+        raise ValueError("--device cuda: torch sees no GPU here. Leave it out for the CPU.")
+    if arguments.pictures is not None and not (arguments.pictures / "train").is_dir():
+        raise ValueError(f"--pictures {arguments.pictures}: no folder train/ in it. Give an image folder.")
+    with tempfile.TemporaryDirectory(prefix="bench-") as folder:
+        rows = data.measure(
+            arguments.pictures or data.generated(Path(folder), 64 if arguments.quick else 96),
+            device=torch.cuda.current_device() if arguments.device == "cuda" else None,
+            rounds=1 if arguments.quick else data.ROUNDS,
+            images=192 if arguments.quick else 640,
+            progress=lambda names: tqdm(names, unit="row", disable=None),
+        )
+    print(data.table(rows))
+    what = "crops of 375 x 500 of scikit-learn's photographs" if arguments.pictures is None else "an image folder"
+    return _write(arguments, {"pictures": what}, rows, data.plot)
 
 
 def _on_ranks(

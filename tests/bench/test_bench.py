@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from lightning_sparse import cli
-from lightning_sparse.bench import exchange, kernels, provenance, ranks
+from lightning_sparse.bench import data, exchange, kernels, provenance, ranks
 from tests.helpers.distributed import run_ranks
 
 TINY: list[kernels.Case] = [(10_000, 0.01, "gaussian"), (10_000, 0.01, "layered")]
@@ -63,6 +63,24 @@ def test_an_installed_copy_has_no_commit(tmp_path: Path, monkeypatch: pytest.Mon
     """It may lie inside a repository of the user's, whose commit says nothing."""
     monkeypatch.setattr(provenance, "HERE", tmp_path / "provenance.py")
     assert provenance.commit() == "unknown"
+
+
+def test_data_times_every_tier(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pictures = data.generated(tmp_path / "pictures", of_each=32)
+    monkeypatch.setattr(data, "TIERS", ["storage", "memory decoded"])
+    monkeypatch.setattr(data, "backends", lambda device: ["torch"])
+    words = ["bench", "data", "--quick", "--plot", "--pictures", str(pictures), "--out", str(tmp_path)]
+    assert cli.main(words) == 0
+    rows = {row["row"]: row for row in json.loads((tmp_path / "data.json").read_text())["rows"]}
+    assert set(rows) == {"storage, torch", "memory decoded, torch"}
+    assert rows["storage, torch"]["images"] == 64
+    assert all(row["per_cpu_second"] > 0 for row in rows.values())
+    assert (tmp_path / "data.svg").exists()
+
+
+def test_pictures_that_are_no_image_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["bench", "data", "--pictures", str(tmp_path)]) == 2
+    assert "no folder train/" in capsys.readouterr().err
 
 
 # -- ranks -------------------------------------------------------------------------------------------------------------
