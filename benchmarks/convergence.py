@@ -163,9 +163,9 @@ def validate(model: nn.Module, pictures: Pictures, rank: int) -> float:
     for buffer in model.buffers():
         if buffer.is_floating_point():
             dist.all_reduce(buffer)
-            buffer /= WORLD
+            buffer /= dist.get_world_size()
     model.eval()
-    mine = slice(rank, None, WORLD)
+    mine = slice(rank, None, dist.get_world_size())
     logits = model(pictures.normalised(pictures.val_x[mine].float()).contiguous(memory_format=torch.channels_last))
     model.train()
     correct = (logits.argmax(1) == pictures.val_y[mine]).sum()
