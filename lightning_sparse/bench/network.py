@@ -65,7 +65,7 @@ def _links(topology: Topology, device: torch.device) -> Iterator[Finding]:
     if topology.kind != "hierarchical":
         yield Finding("note", "links", "not measured: there is no network between nodes of equal size to look at")
         return
-    rates = probe(HierCommunicator(topology), device, VALUES)
+    rates = probe(HierCommunicator(topology), device, VALUES, BUCKET_NUMEL // topology.num_devices)
     inter, intra = _gbps(rates.inter.seconds_per_byte), _gbps(rates.intra.seconds_per_byte)
     said = f"{inter * topology.num_devices:.3g} Gbit/s a node, {1e3 * rates.inter.latency:.2g} ms a step"
     yield Finding("ok", "between nodes", said)
