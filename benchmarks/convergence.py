@@ -43,12 +43,12 @@ import torch
 import torch.distributed as dist
 from convergence_pictures import EpochOrder, Pictures, load_pictures
 from convergence_report import write_report
-from provenance import commit
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 from tqdm import tqdm
 
+from lightning_sparse.bench.provenance import commit
 from lightning_sparse.strategy import HierConfig, HierState, hier_hook
 from lightning_sparse.strategy.cost import dense_bytes
 from lightning_sparse.topology import Topology, discover
@@ -185,9 +185,9 @@ def validate(model: nn.Module, pictures: Pictures, rank: int) -> float:
     for buffer in model.buffers():
         if buffer.is_floating_point():
             dist.all_reduce(buffer)
-            buffer /= WORLD
+            buffer /= dist.get_world_size()
     model.eval()
-    mine = slice(rank, None, WORLD)
+    mine = slice(rank, None, dist.get_world_size())
     logits = model(pictures.normalised(pictures.val_x[mine].float()).contiguous(memory_format=torch.channels_last))
     model.train()
     correct = (logits.argmax(1) == pictures.val_y[mine]).sum()

@@ -25,13 +25,13 @@ from typing import Any
 import pytorch_lightning as pl
 import torch
 from convergence import resnet8
-from provenance import surroundings
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
 from torchvision.datasets import ImageFolder
 from torchvision.transforms import v2
 from tqdm import tqdm
 
+from lightning_sparse.bench.provenance import surroundings
 from lightning_sparse.data.sampler import SHUFFLES
 from lightning_sparse.flavours.pytorch_lightning import CachedImageDataModule
 
