@@ -7,6 +7,7 @@ import torch
 
 Exchange = Literal["auto", "sparse", "regional", "dense"]
 ValueDtype = Literal["float32", "bfloat16", "float16"]
+Exclude = Literal["none", "vectors"] | tuple[str, ...]
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -30,6 +31,9 @@ class HierConfig:
         overlap: reduce buckets while backward goes on, where the backend needs help for that (Gloo).
         inter_gbps: rate of a node's link in Gbit/s. ``"auto"`` then decides by the time of the bytes on it, and
             measures nothing: two runs never differ in what they choose.
+        exclude: parameters that are always reduced densely, for their entries are few and matter much. ``"vectors"``:
+            those of at most one dimension, which are biases and norms; or patterns of names, such as
+            ``("*.bias", "head.*")``, in which ``*`` stands for anything.
         error_feedback: keep what was not sent and add it to the next gradient. Only experiments turn it off.
 
     Raises:
@@ -43,6 +47,7 @@ class HierConfig:
     dense_rounds: int = 0
     overlap: bool = True
     inter_gbps: float | None = None
+    exclude: Exclude = "none"
     error_feedback: bool = True
 
     def __post_init__(self) -> None:
@@ -59,6 +64,7 @@ class HierConfig:
                 raise ValueError(f"{name}={value!r} must be a whole number, 0 or more; 0 turns it off.")
         if self.inter_gbps is not None and not (_is_number(self.inter_gbps) and 0 < self.inter_gbps < float("inf")):
             raise ValueError(f"inter_gbps={self.inter_gbps!r} must be a rate in Gbit/s; None has it measured.")
+        _check_exclude(self.exclude)
         for name in ("overlap", "error_feedback"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name}={getattr(self, name)!r} must be True or False.")
@@ -84,6 +90,16 @@ class HierConfig:
 def _one_of(name: str, value: object, allowed: tuple[str, ...]) -> None:
     if value not in allowed:
         raise ValueError(f"{name}={value!r} is not known: choose one of {', '.join(map(repr, allowed))}.")
+
+
+def _check_exclude(value: object) -> None:
+    if value in ("none", "vectors"):
+        return
+    if not isinstance(value, tuple) or not value or not all(isinstance(each, str) and each for each in value):
+        raise ValueError(
+            f"exclude={value!r} must be 'none', 'vectors' (parameters of at most one dimension), or a tuple of "
+            f"patterns of parameter names such as ('*.bias', 'head.*')."
+        )
 
 
 def _is_number(value: object) -> bool:

@@ -28,7 +28,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_sparse.strategy import checkpoint as saving
-from lightning_sparse.strategy.config import Exchange, HierConfig, ValueDtype
+from lightning_sparse.strategy.config import Exchange, Exclude, HierConfig, ValueDtype
 from lightning_sparse.strategy.hook import hier_hook
 from lightning_sparse.strategy.roll_call import RollCall
 from lightning_sparse.strategy.state import HierState, log
@@ -84,6 +84,8 @@ class MSTopKHierMixin(_Host):
         dense_rounds: rounds at the start in which everything is sent.
         overlap: reduce buckets while backward goes on.
         inter_gbps: rate of a node's link in Gbit/s, for ``"auto"`` to go by instead of a measurement.
+        exclude: parameters always reduced densely: ``"none"``, ``"vectors"`` (biases and norms), or a tuple of patterns
+            of their names.
         **kwargs: DDPStrategy's and DistributedDataParallel's own. ``gradient_as_bucket_view`` is True unless given.
 
     Raises:
@@ -99,6 +101,7 @@ class MSTopKHierMixin(_Host):
         dense_rounds: int = 0,
         overlap: bool = True,
         inter_gbps: float | None = None,
+        exclude: Exclude = "none",
         **kwargs: Any,
     ) -> None:
         self.config = HierConfig(
@@ -109,6 +112,7 @@ class MSTopKHierMixin(_Host):
             dense_rounds=dense_rounds,
             overlap=overlap,
             inter_gbps=inter_gbps,
+            exclude=exclude,
         )
         _check_options(type(self), kwargs)
         _show_log_lines()

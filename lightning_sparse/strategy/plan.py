@@ -46,11 +46,17 @@ def choose(
         return Plan("regional", k) if work.shard_numel >= topology.num_nodes else Plan("dense")
     if config.exchange != "auto":
         return Plan(config.exchange, k if config.exchange == "sparse" else 0)
-    flat, dense = cost.flat_seconds(work, rates), cost.dense_seconds(work, rates)
+    fastest_dense = min(cost.flat_seconds(work, rates), cost.dense_seconds(work, rates))
     sparse = cost.sparse_seconds(work, rates, k, config.dtype)
-    if sparse < cost.MARGIN * min(flat, dense) and not is_dense_round(config, round_index):
+    if sparse < cost.MARGIN * fastest_dense and not is_dense_round(config, round_index):
         return Plan("sparse", k)
-    return Plan("dense" if dense <= flat else "flat")
+    return choose_dense(topology, rates, group, dtype)
+
+
+def choose_dense(topology: Topology, rates: Rates, group: ParamGroup, dtype: torch.dtype) -> Plan:
+    """The cheaper of the two dense paths: of a group excluded from selection, or where sparse would not be faster."""
+    work = cost.Work(topology.num_nodes, topology.num_devices, group.numel, dtype.itemsize)
+    return Plan("dense" if cost.dense_seconds(work, rates) <= cost.flat_seconds(work, rates) else "flat")
 
 
 def bytes_of(

@@ -25,10 +25,17 @@ from torch._C._distributed_c10d import GradBucket  # torch.distributed re-export
 from lightning_sparse.strategy.communicator import HierCommunicator
 from lightning_sparse.strategy.config import HierConfig
 from lightning_sparse.strategy.cost import Rates, effective_density
-from lightning_sparse.strategy.layout import Layout, ParamGroup, group_of, parameter_names, refuse_sparse_gradients
+from lightning_sparse.strategy.layout import (
+    Layout,
+    ParamGroup,
+    excluded_names,
+    group_of,
+    parameter_names,
+    refuse_sparse_gradients,
+)
 from lightning_sparse.strategy.overlap import Inline, Runner, SideStream, lanes_of
 from lightning_sparse.strategy.parts import Arrived, Part
-from lightning_sparse.strategy.plan import Plan, bytes_of, choose, is_reducible_by_shard
+from lightning_sparse.strategy.plan import Plan, bytes_of, choose, choose_dense, is_reducible_by_shard
 from lightning_sparse.strategy.probe import probe
 from lightning_sparse.strategy.residual import ResidualStore
 from lightning_sparse.strategy.schedule import density_at
@@ -69,7 +76,9 @@ class HierState:
         self.round = 0
         self.stats = CommStats()
         self.runner: Runner = _runner(topology, module) if config.overlap else Inline()
-        self.layout = Layout()
+        excluded = excluded_names(module, config.exclude)
+        sends_sparsely = topology.kind == "hierarchical" and config.exchange != "dense"
+        self.layout = Layout(excluded=excluded if sends_sparsely else frozenset())
         self.store = ResidualStore(topology.device_index, topology.num_devices)
         refuse_sparse_gradients(module)
         self._module = weakref.ref(module)
@@ -228,7 +237,9 @@ class HierState:
             return Plan("identity")
         if not self.layout.is_settled(group):
             return Plan("dense")
-        rates = self.rates or Rates.of_link(1.0, self.topology.num_devices)  # read by "auto" alone, which has them
+        rates = self.rates or Rates.of_link(1.0, self.topology.num_devices)  # measured for "auto" alone
+        if self.layout.is_excluded(group):
+            return choose_dense(self.topology, rates, group, dtype)
         return choose(self.config, self.topology, rates, group, dtype, round_index=self.round, epoch=self.epoch)
 
     def _measure(self, device: torch.device) -> None:
