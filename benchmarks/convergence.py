@@ -6,8 +6,12 @@
 PICTURES is a folder or a .tar of one, ``{train,val}/<class>/*.jpg``, all pictures of one size (32 x 32).
 
 What runs is the real thing: four processes with Gloo, two nodes of two devices each as the environment tells it
-(GROUP_RANK, LOCAL_RANK), `DistributedDataParallel`, and `hier_hook` registered on it; "dense" is DDP without a hook.
-Only the network is missing: both nodes are this machine, so bytes are counted and times mean nothing.
+(GROUP_RANK, LOCAL_RANK) or four nodes of one ("-4x1"), `DistributedDataParallel`, and `hier_hook` registered on it;
+"dense" is DDP without a hook. Only the network is missing: all nodes are this machine, so bytes are counted and times
+mean nothing.
+
+The regional exchange is held against the all-gather of messages at equal bytes: with M = 4 nodes a device receives
+(M-1) K entries by the all-gather and 2 (M-1) K / M by regions, so by regions K may be twice as large.
 
 **Paired.** Initialisation, data order and augmentation are functions of the seed alone; a configuration changes only
 how gradients travel. So differences to dense are taken seed by seed, and their interval is far narrower than that of
@@ -51,12 +55,13 @@ from tqdm import tqdm
 
 from lightning_sparse.strategy import HierConfig, HierState, hier_hook
 from lightning_sparse.strategy.cost import dense_bytes
-from lightning_sparse.topology import Topology, discover
+from lightning_sparse.topology import Topology, discover, with_groups
 
 NODES, DEVICES = 2, 2
 WORLD = NODES * DEVICES
 
-# What differs between the rows of the table: the arguments of HierConfig. None: plain DDP.
+# What differs between the rows of the table: the arguments of HierConfig, and "nodes" and "bucket_cap_mb" where they
+# are not the usual ones. None: plain DDP.
 SPARSE = {"exchange": "sparse", "value_dtype": "float32", "warmup_epochs": 0}
 CONFIGS: dict[str, dict[str, Any] | None] = {
     "dense": None,
@@ -66,6 +71,11 @@ CONFIGS: dict[str, dict[str, Any] | None] = {
     "1%-bf16": {**SPARSE, "density": 0.01, "value_dtype": "bfloat16"},
     "default-warmup2": {"warmup_epochs": 2},
     "default": {},
+    "default-exclude": {"exclude": "vectors"},
+    "1%-exclude": {**SPARSE, "density": 0.01, "exclude": "vectors"},
+    "1%-buckets": {**SPARSE, "density": 0.01, "bucket_cap_mb": 0.02},  # otherwise the whole model is one
+    "1%-4x1": {**SPARSE, "density": 0.01, "nodes": 4},
+    "2%-regional-4x1": {**SPARSE, "density": 0.02, "exchange": "regional", "nodes": 4},
     "0.1%": {**SPARSE, "density": 0.001},
     "0.1%-no-feedback": {**SPARSE, "density": 0.001, "error_feedback": False},
     "0.1%-warmup": {**SPARSE, "density": 0.001, "warmup_epochs": 2},
@@ -137,12 +147,18 @@ def resnet8(num_classes: int, widths: tuple[int, int, int] = (16, 32, 64)) -> nn
 # --- one run, on every rank
 
 
+def option(config: str, name: str, usual: Any) -> Any:
+    """What the configuration says of something that HierConfig does not know."""
+    return (CONFIGS[config] or {}).get(name, usual)
+
+
 def attach(ddp: DistributedDataParallel, config: str, topology: Topology) -> HierState | None:
     """Put the configuration's hook on `ddp`; its state, or None for plain DDP."""
     arguments = CONFIGS[config]
     if arguments is None:
         return None
-    state = HierState(ddp.module, HierConfig(**arguments), topology)
+    known = {name: value for name, value in arguments.items() if name not in ("nodes", "bucket_cap_mb")}
+    state = HierState(ddp.module, HierConfig(**known), topology)
     ddp.register_comm_hook(state, hier_hook)
     return state
 
@@ -154,7 +170,7 @@ def bytes_per_node(state: HierState | None, num_parameters: int, rounds: int) ->
         return rounds * DEVICES * dense_bytes(NODES, num_parameters // DEVICES, itemsize=4)
     received = torch.tensor(state.stats.bytes_between_nodes, dtype=torch.float64)
     dist.all_reduce(received)
-    return received.item() / NODES
+    return received.item() / state.topology.num_nodes
 
 
 @torch.no_grad()
@@ -183,12 +199,14 @@ def check_ranks_agree(model: nn.Module) -> None:
         raise RuntimeError(f"ranks hold different parameters, by up to {(high_N - low_N).max():.3g}")
 
 
-def wrap(model: nn.Module) -> DistributedDataParallel:
+def wrap(model: nn.Module, bucket_cap_mb: float) -> DistributedDataParallel:
     """DDP whose batch statistics stay local while training, as a cluster that minds its slow link would have them."""
     # torch 2.15 renames the option and warns about the old name.
     known = inspect.signature(DistributedDataParallel.__init__).parameters
-    option = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"
-    return DistributedDataParallel(model, gradient_as_bucket_view=True, **{option: False})
+    sync_buffers = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"
+    return DistributedDataParallel(
+        model, gradient_as_bucket_view=True, bucket_cap_mb=bucket_cap_mb, **{sync_buffers: False}
+    )
 
 
 class Trainer:
@@ -200,7 +218,7 @@ class Trainer:
         self.run, self.pictures, self.rank = run, pictures, topology.rank
         self.model = resnet8(pictures.num_classes).to(memory_format=torch.channels_last)
         self.num_parameters = sum(parameter.numel() for parameter in self.model.parameters())
-        self.ddp = wrap(self.model)
+        self.ddp = wrap(self.model, option(run.config, "bucket_cap_mb", 25))
         self.state = attach(self.ddp, run.config, topology)
         self.optimizer = torch.optim.SGD(
             self.model.parameters(), settings.lr, settings.momentum, weight_decay=settings.weight_decay, foreach=True
@@ -272,7 +290,7 @@ def worker(rank: int, runs: list[Run], pictures_file: Path, folder: Path, rendez
     dist.init_process_group(
         "gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=WORLD, timeout=timedelta(seconds=120)
     )
-    topology = discover()
+    topologies = {NODES: discover()}
     at_commit = commit()
     pictures: Pictures = torch.load(pictures_file, weights_only=False)
     with tqdm(total=sum(run.settings.epochs for run in runs), unit="epoch", disable=rank != 0) as bar:
@@ -282,7 +300,10 @@ def worker(rank: int, runs: list[Run], pictures_file: Path, folder: Path, rendez
                 bar.set_description(f"{run.config} seed {run.seed}: {row['val_accuracy']:.1f} %", refresh=False)
                 bar.update()
 
-            record = train(run, pictures, topology, show)
+            nodes = option(run.config, "nodes", NODES)
+            if nodes not in topologies:
+                topologies[nodes] = with_groups(torch.arange(WORLD).view(nodes, -1).tolist())
+            record = train(run, pictures, topologies[nodes], show)
             if rank == 0:
                 temporary = folder / f".{run.file_name}"
                 temporary.write_text(json.dumps({**record, "commit": at_commit}, indent=1))
