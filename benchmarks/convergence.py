@@ -5,9 +5,12 @@
 
 PICTURES is a folder or a .tar of one, ``{train,val}/<class>/*.jpg``, all pictures of one size (32 x 32).
 
-What runs is the real thing: four processes with Gloo, taken for two nodes of two devices (or four of one, where a row
-says so), `DistributedDataParallel`, and `hier_hook` registered on it; "dense" is DDP without a hook.
-Only the network is missing: both nodes are this machine, so bytes are counted and times mean nothing.
+What runs is the real thing: four processes with Gloo, taken for two nodes of two devices or for four of one ("-4x1"),
+`DistributedDataParallel`, and `hier_hook` registered on it; "dense" is DDP without a hook. Only the network is missing:
+all nodes are this machine, so bytes are counted and times mean nothing.
+
+The regional exchange is held against the all-gather of messages at equal bytes: with M = 4 nodes a device receives
+(M-1) K entries by the all-gather and 2 (M-1) K / M by regions, so by regions K may be twice as large.
 
 **Paired.** Initialisation, data order and augmentation are functions of the seed alone; a configuration changes only
 how gradients travel. So differences to dense are taken seed by seed, and their interval is far narrower than that of
@@ -51,12 +54,13 @@ from tqdm import tqdm
 from lightning_sparse.bench.provenance import commit
 from lightning_sparse.strategy import HierConfig, HierState, hier_hook
 from lightning_sparse.strategy.cost import dense_bytes
-from lightning_sparse.topology import Topology, discover
+from lightning_sparse.topology import Topology, with_groups
 
-CLUSTER = (2, 2)  # nodes, devices
-WORLD = 4
+NODES, DEVICES = 2, 2
+WORLD = NODES * DEVICES
 
-# What differs between the rows of the table: the arguments of HierConfig. None: plain DDP.
+# What differs between the rows of the table: the arguments of HierConfig, and "nodes" and "bucket_cap_mb" where they
+# are not the usual ones. None: plain DDP.
 SPARSE = {"exchange": "sparse", "value_dtype": "float32", "warmup_epochs": 0}
 CONFIGS: dict[str, dict[str, Any] | None] = {
     "dense": None,
@@ -66,23 +70,20 @@ CONFIGS: dict[str, dict[str, Any] | None] = {
     "1%-bf16": {**SPARSE, "density": 0.01, "value_dtype": "bfloat16"},
     "default-warmup2": {"exchange": "sparse", "warmup_epochs": 2},
     "default": {"exchange": "sparse"},  # "auto" would see loopback
+    "default-exclude": {"exchange": "sparse", "exclude": "vectors"},
+    "default-momentum": {"exchange": "sparse", "momentum_correction": True},
+    "1%-momentum": {**SPARSE, "density": 0.01, "momentum_correction": True},
+    "1%-exclude": {**SPARSE, "density": 0.01, "exclude": "vectors"},
+    "1%-buckets": {**SPARSE, "density": 0.01, "bucket_cap_mb": 0.02},  # otherwise the whole model is one
+    "1%-regional": {**SPARSE, "density": 0.01, "exchange": "regional"},
+    "1%-4x1": {**SPARSE, "density": 0.01, "nodes": 4},
+    "2%-regional-4x1": {**SPARSE, "density": 0.02, "exchange": "regional", "nodes": 4},
+    "auto, 1 Gbit/s": {"density": "auto", "inter_gbps": 1.0, "bucket_cap_mb": 0.1},
+    "0.1%-momentum-warmup": {**SPARSE, "density": 0.001, "warmup_epochs": 2, "momentum_correction": True},
     "0.1%": {**SPARSE, "density": 0.001},
     "0.1%-no-feedback": {**SPARSE, "density": 0.001, "error_feedback": False},
     "0.1%-warmup": {**SPARSE, "density": 0.001, "warmup_epochs": 2},
 }
-
-WIDE = "4x1 "  # a row of this beginning runs on 4 nodes of one device
-CONFIGS |= {
-    "1%-momentum": {**SPARSE, "density": 0.01, "momentum_correction": True},
-    "default-momentum": {"exchange": "sparse", "momentum_correction": True},
-    "0.1%-momentum-warmup": {**SPARSE, "density": 0.001, "warmup_epochs": 2, "momentum_correction": True},
-    "1%-small-groups": {**SPARSE, "density": 0.01},
-    "1%-regional": {**SPARSE, "density": 0.01, "exchange": "regional"},
-    WIDE + "1%": {**SPARSE, "density": 0.01},
-    WIDE + "regional, equal bytes": {**SPARSE, "density": 0.02, "exchange": "regional"},
-    "auto": {"density": "auto", "inter_gbps": 1.0},
-}
-BUCKET_MB = {"1%-small-groups": 0.04, "auto": 0.1}  # else the whole model is one group
 
 TUNE_LRS = (0.05, 0.1, 0.2, 0.4, 0.8)
 TUNE_SEEDS = (1000, 1001)
@@ -150,9 +151,9 @@ def resnet8(num_classes: int, widths: tuple[int, int, int] = (16, 32, 64)) -> nn
 # --- one run, on every rank
 
 
-def cluster_of(config: str) -> tuple[int, int]:
-    """Nodes and devices of a row."""
-    return (WORLD, 1) if config.startswith(WIDE) else CLUSTER
+def option(config: str, name: str, usual: Any) -> Any:
+    """What the configuration says of something that HierConfig does not know."""
+    return (CONFIGS[config] or {}).get(name, usual)
 
 
 def attach(
@@ -162,7 +163,8 @@ def attach(
     arguments = CONFIGS[config]
     if arguments is None:
         return None
-    state = HierState(ddp.module, HierConfig(**arguments), topology)
+    known = {name: value for name, value in arguments.items() if name not in ("nodes", "bucket_cap_mb")}
+    state = HierState(ddp.module, HierConfig(**known), topology)
     state.watch([optimizer])
     ddp.register_comm_hook(state, hier_hook)
     return state
@@ -172,8 +174,7 @@ def bytes_per_node(state: HierState | None, num_parameters: int, rounds: int) ->
     """Bytes that a node's devices have received from the other nodes so far, all together. Collective."""
     if state is None:
         # What the dense exchange of the same hierarchy would; DDP's flat ring takes half as much again.
-        nodes, devices = CLUSTER
-        return rounds * devices * dense_bytes(nodes, num_parameters // devices, itemsize=4)
+        return rounds * DEVICES * dense_bytes(NODES, num_parameters // DEVICES, itemsize=4)
     received = torch.tensor(state.stats.bytes_between_nodes, dtype=torch.float64)
     dist.all_reduce(received)
     return received.item() / state.topology.num_nodes
@@ -205,13 +206,14 @@ def check_ranks_agree(model: nn.Module) -> None:
         raise RuntimeError(f"ranks hold different parameters, by up to {(high_N - low_N).max():.3g}")
 
 
-def wrap(model: nn.Module, bucket_cap_mb: float | None = None) -> DistributedDataParallel:
+def wrap(model: nn.Module, bucket_cap_mb: float) -> DistributedDataParallel:
     """DDP whose batch statistics stay local while training, as a cluster that minds its slow link would have them."""
     # torch 2.15 renames the option and warns about the old name.
     known = inspect.signature(DistributedDataParallel.__init__).parameters
-    option = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"
-    buckets = {} if bucket_cap_mb is None else {"bucket_cap_mb": bucket_cap_mb}
-    return DistributedDataParallel(model, gradient_as_bucket_view=True, **{option: False}, **buckets)
+    sync_buffers = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"
+    return DistributedDataParallel(
+        model, gradient_as_bucket_view=True, bucket_cap_mb=bucket_cap_mb, **{sync_buffers: False}
+    )
 
 
 class Trainer:
@@ -223,7 +225,7 @@ class Trainer:
         self.run, self.pictures, self.rank = run, pictures, topology.rank
         self.model = resnet8(pictures.num_classes).to(memory_format=torch.channels_last)
         self.num_parameters = sum(parameter.numel() for parameter in self.model.parameters())
-        self.ddp = wrap(self.model, BUCKET_MB.get(run.config))
+        self.ddp = wrap(self.model, option(run.config, "bucket_cap_mb", 25))
         self.optimizer = torch.optim.SGD(
             self.model.parameters(), settings.lr, settings.momentum, weight_decay=settings.weight_decay, foreach=True
         )
@@ -293,8 +295,7 @@ def worker(rank: int, runs: list[Run], pictures_file: Path, folder: Path, rendez
     dist.init_process_group(
         "gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=WORLD, timeout=timedelta(seconds=120)
     )
-    clusters = dict.fromkeys(cluster_of(run.config) for run in runs)
-    topologies = {each: discover(node_rank=rank // each[1], local_rank=rank % each[1]) for each in clusters}
+    topologies: dict[int, Topology] = {}
     at_commit = commit()
     pictures: Pictures = torch.load(pictures_file, weights_only=False)
     with tqdm(total=sum(run.settings.epochs for run in runs), unit="epoch", disable=rank != 0) as bar:
@@ -304,7 +305,10 @@ def worker(rank: int, runs: list[Run], pictures_file: Path, folder: Path, rendez
                 bar.set_description(f"{run.config} seed {run.seed}: {row['val_accuracy']:.1f} %", refresh=False)
                 bar.update()
 
-            record = train(run, pictures, topologies[cluster_of(run.config)], show)
+            nodes = option(run.config, "nodes", NODES)
+            if nodes not in topologies:
+                topologies[nodes] = with_groups(torch.arange(WORLD).view(nodes, -1).tolist())
+            record = train(run, pictures, topologies[nodes], show)
             if rank == 0:
                 temporary = folder / f".{run.file_name}"
                 temporary.write_text(json.dumps({**record, "commit": at_commit}, indent=1))

@@ -118,7 +118,7 @@ def write_report(records: Sequence[dict[str, Any]], out: Path, command: str) -> 
     tail = [
         "",
         "Accuracy after the last epoch. The difference is taken seed by seed; ± is half of the 95 % t-interval of its",
-        "mean. Bytes are what the devices of a node together receive from the other node; for dense, the 2-D exchange.",
+        "mean. Bytes are what the devices of a node together receive from other nodes; for dense, the 2-D exchange.",
         "",
     ]
     (out / "results.md").write_text("\n".join([*head, table(rows), *tail]))

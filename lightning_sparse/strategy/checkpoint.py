@@ -135,8 +135,9 @@ def apply(saved: Saved, state: HierState, device: torch.device) -> list[str]:
         )
     state.forget()
     state.round = state.stats.rounds = manifest["round"]
-    state.layout.settled = _groups(manifest["settled"])
-    state.layout.previous = _groups(manifest["previous"])
+    # Cut again: what is excluded now may not have been then. regroup() then brings the residuals along.
+    state.layout.settled = state.layout.cut(_groups(manifest["settled"]))
+    state.layout.previous = state.layout.cut(_groups(manifest["previous"]))
     complaints = _config_changes(state.config, manifest["config"])
     if tuple(map(tuple, manifest["nodes"])) == state.topology.nodes:
         if state.rates is None and manifest.get("rates") is not None:

@@ -8,6 +8,7 @@ import torch
 Exchange = Literal["auto", "sparse", "regional", "dense"]
 ValueDtype = Literal["float32", "bfloat16", "float16"]
 Density = float | Literal["auto"]
+Exclude = Literal["none", "vectors"] | tuple[str, ...]
 
 LEAST_DENSITY = 0.01  # below it accuracy was seen to suffer (benchmarks/results/convergence-*.md)
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -36,6 +37,9 @@ class HierConfig:
             measures nothing: two runs never differ in what they choose.
         momentum_correction: for torch.optim.SGD with momentum: the hook keeps it with the residuals, and stops it
             where an entry was sent (lightning_sparse.strategy.momentum).
+        exclude: parameters that are always reduced densely, for their entries are few and matter much. ``"vectors"``:
+            those of at most one dimension, which are biases and norms; or patterns of names, such as
+            ``("*.bias", "head.*")``, in which ``*`` stands for anything.
         error_feedback: keep what was not sent and add it to the next gradient. Only experiments turn it off.
 
     Raises:
@@ -50,6 +54,7 @@ class HierConfig:
     overlap: bool = True
     inter_gbps: float | None = None
     momentum_correction: bool = False
+    exclude: Exclude = "none"
     error_feedback: bool = True
 
     def __post_init__(self) -> None:
@@ -66,6 +71,7 @@ class HierConfig:
                 raise ValueError(f"{name}={value!r} must be a whole number, 0 or more; 0 turns it off.")
         if self.inter_gbps is not None and not (_is_number(self.inter_gbps) and 0 < self.inter_gbps < float("inf")):
             raise ValueError(f"inter_gbps={self.inter_gbps!r} must be a rate in Gbit/s; None has it measured.")
+        _check_exclude(self.exclude)
         for name in ("overlap", "momentum_correction", "error_feedback"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name}={getattr(self, name)!r} must be True or False.")
@@ -108,6 +114,16 @@ class HierConfig:
 def _one_of(name: str, value: object, allowed: tuple[str, ...]) -> None:
     if value not in allowed:
         raise ValueError(f"{name}={value!r} is not known: choose one of {', '.join(map(repr, allowed))}.")
+
+
+def _check_exclude(value: object) -> None:
+    if value in ("none", "vectors"):
+        return
+    if not isinstance(value, tuple) or not value or not all(isinstance(each, str) and each for each in value):
+        raise ValueError(
+            f"exclude={value!r} must be 'none', 'vectors' (parameters of at most one dimension), or a tuple of "
+            f"patterns of parameter names such as ('*.bias', 'head.*')."
+        )
 
 
 def _is_number(value: object) -> bool:

@@ -8,13 +8,18 @@ the *layout* is the list of groups of one round.
 A layout settles when two rounds in a row had it; until then rounds are dense. A settled layout outlives the wrapper:
 when the same parameters come back as one big bucket, it is split into the settled groups, which gives the same shards,
 hence the same bits, as if nothing had happened.
+
+Parameters excluded from selection are groups of their own: each bucket is cut in two, the excluded ones and the rest.
 """
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 from itertools import accumulate
 
 from torch import Tensor, nn
+
+from lightning_sparse.strategy.config import Exclude
 
 
 @dataclass(frozen=True)
@@ -33,6 +38,12 @@ class ParamGroup:
         """Where each parameter lies in the flat tensor."""
         ends = accumulate(self.numels)
         return {n: slice(end - numel, end) for n, numel, end in zip(self.names, self.numels, ends, strict=True)}
+
+    def only(self, names: Iterable[str]) -> "ParamGroup":
+        """The group's parameters of these names, in its order."""
+        wanted = set(names)
+        kept = [(n, numel) for n, numel in zip(self.names, self.numels, strict=True) if n in wanted]
+        return ParamGroup(tuple(n for n, _ in kept), tuple(numel for _, numel in kept))
 
     def shard_numel(self, num_devices: int) -> int:
         """S = ceil(N / L), the length of a device's part once the flat tensor is padded to L * S."""
@@ -59,6 +70,28 @@ class ParamGroup:
 def parameter_names(module: nn.Module) -> dict[int, str]:
     """id -> name for every parameter of the module; a shared parameter has its first name."""
     return {id(parameter): name for name, parameter in module.named_parameters()}
+
+
+def excluded_names(module: nn.Module, exclude: Exclude) -> frozenset[str]:
+    """The parameters that ``exclude`` means.
+
+    Raises:
+        ValueError: when a pattern matches no parameter.
+    """
+    named = dict(module.named_parameters())
+    if exclude == "none":
+        return frozenset()
+    if exclude == "vectors":
+        return frozenset(name for name, parameter in named.items() if parameter.dim() <= 1)
+    matched = {pattern: [name for name in named if fnmatchcase(name, pattern)] for pattern in exclude}
+    idle = [pattern for pattern, names in matched.items() if not names]
+    if idle:
+        raise ValueError(
+            f"exclude={exclude!r}: {', '.join(map(repr, idle))} matches none of the module's {len(named)} parameters, "
+            f"whose names are like {', '.join(map(repr, list(named)[:3]))}. A pattern is held against the whole name; "
+            f"'*' stands for anything."
+        )
+    return frozenset(name for names in matched.values() for name in names)
 
 
 def refuse_sparse_gradients(module: nn.Module) -> None:
@@ -95,10 +128,15 @@ def group_of(parameters: Sequence[Tensor], names: dict[int, str]) -> ParamGroup:
 
 @dataclass
 class Layout:
-    """Follows the groups of each round and tells which are settled."""
+    """Follows the groups of each round and tells which are settled.
+
+    Attributes:
+        excluded: parameters that share no group with others.
+    """
 
     settled: tuple[ParamGroup, ...] = ()
     previous: tuple[ParamGroup, ...] = ()
+    excluded: frozenset[str] = frozenset()
     _current: list[ParamGroup] = field(default_factory=list)
 
     def parts(self, group: ParamGroup) -> tuple[ParamGroup, ...]:
@@ -114,9 +152,23 @@ class Layout:
         """Whether the group may be sent sparsely: its layout was seen in two rounds."""
         return group in self.settled
 
+    def is_excluded(self, group: ParamGroup) -> bool:
+        """Whether the group is the excluded part of a bucket."""
+        return self.excluded.issuperset(group.names)
+
+    @property
+    def selected(self) -> tuple[ParamGroup, ...]:
+        """The settled groups that are not excluded, in the order in which they become ready."""
+        return tuple(group for group in self.settled if not self.is_excluded(group))
+
+    def cut(self, groups: Iterable[ParamGroup]) -> tuple[ParamGroup, ...]:
+        """Each group as two, without the excluded parameters and of them alone; what is empty is left out."""
+        halves = [(g.only(set(g.names) - self.excluded), g.only(self.excluded)) for g in groups]
+        return tuple(half for pair in halves for half in pair if half.names)
+
     def record(self, group: ParamGroup) -> None:
-        """Note a group of the running round."""
-        self._current.append(group)
+        """Note a bucket's group of the running round."""
+        self._current.extend(self.cut([group]))
 
     def abandon_round(self) -> bool:
         """Forget a round that was cut short; True when there was one."""

@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_sparse.strategy import checkpoint as saving
-from lightning_sparse.strategy.config import Density, Exchange, HierConfig, ValueDtype
+from lightning_sparse.strategy.config import Density, Exchange, Exclude, HierConfig, ValueDtype
 from lightning_sparse.strategy.hook import hier_hook
 from lightning_sparse.strategy.options import check_options, show_log_lines
 from lightning_sparse.strategy.roll_call import RollCall
@@ -79,6 +79,8 @@ class MSTopKHierMixin(_Host):
         overlap: reduce buckets while backward goes on.
         inter_gbps: rate of a node's link in Gbit/s, for ``"auto"`` to go by instead of a measurement.
         momentum_correction: with torch.optim.SGD, keep its momentum with the residuals.
+        exclude: parameters always reduced densely: ``"none"``, ``"vectors"`` (biases and norms), or a tuple of patterns
+            of their names.
         **kwargs: DDPStrategy's and DistributedDataParallel's own. ``gradient_as_bucket_view`` is True unless given.
 
     Raises:
@@ -95,6 +97,7 @@ class MSTopKHierMixin(_Host):
         overlap: bool = True,
         inter_gbps: float | None = None,
         momentum_correction: bool = False,
+        exclude: Exclude = "none",
         **kwargs: Any,
     ) -> None:
         self.config = HierConfig(
@@ -106,6 +109,7 @@ class MSTopKHierMixin(_Host):
             overlap=overlap,
             inter_gbps=inter_gbps,
             momentum_correction=momentum_correction,
+            exclude=exclude,
         )
         check_options(type(self), kwargs)
         show_log_lines()

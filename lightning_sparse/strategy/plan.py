@@ -36,12 +36,11 @@ def choose(
     rates: Rates,
     group: ParamGroup,
     dtype: torch.dtype,
-    *,
     density: float,
     round_index: int,
     epoch: int,
 ) -> Plan:
-    """The path of a settled group on a hierarchical topology."""
+    """The path of a settled group on a hierarchical topology, if it is not excluded from selection."""
     if is_dense_round(config, round_index) and config.exchange != "auto":
         return Plan("dense")
     work = _work(topology, group, dtype)
@@ -49,6 +48,11 @@ def choose(
     if plan.path == "sparse" and is_dense_round(config, round_index):
         return _fastest_dense(config, work, rates)[0]
     return plan
+
+
+def choose_dense(config: HierConfig, topology: Topology, rates: Rates, group: ParamGroup, dtype: torch.dtype) -> Plan:
+    """The path of a settled group that is excluded from selection: the cheaper of the two dense ones."""
+    return _fastest_dense(config, _work(topology, group, dtype), rates)[0]
 
 
 def free_density(

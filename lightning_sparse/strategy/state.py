@@ -24,11 +24,18 @@ from torch._C._distributed_c10d import GradBucket  # torch.distributed re-export
 from lightning_sparse.strategy.communicator import HierCommunicator
 from lightning_sparse.strategy.config import HierConfig
 from lightning_sparse.strategy.cost import Rates, effective_density
-from lightning_sparse.strategy.layout import Layout, ParamGroup, group_of, parameter_names, refuse_sparse_gradients
+from lightning_sparse.strategy.layout import (
+    Layout,
+    ParamGroup,
+    excluded_names,
+    group_of,
+    parameter_names,
+    refuse_sparse_gradients,
+)
 from lightning_sparse.strategy.momentum import MomentumCorrection
 from lightning_sparse.strategy.overlap import Inline, Runner, SideStream, lanes_of
 from lightning_sparse.strategy.parts import Arrived, Part
-from lightning_sparse.strategy.plan import Plan, bytes_of, choose, free_density, is_reducible_by_shard
+from lightning_sparse.strategy.plan import Plan, bytes_of, choose, choose_dense, free_density, is_reducible_by_shard
 from lightning_sparse.strategy.probe import probe
 from lightning_sparse.strategy.residual import ResidualStore
 from lightning_sparse.strategy.schedule import density_at
@@ -74,7 +81,9 @@ class HierState:
         self.round = 0
         self.stats = CommStats()
         self.runner: Runner = _runner(topology, module) if config.overlap else Inline()
-        self.layout = Layout()
+        excluded = excluded_names(module, config.exclude)
+        sends_sparsely = topology.kind == "hierarchical" and config.exchange != "dense"
+        self.layout = Layout(excluded=excluded if sends_sparsely else frozenset())
         self.store = ResidualStore(topology.device_index, topology.num_devices)
         refuse_sparse_gradients(module)
         self._module = weakref.ref(module)
@@ -255,18 +264,12 @@ class HierState:
             return Plan("identity")
         if not self.layout.is_settled(group):
             return Plan("dense")
-        rates = self.rates or Rates.of_link(1.0, self.topology.num_devices)  # read by "auto" alone, which has them
-        hidden = group != self.layout.settled[-1]  # with density="auto": behind the rest of backward
-        return choose(
-            self.config,
-            self.topology,
-            rates,
-            group,
-            dtype,
-            density=self.density if hidden else self.config.least_density,
-            round_index=self.round,
-            epoch=self.epoch,
-        )
+        rates = self.rates or Rates.of_link(1.0, self.topology.num_devices)  # measured for "auto" alone
+        if self.layout.is_excluded(group):
+            return choose_dense(self.config, self.topology, rates, group, dtype)
+        hidden = group != self.layout.selected[-1]  # with density="auto": behind the rest of backward
+        density = self.density if hidden else self.config.least_density
+        return choose(self.config, self.topology, rates, group, dtype, density, self.round, self.epoch)
 
     def _measure(self, device: torch.device) -> None:
         """While no bucket is under way: all ranks are at the same place, and nothing else is on the networks."""
@@ -282,15 +285,14 @@ class HierState:
 
     def _set_density(self, device: torch.device, rates: Rates) -> None:
         self.runner.wait()
-        window = torch.tensor([self._window.seconds()], dtype=torch.float64, device=device)
-        self.communicator.flat_all_reduce(window, op=MAX)
-        hidden = [(group, self._dtypes[group.names[0]]) for group in self.layout.settled[:-1] if self.is_sharded(group)]
+        window = self._window.agreed(self.communicator, device)
+        hidden = [(g, self._dtypes[g.names[0]]) for g in self.layout.selected[:-1] if self.is_sharded(g)]
         before = self.density
-        self.density = free_density(self.config, self.topology, rates, hidden, float(window)) if hidden else before
+        self.density = free_density(self.config, self.topology, rates, hidden, window) if hidden else before
         if self.density != before or self.round == DECISIONS[0]:
             self.say(
-                f"round {self.round}: density {self.density:.2g}, the most that hides behind {1e3 * float(window):.3g} "
-                f"ms of backward; the last of {len(self.layout.settled)} group(s) keeps {self.config.least_density:g}"
+                f"round {self.round}: density {self.density:.2g}, the most that hides behind {1e3 * window:.3g} ms of "
+                f"backward; the last of {len(self.layout.selected)} group(s) keeps {self.config.least_density:g}"
             )
 
     # -- error feedback ------------------------------------------------------------------------------------------------

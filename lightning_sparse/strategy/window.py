@@ -15,6 +15,9 @@ from collections import deque
 
 import torch
 
+from lightning_sparse.strategy.communicator import HierCommunicator
+from lightning_sparse.strategy.usage import MAX
+
 DECISIONS = (16, 128, 1024)
 """Rounds before which the density is set: soon, and again when caches are warm and clocks have settled."""
 ROUNDS = 8
@@ -37,6 +40,12 @@ class Window:
     def last(self, device: torch.device) -> None:
         """The last bucket of a round is ready."""
         self._marks.append((self._begin, _mark(device)))
+
+    def agreed(self, communicator: HierCommunicator, device: torch.device) -> float:
+        """Seconds of the slowest rank. A collective of the world."""
+        seconds = torch.tensor([self.seconds()], dtype=torch.float64, device=device)
+        communicator.flat_all_reduce(seconds, op=MAX)
+        return float(seconds)
 
     def seconds(self) -> float:
         """The median of the last rounds; on CUDA it waits for the device."""

@@ -1,0 +1,218 @@
+"""Parameters excluded from selection: reduced densely in every round, without a residual, wherever they lie."""
+
+import itertools
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from lightning_sparse.kernels import message_bytes
+from lightning_sparse.strategy import HierConfig, HierState, checkpoint, cost
+from lightning_sparse.strategy.layout import Layout, ParamGroup, excluded_names
+from lightning_sparse.strategy.schedule import num_selected
+from lightning_sparse.topology import discover
+from tests.helpers.distributed import run_ranks
+from tests.strategy.models import conserved, flat_parameters, loss_of, mlp, node_residual, sum_over_nodes, wrap
+
+SPARSE: dict[str, Any] = {"density": 0.03, "exchange": "sparse", "value_dtype": "float32", "warmup_epochs": 0}
+BIASES = {"0.bias", "2.bias", "4.bias"}
+
+
+# -- which ones --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("exclude", ["vector", "", (), ["*.bias"], ("",), (1,), None])
+def test_what_is_neither_a_word_nor_patterns_is_refused(exclude: Any) -> None:
+    with pytest.raises(ValueError, match=r"exclude=.* must be 'none', 'vectors'"):
+        HierConfig(exclude=exclude)
+
+
+def test_names_are_found_by_dimension_and_by_pattern() -> None:
+    assert excluded_names(mlp(), "none") == frozenset()
+    assert excluded_names(mlp(), "vectors") == BIASES
+    assert excluded_names(mlp(), ("*.bias", "4.*")) == BIASES | {"4.weight"}
+    norms = nn.Sequential(nn.Conv2d(3, 4, 3, bias=False), nn.BatchNorm2d(4))
+    assert excluded_names(norms, "vectors") == {"1.weight", "1.bias"}
+
+
+def test_a_pattern_that_matches_nothing_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"'bias' matches none of the module's 6 parameters.*'0.weight'"):
+        excluded_names(mlp(), ("*.bias", "bias"))
+
+
+def test_a_bucket_is_cut_into_the_rest_and_the_excluded() -> None:
+    bucket = ParamGroup(("d", "c", "b", "a"), (1, 2, 3, 4))
+    layout = Layout(excluded=frozenset({"d", "b"}))
+    rest, excluded = ParamGroup(("c", "a"), (2, 4)), ParamGroup(("d", "b"), (1, 3))
+    for _ in range(2):
+        assert layout.parts(bucket) == (bucket,), "not before it is settled"
+        layout.record(bucket)
+        layout.end_round()
+    assert layout.parts(bucket) == layout.settled == (rest, excluded)
+    assert [layout.is_excluded(group) for group in (bucket, rest, excluded)] == [False, False, True]
+    assert layout.cut((rest, excluded)) == (rest, excluded)
+
+
+# -- how they travel ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("exchange", ["sparse", "regional"])
+@pytest.mark.parametrize(("nodes", "devices"), [(2, 2), (3, 1)])
+def test_excluded_gradients_are_those_of_ddp(nodes: int, devices: int, exchange: str) -> None:
+    for each in run_ranks(beside_ddp, exchange, nodes=nodes, devices=devices):
+        for name, (ours, plain) in each["grads"].items():
+            same = torch.allclose(ours, plain, rtol=1e-5, atol=1e-7)
+            assert same == (name in BIASES), name
+        assert each["with residual"] == {"0.weight", "2.weight", "4.weight"}
+
+
+def beside_ddp(exchange: str) -> dict[str, Any]:
+    ours, plain = mlp(), mlp()
+    config = HierConfig(**{**SPARSE, "exchange": exchange}, exclude="vectors")
+    ddp, state = wrap(ours, config, bucket_cap_mb=0.002)
+    reference = DistributedDataParallel(plain)
+    for step in range(6):
+        for model, wrapped in ((ours, ddp), (plain, reference)):
+            model.zero_grad()
+            loss_of(wrapped, step, dist.get_rank()).backward()
+    state.settle()
+    grads = {n: (p.grad, q.grad) for (n, p), q in zip(ours.named_parameters(), plain.parameters(), strict=True)}
+    return {"grads": grads, "with residual": {name for group in state.store.current for name in group.names}}
+
+
+@pytest.mark.parametrize(("nodes", "devices"), [(2, 2), (3, 1)])
+def test_mass_is_conserved_over_rebuilt_buckets(nodes: int, devices: int) -> None:
+    for given, applied, waiting in run_ranks(conserve, nodes=nodes, devices=devices):
+        torch.testing.assert_close(given, applied + waiting, rtol=1e-5, atol=2e-5)
+        assert waiting.abs().max() > 1e-3
+
+
+def conserve() -> tuple[Tensor, Tensor, Tensor]:
+    config = HierConfig(**SPARSE, exclude=("*.bias", "4.*"))
+    return conserved(config, itertools.cycle([0.002, 25.0, 0.004]), rounds=30, rewrap=8)[:3]
+
+
+def test_their_bytes_are_counted() -> None:
+    run_ranks(count_bytes, nodes=2, devices=2)
+
+
+def count_bytes() -> None:
+    model = mlp()
+    ddp, state = wrap(model, HierConfig(**SPARSE, exclude="vectors"))
+    for step in range(4):
+        loss_of(ddp, step, dist.get_rank()).backward()
+    weights, biases = (13 * 37 + 37 * 29 + 29 * 5 + 1) // 2, (37 + 29 + 5 + 1) // 2  # shards
+    k = num_selected(0.03, weights)
+    sparse = cost.sparse_bytes(2, message_bytes(weights, k, torch.float32))
+    assert state.stats.round_bytes == sparse + cost.dense_bytes(2, biases, 4)
+    assert state.stats.density == pytest.approx((k + biases) / (weights + biases))
+
+
+def test_where_everything_is_dense_nothing_is_cut() -> None:
+    assert run_ranks(groups_when_dense, nodes=2, devices=1) == [1, 1]
+
+
+def groups_when_dense() -> int:
+    ddp, state = wrap(mlp(), HierConfig(exchange="dense", exclude="vectors"))
+    for step in range(3):
+        loss_of(ddp, step, dist.get_rank()).backward()
+    return len(state.layout.settled)
+
+
+def test_one_that_nobody_uses_is_left_alone() -> None:
+    for used, unused, finite in run_ranks(leave_one_unused, nodes=2, devices=2):
+        assert used == [True] * 6
+        assert unused
+        assert finite
+
+
+class Branches(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.always, self.never = mlp(), nn.Linear(5, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.always(x)
+        return out
+
+
+def leave_one_unused() -> tuple[list[bool], bool, bool]:
+    model = Branches()
+    ddp, _ = wrap(model, HierConfig(**SPARSE, exclude="vectors"), find_unused_parameters=True)
+    for step in range(5):
+        loss_of(ddp, step, dist.get_rank()).backward()
+    used = [p.grad is not None and bool(p.grad.any()) for p in model.always.parameters()]
+    unused = all(p.grad is None for p in model.never.parameters())
+    return used, unused, all(bool(p.grad.isfinite().all()) for p in model.always.parameters() if p.grad is not None)
+
+
+# -- resumed -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_resumed_run_is_bit_identical(tmp_path: Path) -> None:
+    for whole, resumed, settled in run_ranks(resume, str(tmp_path / "run.ckpt"), nodes=2, devices=2):
+        assert torch.equal(whole, resumed)
+        assert settled == 2, "sparse at once, in the saved groups"
+
+
+def resume(path: str) -> tuple[Tensor, Tensor, int]:
+    model, config = mlp(), HierConfig(**SPARSE, exclude="vectors")
+    ddp, state = wrap(model, config)
+    steps(model, ddp, range(6))
+    saved, weights = save(state, path), {name: value.clone() for name, value in model.state_dict().items()}
+    steps(model, ddp, range(6, 10))
+    again = mlp()
+    again.load_state_dict(weights)
+    fresh = HierState(again, config, discover())
+    checkpoint.apply(saved, fresh, torch.device("cpu"))
+    settled = len(fresh.layout.settled)
+    steps(again, wrap(again, config, state=fresh)[0], range(6, 10))
+    return flat_parameters(model), flat_parameters(again), settled
+
+
+def test_what_waited_for_a_parameter_now_excluded_is_sent(tmp_path: Path) -> None:
+    for before, after, waiting in run_ranks(exclude_on_resume, str(tmp_path / "run.ckpt"), nodes=2, devices=2):
+        torch.testing.assert_close(after, before, rtol=1e-5, atol=1e-7)
+        assert waiting == {"0.weight", "2.weight", "4.weight"}
+
+
+def exclude_on_resume(path: str) -> tuple[Tensor, Tensor, set[str]]:
+    """Gradients of zero after the resume: what is applied or waits then had waited before."""
+    model = mlp()
+    ddp, state = wrap(model, HierConfig(**SPARSE))
+    steps(model, ddp, range(6), lr=0.0)
+    saved = save(state, path)
+    before = sum_over_nodes(node_residual(model, state), state)
+    again = mlp()
+    fresh = HierState(again, HierConfig(**SPARSE, exclude="vectors"), discover())
+    checkpoint.apply(saved, fresh, torch.device("cpu"))
+    ddp, _ = wrap(again, fresh.config, state=fresh)
+    (0.0 * loss_of(ddp, 0, dist.get_rank())).backward()
+    applied = torch.cat([p.grad.flatten() for p in again.parameters() if p.grad is not None])
+    fresh.settle()
+    waiting = {name for group in fresh.store.current for name in group.names}
+    return before, applied + sum_over_nodes(node_residual(again, fresh), fresh), waiting
+
+
+def steps(model: nn.Module, ddp: nn.Module, which: range, lr: float = 0.1) -> None:
+    optimizer = torch.optim.SGD(model.parameters(), lr=lr)
+    for step in which:
+        optimizer.zero_grad()
+        loss_of(ddp, step, dist.get_rank()).backward()
+        optimizer.step()
+
+
+def save(state: HierState, path: str) -> checkpoint.Saved:
+    """Written and read again."""
+    state.settle()
+    manifest = checkpoint.manifest_of(state, "run")
+    checkpoint.save_side_file(state, manifest["save_id"], path)
+    dist.barrier()
+    saved = checkpoint.load({checkpoint.KEY: manifest}, path, dist.get_rank())
+    assert saved is not None
+    assert saved.side is not None
+    return saved
