@@ -218,7 +218,7 @@ class HierState:
         shard = group.shard_numel(self.topology.num_devices)
         sent = plan.k or shard
         applied = shard * effective_density(plan.path, self.topology.num_nodes, sent / shard)
-        self.stats.record(sent=sent, applied=applied, total=shard, nbytes=nbytes, dense_nbytes=dense_nbytes)
+        self.stats.record(plan.path, sent=sent, applied=applied, total=shard, nbytes=nbytes, dense_nbytes=dense_nbytes)
         return plan
 
     def _choose(self, group: ParamGroup, dtype: torch.dtype) -> Plan:
@@ -235,7 +235,7 @@ class HierState:
         """Once, while no bucket is under way: all ranks are at the same place, and nothing else is on the networks."""
         if self.rates is None and self.config.exchange == "auto" and self.topology.kind == "hierarchical":
             self.runner.wait()  # for another module, wrapped with the same topology
-            self.rates = probe(self.communicator, device, self.config.dtype)
+            self.rates = probe(HierCommunicator(self.topology), device, self.config.dtype)  # not timed as an exchange
             self.say(f"measured: {self.rates.describe(self.topology.num_devices)}")
 
     # -- error feedback ------------------------------------------------------------------------------------------------
