@@ -21,6 +21,7 @@ class CommStatsMixin:
     density                 share of entries that a device sent in the last step, dense groups counted as 1
     effective_density       share of entries that the last step applied, at most
     residual_norm           L2 norm of what this device has not sent yet; renewed every ``log_every_n_steps`` steps
+                            and at the end of an epoch
     residual_to_gradient    the same over the norm of the gradient, of the same entries: how many steps' worth waits
     ======================= =========================================================================================
 
@@ -65,7 +66,8 @@ class CommStatsMixin:
         pl_module.log("comm/bytes_between_nodes", state.stats.round_bytes)
         pl_module.log("comm/density", state.stats.density, prog_bar=self.prog_bar)
         pl_module.log("comm/effective_density", state.stats.effective_density)
-        if not self._norms or state.round - self._norm_round >= trainer.log_every_n_steps:
+        due = not self._norms or state.round - self._norm_round >= trainer.log_every_n_steps
+        if due or trainer.is_last_batch:  # before a validation, which drops gradients
             residual = state.residual_norm()
             gradient = shard_gradient_norm(state, pl_module).to(residual.device)
             ratio = torch.where(gradient > 0, residual / gradient, 0.0)  # a user may have dropped the gradient by now
@@ -80,6 +82,5 @@ class CommStatsMixin:
             return
         state.communicator.stopwatch = None
         stats = state.stats.since(self._before)
-        if trainer.is_global_zero and stats.rounds and state.topology.num_nodes > 1:
-            norms = float(state.residual_norm()), float(shard_gradient_norm(state, pl_module))
-            log.info("%s", table(stats, self._stopwatch.seconds(), *norms))
+        if trainer.is_global_zero and self._norms and state.topology.num_nodes > 1:
+            log.info("%s", table(stats, self._stopwatch.seconds(), *map(float, self._norms.values())))

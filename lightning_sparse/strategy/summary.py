@@ -28,13 +28,14 @@ def shard_gradient_norm(state: HierState, module: nn.Module) -> Tensor:
     )
 
 
-def table(stats: CommStats, seconds: float, residual: float, gradient: float) -> str:
+def table(stats: CommStats, seconds: float, residual: float, ratio: float) -> str:
     """One heading, and a line for each thing to know.
 
     Args:
         stats: of the fit.
         seconds: that this device spent in collectives between nodes.
-        residual, gradient: norms at the end, of the same shards; 0 where there is none.
+        residual: its norm at the end.
+        ratio: the same over the norm of the gradient; 0 where that is not known.
     """
     rounds, total = max(1, stats.rounds), max(1, sum(stats.paths.values()))
     here, ddp = stats.bytes_between_nodes / rounds / _MB, stats.dense_equivalent_bytes / rounds / _MB
@@ -48,7 +49,7 @@ def table(stats: CommStats, seconds: float, residual: float, gradient: float) ->
         f"  between nodes       {1e3 * seconds / rounds:,.1f} ms a round, waiting for other nodes included",
     ]
     if residual:
-        compared = f", {residual / gradient:.1f} times that of the gradient" if gradient else ""
+        compared = f", {ratio:.1f} times that of the gradient" if ratio else ""
         lines.append(f"  residual            norm {residual:.3g}{compared}")
     return "\n".join(lines)
 
