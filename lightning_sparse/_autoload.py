@@ -6,8 +6,9 @@ that moment Lightning is usually not imported yet, and importing it here would m
 slower. So:
 
 1. `autoload` puts a finder at the head of ``sys.meta_path``;
-2. the finder waits for ``pytorch_lightning.strategies`` or ``lightning.pytorch.strategies``, lets the real loader run
-   the module, and then adds our names to the ``StrategyRegistry`` which the module has just created;
+2. the finder waits for ``pytorch_lightning.strategies`` or ``lightning.pytorch.strategies`` (and Fabric's two, which
+   they import), lets the real loader run the module, and then adds our names to the registry which the module has just
+   created;
 3. what is registered is a factory: our classes, and with them the rest of the package, are imported only when
    ``Trainer(strategy="mstopk_hier")`` asks for one.
 
@@ -33,11 +34,14 @@ if TYPE_CHECKING:
     from types import ModuleType
     from typing import Any
 
-# Lightning's module that creates a StrategyRegistry -> our module with the classes of that flavour.
+# Lightning's module that creates a registry of strategies -> our module with the class of that flavour.
 FLAVOURS = {
     "pytorch_lightning.strategies": "lightning_sparse.flavours.pytorch_lightning",
     "lightning.pytorch.strategies": "lightning_sparse.flavours.lightning",
+    "lightning_fabric.strategies": "lightning_sparse.flavours.lightning_fabric",
+    "lightning.fabric.strategies": "lightning_sparse.flavours.fabric",
 }
+_REGISTRIES = ("StrategyRegistry", "STRATEGY_REGISTRY")  # the Trainer's, Fabric's
 
 # The suffixes and arguments of Lightning's own "ddp" family (DDPStrategy.register_strategies).
 STRATEGIES: dict[str, dict[str, Any]] = {
@@ -63,7 +67,7 @@ def autoload() -> None:
 def _register(strategies: ModuleType | None) -> None:
     """Add our names to the registry of one flavour; names that are there already stay as they are."""
     # None also while the module is being imported further up the stack and has no registry yet.
-    registry = getattr(strategies, "StrategyRegistry", None)
+    registry = next((found for name in _REGISTRIES if (found := getattr(strategies, name, None)) is not None), None)
     if strategies is None or registry is None:
         return
     factory = partial(_create, FLAVOURS[strategies.__name__])

@@ -313,6 +313,7 @@ def test_strings_are_known_in_both_flavours_in_a_spawned_child(installed: Path, 
 )
 def test_trainer_takes_the_string(installed: Path, tmp_path: Path, flavour: str) -> None:
     """One flavour a process: with both imported the public names are ambiguous."""
+    fabric = {"pytorch_lightning": "lightning_fabric", "lightning.pytorch": "lightning.fabric"}[flavour]
     code = f"""
         import sys
         from {flavour} import Trainer, strategies
@@ -325,6 +326,9 @@ def test_trainer_takes_the_string(installed: Path, tmp_path: Path, flavour: str)
         assert Trainer(strategy="MSTopK_hier_spawn", accelerator="cpu", logger=False).strategy._start_method == "spawn"
         assert MSTopKHierStrategy.__module__ == CommStatsCallback.__module__
         assert MSTopKHierStrategy.__module__ == "lightning_sparse.flavours.{flavour.partition(".")[0]}"
+        from {fabric} import Fabric
+        own = type(Fabric(strategy="mstopk_hier", accelerator="cpu").strategy)
+        assert own.__module__ == "lightning_sparse.flavours.{fabric.rpartition(".")[2]}", own
     """
     run_python(code, installed, cwd=tmp_path, timeout=240)
 

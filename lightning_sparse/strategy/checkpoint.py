@@ -18,6 +18,7 @@ import contextlib
 import io
 import os
 import uuid
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -58,6 +59,7 @@ def manifest_of(state: HierState, run_id: str) -> dict[str, Any]:
         "round": state.round,
         "config": state.config.to_dict(),
         "rates": None if state.rates is None else state.rates.to_list(),
+        "density": state.density,
         "nodes": [list(node) for node in state.topology.nodes],
         "settled": _plain(state.layout.settled),
         "previous": _plain(state.layout.previous),
@@ -88,14 +90,14 @@ def exists(checkpoint_path: str) -> bool:
     return bool(fs.exists(path))
 
 
-def remove_side_files(checkpoint_path: str, *, but: str | None = None) -> None:
-    """Remove the side files of a checkpoint, all saves of it or all but one."""
+def remove_side_files(checkpoint_path: str, *, but: Collection[str] = ()) -> None:
+    """Remove the side files of a checkpoint, but not those of the save ids to keep."""
     fs, folder = _folder(checkpoint_path)
     with contextlib.suppress(FileNotFoundError):
         for each in fs.ls(folder, detail=False):
-            if os.path.basename(each) != but:
+            if os.path.basename(each) not in but:
                 fs.rm(each, recursive=True)
-        if but is None:
+        if not but:
             fs.rm(folder, recursive=True)
 
 
@@ -122,7 +124,7 @@ def read_side_file(checkpoint_path: str, save_id: str, rank: int) -> dict[str, A
 
 
 def apply(saved: Saved, state: HierState, device: torch.device) -> list[str]:
-    """Put a fresh state where the saved one was.
+    """Put a state where the saved one was; what it holds is forgotten.
 
     Returns:
         What could not be restored, a sentence each, for the log.
@@ -136,6 +138,7 @@ def apply(saved: Saved, state: HierState, device: torch.device) -> list[str]:
             f"{saved.path} was written in format {manifest['version']} of lightning_sparse, this one reads "
             f"{_VERSION}: use the version that wrote it, or remove the entry {KEY!r} to start without residuals."
         )
+    state.forget()
     state.round = state.stats.rounds = manifest["round"]
     state.layout.settled = _groups(manifest["settled"])
     state.layout.previous = _groups(manifest["previous"])
@@ -143,6 +146,8 @@ def apply(saved: Saved, state: HierState, device: torch.device) -> list[str]:
     if tuple(map(tuple, manifest["nodes"])) == state.topology.nodes:
         if state.rates is None and manifest.get("rates") is not None:
             state.rates = Rates.from_list(manifest["rates"])  # measured again, they might decide otherwise
+        if state.config.density == "auto" == manifest["config"]["density"]:
+            state.density = manifest["density"]
         complaints += _apply_same(saved, state.store, device, state.topology.rank)
     else:
         complaints += _apply_other(saved, state, device)

@@ -7,7 +7,9 @@ import torch
 
 Exchange = Literal["auto", "sparse", "regional", "dense"]
 ValueDtype = Literal["float32", "bfloat16", "float16"]
+Density = float | Literal["auto"]
 
+LEAST_DENSITY = 0.01  # below it accuracy was seen to suffer (benchmarks/results/convergence-*.md)
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -16,7 +18,9 @@ class HierConfig:
     """Options of the hierarchical top-k reduction.
 
     Args:
-        density: K / S, the share of each shard that is sent between nodes, in (0, 1].
+        density: K / S, the share of each shard that is sent between nodes, in (0, 1]. ``"auto"``: at least 0.01, and
+            more where it costs nothing: the largest density whose exchange hides behind backward, by the measured
+            networks and the measured backward; set a few times in a run (lightning_sparse.strategy.window).
         exchange: what travels between nodes. ``"sparse"``: each node's K largest entries, to all others;
             ``"regional"``: the K largest of all nodes together, nearly (for many nodes: its volume does not grow with
             their number, but it applies K entries where ``"sparse"`` applies up to M K); ``"dense"``: everything;
@@ -36,7 +40,7 @@ class HierConfig:
         ValueError: naming the value, the rule and the way out.
     """
 
-    density: float = 0.01
+    density: Density = 0.01
     exchange: Exchange = "auto"
     value_dtype: ValueDtype = "bfloat16"
     warmup_epochs: int = 4
@@ -46,10 +50,10 @@ class HierConfig:
     error_feedback: bool = True
 
     def __post_init__(self) -> None:
-        if not _is_number(self.density) or not 0 < self.density <= 1:
+        if self.density != "auto" and not (_is_number(self.density) and 0 < self.density <= 1):
             raise ValueError(
-                f"density={self.density!r} must be a number in (0, 1]: it is the share of entries that is sent, "
-                f"0.01 for one in a hundred. For plain dense communication use exchange='dense'."
+                f"density={self.density!r} must be a number in (0, 1], or 'auto': it is the share of entries that is "
+                f"sent, 0.01 for one in a hundred. For plain dense communication use exchange='dense'."
             )
         _one_of("exchange", self.exchange, get_args(Exchange))
         _one_of("value_dtype", self.value_dtype, get_args(ValueDtype))
@@ -62,6 +66,21 @@ class HierConfig:
         for name in ("overlap", "error_feedback"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name}={getattr(self, name)!r} must be True or False.")
+        if self.density == "auto" and not self.overlap:
+            raise ValueError(
+                "density='auto' sends what hides behind backward, and with overlap=False nothing does: "
+                "give a number, or leave overlap on."
+            )
+
+    @property
+    def least_density(self) -> float:
+        """The number given, or where ``"auto"`` begins."""
+        return LEAST_DENSITY if self.density == "auto" else self.density
+
+    @property
+    def measures(self) -> bool:
+        """Whether something is decided by the rates of the networks."""
+        return self.exchange == "auto" or (self.density == "auto" and self.exchange != "dense")
 
     @property
     def dtype(self) -> torch.dtype:

@@ -16,7 +16,6 @@ teardown               takes its hooks off the model
 ``lightning_sparse.flavours`` binds it to DDPStrategy of ``pytorch_lightning`` and of ``lightning.pytorch``.
 """
 
-import inspect
 import logging
 import os
 from collections.abc import Iterable
@@ -28,8 +27,9 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_sparse.strategy import checkpoint as saving
-from lightning_sparse.strategy.config import Exchange, HierConfig, ValueDtype
+from lightning_sparse.strategy.config import Density, Exchange, HierConfig, ValueDtype
 from lightning_sparse.strategy.hook import hier_hook
+from lightning_sparse.strategy.options import check_options, show_log_lines
 from lightning_sparse.strategy.roll_call import RollCall
 from lightning_sparse.strategy.state import HierState, log
 from lightning_sparse.topology import Topology, discover
@@ -64,19 +64,13 @@ if TYPE_CHECKING:
 else:
     _Host = object
 
-_REFUSED = {
-    "ddp_comm_hook": "this strategy is a communication hook, and DDP takes one",
-    "ddp_comm_state": "this strategy is a communication hook, and DDP takes one",
-    "ddp_comm_wrapper": "this strategy is a communication hook, and DDP takes one",
-    "model_averaging_period": "averaging parameters now and then replaces the gradient exchange that this strategy is",
-}
-
 
 class MSTopKHierMixin(_Host):
     """DDP whose gradients travel hierarchically, and between nodes only the largest of them.
 
     Args:
-        density: share of each shard's entries that is sent between nodes, in (0, 1].
+        density: share of each shard's entries that is sent between nodes, in (0, 1]; ``"auto"``: at least 0.01, and
+            more where it hides behind backward.
         exchange: ``"sparse"``, ``"regional"``, ``"dense"``, or ``"auto"``: sparse or dense, whichever is faster on the
             networks as measured at start.
         value_dtype: how values are written into messages; rounding errors stay in the residual.
@@ -92,7 +86,7 @@ class MSTopKHierMixin(_Host):
 
     def __init__(
         self,
-        density: float = 0.01,
+        density: Density = 0.01,
         exchange: Exchange = "auto",
         value_dtype: ValueDtype = "bfloat16",
         warmup_epochs: int = 4,
@@ -110,8 +104,8 @@ class MSTopKHierMixin(_Host):
             overlap=overlap,
             inter_gbps=inter_gbps,
         )
-        _check_options(type(self), kwargs)
-        _show_log_lines()
+        check_options(type(self), kwargs)
+        show_log_lines()
         kwargs.setdefault("gradient_as_bucket_view", True)
         super().__init__(**kwargs)  # spelt plainly: LightningCLI reads it to know which options a YAML file may give
         self.hier_state: HierState | None = None
@@ -209,7 +203,7 @@ class MSTopKHierMixin(_Host):
         self._call_the_roll(manifest["save_id"], os.fspath(filepath))
         super().save_checkpoint(checkpoint, filepath, storage_options)
         if self.is_global_zero:
-            saving.remove_side_files(os.fspath(filepath), but=manifest["save_id"])
+            saving.remove_side_files(os.fspath(filepath), but=[manifest["save_id"]])
 
     def _call_the_roll(self, save_id: str, path: str) -> None:
         """On rank 0, wait for the side files of all ranks.
@@ -239,33 +233,6 @@ class MSTopKHierMixin(_Host):
         super().remove_checkpoint(filepath)
         if self.is_global_zero:
             saving.remove_side_files(os.fspath(filepath))
-
-
-def _check_options(cls: type, given: dict[str, Any]) -> None:
-    for name in given.keys() & _REFUSED.keys():
-        if given[name] is not None:
-            raise ValueError(
-                f"{name}={given[name]!r} cannot be joined with {cls.__name__}: {_REFUSED[name]}. Leave it out, or use "
-                f"strategy='ddp' with it."
-            )
-    known = set(inspect.signature(DistributedDataParallel.__init__).parameters)
-    for base in cls.__mro__:
-        if "__init__" in vars(base):
-            known |= set(inspect.signature(base.__init__).parameters)  # type: ignore[misc]
-    unknown = sorted(given.keys() - known)
-    if unknown:
-        own = [n for n in inspect.signature(MSTopKHierMixin.__init__).parameters if n not in ("self", "kwargs")]
-        raise ValueError(
-            f"{cls.__name__} does not know the option(s) {', '.join(unknown)}: its own are {', '.join(own)}, and "
-            f"those of DDPStrategy and DistributedDataParallel are passed on."
-        )
-
-
-def _show_log_lines() -> None:
-    """As Lightning does for its own: notices of one line are seen unless the program has set up logging itself."""
-    if not log.hasHandlers():
-        log.addHandler(logging.StreamHandler())
-        log.setLevel(logging.INFO)
 
 
 def _refuse_static_graph_with_accumulation(trainer: Any, ddp_kwargs: dict[str, Any]) -> None:

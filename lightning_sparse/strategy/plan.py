@@ -3,6 +3,8 @@
 Nothing a rank alone knows may enter here, or ranks would call different collectives.
 """
 
+import math
+from collections.abc import Iterable
 from typing import Literal, NamedTuple
 
 import torch
@@ -17,6 +19,7 @@ from lightning_sparse.strategy.schedule import density_at, is_dense_round, num_s
 from lightning_sparse.topology import Topology
 
 Path = Literal["identity", "flat", "dense", "sparse", "regional"]
+STEPS_OF_DENSITY = 2  # a doubling: so that a small change of what is measured changes nothing
 
 
 class Plan(NamedTuple):
@@ -34,23 +37,60 @@ def choose(
     group: ParamGroup,
     dtype: torch.dtype,
     *,
+    density: float,
     round_index: int,
     epoch: int,
 ) -> Plan:
     """The path of a settled group on a hierarchical topology."""
-    work = cost.Work(topology.num_nodes, topology.num_devices, group.numel, dtype.itemsize)
-    k = num_selected(density_at(config, epoch), work.shard_numel)
     if is_dense_round(config, round_index) and config.exchange != "auto":
         return Plan("dense")
+    work = _work(topology, group, dtype)
+    plan, _ = _fastest(config, work, rates, num_selected(density_at(config, epoch, density), work.shard_numel))
+    if plan.path == "sparse" and is_dense_round(config, round_index):
+        return _fastest_dense(work, rates)[0]
+    return plan
+
+
+def free_density(
+    config: HierConfig,
+    topology: Topology,
+    rates: Rates,
+    groups: Iterable[tuple[ParamGroup, torch.dtype]],
+    window: float,
+) -> float:
+    """The largest density, from ``config.least_density`` to 1, at which these groups are reduced within ``window``
+    seconds; the least one if none is. At 1 ``exchange="auto"`` goes dense."""
+    works = [_work(topology, group, dtype) for group, dtype in groups]
+
+    def seconds(density: float) -> float:
+        return sum(_fastest(config, work, rates, num_selected(density, work.shard_numel))[1] for work in works)
+
+    least = config.least_density
+    steps = int(math.log2(1 / least) * STEPS_OF_DENSITY)
+    densities = [least * 2 ** (i / STEPS_OF_DENSITY) for i in range(steps + 1)] + [1.0]
+    return max((density for density in densities if seconds(density) <= window), default=least)
+
+
+def _work(topology: Topology, group: ParamGroup, dtype: torch.dtype) -> cost.Work:
+    return cost.Work(topology.num_nodes, topology.num_devices, group.numel, dtype.itemsize)
+
+
+def _fastest(config: HierConfig, work: cost.Work, rates: Rates, k: int) -> tuple[Plan, float]:
+    """What the configuration allows, and how many seconds it takes."""
+    if config.exchange == "dense" or (config.exchange == "regional" and work.shard_numel < work.num_nodes):
+        return Plan("dense"), cost.dense_seconds(work, rates)
     if config.exchange == "regional":
-        return Plan("regional", k) if work.shard_numel >= topology.num_nodes else Plan("dense")
-    if config.exchange != "auto":
-        return Plan(config.exchange, k if config.exchange == "sparse" else 0)
-    flat, dense = cost.flat_seconds(work, rates), cost.dense_seconds(work, rates)
+        return Plan("regional", k), cost.regional_seconds(work, rates, k, config.dtype)
     sparse = cost.sparse_seconds(work, rates, k, config.dtype)
-    if sparse < cost.MARGIN * min(flat, dense) and not is_dense_round(config, round_index):
-        return Plan("sparse", k)
-    return Plan("dense" if dense <= flat else "flat")
+    dense_plan, dense = _fastest_dense(work, rates)
+    if config.exchange == "sparse" or sparse < cost.MARGIN * dense:
+        return Plan("sparse", k), sparse
+    return dense_plan, dense
+
+
+def _fastest_dense(work: cost.Work, rates: Rates) -> tuple[Plan, float]:
+    flat, dense = cost.flat_seconds(work, rates), cost.dense_seconds(work, rates)
+    return (Plan("dense"), dense) if dense <= flat else (Plan("flat"), flat)
 
 
 def bytes_of(

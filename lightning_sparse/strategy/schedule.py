@@ -10,19 +10,19 @@ def is_dense_round(config: HierConfig, round_index: int) -> bool:
     return round_index < config.dense_rounds
 
 
-def density_at(config: HierConfig, epoch: int) -> float:
-    """The density of an epoch (counted from 0).
+def density_at(config: HierConfig, epoch: int, density: float) -> float:
+    """The density of an epoch (counted from 0) on the way to ``density``.
 
     The exponential warm-up of Deep Gradient Compression (Lin et al., ICLR 2018, section 3.3): with W warm-up epochs
     epoch e has ``density ** ((e + 1) / (W + 1))``, and from epoch W on ``density``.
 
-    >>> config = HierConfig(density=0.001, warmup_epochs=2)
-    >>> [round(density_at(config, epoch), 6) for epoch in range(4)]
+    >>> config = HierConfig(warmup_epochs=2)
+    >>> [round(density_at(config, epoch, 0.001), 6) for epoch in range(4)]
     [0.1, 0.01, 0.001, 0.001]
     """
     if epoch >= config.warmup_epochs:
-        return config.density
-    return float(config.density ** ((epoch + 1) / (config.warmup_epochs + 1)))
+        return density
+    return float(density ** ((epoch + 1) / (config.warmup_epochs + 1)))
 
 
 def num_selected(density: float, shard_numel: int) -> int:

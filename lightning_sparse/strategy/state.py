@@ -14,7 +14,7 @@ begins.
 
 import logging
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Container, Iterable
 from functools import partial
 from typing import Any
 
@@ -28,12 +28,13 @@ from lightning_sparse.strategy.cost import Rates, effective_density
 from lightning_sparse.strategy.layout import Layout, ParamGroup, group_of, parameter_names, refuse_sparse_gradients
 from lightning_sparse.strategy.overlap import Inline, Runner, SideStream, lanes_of
 from lightning_sparse.strategy.parts import Arrived, Part
-from lightning_sparse.strategy.plan import Plan, bytes_of, choose, is_reducible_by_shard
+from lightning_sparse.strategy.plan import Plan, bytes_of, choose, free_density, is_reducible_by_shard
 from lightning_sparse.strategy.probe import probe
 from lightning_sparse.strategy.residual import ResidualStore
 from lightning_sparse.strategy.schedule import density_at
 from lightning_sparse.strategy.stats import CommStats
 from lightning_sparse.strategy.usage import MAX, UsageTracker, unused_everywhere
+from lightning_sparse.strategy.window import DECISIONS, Window
 from lightning_sparse.strategy.zeros import WrittenZeros, heads_of, mark_heads
 from lightning_sparse.topology import Topology
 
@@ -53,7 +54,8 @@ class HierState:
         epoch: set it at the start of each epoch; the density schedule reads it.
         round: how many rounds are over.
         stats: what was communicated.
-        rates: what exchange="auto" decides by; None until the first round has measured them.
+        rates: what "auto" decides by; None until the first round has measured them.
+        density: the number given, or what density="auto" has come to.
         kept_sharded: groups whose gradients are not gathered inside the node after the exchange: each device's shard is
             in its place in the bucket, the rest of the bucket means nothing.
         loss_scale: answers with the scale of a loss scaler, a 0-dim tensor, or None; asked in each round.
@@ -80,6 +82,8 @@ class HierState:
         self._dtypes = {name: p.dtype for name, p in module.named_parameters()}
         given = config.inter_gbps
         self.rates = None if given is None else Rates.of_link(given, topology.num_devices)
+        self.density = config.least_density
+        self._window = Window()
         self._usage = UsageTracker(module) if find_unused_parameters else None
         self._handles: list[Any] = []
         self._watching = False
@@ -107,10 +111,12 @@ class HierState:
         if not self._round_is_open:
             self.settle()
             self._measure(bucket.buffer().device)
+            self._window.first(bucket.buffer().device)
             self._round_is_open = True
         group = group_of(bucket.parameters(), self._names)
         used = self._usage.take(group) if self._usage is not None else None
         if bucket.is_last():
+            self._window.last(bucket.buffer().device)
             self._round_is_open = False
         return Arrived(group, bucket.buffer(), bucket.index(), bucket.is_last(), used)
 
@@ -190,6 +196,15 @@ class HierState:
             self._usage.close()
             self._usage = None
 
+    def forget(self) -> None:
+        """Drop all residuals, and the round that may be open."""
+        self.settle()
+        self.store = ResidualStore(self.topology.device_index, self.topology.num_devices)
+
+    def owns_any(self, parameters: Container[int]) -> bool:
+        """Whether one of these parameters, given by ``id()``, is the module's."""
+        return any(name in parameters for name in self._names)
+
     def is_for(self, module: nn.Module) -> bool:
         """Whether this state belongs to that very module."""
         return self._module() is module
@@ -229,14 +244,41 @@ class HierState:
         if not self.layout.is_settled(group):
             return Plan("dense")
         rates = self.rates or Rates.of_link(1.0, self.topology.num_devices)  # read by "auto" alone, which has them
-        return choose(self.config, self.topology, rates, group, dtype, round_index=self.round, epoch=self.epoch)
+        hidden = group != self.layout.settled[-1]  # with density="auto": behind the rest of backward
+        return choose(
+            self.config,
+            self.topology,
+            rates,
+            group,
+            dtype,
+            density=self.density if hidden else self.config.least_density,
+            round_index=self.round,
+            epoch=self.epoch,
+        )
 
     def _measure(self, device: torch.device) -> None:
-        """Once, while no bucket is under way: all ranks are at the same place, and nothing else is on the networks."""
-        if self.rates is None and self.config.exchange == "auto" and self.topology.kind == "hierarchical":
+        """While no bucket is under way: all ranks are at the same place, and nothing else is on the networks."""
+        if not self.config.measures or self.topology.kind != "hierarchical":
+            return
+        if self.rates is None:
             self.runner.wait()  # for another module, wrapped with the same topology
             self.rates = probe(HierCommunicator(self.topology), device, self.config.dtype)  # not timed as an exchange
             self.say(f"measured: {self.rates.describe(self.topology.num_devices)}")
+        if self.config.density == "auto" and self.round in DECISIONS:
+            self._set_density(device, self.rates)
+
+    def _set_density(self, device: torch.device, rates: Rates) -> None:
+        self.runner.wait()
+        window = torch.tensor([self._window.seconds()], dtype=torch.float64, device=device)
+        self.communicator.flat_all_reduce(window, op=MAX)
+        hidden = [(group, self._dtypes[group.names[0]]) for group in self.layout.settled[:-1] if self.is_sharded(group)]
+        before = self.density
+        self.density = free_density(self.config, self.topology, rates, hidden, float(window)) if hidden else before
+        if self.density != before or self.round == DECISIONS[0]:
+            self.say(
+                f"round {self.round}: density {self.density:.2g}, the most that hides behind {1e3 * float(window):.3g} "
+                f"ms of backward; the last of {len(self.layout.settled)} group(s) keeps {self.config.least_density:g}"
+            )
 
     # -- error feedback ------------------------------------------------------------------------------------------------
 
@@ -344,7 +386,7 @@ class HierState:
         counted = ", ".join(f"{paths.count(path)} {path}" for path in dict.fromkeys(paths))
         self.say(
             f"round {self.round + 1}: {len(paths)} group(s) of parameters, {counted}, at density "
-            f"{density_at(self.config, self.epoch):g} (exchange={self.config.exchange!r})"
+            f"{density_at(self.config, self.epoch, self.density):g} (exchange={self.config.exchange!r})"
         )
 
 

@@ -1,7 +1,9 @@
 """The sharded step joined with the reduction: the run without it, on 2 nodes x 2 devices in a real Trainer."""
 
 import os
+import signal
 import warnings
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_sparse.strategy.communicator import HierCommunicator
-from tests.helpers.distributed import run_ranks
+from tests.helpers.distributed import RanksFailed, run_ranks
 from tests.pto.test_trainer import same
 from tests.strategy.test_trainer import Lines, lightning_of, ours, plain_module, sparse, trainer, weights
 
@@ -40,7 +42,8 @@ def fit(make: Any, pto: bool, resume: str | None = None, steps: int = STEPS, **o
     callback = ours(FLAVOUR).PTOCallback("node")
     strategy = options.pop("strategy", None) or sparse(FLAVOUR)
     overrides = options.pop("overrides", {})
-    callbacks = [*options.pop("callbacks", []), *([callback] if pto else [])]
+    was = WasJoined()
+    callbacks = [*options.pop("callbacks", []), was, *([callback] if pto else [])]
     t = trainer(FLAVOUR, strategy, max_steps=steps, max_epochs=-1, callbacks=callbacks, **options)
     module = module_with(make, **overrides)
     t.fit(module, ckpt_path=resume)
@@ -48,7 +51,26 @@ def fit(make: Any, pto: bool, resume: str | None = None, steps: int = STEPS, **o
     if pto and callback.steps[0].sharing:
         optimizer.consolidate_state_dict()
     state = optimizer.state_dict() if dist.get_rank() == 0 or not pto else {}
-    return {"weights": weights(module), "state": state, "residual": residual_of(t), "pto": callback, "trainer": t}
+    return {
+        "weights": weights(module),
+        "state": state,
+        "residual": residual_of(t),
+        "pto": callback,
+        "trainer": t,
+        "joined": was.steps,
+    }
+
+
+class WasJoined:
+    """Counts the steps that a device took on the shards it holds."""
+
+    def __new__(cls) -> Any:
+        def on_train_batch_end(self: Any, t: Any, *_: Any) -> None:
+            state = getattr(t.strategy, "hier_state", None)
+            self.steps += bool(state and state.kept_sharded)
+
+        members = {"on_train_batch_end": on_train_batch_end, "steps": 0}
+        return type("WasJoined", (lightning_of(FLAVOUR).Callback,), members)()
 
 
 def residual_of(t: Any) -> dict[Any, Tensor]:
@@ -62,8 +84,9 @@ def residual_of(t: Any) -> dict[Any, Tensor]:
 def difference(make: Any, **options: Any) -> str:
     made = {name: value if callable(value) else (lambda value=value: value) for name, value in options.items()}
     plain, joined = (fit(make, pto, **{name: value() for name, value in made.items()}) for pto in (False, True))
+    wrong = [] if joined["joined"] > STEPS // 2 and not plain["joined"] else [f"joined in {joined['joined']} steps"]
     worst = float((plain["weights"] - joined["weights"]).abs().max())
-    wrong = [f"weights by {worst:.1e}"] if worst else []
+    wrong += [f"weights by {worst:.1e}"] if worst else []
     wrong += [] if dist.get_rank() or same(plain["state"], joined["state"]) else ["state"]
     wrong += [] if same(plain["residual"], joined["residual"]) else ["residual"]
     return ", ".join(wrong)
@@ -75,6 +98,23 @@ def momentum(parameters: Any) -> Any:
 
 def adamw(parameters: Any) -> Any:
     return torch.optim.AdamW(parameters, lr=0.01, foreach=True)
+
+
+ELEMENTWISE = {
+    "Nesterov": (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "nesterov": True, "weight_decay": 0.01}),
+    "Adam": (torch.optim.Adam, {"lr": 0.01, "amsgrad": True}),
+    "Adagrad": (torch.optim.Adagrad, {"lr": 0.01, "initial_accumulator_value": 0.1}),
+    "RMSprop": (torch.optim.RMSprop, {"lr": 0.01, "centered": True, "momentum": 0.9}),
+    "NAdam": (torch.optim.NAdam, {"lr": 0.01, "decoupled_weight_decay": True}),
+}
+
+
+def scheduled(parameters: Any) -> Any:
+    """Two groups of parameters, and rates and momentum that change by step."""
+    params = list(parameters)
+    optimizer = torch.optim.AdamW([{"params": params[:3], "weight_decay": 0.1}, {"params": params[3:]}], lr=0.01)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=[0.02, 0.01], total_steps=STEPS)
+    return [optimizer], [{"scheduler": schedule, "interval": "step"}]
 
 
 def fused(parameters: Any) -> Any:
@@ -96,7 +136,15 @@ def everything(folder: str) -> dict[str, Any]:
 
 
 def same_bits() -> dict[str, str]:
+    averaging = lightning_of(FLAVOUR).callbacks.EMAWeightAveraging
     return {
+        **{
+            name: difference(lambda p, cls=cls, given=given: cls(p, **given))
+            for name, (cls, given) in ELEMENTWISE.items()
+        },
+        "one by one": difference(lambda p: torch.optim.AdamW(p, lr=0.01, foreach=False)),
+        "groups and scheduler": difference(scheduled),
+        "average of weights": difference(momentum, callbacks=lambda: [averaging(decay=0.9)]),
         "SGD": difference(momentum),
         "AdamW": difference(adamw),
         "accumulation": difference(momentum, accumulate_grad_batches=2),
@@ -288,3 +336,28 @@ def resumed() -> dict[str, bool]:
 def test_checkpoints_go_in_both_directions(results: list[dict[str, Any]]) -> None:
     for each in results:
         assert all(each["resumed"].values()), each["resumed"]
+
+
+def test_a_rank_killed_while_parameters_travel_hangs_nobody(tmp_path: Path) -> None:
+    with pytest.raises(RanksFailed) as failed:
+        run_ranks(die_in_the_gather, str(tmp_path), nodes=2, devices=2, timeout=60, init=False)
+    assert list(failed.value.killed) == [3]
+    assert failed.value.hung == {}
+    assert sorted([*failed.value.raised, *failed.value.stopped]) == [0, 1, 2]
+    assert "while step 8 gathered the parameters" in failed.value.raised[2]
+
+
+def die_in_the_gather(folder: str) -> None:
+    os.chdir(folder)
+
+    class Dies:
+        def __new__(cls) -> Any:
+            def on_train_batch_start(self: Any, t: Any, *_: Any) -> None:
+                if t.global_step == 8 and t.global_rank == 3:
+                    assert t.strategy.hier_state.kept_sharded
+                    HierCommunicator.gather = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore
+                    HierCommunicator.broadcast = HierCommunicator.gather  # type: ignore
+
+            return type("Dies", (lightning_of(FLAVOUR).Callback,), {"on_train_batch_start": on_train_batch_start})()
+
+    fit(momentum, True, callbacks=[Dies()])

@@ -76,7 +76,7 @@ def test_density_outside_its_range_is_refused(density: object) -> None:
 @given(st.floats(1e-4, 1.0), st.integers(0, 5))
 def test_warm_up_falls_to_the_density_and_stays(density: float, warmup: int) -> None:
     config = HierConfig(density=density, warmup_epochs=warmup)
-    densities = [density_at(config, epoch) for epoch in range(warmup + 3)]
+    densities = [density_at(config, epoch, density) for epoch in range(warmup + 3)]
     assert densities == sorted(densities, reverse=True)
     assert densities[warmup:] == [density] * 3
     assert all(0 < each <= 1 for each in densities)
@@ -103,7 +103,9 @@ def _plan(nodes: int, devices: int, numel: int, rates: cost.Rates = BYTES_ONLY, 
     topology = Topology(tuple(tuple(itertools.islice(ranks, devices)) for _ in range(nodes)), 0)
     config = HierConfig(warmup_epochs=0, **options)
     group = ParamGroup(("a",), (numel,))
-    return plan.choose(config, topology, rates, group, torch.float32, round_index=9, epoch=9)
+    return plan.choose(
+        config, topology, rates, group, torch.float32, density=config.least_density, round_index=9, epoch=9
+    )
 
 
 def test_sparse_wins_while_density_is_below_the_bound_of_pairs() -> None:
@@ -156,6 +158,33 @@ def test_effective_densities() -> None:
 
 def test_rates_survive_a_checkpoint() -> None:
     assert cost.Rates.from_list(HOST.to_list()) == HOST
+
+
+@given(st.sampled_from(["auto", "sparse", "regional"]), st.floats(0.0, 0.2), st.floats(0.0, 0.2))
+def test_a_longer_window_hides_no_less(exchange: Any, one: float, other: float) -> None:
+    config = HierConfig(density="auto", exchange=exchange)
+    small, large = (_free(config, window) for window in sorted((one, other)))
+    assert 0.01 <= small <= large <= 1.0
+
+
+def test_the_density_that_hides_is_the_largest_whose_round_fits() -> None:
+    """4 nodes of one device, 10^6 elements, 1 Gbit/s: density d takes 3 * 4 bytes * d * 10^6 * 8 ns."""
+    sparse = HierConfig(density="auto", exchange="sparse", warmup_epochs=0)
+    assert _free(sparse, 0.0) == 0.01, "nothing hides: the least"
+    assert _free(sparse, 0.0155) == pytest.approx(0.16)  # 15.4 ms of pairs, and a few headers
+    assert _free(sparse, 10.0) == 1.0
+    assert _free(HierConfig(density="auto"), 10.0) == 1.0
+    assert _free(HierConfig(density="auto", exchange="dense"), 10.0) == 1.0
+
+
+def _free(config: HierConfig, window: float) -> float:
+    topology = Topology(((0,), (1,), (2,), (3,)), 0)
+    return plan.free_density(config, topology, BYTES_ONLY, [(ParamGroup(("a",), (10**6,)), torch.float32)], window)
+
+
+def test_nothing_hides_without_overlap() -> None:
+    with pytest.raises(ValueError, match="overlap=False nothing does"):
+        HierConfig(density="auto", overlap=False)
 
 
 @pytest.mark.parametrize("gbps", [0, -1.0, float("inf"), float("nan"), True, "1"])

@@ -169,7 +169,7 @@ def test_a_link_is_read_through_and_replaced_by_a_save(tmp_path: Path) -> None:
     def save(path: str) -> str:
         save_id = str(checkpoint.manifest_of(state, "run")["save_id"])
         checkpoint.save_side_file(state, save_id, path)
-        checkpoint.remove_side_files(path, but=save_id)
+        checkpoint.remove_side_files(path, but=[save_id])
         return save_id
 
     first = save(best)

@@ -1,0 +1,9 @@
+"""The strategy for ``lightning_fabric``."""
+
+from lightning_fabric.strategies.ddp import DDPStrategy
+
+from lightning_sparse.strategy.fabric import MSTopKHierFabricMixin
+
+
+class MSTopKHierStrategy(MSTopKHierFabricMixin, DDPStrategy):
+    __doc__ = MSTopKHierFabricMixin.__doc__

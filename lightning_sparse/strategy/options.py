@@ -1,0 +1,52 @@
+"""What the strategies for Trainer and Fabric do alike with the options they are given."""
+
+import inspect
+import logging
+from dataclasses import fields
+from typing import Any
+
+from torch.nn.parallel import DistributedDataParallel
+
+from lightning_sparse.strategy.config import HierConfig
+from lightning_sparse.strategy.state import log
+
+OWN = tuple(field.name for field in fields(HierConfig) if field.name != "error_feedback")
+"""The options that are not DDP's; without the one that only experiments use."""
+
+_REFUSED = {
+    "ddp_comm_hook": "this strategy is a communication hook, and DDP takes one",
+    "ddp_comm_state": "this strategy is a communication hook, and DDP takes one",
+    "ddp_comm_wrapper": "this strategy is a communication hook, and DDP takes one",
+    "model_averaging_period": "averaging parameters now and then replaces the gradient exchange that this strategy is",
+}
+
+
+def check_options(cls: type, given: dict[str, Any]) -> None:
+    """Look through the options that are passed on to Lightning's DDPStrategy and to DistributedDataParallel.
+
+    Raises:
+        ValueError: for one that nobody knows, or that cannot be joined with this strategy.
+    """
+    for name in given.keys() & _REFUSED.keys():
+        if given[name] is not None:
+            raise ValueError(
+                f"{name}={given[name]!r} cannot be joined with {cls.__name__}: {_REFUSED[name]}. Leave it out, or use "
+                f"strategy='ddp' with it."
+            )
+    known = set(inspect.signature(DistributedDataParallel.__init__).parameters)
+    for base in cls.__mro__:
+        if "__init__" in vars(base):
+            known |= set(inspect.signature(base.__init__).parameters)  # type: ignore[misc]
+    unknown = sorted(given.keys() - known)
+    if unknown:
+        raise ValueError(
+            f"{cls.__name__} does not know the option(s) {', '.join(unknown)}: its own are {', '.join(OWN)}, and "
+            f"those of DDPStrategy and DistributedDataParallel are passed on."
+        )
+
+
+def show_log_lines() -> None:
+    """As Lightning does for its own: notices of one line are seen unless the program has set up logging itself."""
+    if not log.hasHandlers():
+        log.addHandler(logging.StreamHandler())
+        log.setLevel(logging.INFO)

@@ -1,0 +1,186 @@
+"""The strategy under Lightning Fabric, in both flavours, on real ranks."""
+
+import os
+import warnings
+from importlib import import_module
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from tests.helpers.distributed import run_ranks
+from tests.strategy.models import batch, flat_parameters, mlp
+
+FLAVOURS = {"lightning_fabric": "lightning_fabric", "lightning.fabric": "fabric"}
+STEPS = 8
+
+
+def fabric_with(flavour: str, strategy: Any, **options: Any) -> Any:
+    warnings.simplefilter("ignore")
+    fabric = import_module(flavour).Fabric(accelerator="cpu", devices=2, num_nodes=2, strategy=strategy, **options)
+    fabric.launch()
+    return fabric
+
+
+def ours(flavour: str, **options: Any) -> Any:
+    options = {"exchange": "sparse", "density": 0.05, **options}
+    return import_module(f"lightning_sparse.flavours.{FLAVOURS[flavour]}").MSTopKHierStrategy(**options)
+
+
+def prepared(fabric: Any, lr: float = 0.1) -> tuple[Any, Any]:
+    model = mlp()
+    return fabric.setup(model, torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9))  # type: ignore[no-any-return]
+
+
+def train(fabric: Any, model: Any, optimizer: Any, first: int, last: int, accumulate: int = 1) -> None:
+    for step in range(first, last):
+        for part in range(accumulate):
+            x, y = batch(step * accumulate + part, fabric.global_rank)
+            with fabric.no_backward_sync(model, enabled=part < accumulate - 1):
+                fabric.backward(nn.functional.mse_loss(model(x), y) / accumulate)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def run(flavour: str, strategy: Any, accumulate: int = 1, **options: Any) -> Tensor:
+    fabric = fabric_with(flavour, strategy, **options)
+    model, optimizer = prepared(fabric)
+    train(fabric, model, optimizer, 0, STEPS, accumulate)
+    return flat_parameters(model)
+
+
+def everything(flavour: str, folder: str) -> dict[str, Any]:
+    os.chdir(folder)
+    exact = {"density": 1.0, "value_dtype": "float32"}
+    found: dict[str, Any] = {
+        "dense": [run(flavour, strategy) for strategy in ("ddp", ours(flavour, **exact))],
+        "accumulated": [run(flavour, each, accumulate=3) for each in ("ddp", ours(flavour, **exact))],
+        "sparse": run(flavour, ours(flavour)),
+        "bf16": run(flavour, ours(flavour), precision="bf16-mixed"),
+        "resumed": resumed(flavour),
+        "two": two_modules(flavour),
+        "skipped": skipped(flavour),
+    }
+    by_string = fabric_with(flavour, "mstopk_hier")
+    model, optimizer = prepared(by_string)
+    train(by_string, model, optimizer, 0, STEPS)
+    state = by_string.strategy.hier_states[0]
+    found["string"] = (type(by_string.strategy).__module__, state.round, state.stats.rounds)
+    return found
+
+
+def resumed(flavour: str) -> list[Tensor]:
+    """A run, and one that goes on from its checkpoint in objects of its own; loaded after set-up, and over a used
+    state."""
+    fabric = fabric_with(flavour, ours(flavour))
+    model, optimizer = prepared(fabric)
+    train(fabric, model, optimizer, 0, 5)
+    for _ in range(2):  # of two saves under one name the last one counts
+        fabric.save("saved.ckpt", {"model": model, "optimizer": optimizer, "step": 5})
+    train(fabric, model, optimizer, 5, STEPS)
+    ends = [flat_parameters(model)]
+    for used in (False, True):
+        other = fabric_with(flavour, ours(flavour))
+        model, optimizer = prepared(other)
+        train(other, model, optimizer, 20, 25 if used else 20)
+        rest = other.load("saved.ckpt", {"model": model, "optimizer": optimizer})
+        assert rest == {"step": 5}, rest
+        train(other, model, optimizer, rest["step"], STEPS)
+        ends.append(flat_parameters(model))
+    if fabric.global_rank == 0:
+        assert len(os.listdir("saved.ckpt.residual")) == 1
+    fabric.save("saved.ckpt", {"model": model})
+    if fabric.global_rank == 0:
+        assert not os.path.exists("saved.ckpt.residual"), "weights alone have no residuals"
+    return ends
+
+
+def two_modules(flavour: str) -> list[Tensor]:
+    """Each with an optimizer; stepped in turn, as a GAN is, at density 1 beside DDP."""
+    ends = []
+    for strategy in ("ddp", ours(flavour, density=1.0, value_dtype="float32")):
+        fabric = fabric_with(flavour, strategy)
+        pairs = [prepared(fabric), prepared(fabric)]
+        for step in range(2 * STEPS):
+            model, optimizer = pairs[step % 2]
+            train(fabric, model, optimizer, step, step + 1)
+        ends.append(torch.cat([flat_parameters(model) for model, _ in pairs]))
+    return ends
+
+
+def skipped(flavour: str) -> bool:
+    """An inf on one rank: the scaler skips the step, and no residual moves."""
+    precision = import_module(f"{flavour}.plugins.precision").MixedPrecision
+    scaler = torch.amp.GradScaler("cpu", init_scale=256.0)
+    fabric = fabric_with(flavour, ours(flavour), plugins=[precision("16-mixed", "cpu", scaler=scaler)])
+    model, optimizer = prepared(fabric)
+    train(fabric, model, optimizer, 0, 5)
+    state = fabric.strategy.hier_states[0]
+    state.settle()
+    before = {group: shard.clone() for group, shard in state.store.current.items()}
+    weights = flat_parameters(model)
+    x, y = batch(5, fabric.global_rank)
+    if fabric.global_rank == 3:
+        x[0, 0] = float("inf")
+    fabric.backward(nn.functional.mse_loss(model(x), y))
+    optimizer.step()
+    optimizer.zero_grad()
+    state.settle()
+    kept = all(torch.equal(shard, state.store.current[group]) for group, shard in before.items())
+    return kept and torch.equal(weights, flat_parameters(model)) and float(state.residual_norm()) > 0
+
+
+@pytest.fixture(scope="module", params=FLAVOURS)
+def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    folder = tmp_path_factory.mktemp("fabric")
+    return run_ranks(everything, request.param, str(folder), nodes=2, devices=2, timeout=120, init=False)
+
+
+@pytest.mark.parametrize("name", ["dense", "accumulated", "two"])
+def test_at_density_one_it_is_ddp(results: list[dict[str, Any]], name: str) -> None:
+    for each in results:
+        torch.testing.assert_close(each[name][0], each[name][1], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["sparse", "bf16"])
+def test_ranks_stay_equal(results: list[dict[str, Any]], name: str) -> None:
+    assert all(torch.equal(each[name], results[0][name]) for each in results)
+    assert not torch.equal(results[0][name], results[0]["dense"][0])
+
+
+def test_a_resumed_run_is_the_run(results: list[dict[str, Any]]) -> None:
+    for each in results:
+        whole, fresh, used = each["resumed"]
+        assert torch.equal(whole, fresh)
+        assert torch.equal(whole, used)
+
+
+def test_a_skipped_step_moves_no_residual(results: list[dict[str, Any]]) -> None:
+    assert all(each["skipped"] for each in results)
+
+
+def test_fabric_knows_the_string(results: list[dict[str, Any]]) -> None:
+    module, rounds, counted = results[0]["string"]
+    assert module.startswith("lightning_sparse.flavours.")
+    assert rounds == counted == STEPS
+
+
+def test_options_are_checked() -> None:
+    for flavour in FLAVOURS:
+        with pytest.raises(ValueError, match=r"density=2 must be a number in \(0, 1\]"):
+            ours(flavour, density=2)
+        with pytest.raises(ValueError, match=r"does not know the option\(s\) desity: its own are density"):
+            ours(flavour, desity=0.1)
+        with pytest.raises(ValueError, match="cannot be joined with MSTopKHierStrategy"):
+            ours(flavour, ddp_comm_hook=len)
+        assert ours(flavour).config.warmup_epochs == 0
+
+
+def test_the_epoch_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    strategy = ours("lightning_fabric", warmup_epochs=2)
+    strategy.hier_states.append(type("State", (), {})())
+    strategy.set_epoch(3)
+    assert strategy.hier_states[0].epoch == 3
+    assert dist.is_initialized() is False
