@@ -16,14 +16,15 @@ from lightning_sparse.strategy.summary import shard_gradient_norm, table
 class CommStatsMixin:
     """Logs, through the module's logger and under ``comm/``:
 
-    ======================= =========================================================================================
-    bytes_between_nodes     bytes this device received from other nodes for the last step
-    density                 share of entries that a device sent in the last step, dense groups counted as 1
-    effective_density       share of entries that the last step applied, at most
-    residual_norm           L2 norm of what this device has not sent yet; renewed every ``log_every_n_steps`` steps
-                            and at the end of an epoch
-    residual_to_gradient    the same over the norm of the gradient, of the same entries: how many steps' worth waits
-    ======================= =========================================================================================
+    | name | what |
+    |---|---|
+    | bytes_between_nodes | bytes this device received from other nodes for the last step |
+    | density | share of entries that a device sent in the last step, dense groups counted as 1 |
+    | effective_density | share of entries that the last step applied, at most |
+    | residual_norm | L2 norm of what this device has not sent yet |
+    | residual_to_gradient | the same over the norm of the gradient, of the same entries: how many steps' worth waits |
+
+    The last two are renewed every ``log_every_n_steps`` steps and at the end of an epoch.
 
     At the end of fit rank 0 sums up, in the log: bytes beside those of plain DDP, the paths taken, the time in
     collectives between nodes, the residual.
