@@ -102,3 +102,21 @@ def test_the_site_builds(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr[-3000:]
     assert (tmp_path / "site" / "how-it-works" / "index.html").exists()
     assert "MSTopKHierStrategy" in (tmp_path / "site" / "api" / "index.html").read_text(encoding="utf-8")
+
+
+BLOCKS = [
+    pytest.param(block, id=f"{path.stem}-{number}")
+    for path in sorted((ROOT / "docs").glob("*.md"))
+    for number, block in enumerate(
+        re.findall(r"^```python\n(.*?)^```", path.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
+    )
+    if ">>>" not in block
+]
+
+
+@pytest.mark.parametrize("block", BLOCKS)
+def test_python_in_documents_means_something(block: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Names and options exist; nothing is trained."""
+    pytest.importorskip("pytorch_lightning")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    exec(compile(block, "document", "exec"), {})

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -123,3 +125,25 @@ def test_a_folder_without_val_is_told_the_way_out(
     )
     assert done.returncode != 0
     assert "--data.val_fraction" in done.stderr
+
+
+def test_the_batch_file_starts_the_ranks_and_goes_back_into_the_queue(tmp_path: Path) -> None:
+    """With stand-ins for SLURM's own programs: srun notes its words and lasts a while, scontrol notes its."""
+    programs = tmp_path / "bin"
+    programs.mkdir()
+    (programs / "srun").write_text('#!/bin/sh\necho "$@" > srun.txt\nsleep 1\nexit 3\n')
+    (programs / "scontrol").write_text('#!/bin/sh\necho "$@" > scontrol.txt\n')
+    for program in programs.iterdir():
+        program.chmod(0o755)
+    slurm = {"SLURM_SUBMIT_DIR": str(tmp_path), "SLURM_JOB_ID": "7", "SLURM_NNODES": "4", "SLURM_NTASKS_PER_NODE": "8"}
+    environment = {**os.environ, **slurm, "SOURCE": "/mnt/pictures", "PATH": f"{programs}:{os.environ['PATH']}"}
+    job = subprocess.Popen(["bash", str(RECIPES / "train.sbatch"), "--data.batch_size=32"], env=environment)
+    deadline = time.monotonic() + 30
+    while not (tmp_path / "srun.txt").exists() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    job.send_signal(signal.SIGUSR1)
+    assert job.wait(30) == 3, "the code of the training, which the signal did not end"
+    assert (tmp_path / "scontrol.txt").read_text() == "requeue 7\n"
+    words = (tmp_path / "srun.txt").read_text()
+    assert "--trainer.num_nodes=4 --trainer.devices=8 --data.source=/mnt/pictures" in words
+    assert words.rstrip().endswith("--ckpt_path=last --data.batch_size=32")
