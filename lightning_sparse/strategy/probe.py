@@ -3,10 +3,15 @@
 Every rank runs the same list of measurements at the same time, since the devices of a node share its link, and each
 number is the slowest rank's: so all ranks end with the same numbers, and whatever is computed from them is agreed. How
 much is sent follows the link: messages grow until one takes `ENOUGH_S`, which all ranks decide on the agreed time.
+Kernels are timed on as many elements as a shard of the run has: in a processor's cache they would seem faster.
+
+Each number is the fastest of a few, for a disturbance only ever adds. The one that counts most, the rate, has the most:
+a message that was disturbed would end the growth too early and pass for a slow link.
 """
 
 import time
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -17,14 +22,21 @@ from lightning_sparse.strategy.cost import Link, Rates
 from lightning_sparse.strategy.usage import MAX
 
 ENOUGH_S, SLOW_S = 0.03, 0.1
-FIRST_BYTES, MOST_BYTES = 1 << 16, 1 << 24  # received by a device
-REPEATS = 2
-SELECTED = 1 << 20  # elements of the shard on which kernels are timed
-PAIRS = SELECTED // 100
+FIRST_BYTES, MOST_BYTES, GROWTH = 1 << 16, 1 << 24, 4  # received by a device
+REPEATS, MOST_REPEATS = 2, 5
+RATE_S = 0.15  # spent on the rate of a link once it is known how much to send
+MOST_SELECTED = 1 << 22  # elements of the shard on which kernels are timed: 16 MB, more than a core's caches
 
 
-def probe(comm: HierCommunicator, device: torch.device, value_dtype: torch.dtype) -> Rates:
-    """What this cluster can do now, the same on all ranks."""
+def probe(comm: HierCommunicator, device: torch.device, value_dtype: torch.dtype, shard_numel: int) -> Rates:
+    """What this cluster can do now, the same on all ranks.
+
+    Args:
+        comm: the groups to measure; nothing else may be under way on them.
+        device: where gradients are.
+        value_dtype: of messages.
+        shard_numel: elements of the largest shard that the run will reduce; the same on all ranks.
+    """
     agreed = _Stopwatch(comm, device)
     nodes, devices = comm.topology.num_nodes, comm.topology.num_devices
     inter, nbytes = _link(agreed, comm.exchange, nodes)
@@ -35,15 +47,17 @@ def probe(comm: HierCommunicator, device: torch.device, value_dtype: torch.dtype
     taken = agreed.seconds(lambda: comm.all_reduce(shard_S))
     adding = taken - 2 * (nodes - 1) * inter.latency - 2 * carried * inter.seconds_per_byte
 
-    grad_S, residual_S, next_S = (torch.randn(SELECTED, device=device) for _ in range(3))
-    message = compress(grad_S, residual_S, next_S, PAIRS, value_dtype)
+    numel = min(MOST_SELECTED, max(100, shard_numel))
+    pairs = numel // 100
+    grad_S, residual_S, next_S = (torch.randn(numel, device=device) for _ in range(3))
+    message = compress(grad_S, residual_S, next_S, pairs, value_dtype)
     few, many = (message.expand(count, -1).contiguous() for count in (1, 9))
-    select = agreed.seconds(lambda: compress(grad_S, residual_S, next_S, PAIRS, value_dtype))
-    once = agreed.seconds(lambda: accumulate(few, grad_S, PAIRS, value_dtype))
-    often = agreed.seconds(lambda: accumulate(many, grad_S, PAIRS, value_dtype))
-    scatter = max(0.0, often - once) / (8 * PAIRS)
-    fill = max(0.0, once - PAIRS * scatter) / SELECTED
-    return Rates(inter, intra, max(0.0, adding) / carried, select / SELECTED, scatter, fill)
+    select = agreed.seconds(lambda: compress(grad_S, residual_S, next_S, pairs, value_dtype))
+    once = agreed.seconds(lambda: accumulate(few, grad_S, pairs, value_dtype))
+    often = agreed.seconds(lambda: accumulate(many, grad_S, pairs, value_dtype))
+    scatter = max(0.0, often - once) / (8 * pairs)
+    fill = max(0.0, once - pairs * scatter) / numel
+    return Rates(inter, intra, max(0.0, adding) / carried, select / numel, scatter, fill)
 
 
 def _link(agreed: "_Stopwatch", all_gather: Callable[[Tensor], Tensor], members: int) -> tuple[Link, int]:
@@ -54,10 +68,13 @@ def _link(agreed: "_Stopwatch", all_gather: Callable[[Tensor], Tensor], members:
     received = FIRST_BYTES
     while True:
         message = torch.zeros(max(64, received // steps), dtype=torch.uint8, device=agreed.device)
-        taken = agreed.seconds(lambda message=message: all_gather(message))  # type: ignore[misc]
+        send = partial(all_gather, message)
+        taken = agreed.seconds(send)
         if taken >= ENOUGH_S or received >= MOST_BYTES:
-            break
-        received *= 2
+            taken = min(taken, agreed.seconds(send, min(MOST_REPEATS, int(RATE_S / taken))))
+            if taken >= ENOUGH_S / GROWTH or received >= MOST_BYTES:
+                break
+        received *= GROWTH
     nbytes = steps * message.numel()
     return Link(latency, max(taken - steps * latency, 0.1 * taken) / nbytes), nbytes
 
@@ -69,10 +86,9 @@ class _Stopwatch:
         self.device = device
         self._comm = comm
 
-    def seconds(self, call: Callable[[], object]) -> float:
+    def seconds(self, call: Callable[[], object], repeats: int = REPEATS) -> float:
         first = self._once(call)  # it connects, and allocates
-        repeats = 1 if first > SLOW_S else REPEATS
-        return min(self._once(call) for _ in range(repeats))
+        return min(self._once(call) for _ in range(max(1, min(repeats, int(SLOW_S / first)))))
 
     def _once(self, call: Callable[[], object]) -> float:
         self._slowest(0.0)  # all begin together

@@ -80,6 +80,7 @@ class HierState:
         self.kept_sharded: frozenset[ParamGroup] = frozenset()
         self.loss_scale: Callable[[], Tensor | None] = lambda: None
         self._dtypes = {name: p.dtype for name, p in module.named_parameters()}
+        self._numel = sum(p.numel() for p in module.parameters())
         given = config.inter_gbps
         self.rates = None if given is None else Rates.of_link(given, topology.num_devices)
         self.density = config.least_density
@@ -262,7 +263,8 @@ class HierState:
             return
         if self.rates is None:
             self.runner.wait()  # for another module, wrapped with the same topology
-            self.rates = probe(HierCommunicator(self.topology), device, self.config.dtype)  # not timed as an exchange
+            shard_numel = self._numel // self.topology.num_devices
+            self.rates = probe(HierCommunicator(self.topology), device, self.config.dtype, shard_numel)  # untimed
             self.say(f"measured: {self.rates.describe(self.topology.num_devices)}")
         if self.config.density == "auto" and self.round in DECISIONS:
             self._set_density(device, self.rates)
