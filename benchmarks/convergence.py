@@ -5,8 +5,8 @@
 
 PICTURES is a folder or a .tar of one, ``{train,val}/<class>/*.jpg``, all pictures of one size (32 x 32).
 
-What runs is the real thing: four processes with Gloo, two nodes of two devices each as the environment tells it
-(GROUP_RANK, LOCAL_RANK), `DistributedDataParallel`, and `hier_hook` registered on it; "dense" is DDP without a hook.
+What runs is the real thing: four processes with Gloo, taken for two nodes of two devices (or four of one, where a row
+says so), `DistributedDataParallel`, and `hier_hook` registered on it; "dense" is DDP without a hook.
 Only the network is missing: both nodes are this machine, so bytes are counted and times mean nothing.
 
 **Paired.** Initialisation, data order and augmentation are functions of the seed alone; a configuration changes only
@@ -43,18 +43,18 @@ import torch
 import torch.distributed as dist
 from convergence_pictures import EpochOrder, Pictures, load_pictures
 from convergence_report import write_report
-from provenance import commit
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 from tqdm import tqdm
 
+from lightning_sparse.bench.provenance import commit
 from lightning_sparse.strategy import HierConfig, HierState, hier_hook
 from lightning_sparse.strategy.cost import dense_bytes
 from lightning_sparse.topology import Topology, discover
 
-NODES, DEVICES = 2, 2
-WORLD = NODES * DEVICES
+CLUSTER = (2, 2)  # nodes, devices
+WORLD = 4
 
 # What differs between the rows of the table: the arguments of HierConfig. None: plain DDP.
 SPARSE = {"exchange": "sparse", "value_dtype": "float32", "warmup_epochs": 0}
@@ -64,12 +64,25 @@ CONFIGS: dict[str, dict[str, Any] | None] = {
     "1%-no-feedback": {**SPARSE, "density": 0.01, "error_feedback": False},
     "1%-warmup": {**SPARSE, "density": 0.01, "warmup_epochs": 2},
     "1%-bf16": {**SPARSE, "density": 0.01, "value_dtype": "bfloat16"},
-    "default-warmup2": {"warmup_epochs": 2},
-    "default": {},
+    "default-warmup2": {"exchange": "sparse", "warmup_epochs": 2},
+    "default": {"exchange": "sparse"},  # "auto" would see loopback
     "0.1%": {**SPARSE, "density": 0.001},
     "0.1%-no-feedback": {**SPARSE, "density": 0.001, "error_feedback": False},
     "0.1%-warmup": {**SPARSE, "density": 0.001, "warmup_epochs": 2},
 }
+
+WIDE = "4x1 "  # a row of this beginning runs on 4 nodes of one device
+CONFIGS |= {
+    "1%-momentum": {**SPARSE, "density": 0.01, "momentum_correction": True},
+    "default-momentum": {"exchange": "sparse", "momentum_correction": True},
+    "0.1%-momentum-warmup": {**SPARSE, "density": 0.001, "warmup_epochs": 2, "momentum_correction": True},
+    "1%-small-groups": {**SPARSE, "density": 0.01},
+    "1%-regional": {**SPARSE, "density": 0.01, "exchange": "regional"},
+    WIDE + "1%": {**SPARSE, "density": 0.01},
+    WIDE + "regional, equal bytes": {**SPARSE, "density": 0.02, "exchange": "regional"},
+    "auto": {"density": "auto", "inter_gbps": 1.0},
+}
+BUCKET_MB = {"1%-small-groups": 0.04, "auto": 0.1}  # else the whole model is one group
 
 TUNE_LRS = (0.05, 0.1, 0.2, 0.4, 0.8)
 TUNE_SEEDS = (1000, 1001)
@@ -137,12 +150,20 @@ def resnet8(num_classes: int, widths: tuple[int, int, int] = (16, 32, 64)) -> nn
 # --- one run, on every rank
 
 
-def attach(ddp: DistributedDataParallel, config: str, topology: Topology) -> HierState | None:
+def cluster_of(config: str) -> tuple[int, int]:
+    """Nodes and devices of a row."""
+    return (WORLD, 1) if config.startswith(WIDE) else CLUSTER
+
+
+def attach(
+    ddp: DistributedDataParallel, config: str, topology: Topology, optimizer: torch.optim.Optimizer
+) -> HierState | None:
     """Put the configuration's hook on `ddp`; its state, or None for plain DDP."""
     arguments = CONFIGS[config]
     if arguments is None:
         return None
     state = HierState(ddp.module, HierConfig(**arguments), topology)
+    state.watch([optimizer])
     ddp.register_comm_hook(state, hier_hook)
     return state
 
@@ -151,10 +172,11 @@ def bytes_per_node(state: HierState | None, num_parameters: int, rounds: int) ->
     """Bytes that a node's devices have received from the other nodes so far, all together. Collective."""
     if state is None:
         # What the dense exchange of the same hierarchy would; DDP's flat ring takes half as much again.
-        return rounds * DEVICES * dense_bytes(NODES, num_parameters // DEVICES, itemsize=4)
+        nodes, devices = CLUSTER
+        return rounds * devices * dense_bytes(nodes, num_parameters // devices, itemsize=4)
     received = torch.tensor(state.stats.bytes_between_nodes, dtype=torch.float64)
     dist.all_reduce(received)
-    return received.item() / NODES
+    return received.item() / state.topology.num_nodes
 
 
 @torch.no_grad()
@@ -163,9 +185,9 @@ def validate(model: nn.Module, pictures: Pictures, rank: int) -> float:
     for buffer in model.buffers():
         if buffer.is_floating_point():
             dist.all_reduce(buffer)
-            buffer /= WORLD
+            buffer /= dist.get_world_size()
     model.eval()
-    mine = slice(rank, None, WORLD)
+    mine = slice(rank, None, dist.get_world_size())
     logits = model(pictures.normalised(pictures.val_x[mine].float()).contiguous(memory_format=torch.channels_last))
     model.train()
     correct = (logits.argmax(1) == pictures.val_y[mine]).sum()
@@ -183,12 +205,13 @@ def check_ranks_agree(model: nn.Module) -> None:
         raise RuntimeError(f"ranks hold different parameters, by up to {(high_N - low_N).max():.3g}")
 
 
-def wrap(model: nn.Module) -> DistributedDataParallel:
+def wrap(model: nn.Module, bucket_cap_mb: float | None = None) -> DistributedDataParallel:
     """DDP whose batch statistics stay local while training, as a cluster that minds its slow link would have them."""
     # torch 2.15 renames the option and warns about the old name.
     known = inspect.signature(DistributedDataParallel.__init__).parameters
     option = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"
-    return DistributedDataParallel(model, gradient_as_bucket_view=True, **{option: False})
+    buckets = {} if bucket_cap_mb is None else {"bucket_cap_mb": bucket_cap_mb}
+    return DistributedDataParallel(model, gradient_as_bucket_view=True, **{option: False}, **buckets)
 
 
 class Trainer:
@@ -200,11 +223,11 @@ class Trainer:
         self.run, self.pictures, self.rank = run, pictures, topology.rank
         self.model = resnet8(pictures.num_classes).to(memory_format=torch.channels_last)
         self.num_parameters = sum(parameter.numel() for parameter in self.model.parameters())
-        self.ddp = wrap(self.model)
-        self.state = attach(self.ddp, run.config, topology)
+        self.ddp = wrap(self.model, BUCKET_MB.get(run.config))
         self.optimizer = torch.optim.SGD(
             self.model.parameters(), settings.lr, settings.momentum, weight_decay=settings.weight_decay, foreach=True
         )
+        self.state = attach(self.ddp, run.config, topology, self.optimizer)
         self.padded_NCHW = F.pad(pictures.train_x, [EpochOrder.PAD] * 4)
         self.steps = len(self.padded_NCHW) // settings.global_batch  # an epoch
         self.cosine = torch.optim.lr_scheduler.CosineAnnealingLR(self.optimizer, settings.epochs * self.steps)
@@ -219,6 +242,8 @@ class Trainer:
             x, index_B = order.batch(self.padded_NCHW, step, self.rank, WORLD)
             loss = F.cross_entropy(self.ddp(self.pictures.normalised(x)), self.pictures.train_y[index_B])
             self.optimizer.zero_grad()
+            if self.state is not None:
+                self.state.before_backward()
             loss.backward()
             self.optimizer.step()
             self.cosine.step()
@@ -262,17 +287,14 @@ def worker(rank: int, runs: list[Run], pictures_file: Path, folder: Path, rendez
     os.environ.update(
         RANK=str(rank),
         WORLD_SIZE=str(WORLD),
-        LOCAL_RANK=str(rank % DEVICES),
-        LOCAL_WORLD_SIZE=str(DEVICES),
-        GROUP_RANK=str(rank // DEVICES),
-        NODE_RANK=str(rank // DEVICES),
         GLOO_SOCKET_IFNAME="lo",
     )
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=WORLD, timeout=timedelta(seconds=120)
     )
-    topology = discover()
+    clusters = dict.fromkeys(cluster_of(run.config) for run in runs)
+    topologies = {each: discover(node_rank=rank // each[1], local_rank=rank % each[1]) for each in clusters}
     at_commit = commit()
     pictures: Pictures = torch.load(pictures_file, weights_only=False)
     with tqdm(total=sum(run.settings.epochs for run in runs), unit="epoch", disable=rank != 0) as bar:
@@ -282,7 +304,7 @@ def worker(rank: int, runs: list[Run], pictures_file: Path, folder: Path, rendez
                 bar.set_description(f"{run.config} seed {run.seed}: {row['val_accuracy']:.1f} %", refresh=False)
                 bar.update()
 
-            record = train(run, pictures, topology, show)
+            record = train(run, pictures, topologies[cluster_of(run.config)], show)
             if rank == 0:
                 temporary = folder / f".{run.file_name}"
                 temporary.write_text(json.dumps({**record, "commit": at_commit}, indent=1))

@@ -10,10 +10,7 @@ row                        what it does for each picture
 ========================== =====================================================================================
 ImageFolder + DataLoader   torchvision's own: open, decode, transforms v2, one worker process
 DALI file reader           DALI's own: readers.file, decoders.image_random_crop, resize, crop_mirror_normalize
-storage, BACKEND           first epoch of a new cache: read, checked by decoding, written to disk and memory, batched
-disk, BACKEND              memory_gb=0: read from LMDB and decoded in every epoch
-memory jpeg, BACKEND       files in memory, decoded in every epoch
-memory decoded, BACKEND    pixels in memory
+TIER, BACKEND              see lightning_sparse/bench/data.py
 ========================== =====================================================================================
 
 CPU time is that of the process and all its children, so a row's number does not depend on how many threads it has or
@@ -26,42 +23,39 @@ from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
 import os
 import platform
 import shutil
-import subprocess
-import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from datetime import date
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import numpy as np
 import torch
-from provenance import commit, processor
+from tqdm import tqdm
 
-from lightning_sparse.data.batch import Batch, Look, Pipeline, Request
+from lightning_sparse.bench.data import BATCH, SIZE, config_of, generated, plot, table, tier_row
+from lightning_sparse.bench.data import measure as measure_rows
+from lightning_sparse.bench.provenance import commit, processor
+from lightning_sparse.data.batch import Batch, Look
 from lightning_sparse.data.config import CacheConfig
 from lightning_sparse.data.manifest import load_or_list
-from lightning_sparse.data.sampler import Layout, Order
-from lightning_sparse.data.store import SampleStore, new_run, open_store
+from lightning_sparse.data.store import new_run, open_store
 from lightning_sparse.data.tiers import Place
 
-BATCH, SIZE, ROUNDS, RANKS = 64, 224, 3, 4
+RANKS = 4
 BASELINES = ["ImageFolder + DataLoader", "DALI file reader"]
-TIERS = ["storage", "disk", "memory jpeg", "memory decoded"]
-Timed = dict[str, float]
 
 
-# -- the rows ----------------------------------------------------------------------------------------------------------
+# -- the rows it is compared with --------------------------------------------------------------------------------------
 
 
-def image_folder(pictures: Path, epochs: int) -> Iterator[Batch]:
+def image_folder(pictures: Path, epochs: int, device: int | None) -> Iterator[Batch]:
     from torch.utils.data import DataLoader
     from torchvision.datasets import ImageFolder
     from torchvision.transforms import v2
@@ -96,103 +90,6 @@ def dali_reader(pictures: Path, epochs: int, device: int | None) -> Iterator[Bat
     for _ in range(epochs):
         for (batch,) in batches:
             yield batch["x"], batch["y"]
-
-
-def config_of(tier: str, pictures: Path, cache: Path) -> CacheConfig:
-    config = CacheConfig(source=str(pictures), cache_dir=str(cache), memory_gb=4.0, format="decoded")
-    if tier == "disk":
-        return replace(config, memory_gb=0.0)
-    return replace(config, format="jpeg") if tier == "memory jpeg" else config
-
-
-def pipeline_of(backend: str, store: SampleStore, device: int | None) -> Pipeline:
-    if backend == "dali":
-        from lightning_sparse.data.pipeline_dali import DaliPipeline
-
-        return DaliPipeline(store, Look(), batch_size=BATCH, threads=1, device=device)
-    from lightning_sparse.data.pipeline_torch import TorchPipeline
-
-    return TorchPipeline(store, Look(), threads=1)
-
-
-def tier_row(tier: str, backend: str, pictures: Path, cache: Path, epochs: int, device: int | None) -> Iterator[Batch]:
-    """Epochs of one tier; but for "storage" the samples are there before the clock starts."""
-    config = config_of(tier, pictures, cache)
-    manifest = load_or_list(config, "train", quiet=True)
-    store = open_store(config, manifest)
-    pipeline = pipeline_of(backend, store, device)
-    order = Order(np.arange(len(manifest)), lambda nodes: store.owners, Layout(batch_size=BATCH))
-    if tier != "storage":
-        for first in range(0, len(manifest), BATCH):
-            store.get(range(first, min(first + BATCH, len(manifest))))
-        store.flush()
-    try:
-        for epoch in range(epochs):
-            plan = order.epoch(epoch)
-            yield from pipeline.run(Request(plan.batch(s, 0, 0), epoch, SIZE, True) for s in range(plan.steps))
-    finally:
-        pipeline.close()
-        store.close()
-
-
-# -- measuring ---------------------------------------------------------------------------------------------------------
-
-
-def cpu_seconds(process: int) -> float:
-    """Of a process, its threads, and all children, living or waited for."""
-    try:
-        fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
-        tasks = list(Path(f"/proc/{process}/task").iterdir())
-        children = [int(child) for task in tasks for child in (task / "children").read_text().split()]
-    except (FileNotFoundError, ProcessLookupError):
-        return 0.0
-    return sum(map(int, fields[11:15])) / os.sysconf("SC_CLK_TCK") + sum(map(cpu_seconds, children))
-
-
-def timed(batches: Iterator[Batch], warm: int) -> Timed:
-    """After `warm` batches: images per CPU-second and per second."""
-    for _ in range(warm):
-        next(batches)
-    _finish()
-    images, cpu, wall = 0, cpu_seconds(os.getpid()), time.perf_counter()
-    for pixels, _ in batches:
-        images += len(pixels)
-        if images and not pixels.is_cuda:
-            float(pixels[0, 0, 0, 0])
-    _finish()
-    cpu, wall = cpu_seconds(os.getpid()) - cpu, time.perf_counter() - wall
-    return {"images": images, "per_cpu_second": images / cpu, "per_second": images / wall}
-
-
-def _finish() -> None:
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-
-
-def one_row(name: str, pictures: Path, images: int, device: int | None) -> Timed:
-    """In a process of its own."""
-    torch.set_num_threads(1)
-    count = sum(1 for _ in (pictures / "train").rglob("*.*"))
-    tier, _, backend = name.partition(", ")
-    with tempfile.TemporaryDirectory(prefix="data-benchmark-") as cache:
-        if tier == "storage":
-            return timed(tier_row(tier, backend, pictures, Path(cache), 1, device), 0)
-        epochs = 1 + -(-images // count)
-        if name == BASELINES[0]:
-            batches = image_folder(pictures, epochs)
-        elif name == BASELINES[1]:
-            batches = dali_reader(pictures, epochs, device)
-        else:
-            batches = tier_row(tier, backend, pictures, Path(cache), epochs, device)
-        return timed(batches, count // BATCH)
-
-
-def run_row(name: str, pictures: Path, images: int, device: int | None) -> Timed:
-    words = [sys.executable, __file__, "unused", str(pictures), "--row", name, "--images", str(images)]
-    words += ["--device", "cuda"] if device is not None else []
-    done = subprocess.run(words, check=True, capture_output=True, text=True)
-    result: Timed = json.loads(done.stdout.splitlines()[-1])
-    return result
 
 
 # -- memory of four ranks ----------------------------------------------------------------------------------------------
@@ -263,41 +160,16 @@ def compare_with_cpu(pictures: Path, device: int) -> dict[str, Any]:
 # -- the record --------------------------------------------------------------------------------------------------------
 
 
-def generated(folder: Path) -> Path:
-    """Crops of 375 x 500 of the photographs that scikit-learn carries."""
-    from PIL import Image
-    from sklearn.datasets import load_sample_images
-
-    random = np.random.default_rng(0)
-    for label, photograph in enumerate(load_sample_images().images):
-        (folder / "train" / str(label)).mkdir(parents=True)
-        for number in range(96):
-            top, left = random.integers(0, photograph.shape[0] - 375), random.integers(0, photograph.shape[1] - 500)
-            picture = Image.fromarray(photograph[top : top + 375, left : left + 500])
-            picture.save(folder / "train" / str(label) / f"{number}.jpg", quality=92)
-    return folder
-
-
 def measure(pictures: Path, quick: bool, device: int | None) -> dict[str, Any]:
-    from tqdm import tqdm
-
-    backends = ["dali"] if device is not None else ["torch", "dali"]
-    names = BASELINES + [f"{tier}, {backend}" for tier in TIERS for backend in backends]
-    found: dict[str, list[Timed]] = {name: [] for name in names}
-    rounds = 1 if quick else ROUNDS
-    bar = tqdm(total=rounds * len(names), disable=None, desc="rows")
-    for _ in range(rounds):
-        for name in names:
-            images = (4 if "decoded" in name else 1) * (320 if quick else 640)
-            found[name].append(run_row(name, pictures, images if device is None else 20 * images, device))
-            bar.update()
-    bar.close()
-    rows = [
-        {"row": name, **{key: median(each[key] for each in runs) for key in runs[0]}, "rounds": len(runs)}
-        for name, runs in found.items()
-    ]
-    import multiprocessing
-
+    images = (320 if quick else 640) * (1 if device is None else 20)
+    rows = measure_rows(
+        pictures,
+        device=device,
+        rounds=1 if quick else 3,
+        images=images,
+        others=dict(zip(BASELINES, (image_folder, dali_reader), strict=True)),
+        progress=partial(tqdm, disable=None, desc="rows"),
+    )
     context = multiprocessing.get_context("spawn")
     record: dict[str, Any] = {"rows": rows, "memory": memory_of_ranks(pictures, context.Process, context)}
     if device is not None:
@@ -319,40 +191,16 @@ def ratios(rows: list[dict[str, Any]]) -> dict[str, float]:
     return {name: round(value, 2) for name, value in out.items()}
 
 
-def plot(record: dict[str, Any], path: Path) -> None:
-    import matplotlib
-
-    matplotlib.use("svg")
-    from matplotlib import pyplot as plt
-
-    rows = record["rows"][::-1]
-    colours = {"torch": "#d1495b", "dali": "#2e7d32"}
-    figure, axes = plt.subplots(figsize=(7.5, 0.36 * len(rows) + 1))
-    tints = [colours.get(row["row"].rpartition(", ")[2], "#8a8a8a") for row in rows]
-    bars = axes.barh([row["row"] for row in rows], [row["per_cpu_second"] for row in rows], color=tints)
-    axes.bar_label(bars, fmt="%.0f", padding=3)
-    axes.set_xlabel(f"images per CPU-second, random resized crop to {SIZE}, normalised")
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.margins(x=0.12)
-    figure.tight_layout()
-    figure.savefig(path)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description="What a picture costs, by tier and backend.")
     parser.add_argument("out", type=Path)
     parser.add_argument("pictures", type=Path, nargs="?")
     parser.add_argument("--quick", action="store_true", help="one round of fewer images")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
-    parser.add_argument("--row", help=argparse.SUPPRESS)
-    parser.add_argument("--images", type=int, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.device == "cuda" and not torch.cuda.is_available():
         raise SystemExit("--device cuda: there is no CUDA device here")
     device = torch.cuda.current_device() if options.device == "cuda" else None
-    if options.row:
-        print(json.dumps(one_row(options.row, options.pictures, options.images, device)))
-        return
     folder = Path(tempfile.mkdtemp(prefix="data-benchmark-")) if options.pictures is None else None
     try:
         record = measure(options.pictures or generated(folder), options.quick, device)  # type: ignore[arg-type]
@@ -379,10 +227,8 @@ def write(options: argparse.Namespace, record: dict[str, Any]) -> None:
     }
     options.out.mkdir(parents=True, exist_ok=True)
     (options.out / "data.json").write_text(json.dumps({**about, **record}, indent=1) + "\n")
-    plot(record, options.out / "data.svg")
-    print("| row | images per CPU-second | images per second |\n|---|---|---|")
-    for row in record["rows"]:
-        print(f"| {row['row']} | {row['per_cpu_second']:.0f} | {row['per_second']:.0f} |")
+    plot(record["rows"], options.out / "data.svg")
+    print(table(record["rows"]))
     for name, value in {**about["ratios"], **record["memory"], **record.get("difference_to_cpu", {})}.items():
         print(f"{name}: {value}")
 

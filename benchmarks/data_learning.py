@@ -25,13 +25,13 @@ from typing import Any
 import pytorch_lightning as pl
 import torch
 from convergence import resnet8
-from provenance import surroundings
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
 from torchvision.datasets import ImageFolder
 from torchvision.transforms import v2
 from tqdm import tqdm
 
+from lightning_sparse.bench.provenance import surroundings
 from lightning_sparse.data.sampler import SHUFFLES
 from lightning_sparse.flavours.pytorch_lightning import CachedImageDataModule
 
@@ -150,13 +150,14 @@ def main() -> None:
     parser.add_argument("pictures", type=Path)
     parser.add_argument("out", type=Path)
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
+    parser.add_argument("--loaders", nargs="+", choices=[REFERENCE, *SHUFFLES], default=[REFERENCE, *SHUFFLES])
     parser.add_argument("--epochs", type=int, default=15)
     options = parser.parse_args()
     if not (options.pictures / "train").is_dir():
         parser.error(f"{options.pictures} has no folder train/: give an image folder with train/ and val/")
     options.pictures, options.out = options.pictures.resolve(), options.out.resolve()
     options.out.mkdir(parents=True, exist_ok=True)
-    runs = [(name, seed) for seed in options.seeds for name in (REFERENCE, *SHUFFLES)]
+    runs = [(name, seed) for seed in options.seeds for name in options.loaders]
     os.environ["OMP_NUM_THREADS"] = "1"  # else Lightning gives each process all cores
     missing = [run for run in runs if not file_of(options.out, *run).exists()]
     if missing:

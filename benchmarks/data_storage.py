@@ -40,9 +40,9 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from PIL import Image
-from provenance import commit, processor
 from tqdm import tqdm
 
+from lightning_sparse.bench.provenance import commit, processor
 from lightning_sparse.lab import Cluster, LabConfig
 
 NODES, DEVICES, BATCH, SIZE, CLASSES = 2, 2, 50, 224, 10

@@ -22,11 +22,12 @@ from pathlib import Path
 from typing import Any
 
 import exchange_ranks
-from provenance import commit, surroundings
 
+from lightning_sparse.bench.exchange import NONE, NOTHING
+from lightning_sparse.bench.provenance import commit, surroundings
 from lightning_sparse.lab import Cluster, LabConfig, signals_as_exit
 
-HIDDEN = (exchange_ranks.NONE, exchange_ranks.NOTHING, "ours 1 %, taken apart")
+HIDDEN = (NONE, NOTHING, "ours 1 %, taken apart")
 
 
 def measure(nodes: int, devices: int, gbps: float, options: argparse.Namespace) -> list[dict[str, Any]]:
@@ -86,7 +87,7 @@ def pieces(here: dict[tuple[str, float], dict[str, Any]], rates: list[float]) ->
     for rate in rates:
         row = here["ours 1 %, taken apart", rate]
         names = ("reduce_scatter", "compress", "exchange", "accumulate", "gather")
-        parts = {"DDP's copies": here[exchange_ranks.NOTHING, rate]["sync s"]}
+        parts = {"DDP's copies": here[NOTHING, rate]["sync s"]}
         parts |= {name: row[f"{name} s"] for name in names if f"{name} s" in row}
         ideal = row["received by this node, bytes"] * 8e-9 / rate
         told = ", ".join(f"{name} {1e3 * each:.1f}" for name, each in parts.items())

@@ -11,10 +11,7 @@ reading and writing it once.
 
 | row | what it is |
 |---|---|
-| sum, read, copy | the floors: x.sum(), x.amax(), y.copy_(x) |
-| add | torch.add(x, y, out=z): the three streams of memory that error feedback needs |
-| select | mstopk(x, k) |
-| compress | error feedback, selection and a bf16 message |
+| sum, read, copy, add, select, compress | see lightning_sparse/bench/kernels.py |
 | topk | torch.topk(|x|, k, sorted=False) |
 | mstopk 30 | the paper's loop as it circulates, 30 counting passes; `compiled` under torch.compile |
 | argpartition | numpy, CPU only |
@@ -30,7 +27,6 @@ import argparse
 import json
 import platform
 import sys
-import time
 from collections.abc import Callable
 from datetime import datetime, timezone
 from pathlib import Path
@@ -38,62 +34,14 @@ from typing import Any
 
 import numpy as np
 import torch
-from provenance import commit, processor
 from torch import Tensor
 from tqdm import tqdm
 
-from lightning_sparse.kernels import compress, kernel_report, mstopk
+from lightning_sparse.bench.kernels import DISTRIBUTIONS, QUICK, Case, Method, about, measure, plot, table
+from lightning_sparse.bench.provenance import commit, processor
 
-Method = Callable[[], object]
-FLOORS = ("sum", "read", "copy", "add")
 SLOW = ("topk", "mstopk 30", "mstopk 30 compiled", "argpartition", "DGC")
 SIZES = (100_000, 1_000_000, 10_000_000, 25_600_000, 100_000_000)
-
-
-def gaussian(numel: int, g: torch.Generator) -> Tensor:
-    return torch.randn(numel, generator=g)
-
-
-def laplace(numel: int, g: torch.Generator) -> Tensor:
-    return torch.empty(numel).exponential_(generator=g) * torch.randn(numel, generator=g).sign()
-
-
-def heavy_tailed(numel: int, g: torch.Generator) -> Tensor:
-    """Like Student's t with two degrees of freedom."""
-    return torch.randn(numel, generator=g) / torch.empty(numel).exponential_(generator=g).sqrt().clamp(min=1e-3)
-
-
-def layered(numel: int, g: torch.Generator) -> Tensor:
-    """Like a network's gradient: layers of very different sizes and scales, some rows exactly zero."""
-    x = torch.randn(numel, generator=g)
-    edges = (torch.rand(40, generator=g).pow(2).cumsum(0) / 20 * numel).long().clamp(max=numel).tolist()
-    for begin, end in zip([0, *edges], [*edges, numel], strict=True):
-        x[begin:end] *= 10 ** float(-3 * torch.rand((), generator=g))
-    rows = x[: numel // 64 * 64].view(-1, 64)
-    rows[torch.rand(rows.shape[0], generator=g) < 0.1] = 0.0
-    return x
-
-
-def resnet50(numel: int, g: torch.Generator) -> Tensor:
-    """The gradient of a ResNet-50 (25,557,032 elements) after one step on noise, in the order of its parameters;
-    repeated or cut to the length that is asked for."""
-    from torchvision import models
-
-    torch.manual_seed(g.initial_seed())
-    net = models.resnet50()
-    images, labels = torch.randn(8, 3, 128, 128, generator=g), torch.randint(1000, (8,), generator=g)
-    torch.nn.functional.cross_entropy(net(images), labels).backward()
-    flat = torch.cat([parameter.grad.flatten() for parameter in net.parameters() if parameter.grad is not None])
-    return flat.repeat(-(-numel // flat.numel()))[:numel].contiguous()
-
-
-DISTRIBUTIONS = {
-    "gaussian": gaussian,
-    "laplace": laplace,
-    "heavy-tailed": heavy_tailed,
-    "layered": layered,
-    "resnet50": resnet50,
-}
 
 
 def thirty_passes(x: Tensor, k: int) -> Tensor:
@@ -115,154 +63,45 @@ def dgc(x: Tensor, k: int) -> Tensor:
     return hits[torch.topk(a[hits], min(k, hits.numel()), sorted=False).indices]
 
 
-def with_threads(method: Method, threads: int, usual: int) -> Method:
-    def run() -> None:
-        torch.set_num_threads(threads)
-        try:
-            method()
-        finally:
-            torch.set_num_threads(usual)
+def others(options: argparse.Namespace) -> Callable[[Tensor, int], dict[str, Method]]:
+    """What ours is measured against."""
+    compiled = None if options.no_compile else torch.compile(thirty_passes, dynamic=True)
 
-    return run
+    def of(x: Tensor, k: int) -> dict[str, Method]:
+        if options.slow_up_to is not None and x.numel() > options.slow_up_to:
+            return {}
+        methods: dict[str, Method] = {
+            "topk": lambda: torch.topk(x.abs(), k, sorted=False),
+            "mstopk 30": lambda: thirty_passes(x, k),
+            "DGC": lambda: dgc(x, k),
+        }
+        if compiled is not None:
+            methods["mstopk 30 compiled"] = lambda: compiled(x, k)
+        if x.device.type == "cpu":
+            methods["argpartition"] = lambda: np.argpartition(np.abs(x.numpy()), x.numel() - k)[x.numel() - k :]
+        return methods
 
-
-def methods_for(x: Tensor, k: int, compiled: Callable[..., Tensor] | None, more_threads: int) -> dict[str, Method]:
-    y, residual, left = torch.empty_like(x), torch.randn_like(x) * 0.1, torch.empty_like(x)
-    methods: dict[str, Method] = {
-        "sum": lambda: x.sum(),
-        "read": lambda: x.amax(),
-        "copy": lambda: y.copy_(x),
-        "add": lambda: torch.add(x, residual, out=y),
-        "select": lambda: mstopk(x, k),
-        "compress": lambda: compress(x, residual, left, k, torch.bfloat16),
-        "topk": lambda: torch.topk(x.abs(), k, sorted=False),
-        "mstopk 30": lambda: thirty_passes(x, k),
-        "DGC": lambda: dgc(x, k),
-    }
-    if compiled is not None:
-        methods["mstopk 30 compiled"] = lambda: compiled(x, k)
-    if x.device.type == "cpu":
-        methods["argpartition"] = lambda: np.argpartition(np.abs(x.numpy()), x.numel() - k)[x.numel() - k :]
-    if more_threads:
-        usual = torch.get_num_threads()
-        for name in [*FLOORS, "select", "compress"]:
-            methods[f"{name}, {more_threads} threads"] = with_threads(methods[name], more_threads, usual)
-    return methods
+    return of
 
 
-def seconds_of(method: Method, device: str) -> float:
-    if device == "cpu":
-        begin = time.perf_counter()
-        method()
-        return time.perf_counter() - begin
-    start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    start.record()
-    method()
-    stop.record()
-    stop.synchronize()
-    return float(start.elapsed_time(stop)) / 1e3
-
-
-def interleaved(methods: dict[str, Method], device: str, repeats: int, seconds: float) -> dict[str, list[float]]:
-    """Times of each method, after one call that is not counted; no method is begun again after `seconds` of it."""
-    for method in methods.values():
-        method()
-    taken: dict[str, list[float]] = {name: [] for name in methods}
-    for _ in range(repeats):
-        for name, method in methods.items():
-            if sum(taken[name]) < seconds:
-                taken[name].append(seconds_of(method, device))
-    return taken
-
-
-def cases(options: argparse.Namespace) -> list[tuple[int, float, str]]:
+def cases(options: argparse.Namespace) -> list[Case]:
     if options.quick:
-        return [(100_000, 0.01, "gaussian"), (2_000_000, 0.01, "gaussian"), (2_000_000, 0.01, "layered")]
+        return QUICK
     sizes = options.sizes or [*SIZES, *[1_000_000_000] * (options.device != "cpu")]
     result = [(numel, density, "gaussian") for numel in sizes for density in options.densities]
     return result + [(numel, 0.01, name) for numel in sizes for name in options.distributions if name != "gaussian"]
 
 
-def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
-    rows: list[dict[str, Any]] = []
-    compiled = None if options.no_compile else torch.compile(thirty_passes, dynamic=True)
-    progress = tqdm(cases(options), unit="case")
-    for numel, density, distribution in progress:
-        progress.set_description(f"d={numel:.0e} density={density:g} {distribution}")
-        g = torch.Generator().manual_seed(0)
-        x = DISTRIBUTIONS[distribution](numel, g).to(options.device)
-        k = max(1, int(numel * density))
-        methods = methods_for(x, k, compiled, options.more_threads)
-        if options.slow_up_to is not None and numel > options.slow_up_to:
-            methods = {name: method for name, method in methods.items() if name not in SLOW}
-        times = interleaved(methods, options.device, options.repeats, options.seconds)
-        floor, copy = float(np.median(times["sum"])), float(np.median(times["copy"]))
-        for name, taken in times.items():
-            middle = float(np.median(taken))
-            rows.append(
-                {
-                    "numel": numel,
-                    "density": density,
-                    "distribution": distribution,
-                    "method": name,
-                    "ms": middle * 1e3,
-                    "fastest_ms": min(taken) * 1e3,
-                    "GB/s of x": 4 * numel / middle / 1e9,
-                    "x sum": middle / floor,
-                    "x copy": middle / copy,
-                    "repeats": len(taken),
-                }
-            )
-    return rows
-
-
-def table(rows: list[dict[str, Any]]) -> str:
-    lines, case = [], None
-    for row in rows:
-        if case != (row["numel"], row["density"], row["distribution"]):
-            case = (row["numel"], row["density"], row["distribution"])
-            lines.append(f"\nd = {case[0]:,}, density {case[1]:g}, {case[2]}")
-            lines.append(f"  {'':<20}{'ms':>12}{'GB/s of x':>12}{'x sum':>9}{'x copy':>9}{'repeats':>9}")
-        lines.append(
-            f"  {row['method']:<20}{row['ms']:>12.3f}{row['GB/s of x']:>12.2f}{row['x sum']:>9.2f}{row['x copy']:>9.2f}"
-            f"{row['repeats']:>9}"
-        )
-    return "\n".join(lines)
-
-
 def provenance(options: argparse.Namespace) -> dict[str, Any]:
-    report = kernel_report()  # not its path, which tells of one machine only
     return {
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "command": " ".join(sys.argv),
         "commit": commit(),
         "cpu": processor(),
-        "threads": torch.get_num_threads(),
+        **about(),
         "gpu": torch.cuda.get_device_name() if options.device == "cuda" else None,
         "versions": {"python": platform.python_version(), "torch": torch.__version__, "numpy": np.__version__},
-        "kernels": {"cpu": report.cpu, "cuda": report.cuda, "reasons": report.reasons},
     }
-
-
-def plot(rows: list[dict[str, Any]], path: Path) -> None:
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        print("no plot: matplotlib is not installed")
-        return
-    figure = Figure(figsize=(7, 5), layout="tight")
-    axes = figure.add_subplot()
-    shown = [row for row in rows if row["distribution"] == "gaussian" and row["density"] == 0.01]
-    shown = [row for row in shown if "threads" not in row["method"]]
-    for name in dict.fromkeys(row["method"] for row in shown):
-        line = [(row["numel"], row["ms"]) for row in shown if row["method"] == name]
-        style = ":" if name in FLOORS else "-"
-        axes.loglog(*zip(*line, strict=True), style, marker="o", label=name)
-    axes.set_xlabel("elements")
-    axes.set_ylabel("ms (median)")
-    axes.set_title("Selecting 1 % of a Gaussian vector")
-    axes.legend(fontsize="small")
-    figure.savefig(path)
 
 
 def main() -> None:
@@ -282,11 +121,21 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     options.folder.mkdir(parents=True, exist_ok=True)
-    rows = measure(options)
+    rows = measure(
+        tqdm(cases(options), unit="case"),
+        options.device,
+        repeats=options.repeats,
+        seconds=options.seconds,
+        more_threads=options.more_threads,
+        more=others(options),
+    )
     print(table(rows))
     result = {**provenance(options), "rows": rows}
     (options.folder / "results.json").write_text(json.dumps(result, indent=1) + "\n")
-    plot(rows, options.folder / "kernels.svg")
+    try:
+        plot(rows, options.folder / "kernels.svg")
+    except ValueError as error:
+        print(f"no plot: {error}")
     print(f"\nwrote {options.folder / 'results.json'}")
 
 

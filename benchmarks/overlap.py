@@ -32,12 +32,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from exchange import Rates
-from exchange_ranks import FASTEST, ask
-from provenance import commit, surroundings
+from exchange_ranks import ask
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from tqdm import tqdm
 
+from lightning_sparse.bench.exchange import FASTEST
+from lightning_sparse.bench.provenance import commit, surroundings
 from lightning_sparse.kernels import message_bytes
 from lightning_sparse.lab import Cluster, LabConfig
 from lightning_sparse.strategy import HierConfig, HierState, hier_hook

@@ -14,51 +14,43 @@ from __future__ import annotations
 
 import argparse
 import json
+import pathlib
 import sys
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
-import torch
-from exchange_ranks import NOTHING
-from provenance import commit, surroundings
-
+from lightning_sparse.bench.exchange import NOTHING
+from lightning_sparse.bench.plan import V100, Path, round_cost
+from lightning_sparse.bench.provenance import commit, surroundings
 from lightning_sparse.strategy import cost
 from lightning_sparse.strategy.cost import Link, Rates, Work
 
 NUMEL, BUCKETS, DENSITY = 25_557_032, 5, 0.01
-GPU_BYTES = 1 / 600e9  # seconds a byte of GPU memory: what a V100 streams in practice, about 2/3 of 900 GB/s
 ASSUMED = {
     "latency between nodes": 30e-6,
     "latency inside a node": 10e-6,
     "seconds a byte inside a node": 1 / 50e9,
-    "select, s an element": 13 * GPU_BYTES,  # reads gradient and residual, writes residual
-    "scatter, s a pair": 64 * GPU_BYTES,  # a sector read and one written
-    "fill, s an element": 4 * GPU_BYTES,
+    "select, s an element": V100.select,
+    "scatter, s a pair": V100.scatter,
+    "fill, s an element": V100.fill,
 }
 
 
 def assumed(gbps: float, devices: int) -> Rates:
     """A GPU node with a link of this rate."""
     between, inside, byte, select, scatter, fill = ASSUMED.values()
-    return Rates(Link(between, 8e-9 * devices / gbps), Link(inside, byte), GPU_BYTES, select, scatter, fill)
+    return Rates(Link(between, 8e-9 * devices / gbps), Link(inside, byte), V100.add, select, scatter, fill)
 
 
-def seconds(path: str, work: Work, rates: Rates, density: float) -> float:
-    """Of a round of the whole model, in equal buckets."""
-    each = work._replace(numel=work.numel // BUCKETS)
-    k = max(1, int(density * each.shard_numel))
-    if path == "sparse":
-        return BUCKETS * cost.sparse_seconds(each, rates, k, torch.bfloat16)
-    if path == "regional":
-        return BUCKETS * cost.regional_seconds(each, rates, min(k, each.shard_numel), torch.bfloat16)
-    return BUCKETS * (cost.flat_seconds if path == "flat" else cost.dense_seconds)(each, rates)
+def seconds(path: Path, work: Work, rates: Rates, density: float) -> float:
+    """Of a round of the whole model."""
+    return round_cost(work, rates, path, density, BUCKETS)[0]
 
 
 # way of exchange.py -> path, density, bytes of an element on the wire
-MEASURED = {
-    "DDP": ("flat", 1.0, 4),
-    "bf16 hook": ("flat", 1.0, 2),
+MEASURED: dict[str, tuple[Path, float, int]] = {
+    "DDP": ("ddp", 1.0, 4),
+    "bf16 hook": ("ddp", 1.0, 2),
     "2-D dense": ("dense", 1.0, 4),
     "ours 1 %, at once": ("sparse", 0.01, 4),
     "ours 0.1 %": ("sparse", 0.001, 4),
@@ -105,7 +97,7 @@ def by_nodes(gbps: float, devices: int, counts: list[int]) -> list[str]:
     for nodes in counts:
         work = Work(nodes, devices, NUMEL)
         equal = min(1.0, (nodes - 1) * DENSITY / 2)
-        flat, dense = (seconds(path, work, rates, 1.0) for path in ("flat", "dense"))
+        flat, dense = (seconds(path, work, rates, 1.0) for path in ("ddp", "dense"))
         sparse = seconds("sparse", work, rates, DENSITY)
         cells = [f"{1e3 * each:.1f}" for each in (flat, dense, seconds("dense", work._replace(itemsize=2), rates, 1.0))]
         union = cost.effective_density("sparse", nodes, DENSITY)
@@ -123,7 +115,13 @@ def by_rate(nodes: int, devices: int, rates: list[float]) -> list[str]:
     lines = ["| Gbit/s | flat | 2-D dense | sparse 1 % | sparse 0.1 % | regional 1 % |", "|---" * 6 + "|"]
     for gbps in rates:
         work, machine = Work(nodes, devices, NUMEL), assumed(gbps, devices)
-        paths = [("flat", 1.0), ("dense", 1.0), ("sparse", 0.01), ("sparse", 0.001), ("regional", 0.01)]
+        paths: list[tuple[Path, float]] = [
+            ("ddp", 1.0),
+            ("dense", 1.0),
+            ("sparse", 0.01),
+            ("sparse", 0.001),
+            ("regional", 0.01),
+        ]
         cells = [f"{1e3 * seconds(path, work, machine, density):.2f}" for path, density in paths]
         lines.append(f"| {gbps:g} | " + " | ".join(cells) + " |")
     return lines
@@ -131,8 +129,8 @@ def by_rate(nodes: int, devices: int, rates: list[float]) -> list[str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
-    parser.add_argument("out", type=Path)
-    parser.add_argument("--measured", type=Path, help="exchange.json of benchmarks/exchange.py")
+    parser.add_argument("out", type=pathlib.Path)
+    parser.add_argument("--measured", type=pathlib.Path, help="exchange.json of benchmarks/exchange.py")
     options = parser.parse_args()
     about = {**surroundings("python benchmarks/plan.py OUT --measured EXCHANGE.json"), "commit": commit()}
     text = ["# The cost model", "", *(f"- {key}: {value}" for key, value in about.items()), ""]

@@ -36,8 +36,8 @@ MAY_IMPORT: dict[str, set[str]] = {
 }
 # What is heavy or optional -> the files that may import it, by the beginning of their path in the package.
 ONLY_IN: dict[str, tuple[str, ...]] = {
-    "pytorch_lightning": ("flavours/", "cli.py"),
-    "lightning": ("flavours/", "cli.py"),
+    "pytorch_lightning": ("flavours/", "cli/"),
+    "lightning": ("flavours/", "cli/"),
     "lightning_fabric": ("flavours/",),
     "lightning_utilities": (),
     "nvidia.dali": ("data/pipeline_dali.py",),

@@ -4,8 +4,10 @@ Three marks: ``ok``; ``note``, which costs speed or a feature; ``bad``, which br
 """
 
 import importlib
+import os
 import platform
 import shutil
+import socket
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -27,6 +29,11 @@ EXTRAS = {
     "pyzmq": "samples from the memory of other nodes",
     "xxhash": "checksums of the cache",
 }
+SLOW_SETTINGS = {
+    "CUDA_LAUNCH_BLOCKING": "every kernel is waited for, so nothing overlaps; unset it outside of debugging",
+    "NCCL_P2P_DISABLE": "GPUs of a node talk through the host, so step 1 and 4 are slow; unset it if they need not",
+    "TORCH_DISTRIBUTED_DEBUG": "every collective is checked first, so measured links look slow; unset it for training",
+}
 
 
 @dataclass(frozen=True)
@@ -40,7 +47,7 @@ class Finding:
 
 def examine() -> list[Finding]:
     """Everything that one process can find out by itself. Imports whatever Lightning is installed."""
-    checks: list[Callable[[], Iterator[Finding]]] = [_python, _lightning, _extras, _kernels, _gpus, _memory]
+    checks: list[Callable[[], Iterator[Finding]]] = [_python, _lightning, _extras, _kernels, _gpus, _memory, _settings]
     return [finding for check in checks for finding in check()]
 
 
@@ -124,6 +131,20 @@ def _memory() -> Iterator[Finding]:
     mark: Mark = "ok" if usage.free > 2**30 else "note"
     small = "" if mark == "ok" else "; in a container start it with --shm-size, or cached samples go to files"
     yield Finding(mark, "shared memory", f"{usage.free / 2**30:.1f} GiB free in /dev/shm{small}")
+
+
+def _settings() -> Iterator[Finding]:
+    """Environment variables that are known to go badly with training on several nodes; nothing where all is well."""
+    for name in ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"):
+        wanted = os.environ.get(name, "").removeprefix("=")
+        here = [interface for _, interface in socket.if_nameindex()]
+        if wanted.startswith("^") or wanted == "":  # "^" names those not to take
+            continue
+        if not any(interface.startswith(each.partition(":")[0]) for interface in here for each in wanted.split(",")):
+            yield Finding("bad", name, f"{wanted}: no such network interface here ({', '.join(here)})")
+    for name, cost in SLOW_SETTINGS.items():
+        if os.environ.get(name, "0") not in ("", "0", "OFF", "INFO"):
+            yield Finding("note", name, f"{os.environ[name]}: {cost}")
 
 
 def _version(package: str) -> str | None:

@@ -25,7 +25,7 @@ from pathlib import Path
 from lightning_sparse.data.config import CacheConfig, DataError
 
 VERSION = 1
-_NETWORK = (
+NETWORK_FILE_SYSTEMS = (
     *("nfs", "nfs4", "cifs", "smb3", "smbfs", "ceph", "lustre", "beegfs", "glusterfs", "9p", "afs"),
     *("fuse.sshfs", "fuse.glusterfs", "fuse.ceph", "fuse.s3fs", "fuse.gcsfuse", "fuse.rclone", "fuse.juicefs"),
 )
@@ -49,7 +49,7 @@ def cache_folder(config: CacheConfig) -> Path:
     root = Path(os.path.abspath(config.cache_dir))
     root.mkdir(mode=0o700, parents=True, exist_ok=True)
     kind = file_system(root)
-    if kind in _NETWORK:
+    if kind in NETWORK_FILE_SYSTEMS:
         raise DataError(
             f"cache_dir={root} is on a network file system ({kind}), where locks and memory maps cannot be relied on. "
             "Give a folder on a disk of the node itself."

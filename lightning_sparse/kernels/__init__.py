@@ -11,6 +11,15 @@
 
 from lightning_sparse.kernels import reference
 from lightning_sparse.kernels.ops import KernelReport, accumulate, compress, kernel_report, mstopk
-from lightning_sparse.kernels.wire import message_bytes
+from lightning_sparse.kernels.wire import indices_of, message_bytes
 
-__all__ = ["KernelReport", "accumulate", "compress", "kernel_report", "message_bytes", "mstopk", "reference"]
+__all__ = [
+    "KernelReport",
+    "accumulate",
+    "compress",
+    "indices_of",
+    "kernel_report",
+    "message_bytes",
+    "mstopk",
+    "reference",
+]

@@ -133,6 +133,11 @@ def decode(message: Tensor, numel: int, k: int, value_dtype: torch.dtype) -> tup
     return _from_stored(stored_K, words[2]), indices_K.clamp(0, numel - 1), sound
 
 
+def indices_of(message: Tensor, numel: int, k: int, value_dtype: torch.dtype) -> Tensor:
+    """Which elements of the shard a message holds, ascending, int64 of K. Synchronises no device."""
+    return decode(message, numel, k, value_dtype)[1]
+
+
 def nonfinite_count(message: Tensor) -> Tensor:
     """The header's count, as a 0-dim int32 tensor on the message's device."""
     return message[4:8].clone().view(torch.int32)[0]

@@ -33,7 +33,7 @@ from lightning_sparse.strategy.residual import ResidualStore
 from lightning_sparse.strategy.state import HierState
 
 KEY = "lightning_sparse"
-_VERSION = 1
+_VERSION = 2
 
 
 @dataclass
@@ -52,7 +52,7 @@ def new_run_id() -> str:
 
 def manifest_of(state: HierState, run_id: str) -> dict[str, Any]:
     """For the main file: plain types only."""
-    store = state.settled_store()
+    stores = state.settled_stores()
     return {
         "version": _VERSION,
         "save_id": f"{run_id}-{state.round}",
@@ -63,18 +63,13 @@ def manifest_of(state: HierState, run_id: str) -> dict[str, Any]:
         "nodes": [list(node) for node in state.topology.nodes],
         "settled": _plain(state.layout.settled),
         "previous": _plain(state.layout.previous),
-        "residuals": _plain(sorted(store.current, key=lambda group: group.names)),
+        "stores": [_plain(sorted(store.current, key=lambda group: group.names)) for store in stores],
     }
 
 
 def save_side_file(state: HierState, save_id: str, checkpoint_path: str) -> None:
     """Write this rank's residuals beside the checkpoint."""
-    store = state.settled_store()
-    content = {
-        "save_id": save_id,
-        "groups": [(*_plain([group])[0], shard.cpu()) for group, shard in store.current.items()],
-        "parked": {name: value.cpu() for name, value in store.parked.items()},
-    }
+    content = {"save_id": save_id, "stores": [_content(store) for store in state.settled_stores()]}
     buffer = io.BytesIO()
     torch.save(content, buffer)
     fs, path = _side_path(checkpoint_path, save_id, state.topology.rank)
@@ -148,52 +143,65 @@ def apply(saved: Saved, state: HierState, device: torch.device) -> list[str]:
             state.rates = Rates.from_list(manifest["rates"])  # measured again, they might decide otherwise
         if state.config.density == "auto" == manifest["config"]["density"]:
             state.density = manifest["density"]
-        complaints += _apply_same(saved, state.store, device, state.topology.rank)
+        complaints += _apply_same(saved, state.stores(), device, state.topology.rank)
     else:
-        complaints += _apply_other(saved, state, device)
+        complaints += _apply_other(saved, state.stores(), state.topology.num_nodes, device)
     return complaints
 
 
-def _apply_same(saved: Saved, store: ResidualStore, device: torch.device, rank: int) -> list[str]:
+def _apply_same(saved: Saved, stores: list[ResidualStore], device: torch.device, rank: int) -> list[str]:
     if saved.side is not None:
-        for names, numels, shard in saved.side["groups"]:
-            store.current[ParamGroup(tuple(names), tuple(numels))] = shard.to(device)
-        store.parked = {name: value.to(device) for name, value in saved.side["parked"].items()}
+        for store, content in zip(stores, saved.side["stores"], strict=False):
+            for names, numels, shard in content["groups"]:
+                store.current[ParamGroup(tuple(names), tuple(numels))] = shard.to(device)
+            store.parked.update({name: value.to(device) for name, value in content["parked"].items()})
         return []
-    for group in _groups(saved.manifest["residuals"]):  # all ranks hold the same groups, or collectives would differ
-        shard_numel = group.shard_numel(store.num_devices)
-        store.current[group] = torch.zeros(shard_numel, dtype=torch.float32, device=device)
+    for store, groups in zip(stores, saved.manifest["stores"], strict=False):
+        for group in _groups(groups):  # all ranks hold the same groups, or collectives would differ
+            shard_numel = group.shard_numel(store.num_devices)
+            store.current[group] = torch.zeros(shard_numel, dtype=torch.float32, device=device)
     return [f"rank {rank}: no readable residual beside {saved.path}; it starts from zero, so what waited there is lost"]
 
 
-def _apply_other(saved: Saved, state: HierState, device: torch.device) -> list[str]:
+def _apply_other(saved: Saved, stores: list[ResidualStore], num_nodes: int, device: torch.device) -> list[str]:
     nodes = saved.manifest["nodes"]
-    total: dict[str, Tensor] = {}
+    totals: list[dict[str, Tensor]] = [{} for _ in stores]
     missing = 0
     for node in nodes:
-        sides = [read_side_file(saved.path, saved.manifest["save_id"], rank) for rank in node]
-        missing += sum(side is None for side in sides)
-        for name, value in _of_node([side for side in sides if side is not None], len(node)).items():
-            total[name] = total[name] + value if name in total else value
-    state.store.parked = {name: (value / state.topology.num_nodes).to(device) for name, value in total.items()}
-    shape = f"{len(nodes)} node(s) were saved and {state.topology.num_nodes} resume"
+        read = [read_side_file(saved.path, saved.manifest["save_id"], rank) for rank in node]
+        sides = [side for side in read if side is not None]
+        missing += len(read) - len(sides)
+        for index, total in enumerate(totals):
+            contents = [side["stores"][index] for side in sides if index < len(side["stores"])]
+            for name, value in _of_node(contents, len(node)).items():
+                total[name] = total[name] + value if name in total else value
+    for store, total in zip(stores, totals, strict=True):
+        store.parked.update({name: (value / num_nodes).to(device) for name, value in total.items()})
+    shape = f"{len(nodes)} node(s) were saved and {num_nodes} resume"
     kept = f"{shape}: the sum of residuals over nodes is kept, shared out equally"
     lost = f"{missing} side file(s) of {saved.path} are not readable: what waited there is lost"
     return [kept, lost] if missing else [kept]
 
 
-def _of_node(sides: list[dict[str, Any]], num_devices: int) -> dict[str, Tensor]:
-    """One node's residual by parameter; nothing of a group that is not whole."""
+def _of_node(contents: list[dict[str, Any]], num_devices: int) -> dict[str, Tensor]:
+    """One node's residual by parameter, from its devices' stores; nothing of a group that is not whole."""
     shards: dict[ParamGroup, list[Tensor]] = {}
-    whole: dict[str, Tensor] = dict(sides[0]["parked"]) if sides else {}
-    for side in sides:
-        for names, numels, shard in side["groups"]:
+    whole: dict[str, Tensor] = dict(contents[0]["parked"]) if contents else {}
+    for content in contents:
+        for names, numels, shard in content["groups"]:
             shards.setdefault(ParamGroup(tuple(names), tuple(numels)), []).append(shard)
     for group, parts in shards.items():
         if len(parts) == num_devices:
             flat = torch.cat(parts)
             whole.update({name: flat[place] for name, place in group.slices().items()})
     return whole
+
+
+def _content(store: ResidualStore) -> dict[str, Any]:
+    return {
+        "groups": [(*_plain([group])[0], shard.cpu()) for group, shard in store.current.items()],
+        "parked": {name: value.cpu() for name, value in store.parked.items()},
+    }
 
 
 def _config_changes(config: HierConfig, saved: dict[str, Any]) -> list[str]:

@@ -34,6 +34,8 @@ class HierConfig:
         overlap: reduce buckets while backward goes on, where the backend needs help for that (Gloo).
         inter_gbps: rate of a node's link in Gbit/s. ``"auto"`` then decides by the time of the bytes on it, and
             measures nothing: two runs never differ in what they choose.
+        momentum_correction: for torch.optim.SGD with momentum: the hook keeps it with the residuals, and stops it
+            where an entry was sent (lightning_sparse.strategy.momentum).
         error_feedback: keep what was not sent and add it to the next gradient. Only experiments turn it off.
 
     Raises:
@@ -47,6 +49,7 @@ class HierConfig:
     dense_rounds: int = 0
     overlap: bool = True
     inter_gbps: float | None = None
+    momentum_correction: bool = False
     error_feedback: bool = True
 
     def __post_init__(self) -> None:
@@ -63,9 +66,11 @@ class HierConfig:
                 raise ValueError(f"{name}={value!r} must be a whole number, 0 or more; 0 turns it off.")
         if self.inter_gbps is not None and not (_is_number(self.inter_gbps) and 0 < self.inter_gbps < float("inf")):
             raise ValueError(f"inter_gbps={self.inter_gbps!r} must be a rate in Gbit/s; None has it measured.")
-        for name in ("overlap", "error_feedback"):
+        for name in ("overlap", "momentum_correction", "error_feedback"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name}={getattr(self, name)!r} must be True or False.")
+        if self.momentum_correction and not self.error_feedback:
+            raise ValueError("momentum_correction=True needs error_feedback: velocities add up in the residual.")
         if self.density == "auto" and not self.overlap:
             raise ValueError(
                 "density='auto' sends what hides behind backward, and with overlap=False nothing does: "

@@ -42,7 +42,7 @@ import torch
 from torch import Tensor
 from torch._C._distributed_c10d import GradBucket  # torch.distributed re-exports it unannounced
 
-from lightning_sparse.kernels import accumulate, compress
+from lightning_sparse.kernels import accumulate, compress, indices_of
 from lightning_sparse.strategy.communicator import HierCommunicator
 from lightning_sparse.strategy.parts import Arrived, Part
 from lightning_sparse.strategy.regional import Regions
@@ -98,8 +98,10 @@ def round_of(state: HierState, part: Part) -> Lanes:
 def sparse_round(state: HierState, part: Part, k: int) -> Lanes:
     """Steps 1 to 4: the node's sums, the largest of them, those of all nodes, everywhere."""
     comm, residual_S, next_S = state.communicator, state.residual(part), state.next_residual(part)
-    sum_S, share = node_sums(comm, part.grad_N)
-    message = compress(sum_S, residual_S, next_S, k, state.config.dtype, state.unscale(sum_S, share))
+    sum_S, factor = state.contribution(part, *node_sums(comm, part.grad_N))
+    message = compress(sum_S, residual_S, next_S, k, state.config.dtype, factor)
+    if state.momentum is not None and k < sum_S.numel():
+        state.momentum.mask(part.group, indices_of(message, sum_S.numel(), k, state.config.dtype))
     yield
     messages = comm.exchange(message)
     yield
@@ -111,9 +113,11 @@ def sparse_round(state: HierState, part: Part, k: int) -> Lanes:
 def regional_round(state: HierState, part: Part, k: int) -> Lanes:
     """Steps 2 and 3 by regions: two exchanges whose volume does not grow with M."""
     comm, residual_S, next_S = state.communicator, state.residual(part), state.next_residual(part)
-    sum_S, share = node_sums(comm, part.grad_N)
+    sum_S, factor = state.contribution(part, *node_sums(comm, part.grad_N))
     regions = Regions(sum_S.numel(), comm.topology.num_nodes, k, state.config.dtype)
-    rows = regions.select(sum_S, residual_S, next_S, state.unscale(sum_S, share))
+    rows = regions.select(sum_S, residual_S, next_S, factor)
+    if state.momentum is not None and k < sum_S.numel():
+        state.momentum.mask(part.group, regions.sent(rows))
     yield
     row = regions.merge(comm.all_to_all(rows), comm.topology.node_index, next_S)
     rows = comm.exchange(row)
@@ -128,6 +132,9 @@ def dense_round(state: HierState, part: Part) -> Lanes:
     comm, residual_S, grad_N = state.communicator, state.residual(part), part.grad_N
     grad_N.mul_(1.0 / comm.topology.world_size)
     shard_S = comm.reduce_scatter(grad_N)
+    if state.momentum is not None:
+        velocity_S, _ = state.contribution(part, shard_S, 1.0)
+        shard_S = state.rescale(velocity_S).to(grad_N.dtype)
     if residual_S is not None:
         shard_S.add_(state.rescale(residual_S.clone()))
     yield

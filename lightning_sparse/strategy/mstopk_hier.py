@@ -78,6 +78,7 @@ class MSTopKHierMixin(_Host):
         dense_rounds: rounds at the start in which everything is sent.
         overlap: reduce buckets while backward goes on.
         inter_gbps: rate of a node's link in Gbit/s, for ``"auto"`` to go by instead of a measurement.
+        momentum_correction: with torch.optim.SGD, keep its momentum with the residuals.
         **kwargs: DDPStrategy's and DistributedDataParallel's own. ``gradient_as_bucket_view`` is True unless given.
 
     Raises:
@@ -93,6 +94,7 @@ class MSTopKHierMixin(_Host):
         dense_rounds: int = 0,
         overlap: bool = True,
         inter_gbps: float | None = None,
+        momentum_correction: bool = False,
         **kwargs: Any,
     ) -> None:
         self.config = HierConfig(
@@ -103,6 +105,7 @@ class MSTopKHierMixin(_Host):
             dense_rounds=dense_rounds,
             overlap=overlap,
             inter_gbps=inter_gbps,
+            momentum_correction=momentum_correction,
         )
         check_options(type(self), kwargs)
         show_log_lines()

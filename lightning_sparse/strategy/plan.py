@@ -47,7 +47,7 @@ def choose(
     work = _work(topology, group, dtype)
     plan, _ = _fastest(config, work, rates, num_selected(density_at(config, epoch, density), work.shard_numel))
     if plan.path == "sparse" and is_dense_round(config, round_index):
-        return _fastest_dense(work, rates)[0]
+        return _fastest_dense(config, work, rates)[0]
     return plan
 
 
@@ -82,15 +82,17 @@ def _fastest(config: HierConfig, work: cost.Work, rates: Rates, k: int) -> tuple
     if config.exchange == "regional":
         return Plan("regional", k), cost.regional_seconds(work, rates, k, config.dtype)
     sparse = cost.sparse_seconds(work, rates, k, config.dtype)
-    dense_plan, dense = _fastest_dense(work, rates)
+    dense_plan, dense = _fastest_dense(config, work, rates)
     if config.exchange == "sparse" or sparse < cost.MARGIN * dense:
         return Plan("sparse", k), sparse
     return dense_plan, dense
 
 
-def _fastest_dense(work: cost.Work, rates: Rates) -> tuple[Plan, float]:
+def _fastest_dense(config: HierConfig, work: cost.Work, rates: Rates) -> tuple[Plan, float]:
     flat, dense = cost.flat_seconds(work, rates), cost.dense_seconds(work, rates)
-    return (Plan("dense"), dense) if dense <= flat else (Plan("flat"), flat)
+    if dense <= flat or config.momentum_correction:  # a velocity moves by its node's sum, which flat never forms
+        return Plan("dense"), dense
+    return Plan("flat"), flat
 
 
 def bytes_of(

@@ -47,17 +47,25 @@ def probe(comm: HierCommunicator, device: torch.device, value_dtype: torch.dtype
     taken = agreed.seconds(lambda: comm.all_reduce(shard_S))
     adding = taken - 2 * (nodes - 1) * inter.latency - 2 * carried * inter.seconds_per_byte
 
+    costs = kernel_costs(agreed.seconds, device, value_dtype, shard_numel)
+    return Rates(inter, intra, max(0.0, adding) / carried, *costs)
+
+
+def kernel_costs(
+    seconds: Callable[[Callable[[], object]], float], device: torch.device, value_dtype: torch.dtype, shard_numel: int
+) -> tuple[float, float, float]:
+    """``select``, ``scatter`` and ``fill`` of `Rates` for shards of that size, by the stopwatch that is given."""
     numel = min(MOST_SELECTED, max(100, shard_numel))
     pairs = numel // 100
     grad_S, residual_S, next_S = (torch.randn(numel, device=device) for _ in range(3))
     message = compress(grad_S, residual_S, next_S, pairs, value_dtype)
     few, many = (message.expand(count, -1).contiguous() for count in (1, 9))
-    select = agreed.seconds(lambda: compress(grad_S, residual_S, next_S, pairs, value_dtype))
-    once = agreed.seconds(lambda: accumulate(few, grad_S, pairs, value_dtype))
-    often = agreed.seconds(lambda: accumulate(many, grad_S, pairs, value_dtype))
+    select = seconds(lambda: compress(grad_S, residual_S, next_S, pairs, value_dtype))
+    once = seconds(lambda: accumulate(few, grad_S, pairs, value_dtype))
+    often = seconds(lambda: accumulate(many, grad_S, pairs, value_dtype))
     scatter = max(0.0, often - once) / (8 * pairs)
     fill = max(0.0, once - pairs * scatter) / numel
-    return Rates(inter, intra, max(0.0, adding) / carried, select / numel, scatter, fill)
+    return select / numel, scatter, fill
 
 
 def _link(agreed: "_Stopwatch", all_gather: Callable[[Tensor], Tensor], members: int) -> tuple[Link, int]:

@@ -30,7 +30,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lightning_sparse.kernels import accumulate, compress, message_bytes
+from lightning_sparse.kernels import accumulate, compress, indices_of, message_bytes
 
 
 @dataclass(frozen=True)
@@ -80,6 +80,16 @@ class Regions:
             message = compress(sum_S[place], residual, left, self.pairs(node), self.value_dtype, scale)
             rows_MB[node, : message.numel()] = message
         return rows_MB
+
+    def sent(self, rows_MB: Tensor) -> Tensor:
+        """Which elements of the shard the rows of ``select`` hold, int64."""
+        sizes = [(self.nbytes(node), self.size(node), self.pairs(node)) for node in range(self.num_nodes)]
+        return torch.cat(
+            [
+                indices_of(rows_MB[node, :nbytes], numel, k, self.value_dtype) + self.place(node).start
+                for node, (nbytes, numel, k) in enumerate(sizes)
+            ]
+        )
 
     def merge(self, rows_MB: Tensor, node: int, next_S: Tensor | None) -> Tensor:
         """Step 3, at the owner: messages about its region in node order -> its message, B bytes."""

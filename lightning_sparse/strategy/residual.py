@@ -52,6 +52,11 @@ class ResidualStore:
             return spare
         return torch.empty(group.shard_numel(self.num_devices), dtype=torch.float32, device=device)
 
+    def clear(self) -> None:
+        """Drop everything."""
+        for held in (self.current, self.staged, self.parked, self.spent, self._spare):
+            held.clear()
+
     def latest(self, group: ParamGroup) -> Tensor | None:
         """What a round starts from: the staged residual where one is still open."""
         return self.staged[group] if group in self.staged else self.current.get(group)

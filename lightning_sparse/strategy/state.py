@@ -16,7 +16,6 @@ import logging
 import weakref
 from collections.abc import Callable, Container, Iterable
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +25,7 @@ from lightning_sparse.strategy.communicator import HierCommunicator
 from lightning_sparse.strategy.config import HierConfig
 from lightning_sparse.strategy.cost import Rates, effective_density
 from lightning_sparse.strategy.layout import Layout, ParamGroup, group_of, parameter_names, refuse_sparse_gradients
+from lightning_sparse.strategy.momentum import MomentumCorrection
 from lightning_sparse.strategy.overlap import Inline, Runner, SideStream, lanes_of
 from lightning_sparse.strategy.parts import Arrived, Part
 from lightning_sparse.strategy.plan import Plan, bytes_of, choose, free_density, is_reducible_by_shard
@@ -33,9 +33,10 @@ from lightning_sparse.strategy.probe import probe
 from lightning_sparse.strategy.residual import ResidualStore
 from lightning_sparse.strategy.schedule import density_at
 from lightning_sparse.strategy.stats import CommStats
+from lightning_sparse.strategy.stepped import StepWatch
 from lightning_sparse.strategy.usage import MAX, UsageTracker, unused_everywhere
 from lightning_sparse.strategy.window import DECISIONS, Window
-from lightning_sparse.strategy.zeros import WrittenZeros, heads_of, mark_heads
+from lightning_sparse.strategy.zeros import heads_of, mark_heads
 from lightning_sparse.topology import Topology
 
 log = logging.getLogger("lightning_sparse")
@@ -58,12 +59,14 @@ class HierState:
         density: the number given, or what density="auto" has come to.
         kept_sharded: groups whose gradients are not gathered inside the node after the exchange: each device's shard is
             in its place in the bucket, the rest of the bucket means nothing.
+        momentum: of SGD, where the hook has taken it over.
         loss_scale: answers with the scale of a loss scaler, a 0-dim tensor, or None; asked in each round.
     """
 
     def __init__(
         self, module: nn.Module, config: HierConfig, topology: Topology, *, find_unused_parameters: bool = False
     ) -> None:
+        self._said: set[str] = set()
         self.config = config
         self.topology = topology
         self.communicator = HierCommunicator(topology)
@@ -86,13 +89,16 @@ class HierState:
         self.density = config.least_density
         self._window = Window()
         self._usage = UsageTracker(module) if find_unused_parameters else None
-        self._handles: list[Any] = []
-        self._watching = False
-        self._steps: list[tuple[set[str], WrittenZeros]] = []  # since the last settle(): who had a gradient
+        self._steps = StepWatch(module, self._names, self._open_names)
+        self.momentum: MomentumCorrection | None = None
+        if config.momentum_correction and topology.kind == "hierarchical":
+            self.momentum = MomentumCorrection(module, topology)
+            self.say("SGD's momentum is kept with the residuals: what callbacks see as gradient is the velocity")
+        elif config.momentum_correction:
+            self.say("momentum_correction: here nothing is left out, so the optimizer's own momentum serves")
         self._heads: dict[ParamGroup, Tensor] = {}
         self._round_is_open = False
         self._bypass = ""
-        self._said: set[str] = set()
 
     # -- the life of a round ------------------------------------------------------------------------------------------
 
@@ -102,7 +108,9 @@ class HierState:
         Args:
             bypass: a reason to reduce the next round as DDP would, leaving residuals alone; empty for none.
         """
-        self.settle()
+        waiting = self.settle()
+        if self.momentum is not None:
+            self.momentum.check(waiting)
         self._bypass = bypass
         if bypass:
             self.say(f"this round is reduced as plain DDP does, and residuals wait: {bypass}")
@@ -133,7 +141,8 @@ class HierState:
                 continue  # no rank used any of them: nothing to send, and the buffer stays as DDP would leave it
             part = Part(arrived, group, masked)
             if self._choose(group, part.grad_N.dtype).path != "identity":
-                self.store.regroup(group, self.communicator.gather, part.grad_N.device)
+                for store in self.stores():
+                    store.regroup(group, self.communicator.gather, part.grad_N.device)
             parts.append(part)
         return parts
 
@@ -142,7 +151,7 @@ class HierState:
         group, grad_N = part.group, part.grad_N
         if self.topology.kind != "hierarchical" and self.config.error_feedback and not self._bypass:
             self.store.spend_parked(group, self.topology.num_nodes, self.rescale, grad_N)
-        if self._watching and (group in self.store.staged or not self.store.spent.isdisjoint(group.names)):
+        if self._steps.watching and (group in self.store.staged or not self.store.spent.isdisjoint(group.names)):
             self._mark(group, grad_N)
         part.restore()
 
@@ -155,19 +164,24 @@ class HierState:
         self.stats.end_round()
         self.round += 1
 
-    def settle(self) -> None:
+    def settle(self) -> set[str]:
         """Decide which residuals of the last rounds count: those of parameters that were stepped. Where the gradient is
         gone they return to what they were; where it is still there to be stepped, the choice stays open. A round that
-        an exception cut short is as if it had not been."""
+        an exception cut short is as if it had not been. Returns the parameters whose choice stays open."""
         if self._round_is_open:
             self.runner.drain()
         if self.layout.abandon_round() or self._round_is_open:
-            self.store.staged.clear()
+            for store in self.stores():
+                store.staged.clear()
             self.stats.abandon_round()
             self._round_is_open = False
+        waiting: set[str] = set()
         if self.store.staged or self.store.spent:
-            self.store.settle(*self._not_stepped())
+            discarded, waiting = self._steps.not_stepped()
+            for store in self.stores():
+                store.settle(discarded, waiting)
         self._steps.clear()
+        return waiting
 
     def watch(self, optimizers: Iterable[torch.optim.Optimizer]) -> None:
         """Note from now on which parameters these optimizers step. Without it every round counts as used.
@@ -175,23 +189,19 @@ class HierState:
         Whoever watches also calls before_backward(): inside a backward pass gradients say nothing yet.
 
         Raises:
-            ValueError: for an optimizer that cannot tell when it steps.
+            ValueError: for an optimizer that cannot tell when it steps, or whose momentum cannot be corrected.
         """
         optimizers = list(optimizers)
-        mute = [type(each).__name__ for each in optimizers if not hasattr(each, "register_step_post_hook")]
-        if mute:
-            raise ValueError(
-                f"{', '.join(mute)} cannot tell when it steps, so nobody would know whose residual counts: derive it "
-                f"from torch.optim.Optimizer."
-            )
-        self._unwatch()
-        self._handles = [optimizer.register_step_post_hook(self._note_step) for optimizer in optimizers]
-        self._watching = True
+        self._steps.watch(optimizers)
+        if self.momentum is not None:
+            self.momentum.watch(optimizers)
 
     def detach(self) -> None:
         """Take all hooks off module and optimizers. The last round is settled when the next one begins: only then is
         it known whether its gradient was stepped, and after an exception its buckets may still be under way."""
-        self._unwatch()
+        self._steps.unwatch()
+        if self.momentum is not None:
+            self.momentum.unwatch()
         self.kept_sharded = frozenset()
         if self._usage is not None:
             self._usage.close()
@@ -200,7 +210,8 @@ class HierState:
     def forget(self) -> None:
         """Drop all residuals, and the round that may be open."""
         self.settle()
-        self.store = ResidualStore(self.topology.device_index, self.topology.num_devices)
+        for store in self.stores():
+            store.clear()
 
     def owns_any(self, parameters: Container[int]) -> bool:
         """Whether one of these parameters, given by ``id()``, is the module's."""
@@ -293,12 +304,23 @@ class HierState:
         self.store.restore(part.group, part.masked, None, masked)
         return masked
 
+    def contribution(self, part: Part, sum_S: Tensor, share: float) -> tuple[Tensor, Tensor]:
+        """What joins the residual: a tensor, and by what it is to be multiplied. ``share`` of ``sum_S`` is this node's
+        share of the mean gradient; with momentum correction its velocity takes the place of it."""
+        factor = self.unscale(sum_S, share)
+        if self.momentum is None:
+            return sum_S, factor
+        sum_S = sum_S.mul_(factor) if sum_S.dtype == torch.float32 else sum_S.float().mul_(factor)
+        return self.momentum.advance(part, sum_S), torch.ones_like(factor)
+
     def next_residual(self, part: Part) -> Tensor | None:
         """Room for what the round leaves, uninitialised; None when error feedback is off."""
         return self.store.buffer(part.group, part.grad_N.device) if self.config.error_feedback else None
 
     def stage(self, part: Part, next_S: Tensor | None) -> None:
         """Propose what the round left (None: nothing); parameters left out of the round keep what they had."""
+        if self.momentum is not None:
+            self.momentum.stage(part.group, part.masked)
         if not self.config.error_feedback:
             return
         latest = self.store.latest(part.group)
@@ -307,11 +329,12 @@ class HierState:
             self.store.restore(part.group, part.masked, latest, next_S)
         self.store.stage(part.group, next_S)
 
-    def settled_store(self) -> ResidualStore:
-        """The residuals as settle() would leave them now, without settling: what a checkpoint holds. Gradients that
-        wait to be stepped do not survive a restart, so their round is as if it had not been."""
-        pending = self._open_names() - self._stepped()
-        return self.store.settled_copy(frozenset(pending) if self._watching else frozenset())
+    def settled_stores(self) -> list[ResidualStore]:
+        """Residuals, and velocities if there are, as settle() would leave them now, without settling: what a checkpoint
+        holds. Gradients that wait to be stepped do not survive a restart, so their round is as if it had not been."""
+        pending = self._open_names() - self._steps.stepped()
+        discarded = frozenset(pending) if self._steps.watching else frozenset()
+        return [store.settled_copy(discarded) for store in self.stores()]
 
     def residual_norm(self) -> Tensor:
         """L2 norm of what this device has not sent yet, a 0-dim tensor on its device (no host sync)."""
@@ -337,40 +360,13 @@ class HierState:
 
     # -- inside --------------------------------------------------------------------------------------------------------
 
-    def _unwatch(self) -> None:
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
-
-    def _note_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        # A fused optimizer is stepped even when the scaler met an inf, and skips inside.
-        found_inf = getattr(optimizer, "found_inf", None)
-        open_names = self._open_names()
-        if (found_inf is None or not found_inf) and open_names:
-            # Read at each step: groups are added while training, and who drops a gradient holds its parameter still.
-            parameters = [p for param_group in optimizer.param_groups for p in param_group["params"]]
-            grads = {self._names.get(id(p), ""): p.grad for p in parameters if p.grad is not None}
-            grads = {name: grad for name, grad in grads.items() if name in open_names}
-            self._steps.append((set(grads), WrittenZeros(grads)))
+    def stores(self) -> list[ResidualStore]:
+        """Residuals, and velocities if there are."""
+        return [self.store] if self.momentum is None else [self.store, self.momentum.store]
 
     def _open_names(self) -> set[str]:
         """The parameters whose residual waits for what becomes of their gradient."""
         return {name for group in list(self.store.staged) for name in group.names} | self.store.spent
-
-    def _stepped(self) -> set[str]:
-        """The parameters that an optimizer stepped by what the round gave it."""
-        return set().union(*(names - zeros.names() for names, zeros in self._steps))
-
-    def _not_stepped(self) -> tuple[set[str], set[str]]:
-        """Of the parameters that were not stepped: whose gradient was thrown away, and whose still waits for a step."""
-        module = self._module()
-        if not self._watching or module is None:
-            return set(), set()
-        left = self._open_names() - self._stepped()
-        grads = {self._names[id(p)]: p.grad for p in module.parameters() if id(p) in self._names}
-        there = {name: grad for name in left if (grad := grads.get(name)) is not None}
-        waiting = there.keys() - WrittenZeros(there).names()
-        return left - waiting, waiting
 
     def _unused(self, arrived: Arrived) -> frozenset[str]:
         if arrived.used is None or self.topology.kind != "hierarchical" or self._bypass:

@@ -1,0 +1,214 @@
+"""What a picture costs: images per CPU-second of each tier of the cache and each backend, and the memory of four ranks.
+
+All rows end in the same thing: batches of 64, random resized crop to 224, flip, normalised, float32 [64, 3, 224, 224].
+
+========================== =====================================================================================
+row                        what it does for each picture
+========================== =====================================================================================
+storage, BACKEND           first epoch of a new cache: read, checked by decoding, written to disk and memory, batched
+disk, BACKEND              memory_gb=0: read from LMDB and decoded in every epoch
+memory jpeg, BACKEND       files in memory, decoded in every epoch
+memory decoded, BACKEND    pixels in memory
+========================== =====================================================================================
+
+CPU time is that of the process and all its children, so a row's number does not depend on how many threads it has or
+what else the machine does (as long as that leaves caches and clock alone). Each row runs in a process of its own,
+`ROUNDS` times in turn; its number is the median.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+import torch
+
+from lightning_sparse.bench.extras import figure, need, save
+from lightning_sparse.data.batch import Batch, Look, Pipeline, Request
+from lightning_sparse.data.config import CacheConfig
+from lightning_sparse.data.manifest import load_or_list
+from lightning_sparse.data.sampler import Layout, Order
+from lightning_sparse.data.store import SampleStore, open_store
+
+BATCH, SIZE, ROUNDS = 64, 224, 3
+TIERS = ["storage", "disk", "memory jpeg", "memory decoded"]
+Timed = dict[str, float]
+Source = Callable[[Path, int, "int | None"], Iterator[Batch]]
+"""Batches of (pictures, epochs, GPU or None). It travels to another process by its name."""
+
+
+def backends(device: int | None) -> list[str]:
+    """Those that are installed; on a GPU DALI alone."""
+    found = ["dali"] if find_spec("nvidia") is not None and find_spec("nvidia.dali") is not None else []
+    return found if device is not None else ["torch", *found]
+
+
+def config_of(tier: str, pictures: Path, cache: Path) -> CacheConfig:
+    config = CacheConfig(source=str(pictures), cache_dir=str(cache), memory_gb=4.0, format="decoded")
+    if tier == "disk":
+        return replace(config, memory_gb=0.0)
+    return replace(config, format="jpeg") if tier == "memory jpeg" else config
+
+
+def pipeline_of(backend: str, store: SampleStore, device: int | None) -> Pipeline:
+    if backend == "dali":
+        from lightning_sparse.data.pipeline_dali import DaliPipeline
+
+        return DaliPipeline(store, Look(), batch_size=BATCH, threads=1, device=device)
+    from lightning_sparse.data.pipeline_torch import TorchPipeline
+
+    return TorchPipeline(store, Look(), threads=1)
+
+
+def tier_row(tier: str, backend: str, pictures: Path, cache: Path, epochs: int, device: int | None) -> Iterator[Batch]:
+    """Epochs of one tier; but for "storage" the samples are there before the clock starts."""
+    config = config_of(tier, pictures, cache)
+    manifest = load_or_list(config, "train", quiet=True)
+    store = open_store(config, manifest)
+    pipeline = pipeline_of(backend, store, device)
+    order = Order(np.arange(len(manifest)), lambda nodes: store.owners, Layout(batch_size=BATCH))
+    if tier != "storage":
+        for first in range(0, len(manifest), BATCH):
+            store.get(range(first, min(first + BATCH, len(manifest))))
+        store.flush()
+    try:
+        for epoch in range(epochs):
+            plan = order.epoch(epoch)
+            yield from pipeline.run(Request(plan.batch(s, 0, 0), epoch, SIZE, True) for s in range(plan.steps))
+    finally:
+        pipeline.close()
+        store.close()
+
+
+# -- measuring ---------------------------------------------------------------------------------------------------------
+
+
+def cpu_seconds(process: int) -> float:
+    """Of a process, its threads, and all children, living or waited for."""
+    try:
+        fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+        tasks = list(Path(f"/proc/{process}/task").iterdir())
+        children = [int(child) for task in tasks for child in (task / "children").read_text().split()]
+    except (FileNotFoundError, ProcessLookupError):
+        return 0.0
+    return sum(map(int, fields[11:15])) / os.sysconf("SC_CLK_TCK") + sum(map(cpu_seconds, children))
+
+
+def timed(batches: Iterator[Batch], warm: int) -> Timed:
+    """After `warm` batches: images per CPU-second and per second."""
+    for _ in range(warm):
+        next(batches)
+    _finish()
+    images, cpu, wall = 0, cpu_seconds(os.getpid()), time.perf_counter()
+    for pixels, _ in batches:
+        images += len(pixels)
+        if images and not pixels.is_cuda:
+            float(pixels[0, 0, 0, 0])
+    _finish()
+    cpu, wall = cpu_seconds(os.getpid()) - cpu, time.perf_counter() - wall
+    return {"images": images, "per_cpu_second": images / cpu, "per_second": images / wall}
+
+
+def _finish() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def one_row(name: str, others: dict[str, Source], pictures: Path, images: int, device: int | None) -> Timed:
+    """In this process. `others` are rows that are not tiers."""
+    torch.set_num_threads(1)
+    count = sum(1 for _ in (pictures / "train").rglob("*.*"))
+    tier, _, backend = name.partition(", ")
+    with tempfile.TemporaryDirectory(prefix="data-benchmark-") as cache:
+        if tier == "storage":
+            return timed(tier_row(tier, backend, pictures, Path(cache), 1, device), 0)
+        epochs = 1 + -(-images // count)
+        if name in others:
+            batches = others[name](pictures, epochs, device)
+        else:
+            batches = tier_row(tier, backend, pictures, Path(cache), epochs, device)
+        return timed(batches, count // BATCH)
+
+
+def measure(
+    pictures: Path,
+    *,
+    device: int | None = None,
+    rounds: int = ROUNDS,
+    images: int = 640,
+    others: dict[str, Source] | None = None,
+    progress: Callable[[Sequence[str]], Iterable[str]] = iter,
+) -> list[dict[str, Any]]:
+    """A row for each of `others`, tier and backend.
+
+    Args:
+        pictures: an image folder with ``train/<class>/*``.
+        images: of a row, after the first epoch; four times as many where nothing is decoded.
+    """
+    need("lmdb", "the disk tier")
+    if device is None:
+        need("torchvision", "the backend torch")
+    others = others or {}
+    names = [*others, *(f"{tier}, {backend}" for tier in TIERS for backend in backends(device))]
+    found: dict[str, list[Timed]] = {name: [] for name in names}
+    for name in progress(names * rounds):
+        wanted = (4 if "decoded" in name else 1) * images
+        with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
+            found[name].append(process.submit(partial(one_row, name, others, pictures, wanted, device)).result())
+    return [
+        {"row": name, **{key: median(each[key] for each in runs) for key in runs[0]}, "rounds": len(runs)}
+        for name, runs in found.items()
+    ]
+
+
+def generated(folder: Path, of_each: int = 96) -> Path:
+    """Crops of 375 x 500 of the photographs that scikit-learn carries, as an image folder.
+
+    Raises:
+        ValueError: when scikit-learn or Pillow is not installed.
+    """
+    load_sample_images = need("scikit-learn", "making pictures", module="sklearn.datasets").load_sample_images
+    Image = need("pillow", "making pictures", module="PIL.Image")
+    random = np.random.default_rng(0)
+    for label, photograph in enumerate(load_sample_images().images):
+        (folder / "train" / str(label)).mkdir(parents=True)
+        for number in range(of_each):
+            top, left = random.integers(0, photograph.shape[0] - 375), random.integers(0, photograph.shape[1] - 500)
+            picture = Image.fromarray(photograph[top : top + 375, left : left + 500])
+            picture.save(folder / "train" / str(label) / f"{number}.jpg", quality=92)
+    return folder
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    lines = ["| row | images per CPU-second | images per second |", "|---|---|---|"]
+    lines += [f"| {row['row']} | {row['per_cpu_second']:.0f} | {row['per_second']:.0f} |" for row in rows]
+    return "\n".join(lines)
+
+
+def plot(rows: list[dict[str, Any]], file: Path) -> None:
+    """Bars of images per CPU-second.
+
+    Raises:
+        ValueError: when matplotlib is not installed.
+    """
+    rows = rows[::-1]
+    colours = {"torch": "#d1495b", "dali": "#2e7d32"}
+    drawn, (axes,) = figure(7.5, 0.36 * len(rows) + 1)
+    tints = [colours.get(row["row"].rpartition(", ")[2], "#8a8a8a") for row in rows]
+    bars = axes.barh([row["row"] for row in rows], [row["per_cpu_second"] for row in rows], color=tints)
+    axes.bar_label(bars, fmt="%.0f", padding=3)
+    axes.set_xlabel(f"images per CPU-second, random resized crop to {SIZE}, normalised")
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.margins(x=0.12)
+    save(drawn, file)

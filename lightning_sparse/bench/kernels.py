@@ -1,0 +1,219 @@
+"""How fast selection is on this machine, next to the floor that memory sets.
+
+| row | what it is |
+|---|---|
+| sum, read, copy | the floors: x.sum(), x.amax(), y.copy_(x) |
+| add | torch.add(x, y, out=z): the three streams of memory that error feedback needs |
+| select | mstopk(x, k) |
+| compress | error feedback, selection and a bf16 message |
+| ..., n threads | the same with n threads of torch, in the same loop |
+
+All methods of one case are timed in turns within one loop, so that a busy machine disturbs them alike, and medians are
+reported. `x sum` and `x copy` are ratios to the floors of the same case: reading x once, and reading and writing it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_sparse.bench.extras import figure, need, save
+from lightning_sparse.kernels import compress, kernel_report, mstopk
+
+Method = Callable[[], object]
+Case = tuple[int, float, str]
+"""Elements, density, distribution."""
+
+FLOORS = ("sum", "read", "copy", "add")
+QUICK: list[Case] = [(100_000, 0.01, "gaussian"), (2_000_000, 0.01, "gaussian"), (2_000_000, 0.01, "layered")]
+FULL: list[Case] = [
+    (n, d, "gaussian") for n in (100_000, 1_000_000, 10_000_000, 25_600_000) for d in (0.001, 0.01, 0.1)
+]
+FULL += [(25_600_000, 0.01, name) for name in ("laplace", "heavy-tailed", "layered")]
+
+
+def gaussian(numel: int, g: torch.Generator) -> Tensor:
+    return torch.randn(numel, generator=g)
+
+
+def laplace(numel: int, g: torch.Generator) -> Tensor:
+    return torch.empty(numel).exponential_(generator=g) * torch.randn(numel, generator=g).sign()
+
+
+def heavy_tailed(numel: int, g: torch.Generator) -> Tensor:
+    """Like Student's t with two degrees of freedom."""
+    return torch.randn(numel, generator=g) / torch.empty(numel).exponential_(generator=g).sqrt().clamp(min=1e-3)
+
+
+def layered(numel: int, g: torch.Generator) -> Tensor:
+    """Like a network's gradient: layers of very different sizes and scales, some rows exactly zero."""
+    x = torch.randn(numel, generator=g)
+    edges = (torch.rand(40, generator=g).pow(2).cumsum(0) / 20 * numel).long().clamp(max=numel).tolist()
+    for begin, end in zip([0, *edges], [*edges, numel], strict=True):
+        x[begin:end] *= 10 ** float(-3 * torch.rand((), generator=g))
+    rows = x[: numel // 64 * 64].view(-1, 64)
+    rows[torch.rand(rows.shape[0], generator=g) < 0.1] = 0.0
+    return x
+
+
+def resnet50(numel: int, g: torch.Generator) -> Tensor:
+    """The gradient of a ResNet-50 (25,557,032 elements) after one step on noise, in the order of its parameters;
+    repeated or cut to the length that is asked for."""
+    models = need("torchvision", "the distribution resnet50", module="torchvision.models")
+    torch.manual_seed(g.initial_seed())
+    net = models.resnet50()
+    images, labels = torch.randn(8, 3, 128, 128, generator=g), torch.randint(1000, (8,), generator=g)
+    loss: Tensor = torch.nn.functional.cross_entropy(net(images), labels)
+    torch.autograd.backward(loss)
+    flat = torch.cat([parameter.grad.flatten() for parameter in net.parameters() if parameter.grad is not None])
+    return flat.repeat(-(-numel // flat.numel()))[:numel].contiguous()
+
+
+DISTRIBUTIONS = {
+    "gaussian": gaussian,
+    "laplace": laplace,
+    "heavy-tailed": heavy_tailed,
+    "layered": layered,
+    "resnet50": resnet50,
+}
+
+
+def measure(
+    cases: Iterable[Case],
+    device: str,
+    *,
+    repeats: int = 21,
+    seconds: float = 5.0,
+    more_threads: int = 0,
+    more: Callable[[Tensor, int], dict[str, Method]] = lambda x, k: {},
+) -> list[dict[str, Any]]:
+    """A row for each case and method.
+
+    Args:
+        seconds: spent at most on one method of one case.
+        more_threads: time floors and ours with so many threads, too.
+        more: other methods of a case, timed in the same turns.
+    """
+    rows: list[dict[str, Any]] = []
+    for numel, density, distribution in cases:
+        x = DISTRIBUTIONS[distribution](numel, torch.Generator().manual_seed(0)).to(device)
+        k = max(1, int(numel * density))
+        methods = {**_ours(x, k), **more(x, k)}
+        if more_threads:
+            usual = torch.get_num_threads()
+            for name in [*FLOORS, "select", "compress"]:
+                methods[f"{name}, {more_threads} threads"] = with_threads(methods[name], more_threads, usual)
+        times = interleaved(methods, device, repeats, seconds)
+        floor, copy = median(times["sum"]), median(times["copy"])
+        for name, taken in times.items():
+            middle = median(taken)
+            rows.append(
+                {
+                    "numel": numel,
+                    "density": density,
+                    "distribution": distribution,
+                    "method": name,
+                    "ms": middle * 1e3,
+                    "fastest_ms": min(taken) * 1e3,
+                    "GB/s of x": 4 * numel / middle / 1e9,
+                    "x sum": middle / floor,
+                    "x copy": middle / copy,
+                    "repeats": len(taken),
+                }
+            )
+    return rows
+
+
+def about() -> dict[str, Any]:
+    """Which kernels run, and on how many threads."""
+    report = kernel_report()  # not its path, which tells of one machine only
+    threads = torch.get_num_threads()
+    return {"threads": threads, "kernels": {"cpu": report.cpu, "cuda": report.cuda, "reasons": report.reasons}}
+
+
+def _ours(x: Tensor, k: int) -> dict[str, Method]:
+    y, residual, left = torch.empty_like(x), torch.randn_like(x) * 0.1, torch.empty_like(x)
+    return {
+        "sum": lambda: x.sum(),
+        "read": lambda: x.amax(),
+        "copy": lambda: y.copy_(x),
+        "add": lambda: torch.add(x, residual, out=y),
+        "select": lambda: mstopk(x, k),
+        "compress": lambda: compress(x, residual, left, k, torch.bfloat16),
+    }
+
+
+def with_threads(method: Method, threads: int, usual: int) -> Method:
+    def run() -> None:
+        torch.set_num_threads(threads)
+        try:
+            method()
+        finally:
+            torch.set_num_threads(usual)
+
+    return run
+
+
+def seconds_of(method: Method, device: str) -> float:
+    if device == "cpu":
+        begin = time.perf_counter()
+        method()
+        return time.perf_counter() - begin
+    start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+    start.record()
+    method()
+    stop.record()
+    stop.synchronize()
+    return float(start.elapsed_time(stop)) / 1e3
+
+
+def interleaved(methods: dict[str, Method], device: str, repeats: int, seconds: float) -> dict[str, list[float]]:
+    """Times of each method, after one call that is not counted; no method is begun again after `seconds` of it."""
+    for method in methods.values():
+        method()
+    taken: dict[str, list[float]] = {name: [] for name in methods}
+    for _ in range(repeats):
+        for name, method in methods.items():
+            if sum(taken[name]) < seconds:
+                taken[name].append(seconds_of(method, device))
+    return taken
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    lines, case = [], None
+    for row in rows:
+        if case != (row["numel"], row["density"], row["distribution"]):
+            case = (row["numel"], row["density"], row["distribution"])
+            lines.append(f"\nd = {case[0]:,}, density {case[1]:g}, {case[2]}")
+            lines.append(f"  {'':<20}{'ms':>12}{'GB/s of x':>12}{'x sum':>9}{'x copy':>9}{'repeats':>9}")
+        lines.append(
+            f"  {row['method']:<20}{row['ms']:>12.3f}{row['GB/s of x']:>12.2f}{row['x sum']:>9.2f}{row['x copy']:>9.2f}"
+            f"{row['repeats']:>9}"
+        )
+    return "\n".join(lines)
+
+
+def plot(rows: list[dict[str, Any]], file: Path) -> None:
+    """Time over size, for 1 % of a Gaussian vector.
+
+    Raises:
+        ValueError: when matplotlib is not installed.
+    """
+    drawn, (axes,) = figure(7, 5)
+    shown = [row for row in rows if row["distribution"] == "gaussian" and row["density"] == 0.01]
+    shown = [row for row in shown if "threads" not in row["method"]]
+    for name in dict.fromkeys(row["method"] for row in shown):
+        line = [(row["numel"], row["ms"]) for row in shown if row["method"] == name]
+        style = ":" if name in FLOORS else "-"
+        axes.loglog(*zip(*line, strict=True), style, marker="o", label=name)
+    axes.set_xlabel("elements")
+    axes.set_ylabel("ms (median)")
+    axes.set_title("Selecting 1 % of a Gaussian vector")
+    axes.legend(fontsize="small")
+    save(drawn, file)

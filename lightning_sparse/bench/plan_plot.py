@@ -1,0 +1,55 @@
+"""The picture of a plan: step time and scaling efficiency over the number of nodes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from lightning_sparse.bench.extras import figure, save
+from lightning_sparse.bench.plan import Row
+
+COLOURS = {"ddp": "#8a8a8a", "ddp16": "#c9a227", "dense": "#3a6ea5", "sparse": "#d1495b", "regional": "#2e7d32"}
+SOLID, DOTTED = "without overlap", "perfect overlap with backward"
+
+
+def draw(rows: Sequence[Row], title: str, file: Path) -> None:
+    """One density's rows: solid without overlap, dotted with perfect overlap; synchronisation alone without compute.
+
+    Raises:
+        ValueError: when matplotlib is not installed, or does not know the ending of the file's name.
+    """
+    timed = all(row.step_s is not None for row in rows)
+    drawn, axes = figure(11 if timed else 6.5, 4.8, 2 if timed else 1)
+    if timed:
+        _lines(axes[0], rows, "-", lambda row: 1e3 * (row.step_s or 0))
+        _lines(axes[0], rows, ":", lambda row: 1e3 * (row.overlapped_step_s or 0))
+        _lines(axes[1], rows, "-", lambda row: 100 * (row.efficiency or 0))
+        _lines(axes[1], rows, ":", lambda row: 100 * (row.overlapped_efficiency or 0))
+        axes[0].set(ylabel="a step, ms", ylim=(0, None), title="step time (lower is better)")
+        axes[1].set(
+            ylabel="% of the devices' own throughput", ylim=(0, 103), title="scaling efficiency (higher is better)"
+        )
+    else:
+        _lines(axes[0], rows, "-", lambda row: 1e3 * row.sync_s)
+        axes[0].set(ylabel="synchronisation of a step, ms", yscale="log", title="without compute, lower is better")
+    counts = sorted({row.nodes for row in rows})
+    for each in axes:
+        each.set_xscale("log", base=2)
+        each.set_xticks(counts, [f"{nodes}" for nodes in counts])
+        each.set_xlabel("nodes")
+        each.grid(alpha=0.3)
+    if timed:
+        for style, said in (("-", SOLID), (":", DOTTED)):
+            axes[0].plot([], [], style, color="black", label=said)
+    axes[0].legend(frameon=False, fontsize="small")
+    drawn.suptitle(f"predicted: {title}", fontsize="medium")
+    save(drawn, file)
+
+
+def _lines(axes: Any, rows: Sequence[Row], style: str, value: Callable[[Row], float]) -> None:
+    for path, colour in COLOURS.items():
+        own = sorted((row for row in rows if row.path == path), key=lambda row: row.nodes)
+        label = own[0].name if style == "-" else None
+        axes.plot([row.nodes for row in own], list(map(value, own)), style, color=colour, label=label)
+        axes.plot([row.nodes for row in own], list(map(value, own)), "o", markersize=3, color=colour)

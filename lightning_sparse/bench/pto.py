@@ -1,0 +1,208 @@
+"""What sharing the optimizer step gains and costs: step time and optimizer state. Runs in every rank.
+
+Parameters have the shapes of a model and random gradients, the same on every rank: the step alone is timed. One step
+lasts as long as that of the slowest rank; a row is the median.
+
+| row | what it is |
+|---|---|
+| plain | every rank steps all parameters |
+| pto node, pto world | `PTOCallback`'s step, with the gather |
+| pto compute | the same with a gather that costs nothing: share of the step, packing and unpacking |
+| pto auto | after `scope="auto"` has chosen between the plain and the shared step |
+
+`break-even` is the rate of the link, in Gbit/s and per rank, above which the gather costs less than sharing saves:
+gathered bits / (plain - pto compute); empty where nothing is saved at any rate. Muon steps matrices only, so it gets
+the two-dimensional parameters.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_sparse.bench import models
+from lightning_sparse.bench.extras import figure, save
+from lightning_sparse.pto import ShardedStep, choice, communicator_of
+from lightning_sparse.topology import Topology
+
+Make = Callable[[type[Optimizer], dict[str, Any], list[nn.Parameter]], Optimizer]
+OPTIMIZERS: dict[str, tuple[type[Optimizer], dict[str, Any]]] = {
+    "SGD": (torch.optim.SGD, {"lr": 1e-3, "momentum": 0.9, "foreach": True}),
+    "AdamW": (torch.optim.AdamW, {"lr": 1e-4, "foreach": True}),
+    "Muon": (torch.optim.Muon, {"lr": 1e-3}),
+}
+SETTLING = 4  # first steps make state and compare ranks
+
+
+def shapes_of(model: str) -> Sequence[torch.Size]:
+    """Parameters' shapes of a model of torchvision or timm, or of "Transformer", an encoder of 12 layers, width 768."""
+    if model != "Transformer":
+        return models.find(model).shapes
+    with torch.device("meta"):
+        layer = nn.TransformerEncoderLayer(768, 12, 3072, batch_first=True)
+    return [p.shape for _ in range(12) for p in layer.parameters()]
+
+
+def ways(topology: Topology) -> dict[str, Make]:
+    """By row: makes the optimizer."""
+
+    def sharded(scope: Any, free: bool = False) -> Make:
+        def make(cls: type[Optimizer], options: dict[str, Any], parameters: list[nn.Parameter]) -> Optimizer:
+            optimizer = cls(parameters, **options)
+            step = ShardedStep(optimizer, communicator_of(topology, scope), auto=scope == "auto")
+            if free:
+                optimizer.register_step_post_hook(lambda *_: _make_free(step))
+            return optimizer
+
+        return make
+
+    made: dict[str, Make] = {"plain": lambda cls, options, parameters: cls(parameters, **options)}
+    if topology.world_size > 1:
+        made |= {"pto world": sharded("world"), "pto compute": sharded("world", free=True), "pto auto": sharded("auto")}
+    if topology.num_nodes > 1:
+        made["pto node"] = sharded("node")
+    return made
+
+
+def measure(
+    shapes: Sequence[torch.Size],
+    optimizer: tuple[type[Optimizer], dict[str, Any]],
+    makers: dict[str, Make],
+    topology: Topology,
+    device: torch.device,
+    *,
+    repeats: int = 15,
+    seconds: float = 20.0,
+) -> list[dict[str, Any]]:
+    """One row for each way; ways one after the other, for the largest models fill the memory. A collective.
+
+    Args:
+        seconds: spent at most on one row.
+    """
+    rows = []
+    for way, make in makers.items():
+        parameters = _parameters(shapes, device)
+        made = make(*optimizer, parameters)
+        for _ in range(2 * choice.STEPS if way == "pto auto" else SETTLING):
+            made.step()
+        taken: list[float] = []
+        while len(taken) < repeats and sum(taken) < seconds:
+            dist.barrier()
+            begin = time.perf_counter()
+            made.step()
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+            taken.append(slowest(time.perf_counter() - begin, device))
+        sharded = getattr(getattr(made, "consolidate_state_dict", None), "__self__", None)
+        rows.append(
+            {
+                "parameters": sum(p.numel() for p in parameters),
+                "ranks": topology.world_size,
+                "way": way,
+                "ms": median(taken) * 1e3,
+                "fastest_ms": min(taken) * 1e3,
+                "repeats": len(taken),
+                "shared": isinstance(sharded, ShardedStep),
+                "state_MB": slowest(state_bytes(made), device) / 1e6,
+                "gathered_MB": (sharded._gather.nbytes if isinstance(sharded, ShardedStep) else 0) / 1e6,
+            }
+        )
+    return rows
+
+
+def measure_cases(
+    cases: Sequence[tuple[str, str]],
+    optimizers: dict[str, tuple[type[Optimizer], dict[str, Any]]],
+    makers: dict[str, Make],
+    topology: Topology,
+    device: torch.device,
+    **limits: Any,
+) -> list[dict[str, Any]]:
+    """Rows of several (model, optimizer). A collective."""
+    rows = []
+    for model, name in cases:
+        shapes = [shape for shape in shapes_of(model) if name != "Muon" or len(shape) == 2]
+        found = measure(shapes, optimizers[name], makers, topology, device, **limits)
+        rows += [{"model": model, "optimizer": name, **row} for row in found]
+    return rows
+
+
+def state_bytes(optimizer: Optimizer) -> int:
+    """Of this rank."""
+    inner = getattr(optimizer, "optim", optimizer)
+    return sum(t.numel() * t.element_size() for s in inner.state.values() for t in s.values() if isinstance(t, Tensor))
+
+
+def slowest(value: float, device: torch.device) -> float:
+    """The largest of all ranks' values. A collective."""
+    tensor = torch.tensor([value], dtype=torch.float64, device=device)
+    dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
+    return float(tensor)
+
+
+def _parameters(shapes: Sequence[torch.Size], device: torch.device) -> list[nn.Parameter]:
+    g = torch.Generator().manual_seed(0)
+    made = [nn.Parameter(torch.randn(shape, generator=g).to(device)) for shape in shapes]
+    for p in made:
+        p.grad = torch.randn(p.shape, generator=g).to(device)
+    return made
+
+
+def _make_free(step: ShardedStep) -> None:
+    """Once it has settled, let the gather answer from memory that is there already."""
+    if step.steps == SETTLING:
+        kept: dict[int, Tensor] = {}
+        size = step.topology.num_devices
+        step.communicator.gather = lambda share: kept.setdefault(share.numel(), share.repeat(size))  # type: ignore
+        step.communicator.broadcast = lambda *_: lambda: None  # type: ignore
+
+
+def compare(rows: list[dict[str, Any]]) -> None:
+    """Put beside each row how it stands to the plain step of its case."""
+    by_case = {(r["model"], r["optimizer"], r["ranks"], r["way"]): r for r in rows}
+    for row in rows:
+        case = (row["model"], row["optimizer"], row["ranks"])
+        plain = by_case[(*case, "plain")]
+        row["faster"] = plain["ms"] / row["ms"]
+        row["state share"] = row["state_MB"] / plain["state_MB"]
+        saved = plain["ms"] - by_case[(*case, "pto compute")]["ms"] if row["way"] == "pto world" else 0.0
+        row["break-even Gbit/s"] = row["gathered_MB"] * 8 / saved if saved > 0 else None
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    head = ("model", "optimizer", "ranks", "way", "ms", "faster", "state_MB", "state share", "break-even Gbit/s")
+    lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
+    for row in rows:
+        cells = [f"{row[k]:.2f}" if isinstance(row[k], float) else "" if row[k] is None else str(row[k]) for k in head]
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def plot(rows: list[dict[str, Any]], path: Path) -> None:
+    """Bars of the largest number of ranks.
+
+    Raises:
+        ValueError: when matplotlib is not installed.
+    """
+    shown = [row for row in rows if row["ranks"] == max(r["ranks"] for r in rows)]
+    cases = list(dict.fromkeys((row["model"], row["optimizer"]) for row in shown))
+    names = list(dict.fromkeys(row["way"] for row in shown))
+    drawn, (axes,) = figure(1.6 * len(cases) + 3, 4)
+    for offset, way in enumerate(names):
+        bars = {(r["model"], r["optimizer"]): r["ms"] for r in shown if r["way"] == way}
+        places = [i + offset / (len(names) + 1) for i in range(len(cases))]
+        axes.bar(places, [bars.get(case, 0) for case in cases], 1 / (len(names) + 1), label=way)
+    axes.set_xticks([i + 0.4 for i in range(len(cases))], [f"{m}\n{o}" for m, o in cases])
+    axes.set_yscale("log")
+    axes.set_ylabel("ms a step (median)")
+    axes.set_title(f"Optimizer step on {shown[0]['ranks']} ranks")
+    axes.legend(fontsize="small")
+    save(drawn, path)

@@ -1,0 +1,5 @@
+import sys
+
+from lightning_sparse.cli import main
+
+sys.exit(main())

@@ -1,0 +1,137 @@
+"""`lightning-sparse plan`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from lightning_sparse.cli.common import Subcommands, table
+
+if TYPE_CHECKING:
+    from lightning_sparse.bench.plan import Row, Scenario
+
+
+def add(subcommands: Subcommands) -> None:
+    parser = subcommands.add_parser(
+        "plan",
+        help="predict step time and scaling on a cluster, and say which exchange is worth it",
+        description="Predicted step time, scaling efficiency and traffic between nodes of DDP, 2-D dense, sparse and "
+        "regional reduction. Nothing is run but what --measure asks for.",
+        epilog="Example: lightning-sparse plan --model resnet50 --nodes 16 --devices 8 --inter-gbps 25 "
+        "--intra-gbps 1200 --compute-ms 107",
+    )
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument("--model", metavar="NAME", help="of torchvision or timm")
+    what.add_argument("--parameters", type=float, metavar="N", help="instead of a model: how many gradients, as 25.6e6")
+    parser.add_argument("--nodes", type=int, required=True, metavar="M")
+    parser.add_argument("--devices", type=int, required=True, metavar="L", help="in a node")
+    parser.add_argument("--inter-gbps", type=float, required=True, metavar="R", help="a node's link, Gbit/s each way")
+    parser.add_argument(
+        "--intra-gbps", type=float, required=True, metavar="R", help="into a device from those of its node, Gbit/s"
+    )
+    parser.add_argument(
+        "--density", type=float, nargs="+", default=[0.01, 0.001], metavar="D", help="default: 0.01 0.001"
+    )
+    parser.add_argument("--bytes-per-gradient", type=int, default=4, choices=(2, 4), help="default: 4, also with AMP")
+    parser.add_argument("--compute-ms", type=float, metavar="T", help="forward and backward of one device's batch")
+    parser.add_argument("--measure", action="store_true", help="time that, and selection, on this machine's device")
+    parser.add_argument("--batch", type=int, default=32, metavar="B", help="of --measure (default %(default)s)")
+    parser.add_argument("--json", action="store_true", help="print JSON and nothing else")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="step time over nodes; .svg, .png or .pdf")
+    parser.set_defaults(run=_run)
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    from lightning_sparse.bench import plan
+
+    scenario, notes = _scenario(arguments)
+    rows = plan.rows(scenario, plan.node_counts(arguments.nodes), arguments.density)
+    here = [row for row in rows if row.nodes == arguments.nodes]
+    first = [row for row in rows if row.path not in ("sparse", "regional") or row.density == arguments.density[0]]
+    advice = plan.recommend([row for row in first if row.nodes == arguments.nodes], scenario.compute_s)
+    if arguments.plot is not None:
+        from lightning_sparse.bench.plan_plot import draw
+
+        what = arguments.model or f"{scenario.numel:,} gradients"
+        compute = "" if scenario.compute_s is None else f", {1e3 * scenario.compute_s:.4g} ms of compute"
+        title = f"{what}{compute}, {arguments.devices} devices a node, {arguments.inter_gbps:g} Gbit/s between nodes"
+        draw(first, title, arguments.plot)
+    if arguments.json:
+        found = {"scenario": asdict(scenario), "assumptions": notes, "recommendation": advice}
+        print(json.dumps({**found, "rows": [asdict(row) for row in rows]}, indent=2))
+        return 0
+    print("\n".join(notes))
+    print(f"\n{arguments.nodes} nodes, a step:\n{_by_path(here)}")
+    print(f"\nby nodes, {_heading(scenario)}:\n{_by_nodes(first)}")
+    print(f"\n{advice}")
+    return 0
+
+
+def _scenario(arguments: argparse.Namespace) -> tuple[Scenario, list[str]]:
+    """What was asked for, and what it rests on."""
+    from lightning_sparse.bench import measure, models, plan
+
+    model = None if arguments.model is None else models.find(arguments.model)
+    host, compute_s, told = plan.V100, None, "compute time is not known: synchronisation only"
+    if arguments.compute_ms is not None:
+        compute_s, told = 1e-3 * arguments.compute_ms, f"forward and backward {arguments.compute_ms:g} ms, as given"
+    if arguments.measure:
+        device = measure.device_here()
+        print(f"measuring on {measure.describe(device)} ...", file=sys.stderr)
+        host = measure.host_costs(device)
+        if compute_s is None and model is not None:
+            compute_s = measure.compute_seconds(model, arguments.batch, device)
+            told = f"forward and backward {1e3 * compute_s:.4g} ms, measured on {measure.describe(device)}, "
+            told += f"batch {arguments.batch}"
+    if compute_s is None:
+        told += "; scaling efficiency needs --compute-ms" + (" or --measure" if model is not None else "")
+    scenario = plan.Scenario(
+        numel=int(arguments.parameters) if model is None else model.numel,
+        devices=arguments.devices,
+        inter_gbps=arguments.inter_gbps,
+        intra_gbps=arguments.intra_gbps,
+        itemsize=arguments.bytes_per_gradient,
+        compute_s=compute_s,
+        host=host,
+    )
+    return scenario, [*plan.assumptions(scenario), told]
+
+
+def _by_path(rows: list[Row]) -> str:
+    head = ["", "sync ms", "MB into a node", "applied %"]
+    timed = rows[0].step_s is not None
+    if timed:
+        head += ["step ms", "overlapped ms", "efficiency %", "overlapped %"]
+    cells = []
+    for row in rows:
+        numbers = [1e3 * row.sync_s, 1e-6 * row.node_bytes, 100 * row.effective_density]
+        if timed:
+            numbers += [_times(1e3, row.step_s), _times(1e3, row.overlapped_step_s)]
+            numbers += [_times(100, row.efficiency), _times(100, row.overlapped_efficiency)]
+        cells.append([row.name, *(f"{number:.4g}" for number in numbers)])
+    return table(head, cells)
+
+
+def _heading(scenario: Scenario) -> str:
+    return "synchronisation in ms" if scenario.compute_s is None else "step in ms without and with perfect overlap"
+
+
+def _by_nodes(rows: list[Row]) -> str:
+    names = list(dict.fromkeys(row.name for row in rows))
+    found = {(row.nodes, row.name): row for row in rows}
+    counts = list(dict.fromkeys(row.nodes for row in rows))
+    return table(["nodes", *names], [[f"{count}", *(_cell(found[count, name]) for name in names)] for count in counts])
+
+
+def _cell(row: Row) -> str:
+    if row.step_s is None or row.overlapped_step_s is None:
+        return f"{1e3 * row.sync_s:.1f}"
+    return f"{1e3 * row.step_s:.1f} / {1e3 * row.overlapped_step_s:.1f}"
+
+
+def _times(factor: float, number: float | None) -> float:
+    return factor * (number or 0.0)

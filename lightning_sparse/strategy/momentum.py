@@ -1,0 +1,215 @@
+"""Momentum correction and masking for torch's SGD (Deep Gradient Compression, Lin et al., ICLR 2018, 3.2 and 3.3).
+
+With error feedback alone, a gradient that waited in the residual for many rounds enters the optimizer's momentum at
+once and without the momentum it would have gathered meanwhile. Corrected, momentum comes first: each node keeps a
+velocity u beside its residual v, in shards as the residual is, and what is selected from is the velocity, added up:
+
+    d = g + weight_decay / M * parameter        this node's share of the gradient of SGD
+    u = momentum * u + d
+    v = v + u                                   Nesterov: v + d + momentum * u
+    the K largest of v are sent; there v and u become zero (u: masking, where not everything is sent)
+
+So the sum over nodes of what a *dense* round sends is what torch's SGD subtracts (times the learning rate), weight
+decay and Nesterov included; at density 1 a run equals that SGD to rounding. The optimizer's own momentum, weight decay
+and Nesterov are therefore out of its hands while it steps, and in their places at all other times: schedulers may
+change them, checkpoints hold what the user gave.
+
+What callbacks, loggers and clipping see as gradient is the velocity. Parameters that are not stepped keep theirs.
+"""
+
+import weakref
+from collections.abc import Iterable, Set
+from itertools import groupby
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from lightning_sparse.strategy.layout import ParamGroup
+from lightning_sparse.strategy.parts import Part
+from lightning_sparse.strategy.residual import ResidualStore
+from lightning_sparse.topology import Topology
+
+_TAKEN_OUT = {"momentum": 0.0, "weight_decay": 0.0, "nesterov": False}
+
+
+class _Terms(NamedTuple):
+    """u = ``keep`` * u + d, and ``own`` * d + ``velocity`` * u joins the residual."""
+
+    keep: float
+    own: float
+    velocity: float
+
+
+_ALONE = _Terms(1.0, 0.0, 0.0)
+
+
+class MomentumCorrection:
+    """The velocities of one device.
+
+    Args:
+        module: whose gradients are reduced.
+        topology: a hierarchical one.
+
+    Raises:
+        ValueError: when a parameter's gradient would not be reduced by shards.
+    """
+
+    def __init__(self, module: nn.Module, topology: Topology) -> None:
+        odd = [name for name, p in module.named_parameters() if p.requires_grad and p.dtype not in _BY_SHARD]
+        if odd:
+            raise ValueError(
+                f"momentum_correction=True with parameters of 64 bits or complex ones ({', '.join(odd[:3])}): these "
+                f"are reduced whole, without a velocity. Use float32 or 16 bits, or leave momentum_correction out."
+            )
+        self.store = ResidualStore(topology.device_index, topology.num_devices)
+        self._topology = topology
+        self._parameters = {name: weakref.ref(p) for name, p in module.named_parameters()}
+        self._optimizer: torch.optim.Optimizer | None = None
+        self._in_step: list[dict[str, Any]] = []  # what was taken out of each param group
+        self._handles: list[Any] = []
+        self._proposed: dict[ParamGroup, Tensor] = {}
+
+    def watch(self, optimizers: Iterable[torch.optim.Optimizer]) -> None:
+        """Take over the momentum of the one optimizer.
+
+        Raises:
+            ValueError: for another optimizer than SGD, several, one without momentum, or one with dampening.
+        """
+        optimizers = list(optimizers)
+        way_out = "Leave momentum_correction out: error feedback works with any optimizer."
+        if len(optimizers) != 1:
+            raise ValueError(f"momentum_correction=True with {len(optimizers)} optimizers; it needs one. {way_out}")
+        (optimizer,) = optimizers
+        if type(optimizer).step is not torch.optim.SGD.step:
+            raise ValueError(
+                f"momentum_correction=True with {type(optimizer).__name__}: the correction is that of torch.optim.SGD. "
+                f"{way_out}"
+            )
+        if not any(group["momentum"] for group in optimizer.param_groups):
+            raise ValueError(f"momentum_correction=True with SGD(momentum=0): nothing is to correct. {way_out}")
+        if any(group["dampening"] for group in optimizer.param_groups):
+            raise ValueError(f"momentum_correction=True with SGD(dampening=...), which must be 0. {way_out}")
+        self.unwatch()
+        self._optimizer = optimizer
+        self._handles = [
+            optimizer.register_step_pre_hook(self._take_out),
+            optimizer.register_step_post_hook(self._put_back),
+            optimizer.register_state_dict_post_hook(self._correct_saved),
+        ]
+
+    def unwatch(self) -> None:
+        """Leave the optimizer as it was given."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        self._put_back()
+
+    def check(self, waiting: Set[str]) -> None:
+        """Refuse to go on from a velocity that is in the gradients already.
+
+        Args:
+            waiting: parameters whose last gradient has been reduced and not been stepped.
+
+        Raises:
+            ValueError: naming the way out.
+        """
+        stepped = waiting & self._terms()[0].keys()
+        if stepped:
+            raise ValueError(
+                f"momentum_correction=True with another backward pass before the step, for which "
+                f"{', '.join(sorted(stepped)[:3])} wait: momentum moves once a step. Wrap all but the last pass in "
+                f"no_sync(), as Trainer(accumulate_grad_batches=...) does, or leave momentum_correction out."
+            )
+
+    def advance(self, part: Part, sum_S: Tensor) -> Tensor:
+        """Move the part's velocity, and say what joins the residual.
+
+        Args:
+            part: the group.
+            sum_S: the node's share of its mean gradient, fp32, unscaled; overwritten by the answer.
+        """
+        group, device_index, num_devices = part.group, self._topology.device_index, self._topology.num_devices
+        old_S, next_S = self.store.latest(group), self.store.buffer(group, sum_S.device)
+        if old_S is None:
+            old_S = torch.zeros_like(next_S)
+        terms, decays = self._terms()
+        decays = {name: decay for name, decay in decays.items() if name not in part.masked}
+        pieces = group.shard_slices(group.names, device_index, num_devices)
+        for decay in {decays.get(name, 0.0) for name, _, _ in pieces} - {0.0}:
+            decayed = [(here, self._flat(name)[there]) for name, here, there in pieces if decays.get(name) == decay]
+            values = [value.to(sum_S.dtype) for _, value in decayed]
+            torch._foreach_add_([sum_S[here] for here, _ in decayed], values, alpha=decay)
+        covered = 0
+        for each, run in groupby(pieces, key=lambda piece: self._terms_of(piece[0], terms, part.masked)):
+            places = [here for _, here, _ in run]
+            place = slice(places[0].start, places[-1].stop)
+            gradient, velocity = sum_S[place], next_S[place]
+            torch.add(gradient, old_S[place], alpha=each.keep, out=velocity)
+            gradient.mul_(each.own).add_(velocity, alpha=each.velocity)
+            covered = place.stop
+        next_S[covered:].zero_()  # padding
+        self._proposed[group] = next_S
+        return sum_S
+
+    def mask(self, group: ParamGroup, sent: Tensor) -> None:
+        """Stop the velocity where the residual was sent (section 3.3): what it carried has been applied."""
+        self._proposed[group].index_fill_(0, sent, 0.0)
+
+    def stage(self, group: ParamGroup, masked: Set[str]) -> None:
+        """Propose the velocity of this round; parameters left out of it keep what they had."""
+        next_S = self._proposed.pop(group)
+        if masked:
+            self.store.restore(group, masked, self.store.latest(group), next_S)
+        self.store.stage(group, next_S)
+
+    def _terms_of(self, name: str, terms: dict[str, _Terms], masked: Set[str]) -> _Terms:
+        return _ALONE if name in masked else terms.get(name, _Terms(0.0, 0.0, 1.0))
+
+    def _terms(self) -> tuple[dict[str, _Terms], dict[str, float]]:
+        """By name of each parameter of the optimizer, how its velocity moves, and its share of weight decay."""
+        if self._optimizer is None:
+            raise ValueError(
+                "momentum_correction=True needs to know the optimizer: call state.watch([optimizer]) before the first "
+                "backward pass, and state.before_backward() before each one."
+            )
+        names = {id(p): name for name, reference in self._parameters.items() if (p := reference()) is not None}
+        terms: dict[str, _Terms] = {}
+        decays: dict[str, float] = {}
+        for index, group in enumerate(self._optimizer.param_groups):
+            given = self._in_step[index] if self._in_step else group
+            momentum, nesterov = float(given["momentum"]), bool(given["nesterov"])
+            moving = _Terms(momentum, 1.0, momentum) if nesterov else _Terms(momentum, 0.0, 1.0)
+            decay = float(given["weight_decay"]) / self._topology.num_nodes * (-1 if group["maximize"] else 1)
+            for parameter in group["params"]:
+                name = names.get(id(parameter), "")
+                terms[name], decays[name] = moving, decay
+        return terms, decays
+
+    def _flat(self, name: str) -> Tensor:
+        """A parameter's elements in the order in which DDP lays its gradient into the bucket: that of its memory."""
+        parameter = self._parameters[name]()
+        assert parameter is not None
+        if torch.ops.aten.is_non_overlapping_and_dense(parameter):
+            return parameter.detach().as_strided((parameter.numel(),), (1,))
+        return parameter.detach().reshape(-1)
+
+    def _take_out(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        self._put_back()  # after a step that raised
+        self._in_step = [{name: group[name] for name in _TAKEN_OUT} for group in optimizer.param_groups]
+        for group in optimizer.param_groups:
+            group.update(_TAKEN_OUT)
+
+    def _put_back(self, *_: Any) -> None:
+        if self._optimizer is not None:
+            for group, given in zip(self._optimizer.param_groups, self._in_step, strict=False):
+                group.update(given)
+        self._in_step = []
+
+    def _correct_saved(self, _: torch.optim.Optimizer, state: dict[str, Any]) -> None:
+        """A state dict taken while a step is under way, or after one that raised, holds what the user gave."""
+        for group, given in zip(state["param_groups"], self._in_step, strict=False):
+            group.update(given)
+
+
+_BY_SHARD = (torch.float32, torch.float16, torch.bfloat16)

@@ -1,0 +1,217 @@
+"""`lightning-sparse plan`: the arithmetic, the recommendation, models by name, and the command. One process."""
+
+import json
+import math
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from lightning_sparse import cli
+from lightning_sparse.bench import measure, models, plan
+from lightning_sparse.bench.plan import PATHS, Row, Scenario, predict
+from lightning_sparse.strategy import cost
+from lightning_sparse.strategy.cost import Work
+
+RESNET50 = 25_557_032
+CLUSTER = ["--devices", "8", "--inter-gbps", "25", "--intra-gbps", "1200"]
+
+
+def scenario(**options: float) -> Scenario:
+    return Scenario(**{"numel": RESNET50, "devices": 8, "inter_gbps": 25.0, "intra_gbps": 1200.0, **options})  # type: ignore[arg-type]
+
+
+def here(nodes: int, density: float = 0.01, **options: float) -> tuple[list[Row], float | None]:
+    of = scenario(**options)
+    return plan.rows(of, [nodes], [density]), of.compute_s
+
+
+# -- the arithmetic ----------------------------------------------------------------------------------------------------
+
+
+def test_it_is_the_strategys_own_cost_model() -> None:
+    of = scenario()
+    assert of.buckets == 5, "as DDP cuts ResNet-50: 1 MiB, then 25 MiB each"
+    each = Work(16, 8, -(-RESNET50 // 5))
+    k = math.ceil(0.01 * each.shard_numel)
+    assert predict(of, 16, "ddp").sync_s == pytest.approx(5 * cost.flat_seconds(each, of.rates))
+    assert predict(of, 16, "dense").sync_s == pytest.approx(5 * cost.dense_seconds(each, of.rates))
+    assert predict(of, 16, "sparse", 0.01).sync_s == pytest.approx(
+        5 * cost.sparse_seconds(each, of.rates, k, torch.bfloat16)
+    )
+    assert predict(of, 16, "regional", 0.01).sync_s == pytest.approx(
+        5 * cost.regional_seconds(each, of.rates, k, torch.bfloat16)
+    )
+
+
+def test_bytes_into_a_node() -> None:
+    assert predict(scenario(), 16, "dense").node_bytes == pytest.approx(2 * 15 / 16 * 4 * RESNET50, rel=1e-5)
+    assert predict(scenario(), 16, "ddp").node_bytes == pytest.approx(2 * 127 / 128 * 4 * RESNET50, rel=1e-5)
+    assert predict(scenario(), 16, "ddp16").node_bytes == pytest.approx(2 * 127 / 128 * 2 * RESNET50, rel=1e-5)
+    sparse = predict(scenario(), 16, "sparse", 0.01).node_bytes
+    assert sparse == pytest.approx(15 * 4 * 0.01 * RESNET50, rel=0.01), "pairs of 4 bytes"
+    assert predict(scenario(), 32, "sparse", 0.01).node_bytes == pytest.approx(sparse * 31 / 15, rel=1e-3)
+    assert (
+        predict(scenario(), 32, "regional", 0.01).node_bytes
+        < 1.2 * predict(scenario(), 16, "regional", 0.01).node_bytes
+    )
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_it_costs_more_with_more_nodes_and_less_with_a_faster_link(path: plan.Path) -> None:
+    by_nodes = [predict(scenario(), nodes, path, 0.01).sync_s for nodes in (1, 2, 4, 16, 64)]
+    assert by_nodes == sorted(by_nodes)
+    by_rate = [predict(scenario(inter_gbps=gbps), 16, path, 0.01).sync_s for gbps in (1.0, 10.0, 100.0)]
+    assert by_rate == sorted(by_rate, reverse=True)
+
+
+def test_step_and_efficiency_lie_between_the_bounds_of_overlap() -> None:
+    row = predict(scenario(compute_s=0.05), 16, "ddp")
+    assert row.step_s == pytest.approx(0.05 + row.sync_s)
+    assert row.overlapped_step_s == max(0.05, row.sync_s)
+    assert row.efficiency == pytest.approx(0.05 / row.step_s)
+    assert row.overlapped_efficiency == pytest.approx(0.05 / row.overlapped_step_s)
+    assert predict(scenario(), 16, "ddp").step_s is None, "no compute time, no step time"
+
+
+def test_one_node_has_no_traffic_and_applies_everything() -> None:
+    found, _ = here(1)
+    assert {row.node_bytes for row in found} == {0.0}
+    assert {row.effective_density for row in found} == {1.0}
+
+
+# -- the recommendation ------------------------------------------------------------------------------------------------
+
+
+def test_one_node_is_for_ddp() -> None:
+    assert plan.recommend(*here(1)) == "Use plain DDP: one node has no link between nodes to save."
+
+
+def test_slow_links_are_for_sparse() -> None:
+    said = plan.recommend(*here(16, inter_gbps=1.0, compute_s=0.1))
+    assert said.startswith("Use strategy='mstopk_hier' with density=0.01 on 16 nodes: its step")
+    assert "times as fast as DDP's" in said
+
+
+def test_fast_links_are_for_ddp() -> None:
+    said = plan.recommend(*here(2, inter_gbps=400.0, compute_s=0.2))
+    assert said.startswith("Use plain DDP on 2 nodes: its step is within"), "not even without overlap would it pay"
+
+
+def test_what_hides_behind_compute_is_said_to_depend_on_overlap() -> None:
+    said = plan.recommend(*here(16, compute_s=0.213))
+    assert said.startswith("Use plain DDP on 16 nodes if synchronisation hides behind backward")
+    assert "use strategy='mstopk_hier' with density=0.01" in said
+
+
+def test_a_high_density_on_many_nodes_is_not_recommended() -> None:
+    """Sparse loses to dense where density is above 2 / M for pairs of 4 bytes."""
+    said = plan.recommend(*here(256, density=0.05, inter_gbps=1.0))
+    assert "density=" not in said
+    assert said.startswith("Use DDP with the bf16 hook")
+
+
+def test_without_compute_the_sentence_says_what_is_missing() -> None:
+    assert "depends on the compute" in plan.recommend(*here(16))
+
+
+# -- models ------------------------------------------------------------------------------------------------------------
+
+
+def test_models_of_torchvision_and_timm_cost_no_memory() -> None:
+    assert models.find("resnet50").numel == RESNET50
+    assert models.find("vgg19").numel == 143_667_240
+    found = models.find("mixer_s16_224")  # timm's
+    assert found.numel == sum(p.numel() for p in found.build().parameters())
+    assert found.input_shape == (3, 224, 224)
+
+
+def test_an_unknown_model_is_told_with_close_ones() -> None:
+    with pytest.raises(ValueError, match=r"model='resnet_50' is no classifier .* resnet50"):
+        models.find("resnet_50")
+
+
+def test_without_torchvision_and_timm_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    for package in ("torchvision", "timm"):
+        monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(ValueError, match="pip install torchvision, or give --parameters"):
+        models.find("resnet50")
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ({"numel": 0}, "numel=0"),
+        ({"devices": 0}, "devices=0"),
+        ({"inter_gbps": 0.0}, "inter_gbps=0.0"),
+        ({"intra_gbps": math.inf}, "intra_gbps=inf"),
+        ({"itemsize": 8}, "itemsize=8"),
+        ({"compute_s": 0.0}, "compute_s=0.0"),
+    ],
+)
+def test_a_scenario_that_cannot_be(wrong: dict[str, float], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        scenario(**wrong)
+
+
+# -- the command -------------------------------------------------------------------------------------------------------
+
+
+def test_the_command_prints_tables_and_one_recommendation(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["plan", "--model", "resnet50", "--nodes", "16", *CLUSTER, "--compute-ms", "213"]) == 0
+    said = capsys.readouterr().out
+    assert "assumed, not measured" in said
+    assert "213 ms, as given" in said
+    for name in ("DDP", "2-D dense", "sparse 1 %", "sparse 0.1 %", "regional 1 %"):
+        assert any(line.startswith(name) for line in said.splitlines())
+    assert said.rstrip().splitlines()[-1].startswith("Use plain DDP on 16 nodes if")
+
+
+def test_json_is_json_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["plan", "--parameters", "25.6e6", "--nodes", "4", *CLUSTER, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["scenario"]["numel"] == 25_600_000
+    assert {row["nodes"] for row in found["rows"]} == {1, 2, 4, 8, 16}
+    assert "scaling efficiency needs --compute-ms" in found["assumptions"][-1]
+    assert all(row["step_s"] is None for row in found["rows"])
+
+
+def test_measuring_names_the_machine(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measure, "compute_seconds", lambda model, batch, device: 0.125 * batch * (model.numel > 1e6))
+    words = ["plan", "--model", "squeezenet1_1", "--nodes", "2", *CLUSTER, "--measure", "--batch", "1", "--json"]
+    assert cli.main(words) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["scenario"]["compute_s"] == 0.125
+    assert found["scenario"]["host"]["source"].startswith("measured on")
+    assert "batch 1" in found["assumptions"][-1]
+
+
+def test_forward_and_backward_are_timed() -> None:
+    tiny = models.Model("tiny", (), (3, 8, 8), lambda: torch.nn.Conv2d(3, 4, 3))
+    assert measure.compute_seconds(tiny, 2, torch.device("cpu")) > 0
+    with pytest.raises(ValueError, match="batch=0"):
+        measure.compute_seconds(tiny, 0, torch.device("cpu"))
+
+
+@pytest.mark.parametrize("words", [[], ["--compute-ms", "100"]])
+def test_the_plot(tmp_path: Path, words: list[str]) -> None:
+    file = tmp_path / "plan.svg"
+    assert cli.main(["plan", "--parameters", "1e6", "--nodes", "4", *CLUSTER, "--plot", str(file), *words]) == 0
+    assert file.read_text().startswith("<?xml")
+
+
+def test_a_plot_without_matplotlib_says_what_to_install(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    words = ["plan", "--parameters", "1e6", "--nodes", "4", *CLUSTER, "--plot", str(tmp_path / "plan.svg")]
+    assert cli.main(words) == 2
+    assert "pip install matplotlib" in capsys.readouterr().err
+
+
+def test_wrong_options_are_told_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["plan", "--parameters", "1e6", "--nodes", "0", *CLUSTER]) == 2
+    assert "nodes=0" in capsys.readouterr().err
+    assert cli.main(["plan", "--parameters", "1e6", "--nodes", "2", *CLUSTER, "--density", "2"]) == 2
+    assert "density=2.0" in capsys.readouterr().err

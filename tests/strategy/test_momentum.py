@@ -1,0 +1,360 @@
+"""Momentum correction on real ranks: SGD's own momentum at density 1, masked where something was sent, never lost."""
+
+import copy
+import os
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lightning_sparse.strategy import HierConfig, HierState, checkpoint
+from lightning_sparse.topology import Topology, discover
+from tests.helpers.distributed import run_ranks
+from tests.strategy.models import flat_parameters, loss_of, mlp, wrap
+from tests.strategy.test_trainer import dense_one, ours, plain_module, sparse, trainer, weights
+
+SHAPES = [(2, 2), (3, 1)]
+STEPS = 24
+EXACT: dict[str, Any] = {"warmup_epochs": 0, "value_dtype": "float32", "momentum_correction": True}
+SGDS: dict[str, dict[str, Any]] = {
+    "plain": {"momentum": 0.9},
+    "decay": {"momentum": 0.8, "weight_decay": 0.05},
+    "nesterov": {"momentum": 0.9, "nesterov": True, "weight_decay": 0.05},
+    "maximize": {"momentum": 0.5, "maximize": True, "weight_decay": 0.05},
+    "fused": {"momentum": 0.9, "weight_decay": 0.05, "fused": True},
+}
+
+
+def groups_of(model: nn.Module) -> list[dict[str, Any]]:
+    """Biases have no weight decay and another momentum, one parameter no momentum at all."""
+    weights = [p for p in model.parameters() if p.dim() > 1]
+    biases = [p for p in model.parameters() if p.dim() == 1]
+    return [
+        {"params": weights[:-1]},
+        {"params": biases, "weight_decay": 0.0, "momentum": 0.7},
+        {"params": weights[-1:], "momentum": 0.0, "nesterov": False},
+    ]
+
+
+def train(config: HierConfig | None, options: dict[str, Any], backwards: int = 1, steps: int = STEPS) -> Tensor:
+    """Parameters after some steps of our hook, or of DDP; momentum is scheduled, and channels are laid out last."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(1, 3, (1, 2)), nn.Flatten(), mlp_after(36))
+    model[0].weight.data = model[0].weight.data.to(memory_format=torch.channels_last)
+    optimizer = torch.optim.SGD(groups_of(model), lr=0.01, **options)
+    if config is None:
+        ddp, state = nn.parallel.DistributedDataParallel(model, bucket_cap_mb=0.002), None
+    else:
+        ddp, state = wrap(model, config, bucket_cap_mb=0.002)
+        state.watch([optimizer])
+    for step in range(steps):
+        optimizer.param_groups[0]["momentum"] = options["momentum"] * (0.9 if step % 5 == 0 else 1.0)
+        for part in range(backwards):
+            if state is not None:
+                state.before_backward()
+            loss_of(Unflat(ddp), backwards * step + part, dist.get_rank()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        assert optimizer.param_groups[1]["momentum"] == 0.7
+    return flat_parameters(model)
+
+
+def mlp_after(width: int) -> nn.Module:
+    return nn.Sequential(nn.Linear(width, 29), nn.Tanh(), nn.Linear(29, 5))
+
+
+class Unflat:
+    """Gives a convolution the rows it wants."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+
+    def __call__(self, x: Tensor) -> Tensor:
+        out: Tensor = self.model(x[:, None, None])
+        return out
+
+
+def everything(folder: str) -> dict[str, Any]:
+    os.chdir(folder)
+    warnings.simplefilter("ignore")
+    found: dict[str, Any] = {}
+    for name, options in SGDS.items():
+        ways = [None, HierConfig(density=1.0, exchange="sparse", **EXACT), HierConfig(exchange="dense", **EXACT)]
+        if name == "plain":
+            ways.append(HierConfig(density=1.0, exchange="regional", **EXACT))
+        found[name] = [train(way, options) for way in ways]
+    with pytest.raises(ValueError, match=r"another backward pass before the step, .* Wrap all but the last"):
+        train(HierConfig(**EXACT), SGDS["plain"], backwards=2)
+    sparse = HierConfig(density=0.05, exchange="sparse", warmup_epochs=0, momentum_correction=True)
+    found["sparse"] = train(sparse, SGDS["nesterov"])
+    found["resumed"] = resumed(sparse)
+    found["discarded"] = discarded()
+    return found
+
+
+def resumed(config: HierConfig) -> tuple[Tensor, Tensor]:
+    """The end of a run, and of one that goes on from its checkpoint."""
+
+    def fresh(topology: Topology) -> tuple[Any, ...]:
+        model = mlp()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+        ddp, state = wrap(model, config, topology, bucket_cap_mb=0.002)
+        state.watch([optimizer])
+        return model, ddp, state, optimizer
+
+    def steps(run: tuple[Any, ...], first: int, last: int) -> None:
+        _, ddp, state, optimizer = run
+        for step in range(first, last):
+            state.before_backward()
+            loss_of(ddp, step, dist.get_rank()).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    topology = discover()
+    whole, path = fresh(topology), "momentum.ckpt"
+    steps(whole, 0, 9)
+    manifest = checkpoint.manifest_of(whole[2], "run")
+    checkpoint.save_side_file(whole[2], manifest["save_id"], path)
+    weights = copy.deepcopy(whole[0].state_dict())
+    steps(whole, 9, 15)
+
+    again = fresh(topology)
+    again[0].load_state_dict(weights)
+    saved = checkpoint.load({checkpoint.KEY: manifest}, path, dist.get_rank())
+    assert saved is not None
+    assert checkpoint.apply(saved, again[2], torch.device("cpu")) == []
+    steps(again, 9, 15)
+    return flat_parameters(whole[0]), flat_parameters(again[0])
+
+
+def discarded() -> dict[str, bool]:
+    """A gradient that is thrown away, of the whole or of one parameter, leaves its velocity as it was."""
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    ddp, state = wrap(model, HierConfig(density=0.1, exchange="sparse", **EXACT), bucket_cap_mb=0.002)
+    state.watch([optimizer])
+    assert state.momentum is not None
+
+    def step(index: int, *, drop: tuple[nn.Parameter, ...] = (), skip: bool = False) -> None:
+        state.before_backward()
+        loss_of(ddp, index, dist.get_rank()).backward()
+        for parameter in drop:
+            parameter.grad = None
+        if not skip:
+            optimizer.step()
+        optimizer.zero_grad()
+        state.settle()
+
+    def velocity() -> dict[str, Tensor]:
+        assert state.momentum is not None
+        store, out = state.momentum.store, {}
+        for group, shard in store.current.items():
+            for name, here, _ in group.shard_slices(group.names, store.device_index, store.num_devices):
+                out[name] = shard[here].clone()
+        return out
+
+    def same(a: dict[str, Tensor], b: dict[str, Tensor], but: str = "") -> bool:
+        return all(torch.equal(a[name], b[name]) == (name != but) for name in a)
+
+    for index in range(6):
+        step(index)
+    before = velocity()
+    step(6, skip=True)
+    after_skip = velocity()
+    step(7, drop=tuple(p for name, p in model.named_parameters() if name != "2.weight"))
+    return {"skipped": same(before, after_skip), "one": same(before, velocity(), but="2.weight")}
+
+
+@pytest.fixture(scope="module", params=SHAPES)
+def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    nodes, devices = request.param
+    return run_ranks(everything, str(tmp_path_factory.mktemp("momentum")), nodes=nodes, devices=devices, timeout=120)
+
+
+@pytest.mark.parametrize("name", SGDS)
+def test_where_all_is_sent_it_is_sgd(results: list[dict[str, Any]], name: str) -> None:
+    for each in results:
+        sgd, *ours = each[name]
+        for parameters in ours:
+            torch.testing.assert_close(parameters, sgd, rtol=1e-5, atol=1e-6)
+
+
+def test_ranks_stay_equal(results: list[dict[str, Any]]) -> None:
+    assert all(torch.equal(each["sparse"], results[0]["sparse"]) for each in results)
+
+
+def test_a_resumed_run_is_the_run(results: list[dict[str, Any]]) -> None:
+    assert all(torch.equal(*each["resumed"]) for each in results)
+
+
+def test_what_is_thrown_away_moves_no_velocity(results: list[dict[str, Any]]) -> None:
+    for each in results:
+        assert each["discarded"] == {"skipped": True, "one": True}
+
+
+def test_sums_of_velocity_and_residual_are_what_momentum_would_have(tmp_path: Path) -> None:
+    """Without masking nothing is lost: over constant gradients g, what was applied and what waits is the sum of SGD's
+    momentum buffers; with it, less by what was stopped."""
+    for given, got, masked in run_ranks(balance, nodes=2, devices=2):
+        torch.testing.assert_close(given, got, rtol=1e-4, atol=1e-5)
+        assert masked < float(given.abs().sum())
+
+
+def balance() -> tuple[Tensor, Tensor, float]:
+    results = []
+    for masking in (False, True):
+        model = nn.Linear(64, 1, bias=False)
+        nn.init.zeros_(model.weight)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0, momentum=0.9)
+        config = HierConfig(density=0.1, exchange="sparse", **EXACT)
+        ddp, state = wrap(model, config)
+        state.watch([optimizer])
+        assert state.momentum is not None
+        if not masking:
+            state.momentum.mask = lambda *_: None  # type: ignore[method-assign]
+        x = torch.randn(1, 64, generator=torch.Generator().manual_seed(dist.get_rank()))
+        mean = x.clone()
+        dist.all_reduce(mean)
+        mean /= dist.get_world_size()
+        applied, buffer, given = (torch.zeros(64) for _ in range(3))
+        for _ in range(10):
+            state.before_backward()
+            ddp(x).sum().backward()
+            assert model.weight.grad is not None
+            applied += model.weight.grad.flatten()
+            buffer = 0.9 * buffer + mean.flatten()
+            given += buffer
+            optimizer.step()
+            optimizer.zero_grad()
+        state.settle()
+        (group,) = state.store.current
+        waiting = state.communicator.gather(state.store.current[group]).clone()
+        dist.all_reduce(waiting)
+        results.append((given, applied + waiting / 2))
+    return (*results[0], float(results[1][1].abs().sum()))
+
+
+# -- what cannot be corrected ------------------------------------------------------------------------------------------
+
+
+def hierarchical_state(model: nn.Module) -> HierState:
+    return HierState(model, HierConfig(momentum_correction=True, overlap=False), Topology(((0,), (1,)), 0))
+
+
+@pytest.mark.parametrize(
+    ("optimizers", "message"),
+    [
+        (lambda p: [torch.optim.AdamW(p)], "with AdamW: the correction is that of torch.optim.SGD"),
+        (lambda p: [torch.optim.SGD(p, lr=0.1)], r"SGD\(momentum=0\): nothing is to correct"),
+        (lambda p: [torch.optim.SGD(p, lr=0.1, momentum=0.9, dampening=0.1)], "dampening"),
+        (lambda p: [torch.optim.SGD(p, lr=0.1, momentum=0.9)] * 2, "with 2 optimizers; it needs one"),
+    ],
+)
+def test_what_cannot_be_corrected_is_refused(optimizers: Any, message: str) -> None:
+    model = mlp()
+    with pytest.raises(ValueError, match=message):
+        hierarchical_state(model).watch(optimizers(list(model.parameters())))
+
+
+def test_parameters_that_are_reduced_whole_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"64 bits or complex ones \(weight, bias\)"):
+        hierarchical_state(nn.Linear(2, 2).double())
+
+
+def test_an_optimizer_nobody_named_is_asked_for() -> None:
+    state = hierarchical_state(mlp())
+    assert state.momentum is not None
+    with pytest.raises(ValueError, match=r"call state.watch\(\[optimizer\]\)"):
+        state.before_backward()
+
+
+def test_the_optimizer_has_its_momentum_but_for_the_step() -> None:
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.1, nesterov=True)
+    state = hierarchical_state(model)
+    state.watch([optimizer])
+    seen: list[Any] = []
+
+    def closure() -> Tensor:
+        seen.append((optimizer.param_groups[0]["momentum"], optimizer.state_dict()["param_groups"][0]["momentum"]))
+        if len(seen) == 2:
+            raise RuntimeError("closure")
+        for p in model.parameters():
+            p.grad = torch.ones_like(p)
+        return torch.zeros(())
+
+    given = {name: optimizer.param_groups[0][name] for name in ("momentum", "weight_decay", "nesterov")}
+    before = flat_parameters(model)
+    optimizer.step(closure)
+    torch.testing.assert_close(flat_parameters(model), before - 0.1)
+    assert not any(
+        "momentum_buffer" in each and each["momentum_buffer"] is not None for each in optimizer.state.values()
+    )
+    assert {name: optimizer.param_groups[0][name] for name in given} == given
+    with pytest.raises(RuntimeError, match="closure"):
+        optimizer.step(closure)
+    assert seen == [(0.0, 0.9)] * 2
+    assert optimizer.state_dict()["param_groups"][0]["momentum"] == 0.9
+    state.detach()
+    assert {name: optimizer.param_groups[0][name] for name in given} == given
+
+
+def test_one_node_leaves_momentum_to_the_optimizer() -> None:
+    state = HierState(mlp(), HierConfig(momentum_correction=True, overlap=False), Topology(((0, 1),), 0))
+    assert state.momentum is None
+    with pytest.raises(ValueError, match="needs error_feedback"):
+        HierConfig(momentum_correction=True, error_feedback=False)
+
+
+# -- in a Trainer ------------------------------------------------------------------------------------------------------
+
+FLAVOUR = "pytorch_lightning"
+
+
+def test_a_trainer_trains_as_with_ddp(tmp_path: Path) -> None:
+    for each in run_ranks(trained, str(tmp_path), nodes=2, devices=2, timeout=120, init=False):
+        for name, (ddp, corrected) in each["runs"].items():
+            torch.testing.assert_close(corrected, ddp, rtol=1e-5, atol=1e-6, msg=lambda text, name=name: name + text)
+        assert each["saved"] == {"momentum": each["saved"]["momentum"], "weight_decay": 0.01, "nesterov": True}
+        assert each["saved"]["momentum"] > 0.5
+        assert each["masked and joined"]
+
+
+def trained(folder: str) -> dict[str, Any]:
+    os.chdir(folder)
+    warnings.simplefilter("ignore")
+
+    def optimizers(self: Any) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.02, momentum=0.9, weight_decay=0.01, nesterov=True)
+        cycle = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.05, total_steps=STEPS)  # momentum cycles, too
+        return [optimizer], [{"scheduler": cycle, "interval": "step"}]
+
+    def run(strategy: Any, **options: Any) -> tuple[Any, Tensor]:
+        module = plain_module(FLAVOUR, by_step=True)
+        type(module).configure_optimizers = optimizers
+        t = trainer(FLAVOUR, strategy, max_steps=STEPS, max_epochs=-1, **options)
+        t.fit(module)
+        return t, weights(module)
+
+    exact = {"momentum_correction": True, "warmup_epochs": 0}
+    runs = {}
+    for name, make in {
+        "plain": dict,
+        "accumulated": lambda: {"accumulate_grad_batches": 2},
+        "shared step": lambda: {"callbacks": [ours(FLAVOUR).PTOCallback("node")]},
+    }.items():
+        runs[name] = [run("ddp", **make())[1], run(dense_one(FLAVOUR, **exact), **make())[1]]
+    t, _ = run(sparse(FLAVOUR, **exact))
+    t.save_checkpoint("corrected.ckpt")
+    group = torch.load("corrected.ckpt", weights_only=True)["optimizer_states"][0]["param_groups"][0]
+    joined = run(sparse(FLAVOUR, **exact), callbacks=[ours(FLAVOUR).PTOCallback("node")])[1]
+    alone = run(sparse(FLAVOUR, **exact))[1]
+    return {
+        "runs": runs,
+        "saved": {name: group[name] for name in ("momentum", "weight_decay", "nesterov")},
+        "masked and joined": torch.equal(joined, alone),
+    }
