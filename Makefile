@@ -20,7 +20,7 @@ ARGS     =
 export PATH := $(abspath $(VENV))/bin:$(PATH)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-oldest lint format bench gpu-check gpu-check-data conformance clean
+.PHONY: help demo test test-oldest lint format bench docs docs-serve gpu-check gpu-check-data conformance clean
 
 help:
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 20
@@ -51,6 +51,13 @@ format: $(VENV)/.installed ## put code into shape
 
 bench: $(VENV)/.built ## run the quick benchmarks
 	$(RUN) benchmarks/kernels.py $(OUT)/bench --quick $(ARGS)
+
+docs: $(VENV)/.installed ## build the documentation into runs/docs
+	NO_MKDOCS_2_WARNING=1 $(RUN) -m mkdocs build --strict --quiet --site-dir $(OUT)/docs
+	@echo "open $(OUT)/docs/index.html"
+
+docs-serve: $(VENV)/.installed ## show the documentation at http://127.0.0.1:8000 while it is written
+	NO_MKDOCS_2_WARNING=1 $(RUN) -m mkdocs serve
 
 # No environment is made: machines with a GPU are often cut off from package indexes.
 gpu-check: ## with PYTHON as it is: build the kernels, run the GPU tests, time the kernels

@@ -126,6 +126,9 @@ class Build(Base):
     def build_less(self, error: BaseException) -> str:
         """The CUDA build, or the only build, failed: again without the .cu, or not at all."""
         reason = f"{type(error).__name__}: {error}".strip()
+        compiler = os.environ.get("CXX", "c++").split()[0]
+        if shutil.which(compiler) is None:  # torch says only that something could not be compiled
+            return self.build_nothing(f"no C++ compiler: {compiler} is not on PATH (apt-get install g++, or set CXX)")
         if CUDA is not None:
             self.extensions[:] = [self.without_cuda(self.extensions[0])]
             try:
@@ -134,6 +137,9 @@ class Build(Base):
                 reason = f"{type(again).__name__}: {again}".strip()
             else:
                 return f"CPU kernels built; no CUDA kernels: the CUDA build failed ({reason})"
+        return self.build_nothing(reason)
+
+    def build_nothing(self, reason: str) -> str:
         self.extensions[0].optional = True
         self.extensions[0]._needs_stub = False
         return f"nothing built: {reason}"

@@ -1,27 +1,28 @@
 """ResNet-50 on ImageNet, or on any image folder, with the gradients of all nodes reduced hierarchically.
 
-    python imagenet_resnet50.py fit --config imagenet_resnet50.yaml \\
+    python imagenet_resnet50.py fit --config imagenet/one_node.yaml \\
         --data.source /mnt/nfs/imagenet --data.cache_dir /local/cache
 
-on each node, started by torchrun, SLURM or with NODE_RANK, MASTER_ADDR and MASTER_PORT set, and with
-``--trainer.num_nodes``. Everything about communication is one line of the YAML file, ``strategy: mstopk_hier``; nothing
-in this file knows of it. Compare with ``--trainer.strategy ddp``.
+on one node; ``imagenet/README.md`` has the commands for torchrun, SLURM and a cluster that is played on one machine.
+Everything about communication and the shared step is in the YAML files; nothing in this file knows of it.
 
 The source holds ``train/<class>/*`` and ``val/<class>/*`` on network storage; without ``val/``, say what share of
 ``train/`` to validate on: ``--data.val_fraction=0.05``. Each file is read from there once: it is kept on the node's
 disk, in ``cache_dir``, for later runs, and in the memory of all nodes for later epochs.
 
 The recipe is that of Goyal et al. 2017 (learning rate in proportion to the global batch, warm-up) with a cosine, label
-smoothing and zero-initialised residual branches.
+smoothing and zero-initialised residual branches; for global batches of thousands, LARS (You et al. 2017).
 """
 
 from __future__ import annotations
 
 import math
+from typing import Literal
 
 import pytorch_lightning as pl
 import torch
 from pytorch_lightning.cli import LightningCLI
+from timm.optim import Lars
 from torch import Tensor, nn
 from torchvision import models
 
@@ -37,20 +38,24 @@ def lr_factor(step: int, warmup_steps: int, total_steps: int) -> float:
     return 0.5 * (1 + math.cos(math.pi * min(1.0, (step - warmup_steps) / max(1, total_steps - warmup_steps))))
 
 
-class ResNet50(pl.LightningModule):
+class ResNet(pl.LightningModule):
     """
     Args:
         num_classes: taken from the data.
         batch_size: pictures a device and step; taken from the data.
+        arch: which of torchvision's; resnet18 to try things out.
+        optimizer: lars is timm's, for large global batches; it steps weights layer by layer.
         lr: learning rate for a global batch of 256; multiplied by global batch / 256.
         warmup_epochs: the learning rate rises over so many epochs; may be a fraction.
-        weight_decay: of weights; biases and normalisation have none.
+        weight_decay: of weights; biases and normalisation have none, and LARS steps them as SGD does.
     """
 
     def __init__(
         self,
         num_classes: int,
         batch_size: int,
+        arch: Literal["resnet18", "resnet34", "resnet50", "resnet101"] = "resnet50",
+        optimizer: Literal["sgd", "lars"] = "sgd",
         lr: float = 0.1,
         momentum: float = 0.9,
         weight_decay: float = 5e-5,
@@ -59,7 +64,7 @@ class ResNet50(pl.LightningModule):
     ) -> None:
         super().__init__()
         self.save_hyperparameters()
-        self.net = models.resnet50(num_classes=num_classes, zero_init_residual=True)
+        self.net = models.get_model(arch, num_classes=num_classes, zero_init_residual=True)
         self.loss = nn.CrossEntropyLoss(label_smoothing=label_smoothing)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -81,14 +86,13 @@ class ResNet50(pl.LightningModule):
     def configure_optimizers(self) -> dict[str, object]:
         hp, trainer = self.hparams, self.trainer
         global_batch = hp.batch_size * trainer.world_size * trainer.accumulate_grad_batches
-        decayed = [p for p in self.parameters() if p.ndim > 1]
-        others = [p for p in self.parameters() if p.ndim <= 1]
-        optimizer = torch.optim.SGD(
-            [{"params": decayed}, {"params": others, "weight_decay": 0.0}],
-            lr=hp.lr * global_batch / 256,
-            momentum=hp.momentum,
-            weight_decay=hp.weight_decay,
-            nesterov=True,
+        groups = [
+            {"params": [p for p in self.parameters() if p.ndim > 1]},
+            {"params": [p for p in self.parameters() if p.ndim <= 1], "weight_decay": 0.0},
+        ]
+        make = Lars if hp.optimizer == "lars" else torch.optim.SGD
+        optimizer = make(
+            groups, lr=hp.lr * global_batch / 256, momentum=hp.momentum, weight_decay=hp.weight_decay, nesterov=True
         )
         total_steps = int(trainer.estimated_stepping_batches)
         warmup_steps = int(hp.warmup_epochs / trainer.max_epochs * total_steps) if trainer.max_epochs else 0
@@ -103,4 +107,4 @@ class ImageNetCLI(LightningCLI):
 
 
 if __name__ == "__main__":
-    ImageNetCLI(ResNet50, CachedImageDataModule, seed_everything_default=42, save_config_kwargs={"overwrite": True})
+    ImageNetCLI(ResNet, CachedImageDataModule, seed_everything_default=42, save_config_kwargs={"overwrite": True})

@@ -1,11 +1,11 @@
-"""The examples in docstrings are run, each module's by itself."""
+"""The examples in docstrings are run, each module's by itself; those of documents in test_docs.py."""
 
 import doctest
 from importlib import import_module
 
 import pytest
 
-MODULES = ["lightning_sparse.topology", "lightning_sparse.strategy.schedule"]
+MODULES = ["lightning_sparse.topology", "lightning_sparse.strategy.schedule", "lightning_sparse.kernels.ops"]
 
 
 @pytest.mark.parametrize("name", MODULES)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +16,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 EXAMPLE = ROOT / "examples" / "imagenet_resnet50.py"
+RECIPES = ROOT / "examples" / "imagenet"
 
 pytest.importorskip("pytorch_lightning", reason="the example is written for pytorch_lightning")
 pytest.importorskip("jsonargparse", reason="LightningCLI needs it")
@@ -51,23 +54,32 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     return {**kept, "PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
 
 
-def command(root: Path, *more: str) -> list[str]:
-    trainer = {"accelerator": "cpu", "devices": "1", "precision": "32-true", "fast_dev_run": "4"}
-    data = {"source": str(root), "cache_dir": "cache", "image_size": "32", "batch_size": "2", "threads": "1"}
+def command(recipe: str, root: Path, *more: str) -> list[str]:
+    trainer = {"accelerator": "cpu", "devices": "1", "precision": "32-true", "max_epochs": "2"}
+    trainer |= {"limit_train_batches": "3", "limit_val_batches": "1", "enable_model_summary": "false"}
+    data = {
+        "source": str(root),
+        "cache_dir": "cache",
+        "image_size": "{0: 32, 1: 48}",
+        "batch_size": "2",
+        "threads": "1",
+    }
     overrides = [f"--trainer.{key}={value}" for key, value in trainer.items()]
     overrides += [f"--data.{key}={value}" for key, value in data.items()]
-    return [sys.executable, str(EXAMPLE), "fit", f"--config={EXAMPLE.with_suffix('.yaml')}", *overrides, *more]
+    start = [sys.executable, str(EXAMPLE), "fit", f"--config={RECIPES / recipe}.yaml", "--model.arch=resnet18"]
+    return [*start, *overrides, *more]
 
 
-def test_trains_and_validates_on_two_nodes(image_folder: Path, environment: dict[str, str], tmp_path: Path) -> None:
-    """Four steps: two with dense communication, until the bucket layout is settled, and two sparse ones."""
+def test_the_whole_recipe_on_two_nodes(image_folder: Path, environment: dict[str, str], tmp_path: Path) -> None:
+    """Two epochs, each of pictures of a size of its own: dense rounds until the bucket layout is settled, then sparse
+    ones, with LARS and a step that may be shared."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         rendezvous = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1]), "GLOO_SOCKET_IFNAME": "lo"}
-    arguments = command(image_folder, "--data.val_fraction=0.25", "--trainer.num_nodes=2")
+    more = ("--data.val_fraction=0.25", "--trainer.num_nodes=2", "--ckpt_path=last")
     nodes = [
         subprocess.Popen(
-            arguments,
+            command("cluster", image_folder, *more),
             cwd=tmp_path,
             env={**environment, **rendezvous, "NODE_RANK": str(node)},
             stdout=subprocess.PIPE,
@@ -82,16 +94,56 @@ def test_trains_and_validates_on_two_nodes(image_folder: Path, environment: dict
         for node in nodes:
             node.kill()
     assert [node.returncode for node in nodes] == [0, 0], "\n".join(output[-3000:] for output in outputs)
-    assert "`Trainer.fit` stopped: `max_steps=4` reached" in outputs[0]
-    assert "val_top1" in outputs[0]
-    assert re.search(r"round 3: \d+ group\(s\) of parameters, [1-9]\d* sparse", outputs[0]), outputs[0][-3000:]
+    for said in (
+        "`Trainer.fit` stopped: `max_epochs=2` reached",
+        "val_top1",
+        "PTOCallback(scope='auto'): Lars",
+        "what one device exchanged with other nodes, in 6 rounds",
+        "where the samples of each epoch came from",
+    ):
+        assert said in outputs[0], outputs[0][-3000:]
+    assert re.search(r"round 3: \d+ group\(s\) of parameters, [1-9]\d* (sparse|flat|dense)", outputs[0]), outputs[0][
+        -3000:
+    ]
+    assert "exchanged" not in outputs[1], "rank 0 speaks alone"
+    assert (tmp_path / "checkpoints" / "last.ckpt").exists()
+
+
+def test_the_recipes_differ_in_what_a_cluster_adds() -> None:
+    yaml = pytest.importorskip("yaml")
+    one, many = (yaml.safe_load((RECIPES / f"{name}.yaml").read_text()) for name in ("one_node", "cluster"))
+    assert one["data"] == many["data"]
+    assert one["trainer"].keys() == many["trainer"].keys()
+    assert many["trainer"]["strategy"] == "mstopk_hier"
 
 
 def test_a_folder_without_val_is_told_the_way_out(
     image_folder: Path, environment: dict[str, str], tmp_path: Path
 ) -> None:
     done = subprocess.run(
-        command(image_folder), cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=240
+        command("one_node", image_folder), cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=240
     )
     assert done.returncode != 0
     assert "--data.val_fraction" in done.stderr
+
+
+def test_the_batch_file_starts_the_ranks_and_goes_back_into_the_queue(tmp_path: Path) -> None:
+    """With stand-ins for SLURM's own programs: srun notes its words and lasts a while, scontrol notes its."""
+    programs = tmp_path / "bin"
+    programs.mkdir()
+    (programs / "srun").write_text('#!/bin/sh\necho "$@" > srun.txt\nsleep 1\nexit 3\n')
+    (programs / "scontrol").write_text('#!/bin/sh\necho "$@" > scontrol.txt\n')
+    for program in programs.iterdir():
+        program.chmod(0o755)
+    slurm = {"SLURM_SUBMIT_DIR": str(tmp_path), "SLURM_JOB_ID": "7", "SLURM_NNODES": "4", "SLURM_NTASKS_PER_NODE": "8"}
+    environment = {**os.environ, **slurm, "SOURCE": "/mnt/pictures", "PATH": f"{programs}:{os.environ['PATH']}"}
+    job = subprocess.Popen(["bash", str(RECIPES / "train.sbatch"), "--data.batch_size=32"], env=environment)
+    deadline = time.monotonic() + 30
+    while not (tmp_path / "srun.txt").exists() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    job.send_signal(signal.SIGUSR1)
+    assert job.wait(30) == 3, "the code of the training, which the signal did not end"
+    assert (tmp_path / "scontrol.txt").read_text() == "requeue 7\n"
+    words = (tmp_path / "srun.txt").read_text()
+    assert "--trainer.num_nodes=4 --trainer.devices=8 --data.source=/mnt/pictures" in words
+    assert words.rstrip().endswith("--ckpt_path=last --data.batch_size=32")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ipaddress
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import Literal
 
 Format = Literal["jpeg", "decoded"]
@@ -15,6 +16,8 @@ _CHOICES = {
     "shuffle": ("local", "partial", "global"),
     "on_corrupt": ("raise", "skip"),
 }
+
+_NEEDED = ("lmdb", "zmq", "xxhash", "PIL")  # of the extra `data`
 
 
 class DataError(RuntimeError):
@@ -74,6 +77,12 @@ class CacheConfig:
     peer_address: str | None = None
 
     def __post_init__(self) -> None:
+        missing = [name for name in _NEEDED if not _is_installed(name)]
+        if missing:
+            raise ValueError(
+                f"the data cache needs {', '.join(missing)}: `pip install 'lightning-sparse[data,vision]'`, or of a "
+                f"checkout `pip install '.[data,vision]'`."
+            )
         for name in ("source", "cache_dir"):
             if not getattr(self, name):
                 raise ValueError(f"{name}='': give the folder, as in {name}='/mnt/nfs/imagenet'.")
@@ -108,3 +117,10 @@ def _check_address(text: str) -> None:
             f"peer_address={text!r} would serve samples on every network of this node. "
             "Give the address or the name of the one interface that joins the nodes."
         )
+
+
+def _is_installed(name: str) -> bool:
+    try:
+        return find_spec(name) is not None
+    except (ModuleNotFoundError, ValueError):  # ValueError: it is in sys.modules as something that no file is behind
+        return False

@@ -109,7 +109,10 @@ class Source:
             status, payload, _, _ = self._await(each)
             if status != "k":
                 reason = payload.decode("utf-8", "replace")
-                raise MissingFolderError(f"{self.source} has no folder {folder!r} to read ({reason})")
+                raise MissingFolderError(
+                    f"source={self.source} has no folder {folder.rstrip('/')}/ to read ({reason}). Expected "
+                    f"train/<class>/<picture> and val/... in it: is the path right, and mounted?"
+                )
             yield [(name, size, mtime) for name, size, mtime in json.loads(payload)]
 
     def close(self) -> None:

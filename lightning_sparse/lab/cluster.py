@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import os
 import random
+import shutil
 import signal
 import socket
 import subprocess
@@ -131,6 +132,9 @@ class Cluster:
             raise ValueError(
                 "command=[]: there is nothing to run. Give the command after --, as in: -- python train.py"
             )
+        path = (env or {}).get("PATH")
+        if not command[0].endswith(".py") and shutil.which(command[0], path=path) is None:
+            raise ValueError(f"command={command[0]!r} is no program on PATH, nor a .py file. As in: -- python train.py")
         before = self._network.traffic() if self._network else {}
         started = time.monotonic()
         commands = self._commands(list(command), env or {})

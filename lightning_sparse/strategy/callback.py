@@ -1,24 +1,36 @@
-"""Logs what the reduction does, as a mixin that imports no Lightning."""
+"""Logs what the reduction does, and sums it up at the end of fit, as a mixin that imports no Lightning."""
 
+from copy import deepcopy
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from lightning_sparse.strategy.mstopk_hier import MSTopKHierMixin
-from lightning_sparse.strategy.state import HierState
+from lightning_sparse.strategy.state import HierState, log
+from lightning_sparse.strategy.stats import CommStats
+from lightning_sparse.strategy.stopwatch import Stopwatch
+from lightning_sparse.strategy.summary import shard_gradient_norm, table
 
 
 class CommStatsMixin:
     """Logs, through the module's logger and under ``comm/``:
 
-    ======================= =========================================================================================
-    bytes_between_nodes     bytes this device received from other nodes for the last step
-    density                 share of entries that a device sent in the last step, dense groups counted as 1
-    effective_density       share of entries that the last step applied, at most
-    residual_norm           L2 norm of what this device has not sent yet; renewed every ``log_every_n_steps`` steps
-    ======================= =========================================================================================
+    | name | what |
+    |---|---|
+    | bytes_between_nodes | bytes this device received from other nodes for the last step |
+    | density | share of entries that a device sent in the last step, dense groups counted as 1 |
+    | effective_density | share of entries that the last step applied, at most |
+    | residual_norm | L2 norm of what this device has not sent yet |
+    | residual_to_gradient | the same over the norm of the gradient, of the same entries: how many steps' worth waits |
 
-    Nothing here waits for the GPU: the first three are known on the host, the last stays a tensor until it is logged.
+    The last two are renewed every ``log_every_n_steps`` steps and at the end of an epoch.
+
+    At the end of fit rank 0 sums up, in the log: bytes beside those of plain DDP, the paths taken, the time in
+    collectives between nodes, the residual.
+
+    Nothing here waits for the GPU before that end: the first three are known on the host, the last two stay tensors
+    until they are logged, and time is read from events that have passed.
 
     Args:
         prog_bar: show the density in the progress bar as well.
@@ -29,17 +41,23 @@ class CommStatsMixin:
 
     def __init__(self, prog_bar: bool = False) -> None:
         self.prog_bar = prog_bar
-        self._norm: Tensor | None = None
-        self._norm_round = -1
+        self._norms: dict[str, Tensor] = {}
+        self._norm_round = 0
+        self._before = CommStats()
+        self._stopwatch = Stopwatch()
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
-        """Check that there is something to report."""
+        """Check that there is something to report, and count from here on."""
         if not isinstance(trainer.strategy, MSTopKHierMixin):
             raise ValueError(
                 f"CommStatsCallback reports on MSTopKHierStrategy, but the strategy is "
                 f"{type(trainer.strategy).__name__}: use strategy='mstopk_hier', or leave the callback out."
             )
-        self._norm = None  # the last fit's may be of another module, on another device
+        self._norms = {}  # the last fit's may be of another module, on another device
+        state = trainer.strategy.hier_state
+        if state is not None:
+            self._before, self._stopwatch = deepcopy(state.stats), Stopwatch()
+            state.communicator.stopwatch = self._stopwatch
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
         """Log the last round."""
@@ -49,6 +67,21 @@ class CommStatsMixin:
         pl_module.log("comm/bytes_between_nodes", state.stats.round_bytes)
         pl_module.log("comm/density", state.stats.density, prog_bar=self.prog_bar)
         pl_module.log("comm/effective_density", state.stats.effective_density)
-        if self._norm is None or state.round - self._norm_round >= trainer.log_every_n_steps:
-            self._norm, self._norm_round = state.residual_norm(), state.round
-        pl_module.log("comm/residual_norm", self._norm)
+        due = not self._norms or state.round - self._norm_round >= trainer.log_every_n_steps
+        if due or trainer.is_last_batch:  # before a validation, which drops gradients
+            residual = state.residual_norm()
+            gradient = shard_gradient_norm(state, pl_module).to(residual.device)
+            ratio = torch.where(gradient > 0, residual / gradient, 0.0)  # a user may have dropped the gradient by now
+            self._norms = {"comm/residual_norm": residual, "comm/residual_to_gradient": ratio}
+            self._norm_round = state.round
+        pl_module.log_dict(self._norms)
+
+    def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
+        """Sum the fit up."""
+        state: HierState | None = trainer.strategy.hier_state
+        if state is None:
+            return
+        state.communicator.stopwatch = None
+        stats = state.stats.since(self._before)
+        if trainer.is_global_zero and self._norms and state.topology.num_nodes > 1:
+            log.info("%s", table(stats, self._stopwatch.seconds(), *map(float, self._norms.values())))

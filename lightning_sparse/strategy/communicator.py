@@ -18,12 +18,13 @@ flat_all_reduce world          grad_N -> grad_N            the identity: what DD
 
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_sparse.strategy.stopwatch import Stopwatch
 from lightning_sparse.topology import Topology
 
 # torch renamed these two; the old names warn from 2.13 on and the new ones do not exist before it.
@@ -40,10 +41,14 @@ class HierCommunicator:
 
     Args:
         topology: where this rank stands, with its groups.
+
+    Attributes:
+        stopwatch: times what goes between nodes, when there is one.
     """
 
     def __init__(self, topology: Topology) -> None:
         self.topology = topology
+        self.stopwatch: Stopwatch | None = None
         self._place = threading.local()
 
     @property
@@ -78,19 +83,19 @@ class HierCommunicator:
     def exchange(self, message_B: Tensor) -> Tensor:
         """All-gather between nodes: messages of B bytes -> [M, B] in node order."""
         messages_MB = message_B.new_empty(self.topology.num_nodes, message_B.numel())
-        with self._named("all-gather between nodes", self._peer_ranks()):
+        with self._named("all-gather between nodes", self._peer_ranks()), self._timed(message_B):
             _all_gather_single(messages_MB.view(-1), message_B, group=self.topology.inter)
         return messages_MB
 
     def all_reduce(self, shard_S: Tensor) -> None:
         """Sum over nodes, in place."""
-        with self._named("all-reduce between nodes", self._peer_ranks()):
+        with self._named("all-reduce between nodes", self._peer_ranks()), self._timed(shard_S):
             dist.all_reduce(shard_S, group=self.topology.inter)
 
     def all_to_all(self, messages_MB: Tensor) -> Tensor:
         """Between nodes: row j goes to node j; what arrives is [M, B] in node order."""
         arrived_MB = torch.empty_like(messages_MB)
-        with self._named("all-to-all between nodes", self._peer_ranks()):
+        with self._named("all-to-all between nodes", self._peer_ranks()), self._timed(messages_MB):
             dist.all_to_all_single(arrived_MB.view(-1), messages_MB.view(-1), group=self.topology.inter)
         return arrived_MB
 
@@ -144,7 +149,7 @@ class HierCommunicator:
 
     def flat_all_reduce(self, tensor: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> None:
         """Reduce over all ranks, in place."""
-        with self._named("all-reduce over all ranks", tuple(range(self.topology.world_size))):
+        with self._named("all-reduce over all ranks", tuple(range(self.topology.world_size))), self._timed(tensor):
             dist.all_reduce(tensor, op=op, group=self.topology.world)
 
     def _node_ranks(self) -> tuple[int, ...]:
@@ -152,6 +157,9 @@ class HierCommunicator:
 
     def _peer_ranks(self) -> tuple[int, ...]:
         return tuple(node[self.topology.device_index] for node in self.topology.nodes)
+
+    def _timed(self, tensor: Tensor) -> AbstractContextManager[None]:
+        return nullcontext() if self.stopwatch is None else self.stopwatch.running(tensor.device)
 
     @contextmanager
     def _named(self, step: str, ranks: tuple[int, ...]) -> Iterator[None]:

@@ -254,7 +254,7 @@ class HierState:
         shard = group.shard_numel(self.topology.num_devices)
         sent = plan.k or shard
         applied = shard * effective_density(plan.path, self.topology.num_nodes, sent / shard)
-        self.stats.record(sent=sent, applied=applied, total=shard, nbytes=nbytes, dense_nbytes=dense_nbytes)
+        self.stats.record(plan.path, sent=sent, applied=applied, total=shard, nbytes=nbytes, dense_nbytes=dense_nbytes)
         return plan
 
     def _choose(self, group: ParamGroup, dtype: torch.dtype) -> Plan:
@@ -278,7 +278,7 @@ class HierState:
         if self.rates is None:
             self.runner.wait()  # for another module, wrapped with the same topology
             shard_numel = self._numel // self.topology.num_devices
-            self.rates = probe(self.communicator, device, self.config.dtype, shard_numel)
+            self.rates = probe(HierCommunicator(self.topology), device, self.config.dtype, shard_numel)  # untimed
             self.say(f"measured: {self.rates.describe(self.topology.num_devices)}")
         if self.config.density == "auto" and self.round in DECISIONS:
             self._set_density(device, self.rates)

@@ -563,4 +563,4 @@ def test_the_command_line_warms_what_a_node_owns(folder: Path, capsys: pytest.Ca
     assert "val: 4 files, 1 were there, 1 fetched (0.0 MB), 2 damaged" in printed
     assert "val/c1/0.jpg: the file is empty" in printed
     assert main(["cache", "warm", str(folder.parent / "nowhere"), cache]) == 2
-    assert "no folder 'train/'" in capsys.readouterr().err
+    assert "no folder train/" in capsys.readouterr().err

@@ -89,7 +89,7 @@ def test_a_damaged_list_is_made_again(folder: Path, tmp_path: Path) -> None:
     ("spoil", "said"),
     [
         (lambda root: (root / "train" / "empty").mkdir(), "holds no pictures"),
-        (lambda root: os.rename(root / "train", root / "val"), "no folder 'train/'"),
+        (lambda root: os.rename(root / "train", root / "val"), "no folder train/"),
     ],
 )
 def test_a_folder_that_is_no_image_folder_is_named(folder: Path, spoil, said: str) -> None:
@@ -164,3 +164,15 @@ def test_ownership_follows_the_seed_and_mixes_classes() -> None:
 def test_options_are_checked(option: str, value: object, said: str) -> None:
     with pytest.raises(ValueError, match=said):
         CacheConfig(**{"source": "/a", "cache_dir": "/b", option: value})
+
+
+def test_missing_packages_are_named_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lightning_sparse.data.config._is_installed", lambda name: name not in ("lmdb", "xxhash"))
+    with pytest.raises(ValueError, match=r"needs lmdb, xxhash: `pip install .*\[data,vision\]"):
+        CacheConfig(source="/there", cache_dir="/here")
+
+
+def test_a_path_that_leads_nowhere_is_told_what_is_expected(tmp_path: Path) -> None:
+    nowhere = CacheConfig(source=str(tmp_path / "nowhere"), cache_dir=str(tmp_path / "cache"))
+    with pytest.raises(DataError, match=r"nowhere has no folder train/ to read .*Expected train/<class>/<picture>"):
+        load_or_list(nowhere, "train")

@@ -82,7 +82,7 @@ def test_a_failing_compiler_falls_back_and_says_why(checkout: Path) -> None:
     broken = {"CXX": "/nonexistent/c++", "CC": "/nonexistent/cc", "LIGHTNING_SPARSE_BUILD": ""}
     done = build(checkout, **broken)
     assert done.returncode == 0, done.stderr
-    assert report_of(checkout).startswith("nothing built: ")
+    assert report_of(checkout).startswith("nothing built: no C++ compiler: /nonexistent/c++ is not on PATH")
     program = "from lightning_sparse.kernels import kernel_report as r; assert r().cpu == 'plain torch'; print(r())"
     told = subprocess.run([sys.executable, "-c", program], cwd=checkout, capture_output=True, text=True, check=False)
     assert "nothing built" in told.stdout, told.stderr

@@ -77,5 +77,10 @@ def test_a_command_is_needed(capsys):
     assert "-- python train.py" in capsys.readouterr().err
 
 
+def test_a_program_that_is_not_there_is_named_before_anything_starts(capsys):
+    assert cli.main(["lab", "--no-net", "--", "nosuchprogram", "train.py"]) == 2
+    assert "command='nosuchprogram' is no program on PATH" in capsys.readouterr().err
+
+
 def test_a_config_fits_into_a_report(tmp_path):
     assert json.loads(json.dumps(dataclasses.asdict(LabConfig(storage=tmp_path)), default=str))["nodes"] == 2

@@ -7,6 +7,7 @@ function of the flavour; a test looks at what its scenario returned on every ran
 import importlib
 import logging
 import os
+import re
 import warnings
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -453,8 +454,10 @@ def test_double_and_complex_parameters_go_dense(results: Results) -> None:
 
 @scenario
 def statistics(flavour: str) -> dict[str, Any]:
-    callback = ours(flavour).CommStatsCallback(prog_bar=True)
-    t = trainer(flavour, sparse(flavour), callbacks=[callback], log_every_n_steps=2)
+    callback, lines = ours(flavour).CommStatsCallback(prog_bar=True), Lines()
+    # Two epochs with a validation after each, which drops the gradients.
+    short = {"limit_train_batches": 5, "limit_val_batches": 1, "log_every_n_steps": 50}
+    t = trainer(flavour, sparse(flavour), callbacks=[callback], **short)
     t.fit(plain_module(flavour))
     wrong = trainer(flavour, ddp(flavour), callbacks=[callback])
     try:
@@ -462,7 +465,8 @@ def statistics(flavour: str) -> dict[str, Any]:
         refused = ""
     except ValueError as error:
         refused = str(error)
-    return {"logged": {k: float(v) for k, v in t.callback_metrics.items()}, "refused": refused}
+    logged = {k: float(v) for k, v in t.callback_metrics.items()}
+    return {"logged": logged, "refused": refused, "lines": list(lines.lines)}
 
 
 def test_the_callback_logs_bytes_density_and_residual(results: Results) -> None:
@@ -472,16 +476,28 @@ def test_the_callback_logs_bytes_density_and_residual(results: Results) -> None:
         assert logged["comm/effective_density"] == pytest.approx(2 * logged["comm/density"], rel=1e-4), "two nodes"
         assert logged["comm/bytes_between_nodes"] > 0
         assert logged["comm/residual_norm"] > 0
+        assert 0.1 < logged["comm/residual_to_gradient"] < 100
         assert "use strategy='mstopk_hier'" in each["statistics"]["refused"]
+
+
+def test_the_callback_sums_the_fit_up_on_rank_0(results: Results) -> None:
+    summaries = [[line for line in each["statistics"]["lines"] if "exchanged" in line] for each in results]
+    assert [len(each) for each in summaries] == [1, 0, 0, 0]
+    table = summaries[0][0]
+    assert "in 10 rounds" in table
+    assert re.search(r"received a round +0\.\d\d\d MB; plain DDP 0\.\d\d\d MB: [1-9][\d.]* times as much", table), table
+    assert "70.0% sparse, 30.0% dense" in table, "the first rounds wait for the layout"
+    assert re.search(r"between nodes +(?!0\.0 )[\d.]+ ms a round", table), table
+    assert re.search(r"residual +norm [\d.e-]+, [\d.]+ times that of the gradient", table), table
 
 
 def test_the_callback_forgets_the_norm_of_the_last_fit() -> None:
     flavour = "pytorch_lightning"
     callback = ours(flavour).CommStatsCallback()
-    callback._norm = torch.ones(())
+    callback._norms = {"comm/residual_norm": torch.ones(())}
     fake = SimpleNamespace(strategy=ours(flavour).MSTopKHierStrategy())
     callback.on_fit_start(fake, None)
-    assert callback._norm is None
+    assert callback._norms == {}
 
 
 # -- a second fit of a module that was changed -------------------------------------------------------------------------

@@ -1,0 +1,27 @@
+"""For mkdocs: files that are part of the site and lie outside docs/, where benchmarks and examples need them.
+
+A page in docs/ links to them as a reader of the repository would, ``../benchmarks/results/README.md``; the site has no
+``docs/`` level, so there the two dots go.
+"""
+
+import re
+from pathlib import Path
+from typing import Any
+
+from mkdocs.structure.files import File
+
+ROOT = Path(__file__).resolve().parents[1]
+OUTSIDE = ("benchmarks/results/*.*", "examples/imagenet/*.*", "examples/imagenet_resnet50.py")
+
+
+def on_files(files: Any, config: Any) -> Any:
+    """Add what lies outside."""
+    for path in sorted(each for pattern in OUTSIDE for each in ROOT.glob(pattern)):
+        name = path.relative_to(ROOT).as_posix()
+        files.append(File(name, str(ROOT), config["site_dir"], config["use_directory_urls"]))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
+    """Links of a page in docs/ to what lies outside."""
+    return markdown if "/" in page.file.src_uri else re.sub(r"(?<=\]\()\.\./", "", markdown)

@@ -1,0 +1,60 @@
+"""What a fit exchanged between nodes, as a short table at its end: of one device, which speaks for the others."""
+
+import torch
+from torch import Tensor, nn
+
+from lightning_sparse.strategy.state import HierState
+from lightning_sparse.strategy.stats import CommStats
+
+_MB = 1e6
+
+
+def shard_gradient_norm(state: HierState, module: nn.Module) -> Tensor:
+    """L2 norm of this device's shards of the gradients that the module has now, a 0-dim tensor (no host sync).
+
+    It is the counterpart of ``state.residual_norm()``: both are of the same shards. Gradients that the user clips or
+    scales are met as they are then; of parameters without one nothing is counted.
+    """
+    topology = state.topology
+    grads = {name: p.grad.detach() for name, p in module.named_parameters() if p.grad is not None}
+    pieces = [
+        _in_memory_order(grads[name])[there]
+        for group in state.layout.settled
+        for name, _, there in group.shard_slices(group.names, topology.device_index, topology.num_devices)
+        if name in grads and not grads[name].is_complex()
+    ]
+    return (
+        torch.stack([torch.linalg.vector_norm(each).float() for each in pieces]).norm() if pieces else torch.zeros(())
+    )
+
+
+def table(stats: CommStats, seconds: float, residual: float, ratio: float) -> str:
+    """One heading, and a line for each thing to know.
+
+    Args:
+        stats: of the fit.
+        seconds: that this device spent in collectives between nodes.
+        residual: its norm at the end.
+        ratio: the same over the norm of the gradient; 0 where that is not known.
+    """
+    rounds, total = max(1, stats.rounds), max(1, sum(stats.paths.values()))
+    here, ddp = stats.bytes_between_nodes / rounds / _MB, stats.dense_equivalent_bytes / rounds / _MB
+    fewer = f": {ddp / here:,.1f} times as much" if here else ""
+    paths = ", ".join(f"{count / total:.1%} {path}" for path, count in stats.paths.most_common())
+    lines = [
+        f"what one device exchanged with other nodes, in {stats.rounds:,} rounds:",
+        f"  received a round    {here:,.3f} MB; plain DDP {ddp:,.3f} MB{fewer}",
+        f"  paths               {paths} (share of entries)",
+        f"  density             {stats.sent / total:.2%} sent, at most {stats.applied / total:.2%} applied",
+        f"  between nodes       {1e3 * seconds / rounds:,.1f} ms a round, waiting for other nodes included",
+    ]
+    if residual:
+        compared = f", {ratio:.1f} times that of the gradient" if ratio else ""
+        lines.append(f"  residual            norm {residual:.3g}{compared}")
+    return "\n".join(lines)
+
+
+def _in_memory_order(tensor: Tensor) -> Tensor:
+    """Flat, as DDP lays gradients out in a bucket, which for channels_last is not the order of the dims."""
+    strides = tensor.stride()
+    return tensor.permute(sorted(range(tensor.dim()), key=lambda dim: -strides[dim])).reshape(-1)

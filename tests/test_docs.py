@@ -1,0 +1,122 @@
+"""The documents: every relative link leads somewhere, what they show as Python runs, and the site builds."""
+
+import ast
+import doctest
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGES = sorted(
+    path
+    for path in ROOT.rglob("*.md")
+    if not any(
+        part.startswith(".") or part in ("runs", "build", "node_modules") for part in path.relative_to(ROOT).parts
+    )
+)
+LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)\)")
+
+
+def without_code(text: str) -> str:
+    return re.sub(r"`[^`\n]*`", "", re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE))
+
+
+def anchors(text: str) -> set[str]:
+    """Of the headings, as GitHub and mkdocs make them of plain words."""
+    text = re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE)
+    headings = re.findall(r"^#+ (.+)$", text, flags=re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-") for heading in headings}
+
+
+def broken(page: Path) -> list[str]:
+    """Links of a page that lead nowhere."""
+    found = []
+    for link in LINK.findall(without_code(page.read_text(encoding="utf-8"))):
+        if re.match(r"[a-z]+:", link):
+            continue
+        target, _, anchor = link.partition("#")
+        path = (page.parent / target).resolve() if target else page
+        if not path.exists():
+            found.append(f"{link}: there is no such file")
+        elif anchor and path.suffix == ".md" and anchor not in anchors(path.read_text(encoding="utf-8")):
+            found.append(f"{link}: no such heading; there are {sorted(anchors(path.read_text(encoding='utf-8')))}")
+    return found
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_links_lead_somewhere(page: Path) -> None:
+    assert broken(page) == []
+
+
+def test_a_broken_link_is_found(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text("# One head\n[a](#one-head) [b](#two) [c](other.md) [d](https://example.org) `[e](nowhere)`\n")
+    assert [each.partition(":")[0] for each in broken(page)] == ["#two", "other.md"]
+
+
+def said_by_the_program() -> str:
+    """All strings of the package and of setup.py, with what is filled in left out."""
+    sources = [*(ROOT / "lightning_sparse").rglob("*.py"), ROOT / "setup.py"]
+    trees = [ast.parse(path.read_text(encoding="utf-8")) for path in sources]
+    strings = [node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.JoinedStr | ast.Constant)]
+    return "\n".join(
+        "".join(part.value for part in getattr(each, "values", [each]) if _is_text(part)) for each in strings
+    )
+
+
+def _is_text(node: ast.AST) -> bool:
+    return isinstance(node, ast.Constant) and isinstance(node.value, str)
+
+
+def test_messages_that_are_explained_are_what_the_program_says() -> None:
+    """Of each message in a heading, the longest run of plain words must be in the source, but for its first and last
+    word, which may be filled in."""
+    text = (ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
+    messages = [
+        code for heading in re.findall(r"^### (.*`.*)$", text, re.MULTILINE) for code in re.findall("`(.+?)`", heading)
+    ]
+    said = said_by_the_program()
+    runs = [max(re.findall(r"[A-Za-z][A-Za-z' ]+[A-Za-z]", each), key=len) for each in messages]
+    assert len(runs) > 20
+    runs.remove("You selected an invalid strategy name")  # Lightning says that
+    inner = {run: " ".join(run.split()[1:-1]) for run in runs}
+    assert [run for run, words in inner.items() if run not in said and (len(words) < 8 or words not in said)] == []
+
+
+@pytest.mark.parametrize("name", ["extending"])
+def test_examples_in_documents(name: str) -> None:
+    result = doctest.testfile(str(ROOT / "docs" / f"{name}.md"), module_relative=False)
+    assert result.attempted > 0
+    assert result.failed == 0
+
+
+def test_the_site_builds(tmp_path: Path) -> None:
+    """mkdocs checks links inside the site itself, and the names in the API's pages."""
+    pytest.importorskip("material", reason="the site is built with mkdocs-material")
+    pytest.importorskip("mkdocstrings", reason="the API's pages are made of docstrings")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path / "site")]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert (tmp_path / "site" / "how-it-works" / "index.html").exists()
+    assert "MSTopKHierStrategy" in (tmp_path / "site" / "api" / "index.html").read_text(encoding="utf-8")
+
+
+def test_python_in_documents_means_something(tmp_path: Path) -> None:
+    """Names and options exist; nothing is trained. In a process of its own, which has imported one flavour only."""
+    pytest.importorskip("pytorch_lightning")
+    program = ""
+    for path in sorted((ROOT / "docs").glob("*.md")):
+        blocks = re.findall(r"^```python\n(.*?)^```", path.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
+        runnable = [block for block in blocks if ">>>" not in block]
+        program += "".join(f"exec(compile({block!r}, {path.name!r}, 'exec'), {{}})\n" for block in runnable)
+    assert program.count("exec(") >= 4
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(
+        command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
