@@ -17,6 +17,7 @@ the two-dimensional parameters.
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -89,6 +90,8 @@ def measure(
     """
     rows = []
     for way, make in makers.items():
+        made = parameters = sharded = None
+        gc.collect()  # an optimizer and the hooks on it refer to each other; of VGG-19 two do not fit beside each other
         parameters = _parameters(shapes, device)
         made = make(*optimizer, parameters)
         for _ in range(2 * choice.STEPS if way == "pto auto" else SETTLING):
