@@ -340,8 +340,17 @@ def trained(folder: str) -> dict[str, Any]:
         t.fit(module)
         return t, weights(module)
 
+    def twice(strategy: Any) -> Tensor:
+        """The second fit has an optimizer of its own."""
+        module = plain_module(FLAVOUR)
+        t = trainer(FLAVOUR, strategy, max_epochs=1, max_steps=-1)
+        t.fit(module)
+        t.fit_loop.max_epochs = 2
+        t.fit(module)
+        return weights(module)
+
     exact = {"momentum_correction": True, "warmup_epochs": 0}
-    runs = {}
+    runs = {"second fit": [twice("ddp"), twice(dense_one(FLAVOUR, **exact))]}
     for name, make in {
         "plain": dict,
         "accumulated": lambda: {"accumulate_grad_batches": 2},
