@@ -63,7 +63,7 @@ class Run:
 
     @property
     def file_name(self) -> str:
-        return f"{self.config}-seed{self.seed}.json"
+        return f"{self.config}-seed{self.seed}.json".replace("/", " per ")  # a rate has a slash
 
     def option(self, name: str, usual: Any) -> Any:
         """What the configuration says of something that HierConfig does not know."""

@@ -22,7 +22,7 @@ from __future__ import annotations
 import argparse
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -144,16 +144,19 @@ class TextLearner(Learner):
         return nats.item() / y_NL.numel() / math.log(2)
 
 
+TASK = Task(
+    metric=BITS,
+    configs=CONFIGS,
+    learner=TextLearner,
+    settings=TextSettings,
+    tune_lrs=(1e-3, 2e-3, 4e-3, 8e-3, 1.6e-2),
+)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     text = read_library()
-    task = Task(
-        metric=BITS,
-        configs=CONFIGS,
-        learner=TextLearner,
-        settings=partial(TextSettings, text=described(text)),
-        tune_lrs=(1e-3, 2e-3, 4e-3, 8e-3, 1.6e-2),
-    )
+    task = replace(TASK, settings=partial(TextSettings, text=described(text)))
     run_command(task, parser, OUT, lambda options: save_corpus(text, options.out))
 
 
