@@ -5,9 +5,8 @@
 
 PICTURES is a folder or a .tar of one, ``{train,val}/<class>/*.jpg``, all pictures of one size (32 x 32).
 
-What runs is the real thing: four processes with Gloo, taken for two nodes of two devices or for four of one ("-4x1"),
-`DistributedDataParallel`, and `hier_hook` registered on it; "dense" is DDP without a hook. Only the network is missing:
-all nodes are this machine, so bytes are counted and times mean nothing.
+Runs are those of convergence_runs.py: four real processes, taken for two nodes of two devices or for four of one
+("-4x1"). Bytes are counted and times mean nothing.
 
 The regional exchange is held against the all-gather of messages at equal bytes: with M = 4 nodes a device receives
 (M-1) K entries by the all-gather and 2 (M-1) K / M by regions, so by regions K may be twice as large.
@@ -29,40 +28,31 @@ The summary is results.md, results.json and accuracy.png in the same folder.
 from __future__ import annotations
 
 import argparse
-import inspect
-import json
-import os
-import sys
-import tempfile
-import time
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
-from datetime import timedelta
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from statistics import fmean
-from typing import Any
 
 import torch
 import torch.distributed as dist
+from convergence_command import run_command
 from convergence_pictures import EpochOrder, Pictures, load_pictures
-from convergence_report import write_report
+from convergence_report import Metric
+from convergence_runs import SPARSE, WORLD, Arguments, Learner, Run, Settings, Task
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.nn.parallel import DistributedDataParallel
-from tqdm import tqdm
 
-from lightning_sparse.bench.provenance import commit
-from lightning_sparse.strategy import HierConfig, HierState, hier_hook
-from lightning_sparse.strategy.cost import dense_bytes
-from lightning_sparse.topology import Topology, with_groups
+OUT = "runs/convergence"
 
-NODES, DEVICES = 2, 2
-WORLD = NODES * DEVICES
+ACCURACY = Metric(
+    key="val_accuracy",
+    name="accuracy",
+    heading="val %",
+    axis="validation accuracy, %",
+    digits=1,
+    higher_is_better=True,
+)
 
-# What differs between the rows of the table: the arguments of HierConfig, and "nodes" and "bucket_cap_mb" where they
-# are not the usual ones. None: plain DDP.
-SPARSE = {"exchange": "sparse", "value_dtype": "float32", "warmup_epochs": 0}
-CONFIGS: dict[str, dict[str, Any] | None] = {
+CONFIGS: dict[str, Arguments] = {
     "dense": None,
     "1%": {**SPARSE, "density": 0.01},
     "1%-no-feedback": {**SPARSE, "density": 0.01, "error_feedback": False},
@@ -85,30 +75,12 @@ CONFIGS: dict[str, dict[str, Any] | None] = {
     "0.1%-warmup": {**SPARSE, "density": 0.001, "warmup_epochs": 2},
 }
 
-TUNE_LRS = (0.05, 0.1, 0.2, 0.4, 0.8)
-TUNE_SEEDS = (1000, 1001)
-
 
 @dataclass(frozen=True, kw_only=True)
-class Settings:
-    """What all configurations of a table share."""
-
-    lr: float
-    epochs: int = 15
+class PictureSettings(Settings):
     global_batch: int = 128
     momentum: float = 0.9
     weight_decay: float = 5e-4
-
-
-@dataclass(frozen=True)
-class Run:
-    config: str
-    seed: int
-    settings: Settings
-
-    @property
-    def file_name(self) -> str:
-        return f"{self.config}-seed{self.seed}.json"
 
 
 # --- the model
@@ -151,35 +123,6 @@ def resnet8(num_classes: int, widths: tuple[int, int, int] = (16, 32, 64)) -> nn
 # --- one run, on every rank
 
 
-def option(config: str, name: str, usual: Any) -> Any:
-    """What the configuration says of something that HierConfig does not know."""
-    return (CONFIGS[config] or {}).get(name, usual)
-
-
-def attach(
-    ddp: DistributedDataParallel, config: str, topology: Topology, optimizer: torch.optim.Optimizer
-) -> HierState | None:
-    """Put the configuration's hook on `ddp`; its state, or None for plain DDP."""
-    arguments = CONFIGS[config]
-    if arguments is None:
-        return None
-    known = {name: value for name, value in arguments.items() if name not in ("nodes", "bucket_cap_mb")}
-    state = HierState(ddp.module, HierConfig(**known), topology)
-    state.watch([optimizer])
-    ddp.register_comm_hook(state, hier_hook)
-    return state
-
-
-def bytes_per_node(state: HierState | None, num_parameters: int, rounds: int) -> float:
-    """Bytes that a node's devices have received from the other nodes so far, all together. Collective."""
-    if state is None:
-        # What the dense exchange of the same hierarchy would; DDP's flat ring takes half as much again.
-        return rounds * DEVICES * dense_bytes(NODES, num_parameters // DEVICES, itemsize=4)
-    received = torch.tensor(state.stats.bytes_between_nodes, dtype=torch.float64)
-    dist.all_reduce(received)
-    return received.item() / state.topology.num_nodes
-
-
 @torch.no_grad()
 def validate(model: nn.Module, pictures: Pictures, rank: int) -> float:
     """Accuracy in percent. Every rank takes its share, with the mean of all ranks' batch statistics. Collective."""
@@ -196,195 +139,47 @@ def validate(model: nn.Module, pictures: Pictures, rank: int) -> float:
     return 100 * correct.item() / len(pictures.val_y)
 
 
-def check_ranks_agree(model: nn.Module) -> None:
-    """Ranks that drift apart would make the accuracy meaningless. Collective."""
-    flat_N = torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
-    low_N, high_N = flat_N.clone(), flat_N.clone()
-    dist.all_reduce(low_N, op=dist.ReduceOp.MIN)
-    dist.all_reduce(high_N, op=dist.ReduceOp.MAX)
-    if not torch.equal(low_N, high_N):
-        raise RuntimeError(f"ranks hold different parameters, by up to {(high_N - low_N).max():.3g}")
+class PictureLearner(Learner):
+    """The network, SGD with a cosine, and the augmented batches of this rank."""
 
-
-def wrap(model: nn.Module, bucket_cap_mb: float) -> DistributedDataParallel:
-    """DDP whose batch statistics stay local while training, as a cluster that minds its slow link would have them."""
-    # torch 2.15 renames the option and warns about the old name.
-    known = inspect.signature(DistributedDataParallel.__init__).parameters
-    sync_buffers = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"
-    return DistributedDataParallel(
-        model, gradient_as_bucket_view=True, bucket_cap_mb=bucket_cap_mb, **{sync_buffers: False}
-    )
-
-
-class Trainer:
-    """One run on one rank. All its methods are collective and give the same on every rank."""
-
-    def __init__(self, run: Run, pictures: Pictures, topology: Topology) -> None:
-        torch.manual_seed(run.seed)
-        settings = run.settings
-        self.run, self.pictures, self.rank = run, pictures, topology.rank
+    def __init__(self, run: Run, pictures: Pictures, rank: int) -> None:
+        self.settings: PictureSettings = run.settings
+        self.seed, self.pictures, self.rank = run.seed, pictures, rank
         self.model = resnet8(pictures.num_classes).to(memory_format=torch.channels_last)
-        self.num_parameters = sum(parameter.numel() for parameter in self.model.parameters())
-        self.ddp = wrap(self.model, option(run.config, "bucket_cap_mb", 25))
         self.optimizer = torch.optim.SGD(
-            self.model.parameters(), settings.lr, settings.momentum, weight_decay=settings.weight_decay, foreach=True
+            self.model.parameters(),
+            self.settings.lr,
+            self.settings.momentum,
+            weight_decay=self.settings.weight_decay,
+            foreach=True,
         )
-        self.state = attach(self.ddp, run.config, topology, self.optimizer)
         self.padded_NCHW = F.pad(pictures.train_x, [EpochOrder.PAD] * 4)
-        self.steps = len(self.padded_NCHW) // settings.global_batch  # an epoch
-        self.cosine = torch.optim.lr_scheduler.CosineAnnealingLR(self.optimizer, settings.epochs * self.steps)
+        self.steps = len(self.padded_NCHW) // self.settings.global_batch
+        self.schedule = torch.optim.lr_scheduler.CosineAnnealingLR(self.optimizer, self.settings.epochs * self.steps)
 
-    def epoch(self, epoch: int) -> dict[str, Any]:
-        """Train for one epoch and validate: a line of the run's history."""
-        if self.state is not None:
-            self.state.epoch = epoch
-        order = EpochOrder(len(self.padded_NCHW), self.run.seed, epoch, self.run.settings.global_batch)
-        loss_sum = torch.zeros(())
+    def losses(self, model: nn.Module, epoch: int) -> Iterator[Tensor]:
+        order = EpochOrder(len(self.padded_NCHW), self.seed, epoch, self.settings.global_batch)
         for step in range(self.steps):
             x, index_B = order.batch(self.padded_NCHW, step, self.rank, WORLD)
-            loss = F.cross_entropy(self.ddp(self.pictures.normalised(x)), self.pictures.train_y[index_B])
-            self.optimizer.zero_grad()
-            if self.state is not None:
-                self.state.before_backward()
-            loss.backward()
-            self.optimizer.step()
-            self.cosine.step()
-            loss_sum += loss.detach()
-        dist.all_reduce(loss_sum)
-        steps = (epoch + 1) * self.steps
-        return {
-            "epoch": epoch + 1,
-            "step": steps,
-            "train_loss": loss_sum.item() / self.steps / WORLD,
-            "val_accuracy": validate(self.model, self.pictures, self.rank),
-            "bytes_per_node": bytes_per_node(self.state, self.num_parameters, steps),
-        }
+            yield F.cross_entropy(model(self.pictures.normalised(x)), self.pictures.train_y[index_B])
+
+    def validate(self) -> float:
+        return validate(self.model, self.pictures, self.rank)
 
 
-def train(
-    run: Run, pictures: Pictures, topology: Topology, on_epoch: Callable[[dict[str, Any]], None]
-) -> dict[str, Any]:
-    """One row of one seed: the record that is written to its file."""
-    began, trainer, history = time.perf_counter(), Trainer(run, pictures, topology), []
-    for epoch in range(run.settings.epochs):
-        history.append(trainer.epoch(epoch))
-        on_epoch(history[-1])
-    check_ranks_agree(trainer.model)
-    return {
-        "config": run.config,
-        "arguments": CONFIGS[run.config],
-        "seed": run.seed,
-        "settings": asdict(run.settings),
-        "parameters": trainer.num_parameters,
-        "seconds": round(time.perf_counter() - began, 1),
-        "history": history,
-    }
-
-
-# --- many runs, in processes that live through all of them
-
-
-def worker(rank: int, runs: list[Run], pictures_file: Path, folder: Path, rendezvous: str) -> None:
-    """One rank. Rank 0 writes the files and shows the progress."""
-    os.environ.update(
-        RANK=str(rank),
-        WORLD_SIZE=str(WORLD),
-        GLOO_SOCKET_IFNAME="lo",
-    )
-    torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=WORLD, timeout=timedelta(seconds=120)
-    )
-    topologies: dict[int, Topology] = {}
-    at_commit = commit()
-    pictures: Pictures = torch.load(pictures_file, weights_only=False)
-    with tqdm(total=sum(run.settings.epochs for run in runs), unit="epoch", disable=rank != 0) as bar:
-        for run in runs:
-
-            def show(row: dict[str, Any], run: Run = run) -> None:
-                bar.set_description(f"{run.config} seed {run.seed}: {row['val_accuracy']:.1f} %", refresh=False)
-                bar.update()
-
-            nodes = option(run.config, "nodes", NODES)
-            if nodes not in topologies:
-                topologies[nodes] = with_groups(torch.arange(WORLD).view(nodes, -1).tolist())
-            record = train(run, pictures, topologies[nodes], show)
-            if rank == 0:
-                temporary = folder / f".{run.file_name}"
-                temporary.write_text(json.dumps({**record, "commit": at_commit}, indent=1))
-                temporary.replace(folder / run.file_name)
-    dist.destroy_process_group()
-
-
-def execute(runs: list[Run], pictures_file: Path, folder: Path) -> list[dict[str, Any]]:
-    """The records of `runs`, in order; those that have a file in `folder` are read, the others are run."""
-    folder.mkdir(parents=True, exist_ok=True)
-    missing = [run for run in runs if not (folder / run.file_name).exists()]
-    if missing:
-        with tempfile.TemporaryDirectory() as scratch:
-            arguments = (missing, pictures_file, folder, f"{scratch}/rendezvous")
-            torch.multiprocessing.spawn(worker, arguments, nprocs=WORLD)
-    records = [json.loads((folder / run.file_name).read_text()) for run in runs]
-    for run, record in zip(runs, records, strict=True):
-        if (record["settings"], record["arguments"]) != (asdict(run.settings), CONFIGS[run.config]):
-            raise ValueError(
-                f"{folder / run.file_name} was made with {record['settings']}, {record['arguments']}; asked for are "
-                f"{asdict(run.settings)}, {CONFIGS[run.config]}. A table has one setting: use another --out."
-            )
-    return records
-
-
-def tune(pictures_file: Path, out: Path, epochs: int) -> dict[str, Any]:
-    """The learning rate with the best accuracy of dense training, and the mean outcome of each that was tried."""
-    outcome = {}
-    for lr in TUNE_LRS:
-        runs = [Run("dense", seed, Settings(lr=lr, epochs=epochs)) for seed in TUNE_SEEDS]
-        ends = [record["history"][-1] for record in execute(runs, pictures_file, out / f"tune-{lr:g}")]
-        outcome[f"{lr:g}"] = {key: fmean(end[key] for end in ends) for key in ("val_accuracy", "train_loss")}
-    best = max(outcome, key=lambda lr: outcome[lr]["val_accuracy"])
-    return {"lr": float(best), "seeds": TUNE_SEEDS, "outcome": outcome}
+TASK = Task(
+    metric=ACCURACY,
+    configs=CONFIGS,
+    learner=PictureLearner,
+    settings=PictureSettings,
+    tune_lrs=(0.05, 0.1, 0.2, 0.4, 0.8),
+)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("pictures", type=Path, help="folder or .tar with {train,val}/<class>/*.jpg")
-    parser.add_argument("--out", type=Path, default=Path("runs/convergence"), help="results, and the decoded pictures")
-    parser.add_argument(
-        "--configs",
-        nargs="+",
-        choices=CONFIGS,
-        default=list(CONFIGS),
-        metavar="NAME",
-        help=", ".join(CONFIGS).replace("%", "%%"),
-    )
-    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2, 3, 4])
-    parser.add_argument("--epochs", type=int, default=Settings.epochs)
-    parser.add_argument("--lr", type=float, help="instead of the one that --tune found")
-    parser.add_argument("--tune", action="store_true", help="find the learning rate on dense training, and stop")
-    parser.add_argument("--report-only", action="store_true", help="run nothing: report on what is finished")
-    options = parser.parse_args()
-    os.environ["OMP_NUM_THREADS"] = "1"
-    options.out.mkdir(parents=True, exist_ok=True)
-    tuned = options.out / "tune.json"
-    pictures_file = load_pictures(options.pictures, options.out)
-    if options.tune:
-        choice = json.dumps(tune(pictures_file, options.out, options.epochs), indent=1)
-        tuned.write_text(choice)
-        tqdm.write(choice)
-        return
-    if options.lr is None and not tuned.exists():
-        parser.error(f"no learning rate: run with --tune first (it writes {tuned}), or give --lr")
-    lr = options.lr if options.lr is not None else json.loads(tuned.read_text())["lr"]
-    settings = Settings(lr=lr, epochs=options.epochs)
-    runs = [Run(config, seed, settings) for seed in options.seeds for config in options.configs]
-    if options.report_only:
-        runs = [run for run in runs if (options.out / "runs" / run.file_name).exists()]
-        if not runs:
-            parser.error(f"{options.out} holds no finished runs; leave --report-only out to make some")
-    records = execute(runs, pictures_file, options.out / "runs")
-    # Where files lie on this machine helps nobody to repeat it.
-    words = [Path(word).name if Path(word).is_absolute() else word for word in sys.argv]
-    tqdm.write(write_report(records, options.out, command=" ".join(["python", *words])))
+    run_command(TASK, parser, OUT, lambda options: load_pictures(options.pictures, options.out))
 
 
 if __name__ == "__main__":

@@ -1,10 +1,11 @@
-"""From the records of convergence.py to a table and a plot. Only `write_report` touches the disk."""
+"""From the records of the convergence benchmarks to a table and a plot. Only `write_report` touches the disk."""
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
@@ -15,6 +16,28 @@ from lightning_sparse.bench.provenance import surroundings
 T_95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Metric:
+    """What a task is judged by: a number in every line of a run's history, under `key`."""
+
+    key: str
+    name: str  # also of the plot's file
+    heading: str  # in the table
+    axis: str  # in the plot
+    digits: int
+    higher_is_better: bool
+
+    def best(self, values: Mapping[str, float]) -> str:
+        """The name with the best value; not a number is the worst."""
+        known = {name: value for name, value in values.items() if not math.isnan(value)}
+        if not known:
+            raise ValueError(f"{self.name} is not a number for any of {', '.join(values)}; nothing can be chosen")
+        return (max if self.higher_is_better else min)(known, key=known.__getitem__)
+
+    def shown(self, row: Mapping[str, Any]) -> str:
+        return f"{self.heading} {row[self.key]:.{self.digits}f}"
+
+
 def half_width_95(values: Sequence[float]) -> float | None:
     """Half of the 95 % t-interval of the mean; None for fewer than two values, which have none."""
     if len(values) < 2:
@@ -23,15 +46,15 @@ def half_width_95(values: Sequence[float]) -> float | None:
     return quantile * stdev(values) / math.sqrt(len(values))
 
 
-def summarise(records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """One row a configuration. Accuracies are those of the last epoch, never the best one."""
+def summarise(records: Sequence[dict[str, Any]], metric: Metric) -> list[dict[str, Any]]:
+    """One row a configuration. Metrics are those of the last epoch, never the best one."""
     last = {(record["config"], record["seed"]): record["history"][-1] for record in records}
     rows = []
     for config in dict.fromkeys(record["config"] for record in records):
         seeds = [seed for name, seed in last if name == config]
         ends = [last[config, seed] for seed in seeds]
         differences = [
-            last[config, seed]["val_accuracy"] - last["dense", seed]["val_accuracy"]
+            last[config, seed][metric.key] - last["dense", seed][metric.key]
             for seed in seeds
             if ("dense", seed) in last
         ]
@@ -39,7 +62,7 @@ def summarise(records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
             {
                 "config": config,
                 "seeds": seeds,
-                "val_accuracy": fmean(end["val_accuracy"] for end in ends),
+                metric.key: fmean(end[metric.key] for end in ends),
                 "difference": fmean(differences) if differences else None,
                 "difference_half_width": half_width_95(differences),
                 "differences": differences,
@@ -57,24 +80,27 @@ def mean_curve(records: Sequence[dict[str, Any]], config: str, key: str) -> list
     return [fmean(row[key] for row in rows) for rows in zip(*histories, strict=True)]
 
 
-def table(rows: Sequence[dict[str, Any]]) -> str:
+def table(rows: Sequence[dict[str, Any]], metric: Metric) -> str:
+    digits = metric.digits
     lines = [
-        "| configuration | seeds | val % | difference to dense (95 %) | train loss | KB a node and step | s a run |",
+        f"| configuration | seeds | {metric.heading} | difference to dense (95 %) | train loss | KB a node and step "
+        "| s a run |",
         "|---|---|---|---|---|---|---|",
     ]
     for row in rows:
         difference = "-"
         if row["difference"] is not None and row["config"] != "dense":
             half_width = row["difference_half_width"]
-            difference = f"{row['difference']:+.1f}" + (f" ± {half_width:.1f}" if half_width is not None else "")
+            difference = f"{row['difference']:+.{digits}f}"
+            difference += f" ± {half_width:.{digits}f}" if half_width is not None else ""
         lines.append(
-            f"| {row['config']} | {len(row['seeds'])} | {row['val_accuracy']:.1f} | {difference} "
+            f"| {row['config']} | {len(row['seeds'])} | {row[metric.key]:.{digits}f} | {difference} "
             f"| {row['train_loss']:.3f} | {row['bytes_per_node_per_step'] / 1e3:.2f} | {row['seconds']:.0f} |"
         )
     return "\n".join(lines)
 
 
-def plot(records: Sequence[dict[str, Any]], file: Path) -> None:
+def plot(records: Sequence[dict[str, Any]], metric: Metric, file: Path) -> None:
     import matplotlib as mpl
 
     mpl.use("Agg")
@@ -82,23 +108,25 @@ def plot(records: Sequence[dict[str, Any]], file: Path) -> None:
 
     figure, (against_steps, against_bytes) = plt.subplots(1, 2, figsize=(12, 5), sharey=True, layout="constrained")
     for config in dict.fromkeys(record["config"] for record in records):
-        accuracy = mean_curve(records, config, "val_accuracy")
+        curve = mean_curve(records, config, metric.key)
         megabytes = [received / 1e6 for received in mean_curve(records, config, "bytes_per_node")]
         style = {"linestyle": "--" if "no-feedback" in config else "-", "label": config}
-        against_steps.plot(mean_curve(records, config, "step"), accuracy, **style)
-        against_bytes.plot(megabytes, accuracy, **style)
-    against_steps.set(xlabel="steps", ylabel="validation accuracy, %")
+        against_steps.plot(mean_curve(records, config, "step"), curve, **style)
+        against_bytes.plot(megabytes, curve, **style)
+    against_steps.set(xlabel="steps", ylabel=metric.axis)
     against_bytes.set(xlabel="MB that a node has received", xscale="log")
-    against_steps.legend(frameon=False, fontsize="small", loc="lower right", ncols=2)
+    against_steps.legend(
+        frameon=False, fontsize="small", loc=f"{'lower' if metric.higher_is_better else 'upper'} right", ncols=2
+    )
     for axes in (against_steps, against_bytes):
         axes.grid(alpha=0.3)
     figure.savefig(file, dpi=120)
     plt.close(figure)
 
 
-def write_report(records: Sequence[dict[str, Any]], out: Path, command: str) -> str:
-    """Write results.json, results.md and accuracy.png; returns the table."""
-    rows, about = summarise(records), surroundings(command)
+def write_report(records: Sequence[dict[str, Any]], out: Path, metric: Metric, command: str) -> str:
+    """Write results.json, results.md and a plot named after the metric; returns the table."""
+    rows, about = summarise(records, metric), surroundings(command)
     about["commit"] = ", ".join(sorted({record["commit"] for record in records}))
     settings, parameters = records[0]["settings"], records[0]["parameters"]
     (out / "results.json").write_text(
@@ -115,12 +143,14 @@ def write_report(records: Sequence[dict[str, Any]], out: Path, command: str) -> 
         + ", ".join(f"{key} {value}" for key, value in settings.items()),
         "",
     ]
+    better = "higher" if metric.higher_is_better else "lower"
     tail = [
         "",
-        "Accuracy after the last epoch. The difference is taken seed by seed; ± is half of the 95 % t-interval of its",
-        "mean. Bytes are what the devices of a node together receive from other nodes; for dense, the 2-D exchange.",
+        f"{metric.name.capitalize()} after the last epoch; {better} is better. The difference is taken seed by seed; ±",
+        "is half of the 95 % t-interval of its mean. Bytes are what the devices of a node together receive from other",
+        "nodes; for dense, the 2-D exchange.",
         "",
     ]
-    (out / "results.md").write_text("\n".join([*head, table(rows), *tail]))
-    plot(records, out / "accuracy.png")
-    return table(rows)
+    (out / "results.md").write_text("\n".join([*head, table(rows, metric), *tail]))
+    plot(records, metric, out / f"{metric.name}.png")
+    return table(rows, metric)

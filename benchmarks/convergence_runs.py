@@ -1,0 +1,263 @@
+"""What the convergence benchmarks share: a run of a configuration and a seed, on real ranks, kept in a file of its own.
+
+A benchmark brings a `Task`: how one rank's `Learner` (model, optimizer, batches, validation) is made, and the metric
+that it is judged by. All about communication is here, so a row means the same in the tables of two tasks.
+
+What runs is the real thing: four processes with Gloo, taken for two nodes of two devices or for four of one,
+`DistributedDataParallel`, and `hier_hook` registered on it; a run without arguments is DDP without a hook. Only the
+network is missing: all nodes are this machine, so bytes are counted and times mean nothing.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import os
+import tempfile
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from convergence_report import Metric
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+from tqdm import tqdm
+
+from lightning_sparse.bench.provenance import commit
+from lightning_sparse.strategy import HierConfig, HierState, hier_hook
+from lightning_sparse.strategy.cost import dense_bytes
+from lightning_sparse.topology import Topology, with_groups
+
+NODES, DEVICES = 2, 2
+WORLD = NODES * DEVICES
+
+# What differs between the rows of a table: the arguments of HierConfig, and "nodes" and "bucket_cap_mb" where they are
+# not the usual ones. None: plain DDP.
+Arguments = dict[str, Any] | None
+OURS = ("nodes", "bucket_cap_mb")  # what HierConfig does not know
+SPARSE = {"exchange": "sparse", "value_dtype": "float32", "warmup_epochs": 0}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """What all configurations of a table share; a task adds its own."""
+
+    lr: float
+    epochs: int = 15
+
+
+@dataclass(frozen=True)
+class Run:
+    config: str
+    arguments: Arguments
+    seed: int
+    settings: Any  # Settings, or what a task makes of it
+
+    @property
+    def file_name(self) -> str:
+        return f"{self.config}-seed{self.seed}.json".replace("/", " per ")  # a rate has a slash
+
+    def option(self, name: str, usual: Any) -> Any:
+        """What the configuration says of something that HierConfig does not know."""
+        return (self.arguments or {}).get(name, usual)
+
+
+class Learner(ABC):
+    """What a task brings for one run on one rank. All but the batches is the same on every rank."""
+
+    model: nn.Module
+    optimizer: Optimizer
+    schedule: LRScheduler  # goes on at every step
+    steps: int  # an epoch
+
+    @abstractmethod
+    def losses(self, model: nn.Module, epoch: int) -> Iterator[Tensor]:
+        """This rank's loss of every step of an epoch, through `model`, which is `self.model` in DDP."""
+
+    @abstractmethod
+    def validate(self) -> float:
+        """The metric, the same on every rank. Collective."""
+
+
+@dataclass(frozen=True)
+class Task:
+    """What a table is about. Functions are found by name in other processes, so they belong to a module.
+
+    Args:
+        learner: makes the Learner of (run, data, rank); called with torch's seed set to the run's.
+        settings: makes the settings of ``lr`` and ``epochs``.
+    """
+
+    metric: Metric
+    configs: dict[str, Arguments]
+    learner: Callable[[Run, Any, int], Learner]
+    settings: Callable[..., Any]
+    tune_lrs: tuple[float, ...]
+
+    def run(self, config: str, seed: int, settings: Any) -> Run:
+        return Run(config, self.configs[config], seed, settings)
+
+
+# --- one run, on every rank
+
+
+def attach(ddp: DistributedDataParallel, run: Run, topology: Topology, optimizer: Optimizer) -> HierState | None:
+    """Put the configuration's hook on `ddp`; its state, or None for plain DDP."""
+    if run.arguments is None:
+        return None
+    known = {name: value for name, value in run.arguments.items() if name not in OURS}
+    state = HierState(ddp.module, HierConfig(**known), topology)
+    state.watch([optimizer])
+    ddp.register_comm_hook(state, hier_hook)
+    return state
+
+
+def bytes_per_node(state: HierState | None, num_parameters: int, rounds: int) -> float:
+    """Bytes that a node's devices have received from the other nodes so far, all together. Collective."""
+    if state is None:
+        # What the dense exchange of the same hierarchy would; DDP's flat ring takes half as much again.
+        return rounds * DEVICES * dense_bytes(NODES, num_parameters // DEVICES, itemsize=4)
+    received = torch.tensor(state.stats.bytes_between_nodes, dtype=torch.float64)
+    dist.all_reduce(received)
+    return received.item() / state.topology.num_nodes
+
+
+def check_ranks_agree(model: nn.Module) -> None:
+    """Ranks that drift apart would make the metric meaningless. Collective."""
+    flat_N = torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
+    low_N, high_N = flat_N.clone(), flat_N.clone()
+    dist.all_reduce(low_N, op=dist.ReduceOp.MIN)
+    dist.all_reduce(high_N, op=dist.ReduceOp.MAX)
+    if not torch.equal(low_N, high_N):
+        raise RuntimeError(f"ranks hold different parameters, by up to {(high_N - low_N).max():.3g}")
+
+
+def wrap(model: nn.Module, bucket_cap_mb: float) -> DistributedDataParallel:
+    """DDP whose batch statistics stay local while training, as a cluster that minds its slow link would have them."""
+    # torch 2.15 renames the option and warns about the old name.
+    known = inspect.signature(DistributedDataParallel.__init__).parameters
+    sync_buffers = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"
+    return DistributedDataParallel(
+        model, gradient_as_bucket_view=True, bucket_cap_mb=bucket_cap_mb, **{sync_buffers: False}
+    )
+
+
+class Trainer:
+    """One run on one rank. All its methods are collective and give the same on every rank."""
+
+    def __init__(self, task: Task, run: Run, data: Any, topology: Topology) -> None:
+        torch.manual_seed(run.seed)
+        self.metric = task.metric.key
+        self.learner = task.learner(run, data, topology.rank)
+        self.num_parameters = sum(parameter.numel() for parameter in self.learner.model.parameters())
+        self.ddp = wrap(self.learner.model, run.option("bucket_cap_mb", 25))
+        self.state = attach(self.ddp, run, topology, self.learner.optimizer)
+
+    def epoch(self, epoch: int) -> dict[str, Any]:
+        """Train for one epoch and validate: a line of the run's history."""
+        learner = self.learner
+        if self.state is not None:
+            self.state.epoch = epoch
+        loss_sum = torch.zeros(())
+        for loss in learner.losses(self.ddp, epoch):
+            learner.optimizer.zero_grad()
+            if self.state is not None:
+                self.state.before_backward()
+            loss.backward()
+            learner.optimizer.step()
+            learner.schedule.step()
+            loss_sum += loss.detach()
+        dist.all_reduce(loss_sum)
+        steps = (epoch + 1) * learner.steps
+        return {
+            "epoch": epoch + 1,
+            "step": steps,
+            "train_loss": loss_sum.item() / learner.steps / WORLD,
+            self.metric: learner.validate(),
+            "bytes_per_node": bytes_per_node(self.state, self.num_parameters, steps),
+        }
+
+
+def train(
+    task: Task, run: Run, data: Any, topology: Topology, on_epoch: Callable[[dict[str, Any]], None]
+) -> dict[str, Any]:
+    """One row of one seed: the record that is written to its file."""
+    began, trainer, history = time.perf_counter(), Trainer(task, run, data, topology), []
+    for epoch in range(run.settings.epochs):
+        history.append(trainer.epoch(epoch))
+        on_epoch(history[-1])
+    check_ranks_agree(trainer.learner.model)
+    return {
+        "config": run.config,
+        "arguments": run.arguments,
+        "seed": run.seed,
+        "settings": asdict(run.settings),
+        "parameters": trainer.num_parameters,
+        "seconds": round(time.perf_counter() - began, 1),
+        "history": history,
+    }
+
+
+# --- many runs, in processes that live through all of them
+
+
+def worker(rank: int, task: Task, runs: list[Run], data_file: Path, folder: Path, rendezvous: str) -> None:
+    """One rank. Rank 0 writes the files and shows the progress."""
+    os.environ.update(
+        RANK=str(rank),
+        WORLD_SIZE=str(WORLD),
+        GLOO_SOCKET_IFNAME="lo",
+    )
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=WORLD, timeout=timedelta(seconds=120)
+    )
+    topologies: dict[int, Topology] = {}
+    at_commit = commit()
+    data = torch.load(data_file, weights_only=False)
+    with tqdm(total=sum(run.settings.epochs for run in runs), unit="epoch", disable=rank != 0) as bar:
+        for run in runs:
+
+            def show(row: dict[str, Any], run: Run = run) -> None:
+                bar.set_description(f"{run.config} seed {run.seed}: {task.metric.shown(row)}", refresh=False)
+                bar.update()
+
+            nodes = run.option("nodes", NODES)
+            if nodes not in topologies:
+                topologies[nodes] = with_groups(torch.arange(WORLD).view(nodes, -1).tolist())
+            record = train(task, run, data, topologies[nodes], show)
+            if rank == 0:
+                temporary = folder / f".{run.file_name}"
+                temporary.write_text(json.dumps({**record, "commit": at_commit}, indent=1))
+                temporary.replace(folder / run.file_name)
+    dist.destroy_process_group()
+
+
+def execute(task: Task, runs: list[Run], data_file: Path, folder: Path) -> list[dict[str, Any]]:
+    """The records of `runs`, in order; those that have a file in `folder` are read, the others are run.
+
+    Raises:
+        ValueError: a file was made with other settings.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    missing = [run for run in runs if not (folder / run.file_name).exists()]
+    if missing:
+        with tempfile.TemporaryDirectory() as scratch:
+            arguments = (task, missing, data_file, folder, f"{scratch}/rendezvous")
+            torch.multiprocessing.spawn(worker, arguments, nprocs=WORLD)
+    records = [json.loads((folder / run.file_name).read_text()) for run in runs]
+    for run, record in zip(runs, records, strict=True):
+        if (record["settings"], record["arguments"]) != (asdict(run.settings), run.arguments):
+            raise ValueError(
+                f"{folder / run.file_name} was made with {record['settings']}, {record['arguments']}; asked for are "
+                f"{asdict(run.settings)}, {run.arguments}. A table has one setting: use another --out."
+            )
+    return records

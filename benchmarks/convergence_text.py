@@ -1,0 +1,164 @@
+"""Validation loss of hierarchical top-k communication against dense training: a character Transformer with AdamW.
+
+    python benchmarks/convergence_text.py --tune                # once: learning rate, on dense training alone
+    python benchmarks/convergence_text.py                       # the whole table; again after an interruption
+
+The text is the source of Python's own library, of which the last 65,536 characters are held out. The metric is bits
+per character: the mean cross-entropy of the held-out characters, each predicted from the 1 to 64 before it.
+
+The rest is as in convergence.py, which says what its numbers are not: runs are those of convergence_runs.py, paired by
+seed, with one learning rate from dense training, and 600 steps are few. What differs is what it asks: an optimizer that
+divides by the size of recent gradients. A coordinate that is sent once in 1/density steps arrives as a few large
+gradients among zeros, and AdamW's moments see those.
+
+An epoch is 40 steps of windows drawn from all of the text; it is what warm-up counts in. Gradients are not clipped.
+
+Every finished (configuration, seed) is one file ``runs/<configuration>-seed<seed>.json`` and is not run again.
+The summary is results.md, results.json and bits.png in the same folder.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from convergence_command import run_command
+from convergence_corpus import Corpus, described, read_library, save_corpus, start_of_windows
+from convergence_report import Metric
+from convergence_runs import SPARSE, WORLD, Arguments, Learner, Run, Settings, Task
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+OUT = "runs/convergence-text"
+CONTEXT = 64
+
+BITS = Metric(
+    key="val_bits",
+    name="bits",
+    heading="val bits/char",
+    axis="validation loss, bits per character",
+    digits=3,
+    higher_is_better=False,
+)
+
+CONFIGS: dict[str, Arguments] = {
+    "dense": None,
+    "1%": {**SPARSE, "density": 0.01},
+    "1%-no-feedback": {**SPARSE, "density": 0.01, "error_feedback": False},
+    "1%-warmup": {**SPARSE, "density": 0.01, "warmup_epochs": 2},
+    "1%-warmup4": {**SPARSE, "density": 0.01, "warmup_epochs": 4},
+    "1%-exclude": {**SPARSE, "density": 0.01, "exclude": "vectors"},
+    "default": {"exchange": "sparse"},  # "auto" would see loopback
+    "4%": {**SPARSE, "density": 0.04},
+    "0.1%": {**SPARSE, "density": 0.001},
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextSettings(Settings):
+    text: str  # which
+    steps_per_epoch: int = 40
+    global_batch: int = 64  # windows of CONTEXT characters
+    lr_warmup_steps: int = 40
+    weight_decay: float = 0.01
+
+
+# --- the model
+
+
+class Block(nn.Module):
+    """Attention to what came before, then a perceptron, each on a normalised copy and added to its input."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+
+    def forward(self, x_BLD: Tensor) -> Tensor:
+        batch, length, width = x_BLD.shape
+        # [B, L, 3 D] -> three of [B, heads, L, D / heads]
+        q, k, v = self.qkv(self.norm1(x_BLD)).view(batch, length, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
+        seen = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x_BLD = x_BLD + self.out(seen.transpose(1, 2).reshape(batch, length, width))
+        return x_BLD + self.mlp(self.norm2(x_BLD))
+
+
+class CharacterTransformer(nn.Module):
+    """[B, L] characters to [B, L, num_symbols] logits of the next ones. 116,576 parameters for 96 characters."""
+
+    def __init__(self, num_symbols: int, width: int = 64, layers: int = 2, heads: int = 4) -> None:
+        super().__init__()
+        self.symbol, self.position = nn.Embedding(num_symbols, width), nn.Embedding(CONTEXT, width)
+        self.blocks = nn.Sequential(*(Block(width, heads) for _ in range(layers)))
+        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, num_symbols)
+        for embedding in (self.symbol, self.position):
+            nn.init.normal_(embedding.weight, std=0.02)
+
+    def forward(self, x_BL: Tensor) -> Tensor:
+        x_BLD = self.symbol(x_BL) + self.position.weight[: x_BL.shape[1]]
+        return self.head(self.norm(self.blocks(x_BLD)))
+
+
+# --- one run, on every rank
+
+
+def scale(step: int, warmup: int, steps: int) -> float:
+    """What the learning rate is multiplied with: linear warm-up, and a cosine to zero over all steps."""
+    return min(1.0, (step + 1) / warmup) * 0.5 * (1 + math.cos(math.pi * step / steps))
+
+
+class TextLearner(Learner):
+    """The Transformer, AdamW with warm-up and a cosine, and the windows of this rank."""
+
+    def __init__(self, run: Run, corpus: Corpus, rank: int) -> None:
+        self.settings: TextSettings = run.settings
+        self.seed, self.corpus, self.rank = run.seed, corpus, rank
+        self.model = CharacterTransformer(corpus.num_symbols)
+        self.optimizer = torch.optim.AdamW(
+            self.model.parameters(), self.settings.lr, weight_decay=self.settings.weight_decay, foreach=True
+        )
+        self.steps = self.settings.steps_per_epoch
+        at = partial(scale, warmup=self.settings.lr_warmup_steps, steps=self.settings.epochs * self.steps)
+        self.schedule = torch.optim.lr_scheduler.LambdaLR(self.optimizer, at)
+
+    def losses(self, model: nn.Module, epoch: int) -> Iterator[Tensor]:
+        shape = (self.steps, self.settings.global_batch)
+        for start_B in start_of_windows(self.corpus, self.seed, epoch, shape, CONTEXT):
+            x_BL, y_BL = self.corpus.windows(start_B[self.rank :: WORLD], CONTEXT)
+            yield F.cross_entropy(model(x_BL).flatten(0, 1), y_BL.flatten())
+
+    @torch.no_grad()
+    def validate(self) -> float:
+        """Bits per character. Every rank takes its share of the windows. Collective."""
+        x_NL, y_NL = self.corpus.val_windows(CONTEXT)
+        mine = slice(self.rank, None, WORLD)
+        nats = F.cross_entropy(self.model(x_NL[mine]).flatten(0, 1), y_NL[mine].flatten(), reduction="sum").double()
+        dist.all_reduce(nats)
+        return nats.item() / y_NL.numel() / math.log(2)
+
+
+TASK = Task(
+    metric=BITS,
+    configs=CONFIGS,
+    learner=TextLearner,
+    settings=TextSettings,
+    tune_lrs=(1e-3, 2e-3, 4e-3, 8e-3, 1.6e-2),
+)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    text = read_library()
+    task = replace(TASK, settings=partial(TextSettings, text=described(text)))
+    run_command(task, parser, OUT, lambda options: save_corpus(text, options.out))
+
+
+if __name__ == "__main__":
+    main()
