@@ -183,7 +183,7 @@ def _apply_other(saved: Saved, stores: list[ResidualStore], num_nodes: int, devi
             for name, value in _of_node(contents, len(node)).items():
                 total[name] = total[name] + value if name in total else value
     if len(totals) > len(stores):
-        totals = [_without_velocity(*totals, saved.manifest.get("momentum", {}))]
+        totals = [_without_velocity(totals[0], totals[1], saved.manifest.get("momentum", {}))]
     for store, total in zip(stores, totals, strict=False):
         store.parked.update({name: (value / num_nodes).to(device) for name, value in total.items()})
     shape = f"{len(nodes)} node(s) were saved and {num_nodes} resume"
