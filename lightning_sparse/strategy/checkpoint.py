@@ -12,6 +12,8 @@ point of saving leaves a checkpoint that is whole: the old one or the new one.
 
 On the same topology a resumed run is exact: round, layout, residuals and measured rates are what they were. On another
 one the sum over nodes is kept: every new node starts with an equal share of it, and the rates are measured again.
+Velocities of momentum correction are kept likewise. Where the run that resumes has none (one node, or it was turned
+off), they and the residuals become gradients that SGD's own momentum carries as far.
 """
 
 import contextlib
@@ -60,10 +62,12 @@ def manifest_of(state: HierState, run_id: str) -> dict[str, Any]:
         "config": state.config.to_dict(),
         "rates": None if state.rates is None else state.rates.to_list(),
         "density": state.density,
+        "decided": state.window.decided,
+        "momentum": {} if state.momentum is None else state.momentum.tails(),
         "nodes": [list(node) for node in state.topology.nodes],
         "settled": _plain(state.layout.settled),
         "previous": _plain(state.layout.previous),
-        "stores": [_plain(sorted(store.current, key=lambda group: group.names)) for store in stores],
+        "stores": [_plain(sorted(store.known, key=lambda group: group.names)) for store in stores],
     }
 
 
@@ -139,11 +143,13 @@ def apply(saved: Saved, state: HierState, device: torch.device) -> list[str]:
     state.layout.settled = state.layout.cut(_groups(manifest["settled"]))
     state.layout.previous = state.layout.cut(_groups(manifest["previous"]))
     complaints = _config_changes(state.config, manifest["config"])
-    if tuple(map(tuple, manifest["nodes"])) == state.topology.nodes:
+    same = tuple(map(tuple, manifest["nodes"])) == state.topology.nodes
+    if same:
         if state.rates is None and manifest.get("rates") is not None:
             state.rates = Rates.from_list(manifest["rates"])  # measured again, they might decide otherwise
         if state.config.density == "auto" == manifest["config"]["density"]:
-            state.density = manifest["density"]
+            state.density, state.window.decided = manifest["density"], manifest.get("decided", 0)
+    if same and len(manifest["stores"]) <= len(state.stores()):
         complaints += _apply_same(saved, state.stores(), device, state.topology.rank)
     else:
         complaints += _apply_other(saved, state.stores(), state.topology.num_nodes, device)
@@ -154,19 +160,19 @@ def _apply_same(saved: Saved, stores: list[ResidualStore], device: torch.device,
     if saved.side is not None:
         for store, content in zip(stores, saved.side["stores"], strict=False):
             for names, numels, shard in content["groups"]:
-                store.current[ParamGroup(tuple(names), tuple(numels))] = shard.to(device)
+                store.known.add(group := ParamGroup(tuple(names), tuple(numels)))
+                if shard is not None:
+                    store.current[group] = shard.to(device)
             store.parked.update({name: value.to(device) for name, value in content["parked"].items()})
         return []
     for store, groups in zip(stores, saved.manifest["stores"], strict=False):
-        for group in _groups(groups):  # all ranks hold the same groups, or collectives would differ
-            shard_numel = group.shard_numel(store.num_devices)
-            store.current[group] = torch.zeros(shard_numel, dtype=torch.float32, device=device)
+        store.known.update(_groups(groups))  # the same on all ranks, or collectives would differ
     return [f"rank {rank}: no readable residual beside {saved.path}; it starts from zero, so what waited there is lost"]
 
 
 def _apply_other(saved: Saved, stores: list[ResidualStore], num_nodes: int, device: torch.device) -> list[str]:
     nodes = saved.manifest["nodes"]
-    totals: list[dict[str, Tensor]] = [{} for _ in stores]
+    totals: list[dict[str, Tensor]] = [{} for _ in saved.manifest["stores"]]
     missing = 0
     for node in nodes:
         read = [read_side_file(saved.path, saved.manifest["save_id"], rank) for rank in node]
@@ -176,7 +182,9 @@ def _apply_other(saved: Saved, stores: list[ResidualStore], num_nodes: int, devi
             contents = [side["stores"][index] for side in sides if index < len(side["stores"])]
             for name, value in _of_node(contents, len(node)).items():
                 total[name] = total[name] + value if name in total else value
-    for store, total in zip(stores, totals, strict=True):
+    if len(totals) > len(stores):
+        totals = [_without_velocity(totals[0], totals[1], saved.manifest.get("momentum", {}))]
+    for store, total in zip(stores, totals, strict=False):
         store.parked.update({name: (value / num_nodes).to(device) for name, value in total.items()})
     shape = f"{len(nodes)} node(s) were saved and {num_nodes} resume"
     kept = f"{shape}: the sum of residuals over nodes is kept, shared out equally"
@@ -184,25 +192,41 @@ def _apply_other(saved: Saved, stores: list[ResidualStore], num_nodes: int, devi
     return [kept, lost] if missing else [kept]
 
 
+def _without_velocity(
+    residual: dict[str, Tensor], velocity: dict[str, Tensor], tails: dict[str, tuple[float, float]]
+) -> dict[str, Tensor]:
+    """What is to be sent where SGD keeps its momentum itself (MomentumCorrection.tails)."""
+    sent = {name: value * tails.get(name, (1.0, 0.0))[0] for name, value in residual.items()}
+    for name, value in velocity.items():
+        tail = value * tails.get(name, (1.0, 0.0))[1]
+        sent[name] = sent[name] + tail if name in sent else tail
+    return sent
+
+
 def _of_node(contents: list[dict[str, Any]], num_devices: int) -> dict[str, Tensor]:
     """One node's residual by parameter, from its devices' stores; nothing of a group that is not whole."""
-    shards: dict[ParamGroup, list[Tensor]] = {}
+    shards: dict[ParamGroup, list[Tensor | None]] = {}
     whole: dict[str, Tensor] = dict(contents[0]["parked"]) if contents else {}
     for content in contents:
         for names, numels, shard in content["groups"]:
             shards.setdefault(ParamGroup(tuple(names), tuple(numels)), []).append(shard)
     for group, parts in shards.items():
-        if len(parts) == num_devices:
-            flat = torch.cat(parts)
+        held = next((part for part in parts if part is not None), None)
+        if held is not None and len(parts) == num_devices:
+            flat = torch.cat([torch.zeros_like(held) if part is None else part for part in parts])
             whole.update({name: flat[place] for name, place in group.slices().items()})
     return whole
 
 
 def _content(store: ResidualStore) -> dict[str, Any]:
     return {
-        "groups": [(*_plain([group])[0], shard.cpu()) for group, shard in store.current.items()],
+        "groups": [(*_plain([group])[0], _on_cpu(store.current.get(group))) for group in store.known],
         "parked": {name: value.cpu() for name, value in store.parked.items()},
     }
+
+
+def _on_cpu(shard: Tensor | None) -> Tensor | None:
+    return None if shard is None else shard.cpu()
 
 
 def _config_changes(config: HierConfig, saved: dict[str, Any]) -> list[str]:

@@ -123,10 +123,10 @@ class MSTopKHierFabricMixin(_Host):
 
     def save_checkpoint(self, path: Any, state: Any, storage_options: Any = None, filter: Any = None) -> None:
         """The residuals of all ranks first, then the main file; then those of earlier saves go. A collective, as
-        ``fabric.save`` is. A dict without an optimizer is taken for weights alone."""
+        ``fabric.save`` is. A dict without an optimizer, or the state of one, is taken for weights alone."""
         path = os.fspath(path)
         ids: list[str] = []
-        if isinstance(state, Mapping) and any(isinstance(each, torch.optim.Optimizer) for each in state.values()):
+        if isinstance(state, Mapping) and any(map(_is_of_optimizer, state.values())):
             manifests = [
                 saving.manifest_of(each, f"{self._run_id}-{index}") for index, each in enumerate(self.hier_states)
             ]
@@ -154,3 +154,7 @@ class MSTopKHierFabricMixin(_Host):
     def _restore(self, state: HierState, saved: saving.Saved) -> None:
         for complaint in saving.apply(saved, state, self.root_device):
             state.say(complaint, logging.WARNING, every_rank=complaint.startswith("rank"))
+
+
+def _is_of_optimizer(entry: Any) -> bool:
+    return isinstance(entry, torch.optim.Optimizer) or (isinstance(entry, Mapping) and "param_groups" in entry)

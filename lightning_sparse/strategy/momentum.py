@@ -91,6 +91,8 @@ class MomentumCorrection:
         if any(group["dampening"] for group in optimizer.param_groups):
             raise ValueError(f"momentum_correction=True with SGD(dampening=...), which must be 0. {way_out}")
         self.unwatch()
+        if self._optimizer not in (None, optimizer):
+            self.store.clear()  # a new optimizer begins without momentum
         self._optimizer = optimizer
         self._handles = [
             optimizer.register_step_pre_hook(self._take_out),
@@ -121,6 +123,12 @@ class MomentumCorrection:
                 f"{', '.join(sorted(stepped)[:3])} wait: momentum moves once a step. Wrap all but the last pass in "
                 f"no_sync(), as Trainer(accumulate_grad_batches=...) does, or leave momentum_correction out."
             )
+
+    def tails(self) -> dict[str, tuple[float, float]]:
+        """By name, what a checkpoint must say so that another run can give SGD its momentum back: a gradient of
+        ``tail[0] * v + tail[1] * u``, met by SGD's own momentum, moves the parameter as far as v and u would have."""
+        terms = {} if self._optimizer is None else self._terms()[0]
+        return {name: (1.0 - each.keep, each.keep * each.velocity) for name, each in terms.items() if name}
 
     def advance(self, part: Part, sum_S: Tensor) -> Tensor:
         """Move the part's velocity, and say what joins the residual.
@@ -177,7 +185,7 @@ class MomentumCorrection:
         terms: dict[str, _Terms] = {}
         decays: dict[str, float] = {}
         for index, group in enumerate(self._optimizer.param_groups):
-            given = self._in_step[index] if self._in_step else group
+            given = self._in_step[index] if index < len(self._in_step) else group  # one may be added in a closure
             momentum, nesterov = float(given["momentum"]), bool(given["nesterov"])
             moving = _Terms(momentum, 1.0, momentum) if nesterov else _Terms(momentum, 0.0, 1.0)
             decay = float(given["weight_decay"]) / self._topology.num_nodes * (-1 if group["maximize"] else 1)

@@ -35,6 +35,10 @@ class ResidualStore:
     Args:
         device_index: l, this device's place in its node.
         num_devices: L.
+
+    Attributes:
+        known: groups of which some device of the node may hold a residual; the same on all of them, which `current` is
+            not: where all was sent but a parameter's gradient thrown away, only who has a piece of it keeps any.
     """
 
     device_index: int
@@ -43,6 +47,7 @@ class ResidualStore:
     staged: dict[ParamGroup, Tensor | None] = field(default_factory=dict)
     parked: dict[str, Tensor] = field(default_factory=dict)
     spent: set[str] = field(default_factory=set)
+    known: set[ParamGroup] = field(default_factory=set)
     _spare: dict[ParamGroup, Tensor] = field(default_factory=dict)
 
     def buffer(self, group: ParamGroup, device: torch.device) -> Tensor:
@@ -54,7 +59,7 @@ class ResidualStore:
 
     def clear(self) -> None:
         """Drop everything."""
-        for held in (self.current, self.staged, self.parked, self.spent, self._spare):
+        for held in (self.current, self.staged, self.parked, self.spent, self.known, self._spare):
             held.clear()
 
     def latest(self, group: ParamGroup) -> Tensor | None:
@@ -67,6 +72,7 @@ class ResidualStore:
         if replaced is not None:
             self._spare[group] = replaced
         self.staged[group] = shard_S
+        self.known.add(group)
 
     def settle(self, discarded: Set[str], waiting: Set[str] = frozenset()) -> None:
         """Make the staged residuals current, but for these parameters.
@@ -111,6 +117,7 @@ class ResidualStore:
         copy = ResidualStore(
             self.device_index, self.num_devices, dict(self.current), parked=dict(self.parked), spent=set(self.spent)
         )
+        copy.known = set(self.known)
         copy.staged = {group: None if t is None else t.clone() for group, t in list(self.staged.items())}
         copy.settle(discarded)
         return copy
@@ -132,9 +139,15 @@ class ResidualStore:
         names = set(group.names)
         for old in [old for old in list(self.staged) if old != group and not names.isdisjoint(old.names)]:
             self._settle_whole(old, frozenset())  # still open, and its group is no more: the gradient counts
-        for old in [old for old in list(self.current) if old != group and not names.isdisjoint(old.names)]:
-            flat = gather(self.current.pop(old))
+        gone = [old for old in list(self.known) if old != group and not names.isdisjoint(old.names)]
+        for old in sorted(gone, key=lambda each: each.names):  # a set's order is another in each process
+            self.known.remove(old)
             self._spare.pop(old, None)
+            shard = self.current.pop(old, None)
+            if not gather(torch.tensor([shard is not None], dtype=torch.uint8, device=device)).any():
+                continue
+            nothing = torch.zeros(old.shard_numel(self.num_devices), dtype=torch.float32, device=device)
+            flat = gather(nothing if shard is None else shard)
             self.parked.update({name: flat[place].clone() for name, place in old.slices().items()})
         waiting = [name for name in group.names if name in self.parked]
         if not waiting:
@@ -145,6 +158,7 @@ class ResidualStore:
         for name in waiting:
             del self.parked[name]
         self.current[group] = shard
+        self.known.add(group)
 
     def spend_parked(self, group: ParamGroup, num_nodes: int, rescale: Gather, grad_N: Tensor) -> None:
         """Add what is parked to a gradient that is already summed over all ranks: where there are no shards, as on one

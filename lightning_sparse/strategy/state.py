@@ -42,7 +42,7 @@ from lightning_sparse.strategy.schedule import density_at
 from lightning_sparse.strategy.stats import CommStats
 from lightning_sparse.strategy.stepped import StepWatch
 from lightning_sparse.strategy.usage import MAX, UsageTracker, unused_everywhere
-from lightning_sparse.strategy.window import DECISIONS, Window
+from lightning_sparse.strategy.window import Window
 from lightning_sparse.strategy.zeros import heads_of, mark_heads
 from lightning_sparse.topology import Topology
 
@@ -64,6 +64,7 @@ class HierState:
         stats: what was communicated.
         rates: what "auto" decides by; None until the first round has measured them.
         density: the number given, or what density="auto" has come to.
+        window: of backward, for density="auto" to go by.
         kept_sharded: groups whose gradients are not gathered inside the node after the exchange: each device's shard is
             in its place in the bucket, the rest of the bucket means nothing.
         momentum: of SGD, where the hook has taken it over.
@@ -96,7 +97,7 @@ class HierState:
         given = config.inter_gbps
         self.rates = None if given is None else Rates.of_link(given, topology.num_devices)
         self.density = config.least_density
-        self._window = Window()
+        self.window = Window()
         self._usage = UsageTracker(module) if find_unused_parameters else None
         self._steps = StepWatch(module, self._names, self._open_names)
         self.momentum: MomentumCorrection | None = None
@@ -129,12 +130,12 @@ class HierState:
         if not self._round_is_open:
             self.settle()
             self._measure(bucket.buffer().device)
-            self._window.first(bucket.buffer().device)
+            self.window.first(bucket.buffer().device)
             self._round_is_open = True
         group = group_of(bucket.parameters(), self._names)
         used = self._usage.take(group) if self._usage is not None else None
         if bucket.is_last():
-            self._window.last(bucket.buffer().device)
+            self.window.last(bucket.buffer().device)
             self._round_is_open = False
         return Arrived(group, bucket.buffer(), bucket.index(), bucket.is_last(), used)
 
@@ -280,16 +281,17 @@ class HierState:
             shard_numel = self._numel // self.topology.num_devices
             self.rates = probe(HierCommunicator(self.topology), device, self.config.dtype, shard_numel)  # untimed
             self.say(f"measured: {self.rates.describe(self.topology.num_devices)}")
-        if self.config.density == "auto" and self.round in DECISIONS:
+        if self.config.density == "auto" and self.window.is_due(self.round):
             self._set_density(device, self.rates)
 
     def _set_density(self, device: torch.device, rates: Rates) -> None:
         self.runner.wait()
-        window = self._window.agreed(self.communicator, device)
+        window = self.window.agreed(self.communicator, device)
         hidden = [(g, self._dtypes[g.names[0]]) for g in self.layout.selected[:-1] if self.is_sharded(g)]
-        before = self.density
+        before, first = self.density, not self.window.decided
+        self.window.decided = self.round
         self.density = free_density(self.config, self.topology, rates, hidden, window) if hidden else before
-        if self.density != before or self.round == DECISIONS[0]:
+        if self.density != before or first:
             self.say(
                 f"round {self.round}: density {self.density:.2g}, the most that hides behind {1e3 * window:.3g} ms of "
                 f"backward; the last of {len(self.layout.selected)} group(s) keeps {self.config.least_density:g}"

@@ -6,7 +6,8 @@ density whose exchange fits into that window (lightning_sparse.strategy.plan.fre
 
 The window differs between ranks and from round to round. A decision takes the median of the last few rounds, of the
 slowest rank: an exchange waits for it anyway. There are few decisions, each in a round that is the same on all ranks;
-what was decided is saved in checkpoints.
+what was decided is saved in checkpoints. A decision that comes due before enough rounds were measured, as soon after a
+resume, waits for them.
 """
 
 import statistics
@@ -27,9 +28,13 @@ class Window:
     """Measures the time between the first and the last bucket of each of the last `ROUNDS` rounds.
 
     On CUDA it is the device's time: events are recorded while backward is queued, and read when a decision is due.
+
+    Attributes:
+        decided: the round of the last decision; 0 for none.
     """
 
     def __init__(self) -> None:
+        self.decided = 0
         self._marks: deque[tuple[float | torch.cuda.Event, float | torch.cuda.Event]] = deque(maxlen=ROUNDS)
         self._begin: float | torch.cuda.Event = 0.0
 
@@ -40,6 +45,11 @@ class Window:
     def last(self, device: torch.device) -> None:
         """The last bucket of a round is ready."""
         self._marks.append((self._begin, _mark(device)))
+
+    def is_due(self, round_index: int) -> bool:
+        """Whether a decision is to be taken before this round; the same on all ranks."""
+        passed = any(self.decided < each <= round_index for each in DECISIONS)
+        return passed and len(self._marks) == ROUNDS
 
     def agreed(self, communicator: HierCommunicator, device: torch.device) -> float:
         """Seconds of the slowest rank. A collective of the world."""

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_sparse.strategy import HierConfig, checkpoint
-from lightning_sparse.strategy.window import DECISIONS
+from lightning_sparse.strategy.window import DECISIONS, ROUNDS
 from lightning_sparse.topology import discover
 from tests.helpers.distributed import run_ranks
 from tests.strategy.models import conserved, flat_grads, loss_of, mlp, wrap
@@ -100,3 +100,63 @@ def resume(folder: str) -> tuple[Any, Any]:
     assert checkpoint.apply(saved, again, torch.device("cpu")) == []
     loss_of(ddp, 99, dist.get_rank()).backward()
     return whole, flat_grads(model)
+
+
+@pytest.mark.parametrize("rounds", [DECISIONS[0], DECISIONS[1] - 3])
+def test_a_resume_just_before_a_decision_goes_by_no_window_of_its_own(tmp_path: Path, rounds: int) -> None:
+    """The first rounds after it say nothing yet: the saved density stays until enough were measured."""
+    for saved, after in run_ranks(resume_before_a_decision, str(tmp_path), rounds, nodes=2, devices=1):
+        assert after[: ROUNDS - 3] == [saved] * (ROUNDS - 3)
+        assert after[-1] == 1.0, "and then it is decided"
+
+
+def resume_before_a_decision(folder: str, rounds: int) -> tuple[float, list[float]]:
+    path = f"{folder}/saved.ckpt"
+    config = HierConfig(density="auto", exchange="sparse", inter_gbps=FAST, warmup_epochs=0)
+    topology = discover()
+    ddp, ours = wrap(mlp(), config, topology, bucket_cap_mb=SMALL_BUCKETS)
+    for step in range(rounds):
+        loss_of(ddp, step, dist.get_rank()).backward()
+    manifest = checkpoint.manifest_of(ours, "run")
+    checkpoint.save_side_file(ours, manifest["save_id"], path)
+    ddp, again = wrap(mlp(), config, topology, bucket_cap_mb=SMALL_BUCKETS)
+    saved = checkpoint.load({checkpoint.KEY: manifest}, path, dist.get_rank())
+    assert saved is not None
+    checkpoint.apply(saved, again, torch.device("cpu"))
+    densities = []
+    for step in range(ROUNDS + 2):
+        loss_of(ddp, step, dist.get_rank()).backward()
+        densities.append(again.density)
+    return manifest["density"], densities
+
+
+def test_on_another_topology_it_is_decided_again(tmp_path: Path) -> None:
+    """However late the run is: the saved density was another cluster's."""
+    path = str(tmp_path / "saved.ckpt")
+    run_ranks(save_late, path, nodes=2, devices=1)
+    for round_index, density in run_ranks(resume_late, path, nodes=3, devices=1):
+        assert round_index > DECISIONS[-1]
+        assert density == 1.0
+
+
+def save_late(path: str) -> None:
+    config = HierConfig(density="auto", exchange="sparse", inter_gbps=FAST, warmup_epochs=0)
+    ddp, ours = wrap(mlp(), config, bucket_cap_mb=SMALL_BUCKETS)
+    for step in range(4):
+        loss_of(ddp, step, dist.get_rank()).backward()
+    ours.round = ours.window.decided = DECISIONS[-1] + 1
+    manifest = checkpoint.manifest_of(ours, "run")
+    checkpoint.save_side_file(ours, manifest["save_id"], path)
+    if dist.get_rank() == 0:
+        torch.save({checkpoint.KEY: manifest}, path)
+
+
+def resume_late(path: str) -> tuple[int, float]:
+    config = HierConfig(density="auto", exchange="sparse", inter_gbps=FAST, warmup_epochs=0)
+    ddp, ours = wrap(mlp(), config, bucket_cap_mb=SMALL_BUCKETS)
+    saved = checkpoint.load(torch.load(path, weights_only=True), path, dist.get_rank())
+    assert saved is not None
+    checkpoint.apply(saved, ours, torch.device("cpu"))
+    for step in range(ROUNDS + 2):
+        loss_of(ddp, step, dist.get_rank()).backward()
+    return ours.round, ours.density

@@ -91,6 +91,10 @@ def resumed(flavour: str) -> list[Tensor]:
         ends.append(flat_parameters(model))
     if fabric.global_rank == 0:
         assert len(os.listdir("saved.ckpt.residual")) == 1
+    fabric.barrier()
+    fabric.save("saved.ckpt", {"model": model.state_dict(), "optimizer": optimizer.state_dict()})
+    assert os.path.exists("saved.ckpt.residual"), "an optimizer's state is as good as the optimizer"
+    fabric.barrier()
     fabric.save("saved.ckpt", {"model": model})
     if fabric.global_rank == 0:
         assert not os.path.exists("saved.ckpt.residual"), "weights alone have no residuals"

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_sparse.strategy import HierConfig, HierState, checkpoint
+from lightning_sparse.strategy.layout import ParamGroup
 from lightning_sparse.topology import Topology, discover
 from tests.helpers.distributed import run_ranks
 from tests.strategy.models import flat_parameters, loss_of, mlp, wrap
@@ -236,6 +237,86 @@ def balance() -> tuple[Tensor, Tensor, float]:
         dist.all_reduce(waiting)
         results.append((given, applied + waiting / 2))
     return (*results[0], float(results[1][1].abs().sum()))
+
+
+# -- resumed without it ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("nesterov", [False, True])
+@pytest.mark.parametrize("options", [{}, {"momentum_correction": True}])
+def test_what_waits_moves_parameters_as_far_where_sgd_has_its_momentum(
+    tmp_path: Path, nesterov: bool, options: dict[str, Any]
+) -> None:
+    """Where it was turned off, or on one node, which has none, gradients meet SGD's own momentum."""
+    path = str(tmp_path / "run.ckpt")
+    due = run_ranks(wait_for, path, nesterov, nodes=2, devices=2)[0]
+    for moved in run_ranks(go_on_without, path, nesterov, options, nodes=1 if options else 2, devices=2):
+        torch.testing.assert_close(moved, due, rtol=1e-3, atol=1e-3)
+        assert due.norm() > 1.0
+
+
+def one_row(nesterov: bool) -> tuple[nn.Linear, torch.optim.SGD]:
+    model = nn.Linear(64, 1, bias=False)
+    nn.init.zeros_(model.weight)
+    return model, torch.optim.SGD(model.parameters(), lr=1.0, momentum=0.9, nesterov=nesterov)
+
+
+def still(ddp: nn.Module, state: HierState, optimizer: torch.optim.Optimizer, model: nn.Linear) -> Tensor:
+    """How far it moves without gradients."""
+    before = flat_parameters(model).clone()
+    for _ in range(150):
+        state.before_backward()
+        (0.0 * ddp(torch.ones(1, 64)).sum()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return flat_parameters(model) - before
+
+
+def wait_for(path: str, nesterov: bool) -> Tensor:
+    model, optimizer = one_row(nesterov)
+    ddp, state = wrap(model, HierConfig(density=0.1, exchange="sparse", **EXACT))
+    state.watch([optimizer])
+    for step in range(10):
+        state.before_backward()
+        ddp(torch.randn(1, 64, generator=torch.Generator().manual_seed(step))).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    manifest = checkpoint.manifest_of(state, "run")
+    checkpoint.save_side_file(state, manifest["save_id"], path)
+    if dist.get_rank() == 0:
+        torch.save({checkpoint.KEY: manifest}, path)
+    assert state.momentum is not None
+    state.momentum.mask = lambda *_: None  # type: ignore[method-assign]  # it would stop what is to be compared
+    return still(ddp, state, optimizer, model)
+
+
+def go_on_without(path: str, nesterov: bool, options: dict[str, Any]) -> Tensor:
+    model, optimizer = one_row(nesterov)
+    config = HierConfig(
+        **{"density": 1.0, "exchange": "sparse", "warmup_epochs": 0, "value_dtype": "float32"} | options
+    )
+    ddp, state = wrap(model, config)
+    saved = checkpoint.load(torch.load(path, weights_only=True), path, dist.get_rank())
+    assert saved is not None
+    checkpoint.apply(saved, state, torch.device("cpu"))
+    state.watch([optimizer])
+    assert state.momentum is None
+    return still(ddp, state, optimizer, model)
+
+
+def test_a_new_optimizer_begins_without_momentum() -> None:
+    model = mlp()
+    state = hierarchical_state(model)
+    assert state.momentum is not None
+    group = ParamGroup(("0.weight",), (13 * 37,))
+    for kept in (True, False):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        state.watch([optimizer])
+        state.momentum.store.stage(group, torch.ones(13 * 37))
+        state.momentum.store.settle(frozenset())
+        state.detach()
+        state.watch([optimizer] if kept else [torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)])
+        assert (group in state.momentum.store.current) == kept
 
 
 # -- what cannot be corrected ------------------------------------------------------------------------------------------

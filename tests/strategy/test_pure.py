@@ -269,7 +269,8 @@ def test_what_is_thrown_away_keeps_its_residual(group: ParamGroup, devices: int,
 def test_a_residual_follows_its_parameters_into_new_groups() -> None:
     """One device a node, so gathering is the identity; the parameter that no new group asks for stays parked."""
     store = ResidualStore(0, 1)
-    store.current[ParamGroup(("a", "b", "frozen"), (2, 3, 1))] = torch.arange(6.0)
+    store.stage(ParamGroup(("a", "b", "frozen"), (2, 3, 1)), torch.arange(6.0))
+    store.settle(frozenset())
     cpu = torch.device("cpu")
     for names, numels in [(("b", "c"), (3, 2)), (("a",), (2,))]:
         store.regroup(ParamGroup(names, numels), lambda shard: shard, cpu)

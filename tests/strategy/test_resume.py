@@ -221,3 +221,71 @@ def come_and_go(folder: str) -> dict[str, Any]:
     dist.barrier()
     out["removed"] = [each.name for each in Path(folder).iterdir() if each.name.startswith("saved")]
     return out
+
+
+# -- a residual that only one device of a node holds -------------------------------------------------------------------
+
+
+def test_what_one_device_alone_keeps_goes_along(tmp_path: Path) -> None:
+    """All was sent but of one parameter, whose gradient was thrown away, and which lies on one device: neither other
+    groups nor another topology may wait for the other device's share, or lose this one."""
+    path = str(tmp_path / "run.ckpt")
+    everyone = run_ranks(keep_one_parameter, path, nodes=2, devices=2)
+    assert [held for held, _, _ in everyone] == [False, True] * 2
+    for _, before, after in everyone:
+        assert before.abs().sum() > 0
+        torch.testing.assert_close(after, before)
+    for parked in run_ranks(parked_elsewhere, path, nodes=3, devices=1):
+        torch.testing.assert_close(3 * parked, everyone[0][1].float())
+
+
+def keep_one_parameter(path: str) -> tuple[bool, Tensor, Tensor]:
+    model, topology = mlp(), discover()
+    sparse = HierConfig(density=0.05, exchange="sparse", value_dtype="float32", warmup_epochs=0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    ddp, state = wrap(model, sparse, topology)
+    state.watch([optimizer])
+
+    def step(index: int, *, drop: bool = False) -> None:
+        state.before_backward()
+        loss_of(ddp, index, dist.get_rank()).backward()
+        if drop:
+            model[0].bias.grad = None
+        optimizer.step()
+        optimizer.zero_grad()
+        state.settle()
+
+    for index in range(6):
+        step(index)
+    state.config = HierConfig(exchange="dense")  # as density="auto" may come to
+    step(6, drop=True)
+    held, before = bool(state.store.current), of_bias(state)
+    manifest = checkpoint.manifest_of(state, "run")
+    checkpoint.save_side_file(state, manifest["save_id"], path)
+    if dist.get_rank() == 0:
+        torch.save({checkpoint.KEY: manifest}, path)
+    model[4].bias.requires_grad_(False)  # other buckets, other groups
+    ddp, _ = wrap(model, sparse, topology, state=state)
+    state.before_backward()
+    loss_of(ddp, 7, dist.get_rank()).backward()
+    optimizer.zero_grad()  # thrown away: residuals stay, in the new groups
+    state.settle()
+    return held, before, of_bias(state)
+
+
+def of_bias(state: HierState) -> Tensor:
+    """What waits for the one parameter, summed over nodes."""
+    total = torch.zeros(37, dtype=torch.float64)
+    for group, shard in state.store.current.items():
+        for _, here, there in group.shard_slices(["0.bias"], state.topology.device_index, state.topology.num_devices):
+            total[there] += shard[here]
+    dist.all_reduce(total)
+    return total
+
+
+def parked_elsewhere(path: str) -> Tensor:
+    _, state = wrap(mlp(), HierConfig())
+    saved = checkpoint.load(torch.load(path, weights_only=True), path, dist.get_rank())
+    assert saved is not None
+    checkpoint.apply(saved, state, torch.device("cpu"))
+    return state.store.parked["0.bias"]
