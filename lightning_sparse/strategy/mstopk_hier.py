@@ -150,11 +150,8 @@ class MSTopKHierMixin(_Host):
         if state is None:
             state = HierState(ddp.module, self.config, self._topology, find_unused_parameters=find_unused)
             state.say(self._topology.describe())
-        else:
-            if state.momentum is not None:
-                state.momentum.store.clear()  # this fit's optimizer is new, and its momentum begins anew
-            if find_unused:
-                state.track_unused(ddp.module)
+        elif find_unused:
+            state.track_unused(ddp.module)
         state.loss_scale = self._loss_scale
         self.hier_state = state
         if self._saved is not None:
