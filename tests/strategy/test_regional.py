@@ -44,7 +44,7 @@ def test_the_volume_is_flat_in_the_number_of_nodes(path: str) -> None:
         config = HierConfig(exchange=path, warmup_epochs=0)  # type: ignore[arg-type]
         topology, group = Topology(tuple((rank,) for rank in range(nodes)), 0), _group(shard)
         rates = cost.Rates.of_link(1.0, 1)
-        plan = choose(config, topology, rates, group, torch.float32, round_index=9, epoch=9)
+        plan = choose(config, topology, rates, group, torch.float32, 0.01, round_index=9, epoch=9)
         assert plan == (path, k)
         received.append(bytes_of(plan, config, topology, group, torch.float32)[0])
     pairs = message_bytes(shard, k, torch.bfloat16)
