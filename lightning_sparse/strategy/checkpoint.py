@@ -18,6 +18,7 @@ off), they and the residuals become gradients that SGD's own momentum carries as
 
 import contextlib
 import io
+import logging
 import os
 import uuid
 from collections.abc import Collection
@@ -120,6 +121,12 @@ def read_side_file(checkpoint_path: str, save_id: str, rank: int) -> dict[str, A
         if content.get("save_id") == save_id:
             return content
     return None
+
+
+def restore(saved: Saved, state: HierState, device: torch.device) -> None:
+    """apply(), with what could not be restored in the log."""
+    for complaint in apply(saved, state, device):
+        state.say(complaint, logging.WARNING, every_rank=complaint.startswith("rank"))
 
 
 def apply(saved: Saved, state: HierState, device: torch.device) -> list[str]:

@@ -7,7 +7,6 @@
 Fabric knows no epochs, so a density warm-up is off unless asked for; who asks for one calls ``set_epoch``.
 """
 
-import logging
 import os
 from collections.abc import Mapping
 from datetime import timedelta
@@ -20,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from lightning_sparse.strategy import checkpoint as saving
 from lightning_sparse.strategy.config import HierConfig
 from lightning_sparse.strategy.hook import hier_hook
-from lightning_sparse.strategy.options import OWN, check_options, show_log_lines
+from lightning_sparse.strategy.options import OWN, check_options, loss_scale_of, show_log_lines
 from lightning_sparse.strategy.state import HierState
 from lightning_sparse.topology import Topology, discover
 
@@ -89,10 +88,10 @@ class MSTopKHierFabricMixin(_Host):
             self._run_id = str(self.broadcast(saving.new_run_id()))
         find_unused = bool(self._ddp_kwargs.get("find_unused_parameters", False))
         state = HierState(ddp.module, self.config, self._topology, find_unused_parameters=find_unused)
-        state.loss_scale = self._loss_scale
+        state.loss_scale = lambda: loss_scale_of(self.precision)
         state.say(self._topology.describe())
         if self._saved:
-            self._restore(state, self._saved.pop(0))
+            saving.restore(self._saved.pop(0), state, self.root_device)
         ddp.register_comm_hook(state, hier_hook)
         self.hier_states.append(state)
         return ddp
@@ -113,11 +112,6 @@ class MSTopKHierFabricMixin(_Host):
         for state in self.hier_states:
             state.before_backward()
         super().backward(tensor, module, *args, **kwargs)
-
-    def _loss_scale(self) -> Tensor | None:
-        scaler = getattr(self.precision, "scaler", None)
-        scale: Tensor | None = scaler._get_scale_async() if scaler is not None and scaler.is_enabled() else None
-        return scale
 
     # -- checkpoints ---------------------------------------------------------------------------------------------------
 
@@ -148,12 +142,8 @@ class MSTopKHierFabricMixin(_Host):
         self._saved = [each for each in saved if each is not None]
         for hier_state in self.hier_states:
             if self._saved:
-                self._restore(hier_state, self._saved.pop(0))
+                saving.restore(self._saved.pop(0), hier_state, self.root_device)
         return rest
-
-    def _restore(self, state: HierState, saved: saving.Saved) -> None:
-        for complaint in saving.apply(saved, state, self.root_device):
-            state.say(complaint, logging.WARNING, every_rank=complaint.startswith("rank"))
 
 
 def _is_of_optimizer(entry: Any) -> bool:

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from itertools import accumulate
 
+import torch
 from torch import Tensor, nn
 
 from lightning_sparse.strategy.config import Exclude
@@ -70,6 +71,18 @@ class ParamGroup:
 def parameter_names(module: nn.Module) -> dict[int, str]:
     """id -> name for every parameter of the module; a shared parameter has its first name."""
     return {id(parameter): name for name, parameter in module.named_parameters()}
+
+
+def in_bucket_order(tensor: Tensor) -> Tensor:
+    """A parameter, or its gradient, flat in the order in which DDP lays gradients into a bucket.
+
+    It is the order of its memory, which for channels_last is not that of the dims; where elements share memory or leave
+    gaps it is that of the dims.
+    """
+    tensor = tensor.detach()
+    if torch.ops.aten.is_non_overlapping_and_dense(tensor):
+        return tensor.as_strided((tensor.numel(),), (1,))
+    return tensor.reshape(-1)
 
 
 def excluded_names(module: nn.Module, exclude: Exclude) -> frozenset[str]:

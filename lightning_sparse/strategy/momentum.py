@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from lightning_sparse.strategy.layout import ParamGroup
+from lightning_sparse.strategy.layout import ParamGroup, in_bucket_order
 from lightning_sparse.strategy.parts import Part
 from lightning_sparse.strategy.residual import ResidualStore
 from lightning_sparse.topology import Topology
@@ -145,7 +145,11 @@ class MomentumCorrection:
         decays = {name: decay for name, decay in decays.items() if name not in part.masked}
         pieces = group.shard_slices(group.names, device_index, num_devices)
         for decay in {decays.get(name, 0.0) for name, _, _ in pieces} - {0.0}:
-            decayed = [(here, self._flat(name)[there]) for name, here, there in pieces if decays.get(name) == decay]
+            decayed = [
+                (here, in_bucket_order(self._parameter(name))[there])
+                for name, here, there in pieces
+                if decays.get(name) == decay
+            ]
             values = [value.to(sum_S.dtype) for _, value in decayed]
             torch._foreach_add_([sum_S[here] for here, _ in decayed], values, alpha=decay)
         covered = 0
@@ -194,13 +198,10 @@ class MomentumCorrection:
                 terms[name], decays[name] = moving, decay
         return terms, decays
 
-    def _flat(self, name: str) -> Tensor:
-        """A parameter's elements in the order in which DDP lays its gradient into the bucket: that of its memory."""
+    def _parameter(self, name: str) -> Tensor:
         parameter = self._parameters[name]()
         assert parameter is not None
-        if torch.ops.aten.is_non_overlapping_and_dense(parameter):
-            return parameter.detach().as_strided((parameter.numel(),), (1,))
-        return parameter.detach().reshape(-1)
+        return parameter
 
     def _take_out(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         self._put_back()  # after a step that raised

@@ -29,7 +29,7 @@ from torch.nn.parallel import DistributedDataParallel
 from lightning_sparse.strategy import checkpoint as saving
 from lightning_sparse.strategy.config import Density, Exchange, Exclude, HierConfig, ValueDtype
 from lightning_sparse.strategy.hook import hier_hook
-from lightning_sparse.strategy.options import check_options, show_log_lines
+from lightning_sparse.strategy.options import check_options, loss_scale_of, show_log_lines
 from lightning_sparse.strategy.roll_call import RollCall
 from lightning_sparse.strategy.state import HierState, log
 from lightning_sparse.topology import Topology, discover
@@ -152,11 +152,10 @@ class MSTopKHierMixin(_Host):
             state.say(self._topology.describe())
         elif find_unused:
             state.track_unused(ddp.module)
-        state.loss_scale = self._loss_scale
+        state.loss_scale = lambda: loss_scale_of(self.precision_plugin)
         self.hier_state = state
         if self._saved is not None:
-            for complaint in saving.apply(self._saved, state, self.root_device):
-                state.say(complaint, logging.WARNING, every_rank=complaint.startswith("rank"))
+            saving.restore(self._saved, state, self.root_device)
             self._saved = None
         self._resumes = False
         ddp.register_comm_hook(state, hier_hook)
@@ -183,11 +182,6 @@ class MSTopKHierMixin(_Host):
         if self.hier_state is not None and isinstance(self.model, DistributedDataParallel):
             self.hier_state.epoch = self.lightning_module.current_epoch
             self.hier_state.before_backward(_untoggled(self.lightning_module, self.optimizers))
-
-    def _loss_scale(self) -> Tensor | None:
-        scaler = getattr(self.precision_plugin, "scaler", None)
-        scale: Tensor | None = scaler._get_scale_async() if scaler is not None and scaler.is_enabled() else None
-        return scale
 
     def teardown(self) -> None:
         """Take hooks off the model; the residuals stay for a second fit of the same module."""

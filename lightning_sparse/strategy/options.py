@@ -5,6 +5,7 @@ import logging
 from dataclasses import fields
 from typing import Any
 
+from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_sparse.strategy.config import HierConfig
@@ -43,6 +44,13 @@ def check_options(cls: type, given: dict[str, Any]) -> None:
             f"{cls.__name__} does not know the option(s) {', '.join(unknown)}: its own are {', '.join(OWN)}, and "
             f"those of DDPStrategy and DistributedDataParallel are passed on."
         )
+
+
+def loss_scale_of(precision: Any) -> Tensor | None:
+    """The scale of a precision plugin's loss scaler, a 0-dim tensor; None where there is none."""
+    scaler = getattr(precision, "scaler", None)
+    scale: Tensor | None = scaler._get_scale_async() if scaler is not None and scaler.is_enabled() else None
+    return scale
 
 
 def show_log_lines() -> None:

@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor, nn
 
+from lightning_sparse.strategy.layout import in_bucket_order
 from lightning_sparse.strategy.state import HierState
 from lightning_sparse.strategy.stats import CommStats
 
@@ -18,7 +19,7 @@ def shard_gradient_norm(state: HierState, module: nn.Module) -> Tensor:
     topology = state.topology
     grads = {name: p.grad.detach() for name, p in module.named_parameters() if p.grad is not None}
     pieces = [
-        _in_memory_order(grads[name])[there]
+        in_bucket_order(grads[name])[there]
         for group in state.layout.settled
         for name, _, there in group.shard_slices(group.names, topology.device_index, topology.num_devices)
         if name in grads and not grads[name].is_complex()
@@ -52,9 +53,3 @@ def table(stats: CommStats, seconds: float, residual: float, ratio: float) -> st
         compared = f", {ratio:.1f} times that of the gradient" if ratio else ""
         lines.append(f"  residual            norm {residual:.3g}{compared}")
     return "\n".join(lines)
-
-
-def _in_memory_order(tensor: Tensor) -> Tensor:
-    """Flat, as DDP lays gradients out in a bucket, which for channels_last is not the order of the dims."""
-    strides = tensor.stride()
-    return tensor.permute(sorted(range(tensor.dim()), key=lambda dim: -strides[dim])).reshape(-1)

@@ -44,7 +44,7 @@ def groups_of(model: nn.Module) -> list[dict[str, Any]]:
 def train(config: HierConfig | None, options: dict[str, Any], backwards: int = 1, steps: int = STEPS) -> Tensor:
     """Parameters after some steps of our hook, or of DDP; momentum is scheduled, and channels are laid out last."""
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Conv2d(1, 3, (1, 2)), nn.Flatten(), mlp_after(36))
+    model = nn.Sequential(nn.Conv2d(2, 3, (1, 2)), nn.Flatten(), mlp_after(36))
     model[0].weight.data = model[0].weight.data.to(memory_format=torch.channels_last)
     optimizer = torch.optim.SGD(groups_of(model), lr=0.01, **options)
     if config is None:
@@ -75,7 +75,7 @@ class Unflat:
         self.model = model
 
     def __call__(self, x: Tensor) -> Tensor:
-        out: Tensor = self.model(x[:, None, None])
+        out: Tensor = self.model(x[:, None, None].expand(-1, 2, 1, -1))
         return out
 
 
