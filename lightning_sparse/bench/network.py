@@ -15,8 +15,10 @@ import torch.distributed as dist
 from lightning_sparse.bench.doctor import Finding
 from lightning_sparse.bench.plan import VALUES
 from lightning_sparse.kernels import kernel_report
-from lightning_sparse.strategy import HierCommunicator, cost
+from lightning_sparse.strategy import HierCommunicator, HierConfig, cost
 from lightning_sparse.strategy.cost import Rates, Work
+from lightning_sparse.strategy.layout import ParamGroup
+from lightning_sparse.strategy.plan import choose
 from lightning_sparse.strategy.probe import probe
 from lightning_sparse.topology import Topology
 
@@ -82,10 +84,10 @@ def _advice(topology: Topology, rates: Rates) -> Finding:
     work = Work(topology.num_nodes, topology.num_devices, BUCKET_NUMEL)
     flat, dense = cost.flat_seconds(work, rates), cost.dense_seconds(work, rates)
     sparse = cost.sparse_seconds(work, rates, -(-work.shard_numel // 100), VALUES)
-    if sparse < cost.MARGIN * min(flat, dense):
-        choice = "exchange='auto' will be sparse"
-    else:
-        choice = "exchange='auto' will be dense: plain DDP does as well"
+    config, bucket = HierConfig(warmup_epochs=0), ParamGroup(("bucket",), (BUCKET_NUMEL,))
+    plan = choose(config, topology, rates, bucket, torch.float32, config.least_density, round_index=0, epoch=0)
+    sparsely = plan.path == "sparse"
+    choice = "exchange='auto' will be " + ("sparse" if sparsely else "dense: plain DDP does as well")
     times = ", ".join(
         f"{name} {1e3 * each:.3g}" for name, each in (("DDP", flat), ("2-D dense", dense), ("1 %", sparse))
     )
