@@ -19,11 +19,16 @@ import sys
 from dataclasses import replace
 from typing import Any
 
+import torch
+
 from lightning_sparse.bench.exchange import NOTHING
 from lightning_sparse.bench.plan import V100, Path, round_cost
 from lightning_sparse.bench.provenance import commit, surroundings
-from lightning_sparse.strategy import cost
+from lightning_sparse.strategy import HierConfig, cost
 from lightning_sparse.strategy.cost import Link, Rates, Work
+from lightning_sparse.strategy.layout import ParamGroup
+from lightning_sparse.strategy.plan import choose
+from lightning_sparse.topology import Topology
 
 NUMEL, BUCKETS, DENSITY = 25_557_032, 5, 0.01
 ASSUMED = {
@@ -33,13 +38,14 @@ ASSUMED = {
     "select, s an element": V100.select,
     "scatter, s a pair": V100.scatter,
     "fill, s an element": V100.fill,
+    "rounding, s an element": V100.cast,
 }
 
 
 def assumed(gbps: float, devices: int) -> Rates:
     """A GPU node with a link of this rate."""
-    between, inside, byte, select, scatter, fill = ASSUMED.values()
-    return Rates(Link(between, 8e-9 * devices / gbps), Link(inside, byte), V100.add, select, scatter, fill)
+    between, inside, byte, select, scatter, fill, cast = ASSUMED.values()
+    return Rates(Link(between, 8e-9 * devices / gbps), Link(inside, byte), V100.add, select, scatter, fill, cast)
 
 
 def seconds(path: Path, work: Work, rates: Rates, density: float) -> float:
@@ -52,6 +58,7 @@ MEASURED: dict[str, tuple[Path, float, int]] = {
     "DDP": ("ddp", 1.0, 4),
     "bf16 hook": ("ddp", 1.0, 2),
     "2-D dense": ("dense", 1.0, 4),
+    "2-D dense, 16-bit": ("dense16", 1.0, 4),
     "ours 1 %, at once": ("sparse", 0.01, 4),
     "ours 0.1 %": ("sparse", 0.001, 4),
     "regional 1 %": ("regional", 0.01, 4),
@@ -87,7 +94,7 @@ def by_nodes(gbps: float, devices: int, counts: list[int]) -> list[str]:
         "nodes",
         "flat",
         "2-D dense",
-        "2-D dense, 16 bit",
+        "2-D dense, 16-bit",
         "sparse 1 %",
         "regional 1 %",
         "regional, bytes of sparse",
@@ -97,33 +104,40 @@ def by_nodes(gbps: float, devices: int, counts: list[int]) -> list[str]:
     for nodes in counts:
         work = Work(nodes, devices, NUMEL)
         equal = min(1.0, (nodes - 1) * DENSITY / 2)
-        flat, dense = (seconds(path, work, rates, 1.0) for path in ("ddp", "dense"))
-        sparse = seconds("sparse", work, rates, DENSITY)
-        cells = [f"{1e3 * each:.1f}" for each in (flat, dense, seconds("dense", work._replace(itemsize=2), rates, 1.0))]
+        whole: tuple[Path, ...] = ("ddp", "dense", "dense16")
+        cells = [f"{1e3 * seconds(path, work, rates, 1.0):.1f}" for path in whole]
         union = cost.effective_density("sparse", nodes, DENSITY)
-        cells.append(f"{1e3 * sparse:.1f} ({100 * union:.3g} %)")
+        cells.append(f"{1e3 * seconds('sparse', work, rates, DENSITY):.1f} ({100 * union:.3g} %)")
         for density in (DENSITY, equal):
             taken = seconds("regional", work, rates, density)
             cells.append(f"{1e3 * taken:.1f} ({100 * density:.3g} %)")
-        choice = "sparse" if sparse < cost.MARGIN * min(flat, dense) else "dense" if dense <= flat else "flat"
-        lines.append(f"| {nodes} | " + " | ".join([*cells, choice]) + " |")
+        lines.append(f"| {nodes} | " + " | ".join([*cells, chosen(nodes, devices, rates)]) + " |")
     return lines
+
+
+def chosen(nodes: int, devices: int, rates: Rates) -> str:
+    """What exchange="auto" takes for each bucket."""
+    topology = Topology(tuple(tuple(range(i, i + devices)) for i in range(0, nodes * devices, devices)), 0)
+    bucket, config = ParamGroup(("bucket",), (NUMEL // BUCKETS,)), HierConfig(density=DENSITY, warmup_epochs=0)
+    return choose(config, topology, rates, bucket, torch.float32, DENSITY, round_index=99, epoch=99).path
 
 
 def by_rate(nodes: int, devices: int, rates: list[float]) -> list[str]:
     """Which path wins as links get faster."""
-    lines = ["| Gbit/s | flat | 2-D dense | sparse 1 % | sparse 0.1 % | regional 1 % |", "|---" * 6 + "|"]
+    head = "| Gbit/s | flat | 2-D dense | 2-D dense, 16-bit | sparse 1 % | sparse 0.1 % | regional 1 % | auto takes |"
+    lines = [head, "|---" * 8 + "|"]
     for gbps in rates:
         work, machine = Work(nodes, devices, NUMEL), assumed(gbps, devices)
         paths: list[tuple[Path, float]] = [
             ("ddp", 1.0),
             ("dense", 1.0),
+            ("dense16", 1.0),
             ("sparse", 0.01),
             ("sparse", 0.001),
             ("regional", 0.01),
         ]
         cells = [f"{1e3 * seconds(path, work, machine, density):.2f}" for path, density in paths]
-        lines.append(f"| {gbps:g} | " + " | ".join(cells) + " |")
+        lines.append(f"| {gbps:g} | " + " | ".join([*cells, chosen(nodes, devices, machine)]) + " |")
     return lines
 
 

@@ -100,6 +100,7 @@ def build(
     add("DDP")
     more(add)
     add_ours("2-D dense", exchange="dense")
+    add_ours("2-D dense, 16-bit", exchange="dense16")
     if topology.num_devices > 1:
         everyone = with_groups(tuple((rank,) for rank in range(topology.world_size)))
         add_ours("flat top-k 1 %", everyone, exchange="sparse")
@@ -192,7 +193,7 @@ def row_of(name: str, way: Way, gbps: float | None) -> dict[str, Any]:
     if way.state is not None:
         row["received by a device, bytes, planned"] = way.state.stats.round_bytes
         row["density"] = way.state.stats.density
-        row["rates"] = None if way.state.rates is None else way.state.rates.to_list()
+        row["rates"] = None if way.state.choices.rates is None else way.state.choices.rates.to_list()
     for piece in sorted(way.pieces[0]) if way.pieces else ():
         row[f"{piece} s"] = median([each[piece] for each in way.pieces[1:]])
     return row

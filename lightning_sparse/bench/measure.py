@@ -69,5 +69,5 @@ def host_costs(device: torch.device) -> HostCosts:
     """Selection, scattering and summing, on this device."""
     x, y = torch.ones(ADDED, device=device), torch.ones(ADDED, device=device)
     add = seconds(lambda: x.add_(y), device) / (4 * ADDED)
-    select, scatter, fill = kernel_costs(lambda call: seconds(call, device), device, VALUES, ADDED)
-    return HostCosts(add, select, max(scatter, 1e-12), fill, f"measured on {describe(device)}")
+    select, scatter, fill, cast = kernel_costs(lambda call: seconds(call, device), device, VALUES, ADDED)
+    return HostCosts(add, select, max(scatter, 1e-12), fill, cast, f"measured on {describe(device)}")

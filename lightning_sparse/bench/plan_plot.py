@@ -9,7 +9,14 @@ from typing import Any
 from lightning_sparse.bench.extras import figure, save
 from lightning_sparse.bench.plan import Row
 
-COLOURS = {"ddp": "#8a8a8a", "ddp16": "#c9a227", "dense": "#3a6ea5", "sparse": "#d1495b", "regional": "#2e7d32"}
+COLOURS = {
+    "ddp": "#8a8a8a",
+    "ddp16": "#c9a227",
+    "dense": "#3a6ea5",
+    "dense16": "#7fb2dd",
+    "sparse": "#d1495b",
+    "regional": "#2e7d32",
+}
 SOLID, DOTTED = "without overlap", "perfect overlap with backward"
 
 

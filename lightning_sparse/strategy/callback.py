@@ -9,7 +9,6 @@ from torch import Tensor
 from lightning_sparse.strategy.mstopk_hier import MSTopKHierMixin
 from lightning_sparse.strategy.state import HierState, log
 from lightning_sparse.strategy.stats import CommStats
-from lightning_sparse.strategy.stopwatch import Stopwatch
 from lightning_sparse.strategy.summary import shard_gradient_norm, table
 
 
@@ -44,7 +43,7 @@ class CommStatsMixin:
         self._norms: dict[str, Tensor] = {}
         self._norm_round = 0
         self._before = CommStats()
-        self._stopwatch = Stopwatch()
+        self._seconds_before = 0.0
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
         """Check that there is something to report, and count from here on."""
@@ -56,8 +55,7 @@ class CommStatsMixin:
         self._norms = {}  # the last fit's may be of another module, on another device
         state = trainer.strategy.hier_state
         if state is not None:
-            self._before, self._stopwatch = deepcopy(state.stats), Stopwatch()
-            state.communicator.stopwatch = self._stopwatch
+            self._before, self._seconds_before = deepcopy(state.stats), state.communicator.stopwatch.seconds()
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
         """Log the last round."""
@@ -81,7 +79,7 @@ class CommStatsMixin:
         state: HierState | None = trainer.strategy.hier_state
         if state is None:
             return
-        state.communicator.stopwatch = None
         stats = state.stats.since(self._before)
+        seconds = state.communicator.stopwatch.seconds() - self._seconds_before
         if trainer.is_global_zero and self._norms and state.topology.num_nodes > 1:
-            log.info("%s", table(stats, self._stopwatch.seconds(), *map(float, self._norms.values())))
+            log.info("%s", table(stats, seconds, *map(float, self._norms.values())))

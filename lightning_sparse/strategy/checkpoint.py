@@ -61,9 +61,9 @@ def manifest_of(state: HierState, run_id: str) -> dict[str, Any]:
         "save_id": f"{run_id}-{state.round}",
         "round": state.round,
         "config": state.config.to_dict(),
-        "rates": None if state.rates is None else state.rates.to_list(),
-        "density": state.density,
-        "decided": state.window.decided,
+        "rates": None if state.choices.rates is None else state.choices.rates.to_list(),
+        "density": state.choices.density,
+        "decided": state.choices.window.decided,
         "momentum": {} if state.momentum is None else state.momentum.tails(),
         "nodes": [list(node) for node in state.topology.nodes],
         "settled": _plain(state.layout.settled),
@@ -152,10 +152,11 @@ def apply(saved: Saved, state: HierState, device: torch.device) -> list[str]:
     complaints = _config_changes(state.config, manifest["config"])
     same = tuple(map(tuple, manifest["nodes"])) == state.topology.nodes
     if same:
-        if state.rates is None and manifest.get("rates") is not None:
-            state.rates = Rates.from_list(manifest["rates"])  # measured again, they might decide otherwise
+        choices = state.choices
+        if choices.rates is None and manifest.get("rates") is not None:
+            choices.rates = Rates.from_list(manifest["rates"])  # measured again, they might decide otherwise
         if state.config.density == "auto" == manifest["config"]["density"]:
-            state.density, state.window.decided = manifest["density"], manifest.get("decided", 0)
+            choices.density, choices.window.decided = manifest["density"], manifest.get("decided", 0)
     if same and len(manifest["stores"]) <= len(state.stores()):
         complaints += _apply_same(saved, state.stores(), device, state.topology.rank)
     else:

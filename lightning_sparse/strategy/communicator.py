@@ -18,7 +18,7 @@ flat_all_reduce world          grad_N -> grad_N            the identity: what DD
 
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 
 import torch
 import torch.distributed as dist
@@ -43,12 +43,12 @@ class HierCommunicator:
         topology: where this rank stands, with its groups.
 
     Attributes:
-        stopwatch: times what goes between nodes, when there is one.
+        stopwatch: times what goes between nodes.
     """
 
     def __init__(self, topology: Topology) -> None:
         self.topology = topology
-        self.stopwatch: Stopwatch | None = None
+        self.stopwatch = Stopwatch()
         self._place = threading.local()
 
     @property
@@ -159,7 +159,7 @@ class HierCommunicator:
         return tuple(node[self.topology.device_index] for node in self.topology.nodes)
 
     def _timed(self, tensor: Tensor) -> AbstractContextManager[None]:
-        return nullcontext() if self.stopwatch is None else self.stopwatch.running(tensor.device)
+        return self.stopwatch.running(tensor.device)
 
     @contextmanager
     def _named(self, step: str, ranks: tuple[int, ...]) -> Iterator[None]:

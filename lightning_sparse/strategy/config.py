@@ -5,7 +5,7 @@ from typing import Any, Literal, get_args
 
 import torch
 
-Exchange = Literal["auto", "sparse", "regional", "dense"]
+Exchange = Literal["auto", "sparse", "regional", "dense", "dense16"]
 ValueDtype = Literal["float32", "bfloat16", "float16"]
 Density = float | Literal["auto"]
 Exclude = Literal["none", "vectors"] | tuple[str, ...]
@@ -25,8 +25,10 @@ class HierConfig:
         exchange: what travels between nodes. ``"sparse"``: each node's K largest entries, to all others;
             ``"regional"``: the K largest of all nodes together, nearly (for many nodes: its volume does not grow with
             their number, but it applies K entries where ``"sparse"`` applies up to M K); ``"dense"``: everything;
+            ``"dense16"``: everything, as bfloat16 between nodes, whose rounding error stays in the residual;
             ``"auto"``: for each group of parameters whichever is predicted to be faster, from a short measurement of
-            both networks in the first round; dense where the two are close.
+            both networks in the first round: sparse, dense or (unless ``value_dtype`` is float32) dense16; of two that
+            are close, the one that leaves less out.
         value_dtype: how the values of a message are written. The rounding error of a 16-bit value stays in the
             residual, so it is sent later rather than lost.
         warmup_epochs: epochs over which the density falls exponentially to ``density`` (DGC, Lin et al. 2018,

@@ -9,6 +9,7 @@ path       between nodes                                 bytes                  
 =========  ============================================  ==========================  ===================================
 flat       ring all-reduce over all P ranks              2 (P-1)/P * N * w / L       add N
 dense      ring all-reduce of the shard over M nodes     2 (M-1)/M * S * w           add S; twice N inside the node
+dense16    all-to-all, then all-gather, of 16 bits       2 (M-1)/M * S * 2           cast S; twice N inside the node
 sparse     all-gather of one message a node              (M-1) * message             select S, scatter M K, fill S;
                                                                                      twice N inside the node
 regional   all-to-all, then all-gather of K / M pairs    2 (M-1) * message / M       select S + S/M, scatter 2 K,
@@ -30,6 +31,7 @@ from typing import NamedTuple
 from torch import dtype as Dtype
 
 from lightning_sparse.kernels import message_bytes
+from lightning_sparse.strategy.rounded import Rounded
 
 MARGIN = 0.9
 """A sparse round sends less of the gradient than a dense one, so it must be faster by more than noise."""
@@ -59,6 +61,7 @@ class Rates:
         select: per element of a shard that is looked through for the largest.
         scatter: per pair of a message that is added to a shard.
         fill: per element of a shard that is cleared before.
+        cast: per element of a shard that is rounded to 16 bits, summed and read again.
     """
 
     inter: Link
@@ -67,6 +70,7 @@ class Rates:
     select: float = 0.0
     scatter: float = 0.0
     fill: float = 0.0
+    cast: float = 0.0
 
     @staticmethod
     def of_link(gbps: float, num_devices: int) -> "Rates":
@@ -114,6 +118,11 @@ def dense_bytes(num_nodes: int, shard_numel: int, itemsize: int) -> float:
     return 2 * (num_nodes - 1) / num_nodes * shard_numel * itemsize
 
 
+def dense16_bytes(num_nodes: int, shard_numel: int) -> float:
+    """Of the all-to-all and the all-gather of a shard's regions, in 16 bits."""
+    return 4.0 * (num_nodes - 1) * Rounded(shard_numel, num_nodes).row_numel
+
+
 def sparse_bytes(num_nodes: int, message_nbytes: int) -> float:
     """Of the all-gather of one message a node."""
     return float((num_nodes - 1) * message_nbytes)
@@ -148,6 +157,13 @@ def dense_seconds(work: Work, rates: Rates) -> float:
     nbytes = dense_bytes(nodes, shard, work.itemsize)
     between = _collective(rates.inter, 2 * (nodes - 1), nbytes) + nbytes / 2 * rates.add
     return _inside(work, rates) + between
+
+
+def dense16_seconds(work: Work, rates: Rates) -> float:
+    """Of the 2-D dense round with 16-bit values."""
+    nodes, shard = work.num_nodes, work.shard_numel
+    between = _collective(rates.inter, 2 * (nodes - 1), dense16_bytes(nodes, shard))
+    return _inside(work, rates) + between + shard * rates.cast
 
 
 def sparse_seconds(work: Work, rates: Rates, k: int, value_dtype: Dtype) -> float:

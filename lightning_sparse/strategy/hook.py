@@ -17,7 +17,8 @@ step                 where           in -> out                                  
 
 Steps 2 and 3 have a dense twin, an all-reduce of shard_S + residual_S between nodes, which leaves a zero residual. It
 is taken in dense rounds, while the bucket layout is not settled, and where it is predicted to be faster; so is one flat
-all-reduce over all ranks. With exchange="regional" they go by regions (lightning_sparse.strategy.regional): then the
+all-reduce over all ranks, and a dense round with 16-bit values (lightning_sparse.strategy.rounded), which leaves their
+rounding error. With exchange="regional" they go by regions (lightning_sparse.strategy.regional): then the
 volume does not grow with M. Every such choice is a function of values that all ranks share.
 
 **Lanes.** A reduction is a generator that yields where the work changes place: inside the node, between nodes, inside
@@ -46,6 +47,7 @@ from lightning_sparse.kernels import accumulate, compress, indices_of
 from lightning_sparse.strategy.communicator import HierCommunicator
 from lightning_sparse.strategy.parts import Arrived, Part
 from lightning_sparse.strategy.regional import Regions
+from lightning_sparse.strategy.rounded import Rounded
 from lightning_sparse.strategy.state import HierState
 
 Lanes = Generator[None, None, None]
@@ -90,6 +92,8 @@ def round_of(state: HierState, part: Part) -> Lanes:
         return regional_round(state, part, plan.k)
     if plan.path == "dense":
         return dense_round(state, part)
+    if plan.path == "dense16":
+        return dense16_round(state, part)
     if plan.path == "flat":
         return flat_round(state, part)
     return identity(state.communicator, part.grad_N)
@@ -142,6 +146,19 @@ def dense_round(state: HierState, part: Part) -> Lanes:
     yield
     _gather(state, part, shard_S)
     state.stage(part, None)
+
+
+def dense16_round(state: HierState, part: Part) -> Lanes:
+    """The twin with values of 16 bits, in two exchanges, so that sums are made in fp32; what is left is their error."""
+    comm, residual_S, next_S = state.communicator, state.residual(part), state.next_residual(part)
+    sum_S, factor = state.contribution(part, *node_sums(comm, part.grad_N))
+    rounded = Rounded(sum_S.numel(), comm.topology.num_nodes)
+    rows = rounded.split(sum_S, residual_S, next_S, factor)
+    yield
+    row = rounded.merge(comm.all_to_all(rows), comm.topology.node_index, next_S)
+    rows = comm.exchange(row)
+    yield
+    _finish(state, part, rounded.join(rows), next_S)
 
 
 def flat_round(state: HierState, part: Part) -> Lanes:

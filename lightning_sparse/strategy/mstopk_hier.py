@@ -71,8 +71,8 @@ class MSTopKHierMixin(_Host):
     Args:
         density: share of each shard's entries that is sent between nodes, in (0, 1]; ``"auto"``: at least 0.01, and
             more where it hides behind backward.
-        exchange: ``"sparse"``, ``"regional"``, ``"dense"``, or ``"auto"``: sparse or dense, whichever is faster on the
-            networks as measured at start.
+        exchange: ``"sparse"``, ``"regional"``, ``"dense"``, ``"dense16"`` (dense, in 16 bits between nodes), or
+            ``"auto"``: whichever but regional is faster on the networks as measured at start.
         value_dtype: how values are written into messages; rounding errors stay in the residual.
         warmup_epochs: epochs over which the density falls to ``density``.
         dense_rounds: rounds at the start in which everything is sent.

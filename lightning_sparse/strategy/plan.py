@@ -18,7 +18,7 @@ from lightning_sparse.strategy.regional import Regions
 from lightning_sparse.strategy.schedule import density_at, is_dense_round, num_selected
 from lightning_sparse.topology import Topology
 
-Path = Literal["identity", "flat", "dense", "sparse", "regional"]
+Path = Literal["identity", "flat", "dense", "dense16", "sparse", "regional"]
 STEPS_OF_DENSITY = 2  # a doubling: so that a small change of what is measured changes nothing
 
 
@@ -41,18 +41,18 @@ def choose(
     epoch: int,
 ) -> Plan:
     """The path of a settled group on a hierarchical topology, if it is not excluded from selection."""
-    if is_dense_round(config, round_index) and config.exchange != "auto":
+    if is_dense_round(config, round_index) and config.exchange not in ("auto", "dense16"):
         return Plan("dense")
     work = _work(topology, group, dtype)
     plan, _ = _fastest(config, work, rates, num_selected(density_at(config, epoch, density), work.shard_numel))
     if plan.path == "sparse" and is_dense_round(config, round_index):
-        return _fastest_dense(config, work, rates)[0]
+        return _fastest_whole(config, work, rates)[0]
     return plan
 
 
 def choose_dense(config: HierConfig, topology: Topology, rates: Rates, group: ParamGroup, dtype: torch.dtype) -> Plan:
-    """The path of a settled group that is excluded from selection: the cheaper of the two dense ones."""
-    return _fastest_dense(config, _work(topology, group, dtype), rates)[0]
+    """The path of a settled group that is excluded from selection: the cheaper of the two that round nothing."""
+    return _fastest_exact(config, _work(topology, group, dtype), rates)[0]
 
 
 def free_density(
@@ -83,16 +83,28 @@ def _fastest(config: HierConfig, work: cost.Work, rates: Rates, k: int) -> tuple
     """What the configuration allows, and how many seconds it takes."""
     if config.exchange == "dense" or (config.exchange == "regional" and work.shard_numel < work.num_nodes):
         return Plan("dense"), cost.dense_seconds(work, rates)
+    if config.exchange == "dense16":
+        return Plan("dense16"), cost.dense16_seconds(work, rates)
     if config.exchange == "regional":
         return Plan("regional", k), cost.regional_seconds(work, rates, k, config.dtype)
     sparse = cost.sparse_seconds(work, rates, k, config.dtype)
-    dense_plan, dense = _fastest_dense(config, work, rates)
+    dense_plan, dense = _fastest_whole(config, work, rates)
     if config.exchange == "sparse" or sparse < cost.MARGIN * dense:
         return Plan("sparse", k), sparse
     return dense_plan, dense
 
 
-def _fastest_dense(config: HierConfig, work: cost.Work, rates: Rates) -> tuple[Plan, float]:
+def _fastest_whole(config: HierConfig, work: cost.Work, rates: Rates) -> tuple[Plan, float]:
+    """Of the paths that send everything. Values are rounded only where the user allows that in messages, and where
+    their error has a residual to go to."""
+    plan, exact = _fastest_exact(config, work, rates)
+    if config.value_dtype == "float32" or not config.error_feedback or work.itemsize < 4:
+        return plan, exact
+    rounded = cost.dense16_seconds(work, rates)
+    return (Plan("dense16"), rounded) if rounded < cost.MARGIN * exact else (plan, exact)
+
+
+def _fastest_exact(config: HierConfig, work: cost.Work, rates: Rates) -> tuple[Plan, float]:
     flat, dense = cost.flat_seconds(work, rates), cost.dense_seconds(work, rates)
     if dense <= flat or config.momentum_correction:  # a velocity moves by its node's sum, which flat never forms
         return Plan("dense"), dense
@@ -109,9 +121,26 @@ def bytes_of(
         return flat, flat
     if plan.path == "dense":
         return cost.dense_bytes(nodes, shard, dtype.itemsize), flat
+    if plan.path == "dense16":
+        return cost.dense16_bytes(nodes, shard), flat
     if plan.path == "regional":
         return cost.regional_bytes(nodes, Regions(shard, nodes, plan.k, config.dtype).row_nbytes), flat
     return cost.sparse_bytes(nodes, message_bytes(shard, plan.k, config.dtype)), flat
+
+
+def seconds_between(
+    plan: Plan, config: HierConfig, topology: Topology, rates: Rates, group: ParamGroup, dtype: torch.dtype
+) -> float:
+    """What this plan spends in collectives between nodes, or of all ranks."""
+    ranks, nodes = topology.world_size, topology.num_nodes
+    steps = {"sparse": nodes - 1, "regional": 2 * (nodes - 1), "dense": 2 * (nodes - 1), "dense16": 2 * (nodes - 1)}
+    nbytes, _ = bytes_of(plan, config, topology, group, dtype)
+    seconds = steps.get(plan.path, 2 * (ranks - 1)) * rates.inter.latency + nbytes * rates.inter.seconds_per_byte
+    if plan.path == "dense":
+        return seconds + nbytes / 2 * rates.add
+    if plan.path in ("flat", "identity"):
+        return seconds + (ranks - 1) / ranks * group.numel * dtype.itemsize * rates.add
+    return seconds
 
 
 def is_reducible_by_shard(dtype: torch.dtype) -> bool:

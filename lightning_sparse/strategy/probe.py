@@ -19,6 +19,7 @@ from torch import Tensor
 from lightning_sparse.kernels import accumulate, compress
 from lightning_sparse.strategy.communicator import HierCommunicator
 from lightning_sparse.strategy.cost import Link, Rates
+from lightning_sparse.strategy.rounded import Rounded
 from lightning_sparse.strategy.usage import MAX
 
 ENOUGH_S, SLOW_S = 0.03, 0.1
@@ -53,8 +54,8 @@ def probe(comm: HierCommunicator, device: torch.device, value_dtype: torch.dtype
 
 def kernel_costs(
     seconds: Callable[[Callable[[], object]], float], device: torch.device, value_dtype: torch.dtype, shard_numel: int
-) -> tuple[float, float, float]:
-    """``select``, ``scatter`` and ``fill`` of `Rates` for shards of that size, by the stopwatch that is given."""
+) -> tuple[float, float, float, float]:
+    """``select``, ``scatter``, ``fill`` and ``cast`` of `Rates` for shards of that size, by the stopwatch given."""
     numel = min(MOST_SELECTED, max(100, shard_numel))
     pairs = numel // 100
     grad_S, residual_S, next_S = (torch.randn(numel, device=device) for _ in range(3))
@@ -65,7 +66,15 @@ def kernel_costs(
     often = seconds(lambda: accumulate(many, grad_S, pairs, value_dtype))
     scatter = max(0.0, often - once) / (8 * pairs)
     fill = max(0.0, once - pairs * scatter) / numel
-    return select / numel, scatter, fill
+
+    rounded, one = Rounded(numel, 2), torch.ones((), device=device)
+
+    def cast() -> None:  # S elements in each of the three, however many nodes share them
+        rows = rounded.split(grad_S, residual_S, next_S, one)
+        rounded.merge(rows, 0, next_S)
+        rounded.join(rows)
+
+    return select / numel, scatter, fill, seconds(cast) / numel
 
 
 def _link(agreed: "_Stopwatch", all_gather: Callable[[Tensor], Tensor], members: int) -> tuple[Link, int]:

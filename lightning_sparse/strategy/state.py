@@ -1,4 +1,4 @@
-"""What the hook remembers between rounds, and every choice it makes.
+"""What the hook remembers between rounds.
 
 One *round* is one reduction of all buckets. Its life, as seen from here:
 
@@ -21,9 +21,10 @@ import torch
 from torch import Tensor, nn
 from torch._C._distributed_c10d import GradBucket  # torch.distributed re-exports it unannounced
 
+from lightning_sparse.strategy.choices import Choices
 from lightning_sparse.strategy.communicator import HierCommunicator
 from lightning_sparse.strategy.config import HierConfig
-from lightning_sparse.strategy.cost import Rates, effective_density
+from lightning_sparse.strategy.cost import effective_density
 from lightning_sparse.strategy.layout import (
     Layout,
     ParamGroup,
@@ -35,14 +36,12 @@ from lightning_sparse.strategy.layout import (
 from lightning_sparse.strategy.momentum import MomentumCorrection
 from lightning_sparse.strategy.overlap import Inline, Runner, SideStream, lanes_of
 from lightning_sparse.strategy.parts import Arrived, Part
-from lightning_sparse.strategy.plan import Plan, bytes_of, choose, choose_dense, free_density, is_reducible_by_shard
-from lightning_sparse.strategy.probe import probe
+from lightning_sparse.strategy.plan import Plan, bytes_of
 from lightning_sparse.strategy.residual import ResidualStore
 from lightning_sparse.strategy.schedule import density_at
 from lightning_sparse.strategy.stats import CommStats
 from lightning_sparse.strategy.stepped import StepWatch
 from lightning_sparse.strategy.usage import MAX, UsageTracker, unused_everywhere
-from lightning_sparse.strategy.window import Window
 from lightning_sparse.strategy.zeros import heads_of, mark_heads
 from lightning_sparse.topology import Topology
 
@@ -62,9 +61,7 @@ class HierState:
         epoch: set it at the start of each epoch; the density schedule reads it.
         round: how many rounds are over.
         stats: what was communicated.
-        rates: what "auto" decides by; None until the first round has measured them.
-        density: the number given, or what density="auto" has come to.
-        window: of backward, for density="auto" to go by.
+        choices: which path each group takes, and what that is decided by.
         kept_sharded: groups whose gradients are not gathered inside the node after the exchange: each device's shard is
             in its place in the bucket, the rest of the bucket means nothing.
         momentum: of SGD, where the hook has taken it over.
@@ -93,11 +90,8 @@ class HierState:
         self.kept_sharded: frozenset[ParamGroup] = frozenset()
         self.loss_scale: Callable[[], Tensor | None] = lambda: None
         self._dtypes = {name: p.dtype for name, p in module.named_parameters()}
-        self._numel = sum(p.numel() for p in module.parameters())
-        given = config.inter_gbps
-        self.rates = None if given is None else Rates.of_link(given, topology.num_devices)
-        self.density = config.least_density
-        self.window = Window()
+        numel = sum(p.numel() for p in module.parameters())
+        self.choices = Choices(config, topology, self.layout, self._dtypes, numel, self.say)
         self._usage = UsageTracker(module) if find_unused_parameters else None
         self._steps = StepWatch(module, self._names, self._open_names)
         self.momentum: MomentumCorrection | None = None
@@ -129,13 +123,14 @@ class HierState:
         """Read a bucket while it is at hand: DDP takes it back when the hook returns."""
         if not self._round_is_open:
             self.settle()
-            self._measure(bucket.buffer().device)
-            self.window.first(bucket.buffer().device)
+            device = bucket.buffer().device
+            self.choices.prepare(self.communicator, device, self.round, self.epoch, self.runner.wait)
+            self.choices.window.first(bucket.buffer().device)
             self._round_is_open = True
         group = group_of(bucket.parameters(), self._names)
         used = self._usage.take(group) if self._usage is not None else None
         if bucket.is_last():
-            self.window.last(bucket.buffer().device)
+            self.choices.window.last(bucket.buffer().device)
             self._round_is_open = False
         return Arrived(group, bucket.buffer(), bucket.index(), bucket.is_last(), used)
 
@@ -243,9 +238,7 @@ class HierState:
 
     def is_sharded(self, group: ParamGroup) -> bool:
         """Whether devices reduce the group by shards, in settled rounds."""
-        return self.topology.kind == "hierarchical" and is_reducible_by_shard(self._dtypes[group.names[0]])
-
-    # -- choices -------------------------------------------------------------------------------------------------------
+        return self.choices.is_sharded(group)
 
     def plan(self, part: Part) -> Plan:
         """The part's path in this round, counted in the statistics."""
@@ -259,43 +252,9 @@ class HierState:
         return plan
 
     def _choose(self, group: ParamGroup, dtype: torch.dtype) -> Plan:
-        if self.topology.kind != "hierarchical" or self._bypass:
+        if self._bypass:
             return Plan("identity")
-        if not is_reducible_by_shard(self._dtypes[group.names[0]]):  # a bucket has one dtype
-            return Plan("identity")
-        if not self.layout.is_settled(group):
-            return Plan("dense")
-        rates = self.rates or Rates.of_link(1.0, self.topology.num_devices)  # measured for "auto" alone
-        if self.layout.is_excluded(group):
-            return choose_dense(self.config, self.topology, rates, group, dtype)
-        hidden = group != self.layout.selected[-1]  # with density="auto": behind the rest of backward
-        density = self.density if hidden else self.config.least_density
-        return choose(self.config, self.topology, rates, group, dtype, density, self.round, self.epoch)
-
-    def _measure(self, device: torch.device) -> None:
-        """While no bucket is under way: all ranks are at the same place, and nothing else is on the networks."""
-        if not self.config.measures or self.topology.kind != "hierarchical":
-            return
-        if self.rates is None:
-            self.runner.wait()  # for another module, wrapped with the same topology
-            shard_numel = self._numel // self.topology.num_devices
-            self.rates = probe(HierCommunicator(self.topology), device, self.config.dtype, shard_numel)  # untimed
-            self.say(f"measured: {self.rates.describe(self.topology.num_devices)}")
-        if self.config.density == "auto" and self.window.is_due(self.round):
-            self._set_density(device, self.rates)
-
-    def _set_density(self, device: torch.device, rates: Rates) -> None:
-        self.runner.wait()
-        window = self.window.agreed(self.communicator, device)
-        hidden = [(g, self._dtypes[g.names[0]]) for g in self.layout.selected[:-1] if self.is_sharded(g)]
-        before, first = self.density, not self.window.decided
-        self.window.decided = self.round
-        self.density = free_density(self.config, self.topology, rates, hidden, window) if hidden else before
-        if self.density != before or first:
-            self.say(
-                f"round {self.round}: density {self.density:.2g}, the most that hides behind {1e3 * window:.3g} ms of "
-                f"backward; the last of {len(self.layout.selected)} group(s) keeps {self.config.least_density:g}"
-            )
+        return self.choices.path(group, dtype, self.round, self.epoch)
 
     # -- error feedback ------------------------------------------------------------------------------------------------
 
@@ -388,7 +347,7 @@ class HierState:
         counted = ", ".join(f"{paths.count(path)} {path}" for path in dict.fromkeys(paths))
         self.say(
             f"round {self.round + 1}: {len(paths)} group(s) of parameters, {counted}, at density "
-            f"{density_at(self.config, self.epoch, self.density):g} (exchange={self.config.exchange!r})"
+            f"{density_at(self.config, self.epoch, self.choices.density):g} (exchange={self.config.exchange!r})"
         )
 
 

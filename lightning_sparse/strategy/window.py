@@ -16,9 +16,6 @@ from collections import deque
 
 import torch
 
-from lightning_sparse.strategy.communicator import HierCommunicator
-from lightning_sparse.strategy.usage import MAX
-
 DECISIONS = (16, 128, 1024)
 """Rounds before which the density is set: soon, and again when caches are warm and clocks have settled."""
 ROUNDS = 8
@@ -50,12 +47,6 @@ class Window:
         """Whether a decision is to be taken before this round; the same on all ranks."""
         passed = any(self.decided < each <= round_index for each in DECISIONS)
         return passed and len(self._marks) == ROUNDS
-
-    def agreed(self, communicator: HierCommunicator, device: torch.device) -> float:
-        """Seconds of the slowest rank. A collective of the world."""
-        seconds = torch.tensor([self.seconds()], dtype=torch.float64, device=device)
-        communicator.flat_all_reduce(seconds, op=MAX)
-        return float(seconds)
 
     def seconds(self) -> float:
         """The median of the last rounds; on CUDA it waits for the device."""

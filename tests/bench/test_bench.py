@@ -16,7 +16,15 @@ from lightning_sparse.bench import data, exchange, kernels, provenance, ranks
 from tests.helpers.distributed import run_ranks
 
 TINY: list[kernels.Case] = [(10_000, 0.01, "gaussian"), (10_000, 0.01, "layered")]
-WAYS = {"no synchronisation", "hook that does nothing", "DDP", "2-D dense", "ours 1 %", "ours 1 %, at once"}
+WAYS = {
+    "no synchronisation",
+    "hook that does nothing",
+    "DDP",
+    "2-D dense",
+    "2-D dense, 16-bit",
+    "ours 1 %",
+    "ours 1 %, at once",
+}
 WAYS |= {"ours 1 %, taken apart", "ours 0.1 %", "regional 1 %", "auto 1 %"}
 
 
@@ -127,6 +135,7 @@ def test_exchange_on_the_ranks_it_is_started_on(tmp_path: Path, nodes: int, devi
     assert rows["ours 1 %, taken apart"]["compress s"] > 0
     assert rows["ours 1 %"]["received by a device, bytes, planned"] > 0
     assert rows["2-D dense"]["received by a device, bytes, planned"] == 4 * 3000 // devices
+    assert rows["2-D dense, 16-bit"]["received by a device, bytes, planned"] == 2 * 3000 // devices
 
 
 def test_exchange_plays_a_cluster_without_root(

@@ -109,7 +109,7 @@ def test_a_high_density_on_many_nodes_is_not_recommended() -> None:
     """Sparse loses to dense where density is above 2 / M for pairs of 4 bytes."""
     said = plan.recommend(*here(256, density=0.05, inter_gbps=1.0))
     assert "density=" not in said
-    assert said.startswith("Use DDP with the bf16 hook")
+    assert said.startswith("Use strategy='mstopk_hier' with exchange='dense16'")
 
 
 def test_without_compute_the_sentence_says_what_is_missing() -> None:

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_sparse.strategy import HierConfig, checkpoint, state
+from lightning_sparse.strategy import HierConfig, checkpoint, choices, state
 from lightning_sparse.strategy.cost import Link, Rates
 from lightning_sparse.topology import discover
 from tests.helpers.distributed import run_ranks
@@ -17,8 +17,9 @@ from tests.strategy.models import flat_grads, flat_parameters, loss_of, mlp, nod
 
 SHAPES = [(2, 2), (3, 1)]
 SLOW = Rates(Link(0.0, 1e-3), Link(0.0, 1e-9))
-SELECTION_IS_SLOW = Rates(Link(0.0, 1e-6), Link(0.0, 0.0), select=1.0)
-ONE_NETWORK = Rates(Link(0.0, 1e-6), Link(0.0, 1e-6), select=1.0)
+SELECTION_IS_SLOW = Rates(Link(0.0, 1e-6), Link(0.0, 0.0), select=1.0, cast=1.0)
+ONE_NETWORK = Rates(Link(0.0, 1e-6), Link(0.0, 1e-6), select=1.0, cast=1.0)
+ROUNDING_IS_FAST = Rates(Link(0.0, 1e-6), Link(0.0, 0.0), select=1.0)
 
 
 @pytest.mark.parametrize(("nodes", "devices"), SHAPES)
@@ -41,8 +42,8 @@ def measure() -> tuple[list[float], list[str]]:
     ddp, ours = wrap(model, HierConfig())
     for step in range(4):
         loss_of(ddp, step, dist.get_rank()).backward()
-    assert ours.rates is not None
-    return ours.rates.to_list(), lines
+    assert ours.choices.rates is not None
+    return ours.choices.rates.to_list(), lines
 
 
 @pytest.mark.parametrize(("nodes", "devices"), SHAPES)
@@ -51,7 +52,7 @@ def test_changing_paths_loses_nothing_and_keeps_ranks_equal(nodes: int, devices:
     for each in everyone:
         torch.testing.assert_close(each["given"], each["applied"] + each["waiting"], rtol=1e-5, atol=2e-5)
         assert torch.equal(each["applied"], everyone[0]["applied"])
-        assert set(each["paths"]) == {"sparse", "flat", "dense"} - ({"flat"} if devices == 1 else set())
+        assert set(each["paths"]) == {"sparse", "flat", "dense", "dense16"} - ({"flat"} if devices == 1 else set())
         assert each["left by dense"] == 0.0
 
 
@@ -60,8 +61,8 @@ def change_paths() -> dict[str, Any]:
     ddp, ours = wrap(model, HierConfig(density=0.03, warmup_epochs=0), bucket_cap_mb=0.002)
     given = torch.zeros_like(flat_parameters(model)).double()
     applied, paths, left = given.clone(), [], 0.0
-    for step in range(24):
-        ours.rates = (SLOW, SELECTION_IS_SLOW, SLOW, ONE_NETWORK)[step // 3 % 4]
+    for step in range(30):
+        ours.choices.rates = (SLOW, SELECTION_IS_SLOW, SLOW, ONE_NETWORK, ROUNDING_IS_FAST)[step // 3 % 5]
         local = mean_gradient(ddp, step)
         model.zero_grad()
         loss_of(ddp, step, dist.get_rank()).backward()
@@ -71,7 +72,7 @@ def change_paths() -> dict[str, Any]:
         if group is not None and step > 4:
             path = ours._choose(group, torch.float32).path
             paths.append(path)
-            if path != "sparse":
+            if path in ("flat", "dense"):
                 ours.settle()
                 left += float(ours.residual_norm())
     ours.settle()
@@ -95,8 +96,8 @@ def test_a_resumed_run_decides_by_what_the_saved_one_measured(tmp_path: Path) ->
 
 
 def resume(folder: str) -> tuple[list[float], list[float], int]:
-    path, probed, real = f"{folder}/saved.ckpt", [], state.probe
-    state.probe = lambda *arguments: probed.append(1) or real(*arguments)  # type: ignore[assignment, func-returns-value]
+    path, probed, real = f"{folder}/saved.ckpt", [], choices.probe
+    choices.probe = lambda *arguments: probed.append(1) or real(*arguments)  # type: ignore[assignment, func-returns-value]
     rates = []
     for resuming in (False, True):
         model = mlp()
@@ -108,8 +109,8 @@ def resume(folder: str) -> tuple[list[float], list[float], int]:
             assert checkpoint.apply(saved, ours, torch.device("cpu")) == []
         for step in range(3):
             loss_of(ddp, step, dist.get_rank()).backward()
-        assert ours.rates is not None
-        rates.append(ours.rates.to_list())
+        assert ours.choices.rates is not None
+        rates.append(ours.choices.rates.to_list())
         manifest = checkpoint.manifest_of(ours, "run")
         checkpoint.save_side_file(ours, manifest["save_id"], path)
         torch.save(manifest, f"{path}.{dist.get_rank()}")

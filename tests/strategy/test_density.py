@@ -39,9 +39,9 @@ def decide() -> list[tuple[float, list[int]]]:
         ddp, ours = wrap(model, config, bucket_cap_mb=cap)
         for step in range(DECISIONS[0] + 2):
             loss_of(ddp, step, dist.get_rank()).backward()
-            before = ours.density
+            before = ours.choices.density
             assert step >= DECISIONS[0] or before == 0.01
-        out.append((ours.density, [ours._choose(group, torch.float32).k for group in ours.layout.settled]))
+        out.append((ours.choices.density, [ours._choose(group, torch.float32).k for group in ours.layout.settled]))
     return out
 
 
@@ -59,7 +59,7 @@ def one_is_slow() -> float:
         model[0].weight.register_hook(lambda _: time.sleep(0.02))  # of the last group; 2.5 kB at 1 Mbit/s
     for step in range(DECISIONS[0] + 1):
         loss_of(ddp, step, dist.get_rank()).backward()
-    return ours.density
+    return ours.choices.density
 
 
 @pytest.mark.parametrize("exchange", ["auto", "sparse", "regional"])
@@ -72,7 +72,7 @@ def test_nothing_is_lost_when_it_changes(exchange: str) -> None:
 def through_a_change(exchange: Any) -> tuple[Any, ...]:
     config = HierConfig(density="auto", exchange=exchange, inter_gbps=FAST, warmup_epochs=0)
     given, applied, waiting, state = conserved(config, [SMALL_BUCKETS], rounds=DECISIONS[0] + 4, rewrap=100)
-    return given, applied, waiting, state.density
+    return given, applied, waiting, state.choices.density
 
 
 def test_a_resumed_run_goes_on_with_the_saved_density(tmp_path: Path) -> None:
@@ -126,7 +126,7 @@ def resume_before_a_decision(folder: str, rounds: int) -> tuple[float, list[floa
     densities = []
     for step in range(ROUNDS + 2):
         loss_of(ddp, step, dist.get_rank()).backward()
-        densities.append(again.density)
+        densities.append(again.choices.density)
     return manifest["density"], densities
 
 
@@ -144,7 +144,7 @@ def save_late(path: str) -> None:
     ddp, ours = wrap(mlp(), config, bucket_cap_mb=SMALL_BUCKETS)
     for step in range(4):
         loss_of(ddp, step, dist.get_rank()).backward()
-    ours.round = ours.window.decided = DECISIONS[-1] + 1
+    ours.round = ours.choices.window.decided = DECISIONS[-1] + 1
     manifest = checkpoint.manifest_of(ours, "run")
     checkpoint.save_side_file(ours, manifest["save_id"], path)
     if dist.get_rank() == 0:
@@ -159,4 +159,4 @@ def resume_late(path: str) -> tuple[int, float]:
     checkpoint.apply(saved, ours, torch.device("cpu"))
     for step in range(ROUNDS + 2):
         loss_of(ddp, step, dist.get_rank()).backward()
-    return ours.round, ours.density
+    return ours.round, ours.choices.density

@@ -94,8 +94,11 @@ def test_k_is_within_the_shard(density: float, numel: int) -> None:
 # -- cost --------------------------------------------------------------------------------------------------------------
 
 
+DTYPES = ("float32", "bfloat16", "float16")
 BYTES_ONLY = cost.Rates.of_link(1.0, 1)
-HOST = cost.Rates(cost.Link(1e-4, 8e-9), cost.Link(1e-5, 1e-10), add=2e-10, select=1e-9, scatter=4e-9, fill=4e-10)
+HOST = cost.Rates(
+    cost.Link(1e-4, 8e-9), cost.Link(1e-5, 1e-10), add=2e-10, select=1e-9, scatter=4e-9, fill=4e-10, cast=1e-9
+)
 
 
 def _plan(nodes: int, devices: int, numel: int, rates: cost.Rates = BYTES_ONLY, **options: Any) -> plan.Plan:
@@ -109,16 +112,18 @@ def _plan(nodes: int, devices: int, numel: int, rates: cost.Rates = BYTES_ONLY, 
 
 
 def test_sparse_wins_while_density_is_below_the_bound_of_pairs() -> None:
-    """16 nodes, pairs of 4 bytes, fp32 gradients: dense receives 7.5 bytes an element, sparse 60 * density, and it must
-    win by a margin."""
-    wins = [d for d in (0.01, 0.05, 0.1, 0.12, 0.2) if _plan(16, 1, 10**6, density=d).path == "sparse"]
-    assert wins == [0.01, 0.05, 0.1]
+    """16 nodes, fp32 gradients: dense receives 7.5 bytes an element or, rounded, 3.75; pairs of 4 or 6 bytes make it 60
+    or 90 * density, and sparse must win by a margin."""
+    densities = (0.01, 0.05, 0.06, 0.07, 0.08)
+    paths = {dtype: [_plan(16, 1, 10**6, density=d, value_dtype=dtype).path for d in densities] for dtype in DTYPES}
+    assert paths["bfloat16"] == paths["float16"] == ["sparse", "sparse", "dense16", "dense16", "dense16"]
+    assert paths["float32"] == ["sparse", "sparse", "sparse", "sparse", "dense"]
 
 
 def test_a_tiny_group_does_not_gain() -> None:
     assert _plan(2, 1, 1).path == "dense"
     assert _plan(4, 1, 300, HOST).path == "sparse"
-    slow_to_begin = dataclasses.replace(HOST, inter=cost.Link(1e-4, 8e-9), select=1e-6)
+    slow_to_begin = dataclasses.replace(HOST, inter=cost.Link(1e-4, 8e-9), select=1e-6, cast=1e-6)
     assert _plan(4, 1, 10_000, slow_to_begin).path == "dense"
 
 
@@ -127,8 +132,19 @@ def test_a_fast_network_is_left_to_dense_rounds() -> None:
     assert _plan(4, 2, 10**7, HOST).path == "sparse"
     assert _plan(4, 2, 10**7, fast).path == "flat", "no network inside the node is worth going round by"
     slow_inside = dataclasses.replace(HOST, intra=HOST.inter)
-    assert _plan(4, 2, 10**7, dataclasses.replace(slow_inside, select=1e-6)).path == "flat"
-    assert _plan(4, 2, 10**7, dataclasses.replace(HOST, select=1e-6)).path == "dense"
+    assert _plan(4, 2, 10**7, dataclasses.replace(slow_inside, select=1e-6, cast=1e-6)).path == "flat"
+    assert _plan(4, 2, 10**7, dataclasses.replace(HOST, select=1e-6, cast=1e-6)).path == "dense"
+
+
+def test_values_are_rounded_only_where_that_is_allowed_and_wins() -> None:
+    slow_selection = dataclasses.replace(HOST, select=1e-5)
+    assert _plan(4, 2, 10**6, slow_selection).path == "dense16"
+    assert _plan(4, 2, 10**6, slow_selection, value_dtype="float32").path == "dense"
+    assert _plan(4, 2, 10**6, slow_selection, error_feedback=False).path == "dense", "the error would be lost"
+    assert _plan(4, 2, 10**6, dataclasses.replace(slow_selection, cast=1e-5)).path == "dense"
+    topology = Topology(((0, 1), (2, 3)), 0)
+    excluded = plan.choose_dense(HierConfig(), topology, slow_selection, ParamGroup(("a",), (10**6,)), torch.float32)
+    assert excluded.path == "dense"
 
 
 def test_what_the_user_fixes_is_not_decided() -> None:
@@ -142,6 +158,7 @@ def test_times_are_those_of_pencil_and_paper() -> None:
     work = cost.Work(num_nodes=4, num_devices=2, numel=2000)
     inside = 2 * (1e-5 + 4000e-10) + 4000 * 2e-10
     assert cost.dense_seconds(work, HOST) == pytest.approx(inside + 6e-4 + 6000 * 8e-9 + 3000 * 2e-10)
+    assert cost.dense16_seconds(work, HOST) == pytest.approx(inside + 6e-4 + 3000 * 8e-9 + 1000 * 1e-9)
     assert cost.flat_seconds(work, HOST) == pytest.approx(14e-4 + 7000 * 8e-9 + 7000 * 2e-10)
     message = message_bytes(1000, 10, torch.bfloat16)
     expected = inside + 3e-4 + 3 * message * 8e-9 + 1000 * (1e-9 + 4e-10) + 40 * 4e-9
@@ -150,6 +167,23 @@ def test_times_are_those_of_pencil_and_paper() -> None:
     row = message_bytes(250, 3, torch.bfloat16)
     expected = inside + 6e-4 + 6 * row * 8e-9 + 1250 * (1e-9 + 4e-10) + 24 * 4e-9
     assert cost.regional_seconds(work, HOST, 10, torch.bfloat16) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("path", ["sparse", "regional", "dense", "dense16", "flat"])
+def test_what_is_spent_between_nodes_is_that_part_of_the_round(path: Any) -> None:
+    """Without a network inside the node and a host that takes no time nothing else is left of a round."""
+    rates = cost.Rates(HOST.inter, cost.Link(0.0, 0.0), add=0.0)
+    work, topology = cost.Work(4, 2, 2000), Topology(((0, 1), (2, 3), (4, 5), (6, 7)), 0)
+    config, group = HierConfig(), ParamGroup(("a",), (2000,))
+    whole = {
+        "sparse": cost.sparse_seconds(work, rates, 10, torch.bfloat16),
+        "regional": cost.regional_seconds(work, rates, 10, torch.bfloat16),
+        "dense": cost.dense_seconds(work, rates),
+        "dense16": cost.dense16_seconds(work, rates),
+        "flat": cost.flat_seconds(work, rates),
+    }
+    between = plan.seconds_between(plan.Plan(path, 10), config, topology, rates, group, torch.float32)
+    assert between == pytest.approx(whole[path])
 
 
 def test_effective_densities() -> None:

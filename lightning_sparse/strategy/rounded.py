@@ -1,0 +1,81 @@
+"""Dense at half the bytes: values of 16 bits between nodes, and what rounding took off stays in the residual.
+
+An all-reduce of 16-bit values rounds at every addition, where no residual can see it. So it is taken apart, and sums
+are made in fp32, in node order. The shard is cut into M regions of R = ceil(S / M) elements, the last ones shorter:
+
+========================= ================================================= ==========================================
+stretch                   in -> out                                         received between nodes, per device
+========================= ================================================= ==========================================
+1 round                   acc_S -> M rows of bfloat16, one a region;        0
+                          residual_S = acc_S - what was sent
+2 all-to-all              row j goes to node j, which owns region j         2 (M-1) R
+3 the owner sums          M rows -> sum of its region, rounded -> one row;  0
+                          what this takes off joins its residual
+4 all-gather              one row a node -> shard_S                         2 (M-1) R
+========================= ================================================= ==========================================
+
+That is 4 (M-1)/M * S bytes where fp32 takes 8. Values are bfloat16 whatever messages hold: its range is that of fp32,
+so nothing needs to be scaled. What is beyond its largest value (3.39e38) counts as infinite, as a sum of such would be.
+
+A non-finite element travels as what it is, to every node, and leaves zero in the residuals.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+DTYPE = torch.bfloat16
+
+
+@dataclass(frozen=True)
+class Rounded:
+    """The sizes of a shard's rows, and the arithmetic on them.
+
+    Args:
+        shard_numel: S.
+        num_nodes: M.
+    """
+
+    shard_numel: int
+    num_nodes: int
+
+    @property
+    def row_numel(self) -> int:
+        """R."""
+        return -(-self.shard_numel // self.num_nodes)
+
+    def split(self, sum_S: Tensor, residual_S: Tensor | None, next_S: Tensor | None, scale: Tensor) -> Tensor:
+        """Stretch 1: the rows of all regions as bytes, [M, 2 R]; ``next_S`` becomes what rounding took off."""
+        acc_S = sum_S.float() * scale
+        if residual_S is not None:
+            acc_S += residual_S
+        rows = torch.zeros(self.num_nodes * self.row_numel, dtype=DTYPE, device=sum_S.device)
+        rows[: self.shard_numel] = acc_S
+        if next_S is not None:
+            _left_over(acc_S, rows[: self.shard_numel], next_S)
+        return rows.view(torch.uint8).view(self.num_nodes, -1)
+
+    def merge(self, rows_MB: Tensor, node: int, next_S: Tensor | None) -> Tensor:
+        """Stretch 3, at the owner: rows of its region in node order -> its row, 2 R bytes."""
+        first, *others = rows_MB.view(-1).view(DTYPE).view(self.num_nodes, -1).unbind()
+        sum_R = first.float()
+        for row_R in others:
+            sum_R += row_R
+        row_R = sum_R.to(DTYPE)
+        if next_S is not None:
+            own_S = next_S[node * self.row_numel :][: self.row_numel]  # shorter than R, or empty, at the end
+            left_R = torch.empty_like(sum_R)
+            _left_over(sum_R, row_R, left_R)
+            own_S += left_R[: own_S.numel()]
+        return row_R.view(torch.uint8)
+
+    def join(self, rows_MB: Tensor) -> Tensor:
+        """After stretch 4: the sum over nodes, fp32 of S elements."""
+        return rows_MB.view(-1).view(DTYPE)[: self.shard_numel].float()
+
+
+def _left_over(exact: Tensor, rounded: Tensor, out: Tensor) -> None:
+    """Their difference, which fp32 holds exactly; zero where it is not finite."""
+    torch.sub(exact, rounded, out=out)
+    out.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
