@@ -218,7 +218,7 @@ def worker(rank: int, task: Task, runs: list[Run], data_file: Path, folder: Path
     )
     torch.set_num_threads(1)
     dist.init_process_group(
-        "gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=WORLD, timeout=timedelta(seconds=120)
+        "gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=WORLD, timeout=timedelta(minutes=30)
     )
     topologies: dict[int, Topology] = {}
     at_commit = commit()
