@@ -1,12 +1,19 @@
 """Rates that rounds contradict are measured again, on all ranks in the same round, and decided by from then on."""
 
+import io
+import json
 import logging
+import sys
+import threading
+import time
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from lightning_sparse.lab import Cluster, LabConfig, why_not
 from lightning_sparse.strategy import HierConfig, choices, recheck, state
 from lightning_sparse.strategy.cost import Link, Rates
 from lightning_sparse.strategy.stopwatch import Stopwatch
@@ -86,3 +93,58 @@ def start_with(rates: Rates | None, gbps: float | None = None) -> dict[str, Any]
     assert ours.choices.rates is not None
     told = [line for line in lines if "measured again" in line]
     return {"paths": paths, "probes": len(probes), "rates": ours.choices.rates.to_list(), "lines": told}
+
+
+SCRIPT = """
+import json
+import time
+from pathlib import Path
+import torch
+import torch.distributed as dist
+from torch import nn
+from lightning_sparse.strategy import HierConfig, recheck
+from tests.strategy.models import wrap
+
+dist.init_process_group("gloo")
+model = nn.Linear(400, 500)
+ddp, state = wrap(model, HierConfig(warmup_epochs=0, density=0.05))
+folder, before = Path("FOLDER"), None
+for step in range(recheck.CHECKS[0] + 1):
+    if step == recheck.CHECKS[0] - recheck.ROUNDS:
+        before = state.choices.rates.to_list()
+        dist.barrier()
+        (folder / f"ready{dist.get_rank()}").touch()
+        while not (folder / "slow").exists():
+            time.sleep(0.02)
+    ddp(torch.randn(4, 400)).square().mean().backward()
+path = state._choose(state.layout.settled[0], torch.float32).path
+answer = {"before": before, "after": state.choices.rates.to_list(), "path": path}
+(folder / f"answer{dist.get_rank()}").write_text(json.dumps(answer))
+"""
+
+
+@pytest.mark.root
+@pytest.mark.timeout(120)
+def test_a_link_that_gets_slow_is_noticed(tmp_path: Path) -> None:
+    if reason := why_not():
+        pytest.skip(reason)
+    script, output = tmp_path / "train.py", io.StringIO()
+    script.write_text(SCRIPT.replace("FOLDER", str(tmp_path)))
+    root = str(Path(__file__).resolve().parents[2])
+    with Cluster(LabConfig(nodes=2, gbps=10.0)) as cluster:
+
+        def slow_down() -> None:
+            while not all((tmp_path / f"ready{rank}").exists() for rank in range(2)):
+                time.sleep(0.02)
+            cluster.reshape(0.02)
+            (tmp_path / "slow").touch()
+
+        threading.Thread(target=slow_down, daemon=True).start()
+        result = cluster.run([sys.executable, str(script)], env={"PYTHONPATH": root}, output=output, timeout=90)
+    assert result.exit_code == 0, output.getvalue()
+    answers = [json.loads((tmp_path / f"answer{rank}").read_text()) for rank in range(2)]
+    assert answers[0] == answers[1]
+    before, after = (Rates.from_list(answers[0][when]).inter.seconds_per_byte for when in ("before", "after"))
+    assert after > 5 * before
+    assert 8e-9 / 0.02 / 2 < after < 8e-9 / 0.02 * 4, "20 Mbit/s, on a machine that may be busy"
+    assert answers[0]["path"] == "sparse"
