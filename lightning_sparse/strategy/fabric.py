@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from lightning_sparse.strategy import checkpoint as saving
 from lightning_sparse.strategy.config import HierConfig
 from lightning_sparse.strategy.hook import hier_hook
-from lightning_sparse.strategy.options import OWN, check_options, loss_scale_of, show_log_lines
+from lightning_sparse.strategy.options import OWN, check_options, loss_scale_of, show_log_lines, with_defaults
 from lightning_sparse.strategy.state import HierState
 from lightning_sparse.topology import Topology, discover
 
@@ -65,7 +65,6 @@ class MSTopKHierFabricMixin(_Host):
         self.config = HierConfig(**{"warmup_epochs": 0, **own})
         check_options(type(self), kwargs)
         show_log_lines()
-        kwargs.setdefault("gradient_as_bucket_view", True)
         super().__init__(**kwargs)
         self.hier_states: list[HierState] = []
         self._watched: dict[int, list[torch.optim.Optimizer]] = {}
@@ -82,6 +81,7 @@ class MSTopKHierFabricMixin(_Host):
 
     def setup_module(self, module: nn.Module) -> DistributedDataParallel:
         """Wrap the module, and let its gradients travel our way. A collective of the world."""
+        self._ddp_kwargs = with_defaults(self._ddp_kwargs)
         ddp = super().setup_module(module)
         if self._topology is None:
             self._topology = discover(node_rank=self.node_rank, local_rank=self.local_rank, timeout=self._timeout)

@@ -29,7 +29,7 @@ from torch.nn.parallel import DistributedDataParallel
 from lightning_sparse.strategy import checkpoint as saving
 from lightning_sparse.strategy.config import Density, Exchange, Exclude, HierConfig, ValueDtype
 from lightning_sparse.strategy.hook import hier_hook
-from lightning_sparse.strategy.options import check_options, loss_scale_of, show_log_lines
+from lightning_sparse.strategy.options import check_options, loss_scale_of, show_log_lines, with_defaults
 from lightning_sparse.strategy.roll_call import RollCall
 from lightning_sparse.strategy.state import HierState, log
 from lightning_sparse.topology import Topology, discover
@@ -60,6 +60,7 @@ if TYPE_CHECKING:
         def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> Any: ...
         def remove_checkpoint(self, filepath: Any) -> None: ...
         def teardown(self) -> None: ...
+        def _setup_model(self, model: torch.nn.Module) -> DistributedDataParallel: ...
         def broadcast(self, obj: Any, src: int = 0) -> Any: ...
 else:
     _Host = object
@@ -113,7 +114,6 @@ class MSTopKHierMixin(_Host):
         )
         check_options(type(self), kwargs)
         show_log_lines()
-        kwargs.setdefault("gradient_as_bucket_view", True)
         super().__init__(**kwargs)  # spelt plainly: LightningCLI reads it to know which options a YAML file may give
         self.hier_state: HierState | None = None
         self._topology: Topology | None = None
@@ -138,6 +138,10 @@ class MSTopKHierMixin(_Host):
             # A checkpoint that was loaded for testing says nothing about the next fit.
             self._saved, self._resumes = None, False
         super().setup(trainer)
+
+    def _setup_model(self, model: torch.nn.Module) -> DistributedDataParallel:
+        self._ddp_kwargs = with_defaults(self._ddp_kwargs)
+        return super()._setup_model(model)
 
     def _register_ddp_hooks(self) -> None:
         ddp = self.model

@@ -46,6 +46,12 @@ def check_options(cls: type, given: dict[str, Any]) -> None:
         )
 
 
+def with_defaults(ddp_kwargs: dict[str, Any]) -> dict[str, Any]:
+    """DistributedDataParallel's options with what this strategy adds: gradients that lie in the buckets, so that
+    neither is copied."""
+    return {"gradient_as_bucket_view": True, **ddp_kwargs}
+
+
 def loss_scale_of(precision: Any) -> Tensor | None:
     """The scale of a precision plugin's loss scaler, a 0-dim tensor; None where there is none."""
     scaler = getattr(precision, "scaler", None)

@@ -101,21 +101,25 @@ _Queue = queue.SimpleQueue[_Item | None]
 
 class FifoLanes:
     """Runs the stretches of each job on one daemon thread a lane, first in, first out. After a job that failed no other
-    runs until the error was raised. The threads end when nobody holds this object any more."""
+    runs until the error was raised. The threads begin with the first job, and end when nobody holds this object any
+    more."""
 
     def __init__(self) -> None:
         self._errors: list[BaseException] = []
         self._pending: TensorFuture | None = None
         self._backward = -1
         self._inline = Inline()
+        self._first: _Queue | None = None
+
+    def _start(self) -> _Queue:
         queues: list[_Queue] = [queue.SimpleQueue() for _ in range(LANES)]
-        self._first = queues[0]
         threads = torch.get_num_threads()  # OpenMP counts threads for each thread that asks
         for lane, jobs in enumerate(queues):
             onward = queues[lane + 1] if lane + 1 < LANES else None
             arguments = (jobs, onward, self._errors, threads)  # not self: the thread would keep alive what ends it
             threading.Thread(target=_work, args=arguments, name="lightning_sparse", daemon=True).start()
-        weakref.finalize(self, self._first.put, None)
+        weakref.finalize(self, queues[0].put, None)
+        return queues[0]
 
     def run(self, job: Job, result: Tensor) -> TensorFuture:
         """Queue the job."""
@@ -127,6 +131,8 @@ class FifoLanes:
             self._backward = backward
         future: TensorFuture = torch.futures.Future()
         self._pending = future
+        if self._first is None:
+            self._first = self._start()
         self._first.put((job, result, future))
         return future
 

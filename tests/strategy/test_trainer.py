@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_sparse.strategy import HierConfig
+from lightning_sparse.strategy.options import with_defaults
 from tests.helpers.distributed import run_ranks
 from tests.strategy.models import mlp
 
@@ -163,7 +164,11 @@ def life(flavour: str) -> dict[str, Any]:
     lines = Lines()
     module = plain_module(flavour)
     strategy = sparse(flavour)
-    t = trainer(flavour, strategy, limit_val_batches=2, max_epochs=1, max_steps=-1)
+    views: list[bool] = []
+    look = importlib.import_module(lightning_of(flavour).__name__ + ".callbacks").LambdaCallback(
+        on_train_start=lambda trainer, _: views.append(trainer.strategy.model.gradient_as_bucket_view)
+    )
+    t = trainer(flavour, strategy, limit_val_batches=2, max_epochs=1, max_steps=-1, callbacks=[look])
     t.validate(module, verbose=False)
     t.fit(module)
     first, rounds = weights(module).clone(), strategy.hier_state.round
@@ -175,7 +180,7 @@ def life(flavour: str) -> dict[str, Any]:
     return {
         "weights": weights(module), "moved": not torch.equal(first, weights(module)), "rounds": rounds,
         "rounds_after": strategy.hier_state.round, "predictions": len(predictions), "residual": float(residual),
-        "lines": list(lines.lines), "sent": strategy.hier_state.stats.density,
+        "lines": list(lines.lines), "sent": strategy.hier_state.stats.density, "views": views,
     }  # fmt: skip
 
 
@@ -190,6 +195,7 @@ def test_fit_validate_test_predict_and_a_second_fit(results: Results) -> None:
     assert life["sent"] < 0.2, "after the second wrap the one big bucket was split into the settled groups, sparse"
     assert sum("hierarchical reduction" in line for line in life["lines"]) == 1
     assert not results[1]["life"]["lines"], "ranks other than 0 are quiet"
+    assert life["views"] == [True, True], "gradients lie in the buckets"
 
 
 @scenario
@@ -576,10 +582,10 @@ def test_other_callbacks_may_have_a_schedule_of_their_own() -> None:
 
 def test_defaults_reach_ddp() -> None:
     strategy = ours("pytorch_lightning").MSTopKHierStrategy(find_unused_parameters=True)
-    assert strategy._ddp_kwargs == {"gradient_as_bucket_view": True, "find_unused_parameters": True}
+    assert strategy._ddp_kwargs == {"find_unused_parameters": True}, "as Lightning's own strategy has them"
     assert strategy.config == HierConfig()
-    kept = ours("pytorch_lightning").MSTopKHierStrategy(gradient_as_bucket_view=False)
-    assert kept._ddp_kwargs == {"gradient_as_bucket_view": False}
+    assert with_defaults({}) == {"gradient_as_bucket_view": True}
+    assert with_defaults({"gradient_as_bucket_view": False}) == {"gradient_as_bucket_view": False}
 
 
 @pytest.mark.parametrize("flavour", FLAVOURS)
