@@ -3,7 +3,9 @@
 Every rank runs the same list of measurements at the same time, since the devices of a node share its link, and each
 number is the slowest rank's: so all ranks end with the same numbers, and whatever is computed from them is agreed. How
 much is sent follows the link: messages grow until one takes `ENOUGH_S`, which all ranks decide on the agreed time.
-Kernels are timed on as many elements as a shard of the run has: in a processor's cache they would seem faster.
+Kernels are timed on as many elements as a shard of the run has: in a processor's cache they would seem faster. Their
+gradients are drawn from a generator of their own: a measurement, which may come at any round, must not move what a run
+draws from the default one (dropout, say). Dtypes are spelt out, for a run may have set another default.
 
 Each number is the fastest of a few, for a disturbance only ever adds. The one that counts most, the rate, has the most:
 a message that was disturbed would end the growth too early and pass for a slow link.
@@ -43,7 +45,7 @@ def probe(comm: HierCommunicator, device: torch.device, value_dtype: torch.dtype
     inter, nbytes = _link(agreed, comm.exchange, nodes)
     intra, _ = _link(agreed, comm.gather, devices) if devices > 1 else (Link(0.0, 0.0), 0)
 
-    shard_S = torch.zeros(max(1, nbytes // 8), device=device)
+    shard_S = torch.zeros(max(1, nbytes // 8), dtype=torch.float32, device=device)
     carried = shard_S.numel() * 4 * (nodes - 1) / nodes  # in each half of the ring
     taken = agreed.seconds(lambda: comm.all_reduce(shard_S))
     adding = taken - 2 * (nodes - 1) * inter.latency - 2 * carried * inter.seconds_per_byte
@@ -58,7 +60,9 @@ def kernel_costs(
     """``select``, ``scatter``, ``fill`` and ``cast`` of `Rates` for shards of that size, by the stopwatch given."""
     numel = min(MOST_SELECTED, max(100, shard_numel))
     pairs = numel // 100
-    grad_S, residual_S, next_S = (torch.randn(numel, device=device) for _ in range(3))
+    own = torch.Generator(device).manual_seed(0)
+    shards = (torch.randn(numel, generator=own, dtype=torch.float32, device=device) for _ in range(3))
+    grad_S, residual_S, next_S = shards
     message = compress(grad_S, residual_S, next_S, pairs, value_dtype)
     few, many = (message.expand(count, -1).contiguous() for count in (1, 9))
     select = seconds(lambda: compress(grad_S, residual_S, next_S, pairs, value_dtype))
@@ -67,7 +71,7 @@ def kernel_costs(
     scatter = max(0.0, often - once) / (8 * pairs)
     fill = max(0.0, once - pairs * scatter) / numel
 
-    rounded, one = Rounded(numel, 2), torch.ones((), device=device)
+    rounded, one = Rounded(numel, 2), torch.ones((), dtype=torch.float32, device=device)
 
     def cast() -> None:  # S elements in each of the three, however many nodes share them
         rows = rounded.split(grad_S, residual_S, next_S, one)

@@ -46,6 +46,23 @@ def measure() -> tuple[list[float], list[str]]:
     return ours.choices.rates.to_list(), lines
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_a_measurement_minds_no_defaults_and_draws_no_random_number(dtype: torch.dtype) -> None:
+    """Lightning sets the default dtype for a whole training step, with its backward in manual optimization."""
+    assert run_ranks(measure_under, dtype, nodes=2, devices=2) == [True] * 4
+
+
+def measure_under(dtype: torch.dtype) -> bool:
+    model = mlp()
+    ddp, ours = wrap(model, HierConfig())
+    loss = loss_of(ddp, 0, dist.get_rank())
+    before = torch.get_rng_state()
+    torch.set_default_dtype(dtype)
+    loss.backward()
+    assert ours.choices.rates is not None
+    return torch.equal(torch.get_rng_state(), before)
+
+
 @pytest.mark.parametrize(("nodes", "devices"), SHAPES)
 def test_changing_paths_loses_nothing_and_keeps_ranks_equal(nodes: int, devices: int) -> None:
     everyone = run_ranks(change_paths, nodes=nodes, devices=devices)
