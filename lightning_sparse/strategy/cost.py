@@ -25,6 +25,7 @@ density < 8 / (p M). Paths do not apply the same share of the gradient, so times
 density* is 1 for the dense ones, at most M * K / S for sparse and K / S for regional.
 """
 
+import math
 from dataclasses import astuple, dataclass
 from typing import NamedTuple
 
@@ -92,8 +93,9 @@ class Rates:
 
     @staticmethod
     def from_list(numbers: list[float]) -> "Rates":
-        """The inverse of to_list()."""
-        return Rates(Link(*numbers[0:2]), Link(*numbers[2:4]), *numbers[4:])
+        """The inverse of to_list(). An older checkpoint lacks ``cast``: what was never measured is never chosen."""
+        cast = numbers[8] if len(numbers) > 8 else math.inf
+        return Rates(Link(*numbers[0:2]), Link(*numbers[2:4]), *numbers[4:8], cast)
 
 
 class Work(NamedTuple):

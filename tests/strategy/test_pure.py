@@ -192,6 +192,8 @@ def test_effective_densities() -> None:
 
 def test_rates_survive_a_checkpoint() -> None:
     assert cost.Rates.from_list(HOST.to_list()) == HOST
+    older = cost.Rates.from_list(dataclasses.replace(HOST, select=1e-5).to_list()[:8])
+    assert _plan(4, 2, 10**6, older).path == "dense", "as when that number was not known"
 
 
 @given(st.sampled_from(["auto", "sparse", "regional"]), st.floats(0.0, 0.2), st.floats(0.0, 0.2))
