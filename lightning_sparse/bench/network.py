@@ -76,22 +76,23 @@ def _links(topology: Topology, device: torch.device) -> Iterator[Finding]:
         said = f"{intra:.3g} Gbit/s a device, {1e3 * rates.intra.latency:.2g} ms a step"
         said += "; hardly faster than between nodes, so a hierarchy gains little" if slow else ""
         yield Finding("note" if slow else "ok", "inside a node", said)
-    yield _advice(topology, rates)
+    yield advice(topology, rates)
 
 
-def _advice(topology: Topology, rates: Rates) -> Finding:
+def advice(topology: Topology, rates: Rates) -> Finding:
     """A bucket of DDP's size by each way, and which one exchange='auto' would take at 1 %."""
     work = Work(topology.num_nodes, topology.num_devices, BUCKET_NUMEL)
-    flat, dense = cost.flat_seconds(work, rates), cost.dense_seconds(work, rates)
-    sparse = cost.sparse_seconds(work, rates, -(-work.shard_numel // 100), VALUES)
+    seconds = {
+        "DDP": cost.flat_seconds(work, rates),
+        "2-D dense": cost.dense_seconds(work, rates),
+        "2-D dense, 16-bit": cost.dense16_seconds(work, rates),
+        "1 %": cost.sparse_seconds(work, rates, -(-work.shard_numel // 100), VALUES),
+    }
     config, bucket = HierConfig(warmup_epochs=0), ParamGroup(("bucket",), (BUCKET_NUMEL,))
     plan = choose(config, topology, rates, bucket, torch.float32, config.least_density, round_index=0, epoch=0)
-    sparsely = plan.path == "sparse"
-    choice = "exchange='auto' will be " + ("sparse" if sparsely else "dense: plain DDP does as well")
-    times = ", ".join(
-        f"{name} {1e3 * each:.3g}" for name, each in (("DDP", flat), ("2-D dense", dense), ("1 %", sparse))
-    )
-    return Finding("ok", "25 MiB bucket", f"{times} ms, predicted; {choice}")
+    choice = plan.path if plan.path in ("sparse", "dense16") else "dense: plain DDP does as well"
+    times = ", ".join(f"{name} {1e3 * each:.3g}" for name, each in seconds.items())
+    return Finding("ok", "25 MiB bucket", f"{times} ms, predicted; exchange='auto' will be {choice}")
 
 
 def _gbps(seconds_per_byte: float) -> float:

@@ -9,8 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from lightning_sparse.bench import doctor
+from lightning_sparse.bench import doctor, network
 from lightning_sparse.bench.doctor import Finding, examine, report
+from lightning_sparse.strategy.cost import Link, Rates
+from lightning_sparse.topology import Topology
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -21,6 +23,15 @@ def marks(findings: list[Finding]) -> dict[str, str]:
 
 def said(findings: list[Finding], subject: str) -> str:
     return next(each.said for each in findings if each.subject == subject)
+
+
+@pytest.mark.parametrize(
+    ("cast", "choice"), [(1e-9, "will be dense16"), (1.0, "will be dense: plain DDP does as well")]
+)
+def test_what_is_said_of_a_network_is_what_auto_does(cast: float, choice: str) -> None:
+    topology = Topology(((0,), (1,), (2,), (3,)), 0)
+    rates = Rates(Link(0.0, 8e-9), Link(0.0, 0.0), select=1.0, cast=cast)
+    assert network.advice(topology, rates).said.endswith(choice)
 
 
 @pytest.mark.parametrize("words", [[], ["--json"]])
