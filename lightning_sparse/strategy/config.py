@@ -93,7 +93,7 @@ class HierConfig:
     @property
     def measures(self) -> bool:
         """Whether something is decided by the rates of the networks."""
-        return self.exchange == "auto" or (self.density == "auto" and self.exchange != "dense")
+        return self.exchange == "auto" or (self.density == "auto" and self.exchange in ("sparse", "regional"))
 
     @property
     def dtype(self) -> torch.dtype:

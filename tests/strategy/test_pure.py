@@ -2,7 +2,7 @@
 
 import dataclasses
 import itertools
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -12,6 +12,7 @@ from torch import nn
 
 from lightning_sparse.kernels import message_bytes
 from lightning_sparse.strategy import HierConfig, HierState, cost, plan
+from lightning_sparse.strategy.config import Exchange
 from lightning_sparse.strategy.layout import Layout, ParamGroup, group_of, parameter_names, refuse_sparse_gradients
 from lightning_sparse.strategy.residual import ResidualStore
 from lightning_sparse.strategy.schedule import density_at, is_dense_round, num_selected
@@ -211,6 +212,11 @@ def test_the_density_that_hides_is_the_largest_whose_round_fits() -> None:
     assert _free(sparse, 10.0) == 1.0
     assert _free(HierConfig(density="auto"), 10.0) == 1.0
     assert _free(HierConfig(density="auto", exchange="dense"), 10.0) == 1.0
+
+
+def test_where_all_is_sent_no_density_is_looked_for() -> None:
+    measures = {exchange for exchange in get_args(Exchange) if HierConfig(density="auto", exchange=exchange).measures}
+    assert measures == {"auto", "sparse", "regional"}
 
 
 def _free(config: HierConfig, window: float) -> float:
