@@ -97,32 +97,39 @@ class Choices:
         """
         if not self.config.measures or self._topology.kind != "hierarchical":
             return
+        communicator.where = f"in round {round_index}"
+        changed = False
         if self.rates is None:
             wait()  # for another module, wrapped with the same topology
-            self.rates = self._probe(device)
+            self.rates = self._probe(communicator, device)
             self._say(f"measured: {self.rates.describe(self._topology.num_devices)}")
         elif self.config.inter_gbps is None and self._recheck.is_due(round_index, communicator.stopwatch):
             wait()
-            self._look_again(communicator, device, round_index, epoch, self.rates)
-        if self.config.density == "auto" and self.window.is_due(round_index):
+            changed = self._look_again(communicator, device, round_index, epoch, self.rates)
+        if self.config.density == "auto" and (changed or self.window.is_due(round_index)):
             wait()
             self._set_density(communicator, device, round_index, self.rates)
 
-    def _probe(self, device: torch.device) -> Rates:
-        shard_numel = self._numel // self._topology.num_devices
-        return probe(HierCommunicator(self._topology), device, self.config.dtype, shard_numel)  # untimed
+    def _probe(self, communicator: HierCommunicator, device: torch.device) -> Rates:
+        untimed = HierCommunicator(self._topology)
+        untimed.where = communicator.where
+        return probe(untimed, device, self.config.dtype, self._numel // self._topology.num_devices)
 
     def _look_again(
         self, communicator: HierCommunicator, device: torch.device, round_index: int, epoch: int, before: Rates
-    ) -> None:
+    ) -> bool:
+        """Hold the rates against the last rounds, and measure again where they differ; True if that changed them."""
+
         def least(seconds: float) -> float:
             return -_largest(communicator, device, -seconds)
 
         measured = self._recheck.measured(communicator.stopwatch, least)
         predicted = self._between(before, round_index, epoch)
+        if not measured or not predicted:  # a transport of the user's own, which times nothing; an unsettled layout
+            return False
         if not differ(measured, predicted, CONTRADICTS):
-            return
-        now = self._probe(device)
+            return False
+        now = self._probe(communicator, device)
         changed = differ(self._between(now, round_index, epoch), predicted, CHANGED)
         if changed:
             self.rates = now
@@ -131,6 +138,7 @@ class Choices:
             f"predicted; measured again: {now.describe(self._topology.num_devices)}; "
             f"{'by that it is decided from now on' if changed else 'no reason to decide otherwise'}"
         )
+        return changed
 
     def _between(self, rates: Rates, round_index: int, epoch: int) -> float:
         """Seconds that a round as it is made now spends between nodes, by these rates."""

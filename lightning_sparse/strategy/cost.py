@@ -35,7 +35,7 @@ from lightning_sparse.kernels import message_bytes
 from lightning_sparse.strategy.rounded import Rounded
 
 MARGIN = 0.9
-"""A sparse round sends less of the gradient than a dense one, so it must be faster by more than noise."""
+"""Sparse rounds, and rounded ones, leave something for later, so they must be faster by more than noise."""
 
 
 @dataclass(frozen=True)

@@ -5,9 +5,9 @@ on meanwhile. The last bucket hides behind nothing. So ``density="auto"`` gives 
 density whose exchange fits into that window (lightning_sparse.strategy.plan.free_density), and the last one the least.
 
 The window differs between ranks and from round to round. A decision takes the median of the last few rounds, of the
-slowest rank: an exchange waits for it anyway. There are few decisions, each in a round that is the same on all ranks;
-what was decided is saved in checkpoints. A decision that comes due before enough rounds were measured, as soon after a
-resume, waits for them.
+slowest rank: an exchange waits for it anyway. There are few decisions, each in a round that is the same on all ranks,
+and one wherever the rates of the networks have changed; what was decided is saved in checkpoints. A decision that comes
+due before enough rounds were measured, as soon after a resume, waits for them.
 """
 
 import statistics

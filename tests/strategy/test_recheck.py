@@ -6,6 +6,7 @@ import logging
 import sys
 import threading
 import time
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +15,15 @@ import torch
 import torch.distributed as dist
 
 from lightning_sparse.lab import Cluster, LabConfig, why_not
-from lightning_sparse.strategy import HierConfig, choices, recheck, state
+from lightning_sparse.strategy import CommunicationError, HierConfig, choices, recheck, state
 from lightning_sparse.strategy.cost import Link, Rates
 from lightning_sparse.strategy.stopwatch import Stopwatch
+from lightning_sparse.strategy.window import DECISIONS
 from tests.helpers.distributed import run_ranks
 from tests.strategy.models import flat_grads, loss_of, mlp, wrap
 
 CHECK = recheck.CHECKS[0]
+SOON = DECISIONS[0] + recheck.ROUNDS
 NEVER_SO_SLOW = Rates(Link(10.0, 1e-3), Link(0.0, 0.0))  # a second for 1,000 bytes: sparse
 
 
@@ -93,6 +96,62 @@ def start_with(rates: Rates | None, gbps: float | None = None) -> dict[str, Any]
     assert ours.choices.rates is not None
     told = [line for line in lines if "measured again" in line]
     return {"paths": paths, "probes": len(probes), "rates": ours.choices.rates.to_list(), "lines": told}
+
+
+def test_a_transport_that_nobody_times_contradicts_nothing() -> None:
+    assert run_ranks(untimed, nodes=2, devices=1) == [0, 0]
+
+
+def untimed() -> int:
+    recheck.CHECKS = (SOON,)  # type: ignore[assignment]
+    probes: list[int] = []
+    choices.probe = lambda *_: probes.append(1)  # type: ignore[assignment, func-returns-value, return-value]
+    ddp, ours = wrap(mlp(), HierConfig(warmup_epochs=0))
+    ours.communicator._timed = lambda _: nullcontext()  # type: ignore[method-assign]
+    ours.choices.rates = NEVER_SO_SLOW
+    for step in range(SOON + 1):
+        loss_of(ddp, step, dist.get_rank()).backward()
+    return len(probes)
+
+
+def test_what_hides_behind_backward_is_asked_anew() -> None:
+    densities = run_ranks(density_after_a_look, nodes=2, devices=2)
+    assert densities[0][0] == 0.01, "by rates at which nothing hides"
+    assert densities[0][1] > 0.01
+    assert all(each == densities[0] for each in densities)
+
+
+def density_after_a_look() -> tuple[float, float]:
+    recheck.CHECKS = (SOON,)  # type: ignore[assignment]
+    model = mlp()
+    ddp, ours = wrap(model, HierConfig(density="auto", exchange="sparse", warmup_epochs=0), bucket_cap_mb=0.001)
+    ours.choices.rates = NEVER_SO_SLOW
+    before = 0.0
+    for step in range(SOON + 1):
+        if step == SOON - recheck.ROUNDS:
+            model[0].weight.register_hook(lambda _: time.sleep(0.1))  # of the last group
+        before = ours.choices.density
+        loss_of(ddp, step, dist.get_rank()).backward()
+    return before, ours.choices.density
+
+
+def test_a_rank_that_fails_meanwhile_is_told_of_by_the_round() -> None:
+    told, _ = run_ranks(fail_in_the_look, nodes=2, devices=1)
+    assert f"rank 0: all-reduce over all ranks (ranks 0, 1) failed in round {SOON}" in told
+
+
+def fail_in_the_look() -> str:
+    recheck.CHECKS = (SOON,)  # type: ignore[assignment]
+    ddp, ours = wrap(mlp(), HierConfig(warmup_epochs=0))
+    ours.choices.rates = NEVER_SO_SLOW
+    for step in range(SOON + 1):
+        if step == SOON and dist.get_rank() == 1:
+            return "gone"
+        try:
+            loss_of(ddp, step, dist.get_rank()).backward()
+        except CommunicationError as error:
+            return str(error)
+    return "nothing was raised"
 
 
 SCRIPT = """
