@@ -82,9 +82,16 @@ class HierCommunicator:
 
     def exchange(self, message_B: Tensor) -> Tensor:
         """All-gather between nodes: messages of B bytes -> [M, B] in node order."""
-        messages_MB = message_B.new_empty(self.topology.num_nodes, message_B.numel())
+        nodes, node = self.topology.num_nodes, self.topology.node_index
+        messages_MB = message_B.new_empty(nodes, message_B.numel())
         with self._named("all-gather between nodes", self._peer_ranks()), self._timed(message_B):
-            _all_gather_single(messages_MB.view(-1), message_B, group=self.topology.inter)
+            if message_B.is_cuda:
+                _all_gather_single(messages_MB.view(-1), message_B, group=self.topology.inter)
+                return messages_MB
+            # Gloo's own is this ring too, but in halves that two more threads pass on: a quarter of a millisecond each.
+            messages_MB[node].copy_(message_B)
+            for step in range(1, nodes):
+                self._shift(messages_MB[node - step + 1], messages_MB[node - step], by=1)
         return messages_MB
 
     def all_reduce(self, shard_S: Tensor) -> None:
@@ -94,9 +101,16 @@ class HierCommunicator:
 
     def all_to_all(self, messages_MB: Tensor) -> Tensor:
         """Between nodes: row j goes to node j; what arrives is [M, B] in node order."""
+        nodes, node = self.topology.num_nodes, self.topology.node_index
         arrived_MB = torch.empty_like(messages_MB)
         with self._named("all-to-all between nodes", self._peer_ranks()), self._timed(messages_MB):
-            dist.all_to_all_single(arrived_MB.view(-1), messages_MB.view(-1), group=self.topology.inter)
+            if messages_MB.is_cuda:
+                dist.all_to_all_single(arrived_MB.view(-1), messages_MB.view(-1), group=self.topology.inter)
+                return arrived_MB
+            # Gloo's own sends all rows at once, and where they meet at a slow link, packets are lost.
+            arrived_MB[node].copy_(messages_MB[node])
+            for step in range(1, nodes):
+                self._shift(messages_MB[(node + step) % nodes], arrived_MB[node - step], by=step)
         return arrived_MB
 
     def gather(self, shard_S: Tensor, *, last: bool = False, into: Tensor | None = None) -> Tensor:
@@ -151,6 +165,17 @@ class HierCommunicator:
         """Reduce over all ranks, in place."""
         with self._named("all-reduce over all ranks", tuple(range(self.topology.world_size))), self._timed(tensor):
             dist.all_reduce(tensor, op=op, group=self.topology.world)
+
+    def _shift(self, sent: Tensor, arrived: Tensor, *, by: int) -> None:
+        """With the nodes in a circle: to the one so many places on, from the one as many places back."""
+        peers, node = self._peer_ranks(), self.topology.node_index
+        under_way = (
+            dist.irecv(arrived, src=peers[node - by], group=self.topology.inter),
+            dist.isend(sent, dst=peers[(node + by) % len(peers)], group=self.topology.inter),
+        )
+        for work in under_way:
+            if work is not None:
+                work.wait()
 
     def _node_ranks(self) -> tuple[int, ...]:
         return self.topology.nodes[self.topology.node_index]
