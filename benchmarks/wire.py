@@ -87,7 +87,18 @@ def at_once(comm: HierCommunicator, message_B: Tensor) -> Tensor:
 
 
 def direct(comm: HierCommunicator, message_B: Tensor) -> Tensor:
-    return comm.all_to_all(message_B.expand(comm.topology.num_nodes, -1))
+    return step_by_step(comm, message_B.expand(comm.topology.num_nodes, -1))
+
+
+def step_by_step(comm: HierCommunicator, messages_MB: Tensor) -> Tensor:
+    nodes, node, group = comm.topology.num_nodes, comm.topology.node_index, comm.topology.inter
+    arrived_MB = torch.empty_like(messages_MB)
+    arrived_MB[node].copy_(messages_MB[node])
+    for step in range(1, nodes):
+        to, source = (node + step) % nodes, (node - step) % nodes
+        receiving = dist.irecv(arrived_MB[source], src=source, group=group)
+        _wait([receiving, dist.isend(messages_MB[to], dst=to, group=group)])
+    return arrived_MB
 
 
 def gloos_own(comm: HierCommunicator, messages_MB: Tensor) -> Tensor:
@@ -111,8 +122,8 @@ GATHERS: dict[str, Way] = {
     "all-to-all, repeated": repeated,
 }
 TURNS: dict[str, Way] = {  # a region a row: each is a message cut into M
-    "Gloo's all-to-all": lambda comm, message_B: gloos_own(comm, _rows(comm, message_B)),
-    "ours, step by step": lambda comm, message_B: comm.all_to_all(_rows(comm, message_B)),
+    "Gloo's all-to-all, ours": lambda comm, message_B: comm.all_to_all(_rows(comm, message_B)),
+    "step by step": lambda comm, message_B: step_by_step(comm, _rows(comm, message_B)),
 }
 
 
@@ -148,12 +159,12 @@ def once(way: Way, comm: HierCommunicator, message_B: Tensor) -> float:
     return taken
 
 
-def run_rank(file: Path, turns: int) -> None:
+def run_rank(file: Path, turns: int, only: list[str]) -> None:
     os.sched_setscheduler(0, os.SCHED_RR, os.sched_param(1))
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     nodes = tuple((rank,) for rank in range(dist.get_world_size()))
-    ways = {**GATHERS, **TURNS}
+    ways = {name: way for name, way in {**GATHERS, **TURNS}.items() if not only or any(word in name for word in only)}
     comms = {name: HierCommunicator(with_groups(nodes)) for name in ways}
     sizes = message_sizes(0.01)
     messages = [torch.full((size,), dist.get_rank(), dtype=torch.uint8) for size in sizes]
@@ -198,13 +209,13 @@ def sent_bytes() -> int:
 # -- outside -----------------------------------------------------------------------------------------------------------
 
 
-def measure(nodes: int, gbps: float | None, turns: int) -> list[dict[str, Any]]:
+def measure(nodes: int, gbps: float | None, turns: int, only: list[str]) -> list[dict[str, Any]]:
     """Rows of one cluster; without a rate it is loopback."""
     config = LabConfig(nodes=nodes, devices=1, gbps=gbps or 1.0, network=gbps is not None)
     with tempfile.TemporaryDirectory() as folder, Cluster(config) as cluster:
         file = Path(folder) / "rows.json"
         env = {"WIRE_FILE": str(file), "OMP_NUM_THREADS": "1"}
-        if cluster.run([sys.executable, __file__, "x", "--turns", str(turns)], env=env).exit_code != 0:
+        if cluster.run([sys.executable, __file__, "x", "--turns", str(turns), "--only", *only], env=env).exit_code != 0:
             raise SystemExit("the ranks failed; their output is above")
         rows = json.loads(file.read_text())
     return [{"nodes": nodes, "gbps": gbps, **row} for row in rows]
@@ -229,9 +240,10 @@ def main() -> None:
     parser.add_argument("--nodes", type=int, nargs="+", default=[2, 4, 8])
     parser.add_argument("--gbps", type=float, nargs="+", default=[0.1, 1.0, 10.0], help="0 for loopback")
     parser.add_argument("--turns", type=int, default=12)
+    parser.add_argument("--only", nargs="*", default=[], metavar="WORD", help="ways with one of these in their names")
     options = parser.parse_args()
     if "WIRE_FILE" in os.environ:
-        return run_rank(Path(os.environ["WIRE_FILE"]), options.turns)
+        return run_rank(Path(os.environ["WIRE_FILE"]), options.turns, options.only)
     options.out.mkdir(parents=True, exist_ok=True)
     file = options.out / "wire.json"
     record: list[dict[str, Any]] = json.loads(file.read_text()) if file.exists() else []
@@ -240,7 +252,7 @@ def main() -> None:
     for nodes in options.nodes:
         for gbps in options.gbps:
             with signals_as_exit():
-                rows = measure(nodes, gbps or None, options.turns)
+                rows = measure(nodes, gbps or None, options.turns, options.only)
             record += [{**row, **about} for row in rows]
             file.write_text(json.dumps(record, indent=1) + "\n")
             print(table(rows), flush=True)
