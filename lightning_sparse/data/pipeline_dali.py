@@ -1,14 +1,18 @@
 """The same samples through DALI. The only file that imports it.
 
 A thread of ours reads ahead from the store, another runs DALI, which takes the arrays as they are (``no_copy``) and
-crops, resizes, flips and normalises them on threads of its own, or on the GPU:
+resizes, flips and normalises them on threads of its own, or on the GPU:
 
 ===================  =========================================  ==============================================
 samples              without a GPU                              with one
 ===================  =========================================  ==============================================
-decoded uint8        slice -> resize -> flip, normalise         upload -> the same on the GPU
+decoded uint8        the window -> resize -> flip, normalise    upload the window -> the same on the GPU
 JPEG                 decode the window only -> the same         mixed decode of the window only -> the same
 ===================  =========================================  ==============================================
+
+Of a decoded picture DALI is given the window alone, whose rows our thread copies out of the store: that costs less than
+DALI's slice, and on a GPU the rest of the picture is not uploaded. A region of interest of the resize would save the
+copy as well, but lets pixels from outside into the edges of the window.
 
 DALI reads no file, draws no random number and knows no epoch: windows come from `augment`, as for torchvision, and an
 epoch ends when its requests do, so there is nothing that an iterator could forget to reset. The executor is the dynamic
@@ -32,7 +36,6 @@ from lightning_sparse.data.batch import Batch, Look, Prepared, Request, StoreLik
 from lightning_sparse.data.decode import decode
 
 _AHEAD = 2  # batches in each of the two queues: read, and made
-_INPUTS = {"start": (types.INT32, 1), "shape": (types.INT32, 1), "flip": (types.INT32, 0), "size": (types.FLOAT, 0)}
 
 
 class DaliPipeline:
@@ -82,12 +85,12 @@ class DaliPipeline:
     def _read(self, request: Request) -> Prepared:
         prepared = prepare(self._store, request, self._look)
         if self._store.format == "decoded":
-            return prepared
+            return prepared._replace(pictures=cut_out(prepared))
         return prepared._replace(pictures=[as_dali_reads(each) for each in prepared.pictures])
 
     def _run(self, prepared: Prepared) -> Any:
         try:
-            (images,) = self._pipe.run(pictures=prepared.pictures, **_inputs(prepared))
+            (images,) = self._pipe.run(pictures=prepared.pictures, **_inputs(prepared, self._store.format))
         except RuntimeError as error:
             raise RuntimeError(
                 f"DALI failed on one of the samples {prepared.indices.tolist()} of the manifest; backend='torch' and "
@@ -98,26 +101,37 @@ class DaliPipeline:
 
 @pipeline_def  # type: ignore[untyped-decorator]
 def _graph(look: Look, store_format: str, on_gpu: bool) -> Any:
-    given = {
-        name: fn.external_source(name=name, no_copy=True, dtype=dtype, ndim=ndim)
-        for name, (dtype, ndim) in _INPUTS.items()
-    }
-    window = {"start": given["start"], "shape": given["shape"], "axis_names": "HW"}
+    size = _input("size", types.FLOAT, 0)
     if store_format == "jpeg":
-        files = fn.external_source(name="pictures", no_copy=True, dtype=types.UINT8, ndim=1)
-        cut = fn.decoders.image_slice(files, device="mixed" if on_gpu else "cpu", output_type=types.RGB, **window)
+        window = {"start": _input("start", types.INT32, 1), "shape": _input("shape", types.INT32, 1)}
+        files = _input("pictures", types.UINT8, 1)
+        device = "mixed" if on_gpu else "cpu"
+        cut = fn.decoders.image_slice(files, device=device, output_type=types.RGB, axis_names="HW", **window)
     else:
-        pictures = fn.external_source(name="pictures", no_copy=True, dtype=types.UINT8, ndim=3, layout="HWC")
-        cut = fn.slice(pictures.gpu() if on_gpu else pictures, **window)
-    resized = fn.resize(cut, resize_x=given["size"], resize_y=given["size"], antialias=True)
+        cut = _input("pictures", types.UINT8, 3, layout="HWC")
+        cut = cut.gpu() if on_gpu else cut
+    resized = fn.resize(cut, resize_x=size, resize_y=size, antialias=True)
     return fn.crop_mirror_normalize(
         resized,
-        mirror=given["flip"],
+        mirror=_input("flip", types.INT32, 0),
         mean=[255 * each for each in look.mean],
         std=[255 * each for each in look.std],
         dtype=types.FLOAT,
         output_layout="CHW",
     )
+
+
+def _input(name: str, dtype: Any, ndim: int, **options: Any) -> Any:
+    return fn.external_source(name=name, no_copy=True, dtype=dtype, ndim=ndim, **options)
+
+
+def cut_out(prepared: Prepared) -> list[NDArray[np.uint8]]:
+    """The window of each decoded picture, in memory of its own."""
+    windows = zip(*(each.tolist() for each in prepared.windows[:4]), strict=True)
+    return [
+        picture[top : top + height, left : left + width].copy()
+        for picture, (top, left, height, width) in zip(prepared.pictures, windows, strict=True)
+    ]
 
 
 def as_dali_reads(file: NDArray[np.uint8]) -> NDArray[np.uint8]:
@@ -145,14 +159,14 @@ def jpeg_components(file: memoryview) -> int:
     return 0
 
 
-def _inputs(prepared: Prepared) -> dict[str, Any]:
+def _inputs(prepared: Prepared, store_format: str) -> dict[str, Any]:
+    """Besides the pictures. Those that are decoded are cut out already."""
     top, left, height, width, flip = prepared.windows
-    return {
-        "start": np.stack([top, left], 1).astype(np.int32),
-        "shape": np.stack([height, width], 1).astype(np.int32),
-        "flip": flip.astype(np.int32),
-        "size": np.full(len(flip), prepared.size, np.float32),
-    }
+    inputs = {"flip": flip.astype(np.int32), "size": np.full(len(flip), prepared.size, np.float32)}
+    if store_format == "jpeg":
+        inputs["start"] = np.stack([top, left], 1).astype(np.int32)
+        inputs["shape"] = np.stack([height, width], 1).astype(np.int32)
+    return inputs
 
 
 def _device_of(images: Any) -> torch.device:

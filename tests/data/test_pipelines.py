@@ -126,6 +126,31 @@ def test_with_resizing_both_backends_show_the_same_window(store: FolderStore) ->
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
+def test_nothing_around_the_window_is_seen(backend: str, folder: Path) -> None:
+    """Not at its edges either, which a resize of a region of the whole picture would blend with what is beside it."""
+
+    class Blackened(FolderStore):
+        def get(self, indices: Any) -> Any:
+            samples = super().get(indices)
+            sizes = np.array([each.data.shape[:2] for each in samples])
+            windows = LOOK.augment.windows(2, np.asarray(indices), *sizes.T)
+            kept = []
+            for sample, top, left, height, width in zip(samples, *windows[:4], strict=True):
+                data = np.zeros_like(sample.data)
+                inside = np.s_[top : top + height, left : left + width]
+                data[inside] = sample.data[inside]
+                assert not np.array_equal(data, sample.data)
+                kept.append(sample._replace(data=data))
+            return kept
+
+    store = FolderStore(folder)
+    wanted = requests(len(store), epoch=2)
+    whole, blackened = made(backend, store, wanted), made(backend, Blackened(folder), wanted)
+    for (one, _), (other, _) in zip(whole, blackened, strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_augmentation_differs_between_epochs_and_repeats_with_the_seed(backend: str, folder: Path) -> None:
     store = FolderStore(folder)
     zero, again, one = (made(backend, store, requests(len(store), epoch=epoch)) for epoch in (0, 0, 1))

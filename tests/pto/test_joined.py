@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from lightning_sparse.strategy.communicator import HierCommunicator
 from tests.helpers.distributed import RanksFailed, run_ranks
 from tests.pto.test_trainer import same
-from tests.strategy.test_trainer import Lines, lightning_of, ours, plain_module, sparse, trainer, weights
+from tests.strategy.trainers import Lines, lightning_of, ours, plain_module, sparse, trainer, weights
 
 STEPS = 12
 FLAVOUR = "pytorch_lightning"

@@ -17,7 +17,8 @@ from torch import Tensor, nn
 
 from tests.helpers.distributed import run_ranks
 from tests.pto.test_ranks import same
-from tests.strategy.test_trainer import Branches, ddp, gan, lightning_of, ours, plain_module, sparse, trainer
+from tests.strategy.test_trainer import Branches, gan
+from tests.strategy.trainers import ddp, lightning_of, ours, plain_module, sparse, trainer
 
 STEPS = 20
 KEYS = ("state_dict", "optimizer_states", "lr_schedulers", "MixedPrecision", "global_step")

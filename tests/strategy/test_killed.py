@@ -20,7 +20,7 @@ from lightning_sparse.strategy.roll_call import RollCall
 from tests.helpers.distributed import RanksFailed, run_ranks
 from tests.strategy.models import node_residual
 from tests.strategy.test_resume import _ranks
-from tests.strategy.test_trainer import lightning_of, plain_module, sparse, trainer, weights
+from tests.strategy.trainers import lightning_of, plain_module, sparse, trainer, weights
 
 STEPS = 12
 SHAPES = [(2, 2), (1, 3), (2, 3)]

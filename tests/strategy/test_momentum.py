@@ -16,7 +16,7 @@ from lightning_sparse.strategy.layout import ParamGroup
 from lightning_sparse.topology import Topology, discover
 from tests.helpers.distributed import run_ranks
 from tests.strategy.models import flat_parameters, loss_of, mlp, wrap
-from tests.strategy.test_trainer import dense_one, ours, plain_module, sparse, trainer, weights
+from tests.strategy.trainers import dense_one, ours, plain_module, sparse, trainer, weights
 
 SHAPES = [(2, 2), (3, 1)]
 STEPS = 24

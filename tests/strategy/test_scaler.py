@@ -10,7 +10,7 @@ from torch import Tensor
 from lightning_sparse.strategy import HierConfig
 from tests.helpers.distributed import run_ranks
 from tests.strategy.models import flat_grads, flat_parameters, loss_of, mlp, node_residual, sum_over_nodes, wrap
-from tests.strategy.test_trainer import plain_module, sparse, trainer, weights
+from tests.strategy.trainers import plain_module, sparse, trainer, weights
 
 BAD_STEPS = (5, 6, 9)
 

@@ -5,7 +5,6 @@ function of the flavour; a test looks at what its scenario returned on every ran
 """
 
 import importlib
-import logging
 import os
 import re
 import warnings
@@ -16,15 +15,26 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
 
-from lightning_sparse.strategy import HierConfig
-from lightning_sparse.strategy.options import with_defaults
 from tests.helpers.distributed import run_ranks
 from tests.strategy.models import mlp
+from tests.strategy.trainers import (
+    FLAVOURS,
+    Lines,
+    Results,
+    data,
+    ddp,
+    dense_one,
+    fitted,
+    lightning_of,
+    ours,
+    plain_module,
+    same_on_all_ranks,
+    sparse,
+    trainer,
+    weights,
+)
 
-FLAVOURS = ["pytorch_lightning", "lightning"]
-Results = list[dict[str, Any]]
 SCENARIOS: dict[str, Callable[[str], Any]] = {}
 
 
@@ -44,116 +54,6 @@ def run_scenarios(flavour: str, folder: str) -> dict[str, Any]:
     os.chdir(folder)
     warnings.simplefilter("ignore")
     return {name: fn(flavour) for name, fn in SCENARIOS.items()}
-
-
-# -- what scenarios are made of ----------------------------------------------------------------------------------------
-
-
-def lightning_of(flavour: str) -> Any:
-    return importlib.import_module("pytorch_lightning" if flavour == "pytorch_lightning" else "lightning.pytorch")
-
-
-def ours(flavour: str) -> Any:
-    return importlib.import_module(f"lightning_sparse.flavours.{flavour}")
-
-
-def plain_module(flavour: str, net: nn.Module | None = None, by_step: bool = False) -> Any:
-    """A LightningModule around `net`.
-
-    Args:
-        by_step: make each batch from the global step, whatever the loader says. A plain DataLoader starts its epoch
-            over when a run is resumed, so only this way both runs see the same.
-    """
-    pl = lightning_of(flavour)
-
-    class Module(pl.LightningModule):  # type: ignore[misc, name-defined]
-        def __init__(self) -> None:
-            super().__init__()
-            self.net = mlp() if net is None else net
-
-        def training_step(self, batch: Tensor, _: int) -> Tensor:
-            if by_step:
-                seed = 100 * self.trainer.global_step + self.global_rank
-                batch = torch.randn(4, 13, generator=torch.Generator().manual_seed(seed))
-            loss = self.net(batch).square().mean()
-            self.log("loss", loss)
-            return loss
-
-        def validation_step(self, batch: Tensor, _: int) -> None:
-            self.log("val", self.net(batch).square().mean(), sync_dist=True)
-
-        test_step = validation_step
-
-        def predict_step(self, batch: Tensor, _: int) -> Tensor:
-            return self.net(batch)
-
-        def train_dataloader(self) -> Any:
-            return data()
-
-        val_dataloader = test_dataloader = predict_dataloader = train_dataloader
-
-        def configure_optimizers(self) -> Any:
-            return torch.optim.SGD(self.parameters(), lr=0.05, momentum=0.9)
-
-    return Module()
-
-
-def data(count: int = 96) -> DataLoader[Tensor]:
-    return DataLoader(torch.randn(count, 13, generator=torch.Generator().manual_seed(3)), batch_size=4)  # type: ignore
-
-
-def trainer(flavour: str, strategy: Any, **options: Any) -> Any:
-    pl = lightning_of(flavour)
-    defaults: dict[str, Any] = {
-        "accelerator": "cpu", "devices": 2, "num_nodes": 2, "max_steps": 10, "logger": False,
-        "enable_progress_bar": False, "enable_model_summary": False, "enable_checkpointing": False,
-        "num_sanity_val_steps": 0, "limit_val_batches": 0,
-    }  # fmt: skip
-    return pl.Trainer(strategy=strategy, **{**defaults, **options})
-
-
-def fitted(flavour: str, strategy: Any, module: Any = None, **options: Any) -> Any:
-    module = plain_module(flavour) if module is None else module
-    trainer(flavour, strategy, **options).fit(module)
-    return module
-
-
-def weights(module: nn.Module) -> Tensor:
-    return torch.cat([p.detach().flatten() for p in module.parameters()])
-
-
-def dense_one(flavour: str, **options: Any) -> Any:
-    """Sparse messages that hold everything: must equal DDP to rounding."""
-    given = {"density": 1.0, "exchange": "sparse", "value_dtype": "float32", "bucket_cap_mb": 0.002}
-    return ours(flavour).MSTopKHierStrategy(**{**given, **options})
-
-
-def sparse(flavour: str, **options: Any) -> Any:
-    given = {"density": 0.05, "exchange": "sparse", "warmup_epochs": 0, "bucket_cap_mb": 0.002}
-    return ours(flavour).MSTopKHierStrategy(**{**given, **options})
-
-
-def ddp(flavour: str, **options: Any) -> Any:
-    strategies = importlib.import_module(lightning_of(flavour).__name__ + ".strategies")
-    return strategies.DDPStrategy(**{"bucket_cap_mb": 0.002, "gradient_as_bucket_view": True, **options})
-
-
-def same_on_all_ranks(results: Results, name: str, key: str = "weights") -> bool:
-    return all(torch.equal(each[name][key], results[0][name][key]) for each in results)
-
-
-class Lines(logging.Handler):
-    """Collects what the package logs."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.lines: list[str] = []
-        log = logging.getLogger("lightning_sparse")
-        log.addHandler(self)
-        log.setLevel(logging.INFO)
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.lines.append(record.getMessage())
 
 
 # -- every entry point, twice ------------------------------------------------------------------------------------------
@@ -525,81 +425,3 @@ def test_a_layer_may_be_replaced_between_fits(results: Results) -> None:
     assert same_on_all_ranks(results, "replaced_head")
     assert all(each["replaced_head"]["rounds"] == 10 for each in results), "a new state counts from the start"
     assert sum("parameters were replaced" in line for line in results[0]["replaced_head"]["lines"]) == 1
-
-
-# -- what is refused ---------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("options", "says"),
-    [
-        ({"density": 0.0}, r"density=0.0 must be a number in \(0, 1\]"),
-        ({"density": 1.5}, r"density=1.5 must be"),
-        ({"exchange": "sometimes"}, "exchange='sometimes' is not known"),
-        ({"value_dtype": "int8"}, "value_dtype='int8' is not known"),
-        ({"dense_rounds": -1}, "dense_rounds=-1 must be a whole number"),
-        ({"warmup_epochs": 1.5}, "warmup_epochs=1.5 must be a whole number"),
-        ({"ddp_comm_hook": print}, "cannot be joined with MSTopKHierStrategy: this strategy is a communication hook"),
-        ({"model_averaging_period": 2}, "cannot be joined with MSTopKHierStrategy"),
-        ({"densty": 0.1}, r"does not know the option\(s\) densty: its own are density"),
-    ],
-)
-@pytest.mark.parametrize("flavour", FLAVOURS)
-def test_bad_options_are_refused_early(flavour: str, options: dict[str, Any], says: str) -> None:
-    with pytest.raises(ValueError, match=says):
-        ours(flavour).MSTopKHierStrategy(**options)
-
-
-def test_the_other_flavour_is_refused_with_the_right_import() -> None:
-    with pytest.raises(ValueError, match=r"use lightning_sparse.flavours.pytorch_lightning.MSTopKHierStrategy"):
-        lightning_of("pytorch_lightning").Trainer(strategy=ours("lightning").MSTopKHierStrategy(), accelerator="cpu")
-
-
-def test_static_graph_with_accumulation_is_refused() -> None:
-    t = lightning_of("pytorch_lightning").Trainer(
-        accelerator="cpu",
-        devices=1,
-        accumulate_grad_batches=2,
-        logger=False,
-        enable_checkpointing=False,
-        strategy=ours("pytorch_lightning").MSTopKHierStrategy(static_graph=True),
-    )
-    t.state.fn = "fit"
-    with pytest.raises(ValueError, match="static_graph=True with accumulate_grad_batches=2"):
-        t.strategy.setup(t)
-
-
-def test_other_callbacks_may_have_a_schedule_of_their_own() -> None:
-    pl = lightning_of("pytorch_lightning")
-    callback = pl.Callback()
-    callback.scheduling = {0: "warm", 5: "cold"}
-    module, strategy = plain_module("pytorch_lightning"), ours("pytorch_lightning").MSTopKHierStrategy()
-    t = SimpleNamespace(callbacks=[callback], accumulate_grad_batches=1, state=SimpleNamespace(fn="fit"))
-    strategy.model = module
-    with pytest.raises(AssertionError):  # from Lightning, which has no accelerator yet: our own check has let it pass
-        strategy.setup(t)
-
-
-def test_defaults_reach_ddp() -> None:
-    strategy = ours("pytorch_lightning").MSTopKHierStrategy(find_unused_parameters=True)
-    assert strategy._ddp_kwargs == {"find_unused_parameters": True}, "as Lightning's own strategy has them"
-    assert strategy.config == HierConfig()
-    assert with_defaults({}) == {"gradient_as_bucket_view": True}
-    assert with_defaults({"gradient_as_bucket_view": False}) == {"gradient_as_bucket_view": False}
-
-
-@pytest.mark.parametrize("flavour", FLAVOURS)
-def test_lightning_cli_accepts_our_options_and_those_of_ddp(flavour: str) -> None:
-    """LightningCLI finds out what a class accepts by reading how its constructor passes arguments on."""
-    pytest.importorskip("jsonargparse")
-    given = {"density": 0.05, "find_unused_parameters": True, "process_group_backend": "gloo"}
-    assert run_ranks(parse_options, flavour, given, nodes=1, devices=1, init=False) == [given]
-
-
-def parse_options(flavour: str, given: dict[str, Any]) -> dict[str, Any]:
-    from jsonargparse import ArgumentParser
-
-    parser = ArgumentParser(exit_on_error=False)
-    parser.add_class_arguments(ours(flavour).MSTopKHierStrategy, "strategy")
-    parsed = parser.parse_object({"strategy": given}).strategy
-    return {name: parsed[name] for name in given}

@@ -1,0 +1,86 @@
+"""What the strategy refuses, and what it passes on; without a fit."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from lightning_sparse.strategy import HierConfig
+from lightning_sparse.strategy.options import with_defaults
+from tests.helpers.distributed import run_ranks
+from tests.strategy.trainers import FLAVOURS, lightning_of, ours, plain_module
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"density": 0.0}, r"density=0.0 must be a number in \(0, 1\]"),
+        ({"density": 1.5}, r"density=1.5 must be"),
+        ({"exchange": "sometimes"}, "exchange='sometimes' is not known"),
+        ({"value_dtype": "int8"}, "value_dtype='int8' is not known"),
+        ({"dense_rounds": -1}, "dense_rounds=-1 must be a whole number"),
+        ({"warmup_epochs": 1.5}, "warmup_epochs=1.5 must be a whole number"),
+        ({"ddp_comm_hook": print}, "cannot be joined with MSTopKHierStrategy: this strategy is a communication hook"),
+        ({"model_averaging_period": 2}, "cannot be joined with MSTopKHierStrategy"),
+        ({"densty": 0.1}, r"does not know the option\(s\) densty: its own are density"),
+    ],
+)
+@pytest.mark.parametrize("flavour", FLAVOURS)
+def test_bad_options_are_refused_early(flavour: str, options: dict[str, Any], says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        ours(flavour).MSTopKHierStrategy(**options)
+
+
+def test_the_other_flavour_is_refused_with_the_right_import() -> None:
+    with pytest.raises(ValueError, match=r"use lightning_sparse.flavours.pytorch_lightning.MSTopKHierStrategy"):
+        lightning_of("pytorch_lightning").Trainer(strategy=ours("lightning").MSTopKHierStrategy(), accelerator="cpu")
+
+
+def test_static_graph_with_accumulation_is_refused() -> None:
+    t = lightning_of("pytorch_lightning").Trainer(
+        accelerator="cpu",
+        devices=1,
+        accumulate_grad_batches=2,
+        logger=False,
+        enable_checkpointing=False,
+        strategy=ours("pytorch_lightning").MSTopKHierStrategy(static_graph=True),
+    )
+    t.state.fn = "fit"
+    with pytest.raises(ValueError, match="static_graph=True with accumulate_grad_batches=2"):
+        t.strategy.setup(t)
+
+
+def test_other_callbacks_may_have_a_schedule_of_their_own() -> None:
+    pl = lightning_of("pytorch_lightning")
+    callback = pl.Callback()
+    callback.scheduling = {0: "warm", 5: "cold"}
+    module, strategy = plain_module("pytorch_lightning"), ours("pytorch_lightning").MSTopKHierStrategy()
+    t = SimpleNamespace(callbacks=[callback], accumulate_grad_batches=1, state=SimpleNamespace(fn="fit"))
+    strategy.model = module
+    with pytest.raises(AssertionError):  # from Lightning, which has no accelerator yet: our own check has let it pass
+        strategy.setup(t)
+
+
+def test_defaults_reach_ddp() -> None:
+    strategy = ours("pytorch_lightning").MSTopKHierStrategy(find_unused_parameters=True)
+    assert strategy._ddp_kwargs == {"find_unused_parameters": True}, "as Lightning's own strategy has them"
+    assert strategy.config == HierConfig()
+    assert with_defaults({}) == {"gradient_as_bucket_view": True}
+    assert with_defaults({"gradient_as_bucket_view": False}) == {"gradient_as_bucket_view": False}
+
+
+@pytest.mark.parametrize("flavour", FLAVOURS)
+def test_lightning_cli_accepts_our_options_and_those_of_ddp(flavour: str) -> None:
+    """LightningCLI finds out what a class accepts by reading how its constructor passes arguments on."""
+    pytest.importorskip("jsonargparse")
+    given = {"density": 0.05, "find_unused_parameters": True, "process_group_backend": "gloo"}
+    assert run_ranks(parse_options, flavour, given, nodes=1, devices=1, init=False) == [given]
+
+
+def parse_options(flavour: str, given: dict[str, Any]) -> dict[str, Any]:
+    from jsonargparse import ArgumentParser
+
+    parser = ArgumentParser(exit_on_error=False)
+    parser.add_class_arguments(ours(flavour).MSTopKHierStrategy, "strategy")
+    parsed = parser.parse_object({"strategy": given}).strategy
+    return {name: parsed[name] for name in given}

@@ -1,0 +1,121 @@
+"""What tests of the strategy in a Trainer are made of, in either flavour of Lightning."""
+
+import importlib
+import logging
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from tests.strategy.models import mlp
+
+FLAVOURS = ["pytorch_lightning", "lightning"]
+Results = list[dict[str, Any]]
+
+
+def lightning_of(flavour: str) -> Any:
+    return importlib.import_module("pytorch_lightning" if flavour == "pytorch_lightning" else "lightning.pytorch")
+
+
+def ours(flavour: str) -> Any:
+    return importlib.import_module(f"lightning_sparse.flavours.{flavour}")
+
+
+def plain_module(flavour: str, net: nn.Module | None = None, by_step: bool = False) -> Any:
+    """A LightningModule around `net`.
+
+    Args:
+        by_step: make each batch from the global step, whatever the loader says. A plain DataLoader starts its epoch
+            over when a run is resumed, so only this way both runs see the same.
+    """
+    pl = lightning_of(flavour)
+
+    class Module(pl.LightningModule):  # type: ignore[misc, name-defined]
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = mlp() if net is None else net
+
+        def training_step(self, batch: Tensor, _: int) -> Tensor:
+            if by_step:
+                seed = 100 * self.trainer.global_step + self.global_rank
+                batch = torch.randn(4, 13, generator=torch.Generator().manual_seed(seed))
+            loss = self.net(batch).square().mean()
+            self.log("loss", loss)
+            return loss
+
+        def validation_step(self, batch: Tensor, _: int) -> None:
+            self.log("val", self.net(batch).square().mean(), sync_dist=True)
+
+        test_step = validation_step
+
+        def predict_step(self, batch: Tensor, _: int) -> Tensor:
+            return self.net(batch)
+
+        def train_dataloader(self) -> Any:
+            return data()
+
+        val_dataloader = test_dataloader = predict_dataloader = train_dataloader
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters(), lr=0.05, momentum=0.9)
+
+    return Module()
+
+
+def data(count: int = 96) -> DataLoader[Tensor]:
+    return DataLoader(torch.randn(count, 13, generator=torch.Generator().manual_seed(3)), batch_size=4)  # type: ignore
+
+
+def trainer(flavour: str, strategy: Any, **options: Any) -> Any:
+    pl = lightning_of(flavour)
+    defaults: dict[str, Any] = {
+        "accelerator": "cpu", "devices": 2, "num_nodes": 2, "max_steps": 10, "logger": False,
+        "enable_progress_bar": False, "enable_model_summary": False, "enable_checkpointing": False,
+        "num_sanity_val_steps": 0, "limit_val_batches": 0,
+    }  # fmt: skip
+    return pl.Trainer(strategy=strategy, **{**defaults, **options})
+
+
+def fitted(flavour: str, strategy: Any, module: Any = None, **options: Any) -> Any:
+    module = plain_module(flavour) if module is None else module
+    trainer(flavour, strategy, **options).fit(module)
+    return module
+
+
+def weights(module: nn.Module) -> Tensor:
+    return torch.cat([p.detach().flatten() for p in module.parameters()])
+
+
+def dense_one(flavour: str, **options: Any) -> Any:
+    """Sparse messages that hold everything: must equal DDP to rounding."""
+    given = {"density": 1.0, "exchange": "sparse", "value_dtype": "float32", "bucket_cap_mb": 0.002}
+    return ours(flavour).MSTopKHierStrategy(**{**given, **options})
+
+
+def sparse(flavour: str, **options: Any) -> Any:
+    given = {"density": 0.05, "exchange": "sparse", "warmup_epochs": 0, "bucket_cap_mb": 0.002}
+    return ours(flavour).MSTopKHierStrategy(**{**given, **options})
+
+
+def ddp(flavour: str, **options: Any) -> Any:
+    strategies = importlib.import_module(lightning_of(flavour).__name__ + ".strategies")
+    return strategies.DDPStrategy(**{"bucket_cap_mb": 0.002, "gradient_as_bucket_view": True, **options})
+
+
+def same_on_all_ranks(results: Results, name: str, key: str = "weights") -> bool:
+    return all(torch.equal(each[name][key], results[0][name][key]) for each in results)
+
+
+class Lines(logging.Handler):
+    """Collects what the package logs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+        log = logging.getLogger("lightning_sparse")
+        log.addHandler(self)
+        log.setLevel(logging.INFO)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
