@@ -80,7 +80,9 @@ class Choices:
 
     def is_sharded(self, group: ParamGroup) -> bool:
         """Whether devices reduce the group by shards, in settled rounds."""
-        return self._topology.kind == "hierarchical" and is_reducible_by_shard(self._dtypes[group.names[0]])
+        if self._topology.kind != "hierarchical" or not group.numel:
+            return False
+        return is_reducible_by_shard(self._dtypes[group.names[0]])
 
     def prepare(
         self,

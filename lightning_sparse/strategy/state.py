@@ -142,7 +142,7 @@ class HierState:
         parts = []
         for group in self.layout.parts(whole):
             masked = unused.intersection(group.names)
-            if len(masked) == len(group.names):
+            if len(masked) == len(group.names) or not group.numel:
                 continue  # no rank used any of them: nothing to send, and the buffer stays as DDP would leave it
             part = Part(arrived, group, masked)
             if self._choose(group, part.grad_N.dtype).path != "identity":

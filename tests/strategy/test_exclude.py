@@ -123,6 +123,20 @@ def groups_when_dense() -> int:
     return len(state.layout.settled)
 
 
+@pytest.mark.parametrize("exchange", ["sparse", "dense16"])
+def test_one_without_elements_is_nothing_to_send(exchange: str) -> None:
+    assert run_ranks(beside_nothing, exchange, nodes=2, devices=1) == [{"dense", exchange}] * 2
+
+
+def beside_nothing(exchange: str) -> set[str]:
+    model = mlp()
+    model.register_parameter("empty", nn.Parameter(torch.zeros(0)))
+    ddp, state = wrap(model, HierConfig(**{**SPARSE, "exchange": exchange}, exclude=("empty",)))
+    for step in range(4):
+        (loss_of(ddp, step, dist.get_rank()) + model.empty.sum()).backward()
+    return set(state.stats.paths)
+
+
 def test_one_that_nobody_uses_is_left_alone() -> None:
     for used, unused, finite in run_ranks(leave_one_unused, nodes=2, devices=2):
         assert used == [True] * 6
