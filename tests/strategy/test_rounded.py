@@ -77,6 +77,11 @@ def test_mass_is_conserved_and_ranks_are_bit_identical(nodes: int, devices: int)
         assert each["paths"] == {"dense", "dense16"}, "and dense until the layout was settled"
 
 
+def test_the_owner_of_a_region_keeps_its_error_whatever_the_order_of_ranks() -> None:
+    for each in run_ranks(conserve, placement=[[2], [0], [1]]):
+        torch.testing.assert_close(each["given"], each["applied"] + each["waiting"], rtol=1e-6, atol=2e-6)
+
+
 def conserve() -> dict[str, Any]:
     config = HierConfig(exchange="dense16", warmup_epochs=0)
     given, applied, waiting, state = conserved(config, [0.002, 25.0], rounds=18, rewrap=9)
