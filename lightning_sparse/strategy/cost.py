@@ -94,8 +94,8 @@ class Rates:
     @staticmethod
     def from_list(numbers: list[float]) -> "Rates":
         """The inverse of to_list(). An older checkpoint lacks ``cast``: what was never measured is never chosen."""
-        cast = numbers[8] if len(numbers) > 8 else math.inf
-        return Rates(Link(*numbers[0:2]), Link(*numbers[2:4]), *numbers[4:8], cast)
+        rest = [*numbers[4:], math.inf][:5]
+        return Rates(Link(*numbers[0:2]), Link(*numbers[2:4]), *rest)
 
 
 class Work(NamedTuple):
