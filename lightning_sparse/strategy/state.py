@@ -125,7 +125,7 @@ class HierState:
             self.settle()
             device = bucket.buffer().device
             self.choices.prepare(self.communicator, device, self.round, self.epoch, self.runner.wait)
-            self.choices.window.first(bucket.buffer().device)
+            self.choices.window.first(device)
             self._round_is_open = True
         group = group_of(bucket.parameters(), self._names)
         used = self._usage.take(group) if self._usage is not None else None
