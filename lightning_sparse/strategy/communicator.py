@@ -32,6 +32,9 @@ _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather
 _reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
+LONG = 1 << 17  # bytes: messages that take turns on a slow link, rather than meet there
+
+
 class CommunicationError(RuntimeError):
     """A collective failed: a rank died, a link is down, or a rank stalled past the group's timeout."""
 
@@ -90,13 +93,9 @@ class HierCommunicator:
                 return self._by_node(messages_MB)
             # Gloo's own is a ring as well, of halves and on a thread of its own: 10 to 30 % slower at 1 Gbit/s.
             messages_MB[node].copy_(message_B)
-            group, to, source = self.topology.inter, peers[(node + 1) % len(peers)], peers[node - 1]
+            to, source = peers[(node + 1) % len(peers)], peers[node - 1]
             for step in range(1, len(peers)):
-                receiving = dist.irecv(messages_MB[node - step], src=source, group=group)
-                sending = dist.isend(messages_MB[node - step + 1], dst=to, group=group)
-                for work in (receiving, sending):
-                    if work is not None:
-                        work.wait()
+                self._pass(messages_MB[node - step + 1], to, messages_MB[node - step], source)
         return messages_MB
 
     def all_reduce(self, shard_S: Tensor) -> None:
@@ -106,11 +105,19 @@ class HierCommunicator:
 
     def all_to_all(self, messages_MB: Tensor) -> Tensor:
         """Between nodes: row j goes to node j; what arrives is [M, B] in node order."""
+        peers, node = self._peer_ranks(), self.topology.node_index
         arrived_MB = torch.empty_like(messages_MB)
-        with self._named("all-to-all between nodes", self._peer_ranks()), self._timed(messages_MB):
-            sent_MB = self._by_rank(messages_MB)
-            dist.all_to_all_single(arrived_MB.view(-1), sent_MB.view(-1), group=self.topology.inter)
-            return self._by_node(arrived_MB)
+        with self._named("all-to-all between nodes", peers), self._timed(messages_MB):
+            if messages_MB.is_cuda or messages_MB[0].nbytes < LONG:
+                sent_MB = self._by_rank(messages_MB)
+                dist.all_to_all_single(arrived_MB.view(-1), sent_MB.view(-1), group=self.topology.inter)
+                return self._by_node(arrived_MB)
+            # Gloo's own sends to all at once: where long messages meet at a slow link, packets are lost.
+            arrived_MB[node].copy_(messages_MB[node])
+            for step in range(1, len(peers)):
+                to = (node + step) % len(peers)
+                self._pass(messages_MB[to], peers[to], arrived_MB[node - step], peers[node - step])
+        return arrived_MB
 
     def gather(self, shard_S: Tensor, *, last: bool = False, into: Tensor | None = None) -> Tensor:
         """All-gather inside the node: shard_S -> flat tensor of L * S elements.
@@ -171,6 +178,13 @@ class HierCommunicator:
     def _peer_ranks(self) -> tuple[int, ...]:
         device = self.topology.device_index
         return tuple(node[device] for node in self.topology.nodes)
+
+    def _pass(self, sent_B: Tensor, to: int, arrived_B: Tensor, source: int) -> None:
+        """Send a message to one rank while another's arrives."""
+        group = self.topology.inter
+        for work in (dist.irecv(arrived_B, src=source, group=group), dist.isend(sent_B, dst=to, group=group)):
+            if work is not None:
+                work.wait()
 
     def _by_rank(self, rows_MB: Tensor) -> Tensor:
         """From node order to that of ranks, which is a group's."""

@@ -158,7 +158,9 @@ def dense16_round(state: HierState, part: Part) -> Lanes:
     row = rounded.merge(comm.all_to_all(rows), comm.topology.node_index, next_S)
     rows = comm.exchange(row)
     yield
-    _finish(state, part, rounded.join(rows), next_S)
+    shard_S = sum_S if sum_S.dtype == torch.float32 else torch.empty_like(sum_S, dtype=torch.float32)
+    rounded.join(rows, shard_S)
+    _finish(state, part, shard_S, next_S)
 
 
 def flat_round(state: HierState, part: Part) -> Lanes:

@@ -76,7 +76,7 @@ def kernel_costs(
     def cast() -> None:  # S elements in each of the three, however many nodes share them
         rows = rounded.split(grad_S, residual_S, next_S, one)
         rounded.merge(rows, 0, next_S)
-        rounded.join(rows)
+        rounded.join(rows, grad_S)
 
     return select / numel, scatter, fill, seconds(cast) / numel
 

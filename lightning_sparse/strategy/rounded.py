@@ -47,13 +47,14 @@ class Rounded:
 
     def split(self, sum_S: Tensor, residual_S: Tensor | None, next_S: Tensor | None, scale: Tensor) -> Tensor:
         """Stretch 1: the rows of all regions as bytes, [M, 2 R]; ``next_S`` becomes what rounding took off."""
-        acc_S = sum_S.float() * scale
+        acc_S = torch.empty_like(sum_S, dtype=torch.float32) if next_S is None else next_S
+        acc_S.copy_(sum_S).mul_(scale)
         if residual_S is not None:
             acc_S += residual_S
         rows = torch.zeros(self.num_nodes * self.row_numel, dtype=DTYPE, device=sum_S.device)
         rows[: self.shard_numel] = acc_S
         if next_S is not None:
-            _left_over(acc_S, rows[: self.shard_numel], next_S)
+            _take_off(acc_S, rows[: self.shard_numel])
         return rows.view(torch.uint8).view(self.num_nodes, -1)
 
     def merge(self, rows_MB: Tensor, node: int, next_S: Tensor | None) -> Tensor:
@@ -65,17 +66,15 @@ class Rounded:
         row_R = sum_R.to(DTYPE)
         if next_S is not None:
             own_S = next_S[node * self.row_numel :][: self.row_numel]  # shorter than R, or empty, at the end
-            left_R = torch.empty_like(sum_R)
-            _left_over(sum_R, row_R, left_R)
-            own_S += left_R[: own_S.numel()]
+            own_S += _take_off(sum_R, row_R)[: own_S.numel()]
         return row_R.view(torch.uint8)
 
-    def join(self, rows_MB: Tensor) -> Tensor:
-        """After stretch 4: the sum over nodes, fp32 of S elements."""
-        return rows_MB.view(-1).view(DTYPE)[: self.shard_numel].float()
+    def join(self, rows_MB: Tensor, shard_S: Tensor) -> None:
+        """After stretch 4: the sum over nodes, into ``shard_S``."""
+        shard_S.copy_(rows_MB.view(-1).view(DTYPE)[: self.shard_numel])
 
 
-def _left_over(exact: Tensor, rounded: Tensor, out: Tensor) -> None:
-    """Their difference, which fp32 holds exactly; zero where it is not finite."""
-    torch.sub(exact, rounded, out=out)
-    out.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
+def _take_off(exact: Tensor, rounded: Tensor) -> Tensor:
+    """In place: what rounding took off, which fp32 holds exactly; zero where it is not finite."""
+    exact -= rounded
+    return exact.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)

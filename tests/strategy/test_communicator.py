@@ -13,26 +13,27 @@ PLACEMENTS = {
     "three, dealt out": [[0, 3], [1, 4], [2, 5]],
     "five, in any order": [[3], [0], [4], [1], [2]],
 }
-ROUNDS, NBYTES = 3, 300_001
+ROUNDS, SIZES = 3, (1_001, 300_001)  # bytes: all at once, and in turns
 
 
+@pytest.mark.parametrize("nbytes", SIZES)
 @pytest.mark.parametrize("nodes", PLACEMENTS.values(), ids=PLACEMENTS)
-def test_messages_arrive_in_node_order(nodes: list[list[int]]) -> None:
-    for place, rounds in enumerate(run_ranks(travel, placement=nodes)):
+def test_messages_arrive_in_node_order(nodes: list[list[int]], nbytes: int) -> None:
+    for place, rounds in enumerate(run_ranks(travel, nbytes, placement=nodes)):
         node, device = next((m, node.index(place)) for m, node in enumerate(nodes) if place in node)
         for number, (gathered, turned) in enumerate(rounds):
             assert gathered == [text(peer[device], number, None) for peer in nodes]
             assert turned == [text(peer[device], number, node) for peer in nodes]
 
 
-def travel() -> list[tuple[list[str], list[str]]]:
+def travel(nbytes: int) -> list[tuple[list[str], list[str]]]:
     """Rounds follow each other without a barrier, and a rank that is early must not be taken for another's round."""
     comm = HierCommunicator(discover())
     rank, nodes = dist.get_rank(), comm.topology.num_nodes
     rounds = []
     for number in range(ROUNDS):
-        gathered = comm.exchange(message(text(rank, number, None)))
-        turned = comm.all_to_all(torch.stack([message(text(rank, number, to)) for to in range(nodes)]))
+        gathered = comm.exchange(message(text(rank, number, None), nbytes))
+        turned = comm.all_to_all(torch.stack([message(text(rank, number, to), nbytes) for to in range(nodes)]))
         rounds.append(([read(row) for row in gathered], [read(row) for row in turned]))
     return rounds
 
@@ -41,13 +42,13 @@ def text(rank: int, number: int, to: int | None) -> str:
     return f"rank {rank}, round {number}, to {to}"
 
 
-def message(said: str) -> torch.Tensor:
+def message(said: str, nbytes: int) -> torch.Tensor:
     """The text, many times over."""
     data = (said + ";").encode()
-    return torch.frombuffer(bytearray((data * (NBYTES // len(data) + 1))[:NBYTES]), dtype=torch.uint8)
+    return torch.frombuffer(bytearray((data * (nbytes // len(data) + 1))[:nbytes]), dtype=torch.uint8)
 
 
 def read(row_B: torch.Tensor) -> str:
     """The inverse; what is not the same text throughout is not read."""
     said = bytes(row_B[:100].tolist()).split(b";")[0].decode()
-    return said if torch.equal(row_B, message(said)) else f"damaged: {said}"
+    return said if torch.equal(row_B, message(said, row_B.numel())) else f"damaged: {said}"
