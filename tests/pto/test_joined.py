@@ -154,6 +154,7 @@ def same_bits() -> dict[str, str]:
             momentum, strategy=lambda: sparse(FLAVOUR, exchange="auto", inter_gbps=100.0)
         ),
         "dense": difference(adamw, strategy=lambda: sparse(FLAVOUR, exchange="dense")),
+        "dense16": difference(adamw, strategy=lambda: sparse(FLAVOUR, exchange="dense16")),
         "excluded parameters": difference(momentum, strategy=lambda: sparse(FLAVOUR, exclude="vectors")),
         "some": difference(some, strategy=lambda: sparse(FLAVOUR, density=0.02)),
         "more and more": difference(some, callbacks=lambda: [Unfreeze()]),

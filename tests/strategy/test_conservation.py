@@ -5,6 +5,7 @@ Every test runs the worker below it (named after the test) in P processes and co
 
 import copy
 import itertools
+from typing import Any
 
 import pytest
 import torch
@@ -93,11 +94,11 @@ def added_groups() -> tuple[Tensor, Tensor, Tensor]:
 
 
 def watched(
-    density: float, parameters: int | None = None
+    density: float, parameters: int | None = None, exchange: Any = "sparse"
 ) -> tuple[DistributedDataParallel, HierState, torch.optim.SGD]:
     """A model whose state knows the optimizer, of the first few parameters or of all."""
     model = mlp()
-    config = HierConfig(density=density, exchange="sparse", value_dtype="float32", warmup_epochs=0)
+    config = HierConfig(density=density, exchange=exchange, value_dtype="float32", warmup_epochs=0)
     ddp, state = wrap(model, config, **PLAIN)
     optimizer = torch.optim.SGD(list(model.parameters())[:parameters], lr=0.1)
     state.watch([optimizer])
@@ -184,15 +185,15 @@ def local_gradient() -> Tensor:
 # -- 6: what is thrown away --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("set_to_none", [True, False])
-def test_all_rounds_of_a_gradient_that_is_thrown_away_leave_no_trace(set_to_none: bool) -> None:
-    for before, after in run_ranks(throw_away, set_to_none, nodes=2, devices=2):
+@pytest.mark.parametrize(("exchange", "set_to_none"), [("sparse", True), ("sparse", False), ("dense16", True)])
+def test_all_rounds_of_a_gradient_that_is_thrown_away_leave_no_trace(exchange: str, set_to_none: bool) -> None:
+    for before, after in run_ranks(throw_away, exchange, set_to_none, nodes=2, devices=2):
         assert before.abs().max() > 0
         assert torch.equal(before, after)
 
 
-def throw_away(set_to_none: bool) -> tuple[Tensor, Tensor]:
-    ddp, state, optimizer = watched(density=0.05)
+def throw_away(exchange: str, set_to_none: bool) -> tuple[Tensor, Tensor]:
+    ddp, state, optimizer = watched(density=0.05, exchange=exchange)
     for step in range(6):
         optimizer.zero_grad()
         state.before_backward()

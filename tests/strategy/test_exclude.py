@@ -60,7 +60,7 @@ def test_a_bucket_is_cut_into_the_rest_and_the_excluded() -> None:
 # -- how they travel ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("exchange", ["sparse", "regional"])
+@pytest.mark.parametrize("exchange", ["sparse", "regional", "dense16"])
 @pytest.mark.parametrize(("nodes", "devices"), [(2, 2), (3, 1)])
 def test_excluded_gradients_are_those_of_ddp(nodes: int, devices: int, exchange: str) -> None:
     for each in run_ranks(beside_ddp, exchange, nodes=nodes, devices=devices):

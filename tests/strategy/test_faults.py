@@ -24,10 +24,11 @@ BAD_STEP = 4
 
 
 @pytest.mark.parametrize("overlap", [True, False])
-@pytest.mark.parametrize("exchange", ["sparse", "regional", "dense"])
+@pytest.mark.parametrize("exchange", ["sparse", "regional", "dense", "dense16"])
 def test_a_rank_that_stalls_is_not_waited_for_for_ever(exchange: str, overlap: bool) -> None:
     told, stalled = run_ranks(stall, exchange, overlap, nodes=2, devices=1, timeout=60)
-    step = {"sparse": "all-gather", "regional": "all-to-all", "dense": "all-reduce"}[exchange]
+    steps = {"sparse": "all-gather", "regional": "all-to-all", "dense": "all-reduce", "dense16": "all-to-all"}
+    step = steps[exchange]
     assert stalled == "stalled"
     assert f"rank 0: {step} between nodes (ranks 0, 1) failed in round {BAD_STEP}, bucket 0" in told
     assert "stalled past the process group's timeout" in told

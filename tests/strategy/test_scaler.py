@@ -15,10 +15,10 @@ from tests.strategy.trainers import plain_module, sparse, trainer, weights
 BAD_STEPS = (5, 6, 9)
 
 
-@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize(("exchange", "fused"), [("sparse", False), ("sparse", True), ("dense16", False)])
 @pytest.mark.parametrize(("nodes", "devices"), [(2, 2), (3, 1)])
-def test_a_skipped_step_leaves_everything_as_it_was(nodes: int, devices: int, fused: bool) -> None:
-    everyone = run_ranks(skip_steps, fused, nodes=nodes, devices=devices)
+def test_a_skipped_step_leaves_everything_as_it_was(nodes: int, devices: int, exchange: str, fused: bool) -> None:
+    everyone = run_ranks(skip_steps, exchange, fused, nodes=nodes, devices=devices)
     for each in everyone:
         assert each["skipped"] == list(BAD_STEPS)
         assert each["unchanged"] == [True] * len(BAD_STEPS), "parameters, optimizer state or residual changed"
@@ -27,10 +27,10 @@ def test_a_skipped_step_leaves_everything_as_it_was(nodes: int, devices: int, fu
         torch.testing.assert_close(each["given"], each["accounted"], rtol=1e-4, atol=2e-5)
 
 
-def skip_steps(fused: bool) -> dict[str, Any]:
+def skip_steps(exchange: Any, fused: bool) -> dict[str, Any]:
     """fp32 model with a scaler; the inf comes on one rank, in the parameter whose bucket is reduced last."""
     model = mlp()
-    config = HierConfig(density=0.05, exchange="sparse", warmup_epochs=0, value_dtype="float32")
+    config = HierConfig(density=0.05, exchange=exchange, warmup_epochs=0, value_dtype="float32")
     ddp, state = wrap(model, config, bucket_cap_mb=0.002)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, fused=fused)
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=3)
