@@ -140,7 +140,7 @@ def check_ranks_agree(model: nn.Module) -> None:
         raise RuntimeError(f"ranks hold different parameters, by up to {(high_N - low_N).max():.3g}")
 
 
-def wrap(model: nn.Module, bucket_cap_mb: float) -> DistributedDataParallel:
+def wrap(model: nn.Module, bucket_cap_mb: float = 25) -> DistributedDataParallel:
     """DDP whose batch statistics stay local while training, as a cluster that minds its slow link would have them."""
     # torch 2.15 renames the option and warns about the old name.
     known = inspect.signature(DistributedDataParallel.__init__).parameters

@@ -30,7 +30,6 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, post_localSGD_hook, powerSGD_hook
 from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
 from torch.distributed.optim import PostLocalSGDOptimizer
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from lightning_sparse.strategy import HierConfig, HierState, hier_hook
@@ -71,7 +70,7 @@ def hooked(state: Callable[[], Any], hook: Any, **options: Any) -> Make:
     """DDP with a hook; None for none."""
 
     def make(model: nn.Module, _: Topology, recipe: Recipe) -> Stepper:
-        ddp = wrap(model) if not options else DistributedDataParallel(model, **options)
+        ddp = wrap(model, **options)
         if hook is not None:
             ddp.register_comm_hook(state(), hook)
         return Stepper(ddp, sgd(model, recipe))
