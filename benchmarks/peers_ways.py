@@ -10,6 +10,7 @@ post-local SGD          torch's: all-reduce in the node every step, parameters o
 GRACE top-k, QSGD       grace_dl.dist: parameter by parameter, after backward; top-k keeps residuals, QSGD has 64 levels
 DeMo                    an optimizer; matrices of [out, in * height * width] for convolutions, whose layout it lacks
 ours 1 %                exchange="sparse" without warm-up
+..., momentum           the same with momentum_correction=True
 ours, default           exchange="auto", warm-up over three tenths of the steps. Its first round measures both networks,
                         once, with tens of megabytes, which are in its bytes
 ======================= ==============================================================================================
@@ -126,11 +127,14 @@ def ours(warmup: int, **options: Any) -> Make:
         ddp, tenth = wrap(model), max(1, recipe.steps // 10)
         state = HierState(ddp.module, HierConfig(warmup_epochs=warmup, **options), topology)
         ddp.register_comm_hook(state, hier_hook)
+        optimizer = sgd(model, recipe)
+        state.watch([optimizer])
 
         def at(step: int) -> None:
             state.epoch = step // tenth
+            state.before_backward()
 
-        return Stepper(ddp, sgd(model, recipe), at=at)
+        return Stepper(ddp, optimizer, at=at)
 
     return make
 
@@ -149,6 +153,7 @@ WAYS: dict[str, Make] = {
     "GRACE QSGD": grace("qsgd"),
     "DeMo": demo,
     "ours 1 %": ours(0, exchange="sparse"),
+    "ours 1 %, momentum": ours(0, exchange="sparse", momentum_correction=True),
     "ours, default": ours(3),
 }
 
