@@ -30,7 +30,7 @@ from typing import Any
 
 import peers_ranks
 from convergence_pictures import load_pictures
-from peers_ways import Recipe, available
+from peers_ways import WAYS, Recipe, available
 
 from lightning_sparse.bench.extras import figure, save
 from lightning_sparse.bench.provenance import commit, surroundings
@@ -115,14 +115,18 @@ def plot(rows: list[dict[str, Any]], key: str, label: str, file: Path) -> None:
     rows = [row for row in rows if "failed" not in row]
     cases = list(dict.fromkeys((row["cluster"], row["gbps"]) for row in rows))
     drawn, axes = figure(5 * len(cases), 4.5, len(cases))
+    ways = list(WAYS)
     for (cluster, gbps), ax in zip(cases, axes, strict=True):
         for row in rows:
             if (row["cluster"], row["gbps"]) == (cluster, gbps):
                 line = [(point[key], point["accuracy"]) for point in row["history"][1:]]
-                ax.plot(*zip(*line, strict=True), "-" if row["way"].startswith("ours") else "--", label=row["way"])
+                colour = "k" if row["way"] == "DDP" else f"C{ways.index(row['way']) % 10}"
+                style = "-" if row["way"].startswith("ours") else "--"
+                ax.plot(*zip(*line, strict=True), style, color=colour, label=row["way"])
         ax.set(title=f"{cluster} ranks, {gbps:g} Gbit/s", xlabel=label, ylabel="validation accuracy, %", xscale="log")
         ax.grid(alpha=0.3)
-    axes[-1].legend(frameon=False, fontsize="x-small")
+    fullest = max(axes, key=lambda ax: len(ax.get_lines()))
+    fullest.legend(frameon=False, fontsize="x-small", loc="lower right")
     save(drawn, file)
 
 
