@@ -109,7 +109,7 @@ def sparse_round(state: HierState, part: Part, k: int) -> Lanes:
     yield
     messages = comm.exchange(message)
     yield
-    shard_S = sum_S if sum_S.dtype == torch.float32 else torch.empty_like(sum_S, dtype=torch.float32)
+    shard_S = _room_for_result(sum_S)
     accumulate(messages, shard_S, k, state.config.dtype)
     _finish(state, part, shard_S, next_S)
 
@@ -126,7 +126,7 @@ def regional_round(state: HierState, part: Part, k: int) -> Lanes:
     row = regions.merge(comm.all_to_all(rows), comm.topology.node_index, next_S)
     rows = comm.exchange(row)
     yield
-    shard_S = sum_S if sum_S.dtype == torch.float32 else torch.empty_like(sum_S, dtype=torch.float32)
+    shard_S = _room_for_result(sum_S)
     regions.apply(rows, shard_S)
     _finish(state, part, shard_S, next_S)
 
@@ -158,7 +158,7 @@ def dense16_round(state: HierState, part: Part) -> Lanes:
     row = rounded.merge(comm.all_to_all(rows), comm.topology.node_index, next_S)
     rows = comm.exchange(row)
     yield
-    shard_S = sum_S if sum_S.dtype == torch.float32 else torch.empty_like(sum_S, dtype=torch.float32)
+    shard_S = _room_for_result(sum_S)
     rounded.join(rows, shard_S)
     _finish(state, part, shard_S, next_S)
 
@@ -191,6 +191,11 @@ def node_sums(comm: HierCommunicator, grad_N: Tensor) -> tuple[Tensor, float]:
         grad_N.mul_(share)
         share = 1.0
     return comm.reduce_scatter(grad_N), share
+
+
+def _room_for_result(sum_S: Tensor) -> Tensor:
+    """fp32 of S elements, uninitialised: the node's sums themselves where they allow it, for nobody needs them now."""
+    return sum_S if sum_S.dtype == torch.float32 else torch.empty_like(sum_S, dtype=torch.float32)
 
 
 def _finish(state: HierState, part: Part, shard_S: Tensor, next_S: Tensor | None) -> None:
