@@ -25,7 +25,7 @@ import queue
 import threading
 import weakref
 from collections.abc import Iterator
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -49,6 +49,9 @@ class Runner(Protocol):
     def drain(self) -> None:
         """Wait for jobs that a backward pass left behind, and forget what failed in them."""
 
+    def end(self) -> None:
+        """Let go of what runs jobs; the next one starts it again."""
+
 
 class Inline:
     """Runs each job at once."""
@@ -64,6 +67,9 @@ class Inline:
 
     def drain(self) -> None:
         """Nothing waits."""
+
+    def end(self) -> None:
+        """Nothing was begun."""
 
 
 class SideStream:
@@ -94,6 +100,9 @@ class SideStream:
         """What comes next on the current stream waits for what a backward pass left behind."""
         torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
 
+    def end(self) -> None:
+        """A stream holds nothing."""
+
 
 _Item = tuple[Job, Tensor, TensorFuture]
 _Queue = queue.SimpleQueue[_Item | None]
@@ -101,8 +110,8 @@ _Queue = queue.SimpleQueue[_Item | None]
 
 class FifoLanes:
     """Runs the stretches of each job on one daemon thread a lane, first in, first out. After a job that failed no other
-    runs until the error was raised. The threads begin with the first job, and end when nobody holds this object any
-    more."""
+    runs until the error was raised. The threads begin with the first job after ``end``, and end with it, or when nobody
+    holds this object any more."""
 
     def __init__(self) -> None:
         self._errors: list[BaseException] = []
@@ -110,6 +119,8 @@ class FifoLanes:
         self._backward = -1
         self._inline = Inline()
         self._first: _Queue | None = None
+        self._threads: list[threading.Thread] = []
+        self._last_call: weakref.finalize[Any, Any] | None = None
 
     def _start(self) -> _Queue:
         queues: list[_Queue] = [queue.SimpleQueue() for _ in range(LANES)]
@@ -117,8 +128,10 @@ class FifoLanes:
         for lane, jobs in enumerate(queues):
             onward = queues[lane + 1] if lane + 1 < LANES else None
             arguments = (jobs, onward, self._errors, threads)  # not self: the thread would keep alive what ends it
-            threading.Thread(target=_work, args=arguments, name="lightning_sparse", daemon=True).start()
-        weakref.finalize(self, queues[0].put, None)
+            self._threads.append(threading.Thread(target=_work, args=arguments, name="lightning_sparse", daemon=True))
+        for thread in self._threads:
+            thread.start()
+        self._last_call = weakref.finalize(self, queues[0].put, None)
         return queues[0]
 
     def run(self, job: Job, result: Tensor) -> TensorFuture:
@@ -146,6 +159,15 @@ class FifoLanes:
         self.wait()
         self._pending = None
         self._errors.clear()
+
+    def end(self) -> None:
+        """End the threads once they did what they were given; one that hangs in a collective is not waited for."""
+        if self._last_call is not None:
+            self._last_call()
+            if self._pending is None or self._pending.done():
+                for thread in self._threads:
+                    thread.join()
+        self._first, self._threads, self._last_call = None, [], None
 
     def _join(self) -> None:
         self.wait()

@@ -202,9 +202,11 @@ class HierState:
             self.momentum.watch(optimizers)
 
     def detach(self) -> None:
-        """Take all hooks off module and optimizers. The last round is settled when the next one begins: only then is
-        it known whether its gradient was stepped, and after an exception its buckets may still be under way."""
+        """Take all hooks off module and optimizers, and end the runner's threads. The last round is settled when the
+        next one begins: only then is it known whether its gradient was stepped, and after an exception its buckets may
+        still be under way."""
         self._steps.unwatch()
+        self.runner.end()
         if self.momentum is not None:
             self.momentum.unwatch()
         self.kept_sharded = frozenset()

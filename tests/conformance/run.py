@@ -8,6 +8,7 @@ CUDA and cannot pass), then with ours, its two processes taken for one node and 
 """
 
 import argparse
+import functools
 import json
 import os
 import re
@@ -16,6 +17,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from tqdm import tqdm
@@ -97,6 +99,19 @@ def reason(output: str) -> str:
     return errors[-1][1:].strip() if errors else output.strip().splitlines()[-1]
 
 
+def compare_ways(tests: Path, flavour: str, ways: list[str], seconds: float, name: str) -> dict[str, str]:
+    """One test with DDP, then, if that passes, with ours."""
+    row = {"flavour": flavour, "test": name}
+    for way in ["stock", *ways]:
+        code, output = run(tests, flavour, way, [name], seconds)
+        row[way] = outcome(code, output)
+        if row[way] in ("failed", "hung"):
+            row[f"{way}: why"] = reason(output)
+        if way == "stock" and row[way] != "passed":
+            break
+    return row
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("checkout", type=Path)
@@ -105,6 +120,7 @@ def main() -> int:
     parser.add_argument("--files", nargs="+", default=FILES)
     parser.add_argument("--ways", nargs="+", choices=list(WAYS)[1:], default=list(WAYS)[1:])
     parser.add_argument("--seconds", type=float, default=120, help="for one test")
+    parser.add_argument("--jobs", type=int, default=1, help="tests at a time; each may take two processes")
     options = parser.parse_args()
     options.out.parent.mkdir(parents=True, exist_ok=True)
     rows: list[dict[str, str]] = []
@@ -115,17 +131,11 @@ def main() -> int:
             names = [line for line in listed.splitlines() if "::" in line and not line.startswith(("ERROR", "FAILED"))]
             if not names:
                 raise SystemExit(f"no tests were collected:\n{listed}")
-            for name in tqdm(names, desc=flavour):
-                row = {"flavour": flavour, "test": name}
-                for way in ["stock", *options.ways]:
-                    code, output = run(tests, flavour, way, [name], options.seconds)
-                    row[way] = outcome(code, output)
-                    if row[way] in ("failed", "hung"):
-                        row[f"{way}: why"] = reason(output)
-                    if way == "stock" and row[way] != "passed":
-                        break
-                rows.append(row)
-                options.out.write_text(json.dumps(rows, indent=1) + "\n")  # it takes long: what is known is kept
+            compare = functools.partial(compare_ways, tests, flavour, options.ways, options.seconds)
+            with ThreadPoolExecutor(options.jobs) as pool:
+                for row in tqdm(pool.map(compare, names), desc=flavour, total=len(names)):
+                    rows.append(row)
+                    options.out.write_text(json.dumps(rows, indent=1) + "\n")  # it takes long: what is known is kept
     compared = [row for row in rows if row["stock"] == "passed"]
     different = [row for row in compared if {row[way] for way in options.ways} != {"passed"}]
     print(f"{len(rows)} tests, {len(compared)} pass with DDP on CPUs; of these {len(different)} differ with ours:")

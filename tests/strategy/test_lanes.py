@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_sparse.strategy.overlap import FifoLanes, Inline, Job, Runner
+from lightning_sparse.strategy.overlap import LANES, FifoLanes, Inline, Job, Runner
 
 PATIENCE_S = 20.0
 
@@ -91,3 +91,44 @@ def test_the_first_error_fails_the_backward_pass_and_nothing_runs_after_it() -> 
     ran.clear()
     backward_with([job(3)], lanes)
     assert ran == ["exchange 3", "apply 3"], "the next backward pass knows nothing of it"
+
+
+def test_ended_lanes_leave_no_thread_and_begin_again_with_the_next_job() -> None:
+    ran: list[int] = []
+
+    def job(number: int) -> Iterator[None]:
+        yield
+        ran.append(number)
+        yield
+
+    before = set(threading.enumerate())
+    lanes = FifoLanes()
+    lanes.end()  # nothing was begun
+    for number in range(2):
+        backward_with([job(number)], lanes)
+        assert len(set(threading.enumerate()) - before) == LANES
+        lanes.end()
+        assert not set(threading.enumerate()) - before
+    assert ran == [0, 1]
+
+
+def test_a_lane_that_hangs_is_not_waited_for() -> None:
+    """After an exception in mid-backward a collective may hang: tearing down must not hang with it."""
+    begun, released = threading.Event(), threading.Event()
+
+    def hangs() -> Iterator[None]:
+        begun.set()
+        assert released.wait(PATIENCE_S)
+        yield
+        yield
+
+    lanes = FifoLanes()
+
+    def leave() -> None:
+        lanes.run(hangs(), torch.tensor(0.0))
+        assert begun.wait(PATIENCE_S)
+        lanes.end()
+        released.set()
+
+    _During.apply(torch.ones((), requires_grad=True), leave).backward()
+    lanes.drain()
