@@ -161,7 +161,7 @@ def main() -> None:
         words += [] if path is None else [name, str(path.resolve())]
     settings = {**recipe, "width": options.width, "seed": options.seed, "validations": options.validations}
     file = options.out / "peers.json"
-    record = json.loads(file.read_text()) if file.exists() else {"settings": settings, "rows": []}
+    record: dict[str, Any] = json.loads(file.read_text()) if file.exists() else {"settings": settings, "rows": []}
     if record["settings"] != settings:
         parser.error(f"{file} was made with {record['settings']}; asked for are {settings}. Use another OUT.")
     about = {**surroundings("python benchmarks/peers.py OUT PICTURES ..."), "commit": commit(), "left out": missing}
