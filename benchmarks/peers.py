@@ -65,6 +65,8 @@ def at(row: dict[str, Any], key: str, budget: float) -> float:
 
 def seconds_to(row: dict[str, Any], accuracy: float) -> float | None:
     """When a validation first reached this accuracy, interpolated; None where none did."""
+    if row["history"][0]["accuracy"] >= accuracy:
+        return 0.0
     for before, point in itertools.pairwise(row["history"]):
         if point["accuracy"] >= accuracy:
             share = (accuracy - before["accuracy"]) / (point["accuracy"] - before["accuracy"])
