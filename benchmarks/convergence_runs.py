@@ -39,10 +39,10 @@ from lightning_sparse.topology import Topology, with_groups
 NODES, DEVICES = 2, 2
 WORLD = NODES * DEVICES
 
-# What differs between the rows of a table: the arguments of HierConfig, and "nodes" and "bucket_cap_mb" where they are
-# not the usual ones. None: plain DDP.
+# What differs between the rows of a table: the arguments of HierConfig, and "nodes", "bucket_cap_mb" and "lr_times"
+# where they are not the usual ones. None: plain DDP.
 Arguments = dict[str, Any] | None
-OURS = ("nodes", "bucket_cap_mb")  # what HierConfig does not know
+OURS = ("nodes", "bucket_cap_mb", "lr_times")  # what HierConfig does not know
 SPARSE = {"exchange": "sparse", "value_dtype": "float32", "warmup_epochs": 0}
 
 

@@ -7,9 +7,11 @@ The text is the source of Python's own library, of which the last 65,536 charact
 per character: the mean cross-entropy of the held-out characters, each predicted from the 1 to 64 before it.
 
 The rest is as in convergence.py, which says what its numbers are not: runs are those of convergence_runs.py, paired by
-seed, with one learning rate from dense training, and 600 steps are few. What differs is what it asks: an optimizer that
-divides by the size of recent gradients. A coordinate that is sent once in 1/density steps arrives as a few large
-gradients among zeros, and AdamW's moments see those.
+seed, with one learning rate from dense training (times a number where the name says so), and 600 steps are few. What
+differs is what it asks: an optimizer that divides by the size of recent gradients. A coordinate that is sent once in
+1/density steps arrives as a few large gradients among zeros, and AdamW's moments see those: the mean of g/density once
+in 1/density steps is g, but the root of its mean square is g/sqrt(density), and AdamW divides by that. So rows with
+other learning rates say whether the loss is one of step size.
 
 An epoch is 40 steps of windows drawn from all of the text; it is what warm-up counts in. Gradients are not clipped.
 
@@ -53,8 +55,15 @@ CONFIGS: dict[str, Arguments] = {
     "1%-warmup": {**SPARSE, "density": 0.01, "warmup_epochs": 2},
     "1%-warmup4": {**SPARSE, "density": 0.01, "warmup_epochs": 4},
     "1%-exclude": {**SPARSE, "density": 0.01, "exclude": "vectors"},
+    "1%-lr-x2": {**SPARSE, "density": 0.01, "lr_times": 2.0},
+    "1%-lr-x0.5": {**SPARSE, "density": 0.01, "lr_times": 0.5},
+    "1%-lr-x0.25": {**SPARSE, "density": 0.01, "lr_times": 0.25},
+    "1%-warmup8": {**SPARSE, "density": 0.01, "warmup_epochs": 8},
     "default": {"exchange": "sparse"},  # "auto" would see loopback
+    "default-lr-x0.5": {"exchange": "sparse", "lr_times": 0.5},
+    "default-exclude": {"exchange": "sparse", "exclude": "vectors"},
     "4%": {**SPARSE, "density": 0.04},
+    "10%": {**SPARSE, "density": 0.1},
     "0.1%": {**SPARSE, "density": 0.001},
 }
 
@@ -123,8 +132,9 @@ class TextLearner(Learner):
         self.settings: TextSettings = run.settings
         self.seed, self.corpus, self.rank = run.seed, corpus, rank
         self.model = CharacterTransformer(corpus.num_symbols)
+        lr = self.settings.lr * run.option("lr_times", 1.0)
         self.optimizer = torch.optim.AdamW(
-            self.model.parameters(), self.settings.lr, weight_decay=self.settings.weight_decay, foreach=True
+            self.model.parameters(), lr, weight_decay=self.settings.weight_decay, foreach=True
         )
         self.steps = self.settings.steps_per_epoch
         at = partial(scale, warmup=self.settings.lr_warmup_steps, steps=self.settings.epochs * self.steps)

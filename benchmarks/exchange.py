@@ -36,7 +36,9 @@ def measure(nodes: int, devices: int, gbps: float, options: argparse.Namespace) 
     config = LabConfig(nodes=nodes, devices=devices, gbps=gbps)
     with tempfile.TemporaryDirectory() as folder, Cluster(config) as cluster, Rates(cluster, Path(folder)):
         env = {"EXCHANGE_FOLDER": folder, "OMP_NUM_THREADS": "1"}
-        ran = cluster.run([sys.executable, *words, *(["--quick"] if options.quick else [])], env=env)
+        words += ["--quick"] if options.quick else []
+        words += ["--ways", *options.ways] if options.ways else []
+        ran = cluster.run([sys.executable, *words], env=env)
         if ran.exit_code != 0:
             raise SystemExit("the ranks failed; their output is above")
         rows: list[dict[str, Any]] = json.loads((Path(folder) / "rows.json").read_text())
@@ -124,14 +126,14 @@ def main() -> None:
     parser.add_argument("--clusters", nargs="+", default=["2x1", "4x1", "2x2"], metavar="MxL")
     parser.add_argument("--gbps", type=float, nargs="+", default=[0.1, 1.0, 10.0])
     parser.add_argument("--seconds", type=float, default=40.0, help="for one rate, where it allows three repeats")
+    parser.add_argument("--ways", nargs="+", default=[], help="only these, beside DDP, 2-D dense and auto")
     parser.add_argument("--quick", action="store_true", help="1 M gradients, and seconds instead of minutes")
     options = parser.parse_args()
     if options.quick:
         options.seconds = min(options.seconds, 2.0)
     if "EXCHANGE_FOLDER" in os.environ:
-        return exchange_ranks.main(
-            Path(os.environ["EXCHANGE_FOLDER"]), options.gbps[0], options.seconds, quick=options.quick
-        )
+        folder = Path(os.environ["EXCHANGE_FOLDER"])
+        return exchange_ranks.main(folder, options.gbps[0], options.seconds, options.quick, options.ways)
     options.out.mkdir(parents=True, exist_ok=True)
     file = options.out / "exchange.json"
     record = json.loads(file.read_text()) if file.exists() else {"rows": []}

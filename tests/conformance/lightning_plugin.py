@@ -47,6 +47,8 @@ def _cpus_for_gpus() -> None:
     def on_cpus(self: object, *args: object, **options: object) -> None:
         if options.get("accelerator") in ("gpu", "cuda", "auto"):
             options["accelerator"] = "cpu"
+            if isinstance(options.get("devices"), list):  # GPUs by number
+                options["devices"] = len(options["devices"])
         init(self, *args, **options)
 
     trainer.__init__ = on_cpus
