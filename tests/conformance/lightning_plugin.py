@@ -44,7 +44,7 @@ def _cpus_for_gpus() -> None:
     init = trainer.__init__
 
     @functools.wraps(init)
-    def on_cpus(self: object, *args: object, **options: object) -> None:
+    def on_cpus(self: object, *args: object, **options: Any) -> None:
         if options.get("accelerator") in ("gpu", "cuda", "auto"):
             options["accelerator"] = "cpu"
             if isinstance(options.get("devices"), list):  # GPUs by number
