@@ -96,7 +96,8 @@ class Block(nn.Module):
         q, k, v = self.qkv(self.norm1(x_BLD)).view(batch, length, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
         seen = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         x_BLD = x_BLD + self.out(seen.transpose(1, 2).reshape(batch, length, width))
-        return x_BLD + self.mlp(self.norm2(x_BLD))
+        added_BLD: Tensor = self.mlp(self.norm2(x_BLD))
+        return x_BLD + added_BLD
 
 
 class CharacterTransformer(nn.Module):
@@ -112,7 +113,8 @@ class CharacterTransformer(nn.Module):
 
     def forward(self, x_BL: Tensor) -> Tensor:
         x_BLD = self.symbol(x_BL) + self.position.weight[: x_BL.shape[1]]
-        return self.head(self.norm(self.blocks(x_BLD)))
+        logits_BLS: Tensor = self.head(self.norm(self.blocks(x_BLD)))
+        return logits_BLS
 
 
 # --- one run, on every rank
