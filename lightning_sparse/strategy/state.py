@@ -189,7 +189,8 @@ class HierState:
         return waiting
 
     def watch(self, optimizers: Iterable[torch.optim.Optimizer]) -> None:
-        """Note from now on which parameters these optimizers step. Without it every round counts as used.
+        """Note from now on which parameters are stepped, by these optimizers or others. Without any every round counts
+        as used.
 
         Whoever watches also calls before_backward(): inside a backward pass gradients say nothing yet.
 
