@@ -158,10 +158,7 @@ class MSTopKHierMixin(_Host):
             state.track_unused(ddp.module)
         state.loss_scale = lambda: loss_scale_of(self.precision_plugin)
         self.hier_state = state
-        if self._saved is not None:
-            saving.restore(self._saved, state, self.root_device)
-            self._saved = None
-        self._resumes = False
+        self._restore(state)
         ddp.register_comm_hook(state, hier_hook)
 
     def _state_to_go_on_with(self, module: torch.nn.Module) -> HierState | None:
@@ -173,6 +170,11 @@ class MSTopKHierMixin(_Host):
             state.say("parameters were replaced since the last fit: what waited in residuals is lost", logging.WARNING)
             return None
         return state
+
+    def _restore(self, state: HierState) -> None:
+        if self._saved is not None:
+            saving.restore(self._saved, state, self.root_device)
+        self._saved, self._resumes = None, False
 
     def setup_optimizers(self, trainer: Any) -> None:
         """Create the optimizers and watch them."""
@@ -227,10 +229,13 @@ class MSTopKHierMixin(_Host):
         log.warning("%s: it is saved without them, and what waited there is lost on resume", said)
 
     def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """DDP does not exist yet: what was saved is kept until it does."""
+        """Mostly DDP does not exist yet: what was saved is kept until it does. In the middle of a fit (the search for a
+        learning rate goes back to where it began) it counts at once."""
         checkpoint: dict[str, Any] = super().load_checkpoint(checkpoint_path, *args, **kwargs)
         self._saved = saving.load(checkpoint, os.fspath(checkpoint_path), self.global_rank)
         self._resumes = True
+        if self.hier_state is not None and isinstance(self.model, DistributedDataParallel):
+            self._restore(self.hier_state)
         return checkpoint
 
     def remove_checkpoint(self, filepath: Any) -> None:
