@@ -68,7 +68,6 @@ class MSTopKHierFabricMixin(_Host):
         own = {name: kwargs.pop(name) for name in OWN if name in kwargs}
         self.config = HierConfig(**{"warmup_epochs": 0, **own})
         check_options(type(self), kwargs)
-        show_log_lines()
         super().__init__(**kwargs)
         self.hier_states: list[HierState] = []
         self._watched: dict[HierState, list[Optimizer]] = {}
@@ -89,6 +88,7 @@ class MSTopKHierFabricMixin(_Host):
     def setup_module(self, module: nn.Module) -> DistributedDataParallel:
         """Wrap the module, and let its gradients travel our way. A module that is set up again goes on with what waits
         in its residuals; those of modules that are gone are dropped. A collective of the world."""
+        show_log_lines()  # here, since a spawned process did not make the strategy
         self._ddp_kwargs = with_defaults(self._ddp_kwargs)
         ddp = super().setup_module(module)
         if self._topology is None:

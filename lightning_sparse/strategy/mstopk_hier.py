@@ -113,7 +113,6 @@ class MSTopKHierMixin(_Host):
             exclude=exclude,
         )
         check_options(type(self), kwargs)
-        show_log_lines()
         super().__init__(**kwargs)  # spelt plainly: LightningCLI reads it to know which options a YAML file may give
         self.hier_state: HierState | None = None
         self._topology: Topology | None = None
@@ -132,6 +131,7 @@ class MSTopKHierMixin(_Host):
 
     def setup(self, trainer: Any) -> None:
         """Refuse what cannot work, then let DDPStrategy set up."""
+        show_log_lines()  # here, since a spawned process did not make the strategy
         if trainer.state.fn == "fit":
             _refuse_static_graph_with_accumulation(trainer, self._ddp_kwargs)
         else:
