@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch._C._distributed_c10d import GradBucket  # torch.distributed re-exports it unannounced
 
 from lightning_sparse.strategy.choices import Choices
-from lightning_sparse.strategy.communicator import HierCommunicator
+from lightning_sparse.strategy.communicator import MAX, HierCommunicator
 from lightning_sparse.strategy.config import HierConfig
 from lightning_sparse.strategy.cost import effective_density
 from lightning_sparse.strategy.layout import (
@@ -42,7 +42,7 @@ from lightning_sparse.strategy.residual import ResidualStore
 from lightning_sparse.strategy.schedule import density_at
 from lightning_sparse.strategy.stats import CommStats
 from lightning_sparse.strategy.stepped import StepWatch
-from lightning_sparse.strategy.usage import MAX, UsageTracker, unused_everywhere
+from lightning_sparse.strategy.usage import UsageTracker, unused_everywhere
 from lightning_sparse.strategy.zeros import heads_of, mark_heads
 from lightning_sparse.topology import Topology
 
