@@ -181,6 +181,9 @@ class MSTopKHierMixin(_Host):
         super().setup_optimizers(trainer)
         if self.hier_state is not None:
             self.hier_state.watch(self.optimizers)
+            idle = _idle(self.lightning_module, self.optimizers)
+            if idle and self.hier_state.topology.kind == "hierarchical":
+                self.hier_state.say(idle, logging.WARNING)
 
     def pre_backward(self, closure_loss: Tensor) -> None:
         """Before each backward: settle the last round, and say how the next one goes."""
@@ -266,3 +269,16 @@ def _untoggled(module: Any, optimizers: Iterable[torch.optim.Optimizer]) -> str:
     if reached < 2:
         return ""
     return "a backward reaches the parameters of several optimizers; wrap it in toggle_optimizer() to send it sparsely"
+
+
+def _idle(module: Any, optimizers: Iterable[torch.optim.Optimizer]) -> str:
+    """What is wrong with parameters that no optimizer steps: nobody zeroes their gradients either, so these grow, come
+    to be among the largest entries, and begin anew with a resume. Empty for none."""
+    stepped = {id(p) for each in optimizers for group in each.param_groups for p in group["params"]}
+    idle = [name for name, p in module.named_parameters() if p.requires_grad and id(p) not in stepped]
+    if not stepped or not idle:
+        return ""
+    return (
+        f"{len(idle)} parameter(s) require gradients and are in no optimizer ({', '.join(idle[:3])}): what is sent for "
+        f"them is not sent for others. Freeze them with requires_grad_(False), or give them to an optimizer."
+    )
