@@ -17,8 +17,9 @@ change them, checkpoints hold what the user gave.
 What callbacks, loggers and clipping see as gradient is the velocity. Parameters that are not stepped keep theirs.
 """
 
+import logging
 import weakref
-from collections.abc import Iterable, Set
+from collections.abc import Callable, Iterable, Set
 from itertools import groupby
 from typing import Any, NamedTuple
 
@@ -50,12 +51,13 @@ class MomentumCorrection:
     Args:
         module: whose gradients are reduced.
         topology: a hierarchical one.
+        say: logs a line once.
 
     Raises:
         ValueError: when a parameter's gradient would not be reduced by shards.
     """
 
-    def __init__(self, module: nn.Module, topology: Topology) -> None:
+    def __init__(self, module: nn.Module, topology: Topology, say: Callable[[str, int], None]) -> None:
         odd = [name for name, p in module.named_parameters() if p.requires_grad and p.dtype not in _BY_SHARD]
         if odd:
             raise ValueError(
@@ -63,7 +65,7 @@ class MomentumCorrection:
                 f"are reduced whole, without a velocity. Use float32 or 16 bits, or leave momentum_correction out."
             )
         self.store = ResidualStore(topology.device_index, topology.num_devices)
-        self._topology = topology
+        self._topology, self._say = topology, say
         self._parameters = {name: weakref.ref(p) for name, p in module.named_parameters()}
         self._optimizer: torch.optim.Optimizer | None = None
         self._in_step: list[dict[str, Any]] = []  # what was taken out of each param group
@@ -98,7 +100,9 @@ class MomentumCorrection:
             optimizer.register_step_pre_hook(self._take_out),
             optimizer.register_step_post_hook(self._put_back),
             optimizer.register_state_dict_post_hook(self._correct_saved),
+            optimizer.register_load_state_dict_post_hook(self._look_at_loaded),
         ]
+        self._look_at_loaded(optimizer)
 
     def unwatch(self) -> None:
         """Leave the optimizer as it was given."""
@@ -219,6 +223,15 @@ class MomentumCorrection:
         """A state dict taken while a step is under way, or after one that raised, holds what the user gave."""
         for group, given in zip(state["param_groups"], self._in_step, strict=False):
             group.update(given)
+
+    def _look_at_loaded(self, optimizer: torch.optim.Optimizer) -> None:
+        """Momentum that is there already is the mean of all nodes', and no node's: it is not taken over."""
+        if any(state.get("momentum_buffer") is not None for state in optimizer.state.values()):
+            self._say(
+                "momentum_correction: the optimizer brings momentum along, of a run without the correction. It is not "
+                "used: momentum begins at zero",
+                logging.WARNING,
+            )
 
 
 _BY_SHARD = (torch.float32, torch.float16, torch.bfloat16)

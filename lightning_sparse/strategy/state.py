@@ -98,7 +98,7 @@ class HierState:
         self._steps = StepWatch(module, self._names, self._open_names)
         self.momentum: MomentumCorrection | None = None
         if config.momentum_correction and topology.kind == "hierarchical":
-            self.momentum = MomentumCorrection(module, topology)
+            self.momentum = MomentumCorrection(module, topology, self.say)
             self.say("SGD's momentum is kept with the residuals: what callbacks see as gradient is the velocity")
         elif config.momentum_correction:
             self.say("momentum_correction: here nothing is left out, so the optimizer's own momentum serves")

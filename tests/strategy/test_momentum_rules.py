@@ -94,3 +94,18 @@ def test_one_node_leaves_momentum_to_the_optimizer() -> None:
     assert state.momentum is None
     with pytest.raises(ValueError, match="needs error_feedback"):
         HierConfig(momentum_correction=True, error_feedback=False)
+
+
+def test_momentum_of_a_run_without_correction_is_not_dropped_in_silence(caplog: pytest.LogCaptureFixture) -> None:
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+    empty = optimizer.state_dict()
+    optimizer.step()
+    saved, resumed = optimizer.state_dict(), torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    hierarchical_state(model).watch([resumed])
+    resumed.load_state_dict(empty)
+    assert "brings momentum along" not in caplog.text
+    resumed.load_state_dict(saved)
+    assert "brings momentum along" in caplog.text
