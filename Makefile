@@ -23,7 +23,7 @@ export PATH := $(abspath $(VENV))/bin:$(PATH)
 .PHONY: help demo test test-oldest lint format bench docs docs-serve gpu-check gpu-check-data conformance clean
 
 help:
-	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 20
+	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 24
 
 demo: $(VENV)/.built ## train on a small cluster inside this machine, dense and sparse, and compare
 	$(RUN) examples/demo.py --out $(OUT)/demo $(ARGS)
