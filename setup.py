@@ -63,7 +63,7 @@ try:
     import torch
     from torch.utils import cpp_extension
 except ImportError as error:
-    torch, cpp_extension, NO_TORCH = None, None, str(error)
+    torch, cpp_extension, NO_TORCH = None, None, str(error)  # type: ignore[assignment]
 
 if torch is not None and CUDA is not None:
     release = re.search(r"release (\d+)", subprocess.check_output([CUDA / "bin/nvcc", "--version"], text=True))
@@ -82,7 +82,7 @@ def extension(with_cuda: bool) -> Extension:
         sources += sorted(str(path.relative_to(ROOT)) for path in (ROOT / CSRC).glob("*.cu"))
         flags["cxx"].append("-DLS_WITH_CUDA")
         link += [f"-L{CUDA}/lib64", "-lcudart_static", "-ldl", "-lrt", "-lpthread"]
-    return cpp_extension.CppExtension(
+    return cpp_extension.CppExtension(  # type: ignore[no-untyped-call]
         "lightning_sparse.kernels._C",
         sources,
         depends=headers,
@@ -116,7 +116,7 @@ def remove_stale(folder: Path) -> None:
 Base: Any = build_ext if cpp_extension is None else cpp_extension.BuildExtension
 
 
-class Build(Base):
+class Build(Base):  # type: ignore[misc]  # known when it is run
     """Tries with CUDA, then without, then gives up; says so in the report."""
 
     def build_extensions(self) -> None:

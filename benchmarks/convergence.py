@@ -136,7 +136,7 @@ def validate(model: nn.Module, pictures: Pictures, rank: int) -> float:
     model.train()
     correct = (logits.argmax(1) == pictures.val_y[mine]).sum()
     dist.all_reduce(correct)
-    return 100 * correct.item() / len(pictures.val_y)
+    return 100 * float(correct) / len(pictures.val_y)
 
 
 class PictureLearner(Learner):

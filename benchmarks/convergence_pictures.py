@@ -95,12 +95,12 @@ def decode(source: Path) -> Pictures:
     if len(shapes) > 1:
         raise ValueError(f"{source} holds pictures of {len(shapes)} sizes, such as {sorted(shapes)[:2]}; one is needed")
     tensors = {}
-    for name, split in samples.items():
-        split.sort(key=lambda sample: sample[0])
+    for name, found in samples.items():
+        found.sort(key=lambda sample: sample[0])
         tensors[f"{name}_x"] = (
-            torch.from_numpy(np.stack([pixels for *_, pixels in split])).permute(0, 3, 1, 2).contiguous()
+            torch.from_numpy(np.stack([pixels for *_, pixels in found])).permute(0, 3, 1, 2).contiguous()
         )
-        tensors[f"{name}_y"] = torch.tensor([classes.index(label) for _, label, _ in split])
+        tensors[f"{name}_y"] = torch.tensor([classes.index(label) for _, label, _ in found])
     values = tensors["train_x"].double()
     return Pictures(
         **tensors, classes=classes, mean_C=values.mean((0, 2, 3)).float(), std_C=values.std((0, 2, 3)).float()

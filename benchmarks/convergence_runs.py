@@ -145,9 +145,8 @@ def wrap(model: nn.Module, bucket_cap_mb: float = 25) -> DistributedDataParallel
     # torch 2.15 renames the option and warns about the old name.
     known = inspect.signature(DistributedDataParallel.__init__).parameters
     sync_buffers = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"
-    return DistributedDataParallel(
-        model, gradient_as_bucket_view=True, bucket_cap_mb=bucket_cap_mb, **{sync_buffers: False}
-    )
+    local: dict[str, Any] = {sync_buffers: False}
+    return DistributedDataParallel(model, gradient_as_bucket_view=True, bucket_cap_mb=bucket_cap_mb, **local)
 
 
 class Trainer:
@@ -171,7 +170,7 @@ class Trainer:
             learner.optimizer.zero_grad()
             if self.state is not None:
                 self.state.before_backward()
-            loss.backward()
+            loss.backward()  # type: ignore[no-untyped-call]
             learner.optimizer.step()
             learner.schedule.step()
             loss_sum += loss.detach()
@@ -232,7 +231,9 @@ def worker(rank: int, task: Task, runs: list[Run], data_file: Path, folder: Path
 
             nodes = run.option("nodes", NODES)
             if nodes not in topologies:
-                topologies[nodes] = with_groups(torch.arange(WORLD).view(nodes, -1).tolist())
+                devices = WORLD // nodes
+                ranks = tuple(tuple(range(first, first + devices)) for first in range(0, WORLD, devices))
+                topologies[nodes] = with_groups(ranks)
             record = train(task, run, data, topologies[nodes], show)
             if rank == 0:
                 temporary = folder / f".{run.file_name}"
@@ -252,7 +253,7 @@ def execute(task: Task, runs: list[Run], data_file: Path, folder: Path) -> list[
     if missing:
         with tempfile.TemporaryDirectory() as scratch:
             arguments = (task, missing, data_file, folder, f"{scratch}/rendezvous")
-            torch.multiprocessing.spawn(worker, arguments, nprocs=WORLD)
+            torch.multiprocessing.spawn(worker, arguments, nprocs=WORLD)  # type: ignore[attr-defined, no-untyped-call]
     records = [json.loads((folder / run.file_name).read_text()) for run in runs]
     for run, record in zip(runs, records, strict=True):
         if (record["settings"], record["arguments"]) != (asdict(run.settings), run.arguments):

@@ -10,8 +10,8 @@ The rest is as in convergence.py, which says what its numbers are not: runs are 
 seed, with one learning rate from dense training (times a number where the name says so), and 600 steps are few. What
 differs is what it asks: an optimizer that divides by the size of recent gradients. A coordinate that is sent once in
 1/density steps arrives as a few large gradients among zeros, and AdamW's moments see those: the mean of g/density once
-in 1/density steps is g, but the root of its mean square is g/sqrt(density), and AdamW divides by that. Its steps shrink
-by up to the same factor; two rows have a larger learning rate, to see how much of the loss that is.
+in 1/density steps is g, but the root of its mean square is g/sqrt(density), and AdamW divides by that. So rows with
+other learning rates say whether the loss is one of step size.
 
 An epoch is 40 steps of windows drawn from all of the text; it is what warm-up counts in. Gradients are not clipped.
 
@@ -56,9 +56,14 @@ CONFIGS: dict[str, Arguments] = {
     "1%-warmup4": {**SPARSE, "density": 0.01, "warmup_epochs": 4},
     "1%-exclude": {**SPARSE, "density": 0.01, "exclude": "vectors"},
     "1%-lr-x2": {**SPARSE, "density": 0.01, "lr_times": 2.0},
-    "1%-lr-x4": {**SPARSE, "density": 0.01, "lr_times": 4.0},
+    "1%-lr-x0.5": {**SPARSE, "density": 0.01, "lr_times": 0.5},
+    "1%-lr-x0.25": {**SPARSE, "density": 0.01, "lr_times": 0.25},
+    "1%-warmup8": {**SPARSE, "density": 0.01, "warmup_epochs": 8},
     "default": {"exchange": "sparse"},  # "auto" would see loopback
+    "default-lr-x0.5": {"exchange": "sparse", "lr_times": 0.5},
+    "default-exclude": {"exchange": "sparse", "exclude": "vectors"},
     "4%": {**SPARSE, "density": 0.04},
+    "10%": {**SPARSE, "density": 0.1},
     "0.1%": {**SPARSE, "density": 0.001},
 }
 
@@ -91,7 +96,8 @@ class Block(nn.Module):
         q, k, v = self.qkv(self.norm1(x_BLD)).view(batch, length, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
         seen = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         x_BLD = x_BLD + self.out(seen.transpose(1, 2).reshape(batch, length, width))
-        return x_BLD + self.mlp(self.norm2(x_BLD))
+        added_BLD: Tensor = self.mlp(self.norm2(x_BLD))
+        return x_BLD + added_BLD
 
 
 class CharacterTransformer(nn.Module):
@@ -107,7 +113,8 @@ class CharacterTransformer(nn.Module):
 
     def forward(self, x_BL: Tensor) -> Tensor:
         x_BLD = self.symbol(x_BL) + self.position.weight[: x_BL.shape[1]]
-        return self.head(self.norm(self.blocks(x_BLD)))
+        logits_BLS: Tensor = self.head(self.norm(self.blocks(x_BLD)))
+        return logits_BLS
 
 
 # --- one run, on every rank

@@ -26,7 +26,6 @@ import json
 import multiprocessing
 import os
 import platform
-import shutil
 import tempfile
 from collections.abc import Callable, Iterator
 from datetime import date
@@ -66,8 +65,9 @@ def image_folder(pictures: Path, epochs: int, device: int | None) -> Iterator[Ba
     data = ImageFolder(str(pictures / "train"), v2.Compose(steps))
     # forked, as in a script of one's own: a process that was spawned, as each row's is, would spawn its workers, and
     # those read a fifth slower
-    workers = {"num_workers": 1, "persistent_workers": True, "multiprocessing_context": "fork"}
-    loader = DataLoader(data, BATCH, shuffle=True, **workers)
+    loader = DataLoader(
+        data, BATCH, shuffle=True, num_workers=1, persistent_workers=True, multiprocessing_context="fork"
+    )
     for _ in range(epochs):
         yield from loader
 
@@ -76,7 +76,7 @@ def dali_reader(pictures: Path, epochs: int, device: int | None) -> Iterator[Bat
     from nvidia.dali import fn, pipeline_def
     from nvidia.dali.plugin.pytorch import DALIGenericIterator, LastBatchPolicy
 
-    @pipeline_def
+    @pipeline_def  # type: ignore[untyped-decorator]
     def graph() -> Any:
         files, labels = fn.readers.file(file_root=str(pictures / "train"), random_shuffle=True, name="reader")
         kind = "cpu" if device is None else "mixed"
@@ -204,19 +204,15 @@ def main() -> None:
     if options.device == "cuda" and not torch.cuda.is_available():
         raise SystemExit("--device cuda: there is no CUDA device here")
     device = torch.cuda.current_device() if options.device == "cuda" else None
-    folder = Path(tempfile.mkdtemp(prefix="data-benchmark-")) if options.pictures is None else None
-    try:
-        record = measure(options.pictures or generated(folder), options.quick, device)  # type: ignore[arg-type]
-    finally:
-        if folder is not None:
-            shutil.rmtree(folder)
+    with tempfile.TemporaryDirectory(prefix="data-benchmark-") as folder:
+        record = measure(options.pictures or generated(Path(folder)), options.quick, device)
     write(options, record)
 
 
 def write(options: argparse.Namespace, record: dict[str, Any]) -> None:
     words = ["OUT", *(["PICTURES"] if options.pictures else []), *(["--quick"] if options.quick else [])]
     words += ["--device", "cuda"] if options.device == "cuda" else []
-    about = {
+    about: dict[str, Any] = {
         "command": " ".join(["python benchmarks/data.py", *words]),
         "pictures": "an image folder" if options.pictures else "375 x 500 crops of scikit-learn's photographs",
         "commit": commit(),

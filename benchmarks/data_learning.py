@@ -20,7 +20,7 @@ import statistics
 import sys
 import warnings
 from pathlib import Path
-from typing import Any
+from typing import Any, Final, Literal
 
 import pytorch_lightning as pl
 import torch
@@ -32,14 +32,15 @@ from torchvision.transforms import v2
 from tqdm import tqdm
 
 from lightning_sparse.bench.provenance import surroundings
-from lightning_sparse.data.sampler import SHUFFLES
+from lightning_sparse.data.sampler import SHUFFLES, Shuffle
 from lightning_sparse.flavours.pytorch_lightning import CachedImageDataModule
 
 NODES, BATCH = 2, 64  # a rank
 EDGE, SCALE = 32, (0.6, 1.0)
 MEAN, STD = (0.491, 0.482, 0.447), (0.247, 0.243, 0.262)
 LR, MOMENTUM, WEIGHT_DECAY = 0.2, 0.9, 5e-4
-REFERENCE = "ImageFolder"
+REFERENCE: Final = "ImageFolder"
+Loader = Shuffle | Literal["ImageFolder"]
 
 
 class Classifier(pl.LightningModule):
@@ -61,14 +62,14 @@ class Classifier(pl.LightningModule):
         return [optimizer], [{"scheduler": schedule, "interval": "step"}]
 
 
-def loaders(pictures: Path, name: str, seed: int, scratch: Path) -> dict[str, Any]:
+def loaders(pictures: Path, name: Loader, seed: int, scratch: Path) -> dict[str, Any]:
     """What `Trainer.fit` takes."""
     if name != REFERENCE:
         cache = scratch / f"cache{os.environ['NODE_RANK']}"
-        options = {"image_size": EDGE, "short_side": EDGE, "crop_scale": SCALE, "mean": MEAN, "std": STD}
         module = CachedImageDataModule(
-            str(pictures), str(cache), batch_size=BATCH, shuffle=name, seed=seed, memory_gb=0.2, **options
-        )
+            str(pictures), str(cache), batch_size=BATCH, shuffle=name, seed=seed, memory_gb=0.2, image_size=EDGE,
+            short_side=EDGE, crop_scale=SCALE, mean=MEAN, std=STD,
+        )  # fmt: skip
         return {"datamodule": module}
     crops = {
         "train": [v2.RandomResizedCrop(EDGE, SCALE, antialias=True), v2.RandomHorizontalFlip()],
@@ -82,7 +83,7 @@ def loaders(pictures: Path, name: str, seed: int, scratch: Path) -> dict[str, An
     return made
 
 
-def train(pictures: Path, name: str, seed: int, epochs: int, scratch: Path) -> float:
+def train(pictures: Path, name: Loader, seed: int, epochs: int, scratch: Path) -> float:
     """Validation accuracy after the last epoch, in percent."""
     pl.seed_everything(seed, verbose=False)
     trainer = pl.Trainer(
@@ -94,7 +95,7 @@ def train(pictures: Path, name: str, seed: int, epochs: int, scratch: Path) -> f
     return 100 * float(trainer.callback_metrics["accuracy"])
 
 
-def worker(rank: int, options: argparse.Namespace, missing: list[tuple[str, int]], port: int) -> None:
+def worker(rank: int, options: argparse.Namespace, missing: list[tuple[Loader, int]], port: int) -> None:
     os.environ.update(
         MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), WORLD_SIZE=str(NODES), RANK=str(rank), NODE_RANK=str(rank),
         GROUP_RANK=str(rank), LOCAL_RANK="0", LOCAL_WORLD_SIZE="1", GLOO_SOCKET_IFNAME="lo",
@@ -164,7 +165,7 @@ def main() -> None:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
-        torch.multiprocessing.spawn(worker, (options, missing, port), nprocs=NODES)
+        torch.multiprocessing.spawn(worker, (options, missing, port), nprocs=NODES)  # type: ignore[attr-defined, no-untyped-call]
     print(report(options.out, [json.loads(file_of(options.out, *run).read_text()) for run in runs]))
 
 

@@ -159,7 +159,7 @@ def _image_folder(source: str) -> tuple[Any, Any]:
     from torchvision import datasets
 
     pictures = datasets.ImageFolder(f"{source}/train", _look())
-    sampler = DistributedSampler(pictures, seed=0)
+    sampler: DistributedSampler[Any] = DistributedSampler(pictures, seed=0)
     loader = DataLoader(pictures, BATCH, sampler=sampler, num_workers=1, persistent_workers=True, prefetch_factor=4)
 
     def batches(epoch: int) -> Any:
@@ -245,8 +245,8 @@ def main() -> None:
     parser.add_argument("--shuffles", nargs="+", default=["global", "local"])
     options = parser.parse_args()
     if ROLE in os.environ:
-        role, _, source = os.environ[ROLE].partition(" ")
-        return rank(role, source, options.out, options.epochs)
+        role, _, mount = os.environ[ROLE].partition(" ")
+        return rank(role, mount, options.out, options.epochs)
     with tempfile.TemporaryDirectory(prefix="data-storage-") as folder:
         source, work = Path(folder, "storage"), Path(folder, "work")
         make_pictures(source, options.pictures, options.count)

@@ -65,6 +65,8 @@ def at(row: dict[str, Any], key: str, budget: float) -> float:
 
 def seconds_to(row: dict[str, Any], accuracy: float) -> float | None:
     """When a validation first reached this accuracy, interpolated; None where none did."""
+    if row["history"][0]["accuracy"] >= accuracy:
+        return 0.0
     for before, point in itertools.pairwise(row["history"]):
         if point["accuracy"] >= accuracy:
             share = (accuracy - before["accuracy"]) / (point["accuracy"] - before["accuracy"])
@@ -161,7 +163,7 @@ def main() -> None:
         words += [] if path is None else [name, str(path.resolve())]
     settings = {**recipe, "width": options.width, "seed": options.seed, "validations": options.validations}
     file = options.out / "peers.json"
-    record = json.loads(file.read_text()) if file.exists() else {"settings": settings, "rows": []}
+    record: dict[str, Any] = json.loads(file.read_text()) if file.exists() else {"settings": settings, "rows": []}
     if record["settings"] != settings:
         parser.error(f"{file} was made with {record['settings']}; asked for are {settings}. Use another OUT.")
     about = {**surroundings("python benchmarks/peers.py OUT PICTURES ..."), "commit": commit(), "left out": missing}

@@ -48,7 +48,7 @@ def train(way: str, pictures: Pictures, recipe: Recipe, *, width: int, seed: int
         before, begin = received_bytes(), time.perf_counter()
         loss = F.cross_entropy(stepper.loss(x), y)
         model.zero_grad()
-        loss.backward()
+        loss.backward()  # type: ignore[no-untyped-call]
         stepper.exchange()
         stepper.optimizer.step()
         seconds = time.perf_counter() - begin

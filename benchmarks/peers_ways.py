@@ -83,7 +83,7 @@ def post_local(model: nn.Module, topology: Topology, recipe: Recipe) -> Stepper:
     # The remainder makes averages fall on the last step before each validation.
     begin = recipe.steps // 10 // PERIOD * PERIOD + PERIOD - 1
     ddp = wrap(model)
-    state = post_localSGD_hook.PostLocalSGDState(None, topology.intra, start_localSGD_iter=begin)
+    state = post_localSGD_hook.PostLocalSGDState(None, topology.intra, start_localSGD_iter=begin)  # type: ignore[no-untyped-call]
     ddp.register_comm_hook(state, post_localSGD_hook.post_localSGD_hook)
     averager = PeriodicModelAverager(period=PERIOD, warmup_steps=begin)
     return Stepper(ddp, PostLocalSGDOptimizer(sgd(model, recipe), averager))

@@ -23,7 +23,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from timm.optim import Lamb, Lars
+from timm.optim.lamb import Lamb
+from timm.optim.lars import Lars
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.optim import Optimizer
 from tqdm import tqdm
@@ -90,7 +91,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as scratch:
         for ranks in options.ranks:
             out = f"{scratch}/rows{ranks}.json"
-            torch.multiprocessing.spawn(worker, (ranks, options, out, f"{scratch}/meet{ranks}"), nprocs=ranks)
+            torch.multiprocessing.spawn(worker, (ranks, options, out, f"{scratch}/meet{ranks}"), nprocs=ranks)  # type: ignore[attr-defined, no-untyped-call]
             rows += json.loads(Path(out).read_text())
     compare(rows)
     print(table(rows))

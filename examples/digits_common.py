@@ -160,7 +160,7 @@ class Recorder(pl.Callback):
         return int(self.counter.read_text()) if self.counts else 0
 
 
-def cluster() -> dict[str, int]:
+def cluster() -> dict[str, Any]:
     """`devices` and `num_nodes` for a Trainer, from what started this process."""
     for local, world in (("LOCAL_WORLD_SIZE", "WORLD_SIZE"), ("SLURM_NTASKS_PER_NODE", "SLURM_NTASKS")):
         if local in os.environ and world in os.environ:

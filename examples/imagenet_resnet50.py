@@ -17,12 +17,13 @@ smoothing and zero-initialised residual branches; for global batches of thousand
 from __future__ import annotations
 
 import math
-from typing import Literal
+from typing import Any, Literal
 
 import pytorch_lightning as pl
 import torch
-from pytorch_lightning.cli import LightningCLI
-from timm.optim import Lars
+from pytorch_lightning.cli import LightningArgumentParser, LightningCLI
+from pytorch_lightning.utilities.types import OptimizerLRSchedulerConfig
+from timm.optim.lars import Lars
 from torch import Tensor, nn
 from torchvision import models
 
@@ -68,25 +69,27 @@ class ResNet(pl.LightningModule):
         self.loss = nn.CrossEntropyLoss(label_smoothing=label_smoothing)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.net(x)
+        logits: Tensor = self.net(x)
+        return logits
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         x, y = batch
-        loss = self.loss(self(x), y)
+        loss: Tensor = self.loss(self(x), y)
         # Not sync_dist: that would be two more collectives over the slow network in every step.
         self.log("train_loss", loss, prog_bar=True)
         return loss
 
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
         x, y = batch
-        top = self(x).topk(min(5, self.hparams.num_classes)).indices == y[:, None]
+        top = self(x).topk(min(5, self.hparams["num_classes"])).indices == y[:, None]
         scores = {"val_top1": top[:, 0].float().mean(), "val_top5": top.any(1).float().mean()}
         self.log_dict(scores, prog_bar=True, sync_dist=True, batch_size=len(y))
 
-    def configure_optimizers(self) -> dict[str, object]:
-        hp, trainer = self.hparams, self.trainer
+    def configure_optimizers(self) -> OptimizerLRSchedulerConfig:
+        hp: Any = self.hparams
+        trainer = self.trainer
         global_batch = hp.batch_size * trainer.world_size * trainer.accumulate_grad_batches
-        groups = [
+        groups: list[dict[str, Any]] = [
             {"params": [p for p in self.parameters() if p.ndim > 1]},
             {"params": [p for p in self.parameters() if p.ndim <= 1], "weight_decay": 0.0},
         ]
@@ -101,7 +104,7 @@ class ResNet(pl.LightningModule):
 
 
 class ImageNetCLI(LightningCLI):
-    def add_arguments_to_parser(self, parser) -> None:
+    def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         parser.link_arguments("data.batch_size", "model.batch_size")
         parser.link_arguments("data.num_classes", "model.num_classes", apply_on="instantiate")
 

@@ -83,10 +83,12 @@ def violations(path: str, source: str) -> list[str]:
         for heavy, places in ONLY_IN.items():
             if is_under(name, heavy) and not path.startswith(places):
                 found.append(f"{path} imports {name}, which only {', '.join(places) or 'nobody'} may")
+    return found + too_long(path, source)
+
+
+def too_long(path: str, source: str) -> list[str]:
     lines = source.count("\n")
-    if lines > MAX_LINES:
-        found.append(f"{path} has {lines} lines, over {MAX_LINES}: it holds two ideas")
-    return found
+    return [f"{path} has {lines} lines, over {MAX_LINES}: it holds two ideas"] if lines > MAX_LINES else []
 
 
 def package_files() -> list[str]:
@@ -97,6 +99,13 @@ def package_files() -> list[str]:
 @pytest.mark.parametrize("path", package_files())
 def test_file_keeps_the_rules(path: str) -> None:
     assert violations(path, (ROOT / PACKAGE / path).read_text(encoding="utf-8")) == []
+
+
+@pytest.mark.parametrize("folder", ["tests", "benchmarks", "examples"])
+def test_no_file_beside_the_package_is_too_long(folder: str) -> None:
+    files = sorted((ROOT / folder).rglob("*.py"))
+    assert files
+    assert [said for path in files for said in too_long(str(path), path.read_text(encoding="utf-8"))] == []
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ import functools
 import inspect
 import os
 from importlib import import_module
+from typing import Any
 
 import pytest
 
@@ -29,7 +30,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def _cpus_for_gpus() -> None:
     """A test that wants two GPUs gets two processes on the CPU."""
-    testing = import_module(f"{FLAVOUR}.utilities.testing")
+    testing: Any = import_module(f"{FLAVOUR}.utilities.testing")
     reasons = testing._runif_reasons
 
     @functools.wraps(reasons)
@@ -43,16 +44,18 @@ def _cpus_for_gpus() -> None:
     init = trainer.__init__
 
     @functools.wraps(init)
-    def on_cpus(self: object, *args: object, **options: object) -> None:
+    def on_cpus(self: object, *args: object, **options: Any) -> None:
         if options.get("accelerator") in ("gpu", "cuda", "auto"):
             options["accelerator"] = "cpu"
+            if isinstance(options.get("devices"), list):  # GPUs by number
+                options["devices"] = len(options["devices"])
         init(self, *args, **options)
 
     trainer.__init__ = on_cpus
 
 
 def _ours_for_ddp() -> None:
-    strategies = import_module(f"{FLAVOUR}.strategies")
+    strategies: Any = import_module(f"{FLAVOUR}.strategies")
     stock = strategies.DDPStrategy
     ours = import_module(f"lightning_sparse.flavours.{OURS}").MSTopKHierStrategy
     registry = strategies.StrategyRegistry

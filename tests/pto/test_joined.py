@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from lightning_sparse.strategy.communicator import HierCommunicator
 from tests.helpers.distributed import RanksFailed, run_ranks
-from tests.pto.test_trainer import same
+from tests.pto.steps import same
 from tests.strategy.trainers import Lines, lightning_of, ours, plain_module, sparse, trainer, weights
 
 STEPS = 12

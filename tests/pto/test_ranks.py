@@ -1,14 +1,11 @@
 """The sharded step on 1, 2, 3 and 4 real ranks, without Lightning: equal to the plain step, bit by bit.
 
-Gradients are made up, the same on all ranks, as a reduction would leave them. Every rank also makes the
-plain step, and compares parameters and consolidated state by their bits. One start of ranks runs every scenario.
+Every rank also makes the plain step, and compares parameters and consolidated state by their bits.
 """
 
-import logging
 import os
 import signal
 import time
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -18,96 +15,16 @@ from timm.optim import Lamb, Lars
 from torch import Tensor, nn
 from torch.optim import SGD, Adagrad, Adam, AdamW, Muon, NAdam, Optimizer, RMSprop
 
-from lightning_sparse.pto import ShardedStep, choice, communicator_of
+from lightning_sparse.pto import ShardedStep, communicator_of
 from lightning_sparse.strategy.communicator import CommunicationError, HierCommunicator
 from lightning_sparse.topology import discover
 from tests.helpers.distributed import RanksFailed, run_ranks
+from tests.helpers.scenarios import Scenarios
+from tests.pto.steps import compare, parameters, results_of, same, set_gradients, train, whole_state
 
-STEPS = 20
-SHAPES = {1: (1, 1), 2: (1, 2), 3: (1, 3), 4: (2, 2)}
-SCENARIOS: dict[str, Callable[[HierCommunicator], Any]] = {}
-
-
-def scenario(fn: Callable[[HierCommunicator], Any]) -> Callable[[HierCommunicator], Any]:
-    SCENARIOS[fn.__name__] = fn
-    return fn
-
-
-@pytest.fixture(scope="module", params=[1, 2, 3, 4])
-def results(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
-    """What every scenario returned, by rank."""
-    nodes, devices = SHAPES[request.param]
-    return run_ranks(run_scenarios, nodes=nodes, devices=devices, timeout=120)
-
-
-def run_scenarios() -> dict[str, Any]:
-    topology = discover()
-    out = {name: fn(communicator_of(topology, "world")) for name, fn in SCENARIOS.items()}
-    node = communicator_of(topology, "node")
-    return {**out, "node": {name: variants(node)[name] for name in ("SGD momentum", "AdamW fused")}}
-
-
-# -- what scenarios are made of ----------------------------------------------------------------------------------------
-
-
-def parameters(odd: bool = True) -> list[nn.Parameter]:
-    """Two large ones and several small ones; more than there are ranks, none a multiple of the other."""
-    g = torch.Generator().manual_seed(0)
-    shapes = [(37, 13), (37,), (29, 37), (29,), (5, 29), (5,), (), (3, 2, 5, 5)]
-    made = [nn.Parameter(torch.randn(shape, generator=g)) for shape in shapes]
-    if odd:
-        made[-1].data = made[-1].data.to(memory_format=torch.channels_last)
-        made += [nn.Parameter(torch.randn(7, generator=g).to(t)) for t in (torch.float64, torch.bfloat16)]
-    return made
-
-
-def set_gradients(params: list[nn.Parameter], step: int) -> None:
-    """As backward would: the same on all ranks; one parameter is unused in every third step."""
-    g = torch.Generator().manual_seed(100 + step)
-    for index, p in enumerate(params):
-        grad = torch.randn(p.shape, generator=g).to(p.dtype)
-        p.grad = None if step % 3 == 1 and index == 3 else grad.contiguous(memory_format=layout_of(p))
-
-
-def layout_of(p: Tensor) -> torch.memory_format:
-    return torch.channels_last if p.dim() == 4 else torch.contiguous_format
-
-
-def groups(params: list[nn.Parameter]) -> list[dict[str, Any]]:
-    return [{"params": params[:3], "weight_decay": 0.01}, {"params": params[3:], "lr": 0.003}]
-
-
-def bits(tensor: Tensor) -> bytes:
-    return tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
-
-
-def same(a: Any, b: Any) -> bool:
-    """Equal structures of tensors, bit by bit."""
-    if isinstance(a, Tensor) and isinstance(b, Tensor):
-        return (a.dtype, a.shape, a.stride()) == (b.dtype, b.shape, b.stride()) and bits(a) == bits(b)
-    if isinstance(a, dict) and isinstance(b, dict):
-        return a.keys() == b.keys() and all(same(a[key], b[key]) for key in a)
-    if isinstance(a, list | tuple) and isinstance(b, list | tuple):
-        return len(a) == len(b) and all(map(same, a, b))
-    return bool(a == b)
-
-
-def whole_state(optimizer: Any) -> Any:
-    """The state_dict as rank 0 saves it, given to all ranks."""
-    optimizer.consolidate_state_dict()
-    held = [optimizer.state_dict() if dist.get_rank() == 0 else None]
-    dist.broadcast_object_list(held)
-    return held[0]
-
-
-def train(params: list[nn.Parameter], optimizer: Optimizer, first: int = 0, last: int = STEPS) -> None:
-    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=4, gamma=0.7)
-    for step in range(first, last):
-        set_gradients(params, step)
-        grads = [p.grad for p in params]
-        optimizer.step()
-        assert all(p.grad is grad for p, grad in zip(params, grads, strict=True)), "gradients are not those given"
-        scheduler.step()
+SCENARIOS = Scenarios()
+scenario = SCENARIOS.add
+results = results_of(SCENARIOS)
 
 
 # -- every tested optimizer --------------------------------------------------------------------------------------------
@@ -164,24 +81,11 @@ def variants(communicator: HierCommunicator) -> dict[str, str]:
     return found
 
 
-def compare(cls: type[Optimizer], options: dict[str, Any], communicator: HierCommunicator, whole: bool = False) -> str:
-    """What differs from the plain step. Whole: no parameter may be stepped in parts."""
-    ours, theirs = [[p for p in parameters() if cls is not Muon or p.dim() == 2] for _ in range(2)]
-    sharded, plain = cls(groups(ours), **options), cls(groups(theirs), **options)
-    step = ShardedStep(sharded, communicator)
-    train(ours, sharded)
-    train(theirs, plain)
-    wrong = [] if same(list(ours), list(theirs)) else ["parameters differ"]
-    wrong += [] if same(whole_state(sharded), plain.state_dict()) else ["state differs"]
-    own = {id(p): part for p, part in zip(ours, step.mine, strict=True) if part is not None}
-    wrong += [] if {id(p) for p in sharded.state} <= own.keys() else ["foreign state"]
-    sizes = {
-        id(p): max([0, *(t.numel() for t in s.values() if isinstance(t, Tensor))]) for p, s in sharded.state.items()
-    }
-    wrong += [] if all(n <= max(1, own[i].end - own[i].begin) for i, n in sizes.items()) else ["state of others' parts"]
-    alone = communicator.topology.num_devices == 1
-    wrong += [] if alone or whole != any(len(parts) > 1 for parts in step.parts) else ["cut, or not"]
-    return ", ".join(wrong)
+@scenario
+def node(_: HierCommunicator) -> dict[str, str]:
+    """Two of them shared inside each node."""
+    found = variants(communicator_of(discover(), "node"))
+    return {name: found[name] for name in ("SGD momentum", "AdamW fused")}
 
 
 def test_every_variant_equals_the_plain_step(results: list[dict[str, Any]]) -> None:
@@ -209,65 +113,6 @@ def late_group(communicator: HierCommunicator) -> dict[str, Any]:
         out.append((params, whole_state(optimizer) if step else optimizer.state_dict()))
         assert not step or step.parts[: len(params) - 3] == parts
     return {"equal": same(*[[list(params), state] for params, state in out])}
-
-
-@scenario
-def auto(communicator: HierCommunicator) -> dict[str, Any]:
-    """Either way chosen, for a tested optimizer and for one that is tried beside a copy: the bits of the plain run, and
-    checkpoints from every phase."""
-    found = {}
-    for cls in (AdamW, Stranger):
-        for way in ("plain", "shared"):
-            ours, theirs = parameters(), parameters()
-            optimizer, plain = cls(groups(ours), lr=0.01), cls(groups(theirs), lr=0.01)
-            step = ShardedStep(optimizer, communicator, auto=True)
-            states = []
-            with Clock(communicator, gather=0.0 if way == "shared" else 1e9) as clock:
-                optimizer.register_step_pre_hook(clock.step)  # after the other, so that its time is the step's
-                for first in range(0, STEPS, 5):
-                    train(ours, optimizer, first, first + 5)
-                    train(theirs, plain, first, first + 5)
-                    held = whole_state(optimizer) if step.active else optimizer.state_dict()
-                    states.append(same(held, plain.state_dict()))
-                    optimizer.load_state_dict(held)
-            found[cls.__name__, way] = (step.sharing == (way == "shared"), same(ours, theirs), *states)
-    return found
-
-
-class Stranger(AdamW):
-    """Of a class that nobody has tested."""
-
-
-class Clock:
-    """A clock that only the step and the gather move."""
-
-    def __init__(self, communicator: HierCommunicator, gather: float) -> None:
-        self.now, self.seconds = 0.0, gather
-        self._gather, self._communicator = communicator.gather, communicator
-
-    def __enter__(self) -> "Clock":
-        self._read, choice._now = choice._now, lambda _: self.now
-        self._communicator.gather = self.late  # type: ignore[method-assign]
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        choice._now = self._read
-        self._communicator.gather = self._gather  # type: ignore[method-assign]
-
-    def step(self, optimizer: Optimizer, *_: Any) -> None:
-        """In proportion to what is stepped."""
-        self.now += sum(p.numel() for group in optimizer.param_groups for p in group["params"] if p.grad is not None)
-
-    def late(self, share: Tensor) -> Tensor:
-        self.now += self.seconds
-        return self._gather(share)
-
-
-def test_auto_keeps_what_is_faster(results: list[dict[str, Any]]) -> None:
-    for each in results:
-        for (name, way), (chosen, *equal) in each["auto"].items():
-            assert all(equal), (name, way, equal)
-            assert chosen or len(results) == 1, (name, way)
 
 
 @scenario
@@ -412,114 +257,6 @@ def test_ranks_that_differ_are_refused(results: list[dict[str, Any]]) -> None:
         said = "" if len(results) == 1 else "parameter head.weight: ranks hold different gradients of it"
         assert said in each["different_ranks"]
         assert bool(said) == bool(each["different_ranks"])
-
-
-# -- optimizers nobody has tested --------------------------------------------------------------------------------------
-
-
-class Own(SGD):
-    """A subclass that changes nothing, with an attribute of its own."""
-
-    def __init__(self, params: Any, **options: Any) -> None:
-        super().__init__(params, **options)
-        self.first = self.param_groups[0]["params"][0]
-
-
-class GlobalNorm(SGD):
-    """Divides by the norm of all gradients."""
-
-    def step(self, closure: Any = None) -> Any:
-        loss = closure()
-        grads = [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]
-        norm = torch.stack([g.norm() for g in grads]).norm() if grads else 1.0
-        for grad in grads:
-            grad /= norm
-        super().step()
-        return loss
-
-
-class Late(SGD):
-    """Independent in its first step; from then on its rate is an estimate over all parameters."""
-
-    def __init__(self, params: Any, **options: Any) -> None:
-        super().__init__(params, **options)
-        self.estimate = 0.0
-        self.last = self.param_groups[-1]["params"][-1]
-
-    def step(self, closure: Any = None) -> Any:
-        loss = closure()
-        for group in self.param_groups:
-            assert any(self.last is p for p in group["params"])
-            group["lr"] = 0.1 + 0.01 * self.estimate
-            self.estimate += sum(float(p.grad.sum()) for p in group["params"] if p.grad is not None)
-        super().step()
-        return loss
-
-
-class Twice(SGD):
-    """Evaluates its closure again at other parameters."""
-
-    def step(self, closure: Any = None) -> Any:
-        loss = super().step(closure)
-        with torch.enable_grad():
-            closure()
-        super().step()
-        return loss
-
-
-class NoCopy(SGD):
-    def __init__(self, params: Any, **options: Any) -> None:
-        super().__init__(params, **options)
-        self.lock = (item for item in "cannot be copied")
-
-
-class Lines(logging.Handler):
-    def __init__(self) -> None:
-        super().__init__()
-        self.lines: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.lines.append(record.getMessage())
-
-
-@scenario
-def untested(communicator: HierCommunicator) -> dict[str, Any]:
-    out = {}
-    for cls in (Own, GlobalNorm, Late, Twice, NoCopy):
-        lines = Lines()
-        logging.getLogger("lightning_sparse").addHandler(lines)
-        ours, theirs = parameters(odd=False), parameters(odd=False)
-        sharded, plain = cls(ours, lr=0.1, momentum=0.9), cls(theirs, lr=0.1, momentum=0.9)
-        step = ShardedStep(sharded, communicator)
-        for number in range(STEPS):
-            for params, optimizer in ((ours, sharded), (theirs, plain)):
-
-                def closure(params: Any = params, number: int = number) -> float:
-                    set_gradients(params, number + int(params[0].sum().abs()))
-                    return 1.0
-
-                optimizer.step(closure)
-        logging.getLogger("lightning_sparse").removeHandler(lines)
-        state = whole_state(sharded) if step.active else sharded.state_dict()
-        equal = same(ours, theirs) and same(state, plain.state_dict())
-        out[cls.__name__] = {"equal": equal, "active": step.active, "lines": lines.lines}
-    return out
-
-
-def test_untested_optimizers_are_tried_beside_the_plain_step(results: list[dict[str, Any]]) -> None:
-    alone = len(results) == 1
-    for rank, each in enumerate(results):
-        assert all(found["equal"] for found in each["untested"].values()), each["untested"]
-        active = {name for name, found in each["untested"].items() if found["active"]}
-        assert active == ({"Own", "GlobalNorm", "Late"} if alone else {"Own"})
-        warned = [found["lines"] for found in each["untested"].values() if not found["active"]]
-        assert all(len(lines) == (rank == 0) for lines in warned)
-    said = {name: " ".join(found["lines"]) for name, found in results[0]["untested"].items()}
-    assert "PTO is off for Twice, which steps as without it: it evaluates its closure more than once" in said["Twice"]
-    assert "cannot be tried on a copy (TypeError" in said["NoCopy"]
-    if not alone:
-        assert "sharing its step changes the result" in said["GlobalNorm"]
-        assert "sharing its step changes the result" in said["Late"]
 
 
 # -- ranks that die ----------------------------------------------------------------------------------------------------

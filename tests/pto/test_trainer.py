@@ -16,19 +16,15 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from tests.helpers.distributed import run_ranks
-from tests.pto.test_ranks import same
-from tests.strategy.test_trainer import Branches, gan
-from tests.strategy.trainers import ddp, lightning_of, ours, plain_module, sparse, trainer
+from tests.helpers.scenarios import Scenarios
+from tests.pto.steps import same
+from tests.strategy.trainers import Branches, ddp, gan, lightning_of, ours, plain_module, sparse, trainer
 
 STEPS = 20
 KEYS = ("state_dict", "optimizer_states", "lr_schedulers", "MixedPrecision", "global_step")
-SCENARIOS: dict[str, Callable[[str], Any]] = {}
+SCENARIOS = Scenarios()
+scenario = SCENARIOS.add
 FEW = ("plain", "accumulation", "hierarchical")
-
-
-def scenario(fn: Callable[[str], Any]) -> Callable[[str], Any]:
-    SCENARIOS[fn.__name__] = fn
-    return fn
 
 
 @pytest.fixture(scope="module")

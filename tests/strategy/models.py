@@ -10,6 +10,8 @@ from torch.nn.parallel import DistributedDataParallel
 from lightning_sparse.strategy import HierConfig, HierState, hier_hook
 from lightning_sparse.topology import Topology, discover
 
+PLAIN = {"bucket_cap_mb": 0.002}  # several buckets, rebuilt after the first round
+
 
 def mlp(seed: int = 0) -> nn.Sequential:
     """Sizes chosen so that neither the buckets nor the parameters divide by 2 or 3."""
@@ -45,6 +47,15 @@ def wrap(
     wrapped = DistributedDataParallel(model, **ddp)  # type: ignore[arg-type]
     wrapped.register_comm_hook(state, hier_hook)
     return wrapped, state
+
+
+def train(model: nn.Module, ddp: DistributedDataParallel, steps: int, lr: float = 0.1, momentum: float = 0.0) -> Tensor:
+    optimizer = torch.optim.SGD(model.parameters(), lr=lr, momentum=momentum)
+    for step in range(steps):
+        optimizer.zero_grad()
+        loss_of(ddp, step, dist.get_rank()).backward()
+        optimizer.step()
+    return flat_parameters(model)
 
 
 def flat_grads(model: nn.Module) -> Tensor:

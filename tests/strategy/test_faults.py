@@ -1,6 +1,6 @@
 """What the others see when a rank stalls or a link goes down: a message that says where, within the groups' timeout.
 
-(A rank that dies is in test_hook.py.)
+(A rank that dies is in test_hook_faults.py.)
 """
 
 import io

@@ -2,16 +2,38 @@
 
 import importlib
 import logging
+import os
+import warnings
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
+from tests.helpers.distributed import run_ranks
+from tests.helpers.scenarios import Scenarios
 from tests.strategy.models import mlp
 
 FLAVOURS = ["pytorch_lightning", "lightning"]
 Results = list[dict[str, Any]]
+
+
+def results_of(scenarios: Scenarios) -> Any:
+    """A fixture in both flavours, 2 nodes x 2 devices: what every scenario, given the flavour, returned, by rank."""
+
+    @pytest.fixture(scope="module", params=FLAVOURS)
+    def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Results:
+        folder = str(tmp_path_factory.mktemp("scenarios"))
+        return run_ranks(run_scenarios, scenarios, request.param, folder, nodes=2, devices=2, timeout=280, init=False)
+
+    return results
+
+
+def run_scenarios(scenarios: Scenarios, flavour: str, folder: str) -> dict[str, Any]:
+    os.chdir(folder)
+    warnings.simplefilter("ignore")
+    return {name: fn(flavour) for name, fn in scenarios.items()}
 
 
 def lightning_of(flavour: str) -> Any:
@@ -119,3 +141,64 @@ class Lines(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         self.lines.append(record.getMessage())
+
+
+class Branches(nn.Module):
+    """`sometimes` is used by rank 0 alone, `never` by nobody once `stop` is set, `frozen` cannot change."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.always, self.sometimes = nn.Linear(13, 11), nn.Linear(11, 7)
+        self.never, self.frozen = nn.Linear(11, 7), nn.Linear(7, 3)
+        self.frozen.requires_grad_(False)
+        self.steps = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.steps += self.training
+        hidden = self.always(x)
+        out = hidden.sum(1, keepdim=True).expand(-1, 7)
+        if torch.distributed.get_rank() == 0:
+            out = out + self.sometimes(hidden)
+        if self.steps < 7:
+            out = out + self.never(hidden)
+        return self.frozen(out)
+
+
+def gan(flavour: str, toggled: bool) -> Any:
+    pl = lightning_of(flavour)
+
+    class Gan(pl.LightningModule):  # type: ignore[misc, name-defined]
+        def __init__(self) -> None:
+            super().__init__()
+            self.automatic_optimization = False
+            torch.manual_seed(1)
+            self.generator, self.critic = nn.Linear(13, 13), nn.Sequential(nn.Linear(13, 9), nn.Tanh(), nn.Linear(9, 1))
+
+        def train_dataloader(self) -> Any:
+            return data()
+
+        def configure_optimizers(self) -> Any:
+            return [torch.optim.SGD(net.parameters(), lr=0.05) for net in (self.generator, self.critic)]
+
+    class Toggled(Gan):
+        def training_step(self, batch: Tensor, _: int) -> None:
+            g, c = self.optimizers()
+            self.toggle_optimizer(g)
+            self.step(g, self.critic(self.generator(batch)).square().mean())
+            self.untoggle_optimizer(g)
+            self.toggle_optimizer(c)
+            real, fake = self.critic(batch), self.critic(self.generator(batch).detach())
+            self.step(c, (real - 1).square().mean() + fake.square().mean())
+            self.untoggle_optimizer(c)
+
+        def step(self, optimizer: Any, loss: Tensor) -> None:
+            optimizer.zero_grad()
+            self.manual_backward(loss)
+            optimizer.step()
+
+    class Untoggled(Toggled):
+        def toggle_optimizer(self, *_: Any) -> None: ...
+        def untoggle_optimizer(self, *_: Any) -> None: ...
+
+    return (Toggled if toggled else Untoggled)()

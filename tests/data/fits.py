@@ -1,0 +1,171 @@
+"""What tests of the DataModule in a Trainer are made of, in either flavour of Lightning.
+
+Pictures carry their number (`numbered_folder`), so a training step knows which samples it was given.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import importlib
+import importlib.util
+import logging
+import os
+import threading
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from lightning_sparse.data.ownership import owners
+from lightning_sparse.data.sampler import Layout, Order
+
+FLAVOURS = ["pytorch_lightning", "lightning"]
+TRAIN, VAL, BATCH = 120, 22, 5
+Results = list[dict[str, Any]]
+
+
+def lightning_of(flavour: str) -> Any:
+    return importlib.import_module("pytorch_lightning" if flavour == "pytorch_lightning" else "lightning.pytorch")
+
+
+def ours(flavour: str) -> Any:
+    return importlib.import_module(f"lightning_sparse.flavours.{flavour}")
+
+
+def data(flavour: str, folder: Path, **options: Any) -> Any:
+    """Each node has a disk of its own. Pixels come as they are, so that a picture says its number."""
+    cache = folder / f"cache{os.environ.get('NODE_RANK', '0')}"
+    given = {"batch_size": BATCH, "image_size": 16, "mean": (0, 0, 0), "std": (1 / 255,) * 3, "memory_gb": 0.05}
+    return ours(flavour).CachedImageDataModule(str(folder / "source"), str(cache), **{**given, **options})
+
+
+def module(flavour: str) -> Any:
+    pl = lightning_of(flavour)
+
+    class Module(pl.LightningModule):  # type: ignore[misc, name-defined]
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = nn.Linear(1, 3)
+            self.train_seen: list[tuple[int, int, list[int]]] = []  # epoch, batch, samples
+            self.val_seen: list[tuple[int, list[int]]] = []
+            self.shapes: set[tuple[int, ...]] = set()
+            self.raises_at = -1
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            if self.trainer.global_step == self.raises_at:
+                raise KeyError("in training")
+            pixels, labels = batch
+            self.shapes.add(tuple(pixels.shape))
+            self.train_seen.append((self.current_epoch, batch_idx, numbers(pixels)))
+            assert labels.tolist() == [number * 3 // TRAIN for number in numbers(pixels)]
+            return nn.functional.cross_entropy(self.net(pixels[:, :1, 0, 0] / 255), labels)
+
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            if not self.trainer.sanity_checking:
+                self.val_seen.append((self.current_epoch, numbers(batch[0])))
+            self.log("val", batch[0].mean(), sync_dist=True, batch_size=len(batch[0]))
+
+        test_step = validation_step
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters(), lr=0.01)
+
+    return Module()
+
+
+def numbers(pixels: torch.Tensor) -> list[int]:
+    return [round(each) for each in pixels[:, 0, 3, 3].tolist()]
+
+
+def trainer(flavour: str, **options: Any) -> Any:
+    nodes, devices = int(os.environ.get("GROUP_WORLD_SIZE", 1)), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    defaults: dict[str, Any] = {
+        "accelerator": "cpu", "devices": devices, "num_nodes": nodes, "max_epochs": 2, "logger": False,
+        "enable_progress_bar": False, "enable_model_summary": False, "enable_checkpointing": False,
+        "num_sanity_val_steps": 0, "strategy": "ddp" if nodes * devices > 1 else "auto",
+    }  # fmt: skip
+    return lightning_of(flavour).Trainer(**{**defaults, **options})
+
+
+def fitted(flavour: str, folder: Path, data_options: dict[str, Any] | None = None, **options: Any) -> Any:
+    """(module, trainer) after a fit; `ckpt_path` goes to fit."""
+    model, ckpt_path = module(flavour), options.pop("ckpt_path", None)
+    t = trainer(flavour, **options)
+    t.fit(model, data(flavour, folder, **(data_options or {})), ckpt_path=ckpt_path)
+    return model, t
+
+
+def saver(flavour: str, folder: Path, name: str, **options: Any) -> Any:
+    callbacks = importlib.import_module(lightning_of(flavour).__name__ + ".callbacks")
+    return callbacks.ModelCheckpoint(dirpath=folder, filename=name, save_top_k=-1, **options)
+
+
+class Metrics:
+    """A logger of a few lines, for either flavour."""
+
+    def __new__(cls, flavour: str) -> Any:
+        loggers = importlib.import_module(lightning_of(flavour).__name__ + ".loggers.logger")
+
+        class Recorder(loggers.Logger):  # type: ignore[misc, name-defined]
+            name, version = "recorder", 0
+
+            def __init__(self) -> None:
+                super().__init__()
+                self.rows: list[dict[str, float]] = []
+
+            def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
+                if any(key.startswith("data/") for key in metrics):
+                    self.rows.append({**metrics, "step": step or 0})
+
+            def log_hyperparams(self, *_: Any) -> None: ...
+
+        return Recorder()
+
+
+class Lines(logging.Handler):
+    """What this package logs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+        logger = logging.getLogger("lightning_sparse")
+        logger.setLevel(logging.INFO)
+        logger.addHandler(self)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+
+
+def left_behind() -> list[str]:
+    """Threads and processes of the data half, the latter by their number."""
+    threads = [each.name for each in threading.enumerate()]
+    children = Path(f"/proc/self/task/{os.getpid()}/children")
+    return [name for name in threads if name.startswith(("lightning_sparse ", "storage reader"))] + (
+        children.read_text().split() if children.exists() else []
+    )
+
+
+def segments() -> set[str]:
+    """In shared memory, and held by nobody: other runs on this machine hold theirs."""
+    found = set()
+    for path in Path("/dev/shm").glob("lightning_sparse-*/*"):
+        with contextlib.suppress(OSError), path.open("rb") as file:  # gone, or held
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            found.add(path.name)
+    return found
+
+
+def expected(shuffle: str, epoch: int, nodes: int = 2, devices: int = 2, batch: int = BATCH, **more: Any) -> Any:
+    """[step][node][device] -> samples, from the pure function."""
+    labels = np.arange(TRAIN) * 3 // TRAIN
+    layout = Layout(batch_size=batch, devices=(devices,) * nodes, shuffle=shuffle, **more)  # type: ignore[arg-type]
+    plan = Order(np.arange(TRAIN), partial(owners, labels, seed=0), layout).epoch(epoch)
+    return [[[rank.tolist() for rank in node] for node in plan.global_batch(step)] for step in range(plan.steps)]
+
+
+def flat(nested: Any) -> list[int]:
+    return [nested] if isinstance(nested, int) else [item for each in nested for item in flat(each)]

@@ -1,0 +1,149 @@
+"""Flipped bits in the tiers, and files that are damaged, missing, changed or not what they seem."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import lmdb
+import numpy as np
+import pytest
+
+from lightning_sparse.data.config import CorruptSampleError
+from lightning_sparse.data.manifest import load_or_list
+from lightning_sparse.data.places import cache_folder
+from lightning_sparse.data.warm import warm
+from tests.data.small import jpeg
+from tests.data.stores import Open, config_of, contents, store_of, warnings_of
+
+# ------------------------------------------------------------------------------------------------------ flipped bits
+
+
+def test_a_flipped_bit_in_memory_is_fetched_again(folder: Path, stores: Open) -> None:
+    store = store_of(folder, stores)
+    expected = contents(store)
+    store._tiers().memory._payloads[10_000] ^= 1
+    assert contents(store) == expected
+    assert contents(store) == expected
+    counts = store.counters()
+    assert (counts.flipped_memory, counts.disk_samples, counts.memory_samples) == (1, 1, 39)
+
+
+def test_a_flipped_bit_on_disk_is_fetched_again(folder: Path, stores: Open) -> None:
+    first = store_of(folder, stores)
+    expected = contents(first)
+    first.close()
+    path = cache_folder(first.config) / "train.lmdb"
+    with lmdb.open(str(path), map_size=1 << 30) as environment, environment.begin(write=True) as transaction:
+        digest = first._key(7).digest()
+        value = bytearray(transaction.get(digest) or b"")
+        value[300] ^= 1
+        transaction.put(digest, bytes(value))
+    for flipped in (1, 0):
+        store = store_of(folder, stores)
+        assert contents(store) == expected
+        counts = store.counters()
+        assert (counts.flipped_disk, counts.storage_samples, counts.disk_samples) == (flipped, flipped, 20 - flipped)
+        store.close()
+
+
+# ---------------------------------------------------------------------------------------------------- damaged files
+
+DAMAGE = {
+    "empty": (b"", "empty"),
+    "truncated": (jpeg(5)[:-300], "truncated"),
+    "no picture": (b"<html>404</html>", "no picture"),
+}
+
+
+@pytest.mark.parametrize("kind", DAMAGE)
+@pytest.mark.parametrize("format", ["decoded", "jpeg"])
+def test_a_damaged_file_ends_the_run_and_is_named(folder: Path, stores: Open, kind: str, format: str) -> None:
+    (folder / "train" / "c0" / "5.jpg").write_bytes(DAMAGE[kind][0])
+    store = store_of(folder, stores, format=format)
+    with pytest.raises(CorruptSampleError, match=rf"train/c0/5.jpg cannot be used: .*{DAMAGE[kind][1]}.*on_corrupt"):
+        contents(store)
+    (folder / "train" / "c0" / "5.jpg").write_bytes(jpeg(5))  # repaired
+    assert len(contents(store)) == 20
+
+
+@pytest.mark.parametrize("kind", DAMAGE)
+def test_a_damaged_file_is_replaced_counted_and_not_asked_for_again(
+    folder: Path, stores: Open, kind: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    (folder / "train" / "c0" / "5.jpg").write_bytes(DAMAGE[kind][0])
+    (folder / "train" / "c0" / "6.jpg").write_bytes(b"")
+    for run in range(2):
+        caplog.clear()
+        store = store_of(folder, stores, on_corrupt="skip")
+        for _ in range(2):
+            samples = store.get(range(20))
+            assert [sample.index for sample in samples[4:8]] == [4, 7, 7, 7]
+            assert np.array_equal(samples[5].data, samples[7].data)
+        counts = store.counters()
+        assert counts.replaced == 4
+        assert counts.storage_samples == (20 if run == 0 else 0)
+        said = warnings_of(caplog)
+        assert [text.partition(" ")[0] for text in said] == ["train/c0/5.jpg", "train/c0/6.jpg"]
+        store.close()
+    with pytest.raises(CorruptSampleError, match="c0/5.jpg"):  # who does not skip looks again
+        contents(store_of(folder, stores))
+
+
+def test_a_missing_file_is_the_files_fault(folder: Path, stores: Open) -> None:
+    store = store_of(folder, stores)
+    (folder / "train" / "c0" / "5.jpg").unlink()
+    with pytest.raises(CorruptSampleError, match="c0/5.jpg.*No such file"):
+        contents(store)
+
+
+def test_a_pipe_in_the_place_of_a_picture_does_not_hang(folder: Path, stores: Open) -> None:
+    store = store_of(folder, stores)
+    (folder / "train" / "c0" / "5.jpg").unlink()
+    os.mkfifo(folder / "train" / "c0" / "5.jpg")
+    with pytest.raises(CorruptSampleError, match="no regular file"):
+        contents(store)
+
+
+def test_eleven_megapixels_are_no_problem(folder: Path, stores: Open) -> None:
+    (folder / "train" / "c0" / "5.jpg").write_bytes(jpeg(5, 2800, 4000))
+    for format, shape in (("decoded", (256, 365, 3)), ("jpeg", None)):
+        store = store_of(folder, stores, format=format)
+        sample = store.get([5])[0]
+        assert sample.data.shape == shape if shape else (sample.height, sample.width) == (2800, 4000)
+        store.close()
+
+
+def test_a_file_that_changed_on_storage_is_noticed(
+    folder: Path, stores: Open, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Since it was listed: its present content is taken, once. Listed anew, only the changed file is read again."""
+    config = config_of(folder)
+    load_or_list(config, "train", quiet=True)
+    path = folder / "train" / "c0" / "5.jpg"
+    path.write_bytes(jpeg(99))
+    for run in range(2):
+        store = store_of(folder, stores, format="jpeg")
+        assert contents(store)[5] == jpeg(99)
+        assert store.counters().changed == (run == 0)
+        store.close()
+    assert ["train/c0/5.jpg is not the file that was listed" in text for text in warnings_of(caplog)] == [True]
+    path.write_bytes(jpeg(98))
+    report = warm(config, "train")
+    assert (report.present, report.fetched) == (19, 1)
+    store = store_of(folder, stores, format="jpeg")
+    assert contents(store)[5] == jpeg(98)
+    assert store.counters().storage_samples == 0
+
+
+def test_a_link_that_leads_out_of_the_source_is_refused(folder: Path, tmp_path: Path, stores: Open) -> None:
+    secret = tmp_path / "secret.jpg"
+    secret.write_bytes(jpeg(1))
+    (folder / "train" / "c0" / "5.jpg").unlink()
+    (folder / "train" / "c0" / "5.jpg").symlink_to(secret)
+    (folder / "train" / "c0" / "6.jpg").unlink()
+    (folder / "train" / "c0" / "6.jpg").symlink_to(folder / "train" / "c1" / "6.jpg")
+    store = store_of(folder, stores)
+    assert store.get([6])  # one that stays inside is fine
+    with pytest.raises(CorruptSampleError, match="c0/5.jpg.*outside the source, to .*secret.jpg"):
+        store.get([5])

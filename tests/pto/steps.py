@@ -1,0 +1,118 @@
+"""What tests of the sharded step on real ranks are made of: parameters, gradients, the plain step beside it.
+
+Gradients are made up, the same on all ranks, as a reduction would leave them. One start of ranks runs every scenario of
+a test module.
+"""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Muon, Optimizer
+
+from lightning_sparse.pto import ShardedStep, communicator_of
+from lightning_sparse.strategy.communicator import HierCommunicator
+from lightning_sparse.topology import discover
+from tests.helpers.distributed import run_ranks
+from tests.helpers.scenarios import Scenarios
+
+STEPS = 20
+SHAPES = {1: (1, 1), 2: (1, 2), 3: (1, 3), 4: (2, 2)}
+
+
+def results_of(scenarios: Scenarios) -> Any:
+    """A fixture of 1, 2, 3 and 4 ranks: what every scenario returned, by rank. Each is given a world to share with."""
+
+    @pytest.fixture(scope="module", params=[1, 2, 3, 4])
+    def results(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
+        nodes, devices = SHAPES[request.param]
+        return run_ranks(run_scenarios, scenarios, nodes=nodes, devices=devices, timeout=120)
+
+    return results
+
+
+def run_scenarios(scenarios: Scenarios) -> dict[str, Any]:
+    topology = discover()
+    return {name: fn(communicator_of(topology, "world")) for name, fn in scenarios.items()}
+
+
+def parameters(odd: bool = True) -> list[nn.Parameter]:
+    """Two large ones and several small ones; more than there are ranks, none a multiple of the other."""
+    g = torch.Generator().manual_seed(0)
+    shapes = [(37, 13), (37,), (29, 37), (29,), (5, 29), (5,), (), (3, 2, 5, 5)]
+    made = [nn.Parameter(torch.randn(shape, generator=g)) for shape in shapes]
+    if odd:
+        made[-1].data = made[-1].data.to(memory_format=torch.channels_last)
+        made += [nn.Parameter(torch.randn(7, generator=g).to(t)) for t in (torch.float64, torch.bfloat16)]
+    return made
+
+
+def set_gradients(params: list[nn.Parameter], step: int) -> None:
+    """As backward would: the same on all ranks; one parameter is unused in every third step."""
+    g = torch.Generator().manual_seed(100 + step)
+    for index, p in enumerate(params):
+        grad = torch.randn(p.shape, generator=g).to(p.dtype)
+        p.grad = None if step % 3 == 1 and index == 3 else grad.contiguous(memory_format=layout_of(p))
+
+
+def layout_of(p: Tensor) -> torch.memory_format:
+    return torch.channels_last if p.dim() == 4 else torch.contiguous_format
+
+
+def groups(params: list[nn.Parameter]) -> list[dict[str, Any]]:
+    return [{"params": params[:3], "weight_decay": 0.01}, {"params": params[3:], "lr": 0.003}]
+
+
+def bits(tensor: Tensor) -> bytes:
+    return tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+
+
+def same(a: Any, b: Any) -> bool:
+    """Equal structures of tensors, bit by bit."""
+    if isinstance(a, Tensor) and isinstance(b, Tensor):
+        return (a.dtype, a.shape, a.stride()) == (b.dtype, b.shape, b.stride()) and bits(a) == bits(b)
+    if isinstance(a, dict) and isinstance(b, dict):
+        return a.keys() == b.keys() and all(same(a[key], b[key]) for key in a)
+    if isinstance(a, list | tuple) and isinstance(b, list | tuple):
+        return len(a) == len(b) and all(map(same, a, b))
+    return bool(a == b)
+
+
+def whole_state(optimizer: Any) -> Any:
+    """The state_dict as rank 0 saves it, given to all ranks."""
+    optimizer.consolidate_state_dict()
+    held = [optimizer.state_dict() if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(held)
+    return held[0]
+
+
+def train(params: list[nn.Parameter], optimizer: Optimizer, first: int = 0, last: int = STEPS) -> None:
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=4, gamma=0.7)
+    for step in range(first, last):
+        set_gradients(params, step)
+        grads = [p.grad for p in params]
+        optimizer.step()
+        assert all(p.grad is grad for p, grad in zip(params, grads, strict=True)), "gradients are not those given"
+        scheduler.step()
+
+
+def compare(cls: type[Optimizer], options: dict[str, Any], communicator: HierCommunicator, whole: bool = False) -> str:
+    """What differs from the plain step. Whole: no parameter may be stepped in parts."""
+    ours, theirs = [[p for p in parameters() if cls is not Muon or p.dim() == 2] for _ in range(2)]
+    sharded, plain = cls(groups(ours), **options), cls(groups(theirs), **options)
+    step = ShardedStep(sharded, communicator)
+    train(ours, sharded)
+    train(theirs, plain)
+    wrong = [] if same(list(ours), list(theirs)) else ["parameters differ"]
+    wrong += [] if same(whole_state(sharded), plain.state_dict()) else ["state differs"]
+    own = {id(p): part for p, part in zip(ours, step.mine, strict=True) if part is not None}
+    wrong += [] if {id(p) for p in sharded.state} <= own.keys() else ["foreign state"]
+    sizes = {
+        id(p): max([0, *(t.numel() for t in s.values() if isinstance(t, Tensor))]) for p, s in sharded.state.items()
+    }
+    wrong += [] if all(n <= max(1, own[i].end - own[i].begin) for i, n in sizes.items()) else ["state of others' parts"]
+    alone = communicator.topology.num_devices == 1
+    wrong += [] if alone or whole != any(len(parts) > 1 for parts in step.parts) else ["cut, or not"]
+    return ", ".join(wrong)

@@ -1,0 +1,175 @@
+"""A backward pass that goes wrong, on real Gloo ranks: an exception, a gradient that is not finite, a rank that dies.
+
+Every test runs the worker below it in P processes and looks at what the ranks return.
+"""
+
+import gc
+import threading
+import time
+import weakref
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_sparse.strategy import CommunicationError, HierConfig
+from tests.helpers.distributed import RanksFailed, run_ranks
+from tests.strategy.models import (
+    PLAIN,
+    flat_grads,
+    loss_of,
+    mlp,
+    node_residual,
+    train,
+    wrap,
+)
+
+
+def test_a_backward_that_raised_half_way_does_not_silence_the_next() -> None:
+    assert run_ranks(raise_half_way, nodes=2, devices=1) == ["exchange failed"] * 2
+
+
+def raise_half_way() -> str:
+    model = mlp()
+    ddp, state = wrap(model, HierConfig(density=0.05, exchange="sparse", warmup_epochs=0), **PLAIN)
+    train(model, ddp, 4)
+    hook = model[0].weight.register_hook(_raise("the user's own mistake"))  # the others' buckets are queued by then
+    with pytest.raises(RuntimeError, match="the user's own mistake"):
+        train(model, ddp, 1)
+    hook.remove()
+    ddp, _ = wrap(model, state.config, state=state, **PLAIN)
+    train(model, ddp, 1)
+    state.communicator.exchange = _raise("exchange failed")  # type: ignore[method-assign]
+    try:
+        train(model, ddp, 1)
+    except RuntimeError as error:
+        return str(error)
+    return "nothing was raised"
+
+
+def _raise(text: str) -> Callable[[Tensor], Tensor]:
+    def fail(_: Tensor) -> Tensor:
+        raise RuntimeError(text)
+
+    return fail
+
+
+def test_nothing_stays_when_a_model_goes() -> None:
+    assert run_ranks(forget_models, nodes=2, devices=1) == [(0, 0), (0, 0)]
+
+
+def forget_models() -> tuple[int, int]:
+    """How many states and threads are left of three wrapped models."""
+    states = []
+    for _ in range(3):
+        model = mlp()
+        ddp, state = wrap(model, HierConfig(), **PLAIN)
+        train(model, ddp, 3)
+        states.append(weakref.ref(state))
+        del model, ddp, state
+    gc.collect()
+    deadline = time.monotonic() + 5
+    while (threads := _our_threads()) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return sum(state() is not None for state in states), threads
+
+
+def _our_threads() -> int:
+    return sum(thread.name == "lightning_sparse" for thread in threading.enumerate())
+
+
+# -- non-finite gradients ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("density", [0.02, 1.0])
+def test_a_non_finite_gradient_is_seen_by_all_and_poisons_no_residual(bad: float, density: float) -> None:
+    for seen, before, after, later in run_ranks(non_finite, bad, density, nodes=2, devices=2):
+        assert seen, "this rank did not see the non-finite gradient in its round"
+        assert torch.equal(before, after), "a thrown-away round changed the residual"
+        assert later.isfinite().all()
+
+
+def non_finite(bad: float, density: float) -> tuple[bool, Tensor, Tensor, Tensor]:
+    model = mlp()
+    config = HierConfig(density=density, exchange="sparse", warmup_epochs=0)
+    ddp, state = wrap(model, config, **PLAIN)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    state.watch([optimizer])
+    for step in range(8):
+        optimizer.zero_grad()
+        state.before_backward()
+        if step == 6:
+            before = node_residual(model, state)
+        loss = loss_of(ddp, step, dist.get_rank())
+        if step == 6 and dist.get_rank() == 1:
+            loss = loss + bad * model[0].weight.flatten()[7]  # the bucket that is reduced last
+        loss.backward()
+        if step == 6:
+            seen = not flat_grads(model).isfinite().all()
+            optimizer.zero_grad()  # as a loss scaler or a careful user does: no step
+            state.before_backward()
+            after = node_residual(model, state)
+        else:
+            optimizer.step()
+    return seen, before, after, flat_grads(model)
+
+
+# -- a backward pass that is cut short ---------------------------------------------------------------------------------
+
+
+def test_a_backward_cut_short_is_as_if_it_had_not_been() -> None:
+    for before, after, history in run_ranks(cut_short, nodes=2, devices=2):
+        assert torch.equal(before, after)
+        assert history.isfinite().all()
+
+
+def cut_short() -> tuple[Tensor, Tensor, Tensor]:
+    """An exception while some buckets are already reduced, as running out of memory is; then a new wrapper."""
+    model = mlp()
+    ddp, state = wrap(model, HierConfig(density=0.05, exchange="sparse", warmup_epochs=0), **PLAIN)
+    train(model, ddp, 6)
+    state.settle()
+    before = node_residual(model, state)
+    handle = model[0].weight.register_hook(_out_of_memory)
+    with pytest.raises(MemoryError):
+        loss_of(ddp, 6, dist.get_rank()).backward()
+    handle.remove()
+    model.zero_grad()
+    state.before_backward()
+    after = node_residual(model, state)
+    ddp, state = wrap(model, state.config, state=state, **PLAIN)
+    train(model, ddp, 3)
+    return before, after, flat_grads(model)
+
+
+def _out_of_memory(_: Tensor) -> None:
+    raise MemoryError
+
+
+# -- a rank that dies --------------------------------------------------------------------------------------------------
+
+
+def test_a_dead_rank_is_named_and_nobody_hangs() -> None:
+    with pytest.raises(RanksFailed) as failure:
+        run_ranks(one_dies, nodes=2, devices=2, timeout=40)
+    assert set(failure.value.killed) == {3}
+    assert not failure.value.hung
+    assert failure.value.raised
+    for text in failure.value.raised.values():
+        assert CommunicationError.__name__ in text
+        assert "in round 4, bucket" in text
+
+
+def one_dies() -> None:
+    model = mlp()
+    ddp, _ = wrap(model, HierConfig(density=0.05, exchange="sparse"), **PLAIN)
+    for step in range(6):
+        if step == 4 and dist.get_rank() == 3:
+            import os
+            import signal
+
+            os.kill(os.getpid(), signal.SIGKILL)
+        loss_of(ddp, step, dist.get_rank()).backward()
