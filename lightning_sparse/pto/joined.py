@@ -22,7 +22,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from lightning_sparse.pto.narrow import keep_part
+from lightning_sparse.pto.narrow import keep_part, part_of_grad
 from lightning_sparse.pto.optimizers import is_elementwise
 from lightning_sparse.pto.ownership import Part, Parts
 from lightning_sparse.pto.sharded_step import ShardedStep
@@ -110,15 +110,17 @@ class Joined:
         self._state.kept_sharded = frozenset(groups)
 
     def after_backward(self) -> None:
-        """Nothing of a gradient is left but what this device holds, once a round has reduced it."""
+        """Nothing of a gradient that was not gathered is left but what this device holds, once a round has reduced it.
+        Others stay whole: what waits for them is told by whether they are there when the optimizer steps."""
         if self._state.round == self._round:
             return  # gradients are accumulated still
         self._round = self._state.round
         self._in_parts = bool(self._state.kept_sharded) and self._step.sharing
         if not self._in_parts:
             return
+        kept = {name for group in self._state.kept_sharded for name in group.names}
         for parameter, part in zip(self._step.parameters, self._step.mine, strict=True):
-            if parameter.grad is None:
+            if parameter.grad is None or self._names.get(id(parameter)) not in kept:
                 continue
             if part is None:
                 parameter.grad = None
@@ -141,14 +143,18 @@ class Joined:
         if not self._in_parts:
             self._clip_whole(optimizer, clip_val)
             return
-        grads = [p.grad for p in self._step.parameters if p.grad is not None]
+        with_grad = [
+            (p, part) for p, part in zip(self._step.parameters, self._step.mine, strict=True) if p.grad is not None
+        ]
+        own = [part_of_grad(p, part) for p, part in with_grad if part is not None]
         squares = torch.zeros((), dtype=torch.float32, device=self._step.device)
-        if grads:
-            squares += torch.stack([norm.float() for norm in torch._foreach_norm(grads)]).square().sum()
+        if own:
+            squares += torch.stack([norm.float() for norm in torch._foreach_norm(own)]).square().sum()
         self._step.communicator.node_all_reduce(squares, op=dist.ReduceOp.SUM)
         factor = (clip_val / (squares.sqrt() + 1e-6)).clamp(max=1.0)
-        for grad in grads:
-            grad.mul_(factor.to(grad.dtype))
+        for parameter, _ in with_grad:
+            assert parameter.grad is not None
+            parameter.grad.mul_(factor.to(parameter.grad.dtype))
 
     def end(self) -> None:
         """The next fit may be without this."""

@@ -85,6 +85,12 @@ class OwnShare:
         self._narrowed.clear()
 
 
+def part_of_grad(parameter: Tensor, part: Part) -> Tensor:
+    """The part of the parameter's gradient, flat; a view where the gradient lies as the parameter does."""
+    assert parameter.grad is not None
+    return _in_order_of(parameter, parameter.grad)[part.begin : part.end]
+
+
 def keep_part(parameter: Tensor, part: Part, fill: float) -> None:
     """Of the parameter's gradient keep the part, in place, and write ``fill`` elsewhere.
 

@@ -23,6 +23,7 @@ import os
 import uuid
 from collections.abc import Collection
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import fsspec
@@ -121,6 +122,12 @@ def read_side_file(checkpoint_path: str, save_id: str, rank: int) -> dict[str, A
         if content.get("save_id") == save_id:
             return content
     return None
+
+
+def fits(saved: Saved, state: HierState) -> bool:
+    """Whether it may have been saved for a module with these parameters."""
+    manifest = saved.manifest
+    return all(map(state.has, _groups([*manifest["settled"], *manifest["previous"], *chain(*manifest["stores"])])))
 
 
 def restore(saved: Saved, state: HierState, device: torch.device) -> None:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 
 import torch
 
-from lightning_sparse.strategy.communicator import HierCommunicator
+from lightning_sparse.strategy.communicator import MAX, HierCommunicator
 from lightning_sparse.strategy.config import HierConfig
 from lightning_sparse.strategy.cost import Rates
 from lightning_sparse.strategy.layout import Layout, ParamGroup
@@ -26,7 +26,6 @@ from lightning_sparse.strategy.plan import (
 )
 from lightning_sparse.strategy.probe import probe
 from lightning_sparse.strategy.recheck import CHANGED, CONTRADICTS, Recheck, differ
-from lightning_sparse.strategy.usage import MAX
 from lightning_sparse.strategy.window import Window
 from lightning_sparse.topology import Topology
 

@@ -32,6 +32,7 @@ _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather
 _reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
+MAX = dist.ReduceOp.MAX
 LONG = 1 << 17  # bytes: messages that take turns on a slow link, rather than meet there
 
 

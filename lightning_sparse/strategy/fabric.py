@@ -7,7 +7,10 @@
 Fabric knows no epochs, so a density warm-up is off unless asked for; who asks for one calls ``set_epoch``.
 """
 
+import gc
+import logging
 import os
+import weakref
 from collections.abc import Mapping
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -15,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
 
 from lightning_sparse.strategy import checkpoint as saving
 from lightning_sparse.strategy.config import HierConfig
@@ -64,48 +68,83 @@ class MSTopKHierFabricMixin(_Host):
         own = {name: kwargs.pop(name) for name in OWN if name in kwargs}
         self.config = HierConfig(**{"warmup_epochs": 0, **own})
         check_options(type(self), kwargs)
-        show_log_lines()
         super().__init__(**kwargs)
         self.hier_states: list[HierState] = []
-        self._watched: dict[int, list[torch.optim.Optimizer]] = {}
+        self._watched: dict[HierState, list[Optimizer]] = {}
+        self._optimizers: list[weakref.ref[Optimizer]] = []
+        self._epoch = 0
         self._topology: Topology | None = None
         self._run_id = ""
         self._saved: list[saving.Saved] = []
 
     def set_epoch(self, epoch: int) -> None:
         """Tell the density warm-up which epoch begins, counted from 0."""
+        self._epoch = epoch
         for state in self.hier_states:
             state.epoch = epoch
 
     # -- set-up --------------------------------------------------------------------------------------------------------
 
     def setup_module(self, module: nn.Module) -> DistributedDataParallel:
-        """Wrap the module, and let its gradients travel our way. A collective of the world."""
+        """Wrap the module, and let its gradients travel our way. A module that is set up again goes on with what waits
+        in its residuals; those of modules that are gone are dropped. A collective of the world."""
+        show_log_lines()  # here, since a spawned process did not make the strategy
         self._ddp_kwargs = with_defaults(self._ddp_kwargs)
         ddp = super().setup_module(module)
         if self._topology is None:
             self._topology = discover(node_rank=self.node_rank, local_rank=self.local_rank, timeout=self._timeout)
             self._run_id = str(self.broadcast(saving.new_run_id()))
-        find_unused = bool(self._ddp_kwargs.get("find_unused_parameters", False))
-        state = HierState(ddp.module, self.config, self._topology, find_unused_parameters=find_unused)
-        state.loss_scale = lambda: loss_scale_of(self.precision)
-        state.say(self._topology.describe())
-        if self._saved:
-            saving.restore(self._saved.pop(0), state, self.root_device)
+        gc.collect()  # so that all ranks see the same modules gone
+        state = self._state_to_go_on_with(ddp.module) or self._new_state(ddp.module, self._topology)
         ddp.register_comm_hook(state, hier_hook)
-        self.hier_states.append(state)
         return ddp
 
+    def _state_to_go_on_with(self, module: nn.Module) -> HierState | None:
+        """That of an earlier set-up of the module; states that have no use any more are dropped."""
+        for state in list(self.hier_states):
+            replaced = state.is_for(module) and not state.knows(module)
+            if replaced:
+                state.say("parameters were replaced since the last set-up: what waited is lost", logging.WARNING)
+            if replaced or state.is_orphan:
+                state.detach()
+                self.hier_states.remove(state)
+                del self._watched[state]
+        known = next((state for state in self.hier_states if state.is_for(module)), None)
+        if known is not None:
+            self._watched[known] = []  # new optimizers take the place of those before; until then nothing changes
+            if self._find_unused:
+                known.track_unused(module)
+        return known
+
+    def _new_state(self, module: nn.Module, topology: Topology) -> HierState:
+        state = HierState(module, self.config, topology, find_unused_parameters=self._find_unused)
+        state.loss_scale = lambda: loss_scale_of(self.precision)
+        state.epoch = self._epoch
+        state.say(topology.describe())
+        self._restore(state)
+        self.hier_states.append(state)
+        self._watched[state] = []
+        self._watch(state, [each for reference in self._optimizers if (each := reference()) is not None])
+        return state
+
+    @property
+    def _find_unused(self) -> bool:
+        return bool(self._ddp_kwargs.get("find_unused_parameters", False))
+
     def setup_optimizer(self, optimizer: Any) -> Any:
-        """Watch whose parameters it steps: their residuals count."""
+        """Watch whose parameters it steps: their residuals count. Its module may be set up before or after it."""
         optimizer = super().setup_optimizer(optimizer)
-        stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
-        for index, state in enumerate(self.hier_states):
-            if state.owns_any(stepped):
-                watched = self._watched.setdefault(index, [])
-                watched.append(optimizer)
-                state.watch(watched)
+        self._optimizers = [each for each in self._optimizers if each() is not None] + [weakref.ref(optimizer)]
+        for state in self.hier_states:
+            self._watch(state, [optimizer])
         return optimizer
+
+    def _watch(self, state: HierState, optimizers: list[Optimizer]) -> None:
+        """Watch those of them that step parameters of the state's module, besides the others of its set-up."""
+        own = [each for each in optimizers if state.owns_any({id(p) for g in each.param_groups for p in g["params"]})]
+        if own:
+            self._watched[state] += own
+            state.watch(self._watched[state])
 
     def backward(self, tensor: Tensor, module: Any, *args: Any, **kwargs: Any) -> None:
         """Settle the last round, then go backward."""
@@ -120,7 +159,7 @@ class MSTopKHierFabricMixin(_Host):
         ``fabric.save`` is. A dict without an optimizer, or the state of one, is taken for weights alone."""
         path = os.fspath(path)
         ids: list[str] = []
-        if isinstance(state, Mapping) and any(map(_is_of_optimizer, state.values())):
+        if isinstance(state, Mapping) and _has_optimizer(state):
             manifests = [
                 saving.manifest_of(each, f"{self._run_id}-{index}") for index, each in enumerate(self.hier_states)
             ]
@@ -134,17 +173,28 @@ class MSTopKHierFabricMixin(_Host):
             saving.remove_side_files(path, but=ids)
 
     def load_checkpoint(self, path: Any, state: Any = None, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """Modules that are set up get their residuals back now, others when they are, in the order of set-up."""
+        """Modules that are set up get their residuals back now, others when they are: each the first that fit it, in
+        the order of set-up. Weights loaded without an optimizer leave residuals alone."""
         rest = super().load_checkpoint(path, state, *args, **kwargs)
         manifests = rest.pop(saving.KEY, []) if isinstance(rest, dict) else []
+        if state and not _has_optimizer(state):  # what was loaded is in it by now
+            return rest
         path = os.fspath(path)
         saved = [saving.load({saving.KEY: each}, path, self.global_rank) for each in manifests]
         self._saved = [each for each in saved if each is not None]
         for hier_state in self.hier_states:
-            if self._saved:
-                saving.restore(self._saved.pop(0), hier_state, self.root_device)
+            self._restore(hier_state)
         return rest
 
+    def _restore(self, state: HierState) -> None:
+        found = next((each for each in self._saved if saving.fits(each, state)), None)
+        if found is not None:
+            self._saved.remove(found)
+            saving.restore(found, state, self.root_device)
 
-def _is_of_optimizer(entry: Any) -> bool:
-    return isinstance(entry, torch.optim.Optimizer) or (isinstance(entry, Mapping) and "param_groups" in entry)
+
+def _has_optimizer(entry: Any) -> bool:
+    """Whether there is an optimizer, or the state of one, in what is saved or loaded."""
+    if isinstance(entry, Mapping):
+        return "param_groups" in entry or any(map(_has_optimizer, entry.values()))
+    return isinstance(entry, Optimizer) or (isinstance(entry, (list, tuple)) and any(map(_has_optimizer, entry)))

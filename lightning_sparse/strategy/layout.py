@@ -134,9 +134,12 @@ def group_of(parameters: Sequence[Tensor], names: dict[int, str]) -> ParamGroup:
             f"the bucket holds parameters of shapes {unknown} that the module given to HierState does not have: "
             f"build HierState from the very module that DistributedDataParallel wraps."
         )
-    # DDP lays a complex parameter out as pairs of real numbers.
-    numels = tuple(p.numel() * (2 if p.is_complex() else 1) for p in parameters)
-    return ParamGroup(tuple(names[id(p)] for p in parameters), numels)
+    return ParamGroup(tuple(names[id(p)] for p in parameters), tuple(map(flat_numel, parameters)))
+
+
+def flat_numel(parameter: Tensor) -> int:
+    """Elements of its gradient in a bucket: DDP lays a complex parameter out as pairs of real numbers."""
+    return parameter.numel() * (2 if parameter.is_complex() else 1)
 
 
 @dataclass

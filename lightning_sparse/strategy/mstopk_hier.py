@@ -113,7 +113,6 @@ class MSTopKHierMixin(_Host):
             exclude=exclude,
         )
         check_options(type(self), kwargs)
-        show_log_lines()
         super().__init__(**kwargs)  # spelt plainly: LightningCLI reads it to know which options a YAML file may give
         self.hier_state: HierState | None = None
         self._topology: Topology | None = None
@@ -132,6 +131,7 @@ class MSTopKHierMixin(_Host):
 
     def setup(self, trainer: Any) -> None:
         """Refuse what cannot work, then let DDPStrategy set up."""
+        show_log_lines()  # here, since a spawned process did not make the strategy
         if trainer.state.fn == "fit":
             _refuse_static_graph_with_accumulation(trainer, self._ddp_kwargs)
         else:
@@ -158,10 +158,7 @@ class MSTopKHierMixin(_Host):
             state.track_unused(ddp.module)
         state.loss_scale = lambda: loss_scale_of(self.precision_plugin)
         self.hier_state = state
-        if self._saved is not None:
-            saving.restore(self._saved, state, self.root_device)
-            self._saved = None
-        self._resumes = False
+        self._restore(state)
         ddp.register_comm_hook(state, hier_hook)
 
     def _state_to_go_on_with(self, module: torch.nn.Module) -> HierState | None:
@@ -174,11 +171,19 @@ class MSTopKHierMixin(_Host):
             return None
         return state
 
+    def _restore(self, state: HierState) -> None:
+        if self._saved is not None:
+            saving.restore(self._saved, state, self.root_device)
+        self._saved, self._resumes = None, False
+
     def setup_optimizers(self, trainer: Any) -> None:
         """Create the optimizers and watch them."""
         super().setup_optimizers(trainer)
         if self.hier_state is not None:
             self.hier_state.watch(self.optimizers)
+            idle = _idle(self.lightning_module, self.optimizers)
+            if idle and self.hier_state.topology.kind == "hierarchical":
+                self.hier_state.say(idle, logging.WARNING)
 
     def pre_backward(self, closure_loss: Tensor) -> None:
         """Before each backward: settle the last round, and say how the next one goes."""
@@ -227,10 +232,13 @@ class MSTopKHierMixin(_Host):
         log.warning("%s: it is saved without them, and what waited there is lost on resume", said)
 
     def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """DDP does not exist yet: what was saved is kept until it does."""
+        """Mostly DDP does not exist yet: what was saved is kept until it does. In the middle of a fit (the search for a
+        learning rate goes back to where it began) it counts at once."""
         checkpoint: dict[str, Any] = super().load_checkpoint(checkpoint_path, *args, **kwargs)
         self._saved = saving.load(checkpoint, os.fspath(checkpoint_path), self.global_rank)
         self._resumes = True
+        if self.hier_state is not None and isinstance(self.model, DistributedDataParallel):
+            self._restore(self.hier_state)
         return checkpoint
 
     def remove_checkpoint(self, filepath: Any) -> None:
@@ -261,3 +269,16 @@ def _untoggled(module: Any, optimizers: Iterable[torch.optim.Optimizer]) -> str:
     if reached < 2:
         return ""
     return "a backward reaches the parameters of several optimizers; wrap it in toggle_optimizer() to send it sparsely"
+
+
+def _idle(module: Any, optimizers: Iterable[torch.optim.Optimizer]) -> str:
+    """What is wrong with parameters that no optimizer steps: nobody zeroes their gradients either, so these grow, come
+    to be among the largest entries, and begin anew with a resume. Empty for none."""
+    stepped = {id(p) for each in optimizers for group in each.param_groups for p in group["params"]}
+    idle = [name for name, p in module.named_parameters() if p.requires_grad and id(p) not in stepped]
+    if not stepped or not idle:
+        return ""
+    return (
+        f"{len(idle)} parameter(s) require gradients and are in no optimizer ({', '.join(idle[:3])}): what is sent for "
+        f"them is not sent for others. Freeze them with requires_grad_(False), or give them to an optimizer."
+    )

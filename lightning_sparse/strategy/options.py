@@ -15,9 +15,10 @@ OWN = tuple(field.name for field in fields(HierConfig) if field.name != "error_f
 """The options that are not DDP's; without the one that only experiments use."""
 
 _REFUSED = {
-    "ddp_comm_hook": "this strategy is a communication hook, and DDP takes one",
-    "ddp_comm_state": "this strategy is a communication hook, and DDP takes one",
-    "ddp_comm_wrapper": "this strategy is a communication hook, and DDP takes one",
+    **dict.fromkeys(
+        ("ddp_comm_hook", "ddp_comm_state", "ddp_comm_wrapper"),
+        "this strategy is a communication hook, and DDP takes one",
+    ),
     "model_averaging_period": "averaging parameters now and then replaces the gradient exchange that this strategy is",
 }
 

@@ -19,10 +19,9 @@ import torch
 from torch import Tensor
 
 from lightning_sparse.kernels import accumulate, compress
-from lightning_sparse.strategy.communicator import HierCommunicator
+from lightning_sparse.strategy.communicator import MAX, HierCommunicator
 from lightning_sparse.strategy.cost import Link, Rates
 from lightning_sparse.strategy.rounded import Rounded
-from lightning_sparse.strategy.usage import MAX
 
 ENOUGH_S, SLOW_S = 0.03, 0.1
 FIRST_BYTES, MOST_BYTES, GROWTH = 1 << 16, 1 << 24, 4  # received by a device

@@ -160,7 +160,9 @@ class ResidualStore:
         self.current[group] = shard
         self.known.add(group)
 
-    def spend_parked(self, group: ParamGroup, num_nodes: int, rescale: Gather, grad_N: Tensor) -> None:
+    def spend_parked(
+        self, group: ParamGroup, num_nodes: int, rescale: Callable[[Tensor], Tensor], grad_N: Tensor
+    ) -> None:
         """Add what is parked to a gradient that is already summed over all ranks: where there are no shards, as on one
         node after a run on several, it would wait for ever. It stays parked until the gradient was used."""
         for name, place in group.slices().items():

@@ -22,13 +22,14 @@ from torch import Tensor, nn
 from torch._C._distributed_c10d import GradBucket  # torch.distributed re-exports it unannounced
 
 from lightning_sparse.strategy.choices import Choices
-from lightning_sparse.strategy.communicator import HierCommunicator
+from lightning_sparse.strategy.communicator import MAX, HierCommunicator
 from lightning_sparse.strategy.config import HierConfig
 from lightning_sparse.strategy.cost import effective_density
 from lightning_sparse.strategy.layout import (
     Layout,
     ParamGroup,
     excluded_names,
+    flat_numel,
     group_of,
     parameter_names,
     refuse_sparse_gradients,
@@ -41,7 +42,7 @@ from lightning_sparse.strategy.residual import ResidualStore
 from lightning_sparse.strategy.schedule import density_at
 from lightning_sparse.strategy.stats import CommStats
 from lightning_sparse.strategy.stepped import StepWatch
-from lightning_sparse.strategy.usage import MAX, UsageTracker, unused_everywhere
+from lightning_sparse.strategy.usage import UsageTracker, unused_everywhere
 from lightning_sparse.strategy.zeros import heads_of, mark_heads
 from lightning_sparse.topology import Topology
 
@@ -90,6 +91,7 @@ class HierState:
         self.kept_sharded: frozenset[ParamGroup] = frozenset()
         self.loss_scale: Callable[[], Tensor | None] = lambda: None
         self._dtypes = {name: p.dtype for name, p in module.named_parameters()}
+        self._numels = {name: flat_numel(p) for name, p in module.named_parameters()}
         numel = sum(p.numel() for p in module.parameters())
         self.choices = Choices(config, topology, self.layout, self._dtypes, numel, self.say)
         self._usage = UsageTracker(module) if find_unused_parameters else None
@@ -189,7 +191,8 @@ class HierState:
         return waiting
 
     def watch(self, optimizers: Iterable[torch.optim.Optimizer]) -> None:
-        """Note from now on which parameters these optimizers step. Without it every round counts as used.
+        """Note from now on which parameters are stepped, by these optimizers or others. Without any every round counts
+        as used.
 
         Whoever watches also calls before_backward(): inside a backward pass gradients say nothing yet.
 
@@ -224,6 +227,15 @@ class HierState:
         """Whether one of these parameters, given by ``id()``, is the module's."""
         return any(name in parameters for name in self._names)
 
+    def has(self, group: ParamGroup) -> bool:
+        """Whether the module has the group's parameters, of these sizes."""
+        return all(self._numels.get(n) == numel for n, numel in zip(group.names, group.numels, strict=True))
+
+    @property
+    def is_orphan(self) -> bool:
+        """Whether the module is gone."""
+        return self._module() is None
+
     def is_for(self, module: nn.Module) -> bool:
         """Whether this state belongs to that very module."""
         return self._module() is module
@@ -234,9 +246,10 @@ class HierState:
         return now.keys() == self._parameters.keys() and all(self._parameters[name]() is now[name] for name in now)
 
     def track_unused(self, module: nn.Module) -> None:
-        """Watch again which parameters are used, after detach()."""
-        if self._usage is None:
-            self._usage = UsageTracker(module)
+        """Watch again which parameters are used: other ones may be frozen now."""
+        if self._usage is not None:
+            self._usage.close()
+        self._usage = UsageTracker(module)
 
     def is_sharded(self, group: ParamGroup) -> bool:
         """Whether devices reduce the group by shards, in settled rounds."""

@@ -1,13 +1,22 @@
-"""Which parameters the optimizers stepped, by what a round gave them: theirs is the residual that counts."""
+"""Which parameters the optimizers stepped, by what a round gave them: theirs is the residual that counts.
+
+It is noted at the step of *any* optimizer, since the one that a user hands over may leave the step to another inside it
+(SAM, Lookahead). Gradients are looked at before the step: some optimizers write to them (torch's SGD with Nesterov's
+momentum and ``foreach``, the default on CUDA), and a zero of the user would no longer be one.
+"""
 
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
-import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from lightning_sparse.strategy.zeros import WrittenZeros
+
+_Step = tuple[set[str], WrittenZeros]
+"""Who had a gradient, and whose was zeroed."""
 
 
 class StepWatch:
@@ -23,11 +32,12 @@ class StepWatch:
         self.watching = False
         self._module = weakref.ref(module)
         self._names, self._open_names = names, open_names
-        self._handles: list[Any] = []
-        self._steps: list[tuple[set[str], WrittenZeros]] = []  # since the last clear()
+        self._hooks: list[Callable[[], Any]] = []  # each takes one off
+        self._begun: dict[int, _Step] = {}  # by the optimizer's id()
+        self._steps: list[_Step] = []  # since the last clear()
 
-    def watch(self, optimizers: Iterable[torch.optim.Optimizer]) -> None:
-        """Note the steps of these optimizers from now on.
+    def watch(self, optimizers: Iterable[Optimizer]) -> None:
+        """Note steps from now on. Where there is no optimizer nothing can be noted, and every round counts.
 
         Raises:
             ValueError: for an optimizer that cannot tell when it steps.
@@ -40,17 +50,21 @@ class StepWatch:
                 f"from torch.optim.Optimizer."
             )
         self.unwatch()
-        self._handles = [optimizer.register_step_post_hook(self._note_step) for optimizer in optimizers]
-        self.watching = True
+        self.watching, module = bool(optimizers), self._module()
+        if self.watching and module is not None:
+            handles = (register_optimizer_step_pre_hook(self._begin), register_optimizer_step_post_hook(self._end))
+            # torch holds on to these hooks, and they to residuals: neither is to outlive the module.
+            self._hooks = [weakref.finalize(module, each.remove) for each in handles]
 
     def unwatch(self) -> None:
-        """Take all hooks off the optimizers; what was noted stays."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
+        """Take the hooks off; what was noted stays."""
+        for remove in self._hooks:
+            remove()
+        self._hooks.clear()
 
     def clear(self) -> None:
         """Forget the steps so far: what they decided is settled."""
+        self._begun.clear()
         self._steps.clear()
 
     def stepped(self) -> set[str]:
@@ -68,13 +82,39 @@ class StepWatch:
         waiting = there.keys() - WrittenZeros(there).names()
         return left - waiting, waiting
 
-    def _note_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    def _begin(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if not any(id(p) in self._names for p in _parameters(optimizer)):
+            return None  # of another module
+        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+        if not callable(closure):
+            self._look(optimizer)
+            return None
+
+        def looking(*given: Any, **options: Any) -> Any:  # the gradients are the closure's
+            result = closure(*given, **options)
+            self._look(optimizer)
+            return result
+
+        if "closure" in kwargs:
+            return args, {**kwargs, "closure": looking}
+        return (args[0], looking, *args[2:]), kwargs
+
+    def _look(self, optimizer: Optimizer) -> None:
+        open_names = self._open_names()
+        if not open_names:
+            return
+        # Read at each step: groups are added while training, and who drops a gradient holds its parameter still.
+        grads = {self._names.get(id(p), ""): p.grad for p in _parameters(optimizer) if p.grad is not None}
+        grads = {name: grad for name, grad in grads.items() if name in open_names}
+        self._begun[id(optimizer)] = set(grads), WrittenZeros(grads)
+
+    def _end(self, optimizer: Optimizer, *_: Any) -> None:
+        begun = self._begun.pop(id(optimizer), None)
         # A fused optimizer is stepped even when the scaler met an inf, and skips inside.
         found_inf = getattr(optimizer, "found_inf", None)
-        open_names = self._open_names()
-        if (found_inf is None or not found_inf) and open_names:
-            # Read at each step: groups are added while training, and who drops a gradient holds its parameter still.
-            parameters = [p for param_group in optimizer.param_groups for p in param_group["params"]]
-            grads = {self._names.get(id(p), ""): p.grad for p in parameters if p.grad is not None}
-            grads = {name: grad for name, grad in grads.items() if name in open_names}
-            self._steps.append((set(grads), WrittenZeros(grads)))
+        if begun is not None and (found_inf is None or not found_inf):
+            self._steps.append(begun)
+
+
+def _parameters(optimizer: Optimizer) -> Iterator[Tensor]:
+    return (p for group in optimizer.param_groups for p in group["params"])

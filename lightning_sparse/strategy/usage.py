@@ -9,7 +9,6 @@ a parameter and bucket.
 from collections.abc import Callable
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_sparse.strategy.layout import ParamGroup
@@ -55,6 +54,3 @@ def unused_everywhere(
     flags = torch.tensor(used_here, dtype=torch.uint8, device=device)
     max_reduce(flags)
     return frozenset(name for name, used in zip(group.names, flags.tolist(), strict=True) if not used)
-
-
-MAX = dist.ReduceOp.MAX

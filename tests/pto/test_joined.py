@@ -157,6 +157,7 @@ def same_bits() -> dict[str, str]:
         "dense16": difference(adamw, strategy=lambda: sparse(FLAVOUR, exchange="dense16")),
         "excluded parameters": difference(momentum, strategy=lambda: sparse(FLAVOUR, exclude="vectors")),
         "some": difference(some, strategy=lambda: sparse(FLAVOUR, density=0.02)),
+        "some of a bucket": difference(all_but_one, strategy=lambda: sparse(FLAVOUR, density=0.02)),
         "more and more": difference(some, callbacks=lambda: [Unfreeze()]),
         "unused": difference(momentum, strategy=lambda: sparse(FLAVOUR, find_unused_parameters=True)),
     }
@@ -165,6 +166,11 @@ def same_bits() -> dict[str, str]:
 def some(parameters: Any) -> Any:
     """The others require gradients, and nobody steps them."""
     return torch.optim.SGD(list(parameters)[3:], lr=0.1, momentum=0.9)
+
+
+def all_but_one(parameters: Any) -> Any:
+    """The other's bucket is gathered, those of the rest are not."""
+    return torch.optim.SGD(list(parameters)[:-1], lr=0.1, momentum=0.9)
 
 
 class Unfreeze:
@@ -186,7 +192,9 @@ def test_the_run_is_the_run_without_it(results: list[dict[str, Any]]) -> None:
 def close() -> dict[str, float]:
     """Where a sum is taken in another order, or a fused kernel meets other boundaries."""
     out = {}
-    for name, make, options in [("clipping", momentum, {"gradient_clip_val": 0.05}), ("fused", fused, {})]:
+    cases = {"clipping": momentum, "clipping some of a bucket": all_but_one, "fused": fused}
+    for name, make in cases.items():
+        options = {} if name == "fused" else {"gradient_clip_val": 0.05}
         plain, joined = (fit(make, pto, **options)["weights"] for pto in (False, True))
         out[name] = float((plain - joined).abs().max() / plain.abs().max())
     return out

@@ -62,6 +62,9 @@ def everything(flavour: str, folder: str) -> dict[str, Any]:
         "resumed": resumed(flavour),
         "two": two_modules(flavour),
         "skipped": skipped(flavour),
+        "again": set_up_again(flavour),
+        "gone": gone(flavour),
+        "weights": weights_alone(flavour),
     }
     by_string = fabric_with(flavour, "mstopk_hier")
     model, optimizer = prepared(by_string)
@@ -136,6 +139,67 @@ def skipped(flavour: str) -> bool:
     return kept and torch.equal(weights, flat_parameters(model)) and float(state.residual_norm()) > 0
 
 
+def set_up_again(flavour: str) -> dict[str, Any]:
+    """The same module twice, the second time after its optimizer: it goes on with what waits."""
+    fabric = fabric_with(flavour, ours(flavour))
+    model = mlp()
+    wrapped, optimizer = fabric.setup(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    train(fabric, wrapped, optimizer, 0, 6)
+    (state,) = fabric.strategy.hier_states
+    before, waits = state.round, float(state.residual_norm())
+    optimizer = fabric.setup_optimizers(torch.optim.SGD(model.parameters(), lr=0.1))
+    wrapped = fabric.setup_module(model)
+    train(fabric, wrapped, optimizer, 6, 9)
+    goes_on = fabric.strategy.hier_states == [state] and state.round == before + 3 and waits > 0
+    other = mlp(1)
+    optimizer = fabric.setup_optimizers(torch.optim.SGD(other.parameters(), lr=0.1))
+    wrapped = fabric.setup_module(other)  # after its optimizer, whose steps count nevertheless
+    train(fabric, wrapped, optimizer, 0, 5)
+    second = fabric.strategy.hier_states[1]
+    second.settle()
+    waited = {group: shard.clone() for group, shard in second.store.current.items()}
+    x, y = batch(5, fabric.global_rank)
+    fabric.backward(nn.functional.mse_loss(wrapped(x), y))
+    optimizer.zero_grad()
+    second.settle()
+    kept = all(torch.equal(shard, second.store.current[group]) for group, shard in waited.items())
+    return {"goes on": goes_on, "thrown away": bool(waited) and kept}
+
+
+def gone(flavour: str) -> dict[str, Any]:
+    """Of a module that is gone nothing stays; one that resumes takes what is its own, whatever was set up before."""
+    fabric = fabric_with(flavour, ours(flavour))
+    small = nn.Linear(13, 5)
+    wrapped, stepper = fabric.setup(small, torch.optim.SGD(small.parameters(), lr=0.1))
+    train(fabric, wrapped, stepper, 0, 6)
+    model, optimizer = prepared(fabric)
+    train(fabric, model, optimizer, 0, 6)
+    fabric.save("two.ckpt", {"model": model, "optimizers": [optimizer.state_dict()]})
+    waits = fabric.strategy.hier_states[1].residual_norm()
+    del small, wrapped, stepper
+    pairs = [prepared(fabric), (model, optimizer)]
+    other = fabric_with(flavour, ours(flavour))
+    resumed, _ = prepared(other)
+    other.load("two.ckpt", {"model": resumed, "optimizers": []})
+    (state,) = other.strategy.hier_states
+    return {
+        "states": len(fabric.strategy.hier_states) == len(pairs),
+        "own": torch.equal(state.residual_norm(), waits) and bool(waits > 0),
+    }
+
+
+def weights_alone(flavour: str) -> bool:
+    """Weights of another run, loaded while one trains, leave its residuals alone."""
+    fabric = fabric_with(flavour, ours(flavour))
+    model, optimizer = prepared(fabric)
+    fabric.save("early.ckpt", {"model": model, "optimizer": optimizer})
+    train(fabric, model, optimizer, 0, 6)
+    (state,) = fabric.strategy.hier_states
+    before = state.residual_norm()
+    fabric.load("early.ckpt", {"model": mlp()}, strict=False)
+    return bool(before > 0) and torch.equal(before, state.residual_norm()) and state.round == 6
+
+
 @pytest.fixture(scope="module", params=FLAVOURS)
 def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     folder = tmp_path_factory.mktemp("fabric")
@@ -163,6 +227,16 @@ def test_a_resumed_run_is_the_run(results: list[dict[str, Any]]) -> None:
 
 def test_a_skipped_step_moves_no_residual(results: list[dict[str, Any]]) -> None:
     assert all(each["skipped"] for each in results)
+
+
+@pytest.mark.parametrize("name", ["again", "gone"])
+def test_modules_come_and_go(results: list[dict[str, Any]], name: str) -> None:
+    for each in results:
+        assert all(each[name].values()), each[name]
+
+
+def test_weights_that_are_loaded_leave_residuals_alone(results: list[dict[str, Any]]) -> None:
+    assert all(each["weights"] for each in results)
 
 
 def test_fabric_knows_the_string(results: list[dict[str, Any]]) -> None:

@@ -13,7 +13,7 @@ from lightning_sparse.strategy import HierConfig, HierState, checkpoint
 from lightning_sparse.topology import Topology, discover
 from tests.helpers.distributed import run_ranks
 from tests.strategy.models import flat_grads, flat_parameters, loss_of, mlp, node_residual, sum_over_nodes, wrap
-from tests.strategy.trainers import Lines, plain_module, sparse, trainer, weights
+from tests.strategy.trainers import Lines, lightning_of, plain_module, sparse, trainer, weights
 
 SHAPES = [(2, 2), (1, 3), (2, 3)]
 
@@ -71,6 +71,37 @@ def go_back(folder: str) -> tuple[Tensor, Tensor]:
         t.fit_loop.epoch_loop.max_steps = 12
         t.fit(module, ckpt_path=resume)
     return weights(module), weights(fit(12, resume=path)[1])
+
+
+def test_a_checkpoint_loaded_in_the_middle_of_a_fit_counts_at_once(tmp_path: Path) -> None:
+    """So does the search for a learning rate: it saves, trains for a while and goes back."""
+    for saved, later, loaded, left_over in run_ranks(back_and_on, str(tmp_path), nodes=2, devices=1, init=False):
+        assert saved.abs().max() > 0
+        assert not torch.equal(saved, later)
+        assert torch.equal(saved, loaded)
+        assert not left_over, "the next fit would begin with it"
+
+
+def back_and_on(folder: str) -> tuple[Tensor, Tensor, Tensor, bool]:
+    path, residuals = f"{folder}/saved.ckpt", []
+
+    class Back(lightning_of("pytorch_lightning").Callback):  # type: ignore[misc]
+        def on_train_batch_start(self, trainer: Any, module: Any, *_: Any) -> None:
+            state = trainer.strategy.hier_state
+            if trainer.global_step in (6, 9):
+                state.settle()
+                residuals.append(node_residual(module, state))
+            if trainer.global_step == 6:
+                trainer.save_checkpoint(path)
+            if trainer.global_step == 9:
+                trainer.strategy.load_checkpoint(path)
+                residuals.append(node_residual(module, state))
+                assert state.round == 6
+
+    module, strategy = plain_module("pytorch_lightning", by_step=True), sparse("pytorch_lightning")
+    trainer("pytorch_lightning", strategy, max_steps=10, max_epochs=-1, callbacks=[Back()], **_ranks()).fit(module)
+    saved, later, loaded = residuals
+    return saved, later, loaded, strategy._saved is not None or strategy._resumes
 
 
 @pytest.mark.parametrize(("saved", "resumed"), [((2, 2), (1, 2)), ((2, 2), (3, 1))])

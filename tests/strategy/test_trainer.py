@@ -74,6 +74,23 @@ def test_fit_validate_test_predict_and_a_second_fit(results: Results) -> None:
 
 
 @scenario
+def idle(flavour: str) -> list[str]:
+    lines, module = Lines(), plain_module(flavour)
+    first, *others = module.parameters()
+    module.configure_optimizers = lambda: torch.optim.SGD(others, lr=0.05)
+    for requires_grad in (True, False):
+        first.requires_grad_(requires_grad)
+        fitted(flavour, sparse(flavour), module, max_steps=1)
+    return [line for line in lines.lines if "in no optimizer" in line]
+
+
+def test_parameters_that_nobody_steps_are_told_of(results: Results) -> None:
+    assert len(results[0]["idle"]) == 1, "a frozen one is as it should be"
+    assert "net.0.weight" in results[0]["idle"][0]
+    assert not results[1]["idle"]
+
+
+@scenario
 def parity(flavour: str) -> dict[str, Tensor]:
     pairs = {}
     for name, options in {

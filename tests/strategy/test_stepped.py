@@ -1,0 +1,91 @@
+"""Whose residual counts, with optimizers that step in ways of their own."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from lightning_sparse.strategy import HierConfig
+from tests.helpers.distributed import run_ranks
+from tests.strategy.models import flat_grads, flat_parameters, loss_of, mlp, node_residual, sum_over_nodes, wrap
+
+Stepper = tuple[list[torch.optim.Optimizer], Callable[[], Any]]
+"""The optimizers that are watched, and what a step calls."""
+
+
+class Outer(torch.optim.Optimizer):
+    """Leaves the step to another optimizer inside it, as SAM does."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {})
+        self.inner = torch.optim.SGD(self.param_groups, lr=0.05)
+
+
+def nesterov(model: nn.Module) -> Stepper:
+    """Writes to the gradients, also to those that the user zeroed."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, nesterov=True, foreach=True)
+    return [optimizer], optimizer.step
+
+
+def inner(model: nn.Module) -> Stepper:
+    optimizer = Outer(model.parameters())
+    return [optimizer], optimizer.inner.step
+
+
+def unknown(model: nn.Module) -> Stepper:
+    return [], torch.optim.SGD(model.parameters(), lr=0.05).step
+
+
+def closure(model: nn.Module) -> Stepper:
+    """The gradients are there only once the optimizer has called it."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    return [optimizer], lambda: optimizer.step(lambda: 0.0)
+
+
+STEPPERS = [nesterov, inner, unknown, closure]
+
+
+@pytest.fixture(scope="module")
+def lost() -> list[dict[str, float]]:
+    return run_ranks(what_is_lost, nodes=2, devices=1)
+
+
+@pytest.mark.parametrize("name", [stepper.__name__ for stepper in STEPPERS])
+def test_nothing_is_lost(lost: list[dict[str, float]], name: str) -> None:
+    assert all(each[name] < 1e-6 for each in lost), lost
+
+
+def what_is_lost() -> dict[str, float]:
+    return {stepper.__name__: lost_with(stepper) for stepper in STEPPERS}
+
+
+def lost_with(stepper: Callable[[nn.Module], Stepper]) -> float:
+    """The largest entry of the mean gradients minus what was applied and what waits."""
+    model = mlp()
+    watched, step = stepper(model)
+    config = HierConfig(density=0.05, exchange="sparse", warmup_epochs=0)
+    ddp, state = wrap(model, config, bucket_cap_mb=0.002)
+    state.watch(watched)
+    first = next(model.parameters())
+    balance = torch.zeros_like(flat_parameters(model)).double()
+    for number in range(8):
+        model.zero_grad()
+        with ddp.no_sync():
+            loss_of(ddp, number, dist.get_rank()).backward()
+        local = flat_grads(model).double()
+        dist.all_reduce(local)
+        model.zero_grad()
+        state.before_backward()
+        loss_of(ddp, number, dist.get_rank()).backward()
+        change = local / dist.get_world_size() - flat_grads(model)
+        if watched and number >= 4:  # held still: that gradient is thrown away
+            assert first.grad is not None
+            first.grad.zero_()
+            change[: first.numel()] = 0
+        balance += change
+        step()
+    state.settle()
+    return float((balance - sum_over_nodes(node_residual(model, state), state)).abs().max())
