@@ -23,7 +23,7 @@ export PATH := $(abspath $(VENV))/bin:$(PATH)
 .PHONY: help demo test test-oldest lint format bench docs docs-serve gpu-check gpu-check-data conformance clean
 
 help:
-	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 20
+	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 24
 
 demo: $(VENV)/.built ## train on a small cluster inside this machine, dense and sparse, and compare
 	$(RUN) examples/demo.py --out $(OUT)/demo $(ARGS)
@@ -77,11 +77,14 @@ clean: ## remove environments and what was built
 	rm -rf .venv .venv-oldest build *.egg-info lightning_sparse/kernels/*.so lightning_sparse/kernels/build_report.txt
 
 # torch comes first: the kernels are built against the torch they will run with, so without build isolation.
+# editable_mode=compat: else a program in the folder above the checkout finds that, of the package's name, before the package.
 $(VENV)/.installed: $(DEPENDS)
+	@echo "making $(VENV): 6 GB of packages, torch and DALI among them. Some minutes, in silence, once."
 	$(PYTHON) -m venv $(VENV)
 	grep -v -E '$(if $(TORCH),^(torch|torchvision|setuptools)==,^$$)' constraints.txt > $(VENV)/constraints.txt
 	$(RUN) -m pip install --quiet -c $(VENV)/constraints.txt 'setuptools>=77' wheel ninja numpy $(or $(TORCH),torch torchvision)
-	LIGHTNING_SPARSE_BUILD=none $(RUN) -m pip install --quiet --no-build-isolation -c $(VENV)/constraints.txt -e '.[dev]'
+	LIGHTNING_SPARSE_BUILD=none $(RUN) -m pip install --quiet --no-build-isolation -c $(VENV)/constraints.txt \
+		--config-settings editable_mode=compat -e '.[dev]'
 	touch $@
 
 $(VENV)/.built: $(VENV)/.installed $(KERNELS)

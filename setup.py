@@ -101,6 +101,13 @@ def report(text: str, build_lib: str | None = None) -> None:
         target.write_text(text + "\n")
 
 
+def no_compiler() -> str:
+    """What is missing, of which torch says only that something could not be compiled; empty when it is there."""
+    compiler = os.environ.get("CXX", "c++").split()[0]
+    found = shutil.which(compiler) is not None
+    return "" if found else f"no C++ compiler: {compiler} is not on PATH (apt-get install g++, or set CXX)"
+
+
 def remove_stale(folder: Path) -> None:
     for library in folder.glob("_C*.so"):
         library.unlink()
@@ -118,17 +125,18 @@ class Build(Base):  # type: ignore[misc]  # known when it is run
             super().build_extensions()
             done = "CPU and CUDA kernels built" if CUDA else f"CPU kernels built; no CUDA kernels: {NO_CUDA}"
         except BaseException as error:
-            if MODE == "required" or isinstance(error, KeyboardInterrupt):
+            if isinstance(error, KeyboardInterrupt):
                 raise
+            if MODE == "required":
+                raise RuntimeError(f"LIGHTNING_SPARSE_BUILD=required, but {no_compiler() or error}") from error
             done = self.build_less(error)
         report(done, None if self.inplace else self.build_lib)
 
     def build_less(self, error: BaseException) -> str:
         """The CUDA build, or the only build, failed: again without the .cu, or not at all."""
         reason = f"{type(error).__name__}: {error}".strip()
-        compiler = os.environ.get("CXX", "c++").split()[0]
-        if shutil.which(compiler) is None:  # torch says only that something could not be compiled
-            return self.build_nothing(f"no C++ compiler: {compiler} is not on PATH (apt-get install g++, or set CXX)")
+        if missing := no_compiler():
+            return self.build_nothing(missing)
         if CUDA is not None:
             self.extensions[:] = [self.without_cuda(self.extensions[0])]
             try:

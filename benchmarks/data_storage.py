@@ -43,7 +43,7 @@ from PIL import Image
 from tqdm import tqdm
 
 from lightning_sparse.bench.provenance import commit, processor
-from lightning_sparse.lab import Cluster, LabConfig
+from lightning_sparse.lab import Cluster, LabConfig, signals_as_exit
 
 NODES, DEVICES, BATCH, SIZE, CLASSES = 2, 2, 50, 224, 10
 ROLE = "DATA_STORAGE_ROLE"
@@ -209,7 +209,7 @@ def measure(role: str, source: Path, work: Path, gbps: float, epochs: int) -> di
     rows: list[dict[str, Any]] = []
     done = threading.Event()
     config = LabConfig(nodes=NODES, devices=DEVICES, gbps=1.0, storage=source, storage_gbps=gbps)
-    with Cluster(config) as cluster:
+    with signals_as_exit(), Cluster(config) as cluster:
 
         def watch() -> None:
             last, before = time.monotonic(), cluster.traffic()["storage"].sent

@@ -127,6 +127,20 @@ def test_a_folder_without_val_is_told_the_way_out(
     assert "--data.val_fraction" in done.stderr
 
 
+def test_the_batch_file_ends_as_training_does_that_fails_at_once(tmp_path: Path) -> None:
+    """srun is gone before the shell looks for it; and a folder that was not given is asked for by name."""
+    (tmp_path / "srun").write_text("#!/bin/sh\nexit 4\n")
+    (tmp_path / "srun").chmod(0o755)
+    slurm = {"SLURM_SUBMIT_DIR": str(tmp_path), "SLURM_JOB_ID": "7", "SLURM_NNODES": "4", "SLURM_NTASKS_PER_NODE": "8"}
+    environment = {**os.environ, **slurm, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    command = ["bash", str(RECIPES / "train.sbatch")]
+    done = subprocess.run(command, env={**environment, "SOURCE": "/mnt/pictures"}, check=False, timeout=60)
+    assert done.returncode == 4
+    told = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=60)
+    assert told.returncode != 0
+    assert "sbatch --export=ALL,SOURCE=DIR" in told.stderr
+
+
 def test_the_batch_file_starts_the_ranks_and_goes_back_into_the_queue(tmp_path: Path) -> None:
     """With stand-ins for SLURM's own programs: srun notes its words and lasts a while, scontrol notes its."""
     programs = tmp_path / "bin"

@@ -23,7 +23,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     subcommands = parser.add_subparsers(dest="subcommand", required=True, metavar="COMMAND")
     for each in (doctor, plan, bench, lab, cache):
         each.add(subcommands)
-    arguments = parser.parse_args(words[:split])
+    arguments, unknown = parser.parse_known_args(words[:split])
+    if unknown:
+        way_out = "; the command to run goes after --, as in: lightning-sparse lab --nodes 2 -- python train.py"
+        parser.error(f"unrecognized arguments: {' '.join(unknown)}{way_out if arguments.subcommand == 'lab' else ''}")
     arguments.words, arguments.command = words[:split], words[split + 1 :]
     try:
         return int(arguments.run(arguments))

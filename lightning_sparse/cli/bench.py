@@ -188,7 +188,7 @@ def _played(arguments: argparse.Namespace) -> tuple[Rows, str]:
     if reason is None:
         cluster += f"links of {config.gbps:g} Gbit/s between network namespaces"
     else:
-        cluster += "over loopback: bytes cost nothing, so dense wins"
+        cluster += "over loopback, where bytes cost nothing: it says nothing of a network"
         print(f"note: links cannot be shaped here ({reason}); the ranks talk over loopback", file=sys.stderr)
     with tempfile.TemporaryDirectory(prefix="bench-") as folder, signals_as_exit(), Cluster(config) as played:
         answer = Path(folder) / "rows.json"

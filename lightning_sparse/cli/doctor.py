@@ -44,7 +44,7 @@ def _run(arguments: argparse.Namespace) -> int:
 
         missing = why_not()
         findings.append(Finding("note", "network", HOW))
-        said = missing or "clusters with slow links can be played here"
+        said = f"{missing}; else --no-net: over loopback" if missing else "clusters with slow links can be played here"
         findings.append(Finding("note" if missing else "ok", "lab", said))
     if rank == 0:
         print(json.dumps([asdict(each) for each in findings], indent=2) if arguments.json else report(findings))

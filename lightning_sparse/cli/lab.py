@@ -25,7 +25,9 @@ def add(subcommands: Subcommands) -> None:
         "--gbps", type=float, default=1.0, metavar="R", help="rate of a node's link in Gbit/s, each way (default 1)"
     )
     parser.add_argument("--no-net", action="store_true", help="rehearse on loopback: no root needed, nothing is shaped")
-    parser.add_argument("--storage", type=Path, metavar="DIR", help="a folder that nodes see only over the network")
+    parser.add_argument(
+        "--storage", type=Path, metavar="DIR", help="a folder that nodes see over the network only, at this same path"
+    )
     parser.add_argument("--storage-gbps", type=float, metavar="R", help="rate of the storage node's link in Gbit/s")
     parser.add_argument("--report", type=Path, metavar="FILE", help="write exit codes and bytes on the links as JSON")
     parser.set_defaults(run=_run)

@@ -60,6 +60,7 @@ def _run(arguments: argparse.Namespace) -> int:
         compute = "" if scenario.compute_s is None else f", {1e3 * scenario.compute_s:.4g} ms of compute"
         title = f"{what}{compute}, {arguments.devices} devices a node, {arguments.inter_gbps:g} Gbit/s between nodes"
         draw(first, title, arguments.plot)
+        print(f"wrote {arguments.plot}", file=sys.stderr)
     if arguments.json:
         found = {"scenario": asdict(scenario), "assumptions": notes, "recommendation": advice}
         print(json.dumps({**found, "rows": [asdict(row) for row in rows]}, indent=2))

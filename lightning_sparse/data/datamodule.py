@@ -129,6 +129,13 @@ class CachedImageDataModuleMixin(_Host):
         self._epoch: int | None = None  # the one that is under way
         self._num_classes: int | None = None
 
+    def __str__(self) -> str:
+        # Lightning prints this when fit is given a data module of the other flavour, so it names the way out.
+        here, name = type(self).__module__, type(self).__name__
+        other = {"pytorch_lightning": "lightning", "lightning": "pytorch_lightning"}.get(here.rpartition(".")[2])
+        way_out = f", not for {other}: there use lightning_sparse.flavours.{other}.{name}" if other else ""
+        return f"<{here}.{name}({self._wish.cache.source!r}){way_out}>"
+
     @property
     def num_classes(self) -> int:
         """Folders in train/. Known before setup, so that a model can be made from it."""

@@ -44,10 +44,15 @@ def cache_folder(config: CacheConfig) -> Path:
     """The folder of this source's cache, made if it is not there.
 
     Raises:
-        DataError: when the folder belongs to somebody else, or is on a network file system.
+        DataError: when the folder cannot be made, belongs to somebody else, or is on a network file system.
     """
     root = Path(os.path.abspath(config.cache_dir))
-    root.mkdir(mode=0o700, parents=True, exist_ok=True)
+    try:
+        root.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as error:
+        raise DataError(
+            f"cache_dir={root} cannot be made ({error.strerror}). Give one on a disk of the node that you may write to."
+        ) from error
     kind = file_system(root)
     if kind in NETWORK_FILE_SYSTEMS:
         raise DataError(

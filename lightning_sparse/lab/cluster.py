@@ -134,7 +134,10 @@ class Cluster:
             )
         path = (env or {}).get("PATH")
         if not command[0].endswith(".py") and shutil.which(command[0], path=path) is None:
-            raise ValueError(f"command={command[0]!r} is no program on PATH, nor a .py file. As in: -- python train.py")
+            raise ValueError(
+                f"command={command[0]!r} is no program on PATH, nor a .py file. As in: -- python train.py; under sudo, "
+                f"whose PATH is another: -- train.py, which runs with {sys.executable}."
+            )
         before = self._network.traffic() if self._network else {}
         started = time.monotonic()
         commands = self._commands(list(command), env or {})

@@ -43,7 +43,7 @@ mount --bind /run/netns/hosts /etc/hosts
 shift 2
 exec "$@"
 """
-WAY_OUT = "Or rehearse on loopback, where nothing is shaped or counted: --no-net (network=False)."
+WAY_OUT = "Or rehearse on loopback, where nothing is shaped or counted: --no-net (in Python: network=False)."
 
 
 def node_address(node: int) -> str:
@@ -51,20 +51,21 @@ def node_address(node: int) -> str:
 
 
 def why_not() -> str | None:
-    """Why this process cannot make a lab, and what would help; None when it can."""
+    """Why this process cannot make a lab, and what would help, without a full stop; None when it can."""
     if platform.system() != "Linux":
-        return f"network namespaces are a part of Linux, and this is {platform.system()}. {WAY_OUT}"
+        return f"network namespaces are a part of Linux, and this is {platform.system()}"
     missing = [tool for tool in ("ip", "tc", "unshare") if shutil.which(tool) is None]
     if missing:
-        return f"{', '.join(missing)} not found: install them (apt-get install iproute2 util-linux). {WAY_OUT}"
+        return f"{', '.join(missing)} not found: install them (apt-get install iproute2 util-linux)"
     if os.geteuid() != 0:
-        return f"network namespaces need root, and this is user {os.geteuid()}: run it with sudo -E. {WAY_OUT}"
+        with_path = 'sudo -E env "PATH=$PATH" COMMAND'  # sudo has a PATH of its own, without the virtual environment
+        return f"network namespaces need root, and this is user {os.geteuid()}: {with_path}"
     probe = ["unshare", "--net", "tc", "qdisc", "add", "dev", "lo", "root", *_shape(1.0)]
     done = subprocess.run(probe, capture_output=True, text=True)
     if done.returncode != 0:
         return (
             f"the kernel refused a namespace with a shaped link ({done.stderr.strip()}): a container needs "
-            f"--cap-add SYS_ADMIN --cap-add NET_ADMIN, and the kernel sch_tbf. {WAY_OUT}"
+            f"--cap-add SYS_ADMIN --cap-add NET_ADMIN, and the kernel sch_tbf"
         )
     return None
 
@@ -84,7 +85,7 @@ class Network:
         """links: (part, address, Gbit/s), for instance ("node0", "10.77.0.1", 1.0)."""
         reason = why_not()
         if reason:
-            raise LabUnavailableError(f"cannot build a lab here: {reason}")
+            raise LabUnavailableError(f"cannot build a lab here: {reason}. {WAY_OUT}")
         self.run = run
         self.addresses = {part: address for part, address, _ in links}
         try:

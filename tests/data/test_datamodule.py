@@ -350,6 +350,21 @@ def test_lightning_cli_accepts_the_options(flavour: str) -> None:
     }
 
 
+def to_the_other(flavour: str) -> str:
+    warnings.simplefilter("ignore")
+    other = next(each for each in FLAVOURS if each != flavour)
+    trainer = lightning_of(other).Trainer(accelerator="cpu", logger=False, enable_checkpointing=False)
+    with pytest.raises(TypeError) as caught:
+        trainer.fit(module(other), ours(flavour).CachedImageDataModule("/nfs", "/local"))
+    return str(caught.value)
+
+
+def test_a_trainer_of_the_other_flavour_is_told_which_to_take(flavour: str) -> None:
+    """In Lightning's own words, which end with how the object describes itself."""
+    (said,) = run_ranks(to_the_other, flavour, nodes=1, devices=1, init=False)
+    assert "there use lightning_sparse.flavours." in said
+
+
 @pytest.mark.parametrize(
     ("options", "says"),
     [

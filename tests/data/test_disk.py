@@ -14,9 +14,10 @@ import lmdb
 import pytest
 
 from lightning_sparse.data import disk_cache
-from lightning_sparse.data.config import DataError
+from lightning_sparse.data.config import CacheConfig, DataError
 from lightning_sparse.data.counts import Counter
 from lightning_sparse.data.disk_cache import DiskCache, Key, Stored, damaged
+from lightning_sparse.data.places import cache_folder
 
 
 def key(number: int, size: int = 100, mtime: int = 5) -> Key:
@@ -126,6 +127,13 @@ def test_what_is_no_cache_of_this_version_is_named(tmp_path: Path, spoil: str) -
             transaction.delete(b"format")
     with pytest.raises(DataError, match="cache clear"):
         DiskCache(folder)
+
+
+def test_a_cache_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    config = CacheConfig(source=str(tmp_path), cache_dir=str(tmp_path / "file" / "cache"))
+    with pytest.raises(DataError, match=r"cache_dir=.*file/cache cannot be made \(Not a directory\)"):
+        cache_folder(config)
 
 
 def test_files_are_the_users_alone(tmp_path: Path) -> None:

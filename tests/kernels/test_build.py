@@ -91,3 +91,4 @@ def test_a_failing_compiler_falls_back_and_says_why(checkout: Path) -> None:
 def test_required_makes_it_an_error(checkout: Path) -> None:
     done = build(checkout, CXX="/nonexistent/c++", CC="/nonexistent/cc", LIGHTNING_SPARSE_BUILD="required")
     assert done.returncode != 0
+    assert "LIGHTNING_SPARSE_BUILD=required, but no C++ compiler: /nonexistent/c++ is not on PATH" in done.stderr

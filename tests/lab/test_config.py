@@ -60,7 +60,7 @@ def test_why_not_names_what_is_missing_and_the_way_out(monkeypatch):
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
     reason = network.why_not() or ""
     assert "user 1000" in reason
-    assert "--no-net" in reason
+    assert "PATH=$PATH" in reason  # sudo would not find a virtual environment's programs
 
 
 def test_without_the_means_the_command_says_why(monkeypatch, capsys):
@@ -69,12 +69,23 @@ def test_without_the_means_the_command_says_why(monkeypatch, capsys):
     monkeypatch.setattr(network.shutil, "which", lambda tool: f"/usr/bin/{tool}")
     monkeypatch.setattr(lab.cluster, "remove_leftovers", lambda: [])
     assert cli.main(["lab", "--", "true"]) == 2
-    assert "need root" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "need root" in said
+    assert "--no-net" in said
 
 
 def test_a_command_is_needed(capsys):
     assert cli.main(["lab", "--no-net"]) == 2
     assert "-- python train.py" in capsys.readouterr().err
+
+
+def test_a_command_without_its_dashes_is_told_where_they_go(capsys):
+    with pytest.raises(SystemExit):
+        cli.main(["lab", "--nodes", "2", "python", "train.py"])
+    assert "goes after --" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        cli.main(["doctor", "--nosuch"])
+    assert "after --" not in capsys.readouterr().err
 
 
 def test_a_program_that_is_not_there_is_named_before_anything_starts(capsys):
