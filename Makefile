@@ -61,7 +61,7 @@ docs-serve: $(VENV)/.installed ## show the documentation at http://127.0.0.1:800
 
 # No environment is made: machines with a GPU are often cut off from package indexes.
 gpu-check: ## with PYTHON as it is: build the kernels, run the GPU tests, time the kernels
-	LIGHTNING_SPARSE_BUILD=required $(PYTHON) setup.py build_ext --inplace
+	LIGHTNING_SPARSE_BUILD=cuda $(PYTHON) setup.py build_ext --inplace
 	PYTHONPATH=$(CURDIR) $(PYTHON) -m pytest -p tests.helpers.timeout_optional -m gpu $(ARGS)
 	PYTHONPATH=$(CURDIR) $(PYTHON) benchmarks/kernels.py $(OUT) --device cuda
 

@@ -6,7 +6,7 @@
 
 What was built, and why not more, goes into lightning_sparse/kernels/build_report.txt, because pip hides the output of
 builds; `lightning_sparse.kernels.kernel_report()` repeats it. LIGHTNING_SPARSE_BUILD=required turns a fallback into an
-error, LIGHTNING_SPARSE_BUILD=cpu leaves CUDA out, LIGHTNING_SPARSE_BUILD=none builds nothing.
+error and =cuda one without CUDA, too; =cpu leaves CUDA out, =none builds nothing.
 
 The extension is on torch's stable ABI and has no Python.h: one binary serves every torch from 2.10 on and every Python,
 with or without CUDA. Hence CppExtension also for the .cu files (CUDAExtension would link libtorch_cuda, which a CPU
@@ -30,6 +30,7 @@ KERNELS = Path("lightning_sparse/kernels")
 CSRC = KERNELS / "csrc"
 REPORT = KERNELS / "build_report.txt"
 MODE = os.environ.get("LIGHTNING_SPARSE_BUILD", "")
+REQUIRED = MODE in ("required", "cuda")
 ARCHITECTURES = "8.0;9.0+PTX"
 
 DEFINES = ["-DTORCH_TARGET_VERSION=0x020a000000000000"]
@@ -127,8 +128,8 @@ class Build(Base):  # type: ignore[misc]  # known when it is run
         except BaseException as error:
             if isinstance(error, KeyboardInterrupt):
                 raise
-            if MODE == "required":
-                raise RuntimeError(f"LIGHTNING_SPARSE_BUILD=required, but {no_compiler() or error}") from error
+            if REQUIRED:
+                raise RuntimeError(f"LIGHTNING_SPARSE_BUILD={MODE}, but {no_compiler() or error}") from error
             done = self.build_less(error)
         report(done, None if self.inplace else self.build_lib)
 
@@ -167,12 +168,14 @@ def main() -> None:
         reason = (
             "LIGHTNING_SPARSE_BUILD=none" if MODE == "none" else f"torch was not importable while building ({NO_TORCH})"
         )
-        if MODE == "required":
-            raise RuntimeError(f"LIGHTNING_SPARSE_BUILD=required, but {reason}: install with --no-build-isolation")
+        if REQUIRED:
+            raise RuntimeError(f"LIGHTNING_SPARSE_BUILD={MODE}, but {reason}: install with --no-build-isolation")
         remove_stale(ROOT / KERNELS)
         report(f"nothing built: {reason}")
         setup()
         return
+    if MODE == "cuda" and CUDA is None:
+        raise RuntimeError(f"LIGHTNING_SPARSE_BUILD=cuda, but there are no CUDA kernels: {NO_CUDA}")
     setup(
         ext_modules=[extension(with_cuda=CUDA is not None)],
         cmdclass={"build_ext": Build.with_options(use_ninja=True)},

@@ -88,6 +88,8 @@ def _scenario(arguments: argparse.Namespace) -> tuple[Scenario, list[str]]:
             compute_s = measure.compute_seconds(model, arguments.batch, device)
             told = f"forward and backward {1e3 * compute_s:.4g} ms, measured on {measure.describe(device)}, "
             told += f"batch {arguments.batch}"
+            if device.type == "cpu":
+                told += ": for nodes with GPUs give --compute-ms instead"
     if compute_s is None:
         told += "; scaling efficiency needs --compute-ms" + (" or --measure" if model is not None else "")
     scenario = plan.Scenario(

@@ -69,6 +69,12 @@ def report_of(checkout: Path) -> str:
     return (checkout / "lightning_sparse/kernels/build_report.txt").read_text()
 
 
+def test_a_build_for_a_gpu_does_not_do_without_cuda(checkout: Path) -> None:
+    done = build(checkout, LIGHTNING_SPARSE_BUILD="cuda", PATH="/usr/sbin", CUDA_HOME="")
+    assert done.returncode != 0
+    assert "LIGHTNING_SPARSE_BUILD=cuda, but there are no CUDA kernels: no nvcc on PATH" in done.stderr
+
+
 def test_a_build_can_be_left_out(checkout: Path) -> None:
     stale = checkout / "lightning_sparse/kernels/_C.abi3.so"
     stale.touch()
