@@ -50,6 +50,7 @@ BITS = Metric(
 
 CONFIGS: dict[str, Arguments] = {
     "dense": None,
+    "dense16": {"exchange": "dense16"},
     "1%": {**SPARSE, "density": 0.01},
     "1%-no-feedback": {**SPARSE, "density": 0.01, "error_feedback": False},
     "1%-warmup": {**SPARSE, "density": 0.01, "warmup_epochs": 2},
