@@ -1,8 +1,14 @@
 """What a machine cannot run is skipped by name, here and nowhere else."""
 
+import signal
+
 import pytest
 import torch
 from hypothesis import settings
+
+# What a shell starts in the background ignores Ctrl-C, and so would the programs that tests interrupt.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # A loaded machine is no failure: pytest's own timeout bounds a test.
 settings.register_profile("patient", deadline=None)
