@@ -7,7 +7,6 @@ the node's share does not fit: as much of it as fits is kept, the rest is read f
 from __future__ import annotations
 
 import hashlib
-import logging
 from pathlib import Path
 from typing import NamedTuple
 
@@ -19,13 +18,13 @@ from lightning_sparse.data.config import GB, CacheConfig, Format
 from lightning_sparse.data.manifest import Manifest
 from lightning_sparse.data.memory_cache import ALIGN, MemoryCache
 from lightning_sparse.data.places import file_name, locked, private_folder
+from lightning_sparse.messages import log
 
 # Pixels of an average photograph whose shorter side is 1, measured on ImageNet: 271,617 bytes at 256.
 PHOTOGRAPH = 271_617 / 256**2
 # A JPEG of one colour is much smaller than its pixels, but not by more than this.
 MOST_COMPRESSED = 60
 SHARE = 0.5  # of what is free, when no budget is given
-_log = logging.getLogger("lightning_sparse")
 
 
 def needed_bytes(manifest: Manifest, owned: npt.NDArray[np.bool_], format: Format, short_side: int) -> int:
@@ -102,7 +101,7 @@ def _create(
 ) -> MemoryCache:
     plans = [_plan(config, manifest, owned, folder) for folder in folders]
     if plans[0].holds < SHARE * plans[-1].holds:
-        _log.warning(
+        log.warning(
             "%s has room for %.2f GB of samples only: the memory tier lies in %s instead, in the page cache of the "
             "local disk. In a container, give it more shared memory (docker run --shm-size).",
             folders[0].parent,
@@ -118,7 +117,7 @@ def _create(
                 raise
             continue
         if plan.needed > plan.capacity > 0 and memory.first("memory full"):
-            _log.warning("%s", _too_small(manifest.split, int(owned.sum()), plan))
+            log.warning("%s", _too_small(manifest.split, int(owned.sum()), plan))
         return memory
     raise AssertionError("unreachable: the last folder returns or raises")
 

@@ -27,6 +27,7 @@ from lightning_sparse.data.manifest import class_names
 from lightning_sparse.data.sampler import Shuffle
 from lightning_sparse.data.session import Session, Wish, open_session
 from lightning_sparse.data.summary import metrics
+from lightning_sparse.messages import described
 
 if TYPE_CHECKING:
 
@@ -130,11 +131,7 @@ class CachedImageDataModuleMixin(_Host):
         self._num_classes: int | None = None
 
     def __str__(self) -> str:
-        # Lightning prints this when fit is given a data module of the other flavour, so it names the way out.
-        here, name = type(self).__module__, type(self).__name__
-        other = {"pytorch_lightning": "lightning", "lightning": "pytorch_lightning"}.get(here.rpartition(".")[2])
-        way_out = f", not for {other}: there use lightning_sparse.flavours.{other}.{name}" if other else ""
-        return f"<{here}.{name}({self._wish.cache.source!r}){way_out}>"
+        return described(type(self), repr(self._wish.cache.source))
 
     @property
     def num_classes(self) -> int:

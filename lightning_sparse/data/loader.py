@@ -16,15 +16,13 @@ state_dict, load_state_dict     saved with the loops; read before the first batc
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
 from lightning_sparse.data.batch import Batch, Pipeline, Request
 from lightning_sparse.data.sampler import Indices, Order, Segment
-
-_log = logging.getLogger("lightning_sparse")
+from lightning_sparse.messages import log
 
 
 class ImageSizes:
@@ -150,7 +148,7 @@ class TrainLoader:
         """Go on where a run stopped, also one with other nodes, another batch size or another shuffle."""
         self._epoch, segments = state["epoch"], [Segment.from_state(each) for each in state["segments"]]
         if state["fingerprint"] != self._fingerprint:
-            _log.warning("the data set has changed since the checkpoint was saved: its epoch begins anew")
+            log.warning("the data set has changed since the checkpoint was saved: its epoch begins anew")
             segments = [Segment(self._order.layout, 0)]
         own = segments.pop().steps if segments[-1].layout == self._order.layout else 0
         self._before, self._done, self._resumes = tuple(segments), own, True

@@ -18,17 +18,16 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import logging
 import os
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from lightning_sparse.data.places import private_folder
+from lightning_sparse.messages import log
 
 SHARED_MEMORY = Path("/dev/shm")
 _NAME = re.compile(r"[0-9a-f]{16,}-n\d+-[^/]+")
-_log = logging.getLogger("lightning_sparse")
 
 
 def memory_folder(shared_memory: Path = SHARED_MEMORY) -> Path | None:
@@ -98,7 +97,7 @@ def remove_leftovers(folders: Sequence[Path]) -> int:
             finally:
                 os.close(file)
     if removed:
-        _log.info("freed %.2f GB of memory that %d ended run(s) had left behind", freed / 1e9, removed)
+        log.info("freed %.2f GB of memory that %d ended run(s) had left behind", freed / 1e9, removed)
     return removed
 
 

@@ -6,7 +6,6 @@ manifest (rank 0 lists, all have the same), the secret of the run, the addresses
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -29,10 +28,10 @@ from lightning_sparse.data.source import StorageTimeoutError
 from lightning_sparse.data.store import SampleStore, new_run, open_store
 from lightning_sparse.data.summary import TierLog
 from lightning_sparse.data.tiers import Place
+from lightning_sparse.messages import log, show_log_lines
 from lightning_sparse.topology import Topology
 
 _MAX_THREADS = 16
-log = logging.getLogger("lightning_sparse")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -251,7 +250,7 @@ def open_session(
     Raises:
         ValueError, DataError: when the source is not what it should be.
     """
-    _show_log_lines()
+    show_log_lines()
     topology = find_topology(node_rank, local_rank)
     session = Session(wish, topology, device or torch.device("cpu"))
     try:
@@ -260,13 +259,6 @@ def open_session(
         session.close()
         raise
     return session
-
-
-def _show_log_lines() -> None:
-    """As Lightning does for its own: notices of one line are seen unless the program has set up logging itself."""
-    if not log.hasHandlers():
-        log.addHandler(logging.StreamHandler())
-        log.setLevel(logging.INFO)
 
 
 def _threads(devices: int) -> int:

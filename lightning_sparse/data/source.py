@@ -27,12 +27,12 @@ from typing import NamedTuple
 
 from lightning_sparse.data.config import DataError
 from lightning_sparse.data.reader import ANSWER, REQUEST
+from lightning_sparse.messages import log
 
 SAY_S = 5.0  # a pause that is worth a line
 RETRY_S = 1.0
 RESTART_S = 30.0  # a silent reader is replaced, then after twice as long, ...: its connection may never come back
 _READER = Path(__file__).with_name("reader.py")
-_log = logging.getLogger("lightning_sparse")
 
 
 class StorageTimeoutError(DataError):
@@ -220,7 +220,7 @@ class Source:
             self._said_at, self._trouble = None, ""
 
     def _say(self, text: str) -> None:
-        _log.log(logging.DEBUG if self._quiet else logging.WARNING, text)
+        log.log(logging.DEBUG if self._quiet else logging.WARNING, text)
 
     def _why(self) -> str:
         return f" ({self._trouble})" if self._trouble else ""

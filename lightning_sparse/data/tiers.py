@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -21,8 +20,7 @@ from lightning_sparse.data.peer_server import PeerServer
 from lightning_sparse.data.peers import PeerClient
 from lightning_sparse.data.places import cache_folder, file_name
 from lightning_sparse.data.source import Source
-
-_log = logging.getLogger("lightning_sparse")
+from lightning_sparse.messages import log
 
 
 @dataclass(frozen=True)
@@ -99,7 +97,7 @@ def open_tiers(config: CacheConfig, manifest: Manifest, place: Place, mine: npt.
 
     def say(topic: str, text: str) -> None:
         if memory.first(topic):
-            _log.warning("%s", text)
+            log.warning("%s", text)
 
     disk = open_disk(config, manifest.split, counter, say)
     # one rank of a node speaks of the storage that all of its ranks wait for

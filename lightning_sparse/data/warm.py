@@ -6,7 +6,6 @@ stay. Files are read and decoded in several threads, since decoding is what prov
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
@@ -22,9 +21,9 @@ from lightning_sparse.data.manifest import Manifest, load_or_list
 from lightning_sparse.data.ownership import owners
 from lightning_sparse.data.source import Fetched, MissingFolderError, Refusal, Source
 from lightning_sparse.data.tiers import Place, checked, open_disk
+from lightning_sparse.messages import log
 
 CHUNK = 16  # files that one thread asks for at once
-_log = logging.getLogger("lightning_sparse")
 
 
 @dataclass
@@ -64,7 +63,7 @@ def warm(config: CacheConfig, split: str, *, place: Place | None = None, threads
     manifest = load_or_list(config, split, relist=True)
     mine = np.flatnonzero(owners(manifest.labels, place.num_nodes, config.seed) == place.node_index)
     report = WarmReport(split, files=len(mine))
-    disk = open_disk(config, split, Counter(), lambda topic, text: _log.warning("%s", text))
+    disk = open_disk(config, split, Counter(), lambda topic, text: log.warning("%s", text))
     storage = Source(config.source, timeout=config.storage_timeout, readers=config.storage_readers)
     try:
         keys = [_key(manifest, index) for index in mine.tolist()]

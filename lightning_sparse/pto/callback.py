@@ -1,18 +1,16 @@
 """The callback, as a mixin that imports no Lightning: it finds the optimizers and shares their steps."""
 
-import logging
 from typing import Any
 
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from lightning_sparse.messages import log
 from lightning_sparse.pto.joined import Joined, why_not
 from lightning_sparse.pto.scope import Scope, check_scope, communicator_of
 from lightning_sparse.pto.sharded_step import ShardedStep
 from lightning_sparse.strategy.communicator import HierCommunicator
 from lightning_sparse.topology import discover
-
-log = logging.getLogger("lightning_sparse")
 
 
 def sparse_parameters(module: nn.Module) -> set[int]:

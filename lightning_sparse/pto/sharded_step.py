@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lightning_sparse.messages import log
 from lightning_sparse.pto.agreement import all_say, differing
 from lightning_sparse.pto.choice import Choice
 from lightning_sparse.pto.closure import Replay, closure_first
@@ -20,8 +21,6 @@ from lightning_sparse.pto.optimizers import is_elementwise, is_tested, refuse, s
 from lightning_sparse.pto.ownership import Part, Parts, divide, loads_of
 from lightning_sparse.pto.trial import Trial, parameters_of
 from lightning_sparse.strategy.communicator import HierCommunicator
-
-log = logging.getLogger("lightning_sparse")
 
 
 class ShardedStep:

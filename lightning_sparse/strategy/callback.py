@@ -6,8 +6,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_sparse.messages import log
 from lightning_sparse.strategy.mstopk_hier import MSTopKHierMixin
-from lightning_sparse.strategy.state import HierState, log
+from lightning_sparse.strategy.state import HierState
 from lightning_sparse.strategy.stats import CommStats
 from lightning_sparse.strategy.summary import shard_gradient_norm, table
 

@@ -127,7 +127,8 @@ def read_side_file(checkpoint_path: str, save_id: str, rank: int) -> dict[str, A
 def fits(saved: Saved, state: HierState) -> bool:
     """Whether it may have been saved for a module with these parameters."""
     manifest = saved.manifest
-    return all(map(state.has, _groups([*manifest["settled"], *manifest["previous"], *chain(*manifest["stores"])])))
+    groups = _groups([*manifest["settled"], *manifest["previous"], *chain(*manifest["stores"])])
+    return all(map(state.parameters.can_form, groups))
 
 
 def restore(saved: Saved, state: HierState, device: torch.device) -> None:

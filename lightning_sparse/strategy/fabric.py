@@ -20,10 +20,11 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from lightning_sparse.messages import show_log_lines
 from lightning_sparse.strategy import checkpoint as saving
 from lightning_sparse.strategy.config import HierConfig
 from lightning_sparse.strategy.hook import hier_hook
-from lightning_sparse.strategy.options import OWN, check_options, loss_scale_of, show_log_lines, with_defaults
+from lightning_sparse.strategy.options import OWN, check_options, loss_scale_of, with_defaults
 from lightning_sparse.strategy.state import HierState
 from lightning_sparse.topology import Topology, discover
 
@@ -94,27 +95,28 @@ class MSTopKHierFabricMixin(_Host):
         if self._topology is None:
             self._topology = discover(node_rank=self.node_rank, local_rank=self.local_rank, timeout=self._timeout)
             self._run_id = str(self.broadcast(saving.new_run_id()))
-        gc.collect()  # so that all ranks see the same modules gone
-        state = self._state_to_go_on_with(ddp.module) or self._new_state(ddp.module, self._topology)
+        self._drop_states_without_use(ddp.module)
+        state = next((each for each in self.hier_states if each.parameters.are_of(ddp.module)), None)
+        if state is None:
+            state = self._new_state(ddp.module, self._topology)
+        else:
+            self._watched[state] = []  # new optimizers take the place of those before; until then nothing changes
+            if self._find_unused:
+                state.track_unused(ddp.module)
         ddp.register_comm_hook(state, hier_hook)
         return ddp
 
-    def _state_to_go_on_with(self, module: nn.Module) -> HierState | None:
-        """That of an earlier set-up of the module; states that have no use any more are dropped."""
+    def _drop_states_without_use(self, module: nn.Module) -> None:
+        """Those of modules that are gone, and that of the module being set up if it has other parameters by now."""
+        gc.collect()  # so that all ranks see the same modules gone
         for state in list(self.hier_states):
-            replaced = state.is_for(module) and not state.knows(module)
+            replaced = state.parameters.are_of(module) and not state.parameters.are_in(module)
             if replaced:
                 state.say("parameters were replaced since the last set-up: what waited is lost", logging.WARNING)
-            if replaced or state.is_orphan:
+            if replaced or state.parameters.module is None:
                 state.detach()
                 self.hier_states.remove(state)
                 del self._watched[state]
-        known = next((state for state in self.hier_states if state.is_for(module)), None)
-        if known is not None:
-            self._watched[known] = []  # new optimizers take the place of those before; until then nothing changes
-            if self._find_unused:
-                known.track_unused(module)
-        return known
 
     def _new_state(self, module: nn.Module, topology: Topology) -> HierState:
         state = HierState(module, self.config, topology, find_unused_parameters=self._find_unused)
@@ -141,7 +143,7 @@ class MSTopKHierFabricMixin(_Host):
 
     def _watch(self, state: HierState, optimizers: list[Optimizer]) -> None:
         """Watch those of them that step parameters of the state's module, besides the others of its set-up."""
-        own = [each for each in optimizers if state.owns_any({id(p) for g in each.param_groups for p in g["params"]})]
+        own = [each for each in optimizers if state.parameters.are_stepped_by(each)]
         if own:
             self._watched[state] += own
             state.watch(self._watched[state])

@@ -18,15 +18,15 @@ What callbacks, loggers and clipping see as gradient is the velocity. Parameters
 """
 
 import logging
-import weakref
 from collections.abc import Callable, Iterable, Set
 from itertools import groupby
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from lightning_sparse.strategy.layout import ParamGroup, in_bucket_order
+from lightning_sparse.strategy.parameters import Parameters
 from lightning_sparse.strategy.parts import Part
 from lightning_sparse.strategy.residual import ResidualStore
 from lightning_sparse.topology import Topology
@@ -49,7 +49,7 @@ class MomentumCorrection:
     """The velocities of one device.
 
     Args:
-        module: whose gradients are reduced.
+        parameters: whose gradients are reduced.
         topology: a hierarchical one.
         say: logs a line once.
 
@@ -57,8 +57,8 @@ class MomentumCorrection:
         ValueError: when a parameter's gradient would not be reduced by shards.
     """
 
-    def __init__(self, module: nn.Module, topology: Topology, say: Callable[[str, int], None]) -> None:
-        odd = [name for name, p in module.named_parameters() if p.requires_grad and p.dtype not in _BY_SHARD]
+    def __init__(self, parameters: Parameters, topology: Topology, say: Callable[[str, int], None]) -> None:
+        odd = [n for n, dtype in parameters.dtypes.items() if parameters[n].requires_grad and dtype not in _BY_SHARD]
         if odd:
             raise ValueError(
                 f"momentum_correction=True with parameters of 64 bits or complex ones ({', '.join(odd[:3])}): these "
@@ -66,7 +66,7 @@ class MomentumCorrection:
             )
         self.store = ResidualStore(topology.device_index, topology.num_devices)
         self._topology, self._say = topology, say
-        self._parameters = {name: weakref.ref(p) for name, p in module.named_parameters()}
+        self._parameters = parameters
         self._optimizer: torch.optim.Optimizer | None = None
         self._in_step: list[dict[str, Any]] = []  # what was taken out of each param group
         self._handles: list[Any] = []
@@ -150,7 +150,7 @@ class MomentumCorrection:
         pieces = group.shard_slices(group.names, device_index, num_devices)
         for decay in {decays.get(name, 0.0) for name, _, _ in pieces} - {0.0}:
             decayed = [
-                (here, in_bucket_order(self._parameter(name))[there])
+                (here, in_bucket_order(self._parameters[name])[there])
                 for name, here, there in pieces
                 if decays.get(name) == decay
             ]
@@ -189,7 +189,6 @@ class MomentumCorrection:
                 "momentum_correction=True needs to know the optimizer: call state.watch([optimizer]) before the first "
                 "backward pass, and state.before_backward() before each one."
             )
-        names = {id(p): name for name, reference in self._parameters.items() if (p := reference()) is not None}
         terms: dict[str, _Terms] = {}
         decays: dict[str, float] = {}
         for index, group in enumerate(self._optimizer.param_groups):
@@ -198,14 +197,9 @@ class MomentumCorrection:
             moving = _Terms(momentum, 1.0, momentum) if nesterov else _Terms(momentum, 0.0, 1.0)
             decay = float(given["weight_decay"]) / self._topology.num_nodes * (-1 if group["maximize"] else 1)
             for parameter in group["params"]:
-                name = names.get(id(parameter), "")
+                name = self._parameters.name_of(parameter)
                 terms[name], decays[name] = moving, decay
         return terms, decays
-
-    def _parameter(self, name: str) -> Tensor:
-        parameter = self._parameters[name]()
-        assert parameter is not None
-        return parameter
 
     def _take_out(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         self._put_back()  # after a step that raised

@@ -26,12 +26,13 @@ import torch
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
+from lightning_sparse.messages import described, log, show_log_lines
 from lightning_sparse.strategy import checkpoint as saving
 from lightning_sparse.strategy.config import Density, Exchange, Exclude, HierConfig, ValueDtype
 from lightning_sparse.strategy.hook import hier_hook
-from lightning_sparse.strategy.options import check_options, loss_scale_of, show_log_lines, with_defaults
+from lightning_sparse.strategy.options import check_options, loss_scale_of, with_defaults
 from lightning_sparse.strategy.roll_call import RollCall
-from lightning_sparse.strategy.state import HierState, log
+from lightning_sparse.strategy.state import HierState
 from lightning_sparse.topology import Topology, discover
 
 if TYPE_CHECKING:
@@ -121,11 +122,7 @@ class MSTopKHierMixin(_Host):
         self._resumes = False
 
     def __repr__(self) -> str:
-        # Lightning prints this when it is given a strategy of the other flavour, so it names the way out.
-        here, name = type(self).__module__, type(self).__name__
-        other = {"pytorch_lightning": "lightning", "lightning": "pytorch_lightning"}.get(here.rpartition(".")[2])
-        way_out = f", not for {other}: there use lightning_sparse.flavours.{other}.{name}" if other else ""
-        return f"<{here}.{name}(density={self.config.density}){way_out}>"
+        return described(type(self), f"density={self.config.density}")
 
     # -- life of a fit -------------------------------------------------------------------------------------------------
 
@@ -164,9 +161,9 @@ class MSTopKHierMixin(_Host):
     def _state_to_go_on_with(self, module: torch.nn.Module) -> HierState | None:
         """The last fit's state, where this fit goes on from it: with the same parameters, and not from a checkpoint."""
         state = self.hier_state
-        if state is None or self._resumes or not state.is_for(module):
+        if state is None or self._resumes or not state.parameters.are_of(module):
             return None
-        if not state.knows(module):
+        if not state.parameters.are_in(module):
             state.say("parameters were replaced since the last fit: what waited in residuals is lost", logging.WARNING)
             return None
         return state

@@ -1,7 +1,6 @@
 """What the strategies for Trainer and Fabric do alike with the options they are given."""
 
 import inspect
-import logging
 from dataclasses import fields
 from typing import Any
 
@@ -9,7 +8,6 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_sparse.strategy.config import HierConfig
-from lightning_sparse.strategy.state import log
 
 OWN = tuple(field.name for field in fields(HierConfig) if field.name != "error_feedback")
 """The options that are not DDP's; without the one that only experiments use."""
@@ -58,10 +56,3 @@ def loss_scale_of(precision: Any) -> Tensor | None:
     scaler = getattr(precision, "scaler", None)
     scale: Tensor | None = scaler._get_scale_async() if scaler is not None and scaler.is_enabled() else None
     return scale
-
-
-def show_log_lines() -> None:
-    """As Lightning does for its own: notices of one line are seen unless the program has set up logging itself."""
-    if not log.hasHandlers():
-        log.addHandler(logging.StreamHandler())
-        log.setLevel(logging.INFO)

@@ -13,14 +13,14 @@ begins.
 """
 
 import logging
-import weakref
-from collections.abc import Callable, Container, Iterable
+from collections.abc import Callable, Iterable
 from functools import partial
 
 import torch
 from torch import Tensor, nn
 from torch._C._distributed_c10d import GradBucket  # torch.distributed re-exports it unannounced
 
+from lightning_sparse.messages import log
 from lightning_sparse.strategy.choices import Choices
 from lightning_sparse.strategy.communicator import MAX, HierCommunicator
 from lightning_sparse.strategy.config import HierConfig
@@ -29,13 +29,12 @@ from lightning_sparse.strategy.layout import (
     Layout,
     ParamGroup,
     excluded_names,
-    flat_numel,
     group_of,
-    parameter_names,
     refuse_sparse_gradients,
 )
 from lightning_sparse.strategy.momentum import MomentumCorrection
 from lightning_sparse.strategy.overlap import Inline, Runner, SideStream, lanes_of
+from lightning_sparse.strategy.parameters import Parameters
 from lightning_sparse.strategy.parts import Arrived, Part
 from lightning_sparse.strategy.plan import Plan, bytes_of
 from lightning_sparse.strategy.residual import ResidualStore
@@ -45,8 +44,6 @@ from lightning_sparse.strategy.stepped import StepWatch
 from lightning_sparse.strategy.usage import UsageTracker, unused_everywhere
 from lightning_sparse.strategy.zeros import heads_of, mark_heads
 from lightning_sparse.topology import Topology
-
-log = logging.getLogger("lightning_sparse")
 
 
 class HierState:
@@ -61,6 +58,7 @@ class HierState:
     Attributes:
         epoch: set it at the start of each epoch; the density schedule reads it.
         round: how many rounds are over.
+        parameters: of the module.
         stats: what was communicated.
         choices: which path each group takes, and what that is decided by.
         kept_sharded: groups whose gradients are not gathered inside the node after the exchange: each device's shard is
@@ -85,20 +83,16 @@ class HierState:
         self.layout = Layout(excluded=excluded if sends_sparsely else frozenset())
         self.store = ResidualStore(topology.device_index, topology.num_devices)
         refuse_sparse_gradients(module)
-        self._module = weakref.ref(module)
-        self._parameters = {name: weakref.ref(parameter) for name, parameter in module.named_parameters()}
-        self._names = parameter_names(module)
+        self.parameters = Parameters(module)
         self.kept_sharded: frozenset[ParamGroup] = frozenset()
         self.loss_scale: Callable[[], Tensor | None] = lambda: None
-        self._dtypes = {name: p.dtype for name, p in module.named_parameters()}
-        self._numels = {name: flat_numel(p) for name, p in module.named_parameters()}
         numel = sum(p.numel() for p in module.parameters())
-        self.choices = Choices(config, topology, self.layout, self._dtypes, numel, self.say)
+        self.choices = Choices(config, topology, self.layout, self.parameters.dtypes, numel, self.say)
         self._usage = UsageTracker(module) if find_unused_parameters else None
-        self._steps = StepWatch(module, self._names, self._open_names)
+        self._steps = StepWatch(self.parameters, self._open_names)
         self.momentum: MomentumCorrection | None = None
         if config.momentum_correction and topology.kind == "hierarchical":
-            self.momentum = MomentumCorrection(module, topology, self.say)
+            self.momentum = MomentumCorrection(self.parameters, topology, self.say)
             self.say("SGD's momentum is kept with the residuals: what callbacks see as gradient is the velocity")
         elif config.momentum_correction:
             self.say("momentum_correction: here nothing is left out, so the optimizer's own momentum serves")
@@ -129,7 +123,7 @@ class HierState:
             self.choices.prepare(self.communicator, device, self.round, self.epoch, self.runner.wait)
             self.choices.window.first(device)
             self._round_is_open = True
-        group = group_of(bucket.parameters(), self._names)
+        group = group_of(bucket.parameters(), self.parameters.names)
         used = self._usage.take(group) if self._usage is not None else None
         if bucket.is_last():
             self.choices.window.last(bucket.buffer().device)
@@ -222,28 +216,6 @@ class HierState:
         self.settle()
         for store in self.stores():
             store.clear()
-
-    def owns_any(self, parameters: Container[int]) -> bool:
-        """Whether one of these parameters, given by ``id()``, is the module's."""
-        return any(name in parameters for name in self._names)
-
-    def has(self, group: ParamGroup) -> bool:
-        """Whether the module has the group's parameters, of these sizes."""
-        return all(self._numels.get(n) == numel for n, numel in zip(group.names, group.numels, strict=True))
-
-    @property
-    def is_orphan(self) -> bool:
-        """Whether the module is gone."""
-        return self._module() is None
-
-    def is_for(self, module: nn.Module) -> bool:
-        """Whether this state belongs to that very module."""
-        return self._module() is module
-
-    def knows(self, module: nn.Module) -> bool:
-        """Whether the module still has the very parameters it had."""
-        now = dict(module.named_parameters())
-        return now.keys() == self._parameters.keys() and all(self._parameters[name]() is now[name] for name in now)
 
     def track_unused(self, module: nn.Module) -> None:
         """Watch again which parameters are used: other ones may be frozen now."""
@@ -358,7 +330,7 @@ class HierState:
         mark_heads(grad_N, self._heads[group])
 
     def _describe_layout(self) -> None:
-        paths = [self._choose(group, self._dtypes[group.names[0]]).path for group in self.layout.settled]
+        paths = [self._choose(group, self.parameters.dtypes[group.names[0]]).path for group in self.layout.settled]
         counted = ", ".join(f"{paths.count(path)} {path}" for path in dict.fromkeys(paths))
         self.say(
             f"round {self.round + 1}: {len(paths)} group(s) of parameters, {counted}, at density "

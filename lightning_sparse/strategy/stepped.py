@@ -6,13 +6,13 @@ momentum and ``foreach``, the default on CUDA), and a zero of the user would no 
 """
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable
 from typing import Any
 
-from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from lightning_sparse.strategy.parameters import Parameters, stepped_by
 from lightning_sparse.strategy.zeros import WrittenZeros
 
 _Step = tuple[set[str], WrittenZeros]
@@ -23,15 +23,13 @@ class StepWatch:
     """Notes, at each optimizer step, who had a gradient that the user had not zeroed.
 
     Args:
-        module: whose parameters are watched.
-        names: of its parameters, by their ``id()``.
+        parameters: those that are watched.
         open_names: answers with the parameters whose residual waits for what becomes of their gradient.
     """
 
-    def __init__(self, module: nn.Module, names: Mapping[int, str], open_names: Callable[[], set[str]]) -> None:
+    def __init__(self, parameters: Parameters, open_names: Callable[[], set[str]]) -> None:
         self.watching = False
-        self._module = weakref.ref(module)
-        self._names, self._open_names = names, open_names
+        self._parameters, self._open_names = parameters, open_names
         self._hooks: list[Callable[[], Any]] = []  # each takes one off
         self._begun: dict[int, _Step] = {}  # by the optimizer's id()
         self._steps: list[_Step] = []  # since the last clear()
@@ -50,7 +48,7 @@ class StepWatch:
                 f"from torch.optim.Optimizer."
             )
         self.unwatch()
-        self.watching, module = bool(optimizers), self._module()
+        self.watching, module = bool(optimizers), self._parameters.module
         if self.watching and module is not None:
             handles = (register_optimizer_step_pre_hook(self._begin), register_optimizer_step_post_hook(self._end))
             # torch holds on to these hooks, and they to residuals: neither is to outlive the module.
@@ -73,17 +71,17 @@ class StepWatch:
 
     def not_stepped(self) -> tuple[set[str], set[str]]:
         """Of the parameters that were not stepped: whose gradient was thrown away, and whose still waits for a step."""
-        module = self._module()
+        module = self._parameters.module
         if not self.watching or module is None:
             return set(), set()
         left = self._open_names() - self.stepped()
-        grads = {self._names[id(p)]: p.grad for p in module.parameters() if id(p) in self._names}
+        grads = {self._parameters.name_of(p): p.grad for p in module.parameters()}
         there = {name: grad for name in left if (grad := grads.get(name)) is not None}
         waiting = there.keys() - WrittenZeros(there).names()
         return left - waiting, waiting
 
     def _begin(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if not any(id(p) in self._names for p in _parameters(optimizer)):
+        if not self._parameters.are_stepped_by(optimizer):
             return None  # of another module
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
         if not callable(closure):
@@ -103,8 +101,8 @@ class StepWatch:
         open_names = self._open_names()
         if not open_names:
             return
-        # Read at each step: groups are added while training, and who drops a gradient holds its parameter still.
-        grads = {self._names.get(id(p), ""): p.grad for p in _parameters(optimizer) if p.grad is not None}
+        # who drops a gradient holds its parameter still
+        grads = {self._parameters.name_of(p): p.grad for p in stepped_by(optimizer) if p.grad is not None}
         grads = {name: grad for name, grad in grads.items() if name in open_names}
         self._begun[id(optimizer)] = set(grads), WrittenZeros(grads)
 
@@ -114,7 +112,3 @@ class StepWatch:
         found_inf = getattr(optimizer, "found_inf", None)
         if begun is not None and (found_inf is None or not found_inf):
             self._steps.append(begun)
-
-
-def _parameters(optimizer: Optimizer) -> Iterator[Tensor]:
-    return (p for group in optimizer.param_groups for p in group["params"])

@@ -9,7 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_sparse.strategy import HierConfig, checkpoint, choices, state
+from lightning_sparse import messages
+from lightning_sparse.strategy import HierConfig, checkpoint, choices
 from lightning_sparse.strategy.cost import Link, Rates
 from lightning_sparse.topology import discover
 from tests.helpers.distributed import run_ranks
@@ -36,8 +37,8 @@ def measure() -> tuple[list[float], list[str]]:
     lines: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
-    state.log.addHandler(handler)
-    state.log.setLevel(logging.INFO)
+    messages.log.addHandler(handler)
+    messages.log.setLevel(logging.INFO)
     model = mlp()
     ddp, ours = wrap(model, HierConfig())
     for step in range(4):

@@ -14,8 +14,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from lightning_sparse import messages
 from lightning_sparse.lab import Cluster, LabConfig, why_not
-from lightning_sparse.strategy import CommunicationError, HierConfig, choices, recheck, state
+from lightning_sparse.strategy import CommunicationError, HierConfig, choices, recheck
 from lightning_sparse.strategy.cost import Link, Rates
 from lightning_sparse.strategy.stopwatch import Stopwatch
 from lightning_sparse.strategy.window import DECISIONS
@@ -75,8 +76,8 @@ def start_with(rates: Rates | None, gbps: float | None = None) -> dict[str, Any]
     lines: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
-    state.log.addHandler(handler)
-    state.log.setLevel(logging.INFO)
+    messages.log.addHandler(handler)
+    messages.log.setLevel(logging.INFO)
     probes, real = [], choices.probe
     choices.probe = lambda *arguments: probes.append(1) or real(*arguments)  # type: ignore[assignment, func-returns-value]
     if rates is None:
