@@ -15,10 +15,10 @@ hung      neither by the deadline                                  the Python st
 When one rank raises or dies, the others usually wait for it in a collective. They get `GRACE_S` seconds to fail by
 themselves and are then stopped; they count as *stopped*, not as hung, because the first failure is the cause.
 
-Processes come from a fork server that has imported torch once and run nothing: four ranks start in a fraction of a
-second instead of four imports of torch. ``start_method="spawn"`` gives a fresh interpreter to a test that is about
-imports. Rendezvous is race-free: this process holds the TCP store on a port the kernel chose, and the ranks are told
-to be its clients in the way torchrun tells them.
+Processes come from a fork server that has imported torch and Lightning once and run nothing: four ranks start in a
+fraction of a second instead of four times those imports. ``start_method="spawn"`` gives a fresh interpreter to a test
+that is about imports. Rendezvous is race-free: this process holds the TCP store on a port the kernel chose, and the
+ranks are told to be its clients in the way torchrun tells them.
 """
 
 from __future__ import annotations
@@ -47,9 +47,16 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import TCPStore  # torch.distributed re-exports it unannounced
 
 T = TypeVar("T")
-# What every rank would import again: DDP's constructor takes a second for torch._dynamo, a Trainer two and a half for
-# torchmetrics. Neither this package nor a Lightning is among them: a test may ask in which order they are imported.
-PRELOAD = ["torch", "torch.distributed", "torch._dynamo", "torchmetrics", "tests.helpers.distributed"]
+# What every rank would import again, seconds of it. Both flavours are there, so ranks cannot ask what one of them does
+# alone; tests/test_autoload.py does, in interpreters of its own.
+PRELOAD = [
+    "torch._dynamo",  # DDP's constructor imports it
+    "torchmetrics",
+    "pytest",
+    "lightning_sparse.flavours.pytorch_lightning",
+    "lightning_sparse.flavours.lightning",
+    "tests.helpers.distributed",
+]
 GRACE_S = 5.0
 STACK_S = 1.0
 OUTPUT_TAIL = 4000

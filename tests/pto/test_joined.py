@@ -51,6 +51,7 @@ def fit(make: Any, pto: bool, resume: str | None = None, steps: int = STEPS, **o
     if pto and callback.steps[0].sharing:
         optimizer.consolidate_state_dict()
     state = optimizer.state_dict() if dist.get_rank() == 0 or not pto else {}
+    leave_groups(t)
     return {
         "weights": weights(module),
         "state": state,
@@ -59,6 +60,14 @@ def fit(make: Any, pto: bool, resume: str | None = None, steps: int = STEPS, **o
         "trainer": t,
         "joined": was.steps,
     }
+
+
+def leave_groups(t: Any) -> None:
+    """torch keeps groups and their threads until it is told; so many fits in one process would get slower each."""
+    state = getattr(t.strategy, "hier_state", None)
+    dist.barrier()
+    for name in ("world", "intra", "inter", "outward") if state else ():
+        dist.destroy_process_group(getattr(state.topology, name))
 
 
 class WasJoined:
