@@ -30,6 +30,9 @@ KERNELS = Path("lightning_sparse/kernels")
 CSRC = KERNELS / "csrc"
 REPORT = KERNELS / "build_report.txt"
 MODE = os.environ.get("LIGHTNING_SPARSE_BUILD", "")
+MODES = ("", "required", "cuda", "cpu", "none")
+if MODE not in MODES:
+    raise SystemExit(f"LIGHTNING_SPARSE_BUILD={MODE!r} is not known: leave it out, or give one of {MODES[1:]}.")
 REQUIRED = MODE in ("required", "cuda")
 ARCHITECTURES = "8.0;9.0+PTX"
 

@@ -226,9 +226,11 @@ def measure(role: str, source: Path, work: Path, gbps: float, epochs: int) -> di
         watcher = threading.Thread(target=watch)
         watcher.start()
         command = [sys.executable, str(Path(__file__).resolve()), str(work), "--epochs", str(epochs)]
-        ran = cluster.run(command, env={ROLE: f"{role} {source}"}, timeout=600)
-        done.set()
-        watcher.join()
+        try:
+            ran = cluster.run(command, env={ROLE: f"{role} {source}"}, timeout=600)
+        finally:
+            done.set()
+            watcher.join()
     if ran.exit_code != 0 or len(rows) != epochs + 1:
         raise SystemExit("the ranks failed; their output is above")
     assert ran.storage_traffic is not None

@@ -141,12 +141,14 @@ def test_the_batch_file_ends_as_training_does_that_fails_at_once(tmp_path: Path)
     assert "sbatch --export=ALL,SOURCE=DIR" in told.stderr
 
 
-def test_the_batch_file_starts_the_ranks_and_goes_back_into_the_queue(tmp_path: Path) -> None:
-    """With stand-ins for SLURM's own programs: srun notes its words and lasts a while, scontrol notes its."""
+@pytest.mark.parametrize("requeue", ["exit 0", "sleep 2", "exit 1"])
+def test_the_batch_file_starts_the_ranks_and_goes_back_into_the_queue(tmp_path: Path, requeue: str) -> None:
+    """With stand-ins for SLURM's own programs: srun notes its words and lasts a while, scontrol notes its, and may last
+    longer, or fail."""
     programs = tmp_path / "bin"
     programs.mkdir()
     (programs / "srun").write_text('#!/bin/sh\necho "$@" > srun.txt\nsleep 1\nexit 3\n')
-    (programs / "scontrol").write_text('#!/bin/sh\necho "$@" > scontrol.txt\n')
+    (programs / "scontrol").write_text('#!/bin/sh\necho "$@" > scontrol.txt\n' + requeue)
     for program in programs.iterdir():
         program.chmod(0o755)
     slurm = {"SLURM_SUBMIT_DIR": str(tmp_path), "SLURM_JOB_ID": "7", "SLURM_NNODES": "4", "SLURM_NTASKS_PER_NODE": "8"}

@@ -23,7 +23,6 @@ import os
 import uuid
 from collections.abc import Collection
 from dataclasses import dataclass
-from itertools import chain
 from typing import Any
 
 import fsspec
@@ -37,7 +36,7 @@ from lightning_sparse.strategy.residual import ResidualStore
 from lightning_sparse.strategy.state import HierState
 
 KEY = "lightning_sparse"
-_VERSION = 2
+_VERSION = 3
 
 
 @dataclass
@@ -67,6 +66,7 @@ def manifest_of(state: HierState, run_id: str) -> dict[str, Any]:
         "decided": state.choices.window.decided,
         "momentum": {} if state.momentum is None else state.momentum.tails(),
         "nodes": [list(node) for node in state.topology.nodes],
+        "parameters": dict(state.parameters.numels),
         "settled": _plain(state.layout.settled),
         "previous": _plain(state.layout.previous),
         "stores": [_plain(sorted(store.known, key=lambda group: group.names)) for store in stores],
@@ -125,10 +125,14 @@ def read_side_file(checkpoint_path: str, save_id: str, rank: int) -> dict[str, A
 
 
 def fits(saved: Saved, state: HierState) -> bool:
-    """Whether it may have been saved for a module with these parameters."""
-    manifest = saved.manifest
-    groups = _groups([*manifest["settled"], *manifest["previous"], *chain(*manifest["stores"])])
-    return all(map(state.parameters.can_form, groups))
+    """Whether it was saved for a module with these parameters.
+
+    Raises:
+        ValueError: when it was saved in another format.
+    """
+    _check_version(saved)
+    same: bool = saved.manifest["parameters"] == state.parameters.numels
+    return same
 
 
 def restore(saved: Saved, state: HierState, device: torch.device) -> None:
@@ -146,12 +150,8 @@ def apply(saved: Saved, state: HierState, device: torch.device) -> list[str]:
     Raises:
         ValueError: when it was saved in another format.
     """
+    _check_version(saved)
     manifest = saved.manifest
-    if manifest["version"] != _VERSION:
-        raise ValueError(
-            f"{saved.path} was written in format {manifest['version']} of lightning_sparse, this one reads "
-            f"{_VERSION}: use the version that wrote it, or remove the entry {KEY!r} to start without residuals."
-        )
     state.forget()
     state.round = state.stats.rounds = manifest["round"]
     # Cut again: what is excluded now may not have been then. regroup() then brings the residuals along.
@@ -170,6 +170,15 @@ def apply(saved: Saved, state: HierState, device: torch.device) -> list[str]:
     else:
         complaints += _apply_other(saved, state.stores(), state.topology.num_nodes, device)
     return complaints
+
+
+def _check_version(saved: Saved) -> None:
+    version = saved.manifest["version"]
+    if version != _VERSION:
+        raise ValueError(
+            f"{saved.path} was written in format {version} of lightning_sparse, this one reads {_VERSION}: use the "
+            f"version that wrote it, or remove the entry {KEY!r} to start without residuals."
+        )
 
 
 def _apply_same(saved: Saved, stores: list[ResidualStore], device: torch.device, rank: int) -> list[str]:

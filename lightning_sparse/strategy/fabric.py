@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from lightning_sparse.messages import show_log_lines
+from lightning_sparse.messages import log, show_log_lines
 from lightning_sparse.strategy import checkpoint as saving
 from lightning_sparse.strategy.config import HierConfig
 from lightning_sparse.strategy.hook import hier_hook
@@ -116,7 +116,8 @@ class MSTopKHierFabricMixin(_Host):
             if replaced or state.parameters.module is None:
                 state.detach()
                 self.hier_states.remove(state)
-                del self._watched[state]
+                stale = self._watched.pop(state)
+                self._optimizers = [each for each in self._optimizers if each() not in (None, *stale)]
 
     def _new_state(self, module: nn.Module, topology: Topology) -> HierState:
         state = HierState(module, self.config, topology, find_unused_parameters=self._find_unused)
@@ -150,6 +151,7 @@ class MSTopKHierFabricMixin(_Host):
 
     def backward(self, tensor: Tensor, module: Any, *args: Any, **kwargs: Any) -> None:
         """Settle the last round, then go backward."""
+        self._say_what_fits_no_module()
         for state in self.hier_states:
             state.before_backward()
         super().backward(tensor, module, *args, **kwargs)
@@ -193,6 +195,18 @@ class MSTopKHierFabricMixin(_Host):
         if found is not None:
             self._saved.remove(found)
             saving.restore(found, state, self.root_device)
+
+    def _say_what_fits_no_module(self) -> None:
+        """Modules that are to be restored are set up before the first backward pass."""
+        if self._saved and self.is_global_zero:
+            paths = ", ".join(sorted({each.path for each in self._saved}))
+            log.warning(
+                "%d residual(s) of %s were saved for modules with other parameters than those set up: what waited in "
+                "them is lost",
+                len(self._saved),
+                paths,
+            )
+        self._saved = []
 
 
 def _has_optimizer(entry: Any) -> bool:

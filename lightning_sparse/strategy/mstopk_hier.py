@@ -169,6 +169,8 @@ class MSTopKHierMixin(_Host):
         return state
 
     def _restore(self, state: HierState) -> None:
+        if self._resumes:
+            state.forget()  # what waits is of other weights
         if self._saved is not None:
             saving.restore(self._saved, state, self.root_device)
         self._saved, self._resumes = None, False

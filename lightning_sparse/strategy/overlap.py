@@ -110,8 +110,8 @@ _Queue = queue.SimpleQueue[_Item | None]
 
 class FifoLanes:
     """Runs the stretches of each job on one daemon thread a lane, first in, first out. After a job that failed no other
-    runs until the error was raised. The threads begin with the first job after ``end``, and end with it, or when nobody
-    holds this object any more."""
+    runs until the error was raised. The threads begin with the first job after ``end``, and end with it if they are
+    idle, or when nobody holds this object any more."""
 
     def __init__(self) -> None:
         self._errors: list[BaseException] = []
@@ -161,12 +161,13 @@ class FifoLanes:
         self._errors.clear()
 
     def end(self) -> None:
-        """End the threads once they did what they were given; one that hangs in a collective is not waited for."""
-        if self._last_call is not None:
-            self._last_call()
-            if self._pending is None or self._pending.done():
-                for thread in self._threads:
-                    thread.join()
+        """End the threads, unless a backward pass that raised left them at work: what comes next has to queue behind
+        that, and who hangs in a collective is not waited for."""
+        if self._last_call is None or not (self._pending is None or self._pending.done()):
+            return
+        self._last_call()
+        for thread in self._threads:
+            thread.join()
         self._first, self._threads, self._last_call = None, [], None
 
     def _join(self) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_sparse.strategy.layout import ParamGroup, flat_numel, parameter_names
+from lightning_sparse.strategy.layout import flat_numel, parameter_names
 
 
 class Parameters:
@@ -52,10 +52,6 @@ class Parameters:
     def are_stepped_by(self, optimizer: Optimizer) -> bool:
         """Whether the optimizer steps any of them."""
         return any(map(self.name_of, stepped_by(optimizer)))
-
-    def can_form(self, group: ParamGroup) -> bool:
-        """Whether the group consists of parameters of these names and sizes."""
-        return all(self.numels.get(n) == numel for n, numel in zip(group.names, group.numels, strict=True))
 
 
 def stepped_by(optimizer: Optimizer) -> Iterator[Tensor]:

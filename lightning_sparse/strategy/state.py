@@ -97,7 +97,8 @@ class HierState:
         elif config.momentum_correction:
             self.say("momentum_correction: here nothing is left out, so the optimizer's own momentum serves")
         self._heads: dict[ParamGroup, Tensor] = {}
-        self._round_is_open = False
+        self._round_is_open = False  # buckets are to come
+        self._is_reducing = False  # from the first bucket on, until the last one was reduced
         self._bypass = ""
 
     # -- the life of a round ------------------------------------------------------------------------------------------
@@ -122,7 +123,7 @@ class HierState:
             device = bucket.buffer().device
             self.choices.prepare(self.communicator, device, self.round, self.epoch, self.runner.wait)
             self.choices.window.first(device)
-            self._round_is_open = True
+            self._round_is_open = self._is_reducing = True
         group = group_of(bucket.parameters(), self.parameters.names)
         used = self._usage.take(group) if self._usage is not None else None
         if bucket.is_last():
@@ -164,13 +165,15 @@ class HierState:
             self._describe_layout()
         self.stats.end_round()
         self.round += 1
+        self._is_reducing = False
 
     def settle(self) -> set[str]:
         """Decide which residuals of the last rounds count: those of parameters that were stepped. Where the gradient is
         gone they return to what they were; where it is still there to be stepped, the choice stays open. A round that
         an exception cut short is as if it had not been. Returns the parameters whose choice stays open."""
-        if self._round_is_open:
+        if self._is_reducing:
             self.runner.drain()
+            self._is_reducing = False
         if self.layout.abandon_round() or self._round_is_open:
             for store in self.stores():
                 store.staged.clear()

@@ -15,6 +15,9 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from lightning_sparse.strategy.parameters import Parameters, stepped_by
 from lightning_sparse.strategy.zeros import WrittenZeros
 
+MANY_STEPS = 16
+"""Steps without a round between them, after which their gradients are looked at: they are not kept for ever."""
+
 _Step = tuple[set[str], WrittenZeros]
 """Who had a gradient, and whose was zeroed."""
 
@@ -32,7 +35,8 @@ class StepWatch:
         self._parameters, self._open_names = parameters, open_names
         self._hooks: list[Callable[[], Any]] = []  # each takes one off
         self._begun: dict[int, _Step] = {}  # by the optimizer's id()
-        self._steps: list[_Step] = []  # since the last clear()
+        self._steps: list[_Step] = []
+        self._stepped: set[str] = set()  # by steps that were looked at since the last clear()
 
     def watch(self, optimizers: Iterable[Optimizer]) -> None:
         """Note steps from now on. Where there is no optimizer nothing can be noted, and every round counts.
@@ -50,9 +54,10 @@ class StepWatch:
         self.unwatch()
         self.watching, module = bool(optimizers), self._parameters.module
         if self.watching and module is not None:
-            handles = (register_optimizer_step_pre_hook(self._begin), register_optimizer_step_post_hook(self._end))
-            # torch holds on to these hooks, and they to residuals: neither is to outlive the module.
-            self._hooks = [weakref.finalize(module, each.remove) for each in handles]
+            # torch keeps these hooks: by them it must not keep what this belongs to, residuals among it
+            begin, end = _weak(self._begin), _weak(self._end)
+            handles = (register_optimizer_step_pre_hook(begin), register_optimizer_step_post_hook(end))
+            self._hooks = [weakref.finalize(self, each.remove) for each in handles]
 
     def unwatch(self) -> None:
         """Take the hooks off; what was noted stays."""
@@ -64,10 +69,13 @@ class StepWatch:
         """Forget the steps so far: what they decided is settled."""
         self._begun.clear()
         self._steps.clear()
+        self._stepped.clear()
 
     def stepped(self) -> set[str]:
         """The parameters that an optimizer stepped by what the round gave it."""
-        return set().union(*(names - zeros.names() for names, zeros in self._steps))
+        self._stepped.update(*(names - zeros.names() for names, zeros in self._steps))
+        self._steps.clear()
+        return set(self._stepped)
 
     def not_stepped(self) -> tuple[set[str], set[str]]:
         """Of the parameters that were not stepped: whose gradient was thrown away, and whose still waits for a step."""
@@ -83,6 +91,8 @@ class StepWatch:
     def _begin(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not self._parameters.are_stepped_by(optimizer):
             return None  # of another module
+        if id(optimizer) in self._begun:
+            return None  # its step calls the one it overrides; what it was given has been seen
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
         if not callable(closure):
             self._look(optimizer)
@@ -98,7 +108,7 @@ class StepWatch:
         return (args[0], looking, *args[2:]), kwargs
 
     def _look(self, optimizer: Optimizer) -> None:
-        open_names = self._open_names()
+        open_names = self._open_names() - self._stepped
         if not open_names:
             return
         # who drops a gradient holds its parameter still
@@ -112,3 +122,16 @@ class StepWatch:
         found_inf = getattr(optimizer, "found_inf", None)
         if begun is not None and (found_inf is None or not found_inf):
             self._steps.append(begun)
+        if len(self._steps) > MANY_STEPS:
+            self.stepped()
+
+
+def _weak(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Calls the method for as long as its object lives."""
+    reference = weakref.WeakMethod(method)
+
+    def call(*args: Any) -> Any:
+        bound = reference()
+        return bound(*args) if bound is not None else None
+
+    return call

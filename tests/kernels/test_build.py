@@ -75,6 +75,12 @@ def test_a_build_for_a_gpu_does_not_do_without_cuda(checkout: Path) -> None:
     assert "LIGHTNING_SPARSE_BUILD=cuda, but there are no CUDA kernels: no nvcc on PATH" in done.stderr
 
 
+def test_an_unknown_kind_of_build_is_refused(checkout: Path) -> None:
+    done = build(checkout, LIGHTNING_SPARSE_BUILD="cud")
+    assert done.returncode != 0
+    assert "LIGHTNING_SPARSE_BUILD='cud' is not known: leave it out, or give one of ('required'" in done.stderr
+
+
 def test_a_build_can_be_left_out(checkout: Path) -> None:
     stale = checkout / "lightning_sparse/kernels/_C.abi3.so"
     stale.touch()

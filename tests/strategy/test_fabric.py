@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from tests.helpers.distributed import run_ranks
 from tests.strategy.models import batch, flat_parameters, mlp
+from tests.strategy.trainers import Lines
 
 FLAVOURS = {"lightning_fabric": "lightning_fabric", "lightning.fabric": "fabric"}
 STEPS = 8
@@ -169,20 +170,29 @@ def set_up_again(flavour: str) -> dict[str, Any]:
 def gone(flavour: str) -> dict[str, Any]:
     """Of a module that is gone nothing stays; one that resumes takes what is its own, whatever was set up before."""
     fabric = fabric_with(flavour, ours(flavour))
+    idle = nn.Linear(3, 2)
+    fabric.setup(idle, torch.optim.SGD(idle.parameters(), lr=0.1))  # has had no round when all is saved
     small = nn.Linear(13, 5)
     wrapped, stepper = fabric.setup(small, torch.optim.SGD(small.parameters(), lr=0.1))
     train(fabric, wrapped, stepper, 0, 6)
     model, optimizer = prepared(fabric)
     train(fabric, model, optimizer, 0, 6)
     fabric.save("two.ckpt", {"model": model, "optimizers": [optimizer.state_dict()]})
-    waits = fabric.strategy.hier_states[1].residual_norm()
+    waits = fabric.strategy.hier_states[2].residual_norm()
     del small, wrapped, stepper
-    pairs = [prepared(fabric), (model, optimizer)]
+    pairs = [prepared(fabric), (model, optimizer), idle]
     other = fabric_with(flavour, ours(flavour))
     resumed, _ = prepared(other)
     other.load("two.ckpt", {"model": resumed, "optimizers": []})
     (state,) = other.strategy.hier_states
+    lines, third = Lines(), fabric_with(flavour, ours(flavour))
+    narrow = nn.Linear(13, 5, bias=False)
+    unlike, stepper = third.setup(narrow, torch.optim.SGD(narrow.parameters(), lr=0.1))
+    third.load("two.ckpt", {"model": unlike, "optimizers": []}, strict=False)
+    train(third, unlike, stepper, 0, 2)
+    told = [line for line in lines.lines if line.startswith("3 residual(s) of")]
     return {
+        "told": len(told) == (third.global_rank == 0),
         "states": len(fabric.strategy.hier_states) == len(pairs),
         "own": torch.equal(state.residual_norm(), waits) and bool(waits > 0),
     }

@@ -132,3 +132,34 @@ def test_a_lane_that_hangs_is_not_waited_for() -> None:
 
     _During.apply(torch.ones((), requires_grad=True), leave).backward()
     lanes.drain()
+
+
+def test_what_follows_a_backward_pass_that_raised_queues_behind_it() -> None:
+    """Threads that took its place would meet other ranks' collectives with their own."""
+    released, seen = threading.Event(), []
+
+    def slow() -> Iterator[None]:
+        yield
+        assert released.wait(PATIENCE_S)
+        seen.append("slow")
+        yield
+
+    def following() -> Iterator[None]:
+        yield
+        seen.append("following")
+        yield
+
+    before, lanes = set(threading.enumerate()), FifoLanes()
+
+    def leave() -> None:
+        lanes.run(slow(), torch.tensor(0.0))
+        raise KeyError("in backward")
+
+    with pytest.raises(KeyError):
+        _During.apply(torch.ones((), requires_grad=True), leave).backward()
+    lanes.end()
+    threading.Timer(0.3, released.set).start()
+    backward_with([following()], lanes)
+    assert seen == ["slow", "following"]
+    lanes.end()
+    assert not {each for each in threading.enumerate() if each.name == "lightning_sparse"} - before

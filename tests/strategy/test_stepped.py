@@ -1,5 +1,7 @@
 """Whose residual counts, with optimizers that step in ways of their own."""
 
+import gc
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -9,6 +11,8 @@ import torch.distributed as dist
 from torch import nn
 
 from lightning_sparse.strategy import HierConfig
+from lightning_sparse.strategy.parameters import Parameters
+from lightning_sparse.strategy.stepped import MANY_STEPS, StepWatch
 from tests.helpers.distributed import run_ranks
 from tests.strategy.models import flat_grads, flat_parameters, loss_of, mlp, node_residual, sum_over_nodes, wrap
 
@@ -39,13 +43,29 @@ def unknown(model: nn.Module) -> Stepper:
     return [], torch.optim.SGD(model.parameters(), lr=0.05).step
 
 
+class Overriding(torch.optim.SGD):
+    """Calls the step that it overrides, and not for all that it was given, as a sharded step does."""
+
+    def step(self, closure: Any = None) -> Any:
+        first = self.param_groups[0]["params"][0]
+        kept, first.grad = first.grad, None
+        super().step(closure)
+        first.grad = kept
+
+
+def overriding(model: nn.Module) -> Stepper:
+    torch.optim.SGD(model.parameters(), lr=0.05)  # from now on SGD's own step tells, too
+    optimizer = Overriding(model.parameters(), lr=0.05)
+    return [optimizer], optimizer.step
+
+
 def closure(model: nn.Module) -> Stepper:
     """The gradients are there only once the optimizer has called it."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     return [optimizer], lambda: optimizer.step(lambda: 0.0)
 
 
-STEPPERS = [nesterov, inner, unknown, closure]
+STEPPERS = [nesterov, inner, unknown, overriding, closure]
 
 
 @pytest.fixture(scope="module")
@@ -89,3 +109,21 @@ def lost_with(stepper: Callable[[nn.Module], Stepper]) -> float:
         step()
     state.settle()
     return float((balance - sum_over_nodes(node_residual(model, state), state)).abs().max())
+
+
+def test_a_model_that_is_trained_on_without_rounds_gathers_nothing() -> None:
+    """And what torch keeps to tell of steps does not keep the watch."""
+    model = mlp()
+    parameters = Parameters(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    watch = StepWatch(parameters, lambda: set(parameters.numels))
+    watch.watch([optimizer])
+    for _ in range(3 * MANY_STEPS):
+        model(torch.randn(4, 13)).sum().backward()
+        optimizer.step()
+    assert len(watch._steps) <= MANY_STEPS
+    assert watch.stepped() == set(parameters.numels)
+    reference = weakref.ref(watch)
+    del watch
+    gc.collect()
+    assert reference() is None
