@@ -341,7 +341,7 @@ def parse(flavour: str, given: dict[str, Any]) -> dict[str, Any]:
 def test_lightning_cli_accepts_the_options(flavour: str) -> None:
     pytest.importorskip("jsonargparse")
     given = {"image_size": "{0: 128, 6: 224}", "crop_scale": "[0.25, 1]", "shuffle": "partial", "val_fraction": "0.1"}
-    (parsed,) = run_ranks(parse, flavour, given, nodes=1, devices=1, init=False)
+    (parsed,) = run_ranks(parse, flavour, given, nodes=1, devices=1, init=False, start_method="spawn")
     assert parsed == {
         "image_size": {0: 128, 6: 224},
         "crop_scale": (0.25, 1.0),

@@ -71,10 +71,11 @@ def test_defaults_reach_ddp() -> None:
 
 @pytest.mark.parametrize("flavour", FLAVOURS)
 def test_lightning_cli_accepts_our_options_and_those_of_ddp(flavour: str) -> None:
-    """LightningCLI finds out what a class accepts by reading how its constructor passes arguments on."""
+    """LightningCLI finds out what a class accepts by reading how its constructor passes arguments on; in an interpreter
+    that has one flavour only."""
     pytest.importorskip("jsonargparse")
     given = {"density": 0.05, "find_unused_parameters": True, "process_group_backend": "gloo"}
-    assert run_ranks(parse_options, flavour, given, nodes=1, devices=1, init=False) == [given]
+    assert run_ranks(parse_options, flavour, given, nodes=1, devices=1, init=False, start_method="spawn") == [given]
 
 
 def parse_options(flavour: str, given: dict[str, Any]) -> dict[str, Any]:
