@@ -135,7 +135,8 @@ class MSTopKHierFabricMixin(_Host):
         return bool(self._ddp_kwargs.get("find_unused_parameters", False))
 
     def setup_optimizer(self, optimizer: Any) -> Any:
-        """Watch whose parameters it steps: their residuals count. Its module may be set up before or after it."""
+        """Watch whose parameters it steps: their residuals count. Its module may be set up before or after it; where
+        both are set up a second time, the module comes first."""
         optimizer = super().setup_optimizer(optimizer)
         self._optimizers = [each for each in self._optimizers if each() is not None] + [weakref.ref(optimizer)]
         for state in self.hier_states:
