@@ -178,8 +178,9 @@ class MSTopKHierFabricMixin(_Host):
             saving.remove_side_files(path, but=ids)
 
     def load_checkpoint(self, path: Any, state: Any = None, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """Modules that are set up get their residuals back now, others when they are: each the first that fit it, in
-        the order of set-up. Weights loaded without an optimizer leave residuals alone."""
+        """Modules that are set up get their residuals back now, others when they are, before the next backward pass:
+        each the first that fit it, in the order of set-up. Weights loaded without an optimizer leave residuals
+        alone."""
         rest = super().load_checkpoint(path, state, *args, **kwargs)
         manifests = rest.pop(saving.KEY, []) if isinstance(rest, dict) else []
         if state and not _has_optimizer(state):  # what was loaded is in it by now
@@ -199,13 +200,13 @@ class MSTopKHierFabricMixin(_Host):
 
     def _say_what_fits_no_module(self) -> None:
         """Modules that are to be restored are set up before the first backward pass."""
-        if self._saved and self.is_global_zero:
-            paths = ", ".join(sorted({each.path for each in self._saved}))
+        left = [each for each in self._saved if any(each.manifest["stores"])]  # in the others nothing waited
+        if left and self.is_global_zero:
             log.warning(
                 "%d residual(s) of %s were saved for modules with other parameters than those set up: what waited in "
                 "them is lost",
-                len(self._saved),
-                paths,
+                len(left),
+                left[0].path,
             )
         self._saved = []
 

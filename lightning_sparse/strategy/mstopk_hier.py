@@ -169,10 +169,10 @@ class MSTopKHierMixin(_Host):
         return state
 
     def _restore(self, state: HierState) -> None:
-        if self._resumes:
-            state.forget()  # what waits is of other weights
         if self._saved is not None:
             saving.restore(self._saved, state, self.root_device)
+        elif self._resumes:
+            state.forget()  # what waits is of other weights
         self._saved, self._resumes = None, False
 
     def setup_optimizers(self, trainer: Any) -> None:

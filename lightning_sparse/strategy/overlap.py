@@ -163,7 +163,8 @@ class FifoLanes:
     def end(self) -> None:
         """End the threads, unless a backward pass that raised left them at work: what comes next has to queue behind
         that, and who hangs in a collective is not waited for."""
-        if self._last_call is None or not (self._pending is None or self._pending.done()):
+        idle = self._pending is None or self._pending.done()
+        if self._last_call is None or not idle:
             return
         self._last_call()
         for thread in self._threads:

@@ -9,7 +9,6 @@ import contextlib
 import fcntl
 import importlib
 import importlib.util
-import logging
 import os
 import threading
 from functools import partial
@@ -124,20 +123,6 @@ class Metrics:
             def log_hyperparams(self, *_: Any) -> None: ...
 
         return Recorder()
-
-
-class Lines(logging.Handler):
-    """What this package logs."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.lines: list[str] = []
-        logger = logging.getLogger("lightning_sparse")
-        logger.setLevel(logging.INFO)
-        logger.addHandler(self)
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.lines.append(record.getMessage())
 
 
 def left_behind() -> list[str]:

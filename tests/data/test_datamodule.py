@@ -20,7 +20,6 @@ from tests.data.fits import (
     FLAVOURS,
     TRAIN,
     VAL,
-    Lines,
     Metrics,
     Results,
     data,
@@ -37,6 +36,7 @@ from tests.data.fits import (
 )
 from tests.data.pictures import numbered_folder
 from tests.helpers.distributed import run_ranks
+from tests.helpers.lines import Lines
 from tests.helpers.scenarios import Scenarios
 
 SCENARIOS = Scenarios()

@@ -13,8 +13,9 @@ from torch import Tensor, nn
 
 from lightning_sparse.strategy.communicator import HierCommunicator
 from tests.helpers.distributed import RanksFailed, run_ranks
+from tests.helpers.lines import Lines
 from tests.pto.steps import same
-from tests.strategy.trainers import Lines, lightning_of, ours, plain_module, sparse, trainer, weights
+from tests.strategy.trainers import lightning_of, ours, plain_module, sparse, trainer, weights
 
 STEPS = 12
 FLAVOUR = "pytorch_lightning"

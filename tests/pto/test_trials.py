@@ -9,6 +9,7 @@ from torch.optim import SGD, AdamW, Optimizer
 
 from lightning_sparse.pto import ShardedStep, choice
 from lightning_sparse.strategy.communicator import HierCommunicator
+from tests.helpers.lines import Lines
 from tests.helpers.scenarios import Scenarios
 from tests.pto.steps import (
     STEPS,
@@ -147,21 +148,11 @@ class NoCopy(SGD):
         self.lock = (item for item in "cannot be copied")
 
 
-class Lines(logging.Handler):
-    def __init__(self) -> None:
-        super().__init__()
-        self.lines: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.lines.append(record.getMessage())
-
-
 @scenario
 def untested(communicator: HierCommunicator) -> dict[str, Any]:
     out = {}
     for cls in (Own, GlobalNorm, Late, Twice, NoCopy):
         lines = Lines()
-        logging.getLogger("lightning_sparse").addHandler(lines)
         ours, theirs = parameters(odd=False), parameters(odd=False)
         sharded, plain = cls(ours, lr=0.1, momentum=0.9), cls(theirs, lr=0.1, momentum=0.9)
         step = ShardedStep(sharded, communicator)

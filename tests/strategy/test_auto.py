@@ -1,6 +1,5 @@
 """exchange="auto" on real ranks: measurements are agreed, decisions are kept, and changing paths loses nothing."""
 
-import logging
 from pathlib import Path
 from typing import Any
 
@@ -9,11 +8,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_sparse import messages
 from lightning_sparse.strategy import HierConfig, checkpoint, choices
 from lightning_sparse.strategy.cost import Link, Rates
 from lightning_sparse.topology import discover
 from tests.helpers.distributed import run_ranks
+from tests.helpers.lines import Lines
 from tests.strategy.models import flat_grads, flat_parameters, loss_of, mlp, node_residual, sum_over_nodes, wrap
 
 SHAPES = [(2, 2), (3, 1)]
@@ -34,11 +33,7 @@ def test_all_ranks_measure_the_same_and_say_it_once(nodes: int, devices: int) ->
 
 
 def measure() -> tuple[list[float], list[str]]:
-    lines: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
-    messages.log.addHandler(handler)
-    messages.log.setLevel(logging.INFO)
+    lines = Lines().lines
     model = mlp()
     ddp, ours = wrap(model, HierConfig())
     for step in range(4):

@@ -2,7 +2,6 @@
 
 import io
 import json
-import logging
 import sys
 import threading
 import time
@@ -14,13 +13,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_sparse import messages
 from lightning_sparse.lab import Cluster, LabConfig, why_not
 from lightning_sparse.strategy import CommunicationError, HierConfig, choices, recheck
 from lightning_sparse.strategy.cost import Link, Rates
 from lightning_sparse.strategy.stopwatch import Stopwatch
 from lightning_sparse.strategy.window import DECISIONS
 from tests.helpers.distributed import run_ranks
+from tests.helpers.lines import Lines
 from tests.strategy.models import flat_grads, loss_of, mlp, wrap
 
 CHECK = recheck.CHECKS[0]
@@ -73,11 +72,7 @@ def test_rates_that_were_given_are_not_doubted() -> None:
 
 
 def start_with(rates: Rates | None, gbps: float | None = None) -> dict[str, Any]:
-    lines: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
-    messages.log.addHandler(handler)
-    messages.log.setLevel(logging.INFO)
+    lines = Lines().lines
     probes, real = [], choices.probe
     choices.probe = lambda *arguments: probes.append(1) or real(*arguments)  # type: ignore[assignment, func-returns-value]
     if rates is None:

@@ -12,8 +12,9 @@ from torch import Tensor
 from lightning_sparse.strategy import HierConfig, HierState, checkpoint
 from lightning_sparse.topology import Topology, discover
 from tests.helpers.distributed import run_ranks
+from tests.helpers.lines import Lines
 from tests.strategy.models import flat_grads, flat_parameters, loss_of, mlp, node_residual, sum_over_nodes, wrap
-from tests.strategy.trainers import Lines, lightning_of, plain_module, sparse, trainer, weights
+from tests.strategy.trainers import lightning_of, plain_module, sparse, trainer, weights
 
 SHAPES = [(2, 2), (1, 3), (2, 3)]
 

@@ -127,3 +127,13 @@ def test_a_model_that_is_trained_on_without_rounds_gathers_nothing() -> None:
     del watch
     gc.collect()
     assert reference() is None
+
+
+def test_who_lives_where_a_parameter_lived_is_not_taken_for_it() -> None:
+    model = mlp()
+    parameters, stranger = Parameters(model), nn.Parameter(torch.zeros(3))
+    name, first = next(iter(model.named_parameters()))
+    assert parameters.name_of(first) == name
+    parameters.names[id(stranger)] = name  # as if it had been given that place in memory
+    assert parameters.name_of(stranger) == ""
+    assert not parameters.are_stepped_by(torch.optim.SGD([stranger], lr=0.1))

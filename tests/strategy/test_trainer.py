@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from tests.helpers.lines import Lines
 from tests.helpers.scenarios import Scenarios
 from tests.strategy.trainers import (
-    Lines,
     Results,
     ddp,
     dense_one,

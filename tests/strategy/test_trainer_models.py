@@ -5,11 +5,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from tests.helpers.lines import Lines
 from tests.helpers.scenarios import Scenarios
 from tests.strategy.models import mlp
 from tests.strategy.trainers import (
     Branches,
-    Lines,
     Results,
     ddp,
     dense_one,

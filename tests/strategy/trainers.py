@@ -1,7 +1,6 @@
 """What tests of the strategy in a Trainer are made of, in either flavour of Lightning."""
 
 import importlib
-import logging
 import os
 import warnings
 from typing import Any
@@ -127,20 +126,6 @@ def ddp(flavour: str, **options: Any) -> Any:
 
 def same_on_all_ranks(results: Results, name: str, key: str = "weights") -> bool:
     return all(torch.equal(each[name][key], results[0][name][key]) for each in results)
-
-
-class Lines(logging.Handler):
-    """Collects what the package logs."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.lines: list[str] = []
-        log = logging.getLogger("lightning_sparse")
-        log.addHandler(self)
-        log.setLevel(logging.INFO)
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.lines.append(record.getMessage())
 
 
 class Branches(nn.Module):
