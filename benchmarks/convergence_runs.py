@@ -125,7 +125,7 @@ def bytes_per_node(state: HierState | None, num_parameters: int, rounds: int) ->
     if state is None:
         # What the dense exchange of the same hierarchy would; DDP's flat ring takes half as much again.
         return rounds * DEVICES * dense_bytes(NODES, num_parameters // DEVICES, itemsize=4)
-    received = torch.tensor(state.stats.bytes_between_nodes, dtype=torch.float64)
+    received = torch.tensor(state.exchange.stats.bytes_between_nodes, dtype=torch.float64)
     dist.all_reduce(received)
     return received.item() / state.topology.num_nodes
 

@@ -91,7 +91,7 @@ def wire(state: HierState) -> float:
     dist.barrier()
     begin = time.perf_counter()
     for nbytes in sizes:
-        state.communicator.exchange(torch.zeros(nbytes, dtype=torch.uint8))
+        state.exchange.communicator.exchange(torch.zeros(nbytes, dtype=torch.uint8))
     return time.perf_counter() - begin
 
 

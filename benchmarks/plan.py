@@ -26,7 +26,7 @@ from lightning_sparse.bench.plan import V100, Path, round_cost
 from lightning_sparse.bench.provenance import commit, surroundings
 from lightning_sparse.strategy import HierConfig, cost
 from lightning_sparse.strategy.cost import Link, Rates, Work
-from lightning_sparse.strategy.layout import ParamGroup
+from lightning_sparse.gradients.groups import ParamGroup
 from lightning_sparse.strategy.plan import choose
 from lightning_sparse.topology import Topology
 

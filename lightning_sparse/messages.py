@@ -18,3 +18,21 @@ def described(cls: type, details: str) -> str:
     other = {"pytorch_lightning": "lightning", "lightning": "pytorch_lightning"}.get(cls.__module__.rpartition(".")[2])
     way_out = f", not for {other}: there use lightning_sparse.flavours.{other}.{cls.__name__}" if other else ""
     return f"<{cls.__module__}.{cls.__name__}({details}){way_out}>"
+
+
+class LogOnce:
+    """Logs each line once.
+
+    Args:
+        rank: of this process; lines are logged by rank 0, unless they concern one rank alone.
+    """
+
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+        self._logged: set[str] = set()
+
+    def __call__(self, line: str, level: int = logging.INFO, *, every_rank: bool = False) -> None:
+        """Log it, if this is the first time."""
+        if (every_rank or self._rank == 0) and line not in self._logged:
+            self._logged.add(line)
+            log.log(level, line)

@@ -1,6 +1,7 @@
 """Which ranks share a node, and the process groups that follow from it. Resolved once, passed explicitly.
 
-With M nodes of L devices each, rank (m, l) belongs to two groups besides the world:
+With M nodes of L devices each, the ranks form a mesh of axes *node* and *device*; rank (m, l) belongs to two groups
+besides the world:
 
 ====== ============================== ==================================================
 group  its ranks                      what it is for
@@ -9,30 +10,37 @@ intra  (m, 0) ... (m, L-1)            reduce-scatter and all-gather over the fas
 inter  (0, l) ... (M-1, l)            the exchange over the slow network, L of them at once
 ====== ============================== ==================================================
 
-``outward`` has intra's ranks once more: with Gloo the all-gather that ends one bucket runs on another thread than the
-reduce-scatter that begins the next, and two threads must not share a group. (NCCL opens a group at its first use, so
-one that is not used costs nothing.)
+NCCL makes all groups of an axis by one split of its communicator, and needs no others. With Gloo, whose lanes are
+threads, there are two more, since two threads must not share a group: ``outward`` has intra's ranks once more, for the
+all-gather that ends one bucket while the reduce-scatter of the next begins; ``world`` has all ranks once more, for DDP
+uses the default group meanwhile.
 
 Ranks of a node need not be contiguous: SLURM's cyclic distribution and MPI's ``--map-by node`` deal them out like
 cards, and some launchers give every process the local rank 0. So nothing is computed from the rank number. Every rank
-states where it is (node rank, host name, local rank), all ranks see all statements, and a node is what agrees in the
-first two. Once groups exist, devices of a node are ordered by global rank, as torch orders the members of a group.
+states its node rank, host name and local rank, and a node is what agrees in the first two; or each names its node
+(``LIGHTNING_SPARSE_NODE``), for racks with fast links between hosts, for sites, or for several nodes on one machine.
+Devices of a node are ordered by global rank, as torch orders the members of a group.
 """
 
 import os
 import socket
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Literal
+from functools import cached_property
+from typing import Any, Literal, NamedTuple
 
+import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
 
 Kind = Literal["hierarchical", "one node", "one rank", "unequal nodes"]
 
 _NODE_RANK_VARIABLES = ("GROUP_RANK", "NODE_RANK", "SLURM_NODEID")
 _LOCAL_RANK_VARIABLES = ("LOCAL_RANK", "SLURM_LOCALID")
+NODE_VARIABLE = "LIGHTNING_SPARSE_NODE"
+"""Names the node of a process, whatever host it runs on."""
 
 
 @dataclass(frozen=True)
@@ -68,32 +76,32 @@ class Topology:
         if self.rank not in ranks:
             raise ValueError(f"rank={self.rank} is in none of the nodes {self.nodes}.")
 
-    @property
+    @cached_property
     def world_size(self) -> int:
         """P, the number of ranks."""
         return sum(len(node) for node in self.nodes)
 
-    @property
+    @cached_property
     def num_nodes(self) -> int:
         """M, the number of nodes."""
         return len(self.nodes)
 
-    @property
+    @cached_property
     def num_devices(self) -> int:
         """L, the number of devices of this rank's node."""
         return len(self.nodes[self.node_index])
 
-    @property
+    @cached_property
     def node_index(self) -> int:
         """m, the node of this rank."""
         return next(m for m, node in enumerate(self.nodes) if self.rank in node)
 
-    @property
+    @cached_property
     def device_index(self) -> int:
         """l, the place of this rank inside its node."""
         return self.nodes[self.node_index].index(self.rank)
 
-    @property
+    @cached_property
     def kind(self) -> Kind:
         """Which of the defined paths this world takes; only "hierarchical" has a slow link to save."""
         if self.world_size == 1:
@@ -103,6 +111,15 @@ class Topology:
         if len({len(node) for node in self.nodes}) > 1:
             return "unequal nodes"
         return "hierarchical"
+
+    @cached_property
+    def mesh(self) -> DeviceMesh | None:
+        """The groups as a mesh of axes "node" and "device"; None where the hierarchy is not used."""
+        if self.intra is None or self.inter is None:
+            return None
+        kind = "cuda" if dist.get_backend(self.intra) == "nccl" else "cpu"
+        ranks = torch.tensor(self.nodes, dtype=torch.int)
+        return DeviceMesh.from_group([self.inter, self.intra], kind, mesh=ranks, mesh_dim_names=("node", "device"))
 
     def describe(self) -> str:
         """One line for the log: what was found and which path follows from it."""
@@ -117,58 +134,102 @@ class Topology:
         return f"{self.num_nodes} node(s) x {devices} device(s): {path}"
 
 
-def nodes_from_places(places: Iterable[tuple[int, str, int]]) -> tuple[tuple[int, ...], ...]:
+class Place(NamedTuple):
+    """What a process states of itself."""
+
+    node_rank: int
+    host: str
+    local_rank: int
+    node_name: str | None = None
+
+
+def nodes_from_places(places: Iterable[tuple[int, str, int] | Place]) -> tuple[tuple[int, ...], ...]:
     """Group ranks into nodes.
 
     Args:
-        places: for each rank in order, its (node rank, host name, local rank).
+        places: of each rank in order.
 
     Returns:
-        Global ranks by node, ordered by node rank and host name, each node in device order.
+        Global ranks by node, each node in device order; nodes by node rank and host name, or by their first rank where
+        they have names.
+
+    Raises:
+        ValueError: when some ranks name their node and others do not.
 
     >>> nodes_from_places([(0, "a", 0), (1, "b", 0), (0, "a", 1), (1, "b", 1)])  # dealt out like cards
     ((0, 2), (1, 3))
+    >>> nodes_from_places([Place(0, "a", 0, "rack 2"), Place(1, "b", 0, "rack 2"), Place(2, "c", 0, "rack 1")])
+    ((0, 1), (2,))
     """
+    stated = [Place(*place) for place in places]
+    nameless = [rank for rank, place in enumerate(stated) if not place.node_name]
+    if 0 < len(nameless) < len(stated):
+        raise ValueError(
+            f"rank(s) {', '.join(map(str, nameless))} do not name their node and the others do: set {NODE_VARIABLE} "
+            f"(or node_name) on every rank, or on none."
+        )
     by_node: dict[tuple[int, str], list[tuple[int, int]]] = {}
-    for rank, (node_rank, host, local_rank) in enumerate(places):
-        by_node.setdefault((node_rank, host), []).append((local_rank, rank))
-    return tuple(tuple(rank for _, rank in sorted(by_node[key])) for key in sorted(by_node))
+    for rank, place in enumerate(stated):
+        key = (-1, place.node_name) if place.node_name else (place.node_rank, place.host)
+        by_node.setdefault(key, []).append((place.local_rank, rank))
+    nodes = [tuple(rank for _, rank in sorted(by_node[key])) for key in sorted(by_node)]
+    return tuple(nodes if nameless else sorted(nodes, key=min))
 
 
 def discover(
-    *, node_rank: int | None = None, local_rank: int | None = None, timeout: timedelta | None = None
+    *,
+    node_rank: int | None = None,
+    local_rank: int | None = None,
+    node_name: str | None = None,
+    config: Mapping[str, Any] | None = None,
+    timeout: timedelta | None = None,
 ) -> Topology:
     """Find out which ranks share a node and create the groups. A collective: every rank of the world calls it.
 
     Args:
         node_rank: this process's node; default: the launcher's environment (torchrun, Lightning, SLURM), else 0.
         local_rank: this process's place in its node; default: the launcher's environment, else 0.
+        node_name: the node of this process by name, on every rank; default: ``LIGHTNING_SPARSE_NODE``, if it is set.
+        config: options that must be the same on all ranks.
         timeout: of the new groups; default: that of the default group.
 
     Raises:
-        ValueError: when torch.distributed is not initialised.
+        ValueError: when torch.distributed is not initialised, or ranks differ in ``config``.
     """
-    nodes = locate(node_rank=node_rank, local_rank=local_rank).nodes
-    return with_groups(nodes, timeout=timeout)
+    found = locate(node_rank=node_rank, local_rank=local_rank, node_name=node_name, config=config)
+    return with_groups(found.nodes, timeout=timeout)
 
 
-def locate(*, node_rank: int | None = None, local_rank: int | None = None) -> Topology:
-    """Find out which ranks share a node, and create no groups. A collective: every rank of the world calls it.
-
-    Args:
-        node_rank: this process's node; default: the launcher's environment (torchrun, Lightning, SLURM), else 0.
-        local_rank: this process's place in its node; default: the launcher's environment, else 0.
-
-    Raises:
-        ValueError: when torch.distributed is not initialised.
-    """
+def locate(
+    *,
+    node_rank: int | None = None,
+    local_rank: int | None = None,
+    node_name: str | None = None,
+    config: Mapping[str, Any] | None = None,
+) -> Topology:
+    """As discover(), without creating groups. A collective: every rank of the world calls it."""
     if not dist.is_available() or not dist.is_initialized():
         raise ValueError("topology.discover() needs an initialised process group: call init_process_group() first.")
-    node_rank = _from_environment(_NODE_RANK_VARIABLES) if node_rank is None else node_rank
-    local_rank = _from_environment(_LOCAL_RANK_VARIABLES) if local_rank is None else local_rank
-    places: list[tuple[int, str, int]] = [(0, "", 0)] * dist.get_world_size()
-    dist.all_gather_object(places, (node_rank, socket.gethostname(), local_rank))
-    return Topology(nodes_from_places(places), dist.get_rank())
+    place = Place(
+        _from_environment(_NODE_RANK_VARIABLES) if node_rank is None else node_rank,
+        socket.gethostname(),
+        _from_environment(_LOCAL_RANK_VARIABLES) if local_rank is None else local_rank,
+        node_name or os.environ.get(NODE_VARIABLE) or None,
+    )
+    stated: list[tuple[Place, dict[str, Any]]] = [(place, {})] * dist.get_world_size()
+    dist.all_gather_object(stated, (place, dict(config or {})))
+    _compare([each for _, each in stated])
+    return Topology(nodes_from_places(each for each, _ in stated), dist.get_rank())
+
+
+def _compare(configs: Sequence[Mapping[str, Any]]) -> None:
+    """Refuse ranks that were configured differently: they would call different collectives, and hang."""
+    first = configs[0]
+    for rank, config in enumerate(configs):
+        different = [name for name in {**first, **config} if config.get(name) != first.get(name)]
+        if different:
+            said = ", ".join(f"{name}={config.get(name)!r}, rank 0 has {first.get(name)!r}" for name in different)
+            raise ValueError(f"ranks differ in their options: rank {rank} has {said}. Give all ranks the same.")
 
 
 def with_groups(nodes: tuple[tuple[int, ...], ...], *, timeout: timedelta | None = None) -> Topology:
@@ -178,35 +239,36 @@ def with_groups(nodes: tuple[tuple[int, ...], ...], *, timeout: timedelta | None
         ValueError: when the nodes do not hold the ranks of the running world.
     """
     rank = dist.get_rank()
-    # new_group() sorts its ranks, so a device's place in its group, hence its shard, follows the global rank.
-    nodes = tuple(tuple(sorted(node)) for node in nodes)
+    nodes = tuple(tuple(sorted(node)) for node in nodes)  # a device's shard follows its place in the group
     plain = Topology(nodes, rank)
     if plain.world_size != dist.get_world_size():
         raise ValueError(
             f"nodes={nodes} hold {plain.world_size} ranks but the world has {dist.get_world_size()}: "
             f"describe every rank, or leave it to topology.discover()."
         )
-    # A world of our own: reductions may run while DDP talks on the default group.
-    world = _new_group(tuple(range(plain.world_size)), timeout)
+    has_lanes = dist.get_backend() != "nccl"  # where lanes are threads, each needs groups of its own
+    world = own_group([tuple(range(plain.world_size))], timeout) if has_lanes else None
     if plain.kind != "hierarchical":
         return Topology(nodes, rank, world=world)
-    # All ranks create all groups in one order, members or not: that is what new_group() demands.
-    intra_groups = [_new_group(node, timeout) for node in nodes]
-    inter_groups = [_new_group(peers, timeout) for peers in zip(*nodes, strict=True)]
-    outward_groups = [_new_group(node, timeout) for node in nodes]
     return Topology(
         nodes,
         rank,
-        intra=intra_groups[plain.node_index],
-        inter=inter_groups[plain.device_index],
+        intra=own_group(nodes, timeout),
+        inter=own_group([tuple(sorted(peers)) for peers in zip(*nodes, strict=True)], timeout),
         world=world,
-        outward=outward_groups[plain.node_index],
+        outward=own_group(nodes, timeout) if has_lanes else None,
     )
 
 
-def _new_group(ranks: tuple[int, ...], timeout: timedelta | None) -> ProcessGroup | None:
-    group = dist.new_group(list(ranks), timeout=timeout)
-    return group if isinstance(group, ProcessGroup) else None  # non-members get a number instead
+def own_group(partition: Iterable[tuple[int, ...]], timeout: timedelta | None) -> ProcessGroup | None:
+    """This rank's group, of groups that have no rank in common. A collective: every rank of the world calls it."""
+    cells = [list(ranks) for ranks in partition]
+    default = dist.group.WORLD
+    if default is not None and default.bound_device_id is not None and dist.get_backend() == "nccl":
+        split = dist.split_group(split_ranks=cells, timeout=timeout)  # one split of the communicator for all of them
+        return split if isinstance(split, ProcessGroup) else None
+    made = [dist.new_group(cell, timeout=timeout) for cell in cells]  # all ranks create all groups, in one order
+    return next((group for group in made if isinstance(group, ProcessGroup)), None)
 
 
 def _from_environment(variables: tuple[str, ...]) -> int:

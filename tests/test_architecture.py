@@ -113,7 +113,7 @@ def test_no_file_beside_the_package_is_too_long(folder: str) -> None:
     ("path", "source", "said"),
     [
         ("kernels/ops.py", "from lightning_sparse.strategy import HierConfig", "kernels may import nothing"),
-        ("kernels/ops.py", "from ..strategy.config import HierConfig", "lightning_sparse.strategy.config"),
+        ("kernels/ops.py", "from ..strategy.config import HierConfig", "lightning_sparse.gradients.config"),
         ("kernels/ops.py", "from .. import topology", "lightning_sparse.topology"),
         ("strategy/hook.py", "def f():\n    import lightning_sparse.pto", "lightning_sparse.pto"),
         ("pto.py", "from .strategy.hook import hier_hook", "strategy.communicator"),

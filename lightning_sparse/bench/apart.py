@@ -9,7 +9,8 @@ from unittest.mock import patch
 
 import torch.distributed as dist
 
-from lightning_sparse.strategy import HierCommunicator, hook
+from lightning_sparse.exchange import HierCommunicator
+from lightning_sparse.exchange.paths import sparse
 from lightning_sparse.topology import Topology
 
 
@@ -33,9 +34,9 @@ class TakenApart(HierCommunicator):
 
     @contextmanager
     def kernels_too(self) -> Iterator[None]:
-        """Within it, the hook's compress and accumulate are noted as well."""
+        """Within it, the sparse path's compress and accumulate are noted as well."""
         self.seconds.clear()
         with ExitStack() as patched:
             for name in ("compress", "accumulate"):
-                patched.enter_context(patch.object(hook, name, partial(self.timed, name, getattr(hook, name))))
+                patched.enter_context(patch.object(sparse, name, partial(self.timed, name, getattr(sparse, name))))
             yield

@@ -89,9 +89,9 @@ def build(
 
     def add_ours(name: str, place: Topology = topology, **options: Any) -> None:
         ddp = add(name)
-        state = HierState(ddp.module, HierConfig(warmup_epochs=0, **options), place)
+        state = HierState(ddp.module, HierConfig(**options), place)
         if name.endswith("taken apart"):
-            state.communicator = TakenApart(place)
+            state.exchange.communicator = TakenApart(place)
         ddp.register_comm_hook(state, hier_hook)
         ways[name].state = state
 
@@ -146,7 +146,8 @@ def measure(
     auto, dense = ways["auto 1 %"].state, ways["2-D dense"].state
     assert auto is not None
     assert dense is not None
-    auto.layout.settled = auto.layout.previous = dense.layout.settled
+    auto.layout.settle(dense.layout.settled)
+    auto.layout.previous = dense.layout.settled
     begin, repeats = time.perf_counter(), 0
     while True:
         for name, way in ways.items():
@@ -163,7 +164,7 @@ def measure(
 
 
 def one(way: Way, offset: int, synchronised: bool) -> None:
-    taken = getattr(way.state, "communicator", None)
+    taken = None if way.state is None else way.state.exchange.communicator
     dist.barrier()
     before, begin = received_bytes(), time.perf_counter()
     if isinstance(taken, TakenApart):
@@ -191,9 +192,10 @@ def row_of(name: str, way: Way, gbps: float | None) -> dict[str, Any]:
         "received by this node, bytes": int(median(way.received[1:])),
     }
     if way.state is not None:
-        row["received by a device, bytes, planned"] = way.state.stats.round_bytes
-        row["density"] = way.state.stats.density
-        row["rates"] = None if way.state.choices.rates is None else way.state.choices.rates.to_list()
+        row["received by a device, bytes, planned"] = way.state.exchange.stats.round_bytes
+        row["density"] = way.state.exchange.stats.density
+        rates = way.state.exchange.choice.rates
+        row["rates"] = None if rates is None else rates.to_list()
     for piece in sorted(way.pieces[0]) if way.pieces else ():
         row[f"{piece} s"] = median([each[piece] for each in way.pieces[1:]])
     return row

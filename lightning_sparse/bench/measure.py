@@ -11,7 +11,7 @@ import torch
 from lightning_sparse.bench.models import Model
 from lightning_sparse.bench.plan import VALUES, HostCosts
 from lightning_sparse.bench.provenance import processor
-from lightning_sparse.strategy.probe import kernel_costs
+from lightning_sparse.exchange.rates.probe import kernel_costs
 
 ADDED = 1 << 22  # elements of the vectors that are added
 
@@ -69,5 +69,6 @@ def host_costs(device: torch.device) -> HostCosts:
     """Selection, scattering and summing, on this device."""
     x, y = torch.ones(ADDED, device=device), torch.ones(ADDED, device=device)
     add = seconds(lambda: x.add_(y), device) / (4 * ADDED)
-    select, scatter, fill, cast = kernel_costs(lambda call: seconds(call, device), device, VALUES, ADDED)
-    return HostCosts(add, select, max(scatter, 1e-12), fill, cast, f"measured on {describe(device)}")
+    costs = kernel_costs(lambda call: seconds(call, device), device, VALUES, ADDED)
+    costs = costs._replace(scatter=max(costs.scatter, 1e-12))
+    return HostCosts(add, *costs, source=f"measured on {describe(device)}")

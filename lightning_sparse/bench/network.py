@@ -14,12 +14,12 @@ import torch.distributed as dist
 
 from lightning_sparse.bench.doctor import Finding
 from lightning_sparse.bench.plan import VALUES
+from lightning_sparse.exchange import ExchangeConfig, HierCommunicator
+from lightning_sparse.exchange.choice import PathChoice
+from lightning_sparse.exchange.paths import PATHS
+from lightning_sparse.exchange.rates import Rates
+from lightning_sparse.exchange.rates.probe import probe
 from lightning_sparse.kernels import kernel_report
-from lightning_sparse.strategy import HierCommunicator, HierConfig, cost
-from lightning_sparse.strategy.cost import Rates, Work
-from lightning_sparse.strategy.layout import ParamGroup
-from lightning_sparse.strategy.plan import choose
-from lightning_sparse.strategy.probe import probe
 from lightning_sparse.topology import Topology
 
 BUCKET_NUMEL = (25 << 20) // 4
@@ -81,18 +81,15 @@ def _links(topology: Topology, device: torch.device) -> Iterator[Finding]:
 
 def advice(topology: Topology, rates: Rates) -> Finding:
     """A bucket of DDP's size by each way, and which one exchange='auto' would take at 1 %."""
-    work = Work(topology.num_nodes, topology.num_devices, BUCKET_NUMEL)
-    seconds = {
-        "DDP": cost.flat_seconds(work, rates),
-        "2-D dense": cost.dense_seconds(work, rates),
-        "2-D dense, 16-bit": cost.dense16_seconds(work, rates),
-        "1 %": cost.sparse_seconds(work, rates, -(-work.shard_numel // 100), VALUES),
-    }
-    config, bucket = HierConfig(warmup_epochs=0), ParamGroup(("bucket",), (BUCKET_NUMEL,))
-    plan = choose(config, topology, rates, bucket, torch.float32, config.least_density, round_index=0, epoch=0)
-    choice = plan.path if plan.path in ("sparse", "dense16") else "dense: plain DDP does as well"
-    times = ", ".join(f"{name} {1e3 * each:.3g}" for name, each in seconds.items())
-    return Finding("ok", "25 MiB bucket", f"{times} ms, predicted; exchange='auto' will be {choice}")
+    config = ExchangeConfig()
+    choice = PathChoice(config, topology, BUCKET_NUMEL, lambda line: None)
+    choice.rates = rates
+    work = choice.work(BUCKET_NUMEL, torch.float32)
+    paths = [kind.of(work, config.least_density, VALUES) for kind in PATHS if kind.automatic]
+    times = ", ".join(f"{path.name} {1e3 * path.seconds(rates):.3g}" for path in paths if path is not None)
+    chosen = choice.path(work, config.least_density)
+    said = chosen.name if chosen.leaves != "nothing" else "dense: plain DDP does as well"
+    return Finding("ok", "25 MiB bucket at 1 %", f"{times} ms, predicted; with SGD exchange='auto' will be {said}")
 
 
 def _gbps(seconds_per_byte: float) -> float:

@@ -1,6 +1,6 @@
 """What a step costs on a cluster that is not at hand, and which path is worth taking there. Pure arithmetic.
 
-The synchronisation of a round is `strategy.cost`'s, by buckets as DDP makes them. With C the time of forward and
+The synchronisation of a round is that of `exchange.paths`, by buckets as DDP makes them. With C the time of forward and
 backward on one device and R that of synchronisation, a step lies between two bounds:
 
 ============  ==============  ==================================================================
@@ -20,38 +20,32 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
 
 import torch
 
-from lightning_sparse.kernels import message_bytes
-from lightning_sparse.strategy import cost
-from lightning_sparse.strategy.cost import Link, Rates, Work
-from lightning_sparse.strategy.regional import Regions
-from lightning_sparse.strategy.schedule import num_selected
+from lightning_sparse.exchange.choice import MARGIN
+from lightning_sparse.exchange.paths import PATHS, Dense, Flat, Path, Work
+from lightning_sparse.exchange.rates import Link, Rates
 
-Path = Literal["ddp", "ddp16", "dense", "dense16", "sparse", "regional"]
-PATHS: dict[Path, str] = {
-    "ddp": "DDP",
-    "ddp16": "DDP, 16-bit hook",
-    "dense": "2-D dense",
-    "dense16": "2-D dense, 16-bit",
-    "sparse": "sparse",
-    "regional": "regional",
-}
+_OURS = {kind.name: kind for kind in PATHS if kind.by_shard}
+WAYS = ("ddp", "ddp16", *_OURS)
+"""The plainest first."""
+_NAMES = {"ddp": "DDP", "ddp16": "DDP, 16-bit hook", "dense": "2-D dense", "dense16": "2-D dense, 16-bit"}
 FIRST_BUCKET, BUCKET = 1 << 20, 25 << 20  # bytes, DDP's defaults
 VALUES = torch.bfloat16  # of a message, as in the default of HierConfig
 
 
 @dataclass(frozen=True)
 class HostCosts:
-    """Seconds that devices spend besides carrying bytes, as in `strategy.cost.Rates`; ``source`` says whence."""
+    """Seconds that devices spend besides carrying bytes, as in `exchange.rates.Rates`; ``source`` says whence."""
 
     add: float
     select: float
     scatter: float
     fill: float
     cast: float
+    select_call: float
+    cast_call: float
     source: str
 
 
@@ -62,7 +56,10 @@ V100 = HostCosts(
     scatter=64 * _GPU_BYTE,  # a sector read and one written
     fill=4 * _GPU_BYTE,
     cast=30 * _GPU_BYTE,  # rounding reads two, writes two and one half; summing and reading again 12 bytes
-    source="assumed, not measured: kernels that stream 600 GB/s of GPU memory, 2/3 of what a V100 has",
+    select_call=100e-6,
+    cast_call=50e-6,
+    source="assumed, not measured: kernels that stream 600 GB/s of GPU memory, 2/3 of what a V100 has, and 0.1 ms of "
+    "launches per bucket",
 )
 
 
@@ -104,11 +101,12 @@ class Scenario:
 
     @property
     def rates(self) -> Rates:
-        """For `strategy.cost`."""
+        """For `exchange.paths`."""
         inter = Link(self.inter_latency, 8e-9 * self.devices / self.inter_gbps)
         host = self.host
         intra = Link(self.intra_latency, 8e-9 / self.intra_gbps)
-        return Rates(inter, intra, host.add, host.select, host.scatter, host.fill, host.cast)
+        costs = (host.add, host.select, host.scatter, host.fill, host.cast, host.select_call, host.cast_call)
+        return Rates(inter, intra, *costs)
 
     @property
     def buckets(self) -> int:
@@ -121,7 +119,10 @@ class Row:
     """One path on so many nodes. The last four are None where compute is not known."""
 
     nodes: int
-    path: Path
+    path: str
+    """One of `WAYS`."""
+    selects: bool
+    """Whether it sends the largest entries alone."""
     density: float
     effective_density: float
     """The share of the entries that a step applies, at most."""
@@ -135,10 +136,10 @@ class Row:
 
     @property
     def name(self) -> str:
-        return PATHS[self.path] + (f" {100 * self.density:.3g} %" if self.path in ("sparse", "regional") else "")
+        return _NAMES.get(self.path, self.path) + (f" {100 * self.density:.3g} %" if self.selects else "")
 
 
-def predict(scenario: Scenario, nodes: int, path: Path, density: float = 1.0) -> Row:
+def predict(scenario: Scenario, nodes: int, way: str, density: float = 1.0) -> Row:
     """A row. On one node every path is an all-reduce inside it, as the strategy does there.
 
     Raises:
@@ -148,51 +149,35 @@ def predict(scenario: Scenario, nodes: int, path: Path, density: float = 1.0) ->
         raise ValueError(f"nodes={nodes} must be at least 1.")
     if not 0 < density <= 1:
         raise ValueError(f"density={density} must be in (0, 1]: it is the share of entries that is sent.")
-    sync_s, nbytes = round_cost(
-        Work(nodes, scenario.devices, scenario.numel, scenario.itemsize),
-        scenario.rates,
-        path,
-        density,
-        scenario.buckets,
-    )
-    effective = cost.effective_density(path, nodes, density) if nodes > 1 else 1.0
-    row = (nodes, path, density, effective, sync_s, scenario.devices * nbytes)
+    work = Work(nodes, scenario.devices, -(-scenario.numel // scenario.buckets), scenario.itemsize)
+    path = path_of(way, work, density)
+    sync_s, node_bytes = scenario.buckets * path.seconds(scenario.rates), 0.0
+    if nodes > 1:
+        node_bytes = scenario.devices * scenario.buckets * path.bytes()
+    row = (nodes, way, _selects(way), density, path.applied / work.shard_numel, sync_s, node_bytes)
     if scenario.compute_s is None:
         return Row(*row)
     steps = scenario.compute_s + sync_s, max(scenario.compute_s, sync_s)
     return Row(*row, *steps, *(scenario.compute_s / step for step in steps))
 
 
-def round_cost(work: Work, rates: Rates, path: Path, density: float, buckets: int) -> tuple[float, float]:
-    """Seconds of a round of the whole model in equal buckets, and bytes received per device from other nodes."""
-    if path == "ddp16":
-        work, path = work._replace(itemsize=2), "ddp"
-    each = work._replace(numel=-(-work.numel // buckets))
-    if work.num_nodes == 1:  # one ring, inside the node
-        return buckets * cost.dense_seconds(each, rates), 0.0
-    shard, k = each.shard_numel, num_selected(density, each.shard_numel)
-    if path == "ddp":
-        ranks = work.num_nodes * work.num_devices
-        nbytes = cost.flat_bytes(work.num_nodes, ranks, each.numel, each.itemsize)
-        return buckets * cost.flat_seconds(each, rates), buckets * nbytes
-    if path == "dense":
-        nbytes = cost.dense_bytes(work.num_nodes, shard, each.itemsize)
-        return buckets * cost.dense_seconds(each, rates), buckets * nbytes
-    if path == "dense16":
-        nbytes = cost.dense16_bytes(work.num_nodes, shard)
-        return buckets * cost.dense16_seconds(each, rates), buckets * nbytes
-    if path == "sparse":
-        nbytes = cost.sparse_bytes(work.num_nodes, message_bytes(shard, k, VALUES))
-        return buckets * cost.sparse_seconds(each, rates, k, VALUES), buckets * nbytes
-    nbytes = cost.regional_bytes(work.num_nodes, Regions(shard, work.num_nodes, k, VALUES).row_nbytes)
-    return buckets * cost.regional_seconds(each, rates, k, VALUES), buckets * nbytes
+def path_of(way: str, work: Work, density: float) -> Path:
+    """The path of each bucket."""
+    if work.num_nodes == 1:
+        return Dense(work)  # one ring, inside the node
+    if way in _OURS:
+        return _OURS[way].of(work, density, VALUES) or Dense(work)
+    return Flat(work._replace(itemsize=2) if way == "ddp16" else work)
 
 
 def rows(scenario: Scenario, counts: Iterable[int], densities: Sequence[float]) -> list[Row]:
     """Every path on every number of nodes; the sparse ones with every density."""
-    ways: list[tuple[Path, float]] = [("ddp", 1.0), ("ddp16", 1.0), ("dense", 1.0), ("dense16", 1.0)]
-    ways += [(path, density) for path in ("sparse", "regional") for density in densities]
-    return [predict(scenario, nodes, path, density) for nodes in counts for path, density in ways]
+    ways = [
+        (way, density)
+        for way in WAYS
+        for density in (densities if _selects(way) else [1.0])
+    ]
+    return [predict(scenario, nodes, way, density) for nodes in counts for way, density in ways]
 
 
 def node_counts(nodes: int) -> list[int]:
@@ -210,10 +195,9 @@ def simplest(found: Sequence[Row], *, overlap: bool) -> Row:
     From the plainest on: DDP, its 16-bit hook, 2-D dense, the same with 16-bit values, sparse. Regional is left out: at
     the same density it applies fewer entries than sparse, so time alone does not speak for it.
     """
-    order = [row for path in PATHS for row in found if row.path == path != "regional"]
-
+    order = [row for way in WAYS for row in found if row.path == way and _is_comparable(way)]
     best = min(_seconds(row, overlap) for row in order)
-    return next(row for row in order if cost.MARGIN * _seconds(row, overlap) <= best)
+    return next(row for row in order if MARGIN * _seconds(row, overlap) <= best)
 
 
 def recommend(found: Sequence[Row], compute_s: float | None) -> str:
@@ -235,6 +219,14 @@ def recommend(found: Sequence[Row], compute_s: float | None) -> str:
     )
 
 
+def _selects(way: str) -> bool:
+    return way in _OURS and _OURS[way].leaves == "entries"
+
+
+def _is_comparable(way: str) -> bool:
+    return way not in _OURS or _OURS[way].automatic
+
+
 def _advice(row: Row, *, first: bool = True) -> str:
     word = "Use" if first else "use"
     return {
@@ -251,7 +243,7 @@ def _gain(found: Sequence[Row], row: Row, *, overlap: bool) -> str:
     if row.path != "ddp":
         ddp = next(each for each in found if each.path == "ddp")
         return f"is {_seconds(ddp, overlap) / _seconds(row, overlap):.2g} times as fast as DDP's"
-    others = [each for each in found if each.path not in ("ddp", "regional")]
+    others = [each for each in found if each.path != "ddp" and _is_comparable(each.path)]
     best = min(others, key=lambda each: _seconds(each, overlap))
     factor = _seconds(row, overlap) / _seconds(best, overlap)
     return (

@@ -51,7 +51,7 @@ def _run(arguments: argparse.Namespace) -> int:
     scenario, notes = _scenario(arguments)
     rows = plan.rows(scenario, plan.node_counts(arguments.nodes), arguments.density)
     here = [row for row in rows if row.nodes == arguments.nodes]
-    first = [row for row in rows if row.path not in ("sparse", "regional") or row.density == arguments.density[0]]
+    first = [row for row in rows if not row.selects or row.density == arguments.density[0]]
     advice = plan.recommend([row for row in first if row.nodes == arguments.nodes], scenario.compute_s)
     if arguments.plot is not None:
         from lightning_sparse.bench.plan_plot import draw

@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_sparse.strategy.communicator import HierCommunicator
+from lightning_sparse.exchange.communicator import HierCommunicator
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 

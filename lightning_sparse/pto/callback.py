@@ -5,11 +5,11 @@ from typing import Any
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from lightning_sparse.exchange.communicator import HierCommunicator
 from lightning_sparse.messages import log
 from lightning_sparse.pto.joined import Joined, why_not
 from lightning_sparse.pto.scope import Scope, check_scope, communicator_of
 from lightning_sparse.pto.sharded_step import ShardedStep
-from lightning_sparse.strategy.communicator import HierCommunicator
 from lightning_sparse.topology import discover
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import torch
 import torch.distributed as dist
 
-from lightning_sparse.strategy.communicator import HierCommunicator
+from lightning_sparse.exchange.communicator import HierCommunicator
 
 STEPS = 6
 """Of each kind; the first one makes state and memory, and is not counted."""

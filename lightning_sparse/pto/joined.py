@@ -22,11 +22,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from lightning_sparse.exchange.communicator import HierCommunicator
 from lightning_sparse.pto.narrow import keep_part, part_of_grad
 from lightning_sparse.pto.optimizers import is_elementwise
 from lightning_sparse.pto.ownership import Part, Parts
 from lightning_sparse.pto.sharded_step import ShardedStep
-from lightning_sparse.strategy.communicator import HierCommunicator
 
 _SEES_GRADIENTS = ("on_after_backward", "on_before_optimizer_step", "on_before_zero_grad")
 _OF_THE_MODULE = (
@@ -125,7 +125,7 @@ class Joined:
             if part is None:
                 parameter.grad = None
             elif part.end - part.begin < parameter.numel():
-                keep_part(parameter, part, -0.0)  # a zero that no user wrote (lightning_sparse.strategy.zeros)
+                keep_part(parameter, part)
 
     def share_found_inf(self, scaler: Any) -> None:
         """Let all devices of the node know of an inf that one of them has met. A collective of the node."""

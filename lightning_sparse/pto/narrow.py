@@ -91,14 +91,14 @@ def part_of_grad(parameter: Tensor, part: Part) -> Tensor:
     return _in_order_of(parameter, parameter.grad)[part.begin : part.end]
 
 
-def keep_part(parameter: Tensor, part: Part, fill: float) -> None:
-    """Of the parameter's gradient keep the part, in place, and write ``fill`` elsewhere.
+def keep_part(parameter: Tensor, part: Part) -> None:
+    """Of the parameter's gradient keep the part, in place, and write zeros elsewhere.
 
     The part counts elements in the order of the parameter's memory, and a gradient may lie otherwise.
     """
     grad = parameter.grad
     assert grad is not None
-    kept = torch.empty_strided(parameter.shape, parameter.stride(), dtype=grad.dtype, device=grad.device).fill_(fill)
+    kept = torch.empty_strided(parameter.shape, parameter.stride(), dtype=grad.dtype, device=grad.device).zero_()
     here = slice(part.begin, part.end)
     memory_of(kept)[here] = _in_order_of(parameter, grad)[here]
     grad.copy_(kept)

@@ -9,10 +9,8 @@ from dataclasses import replace
 from datetime import timedelta
 from typing import Literal, get_args
 
-import torch.distributed as dist
-
-from lightning_sparse.strategy.communicator import HierCommunicator
-from lightning_sparse.topology import Topology
+from lightning_sparse.exchange.communicator import HierCommunicator
+from lightning_sparse.topology import Topology, own_group
 
 Scope = Literal["auto", "node", "world"]
 
@@ -52,7 +50,5 @@ def communicator_of(topology: Topology, scope: Scope, *, timeout: timedelta | No
         return HierCommunicator(replace(topology, nodes=everyone, intra=topology.world, inter=None))
     intra = topology.intra
     if topology.kind == "unequal nodes":  # the reduction has no use for groups of its nodes, the optimizer step does
-        groups = [dist.new_group(list(node), timeout=timeout) for node in nodes]
-        own = groups[topology.node_index]
-        intra = own if isinstance(own, dist.ProcessGroup) else None
+        intra = own_group(nodes, timeout)
     return HierCommunicator(replace(topology, nodes=nodes, intra=intra, inter=None))

@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lightning_sparse.exchange.communicator import HierCommunicator
 from lightning_sparse.messages import log
 from lightning_sparse.pto.agreement import all_say, differing
 from lightning_sparse.pto.choice import Choice
@@ -20,7 +21,6 @@ from lightning_sparse.pto.narrow import OwnShare, cut_state, join_states, placed
 from lightning_sparse.pto.optimizers import is_elementwise, is_tested, refuse, step_cost
 from lightning_sparse.pto.ownership import Part, Parts, divide, loads_of
 from lightning_sparse.pto.trial import Trial, parameters_of
-from lightning_sparse.strategy.communicator import HierCommunicator
 
 
 class ShardedStep:

@@ -1,9 +1,6 @@
-"""Gradients between ranks: hierarchical top-k communication with error feedback. Imports no Lightning."""
+"""What Lightning sees: strategies for Trainer and Fabric, checkpoints, a callback. Imports no Lightning."""
 
-from lightning_sparse.strategy.communicator import CommunicationError, HierCommunicator
-from lightning_sparse.strategy.config import HierConfig
-from lightning_sparse.strategy.hook import hier_hook
-from lightning_sparse.strategy.state import HierState
-from lightning_sparse.strategy.stats import CommStats
+from lightning_sparse.exchange import CommStats, CommunicationError, HierCommunicator
+from lightning_sparse.gradients import HierConfig, HierState, hier_hook
 
 __all__ = ["CommStats", "CommunicationError", "HierCommunicator", "HierConfig", "HierState", "hier_hook"]

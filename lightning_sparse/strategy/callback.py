@@ -6,10 +6,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_sparse.exchange.stats import CommStats
+from lightning_sparse.gradients.state import HierState
 from lightning_sparse.messages import log
 from lightning_sparse.strategy.mstopk_hier import MSTopKHierMixin
-from lightning_sparse.strategy.state import HierState
-from lightning_sparse.strategy.stats import CommStats
 from lightning_sparse.strategy.summary import shard_gradient_norm, table
 
 
@@ -56,16 +56,19 @@ class CommStatsMixin:
         self._norms = {}  # the last fit's may be of another module, on another device
         state = trainer.strategy.hier_state
         if state is not None:
-            self._before, self._seconds_before = deepcopy(state.stats), state.communicator.stopwatch.seconds()
+            self._before, self._seconds_before = (
+                deepcopy(state.exchange.stats),
+                state.exchange.communicator.stopwatch.seconds(),
+            )
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
         """Log the last round."""
         state: HierState | None = trainer.strategy.hier_state
         if state is None or state.round == 0:
             return
-        pl_module.log("comm/bytes_between_nodes", state.stats.round_bytes)
-        pl_module.log("comm/density", state.stats.density, prog_bar=self.prog_bar)
-        pl_module.log("comm/effective_density", state.stats.effective_density)
+        pl_module.log("comm/bytes_between_nodes", state.exchange.stats.round_bytes)
+        pl_module.log("comm/density", state.exchange.stats.density, prog_bar=self.prog_bar)
+        pl_module.log("comm/effective_density", state.exchange.stats.effective_density)
         due = not self._norms or state.round - self._norm_round >= trainer.log_every_n_steps
         if due or trainer.is_last_batch:  # before a validation, which drops gradients
             residual = state.residual_norm()
@@ -80,7 +83,7 @@ class CommStatsMixin:
         state: HierState | None = trainer.strategy.hier_state
         if state is None:
             return
-        stats = state.stats.since(self._before)
-        seconds = state.communicator.stopwatch.seconds() - self._seconds_before
+        stats = state.exchange.stats.since(self._before)
+        seconds = state.exchange.communicator.stopwatch.seconds() - self._seconds_before
         if trainer.is_global_zero and self._norms and state.topology.num_nodes > 1:
             log.info("%s", table(stats, seconds, *map(float, self._norms.values())))

@@ -29,14 +29,16 @@ import fsspec
 import torch
 from torch import Tensor
 
-from lightning_sparse.strategy.config import HierConfig
-from lightning_sparse.strategy.cost import Rates
-from lightning_sparse.strategy.layout import ParamGroup
-from lightning_sparse.strategy.residual import ResidualStore
-from lightning_sparse.strategy.state import HierState
+from lightning_sparse.exchange.rates import Rates
+from lightning_sparse.gradients.config import HierConfig
+from lightning_sparse.gradients.groups import ParamGroup
+from lightning_sparse.gradients.residual import ResidualStore
+from lightning_sparse.gradients.schedule import Warmup
+from lightning_sparse.gradients.state import HierState
 
 KEY = "lightning_sparse"
-_VERSION = 3
+_VERSION = 4
+_READABLE = (3, 4)
 
 
 @dataclass
@@ -55,15 +57,16 @@ def new_run_id() -> str:
 
 def manifest_of(state: HierState, run_id: str) -> dict[str, Any]:
     """For the main file: plain types only."""
-    stores = state.settled_stores()
+    stores, choice = state.settled_stores(), state.exchange.choice
     return {
         "version": _VERSION,
         "save_id": f"{run_id}-{state.round}",
         "round": state.round,
         "config": state.config.to_dict(),
-        "rates": None if state.choices.rates is None else state.choices.rates.to_list(),
-        "density": state.choices.density,
-        "decided": state.choices.window.decided,
+        "rates": None if choice.rates is None else choice.rates.to_list(),
+        "density": choice.density,
+        "decided": choice.window.decided,
+        "warmup": [state.warmup.epochs, state.warmup.rounds],
         "momentum": {} if state.momentum is None else state.momentum.tails(),
         "nodes": [list(node) for node in state.topology.nodes],
         "parameters": dict(state.parameters.numels),
@@ -91,9 +94,9 @@ def exists(checkpoint_path: str) -> bool:
     return bool(fs.exists(path))
 
 
-def remove_side_files(checkpoint_path: str, *, but: Collection[str] = ()) -> None:
+def remove_side_files(checkpoint_path: Any, *, but: Collection[str] = ()) -> None:
     """Remove the side files of a checkpoint, but not those of the save ids to keep."""
-    fs, folder = _folder(checkpoint_path)
+    fs, folder = _folder(os.fspath(checkpoint_path))
     with contextlib.suppress(FileNotFoundError):
         for each in fs.ls(folder, detail=False):
             if os.path.basename(each) not in but:
@@ -102,12 +105,12 @@ def remove_side_files(checkpoint_path: str, *, but: Collection[str] = ()) -> Non
             fs.rm(folder, recursive=True)
 
 
-def load(checkpoint: dict[str, Any], checkpoint_path: str, rank: int) -> Saved | None:
-    """What the checkpoint says, with this rank's side file; None when it was saved without this strategy."""
-    manifest = checkpoint.get(KEY)
-    if manifest is None:
-        return None
-    return Saved(manifest, checkpoint_path, read_side_file(checkpoint_path, manifest["save_id"], rank))
+def load(checkpoint: dict[str, Any], checkpoint_path: str, rank: int) -> list[Saved]:
+    """What the checkpoint has of each module, with this rank's side files; empty without this strategy."""
+    manifests = checkpoint.get(KEY) or []
+    if isinstance(manifests, dict):  # format 3 of Trainer
+        manifests = [manifests]
+    return [Saved(each, checkpoint_path, read_side_file(checkpoint_path, each["save_id"], rank)) for each in manifests]
 
 
 def read_side_file(checkpoint_path: str, save_id: str, rank: int) -> dict[str, Any] | None:
@@ -138,7 +141,7 @@ def fits(saved: Saved, state: HierState) -> bool:
 def restore(saved: Saved, state: HierState, device: torch.device) -> None:
     """apply(), with what could not be restored in the log."""
     for complaint in apply(saved, state, device):
-        state.say(complaint, logging.WARNING, every_rank=complaint.startswith("rank"))
+        state.log_once(complaint, logging.WARNING, every_rank=complaint.startswith("rank"))
 
 
 def apply(saved: Saved, state: HierState, device: torch.device) -> list[str]:
@@ -153,18 +156,20 @@ def apply(saved: Saved, state: HierState, device: torch.device) -> list[str]:
     _check_version(saved)
     manifest = saved.manifest
     state.forget()
-    state.round = state.stats.rounds = manifest["round"]
+    state.round = state.exchange.stats.rounds = manifest["round"]
     # Cut again: what is excluded now may not have been then. regroup() then brings the residuals along.
-    state.layout.settled = state.layout.cut(_groups(manifest["settled"]))
+    state.layout.settle(state.layout.cut(_groups(manifest["settled"])))
     state.layout.previous = state.layout.cut(_groups(manifest["previous"]))
+    if state.warmup == Warmup():
+        state.warmup = Warmup(*manifest.get("warmup", ()))  # the estimate of the run that began it
     complaints = _config_changes(state.config, manifest["config"])
     same = tuple(map(tuple, manifest["nodes"])) == state.topology.nodes
     if same:
-        choices = state.choices
-        if choices.rates is None and manifest.get("rates") is not None:
-            choices.rates = Rates.from_list(manifest["rates"])  # measured again, they might decide otherwise
+        choice = state.exchange.choice
+        if choice.rates is None and manifest.get("rates") is not None:
+            choice.rates = Rates.from_list(manifest["rates"])  # measured again, they might decide otherwise
         if state.config.density == "auto" == manifest["config"]["density"]:
-            choices.density, choices.window.decided = manifest["density"], manifest.get("decided", 0)
+            choice.density, choice.window.decided = manifest["density"], manifest.get("decided", 0)
     if same and len(manifest["stores"]) <= len(state.stores()):
         complaints += _apply_same(saved, state.stores(), device, state.topology.rank)
     else:
@@ -174,7 +179,7 @@ def apply(saved: Saved, state: HierState, device: torch.device) -> list[str]:
 
 def _check_version(saved: Saved) -> None:
     version = saved.manifest["version"]
-    if version != _VERSION:
+    if version not in _READABLE:
         raise ValueError(
             f"{saved.path} was written in format {version} of lightning_sparse, this one reads {_VERSION}: use the "
             f"version that wrote it, or remove the entry {KEY!r} to start without residuals."
@@ -239,7 +244,7 @@ def _of_node(contents: list[dict[str, Any]], num_devices: int) -> dict[str, Tens
         held = next((part for part in parts if part is not None), None)
         if held is not None and len(parts) == num_devices:
             flat = torch.cat([torch.zeros_like(held) if part is None else part for part in parts])
-            whole.update({name: flat[place] for name, place in group.slices().items()})
+            whole.update({name: flat[place] for name, place in group.slices.items()})
     return whole
 
 

@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_sparse.strategy.config import HierConfig
+from lightning_sparse.gradients.config import HierConfig
 
 OWN = tuple(field.name for field in fields(HierConfig) if field.name != "error_feedback")
 """The options that are not DDP's; without the one that only experiments use."""

@@ -3,9 +3,9 @@
 import torch
 from torch import Tensor, nn
 
-from lightning_sparse.strategy.layout import in_bucket_order
-from lightning_sparse.strategy.state import HierState
-from lightning_sparse.strategy.stats import CommStats
+from lightning_sparse.exchange.stats import CommStats
+from lightning_sparse.gradients.groups import in_bucket_order
+from lightning_sparse.gradients.state import HierState
 
 _MB = 1e6
 

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_sparse.strategy.communicator import HierCommunicator
+from lightning_sparse.exchange.communicator import HierCommunicator
 from lightning_sparse.topology import Topology
 
 T = TypeVar("T")

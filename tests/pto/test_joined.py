@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_sparse.strategy.communicator import HierCommunicator
+from lightning_sparse.exchange.communicator import HierCommunicator
 from tests.helpers.distributed import RanksFailed, run_ranks
 from tests.helpers.lines import Lines
 from tests.pto.steps import same

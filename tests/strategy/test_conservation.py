@@ -136,7 +136,7 @@ def dense_flush() -> tuple[Tensor, Tensor, Tensor, Tensor]:
     mean = flat_grads(model).double()
     dist.all_reduce(mean)
     model.zero_grad()
-    state.config = state.choices.config = HierConfig(exchange="dense")
+    state.config = state.exchange.choice.config = HierConfig(exchange="dense")
     loss_of(ddp, 6, dist.get_rank()).backward()
     state.settle()
     applied = flat_grads(model).double()

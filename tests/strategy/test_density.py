@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_sparse.strategy import HierConfig, checkpoint
-from lightning_sparse.strategy.window import DECISIONS, ROUNDS
+from lightning_sparse.exchange.rates.timing import DECISIONS, ROUNDS
 from lightning_sparse.topology import discover
 from tests.helpers.distributed import run_ranks
 from tests.strategy.models import conserved, flat_grads, loss_of, mlp, wrap
@@ -72,7 +72,7 @@ def test_nothing_is_lost_when_it_changes(exchange: str) -> None:
 def through_a_change(exchange: Any) -> tuple[Any, ...]:
     config = HierConfig(density="auto", exchange=exchange, inter_gbps=FAST, warmup_epochs=0)
     given, applied, waiting, state = conserved(config, [SMALL_BUCKETS], rounds=DECISIONS[0] + 4, rewrap=100)
-    return given, applied, waiting, state.choices.density
+    return given, applied, waiting, state.exchange.choice.density
 
 
 def test_a_resumed_run_goes_on_with_the_saved_density(tmp_path: Path) -> None:

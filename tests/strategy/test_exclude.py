@@ -12,8 +12,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_sparse.kernels import message_bytes
 from lightning_sparse.strategy import HierConfig, HierState, checkpoint, cost
-from lightning_sparse.strategy.layout import Layout, ParamGroup, excluded_names
-from lightning_sparse.strategy.schedule import num_selected
+from lightning_sparse.gradients.groups import Layout, ParamGroup, excluded_names
+from lightning_sparse.gradients.schedule import num_selected
 from lightning_sparse.topology import discover
 from tests.helpers.distributed import run_ranks
 from tests.strategy.models import conserved, flat_parameters, loss_of, mlp, node_residual, sum_over_nodes, wrap
@@ -108,8 +108,8 @@ def count_bytes() -> None:
     weights, biases = (13 * 37 + 37 * 29 + 29 * 5 + 1) // 2, (37 + 29 + 5 + 1) // 2  # shards
     k = num_selected(0.03, weights)
     sparse = cost.sparse_bytes(2, message_bytes(weights, k, torch.float32))
-    assert state.stats.round_bytes == sparse + cost.dense_bytes(2, biases, 4)
-    assert state.stats.density == pytest.approx((k + biases) / (weights + biases))
+    assert state.exchange.stats.round_bytes == sparse + cost.dense_bytes(2, biases, 4)
+    assert state.exchange.stats.density == pytest.approx((k + biases) / (weights + biases))
 
 
 def test_where_everything_is_dense_nothing_is_cut() -> None:
@@ -134,7 +134,7 @@ def beside_nothing(exchange: str) -> set[str]:
     ddp, state = wrap(model, HierConfig(**{**SPARSE, "exchange": exchange}, exclude=("empty",)))
     for step in range(4):
         (loss_of(ddp, step, dist.get_rank()) + model.empty.sum()).backward()
-    return set(state.stats.paths)
+    return set(state.exchange.stats.paths)
 
 
 def test_one_that_nobody_uses_is_left_alone() -> None:

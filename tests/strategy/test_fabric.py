@@ -71,7 +71,7 @@ def everything(flavour: str, folder: str) -> dict[str, Any]:
     model, optimizer = prepared(by_string)
     train(by_string, model, optimizer, 0, STEPS)
     state = by_string.strategy.hier_states[0]
-    found["string"] = (type(by_string.strategy).__module__, state.round, state.stats.rounds)
+    found["string"] = (type(by_string.strategy).__module__, state.round, state.exchange.stats.rounds)
     return found
 
 

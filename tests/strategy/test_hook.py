@@ -14,8 +14,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_sparse.kernels import message_bytes
 from lightning_sparse.strategy import HierConfig, hier_hook
-from lightning_sparse.strategy.overlap import Inline
-from lightning_sparse.strategy.schedule import num_selected
+from lightning_sparse.exchange.lanes import Inline
+from lightning_sparse.gradients.schedule import num_selected
 from lightning_sparse.topology import discover, with_groups
 from tests.helpers.distributed import run_ranks
 from tests.strategy.models import (
@@ -58,13 +58,13 @@ def test_one_node_asks_nobody_which_parameters_are_unused() -> None:
 
 def collectives_of_one_node() -> list[torch.dtype]:
     ddp, state = wrap(mlp(), HierConfig(), find_unused_parameters=True)
-    reduced, all_reduce = [], state.communicator.flat_all_reduce
+    reduced, all_reduce = [], state.exchange.communicator.flat_all_reduce
 
     def note(tensor: Tensor, **options: Any) -> None:
         reduced.append(tensor.dtype)
         all_reduce(tensor, **options)
 
-    state.communicator.flat_all_reduce = note  # type: ignore[method-assign]
+    state.exchange.communicator.flat_all_reduce = note  # type: ignore[method-assign]
     for step in range(3):
         loss_of(ddp, step, dist.get_rank()).backward()
     return reduced
@@ -82,7 +82,7 @@ def density_one(exchange: str) -> tuple[Tensor, Tensor, float]:
     ours, plain = mlp(), mlp()
     config = HierConfig(density=1.0, exchange=exchange, value_dtype="float32")
     wrapped, state = wrap(ours, config, **PLAIN)
-    return train(ours, wrapped, 12), train(plain, DistributedDataParallel(plain, **PLAIN), 12), state.stats.density
+    return train(ours, wrapped, 12), train(plain, DistributedDataParallel(plain, **PLAIN), 12), state.exchange.stats.density
 
 
 @pytest.mark.parametrize("nodes", [((2, 0), (1, 3)), ((3, 1), (2, 0))])
@@ -121,7 +121,7 @@ def gradients_of_rounds(value_dtype: str) -> list[Tensor]:
         loss_of(ddp, step, dist.get_rank()).backward()
         history.append(flat_grads(model).clone())
     if state.topology.kind == "hierarchical":
-        assert 0.04 < state.stats.density < 0.12, state.stats
+        assert 0.04 < state.exchange.stats.density < 0.12, state.exchange.stats
         assert 0 < torch.count_nonzero(history[-1]) < 0.4 * history[-1].numel()
     return history
 
@@ -139,7 +139,7 @@ def with_and_without_overlap() -> tuple[Tensor, Tensor, list[bool]]:
         config = HierConfig(density=0.05, exchange="sparse", warmup_epochs=0, overlap=overlap)
         ddp, state = wrap(model, config, **PLAIN)
         trained.append(train(model, ddp, 8))
-        inline.append(isinstance(state.runner, Inline))
+        inline.append(isinstance(state.exchange.runner, Inline))
     return trained[0], trained[1], inline
 
 
@@ -194,8 +194,8 @@ def message_sizes() -> tuple[list[int], list[int]]:
     config = HierConfig(density=0.05, exchange="sparse", warmup_epochs=0)
     ddp, state = wrap(model, config, **PLAIN)
     sent: list[int] = []
-    exchange = state.communicator.exchange
-    state.communicator.exchange = lambda message: (sent.append(message.numel()), exchange(message))[1]  # type: ignore
+    exchange = state.exchange.communicator.exchange
+    state.exchange.communicator.exchange = lambda message: (sent.append(message.numel()), exchange(message))[1]  # type: ignore
     for step in range(4):
         loss_of(ddp, step, dist.get_rank()).backward()
         if step < 3:

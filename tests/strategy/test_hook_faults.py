@@ -41,7 +41,7 @@ def raise_half_way() -> str:
     hook.remove()
     ddp, _ = wrap(model, state.config, state=state, **PLAIN)
     train(model, ddp, 1)
-    state.communicator.exchange = _raise("exchange failed")  # type: ignore[method-assign]
+    state.exchange.communicator.exchange = _raise("exchange failed")  # type: ignore[method-assign]
     try:
         train(model, ddp, 1)
     except RuntimeError as error:

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from lightning_sparse.strategy import checkpoint
-from lightning_sparse.strategy.roll_call import RollCall
+from lightning_sparse.strategy.barrier import RollCall
 from tests.helpers.distributed import RanksFailed, run_ranks
 from tests.strategy.models import node_residual
 from tests.strategy.test_resume import _ranks

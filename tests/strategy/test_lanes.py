@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_sparse.strategy.overlap import LANES, FifoLanes, Inline, Job, Runner
+from lightning_sparse.exchange.lanes import LANES, FifoLanes, Inline, Job, Runner
 
 PATIENCE_S = 20.0
 

@@ -231,7 +231,7 @@ def balance() -> tuple[Tensor, Tensor, float]:
             optimizer.zero_grad()
         state.settle()
         (group,) = state.store.current
-        waiting = state.communicator.gather(state.store.current[group]).clone()
+        waiting = state.exchange.communicator.gather(state.store.current[group]).clone()
         dist.all_reduce(waiting)
         results.append((given, applied + waiting / 2))
     return (*results[0], float(results[1][1].abs().sum()))

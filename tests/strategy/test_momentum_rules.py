@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_sparse.strategy import HierConfig, HierState
-from lightning_sparse.strategy.layout import ParamGroup
+from lightning_sparse.gradients.groups import ParamGroup
 from lightning_sparse.topology import Topology
 from tests.strategy.models import flat_parameters, mlp
 

@@ -12,10 +12,10 @@ from torch import nn
 
 from lightning_sparse.kernels import message_bytes
 from lightning_sparse.strategy import HierConfig, HierState, cost, plan
-from lightning_sparse.strategy.config import Exchange
-from lightning_sparse.strategy.layout import Layout, ParamGroup, group_of, parameter_names, refuse_sparse_gradients
-from lightning_sparse.strategy.residual import ResidualStore
-from lightning_sparse.strategy.schedule import density_at, is_dense_round, num_selected
+from lightning_sparse.gradients.config import Exchange
+from lightning_sparse.gradients.groups import Layout, ParamGroup, group_of, parameter_names, refuse_sparse_gradients
+from lightning_sparse.gradients.residual import ResidualStore
+from lightning_sparse.gradients.schedule import density_at, is_dense_round, num_selected
 from lightning_sparse.topology import Topology, nodes_from_places
 
 groups = st.lists(st.integers(1, 40), min_size=1, max_size=6).map(

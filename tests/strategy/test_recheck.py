@@ -16,8 +16,8 @@ import torch.distributed as dist
 from lightning_sparse.lab import Cluster, LabConfig, why_not
 from lightning_sparse.strategy import CommunicationError, HierConfig, choices, recheck
 from lightning_sparse.strategy.cost import Link, Rates
-from lightning_sparse.strategy.stopwatch import Stopwatch
-from lightning_sparse.strategy.window import DECISIONS
+from lightning_sparse.exchange.rates.timing import Stopwatch
+from lightning_sparse.exchange.rates.timing import DECISIONS
 from tests.helpers.distributed import run_ranks
 from tests.helpers.lines import Lines
 from tests.strategy.models import flat_grads, loss_of, mlp, wrap
@@ -166,14 +166,14 @@ ddp, state = wrap(model, HierConfig(warmup_epochs=0, density=0.05))
 folder, before = Path("FOLDER"), None
 for step in range(recheck.CHECKS[0] + 1):
     if step == recheck.CHECKS[0] - recheck.ROUNDS:
-        before = state.choices.rates.to_list()
+        before = state.exchange.choice.rates.to_list()
         dist.barrier()
         (folder / f"ready{dist.get_rank()}").touch()
         while not (folder / "slow").exists():
             time.sleep(0.02)
     ddp(torch.randn(4, 400)).square().mean().backward()
 path = state._choose(state.layout.settled[0], torch.float32).path
-answer = {"before": before, "after": state.choices.rates.to_list(), "path": path}
+answer = {"before": before, "after": state.exchange.choice.rates.to_list(), "path": path}
 (folder / f"answer{dist.get_rank()}").write_text(json.dumps(answer))
 """
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from lightning_sparse.kernels import message_bytes
 from lightning_sparse.strategy import HierConfig, HierState, cost, hier_hook
 from lightning_sparse.strategy.plan import bytes_of, choose
-from lightning_sparse.strategy.regional import Regions
+from lightning_sparse.exchange.paths.regional import Regions
 from lightning_sparse.topology import Topology
 from tests.helpers.distributed import run_ranks
 from tests.helpers.threads import Exchange, ThreadCommunicator, run_threads
@@ -56,7 +56,7 @@ def test_the_volume_is_flat_in_the_number_of_nodes(path: str) -> None:
 
 
 def _group(numel: int) -> Any:
-    from lightning_sparse.strategy.layout import ParamGroup
+    from lightning_sparse.gradients.groups import ParamGroup
 
     return ParamGroup(("a",), (numel,))
 
@@ -70,7 +70,7 @@ def exchange_once(nodes: int, grads: Tensor, density: float) -> list[tuple[Tenso
     def rank(topology: Topology, exchange: Exchange) -> tuple[Tensor, Tensor, int]:
         module = nn.Linear(grads.shape[1], 1, bias=False).to(grads.dtype)
         state = HierState(module, HierConfig(density=density, exchange="regional", warmup_epochs=0), topology)
-        comm = state.communicator = CountingCommunicator(topology, exchange)
+        comm = state.exchange.communicator = CountingCommunicator(topology, exchange)
         for _ in range(2):  # until the layout is settled
             hier_hook(state, Bucket(torch.zeros_like(grads[0]), list(module.parameters())))  # type: ignore[arg-type]
         comm.received = 0
@@ -158,4 +158,4 @@ def test_mass_is_conserved_and_ranks_are_bit_identical(nodes: int, devices: int,
 def conserve(value_dtype: str) -> dict[str, Any]:
     config = HierConfig(density=0.05, exchange="regional", value_dtype=value_dtype, warmup_epochs=0)  # type: ignore[arg-type]
     given, applied, waiting, state = conserved(config, [0.002, 25.0], rounds=18, rewrap=9)
-    return {"given": given, "applied": applied, "waiting": waiting, "density": state.stats.density}
+    return {"given": given, "applied": applied, "waiting": waiting, "density": state.exchange.stats.density}

@@ -296,7 +296,7 @@ def keep_one_parameter(path: str) -> tuple[bool, Tensor, Tensor]:
 
     for index in range(6):
         step(index)
-    state.config = state.choices.config = HierConfig(exchange="dense")  # as density="auto" may come to
+    state.config = state.exchange.choice.config = HierConfig(exchange="dense")  # as density="auto" may come to
     step(6, drop=True)
     held, before = bool(state.store.current), of_bias(state)
     manifest = checkpoint.manifest_of(state, "run")

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from lightning_sparse.strategy import HierConfig, cost
-from lightning_sparse.strategy.rounded import Rounded
+from lightning_sparse.exchange.paths.dense16 import Rounded
 from tests.helpers.distributed import run_ranks
 from tests.strategy.models import conserved
 
@@ -87,4 +87,4 @@ def test_the_owner_of_a_region_keeps_its_error_whatever_the_order_of_ranks() -> 
 def conserve() -> dict[str, Any]:
     config = HierConfig(exchange="dense16", warmup_epochs=0)
     given, applied, waiting, state = conserved(config, [0.002, 25.0], rounds=18, rewrap=9)
-    return {"given": given, "applied": applied, "waiting": waiting, "paths": set(state.stats.paths)}
+    return {"given": given, "applied": applied, "waiting": waiting, "paths": set(state.exchange.stats.paths)}

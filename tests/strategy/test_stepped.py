@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch import nn
 
 from lightning_sparse.strategy import HierConfig
-from lightning_sparse.strategy.parameters import Parameters
-from lightning_sparse.strategy.stepped import MANY_STEPS, StepWatch
+from lightning_sparse.gradients.tracking import Parameters
+from lightning_sparse.gradients.tracking import MANY_STEPS, StepWatch
 from tests.helpers.distributed import run_ranks
 from tests.strategy.models import flat_grads, flat_parameters, loss_of, mlp, node_residual, sum_over_nodes, wrap
 

@@ -49,7 +49,7 @@ def rounds(device: str, dtype: torch.dtype, count: int = 6) -> list[Outcome]:
         module = nn.Linear(251, 83).to(device, dtype)
         config = HierConfig(density=0.02, exchange="sparse", warmup_epochs=0)
         state = HierState(module, config, topology)
-        state.communicator = ThreadCommunicator(topology, exchange)
+        state.exchange.communicator = ThreadCommunicator(topology, exchange)
         params: list[Tensor] = list(module.parameters())
         numel = sum(p.numel() for p in params)
         outcome = Outcome([], torch.zeros(numel, dtype=torch.float64), torch.zeros(()), 1.0)
@@ -61,7 +61,7 @@ def rounds(device: str, dtype: torch.dtype, count: int = 6) -> list[Outcome]:
             outcome.applied.append(future.value().cpu())
         state.settle()
         (shard,) = state.store.current.values()
-        outcome.left, outcome.density = state.communicator.gather(shard).cpu()[:numel], state.stats.density
+        outcome.left, outcome.density = state.exchange.communicator.gather(shard).cpu()[:numel], state.exchange.stats.density
         return outcome
 
     return run_threads(rank, NODES)
@@ -86,7 +86,7 @@ def test_the_sum_of_half_precision_gradients_may_pass_their_largest_value() -> N
     def rank(topology: Topology, exchange: Exchange) -> Tensor:
         module = nn.Linear(50, 20, bias=False).half()
         state = HierState(module, HierConfig(density=1.0, exchange="sparse", warmup_epochs=0), topology)
-        state.communicator = ThreadCommunicator(topology, exchange)
+        state.exchange.communicator = ThreadCommunicator(topology, exchange)
         for _ in range(3):
             bucket = Bucket(torch.full((1000,), 40_000.0, dtype=torch.float16), list(module.parameters()))
             reduced = hier_hook(state, bucket).value()  # type: ignore[arg-type]

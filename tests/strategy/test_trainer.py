@@ -55,7 +55,7 @@ def life(flavour: str) -> dict[str, Any]:
     return {
         "weights": weights(module), "moved": not torch.equal(first, weights(module)), "rounds": rounds,
         "rounds_after": strategy.hier_state.round, "predictions": len(predictions), "residual": float(residual),
-        "lines": list(lines.lines), "sent": strategy.hier_state.stats.density, "views": views,
+        "lines": list(lines.lines), "sent": strategy.hier_state.exchange.stats.density, "views": views,
     }  # fmt: skip
 
 

@@ -90,7 +90,7 @@ def gans(flavour: str) -> dict[str, Any]:
     ]:  # fmt: skip
         chosen = strategy(flavour, find_unused_parameters=True)
         out[name] = weights(fitted(flavour, chosen, gan(flavour, toggled), max_steps=24, max_epochs=9))
-        out[name + " density"] = getattr(chosen, "hier_state", None) and chosen.hier_state.stats.density
+        out[name + " density"] = getattr(chosen, "hier_state", None) and chosen.hier_state.exchange.stats.density
     return {**out, "lines": list(lines.lines)}
 
 

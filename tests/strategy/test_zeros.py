@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from lightning_sparse.strategy.zeros import WrittenZeros, heads_of, mark_heads
+from lightning_sparse.gradients.tracking import WrittenZeros, heads_of, mark_heads
 
 
 def marked(values: list[list[float]], dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:

@@ -1,7 +1,7 @@
-"""When a bucket's reduction runs: at once, on threads of its own while backward goes on, or on a CUDA stream.
+"""When an exchange runs: at once, on threads of its own beside backward, or on a CUDA stream.
 
 A job is a generator of three stretches: inside the node, between nodes, inside the node (see
-lightning_sparse.strategy.hook). Gloo has no streams, so overlap on the CPU takes threads, one a lane:
+lightning_sparse.exchange.paths.path). Gloo has no streams, so overlap on the CPU takes threads, one a lane:
 
     backward   bucket 0   bucket 1   bucket 2
     select                0          1          2
@@ -189,6 +189,13 @@ def lanes_of(topology: Topology) -> FifoLanes:
     if lanes is None:
         lanes = _lanes[topology] = FifoLanes()
     return lanes
+
+
+def runner_of(topology: Topology, device: torch.device | None) -> Runner:
+    """What runs jobs beside backward, for tensors on that device; None: on several."""
+    if device is not None and device.type == "cpu":
+        return lanes_of(topology)
+    return SideStream(device) if device is not None and device.type == "cuda" else Inline()
 
 
 def _work(jobs: _Queue, onward: _Queue | None, errors: list[BaseException], threads: int) -> None:

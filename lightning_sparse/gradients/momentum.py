@@ -19,16 +19,16 @@ What callbacks, loggers and clipping see as gradient is the velocity. Parameters
 
 import logging
 from collections.abc import Callable, Iterable, Set
+from functools import partial
 from itertools import groupby
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from lightning_sparse.strategy.layout import ParamGroup, in_bucket_order
-from lightning_sparse.strategy.parameters import Parameters
-from lightning_sparse.strategy.parts import Part
-from lightning_sparse.strategy.residual import ResidualStore
+from lightning_sparse.gradients.groups import ParamGroup, in_bucket_order
+from lightning_sparse.gradients.residual import ResidualStore
+from lightning_sparse.gradients.tracking import Parameters
 from lightning_sparse.topology import Topology
 
 _TAKEN_OUT = {"momentum": 0.0, "weight_decay": 0.0, "nesterov": False}
@@ -42,7 +42,12 @@ class _Terms(NamedTuple):
     velocity: float
 
 
-_ALONE = _Terms(1.0, 0.0, 0.0)
+def _stop(velocity_S: Tensor, sent: Tensor) -> None:
+    velocity_S.index_fill_(0, sent, 0.0)
+
+
+_UNKNOWN = _Terms(0.0, 0.0, 1.0)
+"""Of a parameter in no optimizer."""
 
 
 class MomentumCorrection:
@@ -51,13 +56,13 @@ class MomentumCorrection:
     Args:
         parameters: whose gradients are reduced.
         topology: a hierarchical one.
-        say: logs a line once.
+        log_once: logs a line once.
 
     Raises:
         ValueError: when a parameter's gradient would not be reduced by shards.
     """
 
-    def __init__(self, parameters: Parameters, topology: Topology, say: Callable[[str, int], None]) -> None:
+    def __init__(self, parameters: Parameters, topology: Topology, log_once: Callable[[str, int], None]) -> None:
         odd = [n for n, dtype in parameters.dtypes.items() if parameters[n].requires_grad and dtype not in _BY_SHARD]
         if odd:
             raise ValueError(
@@ -65,7 +70,7 @@ class MomentumCorrection:
                 f"are reduced whole, without a velocity. Use float32 or 16 bits, or leave momentum_correction out."
             )
         self.store = ResidualStore(topology.device_index, topology.num_devices)
-        self._topology, self._say = topology, say
+        self._topology, self._log_once = topology, log_once
         self._parameters = parameters
         self._optimizer: torch.optim.Optimizer | None = None
         self._in_step: list[dict[str, Any]] = []  # what was taken out of each param group
@@ -134,19 +139,17 @@ class MomentumCorrection:
         terms = {} if self._optimizer is None else self._terms()[0]
         return {name: (1.0 - each.keep, each.keep * each.velocity) for name, each in terms.items() if name}
 
-    def advance(self, part: Part, sum_S: Tensor) -> Tensor:
-        """Move the part's velocity, and say what joins the residual.
+    def advance(self, group: ParamGroup, sum_S: Tensor) -> Tensor:
+        """Move the group's velocity, and return what joins the residual.
 
         Args:
-            part: the group.
             sum_S: the node's share of its mean gradient, fp32, unscaled; overwritten by the answer.
         """
-        group, device_index, num_devices = part.group, self._topology.device_index, self._topology.num_devices
+        device_index, num_devices = self._topology.device_index, self._topology.num_devices
         old_S, next_S = self.store.latest(group), self.store.buffer(group, sum_S.device)
         if old_S is None:
             old_S = torch.zeros_like(next_S)
         terms, decays = self._terms()
-        decays = {name: decay for name, decay in decays.items() if name not in part.masked}
         pieces = group.shard_slices(group.names, device_index, num_devices)
         for decay in {decays.get(name, 0.0) for name, _, _ in pieces} - {0.0}:
             decayed = [
@@ -157,7 +160,7 @@ class MomentumCorrection:
             values = [value.to(sum_S.dtype) for _, value in decayed]
             torch._foreach_add_([sum_S[here] for here, _ in decayed], values, alpha=decay)
         covered = 0
-        for each, run in groupby(pieces, key=lambda piece: self._terms_of(piece[0], terms, part.masked)):
+        for each, run in groupby(pieces, key=lambda piece: terms.get(piece[0], _UNKNOWN)):
             places = [here for _, here, _ in run]
             place = slice(places[0].start, places[-1].stop)
             gradient, velocity = sum_S[place], next_S[place]
@@ -168,19 +171,17 @@ class MomentumCorrection:
         self._proposed[group] = next_S
         return sum_S
 
-    def mask(self, group: ParamGroup, sent: Tensor) -> None:
-        """Stop the velocity where the residual was sent (section 3.3): what it carried has been applied."""
-        self._proposed[group].index_fill_(0, sent, 0.0)
+    def mask_of(self, group: ParamGroup) -> Callable[[Tensor], None]:
+        """To be called with the indices that were sent: stops the velocity there (section 3.3), for what it carried has
+        been applied."""
+        velocity_S = self._proposed[group]
+        return partial(_stop, velocity_S)
 
-    def stage(self, group: ParamGroup, masked: Set[str]) -> None:
-        """Propose the velocity of this round; parameters left out of it keep what they had."""
+    def stage(self, group: ParamGroup) -> Tensor:
+        """Propose the velocity of this round, and return it."""
         next_S = self._proposed.pop(group)
-        if masked:
-            self.store.restore(group, masked, self.store.latest(group), next_S)
         self.store.stage(group, next_S)
-
-    def _terms_of(self, name: str, terms: dict[str, _Terms], masked: Set[str]) -> _Terms:
-        return _ALONE if name in masked else terms.get(name, _Terms(0.0, 0.0, 1.0))
+        return next_S
 
     def _terms(self) -> tuple[dict[str, _Terms], dict[str, float]]:
         """By name of each parameter of the optimizer, how its velocity moves, and its share of weight decay."""
@@ -221,7 +222,7 @@ class MomentumCorrection:
     def _look_at_loaded(self, optimizer: torch.optim.Optimizer) -> None:
         """Momentum that is there already is the mean of all nodes', and no node's: it is not taken over."""
         if any(state.get("momentum_buffer") is not None for state in optimizer.state.values()):
-            self._say(
+            self._log_once(
                 "momentum_correction: the optimizer brings momentum along, of a run without the correction. It is not "
                 "used: momentum begins at zero",
                 logging.WARNING,

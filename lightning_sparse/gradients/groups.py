@@ -13,14 +13,15 @@ Parameters excluded from selection are groups of their own: each bucket is cut i
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from functools import cached_property
 from itertools import accumulate
 
 import torch
 from torch import Tensor, nn
 
-from lightning_sparse.strategy.config import Exclude
+from lightning_sparse.gradients.config import Exclude
 
 
 @dataclass(frozen=True)
@@ -30,11 +31,22 @@ class ParamGroup:
     names: tuple[str, ...]
     numels: tuple[int, ...]
 
-    @property
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __reduce__(self) -> tuple[type["ParamGroup"], tuple[tuple[str, ...], tuple[int, ...]]]:
+        return ParamGroup, (self.names, self.numels)  # strings hash differently in each process
+
+    @cached_property
+    def _hash(self) -> int:  # groups are keys, and hold hundreds of names
+        return hash((self.names, self.numels))
+
+    @cached_property
     def numel(self) -> int:
         """N, the length of the flat tensor."""
         return sum(self.numels)
 
+    @cached_property
     def slices(self) -> dict[str, slice]:
         """Where each parameter lies in the flat tensor."""
         ends = accumulate(self.numels)
@@ -58,7 +70,7 @@ class ParamGroup:
         """
         shard = self.shard_numel(num_devices)
         begin, end = device_index * shard, (device_index + 1) * shard
-        places = self.slices()
+        places = self.slices
         pieces = []
         for name in names:
             lo, hi = max(places[name].start, begin), min(places[name].stop, end)
@@ -142,22 +154,33 @@ def flat_numel(parameter: Tensor) -> int:
     return parameter.numel() * (2 if parameter.is_complex() else 1)
 
 
-@dataclass
 class Layout:
     """Follows the groups of each round and tells which are settled.
 
-    Attributes:
+    Args:
         excluded: parameters that share no group with others.
+
+    Attributes:
+        settled: groups seen in two rounds in a row, in the order in which they become ready.
+        selected: those of them that are not excluded.
+        previous: groups of the last round.
     """
 
-    settled: tuple[ParamGroup, ...] = ()
-    previous: tuple[ParamGroup, ...] = ()
-    excluded: frozenset[str] = frozenset()
-    _current: list[ParamGroup] = field(default_factory=list)
+    def __init__(self, excluded: frozenset[str] = frozenset()) -> None:
+        self.excluded = excluded
+        self.previous: tuple[ParamGroup, ...] = ()
+        self._current: list[ParamGroup] = []
+        self.settle(())
+
+    def settle(self, groups: Iterable[ParamGroup]) -> None:
+        """Take these groups as settled."""
+        self.settled = tuple(groups)
+        self.selected = tuple(group for group in self.settled if not self.is_excluded(group))
+        self._known = frozenset(self.settled)
 
     def parts(self, group: ParamGroup) -> tuple[ParamGroup, ...]:
         """The settled groups that a bucket's group consists of, in settled order; the group itself if it is none."""
-        if group in self.settled:
+        if group in self._known:
             return (group,)
         names = set(group.names)
         inside = tuple(known for known in self.settled if names.issuperset(known.names))
@@ -166,19 +189,16 @@ class Layout:
 
     def is_settled(self, group: ParamGroup) -> bool:
         """Whether the group may be sent sparsely: its layout was seen in two rounds."""
-        return group in self.settled
+        return group in self._known
 
     def is_excluded(self, group: ParamGroup) -> bool:
         """Whether the group is the excluded part of a bucket."""
-        return self.excluded.issuperset(group.names)
-
-    @property
-    def selected(self) -> tuple[ParamGroup, ...]:
-        """The settled groups that are not excluded, in the order in which they become ready."""
-        return tuple(group for group in self.settled if not self.is_excluded(group))
+        return bool(self.excluded) and self.excluded.issuperset(group.names)
 
     def cut(self, groups: Iterable[ParamGroup]) -> tuple[ParamGroup, ...]:
         """Each group as two, without the excluded parameters and of them alone; what is empty is left out."""
+        if not self.excluded:
+            return tuple(group for group in groups if group.names)
         halves = [(g.only(set(g.names) - self.excluded), g.only(self.excluded)) for g in groups]
         return tuple(half for pair in halves for half in pair if half.names)
 
@@ -197,7 +217,7 @@ class Layout:
         current, self._current = tuple(self._current), []
         repeated = current == self.previous
         self.previous = current
-        if not repeated or set(current) == set(self.settled):
+        if not repeated or self._known == set(current):
             return False
-        self.settled = current
+        self.settle(current)
         return True

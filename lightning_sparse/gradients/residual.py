@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from lightning_sparse.strategy.layout import ParamGroup
+from lightning_sparse.gradients.groups import ParamGroup
 
 Gather = Callable[[Tensor], Tensor]
 """All-gather inside the node: shard_S -> flat tensor of L*S elements."""
@@ -148,7 +148,7 @@ class ResidualStore:
                 continue
             nothing = torch.zeros(old.shard_numel(self.num_devices), dtype=torch.float32, device=device)
             flat = gather(nothing if shard is None else shard)
-            self.parked.update({name: flat[place].clone() for name, place in old.slices().items()})
+            self.parked.update({name: flat[place].clone() for name, place in old.slices.items()})
         waiting = [name for name in group.names if name in self.parked]
         if not waiting:
             return
@@ -165,7 +165,7 @@ class ResidualStore:
     ) -> None:
         """Add what is parked to a gradient that is already summed over all ranks: where there are no shards, as on one
         node after a run on several, it would wait for ever. It stays parked until the gradient was used."""
-        for name, place in group.slices().items():
+        for name, place in group.slices.items():
             if name in self.parked and name not in self.spent:
                 grad_N[place].add_(rescale(self.parked[name] * num_nodes))
                 self.spent.add(name)

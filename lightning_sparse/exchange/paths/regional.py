@@ -25,12 +25,76 @@ the owner's message, and every node's shard has NaN there.
 Worked example: S = 10, M = 3, K = 6: regions [0, 3), [3, 6), [6, 10), two pairs for each.
 """
 
+from __future__ import annotations
+
+from collections.abc import Generator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from lightning_sparse.exchange.communicator import HierCommunicator
+from lightning_sparse.exchange.density import num_selected
+from lightning_sparse.exchange.paths.path import Path, Shard, Work
+from lightning_sparse.exchange.rates import Rates
 from lightning_sparse.kernels import accumulate, compress, indices_of, message_bytes
+
+
+@dataclass(frozen=True)
+class Regional(Path):
+    """K pairs of each shard are applied, ceil(K / M) of each region. For many nodes; needs M elements at least."""
+
+    name = "regional"
+    leaves = "entries"
+    automatic = False  # it applies fewer entries than `Sparse`, so time alone does not compare the two
+
+    k: int
+    value_dtype: torch.dtype
+
+    @classmethod
+    def of(cls, work: Work, density: float, value_dtype: torch.dtype) -> Regional | None:
+        if work.shard_numel < work.num_nodes:
+            return None
+        return cls(work, num_selected(density, work.shard_numel), value_dtype)
+
+    @property
+    def sent(self) -> int:
+        return self.k
+
+    @property
+    def applied(self) -> float:
+        return self.k
+
+    @property
+    def regions(self) -> Regions:
+        """Who owns what of the shard."""
+        return Regions(self.work.shard_numel, self.work.num_nodes, self.k, self.value_dtype)
+
+    def bytes(self) -> float:
+        return 2.0 * (self.work.num_nodes - 1) * self.regions.row_nbytes
+
+    def seconds_between(self, rates: Rates) -> float:
+        return rates.inter.seconds(2 * (self.work.num_nodes - 1), self.bytes())
+
+    def seconds(self, rates: Rates) -> float:
+        nodes, shard = self.work.num_nodes, self.work.shard_numel
+        region, k = -(-shard // nodes), -(-self.k // nodes)
+        kernels = (shard + region) * (rates.select + rates.fill) + 2 * nodes * k * rates.scatter
+        calls = 2 * nodes * rates.select_call  # regions are selected from, and applied, one after the other
+        return self._inside(rates) + self.seconds_between(rates) + kernels + calls
+
+    def run(self, comm: HierCommunicator, shard: Shard) -> Generator[None, None, Tensor]:
+        regions = self.regions
+        rows = regions.select(shard.sum_S, shard.residual_S, shard.next_S, shard.scale)
+        if shard.on_sent is not None and self.k < shard.sum_S.numel():
+            shard.on_sent(regions.sent(rows))
+        yield
+        row = regions.merge(comm.all_to_all(rows), comm.topology.node_index, shard.next_S)
+        rows = comm.exchange(row)
+        yield
+        shard_S = shard.result()
+        regions.apply(rows, shard_S)
+        return shard_S
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
-"""The collectives of the reduction over a topology. Knows process groups, and nothing of DDP or of compression.
+"""The collectives of the exchange over a topology. Knows process groups, and nothing of DDP or of compression.
 
-With the bucket of N elements padded to L * S (docs of lightning_sparse.strategy.hook tell the whole story):
+With a tensor of N elements padded to L * S (see lightning_sparse.gradients.hook for the whole step):
 
 =============== ============== =========================== ==========================================
 method          group          in -> out                   step
@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_sparse.strategy.stopwatch import Stopwatch
+from lightning_sparse.exchange.rates.timing import Stopwatch
 from lightning_sparse.topology import Topology
 
 # torch renamed these two; the old names warn from 2.13 on and the new ones do not exist before it.

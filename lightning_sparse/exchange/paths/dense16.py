@@ -20,12 +20,48 @@ so nothing needs to be scaled. What is beyond its largest value (3.39e38) counts
 A non-finite element travels as what it is, to every node, and leaves zero in the residuals.
 """
 
+from __future__ import annotations
+
+from collections.abc import Generator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from lightning_sparse.exchange.communicator import HierCommunicator
+from lightning_sparse.exchange.paths.path import Path, Shard
+from lightning_sparse.exchange.rates import Rates
+
 DTYPE = torch.bfloat16
+
+
+@dataclass(frozen=True)
+class Dense16(Path):
+    """The shard whole, as bfloat16 between nodes; sums are fp32, and rounding errors stay in the residual."""
+
+    name = "dense16"
+    leaves = "rounding"
+
+    def bytes(self) -> float:
+        return 4.0 * (self.work.num_nodes - 1) * Rounded(self.work.shard_numel, self.work.num_nodes).row_numel
+
+    def seconds_between(self, rates: Rates) -> float:
+        return rates.inter.seconds(2 * (self.work.num_nodes - 1), self.bytes())
+
+    def seconds(self, rates: Rates) -> float:
+        kernels = self.work.shard_numel * rates.cast + rates.cast_call
+        return self._inside(rates) + self.seconds_between(rates) + kernels
+
+    def run(self, comm: HierCommunicator, shard: Shard) -> Generator[None, None, Tensor]:
+        rounded = Rounded(shard.sum_S.numel(), comm.topology.num_nodes)
+        rows = rounded.split(shard.sum_S, shard.residual_S, shard.next_S, shard.scale)
+        yield
+        row = rounded.merge(comm.all_to_all(rows), comm.topology.node_index, shard.next_S)
+        rows = comm.exchange(row)
+        yield
+        shard_S = shard.result()
+        rounded.join(rows, shard_S)
+        return shard_S
 
 
 @dataclass(frozen=True)

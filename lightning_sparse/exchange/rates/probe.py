@@ -11,22 +11,26 @@ Each number is the fastest of a few, for a disturbance only ever adds. The one t
 a message that was disturbed would end the growth too early and pass for a slow link.
 """
 
+from __future__ import annotations
+
 import time
 from collections.abc import Callable
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from lightning_sparse.exchange.communicator import MAX, HierCommunicator
+from lightning_sparse.exchange.paths.dense16 import Rounded
+from lightning_sparse.exchange.rates import Link, Rates
 from lightning_sparse.kernels import accumulate, compress
-from lightning_sparse.strategy.communicator import MAX, HierCommunicator
-from lightning_sparse.strategy.cost import Link, Rates
-from lightning_sparse.strategy.rounded import Rounded
 
 ENOUGH_S, SLOW_S = 0.03, 0.1
 FIRST_BYTES, MOST_BYTES, GROWTH = 1 << 16, 1 << 24, 4  # received by a device
 REPEATS, MOST_REPEATS = 2, 5
 RATE_S = 0.15  # spent on the rate of a link once it is known how much to send
+FEW = 64  # elements of a shard whose time is that of the calls
 MOST_SELECTED = 1 << 22  # elements of the shard on which kernels are timed: 16 MB, more than a core's caches
 
 
@@ -39,7 +43,7 @@ def probe(comm: HierCommunicator, device: torch.device, value_dtype: torch.dtype
         value_dtype: of messages.
         shard_numel: elements of the largest shard that the run will reduce; the same on all ranks.
     """
-    agreed = _Stopwatch(comm, device)
+    agreed = _AgreedTimer(comm, device)
     nodes, devices = comm.topology.num_nodes, comm.topology.num_devices
     inter, nbytes = _link(agreed, comm.exchange, nodes)
     intra, _ = _link(agreed, comm.gather, devices) if devices > 1 else (Link(0.0, 0.0), 0)
@@ -53,23 +57,51 @@ def probe(comm: HierCommunicator, device: torch.device, value_dtype: torch.dtype
     return Rates(inter, intra, max(0.0, adding) / carried, *costs)
 
 
+class KernelCosts(NamedTuple):
+    """Those of `Rates` that a device's kernels determine, in its order."""
+
+    select: float
+    scatter: float
+    fill: float
+    cast: float
+    select_call: float
+    cast_call: float
+
+
 def kernel_costs(
     seconds: Callable[[Callable[[], object]], float], device: torch.device, value_dtype: torch.dtype, shard_numel: int
-) -> tuple[float, float, float, float]:
-    """``select``, ``scatter``, ``fill`` and ``cast`` of `Rates` for shards of that size, by the stopwatch given."""
-    numel = min(MOST_SELECTED, max(100, shard_numel))
-    pairs = numel // 100
+) -> KernelCosts:
+    """For shards of up to that size.
+
+    Args:
+        seconds: times a call.
+    """
+    numel = min(MOST_SELECTED, max(2 * FEW, shard_numel))
+    small, large = (_time_kernels(seconds, device, value_dtype, each) for each in (FEW, numel))
+    scatter = max(0.0, large.often - large.once) / (8 * large.pairs)
+    fill = max(0.0, large.once - small.once - large.pairs * scatter) / numel
+    select = max(0.0, large.select - small.select) / numel
+    cast = max(0.0, large.cast - small.cast) / numel
+    return KernelCosts(select, scatter, fill, cast, small.select + small.once, small.cast)
+
+
+class _KernelTimes(NamedTuple):
+    pairs: int
+    select: float
+    once: float
+    often: float
+    cast: float
+
+
+def _time_kernels(
+    seconds: Callable[[Callable[[], object]], float], device: torch.device, value_dtype: torch.dtype, numel: int
+) -> _KernelTimes:
+    pairs = max(1, numel // 100)
     own = torch.Generator(device).manual_seed(0)
     shards = (torch.randn(numel, generator=own, dtype=torch.float32, device=device) for _ in range(3))
     grad_S, residual_S, next_S = shards
     message = compress(grad_S, residual_S, next_S, pairs, value_dtype)
     few, many = (message.expand(count, -1).contiguous() for count in (1, 9))
-    select = seconds(lambda: compress(grad_S, residual_S, next_S, pairs, value_dtype))
-    once = seconds(lambda: accumulate(few, grad_S, pairs, value_dtype))
-    often = seconds(lambda: accumulate(many, grad_S, pairs, value_dtype))
-    scatter = max(0.0, often - once) / (8 * pairs)
-    fill = max(0.0, once - pairs * scatter) / numel
-
     rounded, one = Rounded(numel, 2), torch.ones((), dtype=torch.float32, device=device)
 
     def cast() -> None:  # S elements in each of the three, however many nodes share them
@@ -77,10 +109,16 @@ def kernel_costs(
         rounded.merge(rows, 0, next_S)
         rounded.join(rows, grad_S)
 
-    return select / numel, scatter, fill, seconds(cast) / numel
+    return _KernelTimes(
+        pairs,
+        seconds(lambda: compress(grad_S, residual_S, next_S, pairs, value_dtype)),
+        seconds(lambda: accumulate(few, grad_S, pairs, value_dtype)),
+        seconds(lambda: accumulate(many, grad_S, pairs, value_dtype)),
+        seconds(cast),
+    )
 
 
-def _link(agreed: "_Stopwatch", all_gather: Callable[[Tensor], Tensor], members: int) -> tuple[Link, int]:
+def _link(agreed: _AgreedTimer, all_gather: Callable[[Tensor], Tensor], members: int) -> tuple[Link, int]:
     """Latency and rate of an all-gather between so many, and the bytes that were received to find out."""
     steps = members - 1
     tiny = torch.zeros(64, dtype=torch.uint8, device=agreed.device)
@@ -99,7 +137,7 @@ def _link(agreed: "_Stopwatch", all_gather: Callable[[Tensor], Tensor], members:
     return Link(latency, max(taken - steps * latency, 0.1 * taken) / nbytes), nbytes
 
 
-class _Stopwatch:
+class _AgreedTimer:
     """Times a call on all ranks at once: the slowest rank's time, and of a few such the least disturbed."""
 
     def __init__(self, comm: HierCommunicator, device: torch.device) -> None:

@@ -1,10 +1,9 @@
-"""Knowing that every rank has written its side file before the main file replaces the one before it.
+"""A barrier on which one rank waits, through the process group's store rather than by a collective.
 
 A checkpoint is whole only with the residuals of all ranks. Were the main file written first and the job killed then,
-the new main file would lack some residuals, and the old ones would be of no use any more. So rank 0 calls the roll
-through the process group's store, which works without a collective: a save may come from a signal handler or from an
-exception that one rank alone has met, and then rank 0 waits in vain for a while, but nobody's collectives get out of
-step.
+the new main file would lack some residuals, and the old ones would be of no use any more. So rank 0 waits until all
+ranks have written theirs. A save may come from a signal handler or from an exception that one rank alone has met; then
+rank 0 waits in vain for a while, but the ranks' collectives stay in step.
 """
 
 from datetime import timedelta
@@ -13,11 +12,11 @@ from torch._C._distributed_c10d import Store  # torch.distributed re-exports it 
 from torch.distributed.distributed_c10d import _get_default_store, default_pg_timeout
 
 
-class RollCall:
-    """All ranks report; one rank asks who is absent, once.
+class StoreBarrier:
+    """All ranks arrive; one rank waits for them, once.
 
     Args:
-        key: what is reported; the same on all ranks, and another one for each roll call.
+        key: the same on all ranks, and another one for each barrier.
         world_size: how many ranks there are.
     """
 
@@ -25,15 +24,15 @@ class RollCall:
         self._keys = [f"{key}/{rank}" for rank in range(world_size)]
         self._store = store or _get_default_store()
 
-    def report(self, rank: int) -> None:
-        """Say that this rank is done."""
+    def arrive(self, rank: int) -> None:
+        """Record that this rank has arrived."""
         self._store.set(self._keys[rank], "done")
 
-    def absent(self, timeout: timedelta | None) -> list[int]:
-        """Wait until all have reported, or the time is over; None stands for that of the process group.
+    def wait(self, timeout: timedelta | None) -> list[int]:
+        """Wait until all have arrived, or the time is over; None stands for the timeout of the process group.
 
         Returns:
-            The ranks that have not; empty when all have.
+            The ranks that have not arrived; empty when all have.
         """
         try:
             self._store.wait(self._keys, timeout or default_pg_timeout)

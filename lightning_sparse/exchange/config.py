@@ -1,0 +1,119 @@
+"""What a user chooses about the exchange between nodes, checked when it is chosen."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, fields
+from typing import Any, Literal, get_args
+
+import torch
+
+from lightning_sparse.exchange.paths import PATHS, Exchange
+
+ValueDtype = Literal["float32", "bfloat16", "float16"]
+Density = float | Literal["auto"]
+
+LEAST_DENSITY = 0.01  # below it accuracy was seen to suffer (benchmarks/results/convergence-*.md)
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExchangeConfig:
+    """Options of the exchange between nodes.
+
+    Args:
+        density: K / S, the share of each shard that is sent between nodes, in (0, 1]. ``"auto"``: at least 0.01, and
+            more where it is free: the largest density whose exchange hides behind backward, by the measured networks
+            and the measured backward, set a few times in a run.
+        exchange: what is sent between nodes. ``"sparse"``: each node's K largest entries, to all others;
+            ``"regional"``: close to the K largest of all nodes together (for many nodes: its volume does not grow with
+            their number, but it applies K entries where ``"sparse"`` applies up to M K); ``"dense"``: everything;
+            ``"dense16"``: everything, as bfloat16 between nodes, whose rounding error stays in the residual;
+            ``"auto"``: for each group of parameters whichever is predicted to be fastest, from a short measurement of
+            both networks in the first round: sparse, dense or (unless ``value_dtype`` is float32) dense16; of two that
+            are close, the one that leaves less out.
+        value_dtype: dtype of the values in a message. The rounding error of a 16-bit value stays in the residual, so
+            it is sent later rather than lost.
+        overlap: run the exchange beside backward, where the backend needs threads for that (Gloo).
+        inter_gbps: rate of a node's link in Gbit/s. ``"auto"`` then decides by the time of the bytes on it and
+            measures nothing, so that two runs always choose alike.
+
+    Raises:
+        ValueError: naming the value, the rule and the way out.
+    """
+
+    density: Density = 0.01
+    exchange: Exchange = "auto"
+    value_dtype: ValueDtype = "bfloat16"
+    overlap: bool = True
+    inter_gbps: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.density != "auto" and not (is_number(self.density) and 0 < self.density <= 1):
+            raise ValueError(
+                f"density={self.density!r} must be a number in (0, 1], or 'auto': it is the share of entries that is "
+                f"sent, 0.01 for one in a hundred. For plain dense communication use exchange='dense'."
+            )
+        _one_of("exchange", self.exchange, get_args(Exchange))
+        _one_of("value_dtype", self.value_dtype, get_args(ValueDtype))
+        if self.inter_gbps is not None and not (is_number(self.inter_gbps) and 0 < self.inter_gbps < float("inf")):
+            raise ValueError(f"inter_gbps={self.inter_gbps!r} must be a rate in Gbit/s; None measures it.")
+        check_flag("overlap", self.overlap)
+        if self.density == "auto" and not self.overlap:
+            raise ValueError(
+                "density='auto' sends what hides behind backward, and with overlap=False nothing does: "
+                "give a number, or leave overlap on."
+            )
+
+    @property
+    def least_density(self) -> float:
+        """The number given, or where ``"auto"`` begins."""
+        return LEAST_DENSITY if self.density == "auto" else self.density
+
+    @property
+    def measures(self) -> bool:
+        """Whether something is decided by the rates of the networks."""
+        selects = any(path.name == self.exchange and path.leaves == "entries" for path in PATHS)
+        return self.exchange == "auto" or (self.density == "auto" and selects)
+
+    @property
+    def may_round(self) -> bool:
+        """Whether ``exchange="auto"`` may round values to 16 bits."""
+        return self.value_dtype != "float32"
+
+    @property
+    def needs_node_sums(self) -> bool:
+        """Whether something is kept with the sums of a node, which an all-reduce over all ranks never forms."""
+        return False
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """``value_dtype`` as a torch dtype."""
+        return _DTYPES[self.value_dtype]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain types only, for a checkpoint."""
+        return asdict(self)
+
+    def differences(self, other: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
+        """The options in which another configuration differs: name -> (other, this)."""
+        return {
+            field.name: (other[field.name], getattr(self, field.name))
+            for field in fields(self)
+            if field.name in other and other[field.name] != getattr(self, field.name)
+        }
+
+
+def is_number(value: object) -> bool:
+    """True for int and float, and not for bool."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def check_flag(name: str, value: object) -> None:
+    """Raises ValueError unless the value is a bool."""
+    if not isinstance(value, bool):
+        raise ValueError(f"{name}={value!r} must be True or False.")
+
+
+def _one_of(name: str, value: object, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        raise ValueError(f"{name}={value!r} is not known: choose one of {', '.join(map(repr, allowed))}.")

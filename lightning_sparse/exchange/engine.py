@@ -1,0 +1,69 @@
+"""The engine: sums shards over nodes, whoever they belong to.
+
+It is given a shard and a path, and knows no optimizer, no bucket and no Lightning. A front end
+
+    path = exchange.choice.path(work, density)       the same on all ranks
+    job = exchange.run(path, shard)                  a generator of three stretches, see `paths.path`
+    exchange.runner.run(job, result)                 beside what the caller does next
+
+and closes each round of exchanges with ``exchange.stats.end_round()``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator
+
+import torch
+from torch import Tensor
+
+from lightning_sparse.exchange.choice import PathChoice
+from lightning_sparse.exchange.communicator import HierCommunicator
+from lightning_sparse.exchange.config import ExchangeConfig
+from lightning_sparse.exchange.lanes import Inline, Runner, runner_of
+from lightning_sparse.exchange.paths import Path, Shard
+from lightning_sparse.exchange.stats import CommStats
+from lightning_sparse.topology import Topology
+
+
+class Exchange:
+    """Exchanges shards between the nodes of a topology.
+
+    Args:
+        config: of the exchange.
+        topology: of the ranks, with its groups.
+        device: where the shards are.
+        numel: of all tensors together, on one rank.
+        log_once: logs a line once, on rank 0.
+
+    Attributes:
+        communicator: the collectives.
+        choice: which path each shard takes.
+        runner: runs jobs, beside backward where the configuration says so.
+        stats: what was communicated.
+    """
+
+    def __init__(
+        self,
+        config: ExchangeConfig,
+        topology: Topology,
+        device: torch.device | None,
+        numel: int,
+        log_once: Callable[[str], None],
+    ) -> None:
+        self.topology = topology
+        self.communicator = HierCommunicator(topology)
+        self.choice = PathChoice(config, topology, numel, log_once)
+        self.runner: Runner = runner_of(topology, device) if config.overlap else Inline()
+        self.stats = CommStats()
+
+    def run(self, path: Path, shard: Shard) -> Generator[None, None, Tensor]:
+        """Sum the shard over nodes, and count it. Returns the sum: fp32, or for a path ``in_place`` ``shard.sum_S``."""
+        self.stats.record(
+            path.name,
+            sent=path.sent,
+            applied=path.applied,
+            total=path.work.shard_numel,
+            nbytes=path.bytes(),
+            dense_nbytes=self.choice.plain(path.work).bytes(),
+        )
+        return (yield from path.run(self.communicator, shard))

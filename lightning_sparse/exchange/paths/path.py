@@ -1,0 +1,127 @@
+"""What a path is: one way of summing a shard over nodes.
+
+A path knows three things of itself: the bytes that it receives between nodes, the seconds that it takes by given
+`Rates`, and how to run. Nothing else in the package knows how many paths there are, or their names.
+
+With M nodes of L devices and a tensor of N elements on each rank, device l of each node holds the shard l of S = N / L
+elements: this node's sum. ``run`` is a generator of three stretches, so that several shards share the network
+(lightning_sparse.exchange.lanes): before the first ``yield`` the device works alone, between the two it communicates
+with other nodes, after the second it works alone again. It returns the sum over nodes.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Generator
+from dataclasses import dataclass, field
+from typing import ClassVar, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from lightning_sparse.exchange.communicator import HierCommunicator
+from lightning_sparse.exchange.rates import Rates
+
+Loss = Literal["nothing", "rounding", "entries"]
+
+
+class Work(NamedTuple):
+    """One tensor on one cluster: M nodes, L devices per node, N elements of ``itemsize`` bytes."""
+
+    num_nodes: int
+    num_devices: int
+    numel: int
+    itemsize: int = 4
+
+    @property
+    def shard_numel(self) -> int:
+        """S."""
+        return -(-self.numel // self.num_devices)
+
+
+@dataclass
+class Shard:
+    """What a device contributes to one exchange.
+
+    Args:
+        sum_S: this node's sum; may be overwritten. For a path that is not ``by_shard``: the whole tensor, N elements.
+        residual_S: what earlier exchanges left, fp32; None for zero.
+        next_S: room for what this one leaves, fp32, uninitialised; None to drop it.
+        factor: what ``sum_S`` is multiplied by before the residual is added, a 0-dim fp32 tensor; None for 1.
+        on_sent: called with the indices of the entries that this device sends, int64, where these are not all.
+    """
+
+    sum_S: Tensor
+    residual_S: Tensor | None = None
+    next_S: Tensor | None = None
+    factor: Tensor | None = None
+    on_sent: Callable[[Tensor], None] | None = field(default=None, repr=False)
+
+    @property
+    def scale(self) -> Tensor:
+        """``factor`` as a tensor."""
+        if self.factor is None:
+            return torch.ones((), dtype=torch.float32, device=self.sum_S.device)
+        return self.factor
+
+    def result(self) -> Tensor:
+        """fp32 of S elements, uninitialised: the sums themselves if they allow it, for they are used up by then."""
+        return self.sum_S if self.sum_S.dtype == torch.float32 else torch.empty_like(self.sum_S, dtype=torch.float32)
+
+
+@dataclass(frozen=True)
+class Path(ABC):
+    """One way of summing a shard over nodes.
+
+    Attributes:
+        name: as in ``exchange="..."`` and in logs.
+        leaves: what an exchange leaves for the residual.
+        in_place: it sums in the dtype and the units of ``sum_S``, and returns ``sum_S`` itself.
+        by_shard: False for a path over all ranks at once, which takes whole tensors.
+        automatic: ``exchange="auto"`` considers it.
+    """
+
+    name: ClassVar[str]
+    leaves: ClassVar[Loss] = "nothing"
+    in_place: ClassVar[bool] = False
+    by_shard: ClassVar[bool] = True
+    automatic: ClassVar[bool] = True
+
+    work: Work
+
+    @classmethod
+    def of(cls, work: Work, density: float, value_dtype: torch.dtype) -> Path | None:
+        """The path for this work, or None where it cannot take it."""
+        return cls(work)
+
+    @property
+    def sent(self) -> int:
+        """Entries of its shard that a device sends."""
+        return self.work.shard_numel
+
+    @property
+    def applied(self) -> float:
+        """Entries of its shard that an exchange applies, at most: several nodes may send the same one."""
+        return self.work.shard_numel
+
+    @abstractmethod
+    def bytes(self) -> float:
+        """Received per device from other nodes."""
+
+    @abstractmethod
+    def seconds_between(self, rates: Rates) -> float:
+        """Spent in collectives between nodes."""
+
+    @abstractmethod
+    def seconds(self, rates: Rates) -> float:
+        """Of the exchange, the reduce-scatter before it and the all-gather after it, without any overlap."""
+
+    @abstractmethod
+    def run(self, comm: HierCommunicator, shard: Shard) -> Generator[None, None, Tensor]:
+        """Sum over nodes, in node order."""
+
+    def _inside(self, rates: Rates) -> float:
+        """Reduce-scatter before and all-gather after, inside the node."""
+        others = self.work.num_devices - 1
+        nbytes = others * self.work.shard_numel * self.work.itemsize
+        return 2 * rates.intra.seconds(others, nbytes) + nbytes * rates.add

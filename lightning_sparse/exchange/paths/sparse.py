@@ -1,0 +1,74 @@
+"""The K largest entries of each node's shard, by an all-gather between nodes (HiTopKComm, Shi et al., MLSys 2021).
+
+================= ================================================= ======================
+stretch           in -> out                                         received between nodes
+================= ================================================= ======================
+compress          acc_S = sum_S * factor + residual_S;              0
+                  the K largest |acc_S| -> message;
+                  residual_S = acc_S - what was sent
+all-gather        message -> M messages                             (M-1) * message
+accumulate        M messages, added in node order -> sum over       0
+                  nodes, S elements, zero where none sent
+================= ================================================= ======================
+
+A non-finite entry anywhere makes the whole result NaN on every node: the message's header counts them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lightning_sparse.exchange.communicator import HierCommunicator
+from lightning_sparse.exchange.density import num_selected
+from lightning_sparse.exchange.paths.path import Path, Shard, Work
+from lightning_sparse.exchange.rates import Rates
+from lightning_sparse.kernels import accumulate, compress, indices_of, message_bytes
+
+
+@dataclass(frozen=True)
+class Sparse(Path):
+    """``k`` pairs of each shard, values written as ``value_dtype``."""
+
+    name = "sparse"
+    leaves = "entries"
+
+    k: int
+    value_dtype: torch.dtype
+
+    @classmethod
+    def of(cls, work: Work, density: float, value_dtype: torch.dtype) -> Sparse:
+        return cls(work, num_selected(density, work.shard_numel), value_dtype)
+
+    @property
+    def sent(self) -> int:
+        return self.k
+
+    @property
+    def applied(self) -> float:
+        return min(self.work.shard_numel, self.work.num_nodes * self.k)
+
+    def bytes(self) -> float:
+        return float((self.work.num_nodes - 1) * message_bytes(self.work.shard_numel, self.k, self.value_dtype))
+
+    def seconds_between(self, rates: Rates) -> float:
+        return rates.inter.seconds(self.work.num_nodes - 1, self.bytes())
+
+    def seconds(self, rates: Rates) -> float:
+        kernels = self.work.shard_numel * (rates.select + rates.fill) + self.work.num_nodes * self.k * rates.scatter
+        return self._inside(rates) + self.seconds_between(rates) + kernels + rates.select_call
+
+    def run(self, comm: HierCommunicator, shard: Shard) -> Generator[None, None, Tensor]:
+        numel = shard.sum_S.numel()
+        message = compress(shard.sum_S, shard.residual_S, shard.next_S, self.k, self.value_dtype, shard.scale)
+        if shard.on_sent is not None and self.k < numel:
+            shard.on_sent(indices_of(message, numel, self.k, self.value_dtype))
+        yield
+        messages = comm.exchange(message)
+        yield
+        shard_S = shard.result()
+        accumulate(messages, shard_S, self.k, self.value_dtype)
+        return shard_S

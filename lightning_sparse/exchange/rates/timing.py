@@ -1,0 +1,127 @@
+"""Times what a run does anyway: exchanges between nodes, and the window of backward that hides them.
+
+Networks are probed once, while nothing else runs, but neighbours' traffic comes and goes. So collectives between nodes
+are timed all along, and before a few rounds, the same on all ranks, their time is compared with what the rates predict.
+A rank that comes late to a collective finds it fast, and the others wait for it: the least time of all ranks is the
+network's.
+
+Nothing here makes the host wait for a GPU: there, times lie between events that are read once the device has passed
+them. (The CUDA half has not run on a GPU yet.)
+"""
+
+import statistics
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+ROUNDS = 8
+"""Rounds timed for each comparison and each decision."""
+CHECKS = (64, 512, 4096, 32768)
+"""Rounds before which times are compared with the rates; at most so many decisions are revised."""
+DECISIONS = (16, 128, 1024)
+"""Rounds before which the density is set: soon, and again when caches are warm and clocks have settled."""
+
+
+class Stopwatch:
+    """Adds up seconds over all threads and streams."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._seconds = 0.0
+        self._open: deque[tuple[Any, Any]] = deque()  # pairs of marks that the device has yet to pass
+
+    @contextmanager
+    def running(self, device: torch.device) -> Iterator[None]:
+        """Time what happens inside; what raises does not count."""
+        begin = _mark(device)
+        yield
+        end = _mark(device)
+        with self._lock:
+            self._open.append((begin, end))
+            self._read()
+
+    def seconds(self) -> float:
+        """So far; on CUDA without the stretches that are under way."""
+        with self._lock:
+            self._read()
+            return self._seconds
+
+    def _read(self) -> None:
+        while self._open and _has_passed(self._open[0][1]):
+            self._seconds += _between(*self._open.popleft())
+
+
+class Recheck:
+    """Times the rounds before each of `CHECKS`."""
+
+    def __init__(self) -> None:
+        self._begin: float | None = None
+
+    def is_due(self, round_index: int, stopwatch: Stopwatch) -> bool:
+        """Whether to compare before this round; call it before each. The same on all ranks, for those that resumed
+        within the last few rounds all did."""
+        if round_index + ROUNDS in CHECKS:
+            self._begin = stopwatch.seconds()
+        return round_index in CHECKS and self._begin is not None
+
+    def measured(self, stopwatch: Stopwatch, least: Callable[[float], float]) -> float:
+        """Seconds that collectives between nodes took in a round, by ``least`` of all ranks."""
+        assert self._begin is not None
+        taken, self._begin = stopwatch.seconds() - self._begin, None
+        return least(taken / ROUNDS)
+
+
+class Window:
+    """Measures the time between the first and the last bucket of each of the last `ROUNDS` rounds.
+
+    On CUDA it is the device's time: events are recorded while backward is queued, and read when a decision is due.
+
+    Attributes:
+        decided: the round of the last decision; 0 for none.
+    """
+
+    def __init__(self) -> None:
+        self.decided = 0
+        self._marks: deque[tuple[Any, Any]] = deque(maxlen=ROUNDS)
+        self._begin: Any = 0.0
+
+    def first(self, device: torch.device) -> None:
+        """The first bucket of a round is ready."""
+        self._begin = _mark(device)
+
+    def last(self, device: torch.device) -> None:
+        """The last bucket of a round is ready."""
+        self._marks.append((self._begin, _mark(device)))
+
+    def is_due(self, round_index: int) -> bool:
+        """Whether a decision is to be taken before this round; the same on all ranks."""
+        passed = any(self.decided < each <= round_index for each in DECISIONS)
+        return passed and len(self._marks) == ROUNDS
+
+    def seconds(self) -> float:
+        """The median of the last rounds; on CUDA it waits for the device."""
+        return statistics.median([_between(begin, end) for begin, end in self._marks] or [0.0])
+
+
+def _mark(device: torch.device) -> Any:
+    if device.type != "cuda":
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+    event.record(torch.cuda.current_stream(device))
+    return event
+
+
+def _has_passed(mark: Any) -> bool:
+    return isinstance(mark, float) or bool(mark.query())
+
+
+def _between(begin: Any, end: Any) -> float:
+    if isinstance(end, float):
+        return float(end - begin)
+    end.synchronize()
+    return float(begin.elapsed_time(end)) * 1e-3

@@ -1,0 +1,375 @@
+"""What the hook remembers between rounds.
+
+One *round* is one reduction of all buckets:
+
+    before_backward()            the last round's residuals are settled: kept, or dropped with a gradient thrown away,
+                                 or left open while the gradient waits for more before the step
+    receive(bucket)              once a bucket, while backward runs
+    groups(), stage(), close()   once a bucket, on the runner's threads; groups are read from it and written back
+    optimizer.step()             watch() notes which parameters were stepped, hence whose residual counts
+
+Without a strategy before_backward() need not be called: then a round counts as used when the next one begins.
+"""
+
+import logging
+from collections.abc import Callable, Iterable
+
+import torch
+from torch import Tensor, nn
+from torch._C._distributed_c10d import GradBucket  # torch.distributed re-exports it unannounced
+
+from lightning_sparse.exchange import Exchange, Path, Work
+from lightning_sparse.gradients.buckets import Bucket, BucketGroup
+from lightning_sparse.gradients.config import HierConfig
+from lightning_sparse.gradients.groups import Layout, ParamGroup, excluded_names, group_of, refuse_sparse_gradients
+from lightning_sparse.gradients.momentum import MomentumCorrection
+from lightning_sparse.gradients.optimizers import objection
+from lightning_sparse.gradients.residual import ResidualStore
+from lightning_sparse.gradients.schedule import Warmup
+from lightning_sparse.gradients.tracking import Parameters, StepTracker, UnusedParameters
+from lightning_sparse.messages import LogOnce
+from lightning_sparse.topology import Topology
+
+BY_SHARD = (torch.float32, torch.float16, torch.bfloat16)
+"""Gradients of other dtypes are all-reduced whole."""
+
+
+class HierState:
+    """State of ``hier_hook``.
+
+    Args:
+        module: the module that DDP wraps (not the wrapper).
+        config: the user's choices.
+        topology: of the ranks; from ``topology.discover()``.
+        find_unused_parameters: give what DDP was given: residuals of unused parameters then stay as they are.
+
+    Attributes:
+        epoch: set it at the start of each epoch; the density warm-up reads it.
+        round: how many rounds are over.
+        warmup: of the density.
+        exchange: the engine between nodes.
+        layout: the groups of parameters that are reduced together.
+        store: the residuals.
+        parameters: of the module.
+        kept_sharded: groups whose gradients are not gathered inside the node after the exchange: each device's shard is
+            in its place in the bucket, the rest of the bucket means nothing.
+        momentum: of SGD, where the hook has taken it over.
+        loss_scale: returns the scale of a loss scaler, a 0-dim tensor, or None; called in each round.
+        log_once: logs a line once, on rank 0.
+    """
+
+    def __init__(
+        self, module: nn.Module, config: HierConfig, topology: Topology, *, find_unused_parameters: bool = False
+    ) -> None:
+        refuse_sparse_gradients(module)
+        self.config, self.topology = config, topology
+        self.log_once = LogOnce(topology.rank)
+        self.epoch, self.round = 0, 0
+        self.warmup = Warmup(config.warmup_epochs, config.warmup_steps)
+        self.parameters = Parameters(module)
+        self.is_hierarchical = topology.kind == "hierarchical"
+        devices = {parameter.device for parameter in module.parameters()}
+        numel = sum(parameter.numel() for parameter in module.parameters())
+        self.exchange = Exchange(config, topology, devices.pop() if len(devices) == 1 else None, numel, self.log_once)
+        excluded = excluded_names(module, config.exclude)
+        self.layout = Layout(excluded if self.is_hierarchical and config.exchange != "dense" else frozenset())
+        self.store = ResidualStore(topology.device_index, topology.num_devices)
+        self.kept_sharded: frozenset[ParamGroup] = frozenset()
+        self.loss_scale: Callable[[], Tensor | None] = lambda: None
+        self._unused = UnusedParameters(module) if find_unused_parameters and self.is_hierarchical else None
+        self._steps = StepTracker(self.parameters, self._open_names)
+        self.momentum: MomentumCorrection | None = None
+        if config.momentum_correction and self.is_hierarchical:
+            self.momentum = MomentumCorrection(self.parameters, topology, self.log_once)
+            self.log_once("SGD's momentum is kept with the residuals: what callbacks see as gradient is the velocity")
+        elif config.momentum_correction:
+            self.log_once("momentum_correction: nothing is left out here, so the optimizer keeps its own momentum")
+        self._round_is_open = False  # buckets are to come
+        self._is_reducing = False  # from the first bucket on, until the last one was reduced
+        self._bypass = ""
+
+    # -- the life of a round ------------------------------------------------------------------------------------------
+
+    def before_backward(self, bypass: str = "") -> None:
+        """Settle the last round and set how the next one goes. Call it before each backward, on all ranks.
+
+        Args:
+            bypass: a reason to reduce the next round as DDP would, leaving residuals alone; empty for none.
+        """
+        waiting = self.settle()
+        if self.momentum is not None:
+            self.momentum.check(waiting)
+        self._bypass = bypass
+        if bypass:
+            self.log_once(f"reducing as plain DDP does, without residuals, for as long as {bypass}")
+
+    def receive(self, bucket: GradBucket) -> Bucket:
+        """Read a bucket while it is at hand: DDP takes it back when the hook returns."""
+        flat_N, last = bucket.buffer(), bucket.is_last()
+        choice = self.exchange.choice
+        if not self._round_is_open:
+            self.settle()
+            choice.prepare(
+                self.exchange.communicator,
+                flat_N.device,
+                self.round,
+                self.exchange.runner.wait,
+                lambda: map(self._path, self.layout.settled),
+                self._hidden_work,
+            )
+            choice.window.first(flat_N.device)
+            self._round_is_open = self._is_reducing = True
+        group = group_of(bucket.parameters(), self.parameters.names)
+        unused = self._unused.take(group) if self._unused is not None else frozenset()
+        if last:
+            choice.window.last(flat_N.device)
+            self._round_is_open = False
+        return Bucket(group, flat_N, bucket.index(), last, frozenset() if self._bypass else unused)
+
+    def groups(self, bucket: Bucket) -> list[BucketGroup]:
+        """The bucket's groups, ready to be reduced; stage() each of them after it was."""
+        self.layout.record(bucket.group)
+        found = []
+        for group in self.layout.parts(bucket.group):
+            if not group.numel:
+                continue
+            for store in self.stores() if self._keeps_residual(group) else ():
+                store.regroup(group, self.exchange.communicator.gather, bucket.flat_N.device)
+            found.append(BucketGroup(bucket, group))
+        if self._unused is not None:
+            for name in bucket.unused:
+                self._unused.save(name, bucket.gradient(name), bucket.gradient(name).clone())
+        return found
+
+    def close(self, bucket: Bucket, used: Tensor | None) -> None:
+        """After the bucket was reduced; the last bucket ends the round."""
+        if not bucket.last:
+            return
+        if self._unused is not None and used is not None:
+            self._unused.undo(used)
+        if self.layout.end_round() and self.is_hierarchical:
+            self._describe_layout()
+        self.exchange.stats.end_round()
+        self.round += 1
+        self._is_reducing = False
+
+    def agree_on_unused(self, bucket: Bucket) -> Tensor | None:
+        """With the last bucket, which parameters any rank used in this round; None where nobody asks. A collective of
+        the world."""
+        if self._unused is None or not bucket.last or self._bypass:
+            return None
+        return self._unused.agree(self.exchange.communicator, bucket.flat_N.device)
+
+    def settle(self) -> set[str]:
+        """Decide which residuals of the last rounds count: those of parameters that were stepped. Where the gradient is
+        gone they return to what they were; where it is still there to be stepped, the choice stays open. A round that
+        an exception cut short is as if it had not been. Returns the parameters whose choice stays open."""
+        if self._is_reducing:
+            self.exchange.runner.drain()
+            self._is_reducing = False
+        if self.layout.abandon_round() or self._round_is_open:
+            for store in self.stores():
+                store.staged.clear()
+            if self._unused is not None:
+                self._unused.abandon()
+            self.exchange.stats.abandon_round()
+            self._round_is_open = False
+        waiting: set[str] = set()
+        if self.store.staged or self.store.spent:
+            discarded, waiting = self._steps.not_stepped()
+            for store in self.stores():
+                store.settle(discarded, waiting)
+        self._steps.clear()
+        return waiting
+
+    # -- around it -----------------------------------------------------------------------------------------------------
+
+    def watch(self, optimizers: Iterable[torch.optim.Optimizer]) -> None:
+        """Note from now on which parameters are stepped, by these optimizers or others. Without any every round counts
+        as used. With ``exchange="auto"`` no entries are left out for optimizers that cannot bear it
+        (lightning_sparse.gradients.optimizers).
+
+        Whoever watches also calls before_backward(): inside a backward pass gradients say nothing yet.
+
+        Raises:
+            ValueError: for an optimizer that cannot report its steps, or whose momentum cannot be corrected.
+        """
+        optimizers = list(optimizers)
+        self._steps.watch(optimizers)
+        if self.momentum is not None:
+            self.momentum.watch(optimizers)
+        objected = objection(optimizers) if self.is_hierarchical else ""
+        self.exchange.choice.keeps_all = bool(objected)
+        if objected and self.config.exchange == "auto":
+            self.log_once(
+                f"exchange='auto' sends everything: {objected}. To send only the largest entries all the same, use "
+                f"exchange='sparse'; with SGD, 'auto' may do so"
+            )
+        elif objected and self._leaves_entries_out():
+            self.log_once(
+                f"exchange={self.config.exchange!r}: {objected}. Compare the loss with that of one node alone, or use "
+                f"exchange='auto', which sends everything here",
+                logging.WARNING,
+            )
+
+    def detach(self) -> None:
+        """Take all hooks off module and optimizers, and end the runner's threads. The last round is settled when the
+        next one begins: only then is it known whether its gradient was stepped, and after an exception its buckets may
+        still be under way."""
+        self._steps.unwatch()
+        self.exchange.runner.end()
+        if self.momentum is not None:
+            self.momentum.unwatch()
+        self.kept_sharded = frozenset()
+        if self._unused is not None:
+            self._unused.close()
+            self._unused = None
+
+    def forget(self) -> None:
+        """Drop all residuals, and the round that may be open."""
+        self.settle()
+        for store in self.stores():
+            store.clear()
+
+    def track_unused(self, module: nn.Module) -> None:
+        """Watch again which parameters are used: other ones may be frozen now."""
+        if self._unused is not None:
+            self._unused.close()
+        self._unused = UnusedParameters(module) if self.is_hierarchical else None
+
+    # -- paths ---------------------------------------------------------------------------------------------------------
+
+    def is_sharded(self, group: ParamGroup) -> bool:
+        """Whether devices reduce the group by shards, in settled rounds."""
+        return self.is_hierarchical and bool(group.numel) and self.parameters.dtypes[group.names[0]] in BY_SHARD
+
+    def path(self, group: ParamGroup) -> Path:
+        """The group's path in this round."""
+        return self.exchange.choice.plain(self._work(group)) if self._bypass else self._path(group)
+
+    def _path(self, group: ParamGroup) -> Path:
+        choice, work = self.exchange.choice, self._work(group)
+        if not self.is_sharded(group):
+            return choice.plain(work)
+        if not self.layout.is_settled(group):
+            return choice.dense(work)
+        if self.layout.is_excluded(group):
+            return choice.path(work, 1.0, exact=True)
+        hidden = group != self.layout.selected[-1]  # with density="auto": behind the rest of backward
+        density = choice.density if hidden else self.config.least_density
+        return choice.path(work, self.density(density), keeps_all=self.round < self.config.dense_rounds)
+
+    def density(self, density: float) -> float:
+        """In this round, on the way to that density."""
+        return self.warmup.density(density, self.epoch, self.round)
+
+    def _work(self, group: ParamGroup) -> Work:
+        return self.exchange.choice.work(group.numel, self.parameters.dtypes[group.names[0]])
+
+    def _hidden_work(self) -> list[Work]:
+        return [self._work(group) for group in self.layout.selected[:-1] if self.is_sharded(group)]
+
+    def _keeps_residual(self, group: ParamGroup) -> bool:
+        return not self._bypass and self.is_sharded(group)
+
+    def _leaves_entries_out(self) -> bool:
+        example = self.exchange.choice.work(1 << 20, torch.float32)
+        return self.exchange.choice.path(example, self.config.least_density).leaves == "entries"
+
+    # -- error feedback ------------------------------------------------------------------------------------------------
+
+    def residual(self, part: BucketGroup) -> Tensor | None:
+        """The group's residual shard for this round, fp32; None stands for zero. That of unused parameters is withheld:
+        it can be sent only where DDP takes the result."""
+        latest = self.store.latest(part.group) if self._keeps_residual(part.group) else None
+        if latest is None or not part.unused:
+            return latest
+        sendable = latest.clone()
+        self.store.restore(part.group, part.unused, None, sendable)
+        return sendable
+
+    def contribution(self, part: BucketGroup, sum_S: Tensor, share: float) -> tuple[Tensor, Tensor]:
+        """What joins the residual: a tensor, and by what it is to be multiplied. ``share`` of ``sum_S`` is this node's
+        share of the mean gradient; with momentum correction its velocity takes the place of it."""
+        factor = self.unscale(sum_S, share)
+        if self.momentum is None:
+            return sum_S, factor
+        sum_S = sum_S.mul_(factor) if sum_S.dtype == torch.float32 else sum_S.float().mul_(factor)
+        return self.momentum.advance(part.group, sum_S), torch.ones_like(factor)
+
+    def next_residual(self, part: BucketGroup) -> Tensor | None:
+        """Room for what the round leaves, uninitialised; None when error feedback is off."""
+        return self.store.buffer(part.group, part.grad_N.device) if self.config.error_feedback else None
+
+    def stage(self, part: BucketGroup, next_S: Tensor | None) -> None:
+        """After the group was reduced: propose what the round left (None: nothing)."""
+        group = part.group
+        if self._keeps_residual(group):
+            if self.momentum is not None:
+                before_S = self.momentum.store.latest(group)
+                self._save_unused(part, self.momentum.stage(group), before_S)
+            if self.config.error_feedback:
+                self._stage_residual(part, next_S)
+        elif not self.is_hierarchical and self.config.error_feedback and not self._bypass:
+            self.store.spend_parked(group, self.topology.num_nodes, self.rescale, part.grad_N)
+        if self._steps.watching and (group in self.store.staged or not self.store.spent.isdisjoint(group.names)):
+            own_shard = group in self.kept_sharded
+            self._steps.reduced(
+                part.gradients(self.topology.device_index, self.topology.num_devices, own_shard=own_shard)
+            )
+        part.write_back()
+
+    def _stage_residual(self, part: BucketGroup, next_S: Tensor | None) -> None:
+        latest = self.store.latest(part.group)
+        if part.unused and latest is not None:  # it was withheld
+            next_S = torch.zeros_like(latest) if next_S is None else next_S
+            for _, here, _ in part.group.shard_slices(part.unused, self.store.device_index, self.store.num_devices):
+                next_S[here] += latest[here]
+        if next_S is not None:
+            self._save_unused(part, next_S, latest)
+        self.store.stage(part.group, next_S)
+
+    def _save_unused(self, part: BucketGroup, next_S: Tensor, before_S: Tensor | None) -> None:
+        if self._unused is None:
+            return
+        for name, here, _ in part.group.shard_slices(part.unused, self.store.device_index, self.store.num_devices):
+            self._unused.save(name, next_S[here], None if before_S is None else before_S[here])
+
+    def settled_stores(self) -> list[ResidualStore]:
+        """Residuals, and velocities if there are, as settle() would leave them now, without settling: what a checkpoint
+        holds. Gradients that wait to be stepped do not survive a restart, so their round is as if it had not been."""
+        pending = self._open_names() - self._steps.stepped()
+        discarded = frozenset(pending) if self._steps.watching else frozenset()
+        return [store.settled_copy(discarded) for store in self.stores()]
+
+    def residual_norm(self) -> Tensor:
+        """L2 norm of what this device has not sent yet, a 0-dim tensor on its device (no host sync)."""
+        shards = [t for t in (self.store.current | self.store.staged).values() if t is not None]
+        return torch.stack([torch.linalg.vector_norm(t) for t in shards]).norm() if shards else torch.zeros(())
+
+    def unscale(self, like: Tensor, share: float) -> Tensor:
+        """``share`` / loss scale, what a sum is multiplied by: a 0-dim fp32 tensor, no host sync."""
+        factor = torch.full((), share, dtype=torch.float32, device=like.device)
+        scale = self.loss_scale()
+        return factor if scale is None else factor / scale
+
+    def rescale(self, shard_S: Tensor) -> Tensor:
+        """Multiply by the loss scale, in place."""
+        scale = self.loss_scale()
+        return shard_S if scale is None else shard_S.mul_(scale)
+
+    def stores(self) -> list[ResidualStore]:
+        """Residuals, and velocities if there are."""
+        return [self.store] if self.momentum is None else [self.store, self.momentum.store]
+
+    def _open_names(self) -> set[str]:
+        """The parameters whose residual waits for what becomes of their gradient."""
+        return {name for group in list(self.store.staged) for name in group.names} | self.store.spent
+
+    def _describe_layout(self) -> None:
+        paths = [self._path(group).name for group in self.layout.settled]
+        counted = ", ".join(f"{paths.count(path)} {path}" for path in dict.fromkeys(paths))
+        self.log_once(
+            f"round {self.round + 1}: {len(paths)} group(s) of parameters, {counted}, at density "
+            f"{self.density(self.exchange.choice.density):g} (exchange={self.config.exchange!r})"
+        )
