@@ -32,8 +32,9 @@ from torch.optim.lr_scheduler import LRScheduler
 from tqdm import tqdm
 
 from lightning_sparse.bench.provenance import commit
+from lightning_sparse.exchange import Work
+from lightning_sparse.exchange.paths import Dense
 from lightning_sparse.strategy import HierConfig, HierState, hier_hook
-from lightning_sparse.strategy.cost import dense_bytes
 from lightning_sparse.topology import Topology, with_groups
 
 NODES, DEVICES = 2, 2
@@ -124,7 +125,7 @@ def bytes_per_node(state: HierState | None, num_parameters: int, rounds: int) ->
     """Bytes that a node's devices have received from the other nodes so far, all together. Collective."""
     if state is None:
         # What the dense exchange of the same hierarchy would; DDP's flat ring takes half as much again.
-        return rounds * DEVICES * dense_bytes(NODES, num_parameters // DEVICES, itemsize=4)
+        return rounds * DEVICES * Dense(Work(NODES, DEVICES, num_parameters)).bytes()
     received = torch.tensor(state.exchange.stats.bytes_between_nodes, dtype=torch.float64)
     dist.all_reduce(received)
     return received.item() / state.topology.num_nodes

@@ -78,7 +78,7 @@ def rank(rounds: int, batch: int, gbps: float, out: Path) -> None:
             seconds["wire"].append(wire(states["at once"]))
     if dist.get_rank() == 0:
         result: dict[str, Any] = {f"{name} ms": 1e3 * median(each) for name, each in seconds.items()}
-        result["bytes received a step"] = states["overlapped"].stats.round_bytes
+        result["bytes received a step"] = states["overlapped"].exchange.stats.round_bytes
         result["buckets"] = len(states["overlapped"].layout.settled)
         result["parameters"] = sum(p.numel() for p in variants["none"].parameters())
         out.write_text(json.dumps(result))

@@ -150,8 +150,8 @@ def nodes_from_places(places: Iterable[tuple[int, str, int] | Place]) -> tuple[t
         places: of each rank in order.
 
     Returns:
-        Global ranks by node, each node in device order; nodes by node rank and host name, or by their first rank where
-        they have names.
+        Global ranks by node, each node in device order; nodes by node rank and host name. Named ones are in the order of
+        ranks, and so are their devices.
 
     Raises:
         ValueError: when some ranks name their node and others do not.
@@ -171,7 +171,7 @@ def nodes_from_places(places: Iterable[tuple[int, str, int] | Place]) -> tuple[t
     by_node: dict[tuple[int, str], list[tuple[int, int]]] = {}
     for rank, place in enumerate(stated):
         key = (-1, place.node_name) if place.node_name else (place.node_rank, place.host)
-        by_node.setdefault(key, []).append((place.local_rank, rank))
+        by_node.setdefault(key, []).append((0 if place.node_name else place.local_rank, rank))
     nodes = [tuple(rank for _, rank in sorted(by_node[key])) for key in sorted(by_node)]
     return tuple(nodes if nameless else sorted(nodes, key=min))
 

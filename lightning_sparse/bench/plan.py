@@ -172,11 +172,7 @@ def path_of(way: str, work: Work, density: float) -> Path:
 
 def rows(scenario: Scenario, counts: Iterable[int], densities: Sequence[float]) -> list[Row]:
     """Every path on every number of nodes; the sparse ones with every density."""
-    ways = [
-        (way, density)
-        for way in WAYS
-        for density in (densities if _selects(way) else [1.0])
-    ]
+    ways = [(way, density) for way in WAYS for density in (densities if _selects(way) else [1.0])]
     return [predict(scenario, nodes, way, density) for nodes in counts for way, density in ways]
 
 

@@ -37,10 +37,11 @@ class BucketGroup:
     Args:
         bucket: that holds it.
         group: a settled group inside it, or its own.
+        has_residual: False where it is reduced as DDP does.
     """
 
-    def __init__(self, bucket: Bucket, group: ParamGroup) -> None:
-        self.group = group
+    def __init__(self, bucket: Bucket, group: ParamGroup, *, has_residual: bool = True) -> None:
+        self.group, self.has_residual = group, has_residual
         self.unused = bucket.unused.intersection(group.names)
         self._pieces: list[Tensor] = []
         self.grad_N = bucket.flat_N

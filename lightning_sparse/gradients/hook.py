@@ -84,26 +84,25 @@ def reduce_group(state: HierState, part: BucketGroup) -> Lanes:
     shard = _contribute(state, part, path)
     sum_S = yield from state.exchange.run(path, shard)
     if path.by_shard:
-        _gather(state, part, sum_S if path.in_place else state.rescale(sum_S).to(part.grad_N.dtype))
-    state.stage(part, shard.next_S)
+        _gather(state, part, sum_S if path.in_place else state.feedback.rescale(sum_S).to(part.grad_N.dtype))
+    state.finish(part, shard.next_S)
 
 
 def _contribute(state: HierState, part: BucketGroup, path: Path) -> Shard:
     """Step 1, and what takes part in step 2."""
-    comm, grad_N, share = state.exchange.communicator, part.grad_N, 1.0 / state.topology.world_size
+    feedback, grad_N, share = state.feedback, part.grad_N, 1.0 / state.topology.world_size
     # As DDP does: after the sum, the last bits would differ. And in fp16 a sum may pass 65,504 where the mean does not.
     if path.in_place or grad_N.dtype == torch.float16:
         grad_N.mul_(share)
         share = 1.0
-    residual_S = state.residual(part)
-    sum_S = comm.reduce_scatter(grad_N) if path.by_shard else grad_N
+    residual_S = feedback.residual(part)
+    sum_S = state.exchange.communicator.reduce_scatter(grad_N) if path.by_shard else grad_N
     if not path.in_place:
-        sum_S, factor = state.contribution(part, sum_S, share)
-        masked = None if state.momentum is None else state.momentum.mask_of(part.group)
-        return Shard(sum_S, residual_S, state.next_residual(part), factor, masked)
-    if state.momentum is not None and path.by_shard:
-        sum_S = state.rescale(state.contribution(part, sum_S, share)[0]).to(grad_N.dtype)
-    return Shard(sum_S, None if residual_S is None else state.rescale(residual_S.clone()))
+        sum_S, factor = feedback.contribution(part, sum_S, share)
+        return Shard(sum_S, residual_S, feedback.next_residual(part), factor, feedback.on_sent(part.group))
+    if feedback.momentum is not None and path.by_shard:
+        sum_S = feedback.rescale(feedback.contribution(part, sum_S, share)[0]).to(grad_N.dtype)
+    return Shard(sum_S, None if residual_S is None else feedback.rescale(residual_S.clone()))
 
 
 def _gather(state: HierState, part: BucketGroup, shard_S: Tensor) -> None:

@@ -5,14 +5,14 @@ One *round* is one reduction of all buckets:
     before_backward()            the last round's residuals are settled: kept, or dropped with a gradient thrown away,
                                  or left open while the gradient waits for more before the step
     receive(bucket)              once a bucket, while backward runs
-    groups(), stage(), close()   once a bucket, on the runner's threads; groups are read from it and written back
+    groups(), finish(), close()  once a bucket, on the runner's threads; groups are read from it and written back
     optimizer.step()             watch() notes which parameters were stepped, hence whose residual counts
 
 Without a strategy before_backward() need not be called: then a round counts as used when the next one begins.
 """
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +21,7 @@ from torch._C._distributed_c10d import GradBucket  # torch.distributed re-export
 from lightning_sparse.exchange import Exchange, Path, Work
 from lightning_sparse.gradients.buckets import Bucket, BucketGroup
 from lightning_sparse.gradients.config import HierConfig
+from lightning_sparse.gradients.feedback import ErrorFeedback
 from lightning_sparse.gradients.groups import Layout, ParamGroup, excluded_names, group_of, refuse_sparse_gradients
 from lightning_sparse.gradients.momentum import MomentumCorrection
 from lightning_sparse.gradients.optimizers import objection
@@ -50,11 +51,11 @@ class HierState:
         exchange: the engine between nodes.
         layout: the groups of parameters that are reduced together.
         store: the residuals.
+        momentum: of SGD, where the hook has taken it over.
+        feedback: what joins a sum before the exchange, and what is left.
         parameters: of the module.
         kept_sharded: groups whose gradients are not gathered inside the node after the exchange: each device's shard is
             in its place in the bucket, the rest of the bucket means nothing.
-        momentum: of SGD, where the hook has taken it over.
-        loss_scale: returns the scale of a loss scaler, a 0-dim tensor, or None; called in each round.
         log_once: logs a line once, on rank 0.
     """
 
@@ -73,20 +74,23 @@ class HierState:
         self.exchange = Exchange(config, topology, devices.pop() if len(devices) == 1 else None, numel, self.log_once)
         excluded = excluded_names(module, config.exclude)
         self.layout = Layout(excluded if self.is_hierarchical and config.exchange != "dense" else frozenset())
-        self.store = ResidualStore(topology.device_index, topology.num_devices)
         self.kept_sharded: frozenset[ParamGroup] = frozenset()
-        self.loss_scale: Callable[[], Tensor | None] = lambda: None
-        self._unused = UnusedParameters(module) if find_unused_parameters and self.is_hierarchical else None
+        self.store = ResidualStore(topology.device_index, topology.num_devices)
+        self.momentum = self._momentum() if config.momentum_correction else None
+        self.feedback = ErrorFeedback(self.store, self.momentum, keeps=config.error_feedback)
+        if find_unused_parameters:
+            self.track_unused(module)
         self._steps = StepTracker(self.parameters, self._open_names)
-        self.momentum: MomentumCorrection | None = None
-        if config.momentum_correction and self.is_hierarchical:
-            self.momentum = MomentumCorrection(self.parameters, topology, self.log_once)
-            self.log_once("SGD's momentum is kept with the residuals: what callbacks see as gradient is the velocity")
-        elif config.momentum_correction:
-            self.log_once("momentum_correction: nothing is left out here, so the optimizer keeps its own momentum")
         self._round_is_open = False  # buckets are to come
         self._is_reducing = False  # from the first bucket on, until the last one was reduced
         self._bypass = ""
+
+    def _momentum(self) -> MomentumCorrection | None:
+        if not self.is_hierarchical:
+            self.log_once("momentum_correction: nothing is left out here, so the optimizer keeps its own momentum")
+            return None
+        self.log_once("SGD's momentum is kept with the residuals: what callbacks see as gradient is the velocity")
+        return MomentumCorrection(self.parameters, self.topology, self.log_once)
 
     # -- the life of a round ------------------------------------------------------------------------------------------
 
@@ -120,33 +124,46 @@ class HierState:
             choice.window.first(flat_N.device)
             self._round_is_open = self._is_reducing = True
         group = group_of(bucket.parameters(), self.parameters.names)
-        unused = self._unused.take(group) if self._unused is not None else frozenset()
+        unused = self.feedback.unused.take(group) if self.feedback.unused is not None else frozenset()
         if last:
             choice.window.last(flat_N.device)
             self._round_is_open = False
         return Bucket(group, flat_N, bucket.index(), last, frozenset() if self._bypass else unused)
 
     def groups(self, bucket: Bucket) -> list[BucketGroup]:
-        """The bucket's groups, ready to be reduced; stage() each of them after it was."""
+        """The bucket's groups, ready to be reduced; finish() each of them after it was."""
         self.layout.record(bucket.group)
         found = []
         for group in self.layout.parts(bucket.group):
             if not group.numel:
                 continue
-            for store in self.stores() if self._keeps_residual(group) else ():
+            has_residual = not self._bypass and self.is_sharded(group)
+            for store in self.feedback.stores if has_residual else ():
                 store.regroup(group, self.exchange.communicator.gather, bucket.flat_N.device)
-            found.append(BucketGroup(bucket, group))
-        if self._unused is not None:
+            found.append(BucketGroup(bucket, group, has_residual=has_residual))
+        if self.feedback.unused is not None:
             for name in bucket.unused:
-                self._unused.save(name, bucket.gradient(name), bucket.gradient(name).clone())
+                self.feedback.unused.save(name, bucket.gradient(name), bucket.gradient(name).clone())
         return found
+
+    def finish(self, part: BucketGroup, next_S: Tensor | None) -> None:
+        """After the group was reduced: what the round left becomes its next residual (None: nothing)."""
+        group, topology = part.group, self.topology
+        if part.has_residual:
+            self.feedback.stage(part, next_S)
+        elif not self.is_hierarchical and not self._bypass:
+            self.feedback.spend_parked(part, topology.num_nodes)
+        if self._steps.watching and (group in self.store.staged or not self.store.spent.isdisjoint(group.names)):
+            own_shard = group in self.kept_sharded
+            self._steps.reduced(part.gradients(topology.device_index, topology.num_devices, own_shard=own_shard))
+        part.write_back()
 
     def close(self, bucket: Bucket, used: Tensor | None) -> None:
         """After the bucket was reduced; the last bucket ends the round."""
         if not bucket.last:
             return
-        if self._unused is not None and used is not None:
-            self._unused.undo(used)
+        if self.feedback.unused is not None and used is not None:
+            self.feedback.unused.undo(used)
         if self.layout.end_round() and self.is_hierarchical:
             self._describe_layout()
         self.exchange.stats.end_round()
@@ -156,9 +173,9 @@ class HierState:
     def agree_on_unused(self, bucket: Bucket) -> Tensor | None:
         """With the last bucket, which parameters any rank used in this round; None where nobody asks. A collective of
         the world."""
-        if self._unused is None or not bucket.last or self._bypass:
+        if self.feedback.unused is None or not bucket.last or self._bypass:
             return None
-        return self._unused.agree(self.exchange.communicator, bucket.flat_N.device)
+        return self.feedback.unused.agree(self.exchange.communicator, bucket.flat_N.device)
 
     def settle(self) -> set[str]:
         """Decide which residuals of the last rounds count: those of parameters that were stepped. Where the gradient is
@@ -168,16 +185,16 @@ class HierState:
             self.exchange.runner.drain()
             self._is_reducing = False
         if self.layout.abandon_round() or self._round_is_open:
-            for store in self.stores():
+            for store in self.feedback.stores:
                 store.staged.clear()
-            if self._unused is not None:
-                self._unused.abandon()
+            if self.feedback.unused is not None:
+                self.feedback.unused.abandon()
             self.exchange.stats.abandon_round()
             self._round_is_open = False
         waiting: set[str] = set()
         if self.store.staged or self.store.spent:
             discarded, waiting = self._steps.not_stepped()
-            for store in self.stores():
+            for store in self.feedback.stores:
                 store.settle(discarded, waiting)
         self._steps.clear()
         return waiting
@@ -221,21 +238,21 @@ class HierState:
         if self.momentum is not None:
             self.momentum.unwatch()
         self.kept_sharded = frozenset()
-        if self._unused is not None:
-            self._unused.close()
-            self._unused = None
+        if self.feedback.unused is not None:
+            self.feedback.unused.close()
+            self.feedback.unused = None
 
     def forget(self) -> None:
         """Drop all residuals, and the round that may be open."""
         self.settle()
-        for store in self.stores():
+        for store in self.feedback.stores:
             store.clear()
 
     def track_unused(self, module: nn.Module) -> None:
-        """Watch again which parameters are used: other ones may be frozen now."""
-        if self._unused is not None:
-            self._unused.close()
-        self._unused = UnusedParameters(module) if self.is_hierarchical else None
+        """Watch from now on which parameters are used; call it again where other ones may be frozen."""
+        if self.feedback.unused is not None:
+            self.feedback.unused.close()
+        self.feedback.unused = UnusedParameters(module) if self.is_hierarchical else None
 
     # -- paths ---------------------------------------------------------------------------------------------------------
 
@@ -269,98 +286,20 @@ class HierState:
     def _hidden_work(self) -> list[Work]:
         return [self._work(group) for group in self.layout.selected[:-1] if self.is_sharded(group)]
 
-    def _keeps_residual(self, group: ParamGroup) -> bool:
-        return not self._bypass and self.is_sharded(group)
-
     def _leaves_entries_out(self) -> bool:
         example = self.exchange.choice.work(1 << 20, torch.float32)
         return self.exchange.choice.path(example, self.config.least_density).leaves == "entries"
-
-    # -- error feedback ------------------------------------------------------------------------------------------------
-
-    def residual(self, part: BucketGroup) -> Tensor | None:
-        """The group's residual shard for this round, fp32; None stands for zero. That of unused parameters is withheld:
-        it can be sent only where DDP takes the result."""
-        latest = self.store.latest(part.group) if self._keeps_residual(part.group) else None
-        if latest is None or not part.unused:
-            return latest
-        sendable = latest.clone()
-        self.store.restore(part.group, part.unused, None, sendable)
-        return sendable
-
-    def contribution(self, part: BucketGroup, sum_S: Tensor, share: float) -> tuple[Tensor, Tensor]:
-        """What joins the residual: a tensor, and by what it is to be multiplied. ``share`` of ``sum_S`` is this node's
-        share of the mean gradient; with momentum correction its velocity takes the place of it."""
-        factor = self.unscale(sum_S, share)
-        if self.momentum is None:
-            return sum_S, factor
-        sum_S = sum_S.mul_(factor) if sum_S.dtype == torch.float32 else sum_S.float().mul_(factor)
-        return self.momentum.advance(part.group, sum_S), torch.ones_like(factor)
-
-    def next_residual(self, part: BucketGroup) -> Tensor | None:
-        """Room for what the round leaves, uninitialised; None when error feedback is off."""
-        return self.store.buffer(part.group, part.grad_N.device) if self.config.error_feedback else None
-
-    def stage(self, part: BucketGroup, next_S: Tensor | None) -> None:
-        """After the group was reduced: propose what the round left (None: nothing)."""
-        group = part.group
-        if self._keeps_residual(group):
-            if self.momentum is not None:
-                before_S = self.momentum.store.latest(group)
-                self._save_unused(part, self.momentum.stage(group), before_S)
-            if self.config.error_feedback:
-                self._stage_residual(part, next_S)
-        elif not self.is_hierarchical and self.config.error_feedback and not self._bypass:
-            self.store.spend_parked(group, self.topology.num_nodes, self.rescale, part.grad_N)
-        if self._steps.watching and (group in self.store.staged or not self.store.spent.isdisjoint(group.names)):
-            own_shard = group in self.kept_sharded
-            self._steps.reduced(
-                part.gradients(self.topology.device_index, self.topology.num_devices, own_shard=own_shard)
-            )
-        part.write_back()
-
-    def _stage_residual(self, part: BucketGroup, next_S: Tensor | None) -> None:
-        latest = self.store.latest(part.group)
-        if part.unused and latest is not None:  # it was withheld
-            next_S = torch.zeros_like(latest) if next_S is None else next_S
-            for _, here, _ in part.group.shard_slices(part.unused, self.store.device_index, self.store.num_devices):
-                next_S[here] += latest[here]
-        if next_S is not None:
-            self._save_unused(part, next_S, latest)
-        self.store.stage(part.group, next_S)
-
-    def _save_unused(self, part: BucketGroup, next_S: Tensor, before_S: Tensor | None) -> None:
-        if self._unused is None:
-            return
-        for name, here, _ in part.group.shard_slices(part.unused, self.store.device_index, self.store.num_devices):
-            self._unused.save(name, next_S[here], None if before_S is None else before_S[here])
 
     def settled_stores(self) -> list[ResidualStore]:
         """Residuals, and velocities if there are, as settle() would leave them now, without settling: what a checkpoint
         holds. Gradients that wait to be stepped do not survive a restart, so their round is as if it had not been."""
         pending = self._open_names() - self._steps.stepped()
         discarded = frozenset(pending) if self._steps.watching else frozenset()
-        return [store.settled_copy(discarded) for store in self.stores()]
+        return [store.settled_copy(discarded) for store in self.feedback.stores]
 
     def residual_norm(self) -> Tensor:
         """L2 norm of what this device has not sent yet, a 0-dim tensor on its device (no host sync)."""
-        shards = [t for t in (self.store.current | self.store.staged).values() if t is not None]
-        return torch.stack([torch.linalg.vector_norm(t) for t in shards]).norm() if shards else torch.zeros(())
-
-    def unscale(self, like: Tensor, share: float) -> Tensor:
-        """``share`` / loss scale, what a sum is multiplied by: a 0-dim fp32 tensor, no host sync."""
-        factor = torch.full((), share, dtype=torch.float32, device=like.device)
-        scale = self.loss_scale()
-        return factor if scale is None else factor / scale
-
-    def rescale(self, shard_S: Tensor) -> Tensor:
-        """Multiply by the loss scale, in place."""
-        scale = self.loss_scale()
-        return shard_S if scale is None else shard_S.mul_(scale)
-
-    def stores(self) -> list[ResidualStore]:
-        """Residuals, and velocities if there are."""
-        return [self.store] if self.momentum is None else [self.store, self.momentum.store]
+        return self.feedback.norm()
 
     def _open_names(self) -> set[str]:
         """The parameters whose residual waits for what becomes of their gradient."""

@@ -170,10 +170,10 @@ def apply(saved: Saved, state: HierState, device: torch.device) -> list[str]:
             choice.rates = Rates.from_list(manifest["rates"])  # measured again, they might decide otherwise
         if state.config.density == "auto" == manifest["config"]["density"]:
             choice.density, choice.window.decided = manifest["density"], manifest.get("decided", 0)
-    if same and len(manifest["stores"]) <= len(state.stores()):
-        complaints += _apply_same(saved, state.stores(), device, state.topology.rank)
+    if same and len(manifest["stores"]) <= len(state.feedback.stores):
+        complaints += _apply_same(saved, state.feedback.stores, device, state.topology.rank)
     else:
-        complaints += _apply_other(saved, state.stores(), state.topology.num_nodes, device)
+        complaints += _apply_other(saved, state.feedback.stores, state.topology.num_nodes, device)
     return complaints
 
 

@@ -82,7 +82,9 @@ class MSTopKHierFabricMixin(HierCore, _Host):
         """Watch whose parameters it steps: their residuals count. Its module may be set up before or after it; where
         both are set up a second time, the module comes first."""
         optimizer = super().setup_optimizer(optimizer)
-        self._seen_optimizers = [each for each in self._seen_optimizers if each() is not None] + [weakref.ref(optimizer)]
+        self._seen_optimizers = [each for each in self._seen_optimizers if each() is not None] + [
+            weakref.ref(optimizer)
+        ]
         self._watch([optimizer])
         return optimizer
 

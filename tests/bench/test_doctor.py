@@ -12,7 +12,7 @@ import torch
 from lightning_sparse import cli
 from lightning_sparse.bench import doctor, network
 from lightning_sparse.bench.doctor import Finding, examine, report
-from lightning_sparse.strategy.cost import Link, Rates
+from lightning_sparse.exchange.rates import Link, Rates
 from lightning_sparse.topology import Topology
 
 ROOT = Path(__file__).resolve().parents[2]

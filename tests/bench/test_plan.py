@@ -10,9 +10,11 @@ import torch
 
 from lightning_sparse import cli
 from lightning_sparse.bench import measure, models, plan
-from lightning_sparse.bench.plan import PATHS, Row, Scenario, predict
-from lightning_sparse.strategy import cost
-from lightning_sparse.strategy.cost import Work
+from lightning_sparse.bench.plan import WAYS, Row, Scenario, predict
+from lightning_sparse.exchange import Work
+from lightning_sparse.exchange.paths import Dense, Flat
+from lightning_sparse.exchange.paths.regional import Regional
+from lightning_sparse.exchange.paths.sparse import Sparse
 
 RESNET50 = 25_557_032
 CLUSTER = ["--devices", "8", "--inter-gbps", "25", "--intra-gbps", "1200"]
@@ -35,13 +37,13 @@ def test_it_is_the_strategys_own_cost_model() -> None:
     assert of.buckets == 5, "as DDP cuts ResNet-50: 1 MiB, then 25 MiB each"
     each = Work(16, 8, -(-RESNET50 // 5))
     k = math.ceil(0.01 * each.shard_numel)
-    assert predict(of, 16, "ddp").sync_s == pytest.approx(5 * cost.flat_seconds(each, of.rates))
-    assert predict(of, 16, "dense").sync_s == pytest.approx(5 * cost.dense_seconds(each, of.rates))
+    assert predict(of, 16, "ddp").sync_s == pytest.approx(5 * Flat(each).seconds(of.rates))
+    assert predict(of, 16, "dense").sync_s == pytest.approx(5 * Dense(each).seconds(of.rates))
     assert predict(of, 16, "sparse", 0.01).sync_s == pytest.approx(
-        5 * cost.sparse_seconds(each, of.rates, k, torch.bfloat16)
+        5 * Sparse(each, k, torch.bfloat16).seconds(of.rates)
     )
     assert predict(of, 16, "regional", 0.01).sync_s == pytest.approx(
-        5 * cost.regional_seconds(each, of.rates, k, torch.bfloat16)
+        5 * Regional(each, k, torch.bfloat16).seconds(of.rates)
     )
 
 
@@ -58,7 +60,7 @@ def test_bytes_into_a_node() -> None:
     )
 
 
-@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("path", WAYS)
 def test_it_costs_more_with_more_nodes_and_less_with_a_faster_link(path: plan.Path) -> None:
     by_nodes = [predict(scenario(), nodes, path, 0.01).sync_s for nodes in (1, 2, 4, 16, 64)]
     assert by_nodes == sorted(by_nodes)

@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Muon, Optimizer
 
-from lightning_sparse.pto import ShardedStep, communicator_of
 from lightning_sparse.exchange.communicator import HierCommunicator
+from lightning_sparse.pto import ShardedStep, communicator_of
 from lightning_sparse.topology import discover
 from tests.helpers.distributed import run_ranks
 from tests.helpers.scenarios import Scenarios

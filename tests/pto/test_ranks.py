@@ -15,8 +15,8 @@ from timm.optim import Lamb, Lars
 from torch import Tensor, nn
 from torch.optim import SGD, Adagrad, Adam, AdamW, Muon, NAdam, Optimizer, RMSprop
 
-from lightning_sparse.pto import ShardedStep, communicator_of
 from lightning_sparse.exchange.communicator import CommunicationError, HierCommunicator
+from lightning_sparse.pto import ShardedStep, communicator_of
 from lightning_sparse.topology import discover
 from tests.helpers.distributed import RanksFailed, run_ranks
 from tests.helpers.scenarios import Scenarios

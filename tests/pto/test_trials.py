@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 from torch.optim import SGD, AdamW, Optimizer
 
-from lightning_sparse.pto import ShardedStep, choice
 from lightning_sparse.exchange.communicator import HierCommunicator
+from lightning_sparse.pto import ShardedStep, choice
 from tests.helpers.lines import Lines
 from tests.helpers.scenarios import Scenarios
 from tests.pto.steps import (

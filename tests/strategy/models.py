@@ -73,7 +73,7 @@ def node_residual(model: nn.Module, state: HierState) -> Tensor:
         shard = state.store.current.get(group)
         nothing = torch.zeros(group.shard_numel(state.topology.num_devices))
         flat = state.exchange.communicator.gather(nothing if shard is None else shard)
-        by_name.update({name: flat[place].clone() for name, place in group.slices().items()})
+        by_name.update({name: flat[place].clone() for name, place in group.slices.items()})
     return torch.cat([by_name.get(name, torch.zeros(p.numel())) for name, p in model.named_parameters()])
 
 

@@ -8,8 +8,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_sparse.strategy import HierConfig, checkpoint, choices
-from lightning_sparse.strategy.cost import Link, Rates
+from lightning_sparse.exchange import choice
+from lightning_sparse.exchange.rates import Link, Rates
+from lightning_sparse.gradients import HierConfig
+from lightning_sparse.strategy import checkpoint
 from lightning_sparse.topology import discover
 from tests.helpers.distributed import run_ranks
 from tests.helpers.lines import Lines
@@ -38,8 +40,8 @@ def measure() -> tuple[list[float], list[str]]:
     ddp, ours = wrap(model, HierConfig())
     for step in range(4):
         loss_of(ddp, step, dist.get_rank()).backward()
-    assert ours.choices.rates is not None
-    return ours.choices.rates.to_list(), lines
+    assert ours.exchange.choice.rates is not None
+    return ours.exchange.choice.rates.to_list(), lines
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
@@ -55,7 +57,7 @@ def measure_under(dtype: torch.dtype) -> bool:
     before = torch.get_rng_state()
     torch.set_default_dtype(dtype)
     loss.backward()
-    assert ours.choices.rates is not None
+    assert ours.exchange.choice.rates is not None
     return torch.equal(torch.get_rng_state(), before)
 
 
@@ -75,7 +77,7 @@ def change_paths() -> dict[str, Any]:
     given = torch.zeros_like(flat_parameters(model)).double()
     applied, paths, left = given.clone(), [], 0.0
     for step in range(30):
-        ours.choices.rates = (SLOW, SELECTION_IS_SLOW, SLOW, ONE_NETWORK, ROUNDING_IS_FAST)[step // 3 % 5]
+        ours.exchange.choice.rates = (SLOW, SELECTION_IS_SLOW, SLOW, ONE_NETWORK, ROUNDING_IS_FAST)[step // 3 % 5]
         local = mean_gradient(ddp, step)
         model.zero_grad()
         loss_of(ddp, step, dist.get_rank()).backward()
@@ -83,7 +85,7 @@ def change_paths() -> dict[str, Any]:
         applied += flat_grads(model)
         group = ours.layout.settled[0] if ours.layout.settled else None
         if group is not None and step > 4:
-            path = ours._choose(group, torch.float32).path
+            path = ours.path(group).name
             paths.append(path)
             if path in ("flat", "dense"):
                 ours.settle()
@@ -109,21 +111,20 @@ def test_a_resumed_run_decides_by_what_the_saved_one_measured(tmp_path: Path) ->
 
 
 def resume(folder: str) -> tuple[list[float], list[float], int]:
-    path, probed, real = f"{folder}/saved.ckpt", [], choices.probe
-    choices.probe = lambda *arguments: probed.append(1) or real(*arguments)  # type: ignore[assignment, func-returns-value]
+    path, probed, real = f"{folder}/saved.ckpt", [], choice.probe
+    choice.probe = lambda *arguments: probed.append(1) or real(*arguments)  # type: ignore[assignment, func-returns-value]
     rates = []
     for resuming in (False, True):
         model = mlp()
         ddp, ours = wrap(model, HierConfig(), discover())
         if resuming:
             manifest = torch.load(f"{path}.{dist.get_rank()}", weights_only=True)
-            saved = checkpoint.load({checkpoint.KEY: manifest}, path, dist.get_rank())
-            assert saved is not None
+            (saved,) = checkpoint.load({checkpoint.KEY: [manifest]}, path, dist.get_rank())
             assert checkpoint.apply(saved, ours, torch.device("cpu")) == []
         for step in range(3):
             loss_of(ddp, step, dist.get_rank()).backward()
-        assert ours.choices.rates is not None
-        rates.append(ours.choices.rates.to_list())
+        assert ours.exchange.choice.rates is not None
+        rates.append(ours.exchange.choice.rates.to_list())
         manifest = checkpoint.manifest_of(ours, "run")
         checkpoint.save_side_file(ours, manifest["save_id"], path)
         torch.save(manifest, f"{path}.{dist.get_rank()}")

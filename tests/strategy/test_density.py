@@ -8,8 +8,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_sparse.strategy import HierConfig, checkpoint
 from lightning_sparse.exchange.rates.timing import DECISIONS, ROUNDS
+from lightning_sparse.strategy import HierConfig, checkpoint
 from lightning_sparse.topology import discover
 from tests.helpers.distributed import run_ranks
 from tests.strategy.models import conserved, flat_grads, loss_of, mlp, wrap
@@ -39,9 +39,9 @@ def decide() -> list[tuple[float, list[int]]]:
         ddp, ours = wrap(model, config, bucket_cap_mb=cap)
         for step in range(DECISIONS[0] + 2):
             loss_of(ddp, step, dist.get_rank()).backward()
-            before = ours.choices.density
+            before = ours.exchange.choice.density
             assert step >= DECISIONS[0] or before == 0.01
-        out.append((ours.choices.density, [ours._choose(group, torch.float32).k for group in ours.layout.settled]))
+        out.append((ours.exchange.choice.density, [ours.path(group).sent for group in ours.layout.settled]))
     return out
 
 
@@ -59,7 +59,7 @@ def one_is_slow() -> float:
         model[0].weight.register_hook(lambda _: time.sleep(0.02))  # of the last group; 2.5 kB at 1 Mbit/s
     for step in range(DECISIONS[0] + 1):
         loss_of(ddp, step, dist.get_rank()).backward()
-    return ours.choices.density
+    return ours.exchange.choice.density
 
 
 @pytest.mark.parametrize("exchange", ["auto", "sparse", "regional"])
@@ -95,7 +95,7 @@ def resume(folder: str) -> tuple[Any, Any]:
 
     model = mlp()
     ddp, again = wrap(model, config, topology, bucket_cap_mb=SMALL_BUCKETS)
-    saved = checkpoint.load({checkpoint.KEY: manifest}, path, dist.get_rank())
+    (saved,) = checkpoint.load({checkpoint.KEY: manifest}, path, dist.get_rank())
     assert saved is not None
     assert checkpoint.apply(saved, again, torch.device("cpu")) == []
     loss_of(ddp, 99, dist.get_rank()).backward()
@@ -120,13 +120,13 @@ def resume_before_a_decision(folder: str, rounds: int) -> tuple[float, list[floa
     manifest = checkpoint.manifest_of(ours, "run")
     checkpoint.save_side_file(ours, manifest["save_id"], path)
     ddp, again = wrap(mlp(), config, topology, bucket_cap_mb=SMALL_BUCKETS)
-    saved = checkpoint.load({checkpoint.KEY: manifest}, path, dist.get_rank())
+    (saved,) = checkpoint.load({checkpoint.KEY: manifest}, path, dist.get_rank())
     assert saved is not None
     checkpoint.apply(saved, again, torch.device("cpu"))
     densities = []
     for step in range(ROUNDS + 2):
         loss_of(ddp, step, dist.get_rank()).backward()
-        densities.append(again.choices.density)
+        densities.append(again.exchange.choice.density)
     return manifest["density"], densities
 
 
@@ -144,7 +144,7 @@ def save_late(path: str) -> None:
     ddp, ours = wrap(mlp(), config, bucket_cap_mb=SMALL_BUCKETS)
     for step in range(4):
         loss_of(ddp, step, dist.get_rank()).backward()
-    ours.round = ours.choices.window.decided = DECISIONS[-1] + 1
+    ours.round = ours.exchange.choice.window.decided = DECISIONS[-1] + 1
     manifest = checkpoint.manifest_of(ours, "run")
     checkpoint.save_side_file(ours, manifest["save_id"], path)
     if dist.get_rank() == 0:
@@ -154,9 +154,9 @@ def save_late(path: str) -> None:
 def resume_late(path: str) -> tuple[int, float]:
     config = HierConfig(density="auto", exchange="sparse", inter_gbps=FAST, warmup_epochs=0)
     ddp, ours = wrap(mlp(), config, bucket_cap_mb=SMALL_BUCKETS)
-    saved = checkpoint.load(torch.load(path, weights_only=True), path, dist.get_rank())
+    (saved,) = checkpoint.load(torch.load(path, weights_only=True), path, dist.get_rank())
     assert saved is not None
     checkpoint.apply(saved, ours, torch.device("cpu"))
     for step in range(ROUNDS + 2):
         loss_of(ddp, step, dist.get_rank()).backward()
-    return ours.round, ours.choices.density
+    return ours.round, ours.exchange.choice.density

@@ -10,10 +10,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_sparse.kernels import message_bytes
-from lightning_sparse.strategy import HierConfig, HierState, checkpoint, cost
+from lightning_sparse.exchange import Work
+from lightning_sparse.exchange.density import num_selected
+from lightning_sparse.exchange.paths import Dense
+from lightning_sparse.exchange.paths.sparse import Sparse
+from lightning_sparse.gradients import HierConfig, HierState
 from lightning_sparse.gradients.groups import Layout, ParamGroup, excluded_names
-from lightning_sparse.gradients.schedule import num_selected
+from lightning_sparse.kernels import message_bytes
+from lightning_sparse.strategy import checkpoint
 from lightning_sparse.topology import discover
 from tests.helpers.distributed import run_ranks
 from tests.strategy.models import conserved, flat_parameters, loss_of, mlp, node_residual, sum_over_nodes, wrap
@@ -107,8 +111,9 @@ def count_bytes() -> None:
         loss_of(ddp, step, dist.get_rank()).backward()
     weights, biases = (13 * 37 + 37 * 29 + 29 * 5 + 1) // 2, (37 + 29 + 5 + 1) // 2  # shards
     k = num_selected(0.03, weights)
-    sparse = cost.sparse_bytes(2, message_bytes(weights, k, torch.float32))
-    assert state.exchange.stats.round_bytes == sparse + cost.dense_bytes(2, biases, 4)
+    sparse = Sparse(Work(2, 1, weights), k, torch.float32).bytes()
+    assert sparse == message_bytes(weights, k, torch.float32)
+    assert state.exchange.stats.round_bytes == sparse + Dense(Work(2, 1, biases)).bytes()
     assert state.exchange.stats.density == pytest.approx((k + biases) / (weights + biases))
 
 
@@ -226,7 +231,7 @@ def save(state: HierState, path: str) -> checkpoint.Saved:
     manifest = checkpoint.manifest_of(state, "run")
     checkpoint.save_side_file(state, manifest["save_id"], path)
     dist.barrier()
-    saved = checkpoint.load({checkpoint.KEY: manifest}, path, dist.get_rank())
+    (saved,) = checkpoint.load({checkpoint.KEY: manifest}, path, dist.get_rank())
     assert saved is not None
     assert saved.side is not None
     return saved

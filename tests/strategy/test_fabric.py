@@ -263,7 +263,7 @@ def test_options_are_checked() -> None:
             ours(flavour, desity=0.1)
         with pytest.raises(ValueError, match="cannot be joined with MSTopKHierStrategy"):
             ours(flavour, ddp_comm_hook=len)
-        assert ours(flavour).config.warmup_epochs == 0
+        assert ours(flavour).config.warmup_epochs is None
 
 
 def test_the_epoch_is_told(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,10 +12,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from lightning_sparse.exchange.density import num_selected
+from lightning_sparse.exchange.lanes import Inline
 from lightning_sparse.kernels import message_bytes
 from lightning_sparse.strategy import HierConfig, hier_hook
-from lightning_sparse.exchange.lanes import Inline
-from lightning_sparse.gradients.schedule import num_selected
 from lightning_sparse.topology import discover, with_groups
 from tests.helpers.distributed import run_ranks
 from tests.strategy.models import (
@@ -82,7 +82,11 @@ def density_one(exchange: str) -> tuple[Tensor, Tensor, float]:
     ours, plain = mlp(), mlp()
     config = HierConfig(density=1.0, exchange=exchange, value_dtype="float32")
     wrapped, state = wrap(ours, config, **PLAIN)
-    return train(ours, wrapped, 12), train(plain, DistributedDataParallel(plain, **PLAIN), 12), state.exchange.stats.density
+    return (
+        train(ours, wrapped, 12),
+        train(plain, DistributedDataParallel(plain, **PLAIN), 12),
+        state.exchange.stats.density,
+    )
 
 
 @pytest.mark.parametrize("nodes", [((2, 0), (1, 3)), ((3, 1), (2, 0))])

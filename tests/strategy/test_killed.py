@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from lightning_sparse.strategy import checkpoint
-from lightning_sparse.strategy.barrier import RollCall
+from lightning_sparse.strategy.barrier import StoreBarrier
 from tests.helpers.distributed import RanksFailed, run_ranks
 from tests.strategy.models import node_residual
 from tests.strategy.test_resume import _ranks
@@ -139,14 +139,14 @@ def late_rank(folder: str) -> str:
     return "saved"
 
 
-def test_the_roll_is_called() -> None:
+def test_one_rank_waits_for_all() -> None:
     store = torch.distributed.HashStore()
     second = timedelta(seconds=1)
-    roll = RollCall("save", 3, store)
+    barrier = StoreBarrier("save", 3, store)
     for rank in (0, 2):
-        RollCall("save", 3, store).report(rank)
-    assert roll.absent(second) == [1]
+        StoreBarrier("save", 3, store).arrive(rank)
+    assert barrier.wait(second) == [1]
     for rank in range(3):
-        roll.report(rank)
-    assert roll.absent(second) == []
-    assert roll.absent(second / 10) == [0, 1, 2], "what is over is forgotten"
+        barrier.arrive(rank)
+    assert barrier.wait(second) == []
+    assert barrier.wait(second / 10) == [0, 1, 2], "what is over is forgotten"

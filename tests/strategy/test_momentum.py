@@ -123,7 +123,7 @@ def resumed(config: HierConfig) -> tuple[Tensor, Tensor]:
 
     again = fresh(topology)
     again[0].load_state_dict(weights)
-    saved = checkpoint.load({checkpoint.KEY: manifest}, path, dist.get_rank())
+    (saved,) = checkpoint.load({checkpoint.KEY: manifest}, path, dist.get_rank())
     assert saved is not None
     assert checkpoint.apply(saved, again[2], torch.device("cpu")) == []
     steps(again, 9, 15)
@@ -294,7 +294,7 @@ def go_on_without(path: str, nesterov: bool, options: dict[str, Any]) -> Tensor:
         **{"density": 1.0, "exchange": "sparse", "warmup_epochs": 0, "value_dtype": "float32"} | options
     )
     ddp, state = wrap(model, config)
-    saved = checkpoint.load(torch.load(path, weights_only=True), path, dist.get_rank())
+    (saved,) = checkpoint.load(torch.load(path, weights_only=True), path, dist.get_rank())
     assert saved is not None
     checkpoint.apply(saved, state, torch.device("cpu"))
     state.watch([optimizer])

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_sparse.strategy import HierConfig, HierState
 from lightning_sparse.gradients.groups import ParamGroup
+from lightning_sparse.strategy import HierConfig, HierState
 from lightning_sparse.topology import Topology
 from tests.strategy.models import flat_parameters, mlp
 

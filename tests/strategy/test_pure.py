@@ -10,13 +10,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from lightning_sparse.kernels import message_bytes
-from lightning_sparse.strategy import HierConfig, HierState, cost, plan
-from lightning_sparse.gradients.config import Exchange
+from lightning_sparse.exchange import ExchangeConfig, Path, Work
+from lightning_sparse.exchange.choice import PathChoice
+from lightning_sparse.exchange.density import free_density, num_selected
+from lightning_sparse.exchange.paths import PATHS, Exchange
+from lightning_sparse.exchange.rates import Link, Rates
+from lightning_sparse.gradients import HierConfig, HierState
 from lightning_sparse.gradients.groups import Layout, ParamGroup, group_of, parameter_names, refuse_sparse_gradients
 from lightning_sparse.gradients.residual import ResidualStore
-from lightning_sparse.gradients.schedule import density_at, is_dense_round, num_selected
-from lightning_sparse.topology import Topology, nodes_from_places
+from lightning_sparse.gradients.schedule import Warmup
+from lightning_sparse.kernels import message_bytes
+from lightning_sparse.strategy.mstopk_hier import _default_warmup
+from lightning_sparse.topology import Place, Topology, nodes_from_places
 
 groups = st.lists(st.integers(1, 40), min_size=1, max_size=6).map(
     lambda numels: ParamGroup(tuple(f"p{i}" for i in range(len(numels))), tuple(numels))
@@ -65,6 +70,16 @@ def test_a_topology_that_is_no_world_is_refused(nodes: tuple[tuple[int, ...], ..
         Topology(nodes, rank)
 
 
+def test_nodes_may_be_named() -> None:
+    """Two hosts of a rack are one node, one host may hold two."""
+    rack = [Place(rank // 2, f"host{rank // 2}", rank % 2, f"rack{rank // 4}") for rank in range(8)]
+    assert nodes_from_places(rack) == ((0, 1, 2, 3), (4, 5, 6, 7))
+    split = [Place(0, "host", rank, "ab"[rank % 2]) for rank in range(4)]
+    assert nodes_from_places(split) == ((0, 2), (1, 3))
+    with pytest.raises(ValueError, match=r"rank\(s\) 1, 2 do not name their node"):
+        nodes_from_places([Place(0, "host", 0, "a"), Place(0, "host", 1), (0, "host", 2)])
+
+
 # -- configuration and schedule ----------------------------------------------------------------------------------------
 
 
@@ -75,16 +90,31 @@ def test_density_outside_its_range_is_refused(density: object) -> None:
 
 
 @given(st.floats(1e-4, 1.0), st.integers(0, 5))
-def test_warm_up_falls_to_the_density_and_stays(density: float, warmup: int) -> None:
-    config = HierConfig(density=density, warmup_epochs=warmup)
-    densities = [density_at(config, epoch, density) for epoch in range(warmup + 3)]
+def test_warm_up_falls_to_the_density_and_stays(density: float, epochs: int) -> None:
+    warmup = Warmup(epochs=epochs)
+    densities = [warmup.density(density, epoch, 10**6) for epoch in range(epochs + 3)]
     assert densities == sorted(densities, reverse=True)
-    assert densities[warmup:] == [density] * 3
+    assert densities[epochs:] == [density] * 3
     assert all(0 < each <= 1 for each in densities)
 
 
-def test_dense_rounds() -> None:
-    assert [is_dense_round(HierConfig(dense_rounds=2), r) for r in range(4)] == [True, True, False, False]
+@given(st.floats(1e-4, 1.0), st.integers(0, 40), st.integers(0, 5))
+def test_warm_up_in_rounds_ends_in_a_run_of_one_epoch(density: float, rounds: int, epochs: int) -> None:
+    densities = [Warmup(rounds=rounds).density(density, 0, index) for index in range(rounds + 3)]
+    assert densities == sorted(densities, reverse=True)
+    assert densities[rounds:] == [density] * 3
+    both = Warmup(epochs, rounds)
+    assert both.density(density, epochs, 0) == both.density(density, 0, rounds) == density, "whichever is over first"
+    assert Warmup().density(density, 0, 0) == density
+
+
+def test_the_default_warm_up_is_the_smaller_of_epochs_and_a_share_of_the_run() -> None:
+    assert _default_warmup(1000) == Warmup(4, 50)
+    assert _default_warmup(float("inf")) == _default_warmup(-1) == Warmup(4, None)
+    assert _default_warmup(1000).describe() == (
+        "the density falls to its value until round 50 or epoch 4, whichever comes first"
+    )
+    assert Warmup().describe() == Warmup(0, 8).describe() == ""
 
 
 @given(st.floats(1e-6, 1.0), st.integers(1, 10**7))
@@ -96,122 +126,143 @@ def test_k_is_within_the_shard(density: float, numel: int) -> None:
 
 
 DTYPES = ("float32", "bfloat16", "float16")
-BYTES_ONLY = cost.Rates.of_link(1.0, 1)
-HOST = cost.Rates(
-    cost.Link(1e-4, 8e-9), cost.Link(1e-5, 1e-10), add=2e-10, select=1e-9, scatter=4e-9, fill=4e-10, cast=1e-9
-)
+BYTES_ONLY = Rates.of_link(1.0, 1)
+HOST = Rates(Link(1e-4, 8e-9), Link(1e-5, 1e-10), add=2e-10, select=1e-9, scatter=4e-9, fill=4e-10, cast=1e-9)
 
 
-def _plan(nodes: int, devices: int, numel: int, rates: cost.Rates = BYTES_ONLY, **options: Any) -> plan.Plan:
+def _choice(nodes: int, devices: int, rates: Rates, **options: Any) -> PathChoice:
     ranks = iter(range(nodes * devices))
     topology = Topology(tuple(tuple(itertools.islice(ranks, devices)) for _ in range(nodes)), 0)
-    config = HierConfig(warmup_epochs=0, **options)
-    group = ParamGroup(("a",), (numel,))
-    return plan.choose(
-        config, topology, rates, group, torch.float32, density=config.least_density, round_index=9, epoch=9
-    )
+    choice = PathChoice(HierConfig(**options), topology, 10**6, lambda _: None)
+    choice.rates = rates
+    return choice
+
+
+def _path(nodes: int, devices: int, numel: int, rates: Rates = BYTES_ONLY, **options: Any) -> Path:
+    choice = _choice(nodes, devices, rates, **options)
+    return choice.path(choice.work(numel, torch.float32), choice.config.least_density)
 
 
 def test_sparse_wins_while_density_is_below_the_bound_of_pairs() -> None:
     """16 nodes, fp32 gradients: dense receives 7.5 bytes an element or, rounded, 3.75; pairs of 4 or 6 bytes make it 60
     or 90 * density, and sparse must win by a margin."""
     densities = (0.01, 0.05, 0.06, 0.07, 0.08)
-    paths = {dtype: [_plan(16, 1, 10**6, density=d, value_dtype=dtype).path for d in densities] for dtype in DTYPES}
+    paths = {dtype: [_path(16, 1, 10**6, density=d, value_dtype=dtype).name for d in densities] for dtype in DTYPES}
     assert paths["bfloat16"] == paths["float16"] == ["sparse", "sparse", "dense16", "dense16", "dense16"]
     assert paths["float32"] == ["sparse", "sparse", "sparse", "sparse", "dense"]
 
 
 def test_a_tiny_group_does_not_gain() -> None:
-    assert _plan(2, 1, 1).path == "dense"
-    assert _plan(4, 1, 300, HOST).path == "sparse"
-    slow_to_begin = dataclasses.replace(HOST, inter=cost.Link(1e-4, 8e-9), select=1e-6, cast=1e-6)
-    assert _plan(4, 1, 10_000, slow_to_begin).path == "dense"
+    assert _path(2, 1, 1).name == "dense"
+    assert _path(4, 1, 300, HOST).name == "sparse"
+    slow_to_begin = dataclasses.replace(HOST, inter=Link(1e-4, 8e-9), select=1e-6, cast=1e-6)
+    assert _path(4, 1, 10_000, slow_to_begin).name == "dense"
 
 
 def test_a_fast_network_is_left_to_dense_rounds() -> None:
-    fast = dataclasses.replace(HOST, inter=cost.Link(1e-5, 1e-10))
-    assert _plan(4, 2, 10**7, HOST).path == "sparse"
-    assert _plan(4, 2, 10**7, fast).path == "flat", "no network inside the node is worth going round by"
+    fast = dataclasses.replace(HOST, inter=Link(1e-5, 1e-10))
+    assert _path(4, 2, 10**7, HOST).name == "sparse"
+    assert _path(4, 2, 10**7, fast).name == "flat", "no network inside the node is worth going round by"
     slow_inside = dataclasses.replace(HOST, intra=HOST.inter)
-    assert _plan(4, 2, 10**7, dataclasses.replace(slow_inside, select=1e-6, cast=1e-6)).path == "flat"
-    assert _plan(4, 2, 10**7, dataclasses.replace(HOST, select=1e-6, cast=1e-6)).path == "dense"
+    assert _path(4, 2, 10**7, dataclasses.replace(slow_inside, select=1e-6, cast=1e-6)).name == "flat"
+    assert _path(4, 2, 10**7, dataclasses.replace(HOST, select=1e-6, cast=1e-6)).name == "dense"
 
 
 def test_values_are_rounded_only_where_that_is_allowed_and_wins() -> None:
     slow_selection = dataclasses.replace(HOST, select=1e-5)
-    assert _plan(4, 2, 10**6, slow_selection).path == "dense16"
-    assert _plan(4, 2, 10**6, slow_selection, value_dtype="float32").path == "dense"
-    assert _plan(4, 2, 10**6, slow_selection, error_feedback=False).path == "dense", "the error would be lost"
-    assert _plan(4, 2, 10**6, dataclasses.replace(slow_selection, cast=1e-5)).path == "dense"
-    topology = Topology(((0, 1), (2, 3)), 0)
-    excluded = plan.choose_dense(HierConfig(), topology, slow_selection, ParamGroup(("a",), (10**6,)), torch.float32)
-    assert excluded.path == "dense"
+    assert _path(4, 2, 10**6, slow_selection).name == "dense16"
+    assert _path(4, 2, 10**6, slow_selection, value_dtype="float32").name == "dense"
+    assert _path(4, 2, 10**6, slow_selection, error_feedback=False).name == "dense", "the error would be lost"
+    assert _path(4, 2, 10**6, dataclasses.replace(slow_selection, cast=1e-5)).name == "dense"
+    assert _choice(2, 2, slow_selection).path(Work(2, 2, 10**6), 0.01, exact=True).name == "dense"
 
 
 def test_what_the_user_fixes_is_not_decided() -> None:
-    fast = dataclasses.replace(HOST, inter=cost.Link(1e-5, 1e-10))
-    assert _plan(4, 2, 10**7, fast, exchange="sparse").path == "sparse"
-    assert _plan(4, 2, 10**7, HOST, exchange="dense").path == "dense"
-    assert _plan(4, 2, 10**7, HOST, exchange="sparse", dense_rounds=99).path == "dense"
+    fast = dataclasses.replace(HOST, inter=Link(1e-5, 1e-10))
+    assert _path(4, 2, 10**7, fast, exchange="sparse").name == "sparse"
+    assert _path(4, 2, 10**7, HOST, exchange="dense").name == "dense"
+    given = _choice(4, 2, HOST, exchange="sparse")
+    assert given.path(Work(4, 2, 10**7), 0.01, keeps_all=True).name == "dense"
+    given.keeps_all = True
+    assert given.path(Work(4, 2, 10**7), 0.01).name == "sparse", "an objection is for 'auto' alone"
+
+
+def test_no_entries_are_left_out_for_an_optimizer_that_cannot_bear_it() -> None:
+    choice = _choice(4, 2, HOST)
+    assert choice.path(Work(4, 2, 10**7), 0.01).name == "sparse"
+    choice.keeps_all = True
+    assert choice.path(Work(4, 2, 10**7), 0.01).name == "dense16"
+
+
+def test_calls_decide_for_small_shards() -> None:
+    """25 MB on 8 devices are 0.8 M elements each: what a call costs at any size is then most of it."""
+    fast = Rates(Link(1e-5, 2e-10), Link(5e-6, 1e-11), select=1e-11, fill=1e-11, cast=1e-10)
+    calls = dataclasses.replace(fast, select_call=1e-3, cast_call=1e-3)
+    small, large = Work(4, 8, 6_553_600), Work(4, 8, 6_553_600_000)
+    assert _choice(4, 8, fast).path(small, 0.01).name == "sparse"
+    assert _choice(4, 8, calls).path(small, 0.01).name == "dense"
+    assert _choice(4, 8, calls).path(large, 0.01).name == "sparse"
+
+
+def _of(name: str, work: Work, density: float = 0.01) -> Path:
+    (kind,) = (each for each in PATHS if each.name == name)
+    path = kind.of(work, density, torch.bfloat16)
+    assert path is not None
+    return path
 
 
 def test_times_are_those_of_pencil_and_paper() -> None:
-    work = cost.Work(num_nodes=4, num_devices=2, numel=2000)
+    work = Work(num_nodes=4, num_devices=2, numel=2000)
     inside = 2 * (1e-5 + 4000e-10) + 4000 * 2e-10
-    assert cost.dense_seconds(work, HOST) == pytest.approx(inside + 6e-4 + 6000 * 8e-9 + 3000 * 2e-10)
-    assert cost.dense16_seconds(work, HOST) == pytest.approx(inside + 6e-4 + 3000 * 8e-9 + 1000 * 1e-9)
-    assert cost.flat_seconds(work, HOST) == pytest.approx(14e-4 + 7000 * 8e-9 + 7000 * 2e-10)
+    assert _of("dense", work).seconds(HOST) == pytest.approx(inside + 6e-4 + 6000 * 8e-9 + 3000 * 2e-10)
+    assert _of("dense16", work).seconds(HOST) == pytest.approx(inside + 6e-4 + 3000 * 8e-9 + 1000 * 1e-9)
+    assert _of("flat", work).seconds(HOST) == pytest.approx(14e-4 + 7000 * 8e-9 + 7000 * 2e-10)
     message = message_bytes(1000, 10, torch.bfloat16)
     expected = inside + 3e-4 + 3 * message * 8e-9 + 1000 * (1e-9 + 4e-10) + 40 * 4e-9
-    assert cost.sparse_seconds(work, HOST, 10, torch.bfloat16) == pytest.approx(expected)
+    assert _of("sparse", work).seconds(HOST) == pytest.approx(expected)
 
     row = message_bytes(250, 3, torch.bfloat16)
     expected = inside + 6e-4 + 6 * row * 8e-9 + 1250 * (1e-9 + 4e-10) + 24 * 4e-9
-    assert cost.regional_seconds(work, HOST, 10, torch.bfloat16) == pytest.approx(expected)
+    assert _of("regional", work).seconds(HOST) == pytest.approx(expected)
 
 
-@pytest.mark.parametrize("path", ["sparse", "regional", "dense", "dense16", "flat"])
-def test_what_is_spent_between_nodes_is_that_part_of_the_round(path: Any) -> None:
+@pytest.mark.parametrize("name", [kind.name for kind in PATHS])
+def test_what_is_spent_between_nodes_is_that_part_of_the_round(name: str) -> None:
     """Without a network inside the node and a host that takes no time nothing else is left of a round."""
-    rates = cost.Rates(HOST.inter, cost.Link(0.0, 0.0), add=0.0)
-    work, topology = cost.Work(4, 2, 2000), Topology(((0, 1), (2, 3), (4, 5), (6, 7)), 0)
-    config, group = HierConfig(), ParamGroup(("a",), (2000,))
-    whole = {
-        "sparse": cost.sparse_seconds(work, rates, 10, torch.bfloat16),
-        "regional": cost.regional_seconds(work, rates, 10, torch.bfloat16),
-        "dense": cost.dense_seconds(work, rates),
-        "dense16": cost.dense16_seconds(work, rates),
-        "flat": cost.flat_seconds(work, rates),
-    }
-    between = plan.seconds_between(plan.Plan(path, 10), config, topology, rates, group, torch.float32)
-    assert between == pytest.approx(whole[path])
+    rates = Rates(HOST.inter, Link(0.0, 0.0), add=0.0)
+    path = _of(name, Work(4, 2, 2000))
+    assert path.seconds_between(rates) == pytest.approx(path.seconds(rates))
 
 
-def test_effective_densities() -> None:
-    assert [cost.effective_density(path, 16, 0.01) for path in ("sparse", "regional", "dense")] == [0.16, 0.01, 1.0]
+def test_what_a_round_applies() -> None:
+    applied = {name: _of(name, Work(16, 1, 10_000)).applied for name in ("sparse", "regional", "dense")}
+    assert applied == {"sparse": 1600, "regional": 100, "dense": 10_000}
+
+
+def test_every_path_that_a_user_may_ask_for_exists() -> None:
+    assert set(get_args(Exchange)) == {"auto", *(kind.name for kind in PATHS if kind.by_shard)}
 
 
 def test_rates_survive_a_checkpoint() -> None:
-    assert cost.Rates.from_list(HOST.to_list()) == HOST
-    older = cost.Rates.from_list(dataclasses.replace(HOST, select=1e-5).to_list()[:8])
-    assert _plan(4, 2, 10**6, older).path == "dense", "as when that number was not known"
+    assert Rates.from_list(HOST.to_list()) == HOST
+    assert Rates.from_list(HOST.to_list()[:9]) is None, "those of an older version are measured again"
 
 
 @given(st.sampled_from(["auto", "sparse", "regional"]), st.floats(0.0, 0.2), st.floats(0.0, 0.2))
 def test_a_longer_window_hides_no_less(exchange: Any, one: float, other: float) -> None:
-    config = HierConfig(density="auto", exchange=exchange)
+    config = ExchangeConfig(density="auto", exchange=exchange)
     small, large = (_free(config, window) for window in sorted((one, other)))
     assert 0.01 <= small <= large <= 1.0
 
 
 def test_the_density_that_hides_is_the_largest_whose_round_fits() -> None:
     """4 nodes of one device, 10^6 elements, 1 Gbit/s: density d takes 3 * 4 bytes * d * 10^6 * 8 ns."""
-    sparse = HierConfig(density="auto", exchange="sparse", warmup_epochs=0)
+    sparse = ExchangeConfig(density="auto", exchange="sparse")
     assert _free(sparse, 0.0) == 0.01, "nothing hides: the least"
     assert _free(sparse, 0.0155) == pytest.approx(0.16)  # 15.4 ms of pairs, and a few headers
     assert _free(sparse, 10.0) == 1.0
-    assert _free(HierConfig(density="auto"), 10.0) == 1.0
-    assert _free(HierConfig(density="auto", exchange="dense"), 10.0) == 1.0
+    assert _free(ExchangeConfig(density="auto"), 10.0) == 1.0
+    assert _free(ExchangeConfig(density="auto", exchange="dense"), 10.0) == 1.0
 
 
 def test_where_all_is_sent_no_density_is_looked_for() -> None:
@@ -219,9 +270,10 @@ def test_where_all_is_sent_no_density_is_looked_for() -> None:
     assert measures == {"auto", "sparse", "regional"}
 
 
-def _free(config: HierConfig, window: float) -> float:
-    topology = Topology(((0,), (1,), (2,), (3,)), 0)
-    return plan.free_density(config, topology, BYTES_ONLY, [(ParamGroup(("a",), (10**6,)), torch.float32)], window)
+def _free(config: ExchangeConfig, window: float) -> float:
+    choice = PathChoice(config, Topology(((0,), (1,), (2,), (3,)), 0), 10**6, lambda _: None)
+    choice.rates, work = BYTES_ONLY, Work(4, 1, 10**6)
+    return free_density(config.least_density, window, lambda density: choice.path(work, density).seconds(BYTES_ONLY))
 
 
 def test_nothing_hides_without_overlap() -> None:
@@ -244,7 +296,7 @@ def test_shards_of_all_devices_hold_each_element_once(group: ParamGroup, devices
     flat = torch.full((devices * shard,), -1.0)
     for device in range(devices):
         for name, here, there in group.shard_slices(group.names, device, devices):
-            flat[device * shard :][here] = torch.arange(group.numel, dtype=torch.float32)[group.slices()[name]][there]
+            flat[device * shard :][here] = torch.arange(group.numel, dtype=torch.float32)[group.slices[name]][there]
     assert torch.equal(flat[: group.numel], torch.arange(group.numel, dtype=torch.float32))
 
 
@@ -261,7 +313,8 @@ def test_a_layout_settles_when_seen_twice_in_a_row() -> None:
 
 def test_one_big_bucket_is_split_into_the_settled_groups() -> None:
     ab, cd = ParamGroup(("a", "b"), (1, 2)), ParamGroup(("c", "d"), (3, 4))
-    layout = Layout(settled=(ab, cd))
+    layout = Layout()
+    layout.settle((ab, cd))
     assert layout.parts(ParamGroup(("d", "c", "b", "a"), (4, 3, 2, 1))) == (ab, cd)
     assert layout.parts(ab) == (ab,)
     odd = ParamGroup(("a", "b", "c"), (1, 2, 3))

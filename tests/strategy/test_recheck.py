@@ -13,36 +13,36 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from lightning_sparse.exchange import CommunicationError, choice
+from lightning_sparse.exchange.rates import Link, Rates, differ, timing
+from lightning_sparse.exchange.rates.timing import DECISIONS, Stopwatch
+from lightning_sparse.gradients import HierConfig
 from lightning_sparse.lab import Cluster, LabConfig, why_not
-from lightning_sparse.strategy import CommunicationError, HierConfig, choices, recheck
-from lightning_sparse.strategy.cost import Link, Rates
-from lightning_sparse.exchange.rates.timing import Stopwatch
-from lightning_sparse.exchange.rates.timing import DECISIONS
 from tests.helpers.distributed import run_ranks
 from tests.helpers.lines import Lines
 from tests.strategy.models import flat_grads, loss_of, mlp, wrap
 
-CHECK = recheck.CHECKS[0]
-SOON = DECISIONS[0] + recheck.ROUNDS
+CHECK = timing.CHECKS[0]
+SOON = DECISIONS[0] + timing.ROUNDS
 NEVER_SO_SLOW = Rates(Link(10.0, 1e-3), Link(0.0, 0.0))  # a second for 1,000 bytes: sparse
 
 
 def test_times_contradict_in_both_directions() -> None:
-    assert recheck.differ(2.0, 1.0, 2.0)
-    assert recheck.differ(1.0, 2.0, 2.0)
-    assert not recheck.differ(1.0, 1.9, 2.0)
-    assert recheck.differ(0.0, 1e-9, 2.0)
+    assert differ(2.0, 1.0, 2.0)
+    assert differ(1.0, 2.0, 2.0)
+    assert not differ(1.0, 1.9, 2.0)
+    assert differ(0.0, 1e-9, 2.0)
 
 
 def test_it_looks_before_the_agreed_rounds_and_only_after_timing_some() -> None:
-    watch, due = recheck.Recheck(), Stopwatch()
+    watch, due = timing.Recheck(), Stopwatch()
     looked = []
-    for index in range(CHECK - recheck.ROUNDS - 3, 600):
+    for index in range(CHECK - timing.ROUNDS - 3, 600):
         if watch.is_due(index, due):
             watch.measured(due, lambda seconds: seconds)
             looked.append(index)
     assert looked == [64, 512]
-    resumed = recheck.Recheck()
+    resumed = timing.Recheck()
     assert not any(resumed.is_due(index, due) for index in range(CHECK - 3, 500)), "what it timed is not eight rounds"
 
 
@@ -56,7 +56,7 @@ def test_wrong_rates_are_found_out_by_all_ranks_at_once(nodes: int, devices: int
         assert each["rates"] != NEVER_SO_SLOW.to_list()
     (line,) = everyone[0]["lines"]
     assert f"round {CHECK}: " in line
-    assert "by that it is decided from now on" in line
+    assert "paths are chosen by the new rates" in line
     assert all(each["lines"] == [] for each in everyone[1:])
 
 
@@ -73,25 +73,25 @@ def test_rates_that_were_given_are_not_doubted() -> None:
 
 def start_with(rates: Rates | None, gbps: float | None = None) -> dict[str, Any]:
     lines = Lines().lines
-    probes, real = [], choices.probe
-    choices.probe = lambda *arguments: probes.append(1) or real(*arguments)  # type: ignore[assignment, func-returns-value]
+    probes, real = [], choice.probe
+    choice.probe = lambda *arguments: probes.append(1) or real(*arguments)  # type: ignore[assignment, func-returns-value]
     if rates is None:
-        choices.CONTRADICTS = 1e9  # type: ignore[assignment]  # this machine's noise is not the subject
+        choice.CONTRADICTS = 1e9  # type: ignore[assignment]  # this machine's noise is not the subject
     model = mlp()
     ddp, ours = wrap(model, HierConfig(warmup_epochs=0, density=0.05, inter_gbps=gbps))
-    ours.choices.rates = rates
+    ours.exchange.choice.rates = rates
     paths = []
     for step in range(CHECK + 3):
         loss_of(ddp, step, dist.get_rank()).backward()
         if step >= 4:
-            paths.append(ours._choose(ours.layout.settled[0], torch.float32).path)
+            paths.append(ours.path(ours.layout.settled[0]).name)
         total = flat_grads(model).double().sum()
         equal = [torch.zeros_like(total) for _ in range(dist.get_world_size())]
         dist.all_gather(equal, total)
         assert all(each == equal[0] for each in equal)
-    assert ours.choices.rates is not None
+    assert ours.exchange.choice.rates is not None
     told = [line for line in lines if "measured again" in line]
-    return {"paths": paths, "probes": len(probes), "rates": ours.choices.rates.to_list(), "lines": told}
+    return {"paths": paths, "probes": len(probes), "rates": ours.exchange.choice.rates.to_list(), "lines": told}
 
 
 def test_a_transport_that_nobody_times_contradicts_nothing() -> None:
@@ -99,12 +99,12 @@ def test_a_transport_that_nobody_times_contradicts_nothing() -> None:
 
 
 def untimed() -> int:
-    recheck.CHECKS = (SOON,)  # type: ignore[assignment]
+    timing.CHECKS = (SOON,)  # type: ignore[assignment]
     probes: list[int] = []
-    choices.probe = lambda *_: probes.append(1)  # type: ignore[assignment, func-returns-value, return-value]
+    choice.probe = lambda *_: probes.append(1)  # type: ignore[assignment, func-returns-value, return-value]
     ddp, ours = wrap(mlp(), HierConfig(warmup_epochs=0))
-    ours.communicator._timed = lambda _: nullcontext()  # type: ignore[method-assign]
-    ours.choices.rates = NEVER_SO_SLOW
+    ours.exchange.communicator._timed = lambda _: nullcontext()  # type: ignore[method-assign]
+    ours.exchange.choice.rates = NEVER_SO_SLOW
     for step in range(SOON + 1):
         loss_of(ddp, step, dist.get_rank()).backward()
     return len(probes)
@@ -118,17 +118,17 @@ def test_what_hides_behind_backward_is_asked_anew() -> None:
 
 
 def density_after_a_look() -> tuple[float, float]:
-    recheck.CHECKS = (SOON,)  # type: ignore[assignment]
+    timing.CHECKS = (SOON,)  # type: ignore[assignment]
     model = mlp()
     ddp, ours = wrap(model, HierConfig(density="auto", exchange="sparse", warmup_epochs=0), bucket_cap_mb=0.001)
-    ours.choices.rates = NEVER_SO_SLOW
+    ours.exchange.choice.rates = NEVER_SO_SLOW
     before = 0.0
     for step in range(SOON + 1):
-        if step == SOON - recheck.ROUNDS:
+        if step == SOON - timing.ROUNDS:
             model[0].weight.register_hook(lambda _: time.sleep(0.1))  # of the last group
-        before = ours.choices.density
+        before = ours.exchange.choice.density
         loss_of(ddp, step, dist.get_rank()).backward()
-    return before, ours.choices.density
+    return before, ours.exchange.choice.density
 
 
 def test_a_rank_that_fails_meanwhile_is_told_of_by_the_round() -> None:
@@ -137,9 +137,9 @@ def test_a_rank_that_fails_meanwhile_is_told_of_by_the_round() -> None:
 
 
 def fail_in_the_look() -> str:
-    recheck.CHECKS = (SOON,)  # type: ignore[assignment]
+    timing.CHECKS = (SOON,)  # type: ignore[assignment]
     ddp, ours = wrap(mlp(), HierConfig(warmup_epochs=0))
-    ours.choices.rates = NEVER_SO_SLOW
+    ours.exchange.choice.rates = NEVER_SO_SLOW
     for step in range(SOON + 1):
         if step == SOON and dist.get_rank() == 1:
             return "gone"
@@ -157,22 +157,23 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch import nn
-from lightning_sparse.strategy import HierConfig, recheck
+from lightning_sparse.exchange.rates import timing
+from lightning_sparse.strategy import HierConfig
 from tests.strategy.models import wrap
 
 dist.init_process_group("gloo")
 model = nn.Linear(400, 500)
 ddp, state = wrap(model, HierConfig(warmup_epochs=0, density=0.05))
 folder, before = Path("FOLDER"), None
-for step in range(recheck.CHECKS[0] + 1):
-    if step == recheck.CHECKS[0] - recheck.ROUNDS:
+for step in range(timing.CHECKS[0] + 1):
+    if step == timing.CHECKS[0] - timing.ROUNDS:
         before = state.exchange.choice.rates.to_list()
         dist.barrier()
         (folder / f"ready{dist.get_rank()}").touch()
         while not (folder / "slow").exists():
             time.sleep(0.02)
     ddp(torch.randn(4, 400)).square().mean().backward()
-path = state._choose(state.layout.settled[0], torch.float32).path
+path = state.path(state.layout.settled[0]).name
 answer = {"before": before, "after": state.exchange.choice.rates.to_list(), "path": path}
 (folder / f"answer{dist.get_rank()}").write_text(json.dumps(answer))
 """

@@ -8,10 +8,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from lightning_sparse.kernels import message_bytes
-from lightning_sparse.strategy import HierConfig, HierState, cost, hier_hook
-from lightning_sparse.strategy.plan import bytes_of, choose
+from lightning_sparse.exchange import ExchangeConfig, Work
+from lightning_sparse.exchange.choice import PathChoice
 from lightning_sparse.exchange.paths.regional import Regions
+from lightning_sparse.kernels import message_bytes
+from lightning_sparse.strategy import HierConfig, HierState, hier_hook
 from lightning_sparse.topology import Topology
 from tests.helpers.distributed import run_ranks
 from tests.helpers.threads import Exchange, ThreadCommunicator, run_threads
@@ -41,12 +42,11 @@ def test_the_volume_is_flat_in_the_number_of_nodes(path: str) -> None:
     shard, k = 10**7, 10**5
     received = []
     for nodes in (2, 4, 16, 64, 256):
-        config = HierConfig(exchange=path, warmup_epochs=0)  # type: ignore[arg-type]
-        topology, group = Topology(tuple((rank,) for rank in range(nodes)), 0), _group(shard)
-        rates = cost.Rates.of_link(1.0, 1)
-        plan = choose(config, topology, rates, group, torch.float32, 0.01, round_index=9, epoch=9)
-        assert plan == (path, k)
-        received.append(bytes_of(plan, config, topology, group, torch.float32)[0])
+        config = ExchangeConfig(exchange=path)  # type: ignore[arg-type]
+        topology = Topology(tuple((rank,) for rank in range(nodes)), 0)
+        chosen = PathChoice(config, topology, shard, lambda _: None).path(Work(nodes, 1, shard), 0.01)
+        assert (chosen.name, chosen.sent) == (path, k)
+        received.append(chosen.bytes())
     pairs = message_bytes(shard, k, torch.bfloat16)
     if path == "regional":
         assert max(received[:-1]) < 2.1 * pairs, "2 K pairs and a header a message"
@@ -122,7 +122,7 @@ def test_what_arrives_is_what_was_planned_and_flat() -> None:
         results = exchange_once(nodes, torch.randn(nodes, 50_000), density=0.05)
         (received,) = {received for _, _, received in results}
         regions = Regions(50_000, nodes, 2500, torch.bfloat16)
-        assert received == cost.regional_bytes(nodes, regions.row_nbytes)
+        assert received == 2 * (nodes - 1) * regions.row_nbytes
         volumes.append(received)
     pairs = message_bytes(50_000, 2500, torch.bfloat16)
     assert volumes[0] < 1.1 * pairs

@@ -109,7 +109,7 @@ def back_and_on(folder: str) -> tuple[list[Tensor], bool]:
 
     module, strategy = plain_module("pytorch_lightning", by_step=True), sparse("pytorch_lightning")
     trainer("pytorch_lightning", strategy, max_steps=10, max_epochs=-1, callbacks=[Back()], **_ranks()).fit(module)
-    return residuals, strategy._saved is not None or strategy._resumes
+    return residuals, bool(strategy._saved) or strategy._resumes
 
 
 @pytest.mark.parametrize(("saved", "resumed"), [((2, 2), (1, 2)), ((2, 2), (3, 1))])
@@ -140,7 +140,7 @@ def save_by_hand(path: str) -> Tensor:
 def load_by_hand(path: str) -> dict[str, Any]:
     model = mlp()
     state = HierState(model, HierConfig(density=0.05, exchange="sparse", warmup_epochs=0), discover())
-    saved = checkpoint.load(torch.load(path, weights_only=True), path, dist.get_rank())
+    (saved,) = checkpoint.load(torch.load(path, weights_only=True), path, dist.get_rank())
     assert saved is not None
     said = checkpoint.apply(saved, state, torch.device("cpu"))
     total = sum_over_nodes(node_residual(model, state), state)
@@ -165,7 +165,7 @@ def apply_on_one_node(path: str) -> list[Tensor]:
     """What three rounds add to the mean gradient, the first of which is thrown away."""
     model, plain = mlp(), mlp()
     state = HierState(model, HierConfig(density=0.05, exchange="sparse", warmup_epochs=0), discover())
-    saved = checkpoint.load(torch.load(path, weights_only=True), path, dist.get_rank())
+    (saved,) = checkpoint.load(torch.load(path, weights_only=True), path, dist.get_rank())
     assert saved is not None
     checkpoint.apply(saved, state, torch.device("cpu"))
     ddp, _ = wrap(model, state.config, state=state)
@@ -324,7 +324,7 @@ def of_bias(state: HierState) -> Tensor:
 
 def parked_elsewhere(path: str) -> Tensor:
     _, state = wrap(mlp(), HierConfig())
-    saved = checkpoint.load(torch.load(path, weights_only=True), path, dist.get_rank())
+    (saved,) = checkpoint.load(torch.load(path, weights_only=True), path, dist.get_rank())
     assert saved is not None
     checkpoint.apply(saved, state, torch.device("cpu"))
     return state.store.parked["0.bias"]

@@ -8,8 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from lightning_sparse.strategy import HierConfig, cost
-from lightning_sparse.exchange.paths.dense16 import Rounded
+from lightning_sparse.exchange import Work
+from lightning_sparse.exchange.paths.dense16 import Dense16, Rounded
+from lightning_sparse.strategy import HierConfig
 from tests.helpers.distributed import run_ranks
 from tests.strategy.models import conserved
 
@@ -38,7 +39,7 @@ def test_what_is_applied_and_what_is_left_make_the_sum(nodes: int, numel: int, s
     total = (grads.double() + residuals.double()).sum(0)
     torch.testing.assert_close(applied.double() + left.double().sum(0), total, rtol=1e-6, atol=1e-6)
     torch.testing.assert_close(applied.double(), total, rtol=1e-2, atol=1e-2 * nodes)
-    assert received == cost.dense16_bytes(nodes, numel)
+    assert received == Dense16(Work(nodes, 1, numel)).bytes()
 
 
 def test_sums_are_made_in_fp32() -> None:

@@ -10,9 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from lightning_sparse.gradients.tracking import MANY_STEPS, Parameters, StepTracker
 from lightning_sparse.strategy import HierConfig
-from lightning_sparse.gradients.tracking import Parameters
-from lightning_sparse.gradients.tracking import MANY_STEPS, StepWatch
 from tests.helpers.distributed import run_ranks
 from tests.strategy.models import flat_grads, flat_parameters, loss_of, mlp, node_residual, sum_over_nodes, wrap
 
@@ -116,7 +115,7 @@ def test_a_model_that_is_trained_on_without_rounds_gathers_nothing() -> None:
     model = mlp()
     parameters = Parameters(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    watch = StepWatch(parameters, lambda: set(parameters.numels))
+    watch = StepTracker(parameters, lambda: set(parameters.numels))
     watch.watch([optimizer])
     for _ in range(3 * MANY_STEPS):
         model(torch.randn(4, 13)).sum().backward()

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_sparse.exchange.stats import CommStats
 from lightning_sparse.exchange.rates.timing import Stopwatch
+from lightning_sparse.exchange.stats import CommStats
 from lightning_sparse.strategy.summary import table
 
 
@@ -43,6 +43,7 @@ class Events:
 def test_events_are_read_once_the_device_has_passed_them(monkeypatch: pytest.MonkeyPatch) -> None:
     events, watch, device = Events(), Stopwatch(), torch.device("cuda:0")
     monkeypatch.setattr(torch.cuda, "Event", events)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: None)
     for _ in range(3):
         with watch.running(device):
             pass

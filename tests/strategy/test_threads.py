@@ -61,7 +61,10 @@ def rounds(device: str, dtype: torch.dtype, count: int = 6) -> list[Outcome]:
             outcome.applied.append(future.value().cpu())
         state.settle()
         (shard,) = state.store.current.values()
-        outcome.left, outcome.density = state.exchange.communicator.gather(shard).cpu()[:numel], state.exchange.stats.density
+        outcome.left, outcome.density = (
+            state.exchange.communicator.gather(shard).cpu()[:numel],
+            state.exchange.stats.density,
+        )
         return outcome
 
     return run_threads(rank, NODES)
