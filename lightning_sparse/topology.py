@@ -150,8 +150,8 @@ def nodes_from_places(places: Iterable[tuple[int, str, int] | Place]) -> tuple[t
         places: of each rank in order.
 
     Returns:
-        Global ranks by node, each node in device order; nodes by node rank and host name. Named ones are in the order of
-        ranks, and so are their devices.
+        Global ranks by node, each node in device order; nodes by node rank and host name. With names, both are in the
+        order of ranks.
 
     Raises:
         ValueError: when some ranks name their node and others do not.

@@ -214,7 +214,7 @@ def balance() -> tuple[Tensor, Tensor, float]:
         state.watch([optimizer])
         assert state.momentum is not None
         if not masking:
-            state.momentum.mask = lambda *_: None  # type: ignore[method-assign]
+            state.momentum.mask_of = lambda _: None  # type: ignore[assignment, method-assign, return-value]
         x = torch.randn(1, 64, generator=torch.Generator().manual_seed(dist.get_rank()))
         mean = x.clone()
         dist.all_reduce(mean)
@@ -284,7 +284,7 @@ def wait_for(path: str, nesterov: bool) -> Tensor:
     if dist.get_rank() == 0:
         torch.save({checkpoint.KEY: manifest}, path)
     assert state.momentum is not None
-    state.momentum.mask = lambda *_: None  # type: ignore[method-assign]  # it would stop what is to be compared
+    state.momentum.mask_of = lambda _: None  # type: ignore[assignment, method-assign, return-value]
     return still(ddp, state, optimizer, model)
 
 

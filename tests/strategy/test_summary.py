@@ -25,9 +25,12 @@ class Events:
         class Event:
             place: int
 
-            def record(self) -> None:
+            def record(self, _: object) -> None:
                 stream.recorded.append(self)
                 self.place = len(stream.recorded)
+
+            def synchronize(self) -> None:
+                assert self.query(), "the host would wait"
 
             def query(self) -> bool:
                 return self.place <= stream.passed
