@@ -18,7 +18,7 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -32,27 +32,24 @@ _CODES: tuple[torch.dtype, ...] = wire.VALUE_DTYPES
 
 # Kept for the life of the process: a collected Library takes its schemas with it.
 _library: Any = torch.library.Library(NAMESPACE, "FRAGMENT")  # type: ignore[no-untyped-call]
-_library.define("mstopk(Tensor x, int k, bool paper) -> (Tensor, Tensor)")
+_library.define("mstopk(Tensor x, int k) -> (Tensor, Tensor)")
 _library.define(
     "compress(Tensor grad, Tensor? residual, Tensor(a!)? next_residual, int k, int value_code, Tensor? scale) -> Tensor"
 )
 _library.define("accumulate(Tensor messages, Tensor(a!) shard, int k, int value_code) -> ()")
 
 
-def mstopk(x: Tensor, k: int, mode: Literal["exact", "paper"] = "exact") -> tuple[Tensor, Tensor]:
+def mstopk(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """The k largest |x| of a flat tensor: values_K = x[indices_K] and indices_K, ascending.
 
-    "exact" is top-k with ties going to the lowest index; "paper" is MSTopK of 30 iterations (see `reference`). Both
-    put NaN before
-    Inf before everything finite. Indices are int32 while x has fewer than 2^31 elements, else int64.
+    Ties go to the lowest index. NaN ranks above Inf, and Inf above every finite value. Indices are int32 if x has fewer
+    than 2^31 elements, otherwise int64.
 
     >>> mstopk(torch.tensor([1.0, -5.0, 2.0, 5.0]), 2)
     (tensor([-5.,  5.]), tensor([1, 3], dtype=torch.int32))
     """
-    if mode not in ("exact", "paper"):
-        raise ValueError(f"mode={mode!r}: choose 'exact' or 'paper'")
     _check_mstopk(x, k)
-    values, indices = torch.ops.lightning_sparse.mstopk(x.detach(), k, mode == "paper")
+    values, indices = torch.ops.lightning_sparse.mstopk(x.detach(), k)
     return values, indices
 
 
@@ -208,9 +205,9 @@ def _is_traced(tensor: Tensor) -> bool:
 # --------------------------------------------------------------------------------- implementations and their loading
 
 
-def _plain_mstopk(x: Tensor, k: int, paper: bool) -> tuple[Tensor, Tensor]:
+def _plain_mstopk(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
     _check_mstopk(x, k)
-    return plain.mstopk(x, k, paper)
+    return plain.mstopk(x, k)
 
 
 def _plain_compress(
@@ -226,7 +223,7 @@ def _plain_accumulate(messages: Tensor, shard: Tensor, k: int, value_code: int) 
     plain.accumulate(messages, shard, k, _dtype_of(value_code))
 
 
-def _fake_mstopk(x: Tensor, k: int, paper: bool) -> tuple[Tensor, Tensor]:
+def _fake_mstopk(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
     _check_mstopk(x, k)
     return x.new_empty(k), x.new_empty(k, dtype=plain.index_dtype(x.numel()))
 

@@ -17,7 +17,7 @@ Faults of the transcriptions in circulation, each mended here and marked in the 
    (`mean_of`).
 
 Because T(j) = fl(mean + fl(fl(j / 2^N) * fl(max - mean))) rises with j, the loop is a binary search and ends at
-j2 = max{j : T(j) <= v} with v the (k+1)-th largest |x|. That is what the compiled kernels compute, without N passes.
+j2 = max{j : T(j) <= v} with v the (k+1)-th largest |x|.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def mstopk(
 ) -> tuple[Tensor, Tensor]:
     """The paper's selection: values_K and indices_K, ascending. `generator` draws where the band's slice starts.
 
-    Without a generator the slice starts at the band's first element, which is what `mode="paper"` of the kernels does.
+    Without a generator the slice starts at the band's first element.
     """
     _check(x, k)
     a = x.detach().float().abs()

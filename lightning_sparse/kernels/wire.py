@@ -138,11 +138,6 @@ def indices_of(message: Tensor, numel: int, k: int, value_dtype: torch.dtype) ->
     return decode(message, numel, k, value_dtype)[1]
 
 
-def nonfinite_count(message: Tensor) -> Tensor:
-    """The header's count, as a 0-dim int32 tensor on the message's device."""
-    return message[4:8].clone().view(torch.int32)[0]
-
-
 def round_trip(values_K: Tensor, value_dtype: torch.dtype) -> Tensor:
     """What fp32 values become on the other side: decode(encode(values))."""
     return _from_stored(*_to_stored(values_K, value_dtype))

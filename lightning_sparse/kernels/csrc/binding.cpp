@@ -132,12 +132,12 @@ cpu::Parallel parallel() {
           }};
 }
 
-std::tuple<Tensor, Tensor> mstopk_cpu(Tensor x, int64_t k, bool paper) {
+std::tuple<Tensor, Tensor> mstopk_cpu(Tensor x, int64_t k) {
   const auto source = source_of<cpu::Source>(x, {}, {}, {});
   check_k(k, source.numel);
   Tensor values = torch::stable::new_empty(x, {k});
   Tensor indices = torch::stable::new_empty(x, {k}, index_type(source.numel));
-  cpu::mstopk(source, k, paper, values.data_ptr(), indices.data_ptr(), parallel());
+  cpu::mstopk(source, k, values.data_ptr(), indices.data_ptr(), parallel());
   return {values, indices};
 }
 
@@ -172,14 +172,14 @@ Tensor scratch_on(const Tensor& like, int64_t nbytes) {
   return torch::stable::new_empty(like, {nbytes}, ScalarType::Byte);
 }
 
-std::tuple<Tensor, Tensor> mstopk_cuda(Tensor x, int64_t k, bool paper) {
+std::tuple<Tensor, Tensor> mstopk_cuda(Tensor x, int64_t k) {
   const torch::stable::accelerator::DeviceGuard guard(x.get_device());
   const auto source = source_of<cuda::Source>(x, {}, {}, {});
   check_k(k, source.numel);
   Tensor values = torch::stable::new_empty(x, {k});
   Tensor indices = torch::stable::new_empty(x, {k}, index_type(source.numel));
-  Tensor scratch = scratch_on(x, cuda::select_scratch_bytes(source.numel, k, paper));
-  cuda::mstopk(source, k, paper, values.data_ptr(), indices.data_ptr(), scratch.data_ptr(), stream_of(x));
+  Tensor scratch = scratch_on(x, cuda::select_scratch_bytes(source.numel, k));
+  cuda::mstopk(source, k, values.data_ptr(), indices.data_ptr(), scratch.data_ptr(), stream_of(x));
   return {values, indices};
 }
 
@@ -190,7 +190,7 @@ Tensor compress_cuda(Tensor grad, Optional residual, Optional next_residual, int
   const auto source = source_of<cuda::Source>(grad, residual, next_residual, scale);
   check_k(k, source.numel);
   Tensor message = torch::stable::new_empty(grad, {Layout(source.numel, k, dtype).nbytes}, ScalarType::Byte);
-  Tensor scratch = scratch_on(grad, cuda::select_scratch_bytes(source.numel, k, false));
+  Tensor scratch = scratch_on(grad, cuda::select_scratch_bytes(source.numel, k));
   cuda::compress(source, k, dtype, static_cast<uint8_t*>(message.data_ptr()), scratch.data_ptr(), stream_of(grad));
   return message;
 }

@@ -31,8 +31,8 @@ int64_t pack(const Source& source, int64_t begin, int64_t n, uint32_t first, uin
              float* values);
 
 struct Tally {
-  int64_t certain = 0, band = 0, nonfinite = 0;
-  uint32_t largest = 0;  // key of the largest finite
+  int64_t above = 0, ties = 0, nonfinite = 0;  // keys above the k-th largest, and equal to it
+  uint32_t largest = 0;                        // key of the largest finite
 };
 
 struct Range {
@@ -125,9 +125,8 @@ struct Population {
   template <typename Visit>  // visit(run), ascending, runs of at most kChunk
   void each(const Range& range, const Visit& visit) const {
     if (whole) {
-      scan(source, range.begin, range.end, [&](const float* x, int64_t n, int64_t first) {
-        visit(Run{x, nullptr, n, first});
-      });
+      scan(source, range.begin, range.end,
+           [&](const float* x, int64_t n, int64_t first) { visit(Run{x, nullptr, n, first}); });
       return;
     }
     for (int64_t i = 0; i < range.count; i += kChunk) {

@@ -1,5 +1,5 @@
 // The scalar parts that the CPU and CUDA kernels share, so that both give the same bits: keys, the message layout, the
-// 16-bit formats and the paper's bracket. No torch headers, no state. Compile with FMA contraction off.
+// 16-bit formats. No torch headers, no state. Compile with FMA contraction off.
 //
 // The key of an element is its magnitude's fp32 bits: as unsigned integers they order as |x| does, infinity comes above
 // everything finite, and all NaN are made one key above that.
@@ -21,9 +21,6 @@ enum class Dtype : int { fp32 = 0, bf16 = 1, fp16 = 2 };  // the codes of wire.p
 
 constexpr uint32_t kInfKey = 0x7F800000u;
 constexpr uint32_t kNanKey = 0x7F800001u;
-constexpr int kIterations = 30;
-constexpr int kMeanLanes = 16;
-constexpr int kMeanBlock = 256 * kMeanLanes;
 
 LS_HD uint32_t bits_of(float x) {
 #if defined(__CUDA_ARCH__)
@@ -184,36 +181,6 @@ LS_HD float decode_value(uint32_t stored, int32_t exponent, Dtype dtype) {
   if (dtype == Dtype::fp32) return float_of(stored);
   if (dtype == Dtype::bf16) return from_bf16(static_cast<uint16_t>(stored));
   return static_cast<float>(static_cast<double>(from_fp16(static_cast<uint16_t>(stored))) * power_of_two(exponent));
-}
-
-// ---------------------------------------------------------------------------------------------- the paper's bracket
-
-struct Bracket {
-  uint32_t lower, upper;  // keys: everything >= upper is certain, [lower, upper) is the band
-};
-
-// Where the reference's bisection ends, without its passes. The count of |x| >= t is at most k exactly when t > v, the
-// (k+1)-th largest |x|, and the thresholds rise with their ratio; so the loop is a binary search that needs only v.
-// Worked example (reference.bisect's): mean 4, largest 10, v = 3 < mean, so the bracket is [0, 4]: 2 <= 3, then 3 <= 3.
-LS_HD Bracket find_bracket(float mean, float largest, float v, int iterations) {
-  const bool above_mean = v >= mean;
-  const float low = above_mean ? mean : 0.0f;
-  const float width = (above_mean ? largest : mean) - low;
-  float lower = low, upper = above_mean ? float_of(kInfKey) : mean;
-  double left = 0.0, right = 1.0;
-  for (int i = 0; i < iterations; ++i) {
-    const double ratio = left + (right - left) / 2;
-    const float step = static_cast<float>(ratio) * width;
-    const float threshold = low + step;
-    if (threshold > v) {
-      right = ratio;
-      upper = threshold;
-    } else {
-      left = ratio;
-      lower = threshold;
-    }
-  }
-  return {bits_of(lower), bits_of(upper)};
 }
 
 }  // namespace lightning_sparse

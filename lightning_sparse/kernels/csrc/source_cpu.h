@@ -9,7 +9,7 @@
 
 namespace lightning_sparse::cpu {
 
-constexpr int64_t kChunk = kMeanBlock;
+constexpr int64_t kChunk = 4096;
 
 bool scalar_only();  // as `force` has set it
 

@@ -17,49 +17,39 @@ constexpr int kTile = kThreads * kRounds;
 constexpr int kScanThreads = 1024;
 constexpr int kHistogramBlocks = 1024;
 constexpr int kDigits = 3, kBins = 2048;
-static_assert(kTile == kMeanBlock && kBlock % kTile == 0, "a tile is a block of the mean and lies in one wire block");
+static_assert(kBlock % kTile == 0, "a tile lies in one wire block");
 
 using Count = unsigned long long;
 
 struct Control {
   uint32_t threshold;
-  uint32_t prefix;        // of the k-th largest key, so far
-  Count cursor;           // candidates found
-  Count rank, remaining;  // which largest is looked for: in all, and among the keys that share the prefix
-  Count nonfinite, certain;
+  uint32_t prefix;  // of the k-th largest key, so far; all of it after the last digit
+  Count cursor;     // candidates found
+  Count remaining;  // of the k, how many share the prefix; after the last digit, how many ties are kept
+  Count nonfinite;
   uint32_t largest;  // key of the largest finite
   int32_t exponent;
-  Bracket bracket;
-  Count paper_nonfinite;
-  uint32_t paper_largest;
 };
 
 // Plain data: passed to kernels by value.
 struct Problem {
   Source source;
   int64_t k, num_tiles, capacity, target;
-  bool paper, forced;
+  bool forced;
   Control* control;
-  uint32_t* sample;                          // [kSampleBins]
-  Count* bins;                               // [kDigits][kBins]
-  int64_t* start;                            // per tile: its first candidate
-  int64_t* slot;                             // per tile: its first output
-  uint32_t *count, *certain, *band, *quota;  // per tile
-  double* sums;                              // per tile, padded to a power of two; mode "paper" only
-  float* values;                             // candidates
-  uint16_t* offsets;                         // candidates, within their tile
+  uint32_t* sample;                        // [kSampleBins]
+  Count* bins;                             // [kDigits][kBins]
+  int64_t* start;                          // per tile: its first candidate
+  int64_t* slot;                           // per tile: its first output
+  uint32_t *count, *above, *ties, *quota;  // per tile
+  float* values;                           // candidates
+  uint16_t* offsets;                       // candidates, within their tile
 };
 
 template <typename T>
 void carve(char*& at, T*& pointer, int64_t count) {
   pointer = reinterpret_cast<T*>(at);
   at += (count * static_cast<int64_t>(sizeof(T)) + 255) / 256 * 256;
-}
-
-int64_t padded_tiles(int64_t num_tiles) {
-  int64_t padded = 1;
-  while (padded < num_tiles) padded *= 2;
-  return padded;
 }
 
 // Lays the arrays out in the scratch memory; returns how much of it they take and how much of that must be zeroed.
@@ -72,10 +62,9 @@ std::pair<int64_t, int64_t> lay_out(Problem& p, char* scratch) {
   carve(at, p.start, p.num_tiles);
   carve(at, p.slot, p.num_tiles);
   carve(at, p.count, p.num_tiles);
-  carve(at, p.certain, p.num_tiles);
-  carve(at, p.band, p.num_tiles);
+  carve(at, p.above, p.num_tiles);
+  carve(at, p.ties, p.num_tiles);
   carve(at, p.quota, p.num_tiles);
-  carve(at, p.sums, p.paper ? padded_tiles(p.num_tiles) : 0);
   carve(at, p.values, p.capacity);
   carve(at, p.offsets, p.capacity);
   return {at - scratch, zeroed};
@@ -103,7 +92,7 @@ __device__ float stored_at(const Source& source, int64_t i) {
 
 __device__ bool candidates_fail(const Problem& p) {
   const Control& control = *p.control;
-  return p.forced || control.cursor < control.rank || control.cursor > static_cast<Count>(p.capacity);
+  return p.forced || control.cursor < static_cast<Count>(p.k) || control.cursor > static_cast<Count>(p.capacity);
 }
 
 // What a tile holds: its candidates or, where these are of no use, all of its elements.
