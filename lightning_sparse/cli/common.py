@@ -1,4 +1,4 @@
-"""What the subcommands share."""
+"""Helpers shared by the subcommands."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ else:
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Aligned columns, the first to the left and numbers to the right.
+    """Format rows as columns: the first left-aligned, the others right-aligned.
 
     >>> print(table(["", "ms"], [["sum", "1.5"], ["select", "12"]]))
              ms

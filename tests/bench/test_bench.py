@@ -142,7 +142,7 @@ def test_exchange_plays_a_cluster_without_root(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.delenv("RANK", raising=False)
-    monkeypatch.setattr("lightning_sparse.lab.why_not", lambda: "this user is not root")
+    monkeypatch.setattr("lightning_sparse.lab.unavailable_reason", lambda: "this user is not root")
     assert cli.main(["bench", "exchange", "--quick", "--out", str(tmp_path), "--plot"]) == 0
     said = capfd.readouterr()
     assert "note: links cannot be shaped here (this user is not root)" in said.err

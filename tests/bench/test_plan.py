@@ -162,7 +162,7 @@ def test_the_command_prints_tables_and_one_recommendation(capsys: pytest.Capture
     assert cli.main(["plan", "--model", "resnet50", "--nodes", "16", *CLUSTER, "--compute-ms", "213"]) == 0
     said = capsys.readouterr().out
     assert "assumed, not measured" in said
-    assert "213 ms, as given" in said
+    assert "213 ms (given)" in said
     for name in ("DDP", "2-D dense", "sparse 1 %", "sparse 0.1 %", "regional 1 %"):
         assert any(line.startswith(name) for line in said.splitlines())
     assert said.rstrip().splitlines()[-1].startswith("Use plain DDP on 16 nodes if")

@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_sparse.lab import Cluster, LabConfig, why_not
+from lightning_sparse.lab import Cluster, LabConfig, unavailable_reason
 from lightning_sparse.strategy import CommunicationError, HierConfig, choices, recheck
 from lightning_sparse.strategy.cost import Link, Rates
 from lightning_sparse.strategy.stopwatch import Stopwatch
@@ -181,7 +181,7 @@ answer = {"before": before, "after": state.choices.rates.to_list(), "path": path
 @pytest.mark.root
 @pytest.mark.timeout(120)
 def test_a_link_that_gets_slow_is_noticed(tmp_path: Path) -> None:
-    if reason := why_not():
+    if reason := unavailable_reason():
         pytest.skip(reason)
     script, output = tmp_path / "train.py", io.StringIO()
     script.write_text(SCRIPT.replace("FOLDER", str(tmp_path)))
