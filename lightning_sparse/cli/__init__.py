@@ -18,9 +18,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run a subcommand and return its exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
     split = words.index("--") if "--" in words else len(words)
-    parser = argparse.ArgumentParser(
-        prog="lightning-sparse", description="Data-parallel training for slow networks between nodes."
-    )
+    parser = argparse.ArgumentParser("lightning-sparse", description="Data-parallel training on slow networks.")
     parser.add_argument("--version", action=_Version, nargs=0, help="print the versions of lightning-sparse and torch")
     subcommands = parser.add_subparsers(dest="subcommand", required=True, metavar="COMMAND")
     for each in (doctor, plan, bench, lab, cache):

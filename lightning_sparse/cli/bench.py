@@ -8,9 +8,14 @@ import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lightning_sparse.cli.common import Subcommands
+
+if TYPE_CHECKING:
+    import torch
+
+    from lightning_sparse.topology import Topology
 
 Rows = list[dict[str, Any]]
 
@@ -61,74 +66,53 @@ def _kernels(arguments: argparse.Namespace) -> int:
 
     from lightning_sparse.bench import kernels
 
-    device = arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    if device == "cuda" and not torch.cuda.is_available():
-        raise ValueError("--device cuda: torch finds no GPU. Omit --device to use the CPU.")
     _prepare(arguments)
+    device = arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")
     torch.set_num_threads(arguments.threads)
     cases = tqdm(kernels.QUICK if arguments.quick else kernels.FULL, unit="case", disable=None)
-    rows = kernels.measure(
-        cases, device, repeats=11 if arguments.quick else 21, seconds=1.0 if arguments.quick else 5.0
-    )
+    repeats, seconds = (11, 1.0) if arguments.quick else (21, 5.0)
+    rows = kernels.measure(cases, device, repeats=repeats, seconds=seconds)
     print(kernels.table(rows))
     return _write(arguments, {**kernels.about(), "device": device}, rows, kernels.plot)
 
 
 def _exchange(arguments: argparse.Namespace) -> int:
     from lightning_sparse.bench import exchange, models
-    from lightning_sparse.bench.ranks import launched
 
     _prepare(arguments)
     shapes = exchange.QUICK if arguments.quick else models.find(arguments.model).shapes
+    seconds = 3.0 if arguments.quick else 40.0
+    gbps = None if arguments.rows is None else arguments.gbps
 
-    def ranks(seconds: float) -> tuple[Rows, str]:
-        from lightning_sparse.bench.ranks import join, leave
+    def measure(topology: Topology, device: torch.device) -> Rows:
+        return exchange.measure(exchange.build(topology, shapes, device), seconds, gbps=gbps)
 
-        topology, device = join()
-        gbps = None if arguments.rows is None else arguments.gbps
-        rows = exchange.measure(exchange.build(topology, shapes, device), seconds, gbps=gbps)
-        leave()
-        return rows if topology.rank == 0 else [], topology.describe()
-
-    found = _on_ranks(arguments, launched(), lambda: ranks(3.0 if arguments.quick else 40.0))
+    found = _on_ranks(arguments, measure)
     if found is None:
         return 0
     rows, cluster = found
     print(f"{cluster}\n{exchange.table(rows)}")
     what = "1 M gradients" if arguments.quick else f"gradients of {arguments.model}"
-    return _write(
-        arguments,
-        {"cluster": cluster, "gradients": what},
-        rows,
-        lambda rows, file: exchange.plot(rows, f"{what}, {cluster}", file),
-    )
+    about = {"cluster": cluster, "gradients": what}
+    return _write(arguments, about, rows, lambda rows, file: exchange.plot(rows, f"{what}, {cluster}", file))
 
 
 def _pto(arguments: argparse.Namespace) -> int:
-    _prepare(arguments)
-    from lightning_sparse.bench import pto
-    from lightning_sparse.bench.ranks import launched
+    from tqdm import tqdm
 
+    from lightning_sparse.bench import pto
+
+    _prepare(arguments)
     cases = [(m, o) for m in arguments.models for o in arguments.optimizers if o != "Muon" or m == "Transformer"]
     limits = {"repeats": 15, "seconds": 20.0}
     if arguments.quick:
         cases, limits = [("resnet18", name) for name in ("SGD", "AdamW")], {"repeats": 5, "seconds": 2.0}
 
-    def ranks() -> tuple[Rows, str]:
-        from tqdm import tqdm
-
-        from lightning_sparse.bench.ranks import join, leave
-
-        topology, device = join()
+    def measure(topology: Topology, device: torch.device) -> Rows:
         bar = tqdm(cases, unit="case", disable=None if topology.rank == 0 else True)
-        makers = pto.ways(topology)
-        rows = [
-            row for case in bar for row in pto.measure_cases([case], pto.OPTIMIZERS, makers, topology, device, **limits)
-        ]
-        leave()
-        return rows if topology.rank == 0 else [], topology.describe()
+        return pto.measure_cases(bar, pto.OPTIMIZERS, pto.ways(topology), topology, device, **limits)
 
-    found = _on_ranks(arguments, launched(), ranks)
+    found = _on_ranks(arguments, measure)
     if found is None:
         return 0
     rows, cluster = found
@@ -144,8 +128,6 @@ def _data(arguments: argparse.Namespace) -> int:
     from lightning_sparse.bench import data
 
     _prepare(arguments)
-    if arguments.device == "cuda" and not torch.cuda.is_available():
-        raise ValueError("--device cuda: torch finds no GPU. Omit --device to use the CPU.")
     if arguments.pictures is not None and not (arguments.pictures / "train").is_dir():
         raise ValueError(f"--pictures {arguments.pictures} has no folder train/. Pass an image folder.")
     with tempfile.TemporaryDirectory(prefix="bench-") as folder:
@@ -162,17 +144,20 @@ def _data(arguments: argparse.Namespace) -> int:
 
 
 def _on_ranks(
-    arguments: argparse.Namespace, launched: bool, measure: Callable[[], tuple[Rows, str]]
+    arguments: argparse.Namespace, measure: Callable[[Topology, torch.device], Rows]
 ) -> tuple[Rows, str] | None:
     """(rows, description of the cluster) on the process that reports; None on all others."""
-    if not launched:
+    from lightning_sparse.bench.ranks import join, launched, leave
+
+    if not launched():
         return _emulated(arguments)
-    rows, cluster = measure()
-    if not rows:
-        return None
-    if arguments.rows is None:
-        return rows, cluster
-    arguments.rows.write_text(json.dumps(rows))
+    topology, device = join()
+    rows = measure(topology, device)
+    leave()
+    if topology.rank == 0 and arguments.rows is None:
+        return rows, topology.describe()
+    if topology.rank == 0:
+        arguments.rows.write_text(json.dumps(rows))
     return None
 
 
@@ -199,6 +184,10 @@ def _emulated(arguments: argparse.Namespace) -> tuple[Rows, str]:
 
 def _prepare(arguments: argparse.Namespace) -> None:
     """Fail before the measurement rather than after it."""
+    import torch
+
+    if getattr(arguments, "device", None) == "cuda" and not torch.cuda.is_available():
+        raise ValueError("--device cuda: torch finds no GPU. Omit --device to use the CPU.")
     arguments.out.mkdir(parents=True, exist_ok=True)
     if arguments.plot:
         from lightning_sparse.bench.extras import need
@@ -214,9 +203,8 @@ def _write(arguments: argparse.Namespace, about: dict[str, Any], rows: Rows, plo
     command = " ".join(["lightning-sparse", *arguments.words])
     record = {**surroundings(command), "commit": commit(), **about, "rows": rows}
     file.write_text(json.dumps(record, indent=1) + "\n")
-    written = [str(file)]
+    print(f"\nwrote {file}")
     if arguments.plot:
         plot(rows, file.with_suffix(".svg"))
-        written.append(str(file.with_suffix(".svg")))
-    print(f"\nwrote {' and '.join(written)}")
+        print(f"wrote {file.with_suffix('.svg')}")
     return 0

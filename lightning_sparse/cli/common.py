@@ -23,9 +23,6 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     widths = [max(len(line[column]) for line in [head, *rows]) for column in range(len(head))]
     lines = []
     for line in [head, *rows]:
-        cells = [
-            line[0].ljust(widths[0]),
-            *(cell.rjust(width) for cell, width in zip(line[1:], widths[1:], strict=True)),
-        ]
-        lines.append("  ".join(cells).rstrip())
+        cells = [cell.rjust(width) for cell, width in zip(line[1:], widths[1:], strict=True)]
+        lines.append("  ".join([line[0].ljust(widths[0]), *cells]).rstrip())
     return "\n".join(lines)

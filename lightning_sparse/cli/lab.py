@@ -21,18 +21,10 @@ def add(subcommands: Subcommands) -> None:
     )
     parser.add_argument("--nodes", type=int, default=2, metavar="M", help="number of nodes (default %(default)s)")
     parser.add_argument("--devices", type=int, default=2, metavar="L", help="ranks per node (default %(default)s)")
-    parser.add_argument(
-        "--gbps",
-        type=float,
-        default=1.0,
-        metavar="R",
-        help="rate of a node's link in Gbit/s each way (default 1)",
-    )
+    parser.add_argument("--gbps", type=float, default=1.0, metavar="R", help="Gbit/s of a link each way (default 1)")
     parser.add_argument("--no-net", action="store_true", help="use loopback: needs no root, limits no rates")
-    parser.add_argument(
-        "--storage", type=Path, metavar="DIR", help="a folder that nodes access only over the network, at the same path"
-    )
-    parser.add_argument("--storage-gbps", type=float, metavar="R", help="rate of the storage node's link in Gbit/s")
+    parser.add_argument("--storage", type=Path, metavar="DIR", help="a folder that nodes access only over the network")
+    parser.add_argument("--storage-gbps", type=float, metavar="R", help="Gbit/s of the storage node's link")
     parser.add_argument("--report", type=Path, metavar="FILE", help="write exit codes and link traffic as JSON")
     parser.set_defaults(run=_run)
 

@@ -56,12 +56,12 @@ def compress(
 
 def accumulate(messages_MB: Tensor, shard_S: Tensor, k: int, value_dtype: torch.dtype) -> None:
     shard_S.zero_()
-    all_sound = torch.ones((), dtype=torch.bool, device=shard_S.device)
+    all_valid = torch.ones((), dtype=torch.bool, device=shard_S.device)
     for message in messages_MB:
-        values_K, indices_K, sound = wire.decode(message, shard_S.numel(), k, value_dtype)
+        values_K, indices_K, valid = wire.decode(message, shard_S.numel(), k, value_dtype)
         shard_S[indices_K] = shard_S[indices_K] + values_K  # indices are distinct within a message
-        all_sound = all_sound & sound
-    shard_S.masked_fill_(~all_sound, torch.nan)
+        all_valid = all_valid & valid
+    shard_S.masked_fill_(~all_valid, torch.nan)
 
 
 def index_dtype(numel: int) -> torch.dtype:

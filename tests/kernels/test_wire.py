@@ -12,8 +12,8 @@ from tests.kernels.paths import DTYPES, inputs, nonfinite_count, same_bits
 def round_trip(values: list[float], dtype: torch.dtype) -> list[float]:
     x = torch.tensor(values)
     message = wire.encode(x, torch.arange(x.numel()), x.numel(), dtype)
-    decoded, indices, sound = wire.decode(message, x.numel(), x.numel(), dtype)
-    assert bool(sound)
+    decoded, indices, valid = wire.decode(message, x.numel(), x.numel(), dtype)
+    assert bool(valid)
     assert indices.tolist() == list(range(x.numel()))
     return decoded.tolist()
 

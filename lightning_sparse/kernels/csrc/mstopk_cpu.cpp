@@ -1,13 +1,13 @@
 // Exact selection in one pass over memory.
 //
-//   sample   up to 65,536 elements give a threshold that a little more than k elements should reach
-//   pass     read everything once, keep (position, value) of what reaches it (and write acc, if asked to)
-//   refine   the k-th largest key among these candidates, by a histogram of the high and then of the low bits
-//   emit     candidates above the k-th key, and of those equal to it the first ones, straight into the output
+//   sample   choose a threshold that slightly more than k elements should reach, from up to 65,536 elements
+//   pass     read all elements once; keep (position, value) of those that reach it, the candidates; store acc if needed
+//   refine   find the k-th largest key of the candidates, with histograms of the high and then the low bits
+//   emit     write the candidates above the k-th key, and the first ones equal to it, to the output
 //
-// The sample decides only how much work there is: if it kept too few or too many, "refine" and "emit" run over all
-// elements instead of the candidates, in bounded memory. So the result is the same for any number of threads and on any
-// path. The first two are in candidates_cpu.h.
+// The sample affects only the amount of work: with too few or too many candidates, "refine" and "emit" process all
+// elements instead, in bounded memory. The result is the same for any number of threads. "sample" and "pass" are in
+// candidates_cpu.h.
 #include "mstopk_cpu.h"
 
 #include <algorithm>
@@ -40,8 +40,8 @@ bool vectorised() {
 // acc of whole groups of 64 elements, where it lies or computed on the way.
 int64_t pack_groups(const Source& source, const float* x, int64_t begin, int64_t n, uint32_t first, uint32_t threshold,
                     uint32_t* positions, float* values) {
-  if (source.plain()) return pack_avx2(Lying<8192>{x}, n, first, threshold, positions, values);
-  if (!source.summed()) return pack_avx2(Lying<0>{x}, n, first, threshold, positions, values);
+  if (source.plain()) return pack_avx2(Loaded<8192>{x}, n, first, threshold, positions, values);
+  if (!source.summed()) return pack_avx2(Loaded<0>{x}, n, first, threshold, positions, values);
   float* to = source.store + begin;
   const float *grad = static_cast<const float*>(source.grad) + begin, *residual = source.residual + begin;
   if (!source.scale) {
@@ -75,13 +75,13 @@ namespace {
 // -------------------------------------------------------------------------------------------------------- the k-th key
 
 constexpr int64_t kLowBins = 1 << kLowBits;
-constexpr int64_t kRefineAlone = 1 << 16, kEmitAlone = 1 << 16;  // so few elements are not worth waking threads for
+constexpr int64_t kRefineAlone = 1 << 16, kEmitAlone = 1 << 16;  // fewer elements run on one thread
 
 struct Found {
-  int64_t bin, above;  // above: how many lie in higher bins
+  int64_t bin, above;  // above: number of elements in higher bins
 };
 
-// `bins` are the workers', of `total` elements. The k-th largest candidate is among the smallest: from below.
+// The bin of the k-th largest of `total` elements. Searches upwards: it is among the smallest candidates.
 Found find_bin(const Workers& workers, int64_t begin, int64_t end, int64_t total, int64_t k) {
   int64_t above = total;
   for (int64_t bin = begin; bin < end; ++bin) {
@@ -91,7 +91,7 @@ Found find_bin(const Workers& workers, int64_t begin, int64_t end, int64_t total
   return {end - 1, 0};
 }
 
-uint32_t kth_by_sort(const Population& population, int64_t k) {
+uint32_t kth_by_selection(const Population& population, int64_t k) {
   std::vector<uint32_t> keys;
   keys.reserve(static_cast<size_t>(population.count()));
   for (const Range& range : population.ranges) {
@@ -103,7 +103,7 @@ uint32_t kth_by_sort(const Population& population, int64_t k) {
   return keys[static_cast<size_t>(k - 1)];
 }
 
-// Counts keys into the workers' bins; `bin_of` says which, or a negative number.
+// Counts keys in the workers' bins. `bin_of` returns the bin, or a negative number to skip the key.
 template <typename BinOf>
 void count_into_bins(Population& population, int64_t num_bins, const BinOf& bin_of, const Parallel& parallel) {
   for (Worker& worker : *population.workers) worker.bins.assign(static_cast<size_t>(num_bins), 0);
@@ -120,7 +120,7 @@ void count_into_bins(Population& population, int64_t num_bins, const BinOf& bin_
 
 uint32_t kth_key(Population& population, int64_t k, const Parallel& parallel) {
   const int64_t total = population.count();
-  if (total <= kSortBelow) return kth_by_sort(population, k);
+  if (total <= kSortBelow) return kth_by_selection(population, k);
   const auto lowest = static_cast<int64_t>(population.whole ? 0 : population.threshold >> kLowBits);
   const auto high_of = [](uint32_t key) { return static_cast<int64_t>(key >> kLowBits); };
   if (population.whole || !population.counted) count_into_bins(population, kHighBins, high_of, parallel);
@@ -135,9 +135,9 @@ uint32_t kth_key(Population& population, int64_t k, const Parallel& parallel) {
   return static_cast<uint32_t>(high.bin << kLowBits | low.bin);
 }
 
-// ------------------------------------------------------------------------------------------------------- what is kept
+// ------------------------------------------------------------------------------------------------------------ output
 
-// A loop that compilers turn into vector instructions: 32-bit counters, signed comparisons and no ternaries on results.
+// Written for auto-vectorisation: 32-bit counters, signed comparisons and no branches on the counts.
 Tally tally_of(const Run& run, uint32_t kth_key) {
   const auto kth = static_cast<int32_t>(kth_key);
   constexpr auto kInf = static_cast<int32_t>(kInfKey), kNan = static_cast<int32_t>(kNanKey);
@@ -171,16 +171,16 @@ Run part_of(const Run& run, int64_t begin, int64_t end) {
           run.positions ? run.base : run.base + begin};
 }
 
-// How many of a run's elements lie up to and with its quota-th tie; it has more ties than that.
+// Number of elements up to and including the run's quota-th tie. The run has more ties than that.
 int64_t cut_of(const Run& run, uint32_t kth, int64_t quota) {
   int64_t i = 0;
   for (; quota > 0; ++i) quota -= key_of(run.x[i]) == kth;
   return i;
 }
 
-// Sends each range's share of the k kept elements to sink.take(slot, end, run, bound), slots ascending with the
-// indices: of the run, what reaches the bound goes to `slot` and the following ones, all before `end`. Returns the
-// next. The bound is the k-th key until the range's quota of ties is used up, and one more from there on.
+// Passes the range's runs to sink.take(slot, end, run, bound), which writes the elements whose key reaches the bound to
+// slots from `slot` on, at most up to `end`, and returns the next slot. The bound is the k-th key until the range's
+// quota of ties is used up, then one more.
 template <typename Sink>
 void emit_range(const Population& population, const Range& range, uint32_t kth, int64_t slot, int64_t quota,
                 const Sink& sink) {
@@ -219,7 +219,7 @@ void emit(const Population& population, uint32_t kth, int64_t k, const Sink& sin
 
 struct Choice {
   Population population;
-  uint32_t kth;  // the k-th largest key
+  uint32_t kth;  // key of the k-th largest element
 };
 
 const Parallel& alone() {
@@ -258,7 +258,7 @@ void emit_tensors(const Choice& choice, const Source& source, int64_t k, void* v
 }
 
 template <Dtype dtype>
-void emit_message(const Choice& choice, int64_t k, uint8_t* message, const Layout& layout, int32_t exponent,
+void emit_message(const Choice& choice, int64_t k, uint8_t* message, const MessageLayout& layout, int32_t exponent,
                   float* residual, const Parallel& parallel) {
   const MessageSink<dtype> sink{message, layout, exponent, residual, choice.population.settled_from};
   emit(choice.population, choice.kth, k, sink, parallel);
@@ -284,10 +284,10 @@ void compress(const Source& source, int64_t k, Dtype value_dtype, uint8_t* messa
     nonfinite += range.tally.nonfinite;
     largest = std::max(largest, range.tally.largest);
   }
-  if (nonfinite >= k) largest = 0;  // nothing finite is sent
-  const Layout layout(source.numel, k, value_dtype);
+  if (nonfinite >= k) largest = 0;  // the message holds no finite element
+  const MessageLayout layout(source.numel, k, value_dtype);
   std::memset(message, 0, static_cast<size_t>(layout.indices));
-  std::memset(message + layout.values - 16, 0, 16);  // the padding, of which k entries then overwrite their part
+  std::memset(message + layout.values - 16, 0, 16);  // padding; the values then overwrite their part
   std::memset(message + layout.nbytes - 16, 0, 16);
   const int32_t exponent = message_exponent(largest, value_dtype);
   const Header header{kMagic,       static_cast<int32_t>(std::min<int64_t>(nonfinite, INT32_MAX)),

@@ -1,16 +1,16 @@
-// The CPU's design on a GPU, as a fixed list of launches: nothing is read back, so the list can be captured in a graph.
+// The algorithm of mstopk_cpu.cpp as a fixed sequence of launches without read-back, which a CUDA graph can capture.
 //
-//   sample     a histogram of 65,536 elements, then the threshold that a little more than k elements should reach
-//   pass       read everything once, compact what reaches it (and write acc, if asked to)
+//   sample     histogram of 65,536 elements; choose a threshold that slightly more than k elements should reach
+//   pass       read all elements once, compact those that reach it (candidates), store acc if needed
 //   3 x digit  histogram and choice of the next 11, 10, 10 bits of the k-th largest key
-//   tally      per tile: how many are above the k-th key, how many equal to it (ties)
-//   scan       per tile: where its share of the output begins, and how many ties it may keep
+//   tally      per tile: number of keys above the k-th key, and equal to it (ties)
+//   scan       per tile: its first output slot, and how many ties it may keep
 //   emit       write the output, indices ascending
 //
-// A tile is 4,096 elements and one block of threads. The candidates of a tile lie together, in order, at a place that
-// is reserved by an atomic: the place differs between runs, the tile's descriptor says where it is, and so no result
-// does. All other atomics add or take the maximum of integers. Where the candidates are of no use (too few, or more
-// than there is room for) the kernels after the pass read the tiles' elements instead: same launches, same result.
+// A tile is 4,096 elements and one thread block. An atomic reserves the memory of a tile's candidates, so their order
+// differs between runs; the results do not, since each tile records its start. All other atomics add or take the
+// maximum of integers. With too few or too many candidates, the kernels after the pass read all elements: same
+// launches, same result.
 #include <algorithm>
 #include <atomic>
 #include <stdexcept>
@@ -32,7 +32,7 @@ __global__ void sample_kernel(Problem p) {
   atomicAdd(&p.sample[key_of(acc_at(p.source, at)) >> kSampleShift], 1u);
 }
 
-// One block. The highest bin edge that the target is reached at.
+// One block: the highest bin edge that reaches the target.
 __global__ void __launch_bounds__(kScanThreads) threshold_kernel(Problem p) {
   __shared__ Count sums[kScanThreads];
   constexpr int kEach = kSampleBins / kScanThreads;
@@ -44,7 +44,7 @@ __global__ void __launch_bounds__(kScanThreads) threshold_kernel(Problem p) {
   Control& control = *p.control;
   const auto target = static_cast<Count>(p.target);
   Count reached = sums[threadIdx.x] - total;
-  if (p.target > 0 && reached < target && reached + total >= target) {  // true in one thread, or in none
+  if (p.target > 0 && reached < target && reached + total >= target) {  // true in at most one thread
     int bin = kEach;
     while (reached < target) reached += mine[--bin];
     const uint32_t edge = static_cast<uint32_t>(threadIdx.x * kEach + bin) << kSampleShift;
@@ -81,7 +81,7 @@ __global__ void __launch_bounds__(kThreads) pass_kernel(Problem p) {
     p.count[blockIdx.x] = static_cast<uint32_t>(total);
   }
   __syncthreads();
-  if (reserved + total > static_cast<Count>(p.capacity)) return;  // the candidates will not be used
+  if (reserved + total > static_cast<Count>(p.capacity)) return;  // too many: the candidates are not used
 #pragma unroll
   for (int j = 0; j < kRounds; ++j) {
     if (ballots[j] >> (threadIdx.x % 32) & 1u) {
@@ -115,7 +115,7 @@ __global__ void __launch_bounds__(kThreads) digit_kernel(Problem p, int digit) {
   }
 }
 
-// One block: the digit that the remaining-th largest has. After the last one the key is known.
+// One block: the digit of the remaining-th largest key. The last digit completes the key.
 __global__ void __launch_bounds__(kScanThreads) choose_kernel(Problem p, int digit) {
   __shared__ Count sums[kBins];
   Control& control = *p.control;
@@ -126,7 +126,7 @@ __global__ void __launch_bounds__(kScanThreads) choose_kernel(Problem p, int dig
   suffix_sums(sums, size);
   for (int i = threadIdx.x; i < size; i += kScanThreads) {
     const Count above = i + 1 < size ? sums[i + 1] : 0;
-    if (above >= remaining || sums[i] < remaining) continue;  // passed by exactly one i
+    if (above >= remaining || sums[i] < remaining) continue;  // exactly one i passes
     control.prefix = prefix << width_of(digit) | static_cast<uint32_t>(i);
     control.remaining = remaining - above;
   }
@@ -158,7 +158,7 @@ __global__ void __launch_bounds__(kThreads) tally_kernel(Problem p) {
   if (all_nonfinite) atomicAdd(&p.control->nonfinite, static_cast<Count>(all_nonfinite));
 }
 
-// One block; each thread takes a run of tiles. The first ties fill what the keys above leave.
+// One block; each thread takes a range of tiles. The first ties fill the slots that the keys above leave.
 __global__ void __launch_bounds__(kScanThreads) scan_kernel(Problem p, Dtype value_dtype, uint8_t* message) {
   __shared__ Count above_sums[kScanThreads], tie_sums[kScanThreads];
   const int64_t begin = p.num_tiles * threadIdx.x / kScanThreads, end = p.num_tiles * (threadIdx.x + 1) / kScanThreads;
@@ -294,7 +294,7 @@ void mstopk(const Source& source, int64_t k, void* values, void* indices, void* 
 }
 
 void compress(const Source& source, int64_t k, Dtype value_dtype, uint8_t* message, void* scratch, void* stream) {
-  const Layout layout(source.numel, k, value_dtype);
+  const MessageLayout layout(source.numel, k, value_dtype);
   const auto on = static_cast<cudaStream_t>(stream);
   check(cudaMemsetAsync(message, 0, static_cast<size_t>(layout.nbytes), on));
   launch(describe(source, k), scratch, on, value_dtype, message, MessageSink{message, layout, value_dtype});

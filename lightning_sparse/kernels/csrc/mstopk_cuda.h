@@ -15,10 +15,10 @@ struct Source {
   int64_t numel;
   const float* residual = nullptr;
   const float* scale = nullptr;  // on the device
-  float* store = nullptr;        // where to write acc, if anywhere
+  float* store = nullptr;        // optional: receives acc
 };
 
-// For tests: the fast path is taken only if allowed. Results never depend on it.
+// For tests: process all elements instead of the candidates. Results do not depend on it.
 void force_fallback(bool on);
 
 int64_t select_scratch_bytes(int64_t numel, int64_t k);
