@@ -1,8 +1,7 @@
 # Targets create .venv if necessary. `make` lists them.
 #
 #   PYTHON=python3.12 make test      create .venv with that interpreter
-#   make gpu-check PYTHON=/path OUT=results
-#                                    use that interpreter directly: no .venv, no downloads
+#   make gpu-check PYTHON=/path      use that interpreter directly: no .venv, no downloads
 
 PYTHON ?= python3
 VENV   ?= .venv

@@ -98,11 +98,9 @@ def extension(with_cuda: bool) -> Extension:
 
 def report(text: str, build_lib: str | None = None) -> None:
     print(f"lightning_sparse kernels: {text}")
-    targets = [ROOT / REPORT]
+    (ROOT / REPORT).write_text(text + "\n")
     if build_lib and (Path(build_lib) / KERNELS).is_dir():
-        targets.append(Path(build_lib) / REPORT)
-    for target in targets:
-        target.write_text(text + "\n")
+        (Path(build_lib) / REPORT).write_text(text + "\n")
 
 
 def no_compiler() -> str:
@@ -112,8 +110,8 @@ def no_compiler() -> str:
     return "" if found else f"no C++ compiler: {compiler} is not on PATH (apt-get install g++, or set CXX)"
 
 
-def remove_stale(folder: Path) -> None:
-    for library in folder.glob("_C*.so"):
+def remove_stale() -> None:
+    for library in (ROOT / KERNELS).glob("_C*.so"):
         library.unlink()
 
 
@@ -124,13 +122,13 @@ class Build(Base):  # type: ignore[misc]
     """Build with CUDA, then without, then nothing; write the report."""
 
     def build_extensions(self) -> None:
-        remove_stale(ROOT / KERNELS)
+        remove_stale()
         try:
             super().build_extensions()
             done = "CPU and CUDA kernels built" if CUDA else f"CPU kernels built; no CUDA kernels: {NO_CUDA}"
+        except KeyboardInterrupt:
+            raise
         except BaseException as error:
-            if isinstance(error, KeyboardInterrupt):
-                raise
             if REQUIRED:
                 raise RuntimeError(f"LIGHTNING_SPARSE_BUILD={MODE}, but {no_compiler() or error}") from error
             done = self.build_less(error)
@@ -173,7 +171,7 @@ def main() -> None:
         )
         if REQUIRED:
             raise RuntimeError(f"LIGHTNING_SPARSE_BUILD={MODE}, but {reason}: install with --no-build-isolation")
-        remove_stale(ROOT / KERNELS)
+        remove_stale()
         report(f"nothing built: {reason}")
         setup()
         return
