@@ -15,8 +15,6 @@ from lightning_sparse.cli.common import Subcommands
 if TYPE_CHECKING:
     import torch
 
-    from lightning_sparse.topology import Topology
-
 Rows = list[dict[str, Any]]
 
 
@@ -84,7 +82,7 @@ def _exchange(arguments: argparse.Namespace) -> int:
     seconds = 3.0 if arguments.quick else 40.0
     gbps = None if arguments.rows is None else arguments.gbps
 
-    def measure(topology: Topology, device: torch.device) -> Rows:
+    def measure(topology: Any, device: torch.device) -> Rows:
         return exchange.measure(exchange.build(topology, shapes, device), seconds, gbps=gbps)
 
     found = _on_ranks(arguments, measure)
@@ -108,7 +106,7 @@ def _pto(arguments: argparse.Namespace) -> int:
     if arguments.quick:
         cases, limits = [("resnet18", name) for name in ("SGD", "AdamW")], {"repeats": 5, "seconds": 2.0}
 
-    def measure(topology: Topology, device: torch.device) -> Rows:
+    def measure(topology: Any, device: torch.device) -> Rows:
         bar = tqdm(cases, unit="case", disable=None if topology.rank == 0 else True)
         return pto.measure_cases(bar, pto.OPTIMIZERS, pto.ways(topology), topology, device, **limits)
 
@@ -143,9 +141,7 @@ def _data(arguments: argparse.Namespace) -> int:
     return _write(arguments, {"pictures": what}, rows, data.plot)
 
 
-def _on_ranks(
-    arguments: argparse.Namespace, measure: Callable[[Topology, torch.device], Rows]
-) -> tuple[Rows, str] | None:
+def _on_ranks(arguments: argparse.Namespace, measure: Callable[[Any, torch.device], Rows]) -> tuple[Rows, str] | None:
     """(rows, description of the cluster) on the process that reports; None on all others."""
     from lightning_sparse.bench.ranks import join, launched, leave
 
