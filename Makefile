@@ -1,14 +1,13 @@
-# Every target does its own set-up: the first one makes .venv, later ones use it again. `make` alone lists them.
+# Targets create .venv if necessary. `make` lists them.
 #
-#   PYTHON=python3.12 make test      the interpreter that .venv is made from
-#   make gpu-check PYTHON=/path OUT=results
-#                                    with that interpreter and what it has: no .venv, nothing is downloaded
+#   PYTHON=python3.12 make test      create .venv with that interpreter
+#   make gpu-check PYTHON=/path      use that interpreter directly: no .venv, no downloads
 
 PYTHON ?= python3
 VENV   ?= .venv
 OUT    ?= runs
 
-# The oldest torch that is supported, with the torchvision that belongs to it.
+# The oldest supported torch, with the matching torchvision.
 OLDEST = torch==2.11.0 torchvision==0.26.0
 
 RUN      = $(VENV)/bin/python
@@ -16,7 +15,7 @@ KERNELS  = $(wildcard lightning_sparse/kernels/csrc/*)
 DEPENDS  = pyproject.toml constraints.txt $(wildcard setup.py)
 ARGS     =
 
-# ninja, which compiles the kernels, is a program in the environment
+# the kernel build needs ninja, which is installed in the environment
 export PATH := $(abspath $(VENV))/bin:$(PATH)
 
 .DEFAULT_GOAL := help
@@ -25,25 +24,25 @@ export PATH := $(abspath $(VENV))/bin:$(PATH)
 help:
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 24
 
-demo: $(VENV)/.built ## train on a small cluster inside this machine, dense and sparse, and compare
+demo: $(VENV)/.built ## compare dense and sparse training on a small emulated cluster
 	$(RUN) examples/demo.py --out $(OUT)/demo $(ARGS)
 
-test: $(VENV)/.built ## run the tests; what needs root or a GPU is skipped without
+test: $(VENV)/.built ## run the tests; tests that need root or a GPU are skipped otherwise
 	$(RUN) -m pytest $(ARGS)
 
-test-oldest: ## run the tests with the oldest supported torch, in an environment of its own
+test-oldest: ## run the tests with the oldest supported torch, in .venv-oldest
 	$(MAKE) --no-print-directory test VENV=.venv-oldest TORCH="$(OLDEST)"
 
-lint: $(VENV)/.installed ## check style, types, spelling and the format of native code
+lint: $(VENV)/.installed ## check style, types, spelling and native formatting
 	$(RUN) -m ruff check
 	$(RUN) -m ruff format --check
 	$(RUN) -m mypy
 	$(VENV)/bin/codespell $$(git ls-files)
-	@if ! command -v clang-format > /dev/null; then echo "clang-format not found: native code is not checked"; \
+	@if ! command -v clang-format > /dev/null; then echo "clang-format not found: skipping native code"; \
 	elif [ -n "$(filter %.cpp %.cu %.h %.cuh,$(KERNELS))" ]; then \
 		clang-format --dry-run --Werror $(filter %.cpp %.cu %.h %.cuh,$(KERNELS)); fi
 
-format: $(VENV)/.installed ## put code into shape
+format: $(VENV)/.installed ## format the code
 	$(RUN) -m ruff check --fix
 	$(RUN) -m ruff format
 	@if command -v clang-format > /dev/null && [ -n "$(filter %.cpp %.cu %.h %.cuh,$(KERNELS))" ]; then \
@@ -56,30 +55,30 @@ docs: $(VENV)/.installed ## build the documentation into runs/docs
 	NO_MKDOCS_2_WARNING=1 $(RUN) -m mkdocs build --strict --quiet --site-dir $(OUT)/docs
 	@echo "open $(OUT)/docs/index.html"
 
-docs-serve: $(VENV)/.installed ## show the documentation at http://127.0.0.1:8000 while it is written
+docs-serve: $(VENV)/.installed ## serve the documentation at http://127.0.0.1:8000
 	NO_MKDOCS_2_WARNING=1 $(RUN) -m mkdocs serve
 
-# No environment is made: machines with a GPU are often cut off from package indexes.
-gpu-check: ## with PYTHON as it is: build the kernels, run the GPU tests, time the kernels
+# Without .venv: GPU machines often have no access to package indexes.
+gpu-check: ## with PYTHON directly: build the kernels, run the GPU tests, time the kernels
 	LIGHTNING_SPARSE_BUILD=cuda $(PYTHON) setup.py build_ext --inplace
 	PYTHONPATH=$(CURDIR) $(PYTHON) -m pytest -p tests.helpers.timeout_optional -m gpu $(ARGS)
 	PYTHONPATH=$(CURDIR) $(PYTHON) benchmarks/kernels.py $(OUT) --device cuda
 
-conformance: $(VENV)/.built ## run Lightning's own tests of DDP against the strategy; LIGHTNING=path of a checkout
+conformance: $(VENV)/.built ## run Lightning's DDP tests against the strategy; LIGHTNING=path of a checkout
 	$(RUN) -m pip install --quiet cloudpickle
 	$(RUN) tests/conformance/run.py $(LIGHTNING) --out $(OUT)/conformance.json $(ARGS)
 
-gpu-check-data: ## with PYTHON as it is: DALI on the GPU against the CPU: samples, pixels, images per second
+gpu-check-data: ## with PYTHON directly: compare DALI on the GPU with the CPU
 	PYTHONPATH=$(CURDIR) $(PYTHON) -m pytest -p tests.helpers.timeout_optional -m gpu tests/data $(ARGS)
 	PYTHONPATH=$(CURDIR) $(PYTHON) benchmarks/data.py $(OUT) --device cuda
 
-clean: ## remove environments and what was built
+clean: ## remove environments and build outputs
 	rm -rf .venv .venv-oldest build *.egg-info lightning_sparse/kernels/*.so lightning_sparse/kernels/build_report.txt
 
-# torch comes first: the kernels are built against the torch they will run with, so without build isolation.
-# editable_mode=compat: else a program in the folder above the checkout finds that, of the package's name, before the package.
+# Install torch first, then build without isolation, against that torch.
+# editable_mode=compat: otherwise a program in the checkout's parent folder would import the checkout as a namespace package.
 $(VENV)/.installed: $(DEPENDS)
-	@echo "making $(VENV): 6 GB of packages, torch and DALI among them. Some minutes, in silence, once."
+	@echo "creating $(VENV): 6 GB of packages, including torch and DALI; takes minutes, without output"
 	$(PYTHON) -m venv $(VENV)
 	grep -v -E '$(if $(TORCH),^(torch|torchvision|setuptools)==,^$$)' constraints.txt > $(VENV)/constraints.txt
 	$(RUN) -m pip install --quiet -c $(VENV)/constraints.txt 'setuptools>=77' wheel ninja numpy $(or $(TORCH),torch torchvision)

@@ -1,16 +1,16 @@
-"""Builds the kernels, and never lets their failure fail an install.
+"""Build the kernels. If the build fails, the installation still succeeds, with plain torch instead.
 
-    with torch, a C++ compiler and nvcc   CPU and CUDA kernels, whether or not a GPU is present
+    with torch, a C++ compiler and nvcc   CPU and CUDA kernels; needs no GPU
     with torch and a C++ compiler         CPU kernels
     otherwise                             none: the operators run in plain torch
 
-What was built, and why not more, goes into lightning_sparse/kernels/build_report.txt, because pip hides the output of
-builds; `lightning_sparse.kernels.kernel_report()` repeats it. LIGHTNING_SPARSE_BUILD=required turns a fallback into an
-error and =cuda one without CUDA, too; =cpu leaves CUDA out, =none builds nothing.
+pip hides build output, so the result goes to lightning_sparse/kernels/build_report.txt, which
+`lightning_sparse.kernels.kernel_report()` shows. LIGHTNING_SPARSE_BUILD=required makes any fallback an error, =cuda
+also a build without CUDA; =cpu skips CUDA, =none builds nothing.
 
-The extension is on torch's stable ABI and has no Python.h: one binary serves every torch from 2.10 on and every Python,
-with or without CUDA. Hence CppExtension also for the .cu files (CUDAExtension would link libtorch_cuda, which a CPU
-torch lacks), the static CUDA runtime, and torch's libtorch, which pulls in libtorch_cuda where there is one.
+The extension uses torch's stable ABI and not Python.h, so one binary works with every Python and every torch since
+2.10, with or without CUDA. Hence CppExtension also for the .cu files (CUDAExtension links libtorch_cuda, which a CPU
+torch lacks), the static CUDA runtime, and libtorch, which loads libtorch_cuda if present.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ REPORT = KERNELS / "build_report.txt"
 MODE = os.environ.get("LIGHTNING_SPARSE_BUILD", "")
 MODES = ("", "required", "cuda", "cpu", "none")
 if MODE not in MODES:
-    raise SystemExit(f"LIGHTNING_SPARSE_BUILD={MODE!r} is not known: leave it out, or give one of {MODES[1:]}.")
+    raise SystemExit(f"LIGHTNING_SPARSE_BUILD={MODE!r} must be one of {MODES[1:]}, or unset.")
 REQUIRED = MODE in ("required", "cuda")
 ARCHITECTURES = "8.0;9.0+PTX"
 
@@ -42,7 +42,7 @@ NVCC = [*DEFINES, "-O3", "-std=c++20", "--fmad=false", "-Xcompiler", "-fvisibili
 
 
 def find_cuda() -> tuple[Path | None, str]:
-    """Where CUDA lies, or why it is not used."""
+    """The CUDA home, or None and the reason."""
     if MODE == "cpu":
         return None, "LIGHTNING_SPARSE_BUILD=cpu"
     nvcc = shutil.which("nvcc")
@@ -51,7 +51,7 @@ def find_cuda() -> tuple[Path | None, str]:
         nvcc = str(Path(home) / "bin/nvcc")
     if nvcc is None:
         return None, "no nvcc on PATH and none in CUDA_HOME"
-    # nvcc on PATH may be a wrapper script; a dry run prints the directory of the real one.
+    # nvcc on PATH can be a wrapper script; a dry run prints the real directory.
     dry = subprocess.run([nvcc, "--dryrun", "-c", "-x", "cu", os.devnull], capture_output=True, text=True, check=False)
     top = re.search(r"^#\$ TOP=(.*)$", dry.stderr, re.MULTILINE)
     return (Path(top.group(1)).resolve() if top else Path(nvcc).resolve().parent.parent), ""
@@ -59,8 +59,8 @@ def find_cuda() -> tuple[Path | None, str]:
 
 CUDA, NO_CUDA = find_cuda()
 if CUDA is not None:
-    os.environ["CUDA_HOME"] = str(CUDA)  # read by torch.utils.cpp_extension when it is imported
-os.environ.setdefault("TORCH_CUDA_ARCH_LIST", ARCHITECTURES)  # without it, and without a GPU, torch raises IndexError
+    os.environ["CUDA_HOME"] = str(CUDA)  # torch.utils.cpp_extension reads it on import
+os.environ.setdefault("TORCH_CUDA_ARCH_LIST", ARCHITECTURES)  # without it, torch raises IndexError if there is no GPU
 os.environ.setdefault("MAX_JOBS", "2")
 
 try:
@@ -72,9 +72,9 @@ except ImportError as error:
 if torch is not None and CUDA is not None:
     release = re.search(r"release (\d+)", subprocess.check_output([CUDA / "bin/nvcc", "--version"], text=True))
     if torch.version.cuda is None:
-        CUDA, NO_CUDA = None, "this torch has no CUDA"
+        CUDA, NO_CUDA = None, "torch was built without CUDA"
     elif release is None or release.group(1) != torch.version.cuda.split(".")[0]:
-        CUDA, NO_CUDA = None, f"nvcc is of CUDA {release and release.group(1)}, torch of {torch.version.cuda}"
+        CUDA, NO_CUDA = None, f"nvcc is from CUDA {release and release.group(1)}, torch from CUDA {torch.version.cuda}"
 
 
 def extension(with_cuda: bool) -> Extension:
@@ -98,46 +98,44 @@ def extension(with_cuda: bool) -> Extension:
 
 def report(text: str, build_lib: str | None = None) -> None:
     print(f"lightning_sparse kernels: {text}")
-    targets = [ROOT / REPORT]
+    (ROOT / REPORT).write_text(text + "\n")
     if build_lib and (Path(build_lib) / KERNELS).is_dir():
-        targets.append(Path(build_lib) / REPORT)
-    for target in targets:
-        target.write_text(text + "\n")
+        (Path(build_lib) / REPORT).write_text(text + "\n")
 
 
 def no_compiler() -> str:
-    """What is missing, of which torch says only that something could not be compiled; empty when it is there."""
+    """Why there is no compiler, which torch's own error does not say; empty if there is one."""
     compiler = os.environ.get("CXX", "c++").split()[0]
     found = shutil.which(compiler) is not None
     return "" if found else f"no C++ compiler: {compiler} is not on PATH (apt-get install g++, or set CXX)"
 
 
-def remove_stale(folder: Path) -> None:
-    for library in folder.glob("_C*.so"):
+def remove_stale() -> None:
+    for library in (ROOT / KERNELS).glob("_C*.so"):
         library.unlink()
 
 
 Base: Any = build_ext if cpp_extension is None else cpp_extension.BuildExtension
 
 
-class Build(Base):  # type: ignore[misc]  # known when it is run
-    """Tries with CUDA, then without, then gives up; says so in the report."""
+class Build(Base):  # type: ignore[misc]
+    """Build with CUDA, then without, then nothing; write the report."""
 
     def build_extensions(self) -> None:
-        remove_stale(ROOT / KERNELS)
+        remove_stale()
         try:
             super().build_extensions()
             done = "CPU and CUDA kernels built" if CUDA else f"CPU kernels built; no CUDA kernels: {NO_CUDA}"
+        except KeyboardInterrupt:
+            raise
         except BaseException as error:
-            if isinstance(error, KeyboardInterrupt):
-                raise
             if REQUIRED:
                 raise RuntimeError(f"LIGHTNING_SPARSE_BUILD={MODE}, but {no_compiler() or error}") from error
             done = self.build_less(error)
         report(done, None if self.inplace else self.build_lib)
 
     def build_less(self, error: BaseException) -> str:
-        """The CUDA build, or the only build, failed: again without the .cu, or not at all."""
+        """Fall back to a build without CUDA, or to none."""
         reason = f"{type(error).__name__}: {error}".strip()
         if missing := no_compiler():
             return self.build_nothing(missing)
@@ -173,12 +171,12 @@ def main() -> None:
         )
         if REQUIRED:
             raise RuntimeError(f"LIGHTNING_SPARSE_BUILD={MODE}, but {reason}: install with --no-build-isolation")
-        remove_stale(ROOT / KERNELS)
+        remove_stale()
         report(f"nothing built: {reason}")
         setup()
         return
     if MODE == "cuda" and CUDA is None:
-        raise RuntimeError(f"LIGHTNING_SPARSE_BUILD=cuda, but there are no CUDA kernels: {NO_CUDA}")
+        raise RuntimeError(f"LIGHTNING_SPARSE_BUILD=cuda, but CUDA is unavailable: {NO_CUDA}")
     setup(
         ext_modules=[extension(with_cuda=CUDA is not None)],
         cmdclass={"build_ext": Build.with_options(use_ninja=True)},

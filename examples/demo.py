@@ -19,7 +19,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from lightning_sparse.lab import Cluster, LabConfig, signals_as_exit, why_not
+from lightning_sparse.lab import Cluster, LabConfig, signals_as_exit, unavailable_reason
 
 HERE = Path(__file__).parent
 SCRIPTS = {"dense (ddp)": "digits_ddp.py", "sparse (mstopk_hier)": "digits_sparse.py"}
@@ -93,7 +93,7 @@ def main() -> None:
     parser.add_argument("--gbps", type=float, default=0.1, help="rate of the links in Gbit/s")
     parser.add_argument("--no-net", action="store_true", help="rehearse on loopback even where a network can be made")
     args, more = parser.parse_known_args()
-    reason = "--no-net was given" if args.no_net else why_not()
+    reason = "--no-net was given" if args.no_net else unavailable_reason()
     config = LabConfig(nodes=2, devices=2, gbps=args.gbps, network=reason is None)
     if reason is not None:
         print(f"A rehearsal on loopback, because {reason}\n")

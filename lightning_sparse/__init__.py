@@ -1,19 +1,18 @@
-"""Data-parallel training that stays fast on ordinary networks.
+"""Data-parallel training for slow networks between nodes.
 
-Importing this package makes the strategy names ``"mstopk_hier..."`` known to Lightning (the entry point in `_autoload`
-does so even without the import) and does nothing else: no torch, no Lightning, no CUDA, nothing is compiled.
+Importing this package registers the strategies ``"mstopk_hier..."`` with Lightning; the entry point in `_autoload` does
+so even without the import. It imports neither torch nor Lightning.
 
-The public names are resolved when they are first used (PEP 562), because they exist twice, once for each flavour of
-Lightning, whose classes do not mix. They follow the flavour that the program has imported:
+The public names exist once per flavour of Lightning, whose classes do not mix. They are resolved on access (PEP 562):
 
-| imported so far | the names come from |
+| imported flavour | module |
 |---|---|
 | ``pytorch_lightning`` | ``lightning_sparse.flavours.pytorch_lightning`` |
 | ``lightning.pytorch`` | ``lightning_sparse.flavours.lightning`` |
 | neither | the first of the two that is installed |
-| both | ImportError: say which, by importing from one of the two modules |
+| both | ImportError: import from one of the two modules |
 
-They are resolved again at every use rather than stored here: otherwise the answer would depend on who asked first.
+They are not cached, so that the result does not depend on the order of imports.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ __version__ = "0.1.0"
 
 __all__ = ["CachedImageDataModule", "CommStatsCallback", "MSTopKHierStrategy", "PTOCallback", "__version__"]
 
-# The root module of a flavour, as found in sys.modules -> our module bound to it, in order of preference.
+# The root module of a flavour, as in sys.modules -> our module for it, in order of preference.
 _FLAVOURS = {
     "pytorch_lightning": "lightning_sparse.flavours.pytorch_lightning",
     "lightning.pytorch": "lightning_sparse.flavours.lightning",
@@ -57,20 +56,20 @@ def __dir__() -> list[str]:
 
 
 def _flavour(name: str) -> str:
-    """The module to take `name` from. ImportError, because ``from ... import`` drops an AttributeError's message."""
+    """The module that provides `name`. ImportError, since ``from ... import`` drops an AttributeError's message."""
     imported = [root for root in _FLAVOURS if root in sys.modules]
     if len(imported) > 1:
-        ways_out = " or ".join(f"`from {module} import {name}`" for module in _FLAVOURS.values())
+        imports = " or ".join(f"`from {module} import {name}`" for module in _FLAVOURS.values())
         raise ImportError(
             f"lightning_sparse.{name}: both pytorch_lightning and lightning.pytorch are imported, and their classes do "
-            f"not mix. Name the one that your Trainer comes from: {ways_out}."
+            f"not mix. Import from your Trainer's flavour: {imports}."
         )
     if imported:
         return _FLAVOURS[imported[0]]
     from importlib.util import find_spec
 
     for root, module in _FLAVOURS.items():
-        # Only the top-level package is looked for: asking for `lightning.pytorch` itself would import `lightning`.
+        # Only the top-level package: find_spec("lightning.pytorch") would import `lightning`.
         if find_spec(root.partition(".")[0]) is not None:
             return module
     raise ImportError(

@@ -1,23 +1,20 @@
-"""Makes the string ``"mstopk_hier"`` known to Lightning without an import in the user's script.
+"""Register the strategy ``"mstopk_hier"`` with Lightning without an import in the user's script.
 
-Lightning has no entry point for strategies and checks the string before it loads any plugin. torch, on the other
-hand, calls every entry point of the group ``torch.backends`` at the end of ``import torch``; ours is `autoload`. At
-that moment Lightning is usually not imported yet, and importing it here would make every ``import torch`` seconds
-slower. So:
+Lightning has no entry points for strategies. torch, however, calls the entry points of the group ``torch.backends`` at
+the end of ``import torch``; ours is `autoload`. Lightning is usually not imported yet, and importing it there would
+slow down every ``import torch`` by seconds. Instead:
 
-1. `autoload` puts a finder at the head of ``sys.meta_path``;
-2. the finder waits for ``pytorch_lightning.strategies`` or ``lightning.pytorch.strategies`` (and Fabric's two, which
-   they import), lets the real loader run the module, and then adds our names to the registry which the module has just
-   created;
-3. what is registered is a factory: our classes, and with them the rest of the package, are imported only when
-   ``Trainer(strategy="mstopk_hier")`` asks for one.
+1. `autoload` inserts a finder at the start of ``sys.meta_path``.
+2. When the program imports ``pytorch_lightning.strategies`` or ``lightning.pytorch.strategies`` (or Fabric's), the
+   finder wraps the module's loader, which then registers our names after the module has run.
+3. The registry gets a factory, which imports our classes only for ``Trainer(strategy="mstopk_hier")``.
 
 The two flavours of Lightning have disjoint classes and registries; each gets its own factory.
 
-This file runs inside every ``import torch`` of an environment that has the package installed. Therefore it imports the
-standard library only, and nothing that goes wrong in it may reach the user: a strategy that is not found has a clear
-error of Lightning's own, a torch that cannot be imported has not. ``TORCH_DEVICE_BACKEND_AUTOLOAD=0`` turns the entry
-point off; ``import lightning_sparse`` calls `autoload` as well.
+This file runs in every ``import torch`` of an environment with the package. It imports only the standard library and
+suppresses its errors: without the registration Lightning reports an unknown strategy, but a failing entry point would
+break ``import torch``. ``TORCH_DEVICE_BACKEND_AUTOLOAD=0`` disables the entry point; ``import lightning_sparse`` calls
+`autoload` too.
 """
 
 from __future__ import annotations
@@ -34,7 +31,7 @@ if TYPE_CHECKING:
     from types import ModuleType
     from typing import Any
 
-# Lightning's module that creates a registry of strategies -> our module with the class of that flavour.
+# Lightning's module with the registry of strategies -> our module with the strategy of that flavour.
 FLAVOURS = {
     "pytorch_lightning.strategies": "lightning_sparse.flavours.pytorch_lightning",
     "lightning.pytorch.strategies": "lightning_sparse.flavours.lightning",
@@ -43,7 +40,7 @@ FLAVOURS = {
 }
 _REGISTRIES = ("StrategyRegistry", "STRATEGY_REGISTRY")  # the Trainer's, Fabric's
 
-# The suffixes and arguments of Lightning's own "ddp" family (DDPStrategy.register_strategies).
+# The suffixes and arguments of Lightning's "ddp" strategies (DDPStrategy.register_strategies).
 STRATEGIES: dict[str, dict[str, Any]] = {
     "mstopk_hier": {"start_method": "popen"},
     "mstopk_hier_spawn": {"start_method": "spawn"},
@@ -54,10 +51,10 @@ STRATEGIES: dict[str, dict[str, Any]] = {
 
 
 def autoload() -> None:
-    """Register with the flavours that are imported, and wait for the others. May be called any number of times."""
+    """Register with the imported flavours now, and with the others when they are imported. Idempotent."""
     with contextlib.suppress(Exception):
         if not any(isinstance(finder, _StrategiesFinder) for finder in sys.meta_path):
-            # First: whoever stands behind us in the list still finds the module, and we see it pass.
+            # First, so that it sees modules which other finders find.
             sys.meta_path.insert(0, _StrategiesFinder())
     for name in FLAVOURS:
         with contextlib.suppress(Exception):
@@ -65,8 +62,8 @@ def autoload() -> None:
 
 
 def _register(strategies: ModuleType | None) -> None:
-    """Add our names to the registry of one flavour; names that are there already stay as they are."""
-    # None also while the module is being imported further up the stack and has no registry yet.
+    """Add our names to the registry of one flavour, except names that it already has."""
+    # The registry does not exist yet if the module is still being imported.
     registry = next((found for name in _REGISTRIES if (found := getattr(strategies, name, None)) is not None), None)
     if strategies is None or registry is None:
         return
@@ -83,7 +80,7 @@ def _create(flavour: str, **arguments: Any) -> Any:
 
 
 class _StrategiesFinder:
-    """Finds nothing itself: asks the finders behind it, and hands back their spec with the loader wrapped."""
+    """Delegates to the other finders, and wraps the loader of the spec they return."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
@@ -101,27 +98,27 @@ class _StrategiesFinder:
 
 
 class _RegisteringLoader:
-    """The module's own loader, plus one call after the module has run. It takes itself out before that.
+    """Runs the module's own loader, then registers our names.
 
-    A wrapper and not a patched method, because a loader may be shared by many modules (zipimport's is).
+    It wraps the loader rather than patching it, since modules can share a loader (zipimport).
     """
 
     def __init__(self, loader: Any) -> None:
         self._loader = loader
 
     def __getattr__(self, name: str) -> Any:
-        if name == "_loader":  # absent while being copied or unpickled: do not look for it in itself
+        if name == "_loader":  # not set yet while being copied or unpickled: avoid infinite recursion
             raise AttributeError(name)
         return getattr(self._loader, name)
 
     def create_module(self, spec: ModuleSpec) -> ModuleType | None:
-        # Looked for by importlib on the type, so __getattr__ does not serve it.
+        # importlib looks it up on the type, which bypasses __getattr__.
         module: ModuleType | None = self._loader.create_module(spec)
         return module
 
     def exec_module(self, module: ModuleType) -> None:
         with contextlib.suppress(Exception):
-            # Sources, resources and reloads of the module go through these: they are to find the real loader.
+            # Restore the real loader, for inspect, importlib.resources and reload.
             module.__loader__ = self._loader
             if module.__spec__ is not None:
                 module.__spec__.loader = self._loader

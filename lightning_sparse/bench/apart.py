@@ -1,4 +1,4 @@
-"""How long each step of a reduction takes by itself."""
+"""Time the steps of a reduction separately."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -15,7 +15,7 @@ from lightning_sparse.topology import Topology
 
 
 class TakenApart(HierCommunicator):
-    """Notes how long each step takes, when all of a group begin it together: waiting is no part of it."""
+    """Times each step. A barrier before it excludes the wait for other ranks."""
 
     def __init__(self, topology: Topology) -> None:
         super().__init__(topology)
@@ -34,7 +34,7 @@ class TakenApart(HierCommunicator):
 
     @contextmanager
     def kernels_too(self) -> Iterator[None]:
-        """Within it, the sparse path's compress and accumulate are noted as well."""
+        """Also time the sparse path's compress and accumulate."""
         self.seconds.clear()
         with ExitStack() as patched:
             for name in ("compress", "accumulate"):

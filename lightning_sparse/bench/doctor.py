@@ -1,6 +1,6 @@
-"""Is everything here that this library can use, and does it fit together? One screen, for a person and for a script.
+"""Check this machine: versions, Lightning, optional packages, kernels, GPUs, memory and environment variables.
 
-Three marks: ``ok``; ``note``, which costs speed or a feature; ``bad``, which breaks a run or gives wrong advice on it.
+A finding is ``ok``; ``note``, which costs speed or a feature; or ``bad``, which breaks a run or skews measurements.
 """
 
 import importlib
@@ -19,20 +19,20 @@ import torch
 
 from lightning_sparse.kernels import kernel_report
 
-Mark = Literal["ok", "note", "bad"]
+Status = Literal["ok", "note", "bad"]
 OLDEST_TORCH = (2, 11)
 FLAVOURS = {"pytorch-lightning": "pytorch_lightning.strategies", "lightning": "lightning.pytorch.strategies"}
 EXTRAS = {
-    "torchvision": "models and pictures of the examples",
-    "nvidia-dali-cuda130": "decoding with DALI",
-    "lmdb": "the cache on local disk",
-    "pyzmq": "samples from the memory of other nodes",
-    "xxhash": "checksums of the cache",
+    "torchvision": "models and data sets of the examples",
+    "nvidia-dali-cuda130": "image decoding with DALI",
+    "lmdb": "the disk cache",
+    "pyzmq": "samples from other nodes' memory",
+    "xxhash": "cache checksums",
 }
 SLOW_SETTINGS = {
-    "CUDA_LAUNCH_BLOCKING": "every kernel is waited for, so nothing overlaps; unset it outside of debugging",
-    "NCCL_P2P_DISABLE": "GPUs of a node talk through the host, so step 1 and 4 are slow; unset it if they need not",
-    "TORCH_DISTRIBUTED_DEBUG": "every collective is checked first, so measured links look slow; unset it for training",
+    "CUDA_LAUNCH_BLOCKING": "every kernel launch blocks, so nothing overlaps; unset it unless debugging",
+    "NCCL_P2P_DISABLE": "GPUs of a node communicate through the host, which slows steps 1 and 4; unset it if possible",
+    "TORCH_DISTRIBUTED_DEBUG": "checks every collective, so links measure slow; unset it for training",
 }
 
 
@@ -40,21 +40,21 @@ SLOW_SETTINGS = {
 class Finding:
     """One line of the report."""
 
-    mark: Mark
+    status: Status
     subject: str
-    said: str
+    message: str
 
 
 def examine() -> list[Finding]:
-    """Everything that one process can find out by itself. Imports whatever Lightning is installed."""
+    """All checks of a single process. Imports the installed flavours of Lightning."""
     checks: list[Callable[[], Iterator[Finding]]] = [_python, _lightning, _extras, _kernels, _gpus, _memory, _settings]
     return [finding for check in checks for finding in check()]
 
 
 def report(findings: list[Finding]) -> str:
-    """The findings as aligned lines."""
+    """Format findings, one per line."""
     width = max(len(each.subject) for each in findings)
-    return "\n".join(f"{each.mark:<5}{each.subject:<{width + 2}}{each.said}" for each in findings)
+    return "\n".join(f"{each.status:<5}{each.subject:<{width + 2}}{each.message}" for each in findings)
 
 
 def _python() -> Iterator[Finding]:
@@ -63,7 +63,7 @@ def _python() -> Iterator[Finding]:
     oldest = ".".join(map(str, OLDEST_TORCH))
     built = f"CUDA {torch.version.cuda}" if torch.version.cuda else "CPU only"
     if installed < OLDEST_TORCH:
-        yield Finding("bad", "torch", f"{torch.__version__}: needs {oldest} or later (pip install -U torch)")
+        yield Finding("bad", "torch", f"{torch.__version__}: needs {oldest} or later: pip install -U torch")
     else:
         yield Finding("ok", "torch", f"{torch.__version__} ({built})")
 
@@ -77,71 +77,71 @@ def _lightning() -> Iterator[Finding]:
         found += 1
         try:
             known = "mstopk_hier" in importlib.import_module(module).StrategyRegistry
-        except Exception as error:  # whatever a broken pair of packages raises on import
+        except Exception as error:  # incompatible packages can raise anything on import
             yield Finding("bad", package, f"{installed} cannot be imported: {type(error).__name__}: {error}")
             continue
-        said = "knows strategy='mstopk_hier'" if known else "does not know strategy='mstopk_hier'"
-        yield Finding("ok" if known else "bad", package, f"{installed}, {said}")
+        message = f"{installed}, strategy='mstopk_hier' is {'' if known else 'not '}registered"
+        yield Finding("ok" if known else "bad", package, message)
     if not found:
-        yield Finding("bad", "lightning", "no PyTorch Lightning: pip install pytorch-lightning (or lightning)")
+        yield Finding("bad", "lightning", "not installed: pip install pytorch-lightning (or lightning)")
     if not any(point.name == "lightning_sparse" for point in entry_points(group="torch.backends")):
-        said = "not installed as a package, so the strategy's name needs `import lightning_sparse` in the script"
-        yield Finding("note", "lightning_sparse", said)
+        message = "not installed as a package: scripts must `import lightning_sparse` before they name the strategy"
+        yield Finding("note", "lightning_sparse", message)
 
 
 def _extras() -> Iterator[Finding]:
     for package, use in EXTRAS.items():
         installed = _version(package)
         if installed is None:
-            yield Finding("note", package, f"not installed, so without {use}: pip install {package}")
+            yield Finding("note", package, f"not installed, needed for {use}: pip install {package}")
         else:
             yield Finding("ok", package, f"{installed}: {use}")
     if _version("torchvision") is not None:
         try:
             importlib.import_module("torchvision")
-        except Exception as error:  # a CPU-only torch beside a torchvision for CUDA: "operator nms does not exist"
-            said = f"cannot be imported ({error}): install torch and torchvision from the same index"
-            yield Finding("bad", "torchvision", said)
+        except Exception as error:  # "operator nms does not exist": a CPU-only torch with a CUDA torchvision
+            message = f"cannot be imported ({error}): install torch and torchvision from the same index"
+            yield Finding("bad", "torchvision", message)
 
 
 def _kernels() -> Iterator[Finding]:
     found = kernel_report()
-    why = "" if not found.reasons else f": {'; '.join(found.reasons)}"
+    reasons = f": {'; '.join(found.reasons)}" if found.reasons else ""
     for device, state in (("CPU", found.cpu), ("CUDA", found.cuda)):
         needed = device == "CPU" or torch.cuda.is_available()
-        mark: Mark = "ok" if state == "compiled" or not needed else "note"
-        yield Finding(mark, f"{device} kernels", state + ("" if state == "compiled" else why))
+        status: Status = "ok" if state == "compiled" or not needed else "note"
+        yield Finding(status, f"{device} kernels", state + ("" if state == "compiled" else reasons))
 
 
 def _gpus() -> Iterator[Finding]:
     if not torch.cuda.is_available():
-        yield Finding("ok", "GPU", "none: everything runs on the CPU, over Gloo")
+        yield Finding("ok", "GPU", "none: training runs on the CPU, with Gloo")
         return
     for index in range(torch.cuda.device_count()):
-        about = torch.cuda.get_device_properties(index)
-        yield Finding("ok", f"GPU {index}", f"{about.name}, {about.total_memory / 2**30:.0f} GiB")
+        gpu = torch.cuda.get_device_properties(index)
+        yield Finding("ok", f"GPU {index}", f"{gpu.name}, {gpu.total_memory / 2**30:.0f} GiB")
 
 
 def _memory() -> Iterator[Finding]:
     shared = Path("/dev/shm")
     if not shared.is_dir():
-        yield Finding("note", "shared memory", f"no /dev/shm on {sys.platform}: cached samples are kept in files")
+        yield Finding("note", "shared memory", f"no /dev/shm on {sys.platform}: the memory cache uses files")
         return
     usage = shutil.disk_usage(shared)
-    mark: Mark = "ok" if usage.free > 2**30 else "note"
-    small = "" if mark == "ok" else "; in a container start it with --shm-size, or cached samples go to files"
-    yield Finding(mark, "shared memory", f"{usage.free / 2**30:.1f} GiB free in /dev/shm{small}")
+    status: Status = "ok" if usage.free > 2**30 else "note"
+    small = "" if status == "ok" else "; start the container with --shm-size, or the memory cache uses files"
+    yield Finding(status, "shared memory", f"{usage.free / 2**30:.1f} GiB free in /dev/shm{small}")
 
 
 def _settings() -> Iterator[Finding]:
-    """Environment variables that are known to go badly with training on several nodes; nothing where all is well."""
+    """Environment variables that break or slow training on several nodes."""
     for name in ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"):
-        wanted = os.environ.get(name, "").removeprefix("=")
+        requested = os.environ.get(name, "").removeprefix("=")
         here = [interface for _, interface in socket.if_nameindex()]
-        if wanted.startswith("^") or wanted == "":  # "^" names those not to take
+        if requested.startswith("^") or requested == "":  # "^" excludes interfaces
             continue
-        if not any(interface.startswith(each.partition(":")[0]) for interface in here for each in wanted.split(",")):
-            yield Finding("bad", name, f"{wanted}: no such network interface here ({', '.join(here)})")
+        if not any(interface.startswith(each.partition(":")[0]) for interface in here for each in requested.split(",")):
+            yield Finding("bad", name, f"{requested}: no such network interface; available: {', '.join(here)}")
     for name, cost in SLOW_SETTINGS.items():
         if os.environ.get(name, "0") not in ("", "0", "OFF", "INFO"):
             yield Finding("note", name, f"{os.environ[name]}: {cost}")

@@ -1,4 +1,4 @@
-"""Packages that only some benchmarks need, with a way out when they are missing."""
+"""Optional packages of the benchmarks."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from typing import Any
 
 
 def need(package: str, use: str, *, module: str | None = None) -> Any:
-    """The imported module.
+    """Import an optional module.
 
     Raises:
-        ValueError: when it is not installed; it says how to get it.
+        ValueError: if it is not installed.
     """
     try:
         return importlib.import_module(module or package)
@@ -20,7 +20,7 @@ def need(package: str, use: str, *, module: str | None = None) -> Any:
 
 
 def figure(width: float, height: float, columns: int = 1) -> tuple[Any, list[Any]]:
-    """An empty figure and its axes, side by side; drawn without a display."""
+    """Create a figure and its axes, side by side, without a display."""
     need("matplotlib", "a plot")
     from matplotlib.figure import Figure
 
@@ -29,10 +29,10 @@ def figure(width: float, height: float, columns: int = 1) -> tuple[Any, list[Any
 
 
 def save(drawn: Any, path: Path) -> None:
-    """As the ending of the name says; the same drawing gives the same SVG file.
+    """Save in the format of the file's suffix. SVG output is deterministic.
 
     Raises:
-        ValueError: when matplotlib knows no such ending.
+        ValueError: if matplotlib does not support the suffix.
     """
     import matplotlib as mpl
 

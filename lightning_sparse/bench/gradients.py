@@ -1,6 +1,6 @@
-"""A model that is nothing but its gradients: a step is DDP and its hook and almost nothing else."""
+"""A model with precomputed gradients: a step consists of DDP and its hook only."""
 
-# No "from __future__ import annotations": DDP looks at the annotations of a hook.
+# No "from __future__ import annotations": DDP checks the annotations of a hook.
 from collections.abc import Sequence
 from typing import Any
 
@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 
 class _HandOut(torch.autograd.Function):
-    """Its backward gives each parameter its piece of ``source``, beginning at an offset."""
+    """Backward returns slices of ``source``, starting at an offset, as the gradients."""
 
     @staticmethod
     def forward(ctx: Any, source: Tensor, offset: int, *parameters: Tensor) -> Tensor:
@@ -26,7 +26,7 @@ class _HandOut(torch.autograd.Function):
 
 
 class Gradients(nn.Module):
-    """Parameters over a shared storage; forward(offset) is a scalar whose gradients are pieces of ``source``."""
+    """Parameters over a shared storage; forward(offset) is a scalar whose gradients are slices of ``source``."""
 
     def __init__(self, shapes: Sequence[torch.Size], storage: Tensor, source: Tensor) -> None:
         super().__init__()

@@ -1,15 +1,15 @@
-"""How fast selection is on this machine, next to the floor that memory sets.
+"""Time selection on this machine against the memory bandwidth.
 
-| row | what it is |
+| row | operation |
 |---|---|
-| sum, read, copy | the floors: x.sum(), x.amax(), y.copy_(x) |
-| add | torch.add(x, y, out=z): the three streams of memory that error feedback needs |
+| sum, read, copy | baselines: x.sum(), x.amax(), y.copy_(x) |
+| add | torch.add(x, y, out=z), the memory traffic of error feedback |
 | select | mstopk(x, k) |
-| compress | error feedback, selection and a bf16 message |
-| ..., n threads | the same with n threads of torch, in the same loop |
+| compress | error feedback, selection and packing into a bf16 message |
+| ..., n threads | the same with n torch threads |
 
-All methods of one case are timed in turns within one loop, so that a busy machine disturbs them alike, and medians are
-reported. `x sum` and `x copy` are ratios to the floors of the same case: reading x once, and reading and writing it.
+The methods of a case take turns in one loop, so that other load affects them alike. Rows report medians. `x sum` and
+`x copy` are ratios to the baselines of the same case: reading x once, and reading and writing it.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Method = Callable[[], object]
 Case = tuple[int, float, str]
 """Elements, density, distribution."""
 
-FLOORS = ("sum", "read", "copy", "add")
+BASELINES = ("sum", "read", "copy", "add")
 QUICK: list[Case] = [(100_000, 0.01, "gaussian"), (2_000_000, 0.01, "gaussian"), (2_000_000, 0.01, "layered")]
 FULL: list[Case] = [
     (n, d, "gaussian") for n in (100_000, 1_000_000, 10_000_000, 25_600_000) for d in (0.001, 0.01, 0.1)
@@ -47,12 +47,12 @@ def laplace(numel: int, g: torch.Generator) -> Tensor:
 
 
 def heavy_tailed(numel: int, g: torch.Generator) -> Tensor:
-    """Like Student's t with two degrees of freedom."""
+    """Similar to Student's t with two degrees of freedom."""
     return torch.randn(numel, generator=g) / torch.empty(numel).exponential_(generator=g).sqrt().clamp(min=1e-3)
 
 
 def layered(numel: int, g: torch.Generator) -> Tensor:
-    """Like a network's gradient: layers of very different sizes and scales, some rows exactly zero."""
+    """Similar to gradients: layers of different sizes and scales, and rows of zeros."""
     x = torch.randn(numel, generator=g)
     edges = (torch.rand(40, generator=g).pow(2).cumsum(0) / 20 * numel).long().clamp(max=numel).tolist()
     for begin, end in zip([0, *edges], [*edges, numel], strict=True):
@@ -63,8 +63,7 @@ def layered(numel: int, g: torch.Generator) -> Tensor:
 
 
 def resnet50(numel: int, g: torch.Generator) -> Tensor:
-    """The gradient of a ResNet-50 (25,557,032 elements) after one step on noise, in the order of its parameters;
-    repeated or cut to the length that is asked for."""
+    """The gradient of a ResNet-50 (25,557,032 elements) on random images, repeated or cut to `numel`."""
     models = need("torchvision", "the distribution resnet50", module="torchvision.models")
     torch.manual_seed(g.initial_seed())
     net = models.resnet50()
@@ -93,21 +92,21 @@ def measure(
     more_threads: int = 0,
     more: Callable[[Tensor, int], dict[str, Method]] = lambda x, k: {},
 ) -> list[dict[str, Any]]:
-    """A row for each case and method.
+    """Return a row for each case and method.
 
     Args:
-        seconds: spent at most on one method of one case.
-        more_threads: time floors and ours with so many threads, too.
-        more: other methods of a case, timed in the same turns.
+        seconds: time limit for each method of a case.
+        more_threads: also time the baselines and kernels with this many threads.
+        more: returns further methods of a case, timed in the same loop.
     """
     rows: list[dict[str, Any]] = []
     for numel, density, distribution in cases:
         x = DISTRIBUTIONS[distribution](numel, torch.Generator().manual_seed(0)).to(device)
         k = max(1, int(numel * density))
-        methods = {**_ours(x, k), **more(x, k)}
+        methods = {**_methods(x, k), **more(x, k)}
         if more_threads:
             usual = torch.get_num_threads()
-            for name in [*FLOORS, "select", "compress"]:
+            for name in [*BASELINES, "select", "compress"]:
                 methods[f"{name}, {more_threads} threads"] = with_threads(methods[name], more_threads, usual)
         times = interleaved(methods, device, repeats, seconds)
         floor, copy = median(times["sum"]), median(times["copy"])
@@ -131,13 +130,13 @@ def measure(
 
 
 def about() -> dict[str, Any]:
-    """Which kernels run, and on how many threads."""
-    report = kernel_report()  # not its path, which tells of one machine only
+    """The kernel implementation and the number of threads."""
+    report = kernel_report()  # without its path, which is specific to this machine
     threads = torch.get_num_threads()
     return {"threads": threads, "kernels": {"cpu": report.cpu, "cuda": report.cuda, "reasons": report.reasons}}
 
 
-def _ours(x: Tensor, k: int) -> dict[str, Method]:
+def _methods(x: Tensor, k: int) -> dict[str, Method]:
     y, residual, left = torch.empty_like(x), torch.randn_like(x) * 0.1, torch.empty_like(x)
     return {
         "sum": lambda: x.sum(),
@@ -174,7 +173,7 @@ def seconds_of(method: Method, device: str) -> float:
 
 
 def interleaved(methods: dict[str, Method], device: str, repeats: int, seconds: float) -> dict[str, list[float]]:
-    """Times of each method, after one call that is not counted; no method is begun again after `seconds` of it."""
+    """Time each method up to `repeats` times or `seconds` seconds, after a warm-up call."""
     for method in methods.values():
         method()
     taken: dict[str, list[float]] = {name: [] for name in methods}
@@ -200,17 +199,17 @@ def table(rows: list[dict[str, Any]]) -> str:
 
 
 def plot(rows: list[dict[str, Any]], file: Path) -> None:
-    """Time over size, for 1 % of a Gaussian vector.
+    """Plot time over size, for 1 % of a Gaussian vector.
 
     Raises:
-        ValueError: when matplotlib is not installed.
+        ValueError: if matplotlib is not installed.
     """
     drawn, (axes,) = figure(7, 5)
     shown = [row for row in rows if row["distribution"] == "gaussian" and row["density"] == 0.01]
     shown = [row for row in shown if "threads" not in row["method"]]
     for name in dict.fromkeys(row["method"] for row in shown):
         line = [(row["numel"], row["ms"]) for row in shown if row["method"] == name]
-        style = ":" if name in FLOORS else "-"
+        style = ":" if name in BASELINES else "-"
         axes.loglog(*zip(*line, strict=True), style, marker="o", label=name)
     axes.set_xlabel("elements")
     axes.set_ylabel("ms (median)")

@@ -1,4 +1,4 @@
-"""Times on this machine what a plan needs to know of a device: a model's forward and backward, and the host costs."""
+"""Measure the inputs of a plan on this machine: a model's forward and backward, and the host costs."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ from lightning_sparse.bench.plan import VALUES, HostCosts
 from lightning_sparse.bench.provenance import processor
 from lightning_sparse.exchange.rates.probe import kernel_costs
 
-ADDED = 1 << 22  # elements of the vectors that are added
+ADDED = 1 << 22  # elements of the test vectors
 
 
 def device_here() -> torch.device:
-    """The GPU where there is one."""
+    """The current GPU if there is one, otherwise the CPU."""
     return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
 
 
 def describe(device: torch.device) -> str:
-    """For people."""
+    """Name of a device."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     return f"{processor()}, {torch.get_num_threads()} thread(s)"
 
 
 def seconds(call: Callable[[], object], device: torch.device, repeats: int = 5, limit_s: float = 20.0) -> float:
-    """Median of so many calls after one that does not count; at least one, and no more once `limit_s` are over."""
+    """Median time of `repeats` calls after a warm-up call. Stops early after `limit_s` seconds."""
     taken: list[float] = []
     for _ in range(repeats + 1):
         begin = time.perf_counter()
@@ -43,13 +43,13 @@ def seconds(call: Callable[[], object], device: torch.device, repeats: int = 5, 
 
 
 def compute_seconds(model: Model, batch: int, device: torch.device) -> float:
-    """Forward and backward of random samples, float32 on a CPU and autocast to 16 bits on a GPU.
+    """Time forward and backward of random samples, in fp32 on a CPU and with 16-bit autocast on a GPU.
 
     Raises:
-        ValueError: when the batch is empty.
+        ValueError: if the batch is empty.
     """
     if batch < 1:
-        raise ValueError(f"batch={batch} must be at least 1: it is the number of samples of one device.")
+        raise ValueError(f"batch={batch} must be at least 1, the number of samples per device.")
     with device:
         network = model.build()
         samples = torch.randn(batch, *model.input_shape)
@@ -66,7 +66,7 @@ def compute_seconds(model: Model, batch: int, device: torch.device) -> float:
 
 
 def host_costs(device: torch.device) -> HostCosts:
-    """Selection, scattering and summing, on this device."""
+    """Measure selection, scatter and add on this device."""
     x, y = torch.ones(ADDED, device=device), torch.ones(ADDED, device=device)
     add = seconds(lambda: x.add_(y), device) / (4 * ADDED)
     costs = kernel_costs(lambda call: seconds(call, device), device, VALUES, ADDED)

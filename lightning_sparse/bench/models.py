@@ -1,4 +1,4 @@
-"""A model by name, without its weights: how many gradients it has, and what it eats."""
+"""Models by name, without weights: parameter shapes and input shape."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from torch import nn
 
 @dataclass(frozen=True)
 class Model:
-    """A network that is not there yet.
+    """A model that is not built yet.
 
     Args:
-        shapes: of the parameters that have gradients, in order.
-        input_shape: of one sample, [C, H, W].
-        build: makes it, with random weights, on the device that is current.
+        shapes: shapes of the parameters that require gradients, in order.
+        input_shape: shape of one sample, [C, H, W].
+        build: builds the model with random weights on the current device.
     """
 
     name: str
@@ -32,10 +32,10 @@ class Model:
 
 
 def find(name: str) -> Model:
-    """A model of torchvision, else of timm. Nothing is downloaded and next to nothing allocated.
+    """Look up a model in torchvision, then in timm, without downloads.
 
     Raises:
-        ValueError: when neither is installed, or neither knows the name; it names the closest ones.
+        ValueError: if neither is installed, or neither has the model.
     """
     known: list[str] = []
     for source in (_torchvision, _timm):
@@ -48,12 +48,12 @@ def find(name: str) -> Model:
         known += names
     if not known:
         raise ValueError(
-            f"model={name!r} is looked up in torchvision and timm, and neither is installed: "
+            f"model={name!r} needs torchvision or timm, and neither is installed: "
             f"pip install torchvision, or give --parameters instead."
         )
     close = difflib.get_close_matches(name, dict.fromkeys(known), n=4)
     hint = f"Did you mean {' or '.join(close)}?" if close else "See torchvision.models.list_models()."
-    raise ValueError(f"model={name!r} is no classifier of torchvision or timm. {hint} Or give --parameters instead.")
+    raise ValueError(f"model={name!r} is not a classifier of torchvision or timm. {hint} Or give --parameters instead.")
 
 
 Source = tuple[Iterable[str], Callable[[str], nn.Module], Callable[[nn.Module], tuple[int, ...]]]
@@ -63,23 +63,23 @@ def _torchvision() -> Source:
     try:
         from torchvision import models
     except ImportError:
-        return (), _nothing, _picture
-    return models.list_models(module=models), lambda name: models.get_model(name, weights=None), _picture
+        return (), _not_installed, _input_shape
+    return models.list_models(module=models), lambda name: models.get_model(name, weights=None), _input_shape
 
 
 def _timm() -> Source:
     try:
         import timm
     except ImportError:
-        return (), _nothing, _picture
-    return timm.list_models(), lambda name: timm.create_model(name, pretrained=False), _picture
+        return (), _not_installed, _input_shape
+    return timm.list_models(), lambda name: timm.create_model(name, pretrained=False), _input_shape
 
 
-def _nothing(name: str) -> nn.Module:
-    raise AssertionError(f"{name} is in no list")
+def _not_installed(name: str) -> nn.Module:
+    raise AssertionError(name)
 
 
-def _picture(network: nn.Module) -> tuple[int, ...]:
-    """timm's models say what they eat; the others take what ImageNet is usually cut to."""
-    told: Any = getattr(network, "default_cfg", None) or {}
-    return tuple(told.get("input_size", (3, 224, 224)))
+def _input_shape(network: nn.Module) -> tuple[int, ...]:
+    """The input shape of a timm model; otherwise the usual ImageNet crop."""
+    config: Any = getattr(network, "default_cfg", None) or {}
+    return tuple(config.get("input_size", (3, 224, 224)))

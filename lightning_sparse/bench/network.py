@@ -1,6 +1,6 @@
-"""The doctor's look at a cluster: who is where, how fast both networks are, and whether the ranks fit together.
+"""Check a cluster: topology, network rates, and differences between ranks.
 
-Every function is a collective of the world and returns the same on all ranks.
+Every function is a collective of the world and returns the same findings on all ranks.
 """
 
 from __future__ import annotations
@@ -23,64 +23,63 @@ from lightning_sparse.kernels import kernel_report
 from lightning_sparse.topology import Topology
 
 BUCKET_NUMEL = (25 << 20) // 4
-"""fp32 gradients of one of DDP's buckets."""
+"""fp32 gradients in a DDP bucket of default size."""
 
 
 def examine_network(topology: Topology, device: torch.device, local: Sequence[Finding]) -> list[Finding]:
-    """What only all ranks together can tell; `local` is what each found alone."""
+    """Checks that involve all ranks. `local` holds this rank's own findings."""
     return [*_topology(topology, device), *_ranks(topology, device, local), *_links(topology, device)]
 
 
 def _topology(topology: Topology, device: torch.device) -> Iterator[Finding]:
-    about = f"{topology.describe()}, {dist.get_backend()}"
-    yield Finding("ok" if topology.kind == "hierarchical" else "note", "topology", about)
+    message = f"{topology.describe()}, {dist.get_backend()}"
+    yield Finding("ok" if topology.kind == "hierarchical" else "note", "topology", message)
     if device.type == "cpu" and torch.cuda.is_available():
-        said = "more ranks than GPUs on a node, so all run on the CPU: start one rank a GPU"
-        yield Finding("bad", "ranks", said)
+        yield Finding("bad", "ranks", "more ranks than GPUs on a node, so all use the CPU: start one rank per GPU")
 
 
 def _ranks(topology: Topology, device: torch.device, local: Sequence[Finding]) -> Iterator[Finding]:
-    """Where ranks differ that should not, and what is bad on others than rank 0."""
+    """Differences between ranks, and the bad findings of ranks other than 0."""
     report = kernel_report()
     mine: dict[str, Any] = {
         "python": platform.python_version(),
         "torch": torch.__version__,
         "kernels": report.cuda if device.type == "cuda" else report.cpu,
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU",
-        "bad": [(each.subject, each.said) for each in local if each.mark == "bad"],
+        "bad": [(each.subject, each.message) for each in local if each.status == "bad"],
     }
-    told: list[dict[str, Any]] = [{} for _ in range(topology.world_size)]
-    dist.all_gather_object(told, mine)
+    gathered: list[dict[str, Any]] = [{} for _ in range(topology.world_size)]
+    dist.all_gather_object(gathered, mine)
     for name in ("python", "torch", "kernels", "device"):
         by_value: dict[str, list[int]] = {}
-        for rank, each in enumerate(told):
+        for rank, each in enumerate(gathered):
             by_value.setdefault(each[name], []).append(rank)
         if len(by_value) > 1:
-            said = "; ".join(f"{value} on ranks {', '.join(map(str, ranks))}" for value, ranks in by_value.items())
-            yield Finding("bad" if name == "torch" else "note", f"{name} differs", said)
-    for rank, each in enumerate(told):
-        if rank and each["bad"] != told[0]["bad"]:
-            yield from (Finding("bad", f"rank {rank}: {subject}", said) for subject, said in each["bad"])
+            message = "; ".join(f"{value} on ranks {', '.join(map(str, ranks))}" for value, ranks in by_value.items())
+            yield Finding("bad" if name == "torch" else "note", f"{name} differs", message)
+    for rank, each in enumerate(gathered):
+        if rank and each["bad"] != gathered[0]["bad"]:
+            yield from (Finding("bad", f"rank {rank}: {subject}", message) for subject, message in each["bad"])
 
 
 def _links(topology: Topology, device: torch.device) -> Iterator[Finding]:
     if topology.kind != "hierarchical":
-        yield Finding("note", "links", "not measured: there is no network between nodes of equal size to look at")
+        yield Finding("note", "links", "not measured: needs several nodes of equal size")
         return
     rates = probe(HierCommunicator(topology), device, VALUES, BUCKET_NUMEL // topology.num_devices)
     inter, intra = _gbps(rates.inter.seconds_per_byte), _gbps(rates.intra.seconds_per_byte)
-    said = f"{inter * topology.num_devices:.3g} Gbit/s a node, {1e3 * rates.inter.latency:.2g} ms a step"
-    yield Finding("ok", "between nodes", said)
+    message = f"{inter * topology.num_devices:.3g} Gbit/s per node, latency {1e3 * rates.inter.latency:.2g} ms"
+    yield Finding("ok", "between nodes", message)
     if topology.num_devices > 1:
         slow = intra < 2 * inter * topology.num_devices
-        said = f"{intra:.3g} Gbit/s a device, {1e3 * rates.intra.latency:.2g} ms a step"
-        said += "; hardly faster than between nodes, so a hierarchy gains little" if slow else ""
-        yield Finding("note" if slow else "ok", "inside a node", said)
+        message = f"{intra:.3g} Gbit/s per device, latency {1e3 * rates.intra.latency:.2g} ms"
+        message += "; little faster than between nodes, so a hierarchy gains little" if slow else ""
+        yield Finding("note" if slow else "ok", "inside a node", message)
     yield advice(topology, rates)
 
 
 def advice(topology: Topology, rates: Rates) -> Finding:
-    """A bucket of DDP's size by each way, and which one exchange='auto' would take at 1 %."""
+    """Predicted times of a DDP-sized bucket for each path, and the choice of exchange='auto' at 1 %."""
     config = ExchangeConfig()
     choice = PathChoice(config, topology, BUCKET_NUMEL, lambda line: None)
     choice.rates = rates
@@ -88,8 +87,8 @@ def advice(topology: Topology, rates: Rates) -> Finding:
     paths = [kind.of(work, config.least_density, VALUES) for kind in PATHS if kind.automatic]
     times = ", ".join(f"{path.name} {1e3 * path.seconds(rates):.3g}" for path in paths if path is not None)
     chosen = choice.path(work, config.least_density)
-    said = chosen.name if chosen.leaves != "nothing" else "dense: plain DDP does as well"
-    return Finding("ok", "25 MiB bucket at 1 %", f"{times} ms, predicted; with SGD exchange='auto' will be {said}")
+    said = chosen.name if chosen.leaves != "nothing" else "dense: plain DDP is as fast"
+    return Finding("ok", "25 MiB bucket at 1 %", f"{times} ms, predicted; with SGD exchange='auto' chooses {said}")
 
 
 def _gbps(seconds_per_byte: float) -> float:

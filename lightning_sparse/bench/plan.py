@@ -1,18 +1,18 @@
-"""What a step costs on a cluster that is not at hand, and which path is worth taking there. Pure arithmetic.
+"""Predict the step time of each path on a given cluster, and recommend one. Pure arithmetic.
 
-The synchronisation of a round is that of `exchange.paths`, by buckets as DDP makes them. With C the time of forward and
-backward on one device and R that of synchronisation, a step lies between two bounds:
+The synchronisation time comes from `exchange.paths`, for buckets of DDP's default size. With C the time of forward and
+backward on one device and R that of synchronisation, a step takes between two bounds:
 
 ============  ==============  ==================================================================
-overlap       step            what it assumes
+overlap       step            assumption
 ============  ==============  ==================================================================
-none          C + R           gradients travel when backward is over
-perfect       max(C, R)       every byte travels beside compute, the first bucket's too
+none          C + R           communication starts after backward
+perfect       max(C, R)       communication overlaps compute completely
 ============  ==============  ==================================================================
 
-Scaling efficiency is C / step: the throughput of P devices over P times that of one. The optimizer's step and the
-input are no part of it. A ring over P ranks pays 2 (P - 1) latencies; NCCL's trees pay fewer, so with hundreds of ranks
-DDP is better than what is said here.
+Scaling efficiency is C / step: the throughput of P devices relative to P times that of one. It excludes the optimizer
+step and data loading. A ring of P ranks has 2 (P - 1) latencies. NCCL's trees have fewer, so with hundreds of ranks DDP
+is faster than predicted.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from lightning_sparse.exchange.rates import Link, Rates
 
 _OURS = {kind.name: kind for kind in PATHS if kind.by_shard}
 WAYS = ("ddp", "ddp16", *_OURS)
-"""The plainest first."""
+"""The simplest first."""
 _NAMES = {"ddp": "DDP", "ddp16": "DDP, 16-bit hook", "dense": "2-D dense", "dense16": "2-D dense, 16-bit"}
 FIRST_BUCKET, BUCKET = 1 << 20, 25 << 20  # bytes, DDP's defaults
 VALUES = torch.bfloat16  # of a message, as in the default of HierConfig
@@ -37,7 +37,7 @@ VALUES = torch.bfloat16  # of a message, as in the default of HierConfig
 
 @dataclass(frozen=True)
 class HostCosts:
-    """Seconds that devices spend besides carrying bytes, as in `exchange.rates.Rates`; ``source`` says whence."""
+    """Computation costs in seconds, as in `exchange.rates.Rates`, and their source."""
 
     add: float
     select: float
@@ -65,16 +65,16 @@ V100 = HostCosts(
 
 @dataclass(frozen=True, kw_only=True)
 class Scenario:
-    """A model on a kind of cluster.
+    """A model and a cluster.
 
     Args:
-        numel: gradients.
-        devices: in a node.
-        inter_gbps: rate of a node's link in Gbit/s each way, shared by its devices.
+        numel: number of gradients.
+        devices: devices per node.
+        inter_gbps: rate of a node's link in Gbit/s per direction, shared by its devices.
         intra_gbps: rate at which a device receives inside its node, in Gbit/s.
         itemsize: bytes of a gradient; 4 also under automatic mixed precision.
-        compute_s: forward and backward of one device's batch; None when it is not known.
-        inter_latency, intra_latency: seconds that a step of a collective costs besides its bytes.
+        compute_s: time of forward and backward of one device's batch; None if unknown.
+        inter_latency, intra_latency: latency of one step of a collective, in seconds.
     """
 
     numel: int
@@ -90,18 +90,18 @@ class Scenario:
     def __post_init__(self) -> None:
         for name in ("numel", "devices"):
             if getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)} must be a whole number of at least 1.")
+                raise ValueError(f"{name}={getattr(self, name)} must be an integer of at least 1.")
         for name in ("inter_gbps", "intra_gbps"):
             if not 0 < getattr(self, name) < math.inf:
                 raise ValueError(f"{name}={getattr(self, name)} must be a rate in Gbit/s, above 0.")
         if self.itemsize not in (2, 4):
             raise ValueError(f"itemsize={self.itemsize}: gradients have 4 bytes (fp32) or 2 (fp16, bf16).")
         if self.compute_s is not None and not 0 < self.compute_s < math.inf:
-            raise ValueError(f"compute_s={self.compute_s} must be above 0; leave it out when it is not known.")
+            raise ValueError(f"compute_s={self.compute_s} must be above 0; omit it if unknown.")
 
     @property
     def rates(self) -> Rates:
-        """For `exchange.paths`."""
+        """The rates for `exchange.paths`."""
         inter = Link(self.inter_latency, 8e-9 * self.devices / self.inter_gbps)
         host = self.host
         intra = Link(self.intra_latency, 8e-9 / self.intra_gbps)
@@ -110,13 +110,13 @@ class Scenario:
 
     @property
     def buckets(self) -> int:
-        """As DDP cuts so many bytes."""
+        """Number of DDP buckets."""
         return 1 + max(0, math.ceil((self.numel * self.itemsize - FIRST_BUCKET) / BUCKET))
 
 
 @dataclass(frozen=True)
 class Row:
-    """One path on so many nodes. The last four are None where compute is not known."""
+    """One path on a number of nodes. The last four fields are None if compute time is unknown."""
 
     nodes: int
     path: str
@@ -125,10 +125,10 @@ class Row:
     """Whether it sends the largest entries alone."""
     density: float
     effective_density: float
-    """The share of the entries that a step applies, at most."""
+    """Upper bound of the share of entries that a step applies."""
     sync_s: float
     node_bytes: float
-    """Received from other nodes by a node in a step."""
+    """Bytes that a node receives from other nodes per step."""
     step_s: float | None = None
     overlapped_step_s: float | None = None
     efficiency: float | None = None
@@ -140,15 +140,15 @@ class Row:
 
 
 def predict(scenario: Scenario, nodes: int, way: str, density: float = 1.0) -> Row:
-    """A row. On one node every path is an all-reduce inside it, as the strategy does there.
+    """Predict one way. On one node, every way is an all-reduce.
 
     Raises:
-        ValueError: when there is no node, or the density is not in (0, 1].
+        ValueError: if there is no node, or the density is not in (0, 1].
     """
     if nodes < 1:
         raise ValueError(f"nodes={nodes} must be at least 1.")
     if not 0 < density <= 1:
-        raise ValueError(f"density={density} must be in (0, 1]: it is the share of entries that is sent.")
+        raise ValueError(f"density={density} must be in (0, 1], the share of entries to send.")
     work = Work(nodes, scenario.devices, -(-scenario.numel // scenario.buckets), scenario.itemsize)
     path = path_of(way, work, density)
     sync_s, node_bytes = scenario.buckets * path.seconds(scenario.rates), 0.0
@@ -171,13 +171,13 @@ def path_of(way: str, work: Work, density: float) -> Path:
 
 
 def rows(scenario: Scenario, counts: Iterable[int], densities: Sequence[float]) -> list[Row]:
-    """Every path on every number of nodes; the sparse ones with every density."""
+    """Predict every way for every node count, and those that select for every density."""
     ways = [(way, density) for way in WAYS for density in (densities if _selects(way) else [1.0])]
     return [predict(scenario, nodes, way, density) for nodes in counts for way, density in ways]
 
 
 def node_counts(nodes: int) -> list[int]:
-    """1, 2, 4 ... to four times as many, with ``nodes`` among them.
+    """Powers of two up to four times ``nodes``, and ``nodes`` itself.
 
     >>> node_counts(6)
     [1, 2, 4, 6, 8, 16]
@@ -186,10 +186,10 @@ def node_counts(nodes: int) -> list[int]:
 
 
 def simplest(found: Sequence[Row], *, overlap: bool) -> Row:
-    """Of one number of nodes: the plainest way that no other beats by more than the strategy's own margin.
+    """The simplest path that no other beats by more than the strategy's margin.
 
-    From the plainest on: DDP, its 16-bit hook, 2-D dense, the same with 16-bit values, sparse. Regional is left out: at
-    the same density it applies fewer entries than sparse, so time alone does not speak for it.
+    In order of simplicity: DDP, its 16-bit hook, 2-D dense, the same with 16-bit values, sparse. Excludes regional,
+    which applies fewer entries than sparse at the same density, so that their times are not comparable.
     """
     order = [row for way in WAYS for row in found if row.path == way and _is_comparable(way)]
     best = min(_seconds(row, overlap) for row in order)
@@ -197,21 +197,21 @@ def simplest(found: Sequence[Row], *, overlap: bool) -> Row:
 
 
 def recommend(found: Sequence[Row], compute_s: float | None) -> str:
-    """One sentence about the rows of one number of nodes and one density."""
+    """Recommend a path, from the rows of one node count and one density."""
     nodes = found[0].nodes
     if nodes == 1:
-        return "Use plain DDP: one node has no link between nodes to save."
+        return "Use plain DDP: a single node has no inter-node traffic."
     plain, least = simplest(found, overlap=False), simplest(found, overlap=True)
     gain = _gain(found, plain, overlap=False)
     if compute_s is None:
-        return f"{_advice(plain)}: its synchronisation {gain} (whether that matters depends on the compute of a step)."
+        return f"{_advice(plain)}: its synchronisation {gain} (what that saves depends on the compute time of a step)."
     if plain.path == least.path:
         hidden = _gain(found, plain, overlap=True)
         bounds = gain if gain == hidden else f"{gain} without overlap and {hidden} with perfect overlap"
         return f"{_advice(plain)} on {nodes} nodes: its step {bounds}."
     return (
-        f"{_advice(least)} on {nodes} nodes if synchronisation hides behind backward. If it does not, "
-        f"{_advice(plain, first=False)}: a step that waits for it {gain}. Measure both."
+        f"{_advice(least)} on {nodes} nodes if synchronisation overlaps with backward. If not, "
+        f"{_advice(plain, first=False)}: its step without overlap {gain}. Measure both."
     )
 
 
@@ -234,8 +234,7 @@ def _advice(row: Row, *, first: bool = True) -> str:
 
 
 def _gain(found: Sequence[Row], row: Row, *, overlap: bool) -> str:
-    """How the row stands to DDP, or DDP to the best of the others."""
-
+    """Compare the row with DDP, or DDP with the best other path."""
     if row.path != "ddp":
         ddp = next(each for each in found if each.path == "ddp")
         return f"is {_seconds(ddp, overlap) / _seconds(row, overlap):.2g} times as fast as DDP's"
@@ -253,13 +252,13 @@ def _seconds(row: Row, overlap: bool) -> float:
 
 
 def assumptions(scenario: Scenario) -> list[str]:
-    """What the numbers rest on, a line each."""
+    """The assumptions of a prediction, one per line."""
     host = scenario.host
     return [
         f"{scenario.numel:,} gradients of {scenario.itemsize} bytes in {scenario.buckets} buckets; "
-        f"{scenario.devices} devices a node",
-        f"between nodes {scenario.inter_gbps:g} Gbit/s a node, inside {scenario.intra_gbps:g} Gbit/s a device; latency "
-        f"{1e6 * scenario.inter_latency:g} and {1e6 * scenario.intra_latency:g} us (assumed)",
-        f"selection at {1e-9 / host.select:.3g} G elements/s, scattering at {1e-9 / host.scatter:.3g} G pairs/s: "
+        f"{scenario.devices} devices per node",
+        f"between nodes {scenario.inter_gbps:g} Gbit/s per node, inside {scenario.intra_gbps:g} Gbit/s per device; "
+        f"latency {1e6 * scenario.inter_latency:g} and {1e6 * scenario.intra_latency:g} us (assumed)",
+        f"selection at {1e-9 / host.select:.3g} G elements/s, scatter at {1e-9 / host.scatter:.3g} G pairs/s: "
         f"{host.source}",
     ]

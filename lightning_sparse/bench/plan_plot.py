@@ -1,4 +1,4 @@
-"""The picture of a plan: step time and scaling efficiency over the number of nodes."""
+"""Plot a plan: step time and scaling efficiency over the number of nodes."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ SOLID, DOTTED = "without overlap", "perfect overlap with backward"
 
 
 def draw(rows: Sequence[Row], title: str, file: Path) -> None:
-    """One density's rows: solid without overlap, dotted with perfect overlap; synchronisation alone without compute.
+    """Plot the rows of one density, or synchronisation alone if compute time is unknown.
 
     Raises:
-        ValueError: when matplotlib is not installed, or does not know the ending of the file's name.
+        ValueError: if matplotlib is not installed, or does not support the file's suffix.
     """
     timed = all(row.step_s is not None for row in rows)
     drawn, axes = figure(11 if timed else 6.5, 4.8, 2 if timed else 1)
@@ -33,13 +33,13 @@ def draw(rows: Sequence[Row], title: str, file: Path) -> None:
         _lines(axes[0], rows, ":", lambda row: 1e3 * (row.overlapped_step_s or 0))
         _lines(axes[1], rows, "-", lambda row: 100 * (row.efficiency or 0))
         _lines(axes[1], rows, ":", lambda row: 100 * (row.overlapped_efficiency or 0))
-        axes[0].set(ylabel="a step, ms", ylim=(0, None), title="step time (lower is better)")
+        axes[0].set(ylabel="ms per step", ylim=(0, None), title="step time (lower is better)")
         axes[1].set(
             ylabel="% of the devices' own throughput", ylim=(0, 103), title="scaling efficiency (higher is better)"
         )
     else:
         _lines(axes[0], rows, "-", lambda row: 1e3 * row.sync_s)
-        axes[0].set(ylabel="synchronisation of a step, ms", yscale="log", title="without compute, lower is better")
+        axes[0].set(ylabel="synchronisation, ms per step", yscale="log", title="without compute, lower is better")
     counts = sorted({row.nodes for row in rows})
     for each in axes:
         each.set_xscale("log", base=2)
@@ -47,8 +47,8 @@ def draw(rows: Sequence[Row], title: str, file: Path) -> None:
         each.set_xlabel("nodes")
         each.grid(alpha=0.3)
     if timed:
-        for style, said in (("-", SOLID), (":", DOTTED)):
-            axes[0].plot([], [], style, color="black", label=said)
+        for style, label in (("-", SOLID), (":", DOTTED)):
+            axes[0].plot([], [], style, color="black", label=label)
     axes[0].legend(frameon=False, fontsize="small")
     drawn.suptitle(f"predicted: {title}", fontsize="medium")
     save(drawn, file)

@@ -1,4 +1,4 @@
-"""What a number is worth nothing without: hardware, date, versions, commit and command."""
+"""The provenance of a measurement: hardware, date, versions, commit and command."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ HERE = Path(__file__).resolve()
 
 
 def processor() -> str:
-    """Its name, as the kernel has it."""
+    """Model name of the processor."""
     cpuinfo = Path("/proc/cpuinfo")
     lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
@@ -22,7 +22,7 @@ def processor() -> str:
 
 
 def commit() -> str:
-    """Of the source tree that this file lies in; "unknown" for an installed copy, whatever tree that lies in."""
+    """Commit of the source tree that tracks this file; "unknown" for an installed copy."""
     if not _git("ls-files", HERE.name):
         return "unknown"
     changed = _git("status", "--porcelain", "-uno")
@@ -30,7 +30,7 @@ def commit() -> str:
 
 
 def surroundings(command: str) -> dict[str, str]:
-    """All but the commit, which some benchmarks keep with each run."""
+    """Provenance except the commit, which some benchmarks record for each run."""
     gpu = f", {torch.cuda.device_count()} x {torch.cuda.get_device_name()}" if torch.cuda.is_available() else ""
     return {
         "command": command,
@@ -41,7 +41,7 @@ def surroundings(command: str) -> dict[str, str]:
 
 
 def _git(*words: str) -> str:
-    """What git says of the folder that this file lies in; nothing where it cannot say."""
+    """Output of a git command in this file's folder; empty if git fails."""
     try:
         return subprocess.run(["git", "-C", str(HERE.parent), *words], capture_output=True, text=True).stdout.strip()
     except OSError:

@@ -1,25 +1,24 @@
-"""What sharing the optimizer step gains and costs: step time and optimizer state. Runs in every rank.
+"""Time the optimizer step, replicated and sharded (PTO), and measure optimizer state. Runs on every rank.
 
-Parameters have the shapes of a model and random gradients, the same on every rank: the step alone is timed. One step
-lasts as long as that of the slowest rank; a row is the median.
+Parameters have the shapes of a model and random gradients, the same on every rank. The time of a step is that of the
+slowest rank; rows report medians.
 
-| row | what it is |
+| row | operation |
 |---|---|
 | plain | every rank steps all parameters |
-| pto node, pto world | `PTOCallback`'s step, with the gather |
-| pto compute | the same with a gather that costs nothing: share of the step, packing and unpacking |
-| pto auto | after `scope="auto"` has chosen between the plain and the shared step |
+| pto node, pto world | `PTOCallback`'s step, including the gather |
+| pto compute | the same with a gather that returns at once: the sharded step, packing and unpacking |
+| pto auto | after `scope="auto"` has chosen between the plain and the sharded step |
 
-`break-even` is the rate of the link, in Gbit/s and per rank, above which the gather costs less than sharing saves:
-gathered bits / (plain - pto compute); empty where nothing is saved at any rate. Muon steps matrices only, so it gets
-the two-dimensional parameters.
+`break-even` is the link rate in Gbit/s per rank above which sharding saves time: gathered bits / (plain - pto compute);
+empty if it saves none at any rate. Muon gets only the two-dimensional parameters, which are all it supports.
 """
 
 from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -40,11 +39,11 @@ OPTIMIZERS: dict[str, tuple[type[Optimizer], dict[str, Any]]] = {
     "AdamW": (torch.optim.AdamW, {"lr": 1e-4, "foreach": True}),
     "Muon": (torch.optim.Muon, {"lr": 1e-3}),
 }
-SETTLING = 4  # first steps make state and compare ranks
+SETTLING = 4  # the first steps create state and compare ranks
 
 
 def shapes_of(model: str) -> Sequence[torch.Size]:
-    """Parameters' shapes of a model of torchvision or timm, or of "Transformer", an encoder of 12 layers, width 768."""
+    """Parameter shapes of a torchvision or timm model, or of "Transformer", an encoder of 12 layers, width 768."""
     if model != "Transformer":
         return models.find(model).shapes
     with torch.device("meta"):
@@ -53,7 +52,7 @@ def shapes_of(model: str) -> Sequence[torch.Size]:
 
 
 def ways(topology: Topology) -> dict[str, Make]:
-    """By row: makes the optimizer."""
+    """Functions that create the optimizer, by row."""
 
     def sharded(scope: Any, free: bool = False) -> Make:
         def make(cls: type[Optimizer], options: dict[str, Any], parameters: list[nn.Parameter]) -> Optimizer:
@@ -83,15 +82,15 @@ def measure(
     repeats: int = 15,
     seconds: float = 20.0,
 ) -> list[dict[str, Any]]:
-    """One row for each way; ways one after the other, for the largest models fill the memory. A collective.
+    """Return one row per way. Ways run one after the other, since the largest models fill the memory. A collective.
 
     Args:
-        seconds: spent at most on one row.
+        seconds: time limit for each row.
     """
     rows = []
     for way, make in makers.items():
         made = parameters = sharded = None
-        gc.collect()  # an optimizer and the hooks on it refer to each other; of VGG-19 two do not fit beside each other
+        gc.collect()  # break the cycle of optimizer and hooks; two copies of VGG-19 exceed the memory
         parameters = _parameters(shapes, device)
         made = make(*optimizer, parameters)
         for _ in range(2 * choice.STEPS if way == "pto auto" else SETTLING):
@@ -122,14 +121,14 @@ def measure(
 
 
 def measure_cases(
-    cases: Sequence[tuple[str, str]],
+    cases: Iterable[tuple[str, str]],
     optimizers: dict[str, tuple[type[Optimizer], dict[str, Any]]],
     makers: dict[str, Make],
     topology: Topology,
     device: torch.device,
     **limits: Any,
 ) -> list[dict[str, Any]]:
-    """Rows of several (model, optimizer). A collective."""
+    """Return the rows of several (model, optimizer) pairs. A collective."""
     rows = []
     for model, name in cases:
         shapes = [shape for shape in shapes_of(model) if name != "Muon" or len(shape) == 2]
@@ -139,13 +138,13 @@ def measure_cases(
 
 
 def state_bytes(optimizer: Optimizer) -> int:
-    """Of this rank."""
+    """Bytes of optimizer state on this rank."""
     inner = getattr(optimizer, "optim", optimizer)
     return sum(t.numel() * t.element_size() for s in inner.state.values() for t in s.values() if isinstance(t, Tensor))
 
 
 def slowest(value: float, device: torch.device) -> float:
-    """The largest of all ranks' values. A collective."""
+    """The maximum over all ranks. A collective."""
     tensor = torch.tensor([value], dtype=torch.float64, device=device)
     dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
     return float(tensor)
@@ -160,7 +159,7 @@ def _parameters(shapes: Sequence[torch.Size], device: torch.device) -> list[nn.P
 
 
 def _make_free(step: ShardedStep) -> None:
-    """Once it has settled, let the gather answer from memory that is there already."""
+    """After the first steps, replace the gather by one that returns cached memory."""
     if step.steps == SETTLING:
         kept: dict[int, Tensor] = {}
         size = step.topology.num_devices
@@ -169,7 +168,7 @@ def _make_free(step: ShardedStep) -> None:
 
 
 def compare(rows: list[dict[str, Any]]) -> None:
-    """Put beside each row how it stands to the plain step of its case."""
+    """Add ratios to the plain step of the same case to each row."""
     by_case = {(r["model"], r["optimizer"], r["ranks"], r["way"]): r for r in rows}
     for row in rows:
         case = (row["model"], row["optimizer"], row["ranks"])
@@ -190,10 +189,10 @@ def table(rows: list[dict[str, Any]]) -> str:
 
 
 def plot(rows: list[dict[str, Any]], path: Path) -> None:
-    """Bars of the largest number of ranks.
+    """Plot bars for the largest number of ranks.
 
     Raises:
-        ValueError: when matplotlib is not installed.
+        ValueError: if matplotlib is not installed.
     """
     shown = [row for row in rows if row["ranks"] == max(r["ranks"] for r in rows)]
     cases = list(dict.fromkeys((row["model"], row["optimizer"]) for row in shown))
@@ -205,7 +204,7 @@ def plot(rows: list[dict[str, Any]], path: Path) -> None:
         axes.bar(places, [bars.get(case, 0) for case in cases], 1 / (len(names) + 1), label=way)
     axes.set_xticks([i + 0.4 for i in range(len(cases))], [f"{m}\n{o}" for m, o in cases])
     axes.set_yscale("log")
-    axes.set_ylabel("ms a step (median)")
+    axes.set_ylabel("ms per step (median)")
     axes.set_title(f"Optimizer step on {shown[0]['ranks']} ranks")
     axes.legend(fontsize="small")
     save(drawn, path)

@@ -1,4 +1,4 @@
-"""Being one rank of many: whether a launcher started this process, and joining the others."""
+"""Detect a launcher, and set up and tear down the process group."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from lightning_sparse.topology import Topology, discover
 
 
 def launched() -> bool:
-    """Whether torchrun (or any launcher that sets RANK) or `srun` with more than one task started this process."""
+    """Whether torchrun, another launcher that sets RANK, or `srun` with several tasks started this process."""
     return "RANK" in os.environ or ("SLURM_PROCID" in os.environ and int(os.environ.get("SLURM_NTASKS", "1")) > 1)
 
 
 def join() -> tuple[Topology, torch.device]:
-    """Initialise the process group, NCCL where each rank has a GPU and Gloo elsewhere. A collective.
+    """Initialise the process group: NCCL if this rank has a GPU, otherwise Gloo. A collective.
 
     Raises:
-        ValueError: when the launcher did not say where the ranks meet.
+        ValueError: if the launcher did not set the address of the process group.
     """
     for name, slurm in (("RANK", "SLURM_PROCID"), ("WORLD_SIZE", "SLURM_NTASKS"), ("LOCAL_RANK", "SLURM_LOCALID")):
         if slurm in os.environ:
@@ -27,7 +27,7 @@ def join() -> tuple[Topology, torch.device]:
     missing = [name for name in ("WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
     if missing:
         raise ValueError(
-            f"{', '.join(missing)} is not set, so the ranks cannot meet: start with torchrun, or export them before "
+            f"{', '.join(missing)} is not set, so the ranks cannot connect: start with torchrun, or export before "
             f"srun (MASTER_ADDR=$(scontrol show hostnames | head -n 1) MASTER_PORT=29500)."
         )
     local = int(os.environ.get("LOCAL_RANK", "0"))
@@ -39,6 +39,6 @@ def join() -> tuple[Topology, torch.device]:
 
 
 def leave() -> None:
-    """After all are done."""
+    """Wait for all ranks, then destroy the process group."""
     dist.barrier()
     dist.destroy_process_group()

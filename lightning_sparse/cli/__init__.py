@@ -1,8 +1,8 @@
-"""`lightning-sparse`: one subcommand a function of the library. Arguments in, exit code out; no logic here.
+"""The `lightning-sparse` command.
 
-A module a subcommand: its ``add`` adds the arguments and names what runs it with ``set_defaults(run=...)``. What a
-subcommand needs is imported when it runs, so the command starts at once. Words after ``--`` are a command for the
-subcommand, untouched by argparse.
+Each module defines one subcommand: its ``add`` declares the arguments and sets ``run``, the function that executes
+them. Subcommands import the library only when they run, so the command starts fast. Words after ``--`` are passed to
+the subcommand as they are.
 """
 
 from __future__ import annotations
@@ -15,23 +15,33 @@ from lightning_sparse.cli import bench, cache, doctor, lab, plan
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    """Run a subcommand and return its exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
     split = words.index("--") if "--" in words else len(words)
-    parser = argparse.ArgumentParser(
-        prog="lightning-sparse", description="Training that stays fast on ordinary networks."
-    )
+    parser = argparse.ArgumentParser("lightning-sparse", description="Data-parallel training on slow networks.")
+    parser.add_argument("--version", action=_Version, nargs=0, help="print the versions of lightning-sparse and torch")
     subcommands = parser.add_subparsers(dest="subcommand", required=True, metavar="COMMAND")
     for each in (doctor, plan, bench, lab, cache):
         each.add(subcommands)
     arguments, unknown = parser.parse_known_args(words[:split])
     if unknown:
-        way_out = "; the command to run goes after --, as in: lightning-sparse lab --nodes 2 -- python train.py"
-        parser.error(f"unrecognized arguments: {' '.join(unknown)}{way_out if arguments.subcommand == 'lab' else ''}")
+        hint = "; put the command after --, for example: lightning-sparse lab --nodes 2 -- python train.py"
+        parser.error(f"unrecognized arguments: {' '.join(unknown)}{hint if arguments.subcommand == 'lab' else ''}")
     arguments.words, arguments.command = words[:split], words[split + 1 :]
     try:
         return int(arguments.run(arguments))
-    except (ValueError, RuntimeError) as error:
+    except (ValueError, RuntimeError, OSError, ImportError) as error:  # anything else is a bug and keeps its traceback
         print(f"lightning-sparse {arguments.subcommand}: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         return 130
+
+
+class _Version(argparse.Action):
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
+        from importlib.metadata import version
+
+        from lightning_sparse import __version__
+
+        print(f"lightning-sparse {__version__} (torch {version('torch')})")
+        parser.exit()

@@ -1,4 +1,4 @@
-"""What the subcommands share."""
+"""Helpers shared by the subcommands."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ else:
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Aligned columns, the first to the left and numbers to the right.
+    """Format rows as columns: the first left-aligned, the others right-aligned.
 
     >>> print(table(["", "ms"], [["sum", "1.5"], ["select", "12"]]))
              ms
@@ -23,9 +23,6 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     widths = [max(len(line[column]) for line in [head, *rows]) for column in range(len(head))]
     lines = []
     for line in [head, *rows]:
-        cells = [
-            line[0].ljust(widths[0]),
-            *(cell.rjust(width) for cell, width in zip(line[1:], widths[1:], strict=True)),
-        ]
-        lines.append("  ".join(cells).rstrip())
+        cells = [cell.rjust(width) for cell, width in zip(line[1:], widths[1:], strict=True)]
+        lines.append("  ".join([line[0].ljust(widths[0]), *cells]).rstrip())
     return "\n".join(lines)

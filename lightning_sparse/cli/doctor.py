@@ -8,18 +8,18 @@ from dataclasses import asdict
 
 from lightning_sparse.cli.common import Subcommands
 
-HOW = "not looked at: for that, torchrun ... --no-python lightning-sparse doctor (or srun) on all nodes"
+HOW = "not measured: run `torchrun ... --no-python lightning-sparse doctor` (or srun) on all nodes"
 
 
 def add(subcommands: Subcommands) -> None:
     parser = subcommands.add_parser(
         "doctor",
-        help="say what of this machine can be used, and what is wrong",
-        description="Versions, kernels, GPUs, memory, and whether they fit together. Started by torchrun or srun, the "
-        "topology and the measured rates of both networks too. Exit code 1: something is wrong.",
+        help="check this machine, or this cluster, for problems",
+        description="Check versions, kernels, GPUs and memory. Under torchrun or srun, also report the topology and "
+        "measure both networks. The exit code is 1 if a check fails.",
     )
-    parser.add_argument("--cache-dir", metavar="DIR", help="look at this disk cache, too")
-    parser.add_argument("--json", action="store_true", help="for a script")
+    parser.add_argument("--cache-dir", metavar="DIR", help="also check this disk cache")
+    parser.add_argument("--json", action="store_true", help="print JSON")
     parser.set_defaults(run=_run)
 
 
@@ -40,12 +40,12 @@ def _run(arguments: argparse.Namespace) -> int:
         rank = topology.rank
         leave()
     else:
-        from lightning_sparse.lab import why_not
+        from lightning_sparse.lab import unavailable_reason
 
-        missing = why_not()
+        missing = unavailable_reason()
         findings.append(Finding("note", "network", HOW))
-        said = f"{missing}; else --no-net: over loopback" if missing else "clusters with slow links can be played here"
-        findings.append(Finding("note" if missing else "ok", "lab", said))
+        message = f"{missing}; or use --no-net for loopback" if missing else "can emulate clusters with slow links"
+        findings.append(Finding("note" if missing else "ok", "lab", message))
     if rank == 0:
         print(json.dumps([asdict(each) for each in findings], indent=2) if arguments.json else report(findings))
-    return int(any(each.mark == "bad" for each in findings))
+    return int(any(each.status == "bad" for each in findings))

@@ -18,30 +18,30 @@ if TYPE_CHECKING:
 def add(subcommands: Subcommands) -> None:
     parser = subcommands.add_parser(
         "plan",
-        help="predict step time and scaling on a cluster, and say which exchange is worth it",
-        description="Predicted step time, scaling efficiency and traffic between nodes of DDP, 2-D dense, sparse and "
-        "regional reduction. Nothing is run but what --measure asks for.",
+        help="predict step time and scaling on a cluster, and recommend an exchange",
+        description="Predict the step time, scaling efficiency and inter-node traffic of DDP and of 2-D dense, sparse "
+        "and regional reduction. Runs nothing unless --measure is given.",
         epilog="Example: lightning-sparse plan --model resnet50 --nodes 16 --devices 8 --inter-gbps 25 "
         "--intra-gbps 1200 --compute-ms 107",
     )
     what = parser.add_mutually_exclusive_group(required=True)
-    what.add_argument("--model", metavar="NAME", help="of torchvision or timm")
-    what.add_argument("--parameters", type=float, metavar="N", help="instead of a model: how many gradients, as 25.6e6")
+    what.add_argument("--model", metavar="NAME", help="a torchvision or timm model")
+    what.add_argument("--parameters", type=float, metavar="N", help="number of gradients, for example 25.6e6")
     parser.add_argument("--nodes", type=int, required=True, metavar="M")
-    parser.add_argument("--devices", type=int, required=True, metavar="L", help="in a node")
-    parser.add_argument("--inter-gbps", type=float, required=True, metavar="R", help="a node's link, Gbit/s each way")
+    parser.add_argument("--devices", type=int, required=True, metavar="L", help="devices per node")
+    parser.add_argument("--inter-gbps", type=float, required=True, metavar="R", help="Gbit/s of a node's link each way")
     parser.add_argument(
-        "--intra-gbps", type=float, required=True, metavar="R", help="into a device from those of its node, Gbit/s"
+        "--intra-gbps", type=float, required=True, metavar="R", help="Gbit/s that a device receives inside its node"
     )
     parser.add_argument(
         "--density", type=float, nargs="+", default=[0.01, 0.001], metavar="D", help="default: 0.01 0.001"
     )
-    parser.add_argument("--bytes-per-gradient", type=int, default=4, choices=(2, 4), help="default: 4, also with AMP")
-    parser.add_argument("--compute-ms", type=float, metavar="T", help="forward and backward of one device's batch")
-    parser.add_argument("--measure", action="store_true", help="time that, and selection, on this machine's device")
-    parser.add_argument("--batch", type=int, default=32, metavar="B", help="of --measure (default %(default)s)")
-    parser.add_argument("--json", action="store_true", help="print JSON and nothing else")
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="step time over nodes; .svg, .png or .pdf")
+    parser.add_argument("--bytes-per-gradient", type=int, default=4, choices=(2, 4), help="default: 4 (also under AMP)")
+    parser.add_argument("--compute-ms", type=float, metavar="T", help="forward and backward time of one device's batch")
+    parser.add_argument("--measure", action="store_true", help="measure compute and selection on this machine's device")
+    parser.add_argument("--batch", type=int, default=32, metavar="B", help="for --measure (default %(default)s)")
+    parser.add_argument("--json", action="store_true", help="print only JSON")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="plot step time over nodes; .svg, .png or .pdf")
     parser.set_defaults(run=_run)
 
 
@@ -51,47 +51,47 @@ def _run(arguments: argparse.Namespace) -> int:
     scenario, notes = _scenario(arguments)
     rows = plan.rows(scenario, plan.node_counts(arguments.nodes), arguments.density)
     here = [row for row in rows if row.nodes == arguments.nodes]
-    first = [row for row in rows if not row.selects or row.density == arguments.density[0]]
-    advice = plan.recommend([row for row in first if row.nodes == arguments.nodes], scenario.compute_s)
+    shown = [row for row in rows if not row.selects or row.density == arguments.density[0]]
+    advice = plan.recommend([row for row in shown if row.nodes == arguments.nodes], scenario.compute_s)
     if arguments.plot is not None:
         from lightning_sparse.bench.plan_plot import draw
 
         what = arguments.model or f"{scenario.numel:,} gradients"
         compute = "" if scenario.compute_s is None else f", {1e3 * scenario.compute_s:.4g} ms of compute"
-        title = f"{what}{compute}, {arguments.devices} devices a node, {arguments.inter_gbps:g} Gbit/s between nodes"
-        draw(first, title, arguments.plot)
+        title = f"{what}{compute}, {arguments.devices} devices per node, {arguments.inter_gbps:g} Gbit/s between nodes"
+        draw(shown, title, arguments.plot)
         print(f"wrote {arguments.plot}", file=sys.stderr)
     if arguments.json:
-        found = {"scenario": asdict(scenario), "assumptions": notes, "recommendation": advice}
-        print(json.dumps({**found, "rows": [asdict(row) for row in rows]}, indent=2))
+        result = {"scenario": asdict(scenario), "assumptions": notes, "recommendation": advice}
+        print(json.dumps({**result, "rows": [asdict(row) for row in rows]}, indent=2))
         return 0
     print("\n".join(notes))
-    print(f"\n{arguments.nodes} nodes, a step:\n{_by_path(here)}")
-    print(f"\nby nodes, {_heading(scenario)}:\n{_by_nodes(first)}")
+    print(f"\n{arguments.nodes} nodes, per step:\n{_by_path(here)}")
+    print(f"\nby nodes, {_heading(scenario)}:\n{_by_nodes(shown)}")
     print(f"\n{advice}")
     return 0
 
 
 def _scenario(arguments: argparse.Namespace) -> tuple[Scenario, list[str]]:
-    """What was asked for, and what it rests on."""
+    """The scenario and its assumptions."""
     from lightning_sparse.bench import measure, models, plan
 
     model = None if arguments.model is None else models.find(arguments.model)
-    host, compute_s, told = plan.V100, None, "compute time is not known: synchronisation only"
+    host, compute_s, note = plan.V100, None, "compute time unknown: synchronisation only"
     if arguments.compute_ms is not None:
-        compute_s, told = 1e-3 * arguments.compute_ms, f"forward and backward {arguments.compute_ms:g} ms, as given"
+        compute_s, note = 1e-3 * arguments.compute_ms, f"forward and backward {arguments.compute_ms:g} ms (given)"
     if arguments.measure:
         device = measure.device_here()
         print(f"measuring on {measure.describe(device)} ...", file=sys.stderr)
         host = measure.host_costs(device)
         if compute_s is None and model is not None:
             compute_s = measure.compute_seconds(model, arguments.batch, device)
-            told = f"forward and backward {1e3 * compute_s:.4g} ms, measured on {measure.describe(device)}, "
-            told += f"batch {arguments.batch}"
+            note = f"forward and backward {1e3 * compute_s:.4g} ms, measured on {measure.describe(device)}, "
+            note += f"batch {arguments.batch}"
             if device.type == "cpu":
-                told += ": for nodes with GPUs give --compute-ms instead"
+                note += "; for nodes with GPUs, pass --compute-ms instead"
     if compute_s is None:
-        told += "; scaling efficiency needs --compute-ms" + (" or --measure" if model is not None else "")
+        note += "; scaling efficiency needs --compute-ms" + (" or --measure" if model is not None else "")
     scenario = plan.Scenario(
         numel=int(arguments.parameters) if model is None else model.numel,
         devices=arguments.devices,
@@ -101,7 +101,7 @@ def _scenario(arguments: argparse.Namespace) -> tuple[Scenario, list[str]]:
         compute_s=compute_s,
         host=host,
     )
-    return scenario, [*plan.assumptions(scenario), told]
+    return scenario, [*plan.assumptions(scenario), note]
 
 
 def _by_path(rows: list[Row]) -> str:

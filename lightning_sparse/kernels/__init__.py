@@ -1,11 +1,11 @@
-"""Selection, error feedback and message packing on one flat tensor: no communication, no Lightning.
+"""Top-k selection, error feedback and message packing for a flat tensor, without communication.
 
-| file | what it holds |
+| file | contents |
 |---|---|
-| reference.py | the paper's loop and an exact top-k, step by step: the oracle |
-| wire.py | the message layout, encode and decode |
+| reference.py | MSTopK and an exact top-k in plain torch, the test oracles |
+| wire.py | message layout, encode and decode |
 | plain.py | the operators in plain torch |
-| ops.py | schemas, checks, and which implementation runs |
+| ops.py | schemas, argument checks, loading of the compiled library |
 | csrc/ | the compiled CPU and CUDA kernels |
 """
 

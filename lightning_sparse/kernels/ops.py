@@ -3,12 +3,10 @@
     Python call -> checks (ValueError) -> dispatcher -> compiled CPU or CUDA kernel
                                                      -> plain torch, where there is none
 
-Schemas are defined here, once, in Python; the compiled library only adds implementations for the keys CPU and CUDA,
-and these override the plain-torch ones (registered for all devices). So a missing or broken build changes speed,
-never results, and the library can be loaded or not without a second definition of anything. `kernel_report()` says
-which of the two runs and why.
+This file defines the schemas and registers plain-torch implementations for all devices. The compiled library overrides
+them for CPU and CUDA, with bit-identical results. `kernel_report()` returns which implementations are in use, and why.
 
-Set LIGHTNING_SPARSE_KERNELS=torch to leave the compiled library unloaded.
+LIGHTNING_SPARSE_KERNELS=torch disables the compiled library.
 """
 
 from __future__ import annotations
@@ -18,7 +16,7 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,29 +28,26 @@ BUILD_REPORT = Path(__file__).with_name("build_report.txt")
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 _CODES: tuple[torch.dtype, ...] = wire.VALUE_DTYPES
 
-# Kept for the life of the process: a collected Library takes its schemas with it.
+# Keep a reference: garbage collection of a Library removes its schemas.
 _library: Any = torch.library.Library(NAMESPACE, "FRAGMENT")  # type: ignore[no-untyped-call]
-_library.define("mstopk(Tensor x, int k, bool paper) -> (Tensor, Tensor)")
+_library.define("mstopk(Tensor x, int k) -> (Tensor, Tensor)")
 _library.define(
     "compress(Tensor grad, Tensor? residual, Tensor(a!)? next_residual, int k, int value_code, Tensor? scale) -> Tensor"
 )
 _library.define("accumulate(Tensor messages, Tensor(a!) shard, int k, int value_code) -> ()")
 
 
-def mstopk(x: Tensor, k: int, mode: Literal["exact", "paper"] = "exact") -> tuple[Tensor, Tensor]:
-    """The k largest |x| of a flat tensor: values_K = x[indices_K] and indices_K, ascending.
+def mstopk(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """Return values and ascending indices of the k largest |x| of a flat tensor.
 
-    "exact" is top-k with ties going to the lowest index; "paper" is MSTopK of 30 iterations (see `reference`). Both
-    put NaN before
-    Inf before everything finite. Indices are int32 while x has fewer than 2^31 elements, else int64.
+    Ties go to the lowest index. NaN ranks above Inf, and Inf above every finite value. Indices are int32 if x has fewer
+    than 2^31 elements, otherwise int64.
 
     >>> mstopk(torch.tensor([1.0, -5.0, 2.0, 5.0]), 2)
     (tensor([-5.,  5.]), tensor([1, 3], dtype=torch.int32))
     """
-    if mode not in ("exact", "paper"):
-        raise ValueError(f"mode={mode!r}: choose 'exact' or 'paper'")
     _check_mstopk(x, k)
-    values, indices = torch.ops.lightning_sparse.mstopk(x.detach(), k, mode == "paper")
+    values, indices = torch.ops.lightning_sparse.mstopk(x.detach(), k)
     return values, indices
 
 
@@ -64,11 +59,11 @@ def compress(
     value_dtype: torch.dtype,
     scale: Tensor | None = None,
 ) -> Tensor:
-    """Error feedback, selection and packing at once: the message of the k largest |acc|, acc = residual + grad * scale.
+    """Pack the k largest |acc|, where acc = residual + grad * scale, into a message.
 
-    next_residual_S <- acc - what the receivers will decode; 0 where acc is not finite. Non-finite elements are selected
-    first and counted in the message. A residual of None is zero, a scale of None is one, a next residual
-    of None is not wanted.
+    next_residual_S receives acc minus the decoded message, and 0 where acc is not finite. Non-finite elements are
+    selected first and counted in the message. residual_S defaults to 0, scale to 1; without next_residual_S, no
+    residual is written.
     """
     code = _value_code(value_dtype)
     _check_compress(grad_S, residual_S, next_residual_S, k, scale)
@@ -77,10 +72,10 @@ def compress(
 
 
 def accumulate(messages_MB: Tensor, shard_S: Tensor, k: int, value_dtype: torch.dtype) -> None:
-    """shard_S <- the sum of the messages, added in row order from zero; an index in several messages adds.
+    """Overwrite shard_S with the sum of the messages, added in row order.
 
-    The whole shard becomes NaN when any message counts something non-finite, or is not laid out as `wire` says: a
-    kernel that does not wait for the device has no other way to speak.
+    If a message counts non-finite elements or is malformed, the whole shard becomes NaN: raising an error would need a
+    device synchronisation.
     """
     _check_accumulate(messages_MB, shard_S, k, _value_code(value_dtype))
     torch.ops.lightning_sparse.accumulate(messages_MB, shard_S, k, _value_code(value_dtype))
@@ -88,7 +83,7 @@ def accumulate(messages_MB: Tensor, shard_S: Tensor, k: int, value_dtype: torch.
 
 @dataclass(frozen=True)
 class KernelReport:
-    """What runs: "compiled" or "plain torch" per device type, and the reason where it is the latter."""
+    """The implementation per device type, "compiled" or "plain torch", and the reasons for the latter."""
 
     cpu: str
     cuda: str
@@ -100,7 +95,7 @@ class KernelReport:
 
 
 def kernel_report() -> KernelReport:
-    """What of the compiled kernels is in use in this process."""
+    """Return which kernel implementations this process uses."""
     return _report
 
 
@@ -123,12 +118,12 @@ def _check_compress(
             if other.numel() != grad.numel() or other.device != grad.device:
                 raise ValueError(
                     f"{name} has {other.numel()} elements on {other.device}, grad_S {grad.numel()} on {grad.device}: "
-                    "both are of one shard, so they must agree"
+                    "they must agree"
                 )
     if next_residual is not None and any(_overlap(next_residual, other) for other in (grad, residual)):
         raise ValueError(
-            "next_residual_S shares memory with grad_S or residual_S: it is provisional until the optimizer has "
-            "stepped, so give it a tensor of its own"
+            "next_residual_S shares memory with grad_S or residual_S, which must stay intact until the optimizer has "
+            "stepped: pass a separate tensor"
         )
     if scale is not None and (scale.dtype != torch.float32 or scale.dim() != 0 or scale.device != grad.device):
         raise ValueError(
@@ -154,11 +149,9 @@ def _check_accumulate(messages: Tensor, shard: Tensor, k: int, code: int) -> Non
             f"and {_dtype_of(code)} need contiguous uint8[M >= 1, {nbytes}] on {shard.device}"
         )
     if not _is_traced(messages) and messages.data_ptr() % wire.ALIGN:
-        raise ValueError(
-            f"messages_MB begins at an address that is no multiple of {wire.ALIGN}: pass messages_MB.clone()"
-        )
+        raise ValueError(f"messages_MB must be aligned to {wire.ALIGN} bytes: pass messages_MB.clone()")
     if _overlap(messages, shard):
-        raise ValueError("shard_S shares memory with messages_MB: it is overwritten while they are read")
+        raise ValueError("shard_S shares memory with messages_MB: pass a separate tensor")
 
 
 def _check_flat(name: str, tensor: Tensor, dtypes: tuple[torch.dtype, ...]) -> None:
@@ -179,7 +172,7 @@ def _check_k(k: int, numel: int) -> None:
 def _value_code(value_dtype: torch.dtype) -> int:
     code = wire.VALUE_CODES.get(value_dtype)
     if code is None:
-        raise ValueError(f"value_dtype={value_dtype} cannot be sent: choose one of {list(_CODES)}")
+        raise ValueError(f"value_dtype={value_dtype} must be one of {list(_CODES)}")
     return code
 
 
@@ -201,16 +194,16 @@ def _overlap(a: Tensor, b: Tensor | None) -> bool:
 
 
 def _is_traced(tensor: Tensor) -> bool:
-    """Has no memory to look at; the implementations look again when they run."""
+    """Whether the tensor has no storage to inspect; the implementations check again at run time."""
     return torch.compiler.is_compiling() or tensor.is_meta or type(tensor) not in (Tensor, torch.nn.Parameter)
 
 
-# --------------------------------------------------------------------------------- implementations and their loading
+# --------------------------------------------------------------------------------- implementations
 
 
-def _plain_mstopk(x: Tensor, k: int, paper: bool) -> tuple[Tensor, Tensor]:
+def _plain_mstopk(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
     _check_mstopk(x, k)
-    return plain.mstopk(x, k, paper)
+    return plain.mstopk(x, k)
 
 
 def _plain_compress(
@@ -226,7 +219,7 @@ def _plain_accumulate(messages: Tensor, shard: Tensor, k: int, value_code: int) 
     plain.accumulate(messages, shard, k, _dtype_of(value_code))
 
 
-def _fake_mstopk(x: Tensor, k: int, paper: bool) -> tuple[Tensor, Tensor]:
+def _fake_mstopk(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
     _check_mstopk(x, k)
     return x.new_empty(k), x.new_empty(k, dtype=plain.index_dtype(x.numel()))
 
@@ -243,15 +236,15 @@ def _fake_accumulate(messages: Tensor, shard: Tensor, k: int, value_code: int) -
 
 
 def _register(name: str, implementation: Callable[..., Any], fake: Callable[..., Any]) -> None:
-    # Selection has no derivative; without no_grad the plain-torch results would carry one.
+    # Selection is not differentiable; without no_grad, autograd would record the plain-torch operations.
     _library.impl(name, torch.no_grad()(implementation), "CompositeExplicitAutograd")
     torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=_library)
 
 
 def _load() -> tuple[KernelReport, ctypes.CDLL | None]:
-    build = BUILD_REPORT.read_text().strip() if BUILD_REPORT.exists() else "installed without a build step"
+    build = BUILD_REPORT.read_text().strip() if BUILD_REPORT.exists() else "no build step ran"
     if os.environ.get("LIGHTNING_SPARSE_KERNELS", "") == "torch":
-        return _plain_report(None, "LIGHTNING_SPARSE_KERNELS=torch in the environment"), None
+        return _plain_report(None, "LIGHTNING_SPARSE_KERNELS=torch is set"), None
     found = sorted(Path(__file__).parent.glob("_C*.so"))
     if not found:
         return _plain_report(None, f"nothing was compiled: {build}"), None

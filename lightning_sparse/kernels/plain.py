@@ -1,7 +1,6 @@
-"""The three operators in plain torch: what runs where no compiled kernel is, with the same results bit for bit.
+"""The three operators in plain torch: the fallback without compiled kernels, with bit-identical results.
 
-Nothing here waits for a device, except mode "paper", which is the reference's loop. The exact selection costs one
-`kthvalue` and a handful of passes.
+Nothing here synchronizes with the device.
 """
 
 from __future__ import annotations
@@ -12,20 +11,23 @@ from torch import Tensor
 from lightning_sparse.kernels import reference, wire
 
 
-def mstopk(x: Tensor, k: int, paper: bool) -> tuple[Tensor, Tensor]:
-    if paper:
-        return reference.mstopk(x, k)
+def mstopk(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
     indices_K = select(reference.magnitude_bits(x), k)
     return x.detach()[indices_K], indices_K.to(index_dtype(x.numel()))
 
 
 def select(bits: Tensor, k: int) -> Tensor:
-    """Indices of the k largest, ascending; of equals the first ones."""
-    numel = bits.numel()
-    kth = torch.kthvalue(bits, numel - k + 1).values
+    """Indices of the k largest, ascending; ties go to the lowest index."""
+    kth = kth_largest(bits, k, use_topk=bits.is_cuda)
     above, equal = bits > kth, bits == kth
     keep = above | (equal & (equal.cumsum(0) <= k - above.sum()))
     return torch.nonzero_static(keep, size=k).flatten()
+
+
+def kth_largest(bits: Tensor, k: int, use_topk: bool) -> Tensor:
+    if use_topk:  # kthvalue is extremely slow on CUDA (pytorch issue 75599)
+        return bits.topk(k, sorted=False).values.min()
+    return bits.kthvalue(bits.numel() - k + 1).values
 
 
 def compress(
@@ -54,12 +56,12 @@ def compress(
 
 def accumulate(messages_MB: Tensor, shard_S: Tensor, k: int, value_dtype: torch.dtype) -> None:
     shard_S.zero_()
-    all_sound = torch.ones((), dtype=torch.bool, device=shard_S.device)
+    all_valid = torch.ones((), dtype=torch.bool, device=shard_S.device)
     for message in messages_MB:
-        values_K, indices_K, sound = wire.decode(message, shard_S.numel(), k, value_dtype)
+        values_K, indices_K, valid = wire.decode(message, shard_S.numel(), k, value_dtype)
         shard_S[indices_K] = shard_S[indices_K] + values_K  # indices are distinct within a message
-        all_sound = all_sound & sound
-    shard_S.masked_fill_(~all_sound, torch.nan)
+        all_valid = all_valid & valid
+    shard_S.masked_fill_(~all_valid, torch.nan)
 
 
 def index_dtype(numel: int) -> torch.dtype:

@@ -1,23 +1,21 @@
-"""MSTopK in plain torch, step by step: the oracle of every kernel test.
+"""Reference implementations in plain torch, the oracles of the kernel tests: MSTopK and an exact top-k.
 
-MSTopK (Shi et al., MLSys 2021) keeps about the k largest |x| without sorting: it bisects a threshold between the mean
-and the maximum of |x|, then keeps everything above the last threshold that kept at most k, and fills up to k from the
-thin band between that and the last one that kept more than k.
+MSTopK (Shi et al., MLSys 2021) selects about the k largest |x| without sorting. It bisects a threshold between the mean
+and the maximum of |x|, keeps all elements above the last threshold that kept at most k, and fills up to k from the band
+between it and the last threshold that kept more than k.
 
-Faults of the transcriptions in circulation, each mended here and marked in the code with its number:
-1. The random start of the band's slice is drawn with an inclusive bound, which can return k - 1 elements: ranks then
-   disagree on the sizes of their messages. Here the slice always has its full length.
-2. The upper threshold starts as 0 and stays so when no tried threshold keeps 1..k elements (constant input; more than k
-   ties at the maximum): everything is returned. Here it starts as +inf: nothing is certain yet, all k come from the
-   band.
-3. One NaN or Inf ruins the mean and the maximum. Here non-finite elements are left out of both and selected first.
-4. A k beyond count(|x| >= mean) is never bracketed, so the rest is an arbitrary slice of everything below the mean
-   (real for gradients of embeddings). Here the bisection then runs between 0 and the mean.
-5. The mean depends on the order of summation, so two devices disagree on thresholds. Here the order is fixed
-   (`mean_of`).
+This version fixes faults of published implementations; the code refers to them by number:
+1. An inclusive bound for the random start of the band's slice can return k - 1 elements, so ranks disagree on message
+   sizes. Here the slice always has its full length.
+2. The upper threshold starts at 0 and stays there if no threshold keeps 1..k elements (constant input; more than k ties
+   at the maximum), so all elements are returned. Here it starts at +inf, and all k come from the band.
+3. A single NaN or Inf spoils the mean and the maximum. Here both ignore non-finite elements, which are selected first.
+4. If k exceeds count(|x| >= mean), as in gradients of embeddings, the bisection never brackets it, and the rest is an
+   arbitrary slice of all elements below the mean. Here the bisection then runs between 0 and the mean.
+5. The mean depends on the summation order, so devices disagree on thresholds. Here the order is fixed (`mean_of`).
 
 Because T(j) = fl(mean + fl(fl(j / 2^N) * fl(max - mean))) rises with j, the loop is a binary search and ends at
-j2 = max{j : T(j) <= v} with v the (k+1)-th largest |x|. That is what the compiled kernels compute, without N passes.
+j2 = max{j : T(j) <= v} with v the (k+1)-th largest |x|.
 """
 
 from __future__ import annotations
@@ -44,9 +42,9 @@ class Bracket:
 def mstopk(
     x: Tensor, k: int, iterations: int = ITERATIONS, generator: torch.Generator | None = None
 ) -> tuple[Tensor, Tensor]:
-    """The paper's selection: values_K and indices_K, ascending. `generator` draws where the band's slice starts.
+    """Select with the paper's loop; return values and ascending indices.
 
-    Without a generator the slice starts at the band's first element, which is what `mode="paper"` of the kernels does.
+    `generator` draws the start of the band's slice. Without it, the slice starts at the band's first element.
     """
     _check(x, k)
     a = x.detach().float().abs()
@@ -70,11 +68,11 @@ def mstopk(
 
 
 def bisect(a: Tensor, k: int, iterations: int = ITERATIONS) -> Bracket:
-    """The bisection itself, on a = |x| with everything non-finite marked -1; 1 <= k < count(a >= 0).
+    """Bisect a = |x|, where non-finite elements are -1; needs 1 <= k < count(a >= 0).
 
-    Worked example: a = [1, 2, 3, 10], k = 1, iterations = 2. The mean is 4 and keeps one element, so the bracket is
-    [0, 4] (4.). Ratio 1/2 tries 2, which keeps three: too many, so lower = 2. Ratio 3/4 tries 3, which keeps two:
-    lower = 3. Result: lower 3, upper 4; certain is [10], and the band [3] gives what is missing, here nothing.
+    Example: a = [1, 2, 3, 10], k = 1, iterations = 2. The mean 4 keeps one element, so the bracket is [0, 4] (4.).
+    Ratio 1/2 tries 2, which keeps three, so lower = 2. Ratio 3/4 tries 3, which keeps two, so lower = 3. Result:
+    lower 3, upper 4; [10] is certain, and the band [3] contributes nothing.
     """
     mean, largest = mean_of(a), a.max()
     if int((a >= mean).sum()) > k:
@@ -94,10 +92,10 @@ def bisect(a: Tensor, k: int, iterations: int = ITERATIONS) -> Bracket:
 
 
 def mean_of(a: Tensor) -> Tensor:
-    """fp32(sum of a / count) over a >= 0, the sum in fp64 and in one fixed order on every device (5.).
+    """Mean over a >= 0 as fp32, summed in fp64 in a fixed order (5.).
 
-    Blocks of 4,096 elements; in a block 16 lanes, lane i adding elements i, i + 16, ... one after the other; then the
-    lanes, and then the blocks padded to a power of two, are folded in halves.
+    In blocks of 4,096 elements, lane i of 16 adds elements i, i + 16, ... in sequence; then the lanes, and then the
+    blocks, padded to a power of two, are folded in halves.
     """
     block = MEAN_ROWS * MEAN_LANES
     num_blocks = -(-a.numel() // block)
@@ -113,16 +111,16 @@ def mean_of(a: Tensor) -> Tensor:
 
 
 def topk(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """Exact top-k of |x| by a full stable sort: ties go to the lowest index, NaN > Inf > finite, indices ascending."""
+    """Exact top-k of |x| by a stable sort: ties go to the lowest index, NaN > Inf > finite; ascending indices."""
     _check(x, k)
     order = torch.sort(magnitude_bits(x), descending=True, stable=True).indices
     return _gather(x, order[:k].sort().values)
 
 
 def magnitude_bits(x: Tensor) -> Tensor:
-    """|x| in fp32 as int32 bits: they order as the magnitudes do, with Inf above everything finite, and NaN above Inf.
+    """The fp32 bits of |x| as int32, which order like the magnitudes, with finite < Inf < NaN.
 
-    All NaN are made equal: their payloads differ between devices and must not decide what is sent.
+    All NaN become equal, since their payloads differ between devices.
     """
     return (x.detach().float().view(torch.int32) & 0x7FFF_FFFF).clamp(max=INF_BITS + 1)
 
@@ -144,4 +142,4 @@ def _gather(x: Tensor, indices: Tensor) -> tuple[Tensor, Tensor]:
 
 def _check(x: Tensor, k: int) -> None:
     if x.dim() != 1 or not 1 <= k <= x.numel():
-        raise ValueError(f"x has shape {list(x.shape)} and k={k}: x must be flat with 1 <= k <= x.numel()")
+        raise ValueError(f"x has shape {list(x.shape)} and k={k}: x must be flat, and 1 <= k <= x.numel()")

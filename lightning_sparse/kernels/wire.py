@@ -1,11 +1,11 @@
-"""The message that one device sends to its peers on the other nodes.
+"""The message that a device sends to its peers on the other nodes.
 
-A message holds exactly k pairs (index, value) of a shard of S elements. Its size is known before the round from
-(S, k, value_dtype) alone, so every rank can post its all-gather without asking the others. Little-endian throughout:
+A message holds exactly k (index, value) pairs of a shard of S elements. Its size depends only on (S, k, value_dtype),
+so the all-gather needs no exchange of sizes. Little-endian:
 
     offset  bytes   field
     0       4       magic "LSP1" (0x3150534c): layout version 1
-    4       4       i32  non-finite count of the whole shard, not only of what was sent; saturates at 2^31 - 1
+    4       4       i32  number of non-finite elements in the whole shard; saturates at 2^31 - 1
     8       4       i32  exponent e: decoded value = stored value * 2^e (0 unless the values are fp16)
     12      4       i32  value code: 0 fp32, 1 bf16, 2 fp16
     16      8       i64  S
@@ -13,20 +13,19 @@ A message holds exactly k pairs (index, value) of a shard of S elements. Its siz
     32      32      zero
     64      4*B     u32  pairs in each block of 65,536 elements, B = ceil(S / 65,536)
     *       2*k     u16  index within its block; ascending inside a block
-    *       w*k     values, w = 4 or 2, in the order of the indices
+    *       w*k     values, w = 4 or 2 bytes, in index order
 
-`*`: every section, and the end, is rounded up to 16 bytes with zeros, so that rows of an all-gathered [M, bytes] tensor
-stay aligned for vector loads.
+`*`: each section is zero-padded to 16 bytes, so that the rows of an all-gathered [M, bytes] tensor are aligned for
+vector loads.
 
-Worked example: S = 100,000, k = 1,000, bf16: 64 + 16 (B = 2, 8 bytes) + 2,000 + 2,000 = 4,080 bytes, 4.08 a pair;
-int32 and fp32 pairs would take 8.
+Example: S = 100,000, k = 1,000, bf16: 64 + 16 (B = 2, 8 bytes) + 2,000 + 2,000 = 4,080 bytes, 4.08 per pair; int32 and
+fp32 pairs would take 8.
 
-Rules of the values:
-- Finite values stay finite. bf16 saturates at its largest finite value. fp16 is scaled by the power of two that puts
-  the largest value into [2^14, 2^15) and saturates at 32,752, the last fp16 below 2^15: so 7e4 is sent, not turned into
-  inf, and what is up to 2^38 times smaller than the largest does not decode to zero. (A still smaller value does; the
-  sender's residual then keeps all of it, since the residual is acc - decoded.)
-- Infinities keep their sign, NaN becomes the canonical quiet NaN. Receivers look at the count, not at the values.
+Values:
+- Finite values stay finite. bf16 saturates at its largest finite value. fp16 values are scaled by the power of two that
+  moves the largest into [2^14, 2^15), and saturate at 32,752, the last fp16 below 2^15. So 7e4 does not overflow, and
+  values down to 2^-38 of the largest do not decode to zero; smaller ones stay in the sender's residual.
+- Infinities keep their sign; NaN becomes the canonical quiet NaN. Receivers check the count, not the values.
 """
 
 from __future__ import annotations
@@ -51,8 +50,8 @@ _INT32_MAX = 2**31 - 1
 
 
 @dataclass(frozen=True)
-class Layout:
-    """Where each section of a message begins, in bytes."""
+class MessageLayout:
+    """The byte offsets of a message's sections."""
 
     numel: int
     k: int
@@ -64,31 +63,31 @@ class Layout:
     nbytes: int
 
 
-def layout(numel: int, k: int, value_dtype: torch.dtype) -> Layout:
-    """The byte table of a message; pure arithmetic."""
+def message_layout(numel: int, k: int, value_dtype: torch.dtype) -> MessageLayout:
+    """Compute the layout of a message."""
     if value_dtype not in VALUE_CODES:
-        raise ValueError(f"value_dtype={value_dtype} cannot be sent: choose one of {list(VALUE_CODES)}")
+        raise ValueError(f"value_dtype={value_dtype} must be one of {list(VALUE_CODES)}")
     if not 1 <= k <= numel:
-        raise ValueError(f"k={k} with numel={numel}: a message holds 1 <= k <= numel pairs")
+        raise ValueError(f"k={k} with numel={numel}: k must satisfy 1 <= k <= numel")
     num_blocks = -(-numel // BLOCK)
     indices = HEADER_BYTES + _round_up(4 * num_blocks)
     values = indices + _round_up(2 * k)
     nbytes = values + _round_up(value_dtype.itemsize * k)
-    return Layout(numel, k, value_dtype, num_blocks, HEADER_BYTES, indices, values, nbytes)
+    return MessageLayout(numel, k, value_dtype, num_blocks, HEADER_BYTES, indices, values, nbytes)
 
 
 def message_bytes(numel: int, k: int, value_dtype: torch.dtype) -> int:
-    """Bytes of a message with k pairs of a shard of `numel` elements."""
-    return layout(numel, k, value_dtype).nbytes
+    """Size in bytes of a message with k pairs of a shard of `numel` elements."""
+    return message_layout(numel, k, value_dtype).nbytes
 
 
 def encode(
     values_K: Tensor, indices_K: Tensor, numel: int, value_dtype: torch.dtype, nonfinite: Tensor | int = 0
 ) -> Tensor:
-    """Pack fp32 values and ascending indices into a uint8 message. Synchronises no device."""
-    table = layout(numel, indices_K.numel(), value_dtype)
+    """Pack fp32 values and ascending indices into a uint8 message, without device synchronisation."""
+    layout = message_layout(numel, indices_K.numel(), value_dtype)
     device = values_K.device
-    message = torch.zeros(table.nbytes, dtype=torch.uint8, device=device)
+    message = torch.zeros(layout.nbytes, dtype=torch.uint8, device=device)
     stored_K, exponent = _to_stored(values_K.float(), value_dtype)
 
     words = message[:32].view(torch.int32)
@@ -97,54 +96,49 @@ def encode(
     words[2] = exponent
     words[3] = VALUE_CODES[value_dtype]
     words[4:8].view(torch.int64)[0] = numel
-    words[4:8].view(torch.int64)[1] = table.k
+    words[4:8].view(torch.int64)[1] = layout.k
 
-    edges = torch.arange(table.num_blocks + 1, device=device, dtype=torch.int64) * BLOCK
+    edges = torch.arange(layout.num_blocks + 1, device=device, dtype=torch.int64) * BLOCK
     counts = torch.searchsorted(indices_K.long(), edges).diff()
-    _section(message, table.counts, counts.to(torch.int32))
+    _section(message, layout.counts, counts.to(torch.int32))
     low = indices_K & (BLOCK - 1)
-    _section(message, table.indices, (low - BLOCK * (low >= BLOCK // 2)).to(torch.int16))
-    _section(message, table.values, stored_K)
+    _section(message, layout.indices, (low - BLOCK * (low >= BLOCK // 2)).to(torch.int16))
+    _section(message, layout.values, stored_K)
     return message
 
 
 def decode(message: Tensor, numel: int, k: int, value_dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    """values_K (fp32), indices_K (int64) and a 0-dim bool: sound, i.e. all finite and laid out as the table says.
+    """Return fp32 values, int64 indices and a 0-dim bool: valid, i.e. well-formed and without non-finite elements.
 
-    Of a message that is not sound the indices still lie inside the shard, so a caller that cannot afford a
-    synchronisation may scatter first and poison the result after.
+    The indices of an invalid message are within bounds too, so a caller can scatter first and then overwrite the result
+    with NaN, without device synchronisation.
     """
-    table = layout(numel, k, value_dtype)
-    if message.dtype != torch.uint8 or message.shape != (table.nbytes,):
+    layout = message_layout(numel, k, value_dtype)
+    if message.dtype != torch.uint8 or message.shape != (layout.nbytes,):
         raise ValueError(
-            f"message is {message.dtype}{list(message.shape)}, but numel={numel}, k={k}, {value_dtype} makes "
-            f"uint8[{table.nbytes}]"
+            f"message is {message.dtype}{list(message.shape)}, but numel={numel}, k={k} and {value_dtype} need "
+            f"uint8[{layout.nbytes}]"
         )
     words = message[:HEADER_BYTES].clone().view(torch.int32)
-    counts = message[table.counts : table.counts + 4 * table.num_blocks].clone().view(torch.int32).long()
-    low_K = message[table.indices : table.indices + 2 * k].clone().view(torch.int16).long() & (BLOCK - 1)
-    stored_K = message[table.values : table.values + value_dtype.itemsize * k].clone().view(value_dtype)
+    counts = message[layout.counts : layout.counts + 4 * layout.num_blocks].clone().view(torch.int32).long()
+    low_K = message[layout.indices : layout.indices + 2 * k].clone().view(torch.int16).long() & (BLOCK - 1)
+    stored_K = message[layout.values : layout.values + value_dtype.itemsize * k].clone().view(value_dtype)
 
     ends = counts.cumsum(0)
     block_K = torch.searchsorted(ends, torch.arange(k, device=message.device), right=True)
     indices_K = block_K * BLOCK + low_K
-    sound = _header_is_sound(words, table) & (counts >= 0).all() & (counts <= BLOCK).all() & (ends[-1] == k)
-    sound = sound & (indices_K[1:] > indices_K[:-1]).all() & (indices_K < numel).all()
-    return _from_stored(stored_K, words[2]), indices_K.clamp(0, numel - 1), sound
+    valid = _header_is_valid(words, layout) & (counts >= 0).all() & (counts <= BLOCK).all() & (ends[-1] == k)
+    valid = valid & (indices_K[1:] > indices_K[:-1]).all() & (indices_K < numel).all()
+    return _from_stored(stored_K, words[2]), indices_K.clamp(0, numel - 1), valid
 
 
 def indices_of(message: Tensor, numel: int, k: int, value_dtype: torch.dtype) -> Tensor:
-    """Which elements of the shard a message holds, ascending, int64 of K. Synchronises no device."""
+    """The ascending int64 indices in a message, without device synchronisation."""
     return decode(message, numel, k, value_dtype)[1]
 
 
-def nonfinite_count(message: Tensor) -> Tensor:
-    """The header's count, as a 0-dim int32 tensor on the message's device."""
-    return message[4:8].clone().view(torch.int32)[0]
-
-
 def round_trip(values_K: Tensor, value_dtype: torch.dtype) -> Tensor:
-    """What fp32 values become on the other side: decode(encode(values))."""
+    """The values that a receiver decodes: decode(encode(values))."""
     return _from_stored(*_to_stored(values_K, value_dtype))
 
 
@@ -157,14 +151,14 @@ def _section(message: Tensor, start: int, data: Tensor) -> None:
     message[start : start + raw.numel()] = raw
 
 
-def _header_is_sound(words: Tensor, table: Layout) -> Tensor:
+def _header_is_valid(words: Tensor, layout: MessageLayout) -> Tensor:
     sizes = words[4:8].clone().view(torch.int64)
-    same = (words[0] == MAGIC) & (words[3] == VALUE_CODES[table.value_dtype])
+    same = (words[0] == MAGIC) & (words[3] == VALUE_CODES[layout.value_dtype])
     return (
         same
         & (words[1] == 0)
-        & (sizes[0] == table.numel)
-        & (sizes[1] == table.k)
+        & (sizes[0] == layout.numel)
+        & (sizes[1] == layout.k)
         & (words[2] >= -200)
         & (words[2] <= 200)
     )
@@ -185,7 +179,7 @@ def _to_stored(values_K: Tensor, value_dtype: torch.dtype) -> tuple[Tensor, Tens
         scaled = canonical.double() * _power_of_two(-exponent)
         stored = scaled.clamp(-_FP16_LIMIT, _FP16_LIMIT).half()
     stored = torch.where(finite, stored, canonical.to(value_dtype))
-    quiet = 0x7FC0 if value_dtype == torch.bfloat16 else 0x7E00  # torch's conversion of NaN depends on the processor
+    quiet = 0x7FC0 if value_dtype == torch.bfloat16 else 0x7E00  # torch's NaN conversion is platform-dependent
     return stored.view(torch.int16).masked_fill(values_K.isnan(), quiet).view(value_dtype), exponent
 
 
@@ -196,5 +190,5 @@ def _from_stored(stored_K: Tensor, exponent: Tensor) -> Tensor:
 
 
 def _power_of_two(exponent: Tensor) -> Tensor:
-    """2.0 ** exponent from its bits: exp2 and pow may be an ulp off. In fp64, since denormals need 2^163."""
+    """2.0 ** exponent, exactly; exp2 and pow can be off by one ulp. fp64, since denormals need 2^163."""
     return ((exponent.long().clamp(-1000, 1000) + 1023) << 52).view(torch.float64)

@@ -1,12 +1,10 @@
-"""`Cluster`: make the network, run a command in every node as a launcher would, count, and leave nothing behind.
+"""`Cluster`: create the network, run a command on every node, count bytes, clean up.
 
-In each node runs torchrun of this interpreter, which starts L copies of the command with RANK, WORLD_SIZE, LOCAL_RANK,
-LOCAL_WORLD_SIZE, GROUP_RANK, MASTER_ADDR and MASTER_PORT; NODE_RANK and GLOO_SOCKET_IFNAME are added here. The command
-is run as given (``--no-python``), so a Python script, a shell script and any other program work alike, and a command
-that is just ``train.py`` is run by this interpreter.
+Each node runs torchrun with this interpreter. torchrun starts L copies of the command with RANK, WORLD_SIZE,
+LOCAL_RANK, LOCAL_WORLD_SIZE, GROUP_RANK, MASTER_ADDR and MASTER_PORT; the lab adds NODE_RANK and GLOO_SOCKET_IFNAME.
+The command may be any program (``--no-python``); a ``.py`` file runs with this interpreter.
 
-When a node fails, the others can only wait for it: they get a few seconds to notice and are then stopped. The first
-failure in time decides the exit code.
+If a node fails, the others are stopped after a few seconds. The earliest failure determines the exit code.
 """
 
 from __future__ import annotations
@@ -26,7 +24,7 @@ from typing import TextIO
 
 from lightning_sparse.lab import storage
 from lightning_sparse.lab.config import LabConfig, LabUnavailableError
-from lightning_sparse.lab.launch import Launchers, with_own_output
+from lightning_sparse.lab.launch import Launchers, redirect_to_pipe
 from lightning_sparse.lab.network import (
     INTERFACE,
     STORAGE_ADDRESS,
@@ -39,19 +37,19 @@ from lightning_sparse.lab.output import LabelledOutput
 from lightning_sparse.lab.processes import (
     RUN_VARIABLE,
     RunName,
-    end_orphans,
-    end_processes,
-    tether,
-    uninterrupted,
+    die_with_parent,
+    kill_orphans,
+    kill_processes,
+    signals_ignored,
 )
 
-MASTER_PORT = 29500  # free in a namespace that was just made
-LOOPBACK_PORTS = range(20000, 32000)  # below the range from which the kernel takes ports for others
+MASTER_PORT = 29500  # always free in a new namespace
+LOOPBACK_PORTS = range(20000, 32000)  # below the kernel's ephemeral ports
 
 
 @dataclass(frozen=True)
 class RunResult:
-    """How a command ended. `traffic` is what this run put on each node's link, None without a network."""
+    """The result of a command. `traffic` is this run's traffic on each node's link; None without a network."""
 
     exit_code: int
     node_exit_codes: tuple[int, ...]
@@ -61,7 +59,7 @@ class RunResult:
 
     @property
     def bytes_between_nodes(self) -> int | None:
-        """Bytes that nodes sent to each other; what the storage node sent or got is not among them."""
+        """Bytes sent between nodes, without traffic to and from the storage node."""
         if self.traffic is None:
             return None
         storage_received = 0 if self.storage_traffic is None else self.storage_traffic.received
@@ -70,7 +68,7 @@ class RunResult:
     def summary(self) -> str:
         ended = f"{len(self.node_exit_codes)} nodes ended with {self.exit_code} after {self.seconds:.1f} s"
         if self.traffic is None:
-            return f"{ended}; loopback only, so nothing was shaped or counted"
+            return f"{ended}; on loopback, without rate limits and byte counts"
         text = f"{ended}; bytes sent between nodes: {self.bytes_between_nodes:,}"
         if self.storage_traffic is not None:
             text += f"; from storage: {self.storage_traffic.sent:,}"
@@ -78,7 +76,7 @@ class RunResult:
 
 
 class Cluster:
-    """``with Cluster(LabConfig(nodes=2, gbps=0.1)) as cluster: cluster.run(["train.py"])``, as often as wanted."""
+    """``with Cluster(LabConfig(nodes=2, gbps=0.1)) as cluster: cluster.run(["train.py"])``; run as often as needed."""
 
     def __init__(self, config: LabConfig) -> None:
         self.config = config
@@ -87,10 +85,10 @@ class Cluster:
         self._storage: subprocess.Popen[bytes] | None = None
 
     def __enter__(self) -> Cluster:
-        end_orphans()
+        kill_orphans()
         if self.config.network:
             remove_leftovers()
-            if self.config.storage is not None and (reason := storage.why_not()):
+            if self.config.storage is not None and (reason := storage.unavailable_reason()):
                 raise LabUnavailableError(f"cannot serve storage={self.config.storage}: {reason}")
             try:
                 self._network = Network(self.name, self._links())
@@ -106,8 +104,8 @@ class Cluster:
         self.close()
 
     def close(self) -> None:
-        with uninterrupted():
-            end_processes(str(self.name))
+        with signals_ignored():
+            kill_processes(str(self.name))
             if self._storage is not None:
                 self._storage.wait()
                 assert self._storage.stdout is not None
@@ -124,32 +122,32 @@ class Cluster:
         output: TextIO | None = None,
         timeout: float | None = None,
     ) -> RunResult:
-        """Run `command` in every node until it ended everywhere, or failed somewhere; `output` None is stdout.
+        """Run `command` on every node until all end or one fails. `output` defaults to stdout.
 
-        Raises TimeoutError, with all processes stopped, when it takes longer than `timeout` seconds.
+        Raises:
+            ValueError: if `command` is empty or not a program.
+            TimeoutError: if it takes longer than `timeout` seconds; all processes are stopped.
         """
         if not command:
-            raise ValueError(
-                "command=[]: there is nothing to run. Give the command after --, as in: -- python train.py"
-            )
+            raise ValueError("command=[] is empty. Pass the command after --, for example: -- python train.py")
         path = (env or {}).get("PATH")
         if not command[0].endswith(".py") and shutil.which(command[0], path=path) is None:
             raise ValueError(
-                f"command={command[0]!r} is no program on PATH, nor a .py file. As in: -- python train.py; under sudo, "
-                f"whose PATH is another: -- train.py, which runs with {sys.executable}."
+                f"command={command[0]!r} is neither a program on PATH nor a .py file. Use -- python train.py; under "
+                f"sudo, which resets PATH, use -- train.py, which runs with {sys.executable}."
             )
         before = self._network.traffic() if self._network else {}
         started = time.monotonic()
         commands = self._commands(list(command), env or {})
         launchers = Launchers(commands, self.config.devices, LabelledOutput(output or sys.stdout))
         try:
-            launchers.follow(timeout)
+            launchers.wait(timeout)
         except BaseException as error:
-            launchers.wind_down(signal.SIGINT if isinstance(error, KeyboardInterrupt) else signal.SIGTERM)
+            launchers.terminate(signal.SIGINT if isinstance(error, KeyboardInterrupt) else signal.SIGTERM)
             raise
         finally:
-            with uninterrupted():  # mounts and whatever the command left behind, but not the storage node
-                end_processes(str(self.name), spare=self._storage.pid if self._storage else None)
+            with signals_ignored():  # mounts and background processes of the command, but not the storage node
+                kill_processes(str(self.name), exclude=self._storage.pid if self._storage else None)
                 launchers.close()
         seconds = time.monotonic() - started
         traffic = _difference(self._network.traffic() if self._network else {}, before)
@@ -157,31 +155,31 @@ class Cluster:
             exit_code=next((code for code in launchers.codes.values() if code), 0),
             node_exit_codes=tuple(code for _, code in sorted(launchers.codes.items())),
             seconds=seconds,
-            traffic=tuple(traffic[part] for part in self._parts()) if self._network else None,
+            traffic=tuple(traffic[name] for name in self._nodes()) if self._network else None,
             storage_traffic=traffic.get("storage"),
         )
 
     def reshape(self, gbps: float) -> None:
-        """Another rate for all links, also while a command runs (from another thread)."""
+        """Change the rate of all links, also while a command runs (from another thread)."""
         if self._network is not None:
             self._network.reshape(gbps)
 
     def switch_link(self, node: int, *, on: bool) -> None:
-        """Pull the plug of a node, or put it back, also while a command runs (from another thread)."""
+        """Take a node's link down, or up again, also while a command runs (from another thread)."""
         if self._network is not None:
             self._network.switch_link(f"node{node}", on=on)
 
     def traffic(self) -> dict[str, NodeTraffic]:
-        """Bytes on each link since the lab was made, also while a command runs; nothing without a network."""
+        """Bytes on each link since the lab was created, also while a command runs; empty without a network."""
         return self._network.traffic() if self._network else {}
 
-    # ------------------------------------------------------------------------------------------ parts and commands
+    # ------------------------------------------------------------------------------------------ nodes and commands
 
-    def _parts(self) -> list[str]:
+    def _nodes(self) -> list[str]:
         return [f"node{node}" for node in range(self.config.nodes)]
 
     def _links(self) -> list[tuple[str, str, float]]:
-        links = [(part, node_address(node), self.config.gbps) for node, part in enumerate(self._parts())]
+        links = [(name, node_address(node), self.config.gbps) for node, name in enumerate(self._nodes())]
         if self.config.storage is not None:
             links.append(("storage", STORAGE_ADDRESS, self.config.storage_gbps or self.config.gbps))
         return links
@@ -189,7 +187,7 @@ class Cluster:
     def _start_storage(self) -> None:
         if self._network is None or self.config.storage is None:
             return
-        command = [*tether(), *self._network.enter("storage"), *storage.server_command(STORAGE_ADDRESS)]
+        command = [*die_with_parent(), *self._network.enter("storage"), *storage.server_command(STORAGE_ADDRESS)]
         self._storage = subprocess.Popen(
             command, env=self._environment({}), stdout=subprocess.PIPE, start_new_session=True
         )
@@ -203,29 +201,29 @@ class Cluster:
         return {**defaults, **os.environ, **extra, RUN_VARIABLE: str(self.name)}
 
     def _commands(self, command: list[str], env: Mapping[str, str]) -> list[tuple[list[str], dict[str, str]]]:
-        """What to start in each node, and its environment."""
+        """(command, environment) for each node."""
         if command[0].endswith(".py"):
             command = [sys.executable, *command]
         port = MASTER_PORT if self._network else _free_port()
         master = node_address(0) if self._network else "127.0.0.1"
         interface = INTERFACE if self._network else _loopback()
         commands = []
-        for node, part in enumerate(self._parts()):
-            enter = self._network.enter_node(part) if self._network else []
+        for node, name in enumerate(self._nodes()):
+            enter = self._network.enter_node(name) if self._network else []
             if self.config.storage is not None:
-                enter = [*enter, *storage.mount_then(STORAGE_ADDRESS, self.config.storage)]
+                enter = [*enter, *storage.mount_prefix(STORAGE_ADDRESS, self.config.storage)]
             launcher = [sys.executable, "-m", "torch.distributed.run", "--no-python", "--max-restarts=0"]
             launcher += [f"--nnodes={self.config.nodes}", f"--node-rank={node}"]
             launcher += [f"--nproc-per-node={self.config.devices}", f"--master-addr={master}", f"--master-port={port}"]
             place = {"NODE_RANK": str(node), "GLOO_SOCKET_IFNAME": interface}
-            commands.append(([*enter, *launcher, *with_own_output(command)], self._environment({**env, **place})))
+            commands.append(([*enter, *launcher, *redirect_to_pipe(command)], self._environment({**env, **place})))
         return commands
 
 
 def _difference(after: Mapping[str, NodeTraffic], before: Mapping[str, NodeTraffic]) -> dict[str, NodeTraffic]:
     return {
-        part: NodeTraffic(now.sent - before[part].sent, now.received - before[part].received)
-        for part, now in after.items()
+        host: NodeTraffic(now.sent - before[host].sent, now.received - before[host].received)
+        for host, now in after.items()
     }
 
 

@@ -1,16 +1,15 @@
-"""Namespaces, a bridge, shaped links, and what the kernel counted on them.
+"""Network namespaces, a bridge, links with a limited rate, and their byte counters.
 
-Everything lives in named network namespaces ``lslab.<pid>.<start>.<token>.<part>``, where part is ``switch``,
-``node0``, ``node1``, ... or ``storage``. The bridge is in ``switch``, not on the host, so two labs cannot collide: each
-has the same addresses in a world of its own. Owner and start time are in the name (`processes.RunName`), so a later run
-can tell what a *dead* lab left behind from what a living one is using. Deleting a namespace deletes the interfaces in
-it. A command in a node also has a hostname and an ``/etc/hosts`` of its own, in namespaces that end with it.
+The network namespaces are named ``lslab.<pid>.<start>.<token>.<host>``, where host is ``switch``, ``node0``,
+``node1``, ... or ``storage``. The bridge is in ``switch``, not on the host, so labs with the same addresses do not
+collide. The name holds the owner's process id and start time (`processes.RunName`), so that a later run can remove the
+namespaces of labs that were killed. Deleting a namespace deletes its interfaces. A command in a node has its own
+hostname and ``/etc/hosts``.
 
-Shaping is ``tc tbf`` at both ends of a link, netem being absent from many kernels: it gives a rate, not a latency. The
-bucket is kept small, because what fits into it passes unshaped after a pause, and a sparse message is short. It is not
-smaller, because a timer that fires later than the bucket lasts is bandwidth lost, and on a busy machine timers are
-late. TCP's super-packets (GSO) are kept to half a bucket: tbf would cut one that is larger than its bucket into single
-frames, and that work alone keeps two processors from filling four links of 1 Gbit/s (measured: a third of the rate).
+``tc tbf`` limits the rate at both ends of a link. It adds no latency; netem would, but many kernels lack it. A small
+bucket limits the burst that passes unshaped after a pause, since sparse messages are short. A smaller one would lose
+bandwidth when timers fire late on a busy machine. GSO packets are limited to half a bucket: tbf splits larger ones into
+single frames, and with two processors that alone reduced four links of 1 Gbit/s to a third of their rate.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lightning_sparse.lab.config import LabUnavailableError
-from lightning_sparse.lab.processes import RunName, end_processes
+from lightning_sparse.lab.processes import RunName, kill_processes
 
 STORAGE_ADDRESS = "10.77.255.1"
 INTERFACE = "eth0"
@@ -34,7 +33,7 @@ MIN_BURST_BYTES = 16 * 1024  # a few full frames
 MAX_GSO_BYTES = 65_536
 BURST_S = 500e-6
 QUEUE_MS = 50
-# `ip netns exec` has given the command a mount namespace of its own: the host does not see these mounts
+# `ip netns exec` runs the command in its own mount namespace, so these mounts do not affect the host
 _BECOME_NODE = """
 echo "$1" > /proc/sys/kernel/hostname
 mount -t tmpfs lab /run/netns
@@ -43,87 +42,87 @@ mount --bind /run/netns/hosts /etc/hosts
 shift 2
 exec "$@"
 """
-WAY_OUT = "Or rehearse on loopback, where nothing is shaped or counted: --no-net (in Python: network=False)."
+LOOPBACK_HINT = "Or use loopback without rate limits and byte counts: --no-net (in Python: network=False)."
 
 
 def node_address(node: int) -> str:
     return f"10.77.0.{node + 1}"
 
 
-def why_not() -> str | None:
-    """Why this process cannot make a lab, and what would help, without a full stop; None when it can."""
+def unavailable_reason() -> str | None:
+    """Why this process cannot create a lab, and how to fix it, without a full stop; None if it can."""
     if platform.system() != "Linux":
-        return f"network namespaces are a part of Linux, and this is {platform.system()}"
+        return f"network namespaces need Linux, and this is {platform.system()}"
     missing = [tool for tool in ("ip", "tc", "unshare") if shutil.which(tool) is None]
     if missing:
         return f"{', '.join(missing)} not found: install them (apt-get install iproute2 util-linux)"
     if os.geteuid() != 0:
-        with_path = 'sudo -E env "PATH=$PATH" COMMAND'  # sudo has a PATH of its own, without the virtual environment
+        with_path = 'sudo -E env "PATH=$PATH" COMMAND'  # sudo resets PATH, which drops the virtual environment
         return f"network namespaces need root, and this is user {os.geteuid()}: {with_path}"
     probe = ["unshare", "--net", "tc", "qdisc", "add", "dev", "lo", "root", *_shape(1.0)]
     done = subprocess.run(probe, capture_output=True, text=True)
     if done.returncode != 0:
         return (
-            f"the kernel refused a namespace with a shaped link ({done.stderr.strip()}): a container needs "
-            f"--cap-add SYS_ADMIN --cap-add NET_ADMIN, and the kernel sch_tbf"
+            f"cannot create a namespace with a rate-limited link ({done.stderr.strip()}): a container needs "
+            f"--cap-add SYS_ADMIN --cap-add NET_ADMIN, and the kernel needs sch_tbf"
         )
     return None
 
 
 @dataclass(frozen=True)
 class NodeTraffic:
-    """Bytes on one node's link since it was made, frames and all, counted by the kernel at the switch."""
+    """Bytes on one node's link since its creation, including frame headers, counted by the kernel at the switch."""
 
     sent: int
     received: int
 
 
 class Network:
-    """The switch and one link for each part. `close` may be called at any time, and again."""
+    """A switch with one link per host. `close` may be called at any time, and repeatedly."""
 
     def __init__(self, run: RunName, links: Sequence[tuple[str, str, float]]) -> None:
-        """links: (part, address, Gbit/s), for instance ("node0", "10.77.0.1", 1.0)."""
-        reason = why_not()
+        """links: (host, address, Gbit/s), for example ("node0", "10.77.0.1", 1.0)."""
+        reason = unavailable_reason()
         if reason:
-            raise LabUnavailableError(f"cannot build a lab here: {reason}. {WAY_OUT}")
+            raise LabUnavailableError(f"cannot create a lab: {reason}. {LOOPBACK_HINT}")
         self.run = run
-        self.addresses = {part: address for part, address, _ in links}
+        self.addresses = {host: address for host, address, _ in links}
         try:
             self._build_switch()
-            for part, address, gbps in links:
-                self._build_link(part, address, gbps)
+            for host, address, gbps in links:
+                self._build_link(host, address, gbps)
         except BaseException:
             self.close()
             raise
 
-    def namespace(self, part: str) -> str:
-        return f"{self.run}.{part}"
+    def namespace(self, host: str) -> str:
+        return f"{self.run}.{host}"
 
-    def enter(self, part: str) -> list[str]:
-        """The words that, before a command, run it inside that part."""
-        return ["ip", "netns", "exec", self.namespace(part)]
+    def enter(self, host: str) -> list[str]:
+        """The command prefix that runs a command in this host's namespace."""
+        return ["ip", "netns", "exec", self.namespace(host)]
 
-    def enter_node(self, part: str) -> list[str]:
-        """As `enter`, with the hostname of that part and the names of all others known."""
+    def enter_node(self, host: str) -> list[str]:
+        """Like `enter`, with the host's own hostname and an /etc/hosts that lists all hosts."""
         hosts = "127.0.0.1 localhost\n::1 localhost\n" + "".join(
             f"{address} {name}\n::ffff:{address} {name}\n" for name, address in self.addresses.items()
         )
-        return [*self.enter(part), "unshare", "--uts", "sh", "-e", "-c", _BECOME_NODE, "sh", part, hosts]
+        return [*self.enter(host), "unshare", "--uts", "sh", "-e", "-c", _BECOME_NODE, "sh", host, hosts]
 
     def traffic(self) -> dict[str, NodeTraffic]:
         listing = _run(["ip", "-n", self.namespace("switch"), "-s", "-j", "link", "show"])
         ports = {entry["ifname"]: entry["stats64"] for entry in json.loads(listing)}
-        # what the port received is what the node sent
-        return {part: NodeTraffic(ports[part]["rx"]["bytes"], ports[part]["tx"]["bytes"]) for part in self.addresses}
+        # the switch port receives what the node sends
+        return {host: NodeTraffic(ports[host]["rx"]["bytes"], ports[host]["tx"]["bytes"]) for host in self.addresses}
 
     def reshape(self, gbps: float) -> None:
-        """Give all links this rate from now on. Build the network with the lowest: its super-packets suit that one."""
-        for part in self.addresses:
-            self._shape_ends("change", part, gbps)
+        """Change the rate of all links. Create the network with the lowest rate: its GSO size stays."""
+        for host in self.addresses:
+            self._shape_ends("change", host, gbps)
 
-    def switch_link(self, part: str, *, on: bool) -> None:
-        """Pull the plug of a part at the switch, or put it back: frames are lost, and nobody is told."""
-        _run(["ip", "-n", self.namespace("switch"), "link", "set", part, "up" if on else "down"])
+    def switch_link(self, host: str, *, on: bool) -> None:
+        """Take a host's switch port down, or up again. Frames are dropped silently."""
+        _run(["ip", "-n", self.namespace("switch"), "link", "set", host, "up" if on else "down"])
 
     def close(self) -> None:
         for name in _namespaces_of(str(self.run)):
@@ -135,39 +134,39 @@ class Network:
         _run(["ip", "-n", switch, "link", "add", "br0", "type", "bridge", "mcast_snooping", "0"])
         _run(["ip", "-n", switch, "link", "set", "br0", "addrgenmode", "none", "up"])
 
-    def _build_link(self, part: str, address: str, gbps: float) -> None:
-        switch, node = self.namespace("switch"), self.namespace(part)
+    def _build_link(self, host: str, address: str, gbps: float) -> None:
+        switch, node = self.namespace("switch"), self.namespace(host)
         _run(["ip", "netns", "add", node])
         _run(["ip", "-n", node, "link", "set", "lo", "up"])
-        _run(["ip", "-n", switch, "link", "add", part, "type", "veth", "peer", "name", INTERFACE, "netns", node])
-        self._shape_ends("add", part, gbps)
-        for place, name in self._ends(part):
-            # a socket asks its interface once, when it connects: so this one stays through reshape()
-            super_packet = min(MAX_GSO_BYTES, _burst_bytes(gbps) // 2)
-            _run(["ip", "-n", place, "link", "set", name, "gso_max_size", str(super_packet)])
-            # no IPv6 link-local address: its discovery traffic would be counted
+        _run(["ip", "-n", switch, "link", "add", host, "type", "veth", "peer", "name", INTERFACE, "netns", node])
+        self._shape_ends("add", host, gbps)
+        for place, name in self._ends(host):
+            # sockets read the GSO size only when they connect, so reshape() does not change it
+            gso_bytes = min(MAX_GSO_BYTES, _burst_bytes(gbps) // 2)
+            _run(["ip", "-n", place, "link", "set", name, "gso_max_size", str(gso_bytes)])
+            # no IPv6 link-local address: its discovery traffic would distort the counters
             _run(["ip", "-n", place, "link", "set", name, "addrgenmode", "none"])
-        _run(["ip", "-n", switch, "link", "set", part, "master", "br0", "up"])
+        _run(["ip", "-n", switch, "link", "set", host, "master", "br0", "up"])
         _run(["ip", "-n", node, "address", "add", f"{address}/16", "dev", INTERFACE])
         _run(["ip", "-n", node, "link", "set", INTERFACE, "up"])
 
-    def _shape_ends(self, verb: str, part: str, gbps: float) -> None:
-        for place, name in self._ends(part):
+    def _shape_ends(self, verb: str, host: str, gbps: float) -> None:
+        for place, name in self._ends(host):
             _run(["tc", "-n", place, "qdisc", verb, "dev", name, "root", *_shape(gbps)])
 
-    def _ends(self, part: str) -> list[tuple[str, str]]:
-        """Namespace and interface of both ends of a link."""
-        return [(self.namespace("switch"), part), (self.namespace(part), INTERFACE)]
+    def _ends(self, host: str) -> list[tuple[str, str]]:
+        """(namespace, interface) of both ends of a link."""
+        return [(self.namespace("switch"), host), (self.namespace(host), INTERFACE)]
 
 
 def remove_leftovers() -> list[str]:
-    """Remove the namespaces and processes of labs whose owner is dead; returns the names of those runs."""
+    """Remove the namespaces and processes of labs whose owner died; return the names of those runs."""
     runs = {run for name in _namespaces_of("") if (run := RunName.parse(name)) is not None}
     dead = sorted(str(run) for run in runs if not run.owner_lives())
     for former in dead:
-        end_processes(former)
+        kill_processes(former)
         for name in _namespaces_of(former):
-            # two labs may start at once and both clean up: what is already gone is fine
+            # another lab may be cleaning up at the same time: ignore missing namespaces
             subprocess.run(["ip", "netns", "delete", name], capture_output=True)
     return dead
 

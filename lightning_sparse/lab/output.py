@@ -1,11 +1,11 @@
-r"""What the nodes print, labelled and line by line.
+r"""The output of the nodes, labelled and line-buffered.
 
-Lines of different ranks never mix: a line is written when its end arrives. A progress bar has no line ends, it returns
-the carriage and writes over itself; on a terminal it stays one line at the bottom, redrawn after each line that passes
-above it, and in a file it becomes a line every `BAR_S` seconds, so that a log neither floods nor falls silent.
+Lines of different ranks do not interleave: a line is written once it is complete. A progress bar overwrites its line
+with carriage returns. On a terminal it stays at the bottom, redrawn below each new line; a file gets one line of it
+every `BAR_S` seconds.
 
-Nested bars use a line end to reach the line below and a cursor move to come back. So a bar that ends its line is *held*
-until the next thing its rank writes tells which it was. Example, bytes read from two nodes and what a file gets::
+Nested bars move down with a line end and back up with a cursor move. A bar that ends its line is therefore *held* until
+the rank's next output shows which of the two it was. Example, bytes from two nodes and the resulting file::
 
     node 0: b"\rEpoch 0:  50%"      node 1: b"loaded\n"      node 0: b"\rEpoch 0: 100%\ndone\n"
     [node 0] Epoch 0:  50%
@@ -24,20 +24,20 @@ from dataclasses import dataclass, field
 from typing import TextIO
 
 BAR_S = 5.0
-CONTROLS = re.compile(r"(\r\n|\n|\r|\x1b\[\d*[A-HJKsu])")  # line ends and cursor moves; colours count as text
-CUT_OFF = re.compile(r"(\x1b(\[\d*)?)$")  # the beginning of a cursor move
+CONTROLS = re.compile(r"(\r\n|\n|\r|\x1b\[\d*[A-HJKsu])")  # line ends and cursor moves; colours are text
+CUT_OFF = re.compile(r"(\x1b(\[\d*)?)$")  # an incomplete cursor move
 
 
 @dataclass
 class _Row:
-    """A line in the making. `bar`: the carriage was returned in it."""
+    """An incomplete line. `bar`: it contains a carriage return."""
 
     text: str = ""
     bar: bool = False
     returned: bool = False
 
     def write(self, text: str) -> None:
-        behind_bar = self.bar and not self.returned  # somebody logs; the bar will be drawn again, below
+        behind_bar = self.bar and not self.returned  # a log line; the bar is redrawn below it
         self.text = text if self.returned or behind_bar else self.text + text
         self.bar, self.returned = self.bar and not behind_bar, False
 
@@ -58,17 +58,17 @@ class _Source:
 
 
 class LabelledOutput:
-    """Writes to `stream`; feed it the bytes of each node as they come."""
+    """Writes the output of all ranks to `stream`."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
         self._terminal = stream.isatty()
         self._sources: dict[tuple[int, int], _Source] = {}
-        self._bar = ""  # what stands at the bottom of the terminal
+        self._bar = ""  # the bar at the bottom of the terminal
         self._bar_written = -BAR_S
 
     def feed(self, node: int, rank: int, data: bytes) -> None:
-        """data: what a local rank of a node has written."""
+        """Process output of a local rank."""
         source = self._sources.setdefault((node, rank), _Source(f"[node {node}]"))
         text = source.unread + source.decoder.decode(data)
         source.unread = match.group() if (match := CUT_OFF.search(text)) else ""
@@ -84,12 +84,12 @@ class LabelledOutput:
             elif token.endswith("\n"):
                 self._end_row(source)
             elif token.endswith("A") and source.held is not None:
-                source.row, source.held = source.held, None  # that line end was a cursor move
+                source.row, source.held = source.held, None  # the line end was part of a nested bar
         if progress:
             self._progress(source, progress)
 
     def finish(self, node: int) -> None:
-        """Write what a node that has ended left without a line end."""
+        """Write the incomplete lines of a node that has ended."""
         for key, source in self._sources.items():
             if key[0] == node:
                 for row in (source.held, source.row):
@@ -120,13 +120,13 @@ class LabelledOutput:
             return
         source.last_line = line
         if bar and self._bar:
-            self._bar = ""  # the bar itself came to its end
+            self._bar = ""  # this line ends the bar
             self._write("\r\x1b[K")
         self._write(f"\r\x1b[K{line}\n{self._bar}" if self._bar else f"{line}\n")
 
     def _progress(self, source: _Source, text: str) -> None:
         if self._terminal:
-            columns = shutil.get_terminal_size().columns - 1  # a bar that wraps cannot be drawn over
+            columns = shutil.get_terminal_size().columns - 1  # a bar that wraps cannot be overwritten
             self._bar = f"{source.label} {text}".rstrip()[:columns]
             self._write(f"\r\x1b[K{self._bar}")
         elif time.monotonic() - self._bar_written >= BAR_S:

@@ -1,12 +1,11 @@
-"""Every process of a run can be found again, and none outlives it.
+"""Find and kill all processes of a run.
 
-A launcher starts workers in sessions of their own, a file system mount is a daemon, and a script may start whatever it
-likes: process groups do not hold them together. So each run has a name that its processes carry in their environment
-(`RUN_VARIABLE`), which the kernel shows in ``/proc/<pid>/environ`` however often a process forked.
+Launchers, file system mounts and scripts start processes in new sessions, so process groups do not cover them. Each run
+therefore has a name, which all its processes inherit in the environment variable `RUN_VARIABLE`;
+``/proc/<pid>/environ`` shows it.
 
-Three lines of defence against leftovers: an orderly end forwards the signal to the launchers, waits, then kills what is
-left; a lab that is itself killed takes its launchers along (parent-death signal); and the next lab ends the processes
-of runs whose owner is dead.
+Three mechanisms prevent leftovers: on exit, the lab signals its launchers, waits, then kills the remaining processes;
+a parent-death signal ends the launchers if the lab itself is killed; and the next lab kills the processes of dead runs.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ KILL_S = 10.0
 
 @dataclass(frozen=True)
 class RunName:
-    """``lslab.<pid>.<start>.<token>``: who owns a run. The start time tells a process id that was used again."""
+    """``lslab.<pid>.<start>.<token>``: the owner of a run. The start time detects a reused process id."""
 
     PREFIX: ClassVar[str] = "lslab."
     pid: int
@@ -44,7 +43,7 @@ class RunName:
 
     @classmethod
     def parse(cls, text: str) -> RunName | None:
-        """The run that a namespace or an environment belongs to; None for a name of somebody else."""
+        """Parse the name of a namespace or run; None if it is not a lab's."""
         fields = text.removeprefix(cls.PREFIX).split(".")
         if not text.startswith(cls.PREFIX) or len(fields) < 3 or not (fields[0] + fields[1]).isdigit():
             return None
@@ -58,7 +57,7 @@ class RunName:
 
 
 def _start_time(pid: int) -> int | None:
-    """Clock ticks from boot to the start of a living process, None when there is none (or no /proc)."""
+    """Start time of a running process in clock ticks since boot; None if there is no such process, or no /proc."""
     try:
         fields = (PROC / str(pid) / "stat").read_text().rpartition(")")[2].split()
     except OSError:
@@ -67,35 +66,34 @@ def _start_time(pid: int) -> int | None:
 
 
 def processes_of(run: str) -> list[int]:
-    """Living processes of a run, wherever they were started from."""
+    """The running processes of a run."""
     mark = f"{RUN_VARIABLE}={run}".encode()
     found = []
     for folder in PROC.glob("[0-9]*"):
-        with contextlib.suppress(OSError):  # it ended meanwhile, or belongs to another user
+        with contextlib.suppress(OSError):  # it has ended, or belongs to another user
             if mark in (folder / "environ").read_bytes().split(b"\0") and _start_time(int(folder.name)) is not None:
                 found.append(int(folder.name))
     return found
 
 
-def end_processes(run: str, spare: int | None = None) -> None:
-    """Kill what is left of a run, but not process `spare`, and wait until it is gone.
+def kill_processes(run: str, exclude: int | None = None) -> None:
+    """Kill all processes of a run except `exclude`, and wait for their end.
 
-    A process that forks and ends while ``/proc`` is read shows neither itself nor its child: only a second look that
-    finds nothing either is believed.
+    Scans ``/proc`` until two scans in a row find none: one scan can miss a process that forks and exits meanwhile.
     """
     deadline = time.monotonic() + KILL_S
-    looks_without = 0
-    while looks_without < 2 and time.monotonic() < deadline:
-        left = [pid for pid in processes_of(run) if pid != spare]
+    empty_scans = 0
+    while empty_scans < 2 and time.monotonic() < deadline:
+        left = [pid for pid in processes_of(run) if pid != exclude]
         for pid in left:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-        looks_without = 0 if left else looks_without + 1
+        empty_scans = 0 if left else empty_scans + 1
         time.sleep(0.05)
 
 
-def end_orphans() -> None:
-    """Kill processes of runs whose owner is dead: what a killed rehearsal without namespaces leaves behind."""
+def kill_orphans() -> None:
+    """Kill the processes of runs whose owner died, for example of a killed lab without namespaces."""
     mark = f"{RUN_VARIABLE}={RunName.PREFIX}".encode()
     for folder in PROC.glob("[0-9]*"):
         with contextlib.suppress(OSError):
@@ -106,14 +104,14 @@ def end_orphans() -> None:
                         os.kill(int(folder.name), signal.SIGKILL)
 
 
-def tether() -> list[str]:
-    """The words that, before a command, end it when this process dies."""
+def die_with_parent() -> list[str]:
+    """The command prefix that terminates a command when this process dies."""
     return ["setpriv", "--pdeathsig", "TERM"] if shutil.which("setpriv") else []
 
 
 @contextlib.contextmanager
 def signals_as_exit() -> Iterator[None]:
-    """Let SIGTERM and SIGHUP unwind the stack as Ctrl-C does, so that a lab is taken down whichever arrives."""
+    """Raise SystemExit on SIGTERM and SIGHUP, so that context managers clean up as they do after Ctrl-C."""
 
     def leave(number: int, frame: FrameType | None) -> None:
         raise SystemExit(128 + number)
@@ -127,8 +125,8 @@ def signals_as_exit() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def uninterrupted() -> Iterator[None]:
-    """Clean-up that an impatient second Ctrl-C must not cut short. Signals only reach the main thread."""
+def signals_ignored() -> Iterator[None]:
+    """Ignore SIGINT and SIGTERM during clean-up. Has no effect outside the main thread, which gets no signals."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

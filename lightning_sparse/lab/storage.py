@@ -1,9 +1,8 @@
-"""A network file system for the lab: one node serves files, sshfs mounts them in the others.
+"""A network file system for the lab: one node serves files, the others mount them with sshfs.
 
-Each connection gets an ``sftp-server`` of its own on the bare socket. sshfs can talk to that without ssh
-(``-o directport``), so there are no keys, no daemon configuration and no encryption to pay for on a machine that plays
-several at once; the namespace is what keeps everybody else out. Nodes mount the folder *over itself*, in a mount
-namespace of their own: a script reads the path it always reads, and the bytes come over the storage node's link.
+Each connection gets its own ``sftp-server`` on a plain socket, which sshfs supports without ssh (``-o directport``):
+no keys, no daemon configuration, no encryption cost. The namespace isolates it from other users. Nodes mount the folder
+over itself in their own mount namespace, so a script reads its usual path, over the storage node's link.
 """
 
 from __future__ import annotations
@@ -19,14 +18,14 @@ PORT = 2022
 SFTP_SERVERS = ("/usr/lib/openssh/sftp-server", "/usr/libexec/openssh/sftp-server", "/usr/lib/ssh/sftp-server")
 
 
-def why_not() -> str | None:
-    """Why no folder can be served and mounted here; None when it can."""
+def unavailable_reason() -> str | None:
+    """Why this machine cannot serve and mount a folder; None if it can."""
     if shutil.which("sshfs") is None:
-        return "sshfs not found: install it (apt-get install sshfs), or leave out --storage."
+        return "sshfs not found: install it (apt-get install sshfs), or omit --storage."
     if _sftp_server() is None:
-        return "sftp-server not found: install openssh-sftp-server, or leave out --storage."
+        return "sftp-server not found: install openssh-sftp-server, or omit --storage."
     if not Path("/dev/fuse").exists():
-        return "/dev/fuse not found: load the fuse module, or leave out --storage."
+        return "/dev/fuse not found: load the fuse module, or omit --storage."
     return None
 
 
@@ -34,12 +33,12 @@ def server_command(address: str) -> list[str]:
     return [sys.executable, "-c", f"from {__name__} import serve; serve({address!r}, {PORT})"]
 
 
-def mount_then(address: str, folder: Path) -> list[str]:
-    """The words that, before a command inside a node, mount the folder and go on to the command."""
+def mount_prefix(address: str, folder: Path) -> list[str]:
+    """The command prefix that mounts the folder in a node and then runs the command."""
     path = str(folder.resolve())
     options = f"directport={PORT},reconnect"
     mount = f"sshfs -o {options} {address}:{shlex.quote(path)} {shlex.quote(path)}"
-    # started from elsewhere, so that the working directory is not below the mount point while it is covered
+    # mount from /, so that the working directory is not inside the mount point
     return ["sh", "-c", f'here=$(pwd); cd / && {mount} && cd "$here" && exec "$@"', "sh"]
 
 

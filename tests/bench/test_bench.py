@@ -138,14 +138,14 @@ def test_exchange_on_the_ranks_it_is_started_on(tmp_path: Path, nodes: int, devi
     assert rows["2-D dense, 16-bit"]["received by a device, bytes, planned"] == 2 * 3000 // devices
 
 
-def test_exchange_plays_a_cluster_without_root(
+def test_exchange_emulates_a_cluster_without_root(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.delenv("RANK", raising=False)
-    monkeypatch.setattr("lightning_sparse.lab.why_not", lambda: "this user is not root")
+    monkeypatch.setattr("lightning_sparse.lab.unavailable_reason", lambda: "this user is not root")
     assert cli.main(["bench", "exchange", "--quick", "--out", str(tmp_path), "--plot"]) == 0
     said = capfd.readouterr()
-    assert "note: links cannot be shaped here (this user is not root)" in said.err
+    assert "note: cannot limit link rates (this user is not root)" in said.err
     assert "ours 1 %" in said.out
     record = json.loads((tmp_path / "exchange.json").read_text())
     assert "over loopback" in record["cluster"]

@@ -19,20 +19,18 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def marks(findings: list[Finding]) -> dict[str, str]:
-    return {each.subject: each.mark for each in findings}
+    return {each.subject: each.status for each in findings}
 
 
 def said(findings: list[Finding], subject: str) -> str:
-    return next(each.said for each in findings if each.subject == subject)
+    return next(each.message for each in findings if each.subject == subject)
 
 
-@pytest.mark.parametrize(
-    ("cast", "choice"), [(1e-9, "will be dense16"), (1.0, "will be dense: plain DDP does as well")]
-)
+@pytest.mark.parametrize(("cast", "choice"), [(1e-9, "chooses dense16"), (1.0, "chooses dense: plain DDP is as fast")])
 def test_what_is_said_of_a_network_is_what_auto_does(cast: float, choice: str) -> None:
     topology = Topology(((0,), (1,), (2,), (3,)), 0)
     rates = Rates(Link(0.0, 8e-9), Link(0.0, 0.0), select=1.0, cast=cast)
-    assert network.advice(topology, rates).said.endswith(choice)
+    assert network.advice(topology, rates).message.endswith(choice)
 
 
 def test_the_command() -> None:
@@ -40,7 +38,7 @@ def test_the_command() -> None:
     command = [sys.executable, "-m", "lightning_sparse.cli", "doctor"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False, env=without)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "knows strategy='mstopk_hier'" in done.stdout
+    assert "strategy='mstopk_hier' is registered" in done.stdout
     assert "torchrun ... --no-python lightning-sparse doctor" in done.stdout, "how to get the network part"
     assert len(done.stdout.splitlines()) < 25, "one screen"
 
@@ -49,7 +47,7 @@ def test_the_command_for_scripts(monkeypatch: pytest.MonkeyPatch, capsys: pytest
     for name in ("RANK", "SLURM_PROCID"):
         monkeypatch.delenv(name, raising=False)
     assert cli.main(["doctor", "--json"]) == 0
-    assert {each["mark"] for each in json.loads(capsys.readouterr().out)} <= {"ok", "note"}
+    assert {each["status"] for each in json.loads(capsys.readouterr().out)} <= {"ok", "note"}
 
 
 def test_each_line_has_its_mark_subject_and_text() -> None:
@@ -78,7 +76,7 @@ def test_a_package_that_breaks_on_import_is_bad(monkeypatch: pytest.MonkeyPatch)
 
     monkeypatch.setattr(doctor.importlib, "import_module", broken)
     found = examine()
-    assert "bad" in [each.mark for each in found if each.subject == "torchvision"]
+    assert "bad" in [each.status for each in found if each.subject == "torchvision"]
     assert marks(found)["lightning"] == "bad"
 
 

@@ -37,9 +37,9 @@ def test_on_two_nodes_it_measures_the_network_and_rank_0_alone_speaks() -> None:
     assert nothing == ""
     lines = {line[5:].split("  ")[0].strip(): line for line in said.splitlines()}
     assert "2 node(s) x 1 device(s): hierarchical reduction, gloo" in lines["topology"]
-    assert "Gbit/s a node" in lines["between nodes"]
+    assert "Gbit/s per node" in lines["between nodes"]
     assert "inside a node" not in lines, "one device has nobody to talk to"
-    assert "exchange='auto' will be" in lines["25 MiB bucket"]
+    assert "exchange='auto' chooses" in lines["25 MiB bucket"]
     assert len(lines) < 30, "one screen"
 
 
@@ -47,9 +47,9 @@ def test_ranks_that_do_not_fit_together_are_bad() -> None:
     (code, said), (other_code, _) = run_ranks(_doctor_of_another_torch, nodes=1, devices=2, init=False)
     assert code == other_code == 1
     found = {each["subject"]: each for each in json.loads(said)}
-    assert found["torch differs"]["mark"] == "bad"
-    assert found["torch differs"]["said"].endswith("2.11.0 on ranks 1")
-    assert found["links"]["mark"] == "note", "one node has no network between nodes"
+    assert found["torch differs"]["status"] == "bad"
+    assert found["torch differs"]["message"].endswith("2.11.0 on ranks 1")
+    assert found["links"]["status"] == "note", "one node has no network between nodes"
 
 
 # -- the cache ---------------------------------------------------------------------------------------------------------
@@ -61,30 +61,30 @@ def by_subject(cache_dir: Path) -> dict[str, Finding]:
 
 def test_a_cache_that_is_not_there_yet(tmp_path: Path) -> None:
     found = by_subject(tmp_path / "new" / "cache")
-    assert found["disk cache"].mark in ("ok", "note")
-    assert "the folder will be made" in found["disk cache"].said
+    assert found["disk cache"].status in ("ok", "note")
+    assert "the folder will be made" in found["disk cache"].message
     assert "cached" not in found
     assert not (tmp_path / "new").exists(), "looking makes nothing"
 
 
 def test_what_is_cached_is_listed(tmp_path: Path) -> None:
     cache_folder(CacheConfig(source="/data/flowers", cache_dir=str(tmp_path)))
-    assert by_subject(tmp_path)["cached"].said.startswith("/data/flowers: 0.00 GB, nothing yet")
+    assert by_subject(tmp_path)["cached"].message.startswith("/data/flowers: 0.00 GB, nothing yet")
     old = tmp_path / "v0-0123456789abcdef"
     old.mkdir()
     (old / "cache.json").write_text(json.dumps({"source": "/data/old"}))
-    marks = [each.mark for each in examine_cache(str(tmp_path)) if each.subject == "cached"]
+    marks = [each.status for each in examine_cache(str(tmp_path)) if each.subject == "cached"]
     assert sorted(marks) == ["note", "ok"]
 
 
 def test_a_network_file_system_is_bad(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor_cache, "file_system", lambda _: "nfs4")
-    assert by_subject(tmp_path)["disk cache"].mark == "bad"
+    assert by_subject(tmp_path)["disk cache"].status == "bad"
 
 
 def test_a_file_is_no_folder(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    assert by_subject(tmp_path / "file")["disk cache"].mark == "bad"
+    assert by_subject(tmp_path / "file")["disk cache"].status == "bad"
 
 
 # -- the environment ---------------------------------------------------------------------------------------------------
@@ -98,7 +98,7 @@ def test_settings_that_go_badly(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
     monkeypatch.setenv("CUDA_LAUNCH_BLOCKING", "1")
     monkeypatch.setenv("NCCL_P2P_DISABLE", "0")
-    assert {each.subject: each.mark for each in doctor._settings()} == {
+    assert {each.subject: each.status for each in doctor._settings()} == {
         "NCCL_SOCKET_IFNAME": "bad",
         "CUDA_LAUNCH_BLOCKING": "note",
     }

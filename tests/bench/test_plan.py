@@ -87,7 +87,7 @@ def test_one_node_has_no_traffic_and_applies_everything() -> None:
 
 
 def test_one_node_is_for_ddp() -> None:
-    assert plan.recommend(*here(1)) == "Use plain DDP: one node has no link between nodes to save."
+    assert plan.recommend(*here(1)) == "Use plain DDP: a single node has no inter-node traffic."
 
 
 def test_slow_links_are_for_sparse() -> None:
@@ -103,7 +103,7 @@ def test_fast_links_are_for_ddp() -> None:
 
 def test_what_hides_behind_compute_is_said_to_depend_on_overlap() -> None:
     said = plan.recommend(*here(16, compute_s=0.213))
-    assert said.startswith("Use plain DDP on 16 nodes if synchronisation hides behind backward")
+    assert said.startswith("Use plain DDP on 16 nodes if synchronisation overlaps with backward")
     assert "use strategy='mstopk_hier' with density=0.01" in said
 
 
@@ -130,7 +130,7 @@ def test_models_of_torchvision_and_timm_cost_no_memory() -> None:
 
 
 def test_an_unknown_model_is_told_with_close_ones() -> None:
-    with pytest.raises(ValueError, match=r"model='resnet_50' is no classifier .* resnet50"):
+    with pytest.raises(ValueError, match=r"model='resnet_50' is not a classifier .* resnet50"):
         models.find("resnet_50")
 
 
@@ -164,7 +164,7 @@ def test_the_command_prints_tables_and_one_recommendation(capsys: pytest.Capture
     assert cli.main(["plan", "--model", "resnet50", "--nodes", "16", *CLUSTER, "--compute-ms", "213"]) == 0
     said = capsys.readouterr().out
     assert "assumed, not measured" in said
-    assert "213 ms, as given" in said
+    assert "213 ms (given)" in said
     for name in ("DDP", "2-D dense", "sparse 1 %", "sparse 0.1 %", "regional 1 %"):
         assert any(line.startswith(name) for line in said.splitlines())
     assert said.rstrip().splitlines()[-1].startswith("Use plain DDP on 16 nodes if")

@@ -17,8 +17,8 @@ from lightning_sparse.data import source
 from lightning_sparse.data.config import DataError
 from lightning_sparse.data.source import StorageTimeoutError
 from lightning_sparse.data.store import SampleStore
-from lightning_sparse.lab import Cluster, LabConfig, why_not
-from lightning_sparse.lab.storage import why_not as why_no_storage
+from lightning_sparse.lab import Cluster, LabConfig, unavailable_reason
+from lightning_sparse.lab.storage import unavailable_reason as why_no_storage
 from tests.data.stores import Open, contents, store_of, warnings_of
 
 
@@ -135,7 +135,7 @@ store.close()
 
 def _in_lab(folder: Path, work: Path, timeout: float, outage: float) -> tuple[int, str, list[float]]:
     """Run the above on a node of a lab whose storage link goes down for `outage` seconds: (exit code, output)."""
-    for reason in (why_not(), why_no_storage()):
+    for reason in (unavailable_reason(), why_no_storage()):
         if reason is not None:
             pytest.skip(reason)
     work.mkdir()

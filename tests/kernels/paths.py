@@ -28,11 +28,11 @@ class Path:
     name: str
     threads: int = 1
 
-    def mstopk(self, x: Tensor, k: int, mode: str = "exact") -> tuple[Tensor, Tensor]:
+    def mstopk(self, x: Tensor, k: int) -> tuple[Tensor, Tensor]:
         if self.name == "plain":
-            return plain.mstopk(x, k, mode == "paper")
+            return plain.mstopk(x, k)
         with self._running():
-            return kernels.mstopk(x, k, mode)  # type: ignore[arg-type]
+            return kernels.mstopk(x, k)
 
     def compress(
         self,
@@ -118,27 +118,6 @@ def inputs(numel: int, seed: int = 0) -> dict[str, Tensor]:
     }
 
 
-def summation_orders() -> dict[str, Tensor]:
-    """131,072 elements whose mean, and with it what mode "paper" selects (k = 3), depends on the order of summation.
-
-    Elements 0, 16, 32 and 48 are of one lane and sum to 2^60 + 2^36 exactly, so their mean lies half way between 2^43
-    and the next fp32, and rounds to 2^43. Beside them 100 is less than half a unit in the last place of fp64: added one
-    after the other to the large sum all hundreds vanish, added up elsewhere first they lift the mean to the next fp32.
-    With the mean at 2^43 the band holds elements 0 and 16 and the first one, though smaller, is selected.
-    """
-    large = torch.zeros(131_072)
-    large[[0, 16, 32, 48]] = torch.tensor([2.0**43, 2.0**43 + 2**21, 2.0**44 + 2**36 - 2**21, 2.0**60 - 2**45])
-    places = {
-        "blocks": torch.arange(4096, 131_072, 4096),
-        "lanes": torch.arange(49, 64),
-        "elements of a lane": torch.arange(65, 65 + 16 * 10, 16),
-    }
-    result = {name: large.clone() for name in places}
-    for name, x in result.items():
-        x[places[name]] = 100.0
-    return result
-
-
 def ks(numel: int) -> list[int]:
     return sorted({1, min(2, numel), -(-numel // 100), -(-numel // 10), numel // 2 + 1, max(1, numel - 1), numel})
 
@@ -151,6 +130,11 @@ def decoded(message: Tensor, numel: int, k: int, value_dtype: torch.dtype) -> Te
     return dense
 
 
+def nonfinite_count(message: Tensor) -> int:
+    """The count in the message's header."""
+    return int(message[4:8].view(torch.int32))
+
+
 __all__ = [
     "DTYPES",
     "PATHS",
@@ -159,7 +143,7 @@ __all__ = [
     "every_path",
     "inputs",
     "ks",
+    "nonfinite_count",
     "reference",
     "same_bits",
-    "summation_orders",
 ]

@@ -54,7 +54,7 @@ def test_one_count_of_non_finite_poisons_all(path: Path, dtype: torch.dtype) -> 
 
 def damaged(message: torch.Tensor) -> dict[str, torch.Tensor]:
     """Of a message of 70,001 elements with k = 70 in fp32: each thing that a receiver must not trust."""
-    table = wire.layout(70_001, 70, torch.float32)
+    table = wire.message_layout(70_001, 70, torch.float32)
     words = [0, 3, 4, 6, table.counts // 4, table.counts // 4 + 1]
     result = {"noise": torch.randint(0, 256, message.shape, dtype=torch.uint8), "zeros": torch.zeros_like(message)}
     for word in words:

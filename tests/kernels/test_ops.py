@@ -30,7 +30,6 @@ OPS = torch.ops.lightning_sparse
         (lambda: mstopk(X[::2], 1), "contiguous"),
         (lambda: mstopk(X[:0], 1), "not empty"),
         (lambda: mstopk(X.double(), 1), "float64"),
-        (lambda: mstopk(X, 1, "fast"), "'exact' or 'paper'"),  # type: ignore[arg-type]
         (lambda: compress(X, None, None, 1, torch.float64), "value_dtype"),
         (lambda: compress(X, X[:50], None, 1, torch.float32), "must agree"),
         (lambda: compress(X, X.half(), None, 1, torch.float32), "residual_S is torch.float16"),
@@ -77,7 +76,7 @@ integers = st.one_of(st.integers(-3, 120), st.sampled_from([-(2**63), 2**31, 2**
 def test_raw_operators_never_crash(a: Any, b: Any, c: Any, s: Any, k: int, code: int, none: int) -> None:
     code = code % 4 if none % 2 else code
     calls = [
-        lambda: OPS.mstopk(a, k, bool(none & 1)),
+        lambda: OPS.mstopk(a, k),
         lambda: OPS.compress(
             a, b if none & 1 else None, c.clone() if none & 2 else None, k, code, s if none & 4 else None
         ),
@@ -93,8 +92,8 @@ def test_raw_operators_never_crash(a: Any, b: Any, c: Any, s: Any, k: int, code:
 
 
 OPCHECKS = [
-    ("mstopk", (X, 5, False)),
-    ("mstopk", (X.half(), 100, True)),
+    ("mstopk", (X, 5)),
+    ("mstopk", (X.half(), 100)),
     ("compress", (X, None, torch.zeros(100), 5, 2, None)),
     ("compress", (X.bfloat16(), X.clone(), torch.zeros(100), 5, 1, torch.tensor(0.5))),
     ("compress", (X, X.clone(), None, 5, 0, None)),

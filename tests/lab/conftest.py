@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from lightning_sparse.lab import why_not
+from lightning_sparse.lab import unavailable_reason
 from lightning_sparse.lab.processes import RunName
 
 NETNS = Path("/run/netns")
@@ -36,7 +36,7 @@ def _read(path: Path) -> str:
 
 @pytest.fixture(scope="session")
 def why_no_namespaces() -> str | None:
-    return why_not()
+    return unavailable_reason()
 
 
 @pytest.fixture(autouse=True)

@@ -17,10 +17,10 @@ pytestmark = pytest.mark.timeout(60)
 @pytest.mark.parametrize(
     ("wrong", "value_and_way_out"),
     [
-        ({"nodes": 0}, r"nodes=0: .* 1 to 250 .* --nodes 2"),
+        ({"nodes": 0}, r"nodes=0 must be 1 to 250\. .* --nodes 2"),
         ({"nodes": 251}, r"nodes=251"),
-        ({"devices": 0}, r"devices=0: .* at least one"),
-        ({"gbps": 0.0}, r"gbps=0.0: .* between 0.001 and 100"),
+        ({"devices": 0}, r"devices=0 must be at least 1"),
+        ({"gbps": 0.0}, r"gbps=0.0 must be between 0.001 and 100"),
         ({"gbps": float("nan")}, r"gbps=nan"),
         ({"storage_gbps": 1.0}, r"storage_gbps=1.0 .* --storage DIR"),
     ],
@@ -32,7 +32,7 @@ def test_wrong_values_name_the_value_the_rule_and_the_way_out(wrong, value_and_w
 
 def test_storage_must_be_a_folder_behind_a_network(tmp_path):
     assert LabConfig(storage=tmp_path, storage_gbps=0.5).storage == tmp_path
-    with pytest.raises(ValueError, match="is no folder"):
+    with pytest.raises(ValueError, match="is not a folder"):
         LabConfig(storage=tmp_path / "absent")
     with pytest.raises(ValueError, match="--no-net"):
         LabConfig(storage=tmp_path, network=False)
@@ -50,15 +50,15 @@ def test_what_passes_unshaped_is_less_than_a_sparse_message():
     assert _shape(10.0)[4] == "625000b"
 
 
-def test_why_not_names_what_is_missing_and_the_way_out(monkeypatch):
+def test_the_reason_names_what_is_missing_and_the_way_out(monkeypatch):
     monkeypatch.setattr(platform, "system", lambda: "Darwin")
-    assert "Darwin" in (network.why_not() or "")
+    assert "Darwin" in (network.unavailable_reason() or "")
     monkeypatch.setattr(platform, "system", lambda: "Linux")
     monkeypatch.setattr(network.shutil, "which", lambda tool: None if tool == "tc" else f"/usr/bin/{tool}")
-    assert "tc not found" in (network.why_not() or "")
+    assert "tc not found" in (network.unavailable_reason() or "")
     monkeypatch.setattr(network.shutil, "which", lambda tool: f"/usr/bin/{tool}")
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
-    reason = network.why_not() or ""
+    reason = network.unavailable_reason() or ""
     assert "user 1000" in reason
     assert "PATH=$PATH" in reason  # sudo would not find a virtual environment's programs
 
@@ -82,7 +82,7 @@ def test_a_command_is_needed(capsys):
 def test_a_command_without_its_dashes_is_told_where_they_go(capsys):
     with pytest.raises(SystemExit):
         cli.main(["lab", "--nodes", "2", "python", "train.py"])
-    assert "goes after --" in capsys.readouterr().err
+    assert "put the command after --" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         cli.main(["doctor", "--nosuch"])
     assert "after --" not in capsys.readouterr().err
@@ -90,7 +90,7 @@ def test_a_command_without_its_dashes_is_told_where_they_go(capsys):
 
 def test_a_program_that_is_not_there_is_named_before_anything_starts(capsys):
     assert cli.main(["lab", "--no-net", "--", "nosuchprogram", "train.py"]) == 2
-    assert "command='nosuchprogram' is no program on PATH" in capsys.readouterr().err
+    assert "command='nosuchprogram' is neither a program on PATH" in capsys.readouterr().err
 
 
 def test_a_config_fits_into_a_report(tmp_path):

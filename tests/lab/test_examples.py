@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from lightning_sparse.lab import why_not
+from lightning_sparse.lab import unavailable_reason
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
@@ -49,7 +49,7 @@ def test_the_demo_counts_fewer_bytes_when_sparse(tmp_path):
     assert (tmp_path / "demo" / "table.md").read_text() in printed
 
 
-@pytest.mark.skipif(why_not() is None, reason="the demo with a network covers it, at twice the time")
+@pytest.mark.skipif(unavailable_reason() is None, reason="the demo with a network covers it, at twice the time")
 def test_the_demo_rehearses_without_a_network(tmp_path):
     printed = _demo(tmp_path / "demo", "--no-net")
     assert "A rehearsal on loopback" in printed

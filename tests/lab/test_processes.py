@@ -12,11 +12,11 @@ from lightning_sparse.lab import processes
 from lightning_sparse.lab.processes import (
     RUN_VARIABLE,
     RunName,
-    end_orphans,
-    end_processes,
+    kill_orphans,
+    kill_processes,
     processes_of,
     signals_as_exit,
-    uninterrupted,
+    signals_ignored,
 )
 
 pytestmark = [
@@ -81,7 +81,7 @@ def test_an_owner_is_its_process_id_and_its_start():
 def test_a_daemon_is_found_and_ended():
     run = str(RunName.new())
     _daemon(run)
-    end_processes(run)
+    kill_processes(run)
     assert processes_of(run) == []
 
 
@@ -91,7 +91,7 @@ def test_one_look_that_finds_nothing_is_not_believed(monkeypatch):
     _daemon(run)
     missed: list[list[int]] = [[]]
     monkeypatch.setattr(processes, "processes_of", lambda run: missed.pop() if missed else processes_of(run))
-    end_processes(run)
+    kill_processes(run)
     assert processes_of(run) == []
 
 
@@ -99,19 +99,19 @@ def test_one_process_may_be_spared():
     run = str(RunName.new())
     _daemon(run)
     (pid,) = processes_of(run)
-    end_processes(run, spare=pid)
+    kill_processes(run, exclude=pid)
     assert processes_of(run) == [pid]
-    end_processes(run)
+    kill_processes(run)
 
 
 def test_only_orphans_of_dead_labs_are_ended():
     alive, dead = str(RunName.new()), str(_dead_run())
     _daemon(alive)
     _daemon(dead)
-    end_orphans()
+    kill_orphans()
     _until(lambda: processes_of(dead) == [])
     assert len(processes_of(alive)) == 1
-    end_processes(alive)
+    kill_processes(alive)
 
 
 def test_termination_unwinds_the_stack():
@@ -122,6 +122,6 @@ def test_termination_unwinds_the_stack():
 
 
 def test_clean_up_is_not_cut_short():
-    with uninterrupted():
+    with signals_ignored():
         signal.raise_signal(signal.SIGINT)
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler

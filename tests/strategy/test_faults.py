@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from lightning_sparse.lab import Cluster, LabConfig, why_not
+from lightning_sparse.lab import Cluster, LabConfig, unavailable_reason
 from lightning_sparse.strategy import CommunicationError, HierConfig
 from lightning_sparse.topology import discover
 from tests.helpers.distributed import run_ranks
@@ -93,7 +93,7 @@ for step in range({BAD_STEP} + 1):
 @pytest.mark.root
 @pytest.mark.timeout(120)
 def test_a_link_that_goes_down_is_told_on_both_sides(tmp_path: Path) -> None:
-    if reason := why_not():
+    if reason := unavailable_reason():
         pytest.skip(reason)
     script, plug, output = tmp_path / "train.py", tmp_path / "plug", io.StringIO()
     script.write_text(SCRIPT.replace("PLUG", str(plug)))

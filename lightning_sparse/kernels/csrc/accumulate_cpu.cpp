@@ -1,5 +1,5 @@
-// The sum of M messages, block by block: a block of 65,536 floats stays in the second-level cache while every message's
-// pairs are added to it, in row order. A message that is not what it should be is never read past its sections.
+// Sums M messages block by block: a block of 65,536 floats stays in the L2 cache while the pairs of all messages are
+// added to it, in row order. Malformed messages are never read past their sections.
 #include <algorithm>
 #include <atomic>
 #include <limits>
@@ -14,15 +14,15 @@ struct Message {
   const uint16_t* indices;
   const void* values;
   int32_t exponent;
-  std::vector<int64_t> starts;  // of each block, and the end; empty if the message is not sound
+  std::vector<int64_t> starts;  // of each block, and the end; empty if the message is invalid
 };
 
 Message open(const uint8_t* data, int64_t numel, int64_t k, Dtype dtype) {
-  const Layout layout(numel, k, dtype);
+  const MessageLayout layout(numel, k, dtype);
   Header header;
   std::memcpy(&header, data, sizeof header);
   Message message{reinterpret_cast<const uint16_t*>(data + layout.indices), data + layout.values, header.exponent, {}};
-  if (!header_is_sound(header, numel, k, dtype)) return message;
+  if (!header_is_valid(header, numel, k, dtype)) return message;
   const auto* counts = reinterpret_cast<const uint32_t*>(data + layout.counts);
   std::vector<int64_t> starts(static_cast<size_t>(layout.num_blocks) + 1);
   for (int64_t b = 0; b < layout.num_blocks; ++b) {
@@ -39,19 +39,17 @@ inline float value_at(const Message& message, int64_t i) {
   return decode_value(static_cast<const uint16_t*>(message.values)[i], message.exponent, dtype);
 }
 
-// False when an index does not rise or lies past the block's end; it is then not used.
+// Returns false at the first index that is not ascending or is out of bounds.
 template <Dtype dtype>
 bool add(const Message& message, int64_t block, float* shard, int64_t size) {
   int64_t previous = -1;
-  bool sound = true;
   for (int64_t i = message.starts[block]; i < message.starts[block + 1]; ++i) {
     const int64_t index = message.indices[i];
-    sound = sound && index > previous && index < size;
-    if (!sound) return false;
+    if (index <= previous || index >= size) return false;
     shard[index] += value_at<dtype>(message, i);
     previous = index;
   }
-  return sound;
+  return true;
 }
 
 bool add(const Message& message, int64_t block, float* shard, int64_t size, Dtype dtype) {
@@ -64,24 +62,24 @@ bool add(const Message& message, int64_t block, float* shard, int64_t size, Dtyp
 
 void accumulate(const uint8_t* messages, int64_t num_messages, float* shard, int64_t numel, int64_t k,
                 Dtype value_dtype, const Parallel& parallel) {
-  const Layout layout(numel, k, value_dtype);
+  const MessageLayout layout(numel, k, value_dtype);
   std::vector<Message> opened;
   for (int64_t m = 0; m < num_messages; ++m) {
     opened.push_back(open(messages + m * layout.nbytes, numel, k, value_dtype));
   }
-  std::atomic<bool> sound =
+  std::atomic<bool> valid =
       std::none_of(opened.begin(), opened.end(), [](const Message& message) { return message.starts.empty(); });
-  if (sound) {
+  if (valid) {
     parallel.run(layout.num_blocks, [&](int64_t block, int64_t) {
       float* here = shard + block * kBlock;
       const int64_t size = std::min(kBlock, numel - block * kBlock);
       std::fill_n(here, size, 0.0f);
       for (const Message& message : opened) {
-        if (!add(message, block, here, size, value_dtype)) sound = false;
+        if (!add(message, block, here, size, value_dtype)) valid = false;
       }
     });
   }
-  if (!sound) std::fill_n(shard, numel, std::numeric_limits<float>::quiet_NaN());
+  if (!valid) std::fill_n(shard, numel, std::numeric_limits<float>::quiet_NaN());
 }
 
 }  // namespace lightning_sparse::cpu

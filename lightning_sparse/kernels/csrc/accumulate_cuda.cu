@@ -1,5 +1,5 @@
-// The sum of M messages: a block of threads for each block of 65,536 elements adds the messages' pairs to it one
-// message after the other, in row order, so no two threads ever add to one element at the same time.
+// Sums M messages: one thread block per block of 65,536 elements adds the messages' pairs one message at a time, in row
+// order, so no two threads add to the same element concurrently.
 #include <cuda_runtime.h>
 
 #include <algorithm>
@@ -17,20 +17,20 @@ struct Sum {
   const uint8_t* messages;
   int64_t num_messages, numel, k;
   Dtype dtype;
-  Layout layout;
+  MessageLayout layout;
   float* shard;
-  int64_t* starts;  // [num_messages][num_blocks + 1]: where each block's pairs begin
-  int* sound;       // [num_messages]
+  int64_t* starts;  // [num_messages][num_blocks + 1]: start of each block's pairs
+  int* valid;       // [num_messages]
   int* damaged;     // one flag for all
 };
 
 void carve(Sum& sum, char* scratch) {
   sum.damaged = reinterpret_cast<int*>(scratch);
   sum.starts = reinterpret_cast<int64_t*>(scratch + 16);
-  sum.sound = reinterpret_cast<int*>(sum.starts + sum.num_messages * (sum.layout.num_blocks + 1));
+  sum.valid = reinterpret_cast<int*>(sum.starts + sum.num_messages * (sum.layout.num_blocks + 1));
 }
 
-// One block for each message: prefix sums of its counts, and whether it can be read at all.
+// One block per message: prefix sums of its counts, and whether it is valid.
 __global__ void __launch_bounds__(kThreads) open_kernel(Sum sum) {
   __shared__ int64_t sums[kThreads];
   __shared__ int trusted;
@@ -38,14 +38,14 @@ __global__ void __launch_bounds__(kThreads) open_kernel(Sum sum) {
   const auto* counts = reinterpret_cast<const uint32_t*>(message + sum.layout.counts);
   int64_t* starts = sum.starts + blockIdx.x * (sum.layout.num_blocks + 1);
   if (threadIdx.x == 0) {
-    trusted = header_is_sound(*reinterpret_cast<const Header*>(message), sum.numel, sum.k, sum.dtype);
+    trusted = header_is_valid(*reinterpret_cast<const Header*>(message), sum.numel, sum.k, sum.dtype);
   }
   __syncthreads();
   const int64_t begin = sum.layout.num_blocks * threadIdx.x / kThreads;
   const int64_t end = sum.layout.num_blocks * (threadIdx.x + 1) / kThreads;
   int64_t total = 0;
   for (int64_t b = begin; b < end; ++b) {
-    if (counts[b] > static_cast<uint32_t>(kBlock)) trusted = 0;  // any thread may clear it, none sets it
+    if (counts[b] > static_cast<uint32_t>(kBlock)) trusted = 0;  // threads only clear it
     total += counts[b];
   }
   sums[threadIdx.x] = total;
@@ -58,8 +58,8 @@ __global__ void __launch_bounds__(kThreads) open_kernel(Sum sum) {
   }
   if (threadIdx.x == kThreads - 1) {
     starts[sum.layout.num_blocks] = before;
-    sum.sound[blockIdx.x] = trusted && before == sum.k;
-    if (!sum.sound[blockIdx.x]) *sum.damaged = 1;
+    sum.valid[blockIdx.x] = trusted && before == sum.k;
+    if (!sum.valid[blockIdx.x]) *sum.damaged = 1;
   }
 }
 
@@ -76,8 +76,8 @@ __global__ void __launch_bounds__(kThreads) add_kernel(Sum sum) {
   float* here = sum.shard + base;
   for (int64_t i = threadIdx.x; i < size; i += kThreads) here[i] = 0.0f;
   for (int64_t m = 0; m < sum.num_messages; ++m) {
-    __syncthreads();  // the message before is added
-    if (!sum.sound[m]) continue;
+    __syncthreads();  // the previous message is done
+    if (!sum.valid[m]) continue;
     const uint8_t* message = sum.messages + m * sum.layout.nbytes;
     const auto* indices = reinterpret_cast<const uint16_t*>(message + sum.layout.indices);
     const int64_t* starts = sum.starts + m * (sum.layout.num_blocks + 1);
@@ -114,7 +114,7 @@ int64_t accumulate_scratch_bytes(int64_t num_messages, int64_t numel) {
 void accumulate(const uint8_t* messages, int64_t num_messages, float* shard, int64_t numel, int64_t k,
                 Dtype value_dtype, void* scratch, void* stream) {
   const auto on = static_cast<cudaStream_t>(stream);
-  Sum sum{messages, num_messages, numel, k, value_dtype, Layout(numel, k, value_dtype), shard};
+  Sum sum{messages, num_messages, numel, k, value_dtype, MessageLayout(numel, k, value_dtype), shard};
   carve(sum, static_cast<char*>(scratch));
   check(cudaMemsetAsync(sum.damaged, 0, sizeof(int), on));
   open_kernel<<<static_cast<unsigned>(num_messages), kThreads, 0, on>>>(sum);

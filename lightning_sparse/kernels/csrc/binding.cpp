@@ -1,9 +1,9 @@
-// Implementations of the operators for the keys CPU and CUDA, on torch's stable ABI. Schemas live in ops.py: defining
-// one here a second time would abort the process inside dlopen. The dispatcher does not compare these signatures with
-// the schemas, so the two must be read side by side.
+// Registers the CPU and CUDA implementations of the operators, on torch's stable ABI. ops.py defines the schemas; a
+// second definition here would abort the process in dlopen. The dispatcher does not check these signatures against the
+// schemas.
 //
-// Python checks arguments first and raises ValueError; the checks here (RuntimeError) are for those who call
-// torch.ops.lightning_sparse.* directly: no argument may crash the process.
+// Python checks arguments first and raises ValueError. The checks here (RuntimeError) cover direct calls of
+// torch.ops.lightning_sparse.*, so that no argument can crash the process.
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
 #include <torch/csrc/stable/accelerator.h>
 #include <torch/csrc/stable/library.h>
@@ -20,7 +20,7 @@
 #include "mstopk_cpu.h"
 #ifdef LS_WITH_CUDA
 #include "mstopk_cuda.h"
-// Weak: a CPU-only torch does not have it, and must still be able to load this library.
+// Weak: a CPU-only torch lacks it, but must be able to load this library.
 extern "C" __attribute__((weak)) AOTITorchError aoti_torch_get_current_cuda_stream(int32_t device, void** stream);
 #endif
 
@@ -44,7 +44,7 @@ void check_fp32(const Tensor& tensor, const char* name) {
 }
 
 void check_device(const Tensor& tensor, const Tensor& like, const char* name) {
-  STD_TORCH_CHECK(tensor.device() == like.device(), name, " lies on another device");
+  STD_TORCH_CHECK(tensor.device() == like.device(), name, " is on another device");
 }
 
 void check_apart(const Tensor& a, const Tensor& b) {
@@ -71,7 +71,7 @@ Dtype value_dtype(int64_t code) {
   return static_cast<Dtype>(code);
 }
 
-// The same fields on both devices.
+// cpu::Source and cuda::Source have the same fields.
 template <typename Source>
 Source source_of(const Tensor& grad, const Optional& residual, const Optional& store, const Optional& scale) {
   check_flat(grad, "grad");
@@ -109,7 +109,7 @@ void check_accumulate(const Tensor& messages, const Tensor& shard, int64_t k, Dt
   check_k(k, shard.numel());
   check_device(messages, shard, "messages");
   STD_TORCH_CHECK(messages.scalar_type() == ScalarType::Byte && messages.dim() == 2 && messages.size(0) >= 1 &&
-                      messages.is_contiguous() && messages.size(1) == Layout(shard.numel(), k, dtype).nbytes,
+                      messages.is_contiguous() && messages.size(1) == MessageLayout(shard.numel(), k, dtype).nbytes,
                   "messages must be contiguous uint8[M >= 1, message_bytes]");
   STD_TORCH_CHECK(reinterpret_cast<uintptr_t>(messages.data_ptr()) % 16 == 0, "messages must be aligned to 16 bytes");
   check_apart(messages, shard);
@@ -132,12 +132,12 @@ cpu::Parallel parallel() {
           }};
 }
 
-std::tuple<Tensor, Tensor> mstopk_cpu(Tensor x, int64_t k, bool paper) {
+std::tuple<Tensor, Tensor> mstopk_cpu(Tensor x, int64_t k) {
   const auto source = source_of<cpu::Source>(x, {}, {}, {});
   check_k(k, source.numel);
   Tensor values = torch::stable::new_empty(x, {k});
   Tensor indices = torch::stable::new_empty(x, {k}, index_type(source.numel));
-  cpu::mstopk(source, k, paper, values.data_ptr(), indices.data_ptr(), parallel());
+  cpu::mstopk(source, k, values.data_ptr(), indices.data_ptr(), parallel());
   return {values, indices};
 }
 
@@ -146,7 +146,7 @@ Tensor compress_cpu(Tensor grad, Optional residual, Optional next_residual, int6
   const Dtype dtype = value_dtype(value_code);
   const auto source = source_of<cpu::Source>(grad, residual, next_residual, scale);
   check_k(k, source.numel);
-  Tensor message = torch::stable::new_empty(grad, {Layout(source.numel, k, dtype).nbytes}, ScalarType::Byte);
+  Tensor message = torch::stable::new_empty(grad, {MessageLayout(source.numel, k, dtype).nbytes}, ScalarType::Byte);
   cpu::compress(source, k, dtype, static_cast<uint8_t*>(message.data_ptr()), parallel());
   return message;
 }
@@ -172,14 +172,14 @@ Tensor scratch_on(const Tensor& like, int64_t nbytes) {
   return torch::stable::new_empty(like, {nbytes}, ScalarType::Byte);
 }
 
-std::tuple<Tensor, Tensor> mstopk_cuda(Tensor x, int64_t k, bool paper) {
+std::tuple<Tensor, Tensor> mstopk_cuda(Tensor x, int64_t k) {
   const torch::stable::accelerator::DeviceGuard guard(x.get_device());
   const auto source = source_of<cuda::Source>(x, {}, {}, {});
   check_k(k, source.numel);
   Tensor values = torch::stable::new_empty(x, {k});
   Tensor indices = torch::stable::new_empty(x, {k}, index_type(source.numel));
-  Tensor scratch = scratch_on(x, cuda::select_scratch_bytes(source.numel, k, paper));
-  cuda::mstopk(source, k, paper, values.data_ptr(), indices.data_ptr(), scratch.data_ptr(), stream_of(x));
+  Tensor scratch = scratch_on(x, cuda::select_scratch_bytes(source.numel, k));
+  cuda::mstopk(source, k, values.data_ptr(), indices.data_ptr(), scratch.data_ptr(), stream_of(x));
   return {values, indices};
 }
 
@@ -189,8 +189,8 @@ Tensor compress_cuda(Tensor grad, Optional residual, Optional next_residual, int
   const Dtype dtype = value_dtype(value_code);
   const auto source = source_of<cuda::Source>(grad, residual, next_residual, scale);
   check_k(k, source.numel);
-  Tensor message = torch::stable::new_empty(grad, {Layout(source.numel, k, dtype).nbytes}, ScalarType::Byte);
-  Tensor scratch = scratch_on(grad, cuda::select_scratch_bytes(source.numel, k, false));
+  Tensor message = torch::stable::new_empty(grad, {MessageLayout(source.numel, k, dtype).nbytes}, ScalarType::Byte);
+  Tensor scratch = scratch_on(grad, cuda::select_scratch_bytes(source.numel, k));
   cuda::compress(source, k, dtype, static_cast<uint8_t*>(message.data_ptr()), scratch.data_ptr(), stream_of(grad));
   return message;
 }
@@ -224,7 +224,7 @@ STABLE_TORCH_LIBRARY_IMPL(lightning_sparse, CUDA, library) {
 
 }  // namespace lightning_sparse
 
-// Reached through ctypes, for the report and for tests.
+// For kernel_report() and tests, through ctypes.
 extern "C" __attribute__((visibility("default"))) int lightning_sparse_has_cuda() {
 #ifdef LS_WITH_CUDA
   return 1;

@@ -1,12 +1,12 @@
-// The one pass over memory: what of a source may be among the k largest, and who holds it.
+// Collects the candidates, the elements that may be among the k largest, in one pass over memory.
 //
-// The source is cut into ranges, runs of whole 65,536-element blocks, so that a range's candidates are ascending and
-// the block counts of a message belong to one range each. A worker appends the candidates of every range that it takes
-// to its own memory; ranges remember where theirs begin. Which worker took which range shows in no result.
+// The source is split into ranges of whole 65,536-element blocks, so that each range's candidates are ascending and
+// each block count of a message belongs to one range. A worker appends the candidates of its ranges to its own buffer;
+// ranges record where theirs start. The results do not depend on the assignment of ranges to workers.
 //
-// If acc is stored, the pass also settles what will most likely be sent: while the chunk is still in the first-level
-// cache, acc - decoded(acc) is written where acc would go. Of all that is settled or sent only what was guessed wrongly
-// must be written again afterwards, which are accesses all over memory and cost as much each as a hundred in order.
+// If acc is stored, the pass also settles the elements that will probably be sent: while their chunk is in the L1
+// cache, it writes acc - decoded(acc) instead of acc. Only wrong guesses are corrected afterwards, with random
+// accesses, each of which costs as much as a hundred sequential ones.
 #pragma once
 
 #include <algorithm>
@@ -25,14 +25,14 @@ constexpr uint32_t kNever = 0xFFFFFFFFu;  // above every key
 constexpr int64_t kRangesPerThread = 8;
 constexpr size_t kSpareBytes = size_t{64} << 20;
 
-// Finds, of at most kChunk elements, the positions (counted from `first` on) and acc of what reaches the threshold; and
-// writes acc of all of them, if it is stored.
+// Compacts the positions (starting at `first`) and acc of those of at most kChunk elements that reach the threshold.
+// Stores acc of all elements if needed.
 int64_t pack(const Source& source, int64_t begin, int64_t n, uint32_t first, uint32_t threshold, uint32_t* positions,
              float* values);
 
 struct Tally {
-  int64_t certain = 0, band = 0, nonfinite = 0;
-  uint32_t largest = 0;  // key of the largest finite
+  int64_t above = 0, ties = 0, nonfinite = 0;  // keys above the k-th largest, and equal to it
+  uint32_t largest = 0;                        // key of the largest finite
 };
 
 struct Range {
@@ -46,7 +46,7 @@ struct Range {
 
 inline std::vector<Range> make_ranges(int64_t numel, int64_t threads) {
   const int64_t blocks = (numel + kBlock - 1) / kBlock;
-  const int64_t at_least = (numel >> 31) + 1;  // positions in a range have 32 bits
+  const int64_t at_least = (numel >> 31) + 1;  // positions within a range have 32 bits
   const int64_t count = std::min(blocks, std::max(threads == 1 ? 1 : kRangesPerThread * threads, at_least));
   std::vector<Range> ranges(static_cast<size_t>(count));
   for (int64_t r = 0; r < count; ++r) {
@@ -67,7 +67,7 @@ struct Worker {
   void make_room(int64_t wanted) {
     used = 0;
     if (wanted <= capacity) return;
-    positions.reset(new uint32_t[static_cast<size_t>(wanted)]);  // the system provides pages only as they are written
+    positions.reset(new uint32_t[static_cast<size_t>(wanted)]);  // pages are allocated on first write
     values.reset(new float[static_cast<size_t>(wanted)]);
     capacity = wanted;
   }
@@ -75,7 +75,7 @@ struct Worker {
 
 using Workers = std::vector<Worker>;
 
-// The memory of the last call is kept for the next: fresh pages cost more than what is written to them.
+// Buffers are reused between calls: page faults cost more than the writes themselves.
 inline thread_local std::unique_ptr<Workers> spare;
 
 struct GiveBack {
@@ -94,9 +94,9 @@ inline Loan borrow(int64_t count) {
   return workers;
 }
 
-// --------------------------------------------------------------------------------------------------- what is looked at
+// -------------------------------------------------------------------------------------------------------- the elements
 
-// Elements in a row: all of them, or those at `positions`.
+// Consecutive elements, or the elements at `positions`.
 struct Run {
   const float* x;
   const uint32_t* positions;
@@ -105,15 +105,15 @@ struct Run {
   int64_t index(int64_t i) const { return base + (positions ? positions[i] : i); }
 };
 
-// Either the candidates of all ranges or, when these are of no use, the whole source.
+// The candidates of all ranges, or the whole source if the candidates are not usable.
 struct Population {
   Source source;
   std::vector<Range> ranges;
   Loan workers;
   bool whole = false;
-  bool counted = false;  // the workers' bins count the high bits of the candidates' keys
+  bool counted = false;  // the workers' bins hold a histogram of the candidates' high bits
   uint32_t threshold = 0;
-  uint32_t settled_from = kNever;  // candidates of at least this key are settled already
+  uint32_t settled_from = kNever;  // candidates with at least this key are settled
 
   int64_t count() const {
     if (whole) return source.numel;
@@ -125,9 +125,8 @@ struct Population {
   template <typename Visit>  // visit(run), ascending, runs of at most kChunk
   void each(const Range& range, const Visit& visit) const {
     if (whole) {
-      scan(source, range.begin, range.end, [&](const float* x, int64_t n, int64_t first) {
-        visit(Run{x, nullptr, n, first});
-      });
+      scan(source, range.begin, range.end,
+           [&](const float* x, int64_t n, int64_t first) { visit(Run{x, nullptr, n, first}); });
       return;
     }
     for (int64_t i = 0; i < range.count; i += kChunk) {
@@ -139,9 +138,9 @@ struct Population {
 // ------------------------------------------------------------------------------------------------------- the sample
 
 struct Sample {
-  uint32_t threshold;  // a few more than k should reach it
-  uint32_t middle;     // about k should
-  int64_t capacity;    // of candidates, in total; more is an overflow
+  uint32_t threshold;  // slightly more than k elements should reach it
+  uint32_t middle;     // about k elements should reach it
+  int64_t capacity;    // maximum number of candidates
 };
 
 inline void fetch(const Source& source, int64_t first) {
@@ -158,9 +157,9 @@ inline Sample sample(const Source& stored, int64_t k, std::vector<uint32_t>& bin
   const int64_t size = pieces * kSamplePiece;
   const SamplePlan plan = plan_sample(source.numel, k, size);
   if (source.numel <= kSortBelow || plan.target == 0) return {0, 0, source.numel};
-  const int shift = size < kSampleAll ? kSampleShift + 3 : kSampleShift;  // a small sample needs no fine bins
+  const int shift = size < kSampleAll ? kSampleShift + 3 : kSampleShift;  // coarser bins suffice for a small sample
   bins.assign(static_cast<size_t>(kNanKey >> shift) + 1, 0);
-  constexpr int64_t kAhead = 16;  // pieces lie far apart: ask for them early
+  constexpr int64_t kAhead = 16;  // prefetch distance, since the pieces are scattered
   for (int64_t i = -kAhead; i < pieces; ++i) {
     if (i + kAhead < pieces) fetch(source, sample_piece(source.numel, i + kAhead, pieces));
     if (i < 0) continue;
@@ -181,15 +180,15 @@ inline Sample sample(const Source& stored, int64_t k, std::vector<uint32_t>& bin
 
 // --------------------------------------------------------------------------------------------------------- the pass
 
-// What a residual becomes where acc is sent.
+// The residual of a sent element.
 template <Dtype dtype>
 float left_of(float acc, int32_t exponent) {
   if (key_of(acc) >= kInfKey) return 0.0f;
   return acc - decode_value(encode_value(acc, exponent, dtype), exponent, dtype);
 }
 
-// Takes what was found of one chunk; `store` is where acc of the range was written. Masks, because what is settled
-// follows no pattern that a branch could learn. What is not finite is put right when the message is written.
+// Settles the candidates of one chunk; `store` holds acc of the range. Masks, since branches would be mispredicted.
+// Non-finite elements are corrected when the message is written.
 template <Dtype dtype>
 void settle(float* store, const uint32_t* positions, const float* values, int64_t n, uint32_t from) {
   for (int64_t i = 0; i < n; ++i) {
@@ -200,7 +199,7 @@ void settle(float* store, const uint32_t* positions, const float* values, int64_
   }
 }
 
-// How a chunk's candidates are treated while they are in the first-level cache.
+// How to process a chunk's candidates while they are in the L1 cache.
 struct Treatment {
   uint32_t threshold, settled_from;
   Dtype value_dtype;
@@ -232,7 +231,7 @@ inline void pack_range(const Source& source, Range& range, Worker& worker, int64
   worker.used += range.count;
 }
 
-// Acc again where something was settled.
+// Restores acc of settled elements.
 inline void unsettle(Population& population, const Source& source, const Parallel& parallel) {
   auto& ranges = population.ranges;
   parallel.run(static_cast<int64_t>(ranges.size()), [&](int64_t r, int64_t) {
@@ -242,8 +241,8 @@ inline void unsettle(Population& population, const Source& source, const Paralle
   population.settled_from = kNever;
 }
 
-// Afterwards the population holds the k largest, as candidates if possible. `value_dtype` is what is sent of a stored
-// source. Of fp16 nothing can be settled, as its scale is that of the largest element.
+// Returns a population that contains the k largest elements, as candidates if possible. fp16 values cannot be settled,
+// since their scale depends on the largest element.
 inline Population gather(const Source& source, int64_t k, Dtype value_dtype, bool use_whole, const Parallel& parallel) {
   Population population{source, make_ranges(source.numel, parallel.threads), borrow(parallel.threads)};
   auto& ranges = population.ranges;

@@ -1,8 +1,8 @@
-// The scalar parts that the CPU and CUDA kernels share, so that both give the same bits: keys, the message layout, the
-// 16-bit formats and the paper's bracket. No torch headers, no state. Compile with FMA contraction off.
+// Scalar functions of the CPU and CUDA kernels, shared so that both give the same bits: keys, the message layout, the
+// 16-bit formats. No torch headers, no state. Compile with FMA contraction off.
 //
-// The key of an element is its magnitude's fp32 bits: as unsigned integers they order as |x| does, infinity comes above
-// everything finite, and all NaN are made one key above that.
+// The key of an element is the fp32 bits of its magnitude. As unsigned integers, keys order like |x|: finite < Inf <
+// NaN. All NaN have the same key.
 #pragma once
 
 #include <cmath>
@@ -21,9 +21,6 @@ enum class Dtype : int { fp32 = 0, bf16 = 1, fp16 = 2 };  // the codes of wire.p
 
 constexpr uint32_t kInfKey = 0x7F800000u;
 constexpr uint32_t kNanKey = 0x7F800001u;
-constexpr int kIterations = 30;
-constexpr int kMeanLanes = 16;
-constexpr int kMeanBlock = 256 * kMeanLanes;
 
 LS_HD uint32_t bits_of(float x) {
 #if defined(__CUDA_ARCH__)
@@ -52,12 +49,12 @@ LS_HD uint32_t key_of(float x) {
 
 // ------------------------------------------------------------------------------------------------------ the sample
 
-constexpr int64_t kSampleAll = 65536;  // how many are looked at; with no more than that, all
-constexpr int64_t kSamplePiece = 32;   // beyond, pieces of this many elements
+constexpr int64_t kSampleAll = 65536;  // sample size; smaller inputs are sampled completely
+constexpr int64_t kSamplePiece = 32;   // larger ones in pieces of this many elements
 constexpr int kSampleShift = 15;       // keys have 31 bits; the histogram keeps the exponent and 8 bits of mantissa
 constexpr int64_t kSampleBins = 1 << 16;
 
-// Where the i-th piece begins: at a pseudo-random place of the i-th of so many equal parts.
+// Start of the i-th piece: pseudo-random within the i-th of `pieces` equal parts.
 LS_HD int64_t sample_piece(int64_t numel, int64_t i, int64_t pieces = kSampleAll / kSamplePiece) {
   const int64_t slots = numel / kSamplePiece;
   const int64_t first = slots * i / pieces, width = slots * (i + 1) / pieces - first;
@@ -66,12 +63,12 @@ LS_HD int64_t sample_piece(int64_t numel, int64_t i, int64_t pieces = kSampleAll
 }
 
 struct SamplePlan {
-  int64_t target;    // how many of the sample should reach the threshold; 0: take everything as a candidate
-  int64_t capacity;  // candidates to make room for; more of them are left to the path over all elements
+  int64_t target;    // number of sampled elements to reach the threshold; 0: all elements are candidates
+  int64_t capacity;  // maximum number of candidates; with more, the kernels process all elements
 };
 
-// Six standard deviations above the expected number, so that too few candidates are rare even when neighbours resemble
-// each other. Many ties at the threshold (say, mostly zeros) exceed the capacity and are not worth copying.
+// Six standard deviations above the expected number, so that too few candidates are rare even if neighbours correlate.
+// Many ties at the threshold, for example zeros, exceed the capacity and are not worth copying.
 inline SamplePlan plan_sample(int64_t numel, int64_t k, int64_t size = kSampleAll) {
   if (numel <= size) return {k, numel};
   const double scale = static_cast<double>(numel) / static_cast<double>(size);
@@ -94,7 +91,7 @@ LS_HD float from_fp16(uint16_t h) {
   return float_of(sign | bits_of(denormal));
 }
 
-// Round to nearest even; x is finite, and what would round to infinity becomes the largest finite bf16.
+// Round to nearest even; x is finite, and saturates at the largest finite bf16.
 LS_HD uint16_t to_bf16(float x) {
   const uint32_t bits = bits_of(x);
   const uint32_t rounded = (bits + 0x7FFFu + ((bits >> 16) & 1u)) >> 16;
@@ -141,11 +138,11 @@ struct Header {
 LS_HD int64_t round_up16(int64_t bytes) { return (bytes + 15) / 16 * 16; }
 LS_HD int64_t value_bytes(Dtype dtype) { return dtype == Dtype::fp32 ? 4 : 2; }
 
-// wire.py holds the byte table.
-struct Layout {
+// See wire.py.
+struct MessageLayout {
   int64_t num_blocks, counts, indices, values, nbytes;
 
-  LS_HD Layout(int64_t numel, int64_t k, Dtype dtype)
+  LS_HD MessageLayout(int64_t numel, int64_t k, Dtype dtype)
       : num_blocks((numel + kBlock - 1) / kBlock),
         counts(kHeaderBytes),
         indices(counts + round_up16(4 * num_blocks)),
@@ -153,12 +150,12 @@ struct Layout {
         nbytes(values + round_up16(value_bytes(dtype) * k)) {}
 };
 
-LS_HD bool header_is_sound(const Header& header, int64_t numel, int64_t k, Dtype dtype) {
+LS_HD bool header_is_valid(const Header& header, int64_t numel, int64_t k, Dtype dtype) {
   return header.magic == kMagic && header.nonfinite == 0 && header.value_code == static_cast<int32_t>(dtype) &&
          header.numel == numel && header.k == k && header.exponent >= -kMaxExponent && header.exponent <= kMaxExponent;
 }
 
-// The exponent of a message whose largest finite magnitude has this key: puts it into [2^14, 2^15). Only fp16 scales.
+// The exponent that moves the largest finite magnitude, given as its key, into [2^14, 2^15). Only fp16 is scaled.
 LS_HD int32_t message_exponent(uint32_t largest_key, Dtype dtype) {
   if (dtype != Dtype::fp16 || largest_key == 0) return 0;
   int exponent = static_cast<int>(largest_key >> 23) - 127;
@@ -184,36 +181,6 @@ LS_HD float decode_value(uint32_t stored, int32_t exponent, Dtype dtype) {
   if (dtype == Dtype::fp32) return float_of(stored);
   if (dtype == Dtype::bf16) return from_bf16(static_cast<uint16_t>(stored));
   return static_cast<float>(static_cast<double>(from_fp16(static_cast<uint16_t>(stored))) * power_of_two(exponent));
-}
-
-// ---------------------------------------------------------------------------------------------- the paper's bracket
-
-struct Bracket {
-  uint32_t lower, upper;  // keys: everything >= upper is certain, [lower, upper) is the band
-};
-
-// Where the reference's bisection ends, without its passes. The count of |x| >= t is at most k exactly when t > v, the
-// (k+1)-th largest |x|, and the thresholds rise with their ratio; so the loop is a binary search that needs only v.
-// Worked example (reference.bisect's): mean 4, largest 10, v = 3 < mean, so the bracket is [0, 4]: 2 <= 3, then 3 <= 3.
-LS_HD Bracket find_bracket(float mean, float largest, float v, int iterations) {
-  const bool above_mean = v >= mean;
-  const float low = above_mean ? mean : 0.0f;
-  const float width = (above_mean ? largest : mean) - low;
-  float lower = low, upper = above_mean ? float_of(kInfKey) : mean;
-  double left = 0.0, right = 1.0;
-  for (int i = 0; i < iterations; ++i) {
-    const double ratio = left + (right - left) / 2;
-    const float step = static_cast<float>(ratio) * width;
-    const float threshold = low + step;
-    if (threshold > v) {
-      right = ratio;
-      upper = threshold;
-    } else {
-      left = ratio;
-      lower = threshold;
-    }
-  }
-  return {bits_of(lower), bits_of(upper)};
 }
 
 }  // namespace lightning_sparse

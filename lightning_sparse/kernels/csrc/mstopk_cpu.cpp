@@ -1,13 +1,13 @@
 // Exact selection in one pass over memory.
 //
-//   sample   up to 65,536 elements give a threshold that a little more than k elements should reach
-//   pass     read everything once, keep (position, value) of what reaches it (and write acc, if asked to)
-//   refine   the k-th largest key among these candidates, by a histogram of the high and then of the low bits
-//   emit     candidates above the k-th key, and of those equal to it the first ones, straight into the output
+//   sample   choose a threshold that slightly more than k elements should reach, from up to 65,536 elements
+//   pass     read all elements once; keep (position, value) of those that reach it, the candidates; store acc if needed
+//   refine   find the k-th largest key of the candidates, with histograms of the high and then the low bits
+//   emit     write the candidates above the k-th key, and the first ones equal to it, to the output
 //
-// The sample decides only how much work there is: if it kept too few or too many, "refine" and "emit" run over all
-// elements instead of the candidates, in bounded memory. So the result is the same for any number of threads and on any
-// path. The first two are in candidates_cpu.h.
+// The sample affects only the amount of work: with too few or too many candidates, "refine" and "emit" process all
+// elements instead, in bounded memory. The result is the same for any number of threads. "sample" and "pass" are in
+// candidates_cpu.h.
 #include "mstopk_cpu.h"
 
 #include <algorithm>
@@ -17,7 +17,6 @@
 #include "candidates_cpu.h"
 #include "pack.h"
 #include "sinks_cpu.h"
-#include "statistics_cpu.h"
 
 namespace lightning_sparse::cpu {
 
@@ -41,8 +40,8 @@ bool vectorised() {
 // acc of whole groups of 64 elements, where it lies or computed on the way.
 int64_t pack_groups(const Source& source, const float* x, int64_t begin, int64_t n, uint32_t first, uint32_t threshold,
                     uint32_t* positions, float* values) {
-  if (source.plain()) return pack_avx2(Lying<8192>{x}, n, first, threshold, positions, values);
-  if (!source.summed()) return pack_avx2(Lying<0>{x}, n, first, threshold, positions, values);
+  if (source.plain()) return pack_avx2(Loaded<8192>{x}, n, first, threshold, positions, values);
+  if (!source.summed()) return pack_avx2(Loaded<0>{x}, n, first, threshold, positions, values);
   float* to = source.store + begin;
   const float *grad = static_cast<const float*>(source.grad) + begin, *residual = source.residual + begin;
   if (!source.scale) {
@@ -76,13 +75,13 @@ namespace {
 // -------------------------------------------------------------------------------------------------------- the k-th key
 
 constexpr int64_t kLowBins = 1 << kLowBits;
-constexpr int64_t kRefineAlone = 1 << 16, kEmitAlone = 1 << 16;  // so few elements are not worth waking threads for
+constexpr int64_t kRefineAlone = 1 << 16, kEmitAlone = 1 << 16;  // fewer elements run on one thread
 
 struct Found {
-  int64_t bin, above;  // above: how many lie in higher bins
+  int64_t bin, above;  // above: number of elements in higher bins
 };
 
-// `bins` are the workers', of `total` elements. The k-th largest candidate is among the smallest: from below.
+// The bin of the k-th largest of `total` elements. Searches upwards: it is among the smallest candidates.
 Found find_bin(const Workers& workers, int64_t begin, int64_t end, int64_t total, int64_t k) {
   int64_t above = total;
   for (int64_t bin = begin; bin < end; ++bin) {
@@ -92,7 +91,7 @@ Found find_bin(const Workers& workers, int64_t begin, int64_t end, int64_t total
   return {end - 1, 0};
 }
 
-uint32_t kth_by_sort(const Population& population, int64_t k) {
+uint32_t kth_by_selection(const Population& population, int64_t k) {
   std::vector<uint32_t> keys;
   keys.reserve(static_cast<size_t>(population.count()));
   for (const Range& range : population.ranges) {
@@ -104,7 +103,7 @@ uint32_t kth_by_sort(const Population& population, int64_t k) {
   return keys[static_cast<size_t>(k - 1)];
 }
 
-// Counts keys into the workers' bins; `bin_of` says which, or a negative number.
+// Counts keys in the workers' bins. `bin_of` returns the bin, or a negative number to skip the key.
 template <typename BinOf>
 void count_into_bins(Population& population, int64_t num_bins, const BinOf& bin_of, const Parallel& parallel) {
   for (Worker& worker : *population.workers) worker.bins.assign(static_cast<size_t>(num_bins), 0);
@@ -121,7 +120,7 @@ void count_into_bins(Population& population, int64_t num_bins, const BinOf& bin_
 
 uint32_t kth_key(Population& population, int64_t k, const Parallel& parallel) {
   const int64_t total = population.count();
-  if (total <= kSortBelow) return kth_by_sort(population, k);
+  if (total <= kSortBelow) return kth_by_selection(population, k);
   const auto lowest = static_cast<int64_t>(population.whole ? 0 : population.threshold >> kLowBits);
   const auto high_of = [](uint32_t key) { return static_cast<int64_t>(key >> kLowBits); };
   if (population.whole || !population.counted) count_into_bins(population, kHighBins, high_of, parallel);
@@ -136,32 +135,31 @@ uint32_t kth_key(Population& population, int64_t k, const Parallel& parallel) {
   return static_cast<uint32_t>(high.bin << kLowBits | low.bin);
 }
 
-// ------------------------------------------------------------------------------------------------------- what is kept
+// ------------------------------------------------------------------------------------------------------------ output
 
-// A loop that compilers turn into vector instructions: 32-bit counters, signed comparisons and no ternaries on results.
-Tally tally_of(const Run& run, Bracket bracket) {
-  const auto lower = static_cast<int32_t>(bracket.lower), upper = static_cast<int32_t>(bracket.upper);
+// Written for auto-vectorisation: 32-bit counters, signed comparisons and no branches on the counts.
+Tally tally_of(const Run& run, uint32_t kth_key) {
+  const auto kth = static_cast<int32_t>(kth_key);
   constexpr auto kInf = static_cast<int32_t>(kInfKey), kNan = static_cast<int32_t>(kNanKey);
-  int32_t reach = 0, certain = 0, nonfinite = 0, largest = 0;
+  int32_t above = 0, ties = 0, nonfinite = 0, largest = 0;
   for (int64_t i = 0; i < run.n; ++i) {
     const auto bits = static_cast<int32_t>(bits_of(run.x[i]) & 0x7FFFFFFFu);
     const int32_t key = bits < kNan ? bits : kNan, finite = bits & -static_cast<int32_t>(bits < kInf);
-    reach += key >= lower;
-    certain += key >= upper;
+    above += key > kth;
+    ties += key == kth;
     nonfinite += bits >= kInf;
     largest = finite > largest ? finite : largest;
   }
-  return {certain, reach - certain, nonfinite, static_cast<uint32_t>(largest)};
+  return {above, ties, nonfinite, static_cast<uint32_t>(largest)};
 }
 
-void tally(Population& population, Bracket bracket, const Parallel& parallel) {
-  population.whole = population.whole || bracket.lower < population.threshold;
+void tally(Population& population, uint32_t kth, const Parallel& parallel) {
   auto& ranges = population.ranges;
   parallel.run(static_cast<int64_t>(ranges.size()), [&](int64_t r, int64_t) {
     Tally sum;
     population.each(ranges[r], [&](const Run& run) {
-      const Tally more = tally_of(run, bracket);
-      sum.certain += more.certain, sum.band += more.band, sum.nonfinite += more.nonfinite;
+      const Tally more = tally_of(run, kth);
+      sum.above += more.above, sum.ties += more.ties, sum.nonfinite += more.nonfinite;
       sum.largest = std::max(sum.largest, more.largest);
     });
     ranges[r].tally = sum;
@@ -173,59 +171,55 @@ Run part_of(const Run& run, int64_t begin, int64_t end) {
           run.positions ? run.base : run.base + begin};
 }
 
-// How many of a run's elements lie up to and with the quota-th of the band; the band has more than that.
-int64_t cut_of(const Run& run, Bracket bracket, int64_t quota) {
+// Number of elements up to and including the run's quota-th tie. The run has more ties than that.
+int64_t cut_of(const Run& run, uint32_t kth, int64_t quota) {
   int64_t i = 0;
-  for (; quota > 0; ++i) {
-    const uint32_t key = key_of(run.x[i]);
-    quota -= key >= bracket.lower && key < bracket.upper;
-  }
+  for (; quota > 0; ++i) quota -= key_of(run.x[i]) == kth;
   return i;
 }
 
-// Sends each range's share of the k kept elements to sink.take(slot, end, run, bound), slots ascending with the
-// indices: of the run, what reaches the bound goes to `slot` and the following ones, all before `end`. Returns the
-// next. The bound is the band's lower end until the range's quota of the band is used up, and its upper end from there
-// on.
+// Passes the range's runs to sink.take(slot, end, run, bound), which writes the elements whose key reaches the bound to
+// slots from `slot` on, at most up to `end`, and returns the next slot. The bound is the k-th key until the range's
+// quota of ties is used up, then one more.
 template <typename Sink>
-void emit_range(const Population& population, const Range& range, Bracket bracket, int64_t slot, int64_t quota,
+void emit_range(const Population& population, const Range& range, uint32_t kth, int64_t slot, int64_t quota,
                 const Sink& sink) {
-  const int64_t end = slot + range.tally.certain + quota;
-  const bool all = quota == range.tally.band;
+  const int64_t end = slot + range.tally.above + quota;
+  const bool all = quota == range.tally.ties;
   population.each(range, [&](const Run& run) {
     if (all || quota == 0) {
-      slot = sink.take(slot, end, run, all ? bracket.lower : bracket.upper);
+      slot = sink.take(slot, end, run, all ? kth : kth + 1);
       return;
     }
-    const int64_t band = tally_of(run, bracket).band, cut = band > quota ? cut_of(run, bracket, quota) : run.n;
-    quota -= std::min(band, quota);
-    slot = sink.take(slot, end, part_of(run, 0, cut), bracket.lower);
-    slot = sink.take(slot, end, part_of(run, cut, run.n), bracket.upper);
+    const int64_t ties = tally_of(run, kth).ties, cut = ties > quota ? cut_of(run, kth, quota) : run.n;
+    quota -= std::min(ties, quota);
+    slot = sink.take(slot, end, part_of(run, 0, cut), kth);
+    slot = sink.take(slot, end, part_of(run, cut, run.n), kth + 1);
   });
 }
 
 template <typename Sink>
-void emit(const Population& population, Bracket bracket, int64_t k, const Sink& sink, const Parallel& parallel) {
+void emit(const Population& population, uint32_t kth, int64_t k, const Sink& sink, const Parallel& parallel) {
   const auto& ranges = population.ranges;
   int64_t left = k;
-  for (const Range& range : ranges) left -= range.tally.certain;
+  for (const Range& range : ranges) left -= range.tally.above;
   std::vector<int64_t> slots(ranges.size()), quotas(ranges.size());
   int64_t slot = 0;
   for (size_t r = 0; r < ranges.size(); ++r) {
     slots[r] = slot;
-    quotas[r] = std::min(left, ranges[r].tally.band);
+    quotas[r] = std::min(left, ranges[r].tally.ties);
     left -= quotas[r];
-    slot += ranges[r].tally.certain + quotas[r];
+    slot += ranges[r].tally.above + quotas[r];
   }
   parallel.run(static_cast<int64_t>(ranges.size()),
-               [&](int64_t r, int64_t) { emit_range(population, ranges[r], bracket, slots[r], quotas[r], sink); });
+               [&](int64_t r, int64_t) { emit_range(population, ranges[r], kth, slots[r], quotas[r], sink); });
 }
 
 // ---------------------------------------------------------------------------------------------------------- selection
 
 struct Choice {
   Population population;
-  Bracket bracket;  // of mode "exact" the k-th key alone is the band
+  uint32_t kth;  // key of the k-th largest element
 };
 
 const Parallel& alone() {
@@ -239,17 +233,12 @@ const Parallel& unless_few(int64_t count, int64_t few, const Parallel& parallel)
   return count <= few ? alone() : parallel;
 }
 
-Choice choose(const Source& source, int64_t k, bool paper, Dtype value_dtype, const Parallel& parallel) {
-  const Statistics known = paper ? statistics(source, parallel) : Statistics{};
-  const bool bracketed = paper && known.nonfinite < k && k < source.numel;
+Choice choose(const Source& source, int64_t k, Dtype value_dtype, const Parallel& parallel) {
   const bool use_whole = (forced & kForceFallback) != 0;
-  const int64_t rank = bracketed ? k + 1 : k;
-  Choice choice{gather(source, rank, value_dtype, use_whole, parallel), {}};
+  Choice choice{gather(source, k, value_dtype, use_whole, parallel), 0};
   const Parallel& on = unless_few(choice.population.count(), kRefineAlone, parallel);
-  const uint32_t key = kth_key(choice.population, rank, on);
-  choice.bracket =
-      bracketed ? find_bracket(known.mean, known.largest, float_of(key), kIterations) : Bracket{key, key + 1};
-  tally(choice.population, choice.bracket, on);
+  choice.kth = kth_key(choice.population, k, on);
+  tally(choice.population, choice.kth, on);
   return choice;
 }
 
@@ -260,25 +249,25 @@ void emit_tensors(const Choice& choice, const Source& source, int64_t k, void* v
                   const Parallel& parallel) {
   if (source.dtype == Dtype::fp32) {
     const TensorSink<Index, float> sink{nullptr, static_cast<float*>(values), indices};
-    emit(choice.population, choice.bracket, k, sink, parallel);
+    emit(choice.population, choice.kth, k, sink, parallel);
   } else {
     const auto* x = static_cast<const uint16_t*>(source.grad);
     const TensorSink<Index, uint16_t> sink{x, static_cast<uint16_t*>(values), indices};
-    emit(choice.population, choice.bracket, k, sink, parallel);
+    emit(choice.population, choice.kth, k, sink, parallel);
   }
 }
 
 template <Dtype dtype>
-void emit_message(const Choice& choice, int64_t k, uint8_t* message, const Layout& layout, int32_t exponent,
+void emit_message(const Choice& choice, int64_t k, uint8_t* message, const MessageLayout& layout, int32_t exponent,
                   float* residual, const Parallel& parallel) {
   const MessageSink<dtype> sink{message, layout, exponent, residual, choice.population.settled_from};
-  emit(choice.population, choice.bracket, k, sink, parallel);
+  emit(choice.population, choice.kth, k, sink, parallel);
 }
 
 }  // namespace
 
-void mstopk(const Source& source, int64_t k, bool paper, void* values, void* indices, const Parallel& parallel) {
-  const Choice choice = choose(source, k, paper, Dtype::fp32, parallel);
+void mstopk(const Source& source, int64_t k, void* values, void* indices, const Parallel& parallel) {
+  const Choice choice = choose(source, k, Dtype::fp32, parallel);
   const Parallel& on = unless_few(choice.population.count(), kEmitAlone, parallel);
   if (source.numel < (int64_t{1} << 31)) {
     emit_tensors(choice, source, k, values, static_cast<int32_t*>(indices), on);
@@ -288,17 +277,17 @@ void mstopk(const Source& source, int64_t k, bool paper, void* values, void* ind
 }
 
 void compress(const Source& source, int64_t k, Dtype value_dtype, uint8_t* message, const Parallel& parallel) {
-  const Choice choice = choose(source, k, false, value_dtype, parallel);
+  const Choice choice = choose(source, k, value_dtype, parallel);
   int64_t nonfinite = 0;
   uint32_t largest = 0;
   for (const Range& range : choice.population.ranges) {
     nonfinite += range.tally.nonfinite;
     largest = std::max(largest, range.tally.largest);
   }
-  if (nonfinite >= k) largest = 0;  // nothing finite is sent
-  const Layout layout(source.numel, k, value_dtype);
+  if (nonfinite >= k) largest = 0;  // the message holds no finite element
+  const MessageLayout layout(source.numel, k, value_dtype);
   std::memset(message, 0, static_cast<size_t>(layout.indices));
-  std::memset(message + layout.values - 16, 0, 16);  // the padding, of which k entries then overwrite their part
+  std::memset(message + layout.values - 16, 0, 16);  // padding; the values then overwrite their part
   std::memset(message + layout.nbytes - 16, 0, 16);
   const int32_t exponent = message_exponent(largest, value_dtype);
   const Header header{kMagic,       static_cast<int32_t>(std::min<int64_t>(nonfinite, INT32_MAX)),

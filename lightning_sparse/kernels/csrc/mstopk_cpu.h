@@ -8,8 +8,8 @@
 
 namespace lightning_sparse::cpu {
 
-// Where acc comes from: grad of any of the three types, times *scale if there is one, plus residual if there is one.
-// If `store` is set, the one pass over everything also writes acc there.
+// Defines acc = residual + grad * scale. Residual and scale are optional; grad has any of the three types.
+// If `store` is set, the pass also writes acc there.
 struct Source {
   const void* grad;
   Dtype dtype;
@@ -18,23 +18,23 @@ struct Source {
   const float* scale = nullptr;
   float* store = nullptr;
 
-  bool plain() const { return dtype == Dtype::fp32 && !residual && !scale && !store; }  // acc is grad as it lies
+  bool plain() const { return dtype == Dtype::fp32 && !residual && !scale && !store; }  // acc is grad itself
   bool summed() const { return dtype == Dtype::fp32 && residual && store; }
 };
 
-// Runs body(i, worker) for i = 0 ... n - 1. Each of the workers, of which there are at most `threads`, takes the next i
-// when it is done with one: a thread that the system holds back delays one i, not an equal share of all.
+// Runs body(i, worker) for i = 0 ... n - 1 on at most `threads` workers. Workers take one i at a time, so that a slow
+// thread delays only that i.
 struct Parallel {
   int64_t threads;
   std::function<void(int64_t n, const std::function<void(int64_t i, int64_t worker)>& body)> run;
 };
 
-// For tests: which of the paths below to take. Results never depend on it.
+// For tests: force a code path. Results do not depend on it.
 enum Force : int { kForceNothing = 0, kForceScalar = 1, kForceFallback = 2 };
 void force(int flags);
 
 // indices: int32_t while numel < 2^31, else int64_t. values: of the source's type.
-void mstopk(const Source& source, int64_t k, bool paper, void* values, void* indices, const Parallel& parallel);
+void mstopk(const Source& source, int64_t k, void* values, void* indices, const Parallel& parallel);
 void compress(const Source& source, int64_t k, Dtype value_dtype, uint8_t* message, const Parallel& parallel);
 void accumulate(const uint8_t* messages, int64_t num_messages, float* shard, int64_t numel, int64_t k,
                 Dtype value_dtype, const Parallel& parallel);

@@ -1,16 +1,16 @@
-// The CPU's design on a GPU, as a fixed list of launches: nothing is read back, so the list can be captured in a graph.
+// The algorithm of mstopk_cpu.cpp as a fixed sequence of launches without read-back, which a CUDA graph can capture.
 //
-//   sample     a histogram of 65,536 elements, then the threshold that a little more than k elements should reach
-//   pass       read everything once, compact what reaches it (and write acc, if asked to)
+//   sample     histogram of 65,536 elements; choose a threshold that slightly more than k elements should reach
+//   pass       read all elements once, compact those that reach it (candidates), store acc if needed
 //   3 x digit  histogram and choice of the next 11, 10, 10 bits of the k-th largest key
-//   tally      per tile: how many are certain, how many in the band
-//   scan       per tile: where its share of the output begins, and how much of the band it may keep
+//   tally      per tile: number of keys above the k-th key, and equal to it (ties)
+//   scan       per tile: its first output slot, and how many ties it may keep
 //   emit       write the output, indices ascending
 //
-// A tile is 4,096 elements and one block of threads. The candidates of a tile lie together, in order, at a place that
-// is reserved by an atomic: the place differs between runs, the tile's descriptor says where it is, and so no result
-// does. All other atomics add or take the maximum of integers. Where the candidates are of no use (too few, or more
-// than there is room for) the kernels after the pass read the tiles' elements instead: same launches, same result.
+// A tile is 4,096 elements and one thread block. An atomic reserves the memory of a tile's candidates, so their order
+// differs between runs; the results do not, since each tile records its start. All other atomics add or take the
+// maximum of integers. With too few or too many candidates, the kernels after the pass read all elements: same
+// launches, same result.
 #include <algorithm>
 #include <atomic>
 #include <stdexcept>
@@ -32,7 +32,7 @@ __global__ void sample_kernel(Problem p) {
   atomicAdd(&p.sample[key_of(acc_at(p.source, at)) >> kSampleShift], 1u);
 }
 
-// One block. The highest bin edge that the target is reached at; and, once the statistics are known, the rank.
+// One block: the highest bin edge that reaches the target.
 __global__ void __launch_bounds__(kScanThreads) threshold_kernel(Problem p) {
   __shared__ Count sums[kScanThreads];
   constexpr int kEach = kSampleBins / kScanThreads;
@@ -44,16 +44,13 @@ __global__ void __launch_bounds__(kScanThreads) threshold_kernel(Problem p) {
   Control& control = *p.control;
   const auto target = static_cast<Count>(p.target);
   Count reached = sums[threadIdx.x] - total;
-  if (p.target > 0 && reached < target && reached + total >= target) {  // true in one thread, or in none
+  if (p.target > 0 && reached < target && reached + total >= target) {  // true in at most one thread
     int bin = kEach;
     while (reached < target) reached += mine[--bin];
     const uint32_t edge = static_cast<uint32_t>(threadIdx.x * kEach + bin) << kSampleShift;
     control.threshold = edge < kInfKey ? edge : kInfKey;
   }
-  if (threadIdx.x == 0) {
-    const bool bracketed = p.paper && control.paper_nonfinite < static_cast<Count>(p.k) && p.k < p.source.numel;
-    control.rank = control.remaining = static_cast<Count>(bracketed ? p.k + 1 : p.k);
-  }
+  if (threadIdx.x == 0) control.remaining = static_cast<Count>(p.k);
 }
 
 __global__ void __launch_bounds__(kThreads) pass_kernel(Problem p) {
@@ -84,7 +81,7 @@ __global__ void __launch_bounds__(kThreads) pass_kernel(Problem p) {
     p.count[blockIdx.x] = static_cast<uint32_t>(total);
   }
   __syncthreads();
-  if (reserved + total > static_cast<Count>(p.capacity)) return;  // the candidates will not be used
+  if (reserved + total > static_cast<Count>(p.capacity)) return;  // too many: the candidates are not used
 #pragma unroll
   for (int j = 0; j < kRounds; ++j) {
     if (ballots[j] >> (threadIdx.x % 32) & 1u) {
@@ -118,7 +115,7 @@ __global__ void __launch_bounds__(kThreads) digit_kernel(Problem p, int digit) {
   }
 }
 
-// One block: the digit that the remaining-th largest has. After the last one the key is known, and with it the bracket.
+// One block: the digit of the remaining-th largest key. The last digit completes the key.
 __global__ void __launch_bounds__(kScanThreads) choose_kernel(Problem p, int digit) {
   __shared__ Count sums[kBins];
   Control& control = *p.control;
@@ -129,72 +126,57 @@ __global__ void __launch_bounds__(kScanThreads) choose_kernel(Problem p, int dig
   suffix_sums(sums, size);
   for (int i = threadIdx.x; i < size; i += kScanThreads) {
     const Count above = i + 1 < size ? sums[i + 1] : 0;
-    if (above >= remaining || sums[i] < remaining) continue;  // passed by exactly one i
-    const uint32_t key = prefix << width_of(digit) | static_cast<uint32_t>(i);
-    control.prefix = key;
+    if (above >= remaining || sums[i] < remaining) continue;  // exactly one i passes
+    control.prefix = prefix << width_of(digit) | static_cast<uint32_t>(i);
     control.remaining = remaining - above;
-    if (digit + 1 < kDigits) continue;
-    if (control.rank == static_cast<Count>(p.k)) {
-      control.bracket = {key, key + 1};
-    } else {
-      const auto finite = static_cast<double>(p.source.numel - static_cast<int64_t>(control.paper_nonfinite));
-      const auto mean = static_cast<float>(p.sums[0] / finite);
-      control.bracket = find_bracket(mean, float_of(control.paper_largest), float_of(key), kIterations);
-    }
   }
 }
 
-__device__ bool use_whole(const Problem& p) {
-  return candidates_fail(p) || p.control->bracket.lower < p.control->threshold;
-}
-
 __global__ void __launch_bounds__(kThreads) tally_kernel(Problem p) {
-  const Bracket bracket = p.control->bracket;
-  const Tile tile(p, blockIdx.x, use_whole(p));
-  int certain = 0, band = 0, nonfinite = 0;
+  const uint32_t kth = p.control->prefix;
+  const Tile tile(p, blockIdx.x, candidates_fail(p));
+  int above = 0, ties = 0, nonfinite = 0;
   uint32_t largest = 0;
   for (int j = 0; j < kRounds; ++j) {
     const int i = place(j);
     const bool inside = i < tile.size;
     const uint32_t key = inside ? key_of(tile.value(i)) : 0;
-    certain += __popc(__ballot_sync(0xFFFFFFFFu, inside && key >= bracket.upper));
-    band += __popc(__ballot_sync(0xFFFFFFFFu, inside && key >= bracket.lower && key < bracket.upper));
+    above += __popc(__ballot_sync(0xFFFFFFFFu, inside && key > kth));
+    ties += __popc(__ballot_sync(0xFFFFFFFFu, inside && key == kth));
     nonfinite += __popc(__ballot_sync(0xFFFFFFFFu, key >= kInfKey));
     largest = key < kInfKey && key > largest ? key : largest;
   }
   largest = __reduce_max_sync(0xFFFFFFFFu, largest);
-  int all_certain, all_band, all_nonfinite;
-  before_this_warp(certain, all_certain);
-  before_this_warp(band, all_band);
+  int all_above, all_ties, all_nonfinite;
+  before_this_warp(above, all_above);
+  before_this_warp(ties, all_ties);
   before_this_warp(nonfinite, all_nonfinite);
   if (threadIdx.x % 32 == 0 && largest) atomicMax(&p.control->largest, largest);
   if (threadIdx.x != 0) return;
-  p.certain[blockIdx.x] = static_cast<uint32_t>(all_certain);
-  p.band[blockIdx.x] = static_cast<uint32_t>(all_band);
-  if (all_certain) atomicAdd(&p.control->certain, static_cast<Count>(all_certain));
+  p.above[blockIdx.x] = static_cast<uint32_t>(all_above);
+  p.ties[blockIdx.x] = static_cast<uint32_t>(all_ties);
   if (all_nonfinite) atomicAdd(&p.control->nonfinite, static_cast<Count>(all_nonfinite));
 }
 
-// One block; each thread takes a run of tiles. The band's first elements fill what the certain ones leave.
+// One block; each thread takes a range of tiles. The first ties fill the slots that the keys above leave.
 __global__ void __launch_bounds__(kScanThreads) scan_kernel(Problem p, Dtype value_dtype, uint8_t* message) {
-  __shared__ Count certain_sums[kScanThreads], band_sums[kScanThreads];
+  __shared__ Count above_sums[kScanThreads], tie_sums[kScanThreads];
   const int64_t begin = p.num_tiles * threadIdx.x / kScanThreads, end = p.num_tiles * (threadIdx.x + 1) / kScanThreads;
-  Count certain = 0, band = 0;
-  for (int64_t tile = begin; tile < end; ++tile) certain += p.certain[tile], band += p.band[tile];
-  certain_sums[threadIdx.x] = certain;
-  band_sums[threadIdx.x] = band;
-  suffix_sums(certain_sums, kScanThreads);
-  suffix_sums(band_sums, kScanThreads);
+  Count above = 0, ties = 0;
+  for (int64_t tile = begin; tile < end; ++tile) above += p.above[tile], ties += p.ties[tile];
+  above_sums[threadIdx.x] = above;
+  tie_sums[threadIdx.x] = ties;
+  suffix_sums(above_sums, kScanThreads);
+  suffix_sums(tie_sums, kScanThreads);
   Control& control = *p.control;
-  const Count left = static_cast<Count>(p.k) - control.certain;
-  Count certain_before = certain_sums[0] - certain_sums[threadIdx.x],
-        band_before = band_sums[0] - band_sums[threadIdx.x];
+  const Count left = control.remaining;
+  Count above_before = above_sums[0] - above_sums[threadIdx.x], ties_before = tie_sums[0] - tie_sums[threadIdx.x];
   for (int64_t tile = begin; tile < end; ++tile) {
-    const Count used = band_before < left ? band_before : left;
-    band_before += p.band[tile];
-    p.slot[tile] = static_cast<int64_t>(certain_before + used);
-    p.quota[tile] = static_cast<uint32_t>((band_before < left ? band_before : left) - used);
-    certain_before += p.certain[tile];
+    const Count used = ties_before < left ? ties_before : left;
+    ties_before += p.ties[tile];
+    p.slot[tile] = static_cast<int64_t>(above_before + used);
+    p.quota[tile] = static_cast<uint32_t>((ties_before < left ? ties_before : left) - used);
+    above_before += p.above[tile];
   }
   if (threadIdx.x != 0 || message == nullptr) return;
   const bool any_finite = control.nonfinite < static_cast<Count>(p.k);
@@ -208,28 +190,27 @@ __global__ void __launch_bounds__(kScanThreads) scan_kernel(Problem p, Dtype val
 
 template <typename Sink>
 __global__ void __launch_bounds__(kThreads) emit_kernel(Problem p, Sink sink) {
-  const Bracket bracket = p.control->bracket;
-  const Tile tile(p, blockIdx.x, use_whole(p));
+  const uint32_t kth = p.control->prefix;
+  const Tile tile(p, blockIdx.x, candidates_fail(p));
   float values[kRounds];
-  unsigned in_band[kRounds];
-  int band = 0, kept = 0, total;
+  unsigned tied[kRounds];
+  int ties = 0, kept = 0, total;
 #pragma unroll
   for (int j = 0; j < kRounds; ++j) {
     const int i = place(j);
     values[j] = i < tile.size ? tile.value(i) : 0.0f;
-    const uint32_t key = key_of(values[j]);
-    in_band[j] = __ballot_sync(0xFFFFFFFFu, i < tile.size && key >= bracket.lower && key < bracket.upper);
-    band += __popc(in_band[j]);
+    tied[j] = __ballot_sync(0xFFFFFFFFu, i < tile.size && key_of(values[j]) == kth);
+    ties += __popc(tied[j]);
   }
-  int band_before = before_this_warp(band, total);
+  int ties_before = before_this_warp(ties, total);
   const int quota = static_cast<int>(p.quota[blockIdx.x]);
   unsigned keep[kRounds];
 #pragma unroll
   for (int j = 0; j < kRounds; ++j) {
-    const bool first = in_band[j] >> (threadIdx.x % 32) & 1u && band_before + below_this_lane(in_band[j]) < quota;
-    const bool certain = place(j) < tile.size && key_of(values[j]) >= bracket.upper;
-    keep[j] = __ballot_sync(0xFFFFFFFFu, certain || first);
-    band_before += __popc(in_band[j]);
+    const bool first = tied[j] >> (threadIdx.x % 32) & 1u && ties_before + below_this_lane(tied[j]) < quota;
+    const bool above = place(j) < tile.size && key_of(values[j]) > kth;
+    keep[j] = __ballot_sync(0xFFFFFFFFu, above || first);
+    ties_before += __popc(tied[j]);
     kept += __popc(keep[j]);
   }
   int64_t slot = p.slot[blockIdx.x] + before_this_warp(kept, total);
@@ -246,59 +227,17 @@ __global__ void __launch_bounds__(kThreads) emit_kernel(Problem p, Sink sink) {
   if (threadIdx.x == 0) sink.finish(blockIdx.x, total);
 }
 
-// ------------------------------------------------------------------------------------------------------- mode "paper"
-
-// The sum of a tile in the order of reference.mean_of: lane i adds elements i, i + 16, ... one after the other.
-__global__ void __launch_bounds__(kThreads) mean_kernel(Problem p) {
-  __shared__ float magnitudes[kTile];
-  __shared__ double lanes[kMeanLanes];
-  const int64_t base = static_cast<int64_t>(blockIdx.x) * kTile;
-  uint32_t largest = 0;
-  int nonfinite = 0;
-  for (int i = threadIdx.x; i < kTile; i += kThreads) {
-    const uint32_t key = base + i < p.source.numel ? key_of(acc_at(p.source, base + i)) : 0;
-    magnitudes[i] = key < kInfKey ? float_of(key) : 0.0f;
-    nonfinite += key >= kInfKey;
-    largest = key < kInfKey && key > largest ? key : largest;
-  }
-  if (nonfinite) atomicAdd(&p.control->paper_nonfinite, static_cast<Count>(nonfinite));
-  largest = __reduce_max_sync(0xFFFFFFFFu, largest);
-  if (threadIdx.x % 32 == 0 && largest) atomicMax(&p.control->paper_largest, largest);
-  __syncthreads();
-  if (threadIdx.x < kMeanLanes) {
-    double sum = 0.0;
-    for (int i = threadIdx.x; i < kTile; i += kMeanLanes) sum += static_cast<double>(magnitudes[i]);
-    lanes[threadIdx.x] = sum;
-  }
-  __syncthreads();
-  if (threadIdx.x != 0) return;
-  for (int half = kMeanLanes / 2; half > 0; half /= 2) {
-    for (int i = 0; i < half; ++i) lanes[i] += lanes[i + half];
-  }
-  p.sums[blockIdx.x] = lanes[0];
-}
-
-// One block: the tiles' sums, padded with zeros to a power of two, folded in halves.
-__global__ void __launch_bounds__(kScanThreads) fold_kernel(Problem p, int64_t padded) {
-  for (int64_t i = p.num_tiles + threadIdx.x; i < padded; i += kScanThreads) p.sums[i] = 0.0;
-  for (int64_t half = padded / 2; half > 0; half /= 2) {
-    __syncthreads();
-    for (int64_t i = threadIdx.x; i < half; i += kScanThreads) p.sums[i] += p.sums[i + half];
-  }
-}
-
 // ------------------------------------------------------------------------------------------------------- launch lists
 
 std::atomic<bool> forced{false};
 
-Problem describe(const Source& source, int64_t k, bool paper) {
+Problem describe(const Source& source, int64_t k) {
   Problem p{};
   p.source = source;
   p.k = k;
   p.num_tiles = (source.numel + kTile - 1) / kTile;
-  const SamplePlan plan = plan_sample(source.numel, paper ? std::min(k + 1, source.numel) : k);
-  p.target = plan.target, p.capacity = plan.capacity;
-  p.paper = paper, p.forced = forced;
+  const SamplePlan plan = plan_sample(source.numel, k);
+  p.target = plan.target, p.capacity = plan.capacity, p.forced = forced;
   return p;
 }
 
@@ -311,10 +250,6 @@ void launch(Problem p, void* scratch, cudaStream_t stream, Dtype value_dtype, ui
   const auto tiles = static_cast<unsigned>(p.num_tiles);
   const int64_t zeroed = lay_out(p, static_cast<char*>(scratch)).second;
   check(cudaMemsetAsync(scratch, 0, static_cast<size_t>(zeroed), stream));
-  if (p.paper) {
-    mean_kernel<<<tiles, kThreads, 0, stream>>>(p);
-    fold_kernel<<<1, kScanThreads, 0, stream>>>(p, padded_tiles(p.num_tiles));
-  }
   sample_kernel<<<kSampleAll / kThreads, kThreads, 0, stream>>>(p);
   threshold_kernel<<<1, kScanThreads, 0, stream>>>(p);
   pass_kernel<<<tiles, kThreads, 0, stream>>>(p);
@@ -343,14 +278,14 @@ void launch_mstopk(const Problem& p, void* values, void* indices, void* scratch,
 
 void force_fallback(bool on) { forced = on; }
 
-int64_t select_scratch_bytes(int64_t numel, int64_t k, bool paper) {
-  Problem p = describe({nullptr, Dtype::fp32, numel}, k, paper);
+int64_t select_scratch_bytes(int64_t numel, int64_t k) {
+  Problem p = describe({nullptr, Dtype::fp32, numel}, k);
   alignas(256) static char origin[256];  // only distances are taken
   return lay_out(p, origin).first;
 }
 
-void mstopk(const Source& source, int64_t k, bool paper, void* values, void* indices, void* scratch, void* stream) {
-  const Problem p = describe(source, k, paper);
+void mstopk(const Source& source, int64_t k, void* values, void* indices, void* scratch, void* stream) {
+  const Problem p = describe(source, k);
   if (source.numel < (int64_t{1} << 31)) {
     launch_mstopk<int32_t>(p, values, indices, scratch, static_cast<cudaStream_t>(stream));
   } else {
@@ -359,10 +294,10 @@ void mstopk(const Source& source, int64_t k, bool paper, void* values, void* ind
 }
 
 void compress(const Source& source, int64_t k, Dtype value_dtype, uint8_t* message, void* scratch, void* stream) {
-  const Layout layout(source.numel, k, value_dtype);
+  const MessageLayout layout(source.numel, k, value_dtype);
   const auto on = static_cast<cudaStream_t>(stream);
   check(cudaMemsetAsync(message, 0, static_cast<size_t>(layout.nbytes), on));
-  launch(describe(source, k, false), scratch, on, value_dtype, message, MessageSink{message, layout, value_dtype});
+  launch(describe(source, k), scratch, on, value_dtype, message, MessageSink{message, layout, value_dtype});
 }
 
 }  // namespace lightning_sparse::cuda

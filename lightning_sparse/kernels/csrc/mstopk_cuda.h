@@ -15,16 +15,16 @@ struct Source {
   int64_t numel;
   const float* residual = nullptr;
   const float* scale = nullptr;  // on the device
-  float* store = nullptr;        // where to write acc, if anywhere
+  float* store = nullptr;        // optional: receives acc
 };
 
-// For tests: the fast path is taken only if allowed. Results never depend on it.
+// For tests: process all elements instead of the candidates. Results do not depend on it.
 void force_fallback(bool on);
 
-int64_t select_scratch_bytes(int64_t numel, int64_t k, bool paper);
+int64_t select_scratch_bytes(int64_t numel, int64_t k);
 int64_t accumulate_scratch_bytes(int64_t num_messages, int64_t numel);
 
-void mstopk(const Source& source, int64_t k, bool paper, void* values, void* indices, void* scratch, void* stream);
+void mstopk(const Source& source, int64_t k, void* values, void* indices, void* scratch, void* stream);
 void compress(const Source& source, int64_t k, Dtype value_dtype, uint8_t* message, void* scratch, void* stream);
 void accumulate(const uint8_t* messages, int64_t num_messages, float* shard, int64_t numel, int64_t k,
                 Dtype value_dtype, void* scratch, void* stream);

@@ -1,8 +1,8 @@
-// Compaction: of a run of floats those whose key reaches a threshold, with their positions, packed to the left.
+// Compacts the floats whose key reaches a threshold, and their positions.
 //
-// The vector version first turns 64 elements into 64 bits, then reads the positions of the ones off these bits, four at
-// a time without a branch. It wins over permuting 8 elements at a time by a table, whatever the density: few elements
-// are kept, so work done per element kept is cheaper than work done per element read.
+// The vector version compares 64 elements into a 64-bit mask, then extracts the positions of its ones, four at a time
+// without a branch. At every density it is faster than permuting 8 elements at a time with a table: few elements are
+// kept, so work per kept element is cheaper than work per element read.
 #pragma once
 
 #include <cstdint>
@@ -19,9 +19,9 @@
 
 namespace lightning_sparse::cpu {
 
-constexpr int64_t kPackSlack = 8;  // both versions may write this many entries past the last one they keep
+constexpr int64_t kPackSlack = 8;  // both versions may write this many entries past the last kept one
 
-// threshold <= kInfKey, so NaN needs no clamping here. Worked example: x = [1, -5, 2, 5], first = 40, the key of 2.0:
+// threshold <= kInfKey, so NaN needs no clamping. Example: x = [1, -5, 2, 5], first = 40, the key of 2.0:
 // keeps values -5, 2, 5 at positions 41, 42, 43 and returns 3.
 inline int64_t pack_scalar(const float* x, int64_t n, uint32_t first, uint32_t threshold, uint32_t* positions,
                            float* values) {
@@ -35,10 +35,9 @@ inline int64_t pack_scalar(const float* x, int64_t n, uint32_t first, uint32_t t
 }
 
 #if LS_HAVE_AVX2
-// Where eight elements at a time come from. `kAhead`: how many bytes before they are needed they are asked for, which
-// the hardware does not do across pages.
+// Loads eight elements at a time. `kAhead`: prefetch distance in bytes; the hardware does not prefetch across pages.
 template <int kAhead>
-struct Lying {
+struct Loaded {
   const float* x;
 
   LS_AVX2 void fetch(int64_t i) const {
@@ -49,7 +48,7 @@ struct Lying {
   LS_AVX2 __m256 eight(int64_t i) const { return _mm256_loadu_ps(x + i); }
 };
 
-// residual + grad * scale, written to x as it is computed.
+// Computes residual + grad * scale, and also stores it in x.
 template <bool scaled>
 struct Summed {
   float* x;
@@ -72,7 +71,7 @@ struct Summed {
   }
 };
 
-// 32 elements -> 32 bits, set where the key is above `below`. Keys fit in 31 bits, so a signed comparison will do.
+// Mask of 32 elements whose key is above `below`. Keys have 31 bits, so a signed comparison suffices.
 template <typename From>
 LS_AVX2 inline uint64_t reach_avx2(const From& from, int64_t at, __m256i below) {
   const __m256i magnitude = _mm256_set1_epi32(0x7FFFFFFF);
@@ -85,7 +84,7 @@ LS_AVX2 inline uint64_t reach_avx2(const From& from, int64_t at, __m256i below) 
   return bits;
 }
 
-// The positions of the ones in `bits`; writes up to three entries past them.
+// Writes the positions of the ones in `bits`, and up to three more entries.
 LS_AVX2 inline int64_t unpack_bits(uint64_t bits, uint32_t first, uint32_t* positions) {
   const auto count = static_cast<int64_t>(_mm_popcnt_u64(bits));
   int64_t i = 0;
@@ -99,7 +98,7 @@ LS_AVX2 inline int64_t unpack_bits(uint64_t bits, uint32_t first, uint32_t* posi
   return count;
 }
 
-// Of the first n elements, n being a multiple of 64.
+// n must be a multiple of 64.
 template <typename From>
 LS_AVX2 int64_t pack_avx2(const From& from, int64_t n, uint32_t first, uint32_t threshold, uint32_t* positions,
                           float* values) {

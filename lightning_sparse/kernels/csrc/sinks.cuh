@@ -1,4 +1,4 @@
-// Where selected elements go: two tensors, or a message and the residual.
+// Outputs of the selection: two tensors, or a message and the residual.
 #pragma once
 
 #include "tile.cuh"
@@ -21,7 +21,7 @@ struct TensorSink {
 
 struct MessageSink {
   uint8_t* message;
-  Layout layout;
+  MessageLayout layout;
   Dtype dtype;
 
   __device__ void keep(const Problem& p, int64_t slot, int64_t index, float acc) const {

@@ -1,4 +1,4 @@
-// Where selected elements go: two tensors, or a message and the residual.
+// Outputs of the selection: two tensors, or a message and the residual.
 #pragma once
 
 #include <type_traits>
@@ -7,7 +7,7 @@
 
 namespace lightning_sparse::cpu {
 
-// Both write before they know whether to keep, as what is kept follows no pattern that a branch could learn.
+// Both write each element and then advance only if it is kept, since branches would be mispredicted.
 template <typename Index, typename Value>
 struct TensorSink {
   const Value* x;
@@ -33,7 +33,7 @@ template <Dtype dtype>
 struct MessageSink {
   using Stored = std::conditional_t<dtype == Dtype::fp32, uint32_t, uint16_t>;
   uint8_t* message;
-  Layout layout;
+  MessageLayout layout;
   int32_t exponent;
   float* residual;
   uint32_t settled_from;
@@ -61,8 +61,8 @@ struct MessageSink {
     if (kept > 0) reinterpret_cast<uint32_t*>(message + layout.counts)[block_end / kBlock - 1] += kept;
   }
 
-  // Writes what the pass did not settle, or should not have. If it settled nothing (fp16), that is most of the run, in
-  // places far apart: ask for them early.
+  // Corrects residuals that the pass did not settle, or settled wrongly. For fp16, it settled none, so most of the run
+  // needs scattered writes: prefetch.
   void correct(const Run& run, uint32_t bound) const {
     constexpr int64_t kAhead = 32;
     uint16_t wrong[kChunk + 1];

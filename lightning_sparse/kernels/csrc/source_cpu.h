@@ -1,4 +1,4 @@
-// Reading a source on the CPU: acc in fp32, a chunk at a time while it is in the first-level cache.
+// Reads a source on the CPU: acc in fp32, in chunks that fit into the L1 cache.
 #pragma once
 
 #include <algorithm>
@@ -9,9 +9,9 @@
 
 namespace lightning_sparse::cpu {
 
-constexpr int64_t kChunk = kMeanBlock;
+constexpr int64_t kChunk = 4096;
 
-bool scalar_only();  // as `force` has set it
+bool scalar_only();  // set by `force`
 
 template <Dtype dtype>
 inline float load(const void* data, int64_t i) {
@@ -21,7 +21,7 @@ inline float load(const void* data, int64_t i) {
 }
 
 #if LS_HAVE_AVX2
-// Differs from from_fp16 in the payload of signalling NaN, which nothing depends on.
+// Differs from from_fp16 in the payload of signalling NaN, which does not affect results.
 __attribute__((target("avx2,f16c"))) inline void upcast_f16c(const uint16_t* half, int64_t n, float* out) {
   int64_t i = 0;
   for (; i + 8 <= n; i += 8) {
@@ -68,7 +68,7 @@ inline void compute_fp32(const Source& source, int64_t begin, int64_t n, float* 
   }
 }
 
-// acc of n elements: where it already lies, or computed into `out`.
+// Returns acc of n elements: in place, or computed into `out`.
 inline const float* acc_of(const Source& source, int64_t begin, int64_t n, float* out) {
   if (source.plain()) return static_cast<const float*>(source.grad) + begin;
   if (source.dtype == Dtype::fp32 && source.residual) {

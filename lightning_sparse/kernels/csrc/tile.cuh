@@ -1,6 +1,6 @@
-// What the selection kernels share: the problem and its scratch memory, the elements of a tile, and counting in order.
+// Shared by the selection kernels: the problem and its scratch memory, the elements of a tile, ordered counting.
 //
-// A warp owns 512 consecutive elements of its tile, 16 rounds of 32, so that ballots number what it keeps in order.
+// A warp owns 512 consecutive elements of its tile, in 16 rounds of 32, so that ballots number kept elements in order.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -17,37 +17,33 @@ constexpr int kTile = kThreads * kRounds;
 constexpr int kScanThreads = 1024;
 constexpr int kHistogramBlocks = 1024;
 constexpr int kDigits = 3, kBins = 2048;
-static_assert(kTile == kMeanBlock && kBlock % kTile == 0, "a tile is a block of the mean and lies in one wire block");
+static_assert(kBlock % kTile == 0, "a tile lies in one wire block");
 
 using Count = unsigned long long;
 
 struct Control {
   uint32_t threshold;
-  uint32_t prefix;        // of the k-th largest key, so far
-  Count cursor;           // candidates found
-  Count rank, remaining;  // which largest is looked for: in all, and among the keys that share the prefix
-  Count nonfinite, certain;
+  uint32_t prefix;  // of the k-th largest key, so far; all of it after the last digit
+  Count cursor;     // candidates found
+  Count remaining;  // of the k, how many share the prefix; after the last digit, how many ties are kept
+  Count nonfinite;
   uint32_t largest;  // key of the largest finite
   int32_t exponent;
-  Bracket bracket;
-  Count paper_nonfinite;
-  uint32_t paper_largest;
 };
 
-// Plain data: passed to kernels by value.
+// Passed to kernels by value.
 struct Problem {
   Source source;
   int64_t k, num_tiles, capacity, target;
-  bool paper, forced;
+  bool forced;
   Control* control;
-  uint32_t* sample;                          // [kSampleBins]
-  Count* bins;                               // [kDigits][kBins]
-  int64_t* start;                            // per tile: its first candidate
-  int64_t* slot;                             // per tile: its first output
-  uint32_t *count, *certain, *band, *quota;  // per tile
-  double* sums;                              // per tile, padded to a power of two; mode "paper" only
-  float* values;                             // candidates
-  uint16_t* offsets;                         // candidates, within their tile
+  uint32_t* sample;                        // [kSampleBins]
+  Count* bins;                             // [kDigits][kBins]
+  int64_t* start;                          // per tile: its first candidate
+  int64_t* slot;                           // per tile: its first output
+  uint32_t *count, *above, *ties, *quota;  // per tile
+  float* values;                           // candidates
+  uint16_t* offsets;                       // candidates, within their tile
 };
 
 template <typename T>
@@ -56,13 +52,7 @@ void carve(char*& at, T*& pointer, int64_t count) {
   at += (count * static_cast<int64_t>(sizeof(T)) + 255) / 256 * 256;
 }
 
-int64_t padded_tiles(int64_t num_tiles) {
-  int64_t padded = 1;
-  while (padded < num_tiles) padded *= 2;
-  return padded;
-}
-
-// Lays the arrays out in the scratch memory; returns how much of it they take and how much of that must be zeroed.
+// Lays out the arrays in the scratch memory; returns its size and the size of the part that must be zeroed.
 std::pair<int64_t, int64_t> lay_out(Problem& p, char* scratch) {
   char* at = scratch;
   carve(at, p.control, 1);
@@ -72,10 +62,9 @@ std::pair<int64_t, int64_t> lay_out(Problem& p, char* scratch) {
   carve(at, p.start, p.num_tiles);
   carve(at, p.slot, p.num_tiles);
   carve(at, p.count, p.num_tiles);
-  carve(at, p.certain, p.num_tiles);
-  carve(at, p.band, p.num_tiles);
+  carve(at, p.above, p.num_tiles);
+  carve(at, p.ties, p.num_tiles);
   carve(at, p.quota, p.num_tiles);
-  carve(at, p.sums, p.paper ? padded_tiles(p.num_tiles) : 0);
   carve(at, p.values, p.capacity);
   carve(at, p.offsets, p.capacity);
   return {at - scratch, zeroed};
@@ -96,17 +85,17 @@ __device__ float acc_at(const Source& source, int64_t i) {
   return source.residual ? __fadd_rn(source.residual[i], acc) : acc;
 }
 
-// After the pass acc is read back, where it was stored.
+// acc, after the pass.
 __device__ float stored_at(const Source& source, int64_t i) {
   return source.store ? source.store[i] : acc_at(source, i);
 }
 
 __device__ bool candidates_fail(const Problem& p) {
   const Control& control = *p.control;
-  return p.forced || control.cursor < control.rank || control.cursor > static_cast<Count>(p.capacity);
+  return p.forced || control.cursor < static_cast<Count>(p.k) || control.cursor > static_cast<Count>(p.capacity);
 }
 
-// What a tile holds: its candidates or, where these are of no use, all of its elements.
+// A tile's candidates, or all its elements if the candidates are not used.
 struct Tile {
   const Problem& p;
   int64_t first, size;
@@ -127,7 +116,7 @@ struct Tile {
 
 __device__ int place(int round) { return (threadIdx.x / 32) * (32 * kRounds) + round * 32 + threadIdx.x % 32; }
 
-// Of one count per warp: the sum of those before this warp, and the sum of all. Every thread of the block must call it.
+// The sum of the counts of the warps before this one; `total` is the sum of all. All threads of the block must call it.
 __device__ int before_this_warp(int count, int& total) {
   __shared__ int counts[kWarps];
   __syncthreads();  // an earlier call may still be reading
@@ -144,7 +133,7 @@ __device__ int before_this_warp(int count, int& total) {
 
 __device__ int below_this_lane(unsigned ballot) { return __popc(ballot & ((1u << (threadIdx.x % 32)) - 1u)); }
 
-// sums[i] becomes the sum of values[i] ... values[size - 1]. Every thread of the block must call it.
+// sums[i] becomes the sum of sums[i] ... sums[size - 1]. All threads of the block must call it.
 __device__ void suffix_sums(Count* sums, int size) {
   for (int step = 1; step < size; step *= 2) {
     __syncthreads();

@@ -34,14 +34,14 @@ void emulate_force(int whole, int backwards) {
   on_cpu::backwards = backwards;
 }
 
-void emulate_mstopk(const void* x, int dtype, int64_t numel, int64_t k, int paper, void* values, void* indices) {
-  Scratch scratch(cuda::select_scratch_bytes(numel, k, paper));
-  cuda::mstopk({x, static_cast<Dtype>(dtype), numel}, k, paper, values, indices, scratch.data(), nullptr);
+void emulate_mstopk(const void* x, int dtype, int64_t numel, int64_t k, void* values, void* indices) {
+  Scratch scratch(cuda::select_scratch_bytes(numel, k));
+  cuda::mstopk({x, static_cast<Dtype>(dtype), numel}, k, values, indices, scratch.data(), nullptr);
 }
 
 void emulate_compress(const void* grad, int dtype, int64_t numel, const float* residual, float* next_residual,
                       int64_t k, int value_code, const float* scale, uint8_t* message) {
-  Scratch scratch(cuda::select_scratch_bytes(numel, k, false));
+  Scratch scratch(cuda::select_scratch_bytes(numel, k));
   cuda::compress({grad, static_cast<Dtype>(dtype), numel, residual, scale, next_residual}, k,
                  static_cast<Dtype>(value_code), message, scratch.data(), nullptr);
 }

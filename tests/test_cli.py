@@ -1,0 +1,51 @@
+"""The `lightning-sparse` command itself: its version, and errors without tracebacks. Pure."""
+
+from importlib.metadata import version
+from pathlib import Path
+
+import pytest
+
+from lightning_sparse import __version__, cli
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        cli.main(["--version"])
+    assert stopped.value.code == 0
+    assert capsys.readouterr().out == f"lightning-sparse {__version__} (torch {version('torch')})\n"
+
+
+CLUSTER = ["--devices", "1", "--inter-gbps", "1", "--intra-gbps", "10"]
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["doctor"],
+        ["plan", "--parameters", "1e6", "--nodes", "0", *CLUSTER],
+        ["plan", "--parameters", "1e6", "--nodes", "2", *CLUSTER, "--plot", "{file}/below/plan.svg"],
+        ["bench", "kernels", "--quick", "--out", "{file}/below"],
+        ["bench", "exchange", "--quick", "--out", "{file}/below"],
+        ["bench", "pto", "--quick", "--out", "{file}/below"],
+        ["bench", "data", "--quick", "--out", "{file}/below"],
+        ["lab", "--nodes", "0", "--", "true"],
+        ["cache", "warm", "{file}/below", "{file}/cache"],
+        ["cache", "clear", "{file}/cache"],
+    ],
+    ids=lambda words: " ".join(words[:2]),
+)
+def test_an_error_is_one_message_and_exit_code_2(
+    words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("RANK", "SLURM_PROCID"):
+        monkeypatch.delenv(name, raising=False)
+    if words == ["doctor"]:
+        monkeypatch.setenv("RANK", "0")  # without an address to meet at
+        monkeypatch.delenv("MASTER_ADDR", raising=False)
+    file = tmp_path / "file"
+    file.write_text("not a folder")
+    code = cli.main([word.format(file=file) for word in words])
+    printed = capsys.readouterr()
+    assert code == 2, printed
+    assert printed.err.startswith(f"lightning-sparse {words[0]}: ")
+    assert "Traceback" not in printed.err
