@@ -106,7 +106,7 @@ def test_a_gradient_keeps_the_part_that_the_step_sees(
     pieces = []
     for part in (Part(0, 0, 100), Part(1, 100, 288)):
         grad = parameter.grad = whole.clone()
-        keep_part(parameter, part, -0.0)
+        keep_part(parameter, part)
         assert parameter.grad is grad
         assert torch.count_nonzero(grad) == part.end - part.begin
         pieces.append(grad.clone())
