@@ -41,11 +41,11 @@ from tqdm import tqdm
 from lightning_sparse.bench.data import BATCH, SIZE, config_of, generated, plot, table, tier_row
 from lightning_sparse.bench.data import measure as measure_rows
 from lightning_sparse.bench.provenance import commit, processor
-from lightning_sparse.data.batch import Batch, Look
+from lightning_sparse.data.cache.manifest import load_or_list
+from lightning_sparse.data.cache.placement import Placement
+from lightning_sparse.data.cache.store import new_run, open_store
 from lightning_sparse.data.config import CacheConfig
-from lightning_sparse.data.manifest import load_or_list
-from lightning_sparse.data.store import new_run, open_store
-from lightning_sparse.data.tiers import Place
+from lightning_sparse.data.pipeline.batch import Batch, Look
 
 RANKS = 4
 BASELINES = ["ImageFolder + DataLoader", "DALI file reader"]
@@ -101,7 +101,7 @@ def dali_reader(pictures: Path, epochs: int, device: int | None) -> Iterator[Bat
 def hold(rank: int, config: CacheConfig, run: bytes, ready: Any, go_on: Any, out: Any) -> None:
     """Read everything, then look at what of this process is in memory."""
     manifest = load_or_list(config, "train", quiet=True)
-    store = open_store(config, manifest, Place(0, 1, rank, RANKS), run)
+    store = open_store(config, manifest, Placement(0, 1, rank, RANKS), run)
     spans = [range(first, min(first + BATCH, len(manifest))) for first in range(0, len(manifest), BATCH)]
     for span in spans:
         store.get(span)

@@ -115,10 +115,10 @@ def _mark(work: Path, number: int, **about: Any) -> None:
 
 
 def _ours(source: str, work: Path, shuffle: str) -> tuple[Any, Any]:
-    from lightning_sparse.data.augment import Augment
-    from lightning_sparse.data.batch import Look
     from lightning_sparse.data.config import CacheConfig
-    from lightning_sparse.data.loader import ImageSizes
+    from lightning_sparse.data.pipeline.augment import Augment
+    from lightning_sparse.data.pipeline.batch import Look
+    from lightning_sparse.data.pipeline.loader import ImageSizes
     from lightning_sparse.data.session import Wish, open_session
 
     cache_dir = work / f"local-disk-of-node{os.environ['NODE_RANK']}"

@@ -35,11 +35,11 @@ import numpy as np
 import torch
 
 from lightning_sparse.bench.extras import figure, need, save
-from lightning_sparse.data.batch import Batch, Look, Pipeline, Request
+from lightning_sparse.data.cache.manifest import load_or_list
+from lightning_sparse.data.cache.store import SampleStore, open_store
 from lightning_sparse.data.config import CacheConfig
-from lightning_sparse.data.manifest import load_or_list
-from lightning_sparse.data.sampler import Layout, Order
-from lightning_sparse.data.store import SampleStore, open_store
+from lightning_sparse.data.pipeline.batch import Batch, Look, Pipeline, Request
+from lightning_sparse.data.pipeline.sampler import Layout, Order
 
 BATCH, SIZE, ROUNDS = 64, 224, 3
 TIERS = ["storage", "disk", "memory jpeg", "memory decoded"]
@@ -63,10 +63,10 @@ def config_of(tier: str, pictures: Path, cache: Path) -> CacheConfig:
 
 def pipeline_of(backend: str, store: SampleStore, device: int | None) -> Pipeline:
     if backend == "dali":
-        from lightning_sparse.data.pipeline_dali import DaliPipeline
+        from lightning_sparse.data.pipeline.backend_dali import DaliPipeline
 
         return DaliPipeline(store, Look(), batch_size=BATCH, threads=1, device=device)
-    from lightning_sparse.data.pipeline_torch import TorchPipeline
+    from lightning_sparse.data.pipeline.backend_torch import TorchPipeline
 
     return TorchPipeline(store, Look(), threads=1)
 

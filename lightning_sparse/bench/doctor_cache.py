@@ -8,9 +8,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from lightning_sparse.bench.doctor import Finding
-from lightning_sparse.data.inventory import caches
-from lightning_sparse.data.places import NETWORK_FILE_SYSTEMS, VERSION, file_system
-from lightning_sparse.data.segments import available_memory
+from lightning_sparse.data.cache.folders import NETWORK_FILE_SYSTEMS, VERSION, file_system
+from lightning_sparse.data.cache.inventory import caches
+from lightning_sparse.data.cache.shared_memory import available_memory
 
 LITTLE = 10e9
 """Free bytes below which a data set of pictures is unlikely to fit."""

@@ -31,9 +31,9 @@ def add(subcommands: Subcommands) -> None:
 
 
 def _warm(arguments: argparse.Namespace) -> int:
+    from lightning_sparse.data.cache.placement import Placement
+    from lightning_sparse.data.cache.warm import warm_splits
     from lightning_sparse.data.config import CacheConfig
-    from lightning_sparse.data.tiers import Place
-    from lightning_sparse.data.warm import warm_splits
 
     config = CacheConfig(
         source=arguments.source,
@@ -42,7 +42,7 @@ def _warm(arguments: argparse.Namespace) -> int:
         on_corrupt=arguments.on_corrupt,
         seed=arguments.seed,
     )
-    place = Place(arguments.node, arguments.nodes)
+    place = Placement(arguments.node, arguments.nodes)
     reports = warm_splits(config, arguments.splits, place=place, threads=arguments.threads)
     for report in reports:
         print(report.describe())
@@ -52,14 +52,14 @@ def _warm(arguments: argparse.Namespace) -> int:
 
 
 def _info(arguments: argparse.Namespace) -> int:
-    from lightning_sparse.data.inventory import caches
+    from lightning_sparse.data.cache.inventory import caches
 
     print("\n".join(each.describe() for each in caches(arguments.cache_dir)) or "nothing is cached here")
     return 0
 
 
 def _clear(arguments: argparse.Namespace) -> int:
-    from lightning_sparse.data.inventory import clear
+    from lightning_sparse.data.cache.inventory import clear
 
     for each in clear(arguments.cache_dir, arguments.source):
         print(f"removed {each.folder} of {each.source}")

@@ -18,15 +18,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Literal
 
-from lightning_sparse.data.augment import Augment
-from lightning_sparse.data.backend import Backend
-from lightning_sparse.data.batch import MEAN, STD, Look
+from lightning_sparse.data.cache.manifest import class_names
+from lightning_sparse.data.cache.summary import metrics
 from lightning_sparse.data.config import CacheConfig
-from lightning_sparse.data.loader import EvalLoader, ImageSizes, TrainLoader
-from lightning_sparse.data.manifest import class_names
-from lightning_sparse.data.sampler import Shuffle
+from lightning_sparse.data.pipeline.augment import Augment
+from lightning_sparse.data.pipeline.backend import Backend
+from lightning_sparse.data.pipeline.batch import MEAN, STD, Look
+from lightning_sparse.data.pipeline.loader import EvalLoader, ImageSizes, TrainLoader
+from lightning_sparse.data.pipeline.sampler import Shuffle
 from lightning_sparse.data.session import Session, Wish, open_session
-from lightning_sparse.data.summary import metrics
 from lightning_sparse.messages import described
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ class CachedImageDataModuleMixin(_Host):
         image_size: edge of the square that the network sees, or {first epoch: size} to begin with small pictures.
         memory_gb: what a node may keep in memory of each split; default: half of what is free.
         disk_gb: what the cache of each split may take of the local disk; default: what is there, less a reserve.
-        shuffle: ``"global"``, ``"partial"`` or ``"local"``; see `lightning_sparse.data.sampler`.
+        shuffle: ``"global"``, ``"partial"`` or ``"local"``; see `lightning_sparse.data.pipeline.sampler`.
         exchange_fraction: of ``"partial"``: the share of its samples that a node exchanges each epoch.
         backend: ``"dali"``, ``"torch"``, or ``"auto"`` for the faster one here.
         sample_format: what memory holds: ``"decoded"`` pixels, ``"jpeg"`` files, or ``"auto"`` for pixels if they fit.

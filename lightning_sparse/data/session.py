@@ -14,20 +14,19 @@ from functools import cached_property, lru_cache, partial
 import numpy as np
 import torch
 
-from lightning_sparse.data.agreement import find_topology, from_all, from_rank_zero
-from lightning_sparse.data.backend import BACKENDS, Backend, choose_backend
-from lightning_sparse.data.batch import Look, Pipeline
+from lightning_sparse.data.cache.counts import TierCounts, TierSizes
+from lightning_sparse.data.cache.manifest import Manifest, load_or_list
+from lightning_sparse.data.cache.placement import Placement, owners
+from lightning_sparse.data.cache.storage import StorageTimeoutError
+from lightning_sparse.data.cache.store import SampleStore, new_run, open_store
+from lightning_sparse.data.cache.summary import TierLog
 from lightning_sparse.data.config import CacheConfig, DataError
-from lightning_sparse.data.counter import shuffled
-from lightning_sparse.data.counts import TierCounts, TierSizes
-from lightning_sparse.data.loader import EvalLoader, ImageSizes, TrainLoader
-from lightning_sparse.data.manifest import Manifest, load_or_list
-from lightning_sparse.data.ownership import owners
-from lightning_sparse.data.sampler import Indices, Layout, Order, evaluation_batches
-from lightning_sparse.data.source import StorageTimeoutError
-from lightning_sparse.data.store import SampleStore, new_run, open_store
-from lightning_sparse.data.summary import TierLog
-from lightning_sparse.data.tiers import Place
+from lightning_sparse.data.peers.collectives import find_topology, on_all_ranks, on_rank_zero
+from lightning_sparse.data.pipeline.backend import BACKENDS, Backend, choose_backend
+from lightning_sparse.data.pipeline.batch import Look, Pipeline
+from lightning_sparse.data.pipeline.loader import EvalLoader, ImageSizes, TrainLoader
+from lightning_sparse.data.pipeline.rng import shuffled
+from lightning_sparse.data.pipeline.sampler import Indices, Layout, Order, evaluation_batches
 from lightning_sparse.messages import log, show_log_lines
 from lightning_sparse.topology import Topology
 
@@ -98,26 +97,26 @@ class Session:
         """Open the stores of a run. A collective."""
         cache, fraction = self.wish.cache, self.wish.val_fraction
         if training or fraction is not None:
-            store = self._open_store(from_rank_zero(partial(load_or_list, cache, "train")), run)
+            store = self._open_store(on_rank_zero(partial(load_or_list, cache, "train")), run)
             self.train = Part(store, np.arange(len(store.manifest)))
             if fraction is not None:
                 held_out, rest = _split(len(store.manifest), fraction)
                 self.train, self.val = Part(store, rest), Part(store, held_out)
                 return
-        manifest = from_rank_zero(partial(_manifest_if_any, cache, "val"))
+        manifest = on_rank_zero(partial(_manifest_if_any, cache, "val"))
         if manifest is not None:
             self.val = Part(self._open_store(manifest, run), np.arange(len(manifest)))
 
     def _open_store(self, manifest: Manifest, run: bytes) -> SampleStore:
         here = self.topology
-        place = Place(here.node_index, here.num_nodes, here.device_index, here.num_devices)
+        place = Placement(here.node_index, here.num_nodes, here.device_index, here.num_devices)
         serves = here.num_nodes > 1 and self.wish.cache.shuffle != "local"
 
         def endpoint() -> tuple[int, str]:
             self._stores.append(open_store(self.wish.cache, manifest, place, run))
             return here.node_index, self._stores[-1].serve() if serves and here.device_index == 0 else ""
 
-        endpoints = {node: where for node, where in from_all(endpoint) if where}
+        endpoints = {node: where for node, where in on_all_ranks(endpoint) if where}
         if endpoints:
             self._stores[-1].connect(endpoints)
         return self._stores[-1]
@@ -223,11 +222,11 @@ class Session:
         gpu = self.device.index if self.device.type == "cuda" else None
         made: Pipeline
         if backend == "dali":
-            from lightning_sparse.data.pipeline_dali import DaliPipeline
+            from lightning_sparse.data.pipeline.backend_dali import DaliPipeline
 
             made = DaliPipeline(store, self.wish.look, batch_size=self.wish.batch_size, threads=threads, device=gpu)
         else:
-            from lightning_sparse.data.pipeline_torch import TorchPipeline
+            from lightning_sparse.data.pipeline.backend_torch import TorchPipeline
 
             made = TorchPipeline(store, self.wish.look, threads=threads, pin=gpu is not None)
         self._pipelines[purpose] = made
@@ -254,7 +253,7 @@ def open_session(
     topology = find_topology(node_rank, local_rank)
     session = Session(wish, topology, device or torch.device("cpu"))
     try:
-        session.open(from_rank_zero(new_run), training)
+        session.open(on_rank_zero(new_run), training)
     except BaseException:
         session.close()
         raise

@@ -19,8 +19,8 @@ import numpy as np
 import torch
 from torch import nn
 
-from lightning_sparse.data.ownership import owners
-from lightning_sparse.data.sampler import Layout, Order
+from lightning_sparse.data.cache.placement import owners
+from lightning_sparse.data.pipeline.sampler import Layout, Order
 
 FLAVOURS = ["pytorch_lightning", "lightning"]
 TRAIN, VAL, BATCH = 120, 22, 5

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from lightning_sparse.data.cache.manifest import load_or_list
+from lightning_sparse.data.cache.store import SampleStore, open_store
 from lightning_sparse.data.config import CacheConfig
-from lightning_sparse.data.manifest import load_or_list
-from lightning_sparse.data.store import SampleStore, open_store
 
 Open = list[SampleStore]
 

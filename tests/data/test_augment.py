@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_sparse.data.augment import Augment, centre_windows
+from lightning_sparse.data.pipeline.augment import Augment, centre_windows
 
 edges = st.lists(st.integers(1, 900), min_size=1, max_size=8)
 

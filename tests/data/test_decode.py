@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from lightning_sparse.data.decode import UndecodableError, decode, decoder, probe
+from lightning_sparse.data.decode import UndecodableError, decode, decoder_version, probe
 from tests.data.small import jpeg, picture
 
 
@@ -101,4 +101,4 @@ def test_what_is_no_picture_is_refused(data: bytes, said: str) -> None:
 def test_the_decoder_has_a_version() -> None:
     import PIL
 
-    assert PIL.__version__ in decoder()
+    assert PIL.__version__ in decoder_version()

@@ -13,11 +13,11 @@ from pathlib import Path
 import lmdb
 import pytest
 
-from lightning_sparse.data import disk_cache
+from lightning_sparse.data.cache import disk
+from lightning_sparse.data.cache.counts import Counter
+from lightning_sparse.data.cache.disk import DiskCache, Key, Stored, damaged
+from lightning_sparse.data.cache.folders import cache_folder
 from lightning_sparse.data.config import CacheConfig, DataError
-from lightning_sparse.data.counts import Counter
-from lightning_sparse.data.disk_cache import DiskCache, Key, Stored, damaged
-from lightning_sparse.data.places import cache_folder
 
 
 def key(number: int, size: int = 100, mtime: int = 5) -> Key:
@@ -204,5 +204,5 @@ for number in range(100_000):
         kept = cache.get([key(number) for number in range(begun + 1)])
         assert counter.read().flipped_disk == 0
         assert all(each is None or each == stored(number, 100_000) for number, each in enumerate(kept))
-        assert sum(each is None for each in kept) <= disk_cache.BATCH_BYTES / 100_000 + 1
+        assert sum(each is None for each in kept) <= disk.BATCH_BYTES / 100_000 + 1
         cache.close()

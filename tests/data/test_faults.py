@@ -14,9 +14,9 @@ import lmdb
 import pytest
 
 from lightning_sparse.cli import main
+from lightning_sparse.data.cache.folders import cache_folder
+from lightning_sparse.data.cache.warm import warm
 from lightning_sparse.data.config import DataError
-from lightning_sparse.data.places import cache_folder
-from lightning_sparse.data.warm import warm
 from tests.data.small import make_folder
 from tests.data.stores import Open, config_of, contents, store_of, warnings_of
 
@@ -28,9 +28,9 @@ def test_a_killed_fill_goes_on_where_it_was(tmp_path: Path) -> None:
     folder = make_folder(tmp_path / "pictures", per_class=150, classes=2)
     code = f"""
 import sys
-from lightning_sparse.data import disk_cache
+from lightning_sparse.data.cache import disk
 from lightning_sparse.cli import main
-disk_cache.BATCH_BYTES = 20_000
+disk.BATCH_BYTES = 20_000
 main(["cache", "warm", {str(folder)!r}, {str(tmp_path / "cache")!r}, "--splits", "train", "--threads", "1"])
 """
     data = cache_folder(config_of(folder)) / "train.lmdb" / "data.mdb"
@@ -67,10 +67,10 @@ def test_a_full_disk_ends_inserting_and_not_the_run(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """Noticed ahead by what is free; and without a reserve by ENOSPC in the middle of a batch."""
-    monkeypatch.setattr("lightning_sparse.data.disk_cache.RESERVE_SHARE", reserve)
-    monkeypatch.setattr("lightning_sparse.data.disk_cache.BATCH_BYTES", 30_000)
+    monkeypatch.setattr("lightning_sparse.data.cache.disk.RESERVE_SHARE", reserve)
+    monkeypatch.setattr("lightning_sparse.data.cache.disk.BATCH_BYTES", 30_000)
     if not reserve:
-        monkeypatch.setattr("lightning_sparse.data.disk_cache.DiskCache._room", lambda self: (1 << 40, ""))
+        monkeypatch.setattr("lightning_sparse.data.cache.disk.DiskCache._room", lambda self: (1 << 40, ""))
     folder = make_folder(tmp_path / "pictures", per_class=200, classes=2)
     store = store_of(folder, stores, cache_dir=str(tiny_disk), memory_gb=0)
     expected = [(folder / path).read_bytes() for path in store.manifest.paths]

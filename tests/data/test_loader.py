@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 import torch
 
-from lightning_sparse.data.batch import Batch, Request
-from lightning_sparse.data.loader import EvalLoader, ImageSizes, TrainLoader
-from lightning_sparse.data.sampler import Layout, Order
+from lightning_sparse.data.pipeline.batch import Batch, Request
+from lightning_sparse.data.pipeline.loader import EvalLoader, ImageSizes, TrainLoader
+from lightning_sparse.data.pipeline.sampler import Layout, Order
 
 LAYOUT = Layout(batch_size=4)
 

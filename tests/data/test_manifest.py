@@ -12,10 +12,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lightning_sparse.data.cache.folders import cache_folder
+from lightning_sparse.data.cache.manifest import Manifest, Paths, list_source, load_or_list
+from lightning_sparse.data.cache.placement import owners
 from lightning_sparse.data.config import CacheConfig, DataError
-from lightning_sparse.data.manifest import Manifest, Paths, list_source, load_or_list
-from lightning_sparse.data.ownership import owners
-from lightning_sparse.data.places import cache_folder
 from tests.data.small import make_folder
 
 

@@ -15,10 +15,10 @@ import numpy as np
 import pytest
 import torch
 
-from lightning_sparse.data import backend as backends
-from lightning_sparse.data.ahead import ahead
-from lightning_sparse.data.augment import Augment
-from lightning_sparse.data.batch import Look, Request, prepare
+from lightning_sparse.data.pipeline import backend as backends
+from lightning_sparse.data.pipeline.augment import Augment
+from lightning_sparse.data.pipeline.batch import Look, Request, prepare
+from lightning_sparse.data.pipeline.prefetch import prefetch
 from tests.data.fake_store import FolderStore
 from tests.data.pictures import make_folder
 
@@ -53,10 +53,10 @@ def _no_threads_left() -> Iterator[None]:
 
 def pipeline(backend: str, store: FolderStore, look: Look = LOOK) -> Any:
     if backend == "torch":
-        from lightning_sparse.data.pipeline_torch import TorchPipeline
+        from lightning_sparse.data.pipeline.backend_torch import TorchPipeline
 
         return TorchPipeline(store, look, threads=2)
-    from lightning_sparse.data.pipeline_dali import DaliPipeline
+    from lightning_sparse.data.pipeline.backend_dali import DaliPipeline
 
     return DaliPipeline(store, look, batch_size=4, threads=1)
 
@@ -292,7 +292,7 @@ def test_ahead_keeps_order_and_depth_and_passes_errors_on() -> None:
             yield item
         raise KeyError("the end")
 
-    lane = ahead(items(), 2, "test")
+    lane = prefetch(items(), 2, "test")
     assert produced == []
     assert next(lane) == 0
     time.sleep(0.05)
@@ -312,7 +312,7 @@ def test_closing_ahead_closes_what_it_reads() -> None:
         finally:
             closed.append("inner")
 
-    lane = ahead(ahead(items(), 1, "inner"), 1, "outer")
+    lane = prefetch(prefetch(items(), 1, "inner"), 1, "outer")
     assert next(lane) == 0
     lane.close()
     assert closed == ["inner"]
@@ -345,7 +345,7 @@ def test_a_backend_that_is_not_installed_is_refused(monkeypatch: pytest.MonkeyPa
 
 
 def test_memory_is_used_again_only_when_nobody_refers_to_the_batch() -> None:
-    from lightning_sparse.data.pipeline_torch import Recycled
+    from lightning_sparse.data.pipeline.backend_torch import Recycled
 
     memory = Recycled(2)
     batch = torch.from_numpy(memory.take((2, 3)))

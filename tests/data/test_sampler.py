@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_sparse.data.counter import bits, shuffled, uniform
-from lightning_sparse.data.ownership import owners
-from lightning_sparse.data.sampler import (
+from lightning_sparse.data.cache.placement import owners
+from lightning_sparse.data.pipeline.rng import bits, shuffled, uniform
+from lightning_sparse.data.pipeline.sampler import (
     SHUFFLES,
     Epoch,
     Layout,

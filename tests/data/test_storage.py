@@ -13,10 +13,10 @@ from pathlib import Path
 
 import pytest
 
-from lightning_sparse.data import source
+from lightning_sparse.data.cache import storage
+from lightning_sparse.data.cache.storage import StorageTimeoutError
+from lightning_sparse.data.cache.store import SampleStore
 from lightning_sparse.data.config import DataError
-from lightning_sparse.data.source import StorageTimeoutError
-from lightning_sparse.data.store import SampleStore
 from lightning_sparse.lab import Cluster, LabConfig, why_not
 from lightning_sparse.lab.storage import why_not as why_no_storage
 from tests.data.stores import Open, contents, store_of, warnings_of
@@ -32,8 +32,8 @@ def test_a_pause_of_storage_is_waited_for(
     folder: Path, stores: Open, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The process that reads is stopped, as a read of a dead mount stops it."""
-    monkeypatch.setattr(source, "SAY_S", 0.3)
-    monkeypatch.setattr(source, "RETRY_S", 0.1)
+    monkeypatch.setattr(storage, "SAY_S", 0.3)
+    monkeypatch.setattr(storage, "RETRY_S", 0.1)
     store = store_of(folder, stores)
     store.get([0])
     reader = reader_of(store)
@@ -49,7 +49,7 @@ def test_a_pause_of_storage_is_waited_for(
 def test_storage_that_stays_away_ends_the_run_with_its_name(
     folder: Path, stores: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(source, "RETRY_S", 0.1)
+    monkeypatch.setattr(storage, "RETRY_S", 0.1)
     store = store_of(folder, stores)
     store.get([0])
     store._tiers().source.timeout = 0.5  # now that the reader has started, which takes longer on a busy machine
@@ -61,8 +61,8 @@ def test_storage_that_stays_away_ends_the_run_with_its_name(
 def test_a_reader_that_dies_or_never_comes_back_is_replaced(
     folder: Path, stores: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(source, "RETRY_S", 0.1)
-    monkeypatch.setattr(source, "RESTART_S", 0.5)
+    monkeypatch.setattr(storage, "RETRY_S", 0.1)
+    monkeypatch.setattr(storage, "RESTART_S", 0.5)
     store = store_of(folder, stores)
     store.get([0])
     os.kill(reader_of(store), signal.SIGKILL)
@@ -75,22 +75,22 @@ def test_who_waits_when_the_store_is_closed_is_told(
     folder: Path, stores: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As threads that read ahead do when a run ends: they neither hang nor start another reader."""
-    monkeypatch.setattr(source, "RETRY_S", 0.1)
+    monkeypatch.setattr(storage, "RETRY_S", 0.1)
     store = store_of(folder, stores)
     store.get([0])
-    storage = store._tiers().source
+    opened = store._tiers().source
     os.kill(reader_of(store), signal.SIGSTOP)
-    threading.Timer(0.5, storage.close).start()
+    threading.Timer(0.5, opened.close).start()
     with pytest.raises(DataError, match="was closed"):
         store.get([1])
-    assert storage._reader is None
+    assert opened._reader is None
 
 
 def test_a_folder_that_is_not_mounted_is_not_taken_for_missing_files(
     folder: Path, stores: Open, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(source, "SAY_S", 0.3)
-    monkeypatch.setattr(source, "RETRY_S", 0.1)
+    monkeypatch.setattr(storage, "SAY_S", 0.3)
+    monkeypatch.setattr(storage, "RETRY_S", 0.1)
     store = store_of(folder, stores, on_corrupt="skip")
     away = folder.with_name("away")
     os.rename(folder, away)
@@ -110,11 +110,11 @@ _READ_IN_LAB = """
 import logging, sys, time
 from pathlib import Path
 from lightning_sparse.data.config import CacheConfig
-from lightning_sparse.data import source
-from lightning_sparse.data.manifest import load_or_list
-from lightning_sparse.data.store import open_store
+from lightning_sparse.data.cache import storage
+from lightning_sparse.data.cache.manifest import load_or_list
+from lightning_sparse.data.cache.store import open_store
 logging.basicConfig(format="%(message)s")
-source.SAY_S = 1.0
+storage.SAY_S = 1.0
 pictures, work, timeout = Path(sys.argv[1]), Path(sys.argv[2]), float(sys.argv[3])
 def ask(name):
     (work / name).touch()

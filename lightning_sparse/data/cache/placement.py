@@ -2,8 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 import numpy.typing as npt
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where this process runs: its node and its device there; `lightning_sparse.topology.Topology` knows them."""
+
+    node_index: int = 0
+    num_nodes: int = 1
+    device_index: int = 0
+    num_devices: int = 1
 
 
 def owners(labels: npt.NDArray[np.int64], num_nodes: int, seed: int) -> npt.NDArray[np.int64]:

@@ -10,7 +10,7 @@ from typing import TypeVar
 T = TypeVar("T")
 
 
-def ahead(items: Iterable[T], depth: int, name: str) -> Generator[T, None, None]:
+def prefetch(items: Iterable[T], depth: int, name: str) -> Generator[T, None, None]:
     """`items` in their order, up to `depth` of them waiting; errors arrive in their place.
 
     The thread starts with the first next(), so an iterator that nobody uses costs nothing. Closing ends it, after the

@@ -19,38 +19,25 @@ import secrets
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from multiprocessing.util import Finalize
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 
 from lightning_sparse.data import decode
-from lightning_sparse.data.addresses import own_address
-from lightning_sparse.data.config import CacheConfig, CorruptSampleError, Format
-from lightning_sparse.data.counts import TierCounts, TierSizes
-from lightning_sparse.data.disk_cache import Key, Stored, damaged
-from lightning_sparse.data.manifest import Manifest
-from lightning_sparse.data.memory_cache import View
-from lightning_sparse.data.ownership import owners
-from lightning_sparse.data.peer_server import PeerServer
-from lightning_sparse.data.peers import PeerClient
-from lightning_sparse.data.source import Fetched, Refusal
-from lightning_sparse.data.tiers import Place, Tiers, checked, open_tiers
+from lightning_sparse.data.cache.counts import TierCounts, TierSizes
+from lightning_sparse.data.cache.disk import Key, Stored, damaged
+from lightning_sparse.data.cache.manifest import Manifest
+from lightning_sparse.data.cache.placement import Placement, owners
+from lightning_sparse.data.cache.storage import Fetched, Refusal
+from lightning_sparse.data.cache.tiers import Tiers, checked, open_tiers
+from lightning_sparse.data.config import CacheConfig, CorruptSampleError
+from lightning_sparse.data.peers.interface import node_address
+from lightning_sparse.data.peers.client import PeerClient
+from lightning_sparse.data.peers.server import PeerServer
+from lightning_sparse.data.sample import Format, Sample, View
 
 REPLACEMENTS = 100  # damaged files in a row that are stepped over
-
-
-class Sample(NamedTuple):
-    """data: uint8 [H, W, 3] when decoded, else [bytes]; read-only. height, width: of the picture, upright.
-
-    `index` is the one that was asked for, except where another sample replaces a damaged one.
-    """
-
-    data: npt.NDArray[np.uint8]
-    label: int
-    index: int  # type: ignore[assignment]  # hides tuple.index, which nobody asks of a sample
-    height: int
-    width: int
 
 
 def new_run() -> bytes:
@@ -59,7 +46,7 @@ def new_run() -> bytes:
 
 
 def open_store(
-    config: CacheConfig, manifest: Manifest, place: Place | None = None, run: bytes | None = None
+    config: CacheConfig, manifest: Manifest, place: Placement | None = None, run: bytes | None = None
 ) -> SampleStore:
     """The store of one split.
 
@@ -70,7 +57,7 @@ def open_store(
     Raises:
         DataError: when a folder of the cache cannot be used.
     """
-    return SampleStore(config, manifest, place or Place(), run or new_run())
+    return SampleStore(config, manifest, place or Placement(), run or new_run())
 
 
 class SampleStore:
@@ -79,7 +66,7 @@ class SampleStore:
     `get` may be called by several threads.
     """
 
-    def __init__(self, config: CacheConfig, manifest: Manifest, place: Place, run: bytes) -> None:
+    def __init__(self, config: CacheConfig, manifest: Manifest, place: Placement, run: bytes) -> None:
         self.config, self.manifest, self.place, self._run = config, manifest, place, run
         self.owners = owners(manifest.labels, place.num_nodes, config.seed)
         self._mine = self.owners == place.node_index
@@ -255,7 +242,7 @@ class SampleStore:
         """
         tiers = self._tiers()
         if tiers.server is None:
-            tiers.server = PeerServer(self, self._run, own_address(self.config.peer_address))
+            tiers.server = PeerServer(self, self._run, node_address(self.config.peer_address))
         return tiers.server.endpoint
 
     def connect(self, endpoints: Mapping[int, str]) -> None:

@@ -31,9 +31,10 @@ from numpy.typing import NDArray
 from nvidia.dali import fn, pipeline_def, types
 from torch.utils.dlpack import from_dlpack
 
-from lightning_sparse.data.ahead import ahead
-from lightning_sparse.data.batch import Batch, Look, Prepared, Request, StoreLike, prepare
 from lightning_sparse.data.decode import decode
+from lightning_sparse.data.pipeline.batch import Batch, Look, Prepared, Request, prepare
+from lightning_sparse.data.pipeline.prefetch import prefetch
+from lightning_sparse.data.sample import SampleReader
 
 _AHEAD = 2  # batches in each of the two queues: read, and made
 
@@ -49,7 +50,7 @@ class DaliPipeline:
     """
 
     def __init__(
-        self, store: StoreLike, look: Look, *, batch_size: int, threads: int = 2, device: int | None = None
+        self, store: SampleReader, look: Look, *, batch_size: int, threads: int = 2, device: int | None = None
     ) -> None:
         self._store, self._look = store, look
         options = {"batch_size": batch_size, "num_threads": threads, "device_id": device}
@@ -60,7 +61,7 @@ class DaliPipeline:
 
     def run(self, requests: Iterable[Request]) -> Generator[Batch, None, None]:
         """Batches in the order of requests."""
-        made = ahead(self._made(requests), _AHEAD, "DALI")
+        made = prefetch(self._made(requests), _AHEAD, "DALI")
         try:
             for images, labels in made:
                 # here, in the thread that uses them: on a GPU this orders DALI's stream before the caller's
@@ -73,7 +74,7 @@ class DaliPipeline:
         self._pipe = None
 
     def _made(self, requests: Iterable[Request]) -> Iterator[tuple[Any, torch.Tensor]]:
-        read = ahead(map(self._read, requests), _AHEAD, "reader")
+        read = prefetch(map(self._read, requests), _AHEAD, "reader")
         in_use: deque[Prepared] = deque(maxlen=_AHEAD + 1)  # uploads may go on after run() has returned
         try:
             for prepared in read:

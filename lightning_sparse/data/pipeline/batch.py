@@ -3,41 +3,19 @@
 Both backends start from `prepare`, so that they give the same samples, labels and windows for the same request.
 """
 
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Generator, Iterable
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from lightning_sparse.data.augment import Augment, Windows, centre_windows
+from lightning_sparse.data.pipeline.augment import Augment, Windows, centre_windows
+from lightning_sparse.data.sample import SampleReader
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of ImageNet, for pixels in [0, 1]
 Batch = tuple[Tensor, Tensor]
-
-
-class SampleLike(Protocol):
-    """What `SampleStore.get` gives for a sample."""
-
-    @property
-    def data(self) -> NDArray[np.uint8]:
-        """Decoded: [H, W, 3]. JPEG: [bytes]."""
-
-    @property
-    def label(self) -> int: ...
-    @property
-    def height(self) -> int: ...
-    @property
-    def width(self) -> int: ...
-
-
-class StoreLike(Protocol):
-    """What is used of `SampleStore`; several threads call `get` at once."""
-
-    @property
-    def format(self) -> Literal["jpeg", "decoded"]: ...
-    def get(self, indices: Sequence[int]) -> Sequence[SampleLike]: ...
 
 
 class Request(NamedTuple):
@@ -101,7 +79,7 @@ class Pipeline(Protocol):
         """Give back threads and memory. An iterator that is still open ends."""
 
 
-def prepare(store: StoreLike, request: Request, look: Look) -> Prepared:
+def prepare(store: SampleReader, request: Request, look: Look) -> Prepared:
     """Read the samples of a request and draw their windows."""
     samples = store.get(request.indices.tolist())
     heights = np.array([each.height for each in samples], np.int64)

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_sparse.data.counter import uniform
+from lightning_sparse.data.pipeline.rng import uniform
 
 _ATTEMPTS = 10
 _SEED_OFFSET = 0x5EED_0F_C209  # so that windows do not share their bits with the order of samples

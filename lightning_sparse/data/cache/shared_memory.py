@@ -23,7 +23,7 @@ import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from lightning_sparse.data.places import private_folder
+from lightning_sparse.data.cache.folders import private_folder
 from lightning_sparse.messages import log
 
 SHARED_MEMORY = Path("/dev/shm")

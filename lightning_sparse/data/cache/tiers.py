@@ -10,27 +10,19 @@ import numpy as np
 import numpy.typing as npt
 
 from lightning_sparse.data import decode
-from lightning_sparse.data.budget import open_memory, segment_name
+from lightning_sparse.data.cache.budget import open_memory, segment_name
+from lightning_sparse.data.cache.counts import Counter
+from lightning_sparse.data.cache.disk import DiskCache, Stored, decoder_number
+from lightning_sparse.data.cache.folders import cache_folder, file_name
+from lightning_sparse.data.cache.manifest import Manifest
+from lightning_sparse.data.cache.memory import MemoryCache
+from lightning_sparse.data.cache.placement import Placement
+from lightning_sparse.data.cache.storage import Source
 from lightning_sparse.data.config import GB, CacheConfig
-from lightning_sparse.data.counts import Counter
-from lightning_sparse.data.disk_cache import DiskCache, Stored, decoder_number
-from lightning_sparse.data.manifest import Manifest
-from lightning_sparse.data.memory_cache import MemoryCache, View
-from lightning_sparse.data.peer_server import PeerServer
-from lightning_sparse.data.peers import PeerClient
-from lightning_sparse.data.places import cache_folder, file_name
-from lightning_sparse.data.source import Source
+from lightning_sparse.data.peers.client import PeerClient
+from lightning_sparse.data.peers.server import PeerServer
+from lightning_sparse.data.sample import View
 from lightning_sparse.messages import log
-
-
-@dataclass(frozen=True)
-class Place:
-    """Where this process stands among the ranks; `lightning_sparse.topology.Topology` knows it."""
-
-    node_index: int = 0
-    num_nodes: int = 1
-    device_index: int = 0
-    num_devices: int = 1
 
 
 @dataclass
@@ -89,7 +81,9 @@ def open_disk(config: CacheConfig, split: str, counter: Counter, say: Callable[[
     )
 
 
-def open_tiers(config: CacheConfig, manifest: Manifest, place: Place, mine: npt.NDArray[np.bool_], run: bytes) -> Tiers:
+def open_tiers(
+    config: CacheConfig, manifest: Manifest, place: Placement, mine: npt.NDArray[np.bool_], run: bytes
+) -> Tiers:
     """mine: bool [samples], which this node owns."""
     folder = cache_folder(config)
     memory = open_memory(config, manifest, mine, segment_name(run, place.node_index, manifest.split), folder)
@@ -103,4 +97,4 @@ def open_tiers(config: CacheConfig, manifest: Manifest, place: Place, mine: npt.
     # one rank of a node speaks of the storage that all of its ranks wait for
     quiet = place.device_index != 0
     source = Source(config.source, timeout=config.storage_timeout, readers=config.storage_readers, quiet=quiet)
-    return Tiers(os.getpid(), memory, disk, source, counter, decoder_number(decode.decoder()), say)
+    return Tiers(os.getpid(), memory, disk, source, counter, decoder_number(decode.decoder_version()), say)

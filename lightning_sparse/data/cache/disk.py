@@ -33,8 +33,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from lightning_sparse.data import environments
-from lightning_sparse.data.counts import Counter
+from lightning_sparse.data.cache import lmdb_env
+from lightning_sparse.data.cache.counts import Counter
 
 if TYPE_CHECKING:
     import lmdb
@@ -105,7 +105,7 @@ class DiskCache:
         self._pending_bytes, self._pending_since = 0, 0.0
         self.full = False
         self._pid = os.getpid()
-        self._environment: lmdb.Environment | None = environments.acquire(folder, FORMAT)
+        self._environment: lmdb.Environment | None = lmdb_env.acquire(folder, FORMAT)
 
     def get(self, keys: Sequence[Key]) -> list[Stored | None]:
         """What is kept of these files; None for what is not there, has changed on storage, or was flipped on disk."""
@@ -215,7 +215,7 @@ class DiskCache:
             if self._environment is not None:
                 self.flush()
                 self._environment = None
-                environments.release(self.folder)
+                lmdb_env.release(self.folder)
 
 
 def _packed(key: Key, digest: bytes, stored: Stored) -> bytes:

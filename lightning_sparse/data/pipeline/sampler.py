@@ -33,7 +33,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_sparse.data.counter import shuffled
+from lightning_sparse.data.pipeline.rng import shuffled
 
 Indices = NDArray[np.int64]
 Shuffle = Literal["local", "partial", "global"]

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import asdict
 
-from lightning_sparse.data.agreement import from_all
-from lightning_sparse.data.counts import TierCounts, TierSizes
+from lightning_sparse.data.cache.counts import TierCounts, TierSizes
+from lightning_sparse.data.peers.collectives import on_all_ranks
 
 TIERS = ("memory", "peer", "disk", "storage")
 
@@ -25,14 +25,14 @@ class TierLog:
 
     def end_epoch(self, epoch: int) -> TierCounts:
         """What was read since the last call. A collective."""
-        total = sum(from_all(self._read), TierCounts())
+        total = sum(on_all_ranks(self._read), TierCounts())
         self.epochs[epoch] = self.epochs.get(epoch, TierCounts()) + (total - self._total)
         self._total = total
         return self.epochs[epoch]
 
     def sizes(self, read: Callable[[], TierSizes]) -> str:
         """What the tiers of all nodes hold. A collective; `read` as for the counts: one report a node."""
-        memory, memory_bytes, disk, disk_bytes = (sum(column) for column in zip(*from_all(read), strict=True))
+        memory, memory_bytes, disk, disk_bytes = (sum(column) for column in zip(*on_all_ranks(read), strict=True))
         return (
             f"  in memory {memory:,} samples, {memory_bytes / 1e6:,.1f} MB; on local disks {disk:,} samples, "
             f"{disk_bytes / 1e6:,.1f} MB"

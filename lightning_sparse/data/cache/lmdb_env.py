@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from lightning_sparse.data.cache.folders import private_folder
 from lightning_sparse.data.config import DataError
-from lightning_sparse.data.places import private_folder
 
 if TYPE_CHECKING:
     import lmdb

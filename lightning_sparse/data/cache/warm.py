@@ -14,13 +14,13 @@ import numpy as np
 from tqdm import tqdm
 
 from lightning_sparse.data import decode
+from lightning_sparse.data.cache.counts import Counter
+from lightning_sparse.data.cache.disk import DiskCache, Key, damaged, decoder_number
+from lightning_sparse.data.cache.manifest import Manifest, load_or_list
+from lightning_sparse.data.cache.placement import Placement, owners
+from lightning_sparse.data.cache.storage import Fetched, MissingFolderError, Refusal, Source
+from lightning_sparse.data.cache.tiers import checked, open_disk
 from lightning_sparse.data.config import CacheConfig
-from lightning_sparse.data.counts import Counter
-from lightning_sparse.data.disk_cache import DiskCache, Key, damaged, decoder_number
-from lightning_sparse.data.manifest import Manifest, load_or_list
-from lightning_sparse.data.ownership import owners
-from lightning_sparse.data.source import Fetched, MissingFolderError, Refusal, Source
-from lightning_sparse.data.tiers import Place, checked, open_disk
 from lightning_sparse.messages import log
 
 CHUNK = 16  # files that one thread asks for at once
@@ -50,7 +50,7 @@ class WarmReport:
         return text + (f", {left:,} did not fit" if self.full else "")
 
 
-def warm(config: CacheConfig, split: str, *, place: Place | None = None, threads: int = 4) -> WarmReport:
+def warm(config: CacheConfig, split: str, *, place: Placement | None = None, threads: int = 4) -> WarmReport:
     """Bring the files of one split to this node's disk.
 
     Args:
@@ -59,7 +59,7 @@ def warm(config: CacheConfig, split: str, *, place: Place | None = None, threads
     Raises:
         ValueError, DataError: as `manifest.list_source`; StorageTimeoutError when storage does not come back.
     """
-    place = place or Place()
+    place = place or Placement()
     manifest = load_or_list(config, split, relist=True)
     mine = np.flatnonzero(owners(manifest.labels, place.num_nodes, config.seed) == place.node_index)
     report = WarmReport(split, files=len(mine))
@@ -80,7 +80,7 @@ def warm(config: CacheConfig, split: str, *, place: Place | None = None, threads
 
 
 def warm_splits(
-    config: CacheConfig, splits: Sequence[str] | None = None, *, place: Place | None = None, threads: int = 4
+    config: CacheConfig, splits: Sequence[str] | None = None, *, place: Placement | None = None, threads: int = 4
 ) -> list[WarmReport]:
     """`warm` for several splits; None: "train", and "val" if the source has it."""
     reports = []
@@ -102,7 +102,7 @@ def _fill(
     report: WarmReport,
     bar: tqdm[None],
 ) -> None:
-    decoder = decoder_number(decode.decoder())
+    decoder = decoder_number(decode.decoder_version())
 
     def fetch(keys: Sequence[Key]) -> list[tuple[Key, int, str]]:
         """(file, its bytes, what is wrong with it)"""

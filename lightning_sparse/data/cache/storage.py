@@ -25,14 +25,14 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import NamedTuple
 
+from lightning_sparse.data.cache.storage_reader import ANSWER, REQUEST
 from lightning_sparse.data.config import DataError
-from lightning_sparse.data.reader import ANSWER, REQUEST
 from lightning_sparse.messages import log
 
 SAY_S = 5.0  # a pause that is worth a line
 RETRY_S = 1.0
 RESTART_S = 30.0  # a silent reader is replaced, then after twice as long, ...: its connection may never come back
-_READER = Path(__file__).with_name("reader.py")
+_READER = Path(__file__).with_name("storage_reader.py")
 
 
 class StorageTimeoutError(DataError):

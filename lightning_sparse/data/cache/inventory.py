@@ -8,10 +8,10 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
+from lightning_sparse.data.cache.disk import DiskCache
+from lightning_sparse.data.cache.folders import VERSION, source_name
+from lightning_sparse.data.cache.manifest import Manifest
 from lightning_sparse.data.config import DataError
-from lightning_sparse.data.disk_cache import DiskCache
-from lightning_sparse.data.manifest import Manifest
-from lightning_sparse.data.places import VERSION, source_name
 
 _FOLDER = re.compile(r"v(\d+)-[0-9a-f]{16}")
 

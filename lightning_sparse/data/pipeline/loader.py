@@ -20,8 +20,8 @@ from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
-from lightning_sparse.data.batch import Batch, Pipeline, Request
-from lightning_sparse.data.sampler import Indices, Order, Segment
+from lightning_sparse.data.pipeline.batch import Batch, Pipeline, Request
+from lightning_sparse.data.pipeline.sampler import Indices, Order, Segment
 from lightning_sparse.messages import log
 
 

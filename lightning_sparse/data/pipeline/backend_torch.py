@@ -18,8 +18,9 @@ import torch
 from numpy.typing import NDArray
 from torchvision.transforms.v2 import functional as F
 
-from lightning_sparse.data.batch import Batch, Look, Prepared, Request, StoreLike, prepare
 from lightning_sparse.data.decode import decode
+from lightning_sparse.data.pipeline.batch import Batch, Look, Prepared, Request, prepare
+from lightning_sparse.data.sample import SampleReader
 
 
 class TorchPipeline:
@@ -31,7 +32,7 @@ class TorchPipeline:
         pin: put batches into page-locked memory, from which a GPU copies asynchronously.
     """
 
-    def __init__(self, store: StoreLike, look: Look, *, threads: int = 2, pin: bool = False) -> None:
+    def __init__(self, store: SampleReader, look: Look, *, threads: int = 2, pin: bool = False) -> None:
         self._store, self._look, self._pin = store, look, pin
         self._ahead = threads + 1
         self._memory = Recycled(threads + 3)

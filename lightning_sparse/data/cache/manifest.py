@@ -22,9 +22,9 @@ import numpy as np
 import numpy.typing as npt
 from tqdm import tqdm
 
+from lightning_sparse.data.cache.folders import cache_folder, file_name, locked, source_name, write_private
+from lightning_sparse.data.cache.storage import Source
 from lightning_sparse.data.config import CacheConfig, DataError
-from lightning_sparse.data.places import cache_folder, file_name, locked, source_name, write_private
-from lightning_sparse.data.source import Source
 
 
 class Paths(Sequence[str]):

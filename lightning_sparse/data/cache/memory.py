@@ -31,14 +31,14 @@ import zlib
 from collections.abc import Iterator, Sequence
 from enum import IntEnum
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from lightning_sparse.data import segments
-from lightning_sparse.data.config import DataError, Format
-from lightning_sparse.data.counts import NAMES
+from lightning_sparse.data.cache import shared_memory
+from lightning_sparse.data.cache.counts import NAMES
+from lightning_sparse.data.config import DataError
+from lightning_sparse.data.sample import Format, View
 
 MAGIC = 0x4C53_4D45_4D30_3031  # "LSMEM001"
 EMPTY, FILLING, READY = 0, 1, 2
@@ -68,20 +68,12 @@ class _Head(IntEnum):
     TOPICS = 64
 
 
-class View(NamedTuple):
-    """A sample in the slab. data: uint8, [H, W, 3] of a decoded one, [bytes] of a JPEG; read-only."""
-
-    data: npt.NDArray[np.uint8]
-    height: int
-    width: int
-
-
 class MemoryCache:
     """The slab of one run, node and split, as this process sees it.
 
     Args:
         path: of the segment.
-        file: its descriptor, held (`segments.attach`, `segments.create`).
+        file: its descriptor, held (`shared_memory.attach`, `shared_memory.create`).
     """
 
     def __init__(self, path: Path, file: int) -> None:
@@ -204,7 +196,7 @@ class MemoryCache:
     def close(self) -> None:
         """Let go; the last process of the run removes the segment. Views stay valid."""
         if self._pid == os.getpid() and self._file >= 0:
-            segments.remove_if_last(self.path, self._file)
+            shared_memory.remove_if_last(self.path, self._file)
             os.close(self._file)
             self._file = -1
 
@@ -237,7 +229,7 @@ def create(path: Path, format: Format, slots: int, capacity: int) -> MemoryCache
         head[_Head.MAGIC] = MAGIC
         os.pwrite(file, head.tobytes(), 0)
 
-    return MemoryCache(path, segments.create(path, _payloads_at(slots) + room, prepare))
+    return MemoryCache(path, shared_memory.create(path, _payloads_at(slots) + room, prepare))
 
 
 def _payloads_at(slots: int) -> int:

@@ -13,11 +13,13 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from lightning_sparse.data import memory_cache, segments
-from lightning_sparse.data.config import GB, CacheConfig, Format
-from lightning_sparse.data.manifest import Manifest
-from lightning_sparse.data.memory_cache import ALIGN, MemoryCache
-from lightning_sparse.data.places import file_name, locked, private_folder
+from lightning_sparse.data.cache import memory as memory_tier
+from lightning_sparse.data.cache import shared_memory
+from lightning_sparse.data.cache.folders import file_name, locked, private_folder
+from lightning_sparse.data.cache.manifest import Manifest
+from lightning_sparse.data.cache.memory import ALIGN, MemoryCache
+from lightning_sparse.data.config import GB, CacheConfig
+from lightning_sparse.data.sample import Format
 from lightning_sparse.messages import log
 
 # Pixels of an average photograph whose shorter side is 1, measured on ImageNet: 271,617 bytes at 256.
@@ -48,7 +50,7 @@ def open_memory(
     owned: npt.NDArray[np.bool_],
     name: str,
     cache: Path,
-    shared_memory: Path = segments.SHARED_MEMORY,
+    shm: Path = shared_memory.SHARED_MEMORY,
 ) -> MemoryCache:
     """Join the slab called `name`, or make it, and remove what killed runs left behind.
 
@@ -58,13 +60,13 @@ def open_memory(
     """
     fallback = cache / "memory"
     private_folder(fallback)
-    shared = segments.memory_folder(shared_memory)
+    shared = shared_memory.memory_folder(shm)
     folders = [shared, fallback] if shared is not None else [fallback]
     with locked(cache / "memory.lock"):
         for folder in folders:
-            if (file := segments.attach(folder / name)) is not None:
+            if (file := shared_memory.attach(folder / name)) is not None:
                 return MemoryCache(folder / name, file)
-        segments.remove_leftovers(folders)
+        shared_memory.remove_leftovers(folders)
         return _create(config, manifest, owned, name, folders)
 
 
@@ -83,7 +85,7 @@ class _Plan(NamedTuple):
 
 
 def _plan(config: CacheConfig, manifest: Manifest, owned: npt.NDArray[np.bool_], folder: Path) -> _Plan:
-    free = segments.available_memory(folder)
+    free = shared_memory.available_memory(folder)
     if config.memory_gb is None:
         allowed, given = int(free * SHARE), "half of what is free"
     elif config.memory_gb * GB <= free:
@@ -111,7 +113,7 @@ def _create(
         plans = plans[-1:]
     for plan in plans:
         try:
-            memory = memory_cache.create(plan.folder / name, plan.format, len(manifest), plan.capacity)
+            memory = memory_tier.create(plan.folder / name, plan.format, len(manifest), plan.capacity)
         except OSError:
             if plan is plans[-1]:
                 raise
