@@ -40,24 +40,11 @@ class CorruptSampleError(DataError):
 
 @dataclass(frozen=True, kw_only=True)
 class CacheConfig:
-    """Options of the data cache.
+    """Options of the data cache, a subset of those of `CachedImageDataModule`, which documents them.
 
     Args:
-        source: image folder (``<split>/<class>/*``) on network storage: a path or an fsspec URL.
-        cache_dir: folder on a local disk of the node. Several runs may share it.
-        memory_gb: memory limit per node and split, in GB. None: half of the free memory. 0: no memory tier.
-        disk_gb: disk limit per split, in GB. None: all free space except a reserve.
-        format: "decoded" keeps RGB pixels in memory, "jpeg" keeps the files, "auto" keeps pixels if they fit.
-        short_side: shorter side of decoded images, in pixels; at least the largest training size. Smaller images
-            keep their size.
-        shuffle: "local" trains each node on its own samples, "partial" exchanges a fraction, "global" shuffles all.
-        exchange_fraction: fraction of its samples that a node exchanges in each epoch, for shuffle="partial".
-        on_corrupt: "raise" stops at a corrupt file and names it, "skip" replaces it by another sample.
-        seed: seed of the placement and of the order of samples.
-        storage_timeout: seconds to wait for network storage that does not respond.
+        format: its ``sample_format``.
         storage_readers: files that each process reads from network storage at a time.
-        peer_address: address or interface (such as "eth0") on which this node serves samples to other nodes. None:
-            the interface of the process group.
 
     Raises:
         ValueError: if an option is out of range.
@@ -97,7 +84,9 @@ class CacheConfig:
         if not 0 <= self.exchange_fraction <= 1:
             raise ValueError(f"exchange_fraction={self.exchange_fraction} must be between 0 and 1.")
         if not 1 <= self.short_side <= 16384:
-            raise ValueError(f"short_side={self.short_side} must be between 1 and 16384 pixels; use 256 to train at 224.")
+            raise ValueError(
+                f"short_side={self.short_side} must be between 1 and 16384 pixels; use 256 to train at 224."
+            )
         if not 0 < self.storage_timeout < float("inf"):
             raise ValueError(f"storage_timeout={self.storage_timeout} must be a number of seconds, more than 0.")
         if not 1 <= self.storage_readers <= 256:

@@ -4,7 +4,7 @@ It uses Pillow, which reads all formats found in image folders and decodes JPEG 
 libjpeg-turbo. The result depends on the bytes and the arguments only: gray, palette, CMYK and 16-bit images become RGB,
 images with an EXIF orientation are turned upright, transparency is dropped.
 
-`decoder_version()` names the decoder. The disk tier stores it with each file, because resizing differs between versions.
+The disk tier stores `decoder_version()` with each file, because resizing differs between versions.
 """
 
 from __future__ import annotations

@@ -62,14 +62,14 @@ def by_subject(cache_dir: Path) -> dict[str, Finding]:
 def test_a_cache_that_is_not_there_yet(tmp_path: Path) -> None:
     found = by_subject(tmp_path / "new" / "cache")
     assert found["disk cache"].mark in ("ok", "note")
-    assert "the folder will be made" in found["disk cache"].said
+    assert "the folder will be created" in found["disk cache"].said
     assert "cached" not in found
     assert not (tmp_path / "new").exists(), "looking makes nothing"
 
 
 def test_what_is_cached_is_listed(tmp_path: Path) -> None:
     cache_folder(CacheConfig(source="/data/flowers", cache_dir=str(tmp_path)))
-    assert by_subject(tmp_path)["cached"].said.startswith("/data/flowers: 0.00 GB, nothing yet")
+    assert by_subject(tmp_path)["cached"].said.startswith("/data/flowers: 0.00 GB, empty")
     old = tmp_path / "v0-0123456789abcdef"
     old.mkdir()
     (old / "cache.json").write_text(json.dumps({"source": "/data/old"}))

@@ -86,10 +86,10 @@ def test_a_large_picture_is_reduced_while_decoding() -> None:
     ("data", "said"),
     [
         (b"", "empty"),
-        (b"no picture at all", "no picture"),
-        (jpeg(8)[:400], "damaged"),
-        (jpeg(8)[:-200], "damaged"),
-        (encoded(picture(8))[:200], "damaged"),
+        (b"no picture at all", "not an image"),
+        (jpeg(8)[:400], "corrupt"),
+        (jpeg(8)[:-200], "corrupt"),
+        (encoded(picture(8))[:200], "corrupt"),
         (b"P6 100000 100000 255\n", "178,956,970|pixels"),
     ],
 )

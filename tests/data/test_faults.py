@@ -81,7 +81,7 @@ def test_a_full_disk_ends_inserting_and_not_the_run(
     assert counts.disk_samples + counts.storage_samples == 800  # what is not kept is read again
     said = [text for text in warnings_of(caplog) if "stops at" in text]
     assert len(said) == 1
-    assert ("of the disk are free" if reserve else "takes no more") in said[0]
+    assert ("of the disk are free" if reserve else "the write failed") in said[0]
 
 
 def test_a_small_memory_keeps_a_part(folder: Path, stores: Open, caplog: pytest.LogCaptureFixture) -> None:
@@ -185,7 +185,7 @@ def test_a_cache_of_another_version_is_left_alone(
     stores[-1].close()
     assert main(["cache", "info", str(own.parent)]) == 0
     printed = capsys.readouterr().out
-    assert "version 7, not used by this one" in printed
+    assert "version 7, which this version does not use" in printed
     assert "train: 20 of 20 files" in printed
     path = own / "train.lmdb"
     with lmdb.open(str(path), map_size=1 << 30) as environment, environment.begin(write=True) as transaction:
@@ -203,11 +203,11 @@ def test_the_command_line_warms_what_a_node_owns(folder: Path, capsys: pytest.Ca
     cache = str(folder.parent / "cache")
     assert main(["cache", "warm", str(folder), cache, "--nodes", "2", "--node", "1"]) == 1
     printed = capsys.readouterr().out
-    assert "train: 10 files, 0 were there, 10 fetched" in printed
+    assert "train: 10 files, 0 cached before, 10 fetched" in printed
     assert main(["cache", "warm", str(folder), cache, "--on-corrupt", "skip"]) == 0
     printed = capsys.readouterr().out
-    assert "train: 20 files, 10 were there, 10 fetched" in printed
-    assert "val: 4 files, 1 were there, 1 fetched (0.0 MB), 2 damaged" in printed
+    assert "train: 20 files, 10 cached before, 10 fetched" in printed
+    assert "val: 4 files, 1 cached before, 1 fetched (0.0 MB), 2 corrupt" in printed
     assert "val/c1/0.jpg: the file is empty" in printed
     assert main(["cache", "warm", str(folder.parent / "nowhere"), cache]) == 2
     assert "no folder train/" in capsys.readouterr().err

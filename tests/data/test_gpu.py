@@ -9,13 +9,13 @@ import pytest
 import torch
 
 from lightning_sparse.data.pipeline.augment import Augment
-from lightning_sparse.data.pipeline.batch import Look
+from lightning_sparse.data.pipeline.batch import Transform
 from tests.data.fake_store import FolderStore
 from tests.data.pictures import make_folder
 from tests.data.test_pipelines import requests
 
 pytest.importorskip("nvidia.dali", reason="DALI is not installed")
-GRAY = Look(augment=Augment(seed=3), mean=(0, 0, 0), std=(1 / 255,) * 3)  # levels of gray
+GRAY = Transform(augment=Augment(seed=3), mean=(0, 0, 0), std=(1 / 255,) * 3)  # levels of gray
 
 
 @pytest.mark.gpu

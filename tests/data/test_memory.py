@@ -176,7 +176,7 @@ def test_a_process_killed_while_filling_leaves_nothing_to_read(tmp_path: Path) -
 import os, signal
 from tests.data.test_memory import *
 memory = joined(Path({str(tmp_path)!r}))
-memory._take(3, 1800)
+memory._reserve(3, 1800)
 memory._payloads[:900] = 1
 with memory._locked():  # and with the lock in its hands
     os.kill(os.getpid(), signal.SIGKILL)
@@ -216,13 +216,13 @@ sys.stdin.read()
         assert run.stdout is not None
         assert run.stdout.readline() == b"ready\n"
         (tmp_path / "something-else").touch()
-        assert shared_memory.remove_leftovers([tmp_path]) == 0
+        assert shared_memory.remove_stale([tmp_path]) == 0
         run.kill()
         run.wait()
     assert (tmp_path / other).exists()
-    assert shared_memory.remove_leftovers([tmp_path]) == 1
+    assert shared_memory.remove_stale([tmp_path]) == 1
     assert [path.name for path in tmp_path.iterdir()] == ["something-else"]
-    assert "ended run(s)" in caplog.text
+    assert "runs that have ended" in caplog.text
 
 
 def test_it_is_the_users_alone(tmp_path: Path) -> None:
@@ -309,8 +309,8 @@ def test_a_budget_that_is_too_small_is_said_once(tmp_path: Path, caplog: pytest.
     second = open_memory(tmp_path, shared, memory_gb=7, format="decoded")  # joins what is there
     assert (second.capacity, second.format) == (5_000_000, "jpeg")
     assert [record.getMessage() for record in caplog.records] == [
-        "memory tier of train: 100 samples of this node need 0.01 GB as jpeg, and memory_gb=0.005 holds 0.01 GB: "
-        "50 % of them stay in memory, the others are read from local disk in every epoch."
+        "memory tier of train: 100 samples of this node need 0.01 GB as jpeg, but memory_gb=0.005 allows 0.01 GB. "
+        "50 % of them stay in memory; every epoch reads the others from local disk."
     ]
     first.close()
     second.close()
@@ -322,7 +322,7 @@ def test_no_more_is_taken_than_there_is(
     monkeypatch.setattr(shared_memory, "available_memory", lambda folder: 1_000_000)
     for gigabytes, capacity, said in (
         (7.0, 1_000_000, "of which 0.00 GB are free"),
-        (None, 500_000, "half of what is free"),
+        (None, 500_000, "half of the free memory"),
     ):
         caplog.clear()
         memory = open_memory(tmp_path, tmp_path / "none", memory_gb=gigabytes, format="jpeg")

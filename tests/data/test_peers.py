@@ -18,7 +18,7 @@ import zmq
 
 from lightning_sparse.data.cache.manifest import load_or_list
 from lightning_sparse.data.cache.placement import Placement
-from lightning_sparse.data.cache.store import SampleStore, new_run, open_store
+from lightning_sparse.data.cache.store import SampleStore, new_run
 from lightning_sparse.data.config import CacheConfig, CorruptSampleError
 from lightning_sparse.data.peers import client, interface
 from lightning_sparse.data.peers.protocol import Keys
@@ -40,7 +40,7 @@ def make_nodes(folder: Path, formats: tuple[Format, Format] = ("decoded", "decod
             shuffle="global",
             peer_address="127.0.0.1",
         )
-        stores.append(open_store(config, load_or_list(config, "train", quiet=True), Placement(node, 2), run))
+        stores.append(SampleStore(config, load_or_list(config, "train", quiet=True), Placement(node, 2), run))
     return stores
 
 

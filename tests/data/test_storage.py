@@ -23,7 +23,7 @@ from tests.data.stores import Open, contents, store_of, warnings_of
 
 
 def reader_of(store: SampleStore) -> int:
-    reader = store._tiers().source._reader
+    reader = store._tiers().storage._reader
     assert reader is not None
     return reader._process.pid
 
@@ -32,7 +32,7 @@ def test_a_pause_of_storage_is_waited_for(
     folder: Path, stores: Open, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The process that reads is stopped, as a read of a dead mount stops it."""
-    monkeypatch.setattr(storage, "SAY_S", 0.3)
+    monkeypatch.setattr(storage, "WARN_S", 0.3)
     monkeypatch.setattr(storage, "RETRY_S", 0.1)
     store = store_of(folder, stores)
     store.get([0])
@@ -42,8 +42,8 @@ def test_a_pause_of_storage_is_waited_for(
     assert len(contents(store)) == 20
     assert reader_of(store) == reader
     first, second = warnings_of(caplog)
-    assert "does not answer: waiting up to 300 s" in first
-    assert "answers again, after" in second
+    assert "does not respond: waiting up to 300 s" in first
+    assert "responds again after" in second
 
 
 def test_storage_that_stays_away_ends_the_run_with_its_name(
@@ -52,9 +52,9 @@ def test_storage_that_stays_away_ends_the_run_with_its_name(
     monkeypatch.setattr(storage, "RETRY_S", 0.1)
     store = store_of(folder, stores)
     store.get([0])
-    store._tiers().source.timeout = 0.5  # now that the reader has started, which takes longer on a busy machine
+    store._tiers().storage.timeout = 0.5  # now that the reader has started, which takes longer on a busy machine
     os.kill(reader_of(store), signal.SIGSTOP)
-    with pytest.raises(StorageTimeoutError, match=r"has not answered for .* storage_timeout=0.5"):
+    with pytest.raises(StorageTimeoutError, match=r"has not responded for .* storage_timeout=0.5"):
         store.get(range(20))
 
 
@@ -78,7 +78,7 @@ def test_who_waits_when_the_store_is_closed_is_told(
     monkeypatch.setattr(storage, "RETRY_S", 0.1)
     store = store_of(folder, stores)
     store.get([0])
-    opened = store._tiers().source
+    opened = store._tiers().storage
     os.kill(reader_of(store), signal.SIGSTOP)
     threading.Timer(0.5, opened.close).start()
     with pytest.raises(DataError, match="was closed"):
@@ -89,7 +89,7 @@ def test_who_waits_when_the_store_is_closed_is_told(
 def test_a_folder_that_is_not_mounted_is_not_taken_for_missing_files(
     folder: Path, stores: Open, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(storage, "SAY_S", 0.3)
+    monkeypatch.setattr(storage, "WARN_S", 0.3)
     monkeypatch.setattr(storage, "RETRY_S", 0.1)
     store = store_of(folder, stores, on_corrupt="skip")
     away = folder.with_name("away")
@@ -103,7 +103,7 @@ def test_a_folder_that_is_not_mounted_is_not_taken_for_missing_files(
     threading.Timer(1.0, mount).start()
     assert [sample.index for sample in store.get(range(20))] == list(range(20))
     assert store.counters().replaced == 0
-    assert "does not answer" in warnings_of(caplog)[0]
+    assert "does not respond" in warnings_of(caplog)[0]
 
 
 _READ_IN_LAB = """
@@ -112,23 +112,23 @@ from pathlib import Path
 from lightning_sparse.data.config import CacheConfig
 from lightning_sparse.data.cache import storage
 from lightning_sparse.data.cache.manifest import load_or_list
-from lightning_sparse.data.cache.store import open_store
+from lightning_sparse.data.cache.store import SampleStore
 logging.basicConfig(format="%(message)s")
-storage.SAY_S = 1.0
+storage.WARN_S = 1.0
 pictures, work, timeout = Path(sys.argv[1]), Path(sys.argv[2]), float(sys.argv[3])
 def ask(name):
     (work / name).touch()
     while not (work / f"{name} done").exists():
         time.sleep(0.02)
 config = CacheConfig(source=str(pictures), cache_dir=str(work / "cache"), memory_gb=0.01, storage_timeout=timeout)
-store = open_store(config, load_or_list(config, "train", quiet=True))
+store = SampleStore(config, load_or_list(config, "train", quiet=True))
 store.get(range(5))
 ask("down")
 (work / "reading").touch()
 store.get(range(20))
 ask("down again")
 store.get(range(20))
-print("epoch 2:", store.counters().describe())
+print("epoch 2:", store.counters())
 store.close()
 """
 
@@ -180,9 +180,9 @@ def test_the_storage_link_goes_down_and_comes_back(folder: Path, tmp_path: Path)
     """In epoch 1 the run waits and goes on; in epoch 2 it does not notice."""
     code, output, _ = _in_lab(folder, tmp_path / "work", timeout=60, outage=2.5)
     assert code == 0, output
-    assert "does not answer: waiting up to 60 s" in output
-    assert "answers again, after" in output
-    assert "epoch 2: memory 25" in output
+    assert "does not respond: waiting up to 60 s" in output
+    assert "responds again after" in output
+    assert "epoch 2: TierCounts(memory_samples=25," in output
 
 
 @pytest.mark.root

@@ -1,24 +1,25 @@
-"""Network storage -> local disk: the files of one split as they are, in one LMDB, shared by all processes of a node.
+"""Disk tier: the files of a split in one LMDB on local disk, shared by all processes of a node.
 
-LMDB, because one file saves inodes, any number of processes read without locks, and a killed writer loses the batch it
-was writing and nothing else: writers take turns by LMDB's own lock, which the kernel releases when its holder dies.
+LMDB uses one file instead of many inodes, any number of processes read it without locks, and a killed writer loses only
+the batch it was writing: writers hold LMDB's lock, which the kernel releases when its holder dies.
 
-A value is a header and the file. The header says which file it is, so that nothing is ever taken for something else:
+A value is a header followed by the file:
 
-====== ======== =====================================================================
-bytes  field    why
-====== ======== =====================================================================
+====== ======== ====================================================================
+bytes  field    meaning
+====== ======== ====================================================================
 4      magic    kind and version of the value
-4      decoder  which decoder found the picture whole; another one looks again
-8, 8   size,    of the file on storage when it was listed; another listing means that
-       mtime    the file has changed since
-4, 4   height,  of the upright picture; 0, 0: the file is damaged, and the rest says how
-       width
-8      checksum xxh3 over key, the fields above and the file: detects any flipped bit
-====== ======== =====================================================================
+4      decoder  the decoder that validated the file; another decoder validates again
+8, 8   size,    of the file when it was listed; a different listing means that the
+       mtime    file has changed
+4, 4   height,  of the upright image; 0, 0: the file is corrupt, and the data is the
+       width    reason
+8      checksum xxh3 of the key, the fields above and the file
+====== ======== ====================================================================
 
-Inserting ends when the limit is reached or the disk is full. Nothing is ever evicted: in shuffled epochs a cache that
-replaces what it holds is replaced whole before it is used again, while one that is left alone keeps its hit rate.
+Inserting stops at the size limit or when the disk is full. Nothing is evicted: each epoch reads every sample once in
+random order, so eviction would remove samples before their next use, while a cache that keeps what it has keeps its hit
+rate.
 """
 
 from __future__ import annotations
@@ -40,15 +41,15 @@ if TYPE_CHECKING:
     import lmdb
 
 FORMAT = b"lightning_sparse disk cache 1"
-BATCH_BYTES, BATCH_S = 8 << 20, 2.0  # what a killed process may lose
-RESERVE_BYTES, RESERVE_SHARE = 1 << 30, 0.05  # of the disk that is left to others
+BATCH_BYTES, BATCH_S = 8 << 20, 2.0  # at most this is lost when a process is killed
+RESERVE_BYTES, RESERVE_SHARE = 1 << 30, 0.05  # of the disk; stays free
 _MAGIC = b"LSd1"
 _HEADER = struct.Struct("<4sIqqIIQ")
 _UNCHECKED = _HEADER.size - 8
 
 
-class Key(NamedTuple):
-    """One file, as it was listed."""
+class FileKey(NamedTuple):
+    """A file, as listed."""
 
     path: str
     size: int
@@ -58,8 +59,8 @@ class Key(NamedTuple):
         return hashlib.blake2b(os.fsencode(self.path), digest_size=16).digest()
 
 
-class Stored(NamedTuple):
-    """What is kept of a file. `decoder`: a number of the decoder that validated it, `decoder_number`."""
+class CachedFile(NamedTuple):
+    """A file in the cache. `decoder`: id of the decoder that validated it."""
 
     data: bytes
     height: int
@@ -67,27 +68,29 @@ class Stored(NamedTuple):
     decoder: int
 
     @property
-    def damage(self) -> str | None:
-        """What is wrong with the file, None when nothing is."""
+    def error(self) -> str | None:
+        """Why the file is corrupt; None if it is not."""
         return self.data.decode("utf-8", "replace") if self.height == 0 else None
 
 
-def damaged(reason: str, decoder: int) -> Stored:
-    return Stored(reason.encode(), 0, 0, decoder)
+def corrupt_file(reason: str, decoder: int) -> CachedFile:
+    """The cache entry of a corrupt file, so that later runs do not read it again."""
+    return CachedFile(reason.encode(), 0, 0, decoder)
 
 
-def decoder_number(name: str) -> int:
+def decoder_id(name: str) -> int:
+    """Id of a decoder version, as stored with each file."""
     return zlib.crc32(name.encode())
 
 
 class DiskCache:
-    """The store of one split. For the process that makes it: a forked or spawned one makes its own.
+    """The disk tier of a split. Belongs to the process that creates it: forked and spawned processes create their own.
 
     Args:
-        folder: of the LMDB; made for this user alone.
-        limit_bytes: that the store may take; None takes all but a reserve of the disk.
-        counter: gets what is found wrong.
-        say: called with (topic, text) when inserting ends; says a topic once.
+        folder: folder of the LMDB, readable by this user only.
+        limit_bytes: size limit; None: all free space except a reserve.
+        counter: counts checksum failures.
+        warn_once: called with (topic, text) when inserting stops; logs each topic once.
     """
 
     def __init__(
@@ -96,20 +99,20 @@ class DiskCache:
         *,
         limit_bytes: int | None = None,
         counter: Counter | None = None,
-        say: Callable[[str, str], None] = lambda topic, text: None,
+        warn_once: Callable[[str, str], None] = lambda topic, text: None,
     ) -> None:
-        self.folder, self._limit, self._say = folder, limit_bytes, say
+        self.folder, self._limit, self._warn_once = folder, limit_bytes, warn_once
         self._counter = counter or Counter()
         self._lock = threading.RLock()
-        self._pending: dict[bytes, tuple[Key, Stored]] = {}
+        self._pending: dict[bytes, tuple[FileKey, CachedFile]] = {}
         self._pending_bytes, self._pending_since = 0, 0.0
         self.full = False
         self._pid = os.getpid()
         self._environment: lmdb.Environment | None = lmdb_env.acquire(folder, FORMAT)
 
-    def get(self, keys: Sequence[Key]) -> list[Stored | None]:
-        """What is kept of these files; None for what is not there, has changed on storage, or was flipped on disk."""
-        found: list[Stored | None] = []
+    def get(self, keys: Sequence[FileKey]) -> list[CachedFile | None]:
+        """Return the cached files; None if a file is not cached, has changed on storage, or fails its checksum."""
+        found: list[CachedFile | None] = []
         assert self._environment is not None, "the cache is closed"
         with self._environment.begin(buffers=True) as transaction:
             for key in keys:
@@ -122,15 +125,15 @@ class DiskCache:
                 found.append(None if value is None else self._checked(key, digest, value))
         return found
 
-    def has(self, keys: Sequence[Key]) -> list[bool]:
-        """Whether each file is kept in the listed version, by header alone: for resuming a fill."""
+    def has(self, keys: Sequence[FileKey]) -> list[bool]:
+        """Whether each file is cached in its listed version, from the header alone."""
         assert self._environment is not None, "the cache is closed"
         with self._environment.begin(buffers=True) as transaction:
             values = [transaction.get(key.digest()) for key in keys]
-            return [value is not None and _is_of(key, value) for key, value in zip(keys, values, strict=True)]
+            return [value is not None and _matches(key, value) for key, value in zip(keys, values, strict=True)]
 
-    def put(self, key: Key, stored: Stored) -> None:
-        """Keep a file, soon: files are written in batches. Does nothing once the cache is full."""
+    def put(self, key: FileKey, stored: CachedFile) -> None:
+        """Cache a file. Files are written in batches. No effect once the cache is full."""
         with self._lock:
             if self.full:
                 return
@@ -143,12 +146,12 @@ class DiskCache:
         self.flush_old()
 
     def flush_old(self) -> None:
-        """Write what has waited long enough."""
+        """Write the pending batch if it is older than `BATCH_S`."""
         if self._pending and time.monotonic() - self._pending_since >= BATCH_S:
             self.flush()
 
     def flush(self) -> None:
-        """Write what waits. A full disk ends inserting, not the run."""
+        """Write the pending batch. A full disk stops inserting, not the run."""
         import lmdb
 
         with self._lock:
@@ -156,20 +159,20 @@ class DiskCache:
                 return
             try:
                 reason = self._write(self._environment, self._pending)
-            except lmdb.Error as error:  # MapFullError, DiskError, ENOSPC, EIO, EDQUOT: the batch is undone as a whole
-                reason = f"the disk takes no more ({error})"
+            except lmdb.Error as error:  # MapFullError, DiskError, ENOSPC, EIO, EDQUOT; LMDB drops the whole batch
+                reason = f"the write failed ({error})"
             self._pending.clear()
             self._pending_bytes = 0
             if reason is not None:
                 self.full = True
-                self._say(
+                self._warn_once(
                     "disk full",
                     f"disk cache {self.folder} stops at {self.entries():,} files and {self.bytes() / 1e9:.2f} GB: "
-                    f"{reason}. Training goes on; what is not kept is read from network storage when memory lacks it.",
+                    f"{reason}. Training continues; files that are not cached are read from network storage.",
                 )
 
-    def _write(self, environment: lmdb.Environment, batch: dict[bytes, tuple[Key, Stored]]) -> str | None:
-        """Write a batch in one transaction, as far as it may go; returns why it could not go to the end."""
+    def _write(self, environment: lmdb.Environment, batch: dict[bytes, tuple[FileKey, CachedFile]]) -> str | None:
+        """Write a batch in one transaction, up to the limit. Return why it was not written completely, or None."""
         room, reason = self._room()
         with environment.begin(write=True) as transaction:
             for digest, (key, stored) in batch.items():
@@ -181,7 +184,7 @@ class DiskCache:
         return None
 
     def _room(self) -> tuple[int, str]:
-        """(bytes that may still be written, what to say when they run out)"""
+        """Return (bytes that may still be written, reason to report when they run out)."""
         about = os.statvfs(self.folder)
         reserve = min(RESERVE_BYTES, int(about.f_blocks * about.f_frsize * RESERVE_SHARE))
         free = about.f_bavail * about.f_frsize - reserve
@@ -189,28 +192,28 @@ class DiskCache:
             return self._limit - self.bytes(), f"disk_gb={self._limit / 1e9:g} is reached"
         return free, f"only {about.f_bavail * about.f_frsize / 1e9:.2f} GB of the disk are free"
 
-    def _checked(self, key: Key, digest: bytes, value: memoryview) -> Stored | None:
+    def _checked(self, key: FileKey, digest: bytes, value: memoryview) -> CachedFile | None:
         if len(value) < _HEADER.size or _checksum(digest, value) != _HEADER.unpack_from(value)[-1]:
             self._counter.add(flipped_disk=1)
             return None
         magic, decoder, _, _, height, width, _ = _HEADER.unpack_from(value)
-        if magic != _MAGIC or not _is_of(key, value):
+        if magic != _MAGIC or not _matches(key, value):
             return None
-        return Stored(bytes(value[_HEADER.size :]), height, width, decoder)
+        return CachedFile(bytes(value[_HEADER.size :]), height, width, decoder)
 
     def entries(self) -> int:
-        """Files kept, the ones known to be damaged included."""
+        """Number of cached files, including corrupt ones."""
         assert self._environment is not None, "the cache is closed"
         return int(self._environment.stat()["entries"]) - 1
 
     def bytes(self) -> int:
-        """Bytes on disk."""
+        """Size on disk."""
         return (self.folder / "data.mdb").stat().st_size
 
     def close(self) -> None:
-        """Write what waits, and let go of the files."""
+        """Write the pending batch and close the files."""
         if os.getpid() != self._pid:
-            return  # a forked copy; what waits is written by the original
+            return  # a forked copy; the parent writes its batch
         with self._lock:
             if self._environment is not None:
                 self.flush()
@@ -218,7 +221,7 @@ class DiskCache:
                 lmdb_env.release(self.folder)
 
 
-def _packed(key: Key, digest: bytes, stored: Stored) -> bytes:
+def _packed(key: FileKey, digest: bytes, stored: CachedFile) -> bytes:
     fields = (_MAGIC, stored.decoder, key.size, key.mtime_ns, stored.height, stored.width)
     value = bytearray(_HEADER.pack(*fields, 0) + stored.data)
     struct.pack_into("<Q", value, _UNCHECKED, _checksum(digest, value))
@@ -235,6 +238,6 @@ def _checksum(digest: bytes, value: memoryview | bytearray) -> int:
     return hashed.intdigest()
 
 
-def _is_of(key: Key, value: memoryview) -> bool:
+def _matches(key: FileKey, value: memoryview) -> bool:
     _, _, size, mtime_ns, _, _, _ = _HEADER.unpack_from(value)
     return (size, mtime_ns) == (key.size, key.mtime_ns)

@@ -1,13 +1,13 @@
-"""Folders of the cache on this node: for the user only, and on a disk of the node itself.
+"""Folders and files of the cache on local disk.
 
 ::
 
-    <cache_dir>/v1-<hash of the source>/     0700   one for each source and version of the layout
-        cache.json                                   which source, for `lightning-sparse cache info`
-        <split>.manifest.npz                         the list of samples
-        <split>.lmdb/                                their bytes
+    <cache_dir>/v1-<hash of the source>/     mode 0700, one per source and version of the layout
+        cache.json                           the source, for `lightning-sparse cache info`
+        <split>.manifest.npz                 list of the samples
+        <split>.lmdb/                        the files
 
-A cache of another version lies in another folder, so it is never misread, and is left for `cache clear`.
+Another version of the layout uses another folder. It ignores this one and leaves it to `cache clear`.
 """
 
 from __future__ import annotations
@@ -32,32 +32,33 @@ NETWORK_FILE_SYSTEMS = (
 
 
 def source_name(source: str) -> str:
+    """The source as an absolute path or a URL without a trailing slash."""
     return source.rstrip("/") if "://" in source else os.path.abspath(source)
 
 
 def file_name(split: str) -> str:
-    """The name of a split, as a part of a file's name."""
+    """The name of a split, as part of a file name."""
     return re.sub(r"[^A-Za-z0-9_.-]", "_", split)
 
 
 def cache_folder(config: CacheConfig) -> Path:
-    """The folder of this source's cache, made if it is not there.
+    """Return the cache folder of the source; create it if needed.
 
     Raises:
-        DataError: when the folder cannot be made, belongs to somebody else, or is on a network file system.
+        DataError: if the folder cannot be created, belongs to another user, or is on a network file system.
     """
     root = Path(os.path.abspath(config.cache_dir))
     try:
         root.mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError as error:
         raise DataError(
-            f"cache_dir={root} cannot be made ({error.strerror}). Give one on a disk of the node that you may write to."
+            f"cache_dir={root} cannot be created ({error.strerror}). Give a writable folder on a disk of the node."
         ) from error
     kind = file_system(root)
     if kind in NETWORK_FILE_SYSTEMS:
         raise DataError(
-            f"cache_dir={root} is on a network file system ({kind}), where locks and memory maps cannot be relied on. "
-            "Give a folder on a disk of the node itself."
+            f"cache_dir={root} is on a network file system ({kind}), where locks and memory maps are not reliable. "
+            "Give a folder on a local disk of the node."
         )
     name = source_name(config.source)
     folder = root / f"v{VERSION}-{hashlib.blake2b(name.encode(), digest_size=8).hexdigest()}"
@@ -69,22 +70,22 @@ def cache_folder(config: CacheConfig) -> Path:
 
 
 def private_folder(folder: Path) -> None:
-    """Make `folder` for this user alone, or check that it is.
+    """Create `folder`, accessible by this user only. If it exists, check its owner and restrict its mode.
 
     Raises:
-        DataError: when it belongs to another user or others may write to it: what is in it cannot be trusted.
+        DataError: if it belongs to another user, so that its contents cannot be trusted.
     """
     with contextlib.suppress(FileExistsError):
         folder.mkdir(mode=0o700)
     about = folder.lstat()
     if not stat.S_ISDIR(about.st_mode) or about.st_uid != os.geteuid():
-        raise DataError(f"{folder} is not a folder of this user: remove it, or give another place.")
+        raise DataError(f"{folder} is not a folder of this user: remove it, or give another cache_dir.")
     if about.st_mode & 0o077:
         folder.chmod(0o700)
 
 
 def write_private(path: Path, data: bytes) -> None:
-    """Write a whole file or none: a temporary name, then a rename."""
+    """Write a file atomically: write a temporary file, then rename it."""
     temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     file = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
     try:
@@ -98,7 +99,7 @@ def write_private(path: Path, data: bytes) -> None:
 
 @contextlib.contextmanager
 def locked(path: Path) -> Iterator[None]:
-    """Hold the lock at `path` against all processes of this node; a process that dies lets go."""
+    """Hold an exclusive lock on `path` on this node; the kernel releases it if the process dies."""
     file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         fcntl.flock(file, fcntl.LOCK_EX)
@@ -108,13 +109,13 @@ def locked(path: Path) -> Iterator[None]:
 
 
 def file_system(folder: Path) -> str:
-    """The type of the file system that `folder` is on, "" where that cannot be told."""
-    best, kind = "", ""
+    """Return the type of the file system of `folder`, "" if unknown."""
+    longest, kind = "", ""
     with contextlib.suppress(OSError):
         real = os.path.realpath(folder)
         for line in Path("/proc/self/mounts").read_text().splitlines():
             fields = line.split()
-            place = fields[1].replace("\\040", " ")
-            if (real == place or real.startswith(place.rstrip("/") + "/")) and len(place) >= len(best):
-                best, kind = place, fields[2]
+            mount = fields[1].replace("\\040", " ")
+            if (real == mount or real.startswith(mount.rstrip("/") + "/")) and len(mount) >= len(longest):
+                longest, kind = mount, fields[2]
     return kind

@@ -1,4 +1,4 @@
-"""What lies in a cache folder, and removing it: `lightning-sparse cache info` and `cache clear`."""
+"""List and remove the caches in a folder: `lightning-sparse cache info` and `cache clear`."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ _FOLDER = re.compile(r"v(\d+)-[0-9a-f]{16}")
 
 
 @dataclass(frozen=True)
-class Cached:
-    """The cache of one source. splits: (name, files kept, files listed, bytes); empty for another version's."""
+class CachedSource:
+    """The cache of a source. splits: (name, cached files, listed files, bytes); empty if of another version."""
 
     folder: Path
     source: str
@@ -30,22 +30,22 @@ class Cached:
         return sum(path.stat().st_blocks * 512 for path in self.folder.rglob("*") if path.is_file())
 
     def describe(self) -> str:
-        other = "" if self.version == VERSION else f" (version {self.version}, not used by this one)"
+        other = "" if self.version == VERSION else f" (version {self.version}, which this version does not use)"
         lines = [f"{self.source}{other}: {self.bytes / 1e9:,.2f} GB in {self.folder}"]
         for split, kept, listed, nbytes in self.splits:
             lines.append(f"  {split}: {kept:,} of {listed:,} files, {nbytes / 1e9:,.2f} GB")
         return "\n".join(lines)
 
 
-def caches(cache_dir: str) -> list[Cached]:
-    """Of all sources and versions.
+def caches(cache_dir: str) -> list[CachedSource]:
+    """Return the caches of all sources and versions.
 
     Raises:
-        ValueError: when there is no such folder.
+        ValueError: if there is no such folder.
     """
     root = Path(cache_dir)
     if not root.is_dir():
-        raise ValueError(f"{root} is no folder. Give the cache_dir of your runs.")
+        raise ValueError(f"cache_dir={root} is not a folder. Give the cache_dir of your runs.")
     found = []
     for folder in sorted(root.iterdir()):
         match = _FOLDER.fullmatch(folder.name)
@@ -54,15 +54,15 @@ def caches(cache_dir: str) -> list[Cached]:
         version = int(match[1])
         source = str(json.loads((folder / "cache.json").read_text())["source"])
         splits = _splits(folder) if version == VERSION else ()
-        found.append(Cached(folder, source, version, splits))
+        found.append(CachedSource(folder, source, version, splits))
     return found
 
 
-def clear(cache_dir: str, source: str | None = None) -> list[Cached]:
-    """Remove the cache of one source, or of all; returns what was removed. A run that uses it keeps its open files.
+def clear(cache_dir: str, source: str | None = None) -> list[CachedSource]:
+    """Remove the cache of a source, or of all sources; return what was removed. Running jobs keep their open files.
 
     Raises:
-        ValueError: when there is no such folder.
+        ValueError: if there is no such folder.
     """
     removed = [each for each in caches(cache_dir) if source is None or each.source == source_name(source)]
     for each in removed:
@@ -83,6 +83,6 @@ def _splits(folder: Path) -> tuple[tuple[str, int, int, int], ...]:
                 kept, nbytes = disk.entries(), disk.bytes()
                 disk.close()
         except DataError:
-            continue  # damaged; what is wrong is said when it is used
+            continue  # corrupt; the run that uses it reports it
         rows.append((split, kept, files, nbytes))
     return tuple(rows)

@@ -1,8 +1,8 @@
-"""Open LMDB environments of this process.
+"""LMDB environments that this process has open, shared by its users.
 
-LMDB's locks belong to a process and a file, so a process must not open the same environment twice: closing one would
-release the locks of the other. Two users in one process (a second DataModule, a test) therefore share one, and the
-only module-level state of this folder lies here. A forked child must not use what its parent opened; it opens its own.
+LMDB's locks belong to a process and a file, so a process must not open an environment twice: closing one would release
+the locks of the other. Two users in a process (a second DataModule, a test) therefore share one. A forked child must
+not use the environments of its parent; it opens its own.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from lightning_sparse.data.config import DataError
 if TYPE_CHECKING:
     import lmdb
 
-MAP_BYTES = 1 << 42  # address space, not disk: large enough that it never has to grow while others have it open
+MAP_BYTES = 1 << 42  # address space, not disk space: it never has to grow while other processes use it
 _open: dict[str, _Shared] = {}
 _lock = threading.Lock()
 
@@ -32,16 +32,16 @@ class _Shared:
 
 
 def acquire(folder: Path, format: bytes) -> lmdb.Environment:
-    """Open the environment in `folder`, or join those who have it open. `format` marks whose it is.
+    """Open the environment in `folder`, or share the open one. `format` identifies the cache format.
 
     Raises:
-        DataError: when the folder holds something else, or files that are damaged.
+        DataError: if the folder has another format, or its files are corrupt.
     """
     name = os.path.realpath(folder)
     with _lock:
         shared = _open.get(name)
         if shared is not None and shared.pid != os.getpid():
-            shared.environment.close()  # the parent's; closing it here leaves the parent's locks alone
+            shared.environment.close()  # belongs to the parent; closing it here does not release the parent's locks
             shared = None
         if shared is None:
             shared = _open[name] = _Shared(_opened(folder, format), os.getpid(), 0)
@@ -50,7 +50,7 @@ def acquire(folder: Path, format: bytes) -> lmdb.Environment:
 
 
 def release(folder: Path) -> None:
-    """Undo one `acquire` of this process."""
+    """Undo one `acquire`."""
     name = os.path.realpath(folder)
     with _lock:
         shared = _open.get(name)
@@ -66,47 +66,56 @@ def _opened(folder: Path, format: bytes) -> lmdb.Environment:
     import lmdb
 
     private_folder(folder)
-    way_out = f"Remove {folder}, or run `lightning-sparse cache clear`; it will be filled again."
     try:
         environment = lmdb.open(
             str(folder),
             map_size=MAP_BYTES,
             mode=0o600,
-            max_readers=1024,  # slots for reading threads of all processes of the node; 64 bytes each
-            max_spare_txns=4,  # keeps slots of threads that read often
-            metasync=False,  # one fsync a batch: after a power cut the last batch may be missing, never half there
-            sync=True,  # without it a power cut could leave a tree that points nowhere
-            writemap=False,  # writes through a map of a sparse file on a full disk would be a fatal SIGBUS
-            meminit=False,  # pages are written whole; they hold nothing of this process to hide
-            readahead=False,  # values are read in random order, each a few dozen pages in one piece
+            max_readers=1024,  # reader slots of all threads of the node; 64 bytes each
+            max_spare_txns=4,  # keep the slots of threads that read often
+            metasync=False,  # one fsync per batch: a power failure may lose the last batch, never part of it
+            sync=True,  # without it a power failure could corrupt the tree
+            writemap=False,  # writing to a mapped file on a full disk raises SIGBUS
+            meminit=False,  # pages are written whole
+            readahead=False,  # values are read in random order
         )
     except lmdb.Error as error:
-        raise DataError(f"{folder} cannot be opened as a disk cache: {error}. {way_out}") from error
+        raise _unusable(folder, f"cannot be opened: {error}") from error
     try:
-        environment.reader_check()  # frees the slots of processes that were killed
-        about = environment.info()
-        needed = (about["last_pgno"] + 1) * environment.stat()["psize"]
-        if about["last_txnid"] and (folder / "data.mdb").stat().st_size < needed:
-            raise DataError(f"{folder} was cut short: {needed:,} bytes are expected. {way_out}")
-        with environment.begin(write=not environment.stat()["entries"]) as transaction:
-            found = transaction.get(b"format")
-            if found is None and not environment.stat()["entries"]:
-                transaction.put(b"format", format)
-                found = format
-        if found != format:
-            raise DataError(f"{folder} was written by another version ({found!r}, this is {format!r}). {way_out}")
+        _check(environment, folder, format)
     except lmdb.Error as error:
         environment.close()
-        raise DataError(f"{folder} cannot be read as a disk cache: {error}. {way_out}") from error
+        raise _unusable(folder, f"cannot be read: {error}") from error
     except DataError:
         environment.close()
         raise
     return environment
 
 
+def _check(environment: lmdb.Environment, folder: Path, format: bytes) -> None:
+    """Raise DataError if the files are truncated or have another format; write the format of a new environment."""
+    environment.reader_check()  # free the slots of killed processes
+    info, stat = environment.info(), environment.stat()
+    needed = (info["last_pgno"] + 1) * stat["psize"]
+    if info["last_txnid"] and (folder / "data.mdb").stat().st_size < needed:
+        raise _unusable(folder, f"is truncated: expected {needed:,} bytes")
+    with environment.begin(write=not stat["entries"]) as transaction:
+        found = transaction.get(b"format")
+        if found is None and not environment.stat()["entries"]:
+            transaction.put(b"format", format)
+            found = format
+    if found != format:
+        raise _unusable(folder, f"was written by another version ({found!r}, expected {format!r})")
+
+
+def _unusable(folder: Path, reason: str) -> DataError:
+    way_out = "Remove it, or run `lightning-sparse cache clear`; the next run fills it again."
+    return DataError(f"disk cache {folder} {reason}. {way_out}")
+
+
 def _after_fork() -> None:
     global _lock
-    _lock = threading.Lock()  # a thread of the parent may have held it
+    _lock = threading.Lock()  # a thread of the parent may hold the old one
 
 
 os.register_at_fork(after_in_child=_after_fork)

@@ -1,11 +1,10 @@
-"""The list of samples of one split: listed once on network storage, then kept in the cache.
+"""List of the samples of a split: made once on network storage, then kept in the cache.
 
-An image folder is ``<source>/<split>/<class>/**/*.jpg``; classes are numbered in the order of their names, as
-torchvision's ImageFolder does. Size and modification time of each file identify what was listed: a file that differs
-from them later has changed on storage.
+The source is ``<source>/<split>/<class>/**/*.jpg``. Classes are numbered by name, like torchvision's ImageFolder. The
+size and the modification time of each file identify its listed version: a file that differs has changed on storage.
 
-Listing a large data set over a network takes minutes, so a run takes the list from the cache, and only
-`lightning-sparse cache warm` (or removing the cache) lists again.
+Listing a large data set over a network takes minutes, so a run reads the list from the cache. Only `lightning-sparse
+cache warm` lists again, or the first run after the cache was removed.
 """
 
 from __future__ import annotations
@@ -22,16 +21,17 @@ import numpy as np
 import numpy.typing as npt
 from tqdm import tqdm
 
+from lightning_sparse.data.cache.disk import FileKey
 from lightning_sparse.data.cache.folders import cache_folder, file_name, locked, source_name, write_private
-from lightning_sparse.data.cache.storage import Source
+from lightning_sparse.data.cache.storage import Storage
 from lightning_sparse.data.config import CacheConfig, DataError
 
 
 class Paths(Sequence[str]):
-    """Strings in one block of bytes. A million str objects in each of a node's processes would be gigabytes."""
+    """Strings in one block of bytes. A million str objects per process would need gigabytes of memory per node."""
 
     def __init__(self, joined: bytes, ends: npt.NDArray[np.int64]) -> None:
-        """ends: where each path ends in `joined`."""
+        """ends: end of each path in `joined`."""
         self.joined, self.ends = joined, ends
 
     @classmethod
@@ -59,27 +59,23 @@ class Paths(Sequence[str]):
             yield os.fsdecode(self.joined[begin:end])
             begin = end
 
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Paths) and self.joined == other.joined and np.array_equal(self.ends, other.ends)
-
-    __hash__ = None  # type: ignore[assignment]
-
 
 @dataclass(frozen=True, eq=False)
 class Manifest:
     """The samples of one split.
 
     Args:
-        split: its folder below the root, such as "train".
+        split: name of the folder in the source, such as "train".
         root: the source.
         classes: names, in order.
-        paths: of the files relative to the root, with forward slashes, sorted.
+        paths: paths of the files relative to the root, with forward slashes, sorted.
         labels: int64, class of each sample.
-        sizes: int64, bytes of each file when it was listed.
-        mtimes_ns: int64, modification time of each file when it was listed; 0 where storage knows none.
+        sizes: int64, size of each file when it was listed.
+        mtimes_ns: int64, modification time of each file when it was listed; 0 if unknown.
+        fingerprint: hash of all of these; computed if "".
 
     Raises:
-        DataError: for a path that could reach outside the source.
+        DataError: if a path could lead outside the source, or the fingerprint does not match.
     """
 
     split: str
@@ -96,19 +92,25 @@ class Manifest:
         object.__setattr__(self, "paths", paths)
         for path in paths:
             if path.startswith("/") or "\0" in path or ".." in path.split("/"):
-                raise DataError(f"the manifest of {self.root} holds {path!r}, which could lead outside the source.")
+                raise DataError(f"the manifest of {self.root} contains {path!r}, which could lead outside the source.")
         if not len(paths) == len(self.labels) == len(self.sizes) == len(self.mtimes_ns):
-            raise ValueError("paths, labels, sizes and mtimes_ns of a manifest must be of equal length.")
+            raise ValueError("paths, labels, sizes and mtimes_ns of a manifest must have equal lengths.")
         digest = hashlib.blake2b(repr((self.split, self.classes)).encode("utf-8", "surrogateescape"), digest_size=16)
         digest.update(paths.joined)
         for numbers in (paths.ends, self.labels, self.sizes, self.mtimes_ns):
             digest.update(np.ascontiguousarray(numbers, np.int64).tobytes())
         if self.fingerprint not in ("", digest.hexdigest()):
-            raise DataError(f"the manifest of {self.root}, split {self.split}, was damaged: its fingerprint differs.")
+            raise DataError(
+                f"the manifest of {self.root}, split {self.split}, is corrupt: its fingerprint does not match."
+            )
         object.__setattr__(self, "fingerprint", digest.hexdigest())
 
     def __len__(self) -> int:
         return len(self.labels)
+
+    def key(self, index: int) -> FileKey:
+        """Return the file of a sample, as listed."""
+        return FileKey(self.paths[index], int(self.sizes[index]), int(self.mtimes_ns[index]))
 
     def to_bytes(self) -> bytes:
         assert isinstance(self.paths, Paths)
@@ -130,7 +132,7 @@ class Manifest:
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Manifest:
-        """Raises DataError when `data` is not what `to_bytes` gave."""
+        """Inverse of `to_bytes`. Raises DataError if the data is corrupt."""
         try:
             with np.load(io.BytesIO(data), allow_pickle=False) as arrays:
                 split, root, fingerprint = arrays["about"].tolist()
@@ -138,7 +140,7 @@ class Manifest:
                 paths = Paths(arrays["path_bytes"].tobytes(), arrays["path_ends"])
                 labels, sizes, mtimes = (arrays[name] for name in ("labels", "sizes", "mtimes_ns"))
         except Exception as error:
-            raise DataError(f"the kept list of samples cannot be read ({error}).") from error
+            raise DataError(f"the cached list of samples cannot be read ({error}).") from error
         return cls(split, root, tuple(classes), paths, labels, sizes, mtimes, fingerprint)
 
 
@@ -146,12 +148,12 @@ def list_source(source: str, split: str, *, timeout: float = 300.0, readers: int
     """List an image folder on network storage, classes in parallel, with a progress bar.
 
     Raises:
-        ValueError: for a split that could lead outside the source, or has no pictures.
-        DataError: when storage cannot be listed.
+        ValueError: if the split could lead outside the source, or contains no images.
+        DataError: if storage cannot be listed.
     """
     if not split or split.startswith("/") or ".." in split.split("/"):
-        raise ValueError(f"split={split!r}: give the name of a folder in {source}, such as 'train'.")
-    storage = Source(source, timeout=timeout, readers=readers, quiet=quiet)
+        raise ValueError(f"split={split!r} must be the name of a folder in {source}, such as 'train'.")
+    storage = Storage(source, timeout=timeout, readers=readers, quiet=quiet)
     try:
         classes = sorted(name for name, _, _ in next(storage.listing([f"{split}/"])))
         listed = storage.listing([f"{split}/{name}" for name in classes])
@@ -162,11 +164,11 @@ def list_source(source: str, split: str, *, timeout: float = 300.0, readers: int
     empty = sorted(set(range(len(classes))) - {label for _, label, _, _ in found})
     if empty:
         raise ValueError(
-            f"source={source}: folder {split}/{classes[empty[0]]} holds no pictures, so classes would be numbered "
-            "differently than in another split. Remove the folder or fill it."
+            f"source={source}: folder {split}/{classes[empty[0]]} contains no images, so classes could be numbered "
+            "differently in another split. Remove the folder, or add images to it."
         )
     if not found:
-        raise ValueError(f"source={source}: {split}/ holds no folders of pictures. Expected {split}/<class>/<picture>.")
+        raise ValueError(f"source={source}: {split}/ contains no class folders. Expected {split}/<class>/<image>.")
     found.sort()
     labels, sizes, mtimes = (np.array([row[column] for row in found], np.int64) for column in (1, 2, 3))
     paths = Paths.of([row[0] for row in found])
@@ -174,40 +176,43 @@ def list_source(source: str, split: str, *, timeout: float = 300.0, readers: int
 
 
 def load_or_list(config: CacheConfig, split: str, *, relist: bool = False, quiet: bool = False) -> Manifest:
-    """The manifest kept in the cache, or the listing of the source, which is then kept. One process a node lists.
+    """Return the manifest from the cache, or list the source and cache the list. One process per node lists.
 
     Args:
-        relist: look at the source even when a list is kept.
+        config: options of the cache.
+        split: name of the folder in the source.
+        relist: list the source even if the cache has a list.
+        quiet: show no progress bar.
 
     Raises:
         ValueError, DataError: as `list_source`.
     """
-    kept = _kept(config, split)
-    with locked(kept.with_suffix(".lock")):
-        if kept.exists() and not relist:
+    file = _manifest_file(config, split)
+    with locked(file.with_suffix(".lock")):
+        if file.exists() and not relist:
             try:
-                return Manifest.from_bytes(kept.read_bytes())
+                return Manifest.from_bytes(file.read_bytes())
             except DataError:
-                kept.unlink()  # written half or flipped: list again
+                file.unlink()  # list again
         manifest = list_source(config.source, split, timeout=config.storage_timeout, quiet=quiet)
-        write_private(kept, manifest.to_bytes())
+        write_private(file, manifest.to_bytes())
         return manifest
 
 
 def class_names(config: CacheConfig, split: str) -> tuple[str, ...]:
-    """Of the list in the cache; without one the folders of the source, whose files are not listed for this.
+    """Return the names of the classes, from the cached manifest or from the folders of the source.
 
     Raises:
-        DataError: when storage cannot be listed.
+        DataError: if storage cannot be listed.
     """
-    if _kept(config, split).exists():
+    if _manifest_file(config, split).exists():
         return load_or_list(config, split).classes
-    storage = Source(config.source, timeout=config.storage_timeout, readers=1)
+    storage = Storage(config.source, timeout=config.storage_timeout, readers=1)
     try:
         return tuple(sorted(name for name, _, _ in next(storage.listing([f"{split}/"]))))
     finally:
         storage.close()
 
 
-def _kept(config: CacheConfig, split: str) -> Path:
+def _manifest_file(config: CacheConfig, split: str) -> Path:
     return cache_folder(config) / f"{file_name(split)}.manifest.npz"

@@ -1,22 +1,23 @@
-"""Local disk -> memory of the node: one slab, shared by all ranks and workers of a run on the node.
+"""Memory tier: one shared-memory segment per run, node and split, used by all ranks of the node.
 
 ====================  =====================  ==========================================================
-part of the segment   size                   what
+part of the segment   size                   contents
 ====================  =====================  ==========================================================
-header                4096                   numbers, of which `_Head` lists the meaning
-rows of counters      256 x 16 x 8           one row a process: tiers can be counted over the node
-slots                 32 a sample            state, length, offset, height, width, checksum
-payloads              up to the budget       one behind the other; never moved, never evicted
+header                4096                   numbers, see `_Header`
+counters              256 x 16 x 8           one row per process
+slots                 32 per sample          state, length, offset, height, width, checksum
+payloads              up to the budget       one after the other; never moved or evicted
 ====================  =====================  ==========================================================
 
-A slot goes empty -> filling -> ready. Whoever fills it takes its room under a lock that dies with its holder, writes
-without the lock, and sets *ready* last. A process that is killed while filling leaves a slot that nobody reads.
+A slot goes from empty to filling to ready. A writer reserves space under a lock that the kernel releases when its
+holder dies, writes without the lock, and sets *ready* last. If a process is killed while writing, its slot is never
+read.
 
-Reading takes no lock and copies nothing: a sample is a read-only view of the slab, valid while anybody refers to it.
-Every read verifies a checksum over the payload, its shape and its place in the manifest; what fails is emptied, and the
-next tier is asked.
+Reads take no lock and copy nothing: a sample is a read-only view of the segment, valid as long as it is referenced.
+Each read verifies a checksum of the payload, its shape and its index. If it fails, the slot is emptied, and the sample
+is read from the next tier.
 
-Memory is reserved (fallocate) before it is written: a full /dev/shm is an error to be handled, not a fatal SIGBUS.
+Memory is allocated (fallocate) before it is written, so that a full /dev/shm raises OSError instead of SIGBUS.
 """
 
 from __future__ import annotations
@@ -53,54 +54,54 @@ _FORMATS: tuple[Format, ...] = ("jpeg", "decoded")
 assert len(NAMES) <= _ROW
 
 
-class _Head(IntEnum):
-    """Places in the header, int64 each. TOPICS: what was said already, the rest of the page."""
+class _Header(IntEnum):
+    """Positions in the header, int64 each. TOPICS: topics that were logged, up to the end of the page."""
 
     MAGIC = 0
     FORMAT = 1
     SLOTS = 2
-    CAPACITY = 3  # bytes of payloads that the budget allows
-    TAIL = 4  # bytes of payloads that are taken
-    RESERVED = 5  # bytes of payloads that are backed by memory
+    CAPACITY = 3  # limit of the payloads in bytes
+    TAIL = 4  # used bytes of payloads
+    RESERVED = 5  # allocated bytes of payloads
     FULL = 6
-    CACHED = 7  # slots that were made ready
+    CACHED = 7  # ready slots
     PROCESSES = 8
     TOPICS = 64
 
 
 class MemoryCache:
-    """The slab of one run, node and split, as this process sees it.
+    """The memory tier of a run, node and split.
 
     Args:
-        path: of the segment.
-        file: its descriptor, held (`shared_memory.attach`, `shared_memory.create`).
+        path: path of the segment.
+        file: its locked descriptor, from `shared_memory.attach` or `shared_memory.create`.
     """
 
     def __init__(self, path: Path, file: int) -> None:
         self.path, self._file, self._pid = path, file, os.getpid()
         self._map = mmap.mmap(file, os.fstat(file).st_size)
-        self._head = np.frombuffer(self._map, np.int64, 512)
-        if self._head[_Head.MAGIC] != MAGIC:
-            raise DataError(f"{path} is no memory segment of this version; remove it.")
-        slots = int(self._head[_Head.SLOTS])
+        self._header = np.frombuffer(self._map, np.int64, 512)
+        if self._header[_Header.MAGIC] != MAGIC:
+            raise DataError(f"{path} is not a segment of this version; remove it.")
+        slots = int(self._header[_Header.SLOTS])
         self._slots = np.frombuffer(self._map, _SLOT, slots, offset=_SLOTS_AT)
         self._states = self._slots["state"]
         self._payloads_at = _payloads_at(slots)
         self._payloads = np.frombuffer(self._map, np.uint8, offset=self._payloads_at)
         self._readable = self._payloads.view()
         self._readable.flags.writeable = False
-        self._threads = threading.Lock()
-        self.format: Format = _FORMATS[int(self._head[_Head.FORMAT])]
-        self.capacity = int(self._head[_Head.CAPACITY])
+        self._thread_lock = threading.Lock()
+        self.format: Format = _FORMATS[int(self._header[_Header.FORMAT])]
+        self.capacity = int(self._header[_Header.CAPACITY])
         with self._locked():
-            row = int(self._head[_Head.PROCESSES])
-            self._head[_Head.PROCESSES] += 1
+            row = int(self._header[_Header.PROCESSES])
+            self._header[_Header.PROCESSES] += 1
         rows = np.frombuffer(self._map, np.int64, _ROWS * _ROW, offset=4096).reshape(_ROWS, _ROW)
         self._rows = rows
-        self.row = rows[min(row, _ROWS - 1), : len(NAMES)]  # past 256 processes the last row is shared, and less exact
+        self.row = rows[min(row, _ROWS - 1), : len(NAMES)]  # from the 256th process on, rows are shared and less exact
 
     def get(self, indices: Sequence[int]) -> tuple[list[View | None], int]:
-        """(views in order, None for what is not there; how many failed their checksum and were emptied)"""
+        """Return (views in order, None for missing samples; number of checksum failures)."""
         from xxhash import xxh3_64_intdigest
 
         found: list[View | None] = []
@@ -120,11 +121,11 @@ class MemoryCache:
         return found, flipped
 
     def put(self, index: int, data: npt.NDArray[np.uint8], height: int, width: int) -> bool:
-        """Keep a sample if there is room and nobody has it yet. False when there is none: the cache is full."""
+        """Keep a sample unless it is already there. Return False if the cache is full."""
         from xxhash import xxh3_64_intdigest
 
         flat = data.reshape(-1)
-        offset = self._take(index, len(flat))
+        offset = self._reserve(index, len(flat))
         if offset is None:
             return not self.full
         self._payloads[offset : offset + len(flat)] = flat
@@ -133,68 +134,68 @@ class MemoryCache:
         slot["checksum"] = xxh3_64_intdigest(flat.data, _seed(index, height, width))
         self._states[index] = READY
         with self._locked():
-            self._head[_Head.CACHED] += 1
+            self._header[_Header.CACHED] += 1
         return True
 
-    def _take(self, index: int, length: int) -> int | None:
-        """Room for a payload; None when somebody else fills that slot, or nothing is left."""
+    def _reserve(self, index: int, length: int) -> int | None:
+        """Reserve space for a payload; None if the slot is taken or the cache is full."""
         if self.full or self._states[index] != EMPTY:
             return None
         with self._locked():
-            offset = int(self._head[_Head.TAIL])
+            offset = int(self._header[_Header.TAIL])
             end = -(-(offset + length) // ALIGN) * ALIGN
             if self._states[index] != EMPTY:
                 return None
-            if end > self.capacity or not self._backed(end):
-                self._head[_Head.FULL] = 1
+            if end > self.capacity or not self._allocate(end):
+                self._header[_Header.FULL] = 1
                 return None
-            self._head[_Head.TAIL] = end
+            self._header[_Header.TAIL] = end
             self._states[index] = FILLING
         return offset
 
-    def _backed(self, end: int) -> bool:
-        """Have memory behind the first `end` bytes of payloads."""
-        reserved = int(self._head[_Head.RESERVED])
+    def _allocate(self, end: int) -> bool:
+        """Allocate memory for the first `end` bytes of payloads."""
+        reserved = int(self._header[_Header.RESERVED])
         if end <= reserved:
             return True
         wanted = min(self.capacity, max(end, reserved + RESERVE_BYTES))
         try:
             os.posix_fallocate(self._file, self._payloads_at + reserved, wanted - reserved)
-        except OSError:  # ENOSPC: others took what was free when the budget was made
+        except OSError:  # ENOSPC: memory that was free when the budget was set is in use now
             return False
-        self._head[_Head.RESERVED] = wanted
+        self._header[_Header.RESERVED] = wanted
         return True
 
     @property
     def full(self) -> bool:
-        return bool(self._head[_Head.FULL])
+        return bool(self._header[_Header.FULL])
 
     @property
     def cached(self) -> int:
-        """Samples that are kept."""
-        return int(self._head[_Head.CACHED])
+        """Number of samples."""
+        return int(self._header[_Header.CACHED])
 
     @property
     def bytes(self) -> int:
-        """Bytes of payloads."""
-        return int(self._head[_Head.TAIL])
+        """Used bytes of payloads."""
+        return int(self._header[_Header.TAIL])
 
     def rows(self) -> npt.NDArray[np.int64]:
-        """Counters of all processes of the run on this node: int64 [processes, len(NAMES)]."""
-        return self._rows[: int(self._head[_Head.PROCESSES]), : len(NAMES)].copy()
+        """Return the counters of all processes of the run on this node, int64 [processes, len(NAMES)]."""
+        return self._rows[: int(self._header[_Header.PROCESSES]), : len(NAMES)].copy()
 
-    def first(self, topic: str) -> bool:
-        """Whether no process of the run on this node said this yet; True once a topic."""
+    def claim_topic(self, topic: str) -> bool:
+        """Return True for the first process of the run on this node that asks for this topic, to log it once."""
         number = zlib.crc32(topic.encode()) + 1
         with self._locked():
-            said = self._head[_Head.TOPICS :]
-            if number in said or 0 not in said:
+            logged = self._header[_Header.TOPICS :]
+            if number in logged or 0 not in logged:
                 return False
-            said[int(np.argmin(said != 0))] = number
+            logged[int(np.argmin(logged != 0))] = number
             return True
 
     def close(self) -> None:
-        """Let go; the last process of the run removes the segment. Views stay valid."""
+        """Release the segment; the last process of the run removes it. Views stay valid."""
         if self._pid == os.getpid() and self._file >= 0:
             shared_memory.remove_if_last(self.path, self._file)
             os.close(self._file)
@@ -202,9 +203,9 @@ class MemoryCache:
 
     @contextlib.contextmanager
     def _locked(self) -> Iterator[None]:
-        """Against threads and processes. An open-file lock: the kernel ends it with its holder, and closing another
-        descriptor of the same file, as POSIX locks would have it, does not."""
-        with self._threads:
+        """Exclude other threads and processes. An open file description lock: the kernel releases it when its holder
+        dies, but unlike a POSIX lock not when another descriptor of the file is closed."""
+        with self._thread_lock:
             fcntl.fcntl(self._file, fcntl.F_OFD_SETLKW, struct.pack("hhqqi", fcntl.F_WRLCK, os.SEEK_SET, 0, 1, 0))
             try:
                 yield
@@ -213,21 +214,24 @@ class MemoryCache:
 
 
 def create(path: Path, format: Format, slots: int, capacity: int) -> MemoryCache:
-    """A new slab for `slots` samples and `capacity` bytes of payloads.
+    """Create a segment for `slots` samples and `capacity` bytes of payloads.
 
     Raises:
-        OSError: when there is no memory even for the slots.
+        OSError: if there is not enough memory for the slots.
     """
-
-    room = max(capacity, 4096)  # a map of nothing is not allowed
+    room = max(capacity, 4096)  # an empty map is not allowed
 
     def prepare(file: int) -> None:
         os.posix_fallocate(file, 0, _payloads_at(slots))
-        head = np.zeros(512, np.int64)
-        head[_Head.FORMAT], head[_Head.SLOTS], head[_Head.CAPACITY] = _FORMATS.index(format), slots, capacity
-        head[_Head.FULL] = capacity == 0
-        head[_Head.MAGIC] = MAGIC
-        os.pwrite(file, head.tobytes(), 0)
+        header = np.zeros(512, np.int64)
+        header[_Header.FORMAT], header[_Header.SLOTS], header[_Header.CAPACITY] = (
+            _FORMATS.index(format),
+            slots,
+            capacity,
+        )
+        header[_Header.FULL] = capacity == 0
+        header[_Header.MAGIC] = MAGIC
+        os.pwrite(file, header.tobytes(), 0)
 
     return MemoryCache(path, shared_memory.create(path, _payloads_at(slots) + room, prepare))
 

@@ -1,17 +1,18 @@
-"""Files in /dev/shm that belong to a run, and end with it however it ends.
+"""Shared-memory segments: files in /dev/shm that end with their run, however it ends.
 
-A segment is one file, mapped by all processes of a run on one node. Each of them holds a shared lock (flock) on it for
-as long as it lives; the kernel lets go of the lock when the process dies, by kill -9 too. So an exclusive lock that is
-granted at once means that nobody is left, and the file may go: the last process to close removes it, and the next run
-removes what a killed run left. The name holds the run's random identity, so two runs never meet.
+All processes of a run on a node map the file, and each holds a shared lock (flock) on it. The kernel releases the lock
+when the process dies, also by SIGKILL. If a process gets an exclusive lock without waiting, no other process uses the
+file, and it may be removed: the last process to close a segment removes it, and each run removes the segments of killed
+runs. The name contains the random identity of the run, so runs never share a segment.
 
-==================  ======================================  =========================================
-who                 does                                    why it is safe
-==================  ======================================  =========================================
-creator, joiner     open, lock shared, look whether it is   a cleaner may have unlinked it in between:
-                    still linked, else begin again          then it has no name any more
-cleaner, closer     lock exclusive without waiting, unlink  granted only if nobody holds it
-==================  ======================================  =========================================
+===================  ========================================  ==========================================
+process              does                                      because
+===================  ========================================  ==========================================
+creates or attaches  locks shared, then checks that the file   another process may have removed it before
+                     still has a name, else starts again       the lock was granted
+closes or cleans up  locks exclusively without waiting, then   the lock is granted only if no other
+                     removes the file                          process holds it
+===================  ========================================  ==========================================
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ _NAME = re.compile(r"[0-9a-f]{16,}-n\d+-[^/]+")
 
 
 def memory_folder(shared_memory: Path = SHARED_MEMORY) -> Path | None:
-    """This user's folder in shared memory; None where there is none."""
+    """Return this user's folder in shared memory; None if there is no shared memory."""
     if not shared_memory.is_dir() or not os.access(shared_memory, os.W_OK):
         return None
     folder = shared_memory / f"lightning_sparse-{os.geteuid()}"
@@ -40,25 +41,25 @@ def memory_folder(shared_memory: Path = SHARED_MEMORY) -> Path | None:
 
 
 def attach(path: Path) -> int | None:
-    """Open and hold a segment that exists; None if there is none."""
+    """Open and lock an existing segment; None if there is none."""
     while True:
         try:
             file = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
         except FileNotFoundError:
             return None
-        if _hold(file):
+        if _lock(file):
             return file
 
 
 def create(path: Path, size: int, prepare: Callable[[int], None]) -> int:
-    """Make, hold and prepare a segment of `size` bytes, of which none is backed by memory yet.
+    """Create and lock a segment of `size` bytes, without allocating memory, and call `prepare` on its descriptor.
 
     Raises:
-        OSError: when there is no memory for what `prepare` needs.
+        OSError: if there is not enough memory for `prepare`.
     """
     while True:
         file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-        if _hold(file):
+        if _lock(file):
             break
     try:
         os.ftruncate(file, size)
@@ -71,7 +72,7 @@ def create(path: Path, size: int, prepare: Callable[[int], None]) -> int:
 
 
 def remove_if_last(path: Path, file: int) -> bool:
-    """Unlink the segment if this process is the last that holds it."""
+    """Remove the segment if no other process holds it."""
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
@@ -82,8 +83,8 @@ def remove_if_last(path: Path, file: int) -> bool:
     return True
 
 
-def remove_leftovers(folders: Sequence[Path]) -> int:
-    """Unlink the segments of runs of which no process is left; returns how many."""
+def remove_stale(folders: Sequence[Path]) -> int:
+    """Remove the segments of runs that have ended; return how many."""
     removed, freed = 0, 0
     for path in (path for folder in folders if folder.is_dir() for path in folder.iterdir()):
         if not _NAME.fullmatch(path.name):
@@ -97,14 +98,15 @@ def remove_leftovers(folders: Sequence[Path]) -> int:
             finally:
                 os.close(file)
     if removed:
-        log.info("freed %.2f GB of memory that %d ended run(s) had left behind", freed / 1e9, removed)
+        log.info("freed %.2f GB of memory: removed %d segment(s) of runs that have ended", freed / 1e9, removed)
     return removed
 
 
 def available_memory(folder: Path) -> int:
-    """Bytes that this node could give: free memory, the limit of the control group, and room in `folder`.
+    """Return the available bytes: the least of free memory, the limit of the control group and free space in `folder`.
 
-    What segments in `folder` may still grow to is taken off: a validation split, or a second run, gets of what is left.
+    Space that existing segments in `folder` may still allocate is subtracted, so a validation split or a second run
+    uses the remainder.
     """
     about = os.statvfs(folder)
     amounts = [about.f_bavail * about.f_frsize]
@@ -120,13 +122,13 @@ def available_memory(folder: Path) -> int:
         ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
         ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
     ):
-        with contextlib.suppress(OSError, ValueError):  # "max": no limit
+        with contextlib.suppress(OSError, ValueError):  # "max" means no limit
             amounts.append(int(Path(limit).read_text()) - int(Path(used).read_text()))
     return max(0, min(amounts) - promised)
 
 
-def _hold(file: int) -> bool:
-    """Lock shared; False, and closed, if the segment lost its name meanwhile."""
+def _lock(file: int) -> bool:
+    """Lock shared. If the file was removed meanwhile, close it and return False."""
     fcntl.flock(file, fcntl.LOCK_SH)
     if os.fstat(file).st_nlink:
         return True

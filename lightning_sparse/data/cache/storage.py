@@ -1,8 +1,8 @@
-"""Bytes from network storage, with patience: waits while storage is away, says so, and gives up after a timeout.
+"""Reads files from network storage. Waits while storage does not respond, and raises an error after a timeout.
 
-Reading happens in another process (`reader.py` says why). A request that storage did not answer, because the link is
-down or a server restarts, stays open or is asked again until it is answered or `timeout` seconds passed without any
-answer. What is the file's own fault (missing, no permission, a link that leads out of the source) is answered at once.
+A child process reads the files (see `storage_reader.py`). A request that fails because of the network (link down,
+server restarting) is retried until storage answers, or until `timeout` seconds pass without any answer. Errors of the
+file itself (missing, no permission, a link out of the source) are returned at once.
 """
 
 from __future__ import annotations
@@ -29,21 +29,21 @@ from lightning_sparse.data.cache.storage_reader import ANSWER, REQUEST
 from lightning_sparse.data.config import DataError
 from lightning_sparse.messages import log
 
-SAY_S = 5.0  # a pause that is worth a line
+WARN_S = 5.0  # silence before a warning
 RETRY_S = 1.0
-RESTART_S = 30.0  # a silent reader is replaced, then after twice as long, ...: its connection may never come back
+RESTART_S = 30.0  # silence before the reader is restarted, doubling each time: its connection may never recover
 _READER = Path(__file__).with_name("storage_reader.py")
 
 
 class StorageTimeoutError(DataError):
-    """Network storage did not answer for `storage_timeout` seconds."""
+    """Network storage did not respond for `storage_timeout` seconds."""
 
 
 class MissingFolderError(DataError):
-    """The source is there, the folder is not."""
+    """The source has no such folder."""
 
 
-class Fetched(NamedTuple):
+class StoredFile(NamedTuple):
     """A file as it is on storage now."""
 
     data: bytes
@@ -52,196 +52,191 @@ class Fetched(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Refusal:
-    """A file that cannot be had, whoever asks and however often."""
+class Unreadable:
+    """A file that cannot be read, now or later."""
 
     reason: str
 
 
 @dataclass
-class _Asked:
-    """A request on its way. `future` holds (status, payload, size, mtime_ns)."""
+class _Request:
+    """An open request. `future` receives (status, payload, size, mtime_ns)."""
 
     message: bytes
     future: Future[tuple[str, bytes, int, int]]
 
 
-class Source:
-    """The files below one folder of network storage. Used by many threads; the reader starts with the first request.
+class Storage:
+    """The files below a folder of network storage. Thread-safe. The reader process starts with the first request.
 
     Args:
-        source: a folder or an fsspec URL.
-        timeout: seconds without an answer after which reading ends with StorageTimeoutError.
+        source: folder or fsspec URL.
+        timeout: seconds without an answer before reads raise StorageTimeoutError.
         readers: files read at the same time.
-        quiet: say nothing about pauses; for all but one process of a node.
+        quiet: log interruptions at debug level; for all but one process of a node.
     """
 
     def __init__(self, source: str, *, timeout: float = 300.0, readers: int = 8, quiet: bool = False) -> None:
         self.source = source if "://" in source else os.path.abspath(source)
         self.timeout, self._readers, self._quiet = timeout, readers, quiet
         self._lock = threading.RLock()
-        self._asked: dict[int, _Asked] = {}
-        self._ask_again: list[int] = []  # what a reader could not get
+        self._requests: dict[int, _Request] = {}
+        self._to_retry: list[int] = []
         self._next = 0
         self._closed = False
         self._reader: _Reader | None = None
-        self._waiting = 0  # callers that wait for an answer
-        self._since = 0.0  # when storage last answered, or was first asked after a pause
-        self._patience = self._restart_at = 0.0
-        self._said_at: float | None = None
+        self._waiting = 0  # threads that wait for an answer
+        self._silent_since = 0.0
+        self._restart_after = self._restart_at = 0.0
+        self._warned_since: float | None = None  # when the silence that was logged began
         self._trouble = ""
 
-    def read(self, paths: Sequence[str]) -> Iterator[Fetched | Refusal]:
-        """Contents of files, in order; all are asked for at once, so take them as they come."""
-        asked = [self._ask("r", path) for path in paths]
-        for each in asked:
-            status, payload, size, mtime_ns = self._await(each)
-            yield Fetched(payload, size, mtime_ns) if status == "k" else Refusal(payload.decode("utf-8", "replace"))
+    def read(self, paths: Sequence[str]) -> Iterator[StoredFile | Unreadable]:
+        """Yield the contents of files in order. All files are requested at once."""
+        requests = [self._request("r", path) for path in paths]
+        for request in requests:
+            status, payload, size, mtime_ns = self._wait_for(request)
+            yield (
+                StoredFile(payload, size, mtime_ns) if status == "k" else Unreadable(payload.decode("utf-8", "replace"))
+            )
 
     def listing(self, folders: Sequence[str]) -> Iterator[list[tuple[str, int, int]]]:
-        """(path, size, mtime in ns) of all pictures below each folder; of "folder/" the names of folders in it.
+        """Yield (path, size, mtime in ns) of all images below each folder; for "folder/", its subfolders.
 
         Raises:
-            MissingFolderError: when a folder cannot be listed.
+            MissingFolderError: if a folder cannot be listed.
         """
-        asked = [self._ask("l", folder) for folder in folders]
-        for folder, each in zip(folders, asked, strict=True):
-            status, payload, _, _ = self._await(each)
+        requests = [self._request("l", folder) for folder in folders]
+        for folder, request in zip(folders, requests, strict=True):
+            status, payload, _, _ = self._wait_for(request)
             if status != "k":
                 reason = payload.decode("utf-8", "replace")
                 raise MissingFolderError(
                     f"source={self.source} has no folder {folder.rstrip('/')}/ to read ({reason}). Expected "
-                    f"train/<class>/<picture> and val/... in it: is the path right, and mounted?"
+                    f"train/<class>/<image> and val/<class>/<image>: check the path, and that it is mounted."
                 )
             yield [(name, size, mtime) for name, size, mtime in json.loads(payload)]
 
     def close(self) -> None:
-        """End the reader; who still waits for an answer gets a DataError."""
+        """End the reader process. Threads that wait for an answer raise DataError."""
         with self._lock:
             self._closed = True
-            self._abandon()
+            self._abandon_reader()
 
-    def _abandon(self) -> None:
+    def _abandon_reader(self) -> None:
         if self._reader is not None:
             self._reader.abandon()
         self._reader = None
 
-    # ------------------------------------------------------------------------------------------------ asking
-
-    def _ask(self, what: str, path: str) -> _Asked:
+    def _request(self, kind: str, path: str) -> _Request:
         with self._lock:
             self._check_open()
             self._next += 1
-            message = REQUEST.pack(self._next, ord(what)) + path.encode("utf-8", "surrogateescape")
-            asked = self._asked[self._next] = _Asked(message, Future())
+            message = REQUEST.pack(self._next, ord(kind)) + path.encode("utf-8", "surrogateescape")
+            request = self._requests[self._next] = _Request(message, Future())
             if self._reader is None:
-                self._restart()  # sends what is open, this one included
+                self._restart_reader()  # sends all open requests
             else:
                 self._reader.send(message)
-            return asked
+            return request
 
-    def _restart(self) -> None:
-        """A new reader, asked all that is still open."""
-        self._abandon()
-        self._patience *= 2
-        self._restart_at = time.monotonic() + self._patience
+    def _restart_reader(self) -> None:
+        """Start a reader and send it all open requests."""
+        self._abandon_reader()
+        self._restart_after *= 2
+        self._restart_at = time.monotonic() + self._restart_after
         self._reader = _Reader(self.source, self._readers, self)
-        self._ask_again.clear()
-        for asked in list(self._asked.values()):
-            self._reader.send(asked.message)
+        self._to_retry.clear()
+        for request in list(self._requests.values()):
+            self._reader.send(request.message)
 
-    def _answered(self, message: bytes) -> None:
+    def _on_answer(self, message: bytes) -> None:
         """Called by the thread that listens to a reader."""
         number, status, size, mtime_ns = ANSWER.unpack_from(message)
         payload = message[ANSWER.size :]
         with self._lock:
-            if chr(status) == "t":  # storage did not answer now
+            if chr(status) == "t":  # an error of the network
                 self._trouble = payload.decode("utf-8", "replace")
-                self._ask_again.append(number)
+                self._to_retry.append(number)
                 return
-            asked = self._asked.pop(number, None)  # None: a reader that was replaced answered it before
-            self._be_patient()
-            self._say_back()
-        if asked is not None:
-            asked.future.set_result((chr(status), payload, size, mtime_ns))
+            request = self._requests.pop(number, None)  # None if a former reader answered it
+            self._reset_timeout()
+            self._log_recovery()
+        if request is not None:
+            request.future.set_result((chr(status), payload, size, mtime_ns))
 
-    # ------------------------------------------------------------------------------------------------ waiting
-
-    def _await(self, asked: _Asked) -> tuple[str, bytes, int, int]:
+    def _wait_for(self, request: _Request) -> tuple[str, bytes, int, int]:
         with self._lock:
-            if self._waiting == 0 and not asked.future.done():
-                self._be_patient()
+            if self._waiting == 0 and not request.future.done():
+                self._reset_timeout()
             self._waiting += 1
         try:
             while True:
                 try:
-                    return asked.future.result(timeout=RETRY_S)
+                    return request.future.result(timeout=RETRY_S)
                 except FutureTimeoutError:
-                    self._lose_patience()
+                    self._check_timeout()
         finally:
             with self._lock:
                 self._waiting -= 1
 
-    def _be_patient(self) -> None:
-        """Storage answered, or is asked for the first time after a pause."""
-        self._since, self._patience = time.monotonic(), RESTART_S
-        self._restart_at = self._since + RESTART_S
+    def _reset_timeout(self) -> None:
+        """Storage answered, or receives the first request after a pause."""
+        self._silent_since, self._restart_after = time.monotonic(), RESTART_S
+        self._restart_at = self._silent_since + RESTART_S
 
-    def _lose_patience(self) -> None:
+    def _check_timeout(self) -> None:
+        """Retry, restart the reader, warn or raise, depending on how long storage has been silent."""
         with self._lock:
             self._check_open()
             now = time.monotonic()
-            silent = now - self._since
+            silent = now - self._silent_since
+            trouble = f" ({self._trouble})" if self._trouble else ""
             if silent >= self.timeout:
-                self._abandon()
+                self._abandon_reader()
                 raise StorageTimeoutError(
-                    f"storage {self.source} has not answered for {silent:.0f} s{self._why()}. Is it mounted, and its "
-                    f"server reachable? storage_timeout={self.timeout:g} says how long to wait."
+                    f"storage {self.source} has not responded for {silent:.0f} s{trouble}. Check that it is mounted "
+                    f"and that its server is reachable, or wait longer than storage_timeout={self.timeout:g}."
                 )
-            if silent >= min(SAY_S, self.timeout / 2) and self._said_at is None:
-                self._said_at = self._since
-                self._say(
-                    f"storage {self.source} does not answer{self._why()}: waiting up to {self.timeout:g} s for it"
-                )
+            if silent >= min(WARN_S, self.timeout / 2) and self._warned_since is None:
+                self._warned_since = self._silent_since
+                self._log(f"storage {self.source} does not respond{trouble}: waiting up to {self.timeout:g} s")
             reader = self._reader
             if reader is None or not reader.alive or now >= self._restart_at:
-                return self._restart()
-            for asked in [self._asked[number] for number in self._ask_again if number in self._asked]:
-                reader.send(asked.message)
-            return self._ask_again.clear()
+                return self._restart_reader()
+            for request in [self._requests[number] for number in self._to_retry if number in self._requests]:
+                reader.send(request.message)
+            return self._to_retry.clear()
 
     def _check_open(self) -> None:
         if self._closed:
-            raise DataError(f"storage {self.source} was closed while a file was read from it.")
+            raise DataError(f"storage {self.source} was closed during a read.")
 
-    def _say_back(self) -> None:
-        if self._said_at is not None:
-            self._say(f"storage {self.source} answers again, after {time.monotonic() - self._said_at:.0f} s")
-            self._said_at, self._trouble = None, ""
+    def _log_recovery(self) -> None:
+        if self._warned_since is not None:
+            self._log(f"storage {self.source} responds again after {time.monotonic() - self._warned_since:.0f} s")
+            self._warned_since, self._trouble = None, ""
 
-    def _say(self, text: str) -> None:
+    def _log(self, text: str) -> None:
         log.log(logging.DEBUG if self._quiet else logging.WARNING, text)
-
-    def _why(self) -> str:
-        return f" ({self._trouble})" if self._trouble else ""
 
 
 class _Reader:
-    """The process that reads, and the thread that listens to it."""
+    """The reader process, and the thread that listens to it."""
 
-    def __init__(self, source: str, readers: int, owner: Source) -> None:
+    def __init__(self, source: str, readers: int, owner: Storage) -> None:
         ours, theirs = socket.socketpair()
         command = [sys.executable, str(_READER), str(theirs.fileno()), str(readers), source]
-        # a session of its own: Ctrl-C is for the trainer, and the reader ends when the trainer's end of the socket does
+        # in a session of its own: Ctrl-C goes to the trainer, and the reader ends when the socket closes
         self._process = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()], cwd="/", start_new_session=True
         )
         theirs.close()
         self._connection = Connection(ours.detach())
         self._sending = threading.Lock()
-        self._owner = weakref.ref(owner)  # the listener must not keep a forgotten Source alive
+        self._owner = weakref.ref(owner)  # the thread must not keep the Storage alive
         self.alive = True
-        self._stop = weakref.finalize(owner, _abandon, self._process, self._connection, os.getpid())
+        self._stop = weakref.finalize(owner, _stop, self._process, self._connection, os.getpid())
         threading.Thread(target=self._listen, name="storage reader", daemon=True).start()
 
     def send(self, message: bytes) -> None:
@@ -249,10 +244,10 @@ class _Reader:
             with self._sending:
                 self._connection.send_bytes(message)
         except OSError:
-            self.alive = False  # whoever waits restarts it
+            self.alive = False  # a waiting thread restarts it
 
     def abandon(self) -> None:
-        """Forget the process. It may hang in the kernel, so nobody waits for its end."""
+        """Kill the process without waiting for its end: it may hang in the kernel."""
         self.alive = False
         self._stop()
 
@@ -265,18 +260,18 @@ class _Reader:
             owner = self._owner()
             if owner is None:
                 break
-            owner._answered(message)
+            owner._on_answer(message)
             del owner
         self.alive = False
 
 
-def _abandon(process: subprocess.Popen[bytes], connection: Connection, pid: int) -> None:
+def _stop(process: subprocess.Popen[bytes], connection: Connection, pid: int) -> None:
     if os.getpid() != pid:
-        return  # a forked copy of the owner: the process is not its own
+        return  # this is a forked copy; the process belongs to the parent
     process.kill()
     with contextlib.suppress(OSError):
         connection.close()
     try:
         process.wait(timeout=1)
     except subprocess.TimeoutExpired:
-        process.returncode = -9  # it is in the hands of the kernel; do not warn that it was not waited for
+        process.returncode = -9  # hangs in the kernel; suppresses the warning about a child that was not waited for

@@ -1,4 +1,4 @@
-"""The tiers that one process has open, and how they are opened."""
+"""The tiers that a process has open."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ import numpy.typing as npt
 from lightning_sparse.data import decode
 from lightning_sparse.data.cache.budget import open_memory, segment_name
 from lightning_sparse.data.cache.counts import Counter
-from lightning_sparse.data.cache.disk import DiskCache, Stored, decoder_number
+from lightning_sparse.data.cache.disk import CachedFile, DiskCache, decoder_id
 from lightning_sparse.data.cache.folders import cache_folder, file_name
 from lightning_sparse.data.cache.manifest import Manifest
 from lightning_sparse.data.cache.memory import MemoryCache
 from lightning_sparse.data.cache.placement import Placement
-from lightning_sparse.data.cache.storage import Source
+from lightning_sparse.data.cache.storage import Storage
 from lightning_sparse.data.config import GB, CacheConfig
 from lightning_sparse.data.peers.client import PeerClient
 from lightning_sparse.data.peers.server import PeerServer
@@ -27,29 +27,29 @@ from lightning_sparse.messages import log
 
 @dataclass
 class Tiers:
-    """What one process has open. pid: of that process; a forked one opens its own.
+    """The tiers that a process has open. A forked process opens its own: pid tells them apart.
 
-    decoder: the number of the decoder in use (`disk_cache.decoder_number`).
-    say: warns (topic, text), once a topic, whichever process of the run on this node is the first to say it.
+    decoder: id of the decoder in use (`disk.decoder_id`).
+    warn_once: called with (topic, text); logs each topic once per run and node, whichever process calls it first.
     """
 
     pid: int
     memory: MemoryCache
     disk: DiskCache
-    source: Source
+    storage: Storage
     counter: Counter
     decoder: int
-    say: Callable[[str, str], None]
+    warn_once: Callable[[str, str], None]
     peers: PeerClient | None = None
     server: PeerServer | None = None
 
     def keep(self, index: int, view: View) -> None:
-        """Keep a sample in memory while there is room."""
+        """Keep a sample in memory if there is space."""
         if not self.memory.put(index, view.data, view.height, view.width) and self.memory.capacity:
-            self.say(
+            self.warn_once(
                 "memory full",
-                f"memory tier is full with {self.memory.cached:,} samples in {self.memory.bytes / GB:.2f} GB; the "
-                "others of this node are read from local disk in every epoch. More memory_gb keeps more of them.",
+                f"memory tier is full with {self.memory.cached:,} samples in {self.memory.bytes / GB:.2f} GB; every "
+                "epoch reads the other samples of this node from local disk. Increase memory_gb to keep more.",
             )
 
     def close(self) -> None:
@@ -58,43 +58,42 @@ class Tiers:
         if self.peers is not None:
             self.peers.close()
         self.disk.close()
-        self.source.close()
+        self.storage.close()
         self.memory.close()
 
 
-def checked(data: bytes, decoder: int, short_side: int) -> tuple[Stored, npt.NDArray[np.uint8]]:
-    """What disk keeps of a file that was read from storage, and its pixels: decoded before anything else sees it.
+def validated(data: bytes, decoder: int, short_side: int) -> tuple[CachedFile, npt.NDArray[np.uint8]]:
+    """Decode a file from storage; return its cache entry and its pixels.
 
     Raises:
-        UndecodableError: when it is no whole picture.
+        UndecodableError: if it is not a complete image.
     """
-    return Stored(data, *decode.probe(data), decoder), decode.decode(data, short_side)
+    return CachedFile(data, *decode.probe(data), decoder), decode.decode(data, short_side)
 
 
-def open_disk(config: CacheConfig, split: str, counter: Counter, say: Callable[[str, str], None]) -> DiskCache:
-    """The disk tier of one split, wherever it is opened from."""
+def open_disk(config: CacheConfig, split: str, counter: Counter, warn_once: Callable[[str, str], None]) -> DiskCache:
+    """Open the disk tier of a split."""
     return DiskCache(
         cache_folder(config) / f"{file_name(split)}.lmdb",
         limit_bytes=None if config.disk_gb is None else int(config.disk_gb * GB),
         counter=counter,
-        say=say,
+        warn_once=warn_once,
     )
 
 
 def open_tiers(
-    config: CacheConfig, manifest: Manifest, place: Placement, mine: npt.NDArray[np.bool_], run: bytes
+    config: CacheConfig, manifest: Manifest, placement: Placement, owned: npt.NDArray[np.bool_], run: bytes
 ) -> Tiers:
-    """mine: bool [samples], which this node owns."""
+    """Open all tiers of a split. owned: bool [samples], samples that this node owns."""
     folder = cache_folder(config)
-    memory = open_memory(config, manifest, mine, segment_name(run, place.node_index, manifest.split), folder)
+    memory = open_memory(config, manifest, owned, segment_name(run, placement.node_index, manifest.split), folder)
     counter = Counter(memory.row)
 
-    def say(topic: str, text: str) -> None:
-        if memory.first(topic):
+    def warn_once(topic: str, text: str) -> None:
+        if memory.claim_topic(topic):
             log.warning("%s", text)
 
-    disk = open_disk(config, manifest.split, counter, say)
-    # one rank of a node speaks of the storage that all of its ranks wait for
-    quiet = place.device_index != 0
-    source = Source(config.source, timeout=config.storage_timeout, readers=config.storage_readers, quiet=quiet)
-    return Tiers(os.getpid(), memory, disk, source, counter, decoder_number(decode.decoder_version()), say)
+    disk = open_disk(config, manifest.split, counter, warn_once)
+    quiet = placement.device_index != 0  # one rank per node logs interruptions of storage
+    storage = Storage(config.source, timeout=config.storage_timeout, readers=config.storage_readers, quiet=quiet)
+    return Tiers(os.getpid(), memory, disk, storage, counter, decoder_id(decode.decoder_version()), warn_once)

@@ -23,12 +23,10 @@ def find_topology(node_rank: int | None = None, local_rank: int | None = None) -
 
 
 def on_rank_zero(make: Callable[[], T]) -> T:
-    """Call `make` on rank 0 and return its result on all ranks. An exception is raised on all ranks. A collective."""
+    """Call `make` on rank 0 and return its result on all ranks. Raises on all ranks if it fails. A collective."""
     if not is_distributed():
         return make()
-    answer: list[tuple[T | None, Exception | None]] = [(None, None)]
-    if dist.get_rank() == 0:
-        answer = [_result_of(make)]
+    answer = [_result_of(make) if dist.get_rank() == 0 else (None, None)]
     dist.broadcast_object_list(answer)
     value, error = answer[0]
     if error is not None:
@@ -37,7 +35,7 @@ def on_rank_zero(make: Callable[[], T]) -> T:
 
 
 def on_all_ranks(make: Callable[[], T]) -> list[T]:
-    """Call `make` on each rank and return the results in rank order. Exceptions are raised on all ranks. A collective."""
+    """Call `make` on each rank and return all results in rank order. Raises on all ranks if one fails. A collective."""
     if not is_distributed():
         return [make()]
     own = _result_of(make)

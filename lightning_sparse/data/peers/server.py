@@ -56,13 +56,14 @@ class PeerServer:
         )
         assert self._process.stdin is not None
         assert self._process.stdout is not None
+        self._input, self._output = self._process.stdin, self._process.stdout
         watchdog = threading.Timer(START_S, self._process.kill)
         watchdog.start()
         try:
             with contextlib.suppress(BrokenPipeError):
-                pickle.dump((store, run, address), self._process.stdin)
-                self._process.stdin.flush()
-            self.endpoint = self._process.stdout.readline().decode().strip()
+                pickle.dump((store, run, address), self._input)
+                self._input.flush()
+            self.endpoint = self._output.readline().decode().strip()
         finally:
             watchdog.cancel()
         if not self.endpoint:
@@ -70,16 +71,14 @@ class PeerServer:
             raise RuntimeError(f"the sample server of this node did not start on {address}; see its error above.")
 
     def close(self) -> None:
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
         with contextlib.suppress(OSError):
-            self._process.stdin.close()
+            self._input.close()
         try:
             self._process.wait(timeout=5)
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
-        self._process.stdout.close()
+        self._output.close()
 
 
 class _Credentials:

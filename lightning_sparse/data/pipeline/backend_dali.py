@@ -1,22 +1,22 @@
-"""The same samples through DALI. The only file that imports it.
+"""Batches through DALI. The only module that imports it.
 
-A thread of ours reads ahead from the store, another runs DALI, which takes the arrays as they are (``no_copy``) and
-resizes, flips and normalises them on threads of its own, or on the GPU:
+One thread reads samples from the store, another one runs DALI, which takes the arrays without a copy (``no_copy``) and
+resizes, flips and normalises them on its own threads or on the GPU:
 
 ===================  =========================================  ==============================================
-samples              without a GPU                              with one
+samples              CPU                                        GPU
 ===================  =========================================  ==============================================
-decoded uint8        the window -> resize -> flip, normalise    upload the window -> the same on the GPU
-JPEG                 decode the window only -> the same         mixed decode of the window only -> the same
+decoded uint8        crop -> resize -> flip, normalise          upload the crop -> the same on the GPU
+JPEG                 decode only the crop -> the same           mixed decode of only the crop -> the same
 ===================  =========================================  ==============================================
 
-Of a decoded picture DALI is given the window alone, whose rows our thread copies out of the store: that costs less than
-DALI's slice, and on a GPU the rest of the picture is not uploaded. A region of interest of the resize would save the
-copy as well, but lets pixels from outside into the edges of the window.
+For decoded images, the reading thread copies the crop out of the store. This is faster than DALI's slice, and on a GPU
+only the crop is uploaded. A region of interest of the resize would save the copy, but would use pixels from outside the
+crop at its edges.
 
-DALI reads no file, draws no random number and knows no epoch: windows come from `augment`, as for torchvision, and an
-epoch ends when its requests do, so there is nothing that an iterator could forget to reset. The executor is the dynamic
-one, whose outputs are handed to torch without a copy.
+DALI reads no files, draws no random numbers and knows no epochs: `augment` computes the crops, as for torchvision, and
+an epoch ends when its requests do, so there is no iterator to reset. The dynamic executor passes its outputs to torch
+without a copy.
 """
 
 from __future__ import annotations
@@ -32,50 +32,51 @@ from nvidia.dali import fn, pipeline_def, types
 from torch.utils.dlpack import from_dlpack
 
 from lightning_sparse.data.decode import decode
-from lightning_sparse.data.pipeline.batch import Batch, Look, Prepared, Request, prepare
+from lightning_sparse.data.pipeline.batch import Batch, BatchRequest, PreparedBatch, Transform, prepare
 from lightning_sparse.data.pipeline.prefetch import prefetch
 from lightning_sparse.data.sample import SampleReader
 
-_AHEAD = 2  # batches in each of the two queues: read, and made
+_PREFETCH = 2  # batches in each of the two queues: samples read, batches made
 
 
 class DaliPipeline:
-    """
+    """Makes batches with DALI.
+
     Args:
-        store: where samples come from.
-        look: windows and normalisation.
-        batch_size: the largest number of samples in a request.
-        threads: of DALI.
-        device: the index of the GPU that does the work; None for the CPU.
+        store: reads the samples.
+        transform: augmentation and normalisation.
+        batch_size: largest number of samples in a request.
+        threads: number of DALI's threads.
+        device: index of the GPU; None: CPU.
     """
 
     def __init__(
-        self, store: SampleReader, look: Look, *, batch_size: int, threads: int = 2, device: int | None = None
+        self, store: SampleReader, transform: Transform, *, batch_size: int, threads: int = 2, device: int | None = None
     ) -> None:
-        self._store, self._look = store, look
+        self._store, self._transform = store, transform
         options = {"batch_size": batch_size, "num_threads": threads, "device_id": device}
         self._pipe: Any = _graph(
-            look, store.format, device is not None, **options, prefetch_queue_depth=1, exec_dynamic=True
+            transform, store.format, device is not None, **options, prefetch_queue_depth=1, exec_dynamic=True
         )
         self._pipe.build()
 
-    def run(self, requests: Iterable[Request]) -> Generator[Batch, None, None]:
-        """Batches in the order of requests."""
-        made = prefetch(self._made(requests), _AHEAD, "DALI")
+    def run(self, requests: Iterable[BatchRequest]) -> Generator[Batch, None, None]:
+        """Yield batches in the order of requests."""
+        made = prefetch(self._made(requests), _PREFETCH, "DALI")
         try:
             for images, labels in made:
-                # here, in the thread that uses them: on a GPU this orders DALI's stream before the caller's
+                # in the consumer's thread: on a GPU this makes the consumer's stream wait for DALI's
                 yield from_dlpack(images.as_tensor()), labels.to(_device_of(images), non_blocking=True)
         finally:
             made.close()
 
     def close(self) -> None:
-        """Give DALI's threads and memory back."""
+        """Free DALI's threads and memory."""
         self._pipe = None
 
-    def _made(self, requests: Iterable[Request]) -> Iterator[tuple[Any, torch.Tensor]]:
-        read = prefetch(map(self._read, requests), _AHEAD, "reader")
-        in_use: deque[Prepared] = deque(maxlen=_AHEAD + 1)  # uploads may go on after run() has returned
+    def _made(self, requests: Iterable[BatchRequest]) -> Iterator[tuple[Any, torch.Tensor]]:
+        read = prefetch(map(self._read, requests), _PREFETCH, "reader")
+        in_use: deque[PreparedBatch] = deque(maxlen=_PREFETCH + 1)  # uploads may continue after run() returns
         try:
             for prepared in read:
                 in_use.append(prepared)
@@ -83,40 +84,40 @@ class DaliPipeline:
         finally:
             read.close()
 
-    def _read(self, request: Request) -> Prepared:
-        prepared = prepare(self._store, request, self._look)
+    def _read(self, request: BatchRequest) -> PreparedBatch:
+        prepared = prepare(self._store, request, self._transform)
         if self._store.format == "decoded":
-            return prepared._replace(pictures=cut_out(prepared))
-        return prepared._replace(pictures=[as_dali_reads(each) for each in prepared.pictures])
+            return prepared._replace(images=cropped(prepared))
+        return prepared._replace(images=[readable_by_dali(each) for each in prepared.images])
 
-    def _run(self, prepared: Prepared) -> Any:
+    def _run(self, prepared: PreparedBatch) -> Any:
         try:
-            (images,) = self._pipe.run(pictures=prepared.pictures, **_inputs(prepared, self._store.format))
+            (images,) = self._pipe.run(images=prepared.images, **_inputs(prepared, self._store.format))
         except RuntimeError as error:
             raise RuntimeError(
-                f"DALI failed on one of the samples {prepared.indices.tolist()} of the manifest; backend='torch' and "
-                f"sample_format='decoded' read whatever the cache holds. DALI says: {error}"
+                f"DALI failed on one of the samples {prepared.indices.tolist()} of the manifest. Use backend='torch' "
+                f"or sample_format='decoded', which read all cached images. Error of DALI: {error}"
             ) from error
         return images
 
 
 @pipeline_def  # type: ignore[untyped-decorator]
-def _graph(look: Look, store_format: str, on_gpu: bool) -> Any:
+def _graph(transform: Transform, store_format: str, on_gpu: bool) -> Any:
     size = _input("size", types.FLOAT, 0)
     if store_format == "jpeg":
-        window = {"start": _input("start", types.INT32, 1), "shape": _input("shape", types.INT32, 1)}
-        files = _input("pictures", types.UINT8, 1)
+        region = {"start": _input("start", types.INT32, 1), "shape": _input("shape", types.INT32, 1)}
+        files = _input("images", types.UINT8, 1)
         device = "mixed" if on_gpu else "cpu"
-        cut = fn.decoders.image_slice(files, device=device, output_type=types.RGB, axis_names="HW", **window)
+        cut = fn.decoders.image_slice(files, device=device, output_type=types.RGB, axis_names="HW", **region)
     else:
-        cut = _input("pictures", types.UINT8, 3, layout="HWC")
+        cut = _input("images", types.UINT8, 3, layout="HWC")
         cut = cut.gpu() if on_gpu else cut
     resized = fn.resize(cut, resize_x=size, resize_y=size, antialias=True)
     return fn.crop_mirror_normalize(
         resized,
         mirror=_input("flip", types.INT32, 0),
-        mean=[255 * each for each in look.mean],
-        std=[255 * each for each in look.std],
+        mean=[255 * each for each in transform.mean],
+        std=[255 * each for each in transform.std],
         dtype=types.FLOAT,
         output_layout="CHW",
     )
@@ -126,19 +127,19 @@ def _input(name: str, dtype: Any, ndim: int, **options: Any) -> Any:
     return fn.external_source(name=name, no_copy=True, dtype=dtype, ndim=ndim, **options)
 
 
-def cut_out(prepared: Prepared) -> list[NDArray[np.uint8]]:
-    """The window of each decoded picture, in memory of its own."""
-    windows = zip(*(each.tolist() for each in prepared.windows[:4]), strict=True)
+def cropped(prepared: PreparedBatch) -> list[NDArray[np.uint8]]:
+    """Return a copy of the crop of each decoded image."""
+    crops = zip(*(each.tolist() for each in prepared.crops[:4]), strict=True)
     return [
-        picture[top : top + height, left : left + width].copy()
-        for picture, (top, left, height, width) in zip(prepared.pictures, windows, strict=True)
+        image[top : top + height, left : left + width].copy()
+        for image, (top, left, height, width) in zip(prepared.images, crops, strict=True)
     ]
 
 
-def as_dali_reads(file: NDArray[np.uint8]) -> NDArray[np.uint8]:
-    """A JPEG of one or three colours as it is; anything else (CMYK, GIF, a palette) as pixels behind a PPM header.
+def readable_by_dali(file: NDArray[np.uint8]) -> NDArray[np.uint8]:
+    """Return JPEG files of one or three components unchanged, all others (CMYK, GIF, PNG with a palette, ...) as PPM.
 
-    One file that DALI does not read ends its pipeline.
+    A file that DALI cannot read would end its pipeline.
     """
     if jpeg_components(file.data) in (1, 3):
         return file
@@ -148,21 +149,21 @@ def as_dali_reads(file: NDArray[np.uint8]) -> NDArray[np.uint8]:
 
 
 def jpeg_components(file: memoryview) -> int:
-    """How many colours a JPEG has, from its frame header; 0 when it is none."""
+    """Return the number of components of a JPEG, from its frame header; 0 if it is not a JPEG."""
     if bytes(file[:2]) != b"\xff\xd8":
         return 0
-    place = 2
-    while place + 9 < len(file) and file[place] == 0xFF:
-        kind = file[place + 1]
+    position = 2
+    while position + 9 < len(file) and file[position] == 0xFF:
+        kind = file[position + 1]
         if 0xC0 <= kind <= 0xCF and kind not in (0xC4, 0xC8, 0xCC):
-            return file[place + 9]
-        place += 1 if kind == 0xFF else 2 + int.from_bytes(file[place + 2 : place + 4], "big")
+            return file[position + 9]
+        position += 1 if kind == 0xFF else 2 + int.from_bytes(file[position + 2 : position + 4], "big")
     return 0
 
 
-def _inputs(prepared: Prepared, store_format: str) -> dict[str, Any]:
-    """Besides the pictures. Those that are decoded are cut out already."""
-    top, left, height, width, flip = prepared.windows
+def _inputs(prepared: PreparedBatch, store_format: str) -> dict[str, Any]:
+    """Return the inputs besides the images. Decoded images are already cropped."""
+    top, left, height, width, flip = prepared.crops
     inputs = {"flip": flip.astype(np.int32), "size": np.full(len(flip), prepared.size, np.float32)}
     if store_format == "jpeg":
         inputs["start"] = np.stack([top, left], 1).astype(np.int32)

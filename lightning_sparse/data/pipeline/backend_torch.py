@@ -1,9 +1,9 @@
-"""The same samples through torchvision, in threads of this process.
+"""Batches through torchvision, in threads of this process.
 
-Threads rather than worker processes: what takes time (reading, decoding, resizing) releases the interpreter, the node's
-memory is read in place, and there is nothing to pickle and nobody to leave behind. Each thread makes whole batches, one
-more than there are threads is under way while the network trains. Whole-array work is done by numpy: torch would start
-a team of OpenMP threads for each of these threads.
+It uses threads instead of worker processes: reading, decoding and resizing release the GIL, the memory tier is read
+without a copy, and nothing is pickled. Each thread makes whole batches, and one more batch than threads is in progress
+during a training step. Whole-array work uses numpy, because torch would start a team of OpenMP threads for each of
+these threads.
 """
 
 from __future__ import annotations
@@ -19,54 +19,55 @@ from numpy.typing import NDArray
 from torchvision.transforms.v2 import functional as F
 
 from lightning_sparse.data.decode import decode
-from lightning_sparse.data.pipeline.batch import Batch, Look, Prepared, Request, prepare
+from lightning_sparse.data.pipeline.batch import Batch, BatchRequest, PreparedBatch, Transform, prepare
 from lightning_sparse.data.sample import SampleReader
 
 
 class TorchPipeline:
-    """
+    """Makes batches with torchvision.
+
     Args:
-        store: where samples come from.
-        look: windows and normalisation.
-        threads: how many batches are made at once.
-        pin: put batches into page-locked memory, from which a GPU copies asynchronously.
+        store: reads the samples.
+        transform: augmentation and normalisation.
+        threads: number of batches made at the same time.
+        pin: use pinned memory, for asynchronous copies to a GPU.
     """
 
-    def __init__(self, store: SampleReader, look: Look, *, threads: int = 2, pin: bool = False) -> None:
-        self._store, self._look, self._pin = store, look, pin
-        self._ahead = threads + 1
-        self._memory = Recycled(threads + 3)
+    def __init__(self, store: SampleReader, transform: Transform, *, threads: int = 2, pin: bool = False) -> None:
+        self._store, self._transform, self._pin = store, transform, pin
+        self._prefetch = threads + 1
+        self._buffers = BufferPool(threads + 3)
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="lightning_sparse batches")
         # (pixel / 255 - mean) / std = pixel * scale + shift
-        self._scale = (1 / (255 * np.array(look.std))).astype(np.float32)
-        self._shift = (-np.array(look.mean) / np.array(look.std)).astype(np.float32)
+        self._scale = (1 / (255 * np.array(transform.std))).astype(np.float32)
+        self._shift = (-np.array(transform.mean) / np.array(transform.std)).astype(np.float32)
 
-    def run(self, requests: Iterable[Request]) -> Generator[Batch, None, None]:
-        """Batches in the order of requests."""
+    def run(self, requests: Iterable[BatchRequest]) -> Generator[Batch, None, None]:
+        """Yield batches in the order of requests."""
         requests = iter(requests)
-        ahead: deque[Future[Batch]] = deque()
+        pending: deque[Future[Batch]] = deque()
         try:
             while True:
-                while len(ahead) < self._ahead and (request := next(requests, None)) is not None:
-                    ahead.append(self._pool.submit(self._make, request))
-                if not ahead:
+                while len(pending) < self._prefetch and (request := next(requests, None)) is not None:
+                    pending.append(self._pool.submit(self._make, request))
+                if not pending:
                     return
-                yield ahead.popleft().result()
+                yield pending.popleft().result()
         finally:
-            for each in ahead:
+            for each in pending:
                 each.cancel()
 
     def close(self) -> None:
-        """Wait for the batches under way, and end the threads."""
+        """Wait for running batches and end the threads."""
         self._pool.shutdown(cancel_futures=True)
 
-    def _make(self, request: Request) -> Batch:
-        prepared = prepare(self._store, request, self._look)
+    def _make(self, request: BatchRequest) -> Batch:
+        prepared = prepare(self._store, request, self._transform)
         shape = (len(request.indices), 3, request.size, request.size)
-        images = torch.empty(shape, pin_memory=True) if self._pin else torch.from_numpy(self._memory.take(shape))
-        for place, target in enumerate(images.numpy()):
-            image = resized(prepared, place, self._store.format)
-            self._normalise(image[:, ::-1] if prepared.windows.flip[place] else image, target)
+        images = torch.empty(shape, pin_memory=True) if self._pin else torch.from_numpy(self._buffers.take(shape))
+        for position, target in enumerate(images.numpy()):
+            image = resized(prepared, position, self._store.format)
+            self._normalise(image[:, ::-1] if prepared.crops.flip[position] else image, target)
         labels = torch.from_numpy(prepared.labels)
         return images, labels.pin_memory() if self._pin else labels
 
@@ -78,20 +79,20 @@ class TorchPipeline:
             np.add(out, shift, out=out)
 
 
-class Recycled:
-    """Memory for batches, used again once nobody refers to a batch any more, any view of it included.
+class BufferPool:
+    """Memory for batches, reused when a batch and all views of it are collected.
 
-    Fresh memory costs a page fault for every 4 KB of it, which is as much work as resizing.
+    New memory costs a page fault per 4 KB, which takes as long as resizing.
 
     Args:
-        keep: so many unused blocks, of the size that was asked for last.
+        keep: largest number of unused blocks.
     """
 
     def __init__(self, keep: int) -> None:
         self._free: deque[NDArray[np.float32]] = deque(maxlen=keep)
 
     def take(self, shape: tuple[int, ...]) -> NDArray[np.float32]:
-        """An array with arbitrary contents. What is made of it, as a tensor, keeps the block from being reused."""
+        """Return an uninitialised array. Its block is not reused while the array or a tensor made from it exists."""
         size = int(np.prod(shape))
         try:
             block = self._free.pop()
@@ -99,19 +100,19 @@ class Recycled:
             block = np.empty(size, np.float32)
         if len(block) != size:
             block = np.empty(size, np.float32)
-        array = block.reshape(shape)  # an object of its own, whose end says that the block is free
+        array = block.reshape(shape)  # a separate object: its finalizer returns the block
         weakref.finalize(array, self._free.append, block).atexit = False
         return array
 
 
-def resized(prepared: Prepared, place: int, store_format: str) -> NDArray[np.uint8]:
-    """The window of one picture at its final size, not flipped, uint8 [size, size, 3]."""
-    picture = prepared.pictures[place]
+def resized(prepared: PreparedBatch, position: int, store_format: str) -> NDArray[np.uint8]:
+    """Return the crop of an image at its final size, not flipped, uint8 [size, size, 3]."""
+    image = prepared.images[position]
     if store_format == "jpeg":
-        picture = decode(picture.tobytes())
-    top, left, height, width = (each[place] for each in prepared.windows[:4])
-    window = picture[top : top + height, left : left + width].copy()
-    # channels last under another name: torch resizes uint8 with vector instructions in this layout
-    image = F.resize(torch.from_numpy(window).permute(2, 0, 1), [prepared.size, prepared.size], antialias=True)
-    pixels: NDArray[np.uint8] = image.permute(1, 2, 0).contiguous().numpy()
+        image = decode(image.tobytes())
+    top, left, height, width = (each[position] for each in prepared.crops[:4])
+    crop = image[top : top + height, left : left + width].copy()
+    # channels last: torch resizes uint8 with vector instructions in this layout
+    tensor = F.resize(torch.from_numpy(crop).permute(2, 0, 1), [prepared.size, prepared.size], antialias=True)
+    pixels: NDArray[np.uint8] = tensor.permute(1, 2, 0).contiguous().numpy()
     return pixels

@@ -1,6 +1,6 @@
-"""What a batch is made of, before any backend touches a pixel: samples from the store, and the window of each.
+"""Batch requests, their samples and their crops: the part of the pipeline that both backends share.
 
-Both backends start from `prepare`, so that they give the same samples, labels and windows for the same request.
+Both backends call `prepare`, so they use the same samples, labels and crops for the same request.
 """
 
 from collections.abc import Generator, Iterable
@@ -11,21 +11,21 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from lightning_sparse.data.pipeline.augment import Augment, Windows, centre_windows
+from lightning_sparse.data.pipeline.augment import Augment, Crops, centre_crops
 from lightning_sparse.data.sample import SampleReader
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of ImageNet, for pixels in [0, 1]
 Batch = tuple[Tensor, Tensor]
 
 
-class Request(NamedTuple):
-    """One batch of one rank.
+class BatchRequest(NamedTuple):
+    """A batch of a rank.
 
     Attributes:
-        indices: into the manifest [B].
-        epoch: decides the windows of training; no matter without `train`.
-        size: edge of the square that the network sees.
-        train: random windows and flips; else the centre.
+        indices: indices of the samples in the manifest [B].
+        epoch: number of the epoch, for random crops.
+        size: height and width of the images in the batch.
+        train: random crops and flips if True, else centre crops.
     """
 
     indices: NDArray[np.int64]
@@ -34,26 +34,26 @@ class Request(NamedTuple):
     train: bool
 
 
-class Prepared(NamedTuple):
-    """A request with its samples."""
+class PreparedBatch(NamedTuple):
+    """A batch request with its samples. images: as cached. crops: to cut out and resize."""
 
     indices: NDArray[np.int64]
-    pictures: list[NDArray[np.uint8]]
+    images: list[NDArray[np.uint8]]
     labels: NDArray[np.int64]
-    windows: Windows
+    crops: Crops
     size: int
 
 
 @dataclass(frozen=True, kw_only=True)
-class Look:
-    """What pictures look like when they reach the network.
+class Transform:
+    """Augmentation and normalisation.
 
     Args:
-        augment: how windows are drawn in training.
-        mean, std: of each channel, for pixels in [0, 1].
+        augment: random crops and flips in training.
+        mean, std: mean and standard deviation of each channel, for pixels in [0, 1].
 
     Raises:
-        ValueError: for a value out of its range.
+        ValueError: if an option is out of range.
     """
 
     augment: Augment = Augment()
@@ -63,30 +63,32 @@ class Look:
     def __post_init__(self) -> None:
         if len(self.mean) != 3 or len(self.std) != 3 or min(self.std) <= 0:
             raise ValueError(
-                f"mean={self.mean}, std={self.std}: give three numbers each, for red, green and blue in [0, 1], and no "
-                f"std of 0."
+                f"mean={self.mean}, std={self.std} must be three numbers each, for red, green and blue in [0, 1], with "
+                f"each std above 0."
             )
 
 
 class Pipeline(Protocol):
-    """Turns requests into batches, ahead of time and in their order."""
+    """Makes batches of requests, in order and ahead of time."""
 
-    def run(self, requests: Iterable[Request]) -> Generator[Batch, None, None]:
-        """Batches of images float32 [B, 3, size, size] and labels int64 [B]. Nothing starts before the first next();
-        closing stops what is under way."""
+    def run(self, requests: Iterable[BatchRequest]) -> Generator[Batch, None, None]:
+        """Yield batches: images float32 [B, 3, size, size] and labels int64 [B].
+
+        Work starts with the first next() and stops when the generator is closed.
+        """
 
     def close(self) -> None:
-        """Give back threads and memory. An iterator that is still open ends."""
+        """Free threads and memory. Open iterators end."""
 
 
-def prepare(store: SampleReader, request: Request, look: Look) -> Prepared:
-    """Read the samples of a request and draw their windows."""
+def prepare(store: SampleReader, request: BatchRequest, transform: Transform) -> PreparedBatch:
+    """Read the samples of a request and compute their crops."""
     samples = store.get(request.indices.tolist())
     heights = np.array([each.height for each in samples], np.int64)
     widths = np.array([each.width for each in samples], np.int64)
     if request.train:
-        windows = look.augment.windows(request.epoch, request.indices, heights, widths)
+        crops = transform.augment.crops(request.epoch, request.indices, heights, widths)
     else:
-        windows = centre_windows(heights, widths)
+        crops = centre_crops(heights, widths)
     labels = np.array([each.label for each in samples], np.int64)
-    return Prepared(request.indices, [each.data for each in samples], labels, windows, request.size)
+    return PreparedBatch(request.indices, [each.data for each in samples], labels, crops, request.size)

@@ -1,8 +1,8 @@
-"""Random bits as a pure function of counters: no state, so any step of any epoch is one call away.
+"""Counter-based random numbers: a pure function of seed and counters, without state.
 
-``bits(seed, a, b, ...)`` mixes 64-bit counters one after the other with the finaliser of SplitMix64 (Steele et al.
-2014), in numpy and vectorised. It is written out here rather than taken from ``numpy.random``, whose streams may change
-between versions: an order of samples must survive an update of numpy, or a resumed run would lose some samples.
+``bits(seed, a, b, ...)`` mixes 64-bit counters with the finaliser of SplitMix64 (Steele et al. 2014), vectorised in
+numpy. ``numpy.random`` is not used because its streams may change between versions: a run that resumes after an update
+of numpy must see the same order of samples.
 """
 
 import numpy as np
@@ -14,7 +14,7 @@ _SECOND = np.uint64(0x94D049BB133111EB)
 
 
 def bits(seed: int, *counters: ArrayLike) -> NDArray[np.uint64]:
-    """64 random bits for each combination of counters, which are broadcast; at least one-dimensional.
+    """Return 64 random bits for each combination of counters. Counters are broadcast; at least one dimension.
 
     >>> bits(0, [1, 2], 3) == bits(0, [1, 2], [3, 3])
     array([ True,  True])
@@ -26,14 +26,14 @@ def bits(seed: int, *counters: ArrayLike) -> NDArray[np.uint64]:
 
 
 def uniform(seed: int, *counters: ArrayLike) -> NDArray[np.float64]:
-    """Numbers in [0, 1), with 53 random bits each."""
+    """Return numbers in [0, 1), with 53 random bits each."""
     return (bits(seed, *counters) >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
 
 def shuffled(values: NDArray[np.int64], seed: int, *counters: int) -> NDArray[np.int64]:
-    """`values`, all different, in an order that depends on nothing but the set of them, the seed and the counters.
+    """Shuffle distinct `values`. The order depends only on the set of values, the seed and the counters.
 
-    Each value draws a key; the lowest bits of a key say where the value stood, so one plain sort does it.
+    Sorts one random key per value. The lowest bits of a key are the position of its value.
     """
     if len(values) < 2:
         return values.copy()
