@@ -140,9 +140,9 @@ def test_rank_zero_says_what_it_chose_and_where_samples_came_from(results: Resul
     assert "backend='torch': on a CPU it resizes faster than DALI" in text
     assert "120 samples, global batch 20, shuffle='global': 6 steps per epoch, with 0 samples" in text
     assert text.count("samples by tier and epoch, all nodes") == 4
-    assert text.count("in memory 120 samples, ") == 4
+    assert text.count("in memory: 120 samples, ") == 4
     for each in results[1:]:
-        assert [line for line in each["epochs"]["lines"] if "backend" in line or "where the samples" in line] == []
+        assert [line for line in each["epochs"]["lines"] if "backend" in line or "samples by tier" in line] == []
 
 
 def test_nothing_is_left_behind(results: Results, segments_before: set[str]) -> None:

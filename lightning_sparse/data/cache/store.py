@@ -26,11 +26,11 @@ import numpy.typing as npt
 
 from lightning_sparse.data import decode
 from lightning_sparse.data.cache.counts import TierCounts, TierSizes
-from lightning_sparse.data.cache.disk import CachedFile, FileKey, corrupt_file
+from lightning_sparse.data.cache.disk import CachedFile, FileKey
 from lightning_sparse.data.cache.manifest import Manifest
 from lightning_sparse.data.cache.placement import Placement, owners
 from lightning_sparse.data.cache.storage import StoredFile, Unreadable
-from lightning_sparse.data.cache.tiers import Tiers, open_tiers, validated
+from lightning_sparse.data.cache.tiers import Tiers, open_tiers, store_file
 from lightning_sparse.data.config import CacheConfig, CorruptSampleError
 from lightning_sparse.data.peers.client import PeerClient
 from lightning_sparse.data.peers.interface import node_address
@@ -163,18 +163,11 @@ class SampleStore:
     def _from_storage(self, tiers: Tiers, index: int, answer: StoredFile | Unreadable) -> View | str:
         """Validate a file from storage and keep it."""
         key = self.manifest.key(index)
-        try:
-            if isinstance(answer, Unreadable):
-                raise decode.UndecodableError(answer.reason)
+        if isinstance(answer, StoredFile):
             tiers.counter.add(storage_samples=1, storage_bytes=len(answer.data))
             self._check_unchanged(tiers, key, answer)
-            file, pixels = validated(answer.data, tiers.decoder, self.config.short_side)
-        except decode.UndecodableError as error:
-            if self.config.on_corrupt == "skip":
-                tiers.disk.put(key, corrupt_file(str(error), tiers.decoder))
-            return str(error)
-        tiers.disk.put(key, file)
-        return self._kept(tiers, index, file, pixels)
+        found = store_file(self.config, tiers.disk, key, answer, tiers.decoder)
+        return found if isinstance(found, str) else self._kept(tiers, index, *found)
 
     def _kept(self, tiers: Tiers, index: int, file: CachedFile, pixels: npt.NDArray[np.uint8] | None) -> View:
         """Return the sample of a file, and keep it in memory if this node keeps it."""

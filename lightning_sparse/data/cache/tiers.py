@@ -12,12 +12,12 @@ import numpy.typing as npt
 from lightning_sparse.data import decode
 from lightning_sparse.data.cache.budget import open_memory, segment_name
 from lightning_sparse.data.cache.counts import Counter
-from lightning_sparse.data.cache.disk import CachedFile, DiskCache, decoder_id
+from lightning_sparse.data.cache.disk import CachedFile, DiskCache, FileKey, corrupt_file, decoder_id
 from lightning_sparse.data.cache.folders import cache_folder, file_name
 from lightning_sparse.data.cache.manifest import Manifest
 from lightning_sparse.data.cache.memory import MemoryCache
 from lightning_sparse.data.cache.placement import Placement
-from lightning_sparse.data.cache.storage import Storage
+from lightning_sparse.data.cache.storage import Storage, StoredFile, Unreadable
 from lightning_sparse.data.config import GB, CacheConfig
 from lightning_sparse.data.peers.client import PeerClient
 from lightning_sparse.data.peers.server import PeerServer
@@ -62,13 +62,25 @@ class Tiers:
         self.memory.close()
 
 
-def validated(data: bytes, decoder: int, short_side: int) -> tuple[CachedFile, npt.NDArray[np.uint8]]:
-    """Decode a file from storage; return its cache entry and its pixels.
+def store_file(
+    config: CacheConfig, disk: DiskCache, key: FileKey, answer: StoredFile | Unreadable, decoder: int
+) -> tuple[CachedFile, npt.NDArray[np.uint8]] | str:
+    """Validate a file from storage by decoding it, and cache it on disk.
 
-    Raises:
-        UndecodableError: if it is not a complete image.
+    Returns:
+        The file and its pixels, or the reason why it is corrupt.
     """
-    return CachedFile(data, *decode.probe(data), decoder), decode.decode(data, short_side)
+    try:
+        if isinstance(answer, Unreadable):
+            raise decode.UndecodableError(answer.reason)
+        file = CachedFile(answer.data, *decode.probe(answer.data), decoder)
+        pixels = decode.decode(answer.data, config.short_side)
+    except decode.UndecodableError as error:
+        if config.on_corrupt == "skip":
+            disk.put(key, corrupt_file(str(error), decoder))
+        return str(error)
+    disk.put(key, file)
+    return file, pixels
 
 
 def open_disk(config: CacheConfig, split: str, counter: Counter, warn_once: Callable[[str, str], None]) -> DiskCache:

@@ -15,11 +15,11 @@ from tqdm import tqdm
 
 from lightning_sparse.data import decode
 from lightning_sparse.data.cache.counts import Counter
-from lightning_sparse.data.cache.disk import DiskCache, FileKey, corrupt_file, decoder_id
+from lightning_sparse.data.cache.disk import DiskCache, FileKey, decoder_id
 from lightning_sparse.data.cache.manifest import load_or_list
 from lightning_sparse.data.cache.placement import Placement, owners
-from lightning_sparse.data.cache.storage import MissingFolderError, Storage, StoredFile, Unreadable
-from lightning_sparse.data.cache.tiers import open_disk, validated
+from lightning_sparse.data.cache.storage import MissingFolderError, Storage, StoredFile
+from lightning_sparse.data.cache.tiers import open_disk, store_file
 from lightning_sparse.data.config import CacheConfig
 from lightning_sparse.messages import log
 
@@ -111,7 +111,9 @@ def _fill(
         """Return (key, bytes read, reason why the file is corrupt or "") of each file."""
         done = []
         for key, answer in zip(keys, storage.read([key.path for key in keys]), strict=True):
-            done.append((key, *_keep(config, disk, key, answer, decoder)))
+            stored = store_file(config, disk, key, answer, decoder)
+            nbytes = len(answer.data) if isinstance(answer, StoredFile) else 0
+            done.append((key, nbytes, stored if isinstance(stored, str) else ""))
         return done
 
     chunks = [missing[begin : begin + CHUNK] for begin in range(0, len(missing), CHUNK)][::-1]
@@ -130,19 +132,3 @@ def _fill(
                 elif not disk.full:
                     report.fetched += 1
                 bar.update()
-
-
-def _keep(
-    config: CacheConfig, disk: DiskCache, key: FileKey, answer: StoredFile | Unreadable, decoder: int
-) -> tuple[int, str]:
-    """Validate and cache a file; return (bytes read, reason why it is corrupt or "")."""
-    try:
-        if isinstance(answer, Unreadable):
-            raise decode.UndecodableError(answer.reason)
-        stored, _ = validated(answer.data, decoder, config.short_side)
-    except decode.UndecodableError as error:
-        if config.on_corrupt == "skip":
-            disk.put(key, corrupt_file(str(error), decoder))
-        return 0 if isinstance(answer, Unreadable) else len(answer.data), str(error)
-    disk.put(key, stored)
-    return len(answer.data), ""
