@@ -41,11 +41,11 @@ from tqdm import tqdm
 from lightning_sparse.bench.data import BATCH, SIZE, config_of, generated, plot, table, tier_row
 from lightning_sparse.bench.data import measure as measure_rows
 from lightning_sparse.bench.provenance import commit, processor
-from lightning_sparse.data.batch import Batch, Look
+from lightning_sparse.data.cache.manifest import load_or_list
+from lightning_sparse.data.cache.placement import Placement
+from lightning_sparse.data.cache.store import SampleStore, new_run
 from lightning_sparse.data.config import CacheConfig
-from lightning_sparse.data.manifest import load_or_list
-from lightning_sparse.data.store import new_run, open_store
-from lightning_sparse.data.tiers import Place
+from lightning_sparse.data.pipeline.batch import Batch, Transform
 
 RANKS = 4
 BASELINES = ["ImageFolder + DataLoader", "DALI file reader"]
@@ -59,9 +59,9 @@ def image_folder(pictures: Path, epochs: int, device: int | None) -> Iterator[Ba
     from torchvision.datasets import ImageFolder
     from torchvision.transforms import v2
 
-    look = Look()
+    transform = Transform()
     steps = [v2.RandomResizedCrop(SIZE, antialias=True), v2.RandomHorizontalFlip(), v2.ToImage()]
-    steps += [v2.ToDtype(torch.float32, scale=True), v2.Normalize(look.mean, look.std)]
+    steps += [v2.ToDtype(torch.float32, scale=True), v2.Normalize(transform.mean, transform.std)]
     data = ImageFolder(str(pictures / "train"), v2.Compose(steps))
     # forked, as in a script of one's own: a process that was spawned, as each row's is, would spawn its workers, and
     # those read a fifth slower
@@ -82,7 +82,7 @@ def dali_reader(pictures: Path, epochs: int, device: int | None) -> Iterator[Bat
         kind = "cpu" if device is None else "mixed"
         cut = fn.decoders.image_random_crop(files, device=kind, random_area=[0.08, 1.0])
         resized = fn.resize(cut, size=(SIZE, SIZE), antialias=True)
-        mean, std = ([255 * each for each in part] for part in (Look().mean, Look().std))
+        mean, std = ([255 * each for each in part] for part in (Transform().mean, Transform().std))
         flip = fn.random.coin_flip()
         return fn.crop_mirror_normalize(resized, mirror=flip, mean=mean, std=std, output_layout="CHW"), labels
 
@@ -101,7 +101,7 @@ def dali_reader(pictures: Path, epochs: int, device: int | None) -> Iterator[Bat
 def hold(rank: int, config: CacheConfig, run: bytes, ready: Any, go_on: Any, out: Any) -> None:
     """Read everything, then look at what of this process is in memory."""
     manifest = load_or_list(config, "train", quiet=True)
-    store = open_store(config, manifest, Place(0, 1, rank, RANKS), run)
+    store = SampleStore(config, manifest, Placement(0, 1, rank), run)
     spans = [range(first, min(first + BATCH, len(manifest))) for first in range(0, len(manifest), BATCH)]
     for span in spans:
         store.get(span)
@@ -147,7 +147,7 @@ def memory_of_ranks(pictures: Path, start: Callable[..., Any], context: Any) -> 
 def compare_with_cpu(pictures: Path, device: int) -> dict[str, Any]:
     """Mean and largest difference in levels of gray between DALI on the GPU and on the CPU, same requests."""
     out: dict[str, Any] = {}
-    scale = 255 * torch.tensor(Look().std).view(3, 1, 1)
+    scale = 255 * torch.tensor(Transform().std).view(3, 1, 1)
     for tier in ("memory jpeg", "memory decoded"):
         with tempfile.TemporaryDirectory(prefix="data-benchmark-") as cache:
             rows = [list(tier_row(tier, "dali", pictures, Path(cache), 1, each)) for each in (None, device)]

@@ -32,7 +32,7 @@ from torchvision.transforms import v2
 from tqdm import tqdm
 
 from lightning_sparse.bench.provenance import surroundings
-from lightning_sparse.data.sampler import SHUFFLES, Shuffle
+from lightning_sparse.data.config import SHUFFLES, Shuffle
 from lightning_sparse.flavours.pytorch_lightning import CachedImageDataModule
 
 NODES, BATCH = 2, 64  # a rank

@@ -115,16 +115,18 @@ def _mark(work: Path, number: int, **about: Any) -> None:
 
 
 def _ours(source: str, work: Path, shuffle: str) -> tuple[Any, Any]:
-    from lightning_sparse.data.augment import Augment
-    from lightning_sparse.data.batch import Look
     from lightning_sparse.data.config import CacheConfig
-    from lightning_sparse.data.loader import ImageSizes
-    from lightning_sparse.data.session import Wish, open_session
+    from lightning_sparse.data.pipeline.augment import Augment
+    from lightning_sparse.data.pipeline.batch import Transform
+    from lightning_sparse.data.pipeline.loader import ImageSizes
+    from lightning_sparse.data.session import DataOptions, open_session
 
     cache_dir = work / f"local-disk-of-node{os.environ['NODE_RANK']}"
     cache = CacheConfig(source=source, cache_dir=str(cache_dir), memory_gb=1.5, shuffle=shuffle)  # type: ignore[arg-type]
-    wish = Wish(cache=cache, batch_size=BATCH, sizes=ImageSizes(SIZE), look=Look(augment=Augment()), backend="torch")
-    session = open_session(wish)
+    options = DataOptions(
+        cache=cache, batch_size=BATCH, sizes=ImageSizes(SIZE), transform=Transform(augment=Augment()), backend="torch"
+    )
+    session = open_session(options)
     loader = session.train_loader(fixed=False, on_epoch=lambda epoch: None, on_resume=lambda done: None)
 
     def batches(epoch: int) -> Any:
@@ -134,8 +136,8 @@ def _ours(source: str, work: Path, shuffle: str) -> tuple[Any, Any]:
     def close() -> None:
         assert session.train is not None
         store = session.train.store
-        if store.place.device_index == 0:
-            print(f"node {store.place.node_index}: {store.node_counters().describe()}", flush=True)
+        if store.placement.device_index == 0:
+            print(f"node {store.placement.node_index}: {store.node_counters()}", flush=True)
         session.close()
 
     return batches, close

@@ -99,7 +99,7 @@ def test_the_whole_recipe_on_two_nodes(image_folder: Path, environment: dict[str
         "val_top1",
         "PTOCallback(scope='auto'): Lars",
         "what one device exchanged with other nodes, in 6 rounds",
-        "where the samples of each epoch came from",
+        "samples by tier and epoch",
     ):
         assert said in outputs[0], outputs[0][-3000:]
     assert re.search(r"round 3: \d+ group\(s\) of parameters, [1-9]\d* (sparse|flat|dense)", outputs[0]), outputs[0][

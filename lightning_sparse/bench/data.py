@@ -1,19 +1,19 @@
-"""What a picture costs: images per CPU-second of each tier of the cache and each backend, and the memory of four ranks.
+"""Throughput of the data tiers: images per CPU-second of each tier of the cache and each backend.
 
-All rows end in the same thing: batches of 64, random resized crop to 224, flip, normalised, float32 [64, 3, 224, 224].
+All rows end in the same batches: 64 images, random resized crop to 224, flip, normalised, float32 [64, 3, 224, 224].
 
 ========================== =====================================================================================
-row                        what it does for each picture
+row                        work for each image
 ========================== =====================================================================================
-storage, BACKEND           first epoch of a new cache: read, checked by decoding, written to disk and memory, batched
-disk, BACKEND              memory_gb=0: read from LMDB and decoded in every epoch
-memory jpeg, BACKEND       files in memory, decoded in every epoch
+storage, BACKEND           first epoch with a new cache: read, validate by decoding, write to disk and memory, batch
+disk, BACKEND              memory_gb=0: read from LMDB and decode in every epoch
+memory jpeg, BACKEND       files in memory, decode in every epoch
 memory decoded, BACKEND    pixels in memory
 ========================== =====================================================================================
 
-CPU time is that of the process and all its children, so a row's number does not depend on how many threads it has or
-what else the machine does (as long as that leaves caches and clock alone). Each row runs in a process of its own,
-`ROUNDS` times in turn; its number is the median.
+CPU time is that of the process and all its children, so it does not depend on the number of threads or on other load
+(unless that affects caches and clock). Each row runs in a process of its own, `ROUNDS` times in turn; the result is the
+median.
 """
 
 from __future__ import annotations
@@ -35,21 +35,21 @@ import numpy as np
 import torch
 
 from lightning_sparse.bench.extras import figure, need, save
-from lightning_sparse.data.batch import Batch, Look, Pipeline, Request
+from lightning_sparse.data.cache.manifest import load_or_list
+from lightning_sparse.data.cache.store import SampleStore
 from lightning_sparse.data.config import CacheConfig
-from lightning_sparse.data.manifest import load_or_list
-from lightning_sparse.data.sampler import Layout, Order
-from lightning_sparse.data.store import SampleStore, open_store
+from lightning_sparse.data.pipeline.batch import Batch, BatchRequest, Pipeline, Transform
+from lightning_sparse.data.pipeline.sampler import Sampler, SamplerConfig
 
 BATCH, SIZE, ROUNDS = 64, 224, 3
 TIERS = ["storage", "disk", "memory jpeg", "memory decoded"]
 Timed = dict[str, float]
 Source = Callable[[Path, int, "int | None"], Iterator[Batch]]
-"""Batches of (pictures, epochs, GPU or None). It travels to another process by its name."""
+"""Batches of (image folder, epochs, GPU or None). Pickled by name, so it must be a module-level function."""
 
 
 def backends(device: int | None) -> list[str]:
-    """Those that are installed; on a GPU DALI alone."""
+    """Return the installed backends; on a GPU only DALI."""
     found = ["dali"] if find_spec("nvidia") is not None and find_spec("nvidia.dali") is not None else []
     return found if device is not None else ["torch", *found]
 
@@ -63,29 +63,29 @@ def config_of(tier: str, pictures: Path, cache: Path) -> CacheConfig:
 
 def pipeline_of(backend: str, store: SampleStore, device: int | None) -> Pipeline:
     if backend == "dali":
-        from lightning_sparse.data.pipeline_dali import DaliPipeline
+        from lightning_sparse.data.pipeline.backend_dali import DaliPipeline
 
-        return DaliPipeline(store, Look(), batch_size=BATCH, threads=1, device=device)
-    from lightning_sparse.data.pipeline_torch import TorchPipeline
+        return DaliPipeline(store, Transform(), batch_size=BATCH, threads=1, device=device)
+    from lightning_sparse.data.pipeline.backend_torch import TorchPipeline
 
-    return TorchPipeline(store, Look(), threads=1)
+    return TorchPipeline(store, Transform(), threads=1)
 
 
 def tier_row(tier: str, backend: str, pictures: Path, cache: Path, epochs: int, device: int | None) -> Iterator[Batch]:
-    """Epochs of one tier; but for "storage" the samples are there before the clock starts."""
+    """Yield the batches of a tier. All tiers but "storage" are filled before the first batch."""
     config = config_of(tier, pictures, cache)
     manifest = load_or_list(config, "train", quiet=True)
-    store = open_store(config, manifest)
+    store = SampleStore(config, manifest)
     pipeline = pipeline_of(backend, store, device)
-    order = Order(np.arange(len(manifest)), lambda nodes: store.owners, Layout(batch_size=BATCH))
+    sampler = Sampler(np.arange(len(manifest)), lambda nodes: store.owners, SamplerConfig(batch_size=BATCH))
     if tier != "storage":
         for first in range(0, len(manifest), BATCH):
             store.get(range(first, min(first + BATCH, len(manifest))))
         store.flush()
     try:
         for epoch in range(epochs):
-            plan = order.epoch(epoch)
-            yield from pipeline.run(Request(plan.batch(s, 0, 0), epoch, SIZE, True) for s in range(plan.steps))
+            plan = sampler.epoch(epoch)
+            yield from pipeline.run(BatchRequest(plan.batch(s, 0, 0), epoch, SIZE, True) for s in range(plan.steps))
     finally:
         pipeline.close()
         store.close()
@@ -95,7 +95,7 @@ def tier_row(tier: str, backend: str, pictures: Path, cache: Path, epochs: int, 
 
 
 def cpu_seconds(process: int) -> float:
-    """Of a process, its threads, and all children, living or waited for."""
+    """Return the CPU time of a process, its threads and all its children, running or ended."""
     try:
         fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
         tasks = list(Path(f"/proc/{process}/task").iterdir())
@@ -106,7 +106,7 @@ def cpu_seconds(process: int) -> float:
 
 
 def timed(batches: Iterator[Batch], warm: int) -> Timed:
-    """After `warm` batches: images per CPU-second and per second."""
+    """Skip `warm` batches, then measure images per CPU-second and per second."""
     for _ in range(warm):
         next(batches)
     _finish()
@@ -126,7 +126,7 @@ def _finish() -> None:
 
 
 def one_row(name: str, others: dict[str, Source], pictures: Path, images: int, device: int | None) -> Timed:
-    """In this process. `others` are rows that are not tiers."""
+    """Measure a row in this process. `others`: rows that are not tiers."""
     torch.set_num_threads(1)
     count = sum(1 for _ in (pictures / "train").rglob("*.*"))
     tier, _, backend = name.partition(", ")
@@ -150,11 +150,15 @@ def measure(
     others: dict[str, Source] | None = None,
     progress: Callable[[Sequence[str]], Iterable[str]] = iter,
 ) -> list[dict[str, Any]]:
-    """A row for each of `others`, tier and backend.
+    """Measure a row for each of `others` and for each tier and backend.
 
     Args:
-        pictures: an image folder with ``train/<class>/*``.
-        images: of a row, after the first epoch; four times as many where nothing is decoded.
+        pictures: image folder with ``train/<class>/*``.
+        device: index of the GPU; None: CPU.
+        rounds: runs per row.
+        images: images per row after the first epoch; four times as many for decoded images.
+        others: rows that are not tiers, by name.
+        progress: wraps the names of the rows, for a progress bar.
     """
     need("lmdb", "the disk tier")
     if device is None:
@@ -173,13 +177,13 @@ def measure(
 
 
 def generated(folder: Path, of_each: int = 96) -> Path:
-    """Crops of 375 x 500 of the photographs that scikit-learn carries, as an image folder.
+    """Make an image folder of 375 x 500 crops of scikit-learn's sample photographs.
 
     Raises:
-        ValueError: when scikit-learn or Pillow is not installed.
+        ValueError: if scikit-learn or Pillow is not installed.
     """
-    load_sample_images = need("scikit-learn", "making pictures", module="sklearn.datasets").load_sample_images
-    Image = need("pillow", "making pictures", module="PIL.Image")
+    load_sample_images = need("scikit-learn", "making images", module="sklearn.datasets").load_sample_images
+    Image = need("pillow", "making images", module="PIL.Image")
     random = np.random.default_rng(0)
     for label, photograph in enumerate(load_sample_images().images):
         (folder / "train" / str(label)).mkdir(parents=True)
@@ -197,10 +201,10 @@ def table(rows: list[dict[str, Any]]) -> str:
 
 
 def plot(rows: list[dict[str, Any]], file: Path) -> None:
-    """Bars of images per CPU-second.
+    """Plot images per CPU-second.
 
     Raises:
-        ValueError: when matplotlib is not installed.
+        ValueError: if matplotlib is not installed.
     """
     rows = rows[::-1]
     colours = {"torch": "#d1495b", "dali": "#2e7d32"}

@@ -8,32 +8,41 @@ from lightning_sparse.cli.common import Subcommands
 
 
 def add(subcommands: Subcommands) -> None:
-    parser = subcommands.add_parser("cache", help="fill, look at and remove the local disk cache of a data set")
+    parser = subcommands.add_parser("cache", help="fill, list and remove local disk caches")
     actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
-    fill = actions.add_parser("warm", help="bring a data set to local disk before a run; goes on where it was ended")
-    fill.add_argument("source", help="the image folder on network storage: a path or an fsspec URL")
-    fill.add_argument("cache_dir", help="a folder on a disk of this node")
-    fill.add_argument("--splits", nargs="+", metavar="NAME", help="default: train, and val if there is one")
-    fill.add_argument("--nodes", type=int, default=1, metavar="M", help="fetch only this node's part of M")
-    fill.add_argument("--node", type=int, default=0, metavar="I", help="which part, from 0 (SLURM: $SLURM_NODEID)")
-    fill.add_argument("--seed", type=int, default=0, help="that the run will use; it decides which node owns what")
-    fill.add_argument("--disk-gb", type=float, metavar="GB", help="stop at this size of a split")
-    fill.add_argument("--threads", type=int, default=4, metavar="N", help="that read and decode (default %(default)s)")
-    fill.add_argument("--on-corrupt", choices=("raise", "skip"), default="raise", help="skip: note damaged files")
+    fill = actions.add_parser("warm", help="copy a data set to local disk before a run; continues if interrupted")
+    fill.add_argument("source", help="image folder on network storage: a path or an fsspec URL")
+    fill.add_argument("cache_dir", help="folder on a local disk of this node")
+    fill.add_argument("--splits", nargs="+", metavar="NAME", help="default: train, and val if it exists")
+    fill.add_argument("--nodes", type=int, default=1, metavar="M", help="copy only this node's share of M nodes")
+    fill.add_argument(
+        "--node", type=int, default=0, metavar="I", help="index of this node, from 0 (SLURM: $SLURM_NODEID)"
+    )
+    fill.add_argument("--seed", type=int, default=0, help="seed of the run, which places samples on nodes")
+    fill.add_argument("--disk-gb", type=float, metavar="GB", help="size limit per split")
+    fill.add_argument(
+        "--threads", type=int, default=4, metavar="N", help="threads that read and decode (default: %(default)s)"
+    )
+    fill.add_argument(
+        "--on-corrupt",
+        choices=("raise", "skip"),
+        default="raise",
+        help="skip: record corrupt files, which runs with on_corrupt='skip' then do not read again",
+    )
     fill.set_defaults(run=_warm)
-    info = actions.add_parser("info", help="what a cache folder holds")
+    info = actions.add_parser("info", help="list the caches in a folder")
     info.add_argument("cache_dir")
     info.set_defaults(run=_info)
-    clear = actions.add_parser("clear", help="remove what a cache folder holds")
+    clear = actions.add_parser("clear", help="remove the caches in a folder")
     clear.add_argument("cache_dir")
-    clear.add_argument("--source", help="of this data set only")
+    clear.add_argument("--source", help="remove only the cache of this data set")
     clear.set_defaults(run=_clear)
 
 
 def _warm(arguments: argparse.Namespace) -> int:
+    from lightning_sparse.data.cache.placement import Placement
+    from lightning_sparse.data.cache.warm import warm_splits
     from lightning_sparse.data.config import CacheConfig
-    from lightning_sparse.data.tiers import Place
-    from lightning_sparse.data.warm import warm_splits
 
     config = CacheConfig(
         source=arguments.source,
@@ -42,25 +51,25 @@ def _warm(arguments: argparse.Namespace) -> int:
         on_corrupt=arguments.on_corrupt,
         seed=arguments.seed,
     )
-    place = Place(arguments.node, arguments.nodes)
-    reports = warm_splits(config, arguments.splits, place=place, threads=arguments.threads)
+    placement = Placement(arguments.node, arguments.nodes)
+    reports = warm_splits(config, arguments.splits, placement=placement, threads=arguments.threads)
     for report in reports:
         print(report.describe())
-        for path, reason in report.damaged:
+        for path, reason in report.corrupt:
             print(f"  {path}: {reason}")
-    return int(any(report.damaged for report in reports) and arguments.on_corrupt == "raise")
+    return int(any(report.corrupt for report in reports) and arguments.on_corrupt == "raise")
 
 
 def _info(arguments: argparse.Namespace) -> int:
-    from lightning_sparse.data.inventory import caches
+    from lightning_sparse.data.cache.inventory import caches
 
-    print("\n".join(each.describe() for each in caches(arguments.cache_dir)) or "nothing is cached here")
+    print("\n".join(each.describe() for each in caches(arguments.cache_dir)) or "no caches found")
     return 0
 
 
 def _clear(arguments: argparse.Namespace) -> int:
-    from lightning_sparse.data.inventory import clear
+    from lightning_sparse.data.cache.inventory import clear
 
     for each in clear(arguments.cache_dir, arguments.source):
-        print(f"removed {each.folder} of {each.source}")
+        print(f"removed {each.folder}, the cache of {each.source}")
     return 0

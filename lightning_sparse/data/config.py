@@ -1,4 +1,4 @@
-"""What is wanted of the cache. Checked when it is made, before any file is touched."""
+"""Options of the data cache, validated on creation, and the errors that the cache raises."""
 
 from __future__ import annotations
 
@@ -7,25 +7,25 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Literal
 
-Format = Literal["jpeg", "decoded"]
 Shuffle = Literal["local", "partial", "global"]
+SHUFFLES = ("local", "partial", "global")
 GB = 10**9
 
 _CHOICES = {
     "format": ("auto", "jpeg", "decoded"),
-    "shuffle": ("local", "partial", "global"),
+    "shuffle": SHUFFLES,
     "on_corrupt": ("raise", "skip"),
 }
 
-_NEEDED = ("lmdb", "zmq", "xxhash", "PIL")  # of the extra `data`
+_REQUIRED = ("lmdb", "zmq", "xxhash", "PIL")  # the extra `data`
 
 
 class DataError(RuntimeError):
-    """Something about the stored data, not about the program: the message names the file or the place."""
+    """The data or a cache folder cannot be used. The message names the file or the folder."""
 
 
 class CorruptSampleError(DataError):
-    """A file of the data set that cannot be used. `path` is relative to the source."""
+    """A file of the data set is corrupt. `path` is relative to the source."""
 
     def __init__(self, path: str, reason: str) -> None:
         super().__init__(path, reason)
@@ -34,32 +34,20 @@ class CorruptSampleError(DataError):
     def __str__(self) -> str:
         return (
             f"{self.path} cannot be used: {self.reason}. Repair or remove the file, "
-            f'or let damaged files be replaced: on_corrupt="skip".'
+            f'or set on_corrupt="skip" to replace corrupt files by other samples.'
         )
 
 
 @dataclass(frozen=True, kw_only=True)
 class CacheConfig:
-    """Where samples come from and where they are kept.
+    """Options of the data cache, a subset of those of `CachedImageDataModule`, which documents them.
 
     Args:
-        source: the image folder (``<split>/<class>/*``) on network storage: a path or an fsspec URL.
-        cache_dir: a folder on a disk of this node; several runs may share it.
-        memory_gb: what one node may keep in memory of one split, in GB; None takes half of what is free, 0 nothing.
-        disk_gb: what the cache of one split may take on the local disk, in GB; None: what is free, less a reserve.
-        format: "decoded" keeps RGB pixels in memory, "jpeg" the file as it is; "auto" keeps pixels where they fit.
-        short_side: of pictures kept as pixels, in pixels; at least the largest training size. Smaller ones stay.
-        shuffle: "local" trains each node on its own samples, "partial" exchanges a fraction, "global" shuffles all.
-        exchange_fraction: of its samples that a node takes from others in each epoch; for shuffle="partial".
-        on_corrupt: "raise" ends the run and names the file, "skip" replaces the sample by another and counts.
-        seed: of ownership and order.
-        storage_timeout: seconds to wait for network storage that does not answer before the run ends.
-        storage_readers: files read from network storage at the same time, by each process.
-        peer_address: the address or the interface (such as "eth0") on which this node serves its samples to other
-            nodes; None takes the interface of the process group.
+        format: its ``sample_format``.
+        storage_readers: files that each process reads from network storage at a time.
 
     Raises:
-        ValueError: for a value out of its range.
+        ValueError: if an option is out of range.
     """
 
     source: str
@@ -77,10 +65,10 @@ class CacheConfig:
     peer_address: str | None = None
 
     def __post_init__(self) -> None:
-        missing = [name for name in _NEEDED if not _is_installed(name)]
+        missing = [name for name in _REQUIRED if not _is_installed(name)]
         if missing:
             raise ValueError(
-                f"the data cache needs {', '.join(missing)}: `pip install 'lightning-sparse[data,vision]'`, or of a "
+                f"the data cache needs {', '.join(missing)}: `pip install 'lightning-sparse[data,vision]'`, or in a "
                 f"checkout `pip install '.[data,vision]'`."
             )
         for name in ("source", "cache_dir"):
@@ -92,17 +80,17 @@ class CacheConfig:
         for name in ("memory_gb", "disk_gb"):
             value = getattr(self, name)
             if value is not None and not 0 <= value < float("inf"):
-                raise ValueError(f"{name}={value}: a size in GB is 0 or more. Leave it out to have it chosen.")
+                raise ValueError(f"{name}={value} must be a size in GB, 0 or more. Omit it to use the default.")
         if not 0 <= self.exchange_fraction <= 1:
-            raise ValueError(f"exchange_fraction={self.exchange_fraction}: a fraction is between 0 and 1.")
+            raise ValueError(f"exchange_fraction={self.exchange_fraction} must be between 0 and 1.")
         if not 1 <= self.short_side <= 16384:
             raise ValueError(
-                f"short_side={self.short_side}: give pixels, between 1 and 16384; 256 suits training at 224."
+                f"short_side={self.short_side} must be between 1 and 16384 pixels; use 256 to train at 224."
             )
         if not 0 < self.storage_timeout < float("inf"):
-            raise ValueError(f"storage_timeout={self.storage_timeout}: give seconds, more than 0.")
+            raise ValueError(f"storage_timeout={self.storage_timeout} must be a number of seconds, more than 0.")
         if not 1 <= self.storage_readers <= 256:
-            raise ValueError(f"storage_readers={self.storage_readers}: between 1 and 256 files at a time.")
+            raise ValueError(f"storage_readers={self.storage_readers} must be between 1 and 256 files at a time.")
         if self.peer_address is not None:
             _check_address(self.peer_address)
 
@@ -111,16 +99,16 @@ def _check_address(text: str) -> None:
     try:
         everywhere = ipaddress.ip_address(text).is_unspecified
     except ValueError:
-        everywhere = text in ("", "*")  # otherwise the name of an interface, looked up when it is needed
+        everywhere = text in ("", "*")  # else the name of an interface, which the server looks up
     if everywhere:
         raise ValueError(
             f"peer_address={text!r} would serve samples on every network of this node. "
-            "Give the address or the name of the one interface that joins the nodes."
+            "Give the address or the name of the interface that connects the nodes."
         )
 
 
 def _is_installed(name: str) -> bool:
     try:
         return find_spec(name) is not None
-    except (ModuleNotFoundError, ValueError):  # ValueError: it is in sys.modules as something that no file is behind
+    except (ModuleNotFoundError, ValueError):  # ValueError: a module in sys.modules without a spec
         return False

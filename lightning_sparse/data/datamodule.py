@@ -1,16 +1,16 @@
-"""The LightningDataModule, as a mixin that imports no Lightning.
+"""The LightningDataModule, as a mixin that does not import Lightning.
 
-``lightning_sparse.flavours`` binds it to LightningDataModule of ``pytorch_lightning`` and of ``lightning.pytorch``. It
-passes Lightning's calls on to a `Session`, and what it does itself is about the Trainer:
+``lightning_sparse.flavours`` combines it with the LightningDataModule of ``pytorch_lightning`` and of
+``lightning.pytorch``. It delegates to a `Session`, and handles what concerns the Trainer:
 
 =================== ==================================================================================================
-when                what
+hook                action
 =================== ==================================================================================================
-setup               the process group exists: find the ranks, open the stores
-set_epoch           the last epoch's bytes by tier go to the logger (all ranks take part)
-load_state_dict     of the loader: a run that goes on with other ranks counts batches anew; the Trainer's count follows
-teardown            the last epoch is logged, a summary written, everything closed
-on_exception        everything closed, without asking other ranks, which may be gone
+setup               open the session; the process group exists
+set_epoch           log the bytes by tier of the last epoch (all ranks take part)
+load_state_dict     of the loader: if the number of ranks or batches has changed, correct the Trainer's count of batches
+teardown            log the last epoch and a summary, then close everything
+on_exception        close everything, without collectives, because other ranks may be gone
 =================== ==================================================================================================
 """
 
@@ -18,21 +18,20 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Literal
 
-from lightning_sparse.data.augment import Augment
-from lightning_sparse.data.backend import Backend
-from lightning_sparse.data.batch import MEAN, STD, Look
-from lightning_sparse.data.config import CacheConfig
-from lightning_sparse.data.loader import EvalLoader, ImageSizes, TrainLoader
-from lightning_sparse.data.manifest import class_names
-from lightning_sparse.data.sampler import Shuffle
-from lightning_sparse.data.session import Session, Wish, open_session
-from lightning_sparse.data.summary import metrics
+from lightning_sparse.data.cache.manifest import class_names
+from lightning_sparse.data.cache.summary import metrics
+from lightning_sparse.data.config import CacheConfig, Shuffle
+from lightning_sparse.data.pipeline.augment import Augment
+from lightning_sparse.data.pipeline.backend import Backend
+from lightning_sparse.data.pipeline.batch import MEAN, STD, Transform
+from lightning_sparse.data.pipeline.loader import EvalLoader, ImageSizes, TrainLoader
+from lightning_sparse.data.session import DataOptions, Session, open_session
 from lightning_sparse.messages import described
 
 if TYPE_CHECKING:
 
     class _Host:
-        """The part of Lightning's LightningDataModule that is relied upon."""
+        """The part of LightningDataModule that this mixin uses."""
 
         trainer: Any
 
@@ -42,37 +41,37 @@ else:
 
 
 class CachedImageDataModuleMixin(_Host):
-    """Feeds an image folder on network storage from local disk and from the memory of all nodes.
+    """DataModule for an image folder on network storage, cached on local disks and in the memory of all nodes.
 
-    The folder holds ``train/<class>/*`` and ``val/<class>/*``. Each file crosses the storage link once; later runs
-    start from local disk, and every epoch from the second on comes from memory, with new random crops and flips.
+    The folder contains ``train/<class>/*`` and ``val/<class>/*``. Each file is read from network storage once. Later
+    runs read from local disk, and from the second epoch on, samples come from memory, with new random crops and flips.
     Batches are (images float32 [B, 3, size, size], labels int64 [B]).
 
     Args:
-        source: the folder: a path or an fsspec URL.
-        cache_dir: a folder on a disk of each node, which runs may share.
-        batch_size: samples a device and step.
-        image_size: edge of the square that the network sees, or {first epoch: size} to begin with small pictures.
-        memory_gb: what a node may keep in memory of each split; default: half of what is free.
-        disk_gb: what the cache of each split may take of the local disk; default: what is there, less a reserve.
-        shuffle: ``"global"``, ``"partial"`` or ``"local"``; see `lightning_sparse.data.sampler`.
-        exchange_fraction: of ``"partial"``: the share of its samples that a node exchanges each epoch.
-        backend: ``"dali"``, ``"torch"``, or ``"auto"`` for the faster one here.
-        sample_format: what memory holds: ``"decoded"`` pixels, ``"jpeg"`` files, or ``"auto"`` for pixels if they fit.
-        short_side: of decoded pictures; default: 8/7 of the largest image_size.
-        on_corrupt: ``"raise"`` names a damaged file and ends, ``"skip"`` takes another sample and counts.
-        val_fraction: validate on this share of train/, the same in every run, instead of on val/.
-        crop_scale: least and greatest share of a picture's area that a random crop takes.
-        flip: probability of a flip from left to right.
-        mean, std: for normalising, of pixels in [0, 1].
-        threads: of a rank, for making batches; default: its share of the node's cores.
-        seed: of ownership, order and augmentation.
-        storage_timeout: seconds to wait for storage that does not answer before the run ends.
-        peer_address: the address or the interface on which a node serves its samples to others; default: that of the
+        source: image folder: a path or an fsspec URL.
+        cache_dir: folder on a local disk of each node. Runs may share it.
+        batch_size: samples per device and step.
+        image_size: height and width of the images in a batch, or {first epoch: size} to start with small images.
+        memory_gb: memory limit per node and split; default: half of the free memory.
+        disk_gb: disk limit per split; default: all free space except a reserve.
+        shuffle: ``"global"``, ``"partial"`` or ``"local"``; see `lightning_sparse.data.pipeline.sampler`.
+        exchange_fraction: fraction of its samples that a node exchanges in each epoch, for ``"partial"``.
+        backend: ``"dali"``, ``"torch"``, or ``"auto"`` for the faster one.
+        sample_format: ``"decoded"`` keeps pixels in memory, ``"jpeg"`` files, ``"auto"`` pixels if they fit.
+        short_side: shorter side of decoded images; default: 8/7 of the largest image_size.
+        on_corrupt: ``"raise"`` stops at a corrupt file and names it, ``"skip"`` replaces it by another sample.
+        val_fraction: validate on this fraction of train/, the same in every run, instead of on val/.
+        crop_scale: range of the area of a random crop, as a fraction of the image's area.
+        flip: probability of a horizontal flip.
+        mean, std: mean and standard deviation for normalisation, for pixels in [0, 1].
+        threads: threads of a rank that make batches; default: its share of the CPU cores.
+        seed: seed of placement, order and augmentation.
+        storage_timeout: seconds to wait for storage that does not respond before the run fails.
+        peer_address: address or interface on which a node serves samples to others; default: the interface of the
             process group.
 
     Raises:
-        ValueError: for a bad value.
+        ValueError: if an argument is out of range.
     """
 
     def __init__(
@@ -116,38 +115,36 @@ class CachedImageDataModuleMixin(_Host):
             peer_address=peer_address,
         )
         augment = Augment(crop_scale=crop_scale, flip=flip, seed=seed)
-        self._wish = Wish(
+        self._options = DataOptions(
             cache=cache,
             batch_size=batch_size,
             sizes=sizes,
-            look=Look(augment=augment, mean=mean, std=std),
+            transform=Transform(augment=augment, mean=mean, std=std),
             backend=backend,
             val_fraction=val_fraction,
             threads=threads,
         )
         self.batch_size = batch_size
         self._session: Session | None = None
-        self._epoch: int | None = None  # the one that is under way
+        self._epoch: int | None = None  # the current one
         self._num_classes: int | None = None
 
     def __str__(self) -> str:
-        return described(type(self), repr(self._wish.cache.source))
+        return described(type(self), repr(self._options.cache.source))
 
     @property
     def num_classes(self) -> int:
-        """Folders in train/. Known before setup, so that a model can be made from it."""
+        """Number of folders in train/. Available before setup, to create the model."""
         if self._num_classes is None:
-            self._num_classes = len(class_names(self._wish.cache, "train"))
+            self._num_classes = len(class_names(self._options.cache, "train"))
         return self._num_classes
 
-    # -- called by Lightning -------------------------------------------------------------------------------------------
-
     def setup(self, stage: str) -> None:
-        """Find the ranks and the samples. The process group exists by now, if there is to be one."""
+        """Open the session. The process group exists, if the run uses one."""
         self._close()
         trainer = self.trainer
         self._session = open_session(
-            self._wish,
+            self._options,
             device=None if trainer is None else trainer.strategy.root_device,
             training=stage == "fit",
             node_rank=None if trainer is None else trainer.node_rank,
@@ -159,37 +156,29 @@ class CachedImageDataModuleMixin(_Host):
         return self._opened().train_loader(
             fixed=self.trainer is not None and self.trainer.overfit_batches > 0,
             on_epoch=self._begin_epoch,
-            on_resume=self._count_batches_anew,
+            on_resume=self._correct_batch_count,
         )
 
     def val_dataloader(self) -> EvalLoader:
-        """Centre crops of this rank's share of what is validated on."""
+        """Centre crops of this rank's share of the validation samples."""
         return self._opened().eval_loader()
 
-    def test_dataloader(self) -> EvalLoader:
-        """The same as for validation."""
-        return self._opened().eval_loader()
-
-    def predict_dataloader(self) -> EvalLoader:
-        """The same as for validation."""
-        return self._opened().eval_loader()
+    test_dataloader = predict_dataloader = val_dataloader
 
     def teardown(self, stage: str) -> None:
-        """Log the last epoch, write the summary, close everything."""
+        """Log the last epoch and the summary, then close everything."""
         if self._session is not None and self._epoch is not None:
             self._end_epoch()
-            self._session.say(self._session.summary())
+            self._session.log_once(self._session.summary())
         self._close()
 
     def on_exception(self, exception: BaseException) -> None:
-        """Close everything; other ranks may be gone, so nobody is asked."""
+        """Close everything, without collectives: other ranks may be gone."""
         self._close()
-
-    # ------------------------------------------------------------------------------------------------------------------
 
     def _opened(self) -> Session:
         if self._session is None:
-            raise ValueError("the loaders of CachedImageDataModule exist after setup(); a Trainer calls it itself.")
+            raise ValueError("CachedImageDataModule has no loaders before setup(): call it, or use a Trainer.")
         return self._session
 
     def _begin_epoch(self, epoch: int) -> None:
@@ -204,8 +193,8 @@ class CachedImageDataModuleMixin(_Host):
             for logger in self.trainer.loggers:
                 logger.log_metrics(metrics(counts), step=self.trainer.global_step)
 
-    def _count_batches_anew(self, done: int) -> None:
-        """Let the Trainer's count of this epoch's batches be in batches of this run."""
+    def _correct_batch_count(self, done: int) -> None:
+        """Set the Trainer's count of this epoch's batches to batches of this run."""
         if self.trainer is not None:
             progress = self.trainer.fit_loop.epoch_loop.batch_progress.current
             shift = done - progress.ready

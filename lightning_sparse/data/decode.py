@@ -1,10 +1,10 @@
-"""The one decoder: the bytes of a picture -> RGB uint8. Everything cached went through it, so it also validates.
+"""The image decoder: bytes -> RGB uint8. The cache decodes every file before it keeps it, which also validates it.
 
-Pillow, because it reads every format that image folders hold, is kept well, and decodes JPEG bit by bit as DALI and
-libjpeg-turbo do. What it gives depends on the bytes and the arguments only: gray, palette, CMYK and 16-bit pictures
-become RGB, a picture that is stored on its side is turned upright, transparency is dropped.
+It uses Pillow, which reads all formats found in image folders and decodes JPEG to the same bits as DALI and
+libjpeg-turbo. The result depends on the bytes and the arguments only: gray, palette, CMYK and 16-bit images become RGB,
+images with an EXIF orientation are turned upright, transparency is dropped.
 
-`decoder()` names the version. It is kept beside everything that was decoded, because resizing differs between versions.
+The disk tier stores `decoder_version()` with each file, because resizing differs between versions.
 """
 
 from __future__ import annotations
@@ -20,59 +20,58 @@ if TYPE_CHECKING:
     from PIL import Image
 
 T = TypeVar("T")
-# What decoding below may read: the formats of image folders, and none of Pillow's exotic parsers.
+# Formats found in image folders. Pillow's other parsers stay unused.
 FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF", "PPM")
 MAX_PIXELS = 178_956_970  # Pillow's own limit against decompression bombs
-_TRANSPOSED = (5, 6, 7, 8)  # values of the EXIF orientation that exchange height and width
+_TRANSPOSED = (5, 6, 7, 8)  # EXIF orientations that swap height and width
 _ORIENTATION = 0x0112
 
 
 class UndecodableError(ValueError):
-    """The bytes are no picture, or a broken one; the message says what is wrong with them, not where they are from."""
+    """The bytes are not a complete image. The message gives the reason, not the file."""
 
 
-def decoder() -> str:
-    """Name and version of the decoder, for cache keys."""
+def decoder_version() -> str:
+    """Name and version of the decoder, stored with cached files."""
     import PIL
 
     return f"pillow {PIL.__version__}, draft 2x, bilinear"
 
 
 def decode(data: bytes, short_side: int | None = None) -> npt.NDArray[np.uint8]:
-    """A picture as RGB.
+    """Decode an image to RGB.
 
     Args:
-        data: the file.
-        short_side: scale down to this many pixels on the shorter side; a smaller picture stays as it is.
+        data: contents of the file.
+        short_side: scale the shorter side down to this many pixels; smaller images keep their size.
 
     Returns:
         uint8 [H, W, 3], C-contiguous, upright.
 
     Raises:
-        UndecodableError: when the bytes are no whole picture.
+        UndecodableError: if the bytes are not a complete image.
     """
-
     from PIL.Image import Resampling
 
     def load(image: Image.Image) -> npt.NDArray[np.uint8]:
         size = None if short_side is None else scaled(image.size, short_side)
         if size is not None and size != image.size:
-            # libjpeg scales by 1/2, 1/4, 1/8 while decoding; never below twice the size that is wanted
+            # libjpeg scales by 1/2, 1/4, 1/8 while decoding; keep at least twice the target size
             image.draft(None, (2 * size[0], 2 * size[1]))
-        orientation = _orientation(image)  # conversion below may drop it
+        orientation = _orientation(image)  # the conversion may drop it
         image = _rgb(image)
         if size is not None and size != image.size:
-            image = image.resize(size, Resampling.BILINEAR)  # with antialiasing, as Pillow always does
+            image = image.resize(size, Resampling.BILINEAR)  # Pillow always antialiases
         return np.array(_upright(image, orientation))
 
     return _opened(data, load)
 
 
 def probe(data: bytes) -> tuple[int, int]:
-    """(height, width) of the upright picture, from its header alone.
+    """Return (height, width) of the upright image, from its header.
 
     Raises:
-        UndecodableError: when the bytes are no picture.
+        UndecodableError: if the bytes are not an image.
     """
 
     def size(image: Image.Image) -> tuple[int, int]:
@@ -83,7 +82,7 @@ def probe(data: bytes) -> tuple[int, int]:
 
 
 def scaled(size: tuple[int, int], short_side: int) -> tuple[int, int]:
-    """`size` with its shorter side scaled down to `short_side`, the other in proportion, rounded down.
+    """Scale `size` so that its shorter side is at most `short_side`, rounding down.
 
     >>> scaled((500, 375), 256)
     (341, 256)
@@ -109,17 +108,15 @@ def _opened(data: bytes, use: Callable[[Image.Image], T]) -> T:
     except UndecodableError:
         raise
     except UnidentifiedImageError:
-        raise UndecodableError(f"the file is no picture ({len(data):,} bytes)") from None
-    except (
-        Exception
-    ) as error:  # parsers of broken files raise nearly anything: struct.error, SyntaxError, KeyError, ...
-        raise UndecodableError(f"the picture is damaged: {error}") from error
+        raise UndecodableError(f"the file is not an image ({len(data):,} bytes)") from None
+    except Exception as error:  # Pillow's parsers raise struct.error, SyntaxError, KeyError, ... on corrupt files
+        raise UndecodableError(f"the image is corrupt: {error}") from error
 
 
 def _rgb(image: Image.Image) -> Image.Image:
     from PIL import Image
 
-    if image.mode.startswith("I"):  # 16 bits of gray: convert() would clip instead of scaling
+    if image.mode.startswith("I"):  # 16-bit gray: convert() would clip instead of scaling
         image = Image.fromarray((np.asarray(image, np.int64) >> 8).clip(0, 255).astype(np.uint8))
     if image.mode == "P" and "transparency" in image.info:
         image = image.convert("RGBA")
@@ -144,6 +141,6 @@ def _upright(image: Image.Image, orientation: int) -> Image.Image:
 def _orientation(image: Image.Image) -> int:
     try:
         value = image.getexif().get(_ORIENTATION, 1)
-    except Exception:  # a broken EXIF block is no reason to lose the picture
+    except Exception:  # a corrupt EXIF block does not make the image unusable
         return 1
     return value if isinstance(value, int) else 1

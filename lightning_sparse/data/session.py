@@ -1,7 +1,7 @@
-"""Everything that is open between setup and teardown: manifests, stores, pipelines, loaders. No Lightning.
+"""What is open between setup and teardown: manifests, stores, pipelines and loaders. Does not import Lightning.
 
-What depends on other ranks happens in one order on all of them, when a session is made: where the ranks are, the
-manifest (rank 0 lists, all have the same), the secret of the run, the addresses of peers.
+Collectives run in the same order on all ranks while a session opens: topology, the secret of the run, manifests (rank 0
+lists), and the addresses of the servers.
 """
 
 from __future__ import annotations
@@ -14,20 +14,19 @@ from functools import cached_property, lru_cache, partial
 import numpy as np
 import torch
 
-from lightning_sparse.data.agreement import find_topology, from_all, from_rank_zero
-from lightning_sparse.data.backend import BACKENDS, Backend, choose_backend
-from lightning_sparse.data.batch import Look, Pipeline
+from lightning_sparse.data.cache.counts import TierCounts, TierSizes
+from lightning_sparse.data.cache.manifest import Manifest, load_or_list
+from lightning_sparse.data.cache.placement import Placement, owners
+from lightning_sparse.data.cache.storage import StorageTimeoutError
+from lightning_sparse.data.cache.store import SampleStore, new_run
+from lightning_sparse.data.cache.summary import TierLog
 from lightning_sparse.data.config import CacheConfig, DataError
-from lightning_sparse.data.counter import shuffled
-from lightning_sparse.data.counts import TierCounts, TierSizes
-from lightning_sparse.data.loader import EvalLoader, ImageSizes, TrainLoader
-from lightning_sparse.data.manifest import Manifest, load_or_list
-from lightning_sparse.data.ownership import owners
-from lightning_sparse.data.sampler import Indices, Layout, Order, evaluation_batches
-from lightning_sparse.data.source import StorageTimeoutError
-from lightning_sparse.data.store import SampleStore, new_run, open_store
-from lightning_sparse.data.summary import TierLog
-from lightning_sparse.data.tiers import Place
+from lightning_sparse.data.peers.collectives import find_topology, on_all_ranks, on_rank_zero
+from lightning_sparse.data.pipeline.backend import BACKENDS, Backend, choose_backend, make_pipeline
+from lightning_sparse.data.pipeline.batch import Pipeline, Transform
+from lightning_sparse.data.pipeline.loader import EvalLoader, ImageSizes, TrainLoader
+from lightning_sparse.data.pipeline.rng import shuffled
+from lightning_sparse.data.pipeline.sampler import Indices, Sampler, SamplerConfig, evaluation_batches
 from lightning_sparse.messages import log, show_log_lines
 from lightning_sparse.topology import Topology
 
@@ -35,39 +34,35 @@ _MAX_THREADS = 16
 
 
 @dataclass(frozen=True, kw_only=True)
-class Wish:
-    """What the user asked for, beyond the cache.
-
-    Raises:
-        ValueError: for a value out of its range.
-    """
+class DataOptions:
+    """Options of the DataModule: those of the cache, and those of the batches. Validated on creation."""
 
     cache: CacheConfig
     batch_size: int
     sizes: ImageSizes
-    look: Look
+    transform: Transform
     backend: Backend = "auto"
     val_fraction: float | None = None
     threads: int | None = None
 
     def __post_init__(self) -> None:
-        Layout(batch_size=self.batch_size)
+        SamplerConfig(batch_size=self.batch_size)
         if self.backend not in BACKENDS:
-            raise ValueError(f"backend={self.backend!r} is not known: choose one of {', '.join(BACKENDS)}.")
+            raise ValueError(f"backend={self.backend!r} is unknown: choose one of {', '.join(BACKENDS)}.")
         if self.val_fraction is not None and not 0 < self.val_fraction < 1:
-            raise ValueError(f"val_fraction={self.val_fraction} must lie between 0 and 1: it is a share of train/.")
+            raise ValueError(f"val_fraction={self.val_fraction} must be between 0 and 1: it is a fraction of train/.")
         if self.threads is not None and self.threads < 1:
-            raise ValueError(f"threads={self.threads} must be at least 1, or None for a share of the cores.")
+            raise ValueError(f"threads={self.threads} must be at least 1, or None for a share of the CPU cores.")
         if self.cache.short_side < self.sizes.largest:
             raise ValueError(
                 f"short_side={self.cache.short_side} is less than the largest image_size, {self.sizes.largest}: cached "
-                f"pictures would be blown up. Leave it out, or give at least {self.sizes.largest}."
+                f"images would be upscaled. Omit it, or give at least {self.sizes.largest}."
             )
 
 
 @dataclass
-class Part:
-    """Samples of a split that are trained or validated on."""
+class Subset:
+    """Samples of a store to train or validate on."""
 
     store: SampleStore
     samples: Indices
@@ -75,49 +70,50 @@ class Part:
 
 @dataclass
 class Session:
-    """
+    """The open data of a run.
+
     Args:
-        wish: what was asked for.
-        topology: of the run.
-        device: that the batches are for.
+        options: options of the DataModule.
+        topology: topology of the run.
+        device: device that the batches are for.
 
     Attributes:
-        train, val: None where there is none.
+        train, val: samples to train and to validate on; None if there are none.
     """
 
-    wish: Wish
+    options: DataOptions
     topology: Topology
     device: torch.device
-    train: Part | None = None
-    val: Part | None = None
+    train: Subset | None = None
+    val: Subset | None = None
     _stores: list[SampleStore] = field(default_factory=list)
-    _pipelines: dict[str, Pipeline] = field(default_factory=dict)  # by purpose, as the loaders
+    _pipelines: dict[str, Pipeline] = field(default_factory=dict)  # by split, like the loaders
     _loaders: dict[str, TrainLoader | EvalLoader] = field(default_factory=dict)
 
     def open(self, run: bytes, training: bool) -> None:
-        """Open the stores of a run. A collective."""
-        cache, fraction = self.wish.cache, self.wish.val_fraction
+        """Open the stores. A collective."""
+        cache, fraction = self.options.cache, self.options.val_fraction
         if training or fraction is not None:
-            store = self._open_store(from_rank_zero(partial(load_or_list, cache, "train")), run)
-            self.train = Part(store, np.arange(len(store.manifest)))
+            store = self._open_store(on_rank_zero(partial(load_or_list, cache, "train")), run)
+            self.train = Subset(store, np.arange(len(store.manifest)))
             if fraction is not None:
                 held_out, rest = _split(len(store.manifest), fraction)
-                self.train, self.val = Part(store, rest), Part(store, held_out)
+                self.train, self.val = Subset(store, rest), Subset(store, held_out)
                 return
-        manifest = from_rank_zero(partial(_manifest_if_any, cache, "val"))
+        manifest = on_rank_zero(partial(_manifest_if_any, cache, "val"))
         if manifest is not None:
-            self.val = Part(self._open_store(manifest, run), np.arange(len(manifest)))
+            self.val = Subset(self._open_store(manifest, run), np.arange(len(manifest)))
 
     def _open_store(self, manifest: Manifest, run: bytes) -> SampleStore:
         here = self.topology
-        place = Place(here.node_index, here.num_nodes, here.device_index, here.num_devices)
-        serves = here.num_nodes > 1 and self.wish.cache.shuffle != "local"
+        placement = Placement(here.node_index, here.num_nodes, here.device_index)
+        serves = here.num_nodes > 1 and self.options.cache.shuffle != "local"
 
         def endpoint() -> tuple[int, str]:
-            self._stores.append(open_store(self.wish.cache, manifest, place, run))
+            self._stores.append(SampleStore(self.options.cache, manifest, placement, run))
             return here.node_index, self._stores[-1].serve() if serves and here.device_index == 0 else ""
 
-        endpoints = {node: where for node, where in from_all(endpoint) if where}
+        endpoints = {node: each for node, each in on_all_ranks(endpoint) if each}
         if endpoints:
             self._stores[-1].connect(endpoints)
         return self._stores[-1]
@@ -125,22 +121,21 @@ class Session:
     def train_loader(
         self, *, fixed: bool, on_epoch: Callable[[int], None], on_resume: Callable[[int], None]
     ) -> TrainLoader:
-        """Of this rank."""
+        """Return the training loader of this rank."""
         assert self.train is not None
-        manifest, layout = self.train.store.manifest, self.layout
-        owners_of = lru_cache(lambda nodes: owners(manifest.labels, nodes, self.wish.cache.seed))
-        order = Order(self.train.samples, owners_of, layout)
-        padding = order.epoch(0).padding
-        self.say(
-            f"{len(self.train.samples):,} samples, global batch {layout.global_batch:,}, shuffle={layout.shuffle!r}: "
-            f"{order.steps:,} steps an epoch, {padding:,} samples of which are repetitions that fill the last"
+        manifest, config = self.train.store.manifest, self.sampler_config
+        owners_of = lru_cache(lambda nodes: owners(manifest.labels, nodes, self.options.cache.seed))
+        sampler = Sampler(self.train.samples, owners_of, config)
+        padding = sampler.epoch(0).padding
+        self.log_once(
+            f"{len(self.train.samples):,} samples, global batch {config.global_batch:,}, shuffle={config.shuffle!r}: "
+            f"{sampler.steps:,} steps per epoch, with {padding:,} samples repeated to fill the last ones"
         )
         loader = TrainLoader(
-            order,
+            sampler,
             self._pipeline("train", self.train.store),
-            node=self.topology.node_index,
-            device=self.topology.device_index,
-            sizes=self.wish.sizes,
+            rank=self._rank,
+            sizes=self.options.sizes,
             fingerprint=manifest.fingerprint,
             fixed=fixed,
             on_epoch=on_epoch,
@@ -150,29 +145,27 @@ class Session:
         return loader
 
     def eval_loader(self) -> EvalLoader:
-        """Of this rank.
+        """Return the validation loader of this rank.
 
         Raises:
-            ValueError: when there is nothing to validate on.
+            ValueError: if there are no samples to validate on.
         """
         if self.val is None:
             raise ValueError(
-                f"source={self.wish.cache.source!r} has no folder val/. Add one, or validate on a fixed share of "
-                f"train/: val_fraction=0.05 (--data.val_fraction=0.05)."
+                f"source={self.options.cache.source!r} has no folder val/. Add one, or validate on a fixed fraction "
+                f"of train/: val_fraction=0.05 (--data.val_fraction=0.05)."
             )
-        store, place = self.val.store, (self.topology.node_index, self.topology.device_index)
-        home = owners(store.manifest.labels, self.topology.num_nodes, self.wish.cache.seed)
-        batches = evaluation_batches(self.val.samples, home, self.layout, *place)
-        loader = EvalLoader(batches, self._pipeline("val", store), size=self.wish.sizes.largest)
+        batches = evaluation_batches(self.val.samples, self.val.store.owners, self.sampler_config, *self._rank)
+        loader = EvalLoader(batches, self._pipeline("val", self.val.store), size=self.options.sizes.largest)
         self._loaders["val"] = loader
         return loader
 
     @property
-    def layout(self) -> Layout:
-        """How global batches are made here."""
-        cache = self.wish.cache
-        return Layout(
-            batch_size=self.wish.batch_size,
+    def sampler_config(self) -> SamplerConfig:
+        """Options of the sampler for this topology."""
+        cache = self.options.cache
+        return SamplerConfig(
+            batch_size=self.options.batch_size,
             devices=tuple(len(node) for node in self.topology.nodes),
             shuffle=cache.shuffle,
             exchange_fraction=cache.exchange_fraction,
@@ -181,88 +174,86 @@ class Session:
 
     @cached_property
     def tiers(self) -> TierLog:
-        """Of the training samples, over all nodes."""
+        """Counts of the training samples, over all nodes."""
         assert self.train is not None
         store = self.train.store
-        return TierLog(lambda: store.node_counters() if self._reports else TierCounts())
+        return TierLog(lambda: store.node_counters() if self._rank[1] == 0 else TierCounts())  # one rank per node
 
     @property
-    def _reports(self) -> bool:
-        return self.topology.device_index == 0  # one rank of each node does
+    def _rank(self) -> tuple[int, int]:
+        return self.topology.node_index, self.topology.device_index
 
     def summary(self) -> str:
-        """Sizes of the tiers, and where each epoch's samples came from. A collective."""
+        """Return a table of the samples by tier and epoch, and the sizes of the tiers. A collective."""
         assert self.train is not None
         store = self.train.store
-        sizes = self.tiers.sizes(lambda: store.sizes() if self._reports else TierSizes(0, 0, 0, 0))
-        return "\n".join(["where the samples of each epoch came from, all nodes:", *self.tiers.table(), sizes])
+        sizes = self.tiers.sizes(lambda: store.sizes() if self._rank[1] == 0 else TierSizes(0, 0, 0, 0))
+        return "\n".join(["samples by tier and epoch, all nodes:", *self.tiers.table(), sizes])
 
-    def say(self, line: str) -> None:
-        """To the log, once."""
+    def log_once(self, line: str) -> None:
+        """Log a line on rank 0 only."""
         if self.topology.rank == 0:
             log.info("%s", line)
 
     def close(self) -> None:
-        """Give everything back: threads, processes, shared memory."""
+        """Free threads, processes and shared memory."""
         for each in (*self._loaders.values(), *self._pipelines.values()):
             each.close()
         for store in self._stores:
             store.close()
         self._loaders, self._pipelines, self._stores = {}, {}, []
 
-    def _pipeline(self, purpose: str, store: SampleStore) -> Pipeline:
-        """Training and validation have one each, since one is under way while the other runs."""
-        if purpose in self._loaders:  # loaders are asked for anew; the last one's work is for nothing
-            self._loaders.pop(purpose).close()
-        if purpose in self._pipelines:
-            return self._pipelines[purpose]
-        backend, why = choose_backend(self.wish.backend, self.device)
-        if not self._pipelines:
-            self.say(f"samples in memory as {store.format}; backend={backend!r}: {why}")
-        threads = self.wish.threads or _threads(self.topology.num_devices)
-        gpu = self.device.index if self.device.type == "cuda" else None
-        made: Pipeline
-        if backend == "dali":
-            from lightning_sparse.data.pipeline_dali import DaliPipeline
-
-            made = DaliPipeline(store, self.wish.look, batch_size=self.wish.batch_size, threads=threads, device=gpu)
-        else:
-            from lightning_sparse.data.pipeline_torch import TorchPipeline
-
-            made = TorchPipeline(store, self.wish.look, threads=threads, pin=gpu is not None)
-        self._pipelines[purpose] = made
-        return made
+    def _pipeline(self, split: str, store: SampleStore) -> Pipeline:
+        """Training and validation have a pipeline each: one has batches in progress while the other one runs."""
+        if split in self._loaders:  # Lightning requests a new loader: stop the old one
+            self._loaders.pop(split).close()
+        if split not in self._pipelines:
+            backend, reason = choose_backend(self.options.backend, self.device)
+            if not self._pipelines:
+                self.log_once(f"samples in memory as {store.format}; backend={backend!r}: {reason}")
+            self._pipelines[split] = make_pipeline(
+                backend,
+                store,
+                self.options.transform,
+                batch_size=self.options.batch_size,
+                threads=self.options.threads or _default_threads(self.topology.num_devices),
+                device=self.device,
+            )
+        return self._pipelines[split]
 
 
 def open_session(
-    wish: Wish,
+    options: DataOptions,
     *,
     device: torch.device | None = None,
     training: bool = True,
     node_rank: int | None = None,
     local_rank: int | None = None,
 ) -> Session:
-    """Find the ranks, the samples and their store. A collective.
+    """Find the topology, list the samples and open their stores. A collective.
 
     Args:
-        training: open the training samples too, not only those to validate on.
+        options: options of the DataModule.
+        device: device that the batches are for; default: the CPU.
+        training: open the training samples, too.
+        node_rank, local_rank: position of this process, if known.
 
     Raises:
-        ValueError, DataError: when the source is not what it should be.
+        ValueError, DataError: if the source or the cache cannot be used.
     """
     show_log_lines()
     topology = find_topology(node_rank, local_rank)
-    session = Session(wish, topology, device or torch.device("cpu"))
+    session = Session(options, topology, device or torch.device("cpu"))
     try:
-        session.open(from_rank_zero(new_run), training)
+        session.open(on_rank_zero(new_run), training)
     except BaseException:
         session.close()
         raise
     return session
 
 
-def _threads(devices: int) -> int:
-    """Of one rank: its share of the node's cores, less the one that trains."""
+def _default_threads(devices: int) -> int:
+    """Return the threads of a rank: its share of the CPU cores, minus one for training."""
     return max(1, min(_MAX_THREADS, len(os.sched_getaffinity(0)) // devices - 1))
 
 
@@ -276,9 +267,9 @@ def _manifest_if_any(config: CacheConfig, split: str) -> Manifest | None:
 
 
 def _split(count: int, fraction: float) -> tuple[Indices, Indices]:
-    """Samples to validate on, the same in every run whatever its seed, and the others."""
+    """Return (samples to validate on, other samples), the same in all runs and for all seeds."""
     if count < 2:
-        raise ValueError(f"val_fraction={fraction}: {count} sample(s) cannot be split into two parts.")
+        raise ValueError(f"val_fraction={fraction}: {count} sample(s) are too few to split; at least 2 are needed.")
     order = shuffled(np.arange(count), 0, 0)
     held_out = min(count - 1, max(1, round(fraction * count)))
     return np.sort(order[:held_out]), np.sort(order[held_out:])

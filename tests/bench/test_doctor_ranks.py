@@ -13,8 +13,8 @@ from lightning_sparse import cli
 from lightning_sparse.bench import doctor, doctor_cache
 from lightning_sparse.bench.doctor import Finding
 from lightning_sparse.bench.doctor_cache import examine_cache
+from lightning_sparse.data.cache.folders import cache_folder
 from lightning_sparse.data.config import CacheConfig
-from lightning_sparse.data.places import cache_folder
 from tests.helpers.distributed import run_ranks
 
 
@@ -62,14 +62,14 @@ def by_subject(cache_dir: Path) -> dict[str, Finding]:
 def test_a_cache_that_is_not_there_yet(tmp_path: Path) -> None:
     found = by_subject(tmp_path / "new" / "cache")
     assert found["disk cache"].status in ("ok", "note")
-    assert "the folder will be made" in found["disk cache"].message
+    assert "the folder will be created" in found["disk cache"].message
     assert "cached" not in found
     assert not (tmp_path / "new").exists(), "looking makes nothing"
 
 
 def test_what_is_cached_is_listed(tmp_path: Path) -> None:
     cache_folder(CacheConfig(source="/data/flowers", cache_dir=str(tmp_path)))
-    assert by_subject(tmp_path)["cached"].message.startswith("/data/flowers: 0.00 GB, nothing yet")
+    assert by_subject(tmp_path)["cached"].message.startswith("/data/flowers: 0.00 GB, empty")
     old = tmp_path / "v0-0123456789abcdef"
     old.mkdir()
     (old / "cache.json").write_text(json.dumps({"source": "/data/old"}))

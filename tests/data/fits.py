@@ -19,8 +19,8 @@ import numpy as np
 import torch
 from torch import nn
 
-from lightning_sparse.data.ownership import owners
-from lightning_sparse.data.sampler import Layout, Order
+from lightning_sparse.data.cache.placement import owners
+from lightning_sparse.data.pipeline.sampler import EpochPlan, Indices, Sampler, SamplerConfig
 
 FLAVOURS = ["pytorch_lightning", "lightning"]
 TRAIN, VAL, BATCH = 120, 22, 5
@@ -147,10 +147,16 @@ def segments() -> set[str]:
 def expected(shuffle: str, epoch: int, nodes: int = 2, devices: int = 2, batch: int = BATCH, **more: Any) -> Any:
     """[step][node][device] -> samples, from the pure function."""
     labels = np.arange(TRAIN) * 3 // TRAIN
-    layout = Layout(batch_size=batch, devices=(devices,) * nodes, shuffle=shuffle, **more)  # type: ignore[arg-type]
-    plan = Order(np.arange(TRAIN), partial(owners, labels, seed=0), layout).epoch(epoch)
-    return [[[rank.tolist() for rank in node] for node in plan.global_batch(step)] for step in range(plan.steps)]
+    config = SamplerConfig(batch_size=batch, devices=(devices,) * nodes, shuffle=shuffle, **more)  # type: ignore[arg-type]
+    plan = Sampler(np.arange(TRAIN), partial(owners, labels, seed=0), config).epoch(epoch)
+    return [[[rank.tolist() for rank in node] for node in global_batch(plan, step)] for step in range(plan.steps)]
 
 
 def flat(nested: Any) -> list[int]:
     return [nested] if isinstance(nested, int) else [item for each in nested for item in flat(each)]
+
+
+def global_batch(plan: EpochPlan, step: int) -> list[list[Indices]]:
+    """The samples of all ranks at a step, by node and device."""
+    devices = enumerate(plan.config.devices)
+    return [[plan.batch(step, node, device) for device in range(count)] for node, count in devices]

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from lightning_sparse.data.cache.manifest import load_or_list
+from lightning_sparse.data.cache.store import SampleStore
 from lightning_sparse.data.config import CacheConfig
-from lightning_sparse.data.manifest import load_or_list
-from lightning_sparse.data.store import SampleStore, open_store
 
 Open = list[SampleStore]
 
@@ -21,7 +21,7 @@ def config_of(folder: Path, **more: object) -> CacheConfig:
 
 def store_of(folder: Path, stores: Open, **more: object) -> SampleStore:
     config = config_of(folder, **more)
-    stores.append(open_store(config, load_or_list(config, "train", quiet=True)))
+    stores.append(SampleStore(config, load_or_list(config, "train", quiet=True)))
     return stores[-1]
 
 

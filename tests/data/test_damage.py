@@ -9,10 +9,10 @@ import lmdb
 import numpy as np
 import pytest
 
+from lightning_sparse.data.cache.folders import cache_folder
+from lightning_sparse.data.cache.manifest import load_or_list
+from lightning_sparse.data.cache.warm import warm
 from lightning_sparse.data.config import CorruptSampleError
-from lightning_sparse.data.manifest import load_or_list
-from lightning_sparse.data.places import cache_folder
-from lightning_sparse.data.warm import warm
 from tests.data.small import jpeg
 from tests.data.stores import Open, config_of, contents, store_of, warnings_of
 
@@ -35,7 +35,7 @@ def test_a_flipped_bit_on_disk_is_fetched_again(folder: Path, stores: Open) -> N
     first.close()
     path = cache_folder(first.config) / "train.lmdb"
     with lmdb.open(str(path), map_size=1 << 30) as environment, environment.begin(write=True) as transaction:
-        digest = first._key(7).digest()
+        digest = first.manifest.key(7).digest()
         value = bytearray(transaction.get(digest) or b"")
         value[300] ^= 1
         transaction.put(digest, bytes(value))
@@ -52,7 +52,7 @@ def test_a_flipped_bit_on_disk_is_fetched_again(folder: Path, stores: Open) -> N
 DAMAGE = {
     "empty": (b"", "empty"),
     "truncated": (jpeg(5)[:-300], "truncated"),
-    "no picture": (b"<html>404</html>", "no picture"),
+    "not an image": (b"<html>404</html>", "not an image"),
 }
 
 
@@ -101,7 +101,7 @@ def test_a_pipe_in_the_place_of_a_picture_does_not_hang(folder: Path, stores: Op
     store = store_of(folder, stores)
     (folder / "train" / "c0" / "5.jpg").unlink()
     os.mkfifo(folder / "train" / "c0" / "5.jpg")
-    with pytest.raises(CorruptSampleError, match="no regular file"):
+    with pytest.raises(CorruptSampleError, match="not a regular file"):
         contents(store)
 
 
@@ -127,7 +127,7 @@ def test_a_file_that_changed_on_storage_is_noticed(
         assert contents(store)[5] == jpeg(99)
         assert store.counters().changed == (run == 0)
         store.close()
-    assert ["train/c0/5.jpg is not the file that was listed" in text for text in warnings_of(caplog)] == [True]
+    assert ["train/c0/5.jpg has changed since it was listed" in text for text in warnings_of(caplog)] == [True]
     path.write_bytes(jpeg(98))
     report = warm(config, "train")
     assert (report.present, report.fetched) == (19, 1)

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from lightning_sparse.data.sampler import SHUFFLES
+from lightning_sparse.data.pipeline.sampler import SHUFFLES
 from tests.data.fits import (
     BATCH,
     FLAVOURS,
@@ -137,12 +137,12 @@ def test_bytes_by_tier_reach_the_logger_and_the_summary(results: Results, folder
 
 def test_rank_zero_says_what_it_chose_and_where_samples_came_from(results: Results) -> None:
     text = "\n".join(results[0]["epochs"]["lines"])
-    assert "backend='torch': without a GPU it resizes faster than DALI does" in text
-    assert "120 samples, global batch 20, shuffle='global': 6 steps an epoch, 0 samples" in text
-    assert text.count("where the samples of each epoch came from, all nodes") == 4
-    assert text.count("in memory 120 samples, ") == 4
+    assert "backend='torch': on a CPU it resizes faster than DALI" in text
+    assert "120 samples, global batch 20, shuffle='global': 6 steps per epoch, with 0 samples" in text
+    assert text.count("samples by tier and epoch, all nodes") == 4
+    assert text.count("in memory: 120 samples, ") == 4
     for each in results[1:]:
-        assert [line for line in each["epochs"]["lines"] if "backend" in line or "where the samples" in line] == []
+        assert [line for line in each["epochs"]["lines"] if "backend" in line or "samples by tier" in line] == []
 
 
 def test_nothing_is_left_behind(results: Results, segments_before: set[str]) -> None:
@@ -369,14 +369,14 @@ def test_a_trainer_of_the_other_flavour_is_told_which_to_take(flavour: str) -> N
     ("options", "says"),
     [
         ({"batch_size": 0}, "batch_size=0 must be at least 1"),
-        ({"image_size": {3: 128}}, "beginning with epoch 0"),
+        ({"image_size": {3: 128}}, "starting with epoch 0"),
         ({"image_size": 224, "short_side": 200}, "short_side=200 is less than the largest image_size, 224"),
         ({"shuffle": "all"}, "shuffle='all'"),
-        ({"backend": "pil"}, "backend='pil' is not known: choose one of auto, dali, torch"),
-        ({"val_fraction": 1.0}, "val_fraction=1.0 must lie between 0 and 1"),
+        ({"backend": "pil"}, "backend='pil' is unknown: choose one of auto, dali, torch"),
+        ({"val_fraction": 1.0}, "val_fraction=1.0 must be between 0 and 1"),
         ({"threads": 0}, "threads=0 must be at least 1"),
         ({"flip": 2.0}, "flip=2.0 must be a probability"),
-        ({"std": (0.0, 1.0, 1.0)}, "no std of 0"),
+        ({"std": (0.0, 1.0, 1.0)}, "each std above 0"),
     ],
 )
 def test_bad_options_are_refused_early(tmp_path: Path, options: dict[str, Any], says: str) -> None:

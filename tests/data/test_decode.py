@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from lightning_sparse.data.decode import UndecodableError, decode, decoder, probe
+from lightning_sparse.data.decode import UndecodableError, decode, decoder_version, probe
 from tests.data.small import jpeg, picture
 
 
@@ -86,10 +86,10 @@ def test_a_large_picture_is_reduced_while_decoding() -> None:
     ("data", "said"),
     [
         (b"", "empty"),
-        (b"no picture at all", "no picture"),
-        (jpeg(8)[:400], "damaged"),
-        (jpeg(8)[:-200], "damaged"),
-        (encoded(picture(8))[:200], "damaged"),
+        (b"no picture at all", "not an image"),
+        (jpeg(8)[:400], "corrupt"),
+        (jpeg(8)[:-200], "corrupt"),
+        (encoded(picture(8))[:200], "corrupt"),
         (b"P6 100000 100000 255\n", "178,956,970|pixels"),
     ],
 )
@@ -101,4 +101,4 @@ def test_what_is_no_picture_is_refused(data: bytes, said: str) -> None:
 def test_the_decoder_has_a_version() -> None:
     import PIL
 
-    assert PIL.__version__ in decoder()
+    assert PIL.__version__ in decoder_version()

@@ -13,31 +13,31 @@ from pathlib import Path
 import lmdb
 import pytest
 
-from lightning_sparse.data import disk_cache
+from lightning_sparse.data.cache import disk
+from lightning_sparse.data.cache.counts import Counter
+from lightning_sparse.data.cache.disk import CachedFile, DiskCache, FileKey, corrupt_file
+from lightning_sparse.data.cache.folders import cache_folder
 from lightning_sparse.data.config import CacheConfig, DataError
-from lightning_sparse.data.counts import Counter
-from lightning_sparse.data.disk_cache import DiskCache, Key, Stored, damaged
-from lightning_sparse.data.places import cache_folder
 
 
-def key(number: int, size: int = 100, mtime: int = 5) -> Key:
-    return Key(f"train/c/{number}.jpg", size, mtime)
+def key(number: int, size: int = 100, mtime: int = 5) -> FileKey:
+    return FileKey(f"train/c/{number}.jpg", size, mtime)
 
 
-def stored(number: int, length: int = 1000) -> Stored:
-    return Stored(number.to_bytes(4, "little") * (length // 4), 40, 60, 7)
+def stored(number: int, length: int = 1000) -> CachedFile:
+    return CachedFile(number.to_bytes(4, "little") * (length // 4), 40, 60, 7)
 
 
 def test_what_is_put_comes_back(tmp_path: Path) -> None:
     cache = DiskCache(tmp_path / "c")
     cache.put(key(1), stored(1))
-    cache.put(key(2), damaged("it is empty", 7))
+    cache.put(key(2), corrupt_file("it is empty", 7))
     for _ in range(2):  # while it waits to be written, and when it is written
-        assert cache.get([key(1), key(3), key(2)]) == [stored(1), None, damaged("it is empty", 7)]
+        assert cache.get([key(1), key(3), key(2)]) == [stored(1), None, corrupt_file("it is empty", 7)]
         cache.flush()
     assert cache.has([key(1), key(3)]) == [True, False]
-    assert (cache.get([key(2)])[0] or stored(0)).damage == "it is empty"
-    assert stored(1).damage is None
+    assert (cache.get([key(2)])[0] or stored(0)).error == "it is empty"
+    assert stored(1).error is None
     assert cache.entries() == 2
     cache.close()
     again = DiskCache(tmp_path / "c")
@@ -91,7 +91,9 @@ def test_a_value_under_another_key_is_not_taken_for_it(tmp_path: Path) -> None:
 
 def test_inserting_ends_at_the_limit(tmp_path: Path) -> None:
     said: list[str] = []
-    cache = DiskCache(tmp_path / "c", limit_bytes=2_000_000, say=lambda topic, text: said.append(f"{topic}: {text}"))
+    cache = DiskCache(
+        tmp_path / "c", limit_bytes=2_000_000, warn_once=lambda topic, text: said.append(f"{topic}: {text}")
+    )
     for number in range(100):
         cache.put(key(number), stored(number, 50_000))
         cache.flush()
@@ -132,7 +134,7 @@ def test_what_is_no_cache_of_this_version_is_named(tmp_path: Path, spoil: str) -
 def test_a_cache_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     config = CacheConfig(source=str(tmp_path), cache_dir=str(tmp_path / "file" / "cache"))
-    with pytest.raises(DataError, match=r"cache_dir=.*file/cache cannot be made \(Not a directory\)"):
+    with pytest.raises(DataError, match=r"cache_dir=.*file/cache cannot be created \(Not a directory\)"):
         cache_folder(config)
 
 
@@ -204,5 +206,5 @@ for number in range(100_000):
         kept = cache.get([key(number) for number in range(begun + 1)])
         assert counter.read().flipped_disk == 0
         assert all(each is None or each == stored(number, 100_000) for number, each in enumerate(kept))
-        assert sum(each is None for each in kept) <= disk_cache.BATCH_BYTES / 100_000 + 1
+        assert sum(each is None for each in kept) <= disk.BATCH_BYTES / 100_000 + 1
         cache.close()

@@ -14,9 +14,9 @@ import lmdb
 import pytest
 
 from lightning_sparse.cli import main
+from lightning_sparse.data.cache.folders import cache_folder
+from lightning_sparse.data.cache.warm import warm
 from lightning_sparse.data.config import DataError
-from lightning_sparse.data.places import cache_folder
-from lightning_sparse.data.warm import warm
 from tests.data.small import make_folder
 from tests.data.stores import Open, config_of, contents, store_of, warnings_of
 
@@ -28,9 +28,9 @@ def test_a_killed_fill_goes_on_where_it_was(tmp_path: Path) -> None:
     folder = make_folder(tmp_path / "pictures", per_class=150, classes=2)
     code = f"""
 import sys
-from lightning_sparse.data import disk_cache
+from lightning_sparse.data.cache import disk
 from lightning_sparse.cli import main
-disk_cache.BATCH_BYTES = 20_000
+disk.BATCH_BYTES = 20_000
 main(["cache", "warm", {str(folder)!r}, {str(tmp_path / "cache")!r}, "--splits", "train", "--threads", "1"])
 """
     data = cache_folder(config_of(folder)) / "train.lmdb" / "data.mdb"
@@ -67,10 +67,10 @@ def test_a_full_disk_ends_inserting_and_not_the_run(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """Noticed ahead by what is free; and without a reserve by ENOSPC in the middle of a batch."""
-    monkeypatch.setattr("lightning_sparse.data.disk_cache.RESERVE_SHARE", reserve)
-    monkeypatch.setattr("lightning_sparse.data.disk_cache.BATCH_BYTES", 30_000)
+    monkeypatch.setattr("lightning_sparse.data.cache.disk.RESERVE_SHARE", reserve)
+    monkeypatch.setattr("lightning_sparse.data.cache.disk.BATCH_BYTES", 30_000)
     if not reserve:
-        monkeypatch.setattr("lightning_sparse.data.disk_cache.DiskCache._room", lambda self: (1 << 40, ""))
+        monkeypatch.setattr("lightning_sparse.data.cache.disk.DiskCache._room", lambda self: (1 << 40, ""))
     folder = make_folder(tmp_path / "pictures", per_class=200, classes=2)
     store = store_of(folder, stores, cache_dir=str(tiny_disk), memory_gb=0)
     expected = [(folder / path).read_bytes() for path in store.manifest.paths]
@@ -81,7 +81,7 @@ def test_a_full_disk_ends_inserting_and_not_the_run(
     assert counts.disk_samples + counts.storage_samples == 800  # what is not kept is read again
     said = [text for text in warnings_of(caplog) if "stops at" in text]
     assert len(said) == 1
-    assert ("of the disk are free" if reserve else "takes no more") in said[0]
+    assert ("of the disk are free" if reserve else "the write failed") in said[0]
 
 
 def test_a_small_memory_keeps_a_part(folder: Path, stores: Open, caplog: pytest.LogCaptureFixture) -> None:
@@ -185,7 +185,7 @@ def test_a_cache_of_another_version_is_left_alone(
     stores[-1].close()
     assert main(["cache", "info", str(own.parent)]) == 0
     printed = capsys.readouterr().out
-    assert "version 7, not used by this one" in printed
+    assert "version 7, which this version does not use" in printed
     assert "train: 20 of 20 files" in printed
     path = own / "train.lmdb"
     with lmdb.open(str(path), map_size=1 << 30) as environment, environment.begin(write=True) as transaction:
@@ -203,11 +203,11 @@ def test_the_command_line_warms_what_a_node_owns(folder: Path, capsys: pytest.Ca
     cache = str(folder.parent / "cache")
     assert main(["cache", "warm", str(folder), cache, "--nodes", "2", "--node", "1"]) == 1
     printed = capsys.readouterr().out
-    assert "train: 10 files, 0 were there, 10 fetched" in printed
+    assert "train: 10 files, 0 cached before, 10 fetched" in printed
     assert main(["cache", "warm", str(folder), cache, "--on-corrupt", "skip"]) == 0
     printed = capsys.readouterr().out
-    assert "train: 20 files, 10 were there, 10 fetched" in printed
-    assert "val: 4 files, 1 were there, 1 fetched (0.0 MB), 2 damaged" in printed
+    assert "train: 20 files, 10 cached before, 10 fetched" in printed
+    assert "val: 4 files, 1 cached before, 1 fetched (0.0 MB), 2 corrupt" in printed
     assert "val/c1/0.jpg: the file is empty" in printed
     assert main(["cache", "warm", str(folder.parent / "nowhere"), cache]) == 2
     assert "no folder train/" in capsys.readouterr().err

@@ -8,20 +8,20 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_sparse.data.augment import Augment
-from lightning_sparse.data.batch import Look
+from lightning_sparse.data.pipeline.augment import Augment
+from lightning_sparse.data.pipeline.batch import Transform
 from tests.data.fake_store import FolderStore
 from tests.data.pictures import make_folder
 from tests.data.test_pipelines import requests
 
 pytest.importorskip("nvidia.dali", reason="DALI is not installed")
-GRAY = Look(augment=Augment(seed=3), mean=(0, 0, 0), std=(1 / 255,) * 3)  # levels of gray
+GRAY = Transform(augment=Augment(seed=3), mean=(0, 0, 0), std=(1 / 255,) * 3)  # levels of gray
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("store_format", ["decoded", "jpeg"])
 def test_the_gpu_shows_the_same_pictures(tmp_path: Path, store_format: Any) -> None:
-    from lightning_sparse.data.pipeline_dali import DaliPipeline
+    from lightning_sparse.data.pipeline.backend_dali import DaliPipeline
 
     store = FolderStore(make_folder(tmp_path) / "train", store_format)
     wanted = [*requests(len(store), epoch=1), *requests(len(store), train=False, size=40)]
@@ -41,7 +41,7 @@ def test_the_gpu_shows_the_same_pictures(tmp_path: Path, store_format: Any) -> N
 @pytest.mark.gpu
 def test_batches_outlive_the_ones_that_follow(tmp_path: Path) -> None:
     """DALI hands its memory over without a copy: it must not be written again while a batch is in use."""
-    from lightning_sparse.data.pipeline_dali import DaliPipeline
+    from lightning_sparse.data.pipeline.backend_dali import DaliPipeline
 
     store = FolderStore(make_folder(tmp_path) / "train")
     pipe = DaliPipeline(store, GRAY, batch_size=4, threads=2, device=torch.cuda.current_device())

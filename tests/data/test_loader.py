@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 import torch
 
-from lightning_sparse.data.batch import Batch, Request
-from lightning_sparse.data.loader import EvalLoader, ImageSizes, TrainLoader
-from lightning_sparse.data.sampler import Layout, Order
+from lightning_sparse.data.pipeline.batch import Batch, BatchRequest
+from lightning_sparse.data.pipeline.loader import EvalLoader, ImageSizes, TrainLoader
+from lightning_sparse.data.pipeline.sampler import Sampler, SamplerConfig
 
-LAYOUT = Layout(batch_size=4)
+CONFIG = SamplerConfig(batch_size=4)
 
 
 class Echo:
@@ -23,9 +23,9 @@ class Echo:
     def __init__(self) -> None:
         self.begun = self.ended = 0
 
-    def run(self, requests: Iterable[Request]) -> Generator[Batch, None, None]:
+    def run(self, requests: Iterable[BatchRequest]) -> Generator[Batch, None, None]:
         self.begun += 1
-        waiting: list[Request] = []
+        waiting: list[BatchRequest] = []
         try:
             for request in requests:
                 waiting.append(request)
@@ -35,15 +35,15 @@ class Echo:
         finally:
             self.ended += 1
 
-    def batch(self, request: Request) -> Batch:
+    def batch(self, request: BatchRequest) -> Batch:
         return torch.tensor([request.size, request.epoch]), torch.from_numpy(request.indices)
 
     def close(self) -> None: ...
 
 
-def loader(layout: Layout = LAYOUT, count: int = 22, **options: Any) -> TrainLoader:
-    order = Order(np.arange(count), lambda nodes: np.arange(count) % nodes, layout)
-    return TrainLoader(order, Echo(), **{"sizes": ImageSizes({0: 8, 2: 16}), "fingerprint": "same", **options})
+def loader(config: SamplerConfig = CONFIG, count: int = 22, **options: Any) -> TrainLoader:
+    sampler = Sampler(np.arange(count), lambda nodes: np.arange(count) % nodes, config)
+    return TrainLoader(sampler, Echo(), **{"sizes": ImageSizes({0: 8, 2: 16}), "fingerprint": "same", **options})
 
 
 def samples(batches: Iterable[Batch]) -> list[list[int]]:
@@ -115,7 +115,7 @@ def test_a_state_of_other_batches_is_counted_anew_and_saved_again() -> None:
     batches = iter(stopped)
     first = samples([next(batches), next(batches)])
     told: list[int] = []
-    moved = loader(Layout(batch_size=2), on_resume=told.append)
+    moved = loader(SamplerConfig(batch_size=2), on_resume=told.append)
     moved.load_state_dict(stopped.state_dict())
     assert told == [4], "two batches of four are four of two"
     assert len(moved) == 11

@@ -16,10 +16,11 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from lightning_sparse.data import budget, memory_cache, segments
+from lightning_sparse.data.cache import budget, shared_memory
+from lightning_sparse.data.cache import memory as memory_tier
+from lightning_sparse.data.cache.manifest import Manifest
+from lightning_sparse.data.cache.memory import EMPTY, FILLING, READY, MemoryCache
 from lightning_sparse.data.config import CacheConfig, DataError
-from lightning_sparse.data.manifest import Manifest
-from lightning_sparse.data.memory_cache import EMPTY, FILLING, READY, MemoryCache
 
 NAME = "0123456789abcdef-n0-train"
 
@@ -29,11 +30,11 @@ def pixels(number: int, height: int = 20, width: int = 30) -> npt.NDArray[np.uin
 
 
 def slab(tmp_path: Path, slots: int = 10, capacity: int = 100_000, name: str = NAME) -> MemoryCache:
-    return memory_cache.create(tmp_path / name, "decoded", slots, capacity)
+    return memory_tier.create(tmp_path / name, "decoded", slots, capacity)
 
 
 def joined(tmp_path: Path, name: str = NAME) -> MemoryCache:
-    file = segments.attach(tmp_path / name)
+    file = shared_memory.attach(tmp_path / name)
     assert file is not None
     return MemoryCache(tmp_path / name, file)
 
@@ -98,7 +99,7 @@ def test_shared_memory_that_is_full_is_an_error_that_is_handled(
         reserve(file, offset, length)
 
     monkeypatch.setattr(os, "posix_fallocate", limited)
-    monkeypatch.setattr(memory_cache, "RESERVE_BYTES", 4096)
+    monkeypatch.setattr(memory_tier, "RESERVE_BYTES", 4096)
     assert [put(memory, number) for number in range(4)] == [True, True, False, False]
     assert memory.full
     memory.close()
@@ -175,7 +176,7 @@ def test_a_process_killed_while_filling_leaves_nothing_to_read(tmp_path: Path) -
 import os, signal
 from tests.data.test_memory import *
 memory = joined(Path({str(tmp_path)!r}))
-memory._take(3, 1800)
+memory._reserve(3, 1800)
 memory._payloads[:900] = 1
 with memory._locked():  # and with the lock in its hands
     os.kill(os.getpid(), signal.SIGKILL)
@@ -215,17 +216,17 @@ sys.stdin.read()
         assert run.stdout is not None
         assert run.stdout.readline() == b"ready\n"
         (tmp_path / "something-else").touch()
-        assert segments.remove_leftovers([tmp_path]) == 0
+        assert shared_memory.remove_stale([tmp_path]) == 0
         run.kill()
         run.wait()
     assert (tmp_path / other).exists()
-    assert segments.remove_leftovers([tmp_path]) == 1
+    assert shared_memory.remove_stale([tmp_path]) == 1
     assert [path.name for path in tmp_path.iterdir()] == ["something-else"]
-    assert "ended run(s)" in caplog.text
+    assert "runs that have ended" in caplog.text
 
 
 def test_it_is_the_users_alone(tmp_path: Path) -> None:
-    folder = segments.memory_folder(tmp_path)
+    folder = shared_memory.memory_folder(tmp_path)
     assert folder is not None
     former = os.umask(0)
     try:
@@ -240,7 +241,7 @@ def test_it_is_the_users_alone(tmp_path: Path) -> None:
 def test_a_folder_that_somebody_else_prepared_is_refused(tmp_path: Path) -> None:
     (tmp_path / f"lightning_sparse-{os.geteuid()}").symlink_to(tmp_path)
     with pytest.raises(DataError, match="not a folder of this user"):
-        segments.memory_folder(tmp_path)
+        shared_memory.memory_folder(tmp_path)
 
 
 def _shared_bytes(folder: Path) -> tuple[int, int]:
@@ -265,13 +266,13 @@ def _rollup(name: str) -> int:
 
 def test_four_ranks_hold_one_copy() -> None:
     """Proportional set sizes share a page among those who map it, so their sum is what the node really holds."""
-    folder = segments.memory_folder()
+    folder = shared_memory.memory_folder()
     from tests.helpers.distributed import run_ranks  # torch, which the other processes of this file do without
 
     if folder is None or not Path("/proc/self/smaps_rollup").exists():
         pytest.skip("needs /dev/shm and /proc/self/smaps_rollup")
     samples, nbytes = 64, 64 * 256 * 341 * 3
-    memory = memory_cache.create(folder / f"{NAME}-{os.getpid()}", "decoded", samples, 2 * nbytes)
+    memory = memory_tier.create(folder / f"{NAME}-{os.getpid()}", "decoded", samples, 2 * nbytes)
     try:
         for number in range(samples):
             memory.put(number, pixels(number, 256, 341), 256, 341)
@@ -308,8 +309,8 @@ def test_a_budget_that_is_too_small_is_said_once(tmp_path: Path, caplog: pytest.
     second = open_memory(tmp_path, shared, memory_gb=7, format="decoded")  # joins what is there
     assert (second.capacity, second.format) == (5_000_000, "jpeg")
     assert [record.getMessage() for record in caplog.records] == [
-        "memory tier of train: 100 samples of this node need 0.01 GB as jpeg, and memory_gb=0.005 holds 0.01 GB: "
-        "50 % of them stay in memory, the others are read from local disk in every epoch."
+        "memory tier of train: 100 samples of this node need 0.01 GB as jpeg, but memory_gb=0.005 allows 0.01 GB. "
+        "50 % of them stay in memory; every epoch reads the others from local disk."
     ]
     first.close()
     second.close()
@@ -318,10 +319,10 @@ def test_a_budget_that_is_too_small_is_said_once(tmp_path: Path, caplog: pytest.
 def test_no_more_is_taken_than_there_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(segments, "available_memory", lambda folder: 1_000_000)
+    monkeypatch.setattr(shared_memory, "available_memory", lambda folder: 1_000_000)
     for gigabytes, capacity, said in (
         (7.0, 1_000_000, "of which 0.00 GB are free"),
-        (None, 500_000, "half of what is free"),
+        (None, 500_000, "half of the free memory"),
     ):
         caplog.clear()
         memory = open_memory(tmp_path, tmp_path / "none", memory_gb=gigabytes, format="jpeg")
@@ -347,10 +348,10 @@ def test_without_enough_shared_memory_the_slab_lies_on_disk(
     shared = tmp_path / "shm"
     if small:
         shared.mkdir()
-        available = segments.available_memory
+        available = shared_memory.available_memory
         limit = 1_000_000
         monkeypatch.setattr(
-            segments, "available_memory", lambda folder: limit if shared in folder.parents else available(folder)
+            shared_memory, "available_memory", lambda folder: limit if shared in folder.parents else available(folder)
         )
     memory = open_memory(tmp_path, shared, memory_gb=0.05)
     assert memory.path.parent == tmp_path / "cache" / "memory"
@@ -364,9 +365,9 @@ def test_without_enough_shared_memory_the_slab_lies_on_disk(
 
 
 def test_what_is_promised_to_one_split_is_not_given_to_another(tmp_path: Path) -> None:
-    before = segments.available_memory(tmp_path)
+    before = shared_memory.available_memory(tmp_path)
     memory = slab(tmp_path, capacity=before // 2)
-    assert segments.available_memory(tmp_path) < 0.6 * before
+    assert shared_memory.available_memory(tmp_path) < 0.6 * before
     memory.close()
 
 

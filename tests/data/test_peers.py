@@ -16,11 +16,13 @@ import numpy as np
 import pytest
 import zmq
 
-from lightning_sparse.data import addresses, peers
-from lightning_sparse.data.config import CacheConfig, CorruptSampleError, Format
-from lightning_sparse.data.manifest import load_or_list
-from lightning_sparse.data.peers import Keys
-from lightning_sparse.data.store import Place, SampleStore, new_run, open_store
+from lightning_sparse.data.cache.manifest import load_or_list
+from lightning_sparse.data.cache.placement import Placement
+from lightning_sparse.data.cache.store import SampleStore, new_run
+from lightning_sparse.data.config import CacheConfig, CorruptSampleError
+from lightning_sparse.data.peers import client, interface
+from lightning_sparse.data.peers.protocol import Keys
+from lightning_sparse.data.sample import Format
 from tests.data.small import make_folder
 
 Nodes = tuple[list[SampleStore], dict[int, str]]
@@ -38,7 +40,7 @@ def make_nodes(folder: Path, formats: tuple[Format, Format] = ("decoded", "decod
             shuffle="global",
             peer_address="127.0.0.1",
         )
-        stores.append(open_store(config, load_or_list(config, "train", quiet=True), Place(node, 2), run))
+        stores.append(SampleStore(config, load_or_list(config, "train", quiet=True), Placement(node, 2), run))
     return stores
 
 
@@ -100,8 +102,8 @@ def test_a_damaged_file_is_named_by_who_asked(nodes: Nodes) -> None:
 def test_a_killed_peer_is_replaced_by_disk_and_storage(
     nodes: Nodes, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(peers, "DEAD_S", 0.5)
-    monkeypatch.setattr(peers, "PING_S", 0.1)
+    monkeypatch.setattr(client, "DEAD_S", 0.5)
+    monkeypatch.setattr(client, "PING_S", 0.1)
     first, second = nodes[0]
     expected = [sample.data.tobytes() for sample in first.get(range(12))]
     server = second._tiers().server
@@ -118,8 +120,8 @@ def test_a_killed_peer_is_replaced_by_disk_and_storage(
 
 def test_a_busy_peer_is_not_taken_for_dead(nodes: Nodes, monkeypatch: pytest.MonkeyPatch) -> None:
     """It answers pings while all of its readers wait: here for a lock that another process holds."""
-    monkeypatch.setattr(peers, "DEAD_S", 1.0)
-    monkeypatch.setattr(peers, "PING_S", 0.1)
+    monkeypatch.setattr(client, "DEAD_S", 1.0)
+    monkeypatch.setattr(client, "PING_S", 0.1)
     first, second = nodes[0]
     hold = "import fcntl, os, struct, sys, time; f = os.open(sys.argv[1], os.O_RDWR);"
     hold += "fcntl.fcntl(f, fcntl.F_OFD_SETLKW, struct.pack('hhqqi', fcntl.F_WRLCK, 0, 0, 1, 0));"
@@ -206,13 +208,13 @@ def test_only_the_given_interface_is_bound(nodes: Nodes) -> None:
 
 def test_an_interface_has_an_address(monkeypatch: pytest.MonkeyPatch) -> None:
     loopback = next(name for _, name in socket.if_nameindex() if name.startswith("lo"))
-    assert addresses.own_address(loopback) == "127.0.0.1"
-    assert addresses.own_address("::1") == "::1"
+    assert interface.node_address(loopback) == "127.0.0.1"
+    assert interface.node_address("::1") == "::1"
     with pytest.raises(ValueError, match="neither an IP address nor an interface"):
-        addresses.own_address("nowhere7")
+        interface.node_address("nowhere7")
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", loopback)
-    assert addresses.own_address(None) == "127.0.0.1"
+    assert interface.node_address(None) == "127.0.0.1"
     monkeypatch.delenv("GLOO_SOCKET_IFNAME")
     monkeypatch.delenv("NCCL_SOCKET_IFNAME", raising=False)
     monkeypatch.setenv("MASTER_ADDR", "localhost")
-    assert addresses.own_address(None) in ("127.0.0.1", "::1")
+    assert interface.node_address(None) in ("127.0.0.1", "::1")

@@ -1,4 +1,4 @@
-"""DALI and torchvision: the same samples, labels and windows; nothing frozen, nothing left behind."""
+"""DALI and torchvision: the same samples, labels and crops; nothing frozen, nothing left behind."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ import numpy as np
 import pytest
 import torch
 
-from lightning_sparse.data import backend as backends
-from lightning_sparse.data.ahead import ahead
-from lightning_sparse.data.augment import Augment
-from lightning_sparse.data.batch import Look, Request, prepare
+from lightning_sparse.data.pipeline import backend as backends
+from lightning_sparse.data.pipeline.augment import Augment
+from lightning_sparse.data.pipeline.batch import BatchRequest, Transform, prepare
+from lightning_sparse.data.pipeline.prefetch import prefetch
 from tests.data.fake_store import FolderStore
 from tests.data.pictures import make_folder
 
@@ -30,7 +30,7 @@ BACKENDS = [
         "dali", marks=pytest.mark.skipif(importlib.util.find_spec("nvidia") is None, reason="DALI is not installed")
     ),
 ]
-LOOK = Look(augment=Augment(seed=3))
+TRANSFORM = Transform(augment=Augment(seed=3))
 
 
 @pytest.fixture(scope="module")
@@ -51,25 +51,25 @@ def _no_threads_left() -> Iterator[None]:
     assert set(threading.enumerate()) <= before, "threads were left behind"
 
 
-def pipeline(backend: str, store: FolderStore, look: Look = LOOK) -> Any:
+def pipeline(backend: str, store: FolderStore, transform: Transform = TRANSFORM) -> Any:
     if backend == "torch":
-        from lightning_sparse.data.pipeline_torch import TorchPipeline
+        from lightning_sparse.data.pipeline.backend_torch import TorchPipeline
 
-        return TorchPipeline(store, look, threads=2)
-    from lightning_sparse.data.pipeline_dali import DaliPipeline
+        return TorchPipeline(store, transform, threads=2)
+    from lightning_sparse.data.pipeline.backend_dali import DaliPipeline
 
-    return DaliPipeline(store, look, batch_size=4, threads=1)
+    return DaliPipeline(store, transform, batch_size=4, threads=1)
 
 
-def requests(count: int, *, epoch: int = 0, size: int = 32, train: bool = True, steps: int = 3) -> list[Request]:
+def requests(count: int, *, epoch: int = 0, size: int = 32, train: bool = True, steps: int = 3) -> list[BatchRequest]:
     indices = [np.arange(4) * 3 % count + step for step in range(steps)]
-    return [Request(each % count, epoch, size, train) for each in indices]
+    return [BatchRequest(each % count, epoch, size, train) for each in indices]
 
 
 def made(
-    backend: str, store: FolderStore, wanted: list[Request], look: Look = LOOK
+    backend: str, store: FolderStore, wanted: list[BatchRequest], transform: Transform = TRANSFORM
 ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    pipe = pipeline(backend, store, look)
+    pipe = pipeline(backend, store, transform)
     try:
         return [(images.clone(), labels.clone()) for images, labels in pipe.run(wanted)]
     finally:
@@ -78,7 +78,7 @@ def made(
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_batches_have_the_asked_samples_in_order(backend: str, store: FolderStore) -> None:
-    wanted = [*requests(len(store)), Request(np.array([5, 1]), 0, 40, True)]
+    wanted = [*requests(len(store)), BatchRequest(np.array([5, 1]), 0, 40, True)]
     batches = made(backend, store, wanted)
     assert [tuple(images.shape) for images, _ in batches] == [(4, 3, 32, 32)] * 3 + [(2, 3, 40, 40)]
     assert all(images.dtype == torch.float32 and images.is_contiguous() for images, _ in batches)
@@ -96,11 +96,11 @@ def test_without_resizing_both_backends_give_the_same_pixels(folder: Path, store
     for (one, labels), (other, other_labels), request in zip(ours, theirs, wanted, strict=True):
         assert torch.equal(labels, other_labels)
         torch.testing.assert_close(one, other, rtol=0, atol=2e-6)
-        expected = prepare(store, request, LOOK).pictures[0]
+        expected = prepare(store, request, TRANSFORM).images[0]
         if store_format == "decoded":
             top, left = (expected.shape[0] - 56) // 2, (expected.shape[1] - 56) // 2
             pixels = torch.from_numpy(expected[top : top + 56, left : left + 56].copy()).permute(2, 0, 1) / 255
-            mean, std = torch.tensor(LOOK.mean).view(3, 1, 1), torch.tensor(LOOK.std).view(3, 1, 1)
+            mean, std = torch.tensor(TRANSFORM.mean).view(3, 1, 1), torch.tensor(TRANSFORM.std).view(3, 1, 1)
             torch.testing.assert_close(one[0], (pixels - mean) / std, rtol=0, atol=1e-5)
 
 
@@ -116,7 +116,7 @@ def _square(folder: Path) -> Path:
 
 def test_with_resizing_both_backends_show_the_same_window(store: FolderStore) -> None:
     wanted = requests(len(store), epoch=2)
-    plain = Look(augment=LOOK.augment, mean=(0, 0, 0), std=(1 / 255,) * 3)  # levels of gray
+    plain = Transform(augment=TRANSFORM.augment, mean=(0, 0, 0), std=(1 / 255,) * 3)  # levels of gray
     for (one, _), (other, _) in zip(
         made("torch", store, wanted, plain), made(_dali(), store, wanted, plain), strict=True
     ):
@@ -133,9 +133,9 @@ def test_nothing_around_the_window_is_seen(backend: str, folder: Path) -> None:
         def get(self, indices: Any) -> Any:
             samples = super().get(indices)
             sizes = np.array([each.data.shape[:2] for each in samples])
-            windows = LOOK.augment.windows(2, np.asarray(indices), *sizes.T)
+            crops = TRANSFORM.augment.crops(2, np.asarray(indices), *sizes.T)
             kept = []
-            for sample, top, left, height, width in zip(samples, *windows[:4], strict=True):
+            for sample, top, left, height, width in zip(samples, *crops[:4], strict=True):
                 data = np.zeros_like(sample.data)
                 inside = np.s_[top : top + height, left : left + width]
                 data[inside] = sample.data[inside]
@@ -154,7 +154,7 @@ def test_nothing_around_the_window_is_seen(backend: str, folder: Path) -> None:
 def test_augmentation_differs_between_epochs_and_repeats_with_the_seed(backend: str, folder: Path) -> None:
     store = FolderStore(folder)
     zero, again, one = (made(backend, store, requests(len(store), epoch=epoch)) for epoch in (0, 0, 1))
-    other = made(backend, store, requests(len(store)), Look(augment=Augment(seed=4)))
+    other = made(backend, store, requests(len(store)), Transform(augment=Augment(seed=4)))
     for a, b, c, d in zip(zero, again, one, other, strict=True):
         assert torch.equal(a[0], b[0])
         for k in range(4):
@@ -188,10 +188,10 @@ def test_a_picture_stored_on_its_side_is_upright(backend: str, tmp_path: Path) -
     exif[0x0112] = 6  # show it turned by 90 degrees clockwise
     turned = image.fromarray(np.ascontiguousarray(np.rot90(upright)))
     turned.save(tmp_path / "a" / "0.jpg", quality=95, exif=exif)
-    plain = Look(mean=(0, 0, 0), std=(1 / 255,) * 3)
+    plain = Transform(mean=(0, 0, 0), std=(1 / 255,) * 3)
     for store_format in ("decoded", "jpeg"):
         ((images, _),) = made(
-            backend, FolderStore(tmp_path, store_format), [Request(np.array([0]), 0, 56, False)], plain
+            backend, FolderStore(tmp_path, store_format), [BatchRequest(np.array([0]), 0, 56, False)], plain
         )
         pixels = images[0].permute(1, 2, 0)
         corners = [pixels[5, 5], pixels[5, -5], pixels[-5, 5], pixels[-5, -5]]
@@ -212,8 +212,8 @@ def test_files_that_are_no_plain_jpeg_look_alike_in_both_backends(tmp_path: Path
             picture.convert("P" if kind in ("GIF", "PNG") else "RGB").save(file, kind)
     shutil.rmtree(tmp_path / "made")
     store = FolderStore(tmp_path, "jpeg")
-    wanted = [Request(np.array([index]), 0, 84, False) for index in range(len(store))]
-    plain = Look(mean=(0, 0, 0), std=(1 / 255,) * 3)
+    wanted = [BatchRequest(np.array([index]), 0, 84, False) for index in range(len(store))]
+    plain = Transform(mean=(0, 0, 0), std=(1 / 255,) * 3)
     for path, (one, _), (other, _) in zip(
         store.paths, made("torch", store, wanted, plain), made(_dali(), store, wanted, plain), strict=True
     ):
@@ -227,7 +227,7 @@ def test_what_dali_cannot_read_is_named(folder: Path) -> None:
 
     store = Broken(folder, "jpeg")
     with pytest.raises(RuntimeError, match=r"one of the samples \[0, 3, 6, 9\].*backend='torch'"):
-        made(_dali(), store, [Request(np.array([0, 3, 6, 9]), 0, 500, True)])
+        made(_dali(), store, [BatchRequest(np.array([0, 3, 6, 9]), 0, 500, True)])
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -272,7 +272,7 @@ def test_batches_are_made_while_the_network_trains(backend: str, folder: Path) -
 def test_an_error_of_the_store_arrives_in_its_place(backend: str, folder: Path) -> None:
     store = FolderStore(folder)
     pipe = pipeline(backend, store)
-    wanted = [*requests(len(store), steps=2), Request(np.array([10**6]), 0, 32, True)]
+    wanted = [*requests(len(store), steps=2), BatchRequest(np.array([10**6]), 0, 32, True)]
     try:
         batches = pipe.run(wanted)
         next(batches)
@@ -292,7 +292,7 @@ def test_ahead_keeps_order_and_depth_and_passes_errors_on() -> None:
             yield item
         raise KeyError("the end")
 
-    lane = ahead(items(), 2, "test")
+    lane = prefetch(items(), 2, "test")
     assert produced == []
     assert next(lane) == 0
     time.sleep(0.05)
@@ -312,7 +312,7 @@ def test_closing_ahead_closes_what_it_reads() -> None:
         finally:
             closed.append("inner")
 
-    lane = ahead(ahead(items(), 1, "inner"), 1, "outer")
+    lane = prefetch(prefetch(items(), 1, "inner"), 1, "outer")
     assert next(lane) == 0
     lane.close()
     assert closed == ["inner"]
@@ -321,17 +321,17 @@ def test_closing_ahead_closes_what_it_reads() -> None:
 @pytest.mark.parametrize(
     ("wanted", "device", "installed", "chosen", "why"),
     [
-        ("auto", "cpu", {"nvidia.dali", "torchvision"}, "torch", "without a GPU it resizes faster"),
-        ("auto", "cuda:0", {"nvidia.dali", "torchvision"}, "dali", "it works on the GPU"),
-        ("auto", "cuda:0", {"torchvision"}, "torch", "DALI, which would use the GPU, is not installed"),
+        ("auto", "cpu", {"nvidia.dali", "torchvision"}, "torch", "on a CPU it resizes faster"),
+        ("auto", "cuda:0", {"nvidia.dali", "torchvision"}, "dali", "it runs on the GPU"),
+        ("auto", "cuda:0", {"torchvision"}, "torch", "DALI, which runs on the GPU, is not installed"),
         ("auto", "cpu", {"nvidia.dali"}, "dali", "torchvision is not installed"),
-        ("dali", "cpu", {"nvidia.dali", "torchvision"}, "dali", "as asked for"),
+        ("dali", "cpu", {"nvidia.dali", "torchvision"}, "dali", "as requested"),
     ],
 )
 def test_the_backend_is_chosen_for_a_reason(
     monkeypatch: pytest.MonkeyPatch, wanted: Any, device: str, installed: set[str], chosen: str, why: str
 ) -> None:
-    monkeypatch.setattr(backends, "_installed", installed.__contains__)
+    monkeypatch.setattr(backends, "_is_installed", installed.__contains__)
     name, reason = backends.choose_backend(wanted, torch.device(device))
     assert name == chosen
     assert why in reason
@@ -339,15 +339,15 @@ def test_the_backend_is_chosen_for_a_reason(
 
 @pytest.mark.parametrize(("wanted", "says"), [("dali", "pip install nvidia-dali"), ("auto", "needs torchvision")])
 def test_a_backend_that_is_not_installed_is_refused(monkeypatch: pytest.MonkeyPatch, wanted: Any, says: str) -> None:
-    monkeypatch.setattr(backends, "_installed", lambda _: False)
+    monkeypatch.setattr(backends, "_is_installed", lambda _: False)
     with pytest.raises(ValueError, match=says):
         backends.choose_backend(wanted, torch.device("cpu"))
 
 
 def test_memory_is_used_again_only_when_nobody_refers_to_the_batch() -> None:
-    from lightning_sparse.data.pipeline_torch import Recycled
+    from lightning_sparse.data.pipeline.backend_torch import BufferPool
 
-    memory = Recycled(2)
+    memory = BufferPool(2)
     batch = torch.from_numpy(memory.take((2, 3)))
     batch.fill_(7)
     view, where = batch[1:, :2], batch.data_ptr()

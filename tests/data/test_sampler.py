@@ -10,20 +10,21 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_sparse.data.counter import bits, shuffled, uniform
-from lightning_sparse.data.ownership import owners
-from lightning_sparse.data.sampler import (
+from lightning_sparse.data.cache.placement import owners
+from lightning_sparse.data.pipeline.rng import bits, shuffled, uniform
+from lightning_sparse.data.pipeline.sampler import (
     SHUFFLES,
-    Epoch,
-    Layout,
-    Order,
-    Segment,
+    EpochPlan,
+    EpochSegment,
+    Sampler,
+    SamplerConfig,
     assign,
     evaluation_batches,
 )
+from tests.data.fits import global_batch
 
-layouts = st.builds(
-    Layout,
+configs = st.builds(
+    SamplerConfig,
     batch_size=st.integers(1, 5),
     devices=st.lists(st.integers(1, 3), min_size=1, max_size=4).map(tuple),
     shuffle=st.sampled_from(SHUFFLES),
@@ -33,15 +34,15 @@ layouts = st.builds(
 counts = st.integers(12, 90)
 
 
-def order_of(count: int, layout: Layout, classes: int = 5) -> Order:
+def sampler_of(count: int, config: SamplerConfig, classes: int = 5) -> Sampler:
     labels = np.arange(count) % classes
-    return Order(np.arange(count), partial(owners, labels, seed=7), layout)
+    return Sampler(np.arange(count), partial(owners, labels, seed=7), config)
 
 
-def seen(plan: Epoch, first: int = 0, last: int | None = None) -> list[list[list[int]]]:
+def seen(plan: EpochPlan, first: int = 0, last: int | None = None) -> list[list[list[int]]]:
     """Samples by step and rank."""
     steps = range(first, plan.steps if last is None else last)
-    return [[each.tolist() for node in plan.global_batch(step) for each in node] for step in steps]
+    return [[each.tolist() for node in global_batch(plan, step) for each in node] for step in steps]
 
 
 def flat(steps: list[list[list[int]]]) -> list[int]:
@@ -76,67 +77,69 @@ def test_shuffling_keeps_what_there_is_and_knows_no_former_order(values: set[int
 # -- an epoch ----------------------------------------------------------------------------------------------------------
 
 
-@given(counts, layouts, st.integers(0, 5))
-def test_an_epoch_sees_everything_once_and_repeats_what_it_states(count: int, layout: Layout, epoch: int) -> None:
-    plan = order_of(count, layout).epoch(epoch)
+@given(counts, configs, st.integers(0, 5))
+def test_an_epoch_sees_everything_once_and_repeats_what_it_states(
+    count: int, config: SamplerConfig, epoch: int
+) -> None:
+    plan = sampler_of(count, config).epoch(epoch)
     steps = seen(plan)
-    assert {len(rank) for ranks in steps for rank in ranks} == {layout.batch_size}, (
+    assert {len(rank) for ranks in steps for rank in ranks} == {config.batch_size}, (
         "all batches are full, on every rank"
     )
     times = Counter(flat(steps))
     assert set(times) == set(range(count)), "nothing is lost"
     assert sum(times.values()) - count == plan.padding
-    if layout.shuffle == "global":
-        assert plan.padding < layout.global_batch
+    if config.shuffle == "global":
+        assert plan.padding < config.global_batch
 
 
-@given(counts, layouts)
-def test_no_epoch_is_longer_than_another(count: int, layout: Layout) -> None:
-    order = order_of(count, layout)
-    assert {order.epoch(epoch).steps for epoch in range(4)} == {order.steps}
+@given(counts, configs)
+def test_no_epoch_is_longer_than_another(count: int, config: SamplerConfig) -> None:
+    sampler = sampler_of(count, config)
+    assert {sampler.epoch(epoch).steps for epoch in range(4)} == {sampler.steps}
 
 
 @pytest.mark.parametrize("shuffle", SHUFFLES)
 def test_epochs_differ_and_repeat_with_the_seed(shuffle: str) -> None:
-    layout = Layout(batch_size=4, devices=(2, 2), shuffle=shuffle)  # type: ignore[arg-type]
-    first, again = (seen(order_of(96, layout).epoch(0)) for _ in range(2))
+    config = SamplerConfig(batch_size=4, devices=(2, 2), shuffle=shuffle)  # type: ignore[arg-type]
+    first, again = (seen(sampler_of(96, config).epoch(0)) for _ in range(2))
     assert first == again
-    assert first != seen(order_of(96, layout).epoch(1))
-    other = Layout(batch_size=4, devices=(2, 2), shuffle=shuffle, seed=1)  # type: ignore[arg-type]
-    assert first != seen(order_of(96, other).epoch(0))
+    assert first != seen(sampler_of(96, config).epoch(1))
+    other = SamplerConfig(batch_size=4, devices=(2, 2), shuffle=shuffle, seed=1)  # type: ignore[arg-type]
+    assert first != seen(sampler_of(96, other).epoch(0))
 
 
-def node_sets(layout: Layout, epoch: int, count: int = 240) -> list[set[int]]:
-    plan = order_of(count, layout).epoch(epoch)
+def node_sets(config: SamplerConfig, epoch: int, count: int = 240) -> list[set[int]]:
+    plan = sampler_of(count, config).epoch(epoch)
     return [
-        {sample for step in range(plan.steps) for rank in plan.global_batch(step)[node] for sample in rank.tolist()}
-        for node in range(layout.num_nodes)
+        {sample for step in range(plan.steps) for rank in global_batch(plan, step)[node] for sample in rank.tolist()}
+        for node in range(config.num_nodes)
     ]
 
 
 def test_local_stays_at_home() -> None:
-    layout = Layout(batch_size=4, devices=(1, 1, 1), shuffle="local")
+    config = SamplerConfig(batch_size=4, devices=(1, 1, 1), shuffle="local")
     home = owners(np.arange(240) % 5, 3, seed=7)
     for epoch in range(2):
-        assert [set(np.flatnonzero(home == node)) for node in range(3)] == node_sets(layout, epoch)
+        assert [set(np.flatnonzero(home == node)) for node in range(3)] == node_sets(config, epoch)
 
 
 @pytest.mark.parametrize("fraction", [0.0, 0.1, 0.5, 1.0])
 def test_partial_exchanges_the_stated_fraction(fraction: float) -> None:
-    layout = Layout(batch_size=4, devices=(1, 1, 1), shuffle="partial", exchange_fraction=fraction)
+    config = SamplerConfig(batch_size=4, devices=(1, 1, 1), shuffle="partial", exchange_fraction=fraction)
     home = owners(np.arange(240) % 5, 3, seed=7)
-    abroad = [sum(home[sample] != node for sample in each) for node, each in enumerate(node_sets(layout, 3))]
+    abroad = [sum(home[sample] != node for sample in each) for node, each in enumerate(node_sets(config, 3))]
     assert max(abroad) <= fraction * 80
     assert sum(abroad) == pytest.approx(fraction * 240 * 2 / 3, abs=12)
     if fraction:
-        assert node_sets(layout, 3) != node_sets(layout, 4)
+        assert node_sets(config, 3) != node_sets(config, 4)
 
 
 def test_global_asks_peers_for_the_overflow_only() -> None:
-    layout = Layout(batch_size=64, devices=(2, 2), shuffle="global")
-    order = order_of(25_600, layout)
+    config = SamplerConfig(batch_size=64, devices=(2, 2), shuffle="global")
+    sampler = sampler_of(25_600, config)
     home = owners(np.arange(25_600) % 5, 2, seed=7)
-    plan = order.epoch(0)
+    plan = sampler.epoch(0)
     abroad = sum(
         int((home[plan.batch(step, node, device)] != node).sum())
         for step in range(plan.steps)
@@ -158,36 +161,36 @@ def test_nodes_take_their_own_first(seed: int, extra: list[int], draw: int) -> N
 
 
 def test_global_batches_do_not_depend_on_the_number_of_nodes() -> None:
-    layouts = [Layout(batch_size=16 // (n * d), devices=(d,) * n) for n, d in [(1, 1), (2, 2), (4, 1), (1, 4)]]
-    sequences = [[sorted(sum(ranks, [])) for ranks in seen(order_of(203, layout).epoch(2))] for layout in layouts]
+    configs = [SamplerConfig(batch_size=16 // (n * d), devices=(d,) * n) for n, d in [(1, 1), (2, 2), (4, 1), (1, 4)]]
+    sequences = [[sorted(sum(ranks, [])) for ranks in seen(sampler_of(203, config).epoch(2))] for config in configs]
     assert all(each == sequences[0] for each in sequences)
 
 
 # -- resuming ----------------------------------------------------------------------------------------------------------
 
 
-@given(counts, layouts, st.integers(0, 5), st.data())
-def test_a_resumed_epoch_goes_on_exactly(count: int, layout: Layout, epoch: int, data: st.DataObject) -> None:
-    order = order_of(count, layout)
-    whole = order.epoch(epoch)
+@given(counts, configs, st.integers(0, 5), st.data())
+def test_a_resumed_epoch_goes_on_exactly(count: int, config: SamplerConfig, epoch: int, data: st.DataObject) -> None:
+    sampler = sampler_of(count, config)
+    whole = sampler.epoch(epoch)
     done = data.draw(st.integers(0, whole.steps))
-    rest = order.epoch(epoch, [Segment(layout, done)])
+    rest = sampler.epoch(epoch, [EpochSegment(config, done)])
     assert rest.steps == whole.steps - done
     assert seen(rest) == seen(whole, done)
 
 
-@given(counts, st.lists(layouts, min_size=2, max_size=3), st.data())
-def test_on_other_nodes_what_is_left_is_seen_once(count: int, chain: list[Layout], data: st.DataObject) -> None:
+@given(counts, st.lists(configs, min_size=2, max_size=3), st.data())
+def test_on_other_nodes_what_is_left_is_seen_once(count: int, chain: list[SamplerConfig], data: st.DataObject) -> None:
     """However often the run moves within one epoch."""
-    segments: list[Segment] = []
+    segments: list[EpochSegment] = []
     times: Counter[int] = Counter()
     padding = 0
-    for position, layout in enumerate(chain):
-        plan = order_of(count, layout).epoch(1, segments)
+    for position, config in enumerate(chain):
+        plan = sampler_of(count, config).epoch(1, segments)
         last = position == len(chain) - 1
         steps = plan.steps if last else data.draw(st.integers(0, max(0, plan.steps - 1)))
         times.update(flat(seen(plan, 0, steps)))
-        segments.append(Segment(layout, steps))
+        segments.append(EpochSegment(config, steps))
         padding += plan.padding
     assert set(times) == set(range(count)), "nothing is lost"
     assert sum(times.values()) <= count + padding
@@ -196,36 +199,41 @@ def test_on_other_nodes_what_is_left_is_seen_once(count: int, chain: list[Layout
 @pytest.mark.parametrize("shuffle", SHUFFLES)
 def test_two_by_two_to_one_by_two(shuffle: str) -> None:
     """With global and an equal global batch the sequence of global batches, otherwise the multiset of what is left."""
-    before = Layout(batch_size=4, devices=(2, 2), shuffle=shuffle)  # type: ignore[arg-type]
-    after = Layout(batch_size=8, devices=(2,), shuffle=shuffle)  # type: ignore[arg-type]
-    whole = seen(order_of(160, before).epoch(3))
-    rest = seen(order_of(160, after).epoch(3, [Segment(before, 4)]))
+    before = SamplerConfig(batch_size=4, devices=(2, 2), shuffle=shuffle)  # type: ignore[arg-type]
+    after = SamplerConfig(batch_size=8, devices=(2,), shuffle=shuffle)  # type: ignore[arg-type]
+    whole = seen(sampler_of(160, before).epoch(3))
+    rest = seen(sampler_of(160, after).epoch(3, [EpochSegment(before, 4)]))
     assert sorted(flat(rest)) == sorted(flat(whole[4:]))
     if shuffle == "global":
         assert [sorted(flat([step])) for step in rest] == [sorted(flat([step])) for step in whole[4:]]
 
 
 def test_a_segment_survives_a_checkpoint() -> None:
-    segment = Segment(Layout(batch_size=3, devices=(2, 1), shuffle="partial", exchange_fraction=0.3, seed=5), 9)
-    assert Segment.from_state(segment.state_dict()) == segment
+    segment = EpochSegment(
+        SamplerConfig(batch_size=3, devices=(2, 1), shuffle="partial", exchange_fraction=0.3, seed=5), 9
+    )
+    state = segment.state_dict()
+    assert EpochSegment.from_state(state) == segment
+    options = {"batch_size": 3, "devices": [2, 1], "shuffle": "partial", "exchange_fraction": 0.3, "seed": 5}
+    assert state == {"layout": options, "steps": 9}  # as older checkpoints have it
 
 
 # -- evaluation --------------------------------------------------------------------------------------------------------
 
 
-@given(st.integers(1, 90), layouts)
-def test_evaluation_sees_everything_and_every_rank_has_as_many_batches(count: int, layout: Layout) -> None:
-    home = owners(np.arange(count) % 5, layout.num_nodes, seed=7)
+@given(st.integers(1, 90), configs)
+def test_evaluation_sees_everything_and_every_rank_has_as_many_batches(count: int, config: SamplerConfig) -> None:
+    home = owners(np.arange(count) % 5, config.num_nodes, seed=7)
     batches = [
-        [each.tolist() for each in evaluation_batches(np.arange(count), home, layout, node, device)]
-        for node, devices in enumerate(layout.devices)
+        [each.tolist() for each in evaluation_batches(np.arange(count), home, config, node, device)]
+        for node, devices in enumerate(config.devices)
         for device in range(devices)
     ]
     assert len({len(each) for each in batches}) == 1
-    assert all(0 < len(batch) <= layout.batch_size for each in batches for batch in each)
+    assert all(0 < len(batch) <= config.batch_size for each in batches for batch in each)
     times = Counter(sample for each in batches for batch in each for sample in batch)
     assert set(times) == set(range(count))
-    assert sum(times.values()) - count < sum(layout.devices)
+    assert sum(times.values()) - count < sum(config.devices)
 
 
 # -- what is refused ---------------------------------------------------------------------------------------------------
@@ -236,18 +244,18 @@ def test_evaluation_sees_everything_and_every_rank_has_as_many_batches(count: in
     [
         ({"batch_size": 0}, "batch_size=0 must be at least 1"),
         ({"batch_size": 1, "devices": ()}, "at least one node"),
-        ({"batch_size": 1, "shuffle": "some"}, "shuffle='some' is not known: choose one of local, partial, global"),
-        ({"batch_size": 1, "exchange_fraction": 1.5}, r"exchange_fraction=1.5 must lie in \[0, 1\]"),
+        ({"batch_size": 1, "shuffle": "some"}, "shuffle='some' is unknown: choose one of local, partial, global"),
+        ({"batch_size": 1, "exchange_fraction": 1.5}, "exchange_fraction=1.5 must be between 0 and 1"),
     ],
 )
 def test_bad_layouts_are_refused(options: dict[str, object], says: str) -> None:
     with pytest.raises(ValueError, match=says):
-        Layout(**options)  # type: ignore[arg-type]
+        SamplerConfig(**options)  # type: ignore[arg-type]
 
 
 def test_too_few_samples_and_steps_that_are_not_there() -> None:
-    with pytest.raises(ValueError, match=r"2 sample\(s\) cannot be shared by 3 nodes"):
-        order_of(2, Layout(batch_size=1, devices=(1, 1, 1)))
-    plan = order_of(12, Layout(batch_size=4)).epoch(0)
-    with pytest.raises(ValueError, match="step=3 is none of this epoch, which has steps 0 to 2"):
+    with pytest.raises(ValueError, match=r"2 sample\(s\) are too few for 3 nodes"):
+        sampler_of(2, SamplerConfig(batch_size=1, devices=(1, 1, 1)))
+    plan = sampler_of(12, SamplerConfig(batch_size=4)).epoch(0)
+    with pytest.raises(ValueError, match="step=3 is out of range: this epoch has steps 0 to 2"):
         plan.batch(3, 0, 0)

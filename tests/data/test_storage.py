@@ -13,17 +13,17 @@ from pathlib import Path
 
 import pytest
 
-from lightning_sparse.data import source
+from lightning_sparse.data.cache import storage
+from lightning_sparse.data.cache.storage import StorageTimeoutError
+from lightning_sparse.data.cache.store import SampleStore
 from lightning_sparse.data.config import DataError
-from lightning_sparse.data.source import StorageTimeoutError
-from lightning_sparse.data.store import SampleStore
 from lightning_sparse.lab import Cluster, LabConfig, unavailable_reason
 from lightning_sparse.lab.storage import unavailable_reason as why_no_storage
 from tests.data.stores import Open, contents, store_of, warnings_of
 
 
 def reader_of(store: SampleStore) -> int:
-    reader = store._tiers().source._reader
+    reader = store._tiers().storage._reader
     assert reader is not None
     return reader._process.pid
 
@@ -32,8 +32,8 @@ def test_a_pause_of_storage_is_waited_for(
     folder: Path, stores: Open, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The process that reads is stopped, as a read of a dead mount stops it."""
-    monkeypatch.setattr(source, "SAY_S", 0.3)
-    monkeypatch.setattr(source, "RETRY_S", 0.1)
+    monkeypatch.setattr(storage, "WARN_S", 0.3)
+    monkeypatch.setattr(storage, "RETRY_S", 0.1)
     store = store_of(folder, stores)
     store.get([0])
     reader = reader_of(store)
@@ -42,27 +42,27 @@ def test_a_pause_of_storage_is_waited_for(
     assert len(contents(store)) == 20
     assert reader_of(store) == reader
     first, second = warnings_of(caplog)
-    assert "does not answer: waiting up to 300 s" in first
-    assert "answers again, after" in second
+    assert "does not respond: waiting up to 300 s" in first
+    assert "responds again after" in second
 
 
 def test_storage_that_stays_away_ends_the_run_with_its_name(
     folder: Path, stores: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(source, "RETRY_S", 0.1)
+    monkeypatch.setattr(storage, "RETRY_S", 0.1)
     store = store_of(folder, stores)
     store.get([0])
-    store._tiers().source.timeout = 0.5  # now that the reader has started, which takes longer on a busy machine
+    store._tiers().storage.timeout = 0.5  # now that the reader has started, which takes longer on a busy machine
     os.kill(reader_of(store), signal.SIGSTOP)
-    with pytest.raises(StorageTimeoutError, match=r"has not answered for .* storage_timeout=0.5"):
+    with pytest.raises(StorageTimeoutError, match=r"has not responded for .* storage_timeout=0.5"):
         store.get(range(20))
 
 
 def test_a_reader_that_dies_or_never_comes_back_is_replaced(
     folder: Path, stores: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(source, "RETRY_S", 0.1)
-    monkeypatch.setattr(source, "RESTART_S", 0.5)
+    monkeypatch.setattr(storage, "RETRY_S", 0.1)
+    monkeypatch.setattr(storage, "RESTART_S", 0.5)
     store = store_of(folder, stores)
     store.get([0])
     os.kill(reader_of(store), signal.SIGKILL)
@@ -75,22 +75,22 @@ def test_who_waits_when_the_store_is_closed_is_told(
     folder: Path, stores: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As threads that read ahead do when a run ends: they neither hang nor start another reader."""
-    monkeypatch.setattr(source, "RETRY_S", 0.1)
+    monkeypatch.setattr(storage, "RETRY_S", 0.1)
     store = store_of(folder, stores)
     store.get([0])
-    storage = store._tiers().source
+    opened = store._tiers().storage
     os.kill(reader_of(store), signal.SIGSTOP)
-    threading.Timer(0.5, storage.close).start()
+    threading.Timer(0.5, opened.close).start()
     with pytest.raises(DataError, match="was closed"):
         store.get([1])
-    assert storage._reader is None
+    assert opened._reader is None
 
 
 def test_a_folder_that_is_not_mounted_is_not_taken_for_missing_files(
     folder: Path, stores: Open, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(source, "SAY_S", 0.3)
-    monkeypatch.setattr(source, "RETRY_S", 0.1)
+    monkeypatch.setattr(storage, "WARN_S", 0.3)
+    monkeypatch.setattr(storage, "RETRY_S", 0.1)
     store = store_of(folder, stores, on_corrupt="skip")
     away = folder.with_name("away")
     os.rename(folder, away)
@@ -103,32 +103,32 @@ def test_a_folder_that_is_not_mounted_is_not_taken_for_missing_files(
     threading.Timer(1.0, mount).start()
     assert [sample.index for sample in store.get(range(20))] == list(range(20))
     assert store.counters().replaced == 0
-    assert "does not answer" in warnings_of(caplog)[0]
+    assert "does not respond" in warnings_of(caplog)[0]
 
 
 _READ_IN_LAB = """
 import logging, sys, time
 from pathlib import Path
 from lightning_sparse.data.config import CacheConfig
-from lightning_sparse.data import source
-from lightning_sparse.data.manifest import load_or_list
-from lightning_sparse.data.store import open_store
+from lightning_sparse.data.cache import storage
+from lightning_sparse.data.cache.manifest import load_or_list
+from lightning_sparse.data.cache.store import SampleStore
 logging.basicConfig(format="%(message)s")
-source.SAY_S = 1.0
+storage.WARN_S = 1.0
 pictures, work, timeout = Path(sys.argv[1]), Path(sys.argv[2]), float(sys.argv[3])
 def ask(name):
     (work / name).touch()
     while not (work / f"{name} done").exists():
         time.sleep(0.02)
 config = CacheConfig(source=str(pictures), cache_dir=str(work / "cache"), memory_gb=0.01, storage_timeout=timeout)
-store = open_store(config, load_or_list(config, "train", quiet=True))
+store = SampleStore(config, load_or_list(config, "train", quiet=True))
 store.get(range(5))
 ask("down")
 (work / "reading").touch()
 store.get(range(20))
 ask("down again")
 store.get(range(20))
-print("epoch 2:", store.counters().describe())
+print("epoch 2:", store.counters())
 store.close()
 """
 
@@ -180,9 +180,9 @@ def test_the_storage_link_goes_down_and_comes_back(folder: Path, tmp_path: Path)
     """In epoch 1 the run waits and goes on; in epoch 2 it does not notice."""
     code, output, _ = _in_lab(folder, tmp_path / "work", timeout=60, outage=2.5)
     assert code == 0, output
-    assert "does not answer: waiting up to 60 s" in output
-    assert "answers again, after" in output
-    assert "epoch 2: memory 25" in output
+    assert "does not respond: waiting up to 60 s" in output
+    assert "responds again after" in output
+    assert "epoch 2: TierCounts(memory_samples=25," in output
 
 
 @pytest.mark.root

@@ -1,0 +1,135 @@
+"""Size, format and folder of a node's memory tier, decided by the first process of the node.
+
+The process writes its decision into the segment, where the other processes of the node read it. If the samples do not
+fit, the tier keeps as many as fit, and every epoch reads the others from local disk.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from lightning_sparse.data.cache import memory, shared_memory
+from lightning_sparse.data.cache.folders import file_name, locked, private_folder
+from lightning_sparse.data.cache.manifest import Manifest
+from lightning_sparse.data.cache.memory import ALIGN, MemoryCache
+from lightning_sparse.data.config import GB, CacheConfig
+from lightning_sparse.data.sample import Format
+from lightning_sparse.messages import log
+
+# Pixels of an average photograph whose shorter side is 1, measured on ImageNet: 271,617 bytes at 256.
+PHOTOGRAPH = 271_617 / 256**2
+MAX_COMPRESSION = 60  # upper bound of decoded size / JPEG size, reached by images of one colour
+DEFAULT_SHARE = 0.5  # of the available memory
+
+
+def needed_bytes(manifest: Manifest, owned: npt.NDArray[np.bool_], format: Format, short_side: int) -> int:
+    """Return the bytes that the node's samples need in memory: exact for "jpeg", an estimate for "decoded"."""
+    sizes = manifest.sizes[owned]
+    if format == "decoded":
+        sizes = np.minimum(sizes * MAX_COMPRESSION, int(PHOTOGRAPH * short_side**2))
+    return int(sizes.sum() + len(sizes) * ALIGN)
+
+
+def choose_format(config: CacheConfig, manifest: Manifest, owned: npt.NDArray[np.bool_], limit: int) -> Format:
+    """Return "decoded" if all samples fit, which saves decoding in each epoch; else "jpeg", of which more fit."""
+    if config.format != "auto":
+        return config.format
+    return "decoded" if needed_bytes(manifest, owned, "decoded", config.short_side) <= limit else "jpeg"
+
+
+def open_memory(
+    config: CacheConfig,
+    manifest: Manifest,
+    owned: npt.NDArray[np.bool_],
+    name: str,
+    cache: Path,
+    shm: Path = shared_memory.SHARED_MEMORY,
+) -> MemoryCache:
+    """Attach the segment `name`, or create it. Remove the segments of runs that have ended.
+
+    Args:
+        owned: bool [samples], samples that this node keeps.
+        cache: folder of the disk tier. The segment is created there if shared memory is missing or too small.
+        shm: folder of shared memory.
+    """
+    fallback = cache / "memory"
+    private_folder(fallback)
+    shared = shared_memory.memory_folder(shm)
+    folders = [shared, fallback] if shared is not None else [fallback]
+    with locked(cache / "memory.lock"):
+        for folder in folders:
+            if (file := shared_memory.attach(folder / name)) is not None:
+                return MemoryCache(folder / name, file)
+        shared_memory.remove_stale(folders)
+        return _create(config, manifest, owned, name, folders)
+
+
+class _Plan(NamedTuple):
+    """A segment in a folder. needed: bytes of this node's samples. capacity: its limit. limit: what sets the limit."""
+
+    folder: Path
+    format: Format
+    needed: int
+    capacity: int
+    limit: str
+
+    @property
+    def holds(self) -> int:
+        return min(self.needed, self.capacity)
+
+
+def _plan(config: CacheConfig, manifest: Manifest, owned: npt.NDArray[np.bool_], folder: Path) -> _Plan:
+    free = shared_memory.available_memory(folder)
+    if config.memory_gb is None:
+        allowed, limit = int(free * DEFAULT_SHARE), "half of the free memory"
+    elif config.memory_gb * GB <= free:
+        allowed, limit = int(config.memory_gb * GB), f"memory_gb={config.memory_gb:g}"
+    else:
+        allowed, limit = free, f"memory_gb={config.memory_gb:g}, of which {free / GB:.2f} GB are free,"
+    format = choose_format(config, manifest, owned, allowed)
+    needed = needed_bytes(manifest, owned, format, config.short_side)
+    # leave room, because the size of decoded images is an estimate
+    return _Plan(folder, format, needed, min(allowed, 2 * needed if format == "decoded" else needed), limit)
+
+
+def _create(
+    config: CacheConfig, manifest: Manifest, owned: npt.NDArray[np.bool_], name: str, folders: list[Path]
+) -> MemoryCache:
+    plans = [_plan(config, manifest, owned, folder) for folder in folders]
+    if plans[0].holds < DEFAULT_SHARE * plans[-1].holds:
+        log.warning(
+            f"{folders[0].parent} has only {plans[0].holds / GB:.2f} GB for samples: using {folders[-1]} instead, in "
+            "the page cache of the local disk. In a container, increase shared memory (docker run --shm-size)."
+        )
+        plans = plans[-1:]
+    for plan in plans:
+        try:
+            tier = memory.create(plan.folder / name, plan.format, len(manifest), plan.capacity)
+        except OSError:
+            if plan is plans[-1]:
+                raise
+            continue
+        if plan.needed > plan.capacity > 0 and tier.claim_topic("memory full"):
+            log.warning("%s", _too_small(manifest.split, int(owned.sum()), plan))
+        return tier
+    raise AssertionError("unreachable: the last folder returns or raises")
+
+
+def _too_small(split: str, samples: int, plan: _Plan) -> str:
+    about = "" if plan.format == "jpeg" else "about "
+    return (
+        f"memory tier of {split}: {samples:,} samples of this node need {about}{plan.needed / GB:.2f} GB as "
+        f"{plan.format}, but {plan.limit} allows {plan.capacity / GB:.2f} GB. {about.capitalize()}"
+        f"{100 * plan.capacity / plan.needed:.0f} % of them stay in memory; every epoch reads the others from local "
+        "disk."
+    )
+
+
+def segment_name(run: bytes, node_index: int, split: str) -> str:
+    """Return the name of a run's segment. It contains a hash of the run's secret, because names are public."""
+    return f"{hashlib.blake2b(run, digest_size=8, person=b'segment').hexdigest()}-n{node_index}-{file_name(split)}"

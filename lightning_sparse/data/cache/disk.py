@@ -1,0 +1,243 @@
+"""Disk tier: the files of a split in one LMDB on local disk, shared by all processes of a node.
+
+LMDB uses one file instead of many inodes, any number of processes read it without locks, and a killed writer loses only
+the batch it was writing: writers hold LMDB's lock, which the kernel releases when its holder dies.
+
+A value is a header followed by the file:
+
+====== ======== ====================================================================
+bytes  field    meaning
+====== ======== ====================================================================
+4      magic    kind and version of the value
+4      decoder  the decoder that validated the file; another decoder validates again
+8, 8   size,    of the file when it was listed; a different listing means that the
+       mtime    file has changed
+4, 4   height,  of the upright image; 0, 0: the file is corrupt, and the data is the
+       width    reason
+8      checksum xxh3 of the key, the fields above and the file
+====== ======== ====================================================================
+
+Inserting stops at the size limit or when the disk is full. Nothing is evicted: each epoch reads every sample once in
+random order, so eviction would remove samples before their next use, while a cache that keeps what it has keeps its hit
+rate.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import struct
+import threading
+import time
+import zlib
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+from lightning_sparse.data.cache import lmdb_env
+from lightning_sparse.data.cache.counts import Counter
+
+if TYPE_CHECKING:
+    import lmdb
+
+FORMAT = b"lightning_sparse disk cache 1"
+BATCH_BYTES, BATCH_S = 8 << 20, 2.0  # at most this is lost when a process is killed
+RESERVE_BYTES, RESERVE_SHARE = 1 << 30, 0.05  # of the disk; stays free
+_MAGIC = b"LSd1"
+_HEADER = struct.Struct("<4sIqqIIQ")
+_UNCHECKED = _HEADER.size - 8
+
+
+class FileKey(NamedTuple):
+    """A file, as listed."""
+
+    path: str
+    size: int
+    mtime_ns: int
+
+    def digest(self) -> bytes:
+        return hashlib.blake2b(os.fsencode(self.path), digest_size=16).digest()
+
+
+class CachedFile(NamedTuple):
+    """A file in the cache. `decoder`: id of the decoder that validated it."""
+
+    data: bytes
+    height: int
+    width: int
+    decoder: int
+
+    @property
+    def error(self) -> str | None:
+        """Why the file is corrupt; None if it is not."""
+        return self.data.decode("utf-8", "replace") if self.height == 0 else None
+
+
+def corrupt_file(reason: str, decoder: int) -> CachedFile:
+    """The cache entry of a corrupt file, so that later runs do not read it again."""
+    return CachedFile(reason.encode(), 0, 0, decoder)
+
+
+def decoder_id(name: str) -> int:
+    """Id of a decoder version, as stored with each file."""
+    return zlib.crc32(name.encode())
+
+
+class DiskCache:
+    """The disk tier of a split. Belongs to the process that creates it: forked and spawned processes create their own.
+
+    Args:
+        folder: folder of the LMDB, readable by this user only.
+        limit_bytes: size limit; None: all free space except a reserve.
+        counter: counts checksum failures.
+        warn_once: called with (topic, text) when inserting stops; logs each topic once.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        limit_bytes: int | None = None,
+        counter: Counter | None = None,
+        warn_once: Callable[[str, str], None] = lambda topic, text: None,
+    ) -> None:
+        self.folder, self._limit, self._warn_once = folder, limit_bytes, warn_once
+        self._counter = counter or Counter()
+        self._lock = threading.RLock()
+        self._pending: dict[bytes, tuple[FileKey, CachedFile]] = {}
+        self._pending_bytes, self._pending_since = 0, 0.0
+        self.full = False
+        self._pid = os.getpid()
+        self._environment: lmdb.Environment | None = lmdb_env.acquire(folder, FORMAT)
+
+    def get(self, keys: Sequence[FileKey]) -> list[CachedFile | None]:
+        """Return the cached files; None if a file is not cached, has changed on storage, or fails its checksum."""
+        found: list[CachedFile | None] = []
+        assert self._environment is not None, "the cache is closed"
+        with self._environment.begin(buffers=True) as transaction:
+            for key in keys:
+                digest = key.digest()
+                pending = self._pending.get(digest)
+                if pending is not None:
+                    found.append(pending[1] if pending[0] == key else None)
+                    continue
+                value = transaction.get(digest)
+                found.append(None if value is None else self._checked(key, digest, value))
+        return found
+
+    def has(self, keys: Sequence[FileKey]) -> list[bool]:
+        """Whether each file is cached in its listed version, from the header alone."""
+        assert self._environment is not None, "the cache is closed"
+        with self._environment.begin(buffers=True) as transaction:
+            values = [transaction.get(key.digest()) for key in keys]
+            return [value is not None and _matches(key, value) for key, value in zip(keys, values, strict=True)]
+
+    def put(self, key: FileKey, stored: CachedFile) -> None:
+        """Cache a file. Files are written in batches. No effect once the cache is full."""
+        with self._lock:
+            if self.full:
+                return
+            if not self._pending:
+                self._pending_since = time.monotonic()
+            self._pending[key.digest()] = (key, stored)
+            self._pending_bytes += len(stored.data)
+            if self._pending_bytes >= BATCH_BYTES:
+                self.flush()
+        self.flush_old()
+
+    def flush_old(self) -> None:
+        """Write the pending batch if it is older than `BATCH_S`."""
+        if self._pending and time.monotonic() - self._pending_since >= BATCH_S:
+            self.flush()
+
+    def flush(self) -> None:
+        """Write the pending batch. A full disk stops inserting, not the run."""
+        import lmdb
+
+        with self._lock:
+            if not self._pending or self._environment is None:
+                return
+            try:
+                reason = self._write(self._environment, self._pending)
+            except lmdb.Error as error:  # MapFullError, DiskError, ENOSPC, EIO, EDQUOT; LMDB drops the whole batch
+                reason = f"the write failed ({error})"
+            self._pending.clear()
+            self._pending_bytes = 0
+            if reason is not None:
+                self.full = True
+                self._warn_once(
+                    "disk full",
+                    f"disk cache {self.folder} stops at {self.entries():,} files and {self.bytes() / 1e9:.2f} GB: "
+                    f"{reason}. Training continues; files that are not cached are read from network storage.",
+                )
+
+    def _write(self, environment: lmdb.Environment, batch: dict[bytes, tuple[FileKey, CachedFile]]) -> str | None:
+        """Write a batch in one transaction, up to the limit. Return why it was not written completely, or None."""
+        room, reason = self._room()
+        with environment.begin(write=True) as transaction:
+            for digest, (key, stored) in batch.items():
+                value = _packed(key, digest, stored)
+                room -= len(value) + 4096  # LMDB rounds up to pages
+                if room < 0:
+                    return reason
+                transaction.put(digest, value)
+        return None
+
+    def _room(self) -> tuple[int, str]:
+        """Return (bytes that may still be written, reason to report when they run out)."""
+        about = os.statvfs(self.folder)
+        reserve = min(RESERVE_BYTES, int(about.f_blocks * about.f_frsize * RESERVE_SHARE))
+        free = about.f_bavail * about.f_frsize - reserve
+        if self._limit is not None and self._limit - self.bytes() < free:
+            return self._limit - self.bytes(), f"disk_gb={self._limit / 1e9:g} is reached"
+        return free, f"only {about.f_bavail * about.f_frsize / 1e9:.2f} GB of the disk are free"
+
+    def _checked(self, key: FileKey, digest: bytes, value: memoryview) -> CachedFile | None:
+        if len(value) < _HEADER.size or _checksum(digest, value) != _HEADER.unpack_from(value)[-1]:
+            self._counter.add(flipped_disk=1)
+            return None
+        magic, decoder, _, _, height, width, _ = _HEADER.unpack_from(value)
+        if magic != _MAGIC or not _matches(key, value):
+            return None
+        return CachedFile(bytes(value[_HEADER.size :]), height, width, decoder)
+
+    def entries(self) -> int:
+        """Number of cached files, including corrupt ones."""
+        assert self._environment is not None, "the cache is closed"
+        return int(self._environment.stat()["entries"]) - 1
+
+    def bytes(self) -> int:
+        """Size on disk."""
+        return (self.folder / "data.mdb").stat().st_size
+
+    def close(self) -> None:
+        """Write the pending batch and close the files."""
+        if os.getpid() != self._pid:
+            return  # a forked copy; the parent writes its batch
+        with self._lock:
+            if self._environment is not None:
+                self.flush()
+                self._environment = None
+                lmdb_env.release(self.folder)
+
+
+def _packed(key: FileKey, digest: bytes, stored: CachedFile) -> bytes:
+    fields = (_MAGIC, stored.decoder, key.size, key.mtime_ns, stored.height, stored.width)
+    value = bytearray(_HEADER.pack(*fields, 0) + stored.data)
+    struct.pack_into("<Q", value, _UNCHECKED, _checksum(digest, value))
+    return bytes(value)
+
+
+def _checksum(digest: bytes, value: memoryview | bytearray) -> int:
+    import xxhash
+
+    hashed = xxhash.xxh3_64(digest)
+    view = memoryview(value)
+    hashed.update(view[:_UNCHECKED])
+    hashed.update(view[_HEADER.size :])
+    return hashed.intdigest()
+
+
+def _matches(key: FileKey, value: memoryview) -> bool:
+    _, _, size, mtime_ns, _, _, _ = _HEADER.unpack_from(value)
+    return (size, mtime_ns) == (key.size, key.mtime_ns)

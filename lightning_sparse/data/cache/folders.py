@@ -1,0 +1,121 @@
+"""Folders and files of the cache on local disk.
+
+::
+
+    <cache_dir>/v1-<hash of the source>/     mode 0700, one per source and version of the layout
+        cache.json                           the source, for `lightning-sparse cache info`
+        <split>.manifest.npz                 list of the samples
+        <split>.lmdb/                        the files
+
+Another version of the layout uses another folder. It ignores this one and leaves it to `cache clear`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import json
+import os
+import re
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+
+from lightning_sparse.data.config import CacheConfig, DataError
+
+VERSION = 1
+NETWORK_FILE_SYSTEMS = (
+    *("nfs", "nfs4", "cifs", "smb3", "smbfs", "ceph", "lustre", "beegfs", "glusterfs", "9p", "afs"),
+    *("fuse.sshfs", "fuse.glusterfs", "fuse.ceph", "fuse.s3fs", "fuse.gcsfuse", "fuse.rclone", "fuse.juicefs"),
+)
+
+
+def source_name(source: str) -> str:
+    """The source as an absolute path or a URL without a trailing slash."""
+    return source.rstrip("/") if "://" in source else os.path.abspath(source)
+
+
+def file_name(split: str) -> str:
+    """The name of a split, as part of a file name."""
+    return re.sub(r"[^A-Za-z0-9_.-]", "_", split)
+
+
+def cache_folder(config: CacheConfig) -> Path:
+    """Return the cache folder of the source; create it if needed.
+
+    Raises:
+        DataError: if the folder cannot be created, belongs to another user, or is on a network file system.
+    """
+    root = Path(os.path.abspath(config.cache_dir))
+    try:
+        root.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as error:
+        raise DataError(
+            f"cache_dir={root} cannot be created ({error.strerror}). Give a writable folder on a disk of the node."
+        ) from error
+    kind = file_system(root)
+    if kind in NETWORK_FILE_SYSTEMS:
+        raise DataError(
+            f"cache_dir={root} is on a network file system ({kind}), where locks and memory maps are not reliable. "
+            "Give a folder on a local disk of the node."
+        )
+    name = source_name(config.source)
+    folder = root / f"v{VERSION}-{hashlib.blake2b(name.encode(), digest_size=8).hexdigest()}"
+    private_folder(folder)
+    about = folder / "cache.json"
+    if not about.exists():
+        write_private(about, json.dumps({"source": name, "version": VERSION}).encode())
+    return folder
+
+
+def private_folder(folder: Path) -> None:
+    """Create `folder`, accessible by this user only. If it exists, check its owner and restrict its mode.
+
+    Raises:
+        DataError: if it belongs to another user, so that its contents cannot be trusted.
+    """
+    with contextlib.suppress(FileExistsError):
+        folder.mkdir(mode=0o700)
+    about = folder.lstat()
+    if not stat.S_ISDIR(about.st_mode) or about.st_uid != os.geteuid():
+        raise DataError(f"{folder} is not a folder of this user: remove it, or give another cache_dir.")
+    if about.st_mode & 0o077:
+        folder.chmod(0o700)
+
+
+def write_private(path: Path, data: bytes) -> None:
+    """Write a file atomically: write a temporary file, then rename it."""
+    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    file = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+    try:
+        with open(file, "wb") as stream:
+            stream.write(data)
+        os.replace(temporary, path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
+@contextlib.contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """Hold an exclusive lock on `path` on this node; the kernel releases it if the process dies."""
+    file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(file)
+
+
+def file_system(folder: Path) -> str:
+    """Return the type of the file system of `folder`, "" if unknown."""
+    longest, kind = "", ""
+    with contextlib.suppress(OSError):
+        real = os.path.realpath(folder)
+        for line in Path("/proc/self/mounts").read_text().splitlines():
+            fields = line.split()
+            mount = fields[1].replace("\\040", " ")
+            if (real == mount or real.startswith(mount.rstrip("/") + "/")) and len(mount) >= len(longest):
+                longest, kind = mount, fields[2]
+    return kind

@@ -1,0 +1,277 @@
+"""Reads files from network storage. Waits while storage does not respond, and raises an error after a timeout.
+
+A child process reads the files (see `storage_reader.py`). A request that fails because of the network (link down,
+server restarting) is retried until storage answers, or until `timeout` seconds pass without any answer. Errors of the
+file itself (missing, no permission, a link out of the source) are returned at once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeoutError
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import NamedTuple
+
+from lightning_sparse.data.cache.storage_reader import ANSWER, REQUEST
+from lightning_sparse.data.config import DataError
+from lightning_sparse.messages import log
+
+WARN_S = 5.0  # silence before a warning
+RETRY_S = 1.0
+RESTART_S = 30.0  # silence before the reader is restarted, doubling each time: its connection may never recover
+_READER = Path(__file__).with_name("storage_reader.py")
+
+
+class StorageTimeoutError(DataError):
+    """Network storage did not respond for `storage_timeout` seconds."""
+
+
+class MissingFolderError(DataError):
+    """The source has no such folder."""
+
+
+class StoredFile(NamedTuple):
+    """A file as it is on storage now."""
+
+    data: bytes
+    size: int
+    mtime_ns: int
+
+
+@dataclass(frozen=True)
+class Unreadable:
+    """A file that cannot be read, now or later."""
+
+    reason: str
+
+
+@dataclass
+class _Request:
+    """An open request. `future` receives (status, payload, size, mtime_ns)."""
+
+    message: bytes
+    future: Future[tuple[str, bytes, int, int]]
+
+
+class Storage:
+    """The files below a folder of network storage. Thread-safe. The reader process starts with the first request.
+
+    Args:
+        source: folder or fsspec URL.
+        timeout: seconds without an answer before reads raise StorageTimeoutError.
+        readers: files read at the same time.
+        quiet: log interruptions at debug level; for all but one process of a node.
+    """
+
+    def __init__(self, source: str, *, timeout: float = 300.0, readers: int = 8, quiet: bool = False) -> None:
+        self.source = source if "://" in source else os.path.abspath(source)
+        self.timeout, self._readers, self._quiet = timeout, readers, quiet
+        self._lock = threading.RLock()
+        self._requests: dict[int, _Request] = {}
+        self._to_retry: list[int] = []
+        self._next = 0
+        self._closed = False
+        self._reader: _Reader | None = None
+        self._waiting = 0  # threads that wait for an answer
+        self._silent_since = 0.0
+        self._restart_after = self._restart_at = 0.0
+        self._warned_since: float | None = None  # when the silence that was logged began
+        self._trouble = ""
+
+    def read(self, paths: Sequence[str]) -> Iterator[StoredFile | Unreadable]:
+        """Yield the contents of files in order. All files are requested at once."""
+        requests = [self._request("r", path) for path in paths]
+        for request in requests:
+            status, payload, size, mtime_ns = self._wait_for(request)
+            yield (
+                StoredFile(payload, size, mtime_ns) if status == "k" else Unreadable(payload.decode("utf-8", "replace"))
+            )
+
+    def listing(self, folders: Sequence[str]) -> Iterator[list[tuple[str, int, int]]]:
+        """Yield (path, size, mtime in ns) of all images below each folder; for "folder/", its subfolders.
+
+        Raises:
+            MissingFolderError: if a folder cannot be listed.
+        """
+        requests = [self._request("l", folder) for folder in folders]
+        for folder, request in zip(folders, requests, strict=True):
+            status, payload, _, _ = self._wait_for(request)
+            if status != "k":
+                reason = payload.decode("utf-8", "replace")
+                raise MissingFolderError(
+                    f"source={self.source} has no folder {folder.rstrip('/')}/ to read ({reason}). Expected "
+                    f"train/<class>/<image> and val/<class>/<image>: check the path, and that it is mounted."
+                )
+            yield [(name, size, mtime) for name, size, mtime in json.loads(payload)]
+
+    def close(self) -> None:
+        """End the reader process. Threads that wait for an answer raise DataError."""
+        with self._lock:
+            self._closed = True
+            self._abandon_reader()
+
+    def _abandon_reader(self) -> None:
+        if self._reader is not None:
+            self._reader.abandon()
+        self._reader = None
+
+    def _request(self, kind: str, path: str) -> _Request:
+        with self._lock:
+            self._check_open()
+            self._next += 1
+            message = REQUEST.pack(self._next, ord(kind)) + path.encode("utf-8", "surrogateescape")
+            request = self._requests[self._next] = _Request(message, Future())
+            if self._reader is None:
+                self._restart_reader()  # sends all open requests
+            else:
+                self._reader.send(message)
+            return request
+
+    def _restart_reader(self) -> None:
+        """Start a reader and send it all open requests."""
+        self._abandon_reader()
+        self._restart_after *= 2
+        self._restart_at = time.monotonic() + self._restart_after
+        self._reader = _Reader(self.source, self._readers, self)
+        self._to_retry.clear()
+        for request in list(self._requests.values()):
+            self._reader.send(request.message)
+
+    def _on_answer(self, message: bytes) -> None:
+        """Called by the thread that listens to a reader."""
+        number, status, size, mtime_ns = ANSWER.unpack_from(message)
+        payload = message[ANSWER.size :]
+        with self._lock:
+            if chr(status) == "t":  # an error of the network
+                self._trouble = payload.decode("utf-8", "replace")
+                self._to_retry.append(number)
+                return
+            request = self._requests.pop(number, None)  # None if a former reader answered it
+            self._reset_timeout()
+            self._log_recovery()
+        if request is not None:
+            request.future.set_result((chr(status), payload, size, mtime_ns))
+
+    def _wait_for(self, request: _Request) -> tuple[str, bytes, int, int]:
+        with self._lock:
+            if self._waiting == 0 and not request.future.done():
+                self._reset_timeout()
+            self._waiting += 1
+        try:
+            while True:
+                try:
+                    return request.future.result(timeout=RETRY_S)
+                except FutureTimeoutError:
+                    self._check_timeout()
+        finally:
+            with self._lock:
+                self._waiting -= 1
+
+    def _reset_timeout(self) -> None:
+        """Storage answered, or receives the first request after a pause."""
+        self._silent_since, self._restart_after = time.monotonic(), RESTART_S
+        self._restart_at = self._silent_since + RESTART_S
+
+    def _check_timeout(self) -> None:
+        """Retry, restart the reader, warn or raise, depending on how long storage has been silent."""
+        with self._lock:
+            self._check_open()
+            now = time.monotonic()
+            silent = now - self._silent_since
+            trouble = f" ({self._trouble})" if self._trouble else ""
+            if silent >= self.timeout:
+                self._abandon_reader()
+                raise StorageTimeoutError(
+                    f"storage {self.source} has not responded for {silent:.0f} s{trouble}. Check that it is mounted "
+                    f"and that its server is reachable, or wait longer than storage_timeout={self.timeout:g}."
+                )
+            if silent >= min(WARN_S, self.timeout / 2) and self._warned_since is None:
+                self._warned_since = self._silent_since
+                self._log(f"storage {self.source} does not respond{trouble}: waiting up to {self.timeout:g} s")
+            reader = self._reader
+            if reader is None or not reader.alive or now >= self._restart_at:
+                return self._restart_reader()
+            for request in [self._requests[number] for number in self._to_retry if number in self._requests]:
+                reader.send(request.message)
+            return self._to_retry.clear()
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise DataError(f"storage {self.source} was closed during a read.")
+
+    def _log_recovery(self) -> None:
+        if self._warned_since is not None:
+            self._log(f"storage {self.source} responds again after {time.monotonic() - self._warned_since:.0f} s")
+            self._warned_since, self._trouble = None, ""
+
+    def _log(self, text: str) -> None:
+        log.log(logging.DEBUG if self._quiet else logging.WARNING, text)
+
+
+class _Reader:
+    """The reader process, and the thread that listens to it."""
+
+    def __init__(self, source: str, readers: int, owner: Storage) -> None:
+        ours, theirs = socket.socketpair()
+        command = [sys.executable, str(_READER), str(theirs.fileno()), str(readers), source]
+        # in a session of its own: Ctrl-C goes to the trainer, and the reader ends when the socket closes
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()], cwd="/", start_new_session=True
+        )
+        theirs.close()
+        self._connection = Connection(ours.detach())
+        self._sending = threading.Lock()
+        self._owner = weakref.ref(owner)  # the thread must not keep the Storage alive
+        self.alive = True
+        self._stop = weakref.finalize(owner, _stop, self._process, self._connection, os.getpid())
+        threading.Thread(target=self._listen, name="storage reader", daemon=True).start()
+
+    def send(self, message: bytes) -> None:
+        try:
+            with self._sending:
+                self._connection.send_bytes(message)
+        except OSError:
+            self.alive = False  # a waiting thread restarts it
+
+    def abandon(self) -> None:
+        """Kill the process without waiting for its end: it may hang in the kernel."""
+        self.alive = False
+        self._stop()
+
+    def _listen(self) -> None:
+        while True:
+            try:
+                message = self._connection.recv_bytes()
+            except (EOFError, OSError):
+                break
+            owner = self._owner()
+            if owner is None:
+                break
+            owner._on_answer(message)
+            del owner
+        self.alive = False
+
+
+def _stop(process: subprocess.Popen[bytes], connection: Connection, pid: int) -> None:
+    if os.getpid() != pid:
+        return  # this is a forked copy; the process belongs to the parent
+    process.kill()
+    with contextlib.suppress(OSError):
+        connection.close()
+    try:
+        process.wait(timeout=1)
+    except subprocess.TimeoutExpired:
+        process.returncode = -9  # hangs in the kernel; suppresses the warning about a child that was not waited for

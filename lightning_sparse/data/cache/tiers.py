@@ -1,0 +1,111 @@
+"""The tiers that a process has open."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from lightning_sparse.data import decode
+from lightning_sparse.data.cache.budget import open_memory, segment_name
+from lightning_sparse.data.cache.counts import Counter
+from lightning_sparse.data.cache.disk import CachedFile, DiskCache, FileKey, corrupt_file, decoder_id
+from lightning_sparse.data.cache.folders import cache_folder, file_name
+from lightning_sparse.data.cache.manifest import Manifest
+from lightning_sparse.data.cache.memory import MemoryCache
+from lightning_sparse.data.cache.placement import Placement
+from lightning_sparse.data.cache.storage import Storage, StoredFile, Unreadable
+from lightning_sparse.data.config import GB, CacheConfig
+from lightning_sparse.data.peers.client import PeerClient
+from lightning_sparse.data.peers.server import PeerServer
+from lightning_sparse.data.sample import View
+from lightning_sparse.messages import log
+
+
+@dataclass
+class Tiers:
+    """The tiers that a process has open. A forked process opens its own: pid tells them apart.
+
+    decoder: id of the decoder in use (`disk.decoder_id`).
+    warn_once: called with (topic, text); logs each topic once per run and node, whichever process calls it first.
+    """
+
+    pid: int
+    memory: MemoryCache
+    disk: DiskCache
+    storage: Storage
+    counter: Counter
+    decoder: int
+    warn_once: Callable[[str, str], None]
+    peers: PeerClient | None = None
+    server: PeerServer | None = None
+
+    def keep(self, index: int, view: View) -> None:
+        """Keep a sample in memory if there is space."""
+        if not self.memory.put(index, view.data, view.height, view.width) and self.memory.capacity:
+            self.warn_once(
+                "memory full",
+                f"memory tier is full with {self.memory.cached:,} samples in {self.memory.bytes / GB:.2f} GB; every "
+                "epoch reads the other samples of this node from local disk. Increase memory_gb to keep more.",
+            )
+
+    def close(self) -> None:
+        if self.server is not None:
+            self.server.close()
+        if self.peers is not None:
+            self.peers.close()
+        self.disk.close()
+        self.storage.close()
+        self.memory.close()
+
+
+def store_file(
+    config: CacheConfig, disk: DiskCache, key: FileKey, answer: StoredFile | Unreadable, decoder: int
+) -> tuple[CachedFile, npt.NDArray[np.uint8]] | str:
+    """Validate a file from storage by decoding it, and cache it on disk.
+
+    Returns:
+        The file and its pixels, or the reason why it is corrupt.
+    """
+    try:
+        if isinstance(answer, Unreadable):
+            raise decode.UndecodableError(answer.reason)
+        file = CachedFile(answer.data, *decode.probe(answer.data), decoder)
+        pixels = decode.decode(answer.data, config.short_side)
+    except decode.UndecodableError as error:
+        if config.on_corrupt == "skip":
+            disk.put(key, corrupt_file(str(error), decoder))
+        return str(error)
+    disk.put(key, file)
+    return file, pixels
+
+
+def open_disk(config: CacheConfig, split: str, counter: Counter, warn_once: Callable[[str, str], None]) -> DiskCache:
+    """Open the disk tier of a split."""
+    return DiskCache(
+        cache_folder(config) / f"{file_name(split)}.lmdb",
+        limit_bytes=None if config.disk_gb is None else int(config.disk_gb * GB),
+        counter=counter,
+        warn_once=warn_once,
+    )
+
+
+def open_tiers(
+    config: CacheConfig, manifest: Manifest, placement: Placement, owned: npt.NDArray[np.bool_], run: bytes
+) -> Tiers:
+    """Open all tiers of a split. owned: bool [samples], samples that this node owns."""
+    folder = cache_folder(config)
+    memory = open_memory(config, manifest, owned, segment_name(run, placement.node_index, manifest.split), folder)
+    counter = Counter(memory.row)
+
+    def warn_once(topic: str, text: str) -> None:
+        if memory.claim_topic(topic):
+            log.warning("%s", text)
+
+    disk = open_disk(config, manifest.split, counter, warn_once)
+    quiet = placement.device_index != 0  # one rank per node logs interruptions of storage
+    storage = Storage(config.source, timeout=config.storage_timeout, readers=config.storage_readers, quiet=quiet)
+    return Tiers(os.getpid(), memory, disk, storage, counter, decoder_id(decode.decoder_version()), warn_once)

@@ -1,0 +1,134 @@
+"""Fill the disk tier before a run: `lightning-sparse cache warm`. If interrupted, the next call continues.
+
+It lists the source again and reads files that were added or changed. Several threads read and decode, because decoding
+validates each file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass, field
+
+import numpy as np
+from tqdm import tqdm
+
+from lightning_sparse.data import decode
+from lightning_sparse.data.cache.counts import Counter
+from lightning_sparse.data.cache.disk import DiskCache, FileKey, decoder_id
+from lightning_sparse.data.cache.manifest import load_or_list
+from lightning_sparse.data.cache.placement import Placement, owners
+from lightning_sparse.data.cache.storage import MissingFolderError, Storage, StoredFile
+from lightning_sparse.data.cache.tiers import open_disk, store_file
+from lightning_sparse.data.config import CacheConfig
+from lightning_sparse.messages import log
+
+CHUNK = 16  # files per request of a thread
+
+
+@dataclass
+class WarmReport:
+    """Result for a split.
+
+    files: files of this node. present: files that were cached before. corrupt: (path, reason). full: the disk or the
+    limit did not allow more.
+    """
+
+    split: str
+    files: int = 0
+    present: int = 0
+    fetched: int = 0
+    fetched_bytes: int = 0
+    corrupt: list[tuple[str, str]] = field(default_factory=list)
+    full: bool = False
+
+    def describe(self) -> str:
+        left = self.files - self.present - self.fetched - len(self.corrupt)
+        text = f"{self.split}: {self.files:,} files, {self.present:,} cached before, {self.fetched:,} fetched "
+        text += f"({self.fetched_bytes / 1e6:,.1f} MB)"
+        text += f", {len(self.corrupt):,} corrupt" if self.corrupt else ""
+        return text + (f", {left:,} did not fit" if self.full else "")
+
+
+def warm(config: CacheConfig, split: str, *, placement: Placement | None = None, threads: int = 4) -> WarmReport:
+    """Copy the files of a split to the disk tier of this node.
+
+    Args:
+        config: options of the cache.
+        split: name of the folder in the source.
+        placement: with several nodes, copy only the files that the node owns.
+        threads: threads that read and decode.
+
+    Raises:
+        ValueError, DataError: as `manifest.list_source`; StorageTimeoutError if storage does not respond.
+    """
+    placement = placement or Placement()
+    manifest = load_or_list(config, split, relist=True)
+    owned = np.flatnonzero(owners(manifest.labels, placement.num_nodes, config.seed) == placement.node_index)
+    report = WarmReport(split, files=len(owned))
+    disk = open_disk(config, split, Counter(), lambda topic, text: log.warning("%s", text))
+    storage = Storage(config.source, timeout=config.storage_timeout, readers=config.storage_readers)
+    try:
+        keys = [manifest.key(index) for index in owned.tolist()]
+        missing = [key for key, has in zip(keys, disk.has(keys), strict=True) if not has]
+        report.present = len(keys) - len(missing)
+        with tqdm(total=len(keys), initial=report.present, desc=f"caching {split}", unit="file") as bar:
+            _fill(config, disk, storage, missing, threads, report, bar)
+        disk.flush()
+        report.full = disk.full
+    finally:
+        disk.close()
+        storage.close()
+    return report
+
+
+def warm_splits(
+    config: CacheConfig, splits: Sequence[str] | None = None, *, placement: Placement | None = None, threads: int = 4
+) -> list[WarmReport]:
+    """Call `warm` for several splits; None: "train", and "val" if the source has it."""
+    reports = []
+    for split in splits or ("train", "val"):
+        try:
+            reports.append(warm(config, split, placement=placement, threads=threads))
+        except MissingFolderError:
+            if splits or split == "train":
+                raise
+    return reports
+
+
+def _fill(
+    config: CacheConfig,
+    disk: DiskCache,
+    storage: Storage,
+    missing: Sequence[FileKey],
+    threads: int,
+    report: WarmReport,
+    bar: tqdm[None],
+) -> None:
+    decoder = decoder_id(decode.decoder_version())
+
+    def fetch(keys: Sequence[FileKey]) -> list[tuple[FileKey, int, str]]:
+        """Return (key, bytes read, reason why the file is corrupt or "") of each file."""
+        done = []
+        for key, answer in zip(keys, storage.read([key.path for key in keys]), strict=True):
+            stored = store_file(config, disk, key, answer, decoder)
+            nbytes = len(answer.data) if isinstance(answer, StoredFile) else 0
+            done.append((key, nbytes, stored if isinstance(stored, str) else ""))
+        return done
+
+    chunks = [missing[begin : begin + CHUNK] for begin in range(0, len(missing), CHUNK)][::-1]
+    with ThreadPoolExecutor(threads) as pool:
+        running: set[Future[list[tuple[FileKey, int, str]]]] = set()
+        while chunks or running:
+            while chunks and len(running) < 2 * threads and not disk.full:
+                running.add(pool.submit(fetch, chunks.pop()))
+            if not running:
+                return  # the disk is full
+            finished, running = wait(running, return_when=FIRST_COMPLETED)
+            for key, nbytes, reason in (each for future in finished for each in future.result()):
+                report.fetched_bytes += nbytes
+                if reason:
+                    report.corrupt.append((key.path, reason))
+                elif not disk.full:
+                    report.fetched += 1
+                bar.update()

@@ -1,0 +1,188 @@
+"""Serves the samples of this node to other nodes, in a process of its own that takes no time from the ranks.
+
+The process receives a pickled store on its standard input and prints its endpoint. It ends when its input closes: when
+the rank that started it closes the store, or dies.
+
+One thread receives requests, answers pings at once and sends the answers. `THREADS` threads read the samples, so a
+server that waits for storage still answers pings.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hmac
+import os
+import pickle
+import subprocess
+import sys
+import threading
+import traceback
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+
+from lightning_sparse.data.config import CorruptSampleError
+from lightning_sparse.data.peers.protocol import Keys
+from lightning_sparse.data.sample import Sample, SampleReader
+
+THREADS = 4
+MAX_REQUEST_BYTES = 1 << 16
+START_S = 60.0
+_ANSWERS = "inproc://answers"
+
+
+class PeerServer:
+    """Handle of the server process of a node, held by the rank that started it.
+
+    Args:
+        store: a `SampleStore`; the process opens its own copy.
+        run: secret of the run.
+        address: IP address to listen on.
+
+    Raises:
+        RuntimeError: if the process does not start. It writes the error to standard error.
+    """
+
+    def __init__(self, store: SampleReader, run: bytes, address: str) -> None:
+        paths = os.pathsep.join(path or os.getcwd() for path in sys.path)
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", __name__],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env={**os.environ, "PYTHONPATH": paths},
+            start_new_session=True,  # Ctrl-C goes to the ranks; the server ends with the rank that started it
+        )
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._input, self._output = self._process.stdin, self._process.stdout
+        watchdog = threading.Timer(START_S, self._process.kill)
+        watchdog.start()
+        try:
+            with contextlib.suppress(BrokenPipeError):
+                pickle.dump((store, run, address), self._input)
+                self._input.flush()
+            self.endpoint = self._output.readline().decode().strip()
+        finally:
+            watchdog.cancel()
+        if not self.endpoint:
+            self.close()
+            raise RuntimeError(f"the sample server of this node did not start on {address}; see its error above.")
+
+    def close(self) -> None:
+        with contextlib.suppress(OSError):
+            self._input.close()
+        try:
+            self._process.wait(timeout=5)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        self._output.close()
+
+
+class _Credentials:
+    """Accepts clients that hold the client key of the run."""
+
+    def __init__(self, public: bytes) -> None:
+        self._public = public
+
+    def callback(self, domain: str, key: bytes) -> bool:
+        return hmac.compare_digest(key, self._public)
+
+
+def _bind(context: Any, keys: Keys, address: str) -> tuple[Any, str]:
+    """Return an encrypted socket on a free port, and its endpoint."""
+    import zmq
+
+    router = context.socket(zmq.ROUTER)
+    router.curve_server = True
+    router.curve_publickey, router.curve_secretkey = keys.server_public, keys.server_secret
+    router.maxmsgsize = MAX_REQUEST_BYTES
+    router.ipv6 = ":" in address
+    host = f"[{address}]" if ":" in address else address
+    return router, f"tcp://{host}:{router.bind_to_random_port(f'tcp://{host}')}"
+
+
+def serve(store: SampleReader, run: bytes, address: str, ready: Callable[[str], None]) -> None:
+    """Answer requests forever. `ready` is called with the endpoint."""
+    import zmq
+    from zmq.auth.thread import ThreadAuthenticator
+
+    context, keys = zmq.Context(), Keys.of(run)
+    authenticator = ThreadAuthenticator(context)  # stops when it is collected
+    authenticator.start()
+    authenticator.configure_curve_callback(domain="*", credentials_provider=_Credentials(keys.client_public))
+    router, endpoint = _bind(context, keys, address)
+    answers = context.socket(zmq.PULL)
+    answers.bind(_ANSWERS)
+    own = threading.local()
+
+    def work(client: bytes, number: bytes, indices: bytes) -> None:
+        if not hasattr(own, "socket"):
+            own.socket = context.socket(zmq.PUSH)
+            own.socket.connect(_ANSWERS)
+        own.socket.send_multipart([client, *_answer(store, number, indices)], copy=False)
+
+    poller = zmq.Poller()
+    poller.register(router, zmq.POLLIN)
+    poller.register(answers, zmq.POLLIN)
+    ready(endpoint)
+    with ThreadPoolExecutor(THREADS) as pool:
+        while True:
+            for socket, _ in poller.poll():
+                if socket is answers:
+                    router.send_multipart(answers.recv_multipart(copy=False), copy=False)
+                    continue
+                client, kind, *rest = router.recv_multipart()
+                if kind == b"ping":
+                    router.send_multipart([client, b"pong", b""])
+                elif kind == b"get" and len(rest) == 2 and len(rest[1]) % 8 == 0:
+                    pool.submit(work, client, *rest)
+
+
+def _answer(store: SampleReader, number: bytes, requested: bytes) -> list[Any]:
+    indices = np.frombuffer(requested, np.int64).tolist()
+    try:
+        samples = _samples(store, indices)
+    except Exception as error:  # storage does not respond, an index out of range: the client reads it elsewhere
+        return [b"fail", number, str(error).encode("utf-8", "replace")]
+    rows: list[tuple[int, int, int, int]] = []
+    frames: list[Any] = []
+    for index, sample in zip(indices, samples, strict=True):
+        if isinstance(sample, str):
+            rows.append((index, index, 0, 0))
+            frames.append(sample.encode("utf-8", "replace"))
+        else:
+            rows.append((index, sample.index, sample.height, sample.width))
+            frames.append(sample.data.data)
+    return [b"have", number, store.format.encode(), np.array(rows, np.int64).tobytes(), *frames]
+
+
+def _samples(store: SampleReader, indices: Sequence[int]) -> Sequence[Sample | str]:
+    """Read samples; a str is the reason why a file cannot be used."""
+    try:
+        return store.get(indices)
+    except CorruptSampleError as error:
+        return [error.reason] if len(indices) == 1 else [_samples(store, [index])[0] for index in indices]
+
+
+def main() -> None:
+    store, run, address = pickle.load(sys.stdin.buffer)
+    store.hits_count_as = "served"
+
+    def run_server() -> None:
+        try:
+            serve(store, run, address, lambda endpoint: print(endpoint, flush=True))
+        except BaseException:
+            traceback.print_exc()
+            os._exit(1)
+
+    threading.Thread(target=run_server, daemon=True).start()
+    sys.stdin.buffer.read()  # returns when the rank that started this process closes its end
+    store.close()
+    os._exit(0)  # threads may hang in storage
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,61 @@
+"""Chooses and makes the backend that turns samples into batches: DALI or torchvision."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from typing import Literal
+
+import torch
+
+from lightning_sparse.data.pipeline.batch import Pipeline, Transform
+from lightning_sparse.data.sample import SampleReader
+
+Backend = Literal["auto", "dali", "torch"]
+BACKENDS = ("auto", "dali", "torch")
+
+
+def choose_backend(wanted: Backend, device: torch.device) -> tuple[Literal["dali", "torch"], str]:
+    """Return the backend and the reason for it.
+
+    Raises:
+        ValueError: if the backend is not installed.
+    """
+    dali, vision = _is_installed("nvidia.dali"), _is_installed("torchvision")
+    if wanted == "dali" and not dali:
+        raise ValueError('backend="dali" needs DALI: `pip install nvidia-dali-cuda130`, or use backend="auto".')
+    if not vision and (wanted == "torch" or not dali):
+        raise ValueError(f"backend={wanted!r} needs torchvision: `pip install torchvision`.")
+    if wanted != "auto":
+        return wanted, "as requested"
+    if device.type == "cuda":
+        return ("dali", "it runs on the GPU") if dali else ("torch", "DALI, which runs on the GPU, is not installed")
+    if not vision:
+        return "dali", "torchvision is not installed"
+    return "torch", "on a CPU it resizes faster than DALI"
+
+
+def make_pipeline(
+    backend: Literal["dali", "torch"],
+    store: SampleReader,
+    transform: Transform,
+    *,
+    batch_size: int,
+    threads: int,
+    device: torch.device,
+) -> Pipeline:
+    """Make the pipeline of a backend for batches on `device`. batch_size: largest number of samples in a request."""
+    gpu = device.index if device.type == "cuda" else None
+    if backend == "dali":
+        from lightning_sparse.data.pipeline.backend_dali import DaliPipeline
+
+        return DaliPipeline(store, transform, batch_size=batch_size, threads=threads, device=gpu)
+    from lightning_sparse.data.pipeline.backend_torch import TorchPipeline
+
+    return TorchPipeline(store, transform, threads=threads, pin=gpu is not None)
+
+
+def _is_installed(module: str) -> bool:
+    try:
+        return find_spec(module) is not None
+    except ModuleNotFoundError:
+        return False

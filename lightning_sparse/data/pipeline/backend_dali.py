@@ -1,0 +1,175 @@
+"""Batches through DALI. The only module that imports it.
+
+One thread reads samples from the store, another one runs DALI, which takes the arrays without a copy (``no_copy``) and
+resizes, flips and normalises them on its own threads or on the GPU:
+
+===================  =========================================  ==============================================
+samples              CPU                                        GPU
+===================  =========================================  ==============================================
+decoded uint8        crop -> resize -> flip, normalise          upload the crop -> the same on the GPU
+JPEG                 decode only the crop -> the same           mixed decode of only the crop -> the same
+===================  =========================================  ==============================================
+
+For decoded images, the reading thread copies the crop out of the store. This is faster than DALI's slice, and on a GPU
+only the crop is uploaded. A region of interest of the resize would save the copy, but would use pixels from outside the
+crop at its edges.
+
+DALI reads no files, draws no random numbers and knows no epochs: `augment` computes the crops, as for torchvision, and
+an epoch ends when its requests do, so there is no iterator to reset. The dynamic executor passes its outputs to torch
+without a copy.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Generator, Iterable, Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from nvidia.dali import fn, pipeline_def, types
+from torch.utils.dlpack import from_dlpack
+
+from lightning_sparse.data.decode import decode
+from lightning_sparse.data.pipeline.batch import Batch, BatchRequest, PreparedBatch, Transform, prepare
+from lightning_sparse.data.pipeline.prefetch import prefetch
+from lightning_sparse.data.sample import SampleReader
+
+_PREFETCH = 2  # batches in each of the two queues: samples read, batches made
+
+
+class DaliPipeline:
+    """Makes batches with DALI.
+
+    Args:
+        store: reads the samples.
+        transform: augmentation and normalisation.
+        batch_size: largest number of samples in a request.
+        threads: number of DALI's threads.
+        device: index of the GPU; None: CPU.
+    """
+
+    def __init__(
+        self, store: SampleReader, transform: Transform, *, batch_size: int, threads: int = 2, device: int | None = None
+    ) -> None:
+        self._store, self._transform = store, transform
+        options = {"batch_size": batch_size, "num_threads": threads, "device_id": device}
+        self._pipe: Any = _graph(
+            transform, store.format, device is not None, **options, prefetch_queue_depth=1, exec_dynamic=True
+        )
+        self._pipe.build()
+
+    def run(self, requests: Iterable[BatchRequest]) -> Generator[Batch, None, None]:
+        """Yield batches in the order of requests."""
+        made = prefetch(self._made(requests), _PREFETCH, "DALI")
+        try:
+            for images, labels in made:
+                # in the consumer's thread: on a GPU this makes the consumer's stream wait for DALI's
+                yield from_dlpack(images.as_tensor()), labels.to(_device_of(images), non_blocking=True)
+        finally:
+            made.close()
+
+    def close(self) -> None:
+        """Free DALI's threads and memory."""
+        self._pipe = None
+
+    def _made(self, requests: Iterable[BatchRequest]) -> Iterator[tuple[Any, torch.Tensor]]:
+        read = prefetch(map(self._read, requests), _PREFETCH, "reader")
+        in_use: deque[PreparedBatch] = deque(maxlen=_PREFETCH + 1)  # uploads may continue after run() returns
+        try:
+            for prepared in read:
+                in_use.append(prepared)
+                yield self._run(prepared), torch.from_numpy(prepared.labels)
+        finally:
+            read.close()
+
+    def _read(self, request: BatchRequest) -> PreparedBatch:
+        prepared = prepare(self._store, request, self._transform)
+        if self._store.format == "decoded":
+            return prepared._replace(images=cropped(prepared))
+        return prepared._replace(images=[readable_by_dali(each) for each in prepared.images])
+
+    def _run(self, prepared: PreparedBatch) -> Any:
+        try:
+            (images,) = self._pipe.run(images=prepared.images, **_inputs(prepared, self._store.format))
+        except RuntimeError as error:
+            raise RuntimeError(
+                f"DALI failed on one of the samples {prepared.indices.tolist()} of the manifest. Use backend='torch' "
+                f"or sample_format='decoded', which read all cached images. Error of DALI: {error}"
+            ) from error
+        return images
+
+
+@pipeline_def  # type: ignore[untyped-decorator]
+def _graph(transform: Transform, store_format: str, on_gpu: bool) -> Any:
+    size = _input("size", types.FLOAT, 0)
+    if store_format == "jpeg":
+        region = {"start": _input("start", types.INT32, 1), "shape": _input("shape", types.INT32, 1)}
+        files = _input("images", types.UINT8, 1)
+        device = "mixed" if on_gpu else "cpu"
+        cut = fn.decoders.image_slice(files, device=device, output_type=types.RGB, axis_names="HW", **region)
+    else:
+        cut = _input("images", types.UINT8, 3, layout="HWC")
+        cut = cut.gpu() if on_gpu else cut
+    resized = fn.resize(cut, resize_x=size, resize_y=size, antialias=True)
+    return fn.crop_mirror_normalize(
+        resized,
+        mirror=_input("flip", types.INT32, 0),
+        mean=[255 * each for each in transform.mean],
+        std=[255 * each for each in transform.std],
+        dtype=types.FLOAT,
+        output_layout="CHW",
+    )
+
+
+def _input(name: str, dtype: Any, ndim: int, **options: Any) -> Any:
+    return fn.external_source(name=name, no_copy=True, dtype=dtype, ndim=ndim, **options)
+
+
+def cropped(prepared: PreparedBatch) -> list[NDArray[np.uint8]]:
+    """Return a copy of the crop of each decoded image."""
+    crops = zip(*(each.tolist() for each in prepared.crops[:4]), strict=True)
+    return [
+        image[top : top + height, left : left + width].copy()
+        for image, (top, left, height, width) in zip(prepared.images, crops, strict=True)
+    ]
+
+
+def readable_by_dali(file: NDArray[np.uint8]) -> NDArray[np.uint8]:
+    """Return JPEG files of one or three components unchanged, all others (CMYK, GIF, PNG with a palette, ...) as PPM.
+
+    A file that DALI cannot read would end its pipeline.
+    """
+    if jpeg_components(file.data) in (1, 3):
+        return file
+    pixels = decode(file.tobytes())
+    header = f"P6\n{pixels.shape[1]} {pixels.shape[0]}\n255\n".encode()
+    return np.concatenate([np.frombuffer(header, np.uint8), pixels.reshape(-1)])
+
+
+def jpeg_components(file: memoryview) -> int:
+    """Return the number of components of a JPEG, from its frame header; 0 if it is not a JPEG."""
+    if bytes(file[:2]) != b"\xff\xd8":
+        return 0
+    position = 2
+    while position + 9 < len(file) and file[position] == 0xFF:
+        kind = file[position + 1]
+        if 0xC0 <= kind <= 0xCF and kind not in (0xC4, 0xC8, 0xCC):
+            return file[position + 9]
+        position += 1 if kind == 0xFF else 2 + int.from_bytes(file[position + 2 : position + 4], "big")
+    return 0
+
+
+def _inputs(prepared: PreparedBatch, store_format: str) -> dict[str, Any]:
+    """Return the inputs besides the images. Decoded images are already cropped."""
+    top, left, height, width, flip = prepared.crops
+    inputs = {"flip": flip.astype(np.int32), "size": np.full(len(flip), prepared.size, np.float32)}
+    if store_format == "jpeg":
+        inputs["start"] = np.stack([top, left], 1).astype(np.int32)
+        inputs["shape"] = np.stack([height, width], 1).astype(np.int32)
+    return inputs
+
+
+def _device_of(images: Any) -> torch.device:
+    return torch.device("cuda", images.device_id()) if "GPU" in type(images).__name__ else torch.device("cpu")

@@ -1,0 +1,201 @@
+"""Iterables for the Trainer: the batches of a rank, with a position that is saved and restored.
+
+They are plain iterables, not DataLoaders, so Lightning neither replaces nor adds a sampler. Lightning uses:
+
+=============================== =====================================================================================
+Lightning                       here
+=============================== =====================================================================================
+iter() as a check               no cost: an iterator starts to work with its first next()
+batch_sampler.sampler           `TrainLoader` itself, so that Lightning calls set_epoch(); there is no attribute
+                                `sampler`, which ``overfit_batches`` would warn about
+len()                           batches of a whole epoch, equal on all ranks; also while resuming, because Lightning
+                                adds the batches that are done
+state_dict, load_state_dict     saved with the loops, loaded before the first batch of a resumed epoch
+=============================== =====================================================================================
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+from lightning_sparse.data.pipeline.batch import Batch, BatchRequest, Pipeline
+from lightning_sparse.data.pipeline.sampler import EpochSegment, Indices, Sampler
+from lightning_sparse.messages import log
+
+
+class ImageSizes:
+    """Height and width of the images in a batch, by epoch.
+
+    Args:
+        sizes: one size for all epochs, or {first epoch: size} to start training with small images.
+
+    Raises:
+        ValueError: if a size is not positive, or epoch 0 has no size.
+
+    >>> [ImageSizes({0: 128, 6: 224}).at(epoch) for epoch in (0, 5, 6, 90)]
+    [128, 128, 224, 224]
+    """
+
+    def __init__(self, sizes: int | Mapping[int, int]) -> None:
+        self._sizes = dict(sorted(({0: sizes} if isinstance(sizes, int) else dict(sizes)).items()))
+        if 0 not in self._sizes or min(self._sizes) < 0 or min(self._sizes.values()) < 1:
+            raise ValueError(
+                f"image_size={sizes!r} must be a size in pixels, or a dict of sizes by first epoch, starting with "
+                f"epoch 0, such as {{0: 128, 6: 224}}."
+            )
+
+    def at(self, epoch: int) -> int:
+        """Return the size in an epoch."""
+        return next(size for first, size in reversed(self._sizes.items()) if first <= epoch)
+
+    @property
+    def largest(self) -> int:
+        """Largest size of all epochs."""
+        return max(self._sizes.values())
+
+
+class _Loader:
+    """Iterates over the batches of a pipeline, with one open iterator at a time."""
+
+    def __init__(self, pipeline: Pipeline) -> None:
+        self._pipeline = pipeline
+        self._done = 0  # batches of this epoch that were handed out
+        self._open: Generator[Batch, None, None] | None = None
+
+    def _start(self) -> None:
+        """Called when an iterator starts."""
+
+    def _requests(self) -> Iterator[BatchRequest]:
+        raise NotImplementedError
+
+    def __iter__(self) -> Iterator[Batch]:
+        return self._batches()
+
+    def _batches(self) -> Iterator[Batch]:
+        self.close()  # the last iterator, if it was abandoned
+        self._start()
+        batches = self._open = self._pipeline.run(self._requests())
+        try:
+            for batch in batches:
+                self._done += 1  # prefetched batches do not count: a resumed run makes them again
+                yield batch
+        finally:
+            batches.close()
+
+    def close(self) -> None:
+        """Stop the last iterator."""
+        if self._open is not None:
+            self._open.close()
+        self._open = None
+
+
+class TrainLoader(_Loader):
+    """Random batches of a rank, one epoch per iterator.
+
+    Args:
+        sampler: yields the samples of each step.
+        pipeline: makes the batches.
+        rank: node and device of this rank.
+        sizes: image sizes by epoch.
+        fingerprint: fingerprint of the manifest; the state of another data set is not restored.
+        fixed: use the samples of epoch 0 in every epoch (for ``overfit_batches``).
+        on_epoch: called with the number of each epoch that starts.
+        on_resume: called with the number of batches of the epoch that are done, if the state was saved by a run with
+            other ranks or batches, so that its own count does not apply.
+    """
+
+    def __init__(
+        self,
+        sampler: Sampler,
+        pipeline: Pipeline,
+        *,
+        rank: tuple[int, int] = (0, 0),
+        sizes: ImageSizes,
+        fingerprint: str = "",
+        fixed: bool = False,
+        on_epoch: Callable[[int], None] | None = None,
+        on_resume: Callable[[int], None] | None = None,
+    ) -> None:
+        super().__init__(pipeline)
+        self._sampler, self._rank, self._sizes = sampler, rank, sizes
+        self._fingerprint, self._fixed, self._on_epoch, self._on_resume = fingerprint, fixed, on_epoch, on_resume
+        self._epoch = 0
+        self._before: tuple[EpochSegment, ...] = ()  # steps of this epoch that were done with other configs
+        self._resumes = False  # the next iterator continues instead of starting over
+
+    @property
+    def batch_sampler(self) -> SimpleNamespace:
+        """Lightning calls set_epoch() of its sampler."""
+        return SimpleNamespace(sampler=self)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Set the epoch of the next iterator. Lightning calls this; a custom training loop must, too."""
+        if epoch != self._epoch:
+            self._epoch, self._before, self._done, self._resumes = epoch, (), 0, False
+        if self._on_epoch is not None:
+            self._on_epoch(epoch)
+
+    def __len__(self) -> int:
+        return self._sampler.steps
+
+    def _start(self) -> None:
+        if not self._resumes:
+            self._before, self._done = (), 0
+        self._resumes = False
+
+    def _requests(self) -> Iterator[BatchRequest]:
+        epoch = self._epoch
+        plan = self._sampler.epoch(0 if self._fixed else epoch, self._before)
+        for step in range(self._done, plan.steps):
+            yield BatchRequest(plan.batch(step, *self._rank), epoch, self._sizes.at(epoch), True)
+
+    def close(self) -> None:
+        """Stop the last iterator."""
+        if self._open is not None:
+            self._open.close()
+        self._open = None
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the position in the epoch, the same on all ranks, as plain values."""
+        done = [*self._before, EpochSegment(self._sampler.config, self._done)]
+        return {
+            "epoch": self._epoch,
+            "segments": [each.state_dict() for each in done],
+            "fingerprint": self._fingerprint,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue where a run stopped, also with other nodes, another batch size or another shuffle."""
+        self._epoch, segments = state["epoch"], [EpochSegment.from_state(each) for each in state["segments"]]
+        if state["fingerprint"] != self._fingerprint:
+            log.warning("the data set has changed since the checkpoint was saved: restarting the epoch")
+            segments = [EpochSegment(self._sampler.config, 0)]
+        own = segments.pop().steps if segments[-1].config == self._sampler.config else 0
+        self._before, self._done, self._resumes = tuple(segments), own, True
+        moved = bool(self._before) or state["fingerprint"] != self._fingerprint
+        if moved and self._on_resume is not None:
+            left = self._sampler.epoch(self._epoch, self._before).steps - own
+            self._on_resume(len(self) - left)
+
+
+class EvalLoader(_Loader):
+    """Batches of a rank for evaluation: centre crops, not shuffled.
+
+    Args:
+        batches: indices of the samples of each batch.
+        pipeline: makes the batches.
+        size: height and width of the images.
+    """
+
+    def __init__(self, batches: Sequence[Indices], pipeline: Pipeline, *, size: int) -> None:
+        super().__init__(pipeline)
+        self._indices, self._size = batches, size
+
+    def __len__(self) -> int:
+        return len(self._indices)
+
+    def _requests(self) -> Iterator[BatchRequest]:
+        for indices in self._indices:
+            yield BatchRequest(indices, 0, self._size, False)

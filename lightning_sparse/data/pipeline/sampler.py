@@ -1,0 +1,306 @@
+"""Distributed sampler: the samples of a rank at a step, as a pure function of (seed, epoch, step).
+
+An epoch consists of *shards*: lists of samples in shuffled order, each read by one or more nodes together.
+
+=========== =============================== =====================================================================
+shuffle     shards                          samples that a node reads from other nodes
+=========== =============================== =====================================================================
+"local"     one per node: the samples it    none; a node sees the same samples in every epoch
+            owns
+"partial"   one per node: the samples it    fraction * (M-1)/M
+            owns, a fraction of which is
+            exchanged in each epoch
+"global"    one, read by all nodes          the overflow: about 0.4 / sqrt(samples of a node in a global batch)
+=========== =============================== =====================================================================
+
+With "global", each global batch is a random draw from the whole data set, and each node gets those of its samples that
+it owns, up to its share of the batch. Which rank computes a gradient does not change the sum. Only the overflow is sent
+between nodes, whereas a split by position would send (M-1)/M of all samples.
+
+A shard yields ``width`` samples per step: batch size times devices. All shards take as many steps as the longest one
+needs. A shard that ends early starts over; these repetitions (`EpochPlan.padding`) are the only samples that an epoch
+sees twice. No sample is left out. All ranks have the same number of batches, and all batches are full.
+
+An epoch's order costs one sort in numpy, then each step costs the same, so a resumed run does not iterate over past
+steps. A run that resumes with other nodes, another batch size or another shuffle sees the remaining samples of the
+epoch (`EpochSegment`): a single global shard keeps its order, several shards are shuffled into one.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lightning_sparse.data.config import SHUFFLES, Shuffle
+from lightning_sparse.data.pipeline.rng import shuffled
+
+Indices = NDArray[np.int64]
+# What is drawn from (seed, epoch): a number each, so that draws are independent.
+_ORDER, _CHOICE, _DEAL, _REST = range(4)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplerConfig:
+    """Options of the sampler.
+
+    Args:
+        batch_size: samples per device and step.
+        devices: number of devices of each node, in node order.
+        shuffle: "local", "partial" or "global"; see the top of this file.
+        exchange_fraction: fraction of its samples that a node exchanges, for shuffle="partial".
+        seed: seed of the order.
+
+    Raises:
+        ValueError: if an option is out of range.
+    """
+
+    batch_size: int
+    devices: tuple[int, ...] = (1,)
+    shuffle: Shuffle = "global"
+    exchange_fraction: float = 0.1
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.batch_size < 1:
+            raise ValueError(
+                f"batch_size={self.batch_size!r} must be at least 1: it is the number of samples per device and step."
+            )
+        if not self.devices or min(self.devices) < 1:
+            raise ValueError(f"devices={self.devices} must list at least one node, each with at least one device.")
+        if self.shuffle not in SHUFFLES:
+            raise ValueError(f"shuffle={self.shuffle!r} is unknown: choose one of {', '.join(SHUFFLES)}.")
+        if not 0 <= self.exchange_fraction <= 1:
+            raise ValueError(f"exchange_fraction={self.exchange_fraction} must be between 0 and 1.")
+
+    @property
+    def num_nodes(self) -> int:
+        """Number of nodes, M."""
+        return len(self.devices)
+
+    @property
+    def global_batch(self) -> int:
+        """Samples of all ranks per step."""
+        return self.batch_size * sum(self.devices)
+
+
+@dataclass(frozen=True)
+class EpochSegment:
+    """Steps of an epoch that a run did with a config."""
+
+    config: SamplerConfig
+    steps: int
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return plain values, for a checkpoint."""
+        config = asdict(self.config)
+        return {"layout": {**config, "devices": list(config["devices"])}, "steps": self.steps}
+
+    @classmethod
+    def from_state(cls, state: dict[str, Any]) -> "EpochSegment":
+        """The inverse of `state_dict`."""
+        config = state["layout"]
+        return cls(SamplerConfig(**{**config, "devices": tuple(config["devices"])}), int(state["steps"]))
+
+
+@dataclass
+class Shard:
+    """Samples in shuffled order, read by some nodes together.
+
+    Args:
+        samples: the samples, in any order.
+        key: key of the shuffle: seed, epoch, and what is drawn.
+        nodes: nodes that read it.
+        start: position in the order to start from; more than the number of samples if it has started over.
+    """
+
+    samples: Indices
+    key: tuple[int, ...]
+    nodes: tuple[int, ...]
+    start: int = 0
+
+    @cached_property
+    def order(self) -> Indices:
+        """All samples in shuffled order. Computed on first use: a rank needs only the order of its own shard."""
+        return shuffled(self.samples, *self.key)
+
+    def width(self, config: SamplerConfig) -> int:
+        """Samples per step."""
+        return config.batch_size * sum(config.devices[node] for node in self.nodes)
+
+    @property
+    def left(self) -> int:
+        """Number of samples that are not seen yet."""
+        return max(0, len(self.samples) - self.start)
+
+    def steps(self, config: SamplerConfig) -> int:
+        """Steps until all samples are seen."""
+        return -(-self.left // self.width(config))
+
+    def at(self, step: int, config: SamplerConfig) -> Indices:
+        """Return the samples of a step for all nodes of the shard. Wraps around at the end."""
+        width = self.width(config)
+        positions = np.arange(self.start + step * width, self.start + (step + 1) * width) % len(self.order)
+        return self.order[positions]
+
+
+@dataclass
+class EpochPlan:
+    """The samples of all ranks in an epoch."""
+
+    config: SamplerConfig
+    shards: list[Shard]
+    owners: NDArray[np.int64]
+    steps: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.steps = max(shard.steps(self.config) for shard in self.shards)
+
+    @property
+    def padding(self) -> int:
+        """Samples that are seen twice, so that all ranks have the same number of full batches."""
+        return self.steps * self.config.global_batch - sum(shard.left for shard in self.shards)
+
+    def batch(self, step: int, node: int, device: int) -> Indices:
+        """Return the samples of a rank at a step, int64 [batch_size].
+
+        Raises:
+            ValueError: if the epoch has no such step.
+        """
+        if not 0 <= step < self.steps:
+            raise ValueError(f"step={step} is out of range: this epoch has steps 0 to {self.steps - 1}.")
+        config = self.config
+        shard = next(shard for shard in self.shards if node in shard.nodes)
+        samples = shard.at(step, config)
+        if len(shard.nodes) > 1:
+            capacity = config.batch_size * np.array(config.devices)
+            samples = samples[assign(self.owners[samples], capacity) == node]
+        return samples[device * config.batch_size : (device + 1) * config.batch_size]
+
+    def rest(self, steps: int) -> list[Shard]:
+        """Return the shards that remain after some steps."""
+        return [
+            Shard(each.samples, each.key, each.nodes, each.start + steps * each.width(self.config))
+            for each in self.shards
+        ]
+
+
+class Sampler:
+    """The samples of all ranks in each epoch.
+
+    Args:
+        samples: distinct indices into the manifest.
+        owners_of: pure function from a number of nodes to the owner of each sample of the manifest.
+        config: options of this run.
+
+    Raises:
+        ValueError: if there are fewer samples than nodes.
+    """
+
+    def __init__(self, samples: Indices, owners_of: Callable[[int], NDArray[np.int64]], config: SamplerConfig) -> None:
+        self.samples = samples
+        self.config = config
+        self._owners_of = owners_of
+        if len(samples) < config.num_nodes:
+            raise ValueError(
+                f"{len(samples)} sample(s) are too few for {config.num_nodes} nodes: each node needs one. Use fewer "
+                f"nodes, or more images."
+            )
+
+    def epoch(self, epoch: int, done: Sequence[EpochSegment] = ()) -> EpochPlan:
+        """Return the plan of an epoch; with `done`, of what remains of it after these steps with other configs."""
+        plan = self._whole_epoch(epoch, done[0].config if done else self.config)
+        for position, each in enumerate(done, start=1):
+            after = done[position].config if position < len(done) else self.config
+            plan = self._remaining(plan, each.steps, after, epoch)
+        return plan
+
+    @cached_property
+    def steps(self) -> int:
+        """Steps per epoch."""
+        return self._whole_epoch(0, self.config).steps
+
+    def _whole_epoch(self, epoch: int, config: SamplerConfig) -> EpochPlan:
+        owners = self._owners_of(config.num_nodes)
+        key = (config.seed, epoch, _ORDER)
+        if config.shuffle == "global":
+            nodes = tuple(range(config.num_nodes))
+            return EpochPlan(config, [Shard(self.samples, key, nodes)], owners)
+        home = owners[self.samples]
+        shares = [self.samples[home == node] for node in range(config.num_nodes)]
+        if config.shuffle == "partial":
+            shares = _exchanged(shares, config.exchange_fraction, config.seed, epoch)
+        if not all(map(len, shares)):
+            raise ValueError(
+                f"a node owns none of the {len(self.samples)} samples: use fewer nodes, or shuffle='global'."
+            )
+        return EpochPlan(config, [Shard(share, (*key, node), (node,)) for node, share in enumerate(shares)], owners)
+
+    def _remaining(self, plan: EpochPlan, steps: int, config: SamplerConfig, epoch: int) -> EpochPlan:
+        """Return what remains of an epoch after some steps, for another config or the same."""
+        rest, owners = plan.rest(steps), self._owners_of(config.num_nodes)
+        if config == plan.config:
+            return EpochPlan(config, rest, owners)
+        nodes = tuple(range(config.num_nodes))
+        if len(rest) == 1:
+            return EpochPlan(config, [Shard(rest[0].samples, rest[0].key, nodes, rest[0].start)], owners)
+        left = np.concatenate([each.order[each.start :] for each in rest])
+        return EpochPlan(config, [Shard(left, (config.seed, epoch, _REST), nodes)], owners)
+
+
+def assign(owners: NDArray[np.int64], capacity: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Assign each sample to its owner, up to the owner's capacity. The overflow goes to the other nodes, in order.
+
+    Args:
+        owners: owner of each of B samples.
+        capacity: capacity of each node; they add up to B.
+
+    Returns:
+        Node of each sample.
+
+    >>> assign(np.array([0, 0, 0, 1]), np.array([2, 2]))
+    array([0, 0, 1, 1])
+    """
+    by_owner = np.argsort(owners, kind="stable")
+    counts = np.bincount(owners, minlength=len(capacity))
+    position = np.empty_like(owners)
+    position[by_owner] = np.arange(len(owners)) - np.repeat(np.cumsum(counts) - counts, counts)
+    nodes = owners.copy()
+    overflow = position >= capacity[owners]
+    nodes[overflow] = np.repeat(np.arange(len(capacity)), capacity - np.minimum(counts, capacity))
+    return nodes
+
+
+def evaluation_batches(
+    samples: Indices, owners: NDArray[np.int64], config: SamplerConfig, node: int, device: int
+) -> list[Indices]:
+    """Return the batches of a rank for an evaluation, which sees each sample once, without shuffling.
+
+    Ranks differ by at most one sample, so their last batches may differ, too. If a rank has no sample for the last
+    batch, it repeats one: at most P - 1 repetitions for P ranks.
+    """
+    ranks = sum(config.devices)
+    shares = np.bincount(np.arange(len(samples)) % ranks, minlength=ranks)
+    first_rank = np.cumsum([0, *config.devices])
+    capacity = np.add.reduceat(shares, first_rank[:-1])
+    own = samples[assign(owners[samples], capacity) == node]
+    mine = own[device :: config.devices[node]]
+    steps = -(-int(shares.max()) // config.batch_size)
+    if len(mine) <= (steps - 1) * config.batch_size:
+        mine = np.append(mine, (own if len(own) else samples)[0])
+    return [mine[step * config.batch_size : (step + 1) * config.batch_size] for step in range(steps)]
+
+
+def _exchanged(shares: list[Indices], fraction: float, seed: int, epoch: int) -> list[Indices]:
+    """Exchange a fraction of each node's samples through a shuffled pool; each node gets as many as it gives."""
+    mixed = [shuffled(share, seed, epoch, _CHOICE) for share in shares]
+    counts = [round(fraction * len(share)) for share in shares]
+    pool = shuffled(
+        np.concatenate([each[:count] for each, count in zip(mixed, counts, strict=True)]), seed, epoch, _DEAL
+    )
+    return [
+        np.concatenate([each[count:], dealt])
+        for each, count, dealt in zip(mixed, counts, np.split(pool, np.cumsum(counts)[:-1]), strict=True)
+    ]
