@@ -24,11 +24,7 @@ class Dense(Path):
         return 2 * (nodes - 1) / nodes * self.work.shard_numel * self.work.itemsize
 
     def seconds_between(self, rates: Rates) -> float:
-        nbytes = self.bytes()
-        return rates.inter.seconds(2 * (self.work.num_nodes - 1), nbytes) + nbytes / 2 * rates.add
-
-    def seconds(self, rates: Rates) -> float:
-        return self._inside(rates) + self.seconds_between(rates)
+        return super().seconds_between(rates) + self.bytes() / 2 * rates.add
 
     def run(self, comm: HierCommunicator, shard: Shard) -> Generator[None, None, Tensor]:
         sum_S = shard.sum_S

@@ -45,12 +45,8 @@ class Dense16(Path):
     def bytes(self) -> float:
         return 4.0 * (self.work.num_nodes - 1) * Rounded(self.work.shard_numel, self.work.num_nodes).row_numel
 
-    def seconds_between(self, rates: Rates) -> float:
-        return rates.inter.seconds(2 * (self.work.num_nodes - 1), self.bytes())
-
-    def seconds(self, rates: Rates) -> float:
-        kernels = self.work.shard_numel * rates.cast + rates.cast_call
-        return self._inside(rates) + self.seconds_between(rates) + kernels
+    def seconds_of_kernels(self, rates: Rates) -> float:
+        return self.work.shard_numel * rates.cast + rates.cast_call
 
     def run(self, comm: HierCommunicator, shard: Shard) -> Generator[None, None, Tensor]:
         rounded = Rounded(shard.sum_S.numel(), comm.topology.num_nodes)

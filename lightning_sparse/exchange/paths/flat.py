@@ -22,18 +22,20 @@ class Flat(Path):
     by_shard = False
 
     @property
-    def _ranks(self) -> int:
-        return self.work.num_nodes * self.work.num_devices
+    def steps(self) -> int:
+        return 2 * (self.work.num_nodes * self.work.num_devices - 1)
+
+    @property
+    def _added(self) -> float:
+        """Bytes that a rank sums: all but its own part of the ring."""
+        ranks = self.work.num_nodes * self.work.num_devices
+        return (ranks - 1) / ranks * self.work.numel * self.work.itemsize
 
     def bytes(self) -> float:
-        if self.work.num_nodes == 1:
-            return 0.0
-        share = self.work.num_nodes / self._ranks  # averaged over devices
-        return 2 * (self._ranks - 1) / self._ranks * self.work.numel * self.work.itemsize * share
+        return 2 * self._added / self.work.num_devices if self.work.num_nodes > 1 else 0.0  # averaged over devices
 
     def seconds_between(self, rates: Rates) -> float:
-        added = (self._ranks - 1) / self._ranks * self.work.numel * self.work.itemsize
-        return rates.inter.seconds(2 * (self._ranks - 1), self.bytes()) + added * rates.add
+        return super().seconds_between(rates) + self._added * rates.add
 
     def seconds(self, rates: Rates) -> float:
         return self.seconds_between(rates)

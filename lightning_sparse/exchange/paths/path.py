@@ -104,24 +104,30 @@ class Path(ABC):
         """Entries of its shard that an exchange applies, at most: several nodes may send the same one."""
         return self.work.shard_numel
 
+    @property
+    def steps(self) -> int:
+        """Of the collectives between nodes."""
+        return 2 * (self.work.num_nodes - 1)
+
     @abstractmethod
     def bytes(self) -> float:
         """Received per device from other nodes."""
 
-    @abstractmethod
     def seconds_between(self, rates: Rates) -> float:
         """Spent in collectives between nodes."""
+        return rates.inter.seconds(self.steps, self.bytes())
 
-    @abstractmethod
+    def seconds_of_kernels(self, rates: Rates) -> float:
+        """Spent on the device, besides what collectives do there."""
+        return 0.0
+
     def seconds(self, rates: Rates) -> float:
         """Of the exchange, the reduce-scatter before it and the all-gather after it, without any overlap."""
+        others = self.work.num_devices - 1
+        nbytes = others * self.work.shard_numel * self.work.itemsize
+        inside = 2 * rates.intra.seconds(others, nbytes) + nbytes * rates.add
+        return inside + self.seconds_between(rates) + self.seconds_of_kernels(rates)
 
     @abstractmethod
     def run(self, comm: HierCommunicator, shard: Shard) -> Generator[None, None, Tensor]:
         """Sum over nodes, in node order."""
-
-    def _inside(self, rates: Rates) -> float:
-        """Reduce-scatter before and all-gather after, inside the node."""
-        others = self.work.num_devices - 1
-        nbytes = others * self.work.shard_numel * self.work.itemsize
-        return 2 * rates.intra.seconds(others, nbytes) + nbytes * rates.add

@@ -32,56 +32,48 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from typing_extensions import Self
 
 from lightning_sparse.exchange.communicator import HierCommunicator
-from lightning_sparse.exchange.density import num_selected
-from lightning_sparse.exchange.paths.path import Path, Shard, Work
+from lightning_sparse.exchange.paths.path import Shard, Work
+from lightning_sparse.exchange.paths.sparse import Sparse
 from lightning_sparse.exchange.rates import Rates
 from lightning_sparse.kernels import accumulate, compress, indices_of, message_bytes
 
 
 @dataclass(frozen=True)
-class Regional(Path):
+class Regional(Sparse):
     """K pairs of each shard are applied, ceil(K / M) of each region. For many nodes; needs M elements at least."""
 
     name = "regional"
-    leaves = "entries"
     automatic = False  # it applies fewer entries than `Sparse`, so time alone does not compare the two
 
-    k: int
-    value_dtype: torch.dtype
-
     @classmethod
-    def of(cls, work: Work, density: float, value_dtype: torch.dtype) -> Regional | None:
-        if work.shard_numel < work.num_nodes:
-            return None
-        return cls(work, num_selected(density, work.shard_numel), value_dtype)
-
-    @property
-    def sent(self) -> int:
-        return self.k
+    def of(cls, work: Work, density: float, value_dtype: torch.dtype) -> Self | None:
+        return None if work.shard_numel < work.num_nodes else super().of(work, density, value_dtype)
 
     @property
     def applied(self) -> float:
         return self.k
 
     @property
+    def steps(self) -> int:
+        return 2 * (self.work.num_nodes - 1)
+
+    @property
     def regions(self) -> Regions:
-        """Who owns what of the shard."""
+        """Which node owns what of the shard."""
         return Regions(self.work.shard_numel, self.work.num_nodes, self.k, self.value_dtype)
 
     def bytes(self) -> float:
         return 2.0 * (self.work.num_nodes - 1) * self.regions.row_nbytes
 
-    def seconds_between(self, rates: Rates) -> float:
-        return rates.inter.seconds(2 * (self.work.num_nodes - 1), self.bytes())
-
-    def seconds(self, rates: Rates) -> float:
+    def seconds_of_kernels(self, rates: Rates) -> float:
         nodes, shard = self.work.num_nodes, self.work.shard_numel
-        region, k = -(-shard // nodes), -(-self.k // nodes)
-        kernels = (shard + region) * (rates.select + rates.fill) + 2 * nodes * k * rates.scatter
-        calls = 2 * nodes * rates.select_call  # regions are selected from, and applied, one after the other
-        return self._inside(rates) + self.seconds_between(rates) + kernels + calls
+        region, pairs = -(-shard // nodes), 2 * nodes * -(-self.k // nodes)
+        # Regions are selected from, and applied, one after the other.
+        calls = 2 * nodes * rates.select_call
+        return (shard + region) * (rates.select + rates.fill) + pairs * rates.scatter + calls
 
     def run(self, comm: HierCommunicator, shard: Shard) -> Generator[None, None, Tensor]:
         regions = self.regions

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from typing_extensions import Self
 
 from lightning_sparse.exchange.communicator import HierCommunicator
 from lightning_sparse.exchange.density import num_selected
@@ -40,7 +41,7 @@ class Sparse(Path):
     value_dtype: torch.dtype
 
     @classmethod
-    def of(cls, work: Work, density: float, value_dtype: torch.dtype) -> Sparse:
+    def of(cls, work: Work, density: float, value_dtype: torch.dtype) -> Self | None:
         return cls(work, num_selected(density, work.shard_numel), value_dtype)
 
     @property
@@ -51,15 +52,16 @@ class Sparse(Path):
     def applied(self) -> float:
         return min(self.work.shard_numel, self.work.num_nodes * self.k)
 
+    @property
+    def steps(self) -> int:
+        return self.work.num_nodes - 1
+
     def bytes(self) -> float:
         return float((self.work.num_nodes - 1) * message_bytes(self.work.shard_numel, self.k, self.value_dtype))
 
-    def seconds_between(self, rates: Rates) -> float:
-        return rates.inter.seconds(self.work.num_nodes - 1, self.bytes())
-
-    def seconds(self, rates: Rates) -> float:
-        kernels = self.work.shard_numel * (rates.select + rates.fill) + self.work.num_nodes * self.k * rates.scatter
-        return self._inside(rates) + self.seconds_between(rates) + kernels + rates.select_call
+    def seconds_of_kernels(self, rates: Rates) -> float:
+        pairs = self.work.num_nodes * self.k
+        return self.work.shard_numel * (rates.select + rates.fill) + pairs * rates.scatter + rates.select_call
 
     def run(self, comm: HierCommunicator, shard: Shard) -> Generator[None, None, Tensor]:
         numel = shard.sum_S.numel()
