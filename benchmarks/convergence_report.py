@@ -111,8 +111,11 @@ def plot(records: Sequence[dict[str, Any]], metric: Metric, file: Path) -> None:
         curve = mean_curve(records, config, metric.key)
         megabytes = [received / 1e6 for received in mean_curve(records, config, "bytes_per_node")]
         style = {"linestyle": "--" if "no-feedback" in config else "-", "label": config}
-        against_steps.plot(mean_curve(records, config, "step"), curve, **style)
-        against_bytes.plot(megabytes, curve, **style)
+        (line,) = against_steps.plot(mean_curve(records, config, "step"), curve, **style)
+        if any(megabytes):
+            against_bytes.plot(megabytes, curve, **style)
+        else:  # one node alone: where it ends is what bytes have to beat
+            against_bytes.axhline(curve[-1], color=line.get_color(), linestyle=":")
     against_steps.set(xlabel="steps", ylabel=metric.axis)
     against_bytes.set(xlabel="MB that a node has received", xscale="log")
     against_steps.legend(
