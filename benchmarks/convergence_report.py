@@ -6,6 +6,7 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import cycle
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
@@ -149,15 +150,18 @@ def plot(records: Sequence[dict[str, Any]], metric: Metric, file: Path) -> None:
     from matplotlib import pyplot as plt
 
     figure, (against_steps, against_bytes) = plt.subplots(1, 2, figsize=(12, 5), sharey=True, layout="constrained")
+    greys = cycle(("0", "0.6"))
     for config in dict.fromkeys(record["config"] for record in records):
         curve = mean_curve(records, config, metric.key)
         megabytes = [received / 1e6 for received in mean_curve(records, config, "bytes_per_node")]
+        if not any(megabytes):  # one node alone: where it ends is what bytes have to beat
+            style = {"linestyle": ":", "color": next(greys)}
+            against_bytes.axhline(curve[-1], **style)
+            against_steps.plot(mean_curve(records, config, "step"), curve, label=config, **style)
+            continue
         style = {"linestyle": "--" if "no-feedback" in config else "-", "label": config}
-        (line,) = against_steps.plot(mean_curve(records, config, "step"), curve, **style)
-        if any(megabytes):
-            against_bytes.plot(megabytes, curve, color=line.get_color(), **style)
-        else:  # one node alone: where it ends is what bytes have to beat
-            against_bytes.axhline(curve[-1], color=line.get_color(), linestyle=":")
+        against_steps.plot(mean_curve(records, config, "step"), curve, **style)
+        against_bytes.plot(megabytes, curve, **style)
     against_steps.set(xlabel="steps", ylabel=metric.axis)
     against_bytes.set(xlabel="MB that a node has received", xscale="log")
     against_steps.legend(
