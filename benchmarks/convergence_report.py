@@ -102,19 +102,21 @@ def verdict(records: Sequence[dict[str, Any]], metric: Metric) -> list[str]:
     gains = against_alone(records, metric)
     if not gains:
         return []
-    lost = {config: gain for config, gain in gains.items() if gain[0] < 0}
-    if not lost:
-        return ["Every row is better than one node alone, which costs no network at all.", ""]
-    named = [
-        f"- {config}: by {-gain:.{metric.digits}f}" + ("" if half is None else f" ± {half:.{metric.digits}f}")
-        for config, (gain, half) in lost.items()
-    ]
-    return [
-        "**Worse than one node alone**, which costs no network at all, over the seeds that both have:",
-        "",
-        *named,
-        "",
-    ]
+
+    def by(config: str) -> str:
+        gain, half = gains[config]
+        return f"{config}: by {abs(gain):.{metric.digits}f}" + ("" if half is None else f" ± {half:.{metric.digits}f}")
+
+    lost = [f"- {by(config)}" for config, (gain, _) in gains.items() if gain < 0]
+    if lost:
+        return [
+            "**Worse than one node alone**, which costs no network at all, over the seeds that both have:",
+            "",
+            *lost,
+            "",
+        ]
+    least = min(gains, key=lambda config: gains[config][0])
+    return [f"Every row is better than one node alone, which costs no network at all; the closest is {by(least)}.", ""]
 
 
 def mean_curve(records: Sequence[dict[str, Any]], config: str, key: str) -> list[float]:
