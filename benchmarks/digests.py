@@ -26,6 +26,7 @@ import os
 import platform
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from datetime import timedelta
@@ -98,6 +99,20 @@ def residual_digest(state: Any, hasher: Any) -> str:
 STORE = ("current", "parked")
 
 
+def paths_of(state: Any) -> dict[str, int]:
+    """Entries by the path that they took; nothing if that cannot be found."""
+    found = next(inside(state, lambda each: isinstance(getattr(each, "paths", None), Counter)), None)
+    return {} if found is None else {str(path): count for path, count in found.paths.items()}
+
+
+def set_loss_scale(state: Any, scale: Callable[[], Tensor | None]) -> None:
+    """Where the reduction asks for it."""
+    for each in inside(state, lambda each: hasattr(each, "loss_scale")):
+        each.loss_scale = scale
+        return
+    raise LookupError("the state asks for no loss scale")
+
+
 def make_inside_slow(state: Any) -> None:
     """The network inside a node costs a second a byte from now on, so that "auto" all-reduces over all ranks."""
     for choices in inside(state, lambda each: dataclasses.is_dataclass(getattr(each, "rates", None))):
@@ -127,7 +142,7 @@ def train(case: Case, topology: Any) -> tuple[str, str, dict[str, int]]:
     optimizer = optimizer_of(case.optimizer, module)
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=5, enabled="scaler" in case.events)
     if scaler.is_enabled():
-        state.loss_scale = scaler._get_scale_async
+        set_loss_scale(state, scaler._get_scale_async)
     if case.watch:
         state.watch([optimizer])
     hasher = hashlib.sha256()
@@ -154,8 +169,7 @@ def train(case: Case, topology: Any) -> tuple[str, str, dict[str, int]]:
         for name, value in sorted(optimizer.state.get(parameter, {}).items()):
             hasher.update(name.encode())
             hasher.update(raw(value) if isinstance(value, Tensor) else repr(value).encode())
-    paths = dict(getattr(getattr(state, "stats", None), "paths", {}))
-    residual = residual_digest(state, hashlib.sha256)
+    residual, paths = residual_digest(state, hashlib.sha256), paths_of(state)
     state.detach()
     return hasher.hexdigest(), residual, paths
 
