@@ -11,6 +11,9 @@ Runs are those of convergence_runs.py: four real processes, taken for two nodes 
 The regional exchange is held against the all-gather of messages at equal bytes: with M = 4 nodes a device receives
 (M-1) K entries by the all-gather and 2 (M-1) K / M by regions, so by regions K may be twice as large.
 
+**One node alone.** What a node comes to that talks to no other: its share of each batch (half of it; with "-4x1" a
+quarter), as many steps, the same learning rate. A way that does not beat it is worse than no network.
+
 **Paired.** Initialisation, data order and augmentation are functions of the seed alone; a configuration changes only
 how gradients travel. So differences to dense are taken seed by seed, and their interval is far narrower than that of
 the accuracies. Runs go seed by seed, each with all configurations: an unfinished table is paired already.
@@ -37,7 +40,7 @@ import torch.distributed as dist
 from convergence_command import run_command
 from convergence_pictures import EpochOrder, Pictures, load_pictures
 from convergence_report import Metric
-from convergence_runs import SPARSE, WORLD, Arguments, Learner, Run, Settings, Task
+from convergence_runs import ALONE, SPARSE, WORLD, Arguments, Learner, Run, Settings, Task
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -54,6 +57,8 @@ ACCURACY = Metric(
 
 CONFIGS: dict[str, Arguments] = {
     "dense": None,
+    "one node alone": ALONE,
+    "one node alone-4x1": {**ALONE, "nodes": 4},
     "1%": {**SPARSE, "density": 0.01},
     "1%-no-feedback": {**SPARSE, "density": 0.01, "error_feedback": False},
     "1%-warmup": {**SPARSE, "density": 0.01, "warmup_epochs": 2},
@@ -124,18 +129,20 @@ def resnet8(num_classes: int, widths: tuple[int, int, int] = (16, 32, 64)) -> nn
 
 
 @torch.no_grad()
-def validate(model: nn.Module, pictures: Pictures, rank: int) -> float:
-    """Accuracy in percent. Every rank takes its share, with the mean of all ranks' batch statistics. Collective."""
+def validate(model: nn.Module, pictures: Pictures, group: dist.ProcessGroup | None = None) -> float:
+    """Accuracy in percent of the model that the ranks of a group share (all ranks, unless given). Each takes its share
+    of the pictures, with the mean of their batch statistics. Collective."""
+    ranks = dist.get_world_size(group)
     for buffer in model.buffers():
         if buffer.is_floating_point():
-            dist.all_reduce(buffer)
-            buffer /= dist.get_world_size()
+            dist.all_reduce(buffer, group=group)
+            buffer /= ranks
     model.eval()
-    mine = slice(rank, None, dist.get_world_size())
+    mine = slice(dist.get_rank(group), None, ranks)
     logits = model(pictures.normalised(pictures.val_x[mine].float()).contiguous(memory_format=torch.channels_last))
     model.train()
     correct = (logits.argmax(1) == pictures.val_y[mine]).sum()
-    dist.all_reduce(correct)
+    dist.all_reduce(correct, group=group)
     return 100 * float(correct) / len(pictures.val_y)
 
 
@@ -164,7 +171,7 @@ class PictureLearner(Learner):
             yield F.cross_entropy(model(self.pictures.normalised(x)), self.pictures.train_y[index_B])
 
     def validate(self) -> float:
-        return validate(self.model, self.pictures, self.rank)
+        return validate(self.model, self.pictures)
 
 
 TASK = Task(

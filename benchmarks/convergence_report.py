@@ -6,6 +6,7 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import cycle
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
@@ -74,6 +75,50 @@ def summarise(records: Sequence[dict[str, Any]], metric: Metric) -> list[dict[st
     return rows
 
 
+def against_alone(records: Sequence[dict[str, Any]], metric: Metric) -> dict[str, tuple[float, float | None]]:
+    """By configuration, what it gains over one node of its cluster that talks to no other (above zero is better), seed
+    by seed, and half of the 95 % interval. Configurations without such a row are left out."""
+
+    def cluster(record: dict[str, Any]) -> Any:
+        return (record["arguments"] or {}).get("nodes")
+
+    def is_alone(record: dict[str, Any]) -> bool:
+        return bool((record["arguments"] or {}).get("alone"))
+
+    last = {
+        (cluster(record), record["seed"]): record["history"][-1][metric.key] for record in records if is_alone(record)
+    }
+    sign = 1 if metric.higher_is_better else -1
+    gains: dict[str, list[float]] = {}
+    for record in records:
+        alone = last.get((cluster(record), record["seed"]))
+        if alone is not None and not is_alone(record):
+            gains.setdefault(record["config"], []).append(sign * (record["history"][-1][metric.key] - alone))
+    return {config: (fmean(values), half_width_95(values)) for config, values in gains.items()}
+
+
+def verdict(records: Sequence[dict[str, Any]], metric: Metric) -> list[str]:
+    """Lines that name what is worse than no network at all."""
+    gains = against_alone(records, metric)
+    if not gains:
+        return []
+
+    def by(config: str) -> str:
+        gain, half = gains[config]
+        return f"{config}: by {abs(gain):.{metric.digits}f}" + ("" if half is None else f" ± {half:.{metric.digits}f}")
+
+    lost = [f"- {by(config)}" for config, (gain, _) in gains.items() if gain < 0]
+    if lost:
+        return [
+            "**Worse than one node alone**, which costs no network at all, over the seeds that both have:",
+            "",
+            *lost,
+            "",
+        ]
+    least = min(gains, key=lambda config: gains[config][0])
+    return [f"Every row is better than one node alone, which costs no network at all; the closest is {by(least)}.", ""]
+
+
 def mean_curve(records: Sequence[dict[str, Any]], config: str, key: str) -> list[float]:
     """The mean over seeds of `key`, epoch by epoch."""
     histories = [record["history"] for record in records if record["config"] == config]
@@ -107,9 +152,15 @@ def plot(records: Sequence[dict[str, Any]], metric: Metric, file: Path) -> None:
     from matplotlib import pyplot as plt
 
     figure, (against_steps, against_bytes) = plt.subplots(1, 2, figsize=(12, 5), sharey=True, layout="constrained")
+    greys = cycle(("0", "0.6"))
     for config in dict.fromkeys(record["config"] for record in records):
         curve = mean_curve(records, config, metric.key)
         megabytes = [received / 1e6 for received in mean_curve(records, config, "bytes_per_node")]
+        if not any(megabytes):  # one node alone: where it ends is what bytes have to beat
+            style = {"linestyle": ":", "color": next(greys)}
+            against_bytes.axhline(curve[-1], **style)
+            against_steps.plot(mean_curve(records, config, "step"), curve, label=config, **style)
+            continue
         style = {"linestyle": "--" if "no-feedback" in config else "-", "label": config}
         against_steps.plot(mean_curve(records, config, "step"), curve, **style)
         against_bytes.plot(megabytes, curve, **style)
@@ -151,6 +202,6 @@ def write_report(records: Sequence[dict[str, Any]], out: Path, metric: Metric, c
         "nodes; for dense, the 2-D exchange.",
         "",
     ]
-    (out / "results.md").write_text("\n".join([*head, table(rows, metric), *tail]))
+    (out / "results.md").write_text("\n".join([*head, table(rows, metric), *tail, *verdict(records, metric)]))
     plot(records, metric, out / f"{metric.name}.png")
     return table(rows, metric)

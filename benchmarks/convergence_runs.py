@@ -41,9 +41,11 @@ NODES, DEVICES = 2, 2
 WORLD = NODES * DEVICES
 
 # What differs between the rows of a table: the arguments of HierConfig, and "nodes", "bucket_cap_mb" and "lr_times"
-# where they are not the usual ones. None: plain DDP.
+# where they are not the usual ones. None: plain DDP. With "alone" one node trains by itself, plain DDP inside it, on
+# its ranks' share of each batch: whoever loses to that had better not talk to other nodes at all.
 Arguments = dict[str, Any] | None
-OURS = ("nodes", "bucket_cap_mb", "lr_times")  # what HierConfig does not know
+OURS = ("nodes", "bucket_cap_mb", "lr_times", "alone")  # what HierConfig does not know
+ALONE = {"alone": True}
 SPARSE = {"exchange": "sparse", "value_dtype": "float32", "warmup_epochs": 0}
 
 
@@ -70,9 +72,21 @@ class Run:
         """What the configuration says of something that HierConfig does not know."""
         return (self.arguments or {}).get(name, usual)
 
+    @property
+    def alone(self) -> bool:
+        """Whether one node trains by itself."""
+        return bool(self.option("alone", False))
+
+    @property
+    def world_size(self) -> int:
+        """How many ranks run: all of them, or those of one node."""
+        return WORLD // int(self.option("nodes", NODES)) if self.alone else WORLD
+
 
 class Learner(ABC):
-    """What a task brings for one run on one rank. All but the batches is the same on every rank."""
+    """What a task brings for one run on one rank. All but the batches is the same on every rank. A batch is dealt to
+    WORLD ranks even where fewer run: one node alone.
+    """
 
     model: nn.Module
     optimizer: Optimizer
@@ -112,7 +126,7 @@ class Task:
 
 def attach(ddp: DistributedDataParallel, run: Run, topology: Topology, optimizer: Optimizer) -> HierState | None:
     """Put the configuration's hook on `ddp`; its state, or None for plain DDP."""
-    if run.arguments is None:
+    if run.arguments is None or run.alone:
         return None
     known = {name: value for name, value in run.arguments.items() if name not in OURS}
     state = HierState(ddp.module, HierConfig(**known), topology)
@@ -121,8 +135,10 @@ def attach(ddp: DistributedDataParallel, run: Run, topology: Topology, optimizer
     return state
 
 
-def bytes_per_node(state: HierState | None, num_parameters: int, rounds: int) -> float:
+def bytes_per_node(run: Run, state: HierState | None, num_parameters: int, rounds: int) -> float:
     """Bytes that a node's devices have received from the other nodes so far, all together. Collective."""
+    if run.alone:
+        return 0.0
     if state is None:
         # What the dense exchange of the same hierarchy would; DDP's flat ring takes half as much again.
         return rounds * DEVICES * Dense(Work(NODES, DEVICES, num_parameters)).bytes()
@@ -141,12 +157,15 @@ def check_ranks_agree(model: nn.Module) -> None:
         raise RuntimeError(f"ranks hold different parameters, by up to {(high_N - low_N).max():.3g}")
 
 
-def wrap(model: nn.Module, bucket_cap_mb: float = 25) -> DistributedDataParallel:
+def wrap(
+    model: nn.Module, bucket_cap_mb: float = 25, process_group: dist.ProcessGroup | None = None
+) -> DistributedDataParallel:
     """DDP whose batch statistics stay local while training, as a cluster that minds its slow link would have them."""
     # torch 2.15 renames the option and warns about the old name.
     known = inspect.signature(DistributedDataParallel.__init__).parameters
     sync_buffers = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"
     local: dict[str, Any] = {sync_buffers: False}
+    local["process_group"] = process_group
     return DistributedDataParallel(model, gradient_as_bucket_view=True, bucket_cap_mb=bucket_cap_mb, **local)
 
 
@@ -155,7 +174,7 @@ class Trainer:
 
     def __init__(self, task: Task, run: Run, data: Any, topology: Topology) -> None:
         torch.manual_seed(run.seed)
-        self.metric = task.metric.key
+        self.run, self.metric = run, task.metric.key
         self.learner = task.learner(run, data, topology.rank)
         self.num_parameters = sum(parameter.numel() for parameter in self.learner.model.parameters())
         self.ddp = wrap(self.learner.model, run.option("bucket_cap_mb", 25))
@@ -180,9 +199,9 @@ class Trainer:
         return {
             "epoch": epoch + 1,
             "step": steps,
-            "train_loss": loss_sum.item() / learner.steps / WORLD,
+            "train_loss": loss_sum.item() / learner.steps / dist.get_world_size(),
             self.metric: learner.validate(),
-            "bytes_per_node": bytes_per_node(self.state, self.num_parameters, steps),
+            "bytes_per_node": bytes_per_node(self.run, self.state, self.num_parameters, steps),
         }
 
 
@@ -210,15 +229,16 @@ def train(
 
 
 def worker(rank: int, task: Task, runs: list[Run], data_file: Path, folder: Path, rendezvous: str) -> None:
-    """One rank. Rank 0 writes the files and shows the progress."""
+    """One rank of runs of one world size. Rank 0 writes the files and shows the progress."""
+    world_size = runs[0].world_size
     os.environ.update(
         RANK=str(rank),
-        WORLD_SIZE=str(WORLD),
+        WORLD_SIZE=str(world_size),
         GLOO_SOCKET_IFNAME="lo",
     )
     torch.set_num_threads(1)
     dist.init_process_group(
-        "gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=WORLD, timeout=timedelta(minutes=30)
+        "gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=world_size, timeout=timedelta(minutes=30)
     )
     topologies: dict[int, Topology] = {}
     at_commit = commit()
@@ -230,10 +250,10 @@ def worker(rank: int, task: Task, runs: list[Run], data_file: Path, folder: Path
                 bar.set_description(f"{run.config} seed {run.seed}: {task.metric.shown(row)}", refresh=False)
                 bar.update()
 
-            nodes = run.option("nodes", NODES)
+            nodes = 1 if run.alone else run.option("nodes", NODES)
             if nodes not in topologies:
-                devices = WORLD // nodes
-                ranks = tuple(tuple(range(first, first + devices)) for first in range(0, WORLD, devices))
+                devices = world_size // nodes
+                ranks = tuple(tuple(range(first, first + devices)) for first in range(0, world_size, devices))
                 topologies[nodes] = with_groups(ranks)
             record = train(task, run, data, topologies[nodes], show)
             if rank == 0:
@@ -251,10 +271,11 @@ def execute(task: Task, runs: list[Run], data_file: Path, folder: Path) -> list[
     """
     folder.mkdir(parents=True, exist_ok=True)
     missing = [run for run in runs if not (folder / run.file_name).exists()]
-    if missing:
+    for world_size in sorted({run.world_size for run in missing}, reverse=True):
         with tempfile.TemporaryDirectory() as scratch:
-            arguments = (task, missing, data_file, folder, f"{scratch}/rendezvous")
-            torch.multiprocessing.spawn(worker, arguments, nprocs=WORLD)  # type: ignore[attr-defined, no-untyped-call]
+            same = [run for run in missing if run.world_size == world_size]
+            arguments = (task, same, data_file, folder, f"{scratch}/rendezvous")
+            torch.multiprocessing.spawn(worker, arguments, nprocs=world_size)  # type: ignore[attr-defined, no-untyped-call]
     records = [json.loads((folder / run.file_name).read_text()) for run in runs]
     for run, record in zip(runs, records, strict=True):
         if (record["settings"], record["arguments"]) != (asdict(run.settings), run.arguments):

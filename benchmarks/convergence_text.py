@@ -32,7 +32,7 @@ import torch.distributed as dist
 from convergence_command import run_command
 from convergence_corpus import Corpus, described, read_library, save_corpus, start_of_windows
 from convergence_report import Metric
-from convergence_runs import SPARSE, WORLD, Arguments, Learner, Run, Settings, Task
+from convergence_runs import ALONE, SPARSE, WORLD, Arguments, Learner, Run, Settings, Task
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -50,6 +50,7 @@ BITS = Metric(
 
 CONFIGS: dict[str, Arguments] = {
     "dense": None,
+    "one node alone": ALONE,
     "dense16": {"exchange": "dense16"},
     "1%": {**SPARSE, "density": 0.01},
     "1%-no-feedback": {**SPARSE, "density": 0.01, "error_feedback": False},
@@ -151,7 +152,7 @@ class TextLearner(Learner):
     def validate(self) -> float:
         """Bits per character. Every rank takes its share of the windows. Collective."""
         x_NL, y_NL = self.corpus.val_windows(CONTEXT)
-        mine = slice(self.rank, None, WORLD)
+        mine = slice(self.rank, None, dist.get_world_size())
         nats = F.cross_entropy(self.model(x_NL[mine]).flatten(0, 1), y_NL[mine].flatten(), reduction="sum").double()
         dist.all_reduce(nats)
         return nats.item() / y_NL.numel() / math.log(2)

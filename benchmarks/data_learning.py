@@ -5,7 +5,8 @@
 PICTURES is a folder ``{train,val}/<class>/*.jpg`` of small pictures. Two processes stand for two nodes of one device
 (Gloo over loopback, strategy "ddp"), each with a cache of its own, so that every shuffle means what it means on a
 cluster: with "local" a node never sees the other's pictures. Model, initialisation, learning rate, batch and kind of
-augmentation are the same for all rows; the order and the crops are each loader's own, so runs are not paired.
+augmentation are the same for all rows; the order and the crops are each loader's own, so runs are not paired. In the
+row "one node alone" the other does not exist: half of each batch, as many steps.
 
 The spread between seeds says how far two rows may differ by chance. Writes results.json, results.md, learning.svg.
 """
@@ -27,6 +28,7 @@ import torch
 from convergence import resnet8
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
+from torch.utils.data.distributed import DistributedSampler
 from torchvision.datasets import ImageFolder
 from torchvision.transforms import v2
 from tqdm import tqdm
@@ -40,7 +42,9 @@ EDGE, SCALE = 32, (0.6, 1.0)
 MEAN, STD = (0.491, 0.482, 0.447), (0.247, 0.243, 0.262)
 LR, MOMENTUM, WEIGHT_DECAY = 0.2, 0.9, 5e-4
 REFERENCE: Final = "ImageFolder"
-Loader = Shuffle | Literal["ImageFolder"]
+ALONE: Final = "ImageFolder, one node alone"
+Loader = Shuffle | Literal["ImageFolder", "ImageFolder, one node alone"]
+EVERY: Final = (REFERENCE, ALONE, *SHUFFLES)
 
 
 class Classifier(pl.LightningModule):
@@ -64,7 +68,7 @@ class Classifier(pl.LightningModule):
 
 def loaders(pictures: Path, name: Loader, seed: int, scratch: Path) -> dict[str, Any]:
     """What `Trainer.fit` takes."""
-    if name != REFERENCE:
+    if name != REFERENCE and name != ALONE:
         cache = scratch / f"cache{os.environ['NODE_RANK']}"
         module = CachedImageDataModule(
             str(pictures), str(cache), batch_size=BATCH, shuffle=name, seed=seed, memory_gb=0.2, image_size=EDGE,
@@ -79,7 +83,12 @@ def loaders(pictures: Path, name: Loader, seed: int, scratch: Path) -> dict[str,
     for split, crop in crops.items():
         steps = [*crop, v2.ToImage(), v2.ToDtype(torch.float32, scale=True), v2.Normalize(MEAN, STD)]
         folder = ImageFolder(str(pictures / split), v2.Compose(steps))
-        made[f"{split}_dataloaders"] = DataLoader(folder, BATCH, shuffle=split == "train")
+        shuffled = split == "train"
+        if shuffled and name == ALONE:
+            half: DistributedSampler[Any] = DistributedSampler(folder, NODES, rank=0, seed=seed)
+            made[f"{split}_dataloaders"] = DataLoader(folder, BATCH, sampler=half)
+        else:
+            made[f"{split}_dataloaders"] = DataLoader(folder, BATCH, shuffle=shuffled)
     return made
 
 
@@ -87,7 +96,7 @@ def train(pictures: Path, name: Loader, seed: int, epochs: int, scratch: Path) -
     """Validation accuracy after the last epoch, in percent."""
     pl.seed_everything(seed, verbose=False)
     trainer = pl.Trainer(
-        accelerator="cpu", devices=1, num_nodes=NODES, strategy="ddp", max_epochs=epochs, logger=False,
+        accelerator="cpu", devices=1, num_nodes=nodes_of(name), strategy="ddp", max_epochs=epochs, logger=False,
         enable_progress_bar=False, enable_checkpointing=False, enable_model_summary=False, num_sanity_val_steps=0,
         check_val_every_n_epoch=epochs,
     )  # fmt: skip
@@ -95,9 +104,15 @@ def train(pictures: Path, name: Loader, seed: int, epochs: int, scratch: Path) -
     return 100 * float(trainer.callback_metrics["accuracy"])
 
 
+def nodes_of(name: Loader) -> int:
+    return 1 if name == ALONE else NODES
+
+
 def worker(rank: int, options: argparse.Namespace, missing: list[tuple[Loader, int]], port: int) -> None:
+    """One node; all runs are of as many."""
+    nodes = nodes_of(missing[0][0])
     os.environ.update(
-        MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), WORLD_SIZE=str(NODES), RANK=str(rank), NODE_RANK=str(rank),
+        MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), WORLD_SIZE=str(nodes), RANK=str(rank), NODE_RANK=str(rank),
         GROUP_RANK=str(rank), LOCAL_RANK="0", LOCAL_WORLD_SIZE="1", GLOO_SOCKET_IFNAME="lo",
     )  # fmt: skip
     torch.set_num_threads(1)
@@ -120,7 +135,7 @@ def report(out: Path, records: list[dict[str, Any]]) -> str:
         by_name.setdefault(record["loader"], []).append(record["accuracy"])
     lines = ["| pictures come through | seeds | val %, mean | lowest | highest |", "|---|---|---|---|---|"]
     for name, values in by_name.items():
-        label = name if name == REFERENCE else f'CachedImageDataModule, shuffle="{name}"'
+        label = name if name in (REFERENCE, ALONE) else f'CachedImageDataModule, shuffle="{name}"'
         lines.append(
             f"| {label} | {len(values)} | {statistics.fmean(values):.1f} | {min(values):.1f} | {max(values):.1f} |"
         )
@@ -151,7 +166,7 @@ def main() -> None:
     parser.add_argument("pictures", type=Path)
     parser.add_argument("out", type=Path)
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
-    parser.add_argument("--loaders", nargs="+", choices=[REFERENCE, *SHUFFLES], default=[REFERENCE, *SHUFFLES])
+    parser.add_argument("--loaders", nargs="+", choices=EVERY, default=EVERY)
     parser.add_argument("--epochs", type=int, default=15)
     options = parser.parse_args()
     if not (options.pictures / "train").is_dir():
@@ -160,12 +175,14 @@ def main() -> None:
     options.out.mkdir(parents=True, exist_ok=True)
     runs = [(name, seed) for seed in options.seeds for name in options.loaders]
     os.environ["OMP_NUM_THREADS"] = "1"  # else Lightning gives each process all cores
-    missing = [run for run in runs if not file_of(options.out, *run).exists()]
-    if missing:
+    for nodes in (NODES, 1):
+        missing = [run for run in runs if nodes_of(run[0]) == nodes and not file_of(options.out, *run).exists()]
+        if not missing:
+            continue
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
-        torch.multiprocessing.spawn(worker, (options, missing, port), nprocs=NODES)  # type: ignore[attr-defined, no-untyped-call]
+        torch.multiprocessing.spawn(worker, (options, missing, port), nprocs=nodes)  # type: ignore[attr-defined, no-untyped-call]
     print(report(options.out, [json.loads(file_of(options.out, *run).read_text()) for run in runs]))
 
 

@@ -12,7 +12,8 @@ not in the numbers. Accuracy is compared four ways: after all steps; at the byte
 at the time at which the fastest way ended; and by the time to the best that "ours, default" came to. In between
 validations it is interpolated. Time is that of training steps alone, peak memory that of the largest rank.
 
-Writes OUT/peers.json, peers.md, peers-time.png and peers-bytes.png; what is in peers.json already is not run again.
+Writes OUT/peers.json, peers.md, peers-time.png and peers-bytes.png; what is in peers.json already is not run again. A
+row to which someone has added "untimed", and why, has no times in the table.
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ from lightning_sparse.lab import Cluster, LabConfig, signals_as_exit
 
 BUDGET = "ours 1 %"  # whose bytes all are given
 TARGET = "ours, default"  # whose best accuracy, in whole percent, all are timed to
+ALONE = "one node alone"
 
 
 def run(way: str, cluster: Cluster, words: list[str]) -> dict[str, Any]:
@@ -80,7 +82,7 @@ def table(rows: list[dict[str, Any]]) -> str:
     for cluster, gbps in dict.fromkeys((row["cluster"], row["gbps"]) for row in rows):
         here = [row for row in rows if (row["cluster"], row["gbps"]) == (cluster, gbps)]
         done = [row for row in here if "failed" not in row]
-        seconds = min(row["history"][-1]["seconds"] for row in done)
+        seconds = min(row["history"][-1]["seconds"] for row in done if "untimed" not in row)
         ours = next((row for row in done if row["way"] == TARGET), done[0])
         target = math.floor(max(point["accuracy"] for point in ours["history"]))
         nbytes = next((row["history"][-1]["bytes"] for row in done if row["way"] == BUDGET), None)
@@ -107,6 +109,9 @@ def table(rows: list[dict[str, Any]]) -> str:
             reached = seconds_to(row, target)
             cells += [equal, f"{at(row, 'seconds', seconds):.1f}", "-" if reached is None else f"{reached:.0f}"]
             cells += [f"{row['peak_bytes'] / 1e6:.0f}"]
+            if "untimed" in row:
+                cells[0] = cells[4] = "?"
+                cells[5] = "-" if reached is None else "?"
             lines.append(f"| {row['way']} | " + " | ".join(cells) + " |")
         lines.append("")
     return "\n".join(lines)
@@ -120,7 +125,11 @@ def plot(rows: list[dict[str, Any]], key: str, label: str, file: Path) -> None:
     ways = list(WAYS)
     for (cluster, gbps), ax in zip(cases, axes, strict=True):
         for row in rows:
-            if (row["cluster"], row["gbps"]) == (cluster, gbps):
+            if (row["cluster"], row["gbps"]) != (cluster, gbps):
+                continue
+            if row["way"] == ALONE:  # by its last accuracy: what bytes have to beat
+                ax.axhline(row["history"][-1]["accuracy"], color="k", linestyle=":", label=row["way"])
+            else:
                 line = [(point[key], point["accuracy"]) for point in row["history"][1:]]
                 colour = "k" if row["way"] == "DDP" else f"C{ways.index(row['way']) % 10}"
                 style = "-" if row["way"].startswith("ours") else "--"

@@ -35,7 +35,12 @@ def train(way: str, pictures: Pictures, recipe: Recipe, *, width: int, seed: int
     padded_NCHW = F.pad(pictures.train_x, [EpochOrder.PAD] * 4)
     per_epoch = len(padded_NCHW) // BATCH
     every = max(PERIOD, recipe.steps // validations // PERIOD * PERIOD)
-    history = [{"step": 0, "seconds": 0.0, "bytes": 0, "accuracy": validate(model, pictures, topology.rank)}]
+
+    def accuracy() -> float:
+        """The mean over all models, which is one unless nodes are alone. A collective."""
+        return mean(validate(model, pictures, stepper.group))
+
+    history = [{"step": 0, "seconds": 0.0, "bytes": 0, "accuracy": accuracy()}]
     taken: list[float] = []
     received = 0
     for step in range(recipe.steps):
@@ -56,8 +61,7 @@ def train(way: str, pictures: Pictures, recipe: Recipe, *, width: int, seed: int
         taken.append(slowest(seconds))
         cosine.step()
         if (step + 1) % every == 0 or step + 1 == recipe.steps:
-            accuracy = validate(model, pictures, topology.rank)
-            history.append({"step": step + 1, "seconds": sum(taken), "bytes": received, "accuracy": accuracy})
+            history.append({"step": step + 1, "seconds": sum(taken), "bytes": received, "accuracy": accuracy()})
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     return {
         "history": history,
@@ -73,6 +77,13 @@ def slowest(value: float) -> float:
     tensor = torch.tensor([value], dtype=torch.float64)
     dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
     return float(tensor)
+
+
+def mean(value: float) -> float:
+    """Over all ranks. A collective."""
+    tensor = torch.tensor([value], dtype=torch.float64)
+    dist.all_reduce(tensor)
+    return float(tensor) / dist.get_world_size()
 
 
 def spread(flat_N: torch.Tensor) -> float:

@@ -4,6 +4,8 @@ A way is made from (model, topology, recipe) and gives a `Stepper`: what is call
 backward and the optimizer's step, and the optimizer. All but DeMo, which is an optimizer of its own, use the same SGD.
 
 ======================= ==============================================================================================
+one node alone          DDP inside each node and nothing between nodes: a node's share of each batch, as many steps.
+                        Accuracy is the mean over nodes, whose parameters do differ
 DDP, fp16, bf16 hooks   torch's, default buckets
 PowerSGD r1             torch's, one bucket: on Gloo it crashes with more
 post-local SGD          torch's: all-reduce in the node every step, parameters of all ranks averaged every 4 steps
@@ -28,6 +30,7 @@ import torch
 import torch.distributed as dist
 from convergence_runs import wrap
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, post_localSGD_hook, powerSGD_hook
 from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
 from torch.distributed.optim import PostLocalSGDOptimizer
@@ -55,6 +58,7 @@ class Stepper:
     loss: nn.Module
     optimizer: Any
     exchange: Callable[[], None] = lambda: None
+    group: ProcessGroup | None = None  # who has the same parameters; None: everyone
     at: Callable[[int], None] = lambda step: None
 
 
@@ -77,6 +81,11 @@ def hooked(state: Callable[[], Any], hook: Any, **options: Any) -> Make:
         return Stepper(ddp, sgd(model, recipe))
 
     return make
+
+
+def alone(model: nn.Module, topology: Topology, recipe: Recipe) -> Stepper:
+    loss = wrap(model, process_group=topology.intra)
+    return Stepper(loss, sgd(model, recipe), group=topology.intra)
 
 
 def post_local(model: nn.Module, topology: Topology, recipe: Recipe) -> Stepper:
@@ -140,6 +149,7 @@ def ours(warmup: int, **options: Any) -> Make:
 
 
 WAYS: dict[str, Make] = {
+    "one node alone": alone,
     "DDP": hooked(lambda: None, None),
     "fp16 hook": hooked(lambda: None, default_hooks.fp16_compress_hook),
     "bf16 hook": hooked(lambda: None, default_hooks.bf16_compress_hook),

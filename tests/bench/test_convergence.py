@@ -31,11 +31,11 @@ def test_a_published_table_comes_out_of_its_records_again() -> None:
     assert table(rows, ACCURACY) in RECORDS.with_suffix(".md").read_text()
 
 
-def a_record(config: str, seed: int, bits: float) -> dict[str, Any]:
+def a_record(config: str, seed: int, bits: float, arguments: dict[str, Any] | None = None) -> dict[str, Any]:
     history = [{"step": 40, "train_loss": 1.0, "val_bits": bits, "bytes_per_node": 1000.0}]
     settings = {"lr": 0.1, "epochs": 1}
     made = {"config": config, "seed": seed, "settings": settings, "seconds": 1.0, "commit": "abc", "parameters": 10}
-    return {**made, "history": history}
+    return {**made, "arguments": arguments, "history": history}
 
 
 def test_differences_are_taken_seed_by_seed_and_the_report_says_what_is_better(tmp_path: Path) -> None:
@@ -49,6 +49,23 @@ def test_differences_are_taken_seed_by_seed_and_the_report_says_what_is_better(t
     assert "val bits/char" in written
     assert "Bits after the last epoch; lower is better." in (tmp_path / "results.md").read_text()
     assert (tmp_path / "bits.png").exists()
+
+
+def test_what_is_worse_than_one_node_alone_is_named() -> None:
+    from convergence_report import against_alone, verdict
+    from convergence_text import BITS
+
+    alone, alone4 = {"alone": True}, {"alone": True, "nodes": 4}
+    records = [a_record("dense", seed, 2.0) for seed in (0, 1)]
+    records += [a_record("one node alone", seed, 2.5, alone) for seed in (0, 1)]
+    records += [a_record("one node alone-4x1", 0, 2.9, alone4)]
+    records += [a_record("1%", 0, 2.6, {"density": 0.01}), a_record("1%", 1, 2.8, {"density": 0.01})]
+    records += [a_record("1%-4x1", 0, 2.6, {"density": 0.01, "nodes": 4}), a_record("4%", 7, 9.0, {"density": 0.04})]
+    gains = {config: round(gain, 6) for config, (gain, _) in against_alone(records, BITS).items()}
+    assert gains == {"dense": 0.5, "1%": -0.2, "1%-4x1": 0.3}
+    assert [line for line in verdict(records, BITS) if line.startswith("- ")] == ["- 1%: by 0.200 ± 1.271"]
+    assert verdict(records[:2], BITS) == []
+    assert "Every row is better" in verdict(records[:4], BITS)[0]
 
 
 def test_the_best_is_the_lowest_where_lower_is_better_and_never_what_diverged() -> None:
@@ -116,9 +133,12 @@ def test_runs_are_kept_and_others_settings_are_refused(tmp_path: Path) -> None:
 
     corpus = save_corpus(read_library(), tmp_path)
     settings = TextSettings(lr=4e-3, epochs=1, text="any", steps_per_epoch=12, global_batch=8)
-    runs = [TASK.run(config, 0, settings) for config in ("dense", "1%")]
+    runs = [TASK.run(config, 0, settings) for config in ("dense", "1%", "one node alone")]
     records = execute(TASK, runs, corpus, tmp_path / "runs")
-    dense, sparse = (record["history"][0] for record in records)
+    dense, sparse, alone = (record["history"][0] for record in records)
+    assert alone["bytes_per_node"] == 0
+    assert 4 < alone["val_bits"] < 8
+    assert alone["val_bits"] not in (dense["val_bits"], sparse["val_bits"])
     assert sparse["bytes_per_node"] < dense["bytes_per_node"] / 2  # rounds before DDP's buckets settle are dense
     assert sparse["val_bits"] != dense["val_bits"]
     assert 4 < sparse["val_bits"] < 8  # 6.6 for all characters alike
