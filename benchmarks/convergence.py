@@ -64,9 +64,11 @@ CONFIGS: dict[str, Arguments] = {
     "1%-warmup": {**SPARSE, "density": 0.01, "warmup_epochs": 2},
     "1%-bf16": {**SPARSE, "density": 0.01, "value_dtype": "bfloat16"},
     "default-warmup2": {"exchange": "sparse", "warmup_epochs": 2},
-    "default": {"exchange": "sparse"},  # "auto" would see loopback
-    "default-exclude": {"exchange": "sparse", "exclude": "vectors"},
-    "default-momentum": {"exchange": "sparse", "momentum_correction": True},
+    "default": {"exchange": "sparse", "warmup_epochs": 4},  # "auto" would see loopback
+    "default-5%": {"exchange": "sparse", "warmup_epochs": 4, "warmup_steps": 59},  # of 1,170 steps: Trainer's default
+    "default-5%-momentum": {"exchange": "sparse", "warmup_epochs": 4, "warmup_steps": 59, "momentum_correction": True},
+    "default-exclude": {"exchange": "sparse", "warmup_epochs": 4, "exclude": "vectors"},
+    "default-momentum": {"exchange": "sparse", "warmup_epochs": 4, "momentum_correction": True},
     "1%-momentum": {**SPARSE, "density": 0.01, "momentum_correction": True},
     "1%-exclude": {**SPARSE, "density": 0.01, "exclude": "vectors"},
     "1%-buckets": {**SPARSE, "density": 0.01, "bucket_cap_mb": 0.02},  # otherwise the whole model is one

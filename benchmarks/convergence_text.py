@@ -61,9 +61,9 @@ CONFIGS: dict[str, Arguments] = {
     "1%-lr-x0.5": {**SPARSE, "density": 0.01, "lr_times": 0.5},
     "1%-lr-x0.25": {**SPARSE, "density": 0.01, "lr_times": 0.25},
     "1%-warmup8": {**SPARSE, "density": 0.01, "warmup_epochs": 8},
-    "default": {"exchange": "sparse"},  # "auto" would see loopback
-    "default-lr-x0.5": {"exchange": "sparse", "lr_times": 0.5},
-    "default-exclude": {"exchange": "sparse", "exclude": "vectors"},
+    "default": {"exchange": "sparse", "warmup_epochs": 4},  # "auto" would see loopback
+    "default-lr-x0.5": {"exchange": "sparse", "warmup_epochs": 4, "lr_times": 0.5},
+    "default-exclude": {"exchange": "sparse", "warmup_epochs": 4, "exclude": "vectors"},
     "4%": {**SPARSE, "density": 0.04},
     "10%": {**SPARSE, "density": 0.1},
     "0.1%": {**SPARSE, "density": 0.001},

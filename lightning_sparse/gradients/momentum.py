@@ -76,6 +76,8 @@ class MomentumCorrection:
         self._in_step: list[dict[str, Any]] = []  # what was taken out of each param group
         self._handles: list[Any] = []
         self._proposed: dict[ParamGroup, Tensor] = {}
+        self._known: list[Any] = []  # what the cached terms were made from
+        self._cached: tuple[dict[str, _Terms], dict[str, float]] = ({}, {})
 
     def watch(self, optimizers: Iterable[torch.optim.Optimizer]) -> None:
         """Take over the momentum of the one optimizer.
@@ -84,7 +86,7 @@ class MomentumCorrection:
             ValueError: for another optimizer than SGD, several, one without momentum, or one with dampening.
         """
         optimizers = list(optimizers)
-        way_out = "Leave momentum_correction out: error feedback works with any optimizer."
+        way_out = "Leave momentum_correction out."
         if len(optimizers) != 1:
             raise ValueError(f"momentum_correction=True with {len(optimizers)} optimizers; it needs one. {way_out}")
         (optimizer,) = optimizers
@@ -100,7 +102,7 @@ class MomentumCorrection:
         self.unwatch()
         if self._optimizer not in (None, optimizer):
             self.store.clear()  # a new optimizer begins without momentum
-        self._optimizer = optimizer
+        self._optimizer, self._known = optimizer, []
         self._handles = [
             optimizer.register_step_pre_hook(self._take_out),
             optimizer.register_step_post_hook(self._put_back),
@@ -190,13 +192,30 @@ class MomentumCorrection:
                 "momentum_correction=True needs to know the optimizer: call state.watch([optimizer]) before the first "
                 "backward pass, and state.before_backward() before each one."
             )
+        groups = self._optimizer.param_groups
+        given = [*self._in_step, *groups[len(self._in_step) :]]  # one may be added in a closure
+        # Schedulers may change options at any step; each bucket asks.
+        known = [
+            (
+                *(each[name] for name in _TAKEN_OUT),
+                group["maximize"],
+                *map(id, group["params"][-1:]),
+                len(group["params"]),
+            )
+            for each, group in zip(given, groups, strict=True)
+        ]
+        if known != self._known:
+            self._known, self._cached = known, self._new_terms(given)
+        return self._cached
+
+    def _new_terms(self, given: list[dict[str, Any]]) -> tuple[dict[str, _Terms], dict[str, float]]:
+        assert self._optimizer is not None
         terms: dict[str, _Terms] = {}
         decays: dict[str, float] = {}
-        for index, group in enumerate(self._optimizer.param_groups):
-            given = self._in_step[index] if index < len(self._in_step) else group  # one may be added in a closure
-            momentum, nesterov = float(given["momentum"]), bool(given["nesterov"])
+        for options, group in zip(given, self._optimizer.param_groups, strict=True):
+            momentum, nesterov = float(options["momentum"]), bool(options["nesterov"])
             moving = _Terms(momentum, 1.0, momentum) if nesterov else _Terms(momentum, 0.0, 1.0)
-            decay = float(given["weight_decay"]) / self._topology.num_nodes * (-1 if group["maximize"] else 1)
+            decay = float(options["weight_decay"]) / self._topology.num_nodes * (-1 if group["maximize"] else 1)
             for parameter in group["params"]:
                 name = self._parameters.name_of(parameter)
                 terms[name], decays[name] = moving, decay

@@ -136,6 +136,8 @@ class ResidualStore:
         A collective inside the node whenever an old group overlaps; all ranks see the same layouts, so all call it.
         Groups of the running round may be staged already, on another thread even: they hold other parameters.
         """
+        if group in self.known and not self.parked:
+            return  # groups hold different parameters, so no other overlaps
         names = set(group.names)
         for old in [old for old in list(self.staged) if old != group and not names.isdisjoint(old.names)]:
             self._settle_whole(old, frozenset())  # still open, and its group is no more: the gradient counts
