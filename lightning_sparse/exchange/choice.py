@@ -119,8 +119,8 @@ class PathChoice:
 
         Args:
             wait: until no exchange is under way, so that nothing else uses the networks.
-            paths: answers with those that a round takes now.
-            hidden: answers with the work that backward can hide.
+            paths: returns those that a round takes now.
+            hidden: returns the work that backward can hide.
         """
         if not self.config.measures or self._topology.kind != "hierarchical":
             return

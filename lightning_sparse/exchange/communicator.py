@@ -150,7 +150,7 @@ class HierCommunicator:
         return grad_LS
 
     def broadcast(self, tensor: Tensor, device_index: int) -> Callable[[], None]:
-        """Begin to bring a device's tensor to all devices of its node, in place; what is returned waits for it."""
+        """Start a broadcast to the devices of the node, in place, and return a function that waits for it."""
         source, where = self._node_ranks()[device_index], self.where
         with self._named("broadcast inside the node", self._node_ranks()):
             work = dist.broadcast(tensor, src=source, group=self.topology.intra, async_op=True)

@@ -19,7 +19,7 @@ from torch import Tensor
 from lightning_sparse.exchange.choice import PathChoice
 from lightning_sparse.exchange.communicator import HierCommunicator
 from lightning_sparse.exchange.config import ExchangeConfig
-from lightning_sparse.exchange.lanes import Inline, Runner, runner_of
+from lightning_sparse.exchange.lanes import Runner, runner_of
 from lightning_sparse.exchange.paths import Path, Shard
 from lightning_sparse.exchange.stats import CommStats
 from lightning_sparse.topology import Topology
@@ -38,7 +38,7 @@ class Exchange:
     Attributes:
         communicator: the collectives.
         choice: which path each shard takes.
-        runner: runs jobs, beside backward where the configuration says so.
+        runner: runs jobs, beside backward if ``config.overlap``.
         stats: what was communicated.
     """
 
@@ -53,7 +53,7 @@ class Exchange:
         self.topology = topology
         self.communicator = HierCommunicator(topology)
         self.choice = PathChoice(config, topology, numel, log_once)
-        self.runner: Runner = runner_of(topology, device) if config.overlap else Inline()
+        self.runner = runner_of(topology, device) if config.overlap else Runner()
         self.stats = CommStats()
 
     def run(self, path: Path, shard: Shard) -> Generator[None, None, Tensor]:

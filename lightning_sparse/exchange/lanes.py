@@ -8,15 +8,13 @@ lightning_sparse.exchange.paths.path). Gloo has no streams, so overlap on the CP
     exchange                         0          1          2        the slow network is never idle while there is work
     apply                                       0          1          2
 
-Each lane takes buckets first in, first out, in the order in which DDP hands them out, the same on all ranks, so
-collectives meet their partners. (Starting a collective from a future's callback hangs Gloo: its order is whatever order
-futures complete in.) A lane's process groups are used by no other thread: the world's and the node's belong to the
-first, the one between nodes to the second, the node's second one to the third; DDP talks on the default group
-meanwhile. So there is one set of lanes to a set of groups: where a backward pass runs through two wrapped modules, two
-sets would start their collectives in an order of their own.
+Each lane is first in, first out, in the order of DDP's buckets, which is the same on all ranks; so collectives match.
+(Started from callbacks of futures they would not: Gloo hangs.) No two lanes share a process group: the first uses those
+of the world and of the node, the second the one between nodes, the third the node's second one, while DDP uses the
+default group. Hence there is one set of lanes per topology: two modules in one backward pass share it.
 
-A reduction that fails must fail the backward pass, with its own message. A future with an exception reaches DDP as an
-object of the wrong type, so the error waits here and is raised by a callback at the end of backward.
+An error must fail the backward pass with its own message. DDP mistakes a future with an exception for a result, so the
+error is raised by a callback at the end of backward.
 
 On CUDA one side stream takes the place of the threads: the host queues all three stretches at once and never waits.
 """
@@ -25,7 +23,7 @@ import queue
 import threading
 import weakref
 from collections.abc import Iterator
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -37,48 +35,35 @@ TensorFuture = torch.futures.Future[Tensor]
 LANES = 3
 
 
-class Runner(Protocol):
-    """Runs jobs in the order given."""
+class Runner:
+    """Runs jobs in the order given; this one each at once."""
 
     def run(self, job: Job, result: Tensor) -> TensorFuture:
-        """Run the job, some time; the future then holds ``result``."""
-
-    def wait(self) -> None:
-        """Until no job is under way: the process groups are then free."""
-
-    def drain(self) -> None:
-        """Wait for jobs that a backward pass left behind, and forget what failed in them."""
-
-    def end(self) -> None:
-        """Let go of what runs jobs; the next one starts it again."""
-
-
-class Inline:
-    """Runs each job at once."""
-
-    def run(self, job: Job, result: Tensor) -> TensorFuture:
-        """Run the job and return a completed future; on CUDA it carries the current stream, which DDP waits for."""
+        """Run the job. The future completes with ``result``; on CUDA it carries the current stream, for DDP to wait."""
         for _ in job:
             pass
-        return _completed(result)
+        devices: list[int | str | torch.device] | None = [result.device] if result.is_cuda else None
+        future: TensorFuture = torch.futures.Future(devices=devices)
+        future.set_result(result)
+        return future
 
     def wait(self) -> None:
-        """Nothing is."""
+        """Until no job is running, so that the process groups are free."""
 
     def drain(self) -> None:
-        """Nothing waits."""
+        """Wait for jobs that a failed backward pass left running, and drop their errors."""
 
     def end(self) -> None:
-        """Nothing was begun."""
+        """Release threads; the next job starts them again."""
 
 
-class SideStream:
-    """Queues each job on a CUDA stream of its own, beside backward. Nothing here makes the host wait.
+class SideStream(Runner):
+    """Queues each job on a CUDA stream of its own, beside backward. The host never waits.
 
     Why no tensor is reused too early, whichever stream allocated it: each job begins by waiting for the stream that
     filled the bucket, and DDP makes that stream wait for all jobs before backward ends. So whatever the main stream
     does with a residual between two backward passes lies after the jobs that wrote it and before those that read it.
-    Within backward only the bucket is shared, and ``record_stream`` tells the allocator.
+    Within backward only the bucket is shared, and ``record_stream`` informs the allocator.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -89,42 +74,33 @@ class SideStream:
         self._stream.wait_stream(torch.cuda.current_stream(result.device))
         result.record_stream(self._stream)
         with torch.cuda.stream(self._stream):
-            for _ in job:
-                pass
-            return _completed(result)
-
-    def wait(self) -> None:
-        """Collectives of one host thread begin in its order, on whichever stream."""
+            return super().run(job, result)
 
     def drain(self) -> None:
-        """What comes next on the current stream waits for what a backward pass left behind."""
+        """Order the current stream after the jobs."""
         torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
-
-    def end(self) -> None:
-        """A stream holds nothing."""
 
 
 _Item = tuple[Job, Tensor, TensorFuture]
 _Queue = queue.SimpleQueue[_Item | None]
 
 
-class FifoLanes:
-    """Runs the stretches of each job on one daemon thread a lane, first in, first out. After a job that failed no other
-    runs until the error was raised. The threads begin with the first job after ``end``, and end with it if they are
-    idle, or when nobody holds this object any more."""
+class FifoLanes(Runner):
+    """Runs the stretches of each job on one daemon thread per lane, first in, first out. After a job has failed, no
+    other runs until its error was raised. Threads start with the first job after ``end``; they stop at ``end`` if they
+    are idle, and when this object is garbage collected."""
 
     def __init__(self) -> None:
         self._errors: list[BaseException] = []
         self._pending: TensorFuture | None = None
         self._backward = -1
-        self._inline = Inline()
         self._first: _Queue | None = None
         self._threads: list[threading.Thread] = []
         self._last_call: weakref.finalize[Any, Any] | None = None
 
     def _start(self) -> _Queue:
         queues: list[_Queue] = [queue.SimpleQueue() for _ in range(LANES)]
-        threads = torch.get_num_threads()  # OpenMP counts threads for each thread that asks
+        threads = torch.get_num_threads()  # OpenMP has a number of threads for each calling thread
         for lane, jobs in enumerate(queues):
             onward = queues[lane + 1] if lane + 1 < LANES else None
             arguments = (jobs, onward, self._errors, threads)  # not self: the thread would keep alive what ends it
@@ -138,8 +114,8 @@ class FifoLanes:
         """Queue the job."""
         backward = torch._C._current_graph_task_id()
         if backward == -1:
-            return self._inline.run(job, result)  # DDP flushes a static graph after backward: nothing to overlap with
-        if backward != self._backward:  # told by its id: a backward that raised half-way never came to its end
+            return super().run(job, result)  # DDP flushes a static graph after backward: nothing to overlap with
+        if backward != self._backward:  # by its id: a backward that raised never ran its callbacks
             torch.autograd.Variable._execution_engine.queue_callback(self._join)
             self._backward = backward
         future: TensorFuture = torch.futures.Future()
@@ -161,8 +137,8 @@ class FifoLanes:
         self._errors.clear()
 
     def end(self) -> None:
-        """End the threads, unless a backward pass that raised left them at work: what comes next has to queue behind
-        that, and who hangs in a collective is not waited for."""
+        """End the threads, unless a failed backward pass left them running: the next job has to queue behind that, and
+        a thread that hangs in a collective cannot be joined."""
         idle = self._pending is None or self._pending.done()
         if self._last_call is None or not idle:
             return
@@ -175,7 +151,7 @@ class FifoLanes:
         self.wait()
         self._pending = None
         if self._errors:
-            first = self._errors[0]  # what other lanes met after it is its consequence
+            first = self._errors[0]  # later ones, of other lanes, follow from it
             self._errors.clear()
             raise first
 
@@ -195,7 +171,7 @@ def runner_of(topology: Topology, device: torch.device | None) -> Runner:
     """What runs jobs beside backward, for tensors on that device; None: on several."""
     if device is not None and device.type == "cpu":
         return lanes_of(topology)
-    return SideStream(device) if device is not None and device.type == "cuda" else Inline()
+    return SideStream(device) if device is not None and device.type == "cuda" else Runner()
 
 
 def _work(jobs: _Queue, onward: _Queue | None, errors: list[BaseException], threads: int) -> None:
@@ -212,13 +188,6 @@ def _work(jobs: _Queue, onward: _Queue | None, errors: list[BaseException], thre
             onward.put(item)
         else:
             item[2].set_result(item[1])
-        del item  # while this thread waits it holds on to no model
+        del item  # hold no reference to the model while idle
     if onward is not None:
         onward.put(None)
-
-
-def _completed(result: Tensor) -> TensorFuture:
-    devices: list[int | str | torch.device] | None = [result.device] if result.is_cuda else None
-    future: TensorFuture = torch.futures.Future(devices=devices)
-    future.set_result(result)
-    return future

@@ -17,7 +17,7 @@ class Bucket:
     """What a bucket holds; DDP takes its own object back when the hook returns.
 
     Attributes:
-        unused: those of its parameters that this rank did not use; empty unless that is asked for.
+        unused: those of its parameters that this rank did not use; empty unless DDP looks for them.
     """
 
     group: ParamGroup

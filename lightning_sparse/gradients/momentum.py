@@ -194,7 +194,7 @@ class MomentumCorrection:
             )
         groups = self._optimizer.param_groups
         given = [*self._in_step, *groups[len(self._in_step) :]]  # one may be added in a closure
-        # Schedulers may change options at any step; each bucket asks.
+        # Schedulers may change options at any step, and this is called once a bucket.
         known = [
             (
                 *(each[name] for name in _TAKEN_OUT),

@@ -7,13 +7,13 @@ applied yet, in units of the averaged gradient. Nothing is lost means, over any 
 
 **Staged, then settled.** A round writes the next residual beside the current one. Which of them counts is known only
 later: when the optimizer stepped, the round's gradient was used and the staged one becomes current; when the user (or
-a loss scaler that met an inf) threw the gradient away, the current one stays as it was before the round. And when the
-gradient waits, because more will be added to it before the step, the next round goes on from the staged residual and
-the choice stays open: what is thrown away then is all of these rounds. All may happen in one group, so the choice is
+a loss scaler that met an inf) threw the gradient away, the current one stays as it was before the round. And while a
+gradient accumulates over several rounds before its step, each round starts from the staged residual and the choice
+stays open: all of these rounds count, or none. All may happen in one group, so the choice is
 per parameter.
 
 **Parked.** When a group no longer exists because the layout changed, its residual is gathered inside the node and
-parked by parameter name until a new group asks for those names. A parameter that was frozen stays parked.
+parked by parameter name until a new group has those names. A parameter that was frozen stays parked.
 """
 
 from collections.abc import Callable, Iterable, Set
@@ -38,7 +38,7 @@ class ResidualStore:
 
     Attributes:
         known: groups of which some device of the node may hold a residual; the same on all of them, which `current` is
-            not: where all was sent but a parameter's gradient thrown away, only who has a piece of it keeps any.
+            not: where all was sent but a parameter's gradient thrown away, only devices with a piece of it keep any.
     """
 
     device_index: int
@@ -79,7 +79,7 @@ class ResidualStore:
 
         Args:
             discarded: their gradient was thrown away, so they keep the residual they had before it.
-            waiting: nobody knows yet; both residuals stay.
+            waiting: not decided yet; both residuals stay.
         """
         for name in self.spent - discarded - waiting:
             self.parked.pop(name, None)

@@ -3,7 +3,7 @@
 One *round* is one reduction of all buckets:
 
     before_backward()            the last round's residuals are settled: kept, or dropped with a gradient thrown away,
-                                 or left open while the gradient waits for more before the step
+                                 or left open while the gradient accumulates further before the step
     receive(bucket)              once a bucket, while backward runs
     groups(), finish(), close()  once a bucket, on the runner's threads; groups are read from it and written back
     optimizer.step()             watch() notes which parameters were stepped, hence whose residual counts
@@ -171,8 +171,8 @@ class HierState:
         self._is_reducing = False
 
     def agree_on_unused(self, bucket: Bucket) -> Tensor | None:
-        """With the last bucket, which parameters any rank used in this round; None where nobody asks. A collective of
-        the world."""
+        """With the last bucket: which parameters any rank used in this round, or None if DDP does not look for unused
+        ones. A collective of the world."""
         if self.feedback.unused is None or not bucket.last or self._bypass:
             return None
         return self.feedback.unused.agree(self.exchange.communicator, bucket.flat_N.device)
@@ -302,7 +302,7 @@ class HierState:
         return self.feedback.norm()
 
     def _open_names(self) -> set[str]:
-        """The parameters whose residual waits for what becomes of their gradient."""
+        """The parameters whose residual depends on the fate of their gradient."""
         return {name for group in list(self.store.staged) for name in group.names} | self.store.spent
 
     def _describe_layout(self) -> None:

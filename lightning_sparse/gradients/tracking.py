@@ -111,14 +111,14 @@ class UnusedParameters:
             handle.remove()
 
     def take(self, group: ParamGroup) -> frozenset[str]:
-        """The group's parameters that this rank did not use since they were last asked for."""
+        """The group's parameters that this rank did not use since the last call."""
         used = self._used.intersection(group.names)
         self._used -= used
         self._used_in_round |= used
         return frozenset(group.names) - used
 
     def save(self, name: str, target: Tensor, before: Tensor | None) -> None:
-        """Have ``target`` become ``before`` (None: zeros) at the end of the round, if no rank used the parameter."""
+        """At the end of the round restore ``target`` to ``before`` (None: zeros) if no rank used the parameter."""
         self._undo.append((name, target, before))
 
     def agree(self, communicator: HierCommunicator, device: torch.device) -> Tensor:
@@ -151,7 +151,7 @@ class StepTracker:
 
     Args:
         parameters: those that are watched.
-        open_names: answers with the parameters whose residual waits for what becomes of their gradient.
+        open_names: returns the parameters whose residual depends on the fate of their gradient.
     """
 
     def __init__(self, parameters: Parameters, open_names: Callable[[], set[str]]) -> None:
@@ -173,8 +173,8 @@ class StepTracker:
         mute = [type(each).__name__ for each in optimizers if not hasattr(each, "register_step_post_hook")]
         if mute:
             raise ValueError(
-                f"{', '.join(mute)} cannot tell when it steps, so nobody would know whose residual counts: derive it "
-                f"from torch.optim.Optimizer."
+                f"{', '.join(mute)} has no hooks for its step, and residuals follow what was stepped: derive it from "
+                f"torch.optim.Optimizer."
             )
         self.unwatch()
         self.watching, module = bool(optimizers), self._parameters.module
@@ -208,7 +208,7 @@ class StepTracker:
         return set(self._stepped)
 
     def not_stepped(self) -> tuple[set[str], set[str]]:
-        """Of the parameters that were not stepped: whose gradient was thrown away, and whose still waits for a step."""
+        """The parameters that were not stepped: those without their gradient, and those that may yet be stepped."""
         module = self._parameters.module
         if not self.watching or module is None:
             return set(), set()
@@ -241,7 +241,7 @@ class StepTracker:
         open_names = self._open_names() - self._stepped
         if not open_names:
             return
-        # who drops a gradient holds its parameter still
+        # a dropped gradient holds its parameter still
         grads = {self._parameters.name_of(p): p.grad for p in stepped_by(optimizer) if p.grad is not None}
         grads = {name: grad for name, grad in grads.items() if name in open_names}
         self._begun[id(optimizer)] = _Gradients(grads, self._left)

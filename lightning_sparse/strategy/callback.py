@@ -22,15 +22,15 @@ class CommStatsMixin:
     | density | share of entries that a device sent in the last step, dense groups counted as 1 |
     | effective_density | share of entries that the last step applied, at most |
     | residual_norm | L2 norm of what this device has not sent yet |
-    | residual_to_gradient | the same over the norm of the gradient, of the same entries: how many steps' worth waits |
+    | residual_to_gradient | the same over the norm of the gradient, of the same entries: steps' worth not sent yet |
 
     The last two are renewed every ``log_every_n_steps`` steps and at the end of an epoch.
 
     At the end of fit rank 0 sums up, in the log: bytes beside those of plain DDP, the paths taken, the time in
     collectives between nodes, the residual.
 
-    Nothing here waits for the GPU before that end: the first three are known on the host, the last two stay tensors
-    until they are logged, and time is read from events that have passed.
+    There is no host sync before the end of fit: the first three are known on the host, the last two stay tensors until
+    they are logged, and times are read from events that have passed.
 
     Args:
         prog_bar: show the density in the progress bar as well.

@@ -48,7 +48,7 @@ class HierCore:
         """Before the host's own constructor.
 
         Raises:
-            ValueError: for an option that is unknown, or cannot be joined with this strategy.
+            ValueError: for an option that is unknown, or cannot be combined with this strategy.
         """
         check_options(type(self), ddp_options)
         self.config = config

@@ -4,7 +4,8 @@
     fabric.launch()
     model, optimizer = fabric.setup(model, optimizer)
 
-Fabric knows no epochs, so a density warm-up is off unless asked for; who asks for one calls ``set_epoch``.
+Fabric has no epochs and no estimate of its steps, so there is no density warm-up by default. Set ``warmup_steps``, or
+``warmup_epochs`` and call ``set_epoch``.
 """
 
 import weakref
@@ -48,7 +49,7 @@ class MSTopKHierFabricMixin(HierCore, _Host):
             DistributedDataParallel. ``gradient_as_bucket_view`` is True unless given.
 
     Raises:
-        ValueError: for a bad value, an unknown option, or one that cannot be joined with this strategy.
+        ValueError: for a bad value, an unknown option, or one that cannot be combined with this strategy.
     """
 
     def __init__(self, node_name: str | None = None, **kwargs: Any) -> None:

@@ -81,7 +81,7 @@ class MSTopKHierMixin(HierCore, _Host):
         **kwargs: DDPStrategy's and DistributedDataParallel's own. ``gradient_as_bucket_view`` is True unless given.
 
     Raises:
-        ValueError: for a bad value, an unknown option, or one that cannot be joined with this strategy.
+        ValueError: for a bad value, an unknown option, or one that cannot be combined with this strategy.
     """
 
     def __init__(
@@ -131,7 +131,7 @@ class MSTopKHierMixin(HierCore, _Host):
         if trainer.state.fn == "fit":
             _refuse_static_graph_with_accumulation(trainer, self._ddp_kwargs)
         else:
-            # A checkpoint that was loaded for testing says nothing about the next fit.
+            # A checkpoint that was loaded for testing does not concern the next fit.
             self._saved, self._resumes = [], False
         super().setup(trainer)
 
@@ -239,8 +239,8 @@ def _untoggled(module: Any, optimizers: Iterable[torch.optim.Optimizer]) -> str:
 
 
 def _idle(module: Any, optimizers: Iterable[torch.optim.Optimizer]) -> str:
-    """What is wrong with parameters that no optimizer steps: nobody zeroes their gradients either, so these grow, come
-    to be among the largest entries, and begin anew with a resume. Empty for none."""
+    """A warning about parameters in no optimizer, empty for none. Their gradients are never zeroed either: they grow,
+    take places among the largest entries, and start from zero with a resume."""
     stepped = {id(p) for each in optimizers for group in each.param_groups for p in group["params"]}
     idle = [name for name, p in module.named_parameters() if p.requires_grad and id(p) not in stepped]
     if not stepped or not idle:

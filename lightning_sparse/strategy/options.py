@@ -25,13 +25,13 @@ def check_options(cls: type, given: dict[str, Any]) -> None:
     """Look through the options that are passed on to Lightning's DDPStrategy and to DistributedDataParallel.
 
     Raises:
-        ValueError: for one that nobody knows, or that cannot be joined with this strategy.
+        ValueError: for an unknown option, or one that cannot be combined with this strategy.
     """
     for name in given.keys() & _REFUSED.keys():
         if given[name] is not None:
             raise ValueError(
-                f"{name}={given[name]!r} cannot be joined with {cls.__name__}: {_REFUSED[name]}. Leave it out, or use "
-                f"strategy='ddp' with it."
+                f"{name}={given[name]!r} cannot be combined with {cls.__name__}: {_REFUSED[name]}. Leave it out, or "
+                f"use strategy='ddp' with it."
             )
     known = set(inspect.signature(DistributedDataParallel.__init__).parameters)
     for base in cls.__mro__:

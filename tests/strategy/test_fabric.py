@@ -261,7 +261,7 @@ def test_options_are_checked() -> None:
             ours(flavour, density=2)
         with pytest.raises(ValueError, match=r"does not know the option\(s\) desity: its own are density"):
             ours(flavour, desity=0.1)
-        with pytest.raises(ValueError, match="cannot be joined with MSTopKHierStrategy"):
+        with pytest.raises(ValueError, match="cannot be combined with MSTopKHierStrategy"):
             ours(flavour, ddp_comm_hook=len)
         assert ours(flavour).config.warmup_epochs is None
 

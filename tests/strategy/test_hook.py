@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_sparse.exchange.density import num_selected
-from lightning_sparse.exchange.lanes import Inline
+from lightning_sparse.exchange.lanes import Runner
 from lightning_sparse.kernels import message_bytes
 from lightning_sparse.strategy import HierConfig, hier_hook
 from lightning_sparse.topology import discover, with_groups
@@ -143,7 +143,7 @@ def with_and_without_overlap() -> tuple[Tensor, Tensor, list[bool]]:
         config = HierConfig(density=0.05, exchange="sparse", warmup_epochs=0, overlap=overlap)
         ddp, state = wrap(model, config, **PLAIN)
         trained.append(train(model, ddp, 8))
-        inline.append(isinstance(state.exchange.runner, Inline))
+        inline.append(type(state.exchange.runner) is Runner)
     return trained[0], trained[1], inline
 
 

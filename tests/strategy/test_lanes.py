@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_sparse.exchange.lanes import LANES, FifoLanes, Inline, Job, Runner
+from lightning_sparse.exchange.lanes import LANES, FifoLanes, Job, Runner
 
 PATIENCE_S = 20.0
 
@@ -54,7 +54,7 @@ def test_a_bucket_is_between_nodes_while_the_next_is_selected() -> None:
     assert [future.value().item() for future in futures] == [0.0, 1.0]
 
 
-@pytest.mark.parametrize("runner", [FifoLanes, Inline])
+@pytest.mark.parametrize("runner", [FifoLanes, Runner])
 def test_each_lane_takes_jobs_in_order(runner: Callable[[], Runner]) -> None:
     seen: list[tuple[int, int, bool]] = []
 

@@ -20,8 +20,8 @@ from tests.strategy.trainers import FLAVOURS, lightning_of, ours, plain_module
         ({"value_dtype": "int8"}, "value_dtype='int8' is not known"),
         ({"dense_rounds": -1}, "dense_rounds=-1 must be a whole number"),
         ({"warmup_epochs": 1.5}, "warmup_epochs=1.5 must be a whole number"),
-        ({"ddp_comm_hook": print}, "cannot be joined with MSTopKHierStrategy: this strategy is a communication hook"),
-        ({"model_averaging_period": 2}, "cannot be joined with MSTopKHierStrategy"),
+        ({"ddp_comm_hook": print}, "cannot be combined with MSTopKHierStrategy: this strategy is a communication hook"),
+        ({"model_averaging_period": 2}, "cannot be combined with MSTopKHierStrategy"),
         ({"densty": 0.1}, r"does not know the option\(s\) densty: its own are density"),
     ],
 )
