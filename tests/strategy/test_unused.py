@@ -1,0 +1,101 @@
+"""Parameters that some ranks, or none, use in a round: nothing of them is lost, spent or added."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lightning_sparse.gradients import HierConfig, HierState
+from tests.helpers.distributed import run_ranks
+from tests.strategy.models import node_residual, sum_over_nodes, wrap
+
+EXPERTS, ROUNDS = 3, 24
+
+
+class Experts(nn.Module):
+    """Each rank uses one expert a round; every fourth round no rank uses the last one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.head = nn.Linear(11, 5)
+        self.experts = nn.ModuleList(nn.Linear(7, 11) for _ in range(EXPERTS))
+
+    def forward(self, x: Tensor, expert: int) -> Tensor:
+        return self.head(torch.tanh(self.experts[expert](x)))
+
+
+def used(step: int, rank: int) -> int:
+    expert = (step + rank) % EXPERTS
+    return 0 if expert == EXPERTS - 1 and step % 4 == 3 else expert
+
+
+def loss_of(ddp: nn.Module, step: int, rank: int) -> Tensor:
+    torch.manual_seed(100 * step + rank)
+    return ddp(torch.randn(4, 7), used(step, rank)).square().mean()
+
+
+def grads(model: nn.Module) -> Tensor:
+    return torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).flatten() for p in model.parameters()])
+
+
+def rounds(zero: bool, options: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor, bool, Tensor]:
+    model = Experts()
+    config = HierConfig(density=0.05, value_dtype="float32", **options)
+    ddp, state = wrap(model, config, find_unused_parameters=True, bucket_cap_mb=0.0005)
+    given = torch.zeros(sum(p.numel() for p in model.parameters()), dtype=torch.float64)
+    applied, untouched = given.clone(), True
+    for step in range(ROUNDS):
+        model.zero_grad(set_to_none=not zero)
+        with ddp.no_sync():
+            loss_of(ddp, step, dist.get_rank()).backward()
+        local = grads(model).double()
+        dist.all_reduce(local)
+        given += local / dist.get_world_size()
+        model.zero_grad(set_to_none=not zero)
+        before = residual_of(state, model)
+        loss_of(ddp, step, dist.get_rank()).backward()
+        applied += grads(model)
+        idle = [e for e in range(EXPERTS) if all(used(step, rank) != e for rank in range(dist.get_world_size()))]
+        after = residual_of(state, model)
+        for expert in idle:
+            for (name, p), old, new in zip(model.named_parameters(), before, after, strict=True):
+                if name.startswith(f"experts.{expert}."):
+                    untouched &= torch.equal(old, new) and (p.grad is None or not p.grad.any())
+    return given, applied, sum_over_nodes(node_residual(model, state), state), untouched, applied.float()
+
+
+def residual_of(state: HierState, model: nn.Module) -> list[Tensor]:
+    state.settle()
+    flat = node_residual(model, state)
+    return list(flat.split([p.numel() for p in model.parameters()]))
+
+
+@pytest.mark.parametrize("zero", [False, True], ids=["gradients are None", "gradients are zeros"])
+@pytest.mark.parametrize("exchange", ["sparse", "regional", "dense", "dense16"])
+def test_nothing_is_lost_and_what_no_rank_used_stays(exchange: str, zero: bool) -> None:
+    """One all-reduce a round tells the ranks what none of them used."""
+    for nodes, devices in ((2, 2), (3, 1)):
+        results = run_ranks(rounds, zero, {"exchange": exchange}, nodes=nodes, devices=devices)
+        for given, applied, residual, untouched, _ in results:
+            torch.testing.assert_close(given, applied + residual, rtol=1e-5, atol=2e-5)
+            assert untouched
+        assert all(torch.equal(each[4], results[0][4]) for each in results)
+
+
+def agreements() -> tuple[int, int]:
+    ddp, state = wrap(Experts(), HierConfig(exchange="sparse"), find_unused_parameters=True, bucket_cap_mb=0.0005)
+    comm, calls = state.exchange.communicator, []
+    plain = comm.flat_all_reduce
+    comm.flat_all_reduce = lambda *a, **k: calls.append(1) or plain(*a, **k)  # type: ignore[func-returns-value, method-assign]
+    for step in range(6):
+        loss_of(ddp, step, dist.get_rank()).backward()
+    return len(calls), len(state.layout.settled)
+
+
+def test_ranks_agree_once_a_round_however_many_buckets_there_are() -> None:
+    for calls, groups in run_ranks(agreements, nodes=2, devices=1):
+        assert groups > 1
+        assert calls == 6
