@@ -99,3 +99,34 @@ def test_ranks_agree_once_a_round_however_many_buckets_there_are() -> None:
     for calls, groups in run_ranks(agreements, nodes=2, devices=1):
         assert groups > 1
         assert calls == 6
+
+
+def kept_gradient(view: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Of an expert that all ranks use in one round and none in the next, without zeroing its gradient in between."""
+    model = Experts()
+    config = HierConfig(density=0.05, value_dtype="float32", exchange="sparse")
+    ddp, state = wrap(model, config, find_unused_parameters=True, gradient_as_bucket_view=view, bucket_cap_mb=0.0005)
+
+    def of_the_expert(flat: list[Tensor]) -> Tensor:
+        places = [i for i, (name, _) in enumerate(model.named_parameters()) if name.startswith("experts.2.")]
+        return torch.cat([flat[i].flatten() for i in places]).clone()
+
+    found = []
+    for step, expert in enumerate([2] * 8 + [0]):
+        if expert == 2:
+            model.zero_grad()
+        torch.manual_seed(100 * step + dist.get_rank())
+        ddp(torch.randn(4, 7), expert).square().mean().backward()
+        if step >= 7:
+            found += [of_the_expert([p.grad if p.grad is not None else p * 0 for p in model.parameters()])]
+            found += [of_the_expert(residual_of(state, model))]
+    return found[0], found[1], found[2], found[3]
+
+
+@pytest.mark.parametrize("view", [True, False])
+def test_a_gradient_that_is_kept_counts_once(view: bool) -> None:
+    for gradient, residual, gradient_later, residual_later in run_ranks(kept_gradient, view, nodes=2, devices=2):
+        assert gradient.any()
+        assert residual.any()
+        assert torch.equal(gradient, gradient_later)
+        assert torch.equal(residual, residual_later)
