@@ -12,10 +12,11 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from lightning_sparse.gradients.buckets import BucketGroup
+from lightning_sparse.exchange import HierCommunicator
+from lightning_sparse.gradients.buckets import Bucket, BucketGroup
 from lightning_sparse.gradients.groups import ParamGroup
 from lightning_sparse.gradients.momentum import MomentumCorrection
-from lightning_sparse.gradients.residual import ResidualStore
+from lightning_sparse.gradients.residual import Gather, ResidualStore
 from lightning_sparse.gradients.tracking import UnusedParameters
 
 
@@ -43,9 +44,14 @@ class ErrorFeedback:
         """Of the residuals, and of the velocities if there are."""
         return [self.store] if self.momentum is None else [self.store, self.momentum.store]
 
-    def residual(self, part: BucketGroup) -> Tensor | None:
-        """The group's residual shard for this round, fp32; None stands for zero."""
-        latest = self.store.latest(part.group) if part.has_residual else None
+    def residual(self, part: BucketGroup, gather: Gather) -> Tensor | None:
+        """The group's residual shard for this round, fp32; None stands for zero. A collective inside the node where its
+        parameters had residuals in other groups."""
+        if not part.has_residual:
+            return None
+        for store in self.stores:
+            store.regroup(part.group, gather, part.grad_N.device)
+        latest = self.store.latest(part.group)
         if latest is None or not part.unused:
             return latest
         sendable = latest.clone()
@@ -76,9 +82,22 @@ class ErrorFeedback:
         """Called with the entries that were selected: their velocity stops."""
         return None if self.momentum is None else self.momentum.mask_of(group)
 
-    def stage(self, part: BucketGroup, next_S: Tensor | None) -> None:
-        """Propose what the round left (None: nothing)."""
-        group = part.group
+    def save_unused(self, bucket: Bucket) -> None:
+        """Before the reduction: keep the gradients that DDP will keep if no rank used their parameters."""
+        for name in bucket.unused:
+            assert self.unused is not None
+            self.unused.save(name, bucket.gradient(name), bucket.gradient(name).clone())
+
+    def agree_on_unused(self, communicator: HierCommunicator, bucket: Bucket) -> Tensor | None:
+        """With the last bucket: which parameters any rank used in this round, or None if DDP does not look for unused
+        ones. A collective of the world."""
+        if self.unused is None or not bucket.last:
+            return None
+        return self.unused.agree(communicator, bucket.flat_N.device)
+
+    def stage(self, part: BucketGroup) -> None:
+        """Propose what the round left as the group's next residual."""
+        group, next_S = part.group, part.next_S
         if self.momentum is not None:
             before_S = self.momentum.store.latest(group)
             self._save_unused(part, self.momentum.stage(group), before_S)

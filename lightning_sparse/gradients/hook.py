@@ -41,7 +41,7 @@ import torch
 from torch import Tensor
 from torch._C._distributed_c10d import GradBucket  # torch.distributed re-exports it unannounced
 
-from lightning_sparse.exchange import Path, Shard
+from lightning_sparse.exchange import HierCommunicator, Shard
 from lightning_sparse.gradients.buckets import Bucket, BucketGroup
 from lightning_sparse.gradients.state import HierState
 
@@ -64,15 +64,17 @@ def reduce_bucket(state: HierState, bucket: Bucket) -> Lanes:
     """Reduce what a bucket holds, in place."""
     comm, where = state.exchange.communicator, f"in round {state.round}, bucket {bucket.index}"
     comm.where = where
-    jobs = [reduce_group(state, part) for part in state.groups(bucket)]
-    used = None
-    for stretch in range(2):
-        for job in jobs:
-            next(job, None)
-        if stretch == 0:  # the first lane alone uses the group of all ranks
-            used = state.agree_on_unused(bucket)
-        yield
-        comm.where = where
+    state.feedback.save_unused(bucket)
+    jobs = [reduce_group(state, part) for part in bucket.groups]
+    for job in jobs:
+        next(job, None)
+    used = state.feedback.agree_on_unused(comm, bucket)  # in the first lane, which alone uses the group of all ranks
+    yield
+    comm.where = where
+    for job in jobs:
+        next(job, None)
+    yield
+    comm.where = where
     for job in jobs:
         next(job, None)
     state.close(bucket, used)
@@ -80,23 +82,25 @@ def reduce_bucket(state: HierState, bucket: Bucket) -> Lanes:
 
 def reduce_group(state: HierState, part: BucketGroup) -> Lanes:
     """Steps 1 to 4."""
-    path = state.path(part.group)
-    shard = _contribute(state, part, path)
-    sum_S = yield from state.exchange.run(path, shard)
-    if path.by_shard:
-        _gather(state, part, sum_S if path.in_place else state.feedback.rescale(sum_S).to(part.grad_N.dtype))
-    state.finish(part, shard.next_S)
+    part.read()
+    shard = _contribution(state, part)
+    sum_S = yield from state.exchange.run(part.path, shard)
+    part.next_S = shard.next_S
+    if part.path.by_shard:
+        shard_S = sum_S if part.path.in_place else state.feedback.rescale(sum_S).to(part.grad_N.dtype)
+        _gather(state.exchange.communicator, part, shard_S)
 
 
-def _contribute(state: HierState, part: BucketGroup, path: Path) -> Shard:
+def _contribution(state: HierState, part: BucketGroup) -> Shard:
     """Step 1, and what takes part in step 2."""
-    feedback, grad_N, share = state.feedback, part.grad_N, 1.0 / state.topology.world_size
+    feedback, comm, path = state.feedback, state.exchange.communicator, part.path
+    grad_N, share = part.grad_N, 1.0 / state.topology.world_size
     # As DDP does: after the sum, the last bits would differ. And in fp16 a sum may pass 65,504 where the mean does not.
     if path.in_place or grad_N.dtype == torch.float16:
         grad_N.mul_(share)
         share = 1.0
-    residual_S = feedback.residual(part)
-    sum_S = state.exchange.communicator.reduce_scatter(grad_N) if path.by_shard else grad_N
+    residual_S = feedback.residual(part, comm.gather)
+    sum_S = comm.reduce_scatter(grad_N) if path.by_shard else grad_N
     if not path.in_place:
         sum_S, factor = feedback.contribution(part, sum_S, share)
         return Shard(sum_S, residual_S, feedback.next_residual(part), factor, feedback.on_sent(part.group))
@@ -105,10 +109,10 @@ def _contribute(state: HierState, part: BucketGroup, path: Path) -> Shard:
     return Shard(sum_S, None if residual_S is None else feedback.rescale(residual_S.clone()))
 
 
-def _gather(state: HierState, part: BucketGroup, shard_S: Tensor) -> None:
+def _gather(comm: HierCommunicator, part: BucketGroup, shard_S: Tensor) -> None:
     """Step 4, or without it the shard in its place, where that is enough."""
-    comm, grad_N = state.exchange.communicator, part.grad_N
-    if part.group in state.kept_sharded:
+    grad_N = part.grad_N
+    if part.keeps_shard:
         own = grad_N[comm.topology.device_index * shard_S.numel() :][: shard_S.numel()]
         own.copy_(shard_S[: own.numel()])
         return

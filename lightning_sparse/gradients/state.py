@@ -4,8 +4,8 @@ One *round* is one reduction of all buckets:
 
     before_backward()            the last round's residuals are settled: kept, or dropped with a gradient thrown away,
                                  or left open while the gradient accumulates further before the step
-    receive(bucket)              once a bucket, while backward runs
-    groups(), finish(), close()  once a bucket, on the runner's threads; groups are read from it and written back
+    receive(bucket)              once a bucket, while backward runs: it is cut into groups, each with its path
+    close(bucket)                once a bucket, on the runner's threads: what the groups leave is staged as residual
     optimizer.step()             watch() notes which parameters were stepped, hence whose residual counts
 
 Without a strategy before_backward() need not be called: then a round counts as used when the next one begins.
@@ -118,48 +118,42 @@ class HierState:
                 flat_N.device,
                 self.round,
                 self.exchange.runner.wait,
-                lambda: map(self._path, self.layout.settled),
+                lambda: map(self.path, self.layout.settled),
                 self._hidden_work,
             )
             choice.window.first(flat_N.device)
             self._round_is_open = self._is_reducing = True
         group = group_of(bucket.parameters(), self.parameters.names)
-        unused = self.feedback.unused.take(group) if self.feedback.unused is not None else frozenset()
+        unused = self._take_unused(group)
+        received = Bucket(group, flat_N, bucket.index(), last, frozenset() if self._bypass else unused)
+        self.layout.record(group)
+        received.groups = [self._cut(received, each) for each in self.layout.parts(group) if each.numel]
         if last:
             choice.window.last(flat_N.device)
             self._round_is_open = False
-        return Bucket(group, flat_N, bucket.index(), last, frozenset() if self._bypass else unused)
+        return received
 
-    def groups(self, bucket: Bucket) -> list[BucketGroup]:
-        """The bucket's groups, ready to be reduced; finish() each of them after it was."""
-        self.layout.record(bucket.group)
-        found = []
-        for group in self.layout.parts(bucket.group):
-            if not group.numel:
-                continue
-            has_residual = not self._bypass and self.is_sharded(group)
-            for store in self.feedback.stores if has_residual else ():
-                store.regroup(group, self.exchange.communicator.gather, bucket.flat_N.device)
-            found.append(BucketGroup(bucket, group, has_residual=has_residual))
-        if self.feedback.unused is not None:
-            for name in bucket.unused:
-                self.feedback.unused.save(name, bucket.gradient(name), bucket.gradient(name).clone())
-        return found
-
-    def finish(self, part: BucketGroup, next_S: Tensor | None) -> None:
-        """After the group was reduced: what the round left becomes its next residual (None: nothing)."""
-        group, topology = part.group, self.topology
-        if part.has_residual:
-            self.feedback.stage(part, next_S)
-        elif not self.is_hierarchical and not self._bypass:
-            self.feedback.spend_parked(part, topology.num_nodes)
-        if self._steps.watching and (group in self.store.staged or not self.store.spent.isdisjoint(group.names)):
-            own_shard = group in self.kept_sharded
-            self._steps.reduced(part.gradients(topology.device_index, topology.num_devices, own_shard=own_shard))
-        part.write_back()
+    def _cut(self, bucket: Bucket, group: ParamGroup) -> BucketGroup:
+        if self._bypass:
+            return BucketGroup(bucket, group, self._plain(group), has_residual=False, keeps_shard=False)
+        sharded, keeps_shard = self.is_sharded(group), group in self.kept_sharded
+        return BucketGroup(bucket, group, self.path(group), has_residual=sharded, keeps_shard=keeps_shard)
 
     def close(self, bucket: Bucket, used: Tensor | None) -> None:
-        """After the bucket was reduced; the last bucket ends the round."""
+        """After the bucket was reduced; the last bucket ends the round.
+
+        Args:
+            used: from ``feedback.agree_on_unused``.
+        """
+        topology = self.topology
+        for part in bucket.groups:
+            if part.has_residual:
+                self.feedback.stage(part)
+            elif not self.is_hierarchical and not self._bypass:
+                self.feedback.spend_parked(part, topology.num_nodes)
+            if part.group in self.store.staged or not self.store.spent.isdisjoint(part.group.names):
+                self._steps.reduced(part.gradients(topology.device_index, topology.num_devices))
+            part.write_back()
         if not bucket.last:
             return
         if self.feedback.unused is not None and used is not None:
@@ -169,13 +163,6 @@ class HierState:
         self.exchange.stats.end_round()
         self.round += 1
         self._is_reducing = False
-
-    def agree_on_unused(self, bucket: Bucket) -> Tensor | None:
-        """With the last bucket: which parameters any rank used in this round, or None if DDP does not look for unused
-        ones. A collective of the world."""
-        if self.feedback.unused is None or not bucket.last or self._bypass:
-            return None
-        return self.feedback.unused.agree(self.exchange.communicator, bucket.flat_N.device)
 
     def settle(self) -> set[str]:
         """Decide which residuals of the last rounds count: those of parameters that were stepped. Where the gradient is
@@ -261,10 +248,7 @@ class HierState:
         return self.is_hierarchical and bool(group.numel) and self.parameters.dtypes[group.names[0]] in BY_SHARD
 
     def path(self, group: ParamGroup) -> Path:
-        """The group's path in this round."""
-        return self.exchange.choice.plain(self._work(group)) if self._bypass else self._path(group)
-
-    def _path(self, group: ParamGroup) -> Path:
+        """The group's path in a round that is not bypassed."""
         choice, work = self.exchange.choice, self._work(group)
         if not self.is_sharded(group):
             return choice.plain(work)
@@ -279,6 +263,12 @@ class HierState:
     def density(self, density: float) -> float:
         """In this round, on the way to that density."""
         return self.warmup.density(density, self.epoch, self.round)
+
+    def _plain(self, group: ParamGroup) -> Path:
+        return self.exchange.choice.plain(self._work(group))
+
+    def _take_unused(self, group: ParamGroup) -> frozenset[str]:
+        return frozenset() if self.feedback.unused is None else self.feedback.unused.take(group)
 
     def _work(self, group: ParamGroup) -> Work:
         return self.exchange.choice.work(group.numel, self.parameters.dtypes[group.names[0]])
@@ -306,7 +296,7 @@ class HierState:
         return {name for group in list(self.store.staged) for name in group.names} | self.store.spent
 
     def _describe_layout(self) -> None:
-        paths = [self._path(group).name for group in self.layout.settled]
+        paths = [self.path(group).name for group in self.layout.settled]
         counted = ", ".join(f"{paths.count(path)} {path}" for path in dict.fromkeys(paths))
         self.log_once(
             f"round {self.round + 1}: {len(paths)} group(s) of parameters, {counted}, at density "

@@ -192,6 +192,8 @@ class StepTracker:
 
     def reduced(self, grads: Mapping[str, Tensor]) -> None:
         """Note what the round left in these gradients, none of them empty."""
+        if not self.watching:
+            return
         flags = _have_nonzero(list(grads.values()))
         self._left.update({name: (flags, place) for place, name in enumerate(grads)})
 
