@@ -12,7 +12,7 @@ Without a strategy before_backward() need not be called: then a round counts as 
 """
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor, nn
@@ -286,6 +286,15 @@ class HierState:
         pending = self._open_names() - self._steps.stepped()
         discarded = frozenset(pending) if self._steps.watching else frozenset()
         return [store.settled_copy(discarded) for store in self.feedback.stores]
+
+    @property
+    def loss_scale(self) -> Callable[[], Tensor | None]:
+        """Set it to a function that returns the scale of a loss scaler, a 0-dim tensor, or None."""
+        return self.feedback.loss_scale
+
+    @loss_scale.setter
+    def loss_scale(self, scale: Callable[[], Tensor | None]) -> None:
+        self.feedback.loss_scale = scale
 
     def residual_norm(self) -> Tensor:
         """L2 norm of what this device has not sent yet, a 0-dim tensor on its device (no host sync)."""

@@ -71,7 +71,7 @@ class HierCore:
         state = next((each for each in self.hier_states if each.parameters.are_of(module)), None)
         if state is None:
             state = HierState(module, self.config, self._discover(), find_unused_parameters=self._find_unused)
-            state.feedback.loss_scale = lambda: loss_scale_of(precision)
+            state.loss_scale = lambda: loss_scale_of(precision)
             state.log_once(state.topology.describe())
             self.hier_states.append(state)
         elif self._find_unused:

@@ -18,6 +18,7 @@ import torch
 from lightning_sparse.strategy import checkpoint
 from lightning_sparse.strategy.barrier import StoreBarrier
 from tests.helpers.distributed import RanksFailed, run_ranks
+from tests.helpers.lines import Lines
 from tests.strategy.models import node_residual
 from tests.strategy.test_resume import _ranks
 from tests.strategy.trainers import lightning_of, plain_module, sparse, trainer, weights
@@ -136,6 +137,27 @@ def late_rank(folder: str) -> str:
     except RuntimeError as error:
         assert path.read_bytes() == before
         return str(error)
+    return "saved"
+
+
+def test_paths_may_differ_by_rank(tmp_path: Path) -> None:
+    """Ray gives each worker a folder of its own; rank 0 must not wait for a path that no other rank knows."""
+    assert run_ranks(own_folders, str(tmp_path), nodes=2, devices=1, timeout=100, init=False) == ["saved", "saved"]
+    for rank in range(2):
+        (saved,) = (tmp_path / f"worker{rank}").glob("last.ckpt.residual/*/rank*.pt")
+        assert saved.name == f"rank0000{rank}.pt"
+
+
+def own_folders(folder: str) -> str:
+    t = trainer(
+        "pytorch_lightning", sparse("pytorch_lightning", timeout=timedelta(seconds=10)), max_steps=2, **_ranks()
+    )
+    t.fit(plain_module("pytorch_lightning"))
+    lines = Lines().lines
+    for _ in range(2):  # the same name, again and in the same round
+        path = f"{folder}/worker{t.global_rank}/last.ckpt"
+        t.strategy.save_checkpoint(t._checkpoint_connector.dump_checkpoint(), path)
+    assert lines == []
     return "saved"
 
 

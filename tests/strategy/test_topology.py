@@ -7,7 +7,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_sparse.strategy.barrier import StoreBarrier
 from lightning_sparse.topology import NODE_VARIABLE, discover
 from tests.helpers.distributed import RanksFailed, run_ranks
 
@@ -53,11 +52,3 @@ def test_ranks_with_other_options_are_named_before_they_hang() -> None:
     for said in failed.value.raised.values():
         assert "ranks differ in their options: rank 2 has density=0.02, rank 0 has 0.01" in said
     assert failed.value.raised.keys() == {0, 1, 2}
-
-
-def test_one_rank_waits_for_all() -> None:
-    store, second = dist.HashStore(), timedelta(seconds=1)
-    barriers = [StoreBarrier("save", 3, store) for _ in range(3)]
-    for rank in (0, 2):
-        barriers[rank].arrive(rank)
-    assert barriers[0].wait(second) == [1]
