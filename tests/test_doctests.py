@@ -5,7 +5,12 @@ from importlib import import_module
 
 import pytest
 
-MODULES = ["lightning_sparse.topology", "lightning_sparse.gradients.schedule", "lightning_sparse.kernels.ops"]
+MODULES = [
+    "lightning_sparse.topology",
+    "lightning_sparse.exchange.density",
+    "lightning_sparse.gradients.schedule",
+    "lightning_sparse.kernels.ops",
+]
 
 
 @pytest.mark.parametrize("name", MODULES)

@@ -13,14 +13,14 @@ class CommStats:
 
     Attributes:
         rounds: reductions of the whole model so far.
-        bytes_between_nodes: bytes received by this device from other nodes so far (see lightning_sparse.strategy.cost).
+        bytes_between_nodes: bytes received by this device from other nodes so far (see lightning_sparse.exchange.paths).
         round_bytes: the same, of the last whole round.
         dense_equivalent_bytes: what a dense all-reduce of everything would have received so far.
         density: share of the entries that a device sent in the last whole round, dense groups counted as 1.
         effective_density: share of the entries that the last whole round applied, at most: what several nodes select
             of different entries adds up.
         sent, applied: entries so far that a device sent, and that were applied at most.
-        paths: entries so far by the path they took (see lightning_sparse.strategy.plan).
+        paths: entries so far by the path they took (see lightning_sparse.exchange.paths).
     """
 
     rounds: int = 0

@@ -105,7 +105,7 @@ class HierState:
             self.momentum.check(waiting)
         self._bypass = bypass
         if bypass:
-            self.log_once(f"reducing as plain DDP does, without residuals, for as long as {bypass}")
+            self.log_once(f"reducing as plain DDP does, without residuals: {bypass}")
 
     def receive(self, bucket: GradBucket) -> Bucket:
         """Read a bucket while it is at hand: DDP takes it back when the hook returns."""
