@@ -13,7 +13,7 @@ class CommStats:
 
     Attributes:
         rounds: reductions of the whole model so far.
-        bytes_between_nodes: bytes received by this device from other nodes so far (see lightning_sparse.exchange.paths).
+        bytes_between_nodes: bytes received by this device from other nodes so far (see exchange.paths).
         round_bytes: the same, of the last whole round.
         dense_equivalent_bytes: what a dense all-reduce of everything would have received so far.
         density: share of the entries that a device sent in the last whole round, dense groups counted as 1.

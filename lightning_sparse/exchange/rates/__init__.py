@@ -7,7 +7,6 @@ devices. `probe` measures the numbers, `timing` notices when they no longer hold
 
 from __future__ import annotations
 
-import math
 from dataclasses import astuple, dataclass, fields
 
 
@@ -83,7 +82,3 @@ class Rates:
 def differ(one: float, other: float, factor: float) -> bool:
     """Whether one time is at least ``factor`` times the other."""
     return max(one, other) >= factor * min(one, other)
-
-
-NEVER = math.inf
-"""The cost of what was not measured: it is never chosen."""

@@ -77,25 +77,19 @@ def kernel_costs(
         seconds: times a call.
     """
     numel = min(MOST_SELECTED, max(2 * FEW, shard_numel))
-    small, large = (_time_kernels(seconds, device, value_dtype, each) for each in (FEW, numel))
-    scatter = max(0.0, large.often - large.once) / (8 * large.pairs)
-    fill = max(0.0, large.once - small.once - large.pairs * scatter) / numel
-    select = max(0.0, large.select - small.select) / numel
-    cast = max(0.0, large.cast - small.cast) / numel
-    return KernelCosts(select, scatter, fill, cast, small.select + small.once, small.cast)
+    select_call, fill_call, _, cast_call = _kernel_times(seconds, device, value_dtype, FEW)
+    select, once, often, cast = _kernel_times(seconds, device, value_dtype, numel)
+    pairs = max(1, numel // 100)
+    scatter = max(0.0, often - once) / (8 * pairs)
+    fill = max(0.0, once - fill_call - pairs * scatter) / numel
+    per_element = [max(0.0, each) / numel for each in (select - select_call, cast - cast_call)]
+    return KernelCosts(per_element[0], scatter, fill, per_element[1], select_call + fill_call, cast_call)
 
 
-class _KernelTimes(NamedTuple):
-    pairs: int
-    select: float
-    once: float
-    often: float
-    cast: float
-
-
-def _time_kernels(
+def _kernel_times(
     seconds: Callable[[Callable[[], object]], float], device: torch.device, value_dtype: torch.dtype, numel: int
-) -> _KernelTimes:
+) -> tuple[float, float, float, float]:
+    """Of selecting 1 %, of accumulating one message and nine, and of rounding."""
     pairs = max(1, numel // 100)
     own = torch.Generator(device).manual_seed(0)
     shards = (torch.randn(numel, generator=own, dtype=torch.float32, device=device) for _ in range(3))
@@ -109,8 +103,7 @@ def _time_kernels(
         rounded.merge(rows, 0, next_S)
         rounded.join(rows, grad_S)
 
-    return _KernelTimes(
-        pairs,
+    return (
         seconds(lambda: compress(grad_S, residual_S, next_S, pairs, value_dtype)),
         seconds(lambda: accumulate(few, grad_S, pairs, value_dtype)),
         seconds(lambda: accumulate(many, grad_S, pairs, value_dtype)),
