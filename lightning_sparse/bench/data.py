@@ -34,7 +34,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from lightning_sparse.bench.extras import figure, need, save
+from lightning_sparse.bench.extras import bars, format_table, need
 from lightning_sparse.data.cache.manifest import load_or_list
 from lightning_sparse.data.cache.store import SampleStore
 from lightning_sparse.data.config import CacheConfig
@@ -195,9 +195,8 @@ def generated(folder: Path, of_each: int = 96) -> Path:
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    lines = ["| row | images per CPU-second | images per second |", "|---|---|---|"]
-    lines += [f"| {row['row']} | {row['per_cpu_second']:.0f} | {row['per_second']:.0f} |" for row in rows]
-    return "\n".join(lines)
+    lines = [(row["row"], round(row["per_cpu_second"]), round(row["per_second"])) for row in rows]
+    return format_table(("", "images per CPU-second", "images per second"), lines)
 
 
 def plot(rows: list[dict[str, Any]], file: Path) -> None:
@@ -206,13 +205,7 @@ def plot(rows: list[dict[str, Any]], file: Path) -> None:
     Raises:
         ValueError: if matplotlib is not installed.
     """
-    rows = rows[::-1]
-    colours = {"torch": "#d1495b", "dali": "#2e7d32"}
-    drawn, (axes,) = figure(7.5, 0.36 * len(rows) + 1)
-    tints = [colours.get(row["row"].rpartition(", ")[2], "#8a8a8a") for row in rows]
-    bars = axes.barh([row["row"] for row in rows], [row["per_cpu_second"] for row in rows], color=tints)
-    axes.bar_label(bars, fmt="%.0f", padding=3)
-    axes.set_xlabel(f"images per CPU-second, random resized crop to {SIZE}, normalised")
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.margins(x=0.12)
-    save(drawn, file)
+    values = {row["row"]: row["per_cpu_second"] for row in rows}
+    by_backend = {"torch": "#d1495b", "dali": "#2e7d32"}
+    colours = [by_backend.get(name.rpartition(", ")[2], "#8a8a8a") for name in values]
+    bars(file, values, colours, "%.0f", xlabel=f"images per CPU-second, random resized crop to {SIZE}, normalised")
