@@ -2,14 +2,12 @@
 
 All rows end in the same batches: 64 images, random resized crop to 224, flip, normalised, float32 [64, 3, 224, 224].
 
-========================== =====================================================================================
-row                        work for each image
-========================== =====================================================================================
-storage, BACKEND           first epoch with a new cache: read, validate by decoding, write to disk and memory, batch
-disk, BACKEND              memory_gb=0: read from LMDB and decode in every epoch
-memory jpeg, BACKEND       files in memory, decode in every epoch
-memory decoded, BACKEND    pixels in memory
-========================== =====================================================================================
+| row | work for each image |
+|---|---|
+| storage, BACKEND | first epoch with a new cache: read, validate by decoding, write to disk and memory, batch |
+| disk, BACKEND | memory_gb=0: read from LMDB and decode in every epoch |
+| memory jpeg, BACKEND | files in memory, decode in every epoch |
+| memory decoded, BACKEND | pixels in memory |
 
 CPU time is that of the process and all its children, so it does not depend on the number of threads or on other load
 (unless that affects caches and clock). Each row runs in a process of its own, `ROUNDS` times in turn; the result is the
@@ -200,11 +198,7 @@ def table(rows: list[dict[str, Any]]) -> str:
 
 
 def plot(rows: list[dict[str, Any]], file: Path) -> None:
-    """Plot images per CPU-second.
-
-    Raises:
-        ValueError: if matplotlib is not installed.
-    """
+    """Plot images per CPU-second. ValueError if matplotlib is not installed."""
     values = {row["row"]: row["per_cpu_second"] for row in rows}
     by_backend = {"torch": "#d1495b", "dali": "#2e7d32"}
     colours = [by_backend.get(name.rpartition(", ")[2], "#8a8a8a") for name in values]
