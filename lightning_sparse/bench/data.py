@@ -198,7 +198,7 @@ def table(rows: list[dict[str, Any]]) -> str:
 
 
 def plot(rows: list[dict[str, Any]], file: Path) -> None:
-    """Plot images per CPU-second. ValueError if matplotlib is not installed."""
+    """Plot images per CPU-second. Raises ValueError if matplotlib is not installed."""
     values = {row["row"]: row["per_cpu_second"] for row in rows}
     by_backend = {"torch": "#d1495b", "dali": "#2e7d32"}
     colours = [by_backend.get(name.rpartition(", ")[2], "#8a8a8a") for name in values]

@@ -235,7 +235,7 @@ def table(rows: list[dict[str, Any]]) -> str:
 
 
 def plot(rows: list[dict[str, Any]], title: str, file: Path) -> None:
-    """Plot bars of synchronisation time, ours in colour. ValueError if matplotlib is not installed."""
+    """Plot bars of synchronisation time, ours in colour. Raises ValueError if matplotlib is not installed."""
     values = {row["way"]: 1e3 * row["sync s"] for row in rows if row["way"] not in (NONE, NOTHING, APART)}
     colours = ["#d1495b" if way.startswith(("ours", "auto", "regional")) else "#8a8a8a" for way in values]
     bars(file, values, colours, "%.1f", xlabel="synchronisation per step, ms (median; lower is better)", title=title)

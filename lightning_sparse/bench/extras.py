@@ -51,7 +51,7 @@ def figure(width: float, height: float, columns: int = 1) -> tuple[Any, list[Any
 def bars(file: Path, values: Mapping[str, float], colours: Sequence[str], fmt: str, **labels: str) -> None:
     """Plot labelled horizontal bars, the first at the top. `labels` are those of the axes.
 
-    ValueError if matplotlib is not installed, or does not support the file's suffix.
+    Raises ValueError if matplotlib is not installed, or does not support the file's suffix.
     """
     drawn, (axes,) = figure(7.5, 0.36 * len(values) + 1.2)
     axes.bar_label(axes.barh(list(values), list(values.values()), color=colours), fmt=fmt, padding=3)

@@ -181,7 +181,7 @@ def table(rows: list[dict[str, Any]]) -> str:
 
 
 def plot(rows: list[dict[str, Any]], file: Path) -> None:
-    """Plot time over size, for 1 % of a Gaussian vector. ValueError if matplotlib is not installed."""
+    """Plot time over size, for 1 % of a Gaussian vector. Raises ValueError if matplotlib is not installed."""
     drawn, (axes,) = figure(7, 5)
     shown = [row for row in rows if row["distribution"] == "gaussian" and row["density"] == 0.01]
     shown = [row for row in shown if "threads" not in row["method"]]

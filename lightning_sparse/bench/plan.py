@@ -1,14 +1,8 @@
 """Predict the step time of each path on a given cluster, and recommend one. Pure arithmetic.
 
 The synchronisation time comes from `exchange.paths`, for buckets of DDP's default size. With C the time of forward and
-backward on one device and R that of synchronisation, a step takes between two bounds:
-
-============  ==============  ==================================================================
-overlap       step            assumption
-============  ==============  ==================================================================
-none          C + R           communication starts after backward
-perfect       max(C, R)       communication overlaps compute completely
-============  ==============  ==================================================================
+backward on one device and R that of synchronisation, a step takes C + R if communication starts after backward (no
+overlap), and max(C, R) if it overlaps compute completely (perfect overlap).
 
 Scaling efficiency is C / step: the throughput of P devices relative to P times that of one. It excludes the optimizer
 step and data loading. A ring of P ranks has 2 (P - 1) latencies. NCCL's trees have fewer, so with hundreds of ranks DDP

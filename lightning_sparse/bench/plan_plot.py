@@ -22,7 +22,7 @@ COLOURS = {
 def draw(rows: Sequence[Row], title: str, file: Path) -> None:
     """Plot the rows of one density, or synchronisation alone if compute time is unknown.
 
-    ValueError if matplotlib is not installed, or does not support the file's suffix.
+    Raises ValueError if matplotlib is not installed, or does not support the file's suffix.
     """
     timed = all(row.step_s is not None for row in rows)
     drawn, axes = figure(11 if timed else 6.5, 4.8, 2 if timed else 1)

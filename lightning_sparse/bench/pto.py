@@ -193,7 +193,7 @@ def table(rows: list[dict[str, Any]]) -> str:
 
 
 def plot(rows: list[dict[str, Any]], path: Path) -> None:
-    """Plot bars for the largest number of ranks. ValueError if matplotlib is not installed."""
+    """Plot bars for the largest number of ranks. Raises ValueError if matplotlib is not installed."""
     shown = [row for row in rows if row["ranks"] == max(r["ranks"] for r in rows)]
     cases = list(dict.fromkeys((row["model"], row["optimizer"]) for row in shown))
     names = list(dict.fromkeys(row["way"] for row in shown))

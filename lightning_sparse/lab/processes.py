@@ -4,8 +4,8 @@ Launchers, file system mounts and scripts start processes in new sessions, so pr
 therefore has a name, which all its processes inherit in the environment variable `RUN_VARIABLE`;
 ``/proc/<pid>/environ`` shows it.
 
-Three mechanisms prevent leftovers: on exit, the lab signals its launchers, waits, then kills the remaining processes;
-a parent-death signal ends the launchers if the lab itself is killed; and the next lab kills the processes of dead runs.
+On exit, the lab signals its launchers, waits, then kills the remaining processes. If the lab itself is killed, a
+parent-death signal ends the launchers, and the next lab kills the rest.
 """
 
 from __future__ import annotations
