@@ -37,7 +37,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from lightning_sparse.bench.kernels import DISTRIBUTIONS, QUICK, Case, Method, about, measure, plot, table
+from lightning_sparse.bench.kernels import DISTRIBUTIONS, QUICK, Case, Method, about, measure, methods, plot, table
 from lightning_sparse.bench.provenance import commit, processor
 
 SLOW = ("topk", "mstopk 30", "mstopk 30 compiled", "argpartition", "DGC")
@@ -63,23 +63,36 @@ def dgc(x: Tensor, k: int) -> Tensor:
     return hits[torch.topk(a[hits], min(k, hits.numel()), sorted=False).indices]
 
 
+def with_threads(method: Method, threads: int, usual: int) -> Method:
+    def run() -> None:
+        torch.set_num_threads(threads)
+        try:
+            method()
+        finally:
+            torch.set_num_threads(usual)
+
+    return run
+
+
 def others(options: argparse.Namespace) -> Callable[[Tensor, int], dict[str, Method]]:
     """What ours is measured against."""
     compiled = None if options.no_compile else torch.compile(thirty_passes, dynamic=True)
 
     def of(x: Tensor, k: int) -> dict[str, Method]:
-        if options.slow_up_to is not None and x.numel() > options.slow_up_to:
-            return {}
-        methods: dict[str, Method] = {
-            "topk": lambda: torch.topk(x.abs(), k, sorted=False),
-            "mstopk 30": lambda: thirty_passes(x, k),
-            "DGC": lambda: dgc(x, k),
-        }
-        if compiled is not None:
-            methods["mstopk 30 compiled"] = lambda: compiled(x, k)
-        if x.device.type == "cpu":
-            methods["argpartition"] = lambda: np.argpartition(np.abs(x.numpy()), x.numel() - k)[x.numel() - k :]
-        return methods
+        found: dict[str, Method] = {}
+        if options.slow_up_to is None or x.numel() <= options.slow_up_to:
+            found["topk"] = lambda: torch.topk(x.abs(), k, sorted=False)
+            found["mstopk 30"] = lambda: thirty_passes(x, k)
+            found["DGC"] = lambda: dgc(x, k)
+            if compiled is not None:
+                found["mstopk 30 compiled"] = lambda: compiled(x, k)
+            if x.device.type == "cpu":
+                found["argpartition"] = lambda: np.argpartition(np.abs(x.numpy()), x.numel() - k)[x.numel() - k :]
+        if options.more_threads:
+            for name, method in methods(x, k).items():
+                many = with_threads(method, options.more_threads, options.threads)
+                found[f"{name}, {options.more_threads} threads"] = many
+        return found
 
     return of
 
@@ -126,7 +139,6 @@ def main() -> None:
         options.device,
         repeats=options.repeats,
         seconds=options.seconds,
-        more_threads=options.more_threads,
         more=others(options),
     )
     print(table(rows))

@@ -44,7 +44,7 @@ WHY = """## Why it differs from 25-40 %
   2017 with 5,120 tokens a GPU is a choice, and one that synchronises often for what it computes.
 - Rates are nominal: TCP gets less than 25 Gbit/s, which would raise the gains, and NCCL's trees have fewer latencies
   than the ring that is assumed for DDP, which would lower the one over DDP by at most 8 ms a bucket.
-- Costs of selection and scattering are assumed, not measured; doubled, they add 0.3 ms to the 9 ms of a ResNet-50.
+- Costs of selection and scattering are assumed, not measured; doubled, they add 0.6 ms to the 10 ms of a ResNet-50.
 - The optimizer's step and the input are left out; the paper has gains of its own there (PTO, data cache).
 """.splitlines()
 

@@ -1,20 +1,14 @@
 """Register the strategy ``"mstopk_hier"`` with Lightning without an import in the user's script.
 
-Lightning has no entry points for strategies. torch, however, calls the entry points of the group ``torch.backends`` at
-the end of ``import torch``; ours is `autoload`. Lightning is usually not imported yet, and importing it there would
-slow down every ``import torch`` by seconds. Instead:
+Lightning has no entry points for strategies, but torch calls those of the group ``torch.backends`` at the end of
+``import torch``; ours is `autoload`. Importing Lightning there would slow down every ``import torch`` by seconds.
+Instead, `autoload` inserts a finder into ``sys.meta_path``. When the program imports a module of `FLAVOURS`, the finder
+wraps its loader, which registers our names after the module has run. The registry gets a factory, which imports our
+classes only for ``Trainer(strategy="mstopk_hier")``.
 
-1. `autoload` inserts a finder at the start of ``sys.meta_path``.
-2. When the program imports ``pytorch_lightning.strategies`` or ``lightning.pytorch.strategies`` (or Fabric's), the
-   finder wraps the module's loader, which then registers our names after the module has run.
-3. The registry gets a factory, which imports our classes only for ``Trainer(strategy="mstopk_hier")``.
-
-The two flavours of Lightning have disjoint classes and registries; each gets its own factory.
-
-This file runs in every ``import torch`` of an environment with the package. It imports only the standard library and
-suppresses its errors: without the registration Lightning reports an unknown strategy, but a failing entry point would
-break ``import torch``. ``TORCH_DEVICE_BACKEND_AUTOLOAD=0`` disables the entry point; ``import lightning_sparse`` calls
-`autoload` too.
+This file runs in every ``import torch``, so it imports only the standard library and suppresses its errors: a failing
+entry point would break ``import torch``. ``TORCH_DEVICE_BACKEND_AUTOLOAD=0`` disables the entry point;
+``import lightning_sparse`` calls `autoload` too.
 """
 
 from __future__ import annotations

@@ -2,14 +2,12 @@
 
 All rows end in the same batches: 64 images, random resized crop to 224, flip, normalised, float32 [64, 3, 224, 224].
 
-========================== =====================================================================================
-row                        work for each image
-========================== =====================================================================================
-storage, BACKEND           first epoch with a new cache: read, validate by decoding, write to disk and memory, batch
-disk, BACKEND              memory_gb=0: read from LMDB and decode in every epoch
-memory jpeg, BACKEND       files in memory, decode in every epoch
-memory decoded, BACKEND    pixels in memory
-========================== =====================================================================================
+| row | work for each image |
+|---|---|
+| storage, BACKEND | first epoch with a new cache: read, validate by decoding, write to disk and memory, batch |
+| disk, BACKEND | memory_gb=0: read from LMDB and decode in every epoch |
+| memory jpeg, BACKEND | files in memory, decode in every epoch |
+| memory decoded, BACKEND | pixels in memory |
 
 CPU time is that of the process and all its children, so it does not depend on the number of threads or on other load
 (unless that affects caches and clock). Each row runs in a process of its own, `ROUNDS` times in turn; the result is the
@@ -34,7 +32,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from lightning_sparse.bench.extras import figure, need, save
+from lightning_sparse.bench.extras import bars, format_table, need
 from lightning_sparse.data.cache.manifest import load_or_list
 from lightning_sparse.data.cache.store import SampleStore
 from lightning_sparse.data.config import CacheConfig
@@ -195,24 +193,13 @@ def generated(folder: Path, of_each: int = 96) -> Path:
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    lines = ["| row | images per CPU-second | images per second |", "|---|---|---|"]
-    lines += [f"| {row['row']} | {row['per_cpu_second']:.0f} | {row['per_second']:.0f} |" for row in rows]
-    return "\n".join(lines)
+    lines = [(row["row"], round(row["per_cpu_second"]), round(row["per_second"])) for row in rows]
+    return format_table(("", "images per CPU-second", "images per second"), lines)
 
 
 def plot(rows: list[dict[str, Any]], file: Path) -> None:
-    """Plot images per CPU-second.
-
-    Raises:
-        ValueError: if matplotlib is not installed.
-    """
-    rows = rows[::-1]
-    colours = {"torch": "#d1495b", "dali": "#2e7d32"}
-    drawn, (axes,) = figure(7.5, 0.36 * len(rows) + 1)
-    tints = [colours.get(row["row"].rpartition(", ")[2], "#8a8a8a") for row in rows]
-    bars = axes.barh([row["row"] for row in rows], [row["per_cpu_second"] for row in rows], color=tints)
-    axes.bar_label(bars, fmt="%.0f", padding=3)
-    axes.set_xlabel(f"images per CPU-second, random resized crop to {SIZE}, normalised")
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.margins(x=0.12)
-    save(drawn, file)
+    """Plot images per CPU-second. Raises ValueError if matplotlib is not installed."""
+    values = {row["row"]: row["per_cpu_second"] for row in rows}
+    by_backend = {"torch": "#d1495b", "dali": "#2e7d32"}
+    colours = [by_backend.get(name.rpartition(", ")[2], "#8a8a8a") for name in values]
+    bars(file, values, colours, "%.0f", xlabel=f"images per CPU-second, random resized crop to {SIZE}, normalised")

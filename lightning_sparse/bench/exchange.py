@@ -1,17 +1,17 @@
-"""How long a step waits for its gradients, by the way they are reduced. Runs in every rank of a process group.
+"""Time gradient synchronisation, in several ways. Runs on every rank of a process group.
 
-Parameters have the sizes of a model, and backward hands out ready-made gradients. All ways live in the same processes
-and take turns, so what else the machine does meets all of them; their parameters share one storage, their buckets are
-their own. Synchronisation time is a step minus the same step under no_sync().
+Parameters have the shapes of a model, and backward returns precomputed gradients. The ways take turns in the same
+processes, so that other load affects them alike; they share parameter storage, but not buckets. Synchronisation time is
+the time of a step minus that of the same step under no_sync().
 
 ======================= ==============================================================================================
-no synchronisation      backward under no_sync(): what is taken off all others
-hook that does nothing  DDP's own copies into buckets and back
-DDP                     as it comes
-2-D dense, ours         lightning_sparse with a fixed exchange and the default values of 16 bits
-..., taken apart        with a barrier before each step, to time each alone; on the CPU only
-flat top-k              ours with each rank as a node of its own
-auto                    ours with the path that it chooses itself, on the rate it meets
+no synchronisation      backward under no_sync(), the baseline
+hook that does nothing  DDP's copies into and out of buckets
+DDP                     with its defaults
+2-D dense, ours         lightning_sparse with a fixed exchange and 16-bit values in messages
+..., taken apart        with a barrier before each step of the exchange, to time it separately; CPU only
+flat top-k              ours with each rank as a node
+auto                    ours with ``exchange="auto"``
 ======================= ==============================================================================================
 """
 
@@ -30,20 +30,34 @@ from torch._C._distributed_c10d import GradBucket  # torch.distributed re-export
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_sparse.bench.apart import TakenApart
-from lightning_sparse.bench.extras import figure, save
+from lightning_sparse.bench.extras import bars, format_table
 from lightning_sparse.bench.gradients import Gradients
 from lightning_sparse.strategy import HierConfig, HierState, hier_hook
 from lightning_sparse.topology import Topology, with_groups
 
-FASTEST = 10.0  # Gbit/s, while layouts settle
+FASTEST = 10.0  # Gbit/s, while bucket layouts settle
+MOST_REPEATS = 25
 NONE, NOTHING, SETTLING, SPARE = "no synchronisation", "hook that does nothing", 4, 1 << 20
 PIECES = tuple(f"{name} s" for name in ("reduce_scatter", "compress", "exchange", "accumulate", "gather"))
 QUICK = [torch.Size((100, 1000))] * 10
+FLAT, APART = "flat top-k 1 %", "ours 1 %, taken apart"
+OURS: dict[str, dict[str, Any]] = {
+    "2-D dense": {"exchange": "dense"},
+    "2-D dense, 16-bit": {"exchange": "dense16"},
+    FLAT: {"exchange": "sparse"},
+    "ours 1 %": {"exchange": "sparse"},
+    "ours 1 %, at once": {"exchange": "sparse", "overlap": False},
+    APART: {"exchange": "sparse", "overlap": False},
+    "ours 0.1 %": {"exchange": "sparse", "density": 0.001},
+    "regional 1 %": {"exchange": "regional"},
+    "auto 1 %": {},
+}
+"""The options of `HierConfig` for each of our ways."""
 
 
 @dataclass
 class Way:
-    """One way to reduce, and what was measured of it."""
+    """One way to reduce gradients, with its measurements."""
 
     ddp: DistributedDataParallel
     state: HierState | None = None
@@ -74,11 +88,7 @@ def build(
     more: Callable[[AddWay], None] = lambda add: None,
 ) -> dict[str, Way]:
     """All ways, by name. A collective. `more` gets a function that adds one: add(name, **options of DDP)."""
-    numel = sum(shape.numel() for shape in shapes)
-    torch.manual_seed(dist.get_rank())
-    storage, source = torch.zeros(numel, device=device), torch.randn(numel + SPARE, device=device)
-    for piece in torch.split(source, 1 << 16):  # layers differ in the size of their gradients
-        piece.mul_(10 ** -torch.rand(()).item())
+    storage, source = _storage_and_source(sum(shape.numel() for shape in shapes), device)
     ways: dict[str, Way] = {}
 
     def add(name: str, **options: Any) -> DistributedDataParallel:
@@ -87,31 +97,36 @@ def build(
         ways[name] = Way(ddp)
         return ddp
 
-    def add_ours(name: str, place: Topology = topology, **options: Any) -> None:
-        ddp = add(name)
-        state = HierState(ddp.module, HierConfig(**options), place)
-        if name.endswith("taken apart"):
-            state.exchange.communicator = TakenApart(place)
-        ddp.register_comm_hook(state, hier_hook)
-        ways[name].state = state
-
     add(NONE)
     add(NOTHING).register_comm_hook(None, _nothing)
     add("DDP")
     more(add)
-    add_ours("2-D dense", exchange="dense")
-    add_ours("2-D dense, 16-bit", exchange="dense16")
-    if topology.num_devices > 1:
-        everyone = with_groups(tuple((rank,) for rank in range(topology.world_size)))
-        add_ours("flat top-k 1 %", everyone, exchange="sparse")
-    add_ours("ours 1 %", exchange="sparse")
-    add_ours("ours 1 %, at once", exchange="sparse", overlap=False)
-    if device.type == "cpu":
-        add_ours("ours 1 %, taken apart", exchange="sparse", overlap=False)
-    add_ours("ours 0.1 %", exchange="sparse", density=0.001)
-    add_ours("regional 1 %", exchange="regional")
-    add_ours("auto 1 %")
+    for name, options in OURS.items():
+        if name == FLAT and topology.num_devices == 1 or name == APART and device.type != "cpu":
+            continue
+        ddp = add(name)
+        ways[name].state = _register(ddp, name, HierConfig(**options), topology)
     return ways
+
+
+def _storage_and_source(numel: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Zeros for the parameters, and random gradients with `SPARE` more elements; their scale differs by layer."""
+    torch.manual_seed(dist.get_rank())
+    storage, source = torch.zeros(numel, device=device), torch.randn(numel + SPARE, device=device)
+    for piece in torch.split(source, 1 << 16):
+        piece.mul_(10 ** -torch.rand(()).item())
+    return storage, source
+
+
+def _register(ddp: DistributedDataParallel, name: str, config: HierConfig, topology: Topology) -> HierState:
+    """Register our hook. A collective."""
+    if name == FLAT:
+        topology = with_groups(tuple((rank,) for rank in range(topology.world_size)))
+    state = HierState(ddp.module, config, topology)
+    if name == APART:
+        state.exchange.communicator = TakenApart(topology)
+    ddp.register_comm_hook(state, hier_hook)
+    return state
 
 
 def _nothing(_: None, bucket: GradBucket) -> torch.futures.Future[Tensor]:
@@ -126,21 +141,19 @@ def measure(
     *,
     gbps: float | None = None,
     rate: Callable[[float], None] = lambda gbps: None,
-    most: int = 25,
 ) -> list[dict[str, Any]]:
-    """A row for each way; rank 0's are as good as any. A collective.
+    """Return one row per way, nearly the same on every rank. A collective.
 
     Args:
-        seconds: until when another turn begins, once each way had three.
-        gbps: the links' rate, for the rows; None where it is not known.
-        rate: sets it where that can be done: fast links while layouts settle, then `gbps`. A collective.
-        most: turns.
+        seconds: time limit, except for the first three repeats.
+        gbps: rate of the links, for the rows; None if unknown.
+        rate: sets the rate of the links, if possible: fast until layouts have settled, then `gbps`. A collective.
     """
     offset = 0
     rate(FASTEST)
-    for _ in range(SETTLING):  # buckets are rebuilt and layouts settle; PowerSGD begins to compress
+    for _ in range(SETTLING):  # DDP rebuilds buckets; PowerSGD starts to compress
         for name, way in ways.items():
-            if way.state is None or way.state.config.exchange != "auto":  # it looks at the link when it begins
+            if way.state is None or way.state.config.exchange != "auto":  # measures the network in its first step
                 way.step(offset := (offset + 4099) % SPARE, name != NONE)
     rate(gbps or FASTEST)
     auto, dense = ways["auto 1 %"].state, ways["2-D dense"].state
@@ -155,7 +168,7 @@ def measure(
         repeats += 1
         spent = torch.tensor(time.perf_counter() - begin, device=ways[NONE].device)
         dist.broadcast(spent, 0)
-        if repeats > 2 and spent > seconds * (repeats - 1) / repeats or repeats >= most:
+        if repeats > 2 and spent > seconds * (repeats - 1) / repeats or repeats >= MOST_REPEATS:
             break
     rows = [row_of(name, way, gbps) for name, way in ways.items()]
     for row in rows:
@@ -180,7 +193,7 @@ def one(way: Way, offset: int, synchronised: bool) -> None:
 
 
 def row_of(name: str, way: Way, gbps: float | None) -> dict[str, Any]:
-    """Medians without the first step, in which auto looks at the link; a step is as long as its slowest rank."""
+    """Medians over the slowest rank's times, without the first step, in which auto measures the network."""
     taken = torch.tensor(way.seconds[1:], device=way.device)
     dist.all_reduce(taken, dist.ReduceOp.MAX)
     row: dict[str, Any] = {
@@ -202,7 +215,7 @@ def row_of(name: str, way: Way, gbps: float | None) -> dict[str, Any]:
 
 
 def received_bytes() -> int:
-    """What came in over eth0 of this node, as the kernel counts it; 0 without a lab."""
+    """Bytes that this node received on eth0, as counted by the kernel; 0 outside a lab."""
     for line in Path("/proc/net/dev").read_text().splitlines():
         if line.strip().startswith("eth0:"):
             return int(line.split(":")[1].split()[0])
@@ -210,30 +223,19 @@ def received_bytes() -> int:
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    """A line for each way."""
-    lines = [f"  {'':<26}{'sync ms':>10}{'step ms':>10}{'MB a device':>13}{'repeats':>10}"]
+    """One line per way, then the pieces of those taken apart."""
+    lines, apart = [], []
     for row in rows:
         planned = row.get("received by a device, bytes, planned")
-        megabytes = "" if planned is None else f"{planned / 1e6:.2f}"
-        times = "".join(f"{1e3 * row[name]:>10.1f}" for name in ("sync s", "step s"))
-        lines.append(f"  {row['way']:<26}{times}{megabytes:>13}{row['repeats']:>10}")
-        pieces = {name.removesuffix(" s"): row[name] for name in PIECES if name in row}
-        if pieces:
-            lines.append("    " + ", ".join(f"{name} {1e3 * taken:.1f}" for name, taken in pieces.items()) + " ms")
-    return "\n".join(lines)
+        lines.append((row["way"], 1e3 * row["sync s"], 1e3 * row["step s"], planned and planned / 1e6, row["repeats"]))
+        if pieces := [f"{name.removesuffix(' s')} {1e3 * row[name]:.1f}" for name in PIECES if name in row]:
+            apart.append(f"{row['way']}, ms: {', '.join(pieces)}")
+    head = ("", "sync ms", "step ms", "MB per device", "repeats")
+    return "\n".join([format_table(head, lines), *apart])
 
 
 def plot(rows: list[dict[str, Any]], title: str, file: Path) -> None:
-    """Bars of synchronisation time, ours in colour.
-
-    Raises:
-        ValueError: when matplotlib is not installed.
-    """
-    drawn, (axes,) = figure(7.5, 0.36 * len(rows) + 1.2)
-    shown = [row for row in rows if row["way"] not in (NONE, NOTHING) and not row["way"].endswith("taken apart")][::-1]
-    colours = ["#d1495b" if row["way"].startswith(("ours", "auto", "regional")) else "#8a8a8a" for row in shown]
-    bars = axes.barh([row["way"] for row in shown], [1e3 * row["sync s"] for row in shown], color=colours)
-    axes.bar_label(bars, fmt="%.1f", padding=3)
-    axes.set(xlabel="synchronisation of a step, ms (median; lower is better)", title=title)
-    axes.margins(x=0.12)
-    save(drawn, file)
+    """Plot bars of synchronisation time, ours in colour. Raises ValueError if matplotlib is not installed."""
+    values = {row["way"]: 1e3 * row["sync s"] for row in rows if row["way"] not in (NONE, NOTHING, APART)}
+    colours = ["#d1495b" if way.startswith(("ours", "auto", "regional")) else "#8a8a8a" for way in values]
+    bars(file, values, colours, "%.1f", xlabel="synchronisation per step, ms (median; lower is better)", title=title)

@@ -6,7 +6,6 @@
 | add | torch.add(x, y, out=z), the memory traffic of error feedback |
 | select | mstopk(x, k) |
 | compress | error feedback, selection and packing into a bf16 message |
-| ..., n threads | the same with n torch threads |
 
 The methods of a case take turns in one loop, so that other load affects them alike. Rows report medians. `x sum` and
 `x copy` are ratios to the baselines of the same case: reading x once, and reading and writing it.
@@ -16,6 +15,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -23,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_sparse.bench.extras import figure, need, save
+from lightning_sparse.bench.extras import figure, format_table, need, save
 from lightning_sparse.kernels import compress, kernel_report, mstopk
 
 Method = Callable[[], object]
@@ -89,44 +90,39 @@ def measure(
     *,
     repeats: int = 21,
     seconds: float = 5.0,
-    more_threads: int = 0,
     more: Callable[[Tensor, int], dict[str, Method]] = lambda x, k: {},
 ) -> list[dict[str, Any]]:
     """Return a row for each case and method.
 
     Args:
         seconds: time limit for each method of a case.
-        more_threads: also time the baselines and kernels with this many threads.
         more: returns further methods of a case, timed in the same loop.
     """
     rows: list[dict[str, Any]] = []
-    for numel, density, distribution in cases:
+    for case in cases:
+        numel, density, distribution = case
         x = DISTRIBUTIONS[distribution](numel, torch.Generator().manual_seed(0)).to(device)
         k = max(1, int(numel * density))
-        methods = {**_methods(x, k), **more(x, k)}
-        if more_threads:
-            usual = torch.get_num_threads()
-            for name in [*BASELINES, "select", "compress"]:
-                methods[f"{name}, {more_threads} threads"] = with_threads(methods[name], more_threads, usual)
-        times = interleaved(methods, device, repeats, seconds)
-        floor, copy = median(times["sum"]), median(times["copy"])
-        for name, taken in times.items():
-            middle = median(taken)
-            rows.append(
-                {
-                    "numel": numel,
-                    "density": density,
-                    "distribution": distribution,
-                    "method": name,
-                    "ms": middle * 1e3,
-                    "fastest_ms": min(taken) * 1e3,
-                    "GB/s of x": 4 * numel / middle / 1e9,
-                    "x sum": middle / floor,
-                    "x copy": middle / copy,
-                    "repeats": len(taken),
-                }
-            )
+        times = interleaved({**methods(x, k), **more(x, k)}, device, repeats, seconds)
+        rows += [_row(case, name, times) for name in times]
     return rows
+
+
+def _row(case: Case, name: str, times: dict[str, list[float]]) -> dict[str, Any]:
+    numel, density, distribution = case
+    middle = median(times[name])
+    return {
+        "numel": numel,
+        "density": density,
+        "distribution": distribution,
+        "method": name,
+        "ms": middle * 1e3,
+        "fastest_ms": min(times[name]) * 1e3,
+        "GB/s of x": 4 * numel / middle / 1e9,
+        "x sum": middle / median(times["sum"]),
+        "x copy": middle / median(times["copy"]),
+        "repeats": len(times[name]),
+    }
 
 
 def about() -> dict[str, Any]:
@@ -136,7 +132,8 @@ def about() -> dict[str, Any]:
     return {"threads": threads, "kernels": {"cpu": report.cpu, "cuda": report.cuda, "reasons": report.reasons}}
 
 
-def _methods(x: Tensor, k: int) -> dict[str, Method]:
+def methods(x: Tensor, k: int) -> dict[str, Method]:
+    """The baselines and kernels."""
     y, residual, left = torch.empty_like(x), torch.randn_like(x) * 0.1, torch.empty_like(x)
     return {
         "sum": lambda: x.sum(),
@@ -146,17 +143,6 @@ def _methods(x: Tensor, k: int) -> dict[str, Method]:
         "select": lambda: mstopk(x, k),
         "compress": lambda: compress(x, residual, left, k, torch.bfloat16),
     }
-
-
-def with_threads(method: Method, threads: int, usual: int) -> Method:
-    def run() -> None:
-        torch.set_num_threads(threads)
-        try:
-            method()
-        finally:
-            torch.set_num_threads(usual)
-
-    return run
 
 
 def seconds_of(method: Method, device: str) -> float:
@@ -185,25 +171,17 @@ def interleaved(methods: dict[str, Method], device: str, repeats: int, seconds: 
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    lines, case = [], None
-    for row in rows:
-        if case != (row["numel"], row["density"], row["distribution"]):
-            case = (row["numel"], row["density"], row["distribution"])
-            lines.append(f"\nd = {case[0]:,}, density {case[1]:g}, {case[2]}")
-            lines.append(f"  {'':<20}{'ms':>12}{'GB/s of x':>12}{'x sum':>9}{'x copy':>9}{'repeats':>9}")
-        lines.append(
-            f"  {row['method']:<20}{row['ms']:>12.3f}{row['GB/s of x']:>12.2f}{row['x sum']:>9.2f}{row['x copy']:>9.2f}"
-            f"{row['repeats']:>9}"
-        )
-    return "\n".join(lines)
+    """One block per case."""
+    head = ("ms", "GB/s of x", "x sum", "x copy", "repeats")
+    blocks = []
+    for (numel, density, name), of_case in groupby(rows, itemgetter("numel", "density", "distribution")):
+        lines = [(row["method"], f"{row['ms']:.3f}", *(row[key] for key in head[1:])) for row in of_case]
+        blocks.append(f"\nd = {numel:,}, density {density:g}, {name}\n{format_table(('', *head), lines)}")
+    return "\n".join(blocks)
 
 
 def plot(rows: list[dict[str, Any]], file: Path) -> None:
-    """Plot time over size, for 1 % of a Gaussian vector.
-
-    Raises:
-        ValueError: if matplotlib is not installed.
-    """
+    """Plot time over size, for 1 % of a Gaussian vector. Raises ValueError if matplotlib is not installed."""
     drawn, (axes,) = figure(7, 5)
     shown = [row for row in rows if row["distribution"] == "gaussian" and row["density"] == 0.01]
     shown = [row for row in shown if "threads" not in row["method"]]
@@ -211,8 +189,6 @@ def plot(rows: list[dict[str, Any]], file: Path) -> None:
         line = [(row["numel"], row["ms"]) for row in shown if row["method"] == name]
         style = ":" if name in BASELINES else "-"
         axes.loglog(*zip(*line, strict=True), style, marker="o", label=name)
-    axes.set_xlabel("elements")
-    axes.set_ylabel("ms (median)")
-    axes.set_title("Selecting 1 % of a Gaussian vector")
+    axes.set(xlabel="elements", ylabel="ms (median)", title="Selecting 1 % of a Gaussian vector")
     axes.legend(fontsize="small")
     save(drawn, file)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -38,13 +40,15 @@ def find(name: str) -> Model:
         ValueError: if neither is installed, or neither has the model.
     """
     known: list[str] = []
-    for source in (_torchvision, _timm):
-        names, build, input_shape = source()
+    for names, create in _sources():
         if name in names:
+            build = partial(create, name)
             with torch.device("meta"):
-                network = build(name)
+                network = build()
             shapes = tuple(p.shape for p in network.parameters() if p.requires_grad)
-            return Model(name, shapes, input_shape(network), lambda build=build: build(name))  # type: ignore[misc]
+            # timm models know their input shape; otherwise the usual ImageNet crop
+            config: Any = getattr(network, "default_cfg", None) or {}
+            return Model(name, shapes, tuple(config.get("input_size", (3, 224, 224))), build)
         known += names
     if not known:
         raise ValueError(
@@ -56,30 +60,13 @@ def find(name: str) -> Model:
     raise ValueError(f"model={name!r} is not a classifier of torchvision or timm. {hint} Or give --parameters instead.")
 
 
-Source = tuple[Iterable[str], Callable[[str], nn.Module], Callable[[nn.Module], tuple[int, ...]]]
-
-
-def _torchvision() -> Source:
-    try:
+def _sources() -> Iterator[tuple[list[str], Callable[[str], nn.Module]]]:
+    """(names, function that builds a model by name) of each installed package."""
+    with suppress(ImportError):
         from torchvision import models
-    except ImportError:
-        return (), _not_installed, _input_shape
-    return models.list_models(module=models), lambda name: models.get_model(name, weights=None), _input_shape
 
-
-def _timm() -> Source:
-    try:
+        yield models.list_models(module=models), partial(models.get_model, weights=None)
+    with suppress(ImportError):
         import timm
-    except ImportError:
-        return (), _not_installed, _input_shape
-    return timm.list_models(), lambda name: timm.create_model(name, pretrained=False), _input_shape
 
-
-def _not_installed(name: str) -> nn.Module:
-    raise AssertionError(name)
-
-
-def _input_shape(network: nn.Module) -> tuple[int, ...]:
-    """The input shape of a timm model; otherwise the usual ImageNet crop."""
-    config: Any = getattr(network, "default_cfg", None) or {}
-    return tuple(config.get("input_size", (3, 224, 224)))
+        yield timm.list_models(), partial(timm.create_model, pretrained=False)

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from lightning_sparse.bench.doctor import Finding
 from lightning_sparse.bench.plan import VALUES
 from lightning_sparse.exchange import ExchangeConfig, HierCommunicator
-from lightning_sparse.exchange.choice import PathChoice
+from lightning_sparse.exchange.choice import MARGIN, PathChoice
 from lightning_sparse.exchange.paths import PATHS
 from lightning_sparse.exchange.rates import Rates
 from lightning_sparse.exchange.rates.probe import probe
@@ -87,7 +87,9 @@ def advice(topology: Topology, rates: Rates) -> Finding:
     paths = [kind.of(work, config.least_density, VALUES) for kind in PATHS if kind.automatic]
     times = ", ".join(f"{path.name} {1e3 * path.seconds(rates):.3g}" for path in paths if path is not None)
     chosen = choice.path(work, config.least_density)
-    said = chosen.name if chosen.leaves != "nothing" else "dense: plain DDP is as fast"
+    said = chosen.name
+    if MARGIN * choice.plain(work).seconds(rates) <= chosen.seconds(rates):
+        said += ": plain DDP is as fast"
     return Finding("ok", "25 MiB bucket at 1 %", f"{times} ms, predicted; with SGD exchange='auto' chooses {said}")
 
 

@@ -1,14 +1,8 @@
 """Predict the step time of each path on a given cluster, and recommend one. Pure arithmetic.
 
 The synchronisation time comes from `exchange.paths`, for buckets of DDP's default size. With C the time of forward and
-backward on one device and R that of synchronisation, a step takes between two bounds:
-
-============  ==============  ==================================================================
-overlap       step            assumption
-============  ==============  ==================================================================
-none          C + R           communication starts after backward
-perfect       max(C, R)       communication overlaps compute completely
-============  ==============  ==================================================================
+backward on one device and R that of synchronisation, a step takes C + R if communication starts after backward (no
+overlap), and max(C, R) if it overlaps compute completely (perfect overlap).
 
 Scaling efficiency is C / step: the throughput of P devices relative to P times that of one. It excludes the optimizer
 step and data loading. A ring of P ranks has 2 (P - 1) latencies. NCCL's trees have fewer, so with hundreds of ranks DDP
@@ -19,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass
 
 import torch
 
@@ -49,17 +43,16 @@ class HostCosts:
     source: str
 
 
-_GPU_BYTE = 1 / 600e9
+_GPU_BYTE = 1 / 600e9  # seconds
 V100 = HostCosts(
     add=_GPU_BYTE,
     select=13 * _GPU_BYTE,  # reads gradient and residual, writes residual
-    scatter=64 * _GPU_BYTE,  # a sector read and one written
+    scatter=64 * _GPU_BYTE,  # reads and writes a sector
     fill=4 * _GPU_BYTE,
-    cast=30 * _GPU_BYTE,  # rounding reads two, writes two and one half; summing and reading again 12 bytes
+    cast=30 * _GPU_BYTE,  # rounding: 18 bytes; summing and decoding: 12
     select_call=100e-6,
     cast_call=50e-6,
-    source="assumed, not measured: kernels that stream 600 GB/s of GPU memory, 2/3 of what a V100 has, and 0.1 ms of "
-    "launches per bucket",
+    source="assumed, not measured: 600 GB/s of GPU memory, 2/3 of a V100's, and 0.1 ms of launches per bucket",
 )
 
 
@@ -85,7 +78,7 @@ class Scenario:
     compute_s: float | None = None
     inter_latency: float = 30e-6
     intra_latency: float = 10e-6
-    host: HostCosts = field(default=V100)
+    host: HostCosts = V100
 
     def __post_init__(self) -> None:
         for name in ("numel", "devices"):
@@ -103,10 +96,10 @@ class Scenario:
     def rates(self) -> Rates:
         """The rates for `exchange.paths`."""
         inter = Link(self.inter_latency, 8e-9 * self.devices / self.inter_gbps)
-        host = self.host
         intra = Link(self.intra_latency, 8e-9 / self.intra_gbps)
-        costs = (host.add, host.select, host.scatter, host.fill, host.cast, host.select_call, host.cast_call)
-        return Rates(inter, intra, *costs)
+        costs = asdict(self.host)
+        del costs["source"]
+        return Rates(inter, intra, **costs)
 
     @property
     def buckets(self) -> int:
@@ -122,7 +115,7 @@ class Row:
     path: str
     """One of `WAYS`."""
     selects: bool
-    """Whether it sends the largest entries alone."""
+    """Whether it sends only the largest entries."""
     density: float
     effective_density: float
     """Upper bound of the share of entries that a step applies."""

@@ -17,14 +17,12 @@ COLOURS = {
     "sparse": "#d1495b",
     "regional": "#2e7d32",
 }
-SOLID, DOTTED = "without overlap", "perfect overlap with backward"
 
 
 def draw(rows: Sequence[Row], title: str, file: Path) -> None:
     """Plot the rows of one density, or synchronisation alone if compute time is unknown.
 
-    Raises:
-        ValueError: if matplotlib is not installed, or does not support the file's suffix.
+    Raises ValueError if matplotlib is not installed, or does not support the file's suffix.
     """
     timed = all(row.step_s is not None for row in rows)
     drawn, axes = figure(11 if timed else 6.5, 4.8, 2 if timed else 1)
@@ -40,15 +38,15 @@ def draw(rows: Sequence[Row], title: str, file: Path) -> None:
     else:
         _lines(axes[0], rows, "-", lambda row: 1e3 * row.sync_s)
         axes[0].set(ylabel="synchronisation, ms per step", yscale="log", title="without compute, lower is better")
+    if timed:
+        for style, label in (("-", "without overlap"), (":", "perfect overlap with backward")):
+            axes[0].plot([], [], style, color="black", label=label)
     counts = sorted({row.nodes for row in rows})
     for each in axes:
         each.set_xscale("log", base=2)
         each.set_xticks(counts, [f"{nodes}" for nodes in counts])
         each.set_xlabel("nodes")
         each.grid(alpha=0.3)
-    if timed:
-        for style, label in (("-", SOLID), (":", DOTTED)):
-            axes[0].plot([], [], style, color="black", label=label)
     axes[0].legend(frameon=False, fontsize="small")
     drawn.suptitle(f"predicted: {title}", fontsize="medium")
     save(drawn, file)
@@ -58,5 +56,5 @@ def _lines(axes: Any, rows: Sequence[Row], style: str, value: Callable[[Row], fl
     for path, colour in COLOURS.items():
         own = sorted((row for row in rows if row.path == path), key=lambda row: row.nodes)
         label = own[0].name if style == "-" else None
-        axes.plot([row.nodes for row in own], list(map(value, own)), style, color=colour, label=label)
-        axes.plot([row.nodes for row in own], list(map(value, own)), "o", markersize=3, color=colour)
+        values = list(map(value, own))
+        axes.plot([row.nodes for row in own], values, style, marker="o", markersize=3, color=colour, label=label)

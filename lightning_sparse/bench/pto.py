@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_sparse.bench import models
-from lightning_sparse.bench.extras import figure, save
+from lightning_sparse.bench.extras import figure, format_table, save
 from lightning_sparse.pto import ShardedStep, choice, communicator_of
 from lightning_sparse.topology import Topology
 
@@ -89,7 +89,6 @@ def measure(
     """
     rows = []
     for way, make in makers.items():
-        made = parameters = sharded = None
         gc.collect()  # break the cycle of optimizer and hooks; two copies of VGG-19 exceed the memory
         parameters = _parameters(shapes, device)
         made = make(*optimizer, parameters)
@@ -97,27 +96,36 @@ def measure(
             made.step()
         taken: list[float] = []
         while len(taken) < repeats and sum(taken) < seconds:
-            dist.barrier()
-            begin = time.perf_counter()
-            made.step()
-            if device.type == "cuda":
-                torch.cuda.synchronize(device)
-            taken.append(slowest(time.perf_counter() - begin, device))
-        sharded = getattr(getattr(made, "consolidate_state_dict", None), "__self__", None)
-        rows.append(
-            {
-                "parameters": sum(p.numel() for p in parameters),
-                "ranks": topology.world_size,
-                "way": way,
-                "ms": median(taken) * 1e3,
-                "fastest_ms": min(taken) * 1e3,
-                "repeats": len(taken),
-                "shared": isinstance(sharded, ShardedStep),
-                "state_MB": slowest(state_bytes(made), device) / 1e6,
-                "gathered_MB": (sharded._gather.nbytes if isinstance(sharded, ShardedStep) else 0) / 1e6,
-            }
-        )
+            taken.append(_step_seconds(made, device))
+        rows.append({"ranks": topology.world_size, "way": way, **_row(made, parameters, taken, device)})
+        del made, parameters
     return rows
+
+
+def _step_seconds(optimizer: Optimizer, device: torch.device) -> float:
+    """The time of a step on the slowest rank. A collective."""
+    dist.barrier()
+    begin = time.perf_counter()
+    optimizer.step()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return slowest(time.perf_counter() - begin, device)
+
+
+def _row(
+    optimizer: Optimizer, parameters: list[nn.Parameter], taken: list[float], device: torch.device
+) -> dict[str, Any]:
+    """What was measured of an optimizer. A collective."""
+    sharded = getattr(getattr(optimizer, "consolidate_state_dict", None), "__self__", None)
+    return {
+        "parameters": sum(p.numel() for p in parameters),
+        "ms": median(taken) * 1e3,
+        "fastest_ms": min(taken) * 1e3,
+        "repeats": len(taken),
+        "shared": isinstance(sharded, ShardedStep),
+        "state_MB": slowest(state_bytes(optimizer), device) / 1e6,
+        "gathered_MB": (sharded._gather.nbytes if isinstance(sharded, ShardedStep) else 0) / 1e6,
+    }
 
 
 def measure_cases(
@@ -181,19 +189,11 @@ def compare(rows: list[dict[str, Any]]) -> None:
 
 def table(rows: list[dict[str, Any]]) -> str:
     head = ("model", "optimizer", "ranks", "way", "ms", "faster", "state_MB", "state share", "break-even Gbit/s")
-    lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
-    for row in rows:
-        cells = [f"{row[k]:.2f}" if isinstance(row[k], float) else "" if row[k] is None else str(row[k]) for k in head]
-        lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join(lines)
+    return format_table(head, [[row[name] for name in head] for row in rows])
 
 
 def plot(rows: list[dict[str, Any]], path: Path) -> None:
-    """Plot bars for the largest number of ranks.
-
-    Raises:
-        ValueError: if matplotlib is not installed.
-    """
+    """Plot bars for the largest number of ranks. Raises ValueError if matplotlib is not installed."""
     shown = [row for row in rows if row["ranks"] == max(r["ranks"] for r in rows)]
     cases = list(dict.fromkeys((row["model"], row["optimizer"]) for row in shown))
     names = list(dict.fromkeys(row["way"] for row in shown))
@@ -203,8 +203,6 @@ def plot(rows: list[dict[str, Any]], path: Path) -> None:
         places = [i + offset / (len(names) + 1) for i in range(len(cases))]
         axes.bar(places, [bars.get(case, 0) for case in cases], 1 / (len(names) + 1), label=way)
     axes.set_xticks([i + 0.4 for i in range(len(cases))], [f"{m}\n{o}" for m, o in cases])
-    axes.set_yscale("log")
-    axes.set_ylabel("ms per step (median)")
-    axes.set_title(f"Optimizer step on {shown[0]['ranks']} ranks")
+    axes.set(yscale="log", ylabel="ms per step (median)", title=f"Optimizer step on {shown[0]['ranks']} ranks")
     axes.legend(fontsize="small")
     save(drawn, path)

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lightning_sparse.cli.common import Subcommands
+from lightning_sparse.cli.common import Subcommands, add_cluster
 
 if TYPE_CHECKING:
     import torch
@@ -25,15 +25,15 @@ def add(subcommands: Subcommands) -> None:
     kernels.add_argument("--device", choices=("cpu", "cuda"), help="default: the GPU, if there is one")
     kernels.add_argument("--threads", type=int, default=1, metavar="N", help="torch threads on the CPU (default 1)")
     exchange = _add(benchmarks, "exchange", "time gradient synchronisation for each exchange", _exchange)
-    _add_cluster(exchange)
+    _add_ranks(exchange, nodes=2, devices=1)
+    exchange.add_argument("--model", default="resnet50", metavar="NAME", help="default: %(default)s")
     pto = _add(benchmarks, "pto", "time the optimizer step, replicated and sharded across ranks", _pto)
-    _add_cluster(pto, nodes=1, devices=2)
+    _add_ranks(pto, nodes=1, devices=2)
     pto.add_argument("--models", nargs="+", default=["resnet50", "Transformer"], metavar="NAME")
     pto.add_argument("--optimizers", nargs="+", default=["SGD", "AdamW", "Muon"], choices=("SGD", "AdamW", "Muon"))
     data = _add(benchmarks, "data", "measure images per CPU-second for each tier of the data cache", _data)
     data.add_argument("--pictures", type=Path, metavar="DIR", help="a folder with train/<class>/*; default: generated")
     data.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="cuda decodes with DALI (default cpu)")
-    exchange.add_argument("--model", default="resnet50", metavar="NAME", help="default: %(default)s")
 
 
 def _add(
@@ -47,14 +47,12 @@ def _add(
     return parser
 
 
-def _add_cluster(parser: argparse.ArgumentParser, *, nodes: int = 2, devices: int = 1) -> None:
+def _add_ranks(parser: argparse.ArgumentParser, *, nodes: int, devices: int) -> None:
     parser.epilog = (
         "Under torchrun or srun, runs on their ranks: torchrun ... -m lightning_sparse.cli bench "
         f"{parser.prog.split()[-1]}. Otherwise emulates a cluster with network namespaces on this machine."
     )
-    parser.add_argument("--nodes", type=int, default=nodes, metavar="M", help="nodes to emulate (default %(default)s)")
-    parser.add_argument("--devices", type=int, default=devices, metavar="L", help="per node (default %(default)s)")
-    parser.add_argument("--gbps", type=float, default=1.0, metavar="R", help="rate of a node's link (default 1)")
+    add_cluster(parser, nodes=nodes, devices=devices)
     parser.add_argument("--rows", type=Path, help=argparse.SUPPRESS)  # rank 0 writes its rows there
 
 

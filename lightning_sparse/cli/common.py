@@ -1,9 +1,8 @@
-"""Helpers shared by the subcommands."""
+"""What several subcommands declare."""
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, TypeAlias
 
 if TYPE_CHECKING:
@@ -12,17 +11,8 @@ else:
     Subcommands = object
 
 
-def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Format rows as columns: the first left-aligned, the others right-aligned.
-
-    >>> print(table(["", "ms"], [["sum", "1.5"], ["select", "12"]]))
-             ms
-    sum     1.5
-    select   12
-    """
-    widths = [max(len(line[column]) for line in [head, *rows]) for column in range(len(head))]
-    lines = []
-    for line in [head, *rows]:
-        cells = [cell.rjust(width) for cell, width in zip(line[1:], widths[1:], strict=True)]
-        lines.append("  ".join([line[0].ljust(widths[0]), *cells]).rstrip())
-    return "\n".join(lines)
+def add_cluster(parser: argparse.ArgumentParser, *, nodes: int, devices: int) -> None:
+    """The size and link rate of an emulated cluster."""
+    parser.add_argument("--nodes", type=int, default=nodes, metavar="M", help="nodes to emulate (default %(default)s)")
+    parser.add_argument("--devices", type=int, default=devices, metavar="L", help="per node (default %(default)s)")
+    parser.add_argument("--gbps", type=float, default=1.0, metavar="R", help="Gbit/s of a link each way (default 1)")

@@ -8,7 +8,7 @@ import sys
 from dataclasses import asdict
 from pathlib import Path
 
-from lightning_sparse.cli.common import Subcommands
+from lightning_sparse.cli.common import Subcommands, add_cluster
 
 
 def add(subcommands: Subcommands) -> None:
@@ -19,9 +19,7 @@ def add(subcommands: Subcommands) -> None:
         usage="lightning-sparse lab [options] -- COMMAND [ARGUMENTS...]",
         epilog="Example: lightning-sparse lab --nodes 4 --devices 1 --gbps 1 -- python train.py",
     )
-    parser.add_argument("--nodes", type=int, default=2, metavar="M", help="number of nodes (default %(default)s)")
-    parser.add_argument("--devices", type=int, default=2, metavar="L", help="ranks per node (default %(default)s)")
-    parser.add_argument("--gbps", type=float, default=1.0, metavar="R", help="Gbit/s of a link each way (default 1)")
+    add_cluster(parser, nodes=2, devices=2)
     parser.add_argument("--no-net", action="store_true", help="use loopback: needs no root, limits no rates")
     parser.add_argument("--storage", type=Path, metavar="DIR", help="a folder that nodes access only over the network")
     parser.add_argument("--storage-gbps", type=float, metavar="R", help="Gbit/s of the storage node's link")

@@ -9,7 +9,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lightning_sparse.cli.common import Subcommands, table
+from lightning_sparse.bench.extras import format_table
+from lightning_sparse.cli.common import Subcommands
 
 if TYPE_CHECKING:
     from lightning_sparse.bench.plan import Row, Scenario
@@ -67,7 +68,9 @@ def _run(arguments: argparse.Namespace) -> int:
         return 0
     print("\n".join(notes))
     print(f"\n{arguments.nodes} nodes, per step:\n{_by_path(here)}")
-    print(f"\nby nodes, {_heading(scenario)}:\n{_by_nodes(shown)}")
+    timed = scenario.compute_s is not None
+    what = "step in ms without and with perfect overlap" if timed else "synchronisation in ms"
+    print(f"\nby nodes, {what}:\n{_by_nodes(shown)}")
     print(f"\n{advice}")
     return 0
 
@@ -106,35 +109,28 @@ def _scenario(arguments: argparse.Namespace) -> tuple[Scenario, list[str]]:
 
 def _by_path(rows: list[Row]) -> str:
     head = ["", "sync ms", "MB into a node", "applied %"]
-    timed = rows[0].step_s is not None
-    if timed:
+    if rows[0].step_s is not None:
         head += ["step ms", "overlapped ms", "efficiency %", "overlapped %"]
     cells = []
     for row in rows:
+        seconds, shares = (row.step_s, row.overlapped_step_s), (row.efficiency, row.overlapped_efficiency)
         numbers = [1e3 * row.sync_s, 1e-6 * row.node_bytes, 100 * row.effective_density]
-        if timed:
-            numbers += [_times(1e3, row.step_s), _times(1e3, row.overlapped_step_s)]
-            numbers += [_times(100, row.efficiency), _times(100, row.overlapped_efficiency)]
+        numbers += [1e3 * each for each in seconds if each is not None]
+        numbers += [100 * each for each in shares if each is not None]
         cells.append([row.name, *(f"{number:.4g}" for number in numbers)])
-    return table(head, cells)
-
-
-def _heading(scenario: Scenario) -> str:
-    return "synchronisation in ms" if scenario.compute_s is None else "step in ms without and with perfect overlap"
+    return format_table(head, cells)
 
 
 def _by_nodes(rows: list[Row]) -> str:
     names = list(dict.fromkeys(row.name for row in rows))
     found = {(row.nodes, row.name): row for row in rows}
     counts = list(dict.fromkeys(row.nodes for row in rows))
-    return table(["nodes", *names], [[f"{count}", *(_cell(found[count, name]) for name in names)] for count in counts])
+    return format_table(
+        ["nodes", *names], [[f"{count}", *(_cell(found[count, name]) for name in names)] for count in counts]
+    )
 
 
 def _cell(row: Row) -> str:
     if row.step_s is None or row.overlapped_step_s is None:
         return f"{1e3 * row.sync_s:.1f}"
     return f"{1e3 * row.step_s:.1f} / {1e3 * row.overlapped_step_s:.1f}"
-
-
-def _times(factor: float, number: float | None) -> float:
-    return factor * (number or 0.0)

@@ -5,47 +5,36 @@ and the maximum of |x|, keeps all elements above the last threshold that kept at
 between it and the last threshold that kept more than k.
 
 This version fixes faults of published implementations; the code refers to them by number:
-1. An inclusive bound for the random start of the band's slice can return k - 1 elements, so ranks disagree on message
-   sizes. Here the slice always has its full length.
+1. The band's slice starts at random, and an inclusive bound can return k - 1 elements, so ranks disagree on message
+   sizes. Here the slice is the start of the band.
 2. The upper threshold starts at 0 and stays there if no threshold keeps 1..k elements (constant input; more than k ties
    at the maximum), so all elements are returned. Here it starts at +inf, and all k come from the band.
 3. A single NaN or Inf spoils the mean and the maximum. Here both ignore non-finite elements, which are selected first.
 4. If k exceeds count(|x| >= mean), as in gradients of embeddings, the bisection never brackets it, and the rest is an
    arbitrary slice of all elements below the mean. Here the bisection then runs between 0 and the mean.
-5. The mean depends on the summation order, so devices disagree on thresholds. Here the order is fixed (`mean_of`).
-
-Because T(j) = fl(mean + fl(fl(j / 2^N) * fl(max - mean))) rises with j, the loop is a binary search and ends at
-j2 = max{j : T(j) <= v} with v the (k+1)-th largest |x|.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from lightning_sparse.kernels.wire import INF_BITS
 
-MEAN_ROWS, MEAN_LANES = 256, 16
 ITERATIONS = 30
 
 
-@dataclass(frozen=True)
-class Bracket:
+class Bracket(NamedTuple):
     """count(a >= upper) <= k < count(a >= lower), over the finite |x|; upper may be +inf."""
 
     lower: float
     upper: float
 
 
-def mstopk(
-    x: Tensor, k: int, iterations: int = ITERATIONS, generator: torch.Generator | None = None
-) -> tuple[Tensor, Tensor]:
-    """Select with the paper's loop; return values and ascending indices.
-
-    `generator` draws the start of the band's slice. Without it, the slice starts at the band's first element.
-    """
+def mstopk(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """Select with the paper's loop; return values and ascending indices."""
     _check(x, k)
     a = x.detach().float().abs()
     finite = a.isfinite()
@@ -56,14 +45,10 @@ def mstopk(
     if wanted == int(finite.sum()):
         return _gather(x, torch.arange(x.numel(), device=x.device))
     a = torch.where(finite, a, -1.0)  # below every threshold
-    bracket = bisect(a, wanted, iterations)
-    certain = (a >= bracket.upper) | ~finite  # 3.
-    band = torch.nonzero((a >= bracket.lower) & (a < bracket.upper)).flatten()
-    length = k - int(certain.sum())
-    start = 0
-    if generator is not None:  # 1. randint's bound is exclusive: the last possible start is band - length
-        start = int(torch.randint(band.numel() - length + 1, (), generator=generator))
-    chosen = torch.cat([torch.nonzero(certain).flatten(), band[start : start + length]])
+    lower, upper = bisect(a, wanted)
+    certain = (a >= upper) | ~finite  # 3.
+    band = torch.nonzero((a >= lower) & (a < upper)).flatten()
+    chosen = torch.cat([torch.nonzero(certain).flatten(), band[: k - int(certain.sum())]])  # 1.
     return _gather(x, chosen.sort().values)
 
 
@@ -74,7 +59,7 @@ def bisect(a: Tensor, k: int, iterations: int = ITERATIONS) -> Bracket:
     Ratio 1/2 tries 2, which keeps three, so lower = 2. Ratio 3/4 tries 3, which keeps two, so lower = 3. Result:
     lower 3, upper 4; [10] is certain, and the band [3] contributes nothing.
     """
-    mean, largest = mean_of(a), a.max()
+    mean, largest = (a.clamp(min=0.0).double().sum() / (a >= 0).sum()).float(), a.max()
     if int((a >= mean).sum()) > k:
         low, high, upper = mean, largest, torch.full_like(mean, torch.inf)  # 2.
     else:  # 4.
@@ -89,25 +74,6 @@ def bisect(a: Tensor, k: int, iterations: int = ITERATIONS) -> Bracket:
         else:
             left, lower = ratio, threshold
     return Bracket(float(lower), float(upper))
-
-
-def mean_of(a: Tensor) -> Tensor:
-    """Mean over a >= 0 as fp32, summed in fp64 in a fixed order (5.).
-
-    In blocks of 4,096 elements, lane i of 16 adds elements i, i + 16, ... in sequence; then the lanes, and then the
-    blocks, padded to a power of two, are folded in halves.
-    """
-    block = MEAN_ROWS * MEAN_LANES
-    num_blocks = -(-a.numel() // block)
-    padded = torch.zeros(num_blocks * block, dtype=torch.float64, device=a.device)
-    padded[: a.numel()] = a.clamp(min=0.0)
-    rows = padded.view(num_blocks, MEAN_ROWS, MEAN_LANES)
-    lanes = torch.zeros(num_blocks, MEAN_LANES, dtype=torch.float64, device=a.device)
-    for row in range(MEAN_ROWS):
-        lanes += rows[:, row]
-    sums = torch.zeros(1 << (num_blocks - 1).bit_length(), dtype=torch.float64, device=a.device)
-    sums[:num_blocks] = _fold(lanes.T).squeeze(0)
-    return (_fold(sums).squeeze(0) / (a >= 0).sum()).float()
 
 
 def topk(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
@@ -127,13 +93,6 @@ def magnitude_bits(x: Tensor) -> Tensor:
 
 def is_nonfinite(bits: Tensor) -> Tensor:
     return bits >= INF_BITS
-
-
-def _fold(sums: Tensor) -> Tensor:
-    while sums.shape[0] > 1:
-        half = sums.shape[0] // 2
-        sums = sums[:half] + sums[half:]
-    return sums
 
 
 def _gather(x: Tensor, indices: Tensor) -> tuple[Tensor, Tensor]:

@@ -14,16 +14,6 @@ machine's processors and memory.
     |                  bridge                        |          in its own namespace: the lab adds no interface,
     +------------------------------------------------+          address, route or firewall rule to the host
 
-=================  ==================================================================================
-config.py          `LabConfig`
-network.py         namespaces, links and byte counters; clean-up after killed labs
-processes.py       find and kill all processes of a run
-output.py          labelled, line-buffered output of the nodes
-launch.py          the torchrun processes of a run
-storage.py         a storage node: a folder served over its own link
-cluster.py         `Cluster`: builds the network and runs commands
-=================  ==================================================================================
-
 The lab imports only the standard library, so that the command starts fast.
 """
 

@@ -19,7 +19,6 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from types import TracebackType
 from typing import TextIO
 
 from lightning_sparse.lab import storage
@@ -98,9 +97,7 @@ class Cluster:
                 raise
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def close(self) -> None:
@@ -128,17 +125,11 @@ class Cluster:
             ValueError: if `command` is empty or not a program.
             TimeoutError: if it takes longer than `timeout` seconds; all processes are stopped.
         """
-        if not command:
-            raise ValueError("command=[] is empty. Pass the command after --, for example: -- python train.py")
-        path = (env or {}).get("PATH")
-        if not command[0].endswith(".py") and shutil.which(command[0], path=path) is None:
-            raise ValueError(
-                f"command={command[0]!r} is neither a program on PATH nor a .py file. Use -- python train.py; under "
-                f"sudo, which resets PATH, use -- train.py, which runs with {sys.executable}."
-            )
-        before = self._network.traffic() if self._network else {}
+        env = env or {}
+        _check_command(command, env.get("PATH"))
+        before = self.traffic()
         started = time.monotonic()
-        commands = self._commands(list(command), env or {})
+        commands = self._commands(list(command), env)
         launchers = Launchers(commands, self.config.devices, LabelledOutput(output or sys.stdout))
         try:
             launchers.wait(timeout)
@@ -150,7 +141,7 @@ class Cluster:
                 kill_processes(str(self.name), exclude=self._storage.pid if self._storage else None)
                 launchers.close()
         seconds = time.monotonic() - started
-        traffic = _difference(self._network.traffic() if self._network else {}, before)
+        traffic = {host: now - before[host] for host, now in self.traffic().items()}
         return RunResult(
             exit_code=next((code for code in launchers.codes.values() if code), 0),
             node_exit_codes=tuple(code for _, code in sorted(launchers.codes.items())),
@@ -220,11 +211,14 @@ class Cluster:
         return commands
 
 
-def _difference(after: Mapping[str, NodeTraffic], before: Mapping[str, NodeTraffic]) -> dict[str, NodeTraffic]:
-    return {
-        host: NodeTraffic(now.sent - before[host].sent, now.received - before[host].received)
-        for host, now in after.items()
-    }
+def _check_command(command: Sequence[str], path: str | None) -> None:
+    if not command:
+        raise ValueError("command=[] is empty. Pass the command after --, for example: -- python train.py")
+    if not command[0].endswith(".py") and shutil.which(command[0], path=path) is None:
+        raise ValueError(
+            f"command={command[0]!r} is neither a program on PATH nor a .py file. Use -- python train.py; under "
+            f"sudo, which resets PATH, use -- train.py, which runs with {sys.executable}."
+        )
 
 
 def _loopback() -> str:

@@ -76,6 +76,9 @@ class NodeTraffic:
     sent: int
     received: int
 
+    def __sub__(self, before: NodeTraffic) -> NodeTraffic:
+        return NodeTraffic(self.sent - before.sent, self.received - before.received)
+
 
 class Network:
     """A switch with one link per host. `close` may be called at any time, and repeatedly."""

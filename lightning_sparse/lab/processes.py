@@ -4,8 +4,8 @@ Launchers, file system mounts and scripts start processes in new sessions, so pr
 therefore has a name, which all its processes inherit in the environment variable `RUN_VARIABLE`;
 ``/proc/<pid>/environ`` shows it.
 
-Three mechanisms prevent leftovers: on exit, the lab signals its launchers, waits, then kills the remaining processes;
-a parent-death signal ends the launchers if the lab itself is killed; and the next lab kills the processes of dead runs.
+On exit, the lab signals its launchers, waits, then kills the remaining processes. If the lab itself is killed, a
+parent-death signal ends the launchers, and the next lab kills the rest.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import ClassVar
+from typing import Any, ClassVar
 
 RUN_VARIABLE = "LIGHTNING_SPARSE_LAB"
 PROC = Path("/proc")
@@ -116,21 +116,23 @@ def signals_as_exit() -> Iterator[None]:
     def leave(number: int, frame: FrameType | None) -> None:
         raise SystemExit(128 + number)
 
-    former = {number: signal.signal(number, leave) for number in (signal.SIGTERM, signal.SIGHUP)}
-    try:
+    with _handled_by(leave, signal.SIGTERM, signal.SIGHUP):
         yield
-    finally:
-        for number, handler in former.items():
-            signal.signal(number, handler)
 
 
 @contextlib.contextmanager
 def signals_ignored() -> Iterator[None]:
     """Ignore SIGINT and SIGTERM during clean-up. Has no effect outside the main thread, which gets no signals."""
-    if threading.current_thread() is not threading.main_thread():
+    if threading.current_thread() is threading.main_thread():
+        with _handled_by(signal.SIG_IGN, signal.SIGINT, signal.SIGTERM):
+            yield
+    else:
         yield
-        return
-    former = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGTERM)}
+
+
+@contextlib.contextmanager
+def _handled_by(handler: Any, *numbers: signal.Signals) -> Iterator[None]:
+    former = {number: signal.signal(number, handler) for number in numbers}
     try:
         yield
     finally:

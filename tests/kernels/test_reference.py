@@ -31,14 +31,12 @@ def transcription(x: torch.Tensor, k: int, iterations: int = 30) -> tuple[float,
 
 @pytest.mark.parametrize("numel", [1, 3, 100, 5000])
 def test_exactly_k_ascending_and_distinct(numel: int) -> None:
-    generator = torch.Generator().manual_seed(1)
     for name, x in inputs(numel).items():
         for k in ks(numel):
-            for g in (None, generator):  # 1. with the paper's random slice too
-                values, indices = reference.mstopk(x, k, generator=g)
-                assert indices.numel() == k, (name, k)
-                assert bool((indices.diff() > 0).all())
-                assert values.view(torch.int32).equal(x[indices].view(torch.int32))
+            values, indices = reference.mstopk(x, k)
+            assert indices.numel() == k, (name, k)
+            assert bool((indices.diff() > 0).all())
+            assert values.view(torch.int32).equal(x[indices].view(torch.int32))
 
 
 def test_keeps_what_the_transcription_is_certain_of() -> None:
@@ -71,13 +69,6 @@ def test_4_k_beyond_those_above_the_mean() -> None:
     assert int((x >= x.mean()).sum()) == 10
     assert transcription(x, 15)[1] == 0.0, "the fault that is mended: the rest is an arbitrary slice"
     assert set(reference.mstopk(x, 15)[1].tolist()) == set(range(0, 1000, 100)) | {501, 601, 701, 801, 901}
-
-
-def test_5_the_mean_has_one_order() -> None:
-    x = inputs(70_001)["heavy-tailed"].abs()
-    assert float(reference.mean_of(x)) == pytest.approx(float(x.double().mean()), rel=1e-7)
-    marked = torch.cat([x, torch.full((3,), -1.0)])
-    assert float(reference.mean_of(marked)) == float(reference.mean_of(x))
 
 
 def test_worked_example_of_the_bracket() -> None:
