@@ -33,7 +33,7 @@ class Bracket(NamedTuple):
     upper: float
 
 
-def mstopk(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
+def mstopk(x: Tensor, k: int, iterations: int = ITERATIONS) -> tuple[Tensor, Tensor]:
     """Select with the paper's loop; return values and ascending indices."""
     _check(x, k)
     a = x.detach().float().abs()
@@ -45,7 +45,7 @@ def mstopk(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
     if wanted == int(finite.sum()):
         return _gather(x, torch.arange(x.numel(), device=x.device))
     a = torch.where(finite, a, -1.0)  # below every threshold
-    lower, upper = bisect(a, wanted)
+    lower, upper = bisect(a, wanted, iterations)
     certain = (a >= upper) | ~finite  # 3.
     band = torch.nonzero((a >= lower) & (a < upper)).flatten()
     chosen = torch.cat([torch.nonzero(certain).flatten(), band[: k - int(certain.sum())]])  # 1.

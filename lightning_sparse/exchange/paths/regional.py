@@ -71,8 +71,7 @@ class Regional(Sparse):
     def seconds_of_kernels(self, rates: Rates) -> float:
         nodes, shard = self.work.num_nodes, self.work.shard_numel
         region, pairs = -(-shard // nodes), 2 * nodes * -(-self.k // nodes)
-        # Regions are selected from, and applied, one after the other.
-        calls = 2 * nodes * rates.select_call
+        calls = (nodes + 1) * rates.select_call  # of the node's own regions one by one, and as an owner
         return (shard + region) * (rates.select + rates.fill) + pairs * rates.scatter + calls
 
     def run(self, comm: HierCommunicator, shard: Shard) -> Generator[None, None, Tensor]:
