@@ -187,8 +187,7 @@ def discover(
     """Find out which ranks share a node and create the groups. A collective: every rank of the world calls it.
 
     Args:
-        node_rank: this process's node; default: the launcher's environment (torchrun, Lightning, SLURM), else 0.
-        local_rank: this process's place in its node; default: the launcher's environment, else 0.
+        node_rank, local_rank: of this process; default: from torchrun's, Lightning's or SLURM's environment, else 0.
         node_name: the node of this process by name, on every rank; default: ``LIGHTNING_SPARSE_NODE``, if it is set.
         config: options that must be the same on all ranks.
         timeout: of the new groups; default: that of the default group.
