@@ -1,7 +1,5 @@
 """Options of the data cache, validated on creation, and the errors that the cache raises."""
 
-from __future__ import annotations
-
 import ipaddress
 from dataclasses import dataclass
 from importlib.util import find_spec

@@ -4,8 +4,6 @@ Collectives run in the same order on all ranks while a session opens: topology, 
 lists), and the addresses of the servers.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, field

@@ -4,8 +4,6 @@ The process writes its decision into the segment, where the other processes of t
 fit, the tier keeps as many as fit, and every epoch reads the others from local disk.
 """
 
-from __future__ import annotations
-
 import hashlib
 from pathlib import Path
 from typing import NamedTuple

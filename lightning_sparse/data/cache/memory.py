@@ -20,8 +20,6 @@ is read from the next tier.
 Memory is allocated (fallocate) before it is written, so that a full /dev/shm raises OSError instead of SIGBUS.
 """
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import mmap

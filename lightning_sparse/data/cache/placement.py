@@ -1,7 +1,5 @@
 """Placement of samples on nodes: each sample has an owner, which keeps it in memory and serves it to other nodes."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import numpy as np

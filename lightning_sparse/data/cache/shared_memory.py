@@ -15,8 +15,6 @@ closes or cleans up  locks exclusively without waiting, then   the lock is grant
 ===================  ========================================  ==========================================
 """
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import os

@@ -5,8 +5,6 @@ server restarting) is retried until storage answers, or until `timeout` seconds 
 file itself (missing, no permission, a link out of the source) are returned at once.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import logging

@@ -12,8 +12,6 @@ end the run. Only two errors do: a corrupt file on storage, unless ``on_corrupt=
 respond.
 """
 
-from __future__ import annotations
-
 import os
 import secrets
 import threading

@@ -1,7 +1,5 @@
 """Samples and bytes by tier and epoch, over all nodes: for loggers after each epoch, and a table at the end."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import asdict
 

@@ -1,7 +1,5 @@
 """The tiers that a process has open."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -7,8 +7,6 @@ One thread receives requests, answers pings at once and sends the answers. `THRE
 server that waits for storage still answers pings.
 """
 
-from __future__ import annotations
-
 import contextlib
 import hmac
 import os

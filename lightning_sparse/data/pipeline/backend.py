@@ -1,7 +1,5 @@
 """Chooses and makes the backend that turns samples into batches: DALI or torchvision."""
 
-from __future__ import annotations
-
 from importlib.util import find_spec
 from typing import Literal
 

@@ -19,8 +19,6 @@ an epoch ends when its requests do, so there is no iterator to reset. The dynami
 without a copy.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Generator, Iterable, Iterator
 from typing import Any

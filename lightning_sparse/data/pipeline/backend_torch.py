@@ -6,8 +6,6 @@ during a training step. Whole-array work uses numpy, because torch would start a
 these threads.
 """
 
-from __future__ import annotations
-
 import weakref
 from collections import deque
 from collections.abc import Generator, Iterable

@@ -14,8 +14,6 @@ state_dict, load_state_dict     saved with the loops, loaded before the first ba
 =============================== =====================================================================================
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
