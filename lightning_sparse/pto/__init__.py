@@ -1,12 +1,9 @@
 """Share the optimizer step: each rank steps a part of the parameters, and the updated parameters are gathered.
 
 After the gradient reduction, all ranks of a data-parallel run hold the same parameters and gradients. The W ranks of a
-scope (a node, or the world) divide the step among them. `ShardedStep` adds these hooks to the user's optimizer:
-
-=========== ===========================================================================================
-before step run the closure; set the gradients of parameters that other ranks own to None
-after step  restore these gradients; all-gather the parameters in flat, padded buffers
-=========== ===========================================================================================
+scope (a node, or the world) divide the step among them. `ShardedStep` adds hooks to the user's optimizer: before a
+step, it runs the closure and sets the gradients of parameters that other ranks own to None; after it, it restores these
+gradients and all-gathers the parameters in flat, padded buffers.
 
 Each rank keeps optimizer state only for its own parameters. State is collected for a checkpoint, whose format is the
 same as without sharing.

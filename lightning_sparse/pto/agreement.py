@@ -17,8 +17,6 @@ def differing(parameters: Sequence[Tensor], communicator: HierCommunicator) -> l
     Returns:
         (index of the parameter, "parameter" or "gradient"), the same list on every rank.
     """
-    if not parameters:
-        return []
     device = parameters[0].device
     sums = torch.stack([fingerprint(tensor).to(device) for p in parameters for tensor in (p, p.grad)])
     extremes = torch.stack([sums, -sums])

@@ -73,9 +73,8 @@ class PTOMixin:
         if trainer.is_global_zero:
             for step in self.steps:
                 log.info("PTOCallback(scope=%r): %s", self.scope, step.describe())
-            log.info(
-                "PTOCallback: %s", f"not joined with the reduction: {reason}" if reason else "joined with the reduction"
-            )
+            form = f"not joined with the reduction: {reason}" if reason else "joined with the reduction"
+            log.info("PTOCallback: %s", form)
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
         """Follow changes of the reduction's groups."""

@@ -7,12 +7,7 @@ import torch
 
 
 class Replay:
-    """A closure that has already run. The first call returns its result, later calls run it.
-
-    Args:
-        result: result of the first run.
-        closure: the closure.
-    """
+    """A closure that has already run. The first call returns its result, later calls run it again."""
 
     def __init__(self, result: Any, closure: Callable[[], Any]) -> None:
         self.result, self.closure = result, closure

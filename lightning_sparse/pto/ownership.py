@@ -48,16 +48,9 @@ def divide(numels: Sequence[int], costs: Sequence[int], loads: Sequence[int], cu
 
 
 def assign(costs: Sequence[int], loads: Sequence[int]) -> list[int]:
-    """Assign each piece, the costliest first, to the rank with the least load.
+    """Return the owner of each piece: the costliest first, each to the rank with the least load.
 
-    The largest load is at most the mean plus the costliest piece.
-
-    Args:
-        costs: cost of each piece.
-        loads: current cost of each rank.
-
-    Returns:
-        The owner of each piece, an index into `loads`. Ties go to the earlier piece and the lower rank.
+    The largest load is at most the mean plus the costliest piece. Ties go to the earlier piece and the lower rank.
 
     >>> assign([3, 10, 4, 4], loads=[0, 0])
     [1, 0, 1, 1]

@@ -66,7 +66,7 @@ class ShardedStep:
         self._consolidated: dict[int, Any] | None = None
         self.follow_groups()
         self.device = self.parameters[0].device  # of the collectives, also if the module moves to the CPU
-        self._drop_foreign_state()
+        self._drop_unowned_state()
         self._install()
 
     @property
@@ -108,7 +108,7 @@ class ShardedStep:
         replay, args, kwargs = closure_first(args, kwargs)
         self.follow_groups()
         self._compare_ranks()
-        if self.sharing and self._untested and not self._try_beside(replay):
+        if self.sharing and self._untested and not self._run_on_copy(replay):
             return args, kwargs
         self._running = caller
         if self._choice is not None:
@@ -129,7 +129,7 @@ class ShardedStep:
         self._running = None
         self.steps += 1
         if self._trial is not None:
-            self._judge(self._trial)
+            self._compare_with_copy(self._trial)
         if self._choice is not None:
             self._choose(self._choice)
 
@@ -169,6 +169,13 @@ class ShardedStep:
         self.parameters, self.parts = parameters, [parts_of[id(p)] for p in parameters]
         self._gather = FlatGather(self.parameters, self.parts, self.topology.device_index, size)
 
+    def take_over(self, parts: list[Parts]) -> None:
+        """Step other parts from now on, with their state from the previous owners. Collectives of the scope."""
+        self._return_state()
+        self.parts = parts
+        self._gather = FlatGather(self.parameters, self.parts, self.topology.device_index, self.topology.num_devices)
+        self._drop_unowned_state()
+
     def _costs(self, parameters: list[Tensor]) -> list[int]:
         return [step_cost(self.optimizer, p) for p in parameters]
 
@@ -186,7 +193,7 @@ class ShardedStep:
 
     # -- untested optimizers -------------------------------------------------------------------------------------------
 
-    def _try_beside(self, replay: Replay | None) -> bool:
+    def _run_on_copy(self, replay: Replay | None) -> bool:
         """Run the full step on a copy of the optimizer. Return False, and turn sharing off, if that fails."""
         reason, first = "", self._trial is None
         try:
@@ -198,7 +205,7 @@ class ShardedStep:
         except Exception as error:  # an untested step may raise anything on a copy
             reason = f"its step cannot be tried on a copy ({type(error).__name__}: {error})"
         if self._all_agree(not reason):
-            self._drop_foreign_state(even_untested=first)
+            self._drop_unowned_state(even_untested=first)
             return True
         reason = reason or "another rank cannot try it"
         if not first:  # each rank has only its share of the state, and the copy is unreliable
@@ -206,7 +213,7 @@ class ShardedStep:
         self._turn_off(reason)
         return False
 
-    def _judge(self, trial: Trial) -> None:
+    def _compare_with_copy(self, trial: Trial) -> None:
         if not self._all_agree(trial.agrees(self.optimizer)):
             trial.adopt(self.optimizer)
             self._turn_off("sharing its step changes the result")
@@ -220,22 +227,13 @@ class ShardedStep:
             name = type(self.optimizer).__name__
             log.log(level, "PTO is off for %s; every rank runs the full step: %s.", name, reason)
 
-    # -- other owners -------------------------------------------------------------------------------------------------
-
-    def take_over(self, parts: list[Parts]) -> None:
-        """Step other parts from now on, with their state from the previous owners. Collectives of the scope."""
-        self._return_state()
-        self.parts = parts
-        self._gather = FlatGather(self.parameters, self.parts, self.topology.device_index, self.topology.num_devices)
-        self._drop_foreign_state()
-
     # -- scope "auto" --------------------------------------------------------------------------------------------------
 
     def _choose(self, choice: Choice) -> None:
         """After a timed step, start the next phase, or keep the faster step at the end."""
         choice.end(self.device)
         if choice.begins_sharing:
-            self._drop_foreign_state()
+            self._drop_unowned_state()
         if not choice.is_over:
             return
         found = choice.verdict(self.communicator, self.device)
@@ -318,7 +316,7 @@ class ShardedStep:
             return None
         return state if len(self.parts[place]) == 1 else cut_state(state, self.parameters[place], part)
 
-    def _drop_foreign_state(self, even_untested: bool = False) -> None:
+    def _drop_unowned_state(self, even_untested: bool = False) -> None:
         if not self.sharing or (self._untested and not even_untested):  # the twin needs all state
             return
         for place, parameter in enumerate(self.parameters):

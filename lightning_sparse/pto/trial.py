@@ -7,7 +7,7 @@ through a running estimate, such as a global step size, which takes effect later
 """
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from copy import deepcopy
 from typing import Any
 
@@ -93,6 +93,5 @@ def _same_options(a: Optimizer, b: Optimizer) -> bool:
     )
 
 
-def _options(optimizer: Optimizer) -> Iterator[Any]:
-    for group in optimizer.param_groups:
-        yield from tree_leaves({key: value for key, value in group.items() if key != "params"})
+def _options(optimizer: Optimizer) -> list[Any]:
+    return tree_leaves([{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups])

@@ -23,8 +23,6 @@ def owners(labels: npt.NDArray[np.int64], num_nodes: int, seed: int) -> npt.NDAr
 
     Args:
         labels: class of each sample.
-        num_nodes: number of nodes.
-        seed: seed of the shuffle.
 
     Raises:
         ValueError: if num_nodes is less than 1.
