@@ -257,6 +257,7 @@ class _Reader:
                 break
             owner._on_answer(message)
             del owner
+        self._connection.close()
         self.alive = False
 
 
@@ -268,8 +269,8 @@ def _stop(process: subprocess.Popen[bytes], connection: Connection, pid: int) ->
     if os.getpid() != pid:
         return  # this is a forked copy; the process belongs to the parent
     process.kill()
-    with contextlib.suppress(OSError):
-        connection.close()
+    with contextlib.suppress(OSError), socket.socket(fileno=os.dup(connection.fileno())) as ours:
+        ours.shutdown(socket.SHUT_RDWR)  # ends the thread that listens, which closes the connection
     try:
         process.wait(timeout=1)
     except subprocess.TimeoutExpired:
