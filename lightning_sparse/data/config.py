@@ -1,7 +1,5 @@
 """Options of the data cache, validated on creation, and the errors that the cache raises."""
 
-from __future__ import annotations
-
 import ipaddress
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -65,7 +63,7 @@ class CacheConfig:
     peer_address: str | None = None
 
     def __post_init__(self) -> None:
-        missing = [name for name in _REQUIRED if not _is_installed(name)]
+        missing = [name for name in _REQUIRED if not is_installed(name)]
         if missing:
             raise ValueError(
                 f"the data cache needs {', '.join(missing)}: `pip install 'lightning-sparse[data,vision]'`, or in a "
@@ -107,7 +105,8 @@ def _check_address(text: str) -> None:
         )
 
 
-def _is_installed(name: str) -> bool:
+def is_installed(name: str) -> bool:
+    """Whether a module can be imported."""
     try:
         return find_spec(name) is not None
     except (ModuleNotFoundError, ValueError):  # ValueError: a module in sys.modules without a spec

@@ -1,17 +1,7 @@
 """The LightningDataModule, as a mixin that does not import Lightning.
 
 ``lightning_sparse.flavours`` combines it with the LightningDataModule of ``pytorch_lightning`` and of
-``lightning.pytorch``. It delegates to a `Session`, and handles what concerns the Trainer:
-
-=================== ==================================================================================================
-hook                action
-=================== ==================================================================================================
-setup               open the session; the process group exists
-set_epoch           log the bytes by tier of the last epoch (all ranks take part)
-load_state_dict     of the loader: if the number of ranks or batches has changed, correct the Trainer's count of batches
-teardown            log the last epoch and a summary, then close everything
-on_exception        close everything, without collectives, because other ranks may be gone
-=================== ==================================================================================================
+``lightning.pytorch``. A `Session` holds the open data; this module connects it to the Trainer's hooks and loggers.
 """
 
 from __future__ import annotations
@@ -182,6 +172,7 @@ class CachedImageDataModuleMixin(_Host):
         return self._session
 
     def _begin_epoch(self, epoch: int) -> None:
+        """Log the last epoch. A collective: all ranks start an epoch."""
         if self._epoch is not None and epoch != self._epoch:
             self._end_epoch()
         self._epoch = epoch

@@ -4,14 +4,16 @@ It uses Pillow, which reads all formats found in image folders and decodes JPEG 
 libjpeg-turbo. The result depends on the bytes and the arguments only: gray, palette, CMYK and 16-bit images become RGB,
 images with an EXIF orientation are turned upright, transparency is dropped.
 
-The disk tier stores `decoder_version()` with each file, because resizing differs between versions.
+The disk tier stores `decoder_id()` with each file, because resizing differs between versions.
 """
 
 from __future__ import annotations
 
+import contextlib
 import io
-from collections.abc import Callable
-from typing import TYPE_CHECKING, TypeVar
+import zlib
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -19,7 +21,6 @@ import numpy.typing as npt
 if TYPE_CHECKING:
     from PIL import Image
 
-T = TypeVar("T")
 # Formats found in image folders. Pillow's other parsers stay unused.
 FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF", "PPM")
 MAX_PIXELS = 178_956_970  # Pillow's own limit against decompression bombs
@@ -31,18 +32,17 @@ class UndecodableError(ValueError):
     """The bytes are not a complete image. The message gives the reason, not the file."""
 
 
-def decoder_version() -> str:
-    """Name and version of the decoder, stored with cached files."""
+def decoder_id() -> int:
+    """Return a number that identifies the decoder and its version, stored with cached files."""
     import PIL
 
-    return f"pillow {PIL.__version__}, draft 2x, bilinear"
+    return zlib.crc32(f"pillow {PIL.__version__}, draft 2x, bilinear".encode())
 
 
 def decode(data: bytes, short_side: int | None = None) -> npt.NDArray[np.uint8]:
     """Decode an image to RGB.
 
     Args:
-        data: contents of the file.
         short_side: scale the shorter side down to this many pixels; smaller images keep their size.
 
     Returns:
@@ -53,18 +53,16 @@ def decode(data: bytes, short_side: int | None = None) -> npt.NDArray[np.uint8]:
     """
     from PIL.Image import Resampling
 
-    def load(image: Image.Image) -> npt.NDArray[np.uint8]:
+    with _opened(data) as image:
         size = None if short_side is None else scaled(image.size, short_side)
         if size is not None and size != image.size:
             # libjpeg scales by 1/2, 1/4, 1/8 while decoding; keep at least twice the target size
             image.draft(None, (2 * size[0], 2 * size[1]))
         orientation = _orientation(image)  # the conversion may drop it
-        image = _rgb(image)
-        if size is not None and size != image.size:
-            image = image.resize(size, Resampling.BILINEAR)  # Pillow always antialiases
-        return np.array(_upright(image, orientation))
-
-    return _opened(data, load)
+        pixels = _rgb(image)
+        if size is not None and size != pixels.size:
+            pixels = pixels.resize(size, Resampling.BILINEAR)  # Pillow always antialiases
+        return np.array(_upright(pixels, orientation))
 
 
 def probe(data: bytes) -> tuple[int, int]:
@@ -73,12 +71,9 @@ def probe(data: bytes) -> tuple[int, int]:
     Raises:
         UndecodableError: if the bytes are not an image.
     """
-
-    def size(image: Image.Image) -> tuple[int, int]:
+    with _opened(data) as image:
         width, height = image.size
         return (width, height) if _orientation(image) in _TRANSPOSED else (height, width)
-
-    return _opened(data, size)
 
 
 def scaled(size: tuple[int, int], short_side: int) -> tuple[int, int]:
@@ -95,7 +90,9 @@ def scaled(size: tuple[int, int], short_side: int) -> tuple[int, int]:
     return size[0] * short_side // shorter, size[1] * short_side // shorter
 
 
-def _opened(data: bytes, use: Callable[[Image.Image], T]) -> T:
+@contextlib.contextmanager
+def _opened(data: bytes) -> Iterator[Image.Image]:
+    """Open an image; raise UndecodableError for all errors of the block."""
     from PIL import Image, UnidentifiedImageError
 
     if not data:
@@ -104,7 +101,7 @@ def _opened(data: bytes, use: Callable[[Image.Image], T]) -> T:
         with Image.open(io.BytesIO(data), formats=FORMATS) as image:
             if image.width * image.height > MAX_PIXELS:
                 raise UndecodableError(f"{image.width} x {image.height} pixels, over the limit of {MAX_PIXELS:,}")
-            return use(image)
+            yield image
     except UndecodableError:
         raise
     except UnidentifiedImageError:

@@ -1,7 +1,5 @@
 """A sample, and the interface of what reads samples: the contract between the tiers, the peer server and pipelines."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Literal, NamedTuple, Protocol
 

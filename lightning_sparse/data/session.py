@@ -1,10 +1,8 @@
 """What is open between setup and teardown: manifests, stores, pipelines and loaders. Does not import Lightning.
 
-Collectives run in the same order on all ranks while a session opens: topology, the secret of the run, manifests (rank 0
-lists), and the addresses of the servers.
+To open a session, all ranks share the topology, the secret of the run, the manifests that rank 0 lists, and the
+addresses of the servers, in this order.
 """
-
-from __future__ import annotations
 
 import os
 from collections.abc import Callable
@@ -14,7 +12,7 @@ from functools import cached_property, lru_cache, partial
 import numpy as np
 import torch
 
-from lightning_sparse.data.cache.counts import TierCounts, TierSizes
+from lightning_sparse.data.cache.counts import TierCounts
 from lightning_sparse.data.cache.manifest import Manifest, load_or_list
 from lightning_sparse.data.cache.placement import Placement, owners
 from lightning_sparse.data.cache.storage import StorageTimeoutError
@@ -35,7 +33,7 @@ _MAX_THREADS = 16
 
 @dataclass(frozen=True, kw_only=True)
 class DataOptions:
-    """Options of the DataModule: those of the cache, and those of the batches. Validated on creation."""
+    """Options of the DataModule, validated on creation."""
 
     cache: CacheConfig
     batch_size: int
@@ -73,8 +71,6 @@ class Session:
     """The open data of a run.
 
     Args:
-        options: options of the DataModule.
-        topology: topology of the run.
         device: device that the batches are for.
 
     Attributes:
@@ -187,7 +183,7 @@ class Session:
         """Return a table of the samples by tier and epoch, and the sizes of the tiers. A collective."""
         assert self.train is not None
         store = self.train.store
-        sizes = self.tiers.sizes(lambda: store.sizes() if self._rank[1] == 0 else TierSizes(0, 0, 0, 0))
+        sizes = self.tiers.sizes(lambda: store.sizes() if self._rank[1] == 0 else (0, 0, 0, 0))
         return "\n".join(["samples by tier and epoch, all nodes:", *self.tiers.table(), sizes])
 
     def log_once(self, line: str) -> None:
@@ -208,6 +204,7 @@ class Session:
         if split in self._loaders:  # Lightning requests a new loader: stop the old one
             self._loaders.pop(split).close()
         if split not in self._pipelines:
+            share = len(os.sched_getaffinity(0)) // self.topology.num_devices - 1  # of the CPU cores; one for training
             backend, reason = choose_backend(self.options.backend, self.device)
             if not self._pipelines:
                 self.log_once(f"samples in memory as {store.format}; backend={backend!r}: {reason}")
@@ -216,7 +213,7 @@ class Session:
                 store,
                 self.options.transform,
                 batch_size=self.options.batch_size,
-                threads=self.options.threads or _default_threads(self.topology.num_devices),
+                threads=self.options.threads or max(1, min(_MAX_THREADS, share)),
                 device=self.device,
             )
         return self._pipelines[split]
@@ -233,7 +230,6 @@ def open_session(
     """Find the topology, list the samples and open their stores. A collective.
 
     Args:
-        options: options of the DataModule.
         device: device that the batches are for; default: the CPU.
         training: open the training samples, too.
         node_rank, local_rank: position of this process, if known.
@@ -250,11 +246,6 @@ def open_session(
         session.close()
         raise
     return session
-
-
-def _default_threads(devices: int) -> int:
-    """Return the threads of a rank: its share of the CPU cores, minus one for training."""
-    return max(1, min(_MAX_THREADS, len(os.sched_getaffinity(0)) // devices - 1))
 
 
 def _manifest_if_any(config: CacheConfig, split: str) -> Manifest | None:

@@ -1,9 +1,7 @@
-"""Optimizer state from its owners to one rank, for a checkpoint.
+"""Collect optimizer state from all ranks on one rank, for a checkpoint.
 
-What state consists of is the optimizer's affair: nested dicts, lists and tuples of tensors and plain values. Each owner
-describes its own as the same structure with meta tensors, which is small and travels as an object; the tensors follow
-in one flat message an owner. On the receiving rank everything is put together on the CPU, where it is wanted: that rank
-alone ever holds it all.
+Optimizer state is any nesting of dicts, lists and tuples of tensors and plain values. Each rank sends it as a pickled
+object with meta tensors, then all tensors in one flat buffer. The receiving rank assembles them on the CPU.
 """
 
 from typing import Any
@@ -17,27 +15,31 @@ from lightning_sparse.pto.gather import aligned
 from lightning_sparse.topology import Topology
 
 State = dict[tuple[int, int], Any]
-"""State by the parameter's place in the optimizer and the element that the part begins with."""
+"""State by (index of the parameter in the optimizer, first element of the part)."""
 
 
 def collect(state: State, topology: Topology, device: torch.device, to: int) -> State | None:
-    """Put the state of all owners together. A collective of the ranks of the scope.
+    """Collect the state of all ranks. A collective of the ranks of the scope.
 
     Args:
-        state: what this rank owns.
-        topology: the scope: its ``intra`` group spans this rank's node.
-        device: where the group communicates.
-        to: the rank that receives.
+        state: state that this rank owns.
+        topology: topology whose ``intra`` group spans the scope.
+        device: device of the group's collectives.
+        to: rank that receives.
 
     Returns:
-        On rank `to` all state, on the CPU; None elsewhere.
+        All state, on the CPU, on rank `to`; None elsewhere.
     """
     ranks = topology.nodes[topology.node_index]
     if topology.rank != to:
         described = tree_map_only(Tensor, lambda t: torch.empty_like(t, device="meta"), state)
         dist.gather_object(described, None, dst=to, group=topology.intra)
-        if flat_B := _packed(state, device):
-            dist.send(flat_B[0], dst=to, group=topology.intra)
+        tensors = _tensors(state)
+        flat_B = _buffer(tensors, device)
+        for tensor, piece in zip(tensors, _pieces(flat_B, tensors), strict=True):
+            piece.copy_(tensor.detach())
+        if flat_B.numel():
+            dist.send(flat_B, dst=to, group=topology.intra)
         return None
     whole: State = tree_map_only(Tensor, lambda t: t.detach().to("cpu", copy=True), state)
     if len(ranks) == 1:
@@ -50,27 +52,19 @@ def collect(state: State, topology: Topology, device: torch.device, to: int) -> 
     return dict(sorted(whole.items()))
 
 
-def _packed(state: State, device: torch.device) -> list[Tensor]:
-    """All tensors in one, or nothing when there are none."""
-    tensors = _tensors(state)
-    nbytes = sum(map(_room, tensors))
-    if not nbytes:
-        return []
-    flat_B = torch.empty(nbytes, dtype=torch.uint8, device=device)
-    for tensor, piece in zip(tensors, _pieces(flat_B, tensors), strict=True):
-        piece.copy_(tensor.detach())
-    return [flat_B]
-
-
 def _received(description: State, rank: int, topology: Topology, device: torch.device) -> State:
     stubs = _tensors(description)
-    flat_B = torch.empty(sum(map(_room, stubs)), dtype=torch.uint8, device=device)
+    flat_B = _buffer(stubs, device)
     if flat_B.numel():
         dist.recv(flat_B, src=rank, group=topology.intra)
     pieces = iter(_pieces(flat_B.cpu(), stubs))
-    # Laid out like the owner's (channels last, say), and with storage of its own.
+    # copy: the owner's memory format (such as channels last), and separate storage
     filled: State = tree_map_only(Tensor, lambda t: torch.empty_like(t, device="cpu").copy_(next(pieces)), description)
     return filled
+
+
+def _buffer(tensors: list[Tensor], device: torch.device) -> Tensor:
+    return torch.empty(sum(map(_room, tensors)), dtype=torch.uint8, device=device)
 
 
 def _pieces(flat_B: Tensor, tensors: list[Tensor]) -> list[Tensor]:

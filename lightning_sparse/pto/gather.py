@@ -1,29 +1,25 @@
-"""Brings every rank's parameters to all ranks of the scope: packed, or in place.
+"""Gather the updated parameters of all ranks, packed into flat buffers or in place.
 
-With W ranks, rank w's parameters packed one after the other, and B the bytes of the largest share:
+Rank w packs its parameters one after the other, aligned to `ALIGN` bytes. Shares are padded to B, the size of the
+largest one:
 
     share_B of rank w     [ p0 | p4 | p7 | padding ]
     gathered              share_B of rank 0, share_B of rank 1, ... share_B of rank W-1
 
-It goes in pieces of at most PIECE bytes gathered, so that what it needs besides the parameters stays small and warm
-(fresh memory of a model's size, page by page, costs more than the optimizer step of many a model). A parameter that
-reaches over the end of a piece goes on in the next one.
+Each collective gathers at most `PIECE` bytes to bound the size of the buffer; a parameter may span several. A buffer
+holds bytes and packs parameters of all dtypes on a device. All ranks compute the sizes from shapes and owners.
 
-Bytes, so that parameters of any dtype travel together: one series of pieces a device. Parameters begin at multiples of
-ALIGN bytes. Sizes follow from shapes and owners, so all ranks know them without asking.
-
-On a CPU a copy costs as much as the wire, and Gloo's all-gather copies more than once: there, whatever has at least
-LARGE bytes is broadcast from where it lies to where it belongs, all of it at once, and only the rest is packed. (100 MB
-between two ranks of one machine: 88 ms packed, 32 ms in place.)
+On a CPU, parts of at least `LARGE` bytes are broadcast in place, all at once, because packing and Gloo's all-gather
+copy them. (100 MB between two ranks of a machine: 88 ms packed, 32 ms in place.)
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from lightning_sparse.exchange.communicator import HierCommunicator
 from lightning_sparse.pto.narrow import memory_of
 from lightning_sparse.pto.ownership import Parts
 
@@ -32,46 +28,36 @@ PIECE = 16 * 2**20
 LARGE = 2**18
 
 
-class Collectives(Protocol):
-    """What is needed of a communicator."""
-
-    def gather(self, shard_S: Tensor) -> Tensor:
-        """All-gather of a flat tensor of equal size on all ranks of the scope, in the order of its ranks."""
-
-    def broadcast(self, tensor: Tensor, device_index: int) -> Callable[[], None]:
-        """Begin to bring a rank's tensor to all ranks of the scope, in place; what is returned waits for it."""
-
-
 @dataclass
 class Piece:
-    """One collective: for each owner, which bytes of its parameters, and where in its part of the piece they stand."""
+    """One all-gather. For each owner, the bytes that it sends (`segments`) and their place in its buffer."""
 
     nbytes: int
     segments: list[list[Tensor]]
     places: list[list[slice]]
 
-    def exchange(self, collectives: Collectives, index: int, buffer_B: Tensor) -> None:
-        """Send what rank `index` owns, and overwrite the others with what their owners sent."""
+    def exchange(self, communicator: HierCommunicator, index: int, buffer_B: Tensor) -> None:
+        """Send the segments of rank `index`, and overwrite those of other ranks with what they send."""
         _copy([buffer_B[place] for place in self.places[index]], self.segments[index])
-        gathered_WB = collectives.gather(buffer_B[: self.nbytes]).view(len(self.segments), self.nbytes)
+        gathered_WB = communicator.gather(buffer_B[: self.nbytes]).view(len(self.segments), self.nbytes)
         for owner, received_B in enumerate(gathered_WB):
             if owner != index:
                 _copy(self.segments[owner], [received_B[place] for place in self.places[owner]])
 
 
 class FlatGather:
-    """Gathers what each rank owns.
+    """Gathers the parts that each rank owns.
 
     Args:
         parameters: all parameters, in the same order and with the same strides on all ranks.
-        parts: for each, which rank of the scope owns what of it.
-        index: this rank's index in the scope.
+        parts: parts of each parameter, with their owners.
+        index: index of this rank in the scope.
         size: W, the number of ranks in the scope.
-        piece: bytes that one packed collective brings at most.
-        large: bytes from which on a part in a CPU's memory is not packed.
+        piece: maximum bytes of one packed collective.
+        large: minimum bytes of a part on a CPU that is broadcast in place.
 
     Raises:
-        ValueError: for a parameter whose elements do not fill its memory.
+        ValueError: if the elements of a parameter do not fill its memory.
     """
 
     def __init__(
@@ -94,22 +80,22 @@ class FlatGather:
 
     @property
     def nbytes(self) -> int:
-        """What one gather brings to this rank from others."""
+        """Bytes that this rank receives per gather."""
         packed = sum((self._size - 1) * piece.nbytes for pieces in self._pieces.values() for piece in pieces)
         return packed + sum(flat.numel() for owner, flat in self._large if owner != self.index)
 
     @torch.no_grad()
-    def __call__(self, collectives: Collectives) -> None:
-        """Bring all parameters up to date. Collectives of the scope."""
+    def __call__(self, communicator: HierCommunicator) -> None:
+        """Update all parameters from their owners. Collectives of the scope."""
         if self._size == 1:
             return
-        if [p.data_ptr() for p in self._parameters] != self._addresses:  # somebody has set p.data
+        if [p.data_ptr() for p in self._parameters] != self._addresses:  # p.data was replaced
             self._prepare()
-        under_way = [collectives.broadcast(flat, owner) for owner, flat in self._large]
+        under_way = [communicator.broadcast(flat, owner) for owner, flat in self._large]
         for device, pieces in self._pieces.items():
             buffer_B = torch.empty(pieces[0].nbytes, dtype=torch.uint8, device=device)
             for piece in pieces:
-                piece.exchange(collectives, self.index, buffer_B)
+                piece.exchange(communicator, self.index, buffer_B)
         for wait in under_way:
             wait()
 
@@ -138,7 +124,7 @@ class FlatGather:
         return pieces
 
     def _lay(self, flat: Tensor, at: int, owner: int, pieces: list[Piece]) -> None:
-        """Put one parameter's bytes into an owner's share from `at` on."""
+        """Place a part at byte `at` of its owner's share."""
         done = 0
         while done < flat.numel():
             index, begin = divmod(at + done, self._cut)
@@ -149,7 +135,7 @@ class FlatGather:
 
 
 def aligned(nbytes: int) -> int:
-    """Rounded up so that the next may follow."""
+    """Round up to a multiple of `ALIGN`."""
     return -(-nbytes // ALIGN) * ALIGN
 
 

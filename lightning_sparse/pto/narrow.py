@@ -1,8 +1,7 @@
-"""A parameter narrowed to the part that this rank steps, and its state cut to that part and joined again.
+"""Narrow a parameter to the part that this rank steps, and slice and concatenate its optimizer state.
 
-For the time of a step ``parameter.data`` and ``parameter.grad`` are flat views of a range of their memory: the
-optimizer makes and finds state of that size, and writes into the parameter's own memory. Afterwards both are what they
-were.
+During a step, ``parameter.data`` and ``parameter.grad`` are flat views of a range of the parameter's memory. So the
+optimizer allocates state for this range and updates the parameter in place.
 """
 
 from collections.abc import Mapping, Sequence
@@ -16,33 +15,33 @@ from lightning_sparse.pto.ownership import Part
 
 
 def memory_of(tensor: Tensor) -> Tensor:
-    """The tensor's memory as a flat view, whatever the order of its dims.
+    """Return a flat view of the tensor's memory, for any order of dims.
 
     Raises:
-        ValueError: when its elements do not fill its memory.
+        ValueError: if its elements do not fill its memory.
     """
     in_memory = tensor.detach().permute(_order(tensor))
     if not in_memory.is_contiguous():
         raise ValueError(
-            f"a parameter of shape {tuple(tensor.shape)} and strides {tensor.stride()} has gaps in its memory, or "
-            f"elements that share it, and cannot be gathered: make it contiguous()."
+            f"a parameter of shape {tuple(tensor.shape)} and strides {tensor.stride()} has gaps or overlaps in "
+            f"its memory and cannot be gathered: make it contiguous()."
         )
     return in_memory.view(-1)
 
 
 class Narrowed:
-    """A parameter that shows one part of itself until it is put back.
+    """Narrows a parameter and its gradient to a part, until put_back().
 
     Raises:
-        ValueError: for a sparse gradient.
+        ValueError: if the gradient is sparse.
     """
 
     def __init__(self, parameter: Tensor, part: Part) -> None:
         assert parameter.grad is not None
         if parameter.grad.is_sparse:
             raise ValueError(
-                f"the gradient of a parameter of shape {tuple(parameter.shape)} is sparse, and ranks step parts of it: "
-                f"use sparse=False, or give ShardedStep its id() in `uncut`."
+                f"the gradient of a parameter of shape {tuple(parameter.shape)} is sparse and cannot be divided: use "
+                f"sparse=False, or pass its id() to ShardedStep in `uncut`."
             )
         self._parameter, self._data, self._grad = parameter, parameter.data, parameter.grad
         grad = _in_order_of(parameter, parameter.grad)[part.begin : part.end]
@@ -51,21 +50,21 @@ class Narrowed:
         parameter.grad = grad
 
     def put_back(self) -> None:
-        """Show the whole again, with the gradient that it had."""
+        """Restore the parameter and its gradient."""
         self._parameter.grad = None
         self._parameter.data = self._data
         self._parameter.grad = self._grad
 
 
 class OwnShare:
-    """Shows an optimizer what this rank steps: of other parameters the gradient is gone, of cut ones a part is left."""
+    """Restricts the optimizer to this rank's share: removes gradients of other parameters and narrows divided ones."""
 
     def __init__(self) -> None:
         self._hidden: list[tuple[Tensor, Tensor]] = []
         self._narrowed: list[Narrowed] = []
 
     def show(self, parameters: Sequence[Tensor], mine: Sequence[Part | None]) -> None:
-        """From here on, until put_back()."""
+        """Show only the parts in `mine`, until put_back()."""
         for parameter, part in zip(parameters, mine, strict=True):
             if parameter.grad is None:
                 continue
@@ -76,7 +75,7 @@ class OwnShare:
                 self._narrowed.append(Narrowed(parameter, part))
 
     def put_back(self) -> None:
-        """All parameters and gradients are whole again."""
+        """Restore all parameters and gradients."""
         for parameter, grad in self._hidden:
             parameter.grad = grad
         for narrowed in self._narrowed:
@@ -86,16 +85,13 @@ class OwnShare:
 
 
 def part_of_grad(parameter: Tensor, part: Part) -> Tensor:
-    """The part of the parameter's gradient, flat; a view where the gradient lies as the parameter does."""
+    """Return the part of the gradient, flat; a view if the memory layouts match."""
     assert parameter.grad is not None
     return _in_order_of(parameter, parameter.grad)[part.begin : part.end]
 
 
 def keep_part(parameter: Tensor, part: Part) -> None:
-    """Of the parameter's gradient keep the part, in place, and write zeros elsewhere.
-
-    The part counts elements in the order of the parameter's memory, and a gradient may lie otherwise.
-    """
+    """Zero the gradient outside the part, in place. Its memory layout may differ from that of the parameter."""
     grad = parameter.grad
     assert grad is not None
     kept = torch.empty_strided(parameter.shape, parameter.stride(), dtype=grad.dtype, device=grad.device).zero_()
@@ -105,7 +101,7 @@ def keep_part(parameter: Tensor, part: Part) -> None:
 
 
 def cut_state(state: Any, parameter: Tensor, part: Part) -> Any:
-    """Of a whole parameter's state, what belongs to the part; scalars are everybody's."""
+    """Slice the state of a whole parameter; tensors of other shapes, such as step counts, stay."""
 
     def cut(leaf: Tensor) -> Tensor:
         if leaf.shape != parameter.shape:
@@ -116,7 +112,7 @@ def cut_state(state: Any, parameter: Tensor, part: Part) -> Any:
 
 
 def join_states(states: Sequence[Any], parameter: Tensor, parts: Sequence[Part]) -> Any:
-    """The state of a whole parameter from those of its parts, laid out in memory as the parameter is."""
+    """Concatenate the states of all parts, in the memory layout of the parameter."""
 
     def join(*leaves: Any) -> Any:
         first = leaves[0]
@@ -130,7 +126,7 @@ def join_states(states: Sequence[Any], parameter: Tensor, parts: Sequence[Part])
 
 
 def placed_like(state: Any, like: Mapping[str, Any], device: torch.device) -> Any:
-    """State that came over the CPU, each entry on the device where `like`, another parameter's state, has it."""
+    """Move state to `device`; scalar entries go to the device that they have in `like`, another parameter's state."""
 
     def place(key: Any, value: Any) -> Any:
         known = like.get(key)
@@ -146,5 +142,5 @@ def _order(tensor: Tensor) -> list[int]:
 
 
 def _in_order_of(parameter: Tensor, tensor: Tensor) -> Tensor:
-    """The tensor's elements, flat, in the order of the parameter's memory; a view where the layouts agree."""
+    """Flatten the tensor in the order of the parameter's memory; a view if the layouts match."""
     return tensor.detach().permute(_order(parameter)).reshape(-1)

@@ -1,16 +1,16 @@
-"""Which rank of the scope steps which parameter, or which part of one. Pure: every rank computes the same answer."""
+"""Assign parameters, or parts of them, to ranks. Pure functions: all ranks compute the same assignment."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
 
 GRAIN = 64
-"""Cuts lie at multiples of so many elements: there vectorised optimizers give the same bits as on the whole."""
+"""Parts begin at multiples of this many elements, so that vectorised optimizers give bit-identical results."""
 BALANCED = 1.1
-"""A largest share of so many times the mean is good enough; below it nothing is cut."""
+"""Ratio of the largest share to the mean up to which no parameter is divided."""
 
 
 class Part(NamedTuple):
-    """Elements [begin, end) of a parameter, in the order of its memory, and the rank of the scope that steps them."""
+    """Elements [begin, end) of a parameter, in memory order, and the rank of the scope that steps them."""
 
     owner: int
     begin: int
@@ -21,13 +21,13 @@ Parts = tuple[Part, ...]
 
 
 def divide(numels: Sequence[int], costs: Sequence[int], loads: Sequence[int], cuttable: Sequence[bool]) -> list[Parts]:
-    """Deal parameters out, whole where that balances well enough, else with the largest cut into a part for each rank.
+    """Assign whole parameters if that balances the ranks; else divide the costliest ones among all ranks.
 
     Args:
-        numels: elements of each parameter.
-        costs: what the step of each costs, in any unit.
-        loads: what each rank has already, in the same unit; its length is the number of ranks.
-        cuttable: whether the step treats each element by itself, so that a part can be stepped alone.
+        numels: number of elements of each parameter.
+        costs: cost of each parameter's step, in any unit.
+        loads: current cost of each rank, in the same unit; its length is the number of ranks.
+        cuttable: whether a parameter's parts can be stepped separately.
 
     Returns:
         The parts of each parameter, ascending.
@@ -48,16 +48,9 @@ def divide(numels: Sequence[int], costs: Sequence[int], loads: Sequence[int], cu
 
 
 def assign(costs: Sequence[int], loads: Sequence[int]) -> list[int]:
-    """Deal out, the costliest first, each to the rank that has least so far.
+    """Return the owner of each piece: the costliest first, each to the rank with the least load.
 
-    The largest share is at most the mean plus the costliest piece.
-
-    Args:
-        costs: of each piece.
-        loads: what each rank has already.
-
-    Returns:
-        The owner of each piece, an index into `loads`. Ties go to the earlier piece and the lower rank.
+    The largest load is at most the mean plus the costliest piece. Ties go to the earlier piece and the lower rank.
 
     >>> assign([3, 10, 4, 4], loads=[0, 0])
     [1, 0, 1, 1]
@@ -69,12 +62,12 @@ def assign(costs: Sequence[int], loads: Sequence[int]) -> list[int]:
     for index in sorted(range(len(costs)), key=lambda i: -costs[i]):
         owner = min(range(len(totals)), key=totals.__getitem__)
         owners[index] = owner
-        totals[owner] += max(1, costs[index])  # an empty parameter is work too
+        totals[owner] += max(1, costs[index])  # an empty parameter has a cost, too
     return owners
 
 
 def loads_of(parts: Sequence[Parts], costs: Sequence[int], size: int) -> list[int]:
-    """What each of `size` ranks has to do.
+    """Return the load of each of `size` ranks.
 
     >>> loads_of([(Part(0, 0, 5), Part(1, 5, 10)), (Part(1, 0, 4),)], costs=[100, 7], size=2)
     [50, 57]

@@ -1,8 +1,7 @@
-"""Who shares a step: the ranks of a node, or all of them.
+"""The scope of a shared step: the ranks of a node, or all ranks.
 
-The communicator of the reduction is used as it is. Only its topology is another one, whose "node" is the scope, so that
-its all-gather inside the node is the gather of parameters. The groups are the optimizer step's own, so that it never
-meets a reduction on another thread.
+The step uses the communicator class of the reduction, with a topology whose "node" is the scope. Its process groups are
+separate, so that its collectives never run on a group that a reduction uses in another thread.
 """
 
 from dataclasses import replace
@@ -16,39 +15,35 @@ Scope = Literal["auto", "node", "world"]
 
 
 def check_scope(scope: object) -> None:
-    """Refuse what is not a scope.
-
-    Raises:
-        ValueError: for anything else than the known names.
-    """
+    """Raise ValueError if the scope is unknown."""
     if scope not in get_args(Scope):
         raise ValueError(
-            f"scope={scope!r} is not known: use 'auto' to share the optimizer step where that is faster, 'node' to "
-            f"share it inside each node, over fast links only, or 'world' to share it among all ranks, which saves "
-            f"more memory and gathers over the slow links."
+            f"scope={scope!r} is unknown: use 'auto' to share the optimizer step if that is faster, 'node' to share it "
+            f"inside each node, over fast links, or 'world' to share it among all ranks, which saves the most memory "
+            f"and gathers over slow links."
         )
 
 
 def communicator_of(topology: Topology, scope: Scope, *, timeout: timedelta | None = None) -> HierCommunicator:
-    """A communicator whose ``gather`` spans the scope. A collective where nodes are of unequal size.
+    """Return a communicator whose ``gather`` spans the scope. A collective if the nodes are of unequal size.
 
-    The scope that ``"auto"`` tries is the node, or the world where no node has ranks to share with.
+    ``"auto"`` is the node, or the world if every node has one rank.
 
     Args:
-        topology: from ``topology.discover()``, made for this purpose.
-        timeout: of groups made here; default: that of the default group.
+        topology: from ``topology.discover()``, with process groups for this communicator only.
+        timeout: timeout of new groups; default: that of the default group.
 
     Raises:
-        ValueError: for an unknown scope.
+        ValueError: if the scope is unknown.
     """
     check_scope(scope)
-    # A group's ranks are in ascending order whatever the order of a node's devices, and so are the pieces it gathers.
+    # a group gathers in ascending order of ranks, whatever the order of a node's devices
     nodes = tuple(tuple(sorted(node)) for node in topology.nodes)
     alone = all(len(node) == 1 for node in nodes)
     if scope == "world" or (scope == "auto" and alone) or topology.kind in ("one node", "one rank"):
         everyone = (tuple(range(topology.world_size)),)
         return HierCommunicator(replace(topology, nodes=everyone, intra=topology.world, inter=None))
     intra = topology.intra
-    if topology.kind == "unequal nodes":  # the reduction has no use for groups of its nodes, the optimizer step does
+    if topology.kind == "unequal nodes":  # the reduction makes no groups for them
         intra = own_group(nodes, timeout)
     return HierCommunicator(replace(topology, nodes=nodes, intra=intra, inter=None))

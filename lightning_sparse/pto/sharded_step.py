@@ -1,4 +1,4 @@
-"""The user's optimizer, made to step this rank's share: hooks around its step, nothing else of it is touched."""
+"""Hooks that make the user's optimizer step this rank's share and gather the others."""
 
 import logging
 import sys
@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from lightning_sparse.exchange.communicator import HierCommunicator
 from lightning_sparse.messages import log
-from lightning_sparse.pto.agreement import all_say, differing
+from lightning_sparse.pto.agreement import all_agree, differing
 from lightning_sparse.pto.choice import Choice
 from lightning_sparse.pto.closure import Replay, closure_first
 from lightning_sparse.pto.consolidate import State, collect
@@ -24,18 +24,18 @@ from lightning_sparse.pto.trial import Trial, parameters_of
 
 
 class ShardedStep:
-    """Makes `optimizer` step this rank's share of its parameters and gather the rest. All ranks make one.
+    """Shares the step of `optimizer`: each rank steps its parameters and gathers the others. Create it on all ranks.
 
     Args:
-        optimizer: whose step to share. It gets ``consolidate_state_dict(to=0)``, to be called on all ranks before
-            ``state_dict()`` is called on one.
+        optimizer: the optimizer. It gets a method ``consolidate_state_dict(to=0)``: call it on all ranks before
+            ``state_dict()`` on rank `to`.
         communicator: from ``communicator_of()``.
-        names: names of parameters by their ``id()``, for messages.
-        uncut: ``id()`` of parameters that one rank must step as a whole, since their gradients are sparse.
-        auto: time the plain step first, then the shared one, and keep what is faster.
+        names: names of the parameters by ``id()``, for messages.
+        uncut: ``id()`` of each parameter with sparse gradients, which is not divided.
+        auto: time the full step, then the shared one, and keep the faster.
 
     Raises:
-        ValueError: for an optimizer that cannot be shared.
+        ValueError: if the optimizer is not supported.
     """
 
     def __init__(
@@ -65,36 +65,36 @@ class ShardedStep:
         self._running: FrameType | None = None
         self._consolidated: dict[int, Any] | None = None
         self.follow_groups()
-        self.device = self.parameters[0].device  # that of the groups, also after the module has moved to the CPU
-        self._drop_foreign_state()
+        self.device = self.parameters[0].device  # of the collectives, also if the module moves to the CPU
+        self._drop_unowned_state()
         self._install()
 
     @property
     def sharing(self) -> bool:
-        """Whether the next step is shared; not so while ``auto`` times the plain one, and after it was turned off."""
+        """Whether the next step is shared: not while ``auto`` times the full step, nor after sharing is turned off."""
         return self.active and (self._choice is None or self._choice.sharing)
 
     @property
     def choosing(self) -> bool:
-        """Whether ``auto`` has not decided yet."""
+        """Whether ``auto`` is still timing."""
         return self._choice is not None
 
     @property
     def mine(self) -> list[Part | None]:
-        """For each parameter, what this rank steps of it; None for nothing."""
+        """The part of each parameter that this rank steps, or None."""
         here = self.topology.device_index
         return [next((part for part in parts if part.owner == here), None) for parts in self.parts]
 
     def describe(self) -> str:
-        """One line for the log."""
+        """Return a line for the log."""
         size = self.topology.num_devices
         loads = loads_of(self.parts, self._costs(self.parameters), size)
         unbalance = max(loads) * size / max(1, sum(loads))
         cut = sum(len(parts) > 1 for parts in self.parts)
         return (
-            f"{type(self.optimizer).__name__}: {len(self.parameters)} parameters, {cut} of them in parts, are stepped "
-            f"by {size} ranks; the largest share is {unbalance:.2f}x the mean; {self._gather.nbytes / 1e6:.1f} MB are "
-            f"gathered a step"
+            f"{type(self.optimizer).__name__}: {len(self.parameters)} parameters, {cut} of them divided, are stepped "
+            f"by {size} ranks; the largest share is {unbalance:.2f}x the mean; each step gathers "
+            f"{self._gather.nbytes / 1e6:.1f} MB"
         )
 
     # -- around the step -----------------------------------------------------------------------------------------------
@@ -108,16 +108,15 @@ class ShardedStep:
         replay, args, kwargs = closure_first(args, kwargs)
         self.follow_groups()
         self._compare_ranks()
-        if self.sharing and self._untested and not self._try_beside(replay):
+        if self.sharing and self._untested and not self._run_on_copy(replay):
             return args, kwargs
         self._running = caller
         if self._choice is not None:
             self._choice.begin(self.device)
-        if not self.sharing:
-            return args, kwargs
-        self._share.show(self.parameters, self.mine)
-        if replay is not None:
-            replay.only_once = type(self.optimizer).__name__
+        if self.sharing:
+            self._share.show(self.parameters, self.mine)
+            if replay is not None:
+                replay.only_once = type(self.optimizer).__name__
         return args, kwargs
 
     def _after(self, *_: Any) -> None:
@@ -130,14 +129,14 @@ class ShardedStep:
         self._running = None
         self.steps += 1
         if self._trial is not None:
-            self._judge(self._trial)
+            self._compare_with_copy(self._trial)
         if self._choice is not None:
             self._choose(self._choice)
 
     def _is_inside(self, frame: FrameType | None) -> bool:
-        """Whether this is a step within the step: a subclass calls super().step(), and torch wraps both with hooks.
+        """Whether this step is nested: a subclass calls super().step(), and torch wraps both with hooks.
 
-        A step is known by the frame of torch's wrapper, because a step that an exception left looks the same otherwise.
+        The frame of torch's wrapper identifies a step, and distinguishes a nested one from one after an exception.
         """
         while frame is not None and self._running is not None:
             if frame is self._running:
@@ -149,12 +148,12 @@ class ShardedStep:
         if self._running is not None and self.sharing:
             self._share.put_back()
             raise RuntimeError(
-                f"step {self.steps} of {type(self.optimizer).__name__} was left by an exception before its parameters "
-                f"were gathered: ranks hold different ones. Resume from the last checkpoint."
+                f"step {self.steps} of {type(self.optimizer).__name__} raised an exception before the parameters were "
+                f"gathered: ranks hold different parameters. Resume from the last checkpoint."
             )
 
     def follow_groups(self) -> None:
-        """Parameters may come later, with add_param_group(); those known keep their owners, and so their state."""
+        """Assign owners to parameters of add_param_group(). Known parameters keep theirs, and so their state."""
         parameters = parameters_of(self.optimizer)
         if len(parameters) == len(self.parameters) and all(map(is_, parameters, self.parameters)):
             return
@@ -170,6 +169,13 @@ class ShardedStep:
         self.parameters, self.parts = parameters, [parts_of[id(p)] for p in parameters]
         self._gather = FlatGather(self.parameters, self.parts, self.topology.device_index, size)
 
+    def take_over(self, parts: list[Parts]) -> None:
+        """Step other parts from now on, with their state from the previous owners. Collectives of the scope."""
+        self._return_state()
+        self.parts = parts
+        self._gather = FlatGather(self.parameters, self.parts, self.topology.device_index, self.topology.num_devices)
+        self._drop_unowned_state()
+
     def _costs(self, parameters: list[Tensor]) -> list[int]:
         return [step_cost(self.optimizer, p) for p in parameters]
 
@@ -179,16 +185,16 @@ class ShardedStep:
         for index, what in differing(self.parameters, self.communicator):
             name = self._names.get(id(self.parameters[index]), f"number {index}")
             raise ValueError(
-                f"parameter {name}: ranks hold different {what}s of it, and a shared step needs the same on all. Let "
+                f"parameter {name}: its {what} differs between ranks, and a shared step needs the same on all. Let "
                 f"DDP reduce every gradient (no no_sync() around the backward before a step, no parameter outside the "
-                f"module), or leave PTOCallback out."
+                f"module), or remove PTOCallback."
             )
         self._compared = True
 
-    # -- optimizers nobody has tested ----------------------------------------------------------------------------------
+    # -- untested optimizers -------------------------------------------------------------------------------------------
 
-    def _try_beside(self, replay: Replay | None) -> bool:
-        """Make the plain step on a copy. False: it cannot be done, and the step is a plain one from here on."""
+    def _run_on_copy(self, replay: Replay | None) -> bool:
+        """Run the full step on a copy of the optimizer. Return False, and turn sharing off, if that fails."""
         reason, first = "", self._trial is None
         try:
             self._trial = self._trial or Trial(self.optimizer)
@@ -196,19 +202,19 @@ class ShardedStep:
             self._trial.plain_step(self.optimizer, closure and closure.counted)
             if closure is not None and closure.calls > 1:
                 reason = "it evaluates its closure more than once"
-        except Exception as error:  # whatever a foreign step may raise on a copy: then there is nothing to compare
-            reason = f"its plain step cannot be tried on a copy ({type(error).__name__}: {error})"
-        if self._all_say(not reason):
-            self._drop_foreign_state(even_untested=first)
+        except Exception as error:  # an untested step may raise anything on a copy
+            reason = f"its step cannot be tried on a copy ({type(error).__name__}: {error})"
+        if self._all_agree(not reason):
+            self._drop_unowned_state(even_untested=first)
             return True
         reason = reason or "another rank cannot try it"
-        if not first:  # each rank has its share of the state only, and the copy's can no longer be trusted
-            raise RuntimeError(f"PTO cannot go on with {type(self.optimizer).__name__}: {reason}. Leave it out.")
+        if not first:  # each rank has only its share of the state, and the copy is unreliable
+            raise RuntimeError(f"PTOCallback does not support {type(self.optimizer).__name__}: {reason}. Remove it.")
         self._turn_off(reason)
         return False
 
-    def _judge(self, trial: Trial) -> None:
-        if not self._all_say(trial.agrees(self.optimizer)):
+    def _compare_with_copy(self, trial: Trial) -> None:
+        if not self._all_agree(trial.agrees(self.optimizer)):
             trial.adopt(self.optimizer)
             self._turn_off("sharing its step changes the result")
         elif trial.steps_left == 0:
@@ -218,24 +224,16 @@ class ShardedStep:
         self.active, self._trial, self._choice = False, None, None
         del self.optimizer.consolidate_state_dict  # type: ignore[attr-defined]
         if self.topology.rank == 0:
-            log.log(level, "PTO is off for %s, which steps as without it: %s.", type(self.optimizer).__name__, reason)
-
-    # -- other owners -------------------------------------------------------------------------------------------------
-
-    def take_over(self, parts: list[Parts]) -> None:
-        """Step these parts from now on; their state comes from those who had them. Collectives of the scope."""
-        self._return_state()
-        self.parts = parts
-        self._gather = FlatGather(self.parameters, self.parts, self.topology.device_index, self.topology.num_devices)
-        self._drop_foreign_state()
+            name = type(self.optimizer).__name__
+            log.log(level, "PTO is off for %s; every rank runs the full step: %s.", name, reason)
 
     # -- scope "auto" --------------------------------------------------------------------------------------------------
 
     def _choose(self, choice: Choice) -> None:
-        """After a step that was timed: go on to the next phase, and at the end keep what was faster."""
+        """After a timed step, start the next phase, or keep the faster step at the end."""
         choice.end(self.device)
         if choice.begins_sharing:
-            self._drop_foreign_state()
+            self._drop_unowned_state()
         if not choice.is_over:
             return
         found = choice.verdict(self.communicator, self.device)
@@ -248,7 +246,7 @@ class ShardedStep:
             self._turn_off(str(found), logging.INFO)
 
     def _return_state(self) -> None:
-        """All state to all ranks, which then step by themselves. Collectives of the scope."""
+        """Send all state to all ranks. Collectives of the scope."""
         state = self.optimizer.state
         like = next((dict(state[p]) for p in self.parameters if state.get(p)), {})
         mine: dict[int, Any] = {}
@@ -261,18 +259,16 @@ class ShardedStep:
             if len(self.parts[place]) > 1 or parameter not in state:
                 state[parameter] = placed_like(whole, like, parameter.device)
 
-    def _all_say(self, yes: bool) -> bool:
-        return all_say(yes, self.communicator, self.device)
+    def _all_agree(self, condition: bool) -> bool:
+        return all_agree(condition, self.communicator, self.device)
 
     # -- state and checkpoints -----------------------------------------------------------------------------------------
 
     def consolidate_state_dict(self, to: int = 0) -> None:
-        """Bring all state to rank `to`, where ``state_dict()`` is then whole until the next step. All ranks call it."""
+        """Collect all state on rank `to`, for ``state_dict()`` before the next step. All ranks call it."""
         self._refuse_if_unfinished()
-        if not self.sharing:
-            return  # every rank has it all
-        if to not in self.topology.nodes[self.topology.node_index]:
-            return  # another node holds the same
+        if not self.sharing or to not in self.topology.nodes[self.topology.node_index]:
+            return  # every rank, or another scope, has all state
         state = self.optimizer.state
         owned = [(i, part) for i, part in enumerate(self.mine) if part is not None and self.parameters[i] in state]
         mine = {(i, part.begin): state[self.parameters[i]] for i, part in owned}
@@ -280,7 +276,7 @@ class ShardedStep:
         self._consolidated = None if collected is None else self._joined(collected)
 
     def _joined(self, collected: State) -> dict[int, Any]:
-        """The state of whole parameters, by their place in the optimizer."""
+        """Return the state of whole parameters by their index in the optimizer."""
         whole = {}
         for index, (parameter, parts) in enumerate(zip(self.parameters, self.parts, strict=True)):
             states = [collected[index, part.begin] for part in parts if (index, part.begin) in collected]
@@ -293,7 +289,7 @@ class ShardedStep:
             return
         if self._consolidated is None:
             raise RuntimeError(
-                f"state_dict() of {type(self.optimizer).__name__}: this rank holds the state of its own share only. "
+                f"state_dict() of {type(self.optimizer).__name__}: this rank holds only the state of its own share. "
                 f"Call optimizer.consolidate_state_dict(to=rank) on all ranks first, and state_dict() on that rank."
             )
         known = range(len(self.parameters))
@@ -301,18 +297,18 @@ class ShardedStep:
         state_dict["state"] = {**self._consolidated, **general}
 
     def _select(self, _: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any] | None:
-        """Of what is loaded, keep what this rank steps."""
+        """Keep only this rank's share of the state that is loaded."""
         self.follow_groups()
         self._consolidated = None
         ids = [key for group in state_dict["param_groups"] for key in group["params"]]
-        if not self.sharing or self._untested or len(ids) != len(self.parts):  # the optimizer itself refuses the last
+        if not self.sharing or self._untested or len(ids) != len(self.parts):  # the optimizer raises for the last
             return None
         places = {key: place for place, key in enumerate(ids)}
         kept = {key: self._own_state(state, places.get(key)) for key, state in state_dict["state"].items()}
         return {**state_dict, "state": {key: state for key, state in kept.items() if state is not None}}
 
     def _own_state(self, state: Any, place: int | None) -> Any:
-        """Of a whole parameter's state, what this rank keeps; None for nothing. No place: it is no parameter's."""
+        """Return this rank's share of a parameter's state, or None. place: None for state of no parameter."""
         if place is None:
             return state
         part = self.mine[place]
@@ -320,8 +316,8 @@ class ShardedStep:
             return None
         return state if len(self.parts[place]) == 1 else cut_state(state, self.parameters[place], part)
 
-    def _drop_foreign_state(self, even_untested: bool = False) -> None:
-        if not self.sharing or (self._untested and not even_untested):  # the twin needs all of it
+    def _drop_unowned_state(self, even_untested: bool = False) -> None:
+        if not self.sharing or (self._untested and not even_untested):  # the twin needs all state
             return
         for place, parameter in enumerate(self.parameters):
             state = self.optimizer.state.pop(parameter, None)
@@ -332,8 +328,7 @@ class ShardedStep:
     def _install(self) -> None:
         self.optimizer.register_step_pre_hook(self._before)
         post = self.optimizer.register_step_post_hook(self._after)
-        # Whoever looks after a step must see all parameters and gradients, also who came before. The hooks' order has
-        # no public name; torch keeps them in this OrderedDict.
+        # run first, so that all other hooks see all parameters and gradients; torch has no public API for the order
         self.optimizer._optimizer_step_post_hooks.move_to_end(post.id, last=False)  # type: ignore[attr-defined]
         self.optimizer.register_state_dict_post_hook(self._complete)
         self.optimizer.register_load_state_dict_pre_hook(self._select)

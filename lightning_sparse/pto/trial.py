@@ -1,16 +1,13 @@
-"""Whether an optimizer that nobody has tested treats parameters independently: it is tried.
+"""Test at runtime whether an unknown optimizer treats parameters independently.
 
-For the first steps that move a parameter, a *twin* (a copy of the optimizer with parameters and state of its own) makes
-the plain step beside the sharded one. When both end with the same bits, rank by rank, the twin is dropped and the
-optimizer is trusted; when not, the user's optimizer takes over what the twin has, and the run is a plain one from the
-beginning.
-
-Several steps, not one: an optimizer that mixes parameters through a running estimate (of a global step size, say) shows
-it only once the estimate has moved.
+During the first steps that change a parameter, a *twin* (a copy of the optimizer, its parameters and its state) runs
+the full step. If the sharded step is bit-identical on all ranks, the twin is dropped. Otherwise the optimizer adopts
+the state of the twin, and the run continues without sharing. One step is not enough: an optimizer may mix parameters
+through a running estimate, such as a global step size, which takes effect later.
 """
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from copy import deepcopy
 from typing import Any
 
@@ -23,11 +20,7 @@ STEPS = 3
 
 
 class Trial:
-    """The plain step beside the sharded one.
-
-    Args:
-        optimizer: with the state of all parameters.
-    """
+    """Runs the full step on a twin. optimizer: holds the state of all parameters."""
 
     def __init__(self, optimizer: Optimizer) -> None:
         self.steps_left = STEPS
@@ -35,13 +28,13 @@ class Trial:
         self._moved = False
 
     def plain_step(self, optimizer: Optimizer, closure: Callable[[], Any] | None) -> None:
-        """What the optimizer would do without this package; its gradients are all there."""
+        """Run the twin's step with the optimizer's options and gradients, which are whole."""
         before = [p.detach().clone() for p in parameters_of(self._twin)]
         for group, twins in zip(optimizer.param_groups, self._twin.param_groups, strict=True):
-            twins.update({key: deepcopy(value) for key, value in group.items() if key != "params"})  # a new lr, say
+            twins.update({key: deepcopy(value) for key, value in group.items() if key != "params"})  # such as a new lr
         for parameter, twin in zip(parameters_of(optimizer), parameters_of(self._twin), strict=True):
             twin.grad = None if parameter.grad is None else parameter.grad.clone()
-        for name in ("found_inf", "grad_scale"):  # what a loss scaler tells a fused optimizer
+        for name in ("found_inf", "grad_scale"):  # set by a loss scaler on a fused optimizer
             if hasattr(optimizer, name):
                 setattr(self._twin, name, getattr(optimizer, name).clone())
         devices = {p.device.index for p in parameters_of(optimizer) if p.device.type == "cuda"}
@@ -50,20 +43,20 @@ class Trial:
         self._moved = not all(map(torch.equal, before, parameters_of(self._twin)))
 
     def agrees(self, optimizer: Optimizer) -> bool:
-        """Whether the sharded step did the same. To be asked once a step."""
+        """Whether the sharded step gave the same parameters and options. Called once per step."""
         self.steps_left -= self._moved
         pairs = zip(parameters_of(optimizer), parameters_of(self._twin), strict=True)
-        return all(_same_bits(*pair) for pair in pairs) and _same_options(optimizer, self._twin)
+        return all(torch.equal(_bits(a), _bits(b)) for a, b in pairs) and _same_options(optimizer, self._twin)
 
     @torch.no_grad()
     def adopt(self, optimizer: Optimizer) -> None:
-        """Give the optimizer what the twin has: parameters, options, state, attributes of its own."""
+        """Copy the twin's parameters, options, state and attributes to the optimizer."""
         memo: dict[int, Any] = {}
         for group, twins in zip(optimizer.param_groups, self._twin.param_groups, strict=True):
             group.update({key: value for key, value in twins.items() if key != "params"})
         for parameter, twin in zip(parameters_of(optimizer), parameters_of(self._twin), strict=True):
             parameter.copy_(twin)
-            memo[id(twin)] = parameter  # an attribute that names the twin's parameter comes to name the user's
+            memo[id(twin)] = parameter  # attributes that refer to the twin's parameter
             if twin in self._twin.state:
                 optimizer.state[parameter] = self._twin.state[twin]
         for name, value in vars(self._twin).items():
@@ -72,13 +65,13 @@ class Trial:
 
 
 def parameters_of(optimizer: Optimizer) -> list[Tensor]:
-    """All of them, in the order of the optimizer's state_dict()."""
+    """Return all parameters, in the order of the optimizer's state_dict()."""
     return [p for group in optimizer.param_groups for p in group["params"]]
 
 
 def _twin_of(optimizer: Optimizer) -> Optimizer:
-    # copy.deepcopy(optimizer) keeps groups and state only, and an optimizer may have attributes of its own. What is
-    # left behind are hooks and methods put on the object (by schedulers, by us), which belong to the original.
+    # copy.deepcopy(optimizer) would keep only groups and state. Hooks, and methods set on the object (by schedulers, by
+    # ShardedStep), belong to the original.
     own = {k: v for k, v in vars(optimizer).items() if not k.startswith("_optimizer_") and not callable(v)}
     twin: Optimizer = object.__new__(type(optimizer))
     memo: dict[int, Any] = {}
@@ -89,13 +82,8 @@ def _twin_of(optimizer: Optimizer) -> Optimizer:
     return twin
 
 
-def _same_bits(a: Tensor, b: Tensor) -> bool:
-    return torch.equal(_bits(a), _bits(b))
-
-
 def _bits(tensor: Tensor) -> Tensor:
-    flat = tensor.detach().contiguous().view(-1)
-    return flat.view(torch.uint8) if flat.numel() else flat
+    return tensor.detach().contiguous().view(-1).view(torch.uint8)
 
 
 def _same_options(a: Optimizer, b: Optimizer) -> bool:
@@ -105,6 +93,5 @@ def _same_options(a: Optimizer, b: Optimizer) -> bool:
     )
 
 
-def _options(optimizer: Optimizer) -> Iterator[Any]:
-    for group in optimizer.param_groups:
-        yield from tree_leaves({key: value for key, value in group.items() if key != "params"})
+def _options(optimizer: Optimizer) -> list[Any]:
+    return tree_leaves([{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups])

@@ -63,7 +63,6 @@ def test_the_centre_is_what_resizing_to_256_and_cutting_224_leaves() -> None:
     [
         ({"crop_scale": (0.0, 1.0)}, "crop_scale"),
         ({"crop_scale": (0.5, 0.2)}, "crop_scale"),
-        ({"crop_ratio": (2.0, 1.0)}, "crop_ratio"),
         ({"flip": 1.1}, "flip=1.1 must be a probability"),
     ],
 )

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from lightning_sparse.data.pipeline.sampler import SHUFFLES
+from lightning_sparse.data.config import SHUFFLES
 from tests.data.fits import (
     BATCH,
     FLAVOURS,

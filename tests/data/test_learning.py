@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_sparse.data.pipeline.sampler import SHUFFLES
+from lightning_sparse.data.config import SHUFFLES
 from tests.data.pictures import digits_folder
 from tests.helpers.distributed import run_ranks
 

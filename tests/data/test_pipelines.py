@@ -331,7 +331,7 @@ def test_closing_ahead_closes_what_it_reads() -> None:
 def test_the_backend_is_chosen_for_a_reason(
     monkeypatch: pytest.MonkeyPatch, wanted: Any, device: str, installed: set[str], chosen: str, why: str
 ) -> None:
-    monkeypatch.setattr(backends, "_is_installed", installed.__contains__)
+    monkeypatch.setattr(backends, "is_installed", installed.__contains__)
     name, reason = backends.choose_backend(wanted, torch.device(device))
     assert name == chosen
     assert why in reason
@@ -339,7 +339,7 @@ def test_the_backend_is_chosen_for_a_reason(
 
 @pytest.mark.parametrize(("wanted", "says"), [("dali", "pip install nvidia-dali"), ("auto", "needs torchvision")])
 def test_a_backend_that_is_not_installed_is_refused(monkeypatch: pytest.MonkeyPatch, wanted: Any, says: str) -> None:
-    monkeypatch.setattr(backends, "_is_installed", lambda _: False)
+    monkeypatch.setattr(backends, "is_installed", lambda _: False)
     with pytest.raises(ValueError, match=says):
         backends.choose_backend(wanted, torch.device("cpu"))
 

@@ -292,12 +292,12 @@ def hooked(parameters: Any) -> Any:
 def test_what_rules_it_out_is_told(results: list[dict[str, Any]]) -> None:
     said = results[0]["reasons"]
     assert said["joined"] == "PTOCallback: joined with the reduction"
-    assert "on_after_backward may look at whole gradients" in said["module"]
-    assert "Looks.on_before_optimizer_step may look" in said["callback"]
-    assert "optimizer_zero_grad may look" in said["keeps"]
+    assert "on_after_backward may read whole gradients" in said["module"]
+    assert "Looks.on_before_optimizer_step may read" in said["callback"]
+    assert "optimizer_zero_grad may read" in said["keeps"]
     assert "16-bit parameters" in said["16 bit"]
     assert "a hook of the optimizer's step" in said["hook"]
-    assert "Muon is not known to step each element by itself" in said["optimizer"]
+    assert "Muon is not known to be elementwise" in said["optimizer"]
     assert "no gradients are gathered" in said["dense"]
 
 

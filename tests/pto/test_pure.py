@@ -271,7 +271,7 @@ def test_auto_tries_the_node_or_else_the_world(nodes: tuple[tuple[int, ...], ...
 
 @pytest.mark.parametrize("scope", ["all", "rank", None])
 def test_an_unknown_scope_is_refused(scope: object) -> None:
-    with pytest.raises(ValueError, match="is not known: use 'auto' .* 'node' .* or 'world'"):
+    with pytest.raises(ValueError, match="is unknown: use 'auto' .* 'node' .* or 'world'"):
         PTOCallback(scope=scope)  # type: ignore[arg-type]
 
 
@@ -291,8 +291,8 @@ class Clipping(torch.optim.Adam):
 @pytest.mark.parametrize(
     ("cls", "options", "says"),
     [
-        (torch.optim.LBFGS, {}, "cannot share the step of LBFGS: it evaluates .* leave the callback out"),
-        (ZeroRedundancyOptimizer, {}, "ZeroRedundancyOptimizer: it shares out the step already"),
+        (torch.optim.LBFGS, {}, "cannot share the step of LBFGS: it evaluates .* remove the callback"),
+        (ZeroRedundancyOptimizer, {}, "ZeroRedundancyOptimizer: it already shares the step"),
         (Clipping, {"max_grad_norm": 1.0}, r"max_grad_norm=1.0\) clips by the norm of all .*gradient_clip_val"),
     ],
 )
@@ -315,5 +315,5 @@ def test_a_step_is_shared_once_and_hooks_come_first() -> None:
     hooks = optimizer._optimizer_step_post_hooks
     assert isinstance(hooks, OrderedDict)
     assert next(iter(hooks.values())) == step._after
-    with pytest.raises(ValueError, match="is shared already"):
+    with pytest.raises(ValueError, match="is already shared"):
         ShardedStep(optimizer, communicator)

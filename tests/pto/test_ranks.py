@@ -244,8 +244,8 @@ def test_what_happens_in_a_run(results: list[dict[str, Any]]) -> None:
         assert each["onlookers"]["seen"] == [True] * 4
         assert each["a_closure_that_raises"] == {"said": "'a bad sample'", "whole": True, "equal": True}
         first, *later = each["a_step_that_raises"]["said"]
-        assert "before its parameters were gathered" not in first
-        assert all("before its parameters were gathered" in said for said in later)
+        assert "before the parameters were gathered" not in first
+        assert all("before the parameters were gathered" in said for said in later)
         assert len(later) == 2
     *others, last = [each["state_without_asking"]["said"] for each in results]
     assert all("Call optimizer.consolidate_state_dict(to=rank) on all ranks" in said for say in others for said in say)
@@ -254,7 +254,7 @@ def test_what_happens_in_a_run(results: list[dict[str, Any]]) -> None:
 
 def test_ranks_that_differ_are_refused(results: list[dict[str, Any]]) -> None:
     for each in results:
-        said = "" if len(results) == 1 else "parameter head.weight: ranks hold different gradients of it"
+        said = "" if len(results) == 1 else "parameter head.weight: its gradient differs between ranks"
         assert said in each["different_ranks"]
         assert bool(said) == bool(each["different_ranks"])
 
@@ -285,7 +285,7 @@ def die_in_the_gather() -> None:
         optimizer.step()
     except CommunicationError:
         for attempt in (optimizer.step, optimizer.consolidate_state_dict):  # type: ignore[attr-defined]
-            with pytest.raises(RuntimeError, match="ranks hold different ones"):
+            with pytest.raises(RuntimeError, match="ranks hold different parameters"):
                 attempt()
         raise
 

@@ -180,7 +180,7 @@ def test_untested_optimizers_are_tried_beside_the_plain_step(results: list[dict[
         warned = [found["lines"] for found in each["untested"].values() if not found["active"]]
         assert all(len(lines) == (rank == 0) for lines in warned)
     said = {name: " ".join(found["lines"]) for name, found in results[0]["untested"].items()}
-    assert "PTO is off for Twice, which steps as without it: it evaluates its closure more than once" in said["Twice"]
+    assert "PTO is off for Twice; every rank runs the full step: it evaluates its closure more" in said["Twice"]
     assert "cannot be tried on a copy (TypeError" in said["NoCopy"]
     if not alone:
         assert "sharing its step changes the result" in said["GlobalNorm"]

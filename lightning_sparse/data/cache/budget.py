@@ -1,10 +1,7 @@
-"""Size, format and folder of a node's memory tier, decided by the first process of the node.
+"""Size, format and folder of a node's memory tier: the first process of the node writes them to the segment.
 
-The process writes its decision into the segment, where the other processes of the node read it. If the samples do not
-fit, the tier keeps as many as fit, and every epoch reads the others from local disk.
+If the samples do not fit, the tier keeps as many as fit, and every epoch reads the others from local disk.
 """
-
-from __future__ import annotations
 
 import hashlib
 from pathlib import Path
@@ -110,14 +107,13 @@ def _create(
     for plan in plans:
         try:
             tier = memory.create(plan.folder / name, plan.format, len(manifest), plan.capacity)
+            break
         except OSError:
             if plan is plans[-1]:
                 raise
-            continue
-        if plan.needed > plan.capacity > 0 and tier.claim_topic("memory full"):
-            log.warning("%s", _too_small(manifest.split, int(owned.sum()), plan))
-        return tier
-    raise AssertionError("unreachable: the last folder returns or raises")
+    if plan.needed > plan.capacity > 0 and tier.claim_topic("memory full"):
+        log.warning("%s", _too_small(manifest.split, int(owned.sum()), plan))
+    return tier
 
 
 def _too_small(split: str, samples: int, plan: _Plan) -> str:

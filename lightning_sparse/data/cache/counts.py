@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from dataclasses import astuple, dataclass, fields
-from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -55,15 +54,6 @@ class TierCounts:
     def memory_hits(self) -> float:
         """Fraction of the samples that were in the node's own memory."""
         return self.memory_samples / max(1, self.samples)
-
-
-class TierSizes(NamedTuple):
-    """What the tiers of a node hold. disk_bytes: size of the file."""
-
-    memory_samples: int
-    memory_bytes: int
-    disk_samples: int
-    disk_bytes: int
 
 
 NAMES = tuple(field.name for field in fields(TierCounts))

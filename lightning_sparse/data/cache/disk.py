@@ -1,7 +1,7 @@
 """Disk tier: the files of a split in one LMDB on local disk, shared by all processes of a node.
 
 LMDB uses one file instead of many inodes, any number of processes read it without locks, and a killed writer loses only
-the batch it was writing: writers hold LMDB's lock, which the kernel releases when its holder dies.
+the batch it was writing.
 
 A value is a header followed by the file:
 
@@ -18,8 +18,7 @@ bytes  field    meaning
 ====== ======== ====================================================================
 
 Inserting stops at the size limit or when the disk is full. Nothing is evicted: each epoch reads every sample once in
-random order, so eviction would remove samples before their next use, while a cache that keeps what it has keeps its hit
-rate.
+random order, so eviction would remove samples before their next use.
 """
 
 from __future__ import annotations
@@ -29,7 +28,6 @@ import os
 import struct
 import threading
 import time
-import zlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -76,11 +74,6 @@ class CachedFile(NamedTuple):
 def corrupt_file(reason: str, decoder: int) -> CachedFile:
     """The cache entry of a corrupt file, so that later runs do not read it again."""
     return CachedFile(reason.encode(), 0, 0, decoder)
-
-
-def decoder_id(name: str) -> int:
-    """Id of a decoder version, as stored with each file."""
-    return zlib.crc32(name.encode())
 
 
 class DiskCache:

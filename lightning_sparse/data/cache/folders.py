@@ -10,8 +10,6 @@
 Another version of the layout uses another folder. It ignores this one and leaves it to `cache clear`.
 """
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import hashlib

@@ -1,7 +1,5 @@
 """List and remove the caches in a folder: `lightning-sparse cache info` and `cache clear`."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

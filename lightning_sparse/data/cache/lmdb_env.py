@@ -1,8 +1,7 @@
 """LMDB environments that this process has open, shared by its users.
 
 LMDB's locks belong to a process and a file, so a process must not open an environment twice: closing one would release
-the locks of the other. Two users in a process (a second DataModule, a test) therefore share one. A forked child must
-not use the environments of its parent; it opens its own.
+the locks of the other. A forked child must not use the environments of its parent; it opens its own.
 """
 
 from __future__ import annotations
@@ -79,16 +78,13 @@ def _opened(folder: Path, format: bytes) -> lmdb.Environment:
             meminit=False,  # pages are written whole
             readahead=False,  # values are read in random order
         )
+        try:
+            _check(environment, folder, format)
+        except BaseException:
+            environment.close()
+            raise
     except lmdb.Error as error:
         raise _unusable(folder, f"cannot be opened: {error}") from error
-    try:
-        _check(environment, folder, format)
-    except lmdb.Error as error:
-        environment.close()
-        raise _unusable(folder, f"cannot be read: {error}") from error
-    except DataError:
-        environment.close()
-        raise
     return environment
 
 
@@ -109,8 +105,9 @@ def _check(environment: lmdb.Environment, folder: Path, format: bytes) -> None:
 
 
 def _unusable(folder: Path, reason: str) -> DataError:
-    way_out = "Remove it, or run `lightning-sparse cache clear`; the next run fills it again."
-    return DataError(f"disk cache {folder} {reason}. {way_out}")
+    return DataError(
+        f"disk cache {folder} {reason}. Remove it, or run `lightning-sparse cache clear`; the next run fills it again."
+    )
 
 
 def _after_fork() -> None:

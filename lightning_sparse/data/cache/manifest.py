@@ -3,8 +3,7 @@
 The source is ``<source>/<split>/<class>/**/*.jpg``. Classes are numbered by name, like torchvision's ImageFolder. The
 size and the modification time of each file identify its listed version: a file that differs has changed on storage.
 
-Listing a large data set over a network takes minutes, so a run reads the list from the cache. Only `lightning-sparse
-cache warm` lists again, or the first run after the cache was removed.
+Listing takes minutes over a network, so only `lightning-sparse cache warm` lists a source again.
 """
 
 from __future__ import annotations
@@ -15,7 +14,6 @@ import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import overload
 
 import numpy as np
 import numpy.typing as npt
@@ -26,8 +24,10 @@ from lightning_sparse.data.cache.folders import cache_folder, file_name, locked,
 from lightning_sparse.data.cache.storage import Storage
 from lightning_sparse.data.config import CacheConfig, DataError
 
+LIST_READERS = 16  # folders listed at the same time
 
-class Paths(Sequence[str]):
+
+class Paths:
     """Strings in one block of bytes. A million str objects per process would need gigabytes of memory per node."""
 
     def __init__(self, joined: bytes, ends: npt.NDArray[np.int64]) -> None:
@@ -42,13 +42,7 @@ class Paths(Sequence[str]):
     def __len__(self) -> int:
         return len(self.ends)
 
-    @overload
-    def __getitem__(self, index: int) -> str: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[str]: ...
-    def __getitem__(self, index: int | slice) -> str | list[str]:
-        if isinstance(index, slice):
-            return [self[i] for i in range(*index.indices(len(self)))]
+    def __getitem__(self, index: int) -> str:
         end = int(self.ends[index])
         begin = int(self.ends[index - 1]) if index % len(self) else 0
         return os.fsdecode(self.joined[begin:end])
@@ -81,7 +75,7 @@ class Manifest:
     split: str
     root: str
     classes: tuple[str, ...]
-    paths: Sequence[str]
+    paths: Sequence[str] | Paths
     labels: npt.NDArray[np.int64]
     sizes: npt.NDArray[np.int64]
     mtimes_ns: npt.NDArray[np.int64]
@@ -144,7 +138,7 @@ class Manifest:
         return cls(split, root, tuple(classes), paths, labels, sizes, mtimes, fingerprint)
 
 
-def list_source(source: str, split: str, *, timeout: float = 300.0, readers: int = 16, quiet: bool = False) -> Manifest:
+def list_source(source: str, split: str, *, timeout: float = 300.0, quiet: bool = False) -> Manifest:
     """List an image folder on network storage, classes in parallel, with a progress bar.
 
     Raises:
@@ -153,7 +147,7 @@ def list_source(source: str, split: str, *, timeout: float = 300.0, readers: int
     """
     if not split or split.startswith("/") or ".." in split.split("/"):
         raise ValueError(f"split={split!r} must be the name of a folder in {source}, such as 'train'.")
-    storage = Storage(source, timeout=timeout, readers=readers, quiet=quiet)
+    storage = Storage(source, timeout=timeout, readers=LIST_READERS, quiet=quiet)
     try:
         classes = sorted(name for name, _, _ in next(storage.listing([f"{split}/"])))
         listed = storage.listing([f"{split}/{name}" for name in classes])
@@ -179,8 +173,6 @@ def load_or_list(config: CacheConfig, split: str, *, relist: bool = False, quiet
     """Return the manifest from the cache, or list the source and cache the list. One process per node lists.
 
     Args:
-        config: options of the cache.
-        split: name of the folder in the source.
         relist: list the source even if the cache has a list.
         quiet: show no progress bar.
 

@@ -9,18 +9,14 @@ slots                 32 per sample          state, length, offset, height, widt
 payloads              up to the budget       one after the other; never moved or evicted
 ====================  =====================  ==========================================================
 
-A slot goes from empty to filling to ready. A writer reserves space under a lock that the kernel releases when its
-holder dies, writes without the lock, and sets *ready* last. If a process is killed while writing, its slot is never
-read.
+A writer reserves space under a lock that the kernel releases when its holder dies, writes without the lock, and sets
+*ready* last, so a slot whose writer was killed is never read. Memory is allocated (fallocate) before it is written, so
+that a full /dev/shm raises OSError instead of SIGBUS.
 
 Reads take no lock and copy nothing: a sample is a read-only view of the segment, valid as long as it is referenced.
 Each read verifies a checksum of the payload, its shape and its index. If it fails, the slot is emptied, and the sample
 is read from the next tier.
-
-Memory is allocated (fallocate) before it is written, so that a full /dev/shm raises OSError instead of SIGBUS.
 """
-
-from __future__ import annotations
 
 import contextlib
 import fcntl
@@ -224,13 +220,9 @@ def create(path: Path, format: Format, slots: int, capacity: int) -> MemoryCache
     def prepare(file: int) -> None:
         os.posix_fallocate(file, 0, _payloads_at(slots))
         header = np.zeros(512, np.int64)
-        header[_Header.FORMAT], header[_Header.SLOTS], header[_Header.CAPACITY] = (
-            _FORMATS.index(format),
-            slots,
-            capacity,
-        )
+        header[_Header.MAGIC], header[_Header.FORMAT] = MAGIC, _FORMATS.index(format)
+        header[_Header.SLOTS], header[_Header.CAPACITY] = slots, capacity
         header[_Header.FULL] = capacity == 0
-        header[_Header.MAGIC] = MAGIC
         os.pwrite(file, header.tobytes(), 0)
 
     return MemoryCache(path, shared_memory.create(path, _payloads_at(slots) + room, prepare))

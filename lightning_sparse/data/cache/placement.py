@@ -1,7 +1,5 @@
 """Placement of samples on nodes: each sample has an owner, which keeps it in memory and serves it to other nodes."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import numpy as np
@@ -25,8 +23,6 @@ def owners(labels: npt.NDArray[np.int64], num_nodes: int, seed: int) -> npt.NDAr
 
     Args:
         labels: class of each sample.
-        num_nodes: number of nodes.
-        seed: seed of the shuffle.
 
     Raises:
         ValueError: if num_nodes is less than 1.

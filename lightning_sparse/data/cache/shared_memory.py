@@ -3,19 +3,9 @@
 All processes of a run on a node map the file, and each holds a shared lock (flock) on it. The kernel releases the lock
 when the process dies, also by SIGKILL. If a process gets an exclusive lock without waiting, no other process uses the
 file, and it may be removed: the last process to close a segment removes it, and each run removes the segments of killed
-runs. The name contains the random identity of the run, so runs never share a segment.
-
-===================  ========================================  ==========================================
-process              does                                      because
-===================  ========================================  ==========================================
-creates or attaches  locks shared, then checks that the file   another process may have removed it before
-                     still has a name, else starts again       the lock was granted
-closes or cleans up  locks exclusively without waiting, then   the lock is granted only if no other
-                     removes the file                          process holds it
-===================  ========================================  ==========================================
+runs. A process that gets the shared lock checks that the file was not removed meanwhile. The name contains the random
+identity of the run, so runs never share a segment.
 """
-
-from __future__ import annotations
 
 import contextlib
 import fcntl
@@ -105,8 +95,7 @@ def remove_stale(folders: Sequence[Path]) -> int:
 def available_memory(folder: Path) -> int:
     """Return the available bytes: the least of free memory, the limit of the control group and free space in `folder`.
 
-    Space that existing segments in `folder` may still allocate is subtracted, so a validation split or a second run
-    uses the remainder.
+    Space that existing segments in `folder` may still allocate is subtracted.
     """
     about = os.statvfs(folder)
     amounts = [about.f_bavail * about.f_frsize]

@@ -5,8 +5,6 @@ server restarting) is retried until storage answers, or until `timeout` seconds 
 file itself (missing, no permission, a link out of the source) are returned at once.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import logging
@@ -96,9 +94,7 @@ class Storage:
         requests = [self._request("r", path) for path in paths]
         for request in requests:
             status, payload, size, mtime_ns = self._wait_for(request)
-            yield (
-                StoredFile(payload, size, mtime_ns) if status == "k" else Unreadable(payload.decode("utf-8", "replace"))
-            )
+            yield StoredFile(payload, size, mtime_ns) if status == "k" else Unreadable(_text(payload))
 
     def listing(self, folders: Sequence[str]) -> Iterator[list[tuple[str, int, int]]]:
         """Yield (path, size, mtime in ns) of all images below each folder; for "folder/", its subfolders.
@@ -110,9 +106,8 @@ class Storage:
         for folder, request in zip(folders, requests, strict=True):
             status, payload, _, _ = self._wait_for(request)
             if status != "k":
-                reason = payload.decode("utf-8", "replace")
                 raise MissingFolderError(
-                    f"source={self.source} has no folder {folder.rstrip('/')}/ to read ({reason}). Expected "
+                    f"source={self.source} has no folder {folder.rstrip('/')}/ to read ({_text(payload)}). Expected "
                     f"train/<class>/<image> and val/<class>/<image>: check the path, and that it is mounted."
                 )
             yield [(name, size, mtime) for name, size, mtime in json.loads(payload)]
@@ -156,7 +151,7 @@ class Storage:
         payload = message[ANSWER.size :]
         with self._lock:
             if chr(status) == "t":  # an error of the network
-                self._trouble = payload.decode("utf-8", "replace")
+                self._trouble = _text(payload)
                 self._to_retry.append(number)
                 return
             request = self._requests.pop(number, None)  # None if a former reader answered it
@@ -262,15 +257,20 @@ class _Reader:
                 break
             owner._on_answer(message)
             del owner
+        self._connection.close()
         self.alive = False
+
+
+def _text(payload: bytes) -> str:
+    return payload.decode("utf-8", "replace")
 
 
 def _stop(process: subprocess.Popen[bytes], connection: Connection, pid: int) -> None:
     if os.getpid() != pid:
         return  # this is a forked copy; the process belongs to the parent
     process.kill()
-    with contextlib.suppress(OSError):
-        connection.close()
+    with contextlib.suppress(OSError), socket.socket(fileno=os.dup(connection.fileno())) as ours:
+        ours.shutdown(socket.SHUT_RDWR)  # ends the thread that listens, which closes the connection
     try:
         process.wait(timeout=1)
     except subprocess.TimeoutExpired:

@@ -1,8 +1,7 @@
 """Reads network storage in a process of its own. A script that `storage.py` runs.
 
-A read from a dead mount cannot be interrupted: the thread sleeps in the kernel, and its process cannot be killed until
-the mount responds. So the training process never reads network storage itself. This process reads with a few threads,
-and if it hangs, the training process abandons it.
+A read from a dead mount cannot be interrupted, and its process cannot be killed until the mount responds. So the
+training process never reads network storage itself: this process does, and is abandoned if it hangs.
 
 It receives requests on a socket (the file descriptor in argv), answers them in any order, and ends when the socket
 closes. It imports only the standard library, and fsspec if the source is a URL, so that it starts fast.

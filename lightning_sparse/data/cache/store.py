@@ -12,8 +12,6 @@ end the run. Only two errors do: a corrupt file on storage, unless ``on_corrupt=
 respond.
 """
 
-from __future__ import annotations
-
 import os
 import secrets
 import threading
@@ -25,7 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 from lightning_sparse.data import decode
-from lightning_sparse.data.cache.counts import TierCounts, TierSizes
+from lightning_sparse.data.cache.counts import TierCounts
 from lightning_sparse.data.cache.disk import CachedFile, FileKey
 from lightning_sparse.data.cache.manifest import Manifest
 from lightning_sparse.data.cache.placement import Placement, owners
@@ -51,8 +49,6 @@ class SampleStore:
     It can be pickled: a spawned or forked process opens the tiers itself.
 
     Args:
-        config: options of the cache.
-        manifest: samples of the split.
         placement: position of this process; default: a single process.
         run: secret from `new_run`, the same on all ranks; default: a new one.
 
@@ -246,10 +242,10 @@ class SampleStore:
         """Return what all processes of the run on this node have read, including workers and ended processes."""
         return TierCounts(*self._tiers().memory.rows().sum(0).tolist())
 
-    def sizes(self) -> TierSizes:
-        """Return what the tiers of this node hold now."""
+    def sizes(self) -> tuple[int, ...]:
+        """Return (samples in memory, bytes in memory, files on disk, bytes on disk) of this node now."""
         tiers = self._tiers()
-        return TierSizes(tiers.memory.cached, tiers.memory.bytes, tiers.disk.entries(), tiers.disk.bytes())
+        return tiers.memory.cached, tiers.memory.bytes, tiers.disk.entries(), tiers.disk.bytes()
 
     def flush(self) -> None:
         """Write pending files to disk."""

@@ -1,11 +1,9 @@
 """Samples and bytes by tier and epoch, over all nodes: for loggers after each epoch, and a table at the end."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import asdict
 
-from lightning_sparse.data.cache.counts import TierCounts, TierSizes
+from lightning_sparse.data.cache.counts import TierCounts
 from lightning_sparse.data.peers.collectives import on_all_ranks
 
 TIERS = ("memory", "peer", "disk", "storage")
@@ -36,8 +34,8 @@ class TierLog:
         self._total = total
         return self.epochs[epoch]
 
-    def sizes(self, read: Callable[[], TierSizes]) -> str:
-        """Return one line on what the tiers of all nodes hold. A collective; `read` as for the counts."""
+    def sizes(self, read: Callable[[], tuple[int, ...]]) -> str:
+        """Return one line on what the tiers of all nodes hold. A collective; `read`: see `SampleStore.sizes`."""
         memory, memory_bytes, disk, disk_bytes = (sum(column) for column in zip(*on_all_ranks(read), strict=True))
         return (
             f"  in memory: {memory:,} samples, {memory_bytes / 1e6:,.1f} MB; on local disks: {disk:,} samples, "

@@ -1,7 +1,5 @@
 """The tiers that a process has open."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,7 +10,7 @@ import numpy.typing as npt
 from lightning_sparse.data import decode
 from lightning_sparse.data.cache.budget import open_memory, segment_name
 from lightning_sparse.data.cache.counts import Counter
-from lightning_sparse.data.cache.disk import CachedFile, DiskCache, FileKey, corrupt_file, decoder_id
+from lightning_sparse.data.cache.disk import CachedFile, DiskCache, FileKey, corrupt_file
 from lightning_sparse.data.cache.folders import cache_folder, file_name
 from lightning_sparse.data.cache.manifest import Manifest
 from lightning_sparse.data.cache.memory import MemoryCache
@@ -29,7 +27,7 @@ from lightning_sparse.messages import log
 class Tiers:
     """The tiers that a process has open. A forked process opens its own: pid tells them apart.
 
-    decoder: id of the decoder in use (`disk.decoder_id`).
+    decoder: id of the decoder in use (`decode.decoder_id`).
     warn_once: called with (topic, text); logs each topic once per run and node, whichever process calls it first.
     """
 
@@ -108,4 +106,4 @@ def open_tiers(
     disk = open_disk(config, manifest.split, counter, warn_once)
     quiet = placement.device_index != 0  # one rank per node logs interruptions of storage
     storage = Storage(config.source, timeout=config.storage_timeout, readers=config.storage_readers, quiet=quiet)
-    return Tiers(os.getpid(), memory, disk, storage, counter, decoder_id(decode.decoder_version()), warn_once)
+    return Tiers(os.getpid(), memory, disk, storage, counter, decode.decoder_id(), warn_once)

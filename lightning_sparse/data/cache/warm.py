@@ -15,7 +15,7 @@ from tqdm import tqdm
 
 from lightning_sparse.data import decode
 from lightning_sparse.data.cache.counts import Counter
-from lightning_sparse.data.cache.disk import DiskCache, FileKey, decoder_id
+from lightning_sparse.data.cache.disk import DiskCache, FileKey
 from lightning_sparse.data.cache.manifest import load_or_list
 from lightning_sparse.data.cache.placement import Placement, owners
 from lightning_sparse.data.cache.storage import MissingFolderError, Storage, StoredFile
@@ -28,11 +28,7 @@ CHUNK = 16  # files per request of a thread
 
 @dataclass
 class WarmReport:
-    """Result for a split.
-
-    files: files of this node. present: files that were cached before. corrupt: (path, reason). full: the disk or the
-    limit did not allow more.
-    """
+    """Result for a split. present: files cached before. corrupt: (path, reason). full: no space for more."""
 
     split: str
     files: int = 0
@@ -54,8 +50,6 @@ def warm(config: CacheConfig, split: str, *, placement: Placement | None = None,
     """Copy the files of a split to the disk tier of this node.
 
     Args:
-        config: options of the cache.
-        split: name of the folder in the source.
         placement: with several nodes, copy only the files that the node owns.
         threads: threads that read and decode.
 
@@ -105,7 +99,7 @@ def _fill(
     report: WarmReport,
     bar: tqdm[None],
 ) -> None:
-    decoder = decoder_id(decode.decoder_version())
+    decoder = decode.decoder_id()
 
     def fetch(keys: Sequence[FileKey]) -> list[tuple[FileKey, int, str]]:
         """Return (key, bytes read, reason why the file is corrupt or "") of each file."""

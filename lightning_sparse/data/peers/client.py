@@ -1,13 +1,10 @@
 """Reads samples from the memory of other nodes: requests over zmq, encrypted and authenticated with CURVE.
 
-Each node runs one server process (`server.py`). A rank sends the indices of a batch and receives one frame per sample.
+Each node runs one server process (`server.py`). Keys are derived from the secret of the run, which only its ranks hold:
+a server answers only clients that hold the client key, and a client connects only to servers that hold the server key.
 
-Keys are derived from the secret of the run, which only its ranks hold: a server answers only clients that hold the
-client key of the run, and a client connects only to servers that hold its server key.
-
-A server that is slow, for example because it reads from storage itself, still answers pings. A server that sends
-nothing for `DEAD_S` is considered dead. The caller then reads from local disk and network storage, and the client
-retries the server after a pause.
+A slow server still answers pings. A server that sends nothing for `DEAD_S` is considered dead: the caller reads from
+local disk and network storage, and the client retries the server after a pause.
 """
 
 from __future__ import annotations
@@ -37,7 +34,6 @@ class PeerClient:
 
     Args:
         endpoints: endpoints of the servers, by node; without the own node.
-        run: secret of the run.
         format: format that this node keeps. Samples of a server that keeps another format are not used.
         warn_once: called with (topic, text); logs each topic once.
     """
@@ -158,7 +154,11 @@ class _Sockets:
         import zmq
 
         if node not in self._open:
-            self._open[node] = self._connect(self._endpoints[node])
+            socket = self._open[node] = self._context.socket(zmq.DEALER)
+            socket.linger, socket.ipv6 = 0, "[" in self._endpoints[node]
+            socket.curve_serverkey = self._keys.server_public
+            socket.curve_publickey, socket.curve_secretkey = self._keys.client_public, self._keys.client_secret
+            socket.connect(self._endpoints[node])
         try:
             self._open[node].send_multipart(frames, zmq.NOBLOCK)
         except zmq.Again:
@@ -178,14 +178,3 @@ class _Sockets:
 
     def close(self, node: int) -> None:
         self._open.pop(node).close(linger=0)
-
-    def _connect(self, endpoint: str) -> zmq.Socket[bytes]:
-        import zmq
-
-        socket = self._context.socket(zmq.DEALER)
-        socket.linger = 0
-        socket.ipv6 = "[" in endpoint
-        socket.curve_serverkey = self._keys.server_public
-        socket.curve_publickey, socket.curve_secretkey = self._keys.client_public, self._keys.client_secret
-        socket.connect(endpoint)
-        return socket

@@ -1,7 +1,5 @@
 """Results that all ranks share, over torch.distributed. Without a process group, this process is the only rank."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import TypeVar
 

@@ -1,7 +1,5 @@
 """Address on which a node serves its samples: that of one interface, never of all."""
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import ipaddress

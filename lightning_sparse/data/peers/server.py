@@ -1,13 +1,9 @@
 """Serves the samples of this node to other nodes, in a process of its own that takes no time from the ranks.
 
 The process receives a pickled store on its standard input and prints its endpoint. It ends when its input closes: when
-the rank that started it closes the store, or dies.
-
-One thread receives requests, answers pings at once and sends the answers. `THREADS` threads read the samples, so a
-server that waits for storage still answers pings.
+the rank that started it closes the store, or dies. `THREADS` threads read the samples, and one handles all messages, so
+that a server that waits for storage still answers pings.
 """
-
-from __future__ import annotations
 
 import contextlib
 import hmac
@@ -19,6 +15,7 @@ import threading
 import traceback
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -38,7 +35,6 @@ class PeerServer:
 
     Args:
         store: a `SampleStore`; the process opens its own copy.
-        run: secret of the run.
         address: IP address to listen on.
 
     Raises:
@@ -81,16 +77,6 @@ class PeerServer:
         self._output.close()
 
 
-class _Credentials:
-    """Accepts clients that hold the client key of the run."""
-
-    def __init__(self, public: bytes) -> None:
-        self._public = public
-
-    def callback(self, domain: str, key: bytes) -> bool:
-        return hmac.compare_digest(key, self._public)
-
-
 def _bind(context: Any, keys: Keys, address: str) -> tuple[Any, str]:
     """Return an encrypted socket on a free port, and its endpoint."""
     import zmq
@@ -112,7 +98,8 @@ def serve(store: SampleReader, run: bytes, address: str, ready: Callable[[str], 
     context, keys = zmq.Context(), Keys.of(run)
     authenticator = ThreadAuthenticator(context)  # stops when it is collected
     authenticator.start()
-    authenticator.configure_curve_callback(domain="*", credentials_provider=_Credentials(keys.client_public))
+    clients = SimpleNamespace(callback=lambda domain, key: hmac.compare_digest(key, keys.client_public))
+    authenticator.configure_curve_callback(domain="*", credentials_provider=clients)
     router, endpoint = _bind(context, keys, address)
     answers = context.socket(zmq.PULL)
     answers.bind(_ANSWERS)

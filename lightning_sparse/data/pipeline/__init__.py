@@ -5,9 +5,7 @@ sampler.py       which samples a rank sees at a step
 loader.py        iterables for the Trainer, which save and restore their position
 batch.py         a batch request, its samples and their crops
 augment.py       random crops and flips
-backend.py       choose and make the backend
-backend_dali.py  batches through DALI
-backend_torch.py batches through torchvision
+backend.py       choose the backend: backend_dali.py, or backend_torch.py for torchvision
 prefetch.py      run an iterable ahead of time in a thread
 rng.py           counter-based random numbers
 ================ ======================================================================

@@ -13,17 +13,19 @@ from numpy.typing import NDArray
 
 from lightning_sparse.data.pipeline.rng import uniform
 
+Integers = NDArray[np.int64]
 _ATTEMPTS = 10
+_RATIO = (3 / 4, 4 / 3)  # range of the aspect ratio, width / height
 _SEED_OFFSET = 0x5EED_0F_C209  # so that crops and the order of samples are independent
 
 
 class Crops(NamedTuple):
     """One crop per sample, in pixels of the cached image. All arrays have shape [B]."""
 
-    top: NDArray[np.int64]
-    left: NDArray[np.int64]
-    height: NDArray[np.int64]
-    width: NDArray[np.int64]
+    top: Integers
+    left: Integers
+    height: Integers
+    width: Integers
     flip: NDArray[np.bool_]
 
 
@@ -33,7 +35,6 @@ class Augment:
 
     Args:
         crop_scale: range of the crop's area, as a fraction of the image's area.
-        crop_ratio: range of the crop's aspect ratio, width / height.
         flip: probability of a horizontal flip.
         seed: random seed.
 
@@ -42,7 +43,6 @@ class Augment:
     """
 
     crop_scale: tuple[float, float] = (0.08, 1.0)
-    crop_ratio: tuple[float, float] = (3 / 4, 4 / 3)
     flip: float = 0.5
     seed: int = 0
 
@@ -52,19 +52,13 @@ class Augment:
             raise ValueError(
                 f"crop_scale={self.crop_scale} must be two fractions of the area, 0 < least <= greatest <= 1."
             )
-        low, high = self.crop_ratio
-        if not 0 < low <= high:
-            raise ValueError(f"crop_ratio={self.crop_ratio} must be two ratios width/height, 0 < least <= greatest.")
         if not 0 <= self.flip <= 1:
             raise ValueError(f"flip={self.flip} must be a probability in [0, 1].")
 
-    def crops(
-        self, epoch: int, indices: NDArray[np.int64], heights: NDArray[np.int64], widths: NDArray[np.int64]
-    ) -> Crops:
+    def crops(self, epoch: int, indices: Integers, heights: Integers, widths: Integers) -> Crops:
         """Draw random crops.
 
         Args:
-            epoch: number of the epoch.
             indices: indices of the samples in the manifest [B].
             heights, widths: sizes of the cached images [B].
         """
@@ -72,7 +66,7 @@ class Augment:
         drawn = uniform(self.seed + _SEED_OFFSET, epoch, indices[:, None], np.arange(count))
         area, aspect, down, right = np.moveaxis(drawn[:, 1:].reshape(-1, _ATTEMPTS, 4), 2, 0)
         area = heights[:, None] * widths[:, None] * _between(area, *self.crop_scale)
-        aspect = np.exp(_between(aspect, *np.log(self.crop_ratio)))
+        aspect = np.exp(_between(aspect, *np.log(_RATIO)))
         width = np.round(np.sqrt(area * aspect)).astype(np.int64)
         height = np.round(np.sqrt(area / aspect)).astype(np.int64)
         fits = (width > 0) & (width <= widths[:, None]) & (height > 0) & (height <= heights[:, None])
@@ -80,32 +74,26 @@ class Augment:
         width, height, down, right = (each[rows, first] for each in (width, height, down, right))
         top = (down * (heights - height + 1)).astype(np.int64)
         left = (right * (widths - width + 1)).astype(np.int64)
-        drawn_crops = Crops(top, left, height, width, drawn[:, 0] < self.flip)
-        return _where(fits[rows, first], drawn_crops, self._largest(heights, widths))
-
-    def _largest(self, heights: NDArray[np.int64], widths: NDArray[np.int64]) -> Crops:
-        least, greatest = self.crop_ratio
-        width = np.minimum(widths, np.round(heights * greatest).astype(np.int64))
-        height = np.minimum(heights, np.round(widths / least).astype(np.int64))
-        return _centred(heights, widths, np.maximum(height, 1), np.maximum(width, 1))
+        boxes = zip((top, left, height, width), _largest(heights, widths)[:4], strict=True)
+        return Crops._make([*(np.where(fits[rows, first], a, b) for a, b in boxes), drawn[:, 0] < self.flip])
 
 
-def centre_crops(heights: NDArray[np.int64], widths: NDArray[np.int64]) -> Crops:
+def centre_crops(heights: Integers, widths: Integers) -> Crops:
     """Return centre crops of 7/8 of the shorter side: as resizing to 256 and cropping 224."""
     side = np.maximum(1, np.minimum(heights, widths) * 7 // 8)
     return _centred(heights, widths, side, side)
 
 
-def _centred(
-    heights: NDArray[np.int64], widths: NDArray[np.int64], height: NDArray[np.int64], width: NDArray[np.int64]
-) -> Crops:
+def _largest(heights: Integers, widths: Integers) -> Crops:
+    least, greatest = _RATIO
+    width = np.minimum(widths, np.round(heights * greatest).astype(np.int64))
+    height = np.minimum(heights, np.round(widths / least).astype(np.int64))
+    return _centred(heights, widths, np.maximum(height, 1), np.maximum(width, 1))
+
+
+def _centred(heights: Integers, widths: Integers, height: Integers, width: Integers) -> Crops:
     top, left = (heights - height) // 2, (widths - width) // 2
     return Crops(top, left, height, width, np.zeros(len(heights), np.bool_))
-
-
-def _where(mask: NDArray[np.bool_], yes: Crops, no: Crops) -> Crops:
-    parts = [np.where(mask, a, b) for a, b in zip(yes[:4], no[:4], strict=True)]
-    return Crops(parts[0], parts[1], parts[2], parts[3], yes.flip)
 
 
 def _between(drawn: NDArray[np.float64], low: float, high: float) -> NDArray[np.float64]:

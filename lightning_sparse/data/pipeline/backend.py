@@ -1,12 +1,10 @@
 """Chooses and makes the backend that turns samples into batches: DALI or torchvision."""
 
-from __future__ import annotations
-
-from importlib.util import find_spec
 from typing import Literal
 
 import torch
 
+from lightning_sparse.data.config import is_installed
 from lightning_sparse.data.pipeline.batch import Pipeline, Transform
 from lightning_sparse.data.sample import SampleReader
 
@@ -20,7 +18,7 @@ def choose_backend(wanted: Backend, device: torch.device) -> tuple[Literal["dali
     Raises:
         ValueError: if the backend is not installed.
     """
-    dali, vision = _is_installed("nvidia.dali"), _is_installed("torchvision")
+    dali, vision = is_installed("nvidia.dali"), is_installed("torchvision")
     if wanted == "dali" and not dali:
         raise ValueError('backend="dali" needs DALI: `pip install nvidia-dali-cuda130`, or use backend="auto".')
     if not vision and (wanted == "torch" or not dali):
@@ -52,10 +50,3 @@ def make_pipeline(
     from lightning_sparse.data.pipeline.backend_torch import TorchPipeline
 
     return TorchPipeline(store, transform, threads=threads, pin=gpu is not None)
-
-
-def _is_installed(module: str) -> bool:
-    try:
-        return find_spec(module) is not None
-    except ModuleNotFoundError:
-        return False

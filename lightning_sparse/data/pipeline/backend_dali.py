@@ -11,15 +11,10 @@ JPEG                 decode only the crop -> the same           mixed decode of 
 ===================  =========================================  ==============================================
 
 For decoded images, the reading thread copies the crop out of the store. This is faster than DALI's slice, and on a GPU
-only the crop is uploaded. A region of interest of the resize would save the copy, but would use pixels from outside the
-crop at its edges.
+only the crop is uploaded. A region of interest of the resize would use pixels from outside the crop at its edges.
 
-DALI reads no files, draws no random numbers and knows no epochs: `augment` computes the crops, as for torchvision, and
-an epoch ends when its requests do, so there is no iterator to reset. The dynamic executor passes its outputs to torch
-without a copy.
+DALI reads no files and draws no random numbers: `augment` computes the crops, as for torchvision.
 """
-
-from __future__ import annotations
 
 from collections import deque
 from collections.abc import Generator, Iterable, Iterator
@@ -43,8 +38,6 @@ class DaliPipeline:
     """Makes batches with DALI.
 
     Args:
-        store: reads the samples.
-        transform: augmentation and normalisation.
         batch_size: largest number of samples in a request.
         threads: number of DALI's threads.
         device: index of the GPU; None: CPU.

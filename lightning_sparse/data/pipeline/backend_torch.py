@@ -1,12 +1,9 @@
 """Batches through torchvision, in threads of this process.
 
-It uses threads instead of worker processes: reading, decoding and resizing release the GIL, the memory tier is read
-without a copy, and nothing is pickled. Each thread makes whole batches, and one more batch than threads is in progress
-during a training step. Whole-array work uses numpy, because torch would start a team of OpenMP threads for each of
-these threads.
+Reading, decoding and resizing release the GIL, the memory tier is read without a copy, and nothing is pickled. Each
+thread makes whole batches, and one more batch than threads is in progress during a training step. Whole-array work uses
+numpy, because torch would start a team of OpenMP threads for each of these threads.
 """
-
-from __future__ import annotations
 
 import weakref
 from collections import deque
@@ -27,8 +24,6 @@ class TorchPipeline:
     """Makes batches with torchvision.
 
     Args:
-        store: reads the samples.
-        transform: augmentation and normalisation.
         threads: number of batches made at the same time.
         pin: use pinned memory, for asynchronous copies to a GPU.
     """

@@ -1,20 +1,12 @@
 """Iterables for the Trainer: the batches of a rank, with a position that is saved and restored.
 
-They are plain iterables, not DataLoaders, so Lightning neither replaces nor adds a sampler. Lightning uses:
+They are plain iterables, not DataLoaders, so Lightning neither replaces nor adds a sampler. Lightning calls
 
-=============================== =====================================================================================
-Lightning                       here
-=============================== =====================================================================================
-iter() as a check               no cost: an iterator starts to work with its first next()
-batch_sampler.sampler           `TrainLoader` itself, so that Lightning calls set_epoch(); there is no attribute
-                                `sampler`, which ``overfit_batches`` would warn about
-len()                           batches of a whole epoch, equal on all ranks; also while resuming, because Lightning
-                                adds the batches that are done
-state_dict, load_state_dict     saved with the loops, loaded before the first batch of a resumed epoch
-=============================== =====================================================================================
+- iter() as a check: an iterator starts to work with its first next(),
+- set_epoch() of ``batch_sampler.sampler``; an attribute ``sampler`` would make ``overfit_batches`` warn,
+- len(): batches of a whole epoch, equal on all ranks. When resuming, Lightning adds the batches that are done,
+- state_dict() and load_state_dict(): saved with the loops, loaded before the first batch of a resumed epoch.
 """
-
-from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from types import SimpleNamespace
@@ -64,18 +56,12 @@ class _Loader:
         self._done = 0  # batches of this epoch that were handed out
         self._open: Generator[Batch, None, None] | None = None
 
-    def _start(self) -> None:
-        """Called when an iterator starts."""
-
     def _requests(self) -> Iterator[BatchRequest]:
+        """Start an iterator; return its requests."""
         raise NotImplementedError
 
     def __iter__(self) -> Iterator[Batch]:
-        return self._batches()
-
-    def _batches(self) -> Iterator[Batch]:
         self.close()  # the last iterator, if it was abandoned
-        self._start()
         batches = self._open = self._pipeline.run(self._requests())
         try:
             for batch in batches:
@@ -95,8 +81,6 @@ class TrainLoader(_Loader):
     """Random batches of a rank, one epoch per iterator.
 
     Args:
-        sampler: yields the samples of each step.
-        pipeline: makes the batches.
         rank: node and device of this rank.
         sizes: image sizes by epoch.
         fingerprint: fingerprint of the manifest; the state of another data set is not restored.
@@ -115,8 +99,8 @@ class TrainLoader(_Loader):
         sizes: ImageSizes,
         fingerprint: str = "",
         fixed: bool = False,
-        on_epoch: Callable[[int], None] | None = None,
-        on_resume: Callable[[int], None] | None = None,
+        on_epoch: Callable[[int], None] = lambda epoch: None,
+        on_resume: Callable[[int], None] = lambda done: None,
     ) -> None:
         super().__init__(pipeline)
         self._sampler, self._rank, self._sizes = sampler, rank, sizes
@@ -134,37 +118,24 @@ class TrainLoader(_Loader):
         """Set the epoch of the next iterator. Lightning calls this; a custom training loop must, too."""
         if epoch != self._epoch:
             self._epoch, self._before, self._done, self._resumes = epoch, (), 0, False
-        if self._on_epoch is not None:
-            self._on_epoch(epoch)
+        self._on_epoch(epoch)
 
     def __len__(self) -> int:
         return self._sampler.steps
 
-    def _start(self) -> None:
+    def _requests(self) -> Iterator[BatchRequest]:
         if not self._resumes:
             self._before, self._done = (), 0
         self._resumes = False
-
-    def _requests(self) -> Iterator[BatchRequest]:
-        epoch = self._epoch
+        epoch, size = self._epoch, self._sizes.at(self._epoch)
         plan = self._sampler.epoch(0 if self._fixed else epoch, self._before)
-        for step in range(self._done, plan.steps):
-            yield BatchRequest(plan.batch(step, *self._rank), epoch, self._sizes.at(epoch), True)
-
-    def close(self) -> None:
-        """Stop the last iterator."""
-        if self._open is not None:
-            self._open.close()
-        self._open = None
+        steps = range(self._done, plan.steps)
+        return (BatchRequest(plan.batch(step, *self._rank), epoch, size, True) for step in steps)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position in the epoch, the same on all ranks, as plain values."""
-        done = [*self._before, EpochSegment(self._sampler.config, self._done)]
-        return {
-            "epoch": self._epoch,
-            "segments": [each.state_dict() for each in done],
-            "fingerprint": self._fingerprint,
-        }
+        segments = [each.state_dict() for each in (*self._before, EpochSegment(self._sampler.config, self._done))]
+        return {"epoch": self._epoch, "segments": segments, "fingerprint": self._fingerprint}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue where a run stopped, also with other nodes, another batch size or another shuffle."""
@@ -174,8 +145,7 @@ class TrainLoader(_Loader):
             segments = [EpochSegment(self._sampler.config, 0)]
         own = segments.pop().steps if segments[-1].config == self._sampler.config else 0
         self._before, self._done, self._resumes = tuple(segments), own, True
-        moved = bool(self._before) or state["fingerprint"] != self._fingerprint
-        if moved and self._on_resume is not None:
+        if self._before or state["fingerprint"] != self._fingerprint:
             left = self._sampler.epoch(self._epoch, self._before).steps - own
             self._on_resume(len(self) - left)
 
@@ -185,7 +155,6 @@ class EvalLoader(_Loader):
 
     Args:
         batches: indices of the samples of each batch.
-        pipeline: makes the batches.
         size: height and width of the images.
     """
 

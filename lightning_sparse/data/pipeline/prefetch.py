@@ -1,7 +1,5 @@
 """Run an iterable ahead of time in a thread."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Generator, Iterable
 from queue import SimpleQueue

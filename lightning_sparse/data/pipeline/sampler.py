@@ -14,27 +14,26 @@ shuffle     shards                          samples that a node reads from other
 =========== =============================== =====================================================================
 
 With "global", each global batch is a random draw from the whole data set, and each node gets those of its samples that
-it owns, up to its share of the batch. Which rank computes a gradient does not change the sum. Only the overflow is sent
-between nodes, whereas a split by position would send (M-1)/M of all samples.
+it owns, up to its share of the batch. Only the overflow is sent between nodes, whereas a split by position would send
+(M-1)/M of all samples.
 
 A shard yields ``width`` samples per step: batch size times devices. All shards take as many steps as the longest one
 needs. A shard that ends early starts over; these repetitions (`EpochPlan.padding`) are the only samples that an epoch
-sees twice. No sample is left out. All ranks have the same number of batches, and all batches are full.
+sees twice. No sample is left out, and all batches are full.
 
-An epoch's order costs one sort in numpy, then each step costs the same, so a resumed run does not iterate over past
-steps. A run that resumes with other nodes, another batch size or another shuffle sees the remaining samples of the
-epoch (`EpochSegment`): a single global shard keeps its order, several shards are shuffled into one.
+A run that resumes with other nodes, another batch size or another shuffle sees the remaining samples of the epoch
+(`EpochSegment`): a single global shard keeps its order, several shards are shuffled into one.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_sparse.data.config import SHUFFLES, Shuffle
+from lightning_sparse.data.config import Shuffle
 from lightning_sparse.data.pipeline.rng import shuffled
 
 Indices = NDArray[np.int64]
@@ -44,17 +43,16 @@ _ORDER, _CHOICE, _DEAL, _REST = range(4)
 
 @dataclass(frozen=True, kw_only=True)
 class SamplerConfig:
-    """Options of the sampler.
+    """Options of the sampler. `CacheConfig` validates shuffle and exchange_fraction.
 
     Args:
         batch_size: samples per device and step.
         devices: number of devices of each node, in node order.
-        shuffle: "local", "partial" or "global"; see the top of this file.
-        exchange_fraction: fraction of its samples that a node exchanges, for shuffle="partial".
+        shuffle, exchange_fraction: see the top of this file.
         seed: seed of the order.
 
     Raises:
-        ValueError: if an option is out of range.
+        ValueError: if batch_size is less than 1.
     """
 
     batch_size: int
@@ -68,12 +66,6 @@ class SamplerConfig:
             raise ValueError(
                 f"batch_size={self.batch_size!r} must be at least 1: it is the number of samples per device and step."
             )
-        if not self.devices or min(self.devices) < 1:
-            raise ValueError(f"devices={self.devices} must list at least one node, each with at least one device.")
-        if self.shuffle not in SHUFFLES:
-            raise ValueError(f"shuffle={self.shuffle!r} is unknown: choose one of {', '.join(SHUFFLES)}.")
-        if not 0 <= self.exchange_fraction <= 1:
-            raise ValueError(f"exchange_fraction={self.exchange_fraction} must be between 0 and 1.")
 
     @property
     def num_nodes(self) -> int:
@@ -164,13 +156,7 @@ class EpochPlan:
         return self.steps * self.config.global_batch - sum(shard.left for shard in self.shards)
 
     def batch(self, step: int, node: int, device: int) -> Indices:
-        """Return the samples of a rank at a step, int64 [batch_size].
-
-        Raises:
-            ValueError: if the epoch has no such step.
-        """
-        if not 0 <= step < self.steps:
-            raise ValueError(f"step={step} is out of range: this epoch has steps 0 to {self.steps - 1}.")
+        """Return the samples of a rank at a step, int64 [batch_size]."""
         config = self.config
         shard = next(shard for shard in self.shards if node in shard.nodes)
         samples = shard.at(step, config)
@@ -179,13 +165,6 @@ class EpochPlan:
             samples = samples[assign(self.owners[samples], capacity) == node]
         return samples[device * config.batch_size : (device + 1) * config.batch_size]
 
-    def rest(self, steps: int) -> list[Shard]:
-        """Return the shards that remain after some steps."""
-        return [
-            Shard(each.samples, each.key, each.nodes, each.start + steps * each.width(self.config))
-            for each in self.shards
-        ]
-
 
 class Sampler:
     """The samples of all ranks in each epoch.
@@ -193,7 +172,6 @@ class Sampler:
     Args:
         samples: distinct indices into the manifest.
         owners_of: pure function from a number of nodes to the owner of each sample of the manifest.
-        config: options of this run.
 
     Raises:
         ValueError: if there are fewer samples than nodes.
@@ -240,12 +218,13 @@ class Sampler:
 
     def _remaining(self, plan: EpochPlan, steps: int, config: SamplerConfig, epoch: int) -> EpochPlan:
         """Return what remains of an epoch after some steps, for another config or the same."""
-        rest, owners = plan.rest(steps), self._owners_of(config.num_nodes)
+        rest = [replace(each, start=each.start + steps * each.width(plan.config)) for each in plan.shards]
+        owners = self._owners_of(config.num_nodes)
         if config == plan.config:
             return EpochPlan(config, rest, owners)
         nodes = tuple(range(config.num_nodes))
         if len(rest) == 1:
-            return EpochPlan(config, [Shard(rest[0].samples, rest[0].key, nodes, rest[0].start)], owners)
+            return EpochPlan(config, [replace(rest[0], nodes=nodes)], owners)
         left = np.concatenate([each.order[each.start :] for each in rest])
         return EpochPlan(config, [Shard(left, (config.seed, epoch, _REST), nodes)], owners)
 
