@@ -1,9 +1,9 @@
 """Compression groups: which parameters are reduced together, independent of the buckets they arrive in.
 
-DDP's buckets change: round 0 is one bucket, round 1 brings buckets rebuilt in the order in which gradients became ready,
-and every new wrap (a second fit, a resumed run) starts over. State kept by bucket index would silently go to other
-parameters. So a *group* is known by its content, the ordered (name, numel) of its parameters; the *layout* is the list
-of groups of one round. It settles when two rounds in a row had it; until then rounds are dense. It outlives the
+DDP's buckets change: round 0 is one bucket, round 1 brings buckets rebuilt in the order in which gradients became
+ready, and every new wrap (a second fit, a resumed run) starts over. State kept by bucket index would silently go to
+other parameters. So a *group* is known by its content, the ordered (name, numel) of its parameters; the *layout* is the
+list of groups of one round. It settles when two rounds in a row had it; until then rounds are dense. It outlives the
 wrapper: one big bucket is split into the settled groups, which gives the same shards, hence the same bits.
 
 Parameters excluded from selection are groups of their own: each bucket is cut in two, the excluded ones and the rest.
