@@ -213,7 +213,7 @@ def locate(
         _from_environment(_NODE_RANK_VARIABLES) if node_rank is None else node_rank,
         socket.gethostname(),
         _from_environment(_LOCAL_RANK_VARIABLES) if local_rank is None else local_rank,
-        node_name or os.environ.get(NODE_VARIABLE) or None,
+        str(node_name or os.environ.get(NODE_VARIABLE) or "") or None,
     )
     stated: list[tuple[Place, dict[str, Any]]] = [(place, {})] * dist.get_world_size()
     dist.all_gather_object(stated, (place, dict(config or {})))

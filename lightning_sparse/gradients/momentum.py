@@ -10,9 +10,10 @@ velocity u beside its residual v, in shards as the residual is, and what is sele
     the K largest of v are sent; there v and u become zero (u: masking, where not everything is sent)
 
 So the sum over nodes of what a *dense* round sends is what torch's SGD subtracts (times the learning rate), weight
-decay and Nesterov included; at density 1 a run equals that SGD to rounding. The optimizer's own momentum, weight decay
-and Nesterov are therefore out of its hands while it steps, and in their places at all other times: schedulers may
-change them, checkpoints hold what the user gave.
+decay and Nesterov included; at density 1 a run equals that SGD to rounding. (Except for parameters that no rank uses
+while their gradient is zero rather than None: torch's SGD still moves them, here their velocity stays.) The optimizer's
+own momentum, weight decay and Nesterov are therefore out of its hands while it steps, and in their places at all other
+times: schedulers may change them, checkpoints hold what the user gave.
 
 What callbacks, loggers and clipping see as gradient is the velocity. Parameters that are not stepped keep theirs.
 """

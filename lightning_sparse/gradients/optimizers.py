@@ -4,6 +4,8 @@ Error feedback sends an entry of the gradient once in many rounds, as the sum of
 is linear, so the sum moves the parameter as far as its terms would have. Adam and its kin divide by the size of recent
 gradients: a sum of 100 steps moves the parameter by the root of 100 where 100 were meant, and a run ends worse than
 that of one node alone, without any communication (benchmarks/results/convergence-text-*.md; Aji et al., EMNLP 2019).
+
+LARS scales a layer as a whole, so the entries of a layer keep their proportions; the paper trains with it.
 """
 
 from collections.abc import Iterable
@@ -19,7 +21,7 @@ _ADAPTIVE = (
     "rmsprop", "lamb", "shampoo", "soap", "lion", "muon", "rprop", "sophia", "novograd", "adopt", "kron", "mars",
     "yogi", "laprop", "madgrad", "came", "grams", "prodigy",
 )  # fmt: skip
-_INNER = ("base_optimizer", "optimizer", "inner_optimizer", "_optimizer")
+_INNER = ("base_optimizer", "_base_optimizer", "optimizer", "inner_optimizer", "_optimizer", "optim")
 
 
 def response_of(optimizer: Optimizer) -> Response:

@@ -21,12 +21,13 @@ class StoreBarrier:
     """
 
     def __init__(self, key: str, world_size: int, store: Store | None = None) -> None:
+        self.names: list[str] = []  # that ranks arrived with, once they were waited for
         self._keys = [f"{key}/{rank}" for rank in range(world_size)]
         self._store = store or _get_default_store()
 
-    def arrive(self, rank: int) -> None:
+    def arrive(self, rank: int, name: str = "") -> None:
         """Record that this rank has arrived."""
-        self._store.set(self._keys[rank], "done")
+        self._store.set(self._keys[rank], name)
 
     def wait(self, timeout: timedelta | None) -> list[int]:
         """Wait until all have arrived, or the time is over; None stands for the timeout of the process group.
@@ -39,6 +40,8 @@ class StoreBarrier:
             missing = []
         except RuntimeError:  # it took longer than that
             missing = [rank for rank, key in enumerate(self._keys) if not self._store.check([key])]
-        for key in self._keys:
+        for rank, key in enumerate(self._keys):
+            if rank not in missing:
+                self.names.append(self._store.get(key).decode())
             self._store.delete_key(key)
         return missing

@@ -160,8 +160,8 @@ def apply(saved: Saved, state: HierState, device: torch.device) -> list[str]:
     # Cut again: what is excluded now may not have been then. regroup() then brings the residuals along.
     state.layout.settle(state.layout.cut(_groups(manifest["settled"])))
     state.layout.previous = state.layout.cut(_groups(manifest["previous"]))
-    if state.warmup == Warmup():
-        state.warmup = Warmup(*manifest.get("warmup", ()))  # the estimate of the run that began it
+    if state.config.warmup_epochs is None and state.config.warmup_steps is None:
+        state.warmup = Warmup(*manifest.get("warmup", ()))  # by the estimate of the run that began it
     complaints = _config_changes(state.config, manifest["config"])
     same = tuple(map(tuple, manifest["nodes"])) == state.topology.nodes
     if same:

@@ -20,6 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from lightning_sparse.gradients import HierConfig, HierState, hier_hook
+from lightning_sparse.gradients.tracking import stepped_by
 from lightning_sparse.messages import log, show_log_lines
 from lightning_sparse.strategy import checkpoint as files
 from lightning_sparse.strategy.barrier import StoreBarrier
@@ -57,7 +58,7 @@ class HierCore:
         self._topology: Topology | None = None
         self._run_id = ""
         self._saved: list[files.Saved] = []
-        self._watched: dict[HierState, list[weakref.ref[Optimizer]]] = {}
+        self._watched: dict[HierState, list[Optimizer]] = {}
         self._seen_optimizers: list[weakref.ref[Optimizer]] = []  # those that Fabric has set up
         self._saves: Counter[str] = Counter()
 
@@ -109,16 +110,17 @@ class HierCore:
                 state.detach()
                 self.hier_states.remove(state)
                 stale = self._watched.pop(state)
-                self._seen_optimizers = [each for each in self._seen_optimizers if each not in stale]
+                self._seen_optimizers = [each for each in self._seen_optimizers if each() not in stale]
 
     def _watch(self, optimizers: Iterable[Optimizer]) -> None:
-        """Note the steps of these besides those watched already, each for the modules whose parameters it steps."""
+        """Note the steps of these besides those watched already, each for the modules whose parameters it steps. One
+        that steps the same parameters as another takes its place."""
         optimizers = list(optimizers)
         for state in self.hier_states:
             own = [each for each in optimizers if state.parameters.are_stepped_by(each)]
             if own:
-                self._watched[state] += map(weakref.ref, own)
-                state.watch([each for found in self._watched[state] if (each := found()) is not None])
+                self._watched[state] = _without_replaced(self._watched[state], own) + own
+                state.watch(self._watched[state])
 
     # -- checkpoints ---------------------------------------------------------------------------------------------------
 
@@ -152,11 +154,16 @@ class HierCore:
     def _wait_for_residuals(self, save_id: str, path: str) -> None:
         """On rank 0, wait for the side files of all ranks."""
         # Not by the path, which may differ between ranks (Ray gives each worker a folder of its own).
-        key = f"lightning_sparse/{save_id}/{os.path.basename(path)}"
-        self._saves[key] += 1
-        barrier = StoreBarrier(f"{key}/{self._saves[key]}", self.world_size)
-        barrier.arrive(self.global_rank)
+        self._saves[save_id] += 1
+        barrier = StoreBarrier(f"lightning_sparse/{save_id}/{self._saves[save_id]}", self.world_size)
+        barrier.arrive(self.global_rank, os.path.basename(path))
         missing = barrier.wait(self._timeout) if self.is_global_zero else []
+        if len(set(barrier.names)) > 1:
+            log.warning(
+                "ranks save a checkpoint by different names (%s): a resume will not find all residuals. Log what is in "
+                "the name with sync_dist=True",
+                ", ".join(sorted(set(barrier.names))),
+            )
         if not missing:
             return
         said = f"rank(s) {', '.join(map(str, missing))} did not write their residuals of {path} in time"
@@ -175,6 +182,11 @@ class HierCore:
             self._saved.remove(found)
             files.restore(found, state, self.root_device)
         return found is not None
+
+
+def _without_replaced(watched: list[Optimizer], new: list[Optimizer]) -> list[Optimizer]:
+    taken = {id(parameter) for each in new for parameter in stepped_by(each)}
+    return [each for each in watched if taken.isdisjoint(map(id, stepped_by(each)))]
 
 
 def prepare_ddp(strategy: HierCore) -> None:

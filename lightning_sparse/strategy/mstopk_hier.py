@@ -8,6 +8,7 @@ method                 why
 setup                  refuses what cannot work before anything is built
 _register_ddp_hooks    Lightning registers comm hooks on CUDA only; this one also runs on the CPU
 setup_optimizers       watches the optimizers: a residual counts only when its gradient was stepped
+on_train_start         sets the warm-up by the steps that Trainer expects
 pre_backward           settles the last round, passes the epoch on, looks for optimizers that are not toggled
 save/load/remove_...   residuals are stored beside the checkpoint
 teardown               takes its hooks off the model
@@ -49,6 +50,7 @@ if TYPE_CHECKING:
         def __init__(self, **kwargs: Any) -> None: ...
         def setup(self, trainer: Any) -> None: ...
         def setup_optimizers(self, trainer: Any) -> None: ...
+        def on_train_start(self) -> None: ...
         def pre_backward(self, closure_loss: Tensor) -> None: ...
         def save_checkpoint(self, checkpoint: Any, filepath: Any, storage_options: Any = None) -> None: ...
         def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> Any: ...
@@ -137,7 +139,7 @@ class MSTopKHierMixin(HierCore, _Host):
 
     def _register_ddp_hooks(self) -> None:
         state = self._attach(self.model, self.precision_plugin, fresh=self._resumes)
-        self.hier_states = [state]
+        self.hier_states, self._watched = [state], {state: self._watched[state]}
         self._take_up(state)
 
     def _take_up(self, state: HierState) -> None:
@@ -160,8 +162,15 @@ class MSTopKHierMixin(HierCore, _Host):
         idle = _idle(self.lightning_module, self.optimizers)
         if idle:
             state.log_once(idle, logging.WARNING)
+
+    def on_train_start(self) -> None:
+        """Set the length of the warm-up: by now data loaders exist, and loops are where they were saved."""
+        super().on_train_start()
+        state = self.hier_state
+        if state is None or not state.is_hierarchical or not isinstance(self.model, DistributedDataParallel):
+            return
         if state.warmup == Warmup():
-            state.warmup = _default_warmup(trainer.estimated_stepping_batches)
+            state.warmup = _default_warmup(self.lightning_module.trainer.estimated_stepping_batches)
         if self.config.exchange != "dense" and state.warmup.describe():
             state.log_once(state.warmup.describe())
 

@@ -1,0 +1,122 @@
+"""The warm-up that Trainer's strategy chooses, and what else changes between fits; on real ranks."""
+
+import gc
+import warnings
+import weakref
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_sparse.gradients.schedule import Warmup
+from tests.helpers.distributed import run_ranks
+from tests.helpers.lines import Lines
+from tests.strategy.models import mlp
+from tests.strategy.test_fabric import fabric_with, prepared, train
+from tests.strategy.test_fabric import ours as fabric_strategy
+from tests.strategy.test_resume import _ranks
+from tests.strategy.trainers import data, lightning_of, ours, plain_module, trainer
+
+
+class Ordered:
+    """What a module's data hooks are called in, and what a loader is given back."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+
+
+def module_with_late_data(seen: Ordered) -> Any:
+    pl = lightning_of("pytorch_lightning")
+    plain = plain_module("pytorch_lightning")
+
+    class Loader(torch.utils.data.DataLoader[Tensor]):
+        def state_dict(self) -> dict[str, int]:
+            return {"position": 7}
+
+        def load_state_dict(self, state: dict[str, int]) -> None:
+            seen.calls.append(f"position {state['position']}")
+
+    class Late(pl.LightningModule):  # type: ignore[misc, name-defined]
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = plain.net
+
+        def on_fit_start(self) -> None:
+            self.count = 96
+            seen.calls.append("on_fit_start")
+
+        def train_dataloader(self) -> Any:
+            seen.calls.append("train_dataloader")
+            return Loader(data(self.count).dataset, batch_size=4)  # type: ignore[arg-type]
+
+        def training_step(self, batch: Tensor, _: int) -> Tensor:
+            return self.net(batch).square().mean()
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters(), lr=0.05)
+
+    return Late()
+
+
+def fit_twice(folder: str) -> tuple[list[str], list[str], Warmup, list[str]]:
+    warnings.simplefilter("ignore")
+    lines, first, second = Lines().lines, Ordered(), Ordered()
+    strategy = ours("pytorch_lightning").MSTopKHierStrategy(exchange="sparse")
+    t = trainer("pytorch_lightning", strategy, max_steps=-1, max_epochs=2, **_ranks())
+    t.fit(module_with_late_data(first))
+    plain = trainer("pytorch_lightning", "ddp", max_steps=6, max_epochs=-1, **_ranks())
+    plain.fit(module_with_late_data(Ordered()))
+    plain.save_checkpoint(f"{folder}/plain.ckpt")
+    again = ours("pytorch_lightning").MSTopKHierStrategy(exchange="sparse")
+    resumed = trainer("pytorch_lightning", again, max_steps=8, max_epochs=3, **_ranks())
+    resumed.fit(module_with_late_data(second), ckpt_path=f"{folder}/plain.ckpt")
+    return first.calls, second.calls, strategy.hier_state.warmup, [line for line in lines if "falls" in line]
+
+
+def test_its_length_is_asked_for_when_data_is_there_and_loops_are_restored(tmp_path: Any) -> None:
+    """24 batches in each of 2 epochs: 5 % of 24 steps a rank, whichever way they are dealt."""
+    for rank, found in enumerate(run_ranks(fit_twice, str(tmp_path), nodes=2, devices=1, timeout=120, init=False)):
+        first, second, warmup, lines = found
+        assert first[:2] == ["on_fit_start", "train_dataloader"], "as under plain DDP"
+        assert "position 7" in second, "a checkpoint of plain DDP has a place in the data"
+        assert warmup == Warmup(4, 2)
+        assert len(lines) == (2 if rank == 0 else 0)
+
+
+def fit_and_forget() -> tuple[int, int]:
+    warnings.simplefilter("ignore")
+    strategy = ours("pytorch_lightning").MSTopKHierStrategy(exchange="sparse", warmup_epochs=0)
+    t = trainer("pytorch_lightning", strategy, max_steps=0, **_ranks())
+    modules, states = [], []
+    for _ in range(3):
+        t.fit_loop.epoch_loop.max_steps += 4
+        modules.append(plain_module("pytorch_lightning", mlp()))
+        t.fit(modules[-1])
+        states.append(weakref.ref(strategy.hier_state))
+    modules.clear()
+    gc.collect()
+    return len(strategy._watched), sum(state() is not None for state in states)
+
+
+def test_a_strategy_keeps_the_state_of_its_last_module_alone() -> None:
+    assert run_ranks(fit_and_forget, nodes=2, devices=1, timeout=120, init=False) == [(1, 1)] * 2
+
+
+def swap() -> tuple[bool, list[str]]:
+    fabric = fabric_with("lightning_fabric", fabric_strategy("lightning_fabric", exchange="auto", inter_gbps=1e-3))
+    model, _ = prepared(fabric)
+    (state,) = fabric.strategy.hier_states
+    kept = fabric.setup_optimizers(torch.optim.Adam(model.parameters(), lr=0.01))
+    before = state.exchange.choice.keeps_all
+    sgd = fabric.setup_optimizers(torch.optim.SGD(model.parameters(), lr=0.01))
+    if fabric.global_rank:
+        del kept
+        gc.collect()
+    train(fabric, model, sgd, 0, 5)
+    assert before
+    return state.exchange.choice.keeps_all, [state.path(group).name for group in state.layout.settled]
+
+
+def test_an_optimizer_that_was_replaced_decides_nothing() -> None:
+    """Whoever still holds it: ranks that chose by what is alive would call different collectives."""
+    assert run_ranks(swap, nodes=2, devices=2, timeout=120, init=False) == [(False, ["sparse"])] * 4
