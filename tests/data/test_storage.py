@@ -191,4 +191,4 @@ def test_the_storage_link_goes_down_for_good(folder: Path, tmp_path: Path) -> No
     code, output, _ = _in_lab(folder, tmp_path / "work", timeout=3, outage=30)
     assert code != 0
     assert "StorageTimeoutError" in output
-    assert f"storage {folder} has not answered for 3 s" in output
+    assert f"storage {folder} has not responded for 3 s" in output
