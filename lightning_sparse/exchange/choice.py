@@ -81,10 +81,10 @@ class PathChoice:
         """
         if exact:
             return self._fastest(work, density, rounded=False, keeps_all=True)
-        if self.config.exchange == "auto":
+        given = self.config.path
+        if given is None:
             rounded = self.config.may_round and work.itemsize >= 4
             return self._fastest(work, density, rounded=rounded, keeps_all=keeps_all or self.keeps_all)
-        (given,) = (kind for kind in PATHS if kind.name == self.config.exchange)
         path = given.of(work, density, self.config.dtype)
         return Dense(work) if path is None or (keeps_all and path.leaves == "entries") else path
 

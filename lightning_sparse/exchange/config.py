@@ -7,7 +7,7 @@ from typing import Any, Literal, get_args
 
 import torch
 
-from lightning_sparse.exchange.paths import PATHS, Exchange
+from lightning_sparse.exchange.paths import PATHS, Exchange, Path
 
 ValueDtype = Literal["float32", "bfloat16", "float16"]
 Density = float | Literal["auto"]
@@ -72,8 +72,17 @@ class ExchangeConfig:
     @property
     def measures(self) -> bool:
         """Whether something is decided by the rates of the networks."""
-        selects = any(path.name == self.exchange and path.leaves == "entries" for path in PATHS)
-        return self.exchange == "auto" or (self.density == "auto" and selects)
+        return self.exchange == "auto" or (self.density == "auto" and self.leaves_entries_out)
+
+    @property
+    def path(self) -> type[Path] | None:
+        """The path that is asked for; None for ``"auto"``."""
+        return next((kind for kind in PATHS if kind.name == self.exchange), None)
+
+    @property
+    def leaves_entries_out(self) -> bool:
+        """Whether the path that is asked for sends some entries only."""
+        return self.path is not None and self.path.leaves == "entries"
 
     @property
     def may_round(self) -> bool:

@@ -20,6 +20,9 @@ from torch import Tensor, nn
 
 from lightning_sparse.gradients.config import Exclude
 
+BY_SHARD = (torch.float32, torch.float16, torch.bfloat16)
+"""Gradients of other dtypes are all-reduced whole."""
+
 
 @dataclass(frozen=True)
 class ParamGroup:

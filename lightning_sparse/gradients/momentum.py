@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_sparse.gradients.groups import ParamGroup, in_bucket_order
+from lightning_sparse.gradients.groups import BY_SHARD, ParamGroup, in_bucket_order
 from lightning_sparse.gradients.residual import ResidualStore
 from lightning_sparse.gradients.tracking import Parameters
 from lightning_sparse.topology import Topology
@@ -64,7 +64,7 @@ class MomentumCorrection:
     """
 
     def __init__(self, parameters: Parameters, topology: Topology, log_once: Callable[[str, int], None]) -> None:
-        odd = [n for n, dtype in parameters.dtypes.items() if parameters[n].requires_grad and dtype not in _BY_SHARD]
+        odd = [n for n, dtype in parameters.dtypes.items() if parameters[n].requires_grad and dtype not in BY_SHARD]
         if odd:
             raise ValueError(
                 f"momentum_correction=True with parameters of 64 bits or complex ones ({', '.join(odd[:3])}): these "
@@ -247,6 +247,3 @@ class MomentumCorrection:
                 "used: momentum begins at zero",
                 logging.WARNING,
             )
-
-
-_BY_SHARD = (torch.float32, torch.float16, torch.bfloat16)

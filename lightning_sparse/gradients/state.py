@@ -22,7 +22,14 @@ from lightning_sparse.exchange import Exchange, Path, Work
 from lightning_sparse.gradients.buckets import Bucket, BucketGroup
 from lightning_sparse.gradients.config import HierConfig
 from lightning_sparse.gradients.feedback import ErrorFeedback
-from lightning_sparse.gradients.groups import Layout, ParamGroup, excluded_names, group_of, refuse_sparse_gradients
+from lightning_sparse.gradients.groups import (
+    BY_SHARD,
+    Layout,
+    ParamGroup,
+    excluded_names,
+    group_of,
+    refuse_sparse_gradients,
+)
 from lightning_sparse.gradients.momentum import MomentumCorrection
 from lightning_sparse.gradients.optimizers import objection
 from lightning_sparse.gradients.residual import ResidualStore
@@ -30,9 +37,6 @@ from lightning_sparse.gradients.schedule import Warmup
 from lightning_sparse.gradients.tracking import Parameters, StepTracker, UnusedParameters
 from lightning_sparse.messages import LogOnce
 from lightning_sparse.topology import Topology
-
-BY_SHARD = (torch.float32, torch.float16, torch.bfloat16)
-"""Gradients of other dtypes are all-reduced whole."""
 
 
 class HierState:
@@ -209,7 +213,7 @@ class HierState:
                 f"exchange='auto' sends everything: {objected}. To send only the largest entries all the same, use "
                 f"exchange='sparse'; with SGD, 'auto' may do so"
             )
-        elif objected and self._leaves_entries_out():
+        elif objected and self.config.leaves_entries_out:
             self.log_once(
                 f"exchange={self.config.exchange!r}: {objected}. Compare the loss with that of one node alone, or use "
                 f"exchange='auto', which sends everything here",
@@ -275,10 +279,6 @@ class HierState:
 
     def _hidden_work(self) -> list[Work]:
         return [self._work(group) for group in self.layout.selected[:-1] if self.is_sharded(group)]
-
-    def _leaves_entries_out(self) -> bool:
-        example = self.exchange.choice.work(1 << 20, torch.float32)
-        return self.exchange.choice.path(example, self.config.least_density).leaves == "entries"
 
     def settled_stores(self) -> list[ResidualStore]:
         """Residuals, and velocities if there are, as settle() would leave them now, without settling: what a checkpoint

@@ -172,3 +172,8 @@ def test_one_rank_waits_for_all() -> None:
         barrier.arrive(rank)
     assert barrier.wait(second) == []
     assert barrier.wait(second / 10) == [0, 1, 2], "what is over is forgotten"
+    named = [StoreBarrier("names", 2, store) for _ in range(2)]
+    for rank, each in enumerate(named):
+        each.arrive(rank, f"loss={rank}.ckpt")
+    assert named[0].wait(second) == []
+    assert named[0].names == ["loss=0.ckpt", "loss=1.ckpt"]
