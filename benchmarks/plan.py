@@ -35,19 +35,19 @@ ASSUMED = {
     "latency between nodes": 30e-6,
     "latency inside a node": 10e-6,
     "seconds a byte inside a node": 1 / 50e9,
-    "select, s an element": V100.select,
-    "scatter, s a pair": V100.scatter,
-    "fill, s an element": V100.fill,
-    "rounding, s an element": V100.cast,
-    "calls that select, s a bucket": V100.select_call,
-    "calls that round, s a bucket": V100.cast_call,
+    "select, s an element": V100.rates.select,
+    "scatter, s a pair": V100.rates.scatter,
+    "fill, s an element": V100.rates.fill,
+    "rounding, s an element": V100.rates.cast,
+    "calls that select, s a bucket": V100.rates.select_call,
+    "calls that round, s a bucket": V100.rates.cast_call,
 }
 
 
 def assumed(gbps: float, devices: int) -> Rates:
     """A GPU node with a link of this rate."""
     between, inside, byte, *kernels = ASSUMED.values()
-    return Rates(Link(between, 8e-9 * devices / gbps), Link(inside, byte), V100.add, *kernels)
+    return Rates(Link(between, 8e-9 * devices / gbps), Link(inside, byte), V100.rates.add, *kernels)
 
 
 def seconds(way: str, work: Work, rates: Rates, density: float) -> float:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from statistics import median
 
 import torch
@@ -70,5 +71,5 @@ def host_costs(device: torch.device) -> HostCosts:
     x, y = torch.ones(ADDED, device=device), torch.ones(ADDED, device=device)
     add = seconds(lambda: x.add_(y), device) / (4 * ADDED)
     costs = kernel_costs(lambda call: seconds(call, device), device, VALUES, ADDED)
-    costs = costs._replace(scatter=max(costs.scatter, 1e-12))
-    return HostCosts(add, *costs, source=f"measured on {describe(device)}")
+    rates = replace(costs, add=add, scatter=max(costs.scatter, 1e-12))
+    return HostCosts(rates, f"measured on {describe(device)}")

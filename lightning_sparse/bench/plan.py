@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -31,27 +31,25 @@ VALUES = torch.bfloat16  # of a message, as in the default of HierConfig
 
 @dataclass(frozen=True)
 class HostCosts:
-    """Computation costs in seconds, as in `exchange.rates.Rates`, and their source."""
+    """Computation costs, with free links, and their source."""
 
-    add: float
-    select: float
-    scatter: float
-    fill: float
-    cast: float
-    select_call: float
-    cast_call: float
+    rates: Rates
     source: str
 
 
 _GPU_BYTE = 1 / 600e9  # seconds
 V100 = HostCosts(
-    add=_GPU_BYTE,
-    select=13 * _GPU_BYTE,  # reads gradient and residual, writes residual
-    scatter=64 * _GPU_BYTE,  # reads and writes a sector
-    fill=4 * _GPU_BYTE,
-    cast=30 * _GPU_BYTE,  # rounding: 18 bytes; summing and decoding: 12
-    select_call=100e-6,
-    cast_call=50e-6,
+    Rates(
+        Link(0.0, 0.0),
+        Link(0.0, 0.0),
+        add=_GPU_BYTE,
+        select=13 * _GPU_BYTE,  # reads gradient and residual, writes residual
+        scatter=64 * _GPU_BYTE,  # reads and writes a sector
+        fill=4 * _GPU_BYTE,
+        cast=30 * _GPU_BYTE,  # rounding: 18 bytes; summing and decoding: 12
+        select_call=100e-6,
+        cast_call=50e-6,
+    ),
     source="assumed, not measured: 600 GB/s of GPU memory, 2/3 of a V100's, and 0.1 ms of launches per bucket",
 )
 
@@ -97,9 +95,7 @@ class Scenario:
         """The rates for `exchange.paths`."""
         inter = Link(self.inter_latency, 8e-9 * self.devices / self.inter_gbps)
         intra = Link(self.intra_latency, 8e-9 / self.intra_gbps)
-        costs = asdict(self.host)
-        del costs["source"]
-        return Rates(inter, intra, **costs)
+        return replace(self.host.rates, inter=inter, intra=intra)
 
     @property
     def buckets(self) -> int:
@@ -246,12 +242,12 @@ def _seconds(row: Row, overlap: bool) -> float:
 
 def assumptions(scenario: Scenario) -> list[str]:
     """The assumptions of a prediction, one per line."""
-    host = scenario.host
+    host, rates = scenario.host, scenario.host.rates
     return [
         f"{scenario.numel:,} gradients of {scenario.itemsize} bytes in {scenario.buckets} buckets; "
         f"{scenario.devices} devices per node",
         f"between nodes {scenario.inter_gbps:g} Gbit/s per node, inside {scenario.intra_gbps:g} Gbit/s per device; "
         f"latency {1e6 * scenario.inter_latency:g} and {1e6 * scenario.intra_latency:g} us (assumed)",
-        f"selection at {1e-9 / host.select:.3g} G elements/s, scatter at {1e-9 / host.scatter:.3g} G pairs/s: "
+        f"selection at {1e-9 / rates.select:.3g} G elements/s, scatter at {1e-9 / rates.scatter:.3g} G pairs/s: "
         f"{host.source}",
     ]

@@ -15,8 +15,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -54,24 +54,13 @@ def probe(comm: HierCommunicator, device: torch.device, value_dtype: torch.dtype
     adding = taken - 2 * (nodes - 1) * inter.latency - 2 * carried * inter.seconds_per_byte
 
     costs = kernel_costs(agreed.seconds, device, value_dtype, shard_numel)
-    return Rates(inter, intra, max(0.0, adding) / carried, *costs)
-
-
-class KernelCosts(NamedTuple):
-    """Those of `Rates` that a device's kernels determine, in its order."""
-
-    select: float
-    scatter: float
-    fill: float
-    cast: float
-    select_call: float
-    cast_call: float
+    return replace(costs, inter=inter, intra=intra, add=max(0.0, adding) / carried)
 
 
 def kernel_costs(
     seconds: Callable[[Callable[[], object]], float], device: torch.device, value_dtype: torch.dtype, shard_numel: int
-) -> KernelCosts:
-    """For shards of up to that size.
+) -> Rates:
+    """Of a device's kernels, for shards of up to that size; the links are free.
 
     Args:
         seconds: times a call.
@@ -83,7 +72,16 @@ def kernel_costs(
     scatter = max(0.0, often - once) / (8 * pairs)
     fill = max(0.0, once - fill_call - pairs * scatter) / numel
     per_element = [max(0.0, each) / numel for each in (select - select_call, cast - cast_call)]
-    return KernelCosts(per_element[0], scatter, fill, per_element[1], select_call + fill_call, cast_call)
+    return Rates(
+        Link(0.0, 0.0),
+        Link(0.0, 0.0),
+        select=per_element[0],
+        scatter=scatter,
+        fill=fill,
+        cast=per_element[1],
+        select_call=select_call + fill_call,
+        cast_call=cast_call,
+    )
 
 
 def _kernel_times(
