@@ -40,7 +40,7 @@ import torch.distributed as dist
 from convergence_command import run_command
 from convergence_pictures import EpochOrder, Pictures, load_pictures
 from convergence_report import Metric
-from convergence_runs import ALONE, SPARSE, WORLD, Arguments, Learner, Run, Settings, Task
+from convergence_runs import ALONE, SPARSE, Arguments, Learner, Run, Settings, Task
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -169,7 +169,7 @@ class PictureLearner(Learner):
     def losses(self, model: nn.Module, epoch: int) -> Iterator[Tensor]:
         order = EpochOrder(len(self.padded_NCHW), self.seed, epoch, self.settings.global_batch)
         for step in range(self.steps):
-            x, index_B = order.batch(self.padded_NCHW, step, self.rank, WORLD)
+            x, index_B = order.batch(self.padded_NCHW, step, self.rank, self.settings.world_size)
             yield F.cross_entropy(model(self.pictures.normalised(x)), self.pictures.train_y[index_B])
 
     def validate(self) -> float:

@@ -42,6 +42,7 @@ def add_options(parser: argparse.ArgumentParser, task: Task, out: str) -> None:
     )
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2, 3, 4])
     parser.add_argument("--epochs", type=int, default=Settings.epochs)
+    parser.add_argument("--cluster", default="2x2", help="nodes x devices that share each batch")
     parser.add_argument("--lr", type=float, help="instead of the one that --tune found")
     parser.add_argument("--tune", action="store_true", help="find the learning rate on dense training, and stop")
     parser.add_argument("--report-only", action="store_true", help="run nothing: report on what is finished")
@@ -65,7 +66,8 @@ def run_command(
     if options.lr is None and not tuned.exists():
         parser.error(f"no learning rate: run with --tune first (it writes {tuned}), or give --lr")
     lr = options.lr if options.lr is not None else json.loads(tuned.read_text())["lr"]
-    settings = task.settings(lr=lr, epochs=options.epochs)
+    nodes, devices = map(int, options.cluster.split("x"))
+    settings = task.settings(lr=lr, epochs=options.epochs, nodes=nodes, devices=devices)
     runs = [task.run(config, seed, settings) for seed in options.seeds for config in options.configs]
     if options.report_only:
         runs = [run for run in runs if (options.out / "runs" / run.file_name).exists()]

@@ -3,14 +3,13 @@
 A benchmark brings a `Task`: how one rank's `Learner` (model, optimizer, batches, validation) is made, and the metric
 that it is judged by. All about communication is here, so a row means the same in the tables of two tasks.
 
-What runs is the real thing: four processes with Gloo, taken for two nodes of two devices or for four of one,
-`DistributedDataParallel`, and `hier_hook` registered on it; a run without arguments is DDP without a hook. Only the
-network is missing: all nodes are this machine, so bytes are counted and times mean nothing.
+What runs is the real thing: processes with Gloo, four taken for two nodes of two devices unless another cluster is
+asked for, `DistributedDataParallel`, and what convergence_ways.py has for the row. Only the network is missing: all
+nodes are this machine, so bytes are counted and times mean nothing.
 """
 
 from __future__ import annotations
 
-import inspect
 import json
 import os
 import tempfile
@@ -25,26 +24,20 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from convergence_report import Metric
+from convergence_ways import WAYS
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from tqdm import tqdm
 
 from lightning_sparse.bench.provenance import commit
-from lightning_sparse.exchange import Work
-from lightning_sparse.exchange.paths import Dense
-from lightning_sparse.strategy import HierConfig, HierState, hier_hook
 from lightning_sparse.topology import Topology, with_groups
 
-NODES, DEVICES = 2, 2
-WORLD = NODES * DEVICES
-
-# What differs between the rows of a table: the arguments of HierConfig, and "nodes", "bucket_cap_mb" and "lr_times"
-# where they are not the usual ones. None: plain DDP. With "alone" one node trains by itself, plain DDP inside it, on
-# its ranks' share of each batch: whoever loses to that had better not talk to other nodes at all.
+# What differs between the rows of a table: the way (convergence_ways.py; "gradients" unless given) with its options, and
+# "nodes", "bucket_cap_mb" and "lr_times" where they are not the usual ones. None: plain DDP. With "alone" one node
+# trains by itself, plain DDP inside it, on its ranks' share of each batch.
 Arguments = dict[str, Any] | None
-OURS = ("nodes", "bucket_cap_mb", "lr_times", "alone")  # what HierConfig does not know
+OF_RUN = ("nodes", "lr_times", "alone", "way")  # what is not the way's
 ALONE = {"alone": True}
 SPARSE = {"exchange": "sparse", "value_dtype": "float32", "warmup_epochs": 0}
 
@@ -55,6 +48,13 @@ class Settings:
 
     lr: float
     epochs: int = 15
+    nodes: int = 2
+    devices: int = 2
+
+    @property
+    def world_size(self) -> int:
+        """Ranks that share each batch."""
+        return self.nodes * self.devices
 
 
 @dataclass(frozen=True)
@@ -80,12 +80,23 @@ class Run:
     @property
     def world_size(self) -> int:
         """How many ranks run: all of them, or those of one node."""
-        return WORLD // int(self.option("nodes", NODES)) if self.alone else WORLD
+        ranks: int = self.settings.world_size
+        return ranks // self.nodes if self.alone else ranks
+
+    @property
+    def nodes(self) -> int:
+        """Among which the batch is shared."""
+        return int(self.option("nodes", self.settings.nodes))
+
+    @property
+    def way(self) -> str:
+        """As in convergence_ways.WAYS."""
+        return "ddp" if self.arguments is None or self.alone else str(self.option("way", "gradients"))
 
 
 class Learner(ABC):
     """What a task brings for one run on one rank. All but the batches is the same on every rank. A batch is dealt to
-    WORLD ranks even where fewer run: one node alone.
+    the ranks of all nodes even where those of one run.
     """
 
     model: nn.Module
@@ -124,29 +135,6 @@ class Task:
 # --- one run, on every rank
 
 
-def attach(ddp: DistributedDataParallel, run: Run, topology: Topology, optimizer: Optimizer) -> HierState | None:
-    """Put the configuration's hook on `ddp`; its state, or None for plain DDP."""
-    if run.arguments is None or run.alone:
-        return None
-    known = {name: value for name, value in run.arguments.items() if name not in OURS}
-    state = HierState(ddp.module, HierConfig(**known), topology)
-    state.watch([optimizer])
-    ddp.register_comm_hook(state, hier_hook)
-    return state
-
-
-def bytes_per_node(run: Run, state: HierState | None, num_parameters: int, rounds: int) -> float:
-    """Bytes that a node's devices have received from the other nodes so far, all together. Collective."""
-    if run.alone:
-        return 0.0
-    if state is None:
-        # What the dense exchange of the same hierarchy would; DDP's flat ring takes half as much again.
-        return rounds * DEVICES * Dense(Work(NODES, DEVICES, num_parameters)).bytes()
-    received = torch.tensor(state.exchange.stats.bytes_between_nodes, dtype=torch.float64)
-    dist.all_reduce(received)
-    return received.item() / state.topology.num_nodes
-
-
 def check_ranks_agree(model: nn.Module) -> None:
     """Ranks that drift apart would make the metric meaningless. Collective."""
     flat_N = torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
@@ -157,18 +145,6 @@ def check_ranks_agree(model: nn.Module) -> None:
         raise RuntimeError(f"ranks hold different parameters, by up to {(high_N - low_N).max():.3g}")
 
 
-def wrap(
-    model: nn.Module, bucket_cap_mb: float = 25, process_group: dist.ProcessGroup | None = None
-) -> DistributedDataParallel:
-    """DDP whose batch statistics stay local while training, as a cluster that minds its slow link would have them."""
-    # torch 2.15 renames the option and warns about the old name.
-    known = inspect.signature(DistributedDataParallel.__init__).parameters
-    sync_buffers = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"
-    local: dict[str, Any] = {sync_buffers: False}
-    local["process_group"] = process_group
-    return DistributedDataParallel(model, gradient_as_bucket_view=True, bucket_cap_mb=bucket_cap_mb, **local)
-
-
 class Trainer:
     """One run on one rank. All its methods are collective and give the same on every rank."""
 
@@ -176,32 +152,31 @@ class Trainer:
         torch.manual_seed(run.seed)
         self.run, self.metric = run, task.metric.key
         self.learner = task.learner(run, data, topology.rank)
-        self.num_parameters = sum(parameter.numel() for parameter in self.learner.model.parameters())
-        self.ddp = wrap(self.learner.model, run.option("bucket_cap_mb", 25))
-        self.state = attach(self.ddp, run, topology, self.learner.optimizer)
+        options = {name: value for name, value in (run.arguments or {}).items() if name not in OF_RUN}
+        self.way = WAYS[run.way](self.learner.model, self.learner.optimizer, topology, options)
 
     def epoch(self, epoch: int) -> dict[str, Any]:
         """Train for one epoch and validate: a line of the run's history."""
         learner = self.learner
-        if self.state is not None:
-            self.state.epoch = epoch
+        self.way.begin_epoch(epoch)
         loss_sum = torch.zeros(())
-        for loss in learner.losses(self.ddp, epoch):
+        for loss in learner.losses(self.way.ddp, epoch):
             learner.optimizer.zero_grad()
-            if self.state is not None:
-                self.state.before_backward()
+            self.way.before_backward()
             loss.backward()  # type: ignore[no-untyped-call]
             learner.optimizer.step()
+            self.way.after_step()
             learner.schedule.step()
             loss_sum += loss.detach()
         dist.all_reduce(loss_sum)
-        steps = (epoch + 1) * learner.steps
+        with self.way.shown():
+            validated = learner.validate()
         return {
             "epoch": epoch + 1,
-            "step": steps,
+            "step": (epoch + 1) * learner.steps,
             "train_loss": loss_sum.item() / learner.steps / dist.get_world_size(),
-            self.metric: learner.validate(),
-            "bytes_per_node": bytes_per_node(self.run, self.state, self.num_parameters, steps),
+            self.metric: validated,
+            "bytes_per_node": self.way.bytes_per_node(),
         }
 
 
@@ -213,13 +188,14 @@ def train(
     for epoch in range(run.settings.epochs):
         history.append(trainer.epoch(epoch))
         on_epoch(history[-1])
+    trainer.way.finish()
     check_ranks_agree(trainer.learner.model)
     return {
         "config": run.config,
         "arguments": run.arguments,
         "seed": run.seed,
         "settings": asdict(run.settings),
-        "parameters": trainer.num_parameters,
+        "parameters": trainer.way.numel,
         "seconds": round(time.perf_counter() - began, 1),
         "history": history,
     }
@@ -250,7 +226,7 @@ def worker(rank: int, task: Task, runs: list[Run], data_file: Path, folder: Path
                 bar.set_description(f"{run.config} seed {run.seed}: {task.metric.shown(row)}", refresh=False)
                 bar.update()
 
-            nodes = 1 if run.alone else run.option("nodes", NODES)
+            nodes = 1 if run.alone else run.nodes
             if nodes not in topologies:
                 devices = world_size // nodes
                 ranks = tuple(tuple(range(first, first + devices)) for first in range(0, world_size, devices))

@@ -32,7 +32,7 @@ import torch.distributed as dist
 from convergence_command import run_command
 from convergence_corpus import Corpus, described, read_library, save_corpus, start_of_windows
 from convergence_report import Metric
-from convergence_runs import ALONE, SPARSE, WORLD, Arguments, Learner, Run, Settings, Task
+from convergence_runs import ALONE, SPARSE, Arguments, Learner, Run, Settings, Task
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -48,6 +48,7 @@ BITS = Metric(
     higher_is_better=False,
 )
 
+UPDATES = {"way": "updates", "density": 0.01}
 CONFIGS: dict[str, Arguments] = {
     "dense": None,
     "one node alone": ALONE,
@@ -67,6 +68,33 @@ CONFIGS: dict[str, Arguments] = {
     "4%": {**SPARSE, "density": 0.04},
     "10%": {**SPARSE, "density": 0.1},
     "0.1%": {**SPARSE, "density": 0.001},
+    "updates 1%": UPDATES,
+    "updates 0.1%": {**UPDATES, "density": 0.001},
+    "updates 3%": {**UPDATES, "density": 0.03},
+    "updates 10%": {**UPDATES, "density": 0.1},
+    "updates 1%, delay 0": {**UPDATES, "delay": 0},
+    "updates 1%, ahead 0": {**UPDATES, "step_ahead": 0},
+    "updates 1%, ahead 0.25": {**UPDATES, "step_ahead": 0.25},
+    "updates 1%, ahead 0.5": {**UPDATES, "step_ahead": 0.5},
+    "updates 1%, ahead 0.75": {**UPDATES, "step_ahead": 0.75},
+    "updates 1%, ahead 1": {**UPDATES, "step_ahead": 1},
+    "updates 1%, fp32": {**UPDATES, "value_dtype": "float32"},
+    "updates 1%, lr-x1.4": {**UPDATES, "lr_times": 1.4},
+    "updates 1%, lr-x2": {**UPDATES, "lr_times": 2.0},
+    "updates 1%, lr-x0.7": {**UPDATES, "lr_times": 0.7},
+    "updates regional 1%": {**UPDATES, "exchange": "regional"},
+    "updates regional 2%": {**UPDATES, "exchange": "regional", "density": 0.02},
+    "updates 10% every 10": {**UPDATES, "density": 0.1, "sync_every": 10},
+    "updates dense16": {**UPDATES, "exchange": "dense16"},
+    "updates dense": {**UPDATES, "exchange": "dense"},
+    "cyclic 1%": {**UPDATES, "way": "cyclic"},
+    "cyclic 2%": {**UPDATES, "way": "cyclic", "density": 0.02},
+    "cyclic 4%": {**UPDATES, "way": "cyclic", "density": 0.04},
+    "cyclic 7%": {**UPDATES, "way": "cyclic", "density": 0.07},
+    "average every 100": {"way": "average", "every": 100},
+    "average every 50": {"way": "average", "every": 50},
+    "DiLoCo every 100": {"way": "average", "every": 100, "outer_lr": 0.7, "outer_momentum": 0.9},
+    "DiLoCo every 50": {"way": "average", "every": 50, "outer_lr": 0.7, "outer_momentum": 0.9},
 }
 
 
@@ -145,7 +173,7 @@ class TextLearner(Learner):
     def losses(self, model: nn.Module, epoch: int) -> Iterator[Tensor]:
         shape = (self.steps, self.settings.global_batch)
         for start_B in start_of_windows(self.corpus, self.seed, epoch, shape, CONTEXT):
-            x_BL, y_BL = self.corpus.windows(start_B[self.rank :: WORLD], CONTEXT)
+            x_BL, y_BL = self.corpus.windows(start_B[self.rank :: self.settings.world_size], CONTEXT)
             yield F.cross_entropy(model(x_BL).flatten(0, 1), y_BL.flatten())
 
     @torch.no_grad()

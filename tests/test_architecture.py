@@ -38,10 +38,11 @@ MAY_IMPORT: dict[str, set[str]] = {
     "exchange": {"kernels", "topology", "messages"},
     "gradients": {"exchange", "kernels", "topology", "messages"},
     "pto": {"exchange", "topology", "messages"},
-    "strategy": {"gradients", "exchange", "pto", "topology", "messages"},
+    "updates": {"pto", "exchange", "topology", "messages"},
+    "strategy": {"gradients", "updates", "exchange", "pto", "topology", "messages"},
     "data": {"topology", "messages"},
     "flavours": {"strategy", "data", "pto"},
-    "bench": {"strategy", "gradients", "exchange", "data", "pto", "kernels", "topology"},
+    "bench": {"strategy", "gradients", "updates", "exchange", "data", "pto", "kernels", "topology"},
     "lab": set(),
     "cli": {"bench", "data", "lab", "flavours"},
 }
@@ -65,7 +66,7 @@ ONLY_IN: dict[str, tuple[str, ...]] = {
     "lightning_fabric": ("flavours/",),
     "lightning_utilities": (),
     "torch.nn.parallel": ("gradients/", "strategy/", "pto/", "bench/"),
-    "torch.optim": ("gradients/", "strategy/", "pto/", "bench/"),
+    "torch.optim": ("gradients/", "updates/", "strategy/", "pto/", "bench/"),
     "nvidia.dali": ("data/pipeline/backend_dali.py",),
 }
 

@@ -13,6 +13,7 @@ gather          intra/outward  shard_S -> grad_N           4
 broadcast       intra          tensor -> tensor            none: parameters from the rank that stepped them
 node_all_reduce intra          tensor -> tensor            none: what a sharded step must know of the others
 flat_all_reduce world          grad_N -> grad_N            the identity: what DDP itself does
+world_broadcast world          tensor -> tensor            none: what all ranks begin with
 =============== ============== =========================== ==========================================
 """
 
@@ -172,6 +173,11 @@ class HierCommunicator:
         """Reduce over all ranks, in place."""
         with self._named("all-reduce over all ranks", tuple(range(self.topology.world_size))), self._timed(tensor):
             dist.all_reduce(tensor, op=op, group=self.topology.world)
+
+    def world_broadcast(self, tensor: Tensor) -> None:
+        """What rank 0 has, to all ranks, in place."""
+        with self._named("broadcast to all ranks", tuple(range(self.topology.world_size))):
+            dist.broadcast(tensor, src=0, group=self.topology.world)
 
     def _node_ranks(self) -> tuple[int, ...]:
         return self.topology.nodes[self.topology.node_index]

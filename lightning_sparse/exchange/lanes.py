@@ -16,6 +16,8 @@ default group. Hence there is one set of lanes per topology: two modules in one 
 An error must fail the backward pass with its own message. DDP mistakes a future with an exception for a result, so the
 error is raised by a callback at the end of backward.
 
+A job that is not part of a backward pass is begun by ``start``; ``finish`` waits for it and raises its error.
+
 On CUDA one side stream takes the place of the threads: the host queues all three stretches at once and never waits.
 """
 
@@ -46,6 +48,18 @@ class Runner:
         future: TensorFuture = torch.futures.Future(devices=devices)
         future.set_result(result)
         return future
+
+    def start(self, job: Job, result: Tensor) -> TensorFuture:
+        """Run the job beside whatever the caller does until ``finish``."""
+        return self.run(job, result)
+
+    def finish(self, future: TensorFuture) -> None:
+        """Wait for a job that was started; on CUDA the current stream does, not the host.
+
+        Raises:
+            Exception: the first error of a job.
+        """
+        future.wait()
 
     def wait(self) -> None:
         """Until no job is running, so that the process groups are free."""
@@ -118,6 +132,10 @@ class FifoLanes(Runner):
         if backward != self._backward:  # by its id: a backward that raised never ran its callbacks
             torch.autograd.Variable._execution_engine.queue_callback(self._join)
             self._backward = backward
+        return self.start(job, result)
+
+    def start(self, job: Job, result: Tensor) -> TensorFuture:
+        """Queue the job, of a backward pass or not."""
         future: TensorFuture = torch.futures.Future()
         self._pending = future
         if self._first is None:
@@ -147,9 +165,17 @@ class FifoLanes(Runner):
             thread.join()
         self._first, self._threads, self._last_call = None, [], None
 
+    def finish(self, future: TensorFuture) -> None:
+        """Wait for the job."""
+        future.wait()
+        self._raise()
+
     def _join(self) -> None:
         self.wait()
         self._pending = None
+        self._raise()
+
+    def _raise(self) -> None:
         if self._errors:
             first = self._errors[0]  # later ones, of other lanes, follow from it
             self._errors.clear()

@@ -2,21 +2,15 @@
 
 from typing import Any
 
-from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_sparse.exchange.communicator import HierCommunicator
 from lightning_sparse.messages import log
 from lightning_sparse.pto.joined import Joined, fallback_reason
+from lightning_sparse.pto.narrow import sparse_parameters
 from lightning_sparse.pto.scope import Scope, check_scope, communicator_of
 from lightning_sparse.pto.sharded_step import ShardedStep
 from lightning_sparse.topology import discover
-
-
-def sparse_parameters(module: nn.Module) -> set[int]:
-    """Return the ``id()`` of each embedding weight with sparse gradients. These cannot be divided."""
-    embeddings = (nn.Embedding, nn.EmbeddingBag)
-    return {id(each.weight) for each in module.modules() if isinstance(each, embeddings) and each.sparse}
 
 
 class PTOMixin:

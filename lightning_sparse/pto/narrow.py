@@ -8,10 +8,16 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._pytree import tree_map, tree_map_only
 
 from lightning_sparse.pto.ownership import Part
+
+
+def sparse_parameters(module: nn.Module) -> set[int]:
+    """Return the ``id()`` of each embedding weight with sparse gradients. These cannot be divided."""
+    embeddings = (nn.Embedding, nn.EmbeddingBag)
+    return {id(each.weight) for each in module.modules() if isinstance(each, embeddings) and each.sparse}
 
 
 def memory_of(tensor: Tensor) -> Tensor:

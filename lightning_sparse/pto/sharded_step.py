@@ -33,6 +33,7 @@ class ShardedStep:
         names: names of the parameters by ``id()``, for messages.
         uncut: ``id()`` of each parameter with sparse gradients, which is not divided.
         auto: time the full step, then the shared one, and keep the faster.
+        gather: gather the parameters after each step. False: the caller does, with ``gather()``, on every rank.
 
     Raises:
         ValueError: if the optimizer is not supported.
@@ -46,6 +47,7 @@ class ShardedStep:
         uncut: Collection[int] = (),
         *,
         auto: bool = False,
+        gather: bool = True,
     ) -> None:
         refuse(optimizer)
         self.optimizer = optimizer
@@ -61,6 +63,7 @@ class ShardedStep:
         self._choice = Choice() if auto else None
         self._trial: Trial | None = None
         self._compared = False
+        self._gathers = gather
         self._share = OwnShare()
         self._running: FrameType | None = None
         self._consolidated: dict[int, Any] | None = None
@@ -124,8 +127,9 @@ class ShardedStep:
             return
         if self.sharing:
             self._share.put_back()
-            self.communicator.where = f"while step {self.steps} gathered the parameters"
-            self._gather(self.communicator)
+            if self._gathers:
+                self.communicator.where = f"while step {self.steps} gathered the parameters"
+                self._gather(self.communicator)
         self._running = None
         self.steps += 1
         if self._trial is not None:

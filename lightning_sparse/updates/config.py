@@ -1,0 +1,73 @@
+"""What a user chooses about exchanging updates, checked when it is chosen."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from lightning_sparse.exchange.config import ExchangeConfig, check_flag, is_number
+from lightning_sparse.exchange.paths import Exchange
+
+StepAhead = float | Literal["auto"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class UpdatesConfig(ExchangeConfig):
+    """Options of ``LocalUpdates``; those of the exchange are in `ExchangeConfig`.
+
+    Args:
+        exchange: ``"sparse"``, ``"regional"``, ``"dense16"`` or ``"dense"``; there is no ``"auto"``, since the exchange
+            has a whole step to hide behind.
+        step_ahead: share of its own pending updates that a node's model keeps, in [0, 1]. 1: each node trains its own
+            model, corrected by what the others sent; 0: each node trains the shared one. ``"auto"`` is 2 / M for M
+            nodes: 1 suits updates that agree between nodes, 1 / M independent ones.
+        delay: 1: a message arrives one exchange later, so that sending it hides behind the whole step; 0: the step
+            waits for it.
+        sync_every: steps between two exchanges.
+        shard_optimizer: each device of a node steps its slice of the parameters alone and keeps only the state of that,
+            where the optimizer allows it. It costs no traffic, since slices are gathered anyway.
+
+    Raises:
+        ValueError: naming the value, the rule and the way out.
+    """
+
+    exchange: Exchange = "sparse"
+    step_ahead: StepAhead = "auto"
+    delay: int = 1
+    sync_every: int = 1
+    shard_optimizer: bool = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.exchange == "auto":
+            raise ValueError(
+                "exchange='auto' chooses by what hides behind backward, and updates have the whole step to hide "
+                "behind: choose 'sparse', 'regional', 'dense16' or 'dense'."
+            )
+        if self.density == "auto":
+            raise ValueError(
+                "density='auto' belongs to gradients, which hide behind backward: give a number in (0, 1], 0.01 for "
+                "one entry in a hundred."
+            )
+        if self.step_ahead != "auto" and not (is_number(self.step_ahead) and 0 <= self.step_ahead <= 1):
+            raise ValueError(
+                f"step_ahead={self.step_ahead!r} must be a number in [0, 1], or 'auto' for 2 / (number of nodes): it "
+                f"is the share of its own pending updates that a node's model keeps."
+            )
+        if isinstance(self.delay, bool) or self.delay not in (0, 1):
+            raise ValueError(
+                f"delay={self.delay!r} must be 0 (the step waits for the exchange) or 1 (it runs beside the next step)."
+            )
+        if isinstance(self.sync_every, bool) or not isinstance(self.sync_every, int) or self.sync_every < 1:
+            raise ValueError(
+                f"sync_every={self.sync_every!r} must be a whole number of steps, at least 1, between exchanges."
+            )
+        check_flag("shard_optimizer", self.shard_optimizer)
+
+    def ahead(self, num_nodes: int) -> float:
+        """``step_ahead`` for so many nodes.
+
+        >>> UpdatesConfig().ahead(2), UpdatesConfig().ahead(4), UpdatesConfig(step_ahead=0.9).ahead(4)
+        (1.0, 0.5, 0.9)
+        """
+        return min(1.0, 2.0 / num_nodes) if self.step_ahead == "auto" else float(self.step_ahead)

@@ -1,0 +1,172 @@
+"""Node-local optimizers whose updates are exchanged: what a training loop calls.
+
+topology = discover()                                       # all ranks
+ddp = DistributedDataParallel(model, process_group=topology.intra)
+updates = LocalUpdates(model, optimizer, UpdatesConfig(density=0.01), topology)
+for batch in loader:
+    optimizer.zero_grad()
+    loss(ddp, batch).backward()
+    optimizer.step()
+    updates.step()
+updates.finish()
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_sparse.exchange import Exchange, HierCommunicator
+from lightning_sparse.messages import LogOnce
+from lightning_sparse.pto.narrow import sparse_parameters
+from lightning_sparse.topology import Topology
+from lightning_sparse.updates.buffers import Buffers
+from lightning_sparse.updates.config import UpdatesConfig
+from lightning_sparse.updates.optimizer import NodeOptimizer, check_optimizer
+
+
+class LocalUpdates:
+    """Exchanges, after each step, what the optimizers of this node did to the parameters.
+
+    All ranks begin with the parameters and buffers of rank 0. With one node this does nothing.
+
+    Args:
+        module: the model; not wrapped, or what is wrapped.
+        optimizers: one or several, of parameters that no two share.
+        config: options.
+        topology: of the ranks, with its groups, from ``topology.discover()``.
+
+    Raises:
+        ValueError: for nodes of unequal size, or an optimizer that cannot work.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        optimizers: Optimizer | Sequence[Optimizer],
+        config: UpdatesConfig,
+        topology: Topology,
+    ) -> None:
+        optimizers = [optimizers] if isinstance(optimizers, Optimizer) else list(optimizers)
+        _check_topology(topology)
+        for optimizer in optimizers:
+            check_optimizer(optimizer)
+        self.module, self.config, self.topology = module, config, topology
+        self.active = topology.kind == "hierarchical"
+        self.steps = 0
+        self.log_once = LogOnce(topology.rank)
+        self.nodes: list[NodeOptimizer] = []
+        self._shown = False
+        if not self.active:
+            return
+        parameters = [p for each in optimizers for group in each.param_groups for p in group["params"]]
+        device = parameters[0].device
+        numel = sum(p.numel() for p in parameters)
+        self.exchange = Exchange(config, topology, device, numel, self.log_once)
+        self.buffers = Buffers(module, self.exchange.communicator)
+        self._synchronise()
+        inside = HierCommunicator(replace(topology, world=topology.intra, inter=None))
+        names = {id(p): name for name, p in module.named_parameters()}
+        uncut = frozenset(sparse_parameters(module))
+        self.nodes = [NodeOptimizer(each, names, uncut, self.exchange, inside, config) for each in optimizers]
+
+    @torch.no_grad()
+    def _synchronise(self) -> None:
+        """Begin with what rank 0 has."""
+        tensors = [p.data for p in self.module.parameters()] + [b for b in self.module.buffers() if b.numel()]
+        for tensor in tensors:
+            self.exchange.communicator.world_broadcast(tensor)
+
+    # -- training ------------------------------------------------------------------------------------------------------
+
+    def before_step(self, optimizer: Optimizer | None = None) -> None:
+        """Follow parameters that were added to an optimizer. It is called before each step by the optimizer itself;
+        call it where a step may be skipped on some nodes."""
+        for node in self._of(optimizer):
+            node.follow_groups()
+
+    @torch.no_grad()
+    def step(self, optimizer: Optimizer | None = None) -> None:
+        """After a step of the optimizer, or of all. Every rank calls it, those that skipped the step included.
+
+        Raises:
+            CommunicationError: when an exchange failed, of this step or with ``delay=1`` of the last.
+        """
+        if not self.active:
+            return
+        self.steps += 1
+        self.exchange.communicator.where = f"in step {self.steps}"
+        for node in self._of(optimizer):
+            node.step()
+        self.exchange.stats.end_round()
+
+    def finish(self) -> None:
+        """Send everything that is pending; afterwards all ranks hold the same weights. Every rank calls it."""
+        if not self.active:
+            return
+        self.show_own()
+        self.exchange.communicator.where = f"after step {self.steps}"
+        for node in self.nodes:
+            node.flush()
+        self.buffers.average()
+
+    # -- weights that the world sees -----------------------------------------------------------------------------------
+
+    @contextmanager
+    def shared_weights(self) -> Iterator[None]:
+        """The module holds the shared weights inside, and averaged buffers. Every rank enters it."""
+        was_shown = self._shown
+        self.show_shared()
+        try:
+            yield
+        finally:
+            if not was_shown:
+                self.show_own()
+
+    @torch.no_grad()
+    def show_shared(self) -> None:
+        """Put the shared weights into the module, and buffers averaged over all ranks."""
+        if not self.active or self._shown:
+            return
+        self._shown = True
+        for node in self.nodes:
+            node.show_shared()
+        self.buffers.show_averaged()
+
+    @torch.no_grad()
+    def show_own(self) -> None:
+        """Put this node's own weights back. What was changed meanwhile counts as an update."""
+        if not self._shown:
+            return
+        self._shown = False
+        for node in self.nodes:
+            node.show_own()
+        self.buffers.show_own()
+
+    # -- checkpoints ---------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """What this device alone knows, between two steps."""
+        return {"steps": self.steps, "nodes": [node.state.state_dict() for node in self.nodes]}
+
+    def _of(self, optimizer: Optimizer | None) -> list[NodeOptimizer]:
+        return [node for node in self.nodes if optimizer is None or node.optimizer is optimizer]
+
+    def pending_norm(self) -> Tensor:
+        """L2 norm of what this device has not sent, a 0-dim tensor (no host sync)."""
+        norms = [torch.linalg.vector_norm(node.state.pending_S) for node in self.nodes]
+        return torch.stack(norms).norm() if norms else torch.zeros(())
+
+
+def _check_topology(topology: Topology) -> None:
+    if topology.kind == "unequal nodes":
+        raise ValueError(
+            f"nodes of {sorted({len(node) for node in topology.nodes})} devices cannot exchange slices: start the same "
+            f"number of processes on each node, or name groups of equal size with LIGHTNING_SPARSE_NODE."
+        )

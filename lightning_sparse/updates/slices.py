@@ -1,0 +1,76 @@
+"""The slice of an optimizer's parameters that a device keeps, as one flat fp32 tensor and as pieces of parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from lightning_sparse.pto.narrow import memory_of
+from lightning_sparse.pto.ownership import Part
+
+
+class Slices:
+    """The pieces of parameters that one device owns, one behind the other.
+
+    Args:
+        parameters: of one optimizer.
+        mine: the part of each that this device owns, or None.
+
+    Attributes:
+        numel: S, elements of all pieces together.
+    """
+
+    def __init__(self, parameters: Sequence[Tensor], mine: Sequence[Part | None]) -> None:
+        self._pieces = [
+            (parameter, part)
+            for parameter, part in zip(parameters, mine, strict=True)
+            if part is not None and part.end > part.begin
+        ]
+        self._sizes = [part.end - part.begin for _, part in self._pieces]
+        self.numel = sum(self._sizes)
+
+    def named(self, names: dict[int, str]) -> list[tuple[str, int, int]]:
+        """The pieces as (name, begin, end), given the parameters' names by ``id()``."""
+        return [(names[id(parameter)], part.begin, part.end) for parameter, part in self._pieces]
+
+    def by_piece(self, flat_S: Tensor) -> dict[tuple[int, Part], Tensor]:
+        """The views of ``of`` by parameter, as its ``id()``, and part."""
+        keys = [(id(parameter), part) for parameter, part in self._pieces]
+        return dict(zip(keys, self.of(flat_S), strict=True))
+
+    def of(self, flat_S: Tensor) -> list[Tensor]:
+        """Views of a flat tensor of S elements, one a piece."""
+        return list(torch.split(flat_S, self._sizes)) if self._sizes else []
+
+    def in_parameters(self) -> list[Tensor]:
+        """Views of the parameters' memory, one a piece."""
+        return [memory_of(parameter)[part.begin : part.end] for parameter, part in self._pieces]
+
+    def read(self) -> Tensor:
+        """The parameters as they are, fp32."""
+        device = self._pieces[0][0].device if self._pieces else torch.device("cpu")
+        flat_S = torch.empty(self.numel, dtype=torch.float32, device=device)
+        self.copy_to(flat_S)
+        return flat_S
+
+    def copy_to(self, flat_S: Tensor) -> None:
+        """Read the parameters into a flat tensor."""
+        if self._pieces:
+            torch._foreach_copy_(self.of(flat_S), self.in_parameters())
+
+    def subtract_from(self, flat_S: Tensor) -> None:
+        """flat_S -= the parameters."""
+        for view, piece in zip(self.of(flat_S), self.in_parameters(), strict=True):
+            view.sub_(piece)
+
+    def write(self, flat_S: Tensor) -> None:
+        """Write a flat tensor into the parameters, rounded to their dtypes."""
+        if self._pieces:
+            torch._foreach_copy_(self.in_parameters(), self.of(flat_S))
+
+    @property
+    def rounds(self) -> bool:
+        """Whether some parameter holds less than fp32."""
+        return any(parameter.dtype != torch.float32 for parameter, _ in self._pieces)

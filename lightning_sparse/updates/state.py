@@ -1,0 +1,138 @@
+"""What a device knows of one optimizer's parameters: the shared weights, and its node's updates that they lack."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_sparse.exchange import Exchange, Shard
+from lightning_sparse.exchange.lanes import TensorFuture
+from lightning_sparse.updates.config import UpdatesConfig
+from lightning_sparse.updates.slices import Slices
+
+
+class UpdateState:
+    """Of one device's slice S, all fp32.
+
+    Args:
+        slices: the slice; its parameters hold the shared weights.
+        exchange: between nodes.
+        config: of the updates.
+
+    Attributes:
+        shared_S: the shared weights, bit-identical on all nodes but for messages under way.
+        pending_S: this node's updates that it has not sent.
+        start_S: what the parameters held after the last exchange.
+    """
+
+    def __init__(self, slices: Slices, exchange: Exchange, config: UpdatesConfig) -> None:
+        self.slices, self._exchange, self._config = slices, exchange, config
+        self._ahead = config.ahead(exchange.topology.num_nodes)
+        self.shared_S = slices.read()
+        self.pending_S = torch.zeros_like(self.shared_S)
+        self.start_S = self.shared_S.clone()
+        self._spare_S = torch.empty_like(self.shared_S)
+        self._future: TensorFuture | None = None
+        self._sum_S: Tensor | None = None
+
+    def advance(self) -> None:
+        """Exchange what the parameters have changed by since the last time, and set them to this node's model."""
+        if not self.slices.numel:
+            return
+        self.receive()  # first: some paths add to what is pending to the end
+        acc_S = self._accumulate()
+        job = self._send(acc_S)
+        next(job, None)  # selects
+        if self._config.delay:
+            self._set_model(acc_S)
+            self._future = self._exchange.runner.start(job, acc_S)
+            return
+        for _ in job:
+            pass
+        self.receive()
+        self._set_model(None)
+
+    def receive(self) -> None:
+        """Wait for the messages under way, and add them to the shared weights. May come at any time before the next
+        exchange: the result is the same."""
+        if self._future is not None:
+            self._exchange.runner.finish(self._future)
+            self._future = None
+        if self._sum_S is not None:
+            self.shared_S.add_(self._sum_S, alpha=-1.0 / self._exchange.topology.num_nodes)
+            self._sum_S = None
+
+    def flush(self) -> None:
+        """Send everything that is pending: afterwards the parameters hold the shared weights, on all nodes."""
+        if not self.slices.numel:
+            return
+        self.receive()
+        acc_S = self._accumulate()
+        self._exchange.communicator.all_reduce(acc_S)
+        self.shared_S.add_(acc_S, alpha=-1.0 / self._exchange.topology.num_nodes)
+        self.pending_S.zero_()
+        self._set_model(None)
+
+    def in_flight(self) -> Tensor:
+        """What this node sent last and has not received yet, S elements: zero after ``receive``."""
+        if self._future is None:
+            return torch.zeros_like(self.shared_S)
+        return self.shared_S - self.start_S - self._ahead * self.pending_S
+
+    def take_over(self, before: UpdateState) -> None:
+        """Go on with the pieces that another division of the same parameters had."""
+        for name in ("shared_S", "pending_S", "start_S"):
+            old = before.slices.by_piece(getattr(before, name))
+            for piece, view in self.slices.by_piece(getattr(self, name)).items():
+                if piece in old:
+                    view.copy_(old[piece])
+
+    def state_dict(self) -> dict[str, Any]:
+        """This device's state between two steps; waits for messages under way."""
+        self.receive()
+        now_S = self.slices.read()
+        moved = not torch.equal(now_S, self.start_S)
+        return {
+            "shared": self.shared_S.cpu(),
+            "pending": self.pending_S.cpu(),
+            "start": self.start_S.cpu(),
+            "now": now_S.cpu() if moved else None,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on where it was saved; the caller gathers the parameters."""
+        self.shared_S.copy_(state["shared"])
+        self.pending_S.copy_(state["pending"])
+        self.start_S.copy_(state["start"])
+        self.slices.write(self.start_S if state["now"] is None else state["now"].to(self.start_S.device))
+
+    def _accumulate(self) -> Tensor:
+        """acc_S = pending_S + (what the parameters held after the last exchange - what they hold now)."""
+        acc_S = self.start_S.add_(self.pending_S)
+        self.slices.subtract_from(acc_S)
+        self.start_S, self._spare_S = self._spare_S, acc_S
+        return acc_S
+
+    def _send(self, acc_S: Tensor) -> Generator[None, None, None]:
+        exchange = self._exchange
+        work = exchange.choice.work(acc_S.numel() * exchange.topology.num_devices, torch.float32)
+        path = exchange.choice.path(work, exchange.choice.density)
+        if path.leaves == "nothing":
+            self.pending_S.zero_()
+        self._sum_S = yield from exchange.run(path, Shard(acc_S, next_S=self.pending_S))
+
+    def _set_model(self, acc_S: Tensor | None) -> None:
+        """x = shared_S - step_ahead * pending_S - in flight. In flight is acc_S - pending_S, or nothing."""
+        start_S = self.start_S
+        if acc_S is None:
+            torch.add(self.shared_S, self.pending_S, alpha=-self._ahead, out=start_S)
+        else:
+            torch.sub(self.shared_S, acc_S, out=start_S)
+            if self._ahead != 1.0:
+                start_S.add_(self.pending_S, alpha=1.0 - self._ahead)
+        self.slices.write(start_S)
+        if self.slices.rounds:
+            self.slices.copy_to(start_S)

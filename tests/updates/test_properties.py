@@ -1,0 +1,139 @@
+"""What must always hold, on real ranks: nodes share one model, nothing is lost, and limits equal DDP."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+
+from lightning_sparse.topology import discover
+from tests.helpers.distributed import run_ranks
+from tests.strategy.models import flat_parameters, loss_of, mlp, train
+from tests.updates.runs import adamw, mean_over_nodes, sgd, shared_of, start, steps
+
+CLUSTERS = [(2, 2), (3, 1), (4, 1)]
+OPTIONS: list[dict[str, Any]] = [
+    {"density": 0.02},
+    {"density": 0.02, "delay": 0},
+    {"density": 0.05, "step_ahead": 0.3, "value_dtype": "float16"},
+    {"density": 0.1, "sync_every": 3},
+    {"density": 0.05, "exchange": "regional"},
+    {"exchange": "dense16"},
+    {"exchange": "dense", "delay": 1},
+]
+
+
+def fifty_one_steps(options: dict[str, Any], sharded: bool) -> tuple[Tensor, float, float]:
+    """The shared weights, how far the balance of updates is off, and the size of what was pending."""
+    ddp, optimizer, updates = start(adamw, shard_optimizer=sharded, **options)
+    model = updates.module
+    begin = flat_parameters(model).double().clone()
+    told = torch.zeros_like(begin)
+    for step in range(51):  # divisible by sync_every
+        before = flat_parameters(model).double().clone()
+        optimizer.zero_grad()
+        loss = ddp(torch.randn(8, 13, generator=torch.Generator().manual_seed(10 * step + dist.get_rank())))
+        loss.square().mean().backward()
+        optimizer.step()
+        whole(updates)
+        told += before - flat_parameters(model).double()
+        updates.step()
+    shared = shared_of(updates)  # nothing is in flight by now
+    pending = whole_pending(updates)
+    balance = begin - shared + mean_over_nodes(pending) - mean_over_nodes(told)
+    return shared, float(balance.abs().max()), float(pending.abs().max())
+
+
+def whole(updates: Any) -> None:
+    """After a sharded step each device has its own slice alone: share them."""
+    for node in updates.nodes:
+        if node.sharded is not None:
+            node.gather()
+
+
+def whole_pending(updates: Any) -> Tensor:
+    """This node's pending updates, in the order of the model's parameters. A collective of the node."""
+    (node,) = updates.nodes
+    total = torch.zeros(sum(p.numel() for p in node.parameters))
+    at, places = 0, {}
+    for parameter in node.parameters:
+        places[id(parameter)] = at
+        at += parameter.numel()
+    for (parameter, part), piece in node.state.slices.by_piece(node.state.pending_S).items():
+        total[places[parameter] + part.begin : places[parameter] + part.end] = piece
+    if updates.topology.num_devices > 1:
+        dist.all_reduce(total, group=updates.topology.intra)
+    return total
+
+
+@pytest.mark.parametrize(("nodes", "devices"), CLUSTERS)
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_nodes_share_one_model_and_nothing_is_lost(nodes: int, devices: int, options: dict[str, Any]) -> None:
+    results = run_ranks(fifty_one_steps, options, True, nodes=nodes, devices=devices)
+    for shared, balance, _ in results:
+        assert torch.equal(shared, results[0][0])
+        assert balance < 2e-5
+    if options.get("exchange", "sparse") != "dense":
+        assert any(pending > 0 for _, _, pending in results)
+
+
+def whole_or_sharded() -> tuple[Tensor, Tensor]:
+    return fifty_one_steps({"density": 0.05}, True)[0], fifty_one_steps({"density": 0.05}, False)[0]
+
+
+def test_a_sharded_step_gives_what_a_whole_one_gives() -> None:
+    for sharded, whole_step in run_ranks(whole_or_sharded, nodes=2, devices=2):
+        assert torch.equal(sharded, whole_step)
+
+
+def with_everything_sent(delay: int) -> tuple[Tensor, Tensor]:
+    ddp, optimizer, updates = start(sgd, density=1.0, value_dtype="float32", delay=delay)
+    start_weights = {name: value.clone() for name, value in updates.module.state_dict().items()}
+    steps(ddp, optimizer, updates, 0, 20)
+    reference = mlp()
+    reference.load_state_dict(start_weights)
+    train(reference, DistributedDataParallel(reference), 20)
+    return shared_of(updates), flat_parameters(reference)
+
+
+@pytest.mark.parametrize(("nodes", "devices"), CLUSTERS)
+def test_everything_sent_at_once_equals_ddp(nodes: int, devices: int) -> None:
+    for ours, ddp in run_ranks(with_everything_sent, 0, nodes=nodes, devices=devices):
+        torch.testing.assert_close(ours, ddp, rtol=1e-6, atol=1e-6)
+
+
+def on_one_node() -> tuple[Tensor, Tensor]:
+    topology = discover()
+    ddp, optimizer, updates = start(adamw, mlp())
+    steps(ddp, optimizer, updates, 0, 20)
+    updates.finish()
+    model = mlp()
+    reference, plain = DistributedDataParallel(model), adamw(model)
+    for step in range(20):
+        plain.zero_grad()
+        loss_of(reference, step, topology.rank).backward()
+        plain.step()
+    return flat_parameters(updates.module), flat_parameters(model)
+
+
+def test_one_node_is_plain_ddp() -> None:
+    for ours, ddp in run_ranks(on_one_node, nodes=1, devices=2):
+        assert torch.equal(ours, ddp)
+
+
+def finished() -> tuple[Tensor, Tensor, float]:
+    ddp, optimizer, updates = start(adamw, density=0.02)
+    steps(ddp, optimizer, updates, 0, 10)
+    expected = shared_of(updates).double() - mean_over_nodes(whole_pending(updates))
+    updates.finish()
+    return flat_parameters(updates.module).clone(), expected, float(updates.pending_norm())
+
+
+def test_finish_sends_what_is_pending() -> None:
+    results = run_ranks(finished, nodes=2, devices=2)
+    for weights, expected, pending in results:
+        assert torch.equal(weights, results[0][0])
+        torch.testing.assert_close(weights.double(), expected, rtol=1e-6, atol=1e-6)
+        assert pending == 0
