@@ -33,7 +33,7 @@ from tqdm import tqdm
 from lightning_sparse.bench.provenance import commit
 from lightning_sparse.topology import Topology, with_groups
 
-# What differs between the rows of a table: the way (convergence_ways.py; "gradients" unless given) with its options, and
+# What differs between rows of a table: the way (convergence_ways.py; "gradients" unless given) with its options, and
 # "nodes", "bucket_cap_mb" and "lr_times" where they are not the usual ones. None: plain DDP. With "alone" one node
 # trains by itself, plain DDP inside it, on its ranks' share of each batch.
 Arguments = dict[str, Any] | None

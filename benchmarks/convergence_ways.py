@@ -9,7 +9,7 @@ none             plain DDP over all ranks
 "cyclic"         the same, but all nodes send the same entries, the next ones of one shared pseudo-random order, by an
                  all-reduce: no selection, no indices, and a volume that does not grow with the number of nodes
 "average"        DDP inside the node, and the mean of the nodes' models every ``every`` steps; with ``outer_lr`` it is
-                 DiLoCo (Douillard et al. 2023): the mean's change is the gradient of an outer SGD with Nesterov momentum
+                 DiLoCo (Douillard et al. 2023): an outer SGD with Nesterov momentum takes the mean's change as gradient
 ================ =====================================================================================================
 
 Validation sees what a user would get: the shared weights, or the mean of the nodes' models.
@@ -239,7 +239,7 @@ class Average(Way):
     @contextmanager
     @torch.no_grad()
     def shown(self) -> Iterator[None]:
-        parameters = list(self.model.parameters())
+        parameters: list[Tensor] = list(self.model.parameters())
         own = [p.detach().clone() for p in parameters]
         torch._foreach_copy_(parameters, self.means())
         yield

@@ -27,12 +27,16 @@ if TYPE_CHECKING:
         CachedImageDataModule,
         CommStatsCallback,
         MSTopKHierStrategy,
+        MSTopKLocalStrategy,
         PTOCallback,
     )
 
 __version__ = "0.1.0"
 
-__all__ = ["CachedImageDataModule", "CommStatsCallback", "MSTopKHierStrategy", "PTOCallback", "__version__"]
+__all__ = [
+    "CachedImageDataModule", "CommStatsCallback", "MSTopKHierStrategy", "MSTopKLocalStrategy", "PTOCallback",
+    "__version__",
+]  # fmt: skip
 
 # The root module of a flavour, as in sys.modules -> our module for it, in order of preference.
 _FLAVOURS = {

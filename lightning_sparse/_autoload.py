@@ -1,10 +1,10 @@
-"""Register the strategy ``"mstopk_hier"`` with Lightning without an import in the user's script.
+"""Register the names of our strategies with Lightning without an import in the user's script.
 
 Lightning has no entry points for strategies, but torch calls those of the group ``torch.backends`` at the end of
 ``import torch``; ours is `autoload`. Importing Lightning there would slow down every ``import torch`` by seconds.
 Instead, `autoload` inserts a finder into ``sys.meta_path``. When the program imports a module of `FLAVOURS`, the finder
 wraps its loader, which registers our names after the module has run. The registry gets a factory, which imports our
-classes only for ``Trainer(strategy="mstopk_hier")``.
+classes only for ``Trainer(strategy="mstopk_hier")``, say.
 
 This file runs in every ``import torch``, so it imports only the standard library and suppresses its errors: a failing
 entry point would break ``import torch``. ``TORCH_DEVICE_BACKEND_AUTOLOAD=0`` disables the entry point;
@@ -35,13 +35,19 @@ FLAVOURS = {
 _REGISTRIES = ("StrategyRegistry", "STRATEGY_REGISTRY")  # the Trainer's, Fabric's
 
 # The suffixes and arguments of Lightning's "ddp" strategies (DDPStrategy.register_strategies).
-STRATEGIES: dict[str, dict[str, Any]] = {
-    "mstopk_hier": {"start_method": "popen"},
-    "mstopk_hier_spawn": {"start_method": "spawn"},
-    "mstopk_hier_fork": {"start_method": "fork"},
-    "mstopk_hier_notebook": {"start_method": "fork"},
-    "mstopk_hier_find_unused_parameters_true": {"start_method": "popen", "find_unused_parameters": True},
+_SUFFIXES: dict[str, dict[str, Any]] = {
+    "": {"start_method": "popen"},
+    "_spawn": {"start_method": "spawn"},
+    "_fork": {"start_method": "fork"},
+    "_notebook": {"start_method": "fork"},
+    "_find_unused_parameters_true": {"start_method": "popen", "find_unused_parameters": True},
 }
+# Name -> the class of every flavour's module, and what it does.
+CLASSES = {
+    "mstopk_hier": ("MSTopKHierStrategy", "Hierarchical top-k gradient communication between nodes"),
+    "mstopk_local": ("MSTopKLocalStrategy", "An optimizer per node, and top-k communication of updates between nodes"),
+}
+STRATEGIES = {f"{name}{suffix}": arguments for name in CLASSES for suffix, arguments in _SUFFIXES.items()}
 
 
 def autoload() -> None:
@@ -61,16 +67,16 @@ def _register(strategies: ModuleType | None) -> None:
     registry = next((found for name in _REGISTRIES if (found := getattr(strategies, name, None)) is not None), None)
     if strategies is None or registry is None:
         return
-    factory = partial(_create, FLAVOURS[strategies.__name__])
-    for name, arguments in STRATEGIES.items():
-        if name not in registry:
-            described = ", ".join(f"`{key}` {value!r}" for key, value in arguments.items())
-            description = f"Hierarchical top-k gradient communication between nodes, with {described}"
-            registry.register(name, factory, description=description, **arguments)
+    for base, (cls, does) in CLASSES.items():
+        factory = partial(_create, FLAVOURS[strategies.__name__], cls)
+        for suffix, arguments in _SUFFIXES.items():
+            if f"{base}{suffix}" not in registry:
+                described = ", ".join(f"`{key}` {value!r}" for key, value in arguments.items())
+                registry.register(f"{base}{suffix}", factory, description=f"{does}, with {described}", **arguments)
 
 
-def _create(flavour: str, **arguments: Any) -> Any:
-    return import_module(flavour).MSTopKHierStrategy(**arguments)
+def _create(flavour: str, cls: str, **arguments: Any) -> Any:
+    return getattr(import_module(flavour), cls)(**arguments)
 
 
 class _StrategiesFinder:

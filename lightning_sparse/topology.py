@@ -129,9 +129,14 @@ class Topology:
             "one rank": "nothing to reduce",
             "unequal nodes": "plain all-reduce (nodes of unequal size have no common shards)",
         }[self.kind]
+        return f"{self.shape}: {path}"
+
+    @property
+    def shape(self) -> str:
+        """For logs: how many nodes of how many devices."""
         sizes = sorted({len(node) for node in self.nodes})
         devices = str(sizes[0]) if len(sizes) == 1 else f"{sizes[0]}-{sizes[-1]}"
-        return f"{self.num_nodes} node(s) x {devices} device(s): {path}"
+        return f"{self.num_nodes} node(s) x {devices} device(s)"
 
 
 class Place(NamedTuple):

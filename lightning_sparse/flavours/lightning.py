@@ -8,10 +8,15 @@ from lightning_sparse.data.datamodule import CachedImageDataModuleMixin
 from lightning_sparse.pto.callback import PTOMixin
 from lightning_sparse.strategy.callback import CommStatsMixin
 from lightning_sparse.strategy.mstopk_hier import MSTopKHierMixin
+from lightning_sparse.strategy.mstopk_local import MSTopKLocalMixin
 
 
 class MSTopKHierStrategy(MSTopKHierMixin, DDPStrategy):
     __doc__ = MSTopKHierMixin.__doc__
+
+
+class MSTopKLocalStrategy(MSTopKLocalMixin, DDPStrategy):
+    __doc__ = MSTopKLocalMixin.__doc__
 
 
 class CommStatsCallback(CommStatsMixin, Callback):

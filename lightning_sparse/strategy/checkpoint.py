@@ -1,14 +1,6 @@
 """Residuals to disk and back, without a collective.
 
-Every rank's residual is different, so each writes its own side file; rank 0 puts a small manifest into the checkpoint:
-
-    epoch=3.ckpt                                 checkpoint["lightning_sparse"] = manifest, with a save id
-    epoch=3.ckpt.residual/<save id>/rank00002.pt this rank's shards by group
-
-There is no collective, because a save may come from a signal handler or from an exception that one rank alone met. The
-save id ties the two: an old main file never meets newer residuals. Side files are written before the main file, under a
-temporary name that is renamed when whole; the ids of earlier saves are removed after it. So a job that is killed at any
-point of saving leaves a checkpoint that is whole: the old one or the new one.
+Every rank's residual is different, so each has its shards by group in a side file of its own (see side_files).
 
 On the same topology a resumed run is exact: round, layout, residuals and measured rates are what they were. On another
 one the sum over nodes is kept: every new node starts with an equal share of it, and the rates are measured again.
@@ -16,16 +8,9 @@ Velocities of momentum correction are kept likewise. Where the run that resumes 
 off), they and the residuals become gradients that SGD's own momentum carries as far.
 """
 
-import contextlib
-import io
 import logging
-import os
-import uuid
-from collections.abc import Collection
-from dataclasses import dataclass
 from typing import Any
 
-import fsspec
 import torch
 from torch import Tensor
 
@@ -35,24 +20,10 @@ from lightning_sparse.gradients.groups import ParamGroup
 from lightning_sparse.gradients.residual import ResidualStore
 from lightning_sparse.gradients.schedule import Warmup
 from lightning_sparse.gradients.state import HierState
+from lightning_sparse.strategy.side_files import KEY, Saved, read_side_file, write_side_file
 
-KEY = "lightning_sparse"
 _VERSION = 4
 _READABLE = (3, 4)
-
-
-@dataclass
-class Saved:
-    """What load() found, until the state it belongs to exists."""
-
-    manifest: dict[str, Any]
-    path: str
-    side: dict[str, Any] | None
-
-
-def new_run_id() -> str:
-    """Rank 0 makes one and all ranks share it; with the round it names a save."""
-    return uuid.uuid4().hex[:8]
 
 
 def manifest_of(state: HierState, run_id: str) -> dict[str, Any]:
@@ -76,55 +47,14 @@ def manifest_of(state: HierState, run_id: str) -> dict[str, Any]:
     }
 
 
+def side_content(state: HierState) -> dict[str, Any]:
+    """This rank's residuals, for its side file."""
+    return {"stores": [_content(store) for store in state.settled_stores()]}
+
+
 def save_side_file(state: HierState, save_id: str, checkpoint_path: str) -> None:
     """Write this rank's residuals beside the checkpoint."""
-    content = {"save_id": save_id, "stores": [_content(store) for store in state.settled_stores()]}
-    buffer = io.BytesIO()
-    torch.save(content, buffer)
-    fs, path = _side_path(checkpoint_path, save_id, state.topology.rank)
-    fs.makedirs(os.path.dirname(path), exist_ok=True)
-    with fs.open(f"{path}.part", "wb") as file:
-        file.write(buffer.getvalue())
-    fs.mv(f"{path}.part", path)
-
-
-def exists(checkpoint_path: str) -> bool:
-    """Whether there is a checkpoint of that name."""
-    fs, path = fsspec.core.url_to_fs(checkpoint_path)
-    return bool(fs.exists(path))
-
-
-def remove_side_files(checkpoint_path: Any, *, but: Collection[str] = ()) -> None:
-    """Remove the side files of a checkpoint, but not those of the save ids to keep."""
-    fs, folder = _folder(os.fspath(checkpoint_path))
-    with contextlib.suppress(FileNotFoundError):
-        for each in fs.ls(folder, detail=False):
-            if os.path.basename(each) not in but:
-                fs.rm(each, recursive=True)
-        if not but:
-            fs.rm(folder, recursive=True)
-
-
-def load(checkpoint: dict[str, Any], checkpoint_path: str, rank: int) -> list[Saved]:
-    """What the checkpoint has of each module, with this rank's side files; empty without this strategy."""
-    manifests = checkpoint.get(KEY) or []
-    if isinstance(manifests, dict):  # format 3 of Trainer
-        manifests = [manifests]
-    return [Saved(each, checkpoint_path, read_side_file(checkpoint_path, each["save_id"], rank)) for each in manifests]
-
-
-def read_side_file(checkpoint_path: str, save_id: str, rank: int) -> dict[str, Any] | None:
-    """One rank's residuals; None when the file is missing, damaged, or of another save."""
-    for place in dict.fromkeys((checkpoint_path, _target(checkpoint_path))):
-        fs, path = _side_path(place, save_id, rank)
-        try:
-            with fs.open(path, "rb") as file:
-                content: dict[str, Any] = torch.load(io.BytesIO(file.read()), map_location="cpu", weights_only=True)
-        except Exception:  # torch.load of a damaged file raises whatever its parser stumbled over
-            continue
-        if content.get("save_id") == save_id:
-            return content
-    return None
+    write_side_file(side_content(state), save_id, checkpoint_path, state.topology.rank)
 
 
 def fits(saved: Saved, state: HierState) -> bool:
@@ -270,19 +200,3 @@ def _plain(groups: Any) -> list[tuple[list[str], list[int]]]:
 
 def _groups(plain: list[tuple[list[str], list[int]]]) -> tuple[ParamGroup, ...]:
     return tuple(ParamGroup(tuple(names), tuple(numels)) for names, numels in plain)
-
-
-def _folder(checkpoint_path: str) -> tuple[Any, str]:
-    fs, path = fsspec.core.url_to_fs(checkpoint_path)
-    return fs, f"{path}.residual"
-
-
-def _target(checkpoint_path: str) -> str:
-    """save_last may link to another checkpoint, whose side files are then the ones that count. For reading only: a
-    save puts a file of its own in the place of the link."""
-    return os.path.realpath(checkpoint_path) if os.path.islink(checkpoint_path) else checkpoint_path
-
-
-def _side_path(checkpoint_path: str, save_id: str, rank: int) -> tuple[Any, str]:
-    fs, folder = _folder(checkpoint_path)
-    return fs, f"{folder}/{save_id}/rank{rank:05d}.pt"

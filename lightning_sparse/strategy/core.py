@@ -6,44 +6,28 @@ into checkpoints and back. The two strategies call it from the methods that thei
 
 import gc
 import logging
-import os
 import weakref
-from collections import Counter
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
-from datetime import timedelta
+from collections.abc import Iterable
 from typing import Any
 
-import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from lightning_sparse.gradients import HierConfig, HierState, hier_hook
 from lightning_sparse.gradients.tracking import stepped_by
-from lightning_sparse.messages import log, show_log_lines
+from lightning_sparse.messages import show_log_lines
 from lightning_sparse.strategy import checkpoint as files
-from lightning_sparse.strategy.barrier import StoreBarrier
+from lightning_sparse.strategy.base import Core
 from lightning_sparse.strategy.options import check_options, loss_scale_of, with_defaults
-from lightning_sparse.topology import Topology, discover
 
 
-class HierCore:
+class HierCore(Core):
     """The core of both strategies.
 
     Attributes:
         hier_states: of the modules that are wrapped, in the order of set-up.
     """
-
-    # The part of Lightning's strategies that is relied upon.
-    root_device: torch.device
-    node_rank: int
-    local_rank: int
-    global_rank: int
-    world_size: int
-    is_global_zero: bool
-    _ddp_kwargs: dict[str, Any]
-    _timeout: timedelta | None
 
     def _configure(self, config: HierConfig, node_name: str | None, ddp_options: dict[str, Any]) -> None:
         """Before the host's own constructor.
@@ -52,15 +36,11 @@ class HierCore:
             ValueError: for an option that is unknown, or cannot be combined with this strategy.
         """
         check_options(type(self), ddp_options)
-        self.config = config
+        self._begin(config, node_name)
+        self.config: HierConfig = config
         self.hier_states: list[HierState] = []
-        self._node_name = node_name
-        self._topology: Topology | None = None
-        self._run_id = ""
-        self._saved: list[files.Saved] = []
         self._watched: dict[HierState, list[Optimizer]] = {}
         self._seen_optimizers: list[weakref.ref[Optimizer]] = []  # those that Fabric has set up
-        self._saves: Counter[str] = Counter()
 
     # -- modules -------------------------------------------------------------------------------------------------------
 
@@ -71,7 +51,8 @@ class HierCore:
         self._drop_unused_states(module, fresh)
         state = next((each for each in self.hier_states if each.parameters.are_of(module)), None)
         if state is None:
-            state = HierState(module, self.config, self._discover(), find_unused_parameters=self._find_unused)
+            topology = self._discover({"find_unused_parameters": self._find_unused})
+            state = HierState(module, self.config, topology, find_unused_parameters=self._find_unused)
             state.loss_scale = lambda: loss_scale_of(precision)
             state.log_once(state.topology.describe())
             self.hier_states.append(state)
@@ -84,18 +65,6 @@ class HierCore:
     @property
     def _find_unused(self) -> bool:
         return bool(self._ddp_kwargs.get("find_unused_parameters", False))
-
-    def _discover(self) -> Topology:
-        if self._topology is None:
-            self._topology = discover(
-                node_rank=self.node_rank,
-                local_rank=self.local_rank,
-                node_name=self._node_name,
-                config=self.config.to_dict() | {"find_unused_parameters": self._find_unused},
-                timeout=self._timeout,
-            )
-            self._run_id = str(self.broadcast(files.new_run_id()))  # type: ignore[attr-defined]
-        return self._topology
 
     def _drop_unused_states(self, module: nn.Module, fresh: bool) -> None:
         """Those of modules that are gone, and that of the module being wrapped if it has other parameters by now."""
@@ -124,56 +93,11 @@ class HierCore:
 
     # -- checkpoints ---------------------------------------------------------------------------------------------------
 
-    @contextmanager
-    def _saving(self, path: Any, *, whole: bool) -> Iterator[list[dict[str, Any]] | None]:
-        """Write this rank's residuals, then the caller writes the main file with what is yielded; afterwards those of
-        earlier saves are removed. No collective: one rank alone may save, from a signal handler say.
+    def _manifests(self) -> list[dict[str, Any]]:
+        return [files.manifest_of(state, f"{self._run_id}-{index}") for index, state in enumerate(self.hier_states)]
 
-        Args:
-            path: of the main file.
-            whole: False for weights alone, which have no residuals; None is yielded then.
-
-        Raises:
-            RuntimeError: when residuals of some ranks are missing and the main file would replace a whole checkpoint.
-        """
-        path = os.fspath(path)
-        ids: list[str] = []
-        manifests = None
-        if whole and self.hier_states:
-            manifests = [
-                files.manifest_of(state, f"{self._run_id}-{index}") for index, state in enumerate(self.hier_states)
-            ]
-            ids = [manifest["save_id"] for manifest in manifests]
-            for state, save_id in zip(self.hier_states, ids, strict=True):
-                files.save_side_file(state, save_id, path)
-            self._wait_for_residuals("/".join(ids), path)
-        yield manifests
-        if self.is_global_zero:
-            files.remove_side_files(path, but=ids)
-
-    def _wait_for_residuals(self, save_id: str, path: str) -> None:
-        """On rank 0, wait for the side files of all ranks."""
-        # Not by the path, which may differ between ranks (Ray gives each worker a folder of its own).
-        self._saves[save_id] += 1
-        barrier = StoreBarrier(f"lightning_sparse/{save_id}/{self._saves[save_id]}", self.world_size)
-        barrier.arrive(self.global_rank, os.path.basename(path))
-        missing = barrier.wait(self._timeout) if self.is_global_zero else []
-        if len(set(barrier.names)) > 1:
-            log.warning(
-                "ranks save a checkpoint by different names (%s): a resume will not find all residuals. Log what is in "
-                "the name with sync_dist=True",
-                ", ".join(sorted(set(barrier.names))),
-            )
-        if not missing:
-            return
-        said = f"rank(s) {', '.join(map(str, missing))} did not write their residuals of {path} in time"
-        if files.exists(path):
-            raise RuntimeError(f"{said}: the checkpoint of that name stays as it was. Look for what stopped them.")
-        log.warning("%s: it is saved without them, and they are lost on resume", said)
-
-    def _load(self, checkpoint: Any, path: Any) -> None:
-        """Read this rank's residuals, for modules that are wrapped now or later."""
-        self._saved = files.load(checkpoint, os.fspath(path), self.global_rank)
+    def _side_contents(self) -> list[dict[str, Any]]:
+        return [files.side_content(state) for state in self.hier_states]
 
     def _restore(self, state: HierState, *, any_parameters: bool = False) -> bool:
         """Give a state the first of the loaded residuals that fits its parameters. False when there is none."""
@@ -189,7 +113,7 @@ def _without_replaced(watched: list[Optimizer], new: list[Optimizer]) -> list[Op
     return [each for each in watched if taken.isdisjoint(map(id, stepped_by(each)))]
 
 
-def prepare_ddp(strategy: HierCore) -> None:
+def prepare_ddp(strategy: Core) -> None:
     """Before the host wraps a module: options for DDP, and a logger in a process that did not make the strategy."""
     show_log_lines()
     strategy._ddp_kwargs = with_defaults(strategy._ddp_kwargs)

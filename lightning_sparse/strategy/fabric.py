@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 from lightning_sparse.gradients import HierConfig
 from lightning_sparse.messages import log
-from lightning_sparse.strategy import checkpoint as files
+from lightning_sparse.strategy import side_files
 from lightning_sparse.strategy.core import HierCore, prepare_ddp
 from lightning_sparse.strategy.options import OWN
 
@@ -103,7 +103,7 @@ class MSTopKHierFabricMixin(HierCore, _Host):
         an optimizer, or the state of one, is taken for weights alone."""
         with self._saving(path, whole=isinstance(state, Mapping) and _has_optimizer(state)) as manifests:
             if manifests is not None:
-                state = {**state, files.KEY: manifests}
+                state = {**state, side_files.KEY: manifests}
             super().save_checkpoint(path, state, storage_options, filter)
 
     def load_checkpoint(self, path: Any, state: Any = None, *args: Any, **kwargs: Any) -> dict[str, Any]:
@@ -111,10 +111,10 @@ class MSTopKHierFabricMixin(HierCore, _Host):
         each the first that fit it, in the order of set-up. Weights loaded without an optimizer leave residuals
         alone."""
         rest = super().load_checkpoint(path, state, *args, **kwargs)
-        manifests = rest.pop(files.KEY, []) if isinstance(rest, dict) else []
+        manifests = rest.pop(side_files.KEY, []) if isinstance(rest, dict) else []
         if state and not _has_optimizer(state):  # what was loaded is in it by now
             return rest
-        self._load({files.KEY: manifests}, path)
+        self._load({side_files.KEY: manifests}, path)
         for hier_state in self.hier_states:
             self._restore(hier_state)
         return rest

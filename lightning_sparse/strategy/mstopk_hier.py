@@ -32,7 +32,7 @@ from lightning_sparse.gradients import HierConfig, HierState
 from lightning_sparse.gradients.config import Exclude
 from lightning_sparse.gradients.schedule import DEFAULT_EPOCHS, DEFAULT_SHARE, Warmup
 from lightning_sparse.messages import described
-from lightning_sparse.strategy import checkpoint as files
+from lightning_sparse.strategy import side_files
 from lightning_sparse.strategy.core import HierCore, prepare_ddp
 
 if TYPE_CHECKING:
@@ -194,7 +194,7 @@ class MSTopKHierMixin(HierCore, _Host):
         """The residuals of all ranks first, then the main file. No collective."""
         with self._saving(filepath, whole="optimizer_states" in checkpoint) as manifests:
             if manifests is not None:
-                checkpoint[files.KEY] = manifests
+                checkpoint[side_files.KEY] = manifests
             super().save_checkpoint(checkpoint, filepath, storage_options)
 
     def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
@@ -211,7 +211,7 @@ class MSTopKHierMixin(HierCore, _Host):
         """The main file and its residuals."""
         super().remove_checkpoint(filepath)
         if self.is_global_zero:
-            files.remove_side_files(filepath)
+            side_files.remove_side_files(filepath)
 
 
 def _default_warmup(steps: float) -> Warmup:

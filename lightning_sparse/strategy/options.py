@@ -1,6 +1,7 @@
 """What the strategies for Trainer and Fabric do alike with the options they are given."""
 
 import inspect
+from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any
 
@@ -8,29 +9,42 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_sparse.gradients.config import HierConfig
+from lightning_sparse.updates import UpdatesConfig
 
 OWN = tuple(field.name for field in fields(HierConfig) if field.name != "error_feedback")
 """The options that are not DDP's; without the one that only experiments use."""
-
-_REFUSED = {
+OWN_OF_UPDATES = tuple(field.name for field in fields(UpdatesConfig))
+REFUSED = {
     **dict.fromkeys(
         ("ddp_comm_hook", "ddp_comm_state", "ddp_comm_wrapper"),
         "this strategy is a communication hook, and DDP takes one",
     ),
     "model_averaging_period": "averaging parameters now and then replaces the gradient exchange that this strategy is",
 }
+REFUSED_BY_UPDATES = {
+    "model_averaging_period": "averaging parameters now and then replaces the exchange of updates",
+    "process_group": "this strategy lets DistributedDataParallel average inside each node; name nodes with node_name",
+}
 
 
-def check_options(cls: type, given: dict[str, Any]) -> None:
+def check_options(
+    cls: type, given: dict[str, Any], own: tuple[str, ...] = OWN, refused: Mapping[str, str] = REFUSED
+) -> None:
     """Look through the options that are passed on to Lightning's DDPStrategy and to DistributedDataParallel.
+
+    Args:
+        cls: the strategy.
+        given: those options.
+        own: names of its own ones.
+        refused: names of those that cannot be combined with it, and why.
 
     Raises:
         ValueError: for an unknown option, or one that cannot be combined with this strategy.
     """
-    for name in given.keys() & _REFUSED.keys():
+    for name in given.keys() & refused.keys():
         if given[name] is not None:
             raise ValueError(
-                f"{name}={given[name]!r} cannot be combined with {cls.__name__}: {_REFUSED[name]}. Leave it out, or "
+                f"{name}={given[name]!r} cannot be combined with {cls.__name__}: {refused[name]}. Leave it out, or "
                 f"use strategy='ddp' with it."
             )
     known = set(inspect.signature(DistributedDataParallel.__init__).parameters)
@@ -40,7 +54,7 @@ def check_options(cls: type, given: dict[str, Any]) -> None:
     unknown = sorted(given.keys() - known)
     if unknown:
         raise ValueError(
-            f"{cls.__name__} does not know the option(s) {', '.join(unknown)}: its own are {', '.join(OWN)}, and "
+            f"{cls.__name__} does not know the option(s) {', '.join(unknown)}: its own are {', '.join(own)}, and "
             f"those of DDPStrategy and DistributedDataParallel are passed on."
         )
 

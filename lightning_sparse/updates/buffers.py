@@ -51,5 +51,10 @@ class Buffers:
         """This rank's own, whatever is shown."""
         return self._own or self._floats()
 
+    def load(self, own: list[Tensor]) -> None:
+        """Go on with saved ones."""
+        for buffer, saved in zip(self._floats(), own, strict=True):
+            buffer.copy_(saved)
+
     def _floats(self) -> list[Tensor]:
         return [each for each in self._module.buffers() if each.is_floating_point() and each.numel()]

@@ -1,22 +1,10 @@
-"""Node-local optimizers whose updates are exchanged: what a training loop calls.
-
-topology = discover()                                       # all ranks
-ddp = DistributedDataParallel(model, process_group=topology.intra)
-updates = LocalUpdates(model, optimizer, UpdatesConfig(density=0.01), topology)
-for batch in loader:
-    optimizer.zero_grad()
-    loss(ddp, batch).backward()
-    optimizer.step()
-    updates.step()
-updates.finish()
-"""
+"""Node-local optimizers whose updates are exchanged: what a training loop calls."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -34,7 +22,17 @@ from lightning_sparse.updates.optimizer import NodeOptimizer, check_optimizer
 class LocalUpdates:
     """Exchanges, after each step, what the optimizers of this node did to the parameters.
 
-    All ranks begin with the parameters and buffers of rank 0. With one node this does nothing.
+    All ranks begin with the parameters and buffers of rank 0. With one node this does nothing. In a loop::
+
+        topology = discover()
+        ddp = DistributedDataParallel(model, process_group=topology.intra)
+        updates = LocalUpdates(model, optimizer, UpdatesConfig(density=0.01), topology)
+        for batch in loader:
+            optimizer.zero_grad()
+            loss_of(ddp, batch).backward()
+            optimizer.step()
+            updates.step()
+        updates.finish()
 
     Args:
         module: the model; not wrapped, or what is wrapped.
@@ -72,9 +70,8 @@ class LocalUpdates:
         self.buffers = Buffers(module, self.exchange.communicator)
         self._synchronise()
         inside = HierCommunicator(replace(topology, world=topology.intra, inter=None))
-        names = {id(p): name for name, p in module.named_parameters()}
         uncut = frozenset(sparse_parameters(module))
-        self.nodes = [NodeOptimizer(each, names, uncut, self.exchange, inside, config) for each in optimizers]
+        self.nodes = [NodeOptimizer(each, self.names, uncut, self.exchange, inside, config) for each in optimizers]
 
     @torch.no_grad()
     def _synchronise(self) -> None:
@@ -149,11 +146,27 @@ class LocalUpdates:
             node.show_own()
         self.buffers.show_own()
 
-    # -- checkpoints ---------------------------------------------------------------------------------------------------
+    @property
+    def names(self) -> dict[int, str]:
+        """Names of the module's parameters by ``id()``."""
+        return {id(p): name for name, p in self.module.named_parameters()}
 
-    def state_dict(self) -> dict[str, Any]:
-        """What this device alone knows, between two steps."""
-        return {"steps": self.steps, "nodes": [node.state.state_dict() for node in self.nodes]}
+    @torch.no_grad()
+    def restart(self) -> None:
+        """Go on from the weights that the module holds now, with nothing pending. Every rank calls it."""
+        self._shown = False
+        for node in self.nodes:
+            node.restart()
+
+    def end(self) -> None:
+        """End the threads of the exchange, if they are idle; the next step starts them again."""
+        if self.active:
+            self.exchange.runner.end()
+
+    def detach(self) -> None:
+        """Leave the optimizers alone."""
+        for node in self.nodes:
+            node.detach()
 
     def _of(self, optimizer: Optimizer | None) -> list[NodeOptimizer]:
         return [node for node in self.nodes if optimizer is None or node.optimizer is optimizer]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from operator import is_
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -97,6 +98,42 @@ class NodeOptimizer:
         self.state.slices.write(self._own_S.add_(changed_S))
         self._own_S = self._shown_S = None
         self.gather()
+
+    # -- checkpoints ---------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Of this device's slice, on the CPU: the shared weights, what is pending, what the last exchange left in the
+        parameters and what they hold now. Waits for messages under way."""
+        state = self.state
+        state.receive()
+        now_S = state.slices.read() if self._own_S is None else self._own_S
+        tensors = {"shared": state.shared_S, "pending": state.pending_S, "start": state.start_S, "now": now_S}
+        return {name: tensor.cpu() for name, tensor in tensors.items()}
+
+    def load_state_dict(self, saved: Mapping[str, Tensor]) -> None:
+        """Go on where it was saved."""
+        state = self.state
+        state.shared_S.copy_(saved["shared"])
+        state.pending_S.copy_(saved["pending"])
+        state.start_S.copy_(saved["start"])
+        state.slices.write(saved["now"].to(state.start_S.device))
+        self.gather()
+
+    def optimizer_state(self) -> dict[str, Any]:
+        """The optimizer's ``state_dict()``, on the first device of the node; empty on the others. A collective of the
+        node."""
+        if self.sharded is None:
+            return dict(self.optimizer.state_dict())
+        topology = self._inside.topology
+        first = topology.nodes[topology.node_index][0]
+        self.sharded.consolidate_state_dict(to=first)
+        return dict(self.optimizer.state_dict()) if topology.rank == first else {}
+
+    def restart(self) -> None:
+        """Go on from what the parameters hold, with nothing pending."""
+        self.state.receive()
+        self._own_S = self._shown_S = None
+        self.state = self._divide()
 
     # -- parameters ----------------------------------------------------------------------------------------------------
 

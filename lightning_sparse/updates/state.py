@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Generator
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -90,24 +89,9 @@ class UpdateState:
                 if piece in old:
                     view.copy_(old[piece])
 
-    def state_dict(self) -> dict[str, Any]:
-        """This device's state between two steps; waits for messages under way."""
-        self.receive()
-        now_S = self.slices.read()
-        moved = not torch.equal(now_S, self.start_S)
-        return {
-            "shared": self.shared_S.cpu(),
-            "pending": self.pending_S.cpu(),
-            "start": self.start_S.cpu(),
-            "now": now_S.cpu() if moved else None,
-        }
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where it was saved; the caller gathers the parameters."""
-        self.shared_S.copy_(state["shared"])
-        self.pending_S.copy_(state["pending"])
-        self.start_S.copy_(state["start"])
-        self.slices.write(self.start_S if state["now"] is None else state["now"].to(self.start_S.device))
+    def set_model(self) -> None:
+        """Put this node's model into the parameters; nothing is under way."""
+        self._set_model(None)
 
     def _accumulate(self) -> Tensor:
         """acc_S = pending_S + (what the parameters held after the last exchange - what they hold now)."""

@@ -11,7 +11,7 @@ from torch import Tensor
 from lightning_sparse.exchange import choice
 from lightning_sparse.exchange.rates import Link, Rates
 from lightning_sparse.gradients import HierConfig
-from lightning_sparse.strategy import checkpoint
+from lightning_sparse.strategy import checkpoint, side_files
 from lightning_sparse.topology import discover
 from tests.helpers.distributed import run_ranks
 from tests.helpers.lines import Lines
@@ -119,7 +119,7 @@ def resume(folder: str) -> tuple[list[float], list[float], int]:
         ddp, ours = wrap(model, HierConfig(), discover())
         if resuming:
             manifest = torch.load(f"{path}.{dist.get_rank()}", weights_only=True)
-            (saved,) = checkpoint.load({checkpoint.KEY: [manifest]}, path, dist.get_rank())
+            (saved,) = side_files.load({side_files.KEY: [manifest]}, path, dist.get_rank())
             assert checkpoint.apply(saved, ours, torch.device("cpu")) == []
         for step in range(3):
             loss_of(ddp, step, dist.get_rank()).backward()

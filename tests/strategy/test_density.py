@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_sparse.exchange.rates.timing import DECISIONS, ROUNDS
-from lightning_sparse.strategy import HierConfig, checkpoint
+from lightning_sparse.strategy import HierConfig, checkpoint, side_files
 from lightning_sparse.topology import discover
 from tests.helpers.distributed import run_ranks
 from tests.strategy.models import conserved, flat_grads, loss_of, mlp, wrap
@@ -95,7 +95,7 @@ def resume(folder: str) -> tuple[Any, Any]:
 
     model = mlp()
     ddp, again = wrap(model, config, topology, bucket_cap_mb=SMALL_BUCKETS)
-    (saved,) = checkpoint.load({checkpoint.KEY: manifest}, path, dist.get_rank())
+    (saved,) = side_files.load({side_files.KEY: manifest}, path, dist.get_rank())
     assert saved is not None
     assert checkpoint.apply(saved, again, torch.device("cpu")) == []
     loss_of(ddp, 99, dist.get_rank()).backward()
@@ -120,7 +120,7 @@ def resume_before_a_decision(folder: str, rounds: int) -> tuple[float, list[floa
     manifest = checkpoint.manifest_of(ours, "run")
     checkpoint.save_side_file(ours, manifest["save_id"], path)
     ddp, again = wrap(mlp(), config, topology, bucket_cap_mb=SMALL_BUCKETS)
-    (saved,) = checkpoint.load({checkpoint.KEY: manifest}, path, dist.get_rank())
+    (saved,) = side_files.load({side_files.KEY: manifest}, path, dist.get_rank())
     assert saved is not None
     checkpoint.apply(saved, again, torch.device("cpu"))
     densities = []
@@ -148,13 +148,13 @@ def save_late(path: str) -> None:
     manifest = checkpoint.manifest_of(ours, "run")
     checkpoint.save_side_file(ours, manifest["save_id"], path)
     if dist.get_rank() == 0:
-        torch.save({checkpoint.KEY: manifest}, path)
+        torch.save({side_files.KEY: manifest}, path)
 
 
 def resume_late(path: str) -> tuple[int, float]:
     config = HierConfig(density="auto", exchange="sparse", inter_gbps=FAST, warmup_epochs=0)
     ddp, ours = wrap(mlp(), config, bucket_cap_mb=SMALL_BUCKETS)
-    (saved,) = checkpoint.load(torch.load(path, weights_only=True), path, dist.get_rank())
+    (saved,) = side_files.load(torch.load(path, weights_only=True), path, dist.get_rank())
     assert saved is not None
     checkpoint.apply(saved, ours, torch.device("cpu"))
     for step in range(ROUNDS + 2):

@@ -17,7 +17,7 @@ from lightning_sparse.exchange.paths.sparse import Sparse
 from lightning_sparse.gradients import HierConfig, HierState
 from lightning_sparse.gradients.groups import Layout, ParamGroup, excluded_names
 from lightning_sparse.kernels import message_bytes
-from lightning_sparse.strategy import checkpoint
+from lightning_sparse.strategy import checkpoint, side_files
 from lightning_sparse.topology import discover
 from tests.helpers.distributed import run_ranks
 from tests.strategy.models import conserved, flat_parameters, loss_of, mlp, node_residual, sum_over_nodes, wrap
@@ -231,7 +231,7 @@ def save(state: HierState, path: str) -> checkpoint.Saved:
     manifest = checkpoint.manifest_of(state, "run")
     checkpoint.save_side_file(state, manifest["save_id"], path)
     dist.barrier()
-    (saved,) = checkpoint.load({checkpoint.KEY: manifest}, path, dist.get_rank())
+    (saved,) = side_files.load({side_files.KEY: manifest}, path, dist.get_rank())
     assert saved is not None
     assert saved.side is not None
     return saved

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_sparse.strategy import checkpoint
+from lightning_sparse.strategy import side_files
 from lightning_sparse.strategy.barrier import StoreBarrier
 from tests.helpers.distributed import RanksFailed, run_ranks
 from tests.helpers.lines import Lines
@@ -56,11 +56,11 @@ def Killer(kill: dict[str, Any]) -> Any:
             if kill["point"] == "in a step":
                 die()
             elif kill["point"] == "before its side file":
-                checkpoint.save_side_file = die
+                side_files.write_side_file = die
             elif kill["point"] == "before the main file":
                 trainer.strategy.checkpoint_io.save_checkpoint = die
             else:
-                checkpoint.remove_side_files = die
+                side_files.remove_side_files = die
 
     return _Killer()
 

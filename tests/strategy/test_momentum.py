@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_sparse.strategy import HierConfig, HierState, checkpoint
+from lightning_sparse.strategy import HierConfig, HierState, checkpoint, side_files
 from lightning_sparse.topology import Topology, discover
 from tests.helpers.distributed import run_ranks
 from tests.strategy.models import flat_parameters, loss_of, mlp, wrap
@@ -123,7 +123,7 @@ def resumed(config: HierConfig) -> tuple[Tensor, Tensor]:
 
     again = fresh(topology)
     again[0].load_state_dict(weights)
-    (saved,) = checkpoint.load({checkpoint.KEY: manifest}, path, dist.get_rank())
+    (saved,) = side_files.load({side_files.KEY: manifest}, path, dist.get_rank())
     assert saved is not None
     assert checkpoint.apply(saved, again[2], torch.device("cpu")) == []
     steps(again, 9, 15)
@@ -282,7 +282,7 @@ def wait_for(path: str, nesterov: bool) -> Tensor:
     manifest = checkpoint.manifest_of(state, "run")
     checkpoint.save_side_file(state, manifest["save_id"], path)
     if dist.get_rank() == 0:
-        torch.save({checkpoint.KEY: manifest}, path)
+        torch.save({side_files.KEY: manifest}, path)
     assert state.momentum is not None
     state.momentum.mask_of = lambda _: None  # type: ignore[assignment, method-assign, return-value]
     return still(ddp, state, optimizer, model)
@@ -294,7 +294,7 @@ def go_on_without(path: str, nesterov: bool, options: dict[str, Any]) -> Tensor:
         **{"density": 1.0, "exchange": "sparse", "warmup_epochs": 0, "value_dtype": "float32"} | options
     )
     ddp, state = wrap(model, config)
-    (saved,) = checkpoint.load(torch.load(path, weights_only=True), path, dist.get_rank())
+    (saved,) = side_files.load(torch.load(path, weights_only=True), path, dist.get_rank())
     assert saved is not None
     checkpoint.apply(saved, state, torch.device("cpu"))
     state.watch([optimizer])

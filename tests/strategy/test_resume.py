@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_sparse.strategy import HierConfig, HierState, checkpoint
+from lightning_sparse.strategy import HierConfig, HierState, checkpoint, side_files
 from lightning_sparse.topology import Topology, discover
 from tests.helpers.distributed import run_ranks
 from tests.helpers.lines import Lines
@@ -102,7 +102,7 @@ def back_and_on(folder: str) -> tuple[list[Tensor], bool]:
                 residuals.append(node_residual(module, state))
                 assert state.round == 6
                 saved = torch.load(path, weights_only=True)
-                del saved[checkpoint.KEY]
+                del saved[side_files.KEY]
                 torch.save(saved, plain := f"{folder}/plain{trainer.global_rank}.ckpt")
                 trainer.strategy.load_checkpoint(plain)
                 residuals.append(node_residual(module, state))
@@ -133,14 +133,14 @@ def save_by_hand(path: str) -> Tensor:
     manifest = checkpoint.manifest_of(state, "run")
     checkpoint.save_side_file(state, manifest["save_id"], path)
     if dist.get_rank() == 0:
-        torch.save({checkpoint.KEY: manifest}, path)
+        torch.save({side_files.KEY: manifest}, path)
     return sum_over_nodes(node_residual(model, state), state)
 
 
 def load_by_hand(path: str) -> dict[str, Any]:
     model = mlp()
     state = HierState(model, HierConfig(density=0.05, exchange="sparse", warmup_epochs=0), discover())
-    (saved,) = checkpoint.load(torch.load(path, weights_only=True), path, dist.get_rank())
+    (saved,) = side_files.load(torch.load(path, weights_only=True), path, dist.get_rank())
     assert saved is not None
     said = checkpoint.apply(saved, state, torch.device("cpu"))
     total = sum_over_nodes(node_residual(model, state), state)
@@ -165,7 +165,7 @@ def apply_on_one_node(path: str) -> list[Tensor]:
     """What three rounds add to the mean gradient, the first of which is thrown away."""
     model, plain = mlp(), mlp()
     state = HierState(model, HierConfig(density=0.05, exchange="sparse", warmup_epochs=0), discover())
-    (saved,) = checkpoint.load(torch.load(path, weights_only=True), path, dist.get_rank())
+    (saved,) = side_files.load(torch.load(path, weights_only=True), path, dist.get_rank())
     assert saved is not None
     checkpoint.apply(saved, state, torch.device("cpu"))
     ddp, _ = wrap(model, state.config, state=state)
@@ -208,17 +208,17 @@ def test_a_link_is_read_through_and_replaced_by_a_save(tmp_path: Path) -> None:
     def save(path: str) -> str:
         save_id = str(checkpoint.manifest_of(state, "run")["save_id"])
         checkpoint.save_side_file(state, save_id, path)
-        checkpoint.remove_side_files(path, but=[save_id])
+        side_files.remove_side_files(path, but=[save_id])
         return save_id
 
     first = save(best)
     os.symlink("best.ckpt", last)
-    assert checkpoint.read_side_file(last, first, 0)
+    assert side_files.read_side_file(last, first, 0)
     state.round += 1
     second = save(last)
     os.unlink(last)  # Lightning writes a new file and moves it there
-    assert checkpoint.read_side_file(last, second, 0)
-    assert checkpoint.read_side_file(best, first, 0)
+    assert side_files.read_side_file(last, second, 0)
+    assert side_files.read_side_file(best, first, 0)
 
 
 def test_files_come_and_go_with_their_checkpoint(tmp_path: Path) -> None:
@@ -302,7 +302,7 @@ def keep_one_parameter(path: str) -> tuple[bool, Tensor, Tensor]:
     manifest = checkpoint.manifest_of(state, "run")
     checkpoint.save_side_file(state, manifest["save_id"], path)
     if dist.get_rank() == 0:
-        torch.save({checkpoint.KEY: manifest}, path)
+        torch.save({side_files.KEY: manifest}, path)
     model[4].bias.requires_grad_(False)  # other buckets, other groups
     ddp, _ = wrap(model, sparse, topology, state=state)
     state.before_backward()
@@ -324,7 +324,7 @@ def of_bias(state: HierState) -> Tensor:
 
 def parked_elsewhere(path: str) -> Tensor:
     _, state = wrap(mlp(), HierConfig())
-    (saved,) = checkpoint.load(torch.load(path, weights_only=True), path, dist.get_rank())
+    (saved,) = side_files.load(torch.load(path, weights_only=True), path, dist.get_rank())
     assert saved is not None
     checkpoint.apply(saved, state, torch.device("cpu"))
     return state.store.parked["0.bias"]

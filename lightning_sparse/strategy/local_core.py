@@ -1,0 +1,168 @@
+"""What the strategies of updates for Trainer and Fabric do alike; imports no Lightning."""
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_sparse.strategy import side_files
+from lightning_sparse.strategy.base import Core
+from lightning_sparse.strategy.options import OWN_OF_UPDATES, REFUSED_BY_UPDATES, check_options
+from lightning_sparse.topology import Topology
+from lightning_sparse.updates import LocalUpdates, UpdatesConfig
+from lightning_sparse.updates import checkpoint as files
+
+_VERSION = 1
+
+
+class LocalCore(Core):
+    """The core of both strategies.
+
+    Attributes:
+        local_updates: one a module, in the order of set-up.
+    """
+
+    _kind = "updates"
+
+    def _configure(self, config: UpdatesConfig, node_name: str | None, ddp_options: dict[str, Any]) -> None:
+        """Before the host's own constructor.
+
+        Raises:
+            ValueError: for an option that is unknown, or cannot be combined with this strategy.
+        """
+        check_options(type(self), ddp_options, OWN_OF_UPDATES, REFUSED_BY_UPDATES)
+        self._begin(config, node_name)
+        self.config: UpdatesConfig = config
+        self.local_updates: list[LocalUpdates] = []
+        self._node_entries: dict[str, Any] = {}  # of the main file, that each node has of its own: optimizer states
+
+    def _node_group(self) -> None:
+        """Let DistributedDataParallel average inside the node alone. A collective of the world."""
+        topology = self._discover({})
+        if topology.kind == "hierarchical":
+            self._ddp_kwargs = {**self._ddp_kwargs, "process_group": topology.intra}
+
+    def _attach(self, module: nn.Module, optimizers: list[Optimizer]) -> LocalUpdates:
+        """Exchange the updates of these optimizers of a module. A collective of the world."""
+        topology = self._discover({})
+        sync_inside_the_node(module, topology)
+        updates = LocalUpdates(module, optimizers, self.config, topology)
+        updates.log_once(f"{topology.shape}: {describe(self.config, topology)}")
+        self.local_updates.append(updates)
+        return updates
+
+    @contextmanager
+    def shared_weights(self) -> Iterator[None]:
+        """Modules hold the shared weights inside, and buffers averaged over ranks, as in validation and checkpoints.
+        Every rank enters it."""
+        for updates in self.local_updates:
+            updates.show_shared()
+        try:
+            yield
+        finally:
+            for updates in self.local_updates:
+                updates.show_own()
+
+    # -- checkpoints ---------------------------------------------------------------------------------------------------
+
+    def _manifests(self) -> list[dict[str, Any]]:
+        return [
+            {
+                "version": _VERSION,
+                "kind": self._kind,
+                "save_id": f"{self._run_id}-{index}-{updates.steps}",
+                "config": self.config.to_dict(),
+                "nodes": [list(node) for node in updates.topology.nodes],
+            }
+            for index, updates in enumerate(self.local_updates)
+            if updates.active
+        ]
+
+    def _side_contents(self) -> list[dict[str, Any]]:
+        contents = [files.side_content(updates) for updates in self.local_updates if updates.active]
+        if self._discover({}).device_index == 0:
+            contents[0]["entries"] = self._node_entries
+        return contents
+
+    def _entries_of_node(self) -> dict[str, Any]:
+        """What this node had of its own in the main file that was loaded; empty on another cluster."""
+        if not self._saved:
+            return {}
+        saved, topology = self._saved[0], self._discover({})
+        if not _same_nodes(saved, topology):
+            return {}
+        first = topology.nodes[topology.node_index][0]
+        content = side_files.read_side_file(saved.path, saved.manifest["save_id"], first)
+        return {} if content is None else dict(content.get("entries", {}))
+
+    def _restore(self, updates: LocalUpdates) -> None:
+        """Go on where the next of the loaded side files left off; without one, from the weights alone."""
+        saved = self._saved.pop(0) if self._saved else None
+        if saved is None or not updates.active:
+            return
+        if _same_nodes(saved, updates.topology) and saved.side is not None and files.restore_own(updates, saved.side):
+            return
+        by_node = _read_all(saved)
+        if by_node is None:
+            updates.log_once(
+                f"no readable files of all ranks beside {saved.path}: training goes on from its weights, and updates "
+                f"that nodes had not sent are lost",
+                logging.WARNING,
+            )
+            return
+        files.restore_mean(updates, by_node)
+        updates.log_once(
+            f"{len(by_node)} node(s) were saved and {updates.topology.num_nodes} resume: the shared weights and the "
+            f"mean of the pending updates are kept; optimizers go on with the state of node 0"
+        )
+
+
+def describe(config: UpdatesConfig, topology: Topology) -> str:
+    """What is exchanged, for the log."""
+    if topology.kind != "hierarchical":
+        return "one node, nothing to exchange"
+    sent = (
+        f"{config.density:.2g} of each device's updates" if config.leaves_entries_out else f"{config.exchange} updates"
+    )
+    every = "after each step" if config.sync_every == 1 else f"every {config.sync_every} steps"
+    delay = ", received one exchange later" if config.delay else ""
+    return f"{sent} {every}{delay}; step_ahead {config.ahead(topology.num_nodes):.2g}"
+
+
+def sync_inside_the_node(module: nn.Module, topology: Topology) -> None:
+    """Let SyncBatchNorm take the statistics of its node; between nodes each forward pass would wait."""
+    for each in module.modules():
+        if isinstance(each, nn.SyncBatchNorm) and topology.kind == "hierarchical":
+            each.process_group = topology.intra
+
+
+def detached(state_dict: dict[str, Any]) -> dict[str, Any]:
+    """A copy whose tensors are not the module's; tensors that share memory still do."""
+    copies: dict[Any, Tensor] = {}
+
+    def copy(value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        key = (value.data_ptr(), value.shape, value.stride()) if value.numel() else id(value)
+        if key not in copies:
+            copies[key] = value.detach().clone()
+        return copies[key]
+
+    return {name: copy(value) for name, value in state_dict.items()}
+
+
+def _same_nodes(saved: side_files.Saved, topology: Topology) -> bool:
+    return tuple(map(tuple, saved.manifest["nodes"])) == topology.nodes
+
+
+def _read_all(saved: side_files.Saved) -> list[list[dict[str, Any]]] | None:
+    save_id = saved.manifest["save_id"]
+    by_node = [
+        [side_files.read_side_file(saved.path, save_id, rank) for rank in node] for node in saved.manifest["nodes"]
+    ]
+    if any(content is None for node in by_node for content in node):
+        return None
+    return [[content for content in node if content is not None] for node in by_node]

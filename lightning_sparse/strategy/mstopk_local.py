@@ -1,0 +1,233 @@
+"""The strategy of updates for Trainer, as a mixin that imports no Lightning.
+
+DDP averages gradients inside each node. This overrides as little as it can, each for a reason; what Fabric needs too is
+in lightning_sparse.strategy.local_core:
+
+============================ =========================================================================================
+method                       why
+============================ =========================================================================================
+setup                        DistributedDataParallel gets the node's group; the optimizers' updates are exchanged
+optimizer_step               the exchange, also where a loss scaler skips the step
+on_train_batch_start         from the weights that the world sees to the node's own
+post_training_step,          and back: at the end of each epoch, before callbacks run, and for evaluation
+on_validation_start, ...
+on_train_end                 what is pending is sent
+lightning_module_state_dict  of the shared weights
+save/load/remove_...         what a rank alone knows is stored beside the checkpoint
+load_model_state_dict        in the middle of a fit (the search for a learning rate) the node's model begins there
+============================ =========================================================================================
+
+``lightning_sparse.flavours`` binds it to DDPStrategy of ``pytorch_lightning`` and of ``lightning.pytorch``.
+"""
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+from lightning_sparse.exchange.config import ValueDtype
+from lightning_sparse.exchange.paths import Exchange
+from lightning_sparse.messages import described
+from lightning_sparse.strategy import side_files
+from lightning_sparse.strategy.core import prepare_ddp
+from lightning_sparse.strategy.local_core import LocalCore, detached
+from lightning_sparse.updates import LocalUpdates, UpdatesConfig
+from lightning_sparse.updates.config import StepAhead
+
+if TYPE_CHECKING:
+
+    class _Host:
+        """The part of Lightning's DDPStrategy that is relied upon."""
+
+        model: Any
+        lightning_module: Any
+        optimizers: list[torch.optim.Optimizer]
+        precision_plugin: Any
+
+        def __init__(self, **kwargs: Any) -> None: ...
+        def setup(self, trainer: Any) -> None: ...
+        def optimizer_step(self, optimizer: Any, closure: Any, model: Any = None, **kwargs: Any) -> Any: ...
+        def optimizer_state(self, optimizer: Any) -> dict[str, Any]: ...
+        def post_training_step(self) -> None: ...
+        def on_train_batch_start(self, batch: Any, batch_idx: int) -> None: ...
+        def on_validation_start(self) -> None: ...
+        def on_train_end(self) -> None: ...
+        def lightning_module_state_dict(self) -> dict[str, Any]: ...
+        def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None: ...
+        def save_checkpoint(self, checkpoint: Any, filepath: Any, storage_options: Any = None) -> None: ...
+        def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> Any: ...
+        def remove_checkpoint(self, filepath: Any) -> None: ...
+        def teardown(self) -> None: ...
+else:
+    _Host = object
+
+
+class MSTopKLocalMixin(LocalCore, _Host):
+    """DDP inside each node, with an optimizer of its own; between nodes travel the largest updates.
+
+    Args:
+        density: share of each device's updates that is sent between nodes, in (0, 1].
+        exchange: ``"sparse"``, ``"regional"``, ``"dense16"`` or ``"dense"``.
+        value_dtype: how values are written into messages; rounding errors stay pending.
+        step_ahead: share of its own pending updates that a node's model keeps, in [0, 1]; ``"auto"``: 2 / nodes.
+        delay: 1: a message arrives one step later, and the exchange hides behind the whole step; 0: the step waits.
+        sync_every: steps between two exchanges.
+        shard_optimizer: each device of a node steps its slice of the parameters, where the optimizer allows it.
+        overlap: run the exchange beside the next step, with ``delay=1``.
+        node_name: the node that this process belongs to, by name, on every rank; default: the environment variable
+            LIGHTNING_SPARSE_NODE, else the host (see lightning_sparse.topology).
+        **kwargs: DDPStrategy's and DistributedDataParallel's own. ``gradient_as_bucket_view`` is True unless given.
+
+    Raises:
+        ValueError: for a bad value, an unknown option, or one that cannot be combined with this strategy.
+    """
+
+    def __init__(
+        self,
+        density: float = 0.01,
+        exchange: Exchange = "sparse",
+        value_dtype: ValueDtype = "bfloat16",
+        step_ahead: StepAhead = "auto",
+        delay: int = 1,
+        sync_every: int = 1,
+        shard_optimizer: bool = True,
+        overlap: bool = True,
+        node_name: str | None = None,
+        **kwargs: Any,
+    ) -> None:
+        config = UpdatesConfig(
+            density=density,
+            exchange=exchange,
+            value_dtype=value_dtype,
+            step_ahead=step_ahead,
+            delay=delay,
+            sync_every=sync_every,
+            shard_optimizer=shard_optimizer,
+            overlap=overlap,
+        )
+        self._configure(config, node_name, kwargs)
+        super().__init__(**kwargs)  # spelt plainly: LightningCLI reads it to know which options a YAML file may give
+        self._shows_each_step = self._flushes_each_epoch = False
+
+    def __repr__(self) -> str:
+        return described(type(self), f"density={self.config.density}")
+
+    @property
+    def updates(self) -> LocalUpdates | None:
+        """Of the module that is trained; None before the first fit."""
+        return self.local_updates[-1] if self.local_updates else None
+
+    # -- life of a fit -------------------------------------------------------------------------------------------------
+
+    def setup(self, trainer: Any) -> None:
+        """Let DDPStrategy set up inside the node, then begin to exchange updates."""
+        prepare_ddp(self)
+        self._node_group()
+        super().setup(trainer)
+        if trainer.state.fn != "fit":
+            self._saved = []  # a checkpoint that was loaded for testing does not concern the next fit
+            return
+        for before in self.local_updates:
+            before.detach()
+        self.local_updates = []
+        self._restore(self._attach(self.lightning_module, self.optimizers))
+        callbacks = {base.__name__ for callback in trainer.callbacks for base in type(callback).__mro__}
+        self._shows_each_step = "WeightAveraging" in callbacks
+        self._flushes_each_epoch = "StochasticWeightAveraging" in callbacks
+
+    def optimizer_step(self, optimizer: Any, closure: Any, model: Any = None, **kwargs: Any) -> Any:
+        """Step, and exchange what that did, whether or not a loss scaler skipped it."""
+        if self.updates is None:
+            return super().optimizer_step(optimizer, closure, model, **kwargs)
+        self.updates.before_step(optimizer)
+        output = super().optimizer_step(optimizer, closure, model, **kwargs)
+        self.updates.step(optimizer)
+        if self.lightning_module.automatic_optimization:
+            self._show_after_batch()
+        return output
+
+    def post_training_step(self) -> None:
+        """Manual optimization ends here."""
+        super().post_training_step()
+        if self.updates is not None and not self.lightning_module.automatic_optimization:
+            self._show_after_batch()
+
+    def _show_after_batch(self) -> None:
+        """Callbacks that average weights, or run at the end of an epoch, are to see the shared ones."""
+        assert self.updates is not None
+        if self.lightning_module.trainer.is_last_batch and self._flushes_each_epoch:
+            self.updates.finish()
+        elif self.lightning_module.trainer.is_last_batch or self._shows_each_step:
+            self.updates.show_shared()
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        """Train this node's own model."""
+        super().on_train_batch_start(batch, batch_idx)
+        if self.updates is not None:
+            self.updates.show_own()
+
+    def on_validation_start(self) -> None:
+        """Validate the shared weights; in a fit they stay until the next batch."""
+        super().on_validation_start()
+        if self.updates is not None and isinstance(self.model, DistributedDataParallel):
+            self.updates.show_shared()
+
+    def on_train_end(self) -> None:
+        """Send what is pending: all ranks end with the same weights."""
+        super().on_train_end()
+        if self.updates is not None:
+            self.updates.finish()
+
+    def teardown(self) -> None:
+        """End the threads of the exchange."""
+        for updates in self.local_updates:
+            updates.end()
+        super().teardown()
+
+    # -- checkpoints ---------------------------------------------------------------------------------------------------
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """Of the shared weights. In a fit all ranks call it."""
+        if self.updates is None or not isinstance(self.model, DistributedDataParallel):
+            return super().lightning_module_state_dict()
+        with self.updates.shared_weights():
+            return detached(super().lightning_module_state_dict())
+
+    def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
+        """Of this node's optimizer, on the first device of each node; all ranks call it."""
+        inner = getattr(optimizer, "_optimizer", optimizer)  # of a LightningOptimizer
+        for node in self.updates.nodes if self.updates is not None else ():
+            if node.optimizer is inner:
+                return node.optimizer_state()
+        return super().optimizer_state(optimizer)
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        """What each rank alone knows first, then the main file."""
+        own = ("optimizer_states", type(self.precision_plugin).__qualname__)
+        self._node_entries = {name: checkpoint[name] for name in own if name in checkpoint}
+        with self._saving(filepath, whole="optimizer_states" in checkpoint) as manifests:
+            if manifests is not None:
+                checkpoint[side_files.KEY] = manifests
+            super().save_checkpoint(checkpoint, filepath, storage_options)
+        self._node_entries = {}
+
+    def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """The main file, with the optimizer states of this node in the place of node 0's."""
+        checkpoint: dict[str, Any] = super().load_checkpoint(checkpoint_path, *args, **kwargs)
+        self._load(checkpoint, checkpoint_path)
+        checkpoint.update(self._entries_of_node())
+        return checkpoint
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        """Weights loaded in the middle of a fit are the shared ones from then on."""
+        super().load_model_state_dict(checkpoint, strict)
+        if self.updates is not None and isinstance(self.model, DistributedDataParallel):
+            self.updates.restart()
+            self._restore(self.updates)
+
+    def remove_checkpoint(self, filepath: Any) -> None:
+        """The main file and what is beside it."""
+        super().remove_checkpoint(filepath)
+        if self.is_global_zero:
+            side_files.remove_side_files(filepath)

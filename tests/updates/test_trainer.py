@@ -1,0 +1,197 @@
+"""`strategy="mstopk_local"` in a Trainer: what users put around it works, and the world sees the shared weights."""
+
+import importlib
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.helpers.scenarios import Scenarios
+from tests.strategy.trainers import (
+    Results,
+    ddp,
+    fitted,
+    gan,
+    lightning_of,
+    ours,
+    plain_module,
+    results_of,
+    same_on_all_ranks,
+    trainer,
+    weights,
+)  # fmt: skip
+
+scenarios = Scenarios()
+results = results_of(scenarios)
+
+
+def local(flavour: str, **options: Any) -> Any:
+    return ours(flavour).MSTopKLocalStrategy(**{"density": 0.05, **options})
+
+
+class Net(nn.Module):
+    """A net with batch norm, tied weights and a parameter that nothing uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(torch.distributed.get_rank() if torch.distributed.is_initialized() else 0)
+        self.first, self.norm, self.last = nn.Linear(13, 13), nn.BatchNorm1d(13), nn.Linear(13, 13)
+        self.last.weight = self.first.weight
+        self.register_buffer("constant", torch.tensor(0.1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.norm(self.first(x)).relu()) * self.constant
+
+
+def adamw_module(flavour: str, net: nn.Module | None = None, **options: Any) -> Any:
+    base = type(plain_module(flavour, net or nn.Linear(13, 5)))
+
+    class Module(base):  # type: ignore[misc, valid-type]
+        def configure_optimizers(self) -> Any:
+            trained = [p for p in self.parameters() if p.requires_grad]
+            optimizer = torch.optim.AdamW(trained, lr=0.01, **options)
+            return {"optimizer": optimizer, "lr_scheduler": torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 12)}
+
+    return Module()
+
+
+@scenarios.add
+def views(flavour: str) -> dict[str, Any]:
+    """What each hook and each phase sees of the weights."""
+    seen: dict[str, list[Tensor]] = {}
+
+    class See(lightning_of(flavour).Callback):  # type: ignore[misc]
+        def note(self, where: str, module: Any) -> None:
+            seen.setdefault(where, []).append(torch.cat([weights(module), module.net.norm.running_mean]))
+
+        def on_before_zero_grad(self, trainer: Any, module: Any, *_: Any) -> None:
+            self.note("training", module)
+
+        def on_validation_batch_start(self, trainer: Any, module: Any, *_: Any) -> None:
+            self.note("validation", module)
+
+        def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
+            self.note("epoch end", module)
+            self.note("checkpoint", module)
+            state = trainer.strategy.lightning_module_state_dict()
+            names = [name for name, _ in module.named_parameters()]
+            seen["checkpoint"][-1] = torch.cat([*(state[n].flatten() for n in names), state["net.norm.running_mean"]])
+
+        def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, index: int) -> None:
+            if index == 2:
+                state = trainer.strategy.lightning_module_state_dict()
+                assert state["net.first.weight"].data_ptr() == state["net.last.weight"].data_ptr()
+                seen.setdefault("mid-epoch checkpoint", []).append(state["net.first.weight"].flatten())
+
+    module = adamw_module(flavour, Net())
+    options: dict[str, Any] = {"limit_val_batches": 1, "max_steps": -1, "max_epochs": 2, "limit_train_batches": 6}
+    trainer(flavour, local(flavour), callbacks=[See()], **options).fit(module)
+    seen["end"] = [torch.cat([weights(module), module.net.norm.running_mean])]
+    return {**seen, "constant": module.net.constant}
+
+
+def test_the_world_sees_the_shared_weights(results: Results) -> None:
+    for where in ("validation", "epoch end", "checkpoint", "mid-epoch checkpoint", "end"):
+        for each in results:
+            assert all(torch.equal(a, b) for a, b in zip(each["views"][where], results[0]["views"][where], strict=True))
+    assert torch.equal(results[0]["views"]["epoch end"][0], results[0]["views"]["checkpoint"][0])
+    assert results[0]["views"]["constant"] == torch.tensor(0.1)
+    of_nodes = [results[rank]["views"]["training"][-1] for rank in (0, 2)]
+    assert not torch.equal(*of_nodes), "each node trains a model of its own"
+
+
+@scenarios.add
+def everything_sent(flavour: str) -> dict[str, Any]:
+    exact = {"density": 1.0, "value_dtype": "float32", "delay": 0, "bucket_cap_mb": 0.002}
+
+    class Plain(type(plain_module(flavour))):  # type: ignore[misc]
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters(), lr=0.05)
+
+    options = {"accumulate_grad_batches": 2}
+    return {
+        "ours": weights(fitted(flavour, local(flavour, **exact), Plain(), **options)),
+        "ddp": weights(fitted(flavour, ddp(flavour), Plain(), **options)),
+    }
+
+
+def test_everything_sent_at_once_equals_ddp_with_accumulation(results: Results) -> None:
+    for each in results:
+        found = each["everything_sent"]
+        torch.testing.assert_close(found["ours"], found["ddp"], rtol=1e-6, atol=1e-6)
+
+
+@scenarios.add
+def ways_to_train(flavour: str) -> dict[str, Tensor]:
+    callbacks = importlib.import_module(lightning_of(flavour).__name__ + ".callbacks")
+    runs: dict[str, Any] = {
+        "by name": (adamw_module(flavour), {"strategy": "mstopk_local"}),
+        "clipping": (adamw_module(flavour), {"gradient_clip_val": 0.1}),
+        "bf16-mixed": (adamw_module(flavour), {"precision": "bf16-mixed"}),
+        "bf16-true": (adamw_module(flavour), {"precision": "bf16-true"}),
+        "gan": (gan(flavour, True), {"strategy": local(flavour, find_unused_parameters=True)}),
+        "averaging at epochs": (
+            adamw_module(flavour, Net()),
+            {"max_steps": -1, "max_epochs": 4, "limit_train_batches": 4,
+             "callbacks": [callbacks.StochasticWeightAveraging(0.01, swa_epoch_start=2)]},
+        ),
+        "frozen, then unfrozen": (adamw_module(flavour), {"callbacks": [unfreezing(flavour)]}),
+        "fused": (adamw_module(flavour, fused=True), {}),
+        "every third step": (adamw_module(flavour), {"strategy": local(flavour, sync_every=3)}),
+        "muon": (muon_module(flavour), {}),
+    }  # fmt: skip
+    if hasattr(callbacks, "WeightAveraging"):
+        averaging = callbacks.WeightAveraging(use_buffers=True)
+        runs["averaging at steps"] = (adamw_module(flavour, Net()), {"limit_val_batches": 1, "callbacks": [averaging]})
+    found = {}
+    for name, (module, options) in runs.items():
+        strategy = options.pop("strategy", None) or local(flavour)
+        begin = weights(module).clone()
+        trainer(flavour, strategy, **options).fit(module)
+        found[name] = weights(module).float()
+        assert not torch.equal(begin.float(), found[name]), name
+        assert found[name].isfinite().all(), name
+    return found
+
+
+def unfreezing(flavour: str) -> Any:
+    callbacks = importlib.import_module(lightning_of(flavour).__name__ + ".callbacks")
+
+    class Unfreeze(callbacks.BaseFinetuning):  # type: ignore[misc, name-defined]
+        def freeze_before_training(self, module: Any) -> None:
+            module.extra = nn.Linear(3, 3)  # rank 0's counts
+            self.freeze([module.extra])
+
+        def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, index: int) -> None:
+            if trainer.global_step == 4:
+                for parameter in module.extra.parameters():
+                    parameter.requires_grad = True
+                trainer.optimizers[0].add_param_group({"params": list(module.extra.parameters()), "lr": 0.1})
+
+        def finetune_function(self, *_: Any) -> None: ...
+
+    return Unfreeze()
+
+
+def muon_module(flavour: str) -> Any:
+    base = type(plain_module(flavour, nn.Linear(13, 5, bias=False)))
+
+    class Module(base):  # type: ignore[misc, valid-type]
+        def configure_optimizers(self) -> Any:
+            return torch.optim.Muon(self.parameters(), lr=0.01)
+
+    return Module()
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "by name", "clipping", "bf16-mixed", "bf16-true", "gan", "averaging at epochs", "averaging at steps", "fused",
+        "frozen, then unfrozen", "every third step", "muon",
+    ],
+)  # fmt: skip
+def test_all_ranks_end_alike(results: Results, name: str) -> None:
+    if name not in results[0]["ways_to_train"]:
+        pytest.skip("this Lightning has no WeightAveraging")
+    assert same_on_all_ranks(results, "ways_to_train", name)
