@@ -169,6 +169,8 @@ class Trainer:
             learner.schedule.step()
             loss_sum += loss.detach()
         dist.all_reduce(loss_sum)
+        if epoch == self.run.settings.epochs - 1:
+            self.way.finish()
         with self.way.shown():
             validated = learner.validate()
         return {
@@ -188,7 +190,6 @@ def train(
     for epoch in range(run.settings.epochs):
         history.append(trainer.epoch(epoch))
         on_epoch(history[-1])
-    trainer.way.finish()
     check_ranks_agree(trainer.learner.model)
     return {
         "config": run.config,

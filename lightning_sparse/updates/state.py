@@ -69,10 +69,9 @@ class UpdateState:
         if not self.slices.numel:
             return
         self.receive()
-        acc_S = self._accumulate()
-        self._exchange.communicator.all_reduce(acc_S)
-        self.shared_S.add_(acc_S, alpha=-1.0 / self._exchange.topology.num_nodes)
-        self.pending_S.zero_()
+        for _ in self._send(self._accumulate(), whole=True):
+            pass
+        self.receive()
         self._set_model(None)
 
     def in_flight(self) -> Tensor:
@@ -100,10 +99,12 @@ class UpdateState:
         self.start_S, self._spare_S = self._spare_S, acc_S
         return acc_S
 
-    def _send(self, acc_S: Tensor) -> Generator[None, None, None]:
+    def _send(self, acc_S: Tensor, *, whole: bool = False) -> Generator[None, None, None]:
+        """The job of exchanging ``acc_S``, which leaves in ``pending_S`` what it does not send."""
         exchange = self._exchange
-        work = exchange.choice.work(acc_S.numel() * exchange.topology.num_devices, torch.float32)
-        path = exchange.choice.path(work, exchange.choice.density)
+        choice = exchange.choice
+        work = choice.work(acc_S.numel() * exchange.topology.num_devices, torch.float32)
+        path = choice.dense(work) if whole else choice.path(work, choice.density)
         if path.leaves == "nothing":
             self.pending_S.zero_()
         self._sum_S = yield from exchange.run(path, Shard(acc_S, next_S=self.pending_S))

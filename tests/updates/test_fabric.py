@@ -1,0 +1,77 @@
+"""`strategy="mstopk_local"` in Fabric, in both flavours, on real ranks."""
+
+import os
+from importlib import import_module
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.helpers.distributed import run_ranks
+from tests.strategy.models import flat_parameters, mlp
+from tests.strategy.test_fabric import FLAVOURS, STEPS, fabric_with, train
+
+
+def ours(flavour: str, **options: Any) -> Any:
+    module = import_module(f"lightning_sparse.flavours.{FLAVOURS[flavour]}")
+    return module.MSTopKLocalStrategy(**{"density": 0.05, **options})
+
+
+def prepared(fabric: Any) -> tuple[Any, Any]:
+    model = mlp()
+    return fabric.setup(model, torch.optim.AdamW(model.parameters(), lr=0.01))  # type: ignore[no-any-return]
+
+
+def everything(flavour: str, folder: str) -> dict[str, Any]:
+    os.chdir(folder)
+    found: dict[str, Any] = {"resumed": resumed(flavour)}
+    for name, strategy, options in (
+        ("by name", "mstopk_local", {}),
+        ("accumulated", ours(flavour), {}),
+        ("bf16", ours(flavour), {"precision": "bf16-mixed"}),
+    ):
+        fabric = fabric_with(flavour, strategy, **options)
+        model, optimizer = prepared(fabric)
+        train(fabric, model, optimizer, 0, STEPS, accumulate=2 if name == "accumulated" else 1)
+        with fabric.strategy.shared_weights():
+            shared = flat_parameters(model).clone()
+        own = flat_parameters(model).clone()
+        fabric.strategy.finish()
+        found[name] = [shared, flat_parameters(model).clone(), own]
+    fabric = fabric_with(flavour, ours(flavour))
+    other = mlp()
+    with pytest.raises(ValueError, match="steps parameters of no module that was set up"):
+        fabric.setup_optimizers(torch.optim.SGD(other.parameters(), lr=0.1))
+    return found
+
+
+def resumed(flavour: str) -> list[Tensor]:
+    """A run, and one that goes on from its checkpoint in objects of its own."""
+    fabric = fabric_with(flavour, ours(flavour))
+    model, optimizer = prepared(fabric)
+    train(fabric, model, optimizer, 0, 5)
+    fabric.save("saved.ckpt", {"model": model, "optimizer": optimizer, "step": 5})
+    train(fabric, model, optimizer, 5, STEPS)
+    ends = [flat_parameters(model)]
+    for used in (False, True):
+        other = fabric_with(flavour, ours(flavour))
+        model, optimizer = prepared(other)
+        if used:
+            train(other, model, optimizer, 0, 2)
+        rest = other.load("saved.ckpt", {"model": model, "optimizer": optimizer})
+        assert rest["step"] == 5
+        train(other, model, optimizer, 5, STEPS)
+        ends.append(flat_parameters(model))
+    return ends
+
+
+@pytest.mark.parametrize("flavour", FLAVOURS)
+def test_fabric(flavour: str, tmp_path: Any) -> None:
+    results = run_ranks(everything, flavour, str(tmp_path), nodes=2, devices=2, timeout=120, init=False)
+    for each in results:
+        assert all(torch.equal(each["resumed"][0], end) for end in each["resumed"][1:])
+        for name in ("by name", "accumulated", "bf16"):
+            for ours_, first in zip(each[name][:2], results[0][name][:2], strict=True):
+                assert torch.equal(ours_, first)
+    assert not torch.equal(results[0]["by name"][2], results[2]["by name"][2])

@@ -1,0 +1,150 @@
+"""Resume: bit-identical on the same cluster, killed anywhere; on another one the shared weights and the mean pending."""
+
+import os
+import random
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.helpers.distributed import RanksFailed, run_ranks
+from tests.helpers.lines import Lines
+from tests.strategy.test_killed import Killer
+from tests.strategy.trainers import ddp, lightning_of, plain_module, sparse, trainer, weights
+from tests.updates.runs import mean_over_nodes
+from tests.updates.test_properties import whole_pending
+from tests.updates.test_trainer import local
+
+FLAVOUR = "pytorch_lightning"
+STEPS = 12
+SHAPES = [(2, 2), (3, 1), (4, 1)]
+
+
+def net() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(13, 37), nn.BatchNorm1d(37), nn.Tanh(), nn.Linear(37, 5))
+
+
+def module() -> Any:
+    class Module(type(plain_module(FLAVOUR, net(), by_step=True))):  # type: ignore[misc]
+        def configure_optimizers(self) -> Any:
+            return torch.optim.AdamW(self.parameters(), lr=0.01)
+
+    return Module()
+
+
+def ranks() -> dict[str, int]:
+    devices = int(os.environ["LOCAL_WORLD_SIZE"])
+    return {"devices": devices, "num_nodes": int(os.environ["WORLD_SIZE"]) // devices}
+
+
+def fit(
+    folder: str, options: dict[str, Any], kill: dict[str, Any] | None = None, every: int = 1, steps: int = STEPS
+) -> dict[str, Any]:
+    """Train with a checkpoint after every step, from the last one if there is one."""
+    pl = lightning_of(FLAVOUR)
+    saver = pl.callbacks.ModelCheckpoint(folder, "last", every_n_train_steps=every, enable_version_counter=False)
+    precision = options.pop("precision", "32-true")
+    strategy = local(FLAVOUR, timeout=timedelta(seconds=4 if kill else 60), **options)
+    callbacks = {"callbacks": [saver, *([Killer(kill)] if kill else [])], "enable_checkpointing": True}
+    if precision == "16-mixed":
+        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=3)
+        callbacks["plugins"] = [pl.plugins.MixedPrecision("16-mixed", "cpu", scaler=scaler)]
+    elif precision != "32-true":
+        callbacks["precision"] = precision
+    t = trainer(FLAVOUR, strategy, max_steps=steps, max_epochs=-1, **ranks(), **callbacks)
+    trained, path = module(), f"{folder}/last.ckpt"
+    t.fit(trained, ckpt_path=path if os.path.exists(path) else None)
+    buffers = torch.cat([each.flatten().double() for each in trained.buffers()])
+    return {"weights": weights(trained), "buffers": buffers, "steps": strategy.updates.steps}
+
+
+CASES: list[tuple[tuple[int, int], dict[str, Any]]] = [
+    ((2, 2), {}),
+    ((3, 1), {"step_ahead": 0.4, "precision": "16-mixed"}),
+    ((4, 1), {"sync_every": 3, "density": 0.2}),
+    ((2, 2), {"delay": 0, "precision": "bf16-true"}),
+    ((2, 2), {"exchange": "regional", "shard_optimizer": False}),
+]
+
+
+@pytest.mark.parametrize(("shape", "options"), CASES, ids=str)
+def test_a_killed_run_goes_on_bit_identically(shape: tuple[int, int], options: dict[str, Any], tmp_path: Path) -> None:
+    """Killed in a step and in the middle of a save, by a rank of chance."""
+    nodes, devices = shape
+    chance = random.Random(f"{shape} {options}")
+    many = {"nodes": nodes, "devices": devices, "timeout": 100, "init": False}
+    (tmp_path / "whole").mkdir()
+    whole = run_ranks(fit, str(tmp_path / "whole"), dict(options), **many)
+    for point, step in (("in a step", chance.randrange(2, 7)), ("before its side file", chance.randrange(7, 11))):
+        kill = {"point": point, "step": step, "rank": chance.randrange(1, nodes * devices)}
+        with pytest.raises(RanksFailed) as failed:
+            run_ranks(fit, str(tmp_path), dict(options), kill, **many)
+        assert failed.value.killed.keys() == {kill["rank"]}
+        assert not failed.value.hung
+    for one, other in zip(whole, run_ranks(fit, str(tmp_path), dict(options), **many), strict=True):
+        assert one["steps"] == other["steps"] == STEPS
+        assert torch.equal(one["weights"], other["weights"])
+        assert torch.equal(one["buffers"], other["buffers"])
+
+
+def look(folder: str, resume: bool, steps: int) -> dict[str, Any]:
+    """The shared weights and the mean of what is pending: at the end of some steps, or as they were resumed."""
+    found: dict[str, Any] = {}
+
+    class Look(lightning_of(FLAVOUR).Callback):  # type: ignore[misc]
+        def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
+            if trainer.global_step == steps:
+                updates = trainer.strategy.updates
+                with updates.shared_weights():
+                    found["shared"] = weights(updates.module).clone()
+                found["pending"] = mean_over_nodes(whole_pending(updates))
+                trainer.save_checkpoint(f"{folder}/{steps}.ckpt")
+
+    path = f"{folder}/{steps - 3}.ckpt" if resume else None
+    if resume and path is not None:
+        steps_now = steps
+        steps = steps - 3
+        t = trainer(FLAVOUR, local(FLAVOUR), max_steps=steps + 1, max_epochs=-1, callbacks=[Look()], **ranks())
+        t.fit(module(), ckpt_path=path)
+        found["resumed"] = (found["shared"], found["pending"])
+        steps = steps_now
+    t = trainer(FLAVOUR, local(FLAVOUR), max_steps=steps + 1, max_epochs=-1, callbacks=[Look()], **ranks())
+    t.fit(module(), ckpt_path=path)
+    return found
+
+
+def test_on_another_cluster_shared_weights_and_the_mean_of_what_is_pending_stay(tmp_path: Path) -> None:
+    before = run_ranks(look, str(tmp_path), False, 4, nodes=2, devices=2, timeout=100, init=False)[0]
+    for (nodes, devices), steps in (((4, 1), 7), ((2, 1), 10)):
+        found = run_ranks(look, str(tmp_path), True, steps, nodes=nodes, devices=devices, timeout=100, init=False)
+        for each in found:
+            shared, pending = each["resumed"]
+            assert torch.equal(shared, before["shared"])
+            torch.testing.assert_close(pending, before["pending"], rtol=1e-6, atol=1e-9)
+        before = found[0]
+
+
+def elsewhere(folder: str) -> tuple[Tensor, list[Tensor], list[str]]:
+    """A checkpoint of updates, taken up by plain DDP and by the strategy of gradients."""
+    path, lines, found = f"{folder}/saved.ckpt", Lines(), []
+    t = trainer(FLAVOUR, local(FLAVOUR), max_steps=6, **ranks())
+    trained = module()
+    t.fit(trained)
+    t.save_checkpoint(path)
+    for strategy in (ddp(FLAVOUR), sparse(FLAVOUR)):
+        other = module()
+        trainer(FLAVOUR, strategy, max_steps=6, **ranks()).fit(other, ckpt_path=path)
+        found.append(weights(other))
+    return weights(trained), found, list(lines.lines)
+
+
+def test_other_strategies_take_its_weights(tmp_path: Path) -> None:
+    results = run_ranks(elsewhere, str(tmp_path), nodes=2, devices=2, timeout=100, init=False)
+    for saved, found, _ in results:
+        for each in found:
+            assert torch.equal(saved, each)
+    assert any("was saved by a strategy that exchanges updates" in line for line in results[0][2])
