@@ -11,6 +11,8 @@ from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
 
+from pictures import GREY, colour, picture
+
 from lightning_sparse.bench.provenance import surroundings
 
 # Two-sided 95 % quantiles of Student's t for 1, 2, ... degrees of freedom.
@@ -146,33 +148,22 @@ def table(rows: Sequence[dict[str, Any]], metric: Metric) -> str:
 
 
 def plot(records: Sequence[dict[str, Any]], metric: Metric, file: Path) -> None:
-    import matplotlib as mpl
-
-    mpl.use("Agg")
-    from matplotlib import pyplot as plt
-
-    figure, (against_steps, against_bytes) = plt.subplots(1, 2, figsize=(12, 5), sharey=True, layout="constrained")
-    greys = cycle(("0", "0.6"))
-    for config in dict.fromkeys(record["config"] for record in records):
-        curve = mean_curve(records, config, metric.key)
-        megabytes = [received / 1e6 for received in mean_curve(records, config, "bytes_per_node")]
-        if not any(megabytes):  # one node alone: where it ends is what bytes have to beat
-            style = {"linestyle": ":", "color": next(greys)}
-            against_bytes.axhline(curve[-1], **style)
+    with picture(file, height=6, columns=2, sharey=True) as (against_steps, against_bytes):
+        alone = cycle((":", "-."))
+        for index, config in enumerate(dict.fromkeys(record["config"] for record in records)):
+            curve = mean_curve(records, config, metric.key)
+            megabytes = [received / 1e6 for received in mean_curve(records, config, "bytes_per_node")]
+            if not any(megabytes):  # one node alone: where it ends is what bytes have to beat
+                style = {"linestyle": next(alone), "color": GREY}
+                against_bytes.axhline(curve[-1], **style)
+            else:
+                style = {"linestyle": "--" if "no-feedback" in config else "-", "color": colour(index)}
+                against_bytes.plot(megabytes, curve, **style)
             against_steps.plot(mean_curve(records, config, "step"), curve, label=config, **style)
-            continue
-        style = {"linestyle": "--" if "no-feedback" in config else "-", "label": config}
-        against_steps.plot(mean_curve(records, config, "step"), curve, **style)
-        against_bytes.plot(megabytes, curve, **style)
-    against_steps.set(xlabel="steps", ylabel=metric.axis)
-    against_bytes.set(xlabel="MB that a node has received", xscale="log")
-    against_steps.legend(
-        frameon=False, fontsize="small", loc=f"{'lower' if metric.higher_is_better else 'upper'} right", ncols=2
-    )
-    for axes in (against_steps, against_bytes):
-        axes.grid(alpha=0.3)
-    figure.savefig(file, dpi=120)
-    plt.close(figure)
+        against_steps.set(xlabel="steps", ylabel=metric.axis)
+        against_bytes.set(xlabel="MB that a node has received", xscale="log")
+        for axes in (against_steps, against_bytes):
+            axes.grid()
 
 
 def write_report(records: Sequence[dict[str, Any]], out: Path, metric: Metric, command: str) -> str:

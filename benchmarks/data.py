@@ -36,9 +36,10 @@ from typing import Any
 
 import numpy as np
 import torch
+from pictures import bars
 from tqdm import tqdm
 
-from lightning_sparse.bench.data import BATCH, SIZE, config_of, generated, plot, table, tier_row
+from lightning_sparse.bench.data import BATCH, SIZE, config_of, generated, table, tier_row
 from lightning_sparse.bench.data import measure as measure_rows
 from lightning_sparse.bench.provenance import commit, processor
 from lightning_sparse.data.cache.manifest import load_or_list
@@ -194,6 +195,13 @@ def ratios(rows: list[dict[str, Any]]) -> dict[str, float]:
     return {name: round(value, 2) for name, value in out.items()}
 
 
+def plot(record: dict[str, Any], file: Path) -> None:
+    values = {row["row"]: row["per_cpu_second"] for row in record["rows"]}
+    by_backend = {"torch": "#d1495b", "dali": "#2e7d32"}
+    colours = [by_backend.get(name.rpartition(", ")[2], "#8a8a8a") for name in values]
+    bars(file, values, colours, f"images per CPU-second, random resized crop to {SIZE}, normalised")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description="What a picture costs, by tier and backend.")
     parser.add_argument("out", type=Path)
@@ -226,7 +234,7 @@ def write(options: argparse.Namespace, record: dict[str, Any]) -> None:
     }
     options.out.mkdir(parents=True, exist_ok=True)
     (options.out / "data.json").write_text(json.dumps({**about, **record}, indent=1) + "\n")
-    plot(record["rows"], options.out / "data.svg")
+    plot(record, options.out / "data.svg")
     print(table(record["rows"]))
     for name, value in {**about["ratios"], **record["memory"], **record.get("difference_to_cpu", {})}.items():
         print(f"{name}: {value}")

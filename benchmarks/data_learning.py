@@ -26,6 +26,7 @@ from typing import Any, Final, Literal
 import pytorch_lightning as pl
 import torch
 from convergence import resnet8
+from pictures import GREY, picture
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
 from torch.utils.data.distributed import DistributedSampler
@@ -128,11 +129,16 @@ def file_of(out: Path, name: str, seed: int) -> Path:
     return out / f"{name}-seed{seed}.json"
 
 
-def report(out: Path, records: list[dict[str, Any]]) -> str:
-    about = surroundings(" ".join(["python", *(Path(w).name if Path(w).is_absolute() else w for w in sys.argv)]))
+def accuracies(records: list[dict[str, Any]]) -> dict[str, list[float]]:
     by_name: dict[str, list[float]] = {}
     for record in records:
         by_name.setdefault(record["loader"], []).append(record["accuracy"])
+    return by_name
+
+
+def report(out: Path, records: list[dict[str, Any]]) -> str:
+    about = surroundings(" ".join(["python", *(Path(w).name if Path(w).is_absolute() else w for w in sys.argv)]))
+    by_name = accuracies(records)
     lines = ["| pictures come through | seeds | val %, mean | lowest | highest |", "|---|---|---|---|---|"]
     for name, values in by_name.items():
         label = name if name in (REFERENCE, ALONE) else f'CachedImageDataModule, shuffle="{name}"'
@@ -142,23 +148,20 @@ def report(out: Path, records: list[dict[str, Any]]) -> str:
     head = ["# Learning through the cache", "", *(f"- {key}: {value}" for key, value in about.items()), ""]
     (out / "results.md").write_text("\n".join([*head, *lines, ""]))
     (out / "results.json").write_text(json.dumps({"about": about, "runs": records}, indent=1) + "\n")
-    plot(by_name, out / "learning.svg")
+    plot({"runs": records}, out / "learning.svg")
     return "\n".join(lines)
 
 
-def plot(by_name: dict[str, list[float]], path: Path) -> None:
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(6, 3), layout="tight")
-    axes = figure.add_subplot()
-    for row, values in enumerate(by_name.values()):
-        axes.plot(values, [row] * len(values), "o", alpha=0.6)
-        axes.plot(statistics.fmean(values), row, "k|", markersize=16)
-    axes.set_yticks(range(len(by_name)), list(by_name))
-    axes.invert_yaxis()
-    axes.set_xlabel("validation accuracy, % (a dot a seed, a line the mean)")
-    axes.grid(axis="x", alpha=0.3)
-    figure.savefig(path)
+def plot(record: dict[str, Any], file: Path) -> None:
+    by_name = accuracies(record["runs"])
+    with picture(file, height=3) as (axes,):
+        for row, values in enumerate(by_name.values()):
+            axes.plot(values, [row] * len(values), "o", alpha=0.6)
+            axes.plot(statistics.fmean(values), row, "|", color=GREY, markersize=16)
+        axes.set_yticks(range(len(by_name)), list(by_name))
+        axes.invert_yaxis()
+        axes.set_xlabel("validation accuracy, % (a dot a seed, a line the mean)")
+        axes.grid(axis="x")
 
 
 def main() -> None:

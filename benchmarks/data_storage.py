@@ -39,6 +39,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from pictures import GREY, picture
 from PIL import Image
 from tqdm import tqdm
 
@@ -312,28 +313,19 @@ def _epochs(record: dict[str, Any]) -> int:
     return len(next(iter(record["systems"].values()))[0]["epochs"])
 
 
-def plot(record: dict[str, Any], path: Path) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, panels = pyplot.subplots(1, 2, figsize=(10, 4), layout="constrained")
-    for system, runs in record["systems"].items():
-        rows = [row for run in runs for row in run["epochs"]]
-        panels[0].plot(
-            range(len(rows)), [row["storage bytes"] / record["data set bytes"] for row in rows], "o-", label=system
-        )
-        panels[1].plot(range(len(rows)), [row["seconds"] for row in rows], "o-", label=system)
-    names = [f"run {run + 1}\nepoch {epoch + 1}" for run in range(2) for epoch in range(_epochs(record))]
-    for panel, title in zip(panels, ("bytes over the storage link / data set", "seconds of an epoch"), strict=True):
-        panel.set_title(title)
-        panel.set_xticks(range(len(names)), names)
-        panel.set_ylim(bottom=0)
-        panel.grid(alpha=0.3)
-    panels[1].axhline(record["data set bytes"] * 8e-9 / record["gbps"], color="gray", linestyle=":", label="link, once")
-    figure.legend(*panels[1].get_legend_handles_labels(), loc="outside lower center", ncols=5)
-    figure.savefig(path, dpi=120)
+def plot(record: dict[str, Any], file: Path) -> None:
+    size, titles = record["data set bytes"], ("bytes over the storage link / data set", "seconds of an epoch")
+    with picture(file, columns=2) as panels:
+        for system, runs in record["systems"].items():
+            rows = [row for run in runs for row in run["epochs"]]
+            panels[0].plot([row["storage bytes"] / size for row in rows], "o-", label=system)
+            panels[1].plot([row["seconds"] for row in rows], "o-", label=system)
+        names = [f"run {run + 1}\nepoch {epoch + 1}" for run in range(2) for epoch in range(_epochs(record))]
+        for panel, title in zip(panels, titles, strict=True):
+            panel.set(title=title, ylim=(0, None))
+            panel.set_xticks(range(len(names)), names)
+            panel.grid()
+        panels[1].axhline(size * 8e-9 / record["gbps"], color=GREY, linestyle=":", label="link, once")
 
 
 def _circumstances() -> dict[str, Any]:

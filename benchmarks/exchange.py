@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import exchange_ranks
+from pictures import colour, picture
 
 from lightning_sparse.bench.exchange import NONE, NOTHING
 from lightning_sparse.bench.provenance import commit, surroundings
@@ -97,27 +98,21 @@ def pieces(here: dict[tuple[str, float], dict[str, Any]], rates: list[float]) ->
     return lines
 
 
-def plot(rows: list[dict[str, Any]], file: Path) -> None:
-    import matplotlib as mpl
-
-    mpl.use("svg")
-    mpl.rcParams["svg.hashsalt"] = "exchange"
-    from matplotlib import pyplot as plt
-
+def plot(record: dict[str, Any], file: Path) -> None:
+    rows = record["rows"]
     clusters = list(dict.fromkeys(row["cluster"] for row in rows))
-    figure, axes = plt.subplots(1, len(clusters), figsize=(5 * len(clusters), 5), sharey=True, squeeze=False)
-    for cluster, ax in zip(clusters, axes[0], strict=True):
-        for way in dict.fromkeys(row["way"] for row in rows if row["way"] not in HIDDEN):
-            line = sorted((r["gbps"], 1e3 * r["sync s"]) for r in rows if (r["cluster"], r["way"]) == (cluster, way))
-            if line:
-                style = "-" if way.startswith(("ours", "auto")) else "--"
-                ax.loglog(*zip(*line, strict=True), style, marker="o", markersize=3, label=way)
-        ax.set(title=f"{cluster} ranks", xlabel="link, Gbit/s")
-        ax.grid(alpha=0.3)
-    axes[0][0].set_ylabel("synchronisation, ms")
-    axes[0][-1].legend(frameon=False, fontsize="x-small")
-    figure.tight_layout()
-    figure.savefig(file, metadata={"Date": None})
+    ways = list(dict.fromkeys(row["way"] for row in rows if row["way"] not in HIDDEN))
+    with picture(file, height=6.5, columns=len(clusters), sharey=True) as axes:
+        for cluster, ax in zip(clusters, axes, strict=True):
+            here = [row for row in rows if row["cluster"] == cluster]
+            for index, way in enumerate(ways):
+                line = sorted((row["gbps"], 1e3 * row["sync s"]) for row in here if row["way"] == way)
+                if line:
+                    style = {"linestyle": "-" if way.startswith(("ours", "auto")) else "--", "color": colour(index)}
+                    ax.loglog(*zip(*line, strict=True), marker="o", markersize=3, label=way, **style)
+            ax.set(title=f"{cluster} ranks", xlabel="link, Gbit/s")
+            ax.grid()
+        axes[0].set_ylabel("synchronisation, ms")
 
 
 def main() -> None:
@@ -149,7 +144,7 @@ def main() -> None:
         record = {**about, "commands": commands, "rows": sorted(kept + rows, key=lambda row: row["gbps"])}
         file.write_text(json.dumps(record, indent=1) + "\n")
         print(table(rows), flush=True)
-    plot(record["rows"], options.out / "exchange.svg")
+    plot(record, options.out / "exchange.svg")
     return None
 
 

@@ -34,14 +34,31 @@ from typing import Any
 
 import numpy as np
 import torch
+from pictures import picture
 from torch import Tensor
 from tqdm import tqdm
 
-from lightning_sparse.bench.kernels import DISTRIBUTIONS, QUICK, Case, Method, about, measure, methods, plot, table
+from lightning_sparse.bench.kernels import BASELINES, DISTRIBUTIONS, QUICK, Case, Method, about, measure, methods, table
 from lightning_sparse.bench.provenance import commit, processor
 
 SLOW = ("topk", "mstopk 30", "mstopk 30 compiled", "argpartition", "DGC")
 SIZES = (100_000, 1_000_000, 10_000_000, 25_600_000, 100_000_000)
+
+
+def resnet50(numel: int, g: torch.Generator) -> Tensor:
+    """The gradient of a ResNet-50 (25,557,032 elements) on random images, repeated or cut to `numel`."""
+    from torchvision import models
+
+    torch.manual_seed(g.initial_seed())
+    net = models.resnet50()
+    images, labels = torch.randn(8, 3, 128, 128, generator=g), torch.randint(1000, (8,), generator=g)
+    loss: Tensor = torch.nn.functional.cross_entropy(net(images), labels)
+    torch.autograd.backward(loss)
+    flat = torch.cat([parameter.grad.flatten() for parameter in net.parameters() if parameter.grad is not None])
+    return flat.repeat(-(-numel // flat.numel()))[:numel].contiguous()
+
+
+VECTORS = {**DISTRIBUTIONS, "resnet50": resnet50}
 
 
 def thirty_passes(x: Tensor, k: int) -> Tensor:
@@ -117,6 +134,18 @@ def provenance(options: argparse.Namespace) -> dict[str, Any]:
     }
 
 
+def plot(record: dict[str, Any], file: Path) -> None:
+    """Time over size, for 1 % of a Gaussian vector."""
+    shown = [row for row in record["rows"] if row["distribution"] == "gaussian" and row["density"] == 0.01]
+    shown = [row for row in shown if "threads" not in row["method"]]
+    with picture(file) as (axes,):
+        for name in dict.fromkeys(row["method"] for row in shown):
+            line = [(row["numel"], row["ms"]) for row in shown if row["method"] == name]
+            style = ":" if name in BASELINES else "-"
+            axes.loglog(*zip(*line, strict=True), style, marker="o", label=name)
+        axes.set(xlabel="elements", ylabel="ms (median)", title="Selecting 1 % of a Gaussian vector")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("folder", type=Path, help="where results.json and kernels.svg go")
@@ -128,7 +157,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=5.0, help="spent at most on one method of one case")
     parser.add_argument("--sizes", type=int, nargs="+", help=f"default: {SIZES}, and 10^9 on a GPU")
     parser.add_argument("--densities", type=float, nargs="+", default=(1e-4, 1e-3, 1e-2, 1e-1))
-    parser.add_argument("--distributions", nargs="+", choices=DISTRIBUTIONS, default=tuple(DISTRIBUTIONS))
+    parser.add_argument("--distributions", nargs="+", choices=VECTORS, default=tuple(VECTORS))
     parser.add_argument("--slow-up-to", type=int, help=f"leave {SLOW} out where x has more elements than this")
     parser.add_argument("--no-compile", action="store_true", help="leave torch.compile out")
     options = parser.parse_args()
@@ -140,12 +169,13 @@ def main() -> None:
         repeats=options.repeats,
         seconds=options.seconds,
         more=others(options),
+        distributions=VECTORS,
     )
     print(table(rows))
     result = {**provenance(options), "rows": rows}
     (options.folder / "results.json").write_text(json.dumps(result, indent=1) + "\n")
     try:
-        plot(rows, options.folder / "kernels.svg")
+        plot(result, options.folder / "kernels.svg")
     except ValueError as error:
         print(f"no plot: {error}")
     print(f"\nwrote {options.folder / 'results.json'}")

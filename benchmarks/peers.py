@@ -32,8 +32,9 @@ from typing import Any
 import peers_ranks
 from convergence_pictures import load_pictures
 from peers_ways import WAYS, Recipe, available
+from pictures import GREY, picture
+from pictures import colour as colour_of
 
-from lightning_sparse.bench.extras import figure, save
 from lightning_sparse.bench.provenance import commit, surroundings
 from lightning_sparse.lab import Cluster, LabConfig, signals_as_exit
 
@@ -117,28 +118,25 @@ def table(rows: list[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-def plot(rows: list[dict[str, Any]], key: str, label: str, file: Path) -> None:
-    """Accuracy over seconds or bytes, for each cluster and rate."""
-    rows = [row for row in rows if "failed" not in row]
+def plot(record: dict[str, Any], file: Path) -> None:
+    """Accuracy over bytes or seconds, which the name of the file says, for each cluster and rate."""
+    key = "bytes" if file.stem.endswith("-bytes") else "seconds"
+    rows = [row for row in record["rows"] if "failed" not in row]
     cases = list(dict.fromkeys((row["cluster"], row["gbps"]) for row in rows))
-    drawn, axes = figure(5 * len(cases), 4.5, len(cases))
-    ways = list(WAYS)
-    for (cluster, gbps), ax in zip(cases, axes, strict=True):
-        for row in rows:
-            if (row["cluster"], row["gbps"]) != (cluster, gbps):
-                continue
-            if row["way"] == ALONE:  # by its last accuracy: what bytes have to beat
-                ax.axhline(row["history"][-1]["accuracy"], color="k", linestyle=":", label=row["way"])
-            else:
+    label, ways = {"seconds": "seconds of training", "bytes": "bytes received by a node"}[key], list(WAYS)
+    with picture(file, height=5, columns=len(cases), sharey=True) as axes:
+        for (cluster, gbps), ax in zip(cases, axes, strict=True):
+            for row in (each for each in rows if (each["cluster"], each["gbps"]) == (cluster, gbps)):
+                if row["way"] == ALONE:  # by its last accuracy: what bytes have to beat
+                    ax.axhline(row["history"][-1]["accuracy"], color=GREY, linestyle=":", label=row["way"])
+                    continue
                 line = [(point[key], point["accuracy"]) for point in row["history"][1:]]
-                colour = "k" if row["way"] == "DDP" else f"C{ways.index(row['way']) % 10}"
+                colour = GREY if row["way"] == "DDP" else colour_of(ways.index(row["way"]))
                 style = "-" if row["way"].startswith("ours") else "--"
                 ax.plot(*zip(*line, strict=True), style, color=colour, label=row["way"])
-        ax.set(title=f"{cluster} ranks, {gbps:g} Gbit/s", xlabel=label, ylabel="validation accuracy, %", xscale="log")
-        ax.grid(alpha=0.3)
-    fullest = max(axes, key=lambda ax: len(ax.get_lines()))
-    fullest.legend(frameon=False, fontsize="x-small", loc="lower right")
-    save(drawn, file)
+            ax.set(title=f"{cluster} ranks, {gbps:g} Gbit/s", xlabel=label, xscale="log")
+            ax.grid()
+        axes[0].set_ylabel("validation accuracy, %")
 
 
 def main() -> None:
@@ -190,8 +188,8 @@ def main() -> None:
     text = ["# Beside its peers", "", *(f"- {key}: {value}" for key, value in {**about, **settings}.items()), ""]
     (options.out / "peers.md").write_text("\n".join(text) + "\n" + table(rows))
     print(table(rows))
-    plot(rows, "seconds", "seconds of training", options.out / "peers-time.png")
-    plot(rows, "bytes", "bytes received by a node", options.out / "peers-bytes.png")
+    plot(record, options.out / "peers-time.png")
+    plot(record, options.out / "peers-bytes.png")
 
 
 if __name__ == "__main__":

@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from pictures import picture
 from timm.optim.lamb import Lamb
 from timm.optim.lars import Lars
 from torch.distributed.optim import ZeroRedundancyOptimizer
@@ -30,7 +31,7 @@ from torch.optim import Optimizer
 from tqdm import tqdm
 
 from lightning_sparse.bench.provenance import commit, processor
-from lightning_sparse.bench.pto import OPTIMIZERS, compare, measure_cases, plot, table, ways
+from lightning_sparse.bench.pto import OPTIMIZERS, compare, measure_cases, table, ways
 from lightning_sparse.topology import discover
 
 WORLDS = {1: (1, 1), 2: (1, 2), 4: (2, 2)}  # ranks -> nodes, devices
@@ -74,6 +75,21 @@ def provenance() -> dict[str, Any]:
     }
 
 
+def plot(record: dict[str, Any], file: Path) -> None:
+    """Bars for the largest number of ranks."""
+    shown = [row for row in record["rows"] if row["ranks"] == max(r["ranks"] for r in record["rows"])]
+    cases = list(dict.fromkeys((row["model"], row["optimizer"]) for row in shown))
+    names = list(dict.fromkeys(row["way"] for row in shown))
+    with picture(file) as (axes,):
+        for offset, way in enumerate(names):
+            bars = {(r["model"], r["optimizer"]): r["ms"] for r in shown if r["way"] == way}
+            places = [i + offset / (len(names) + 1) for i in range(len(cases))]
+            axes.bar(places, [bars.get(case, 0) for case in cases], 1 / (len(names) + 1), label=way)
+        axes.set_xticks([i + 0.4 for i in range(len(cases))], [f"{m}\n{o}" for m, o in cases], fontsize="x-small")
+        axes.margins(x=0.01)
+        axes.set(yscale="log", ylabel="ms per step (median)", title=f"Optimizer step on {shown[0]['ranks']} ranks")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("folder", type=Path, help="where results.json and pto.svg go")
@@ -95,9 +111,10 @@ def main() -> None:
             rows += json.loads(Path(out).read_text())
     compare(rows)
     print(table(rows))
-    (options.folder / "results.json").write_text(json.dumps({**provenance(), "rows": rows}, indent=1) + "\n")
+    result = {**provenance(), "rows": rows}
+    (options.folder / "results.json").write_text(json.dumps(result, indent=1) + "\n")
     try:
-        plot(rows, options.folder / "pto.svg")
+        plot(result, options.folder / "pto.svg")
     except ValueError as error:
         print(f"no plot: {error}")
     print(f"\nwrote {options.folder / 'results.json'}")

@@ -82,9 +82,7 @@ def _create(flavour: str, cls: str, **arguments: Any) -> Any:
 class _StrategiesFinder:
     """Delegates to the other finders, and wraps the loader of the spec they return."""
 
-    def find_spec(
-        self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
-    ) -> ModuleSpec | None:
+    def find_spec(self, fullname: str, path: Sequence[str] | None = None, target: Any = None) -> ModuleSpec | None:
         if fullname not in FLAVOURS:
             return None
         for finder in sys.meta_path:

@@ -32,7 +32,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from lightning_sparse.bench.extras import bars, format_table, need
+from lightning_sparse.bench.extras import format_table, need
 from lightning_sparse.data.cache.manifest import load_or_list
 from lightning_sparse.data.cache.store import SampleStore
 from lightning_sparse.data.config import CacheConfig
@@ -87,9 +87,6 @@ def tier_row(tier: str, backend: str, pictures: Path, cache: Path, epochs: int, 
     finally:
         pipeline.close()
         store.close()
-
-
-# -- measuring ---------------------------------------------------------------------------------------------------------
 
 
 def cpu_seconds(process: int) -> float:
@@ -195,11 +192,3 @@ def generated(folder: Path, of_each: int = 96) -> Path:
 def table(rows: list[dict[str, Any]]) -> str:
     lines = [(row["row"], round(row["per_cpu_second"]), round(row["per_second"])) for row in rows]
     return format_table(("", "images per CPU-second", "images per second"), lines)
-
-
-def plot(rows: list[dict[str, Any]], file: Path) -> None:
-    """Plot images per CPU-second. Raises ValueError if matplotlib is not installed."""
-    values = {row["row"]: row["per_cpu_second"] for row in rows}
-    by_backend = {"torch": "#d1495b", "dali": "#2e7d32"}
-    colours = [by_backend.get(name.rpartition(", ")[2], "#8a8a8a") for name in values]
-    bars(file, values, colours, "%.0f", xlabel=f"images per CPU-second, random resized crop to {SIZE}, normalised")

@@ -35,9 +35,7 @@ def examine_cache(cache_dir: str) -> Iterator[Finding]:
     if folder.is_dir():
         for each in caches(cache_dir):
             splits = ", ".join(f"{name} {kept:,} of {listed:,} files" for name, kept, listed, _ in each.splits)
-            old = (
-                "" if each.version == VERSION else f"version {each.version}, unused: run `lightning-sparse cache clear`"
-            )
+            old = "" if each.version == VERSION else f"version {each.version}, unused: run lightning-sparse cache clear"
             said = f"{each.source}: {each.bytes / 1e9:,.2f} GB, {old or splits or 'empty'}"
             yield Finding("note" if old else "ok", "cached", said)
     shared = Path("/dev/shm")

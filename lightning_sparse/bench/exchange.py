@@ -18,6 +18,7 @@ auto                    ours with ``exchange="auto"``
 # No "from __future__ import annotations": DDP looks at the annotations of a hook.
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
@@ -30,7 +31,7 @@ from torch._C._distributed_c10d import GradBucket  # torch.distributed re-export
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_sparse.bench.apart import TakenApart
-from lightning_sparse.bench.extras import bars, format_table
+from lightning_sparse.bench.extras import format_table
 from lightning_sparse.bench.gradients import Gradients
 from lightning_sparse.strategy import HierConfig, HierState, hier_hook
 from lightning_sparse.topology import Topology, with_groups
@@ -71,11 +72,8 @@ class Way:
 
     def step(self, offset: int, synchronised: bool) -> None:
         self.ddp.zero_grad()
-        if synchronised:
+        with nullcontext() if synchronised else self.ddp.no_sync():
             self.ddp(offset).backward()
-        else:
-            with self.ddp.no_sync():
-                self.ddp(offset).backward()
 
 
 AddWay = Callable[..., DistributedDataParallel]
@@ -232,10 +230,3 @@ def table(rows: list[dict[str, Any]]) -> str:
             apart.append(f"{row['way']}, ms: {', '.join(pieces)}")
     head = ("", "sync ms", "step ms", "MB per device", "repeats")
     return "\n".join([format_table(head, lines), *apart])
-
-
-def plot(rows: list[dict[str, Any]], title: str, file: Path) -> None:
-    """Plot bars of synchronisation time, ours in colour. Raises ValueError if matplotlib is not installed."""
-    values = {row["way"]: 1e3 * row["sync s"] for row in rows if row["way"] not in (NONE, NOTHING, APART)}
-    colours = ["#d1495b" if way.startswith(("ours", "auto", "regional")) else "#8a8a8a" for way in values]
-    bars(file, values, colours, "%.1f", xlabel="synchronisation per step, ms (median; lower is better)", title=title)

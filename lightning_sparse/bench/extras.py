@@ -1,10 +1,9 @@
-"""Tables and plots of the benchmarks, and their optional packages."""
+"""Tables of the benchmarks, and their optional packages."""
 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Mapping, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any
 
 
@@ -37,38 +36,3 @@ def format_table(head: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
 
 def _cell(value: object) -> str:
     return "" if value is None else f"{value:.2f}" if isinstance(value, float) else str(value)
-
-
-def figure(width: float, height: float, columns: int = 1) -> tuple[Any, list[Any]]:
-    """Create a figure and its axes, side by side, without a display."""
-    need("matplotlib", "a plot")
-    from matplotlib.figure import Figure
-
-    empty = Figure(figsize=(width, height), layout="tight")
-    return empty, list(empty.subplots(1, columns, squeeze=False)[0])
-
-
-def bars(file: Path, values: Mapping[str, float], colours: Sequence[str], fmt: str, **labels: str) -> None:
-    """Plot labelled horizontal bars, the first at the top. `labels` are those of the axes.
-
-    Raises ValueError if matplotlib is not installed, or does not support the file's suffix.
-    """
-    drawn, (axes,) = figure(7.5, 0.36 * len(values) + 1.2)
-    axes.bar_label(axes.barh(list(values), list(values.values()), color=colours), fmt=fmt, padding=3)
-    axes.invert_yaxis()
-    axes.set(**labels)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.margins(x=0.12)
-    save(drawn, file)
-
-
-def save(drawn: Any, path: Path) -> None:
-    """Save in the format of the file's suffix. SVG output is deterministic.
-
-    Raises:
-        ValueError: if matplotlib does not support the suffix.
-    """
-    import matplotlib as mpl
-
-    with mpl.rc_context({"svg.hashsalt": "lightning_sparse"}):
-        drawn.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)

@@ -14,28 +14,26 @@ The methods of a case take turns in one loop, so that other load affects them al
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from itertools import groupby
 from operator import itemgetter
-from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from lightning_sparse.bench.extras import figure, format_table, need, save
+from lightning_sparse.bench.extras import format_table
 from lightning_sparse.kernels import compress, kernel_report, mstopk
 
 Method = Callable[[], object]
+Distribution = Callable[[int, torch.Generator], Tensor]
 Case = tuple[int, float, str]
 """Elements, density, distribution."""
 
 BASELINES = ("sum", "read", "copy", "add")
 QUICK: list[Case] = [(100_000, 0.01, "gaussian"), (2_000_000, 0.01, "gaussian"), (2_000_000, 0.01, "layered")]
-FULL: list[Case] = [
-    (n, d, "gaussian") for n in (100_000, 1_000_000, 10_000_000, 25_600_000) for d in (0.001, 0.01, 0.1)
-]
+FULL: list[Case] = [(n, d, "gaussian") for n in (10**5, 10**6, 10**7, 25_600_000) for d in (0.001, 0.01, 0.1)]
 FULL += [(25_600_000, 0.01, name) for name in ("laplace", "heavy-tailed", "layered")]
 
 
@@ -63,25 +61,7 @@ def layered(numel: int, g: torch.Generator) -> Tensor:
     return x
 
 
-def resnet50(numel: int, g: torch.Generator) -> Tensor:
-    """The gradient of a ResNet-50 (25,557,032 elements) on random images, repeated or cut to `numel`."""
-    models = need("torchvision", "the distribution resnet50", module="torchvision.models")
-    torch.manual_seed(g.initial_seed())
-    net = models.resnet50()
-    images, labels = torch.randn(8, 3, 128, 128, generator=g), torch.randint(1000, (8,), generator=g)
-    loss: Tensor = torch.nn.functional.cross_entropy(net(images), labels)
-    torch.autograd.backward(loss)
-    flat = torch.cat([parameter.grad.flatten() for parameter in net.parameters() if parameter.grad is not None])
-    return flat.repeat(-(-numel // flat.numel()))[:numel].contiguous()
-
-
-DISTRIBUTIONS = {
-    "gaussian": gaussian,
-    "laplace": laplace,
-    "heavy-tailed": heavy_tailed,
-    "layered": layered,
-    "resnet50": resnet50,
-}
+DISTRIBUTIONS = {"gaussian": gaussian, "laplace": laplace, "heavy-tailed": heavy_tailed, "layered": layered}
 
 
 def measure(
@@ -91,17 +71,19 @@ def measure(
     repeats: int = 21,
     seconds: float = 5.0,
     more: Callable[[Tensor, int], dict[str, Method]] = lambda x, k: {},
+    distributions: Mapping[str, Distribution] = DISTRIBUTIONS,
 ) -> list[dict[str, Any]]:
     """Return a row for each case and method.
 
     Args:
         seconds: time limit for each method of a case.
         more: returns further methods of a case, timed in the same loop.
+        distributions: functions that draw a vector, by name.
     """
     rows: list[dict[str, Any]] = []
     for case in cases:
         numel, density, distribution = case
-        x = DISTRIBUTIONS[distribution](numel, torch.Generator().manual_seed(0)).to(device)
+        x = distributions[distribution](numel, torch.Generator().manual_seed(0)).to(device)
         k = max(1, int(numel * density))
         times = interleaved({**methods(x, k), **more(x, k)}, device, repeats, seconds)
         rows += [_row(case, name, times) for name in times]
@@ -178,17 +160,3 @@ def table(rows: list[dict[str, Any]]) -> str:
         lines = [(row["method"], f"{row['ms']:.3f}", *(row[key] for key in head[1:])) for row in of_case]
         blocks.append(f"\nd = {numel:,}, density {density:g}, {name}\n{format_table(('', *head), lines)}")
     return "\n".join(blocks)
-
-
-def plot(rows: list[dict[str, Any]], file: Path) -> None:
-    """Plot time over size, for 1 % of a Gaussian vector. Raises ValueError if matplotlib is not installed."""
-    drawn, (axes,) = figure(7, 5)
-    shown = [row for row in rows if row["distribution"] == "gaussian" and row["density"] == 0.01]
-    shown = [row for row in shown if "threads" not in row["method"]]
-    for name in dict.fromkeys(row["method"] for row in shown):
-        line = [(row["numel"], row["ms"]) for row in shown if row["method"] == name]
-        style = ":" if name in BASELINES else "-"
-        axes.loglog(*zip(*line, strict=True), style, marker="o", label=name)
-    axes.set(xlabel="elements", ylabel="ms (median)", title="Selecting 1 % of a Gaussian vector")
-    axes.legend(fontsize="small")
-    save(drawn, file)

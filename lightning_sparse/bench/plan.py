@@ -193,14 +193,14 @@ def recommend(found: Sequence[Row], compute_s: float | None) -> str:
     plain, least = simplest(found, overlap=False), simplest(found, overlap=True)
     gain = _gain(found, plain, overlap=False)
     if compute_s is None:
-        return f"{_advice(plain)}: its synchronisation {gain} (what that saves depends on the compute time of a step)."
+        return f"Use {_advice(plain)}: its synchronisation {gain} (what that saves depends on the compute of a step)."
     if plain.path == least.path:
         hidden = _gain(found, plain, overlap=True)
         bounds = gain if gain == hidden else f"{gain} without overlap and {hidden} with perfect overlap"
-        return f"{_advice(plain)} on {nodes} nodes: its step {bounds}."
+        return f"Use {_advice(plain)} on {nodes} nodes: its step {bounds}."
     return (
-        f"{_advice(least)} on {nodes} nodes if synchronisation overlaps with backward. If not, "
-        f"{_advice(plain, first=False)}: its step without overlap {gain}. Measure both."
+        f"Use {_advice(least)} on {nodes} nodes if synchronisation overlaps with backward. If not, use "
+        f"{_advice(plain)}: its step without overlap {gain}. Measure both."
     )
 
 
@@ -212,14 +212,13 @@ def _is_comparable(way: str) -> bool:
     return way not in _OURS or _OURS[way].automatic
 
 
-def _advice(row: Row, *, first: bool = True) -> str:
-    word = "Use" if first else "use"
+def _advice(row: Row) -> str:
     return {
-        "ddp": f"{word} plain DDP",
-        "ddp16": f"{word} DDP with the bf16 hook",
-        "dense": f"{word} strategy='mstopk_hier' with exchange='dense'",
-        "dense16": f"{word} strategy='mstopk_hier' with exchange='dense16'",
-    }.get(row.path, f"{word} strategy='mstopk_hier' with density={row.density:g}")
+        "ddp": "plain DDP",
+        "ddp16": "DDP with the bf16 hook",
+        "dense": "strategy='mstopk_hier' with exchange='dense'",
+        "dense16": "strategy='mstopk_hier' with exchange='dense16'",
+    }.get(row.path, f"strategy='mstopk_hier' with density={row.density:g}")
 
 
 def _gain(found: Sequence[Row], row: Row, *, overlap: bool) -> str:
@@ -230,9 +229,7 @@ def _gain(found: Sequence[Row], row: Row, *, overlap: bool) -> str:
     others = [each for each in found if each.path != "ddp" and _is_comparable(each.path)]
     best = min(others, key=lambda each: _seconds(each, overlap))
     factor = _seconds(row, overlap) / _seconds(best, overlap)
-    return (
-        "is as fast as any" if factor < 1.005 else f"is within {100 * (factor - 1):.0f} % of the fastest ({best.name})"
-    )
+    return "is as fast as any" if factor < 1.005 else f"is within {100 * factor - 100:.0f} % of the best ({best.name})"
 
 
 def _seconds(row: Row, overlap: bool) -> float:

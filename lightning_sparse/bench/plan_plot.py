@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from lightning_sparse.bench.extras import figure, save
+from lightning_sparse.bench.extras import need
 from lightning_sparse.bench.plan import Row
 
 COLOURS = {
@@ -25,31 +25,32 @@ def draw(rows: Sequence[Row], title: str, file: Path) -> None:
     Raises ValueError if matplotlib is not installed, or does not support the file's suffix.
     """
     timed = all(row.step_s is not None for row in rows)
-    drawn, axes = figure(11 if timed else 6.5, 4.8, 2 if timed else 1)
+    need("matplotlib", "a plot")
+    from matplotlib.figure import Figure
+
+    drawn = Figure(figsize=(11 if timed else 6.5, 4.8), layout="constrained")
+    axes = drawn.subplots(1, 1 + timed, squeeze=False)[0]
     if timed:
         _lines(axes[0], rows, "-", lambda row: 1e3 * (row.step_s or 0))
         _lines(axes[0], rows, ":", lambda row: 1e3 * (row.overlapped_step_s or 0))
         _lines(axes[1], rows, "-", lambda row: 100 * (row.efficiency or 0))
         _lines(axes[1], rows, ":", lambda row: 100 * (row.overlapped_efficiency or 0))
         axes[0].set(ylabel="ms per step", ylim=(0, None), title="step time (lower is better)")
-        axes[1].set(
-            ylabel="% of the devices' own throughput", ylim=(0, 103), title="scaling efficiency (higher is better)"
-        )
+        axes[1].set(ylabel="% of devices' own throughput", ylim=(0, 103), title="scaling efficiency (higher is better)")
+        for style, label in (("-", "without overlap"), (":", "perfect overlap with backward")):
+            axes[0].plot([], [], style, color="black", label=label)
     else:
         _lines(axes[0], rows, "-", lambda row: 1e3 * row.sync_s)
         axes[0].set(ylabel="synchronisation, ms per step", yscale="log", title="without compute, lower is better")
-    if timed:
-        for style, label in (("-", "without overlap"), (":", "perfect overlap with backward")):
-            axes[0].plot([], [], style, color="black", label=label)
     counts = sorted({row.nodes for row in rows})
     for each in axes:
         each.set_xscale("log", base=2)
         each.set_xticks(counts, [f"{nodes}" for nodes in counts])
         each.set_xlabel("nodes")
         each.grid(alpha=0.3)
-    axes[0].legend(frameon=False, fontsize="small")
+    drawn.legend(*axes[0].get_legend_handles_labels(), frameon=False, loc="outside lower center", ncols=4)
     drawn.suptitle(f"predicted: {title}", fontsize="medium")
-    save(drawn, file)
+    drawn.savefig(file)
 
 
 def _lines(axes: Any, rows: Sequence[Row], style: str, value: Callable[[Row], float]) -> None:

@@ -19,7 +19,6 @@ from __future__ import annotations
 import gc
 import time
 from collections.abc import Callable, Iterable, Sequence
-from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -29,7 +28,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_sparse.bench import models
-from lightning_sparse.bench.extras import figure, format_table, save
+from lightning_sparse.bench.extras import format_table
 from lightning_sparse.pto import ShardedStep, choice, communicator_of
 from lightning_sparse.topology import Topology
 
@@ -112,18 +111,16 @@ def _step_seconds(optimizer: Optimizer, device: torch.device) -> float:
     return slowest(time.perf_counter() - begin, device)
 
 
-def _row(
-    optimizer: Optimizer, parameters: list[nn.Parameter], taken: list[float], device: torch.device
-) -> dict[str, Any]:
+def _row(made: Optimizer, parameters: list[nn.Parameter], taken: list[float], device: torch.device) -> dict[str, Any]:
     """What was measured of an optimizer. A collective."""
-    sharded = getattr(getattr(optimizer, "consolidate_state_dict", None), "__self__", None)
+    sharded = getattr(getattr(made, "consolidate_state_dict", None), "__self__", None)
     return {
         "parameters": sum(p.numel() for p in parameters),
         "ms": median(taken) * 1e3,
         "fastest_ms": min(taken) * 1e3,
         "repeats": len(taken),
         "shared": isinstance(sharded, ShardedStep),
-        "state_MB": slowest(state_bytes(optimizer), device) / 1e6,
+        "state_MB": slowest(state_bytes(made), device) / 1e6,
         "gathered_MB": (sharded._gather.nbytes if isinstance(sharded, ShardedStep) else 0) / 1e6,
     }
 
@@ -190,19 +187,3 @@ def compare(rows: list[dict[str, Any]]) -> None:
 def table(rows: list[dict[str, Any]]) -> str:
     head = ("model", "optimizer", "ranks", "way", "ms", "faster", "state_MB", "state share", "break-even Gbit/s")
     return format_table(head, [[row[name] for name in head] for row in rows])
-
-
-def plot(rows: list[dict[str, Any]], path: Path) -> None:
-    """Plot bars for the largest number of ranks. Raises ValueError if matplotlib is not installed."""
-    shown = [row for row in rows if row["ranks"] == max(r["ranks"] for r in rows)]
-    cases = list(dict.fromkeys((row["model"], row["optimizer"]) for row in shown))
-    names = list(dict.fromkeys(row["way"] for row in shown))
-    drawn, (axes,) = figure(1.6 * len(cases) + 3, 4)
-    for offset, way in enumerate(names):
-        bars = {(r["model"], r["optimizer"]): r["ms"] for r in shown if r["way"] == way}
-        places = [i + offset / (len(names) + 1) for i in range(len(cases))]
-        axes.bar(places, [bars.get(case, 0) for case in cases], 1 / (len(names) + 1), label=way)
-    axes.set_xticks([i + 0.4 for i in range(len(cases))], [f"{m}\n{o}" for m, o in cases])
-    axes.set(yscale="log", ylabel="ms per step (median)", title=f"Optimizer step on {shown[0]['ranks']} ranks")
-    axes.legend(fontsize="small")
-    save(drawn, path)

@@ -42,7 +42,6 @@ def _add(
     parser = benchmarks.add_parser(name, help=summary, description=summary[0].upper() + summary[1:] + ".")
     parser.add_argument("--quick", action="store_true", help="small sizes; takes less than two minutes")
     parser.add_argument("--out", type=Path, default=Path("runs/bench"), metavar="DIR", help="default: %(default)s")
-    parser.add_argument("--plot", action="store_true", help="also draw a plot; needs matplotlib")
     parser.set_defaults(run=run)
     return parser
 
@@ -69,7 +68,7 @@ def _kernels(arguments: argparse.Namespace) -> int:
     repeats, seconds = (11, 1.0) if arguments.quick else (21, 5.0)
     rows = kernels.measure(cases, device, repeats=repeats, seconds=seconds)
     print(kernels.table(rows))
-    return _write(arguments, {**kernels.about(), "device": device}, rows, kernels.plot)
+    return _write(arguments, {**kernels.about(), "device": device}, rows)
 
 
 def _exchange(arguments: argparse.Namespace) -> int:
@@ -89,8 +88,7 @@ def _exchange(arguments: argparse.Namespace) -> int:
     rows, cluster = found
     print(f"{cluster}\n{exchange.table(rows)}")
     what = "1 M gradients" if arguments.quick else f"gradients of {arguments.model}"
-    about = {"cluster": cluster, "gradients": what}
-    return _write(arguments, about, rows, lambda rows, file: exchange.plot(rows, f"{what}, {cluster}", file))
+    return _write(arguments, {"cluster": cluster, "gradients": what}, rows)
 
 
 def _pto(arguments: argparse.Namespace) -> int:
@@ -114,7 +112,7 @@ def _pto(arguments: argparse.Namespace) -> int:
     rows, cluster = found
     pto.compare(rows)
     print(f"{cluster}\n{pto.table(rows)}")
-    return _write(arguments, {"cluster": cluster}, rows, pto.plot)
+    return _write(arguments, {"cluster": cluster}, rows)
 
 
 def _data(arguments: argparse.Namespace) -> int:
@@ -136,7 +134,7 @@ def _data(arguments: argparse.Namespace) -> int:
         )
     print(data.table(rows))
     what = "crops of 375 x 500 of scikit-learn's photographs" if arguments.pictures is None else "an image folder"
-    return _write(arguments, {"pictures": what}, rows, data.plot)
+    return _write(arguments, {"pictures": what}, rows)
 
 
 def _on_ranks(arguments: argparse.Namespace, measure: Callable[[Any, torch.device], Rows]) -> tuple[Rows, str] | None:
@@ -183,14 +181,10 @@ def _prepare(arguments: argparse.Namespace) -> None:
     if getattr(arguments, "device", None) == "cuda" and not torch.cuda.is_available():
         raise ValueError("--device cuda: torch finds no GPU. Omit --device to use the CPU.")
     arguments.out.mkdir(parents=True, exist_ok=True)
-    if arguments.plot:
-        from lightning_sparse.bench.extras import need
-
-        need("matplotlib", "--plot")
 
 
-def _write(arguments: argparse.Namespace, about: dict[str, Any], rows: Rows, plot: Callable[[Rows, Path], None]) -> int:
-    """Write the record of a benchmark, and its plot."""
+def _write(arguments: argparse.Namespace, about: dict[str, Any], rows: Rows) -> int:
+    """Write the record of a benchmark."""
     from lightning_sparse.bench.provenance import commit, surroundings
 
     file = arguments.out / f"{arguments.benchmark}.json"
@@ -198,7 +192,4 @@ def _write(arguments: argparse.Namespace, about: dict[str, Any], rows: Rows, plo
     record = {**surroundings(command), "commit": commit(), **about, "rows": rows}
     file.write_text(json.dumps(record, indent=1) + "\n")
     print(f"\nwrote {file}")
-    if arguments.plot:
-        plot(rows, file.with_suffix(".svg"))
-        print(f"wrote {file.with_suffix('.svg')}")
     return 0

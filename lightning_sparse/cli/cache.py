@@ -15,20 +15,12 @@ def add(subcommands: Subcommands) -> None:
     fill.add_argument("cache_dir", help="folder on a local disk of this node")
     fill.add_argument("--splits", nargs="+", metavar="NAME", help="default: train, and val if it exists")
     fill.add_argument("--nodes", type=int, default=1, metavar="M", help="copy only this node's share of M nodes")
-    fill.add_argument(
-        "--node", type=int, default=0, metavar="I", help="index of this node, from 0 (SLURM: $SLURM_NODEID)"
-    )
+    fill.add_argument("--node", type=int, default=0, metavar="I", help="index of this node (SLURM: $SLURM_NODEID)")
     fill.add_argument("--seed", type=int, default=0, help="seed of the run, which places samples on nodes")
     fill.add_argument("--disk-gb", type=float, metavar="GB", help="size limit per split")
-    fill.add_argument(
-        "--threads", type=int, default=4, metavar="N", help="threads that read and decode (default: %(default)s)"
-    )
-    fill.add_argument(
-        "--on-corrupt",
-        choices=("raise", "skip"),
-        default="raise",
-        help="skip: record corrupt files, which runs with on_corrupt='skip' then do not read again",
-    )
+    fill.add_argument("--threads", type=int, default=4, metavar="N", help="that read and decode (default %(default)s)")
+    skip = "skip: record corrupt files, which runs with on_corrupt='skip' then do not read again"
+    fill.add_argument("--on-corrupt", choices=("raise", "skip"), default="raise", help=skip)
     fill.set_defaults(run=_warm)
     info = actions.add_parser("info", help="list the caches in a folder")
     info.add_argument("cache_dir")

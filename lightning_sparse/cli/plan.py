@@ -31,12 +31,8 @@ def add(subcommands: Subcommands) -> None:
     parser.add_argument("--nodes", type=int, required=True, metavar="M")
     parser.add_argument("--devices", type=int, required=True, metavar="L", help="devices per node")
     parser.add_argument("--inter-gbps", type=float, required=True, metavar="R", help="Gbit/s of a node's link each way")
-    parser.add_argument(
-        "--intra-gbps", type=float, required=True, metavar="R", help="Gbit/s that a device receives inside its node"
-    )
-    parser.add_argument(
-        "--density", type=float, nargs="+", default=[0.01, 0.001], metavar="D", help="default: 0.01 0.001"
-    )
+    parser.add_argument("--intra-gbps", type=float, required=True, metavar="R", help="Gbit/s of a device in its node")
+    parser.add_argument("--density", type=float, nargs="+", default=[0.01, 0.001], help="default %(default)s")
     parser.add_argument("--bytes-per-gradient", type=int, default=4, choices=(2, 4), help="default: 4 (also under AMP)")
     parser.add_argument("--compute-ms", type=float, metavar="T", help="forward and backward time of one device's batch")
     parser.add_argument("--measure", action="store_true", help="measure compute and selection on this machine's device")
@@ -125,9 +121,8 @@ def _by_nodes(rows: list[Row]) -> str:
     names = list(dict.fromkeys(row.name for row in rows))
     found = {(row.nodes, row.name): row for row in rows}
     counts = list(dict.fromkeys(row.nodes for row in rows))
-    return format_table(
-        ["nodes", *names], [[f"{count}", *(_cell(found[count, name]) for name in names)] for count in counts]
-    )
+    cells = [[f"{count}", *(_cell(found[count, name]) for name in names)] for count in counts]
+    return format_table(["nodes", *names], cells)
 
 
 def _cell(row: Row) -> str:

@@ -21,12 +21,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_sparse.kernels import plain, wire
+from lightning_sparse.kernels import plain, reference, wire
 
 NAMESPACE = "lightning_sparse"
 BUILD_REPORT = Path(__file__).with_name("build_report.txt")
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16)
-_CODES: tuple[torch.dtype, ...] = wire.VALUE_DTYPES
 
 # Keep a reference: garbage collection of a Library removes its schemas.
 _library: Any = torch.library.Library(NAMESPACE, "FRAGMENT")  # type: ignore[no-untyped-call]
@@ -66,7 +65,7 @@ def compress(
     residual is written.
     """
     code = _value_code(value_dtype)
-    _check_compress(grad_S, residual_S, next_residual_S, k, scale)
+    _check_compress(grad_S, residual_S, next_residual_S, k, code, scale)
     message: Tensor = torch.ops.lightning_sparse.compress(grad_S.detach(), residual_S, next_residual_S, k, code, scale)
     return message
 
@@ -77,8 +76,9 @@ def accumulate(messages_MB: Tensor, shard_S: Tensor, k: int, value_dtype: torch.
     If a message counts non-finite elements or is malformed, the whole shard becomes NaN: raising an error would need a
     device synchronisation.
     """
-    _check_accumulate(messages_MB, shard_S, k, _value_code(value_dtype))
-    torch.ops.lightning_sparse.accumulate(messages_MB, shard_S, k, _value_code(value_dtype))
+    code = _value_code(value_dtype)
+    _check_accumulate(messages_MB, shard_S, k, code)
+    torch.ops.lightning_sparse.accumulate(messages_MB, shard_S, k, code)
 
 
 @dataclass(frozen=True)
@@ -108,8 +108,9 @@ def _check_mstopk(x: Tensor, k: int) -> None:
 
 
 def _check_compress(
-    grad: Tensor, residual: Tensor | None, next_residual: Tensor | None, k: int, scale: Tensor | None
+    grad: Tensor, residual: Tensor | None, next_residual: Tensor | None, k: int, code: int, scale: Tensor | None
 ) -> None:
+    _dtype_of(code)
     _check_flat("grad_S", grad, _FLOATS)
     _check_k(k, grad.numel())
     for name, other in (("residual_S", residual), ("next_residual_S", next_residual)):
@@ -136,14 +137,9 @@ def _check_accumulate(messages: Tensor, shard: Tensor, k: int, code: int) -> Non
     _check_flat("shard_S", shard, (torch.float32,))
     _check_k(k, shard.numel())
     nbytes = wire.message_bytes(shard.numel(), k, _dtype_of(code))
-    if (
-        messages.dtype != torch.uint8
-        or messages.dim() != 2
-        or messages.shape[0] < 1
-        or messages.shape[1] != nbytes
-        or not messages.is_contiguous()
-        or messages.device != shard.device
-    ):
+    fits = messages.dtype == torch.uint8 and messages.dim() == 2 and messages.shape[0] >= 1
+    fits = fits and messages.shape[1] == nbytes and messages.is_contiguous() and messages.device == shard.device
+    if not fits:
         raise ValueError(
             f"messages_MB is {messages.dtype}{list(messages.shape)} on {messages.device}: numel={shard.numel()}, k={k} "
             f"and {_dtype_of(code)} need contiguous uint8[M >= 1, {nbytes}] on {shard.device}"
@@ -172,21 +168,19 @@ def _check_k(k: int, numel: int) -> None:
 def _value_code(value_dtype: torch.dtype) -> int:
     code = wire.VALUE_CODES.get(value_dtype)
     if code is None:
-        raise ValueError(f"value_dtype={value_dtype} must be one of {list(_CODES)}")
+        raise ValueError(f"value_dtype={value_dtype} must be one of {list(wire.VALUE_DTYPES)}")
     return code
 
 
 def _dtype_of(code: int) -> torch.dtype:
-    if not 0 <= code < len(_CODES):
+    if not 0 <= code < len(wire.VALUE_DTYPES):
         raise ValueError(f"value_code={code}: 0 is fp32, 1 bf16, 2 fp16")
-    return _CODES[code]
+    return wire.VALUE_DTYPES[code]
 
 
 def _overlap(a: Tensor, b: Tensor | None) -> bool:
-    if b is None:
-        return False
-    if a is b:
-        return True
+    if b is None or a is b:
+        return b is not None
     if _is_traced(a) or _is_traced(b):
         return False
     first, second = a.data_ptr(), b.data_ptr()
@@ -201,44 +195,35 @@ def _is_traced(tensor: Tensor) -> bool:
 # --------------------------------------------------------------------------------- implementations
 
 
-def _plain_mstopk(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    _check_mstopk(x, k)
-    return plain.mstopk(x, k)
+def _fake_mstopk(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    return x.new_empty(k), x.new_empty(k, dtype=reference.index_dtype(x.numel()))
 
 
 def _plain_compress(
-    grad: Tensor, residual: Tensor | None, next_residual: Tensor | None, k: int, value_code: int, scale: Tensor | None
+    grad: Tensor, residual: Tensor | None, next_residual: Tensor | None, k: int, code: int, scale: Tensor | None
 ) -> Tensor:
-    dtype = _dtype_of(value_code)
-    _check_compress(grad, residual, next_residual, k, scale)
-    return plain.compress(grad, residual, next_residual, k, dtype, scale)
+    return plain.compress(grad, residual, next_residual, k, _dtype_of(code), scale)
 
 
-def _plain_accumulate(messages: Tensor, shard: Tensor, k: int, value_code: int) -> None:
-    _check_accumulate(messages, shard, k, value_code)
-    plain.accumulate(messages, shard, k, _dtype_of(value_code))
+def _fake_compress(grad: Tensor, _: Any, __: Any, k: int, code: int, ___: Any) -> Tensor:
+    return grad.new_empty(wire.message_bytes(grad.numel(), k, _dtype_of(code)), dtype=torch.uint8)
 
 
-def _fake_mstopk(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    _check_mstopk(x, k)
-    return x.new_empty(k), x.new_empty(k, dtype=plain.index_dtype(x.numel()))
+def _plain_accumulate(messages: Tensor, shard: Tensor, k: int, code: int) -> None:
+    plain.accumulate(messages, shard, k, _dtype_of(code))
 
 
-def _fake_compress(
-    grad: Tensor, residual: Tensor | None, next_residual: Tensor | None, k: int, value_code: int, scale: Tensor | None
-) -> Tensor:
-    _check_compress(grad, residual, next_residual, k, scale)
-    return grad.new_empty(wire.message_bytes(grad.numel(), k, _dtype_of(value_code)), dtype=torch.uint8)
+def _register(name: str, check: Callable[..., None], compute: Callable[..., Any], fake: Callable[..., Any]) -> None:
+    def checked(call: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*arguments: Any) -> Any:
+            check(*arguments)
+            return call(*arguments)
 
+        return run
 
-def _fake_accumulate(messages: Tensor, shard: Tensor, k: int, value_code: int) -> None:
-    _check_accumulate(messages, shard, k, value_code)
-
-
-def _register(name: str, implementation: Callable[..., Any], fake: Callable[..., Any]) -> None:
     # Selection is not differentiable; without no_grad, autograd would record the plain-torch operations.
-    _library.impl(name, torch.no_grad()(implementation), "CompositeExplicitAutograd")
-    torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=_library)
+    _library.impl(name, torch.no_grad()(checked(compute)), "CompositeExplicitAutograd")
+    torch.library.register_fake(f"{NAMESPACE}::{name}", checked(fake), lib=_library)
 
 
 def _load() -> tuple[KernelReport, ctypes.CDLL | None]:
@@ -263,7 +248,7 @@ def _plain_report(library: str | None, reason: str) -> KernelReport:
     return KernelReport("plain torch", "plain torch", library, (reason,))
 
 
-_register("mstopk", _plain_mstopk, _fake_mstopk)
-_register("compress", _plain_compress, _fake_compress)
-_register("accumulate", _plain_accumulate, _fake_accumulate)
+_register("mstopk", _check_mstopk, plain.mstopk, _fake_mstopk)
+_register("compress", _check_compress, _plain_compress, _fake_compress)
+_register("accumulate", _check_accumulate, _plain_accumulate, lambda *_: None)
 _report, _handle = _load()

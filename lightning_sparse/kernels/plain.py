@@ -12,8 +12,7 @@ from lightning_sparse.kernels import reference, wire
 
 
 def mstopk(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    indices_K = select(reference.magnitude_bits(x), k)
-    return x.detach()[indices_K], indices_K.to(index_dtype(x.numel()))
+    return reference.gather(x, select(reference.magnitude_bits(x), k))
 
 
 def select(bits: Tensor, k: int) -> Tensor:
@@ -62,7 +61,3 @@ def accumulate(messages_MB: Tensor, shard_S: Tensor, k: int, value_dtype: torch.
         shard_S[indices_K] = shard_S[indices_K] + values_K  # indices are distinct within a message
         all_valid = all_valid & valid
     shard_S.masked_fill_(~all_valid, torch.nan)
-
-
-def index_dtype(numel: int) -> torch.dtype:
-    return torch.int32 if numel < 2**31 else torch.int64

@@ -43,13 +43,13 @@ def mstopk(x: Tensor, k: int, iterations: int = ITERATIONS) -> tuple[Tensor, Ten
         return topk(x, k)
     wanted = k - num_nonfinite
     if wanted == int(finite.sum()):
-        return _gather(x, torch.arange(x.numel(), device=x.device))
+        return gather(x, torch.arange(x.numel(), device=x.device))
     a = torch.where(finite, a, -1.0)  # below every threshold
     lower, upper = bisect(a, wanted, iterations)
     certain = (a >= upper) | ~finite  # 3.
     band = torch.nonzero((a >= lower) & (a < upper)).flatten()
     chosen = torch.cat([torch.nonzero(certain).flatten(), band[: k - int(certain.sum())]])  # 1.
-    return _gather(x, chosen.sort().values)
+    return gather(x, chosen.sort().values)
 
 
 def bisect(a: Tensor, k: int, iterations: int = ITERATIONS) -> Bracket:
@@ -80,7 +80,7 @@ def topk(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """Exact top-k of |x| by a stable sort: ties go to the lowest index, NaN > Inf > finite; ascending indices."""
     _check(x, k)
     order = torch.sort(magnitude_bits(x), descending=True, stable=True).indices
-    return _gather(x, order[:k].sort().values)
+    return gather(x, order[:k].sort().values)
 
 
 def magnitude_bits(x: Tensor) -> Tensor:
@@ -95,8 +95,13 @@ def is_nonfinite(bits: Tensor) -> Tensor:
     return bits >= INF_BITS
 
 
-def _gather(x: Tensor, indices: Tensor) -> tuple[Tensor, Tensor]:
-    return x.detach()[indices], indices.to(torch.int32 if x.numel() < 2**31 else torch.int64)
+def gather(x: Tensor, indices: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the values at the indices, and the indices in the dtype of a result."""
+    return x.detach()[indices], indices.to(index_dtype(x.numel()))
+
+
+def index_dtype(numel: int) -> torch.dtype:
+    return torch.int32 if numel < 2**31 else torch.int64
 
 
 def _check(x: Tensor, k: int) -> None:

@@ -154,14 +154,8 @@ def _section(message: Tensor, start: int, data: Tensor) -> None:
 def _header_is_valid(words: Tensor, layout: MessageLayout) -> Tensor:
     sizes = words[4:8].clone().view(torch.int64)
     same = (words[0] == MAGIC) & (words[3] == VALUE_CODES[layout.value_dtype])
-    return (
-        same
-        & (words[1] == 0)
-        & (sizes[0] == layout.numel)
-        & (sizes[1] == layout.k)
-        & (words[2] >= -200)
-        & (words[2] <= 200)
-    )
+    same = same & (sizes[0] == layout.numel) & (sizes[1] == layout.k)
+    return same & (words[1] == 0) & (words[2] >= -200) & (words[2] <= 200)
 
 
 def _to_stored(values_K: Tensor, value_dtype: torch.dtype) -> tuple[Tensor, Tensor]:

@@ -9,6 +9,7 @@ If a node fails, the others are stopped after a few seconds. The earliest failur
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import shutil
@@ -21,26 +22,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TextIO
 
-from lightning_sparse.lab import storage
+from lightning_sparse.lab import network, processes, storage
 from lightning_sparse.lab.config import LabConfig, LabUnavailableError
 from lightning_sparse.lab.launch import Launchers, redirect_to_pipe
-from lightning_sparse.lab.network import (
-    INTERFACE,
-    STORAGE_ADDRESS,
-    Network,
-    NodeTraffic,
-    node_address,
-    remove_leftovers,
-)
+from lightning_sparse.lab.network import Network, NodeTraffic
 from lightning_sparse.lab.output import LabelledOutput
-from lightning_sparse.lab.processes import (
-    RUN_VARIABLE,
-    RunName,
-    die_with_parent,
-    kill_orphans,
-    kill_processes,
-    signals_ignored,
-)
+from lightning_sparse.lab.processes import RunName, die_with_parent, kill_processes, signals_ignored
 
 MASTER_PORT = 29500  # always free in a new namespace
 LOOPBACK_PORTS = range(20000, 32000)  # below the kernel's ephemeral ports
@@ -84,9 +71,9 @@ class Cluster:
         self._storage: subprocess.Popen[bytes] | None = None
 
     def __enter__(self) -> Cluster:
-        kill_orphans()
+        processes.kill_orphans()
         if self.config.network:
-            remove_leftovers()
+            network.remove_leftovers()
             if self.config.storage is not None and (reason := storage.unavailable_reason()):
                 raise LabUnavailableError(f"cannot serve storage={self.config.storage}: {reason}")
             try:
@@ -164,24 +151,22 @@ class Cluster:
         """Bytes on each link since the lab was created, also while a command runs; empty without a network."""
         return self._network.traffic() if self._network else {}
 
-    # ------------------------------------------------------------------------------------------ nodes and commands
-
     def _nodes(self) -> list[str]:
         return [f"node{node}" for node in range(self.config.nodes)]
 
     def _links(self) -> list[tuple[str, str, float]]:
-        links = [(name, node_address(node), self.config.gbps) for node, name in enumerate(self._nodes())]
+        links = [(name, network.node_address(node), self.config.gbps) for node, name in enumerate(self._nodes())]
         if self.config.storage is not None:
-            links.append(("storage", STORAGE_ADDRESS, self.config.storage_gbps or self.config.gbps))
+            links.append(("storage", network.STORAGE_ADDRESS, self.config.storage_gbps or self.config.gbps))
         return links
 
     def _start_storage(self) -> None:
         if self._network is None or self.config.storage is None:
             return
-        command = [*die_with_parent(), *self._network.enter("storage"), *storage.server_command(STORAGE_ADDRESS)]
-        self._storage = subprocess.Popen(
-            command, env=self._environment({}), stdout=subprocess.PIPE, start_new_session=True
-        )
+        serve = storage.server_command(network.STORAGE_ADDRESS)
+        command = [*die_with_parent(), *self._network.enter("storage"), *serve]
+        env = self._environment({})
+        self._storage = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, start_new_session=True)
         assert self._storage.stdout is not None
         if self._storage.stdout.readline() != b"ready\n":
             raise RuntimeError(f"the storage node did not start: `{' '.join(command)}` ended; its error is above")
@@ -189,21 +174,21 @@ class Cluster:
     def _environment(self, extra: Mapping[str, str]) -> dict[str, str]:
         ranks = self.config.nodes * self.config.devices
         defaults = {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // ranks)), "PYTHONUNBUFFERED": "1"}
-        return {**defaults, **os.environ, **extra, RUN_VARIABLE: str(self.name)}
+        return {**defaults, **os.environ, **extra, processes.RUN_VARIABLE: str(self.name)}
 
     def _commands(self, command: list[str], env: Mapping[str, str]) -> list[tuple[list[str], dict[str, str]]]:
         """(command, environment) for each node."""
         if command[0].endswith(".py"):
             command = [sys.executable, *command]
         port = MASTER_PORT if self._network else _free_port()
-        master = node_address(0) if self._network else "127.0.0.1"
-        interface = INTERFACE if self._network else _loopback()
+        master = network.node_address(0) if self._network else "127.0.0.1"
+        interface = network.INTERFACE if self._network else _loopback()
         commands = []
         for node, name in enumerate(self._nodes()):
             enter = self._network.enter_node(name) if self._network else []
             if self.config.storage is not None:
-                enter = [*enter, *storage.mount_prefix(STORAGE_ADDRESS, self.config.storage)]
-            launcher = [sys.executable, "-m", "torch.distributed.run", "--no-python", "--max-restarts=0"]
+                enter = [*enter, *storage.mount_prefix(network.STORAGE_ADDRESS, self.config.storage)]
+            launcher = [sys.executable, "-m", "lightning_sparse.lab.torchrun", "--no-python", "--max-restarts=0"]
             launcher += [f"--nnodes={self.config.nodes}", f"--node-rank={node}"]
             launcher += [f"--nproc-per-node={self.config.devices}", f"--master-addr={master}", f"--master-port={port}"]
             place = {"NODE_RANK": str(node), "GLOO_SOCKET_IFNAME": interface}
@@ -227,10 +212,7 @@ def _loopback() -> str:
 
 def _free_port() -> int:
     for port in random.sample(LOOPBACK_PORTS, len(LOOPBACK_PORTS)):
-        with socket.socket() as probe:
-            try:
-                probe.bind(("127.0.0.1", port))
-            except OSError:
-                continue
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
             return port
     raise RuntimeError(f"no free port in {LOOPBACK_PORTS}")

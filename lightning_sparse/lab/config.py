@@ -40,9 +40,7 @@ class LabConfig:
             _check_rate("storage_gbps", self.storage_gbps)
         if self.storage is None:
             if self.storage_gbps is not None:
-                raise ValueError(
-                    f"storage_gbps={self.storage_gbps} needs a storage node. Pass --storage DIR too, or omit it."
-                )
+                raise ValueError(f"storage_gbps={self.storage_gbps} needs storage. Pass --storage DIR too, or omit it.")
         elif not self.network:
             raise ValueError(f"storage={self.storage} needs a network, but network=False. Omit --no-net or --storage.")
         elif not self.storage.is_dir():

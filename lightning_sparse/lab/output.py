@@ -41,9 +41,6 @@ class _Row:
         self.text = text if self.returned or behind_bar else self.text + text
         self.bar, self.returned = self.bar and not behind_bar, False
 
-    def carriage_return(self) -> None:
-        self.bar = self.returned = True
-
 
 @dataclass
 class _Source:
@@ -80,7 +77,7 @@ class LabelledOutput:
                 source.row.write(token)
                 progress = token if source.row.bar and token.strip() else progress
             elif token == "\r":
-                source.row.carriage_return()
+                source.row.bar = source.row.returned = True
             elif token.endswith("\n"):
                 self._end_row(source)
             elif token.endswith("A") and source.held is not None:

@@ -65,15 +65,19 @@ def _start_time(pid: int) -> int | None:
     return None if fields[0] in "ZX" else int(fields[19])
 
 
-def processes_of(run: str) -> list[int]:
-    """The running processes of a run."""
-    mark = f"{RUN_VARIABLE}={run}".encode()
-    found = []
+def _processes() -> Iterator[tuple[int, str]]:
+    """(process, name of its run) of all processes of all runs."""
+    mark = f"{RUN_VARIABLE}=".encode()
     for folder in PROC.glob("[0-9]*"):
         with contextlib.suppress(OSError):  # it has ended, or belongs to another user
-            if mark in (folder / "environ").read_bytes().split(b"\0") and _start_time(int(folder.name)) is not None:
-                found.append(int(folder.name))
-    return found
+            for entry in (folder / "environ").read_bytes().split(b"\0"):
+                if entry.startswith(mark):
+                    yield int(folder.name), entry.removeprefix(mark).decode(errors="replace")
+
+
+def processes_of(run: str) -> list[int]:
+    """The running processes of a run."""
+    return [pid for pid, name in _processes() if name == run and _start_time(pid) is not None]
 
 
 def kill_processes(run: str, exclude: int | None = None) -> None:
@@ -94,14 +98,11 @@ def kill_processes(run: str, exclude: int | None = None) -> None:
 
 def kill_orphans() -> None:
     """Kill the processes of runs whose owner died, for example of a killed lab without namespaces."""
-    mark = f"{RUN_VARIABLE}={RunName.PREFIX}".encode()
-    for folder in PROC.glob("[0-9]*"):
-        with contextlib.suppress(OSError):
-            for entry in (folder / "environ").read_bytes().split(b"\0"):
-                if entry.startswith(mark):
-                    run = RunName.parse(entry.partition(b"=")[2].decode(errors="replace"))
-                    if run is not None and not run.owner_lives():
-                        os.kill(int(folder.name), signal.SIGKILL)
+    for pid, name in _processes():
+        run = RunName.parse(name)
+        if run is not None and not run.owner_lives():
+            with contextlib.suppress(OSError):
+                os.kill(pid, signal.SIGKILL)
 
 
 def die_with_parent() -> list[str]:
@@ -123,10 +124,8 @@ def signals_as_exit() -> Iterator[None]:
 @contextlib.contextmanager
 def signals_ignored() -> Iterator[None]:
     """Ignore SIGINT and SIGTERM during clean-up. Has no effect outside the main thread, which gets no signals."""
-    if threading.current_thread() is threading.main_thread():
-        with _handled_by(signal.SIG_IGN, signal.SIGINT, signal.SIGTERM):
-            yield
-    else:
+    is_main = threading.current_thread() is threading.main_thread()
+    with _handled_by(signal.SIG_IGN, *([signal.SIGINT, signal.SIGTERM] if is_main else [])):
         yield
 
 

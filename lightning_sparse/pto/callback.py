@@ -50,15 +50,13 @@ class PTOMixin:
                 f"PTOCallback needs a strategy that leaves the same gradients on every rank, and "
                 f"{type(strategy).__name__} does not: use strategy='ddp' or 'mstopk_hier', or remove the callback."
             )
-        communicator = self._shared_communicator(trainer)
+        comm = self._shared_communicator(trainer)
         names = {id(parameter): name for name, parameter in pl_module.named_parameters()}
         uncut = sparse_parameters(pl_module)
         shared = {id(step.optimizer): step for step in self.steps}  # a second fit may reuse optimizers
-        reason = fallback_reason(trainer, pl_module, communicator, self)
+        reason = fallback_reason(trainer, pl_module, comm, self)
         auto = self.scope == "auto" and bool(reason)  # the joined form adds no traffic
-        self.steps = [
-            shared.get(id(o)) or ShardedStep(o, communicator, names, uncut, auto=auto) for o in trainer.optimizers
-        ]
+        self.steps = [shared.get(id(o)) or ShardedStep(o, comm, names, uncut, auto=auto) for o in trainer.optimizers]
         self._leave()  # after a fit that raised
         if not reason and (self.steps[0].choosing or not self.steps[0].sharing):  # an optimizer of an earlier fit
             reason = "an earlier fit started timing this optimizer's steps, or found the full step faster"

@@ -37,17 +37,12 @@ class Choice:
     @property
     def sharing(self) -> bool:
         """Whether the next step is shared."""
-        return len(self._taken) >= STEPS
+        return self.left <= STEPS
 
     @property
-    def begins_sharing(self) -> bool:
-        """Whether the next step is the first shared one."""
-        return len(self._taken) == STEPS
-
-    @property
-    def is_over(self) -> bool:
-        """Whether all steps are timed."""
-        return len(self._taken) >= 2 * STEPS
+    def left(self) -> int:
+        """Steps to time."""
+        return 2 * STEPS - len(self._taken)
 
     def begin(self, device: torch.device) -> None:
         """Start timing a step."""

@@ -137,16 +137,14 @@ class Joined:
         if not self._in_parts:
             self._clip_whole(optimizer, clip_val)
             return
-        with_grad = [
-            (p, part) for p, part in zip(self._step.parameters, self._step.mine, strict=True) if p.grad is not None
-        ]
-        own = [part_of_grad(p, part) for p, part in with_grad if part is not None]
+        held = [(p, part) for p, part in zip(self._step.parameters, self._step.mine, strict=True) if p.grad is not None]
+        own = [part_of_grad(p, part) for p, part in held if part is not None]
         squares = torch.zeros((), dtype=torch.float32, device=self._step.device)
         if own:
             squares += torch.stack([norm.float() for norm in torch._foreach_norm(own)]).square().sum()
         self._step.communicator.node_all_reduce(squares, op=dist.ReduceOp.SUM)
         factor = (clip_val / (squares.sqrt() + 1e-6)).clamp(max=1.0)
-        for parameter, _ in with_grad:
+        for parameter, _ in held:
             assert parameter.grad is not None
             parameter.grad.mul_(factor.to(parameter.grad.dtype))
 

@@ -35,59 +35,41 @@ def memory_of(tensor: Tensor) -> Tensor:
     return in_memory.view(-1)
 
 
-class Narrowed:
-    """Narrows a parameter and its gradient to a part, until put_back().
-
-    Raises:
-        ValueError: if the gradient is sparse.
-    """
-
-    def __init__(self, parameter: Tensor, part: Part) -> None:
-        assert parameter.grad is not None
-        if parameter.grad.is_sparse:
-            raise ValueError(
-                f"the gradient of a parameter of shape {tuple(parameter.shape)} is sparse and cannot be divided: use "
-                f"sparse=False, or pass its id() to ShardedStep in `uncut`."
-            )
-        self._parameter, self._data, self._grad = parameter, parameter.data, parameter.grad
-        grad = _in_order_of(parameter, parameter.grad)[part.begin : part.end]
-        parameter.grad = None
-        parameter.data = memory_of(self._data)[part.begin : part.end]
-        parameter.grad = grad
-
-    def put_back(self) -> None:
-        """Restore the parameter and its gradient."""
-        self._parameter.grad = None
-        self._parameter.data = self._data
-        self._parameter.grad = self._grad
-
-
 class OwnShare:
     """Restricts the optimizer to this rank's share: removes gradients of other parameters and narrows divided ones."""
 
     def __init__(self) -> None:
-        self._hidden: list[tuple[Tensor, Tensor]] = []
-        self._narrowed: list[Narrowed] = []
+        self._whole: list[tuple[Tensor, Tensor, Tensor]] = []  # parameter, its data, its gradient
 
     def show(self, parameters: Sequence[Tensor], mine: Sequence[Part | None]) -> None:
-        """Show only the parts in `mine`, until put_back()."""
+        """Show only the parts in `mine`, until put_back().
+
+        Raises:
+            ValueError: if the gradient of a divided parameter is sparse.
+        """
         for parameter, part in zip(parameters, mine, strict=True):
-            if parameter.grad is None:
+            grad = parameter.grad
+            if grad is None or (part is not None and part.end - part.begin == parameter.numel()):
                 continue
-            if part is None:
-                self._hidden.append((parameter, parameter.grad))
-                parameter.grad = None
-            elif part.end - part.begin < parameter.numel():
-                self._narrowed.append(Narrowed(parameter, part))
+            if part is not None and grad.is_sparse:
+                raise ValueError(
+                    f"the gradient of a parameter of shape {tuple(parameter.shape)} is sparse and cannot be divided: "
+                    f"use sparse=False, or pass its id() to ShardedStep in `uncut`."
+                )
+            self._whole.append((parameter, parameter.data, grad))
+            parameter.grad = None
+            if part is not None:
+                narrow = _in_order_of(parameter, grad)[part.begin : part.end]
+                parameter.data = memory_of(parameter)[part.begin : part.end]
+                parameter.grad = narrow
 
     def put_back(self) -> None:
         """Restore all parameters and gradients."""
-        for parameter, grad in self._hidden:
+        for parameter, data, grad in self._whole:
+            parameter.grad = None
+            parameter.data = data
             parameter.grad = grad
-        for narrowed in self._narrowed:
-            narrowed.put_back()
-        self._hidden.clear()
-        self._narrowed.clear()
+        self._whole.clear()
 
 
 def part_of_grad(parameter: Tensor, part: Part) -> Tensor:

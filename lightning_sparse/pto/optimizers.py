@@ -2,21 +2,13 @@
 
 from collections.abc import Callable
 
-import torch
 from torch import Tensor
-from torch.optim import Optimizer
+from torch.optim import SGD, Adagrad, Adam, AdamW, Muon, NAdam, Optimizer, RMSprop
 
-ELEMENTWISE = (
-    torch.optim.SGD,
-    torch.optim.Adam,
-    torch.optim.AdamW,
-    torch.optim.Adagrad,
-    torch.optim.RMSprop,
-    torch.optim.NAdam,
-)
+ELEMENTWISE = (SGD, Adam, AdamW, Adagrad, RMSprop, NAdam)
 """They step each element independently. Exact classes: a subclass may not."""
 
-_TESTED = {f"{cls.__module__}.{cls.__qualname__}" for cls in (*ELEMENTWISE, torch.optim.Muon)}
+_TESTED = {f"{cls.__module__}.{cls.__qualname__}" for cls in (*ELEMENTWISE, Muon)}
 _TESTED |= {"timm.optim.lars.Lars", "timm.optim.lamb.Lamb"}
 
 _REFUSED = {
@@ -41,7 +33,7 @@ def step_cost(optimizer: Optimizer, parameter: Tensor) -> int:
 
     For a matrix of m rows and n >= m columns, these are two products of m x m x n and one of m x m x m.
     """
-    if isinstance(optimizer, torch.optim.Muon) and parameter.dim() == 2:
+    if isinstance(optimizer, Muon) and parameter.dim() == 2:
         m, n = sorted(parameter.shape)
         return m * m * (2 * n + m)
     return parameter.numel()

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from lightning_sparse.exchange.communicator import HierCommunicator
 from lightning_sparse.messages import log
 from lightning_sparse.pto.agreement import all_agree, differing
-from lightning_sparse.pto.choice import Choice
+from lightning_sparse.pto.choice import STEPS, Choice
 from lightning_sparse.pto.closure import Replay, closure_first
 from lightning_sparse.pto.consolidate import State, collect
 from lightning_sparse.pto.gather import FlatGather
@@ -236,9 +236,9 @@ class ShardedStep:
     def _choose(self, choice: Choice) -> None:
         """After a timed step, start the next phase, or keep the faster step at the end."""
         choice.end(self.device)
-        if choice.begins_sharing:
+        if choice.left == STEPS:
             self._drop_unowned_state()
-        if not choice.is_over:
+        if choice.left:
             return
         found = choice.verdict(self.communicator, self.device)
         if found.shared < found.plain:

@@ -67,7 +67,7 @@ def test_without_the_means_the_command_says_why(monkeypatch, capsys):
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
     monkeypatch.setattr(platform, "system", lambda: "Linux")
     monkeypatch.setattr(network.shutil, "which", lambda tool: f"/usr/bin/{tool}")
-    monkeypatch.setattr(lab.cluster, "remove_leftovers", lambda: [])
+    monkeypatch.setattr(lab.network, "remove_leftovers", lambda: [])
     assert cli.main(["lab", "--", "true"]) == 2
     said = capsys.readouterr().err
     assert "need root" in said

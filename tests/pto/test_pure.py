@@ -16,7 +16,7 @@ from lightning_sparse.pto import communicator_of, ownership
 from lightning_sparse.pto.agreement import fingerprint
 from lightning_sparse.pto.callback import sparse_parameters
 from lightning_sparse.pto.gather import ALIGN, FlatGather
-from lightning_sparse.pto.narrow import Narrowed, cut_state, join_states, keep_part, memory_of
+from lightning_sparse.pto.narrow import OwnShare, cut_state, join_states, keep_part, memory_of
 from lightning_sparse.pto.optimizers import refuse, step_cost
 from lightning_sparse.pto.ownership import BALANCED, GRAIN, Part, Parts, divide, loads_of
 from lightning_sparse.pto.sharded_step import ShardedStep
@@ -84,12 +84,12 @@ def test_muon_is_balanced_by_multiplications() -> None:
 def test_a_parameter_is_narrowed_and_put_back(layout: torch.memory_format, of_grad: torch.memory_format) -> None:
     parameter = nn.Parameter(torch.randn(8, 4, 3, 3).to(memory_format=layout))
     grad = parameter.grad = torch.randn(8, 4, 3, 3).to(memory_format=of_grad)
-    data, expected = parameter.data, parameter.detach() - 0.5 * grad
+    data, expected, share = parameter.data, parameter.detach() - 0.5 * grad, OwnShare()
     for part in (Part(0, 0, 64), Part(1, 64, 288)):
-        narrowed = Narrowed(parameter, part)
+        share.show([parameter], [part])
         assert parameter.shape == (part.end - part.begin,)
         torch.optim.SGD([parameter], lr=0.5).step()
-        narrowed.put_back()
+        share.put_back()
     assert parameter.grad is grad
     assert parameter.data_ptr() == data.data_ptr()
     assert parameter.stride() == data.stride()
@@ -103,16 +103,16 @@ def test_a_gradient_keeps_the_part_that_the_step_sees(
 ) -> None:
     parameter = nn.Parameter(torch.randn(8, 4, 3, 3).to(memory_format=layout))
     whole = torch.randn(8, 4, 3, 3).to(memory_format=of_grad)
-    pieces = []
+    pieces, share = [], OwnShare()
     for part in (Part(0, 0, 100), Part(1, 100, 288)):
         grad = parameter.grad = whole.clone()
         keep_part(parameter, part)
         assert parameter.grad is grad
         assert torch.count_nonzero(grad) == part.end - part.begin
         pieces.append(grad.clone())
-        narrowed = Narrowed(parameter, part)
+        share.show([parameter], [part])
         assert torch.count_nonzero(parameter.grad) == part.end - part.begin
-        narrowed.put_back()
+        share.put_back()
     assert torch.equal(pieces[0] + pieces[1], whole)
 
 
@@ -136,7 +136,7 @@ def test_a_sparse_gradient_is_not_cut() -> None:
     embedding = nn.Embedding(100, 4, sparse=True)
     embedding(torch.tensor([3])).sum().backward()
     with pytest.raises(ValueError, match="is sparse"):
-        Narrowed(embedding.weight, Part(0, 0, 128))
+        OwnShare().show([embedding.weight], [Part(0, 0, 128)])
     assert sparse_parameters(nn.Sequential(embedding, nn.Embedding(3, 3))) == {id(embedding.weight)}
 
 

@@ -1,0 +1,106 @@
+"""How the pictures of results look, and a command that draws those of the result files again.
+
+    python benchmarks/pictures.py [FOLDER]      # default: benchmarks/results
+
+All are `WIDTH` inches wide, with the legend below the axes. The background is transparent and text is grey, which can
+be read on white and on black; so nothing that matters is drawn in either.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from lightning_sparse.bench.extras import need
+
+WIDTH = 10.0
+GREY = "#808080"
+STYLE: dict[str, Any] = {
+    **dict.fromkeys(("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color"), GREY),
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.titlecolor": GREY,
+    "axes.titlesize": "medium",
+    "font.size": 10,
+    "grid.color": GREY,
+    "grid.alpha": 0.3,
+    "legend.frameon": False,
+    "legend.fontsize": "small",
+    "savefig.transparent": True,
+    "savefig.dpi": 120,
+    "svg.hashsalt": "lightning_sparse",
+}
+# matplotlib's tab20 without its greys
+DARK = ("#1f77b4", "#ff7f0e", "#2ca02c", "#d62728", "#9467bd", "#8c564b", "#e377c2", "#bcbd22", "#17becf")
+LIGHT = ("#aec7e8", "#ffbb78", "#98df8a", "#ff9896", "#c5b0d5", "#c49c94", "#f7b6d2", "#dbdb8d", "#9edae5")
+PALETTE = (*DARK, *LIGHT)
+# beginning of a picture's name -> the module that draws it
+BY = {each: each for each in ("exchange", "kernels", "peers", "pto")}
+BY |= {"convergence": "convergence_report", "data-learning": "data_learning", "data-storage": "data_storage"}
+BY["data-2"] = "data"  # the date follows
+SUFFIXES = (".svg", ".png", "-time.png", "-bytes.png")
+
+
+def colour(index: int) -> str:
+    """Of the lines of a picture, in order. No grey, which is that of the text and of what others are held against."""
+    return PALETTE[index % len(PALETTE)]
+
+
+@contextmanager
+def picture(file: Path, *, height: float = 4.5, columns: int = 1, sharey: bool = False) -> Iterator[Sequence[Any]]:
+    """Draw on these axes, side by side; the file is written at the end. The same rows give the same SVG.
+
+    Raises:
+        ValueError: if matplotlib is not installed.
+    """
+    mpl = need("matplotlib", "a picture")
+    from matplotlib.figure import Figure
+
+    with mpl.rc_context(STYLE):
+        drawn = Figure(figsize=(WIDTH, height), layout="constrained")
+        axes = drawn.subplots(1, columns, squeeze=False, sharey=sharey)[0]
+        yield axes
+        named = {label: line for each in axes for line, label in zip(*each.get_legend_handles_labels(), strict=True)}
+        if named:
+            drawn.legend(list(named.values()), list(named), loc="outside lower center", ncols=min(6, len(named)))
+        drawn.savefig(file, metadata={"Date": None} if file.suffix == ".svg" else None)
+
+
+def bars(file: Path, values: dict[str, float], colours: Sequence[str], label: str, fmt: str = "%.0f") -> None:
+    """Horizontal bars with their values, the first at the top."""
+    with picture(file, height=0.36 * len(values) + 1.2) as (axes,):
+        axes.bar_label(axes.barh(list(values), list(values.values()), color=colours), fmt=fmt, padding=3)
+        axes.invert_yaxis()
+        axes.set(xlabel=label)
+        axes.margins(x=0.12)
+
+
+def draw(file: Path, record: dict[str, Any]) -> None:
+    """Draw one picture of a record, by the benchmark that wrote the record."""
+    name = next(each for each in BY if file.name.startswith(each))
+    if name != "convergence":
+        import_module(BY[name]).plot(record, file)
+        return
+    from convergence import ACCURACY
+    from convergence_text import BITS
+
+    import_module(BY[name]).plot(record["runs"], BITS if "text" in file.stem else ACCURACY, file)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Draw the pictures of result files again.")
+    parser.add_argument("folder", type=Path, nargs="?", default=Path(__file__).parent / "results")
+    for record in sorted(parser.parse_args().folder.glob("*.json")):
+        for file in (record.with_name(record.stem + suffix) for suffix in SUFFIXES):
+            if file.exists():
+                draw(file, json.loads(record.read_text()))
+                print(f"wrote {file}")
+
+
+if __name__ == "__main__":
+    main()
