@@ -1,4 +1,4 @@
-"""The operators `torch.ops.lightning_sparse.{mstopk, compress, accumulate}`.
+"""The operators `torch.ops.lightning_sparse.{mstopk, compress, accumulate, add_messages}`.
 
     Python call -> checks (ValueError) -> dispatcher -> compiled CPU or CUDA kernel
                                                      -> plain torch, where there is none
@@ -34,6 +34,7 @@ _library.define(
     "compress(Tensor grad, Tensor? residual, Tensor(a!)? next_residual, int k, int value_code, Tensor? scale) -> Tensor"
 )
 _library.define("accumulate(Tensor messages, Tensor(a!) shard, int k, int value_code) -> ()")
+_library.define("add_messages(Tensor messages, Tensor(a!) shard, int k, int value_code, float alpha) -> ()")
 
 
 def mstopk(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
@@ -70,15 +71,21 @@ def compress(
     return message
 
 
-def accumulate(messages_MB: Tensor, shard_S: Tensor, k: int, value_dtype: torch.dtype) -> None:
-    """Overwrite shard_S with the sum of the messages, added in row order.
+def accumulate(
+    messages_MB: Tensor, shard_S: Tensor, k: int, value_dtype: torch.dtype, alpha: float | None = None
+) -> None:
+    """Overwrite shard_S with the sum of the messages, added in row order; with alpha, add alpha times each value of
+    them to it, which touches the sent entries alone.
 
     If a message counts non-finite elements or is malformed, the whole shard becomes NaN: raising an error would need a
     device synchronisation.
     """
     code = _value_code(value_dtype)
     _check_accumulate(messages_MB, shard_S, k, code)
-    torch.ops.lightning_sparse.accumulate(messages_MB, shard_S, k, code)
+    if alpha is None:
+        torch.ops.lightning_sparse.accumulate(messages_MB, shard_S, k, code)
+    else:
+        torch.ops.lightning_sparse.add_messages(messages_MB, shard_S, k, code, alpha)
 
 
 @dataclass(frozen=True)
@@ -133,7 +140,7 @@ def _check_compress(
         )
 
 
-def _check_accumulate(messages: Tensor, shard: Tensor, k: int, code: int) -> None:
+def _check_accumulate(messages: Tensor, shard: Tensor, k: int, code: int, _: float | None = None) -> None:
     _check_flat("shard_S", shard, (torch.float32,))
     _check_k(k, shard.numel())
     nbytes = wire.message_bytes(shard.numel(), k, _dtype_of(code))
@@ -209,8 +216,8 @@ def _fake_compress(grad: Tensor, _: Any, __: Any, k: int, code: int, ___: Any) -
     return grad.new_empty(wire.message_bytes(grad.numel(), k, _dtype_of(code)), dtype=torch.uint8)
 
 
-def _plain_accumulate(messages: Tensor, shard: Tensor, k: int, code: int) -> None:
-    plain.accumulate(messages, shard, k, _dtype_of(code))
+def _plain_accumulate(messages: Tensor, shard: Tensor, k: int, code: int, alpha: float | None = None) -> None:
+    plain.accumulate(messages, shard, k, _dtype_of(code), alpha)
 
 
 def _register(name: str, check: Callable[..., None], compute: Callable[..., Any], fake: Callable[..., Any]) -> None:
@@ -251,4 +258,5 @@ def _plain_report(library: str | None, reason: str) -> KernelReport:
 _register("mstopk", _check_mstopk, plain.mstopk, _fake_mstopk)
 _register("compress", _check_compress, _plain_compress, _fake_compress)
 _register("accumulate", _check_accumulate, _plain_accumulate, lambda *_: None)
+_register("add_messages", _check_accumulate, _plain_accumulate, lambda *_: None)
 _report, _handle = _load()

@@ -53,11 +53,15 @@ def compress(
     return wire.encode(values_K, indices_K, grad_S.numel(), value_dtype, nonfinite.sum())
 
 
-def accumulate(messages_MB: Tensor, shard_S: Tensor, k: int, value_dtype: torch.dtype) -> None:
-    shard_S.zero_()
+def accumulate(
+    messages_MB: Tensor, shard_S: Tensor, k: int, value_dtype: torch.dtype, alpha: float | None = None
+) -> None:
+    if alpha is None:
+        shard_S.zero_()
     all_valid = torch.ones((), dtype=torch.bool, device=shard_S.device)
     for message in messages_MB:
         values_K, indices_K, valid = wire.decode(message, shard_S.numel(), k, value_dtype)
-        shard_S[indices_K] = shard_S[indices_K] + values_K  # indices are distinct within a message
+        added_K = values_K if alpha is None else values_K * alpha
+        shard_S[indices_K] = shard_S[indices_K] + added_K  # indices are distinct within a message
         all_valid = all_valid & valid
     shard_S.masked_fill_(~all_valid, torch.nan)

@@ -48,11 +48,13 @@ class Path:
         with self._running():
             return kernels.compress(grad, residual, next_residual, k, value_dtype, scale)
 
-    def accumulate(self, messages: Tensor, shard: Tensor, k: int, value_dtype: torch.dtype) -> None:
+    def accumulate(
+        self, messages: Tensor, shard: Tensor, k: int, value_dtype: torch.dtype, alpha: float | None = None
+    ) -> None:
         if self.name == "plain":
-            return plain.accumulate(messages, shard, k, value_dtype)
+            return plain.accumulate(messages, shard, k, value_dtype, alpha)
         with self._running():
-            return kernels.accumulate(messages, shard, k, value_dtype)
+            return kernels.accumulate(messages, shard, k, value_dtype, alpha)
 
     @contextmanager
     def _running(self) -> Iterator[None]:

@@ -30,6 +30,19 @@ def test_sums_in_row_order(path: Path, dtype: torch.dtype, numel: int, k: int) -
 
 
 @every_path
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("alpha", [1.0, -0.25, 1 / 3])
+def test_alpha_adds_to_what_is_there(path: Path, dtype: torch.dtype, alpha: float) -> None:
+    numel, k = 140_000, 3_000
+    messages, shard = messages_of(numel, k, 3, dtype), torch.randn(numel)
+    want = shard.clone()
+    for message in messages:
+        want += decoded(message, numel, k, dtype) * alpha
+    path.accumulate(messages, shard, k, dtype, alpha)
+    assert same_bits(shard, want)
+
+
+@every_path
 def test_the_same_index_adds_in_the_order_of_rows(path: Path) -> None:
     rows = [
         wire.encode(torch.tensor([value]), torch.tensor([70_000]), 70_001, DTYPES[0]) for value in (1e8, 1.0, -1e8, 1.0)
@@ -47,9 +60,10 @@ def test_one_count_of_non_finite_poisons_all(path: Path, dtype: torch.dtype) -> 
     grad = torch.ones(70_001)
     grad[9] = torch.inf
     messages[1] = plain.compress(grad, None, None, 70, dtype, None)
-    shard = torch.empty(70_001)
-    path.accumulate(messages, shard, 70, dtype)
-    assert bool(shard.isnan().all())
+    for alpha in (None, 0.5):
+        shard = torch.empty(70_001)
+        path.accumulate(messages, shard, 70, dtype, alpha)
+        assert bool(shard.isnan().all())
 
 
 def damaged(message: torch.Tensor) -> dict[str, torch.Tensor]:

@@ -114,19 +114,24 @@ def test_compress(cuda: ctypes.CDLL, numel: int) -> None:
             assert same_bits(got, want), name
 
 
-def accumulate(cuda: ctypes.CDLL, messages: Tensor, numel: int, k: int, dtype: torch.dtype) -> Tensor:
+def accumulate(
+    cuda: ctypes.CDLL, messages: Tensor, numel: int, k: int, dtype: torch.dtype, alpha: float | None = None
+) -> Tensor:
     shard = torch.full((numel,), 5.0)
     sizes = ctypes.c_int64(numel), ctypes.c_int64(k)
-    cuda.emulate_accumulate(at(messages), ctypes.c_int64(messages.shape[0]), at(shard), *sizes, CODES[dtype])
+    count, factor = ctypes.c_int64(messages.shape[0]), None if alpha is None else ctypes.byref(ctypes.c_float(alpha))
+    cuda.emulate_accumulate(at(messages), count, at(shard), *sizes, CODES[dtype], factor)
     return shard
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_accumulate(cuda: ctypes.CDLL, dtype: torch.dtype) -> None:
     for numel, k in ((1, 1), (100, 100), (140_000, 3000)):
-        messages, want = messages_of(numel, k, 4, dtype), torch.empty(numel)
-        plain.accumulate(messages, want, k, dtype)
-        assert same_bits(accumulate(cuda, messages, numel, k, dtype), want)
+        messages = messages_of(numel, k, 4, dtype)
+        for alpha in (None, -0.25):
+            want = torch.full((numel,), 5.0)
+            plain.accumulate(messages, want, k, dtype, alpha)
+            assert same_bits(accumulate(cuda, messages, numel, k, dtype, alpha), want)
 
 
 def test_damaged_messages_poison(cuda: ctypes.CDLL) -> None:

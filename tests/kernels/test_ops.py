@@ -83,6 +83,7 @@ def test_raw_operators_never_crash(a: Any, b: Any, c: Any, s: Any, k: int, code:
         lambda: OPS.compress(a, b, c, k, code, None),
         lambda: OPS.accumulate(a, b.clone(), k, code),
         lambda: OPS.accumulate(a, a, k, code),
+        lambda: OPS.add_messages(a, b.clone(), k, code, 0.5),
     ]
     for call in calls:
         try:

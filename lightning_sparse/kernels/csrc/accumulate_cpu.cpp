@@ -1,5 +1,5 @@
 // Sums M messages block by block: a block of 65,536 floats stays in the L2 cache while the pairs of all messages are
-// added to it, in row order. Malformed messages are never read past their sections.
+// added to it, in row order. With alpha, the block is not cleared before. Malformed messages are never read past their sections.
 #include <algorithm>
 #include <atomic>
 #include <limits>
@@ -41,27 +41,27 @@ inline float value_at(const Message& message, int64_t i) {
 
 // Returns false at the first index that is not ascending or is out of bounds.
 template <Dtype dtype>
-bool add(const Message& message, int64_t block, float* shard, int64_t size) {
+bool add(const Message& message, int64_t block, float* shard, int64_t size, float alpha) {
   int64_t previous = -1;
   for (int64_t i = message.starts[block]; i < message.starts[block + 1]; ++i) {
     const int64_t index = message.indices[i];
     if (index <= previous || index >= size) return false;
-    shard[index] += value_at<dtype>(message, i);
+    shard[index] += alpha * value_at<dtype>(message, i);  // exact where alpha is 1
     previous = index;
   }
   return true;
 }
 
-bool add(const Message& message, int64_t block, float* shard, int64_t size, Dtype dtype) {
-  if (dtype == Dtype::fp32) return add<Dtype::fp32>(message, block, shard, size);
-  if (dtype == Dtype::bf16) return add<Dtype::bf16>(message, block, shard, size);
-  return add<Dtype::fp16>(message, block, shard, size);
+bool add(const Message& message, int64_t block, float* shard, int64_t size, float alpha, Dtype dtype) {
+  if (dtype == Dtype::fp32) return add<Dtype::fp32>(message, block, shard, size, alpha);
+  if (dtype == Dtype::bf16) return add<Dtype::bf16>(message, block, shard, size, alpha);
+  return add<Dtype::fp16>(message, block, shard, size, alpha);
 }
 
 }  // namespace
 
 void accumulate(const uint8_t* messages, int64_t num_messages, float* shard, int64_t numel, int64_t k,
-                Dtype value_dtype, const Parallel& parallel) {
+                Dtype value_dtype, const float* alpha, const Parallel& parallel) {
   const MessageLayout layout(numel, k, value_dtype);
   std::vector<Message> opened;
   for (int64_t m = 0; m < num_messages; ++m) {
@@ -73,9 +73,9 @@ void accumulate(const uint8_t* messages, int64_t num_messages, float* shard, int
     parallel.run(layout.num_blocks, [&](int64_t block, int64_t) {
       float* here = shard + block * kBlock;
       const int64_t size = std::min(kBlock, numel - block * kBlock);
-      std::fill_n(here, size, 0.0f);
+      if (!alpha) std::fill_n(here, size, 0.0f);
       for (const Message& message : opened) {
-        if (!add(message, block, here, size, value_dtype)) valid = false;
+        if (!add(message, block, here, size, alpha ? *alpha : 1.0f, value_dtype)) valid = false;
       }
     });
   }

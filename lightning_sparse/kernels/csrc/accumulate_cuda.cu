@@ -1,5 +1,5 @@
 // Sums M messages: one thread block per block of 65,536 elements adds the messages' pairs one message at a time, in row
-// order, so no two threads add to the same element concurrently.
+// order, so no two threads add to the same element concurrently. With alpha, the shard is not cleared before.
 #include <cuda_runtime.h>
 
 #include <algorithm>
@@ -19,6 +19,8 @@ struct Sum {
   Dtype dtype;
   MessageLayout layout;
   float* shard;
+  bool clear;
+  float alpha;
   int64_t* starts;  // [num_messages][num_blocks + 1]: start of each block's pairs
   int* valid;       // [num_messages]
   int* damaged;     // one flag for all
@@ -74,7 +76,7 @@ __global__ void __launch_bounds__(kThreads) add_kernel(Sum sum) {
   const int64_t block = blockIdx.x, base = block * kBlock;
   const int64_t size = sum.numel - base < kBlock ? sum.numel - base : kBlock;
   float* here = sum.shard + base;
-  for (int64_t i = threadIdx.x; i < size; i += kThreads) here[i] = 0.0f;
+  for (int64_t i = threadIdx.x; sum.clear && i < size; i += kThreads) here[i] = 0.0f;
   for (int64_t m = 0; m < sum.num_messages; ++m) {
     __syncthreads();  // the previous message is done
     if (!sum.valid[m]) continue;
@@ -87,7 +89,7 @@ __global__ void __launch_bounds__(kThreads) add_kernel(Sum sum) {
       if (index >= size || (i > begin && index <= indices[i - 1])) {
         *sum.damaged = 1;
       } else {
-        here[index] = __fadd_rn(here[index], value_at(sum, message, i));
+        here[index] = __fadd_rn(here[index], __fmul_rn(sum.alpha, value_at(sum, message, i)));
       }
     }
   }
@@ -112,9 +114,10 @@ int64_t accumulate_scratch_bytes(int64_t num_messages, int64_t numel) {
 }
 
 void accumulate(const uint8_t* messages, int64_t num_messages, float* shard, int64_t numel, int64_t k,
-                Dtype value_dtype, void* scratch, void* stream) {
+                Dtype value_dtype, const float* alpha, void* scratch, void* stream) {
   const auto on = static_cast<cudaStream_t>(stream);
-  Sum sum{messages, num_messages, numel, k, value_dtype, MessageLayout(numel, k, value_dtype), shard};
+  Sum sum{messages, num_messages, numel, k, value_dtype, MessageLayout(numel, k, value_dtype), shard,
+          alpha == nullptr, alpha ? *alpha : 1.0f};
   carve(sum, static_cast<char*>(scratch));
   check(cudaMemsetAsync(sum.damaged, 0, sizeof(int), on));
   open_kernel<<<static_cast<unsigned>(num_messages), kThreads, 0, on>>>(sum);

@@ -151,11 +151,20 @@ Tensor compress_cpu(Tensor grad, Optional residual, Optional next_residual, int6
   return message;
 }
 
-void accumulate_cpu(Tensor messages, Tensor shard, int64_t k, int64_t value_code) {
+void add_on_cpu(const Tensor& messages, const Tensor& shard, int64_t k, int64_t value_code, const float* alpha) {
   const Dtype dtype = value_dtype(value_code);
   check_accumulate(messages, shard, k, dtype);
   cpu::accumulate(static_cast<const uint8_t*>(messages.data_ptr()), messages.size(0),
-                  static_cast<float*>(shard.data_ptr()), shard.numel(), k, dtype, parallel());
+                  static_cast<float*>(shard.data_ptr()), shard.numel(), k, dtype, alpha, parallel());
+}
+
+void accumulate_cpu(Tensor messages, Tensor shard, int64_t k, int64_t value_code) {
+  add_on_cpu(messages, shard, k, value_code, nullptr);
+}
+
+void add_messages_cpu(Tensor messages, Tensor shard, int64_t k, int64_t value_code, double alpha) {
+  const auto factor = static_cast<float>(alpha);
+  add_on_cpu(messages, shard, k, value_code, &factor);
 }
 
 // --------------------------------------------------------------------------------------------------------------- CUDA
@@ -195,14 +204,23 @@ Tensor compress_cuda(Tensor grad, Optional residual, Optional next_residual, int
   return message;
 }
 
-void accumulate_cuda(Tensor messages, Tensor shard, int64_t k, int64_t value_code) {
+void add_on_cuda(const Tensor& messages, const Tensor& shard, int64_t k, int64_t value_code, const float* alpha) {
   const torch::stable::accelerator::DeviceGuard guard(shard.get_device());
   const Dtype dtype = value_dtype(value_code);
   check_accumulate(messages, shard, k, dtype);
   Tensor scratch = scratch_on(shard, cuda::accumulate_scratch_bytes(messages.size(0), shard.numel()));
   cuda::accumulate(static_cast<const uint8_t*>(messages.data_ptr()), messages.size(0),
-                   static_cast<float*>(shard.data_ptr()), shard.numel(), k, dtype, scratch.data_ptr(),
+                   static_cast<float*>(shard.data_ptr()), shard.numel(), k, dtype, alpha, scratch.data_ptr(),
                    stream_of(shard));
+}
+
+void accumulate_cuda(Tensor messages, Tensor shard, int64_t k, int64_t value_code) {
+  add_on_cuda(messages, shard, k, value_code, nullptr);
+}
+
+void add_messages_cuda(Tensor messages, Tensor shard, int64_t k, int64_t value_code, double alpha) {
+  const auto factor = static_cast<float>(alpha);
+  add_on_cuda(messages, shard, k, value_code, &factor);
 }
 #endif
 
@@ -212,6 +230,7 @@ STABLE_TORCH_LIBRARY_IMPL(lightning_sparse, CPU, library) {
   library.impl("mstopk", TORCH_BOX(&mstopk_cpu));
   library.impl("compress", TORCH_BOX(&compress_cpu));
   library.impl("accumulate", TORCH_BOX(&accumulate_cpu));
+  library.impl("add_messages", TORCH_BOX(&add_messages_cpu));
 }
 
 #ifdef LS_WITH_CUDA
@@ -219,6 +238,7 @@ STABLE_TORCH_LIBRARY_IMPL(lightning_sparse, CUDA, library) {
   library.impl("mstopk", TORCH_BOX(&mstopk_cuda));
   library.impl("compress", TORCH_BOX(&compress_cuda));
   library.impl("accumulate", TORCH_BOX(&accumulate_cuda));
+  library.impl("add_messages", TORCH_BOX(&add_messages_cuda));
 }
 #endif
 

@@ -36,7 +36,8 @@ void force(int flags);
 // indices: int32_t while numel < 2^31, else int64_t. values: of the source's type.
 void mstopk(const Source& source, int64_t k, void* values, void* indices, const Parallel& parallel);
 void compress(const Source& source, int64_t k, Dtype value_dtype, uint8_t* message, const Parallel& parallel);
+// Overwrites the shard with the sum; with alpha, adds alpha times each value instead.
 void accumulate(const uint8_t* messages, int64_t num_messages, float* shard, int64_t numel, int64_t k,
-                Dtype value_dtype, const Parallel& parallel);
+                Dtype value_dtype, const float* alpha, const Parallel& parallel);
 
 }  // namespace lightning_sparse::cpu

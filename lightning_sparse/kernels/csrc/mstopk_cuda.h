@@ -26,7 +26,8 @@ int64_t accumulate_scratch_bytes(int64_t num_messages, int64_t numel);
 
 void mstopk(const Source& source, int64_t k, void* values, void* indices, void* scratch, void* stream);
 void compress(const Source& source, int64_t k, Dtype value_dtype, uint8_t* message, void* scratch, void* stream);
+// Overwrites the shard with the sum; with alpha, on the host, adds alpha times each value instead.
 void accumulate(const uint8_t* messages, int64_t num_messages, float* shard, int64_t numel, int64_t k,
-                Dtype value_dtype, void* scratch, void* stream);
+                Dtype value_dtype, const float* alpha, void* scratch, void* stream);
 
 }  // namespace lightning_sparse::cuda
