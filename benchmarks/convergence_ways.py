@@ -80,6 +80,9 @@ class Way:
         """After the optimizer's step."""
         self.rounds += 1
 
+    def receive(self) -> None:
+        """Wait until nothing is under way."""
+
     @contextmanager
     def shown(self) -> Iterator[None]:
         """The model holds what a user would get."""
@@ -127,6 +130,10 @@ class Updates(Way):
 
     def after_step(self) -> None:
         self.updates.step()
+
+    def receive(self) -> None:
+        for node in self.updates.nodes:
+            node.state.receive()
 
     @contextmanager
     def shown(self) -> Iterator[None]:

@@ -21,6 +21,7 @@ from lightning_sparse.kernels import kernel_report
 
 Status = Literal["ok", "note", "bad"]
 OLDEST_TORCH = (2, 11)
+STRATEGIES = ("mstopk_hier", "mstopk_local")
 FLAVOURS = {"pytorch-lightning": "pytorch_lightning.strategies", "lightning": "lightning.pytorch.strategies"}
 EXTRAS = {
     "torchvision": "models and data sets of the examples",
@@ -76,12 +77,14 @@ def _lightning() -> Iterator[Finding]:
             continue
         found += 1
         try:
-            known = "mstopk_hier" in importlib.import_module(module).StrategyRegistry
+            registry = importlib.import_module(module).StrategyRegistry
         except Exception as error:  # incompatible packages can raise anything on import
             yield Finding("bad", package, f"{installed} cannot be imported: {type(error).__name__}: {error}")
             continue
-        message = f"{installed}, strategy='mstopk_hier' is {'' if known else 'not '}registered"
-        yield Finding("ok" if known else "bad", package, message)
+        missing = [name for name in STRATEGIES if name not in registry]
+        names = " and ".join(map(repr, missing or STRATEGIES))
+        message = f"{installed}, strategies {names} are {'not ' if missing else ''}registered"
+        yield Finding("bad" if missing else "ok", package, message)
     if not found:
         yield Finding("bad", "lightning", "not installed: pip install pytorch-lightning (or lightning)")
     if not any(point.name == "lightning_sparse" for point in entry_points(group="torch.backends")):

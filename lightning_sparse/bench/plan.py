@@ -22,8 +22,9 @@ from lightning_sparse.exchange.paths import PATHS, Dense, Flat, Path, Work
 from lightning_sparse.exchange.rates import Link, Rates
 
 _OURS = {kind.name: kind for kind in PATHS if kind.by_shard}
-WAYS = ("ddp", "ddp16", *_OURS)
-"""The simplest first."""
+UPDATES = "updates"
+WAYS = ("ddp", "ddp16", *_OURS, UPDATES)
+"""The simplest first; the last one exchanges updates, after the optimizer, and the others gradients."""
 _NAMES = {"ddp": "DDP", "ddp16": "DDP, 16-bit hook", "dense": "2-D dense", "dense16": "2-D dense, 16-bit"}
 FIRST_BUCKET, BUCKET = 1 << 20, 25 << 20  # bytes, DDP's defaults
 VALUES = torch.bfloat16  # of a message, as in the default of HierConfig
@@ -138,6 +139,8 @@ def predict(scenario: Scenario, nodes: int, way: str, density: float = 1.0) -> R
         raise ValueError(f"nodes={nodes} must be at least 1.")
     if not 0 < density <= 1:
         raise ValueError(f"density={density} must be in (0, 1], the share of entries to send.")
+    if way == UPDATES and nodes > 1:
+        return _of_updates(scenario, nodes, density)
     work = Work(nodes, scenario.devices, -(-scenario.numel // scenario.buckets), scenario.itemsize)
     path = path_of(way, work, density)
     sync_s, node_bytes = scenario.buckets * path.seconds(scenario.rates), 0.0
@@ -148,6 +151,24 @@ def predict(scenario: Scenario, nodes: int, way: str, density: float = 1.0) -> R
         return Row(*row)
     steps = scenario.compute_s + sync_s, max(scenario.compute_s, sync_s)
     return Row(*row, *steps, *(scenario.compute_s / step for step in steps))
+
+
+def _of_updates(scenario: Scenario, nodes: int, density: float) -> Row:
+    """Updates of all parameters in one exchange, which hides behind the whole next step. Inside the node gradients are
+    averaged, and updated slices are gathered once more."""
+    rates, devices = scenario.rates, scenario.devices
+    path = _OURS["sparse"].of(Work(nodes, devices, scenario.numel), density, VALUES)
+    assert path is not None
+    between = path.seconds_between(rates)
+    sliced = rates.intra.seconds(devices - 1, (devices - 1) * path.work.shard_numel * 4)
+    inside = path.seconds(rates) - between + sliced
+    row = (nodes, UPDATES, True, density, path.applied / path.work.shard_numel)
+    compute = scenario.compute_s
+    if compute is None:
+        return Row(*row, inside + between, devices * path.bytes())
+    after_backward = path.seconds_of_kernels(rates) + sliced
+    steps = max(compute + inside, between), max(max(compute, inside - after_backward) + after_backward, between)
+    return Row(*row, inside + between, devices * path.bytes(), *steps, *(compute / step for step in steps))
 
 
 def path_of(way: str, work: Work, density: float) -> Path:
@@ -178,7 +199,8 @@ def simplest(found: Sequence[Row], *, overlap: bool) -> Row:
     """The simplest path that no other beats by more than the strategy's margin.
 
     In order of simplicity: DDP, its 16-bit hook, 2-D dense, the same with 16-bit values, sparse. Excludes regional,
-    which applies fewer entries than sparse at the same density, so that their times are not comparable.
+    which applies fewer entries than sparse at the same density, so that their times are not comparable, and updates,
+    which are another algorithm.
     """
     order = [row for way in WAYS for row in found if row.path == way and _is_comparable(way)]
     best = min(_seconds(row, overlap) for row in order)
@@ -204,12 +226,24 @@ def recommend(found: Sequence[Row], compute_s: float | None) -> str:
     )
 
 
+def recommend_for_adam(found: Sequence[Row]) -> str:
+    """What to use with Adam and other optimizers that divide by the size of recent gradients, from the same rows."""
+    gradients, updates = simplest(found, overlap=True), next(row for row in found if row.path == UPDATES)
+    exact = min((row for row in found if not row.selects), key=lambda row: _seconds(row, True))
+    if not gradients.selects or MARGIN * _seconds(exact, True) <= _seconds(updates, True):
+        return f"With AdamW: {_advice(exact if gradients.selects else gradients)}."
+    return (
+        f"With AdamW a sparse exchange of gradients ends worse than one node alone: use {_advice(updates)}, whose step "
+        f"is {_seconds(exact, True) / _seconds(updates, True):.2g} times as fast as that of {exact.name}."
+    )
+
+
 def _selects(way: str) -> bool:
-    return way in _OURS and _OURS[way].leaves == "entries"
+    return way == UPDATES or (way in _OURS and _OURS[way].leaves == "entries")
 
 
 def _is_comparable(way: str) -> bool:
-    return way not in _OURS or _OURS[way].automatic
+    return way != UPDATES and (way not in _OURS or _OURS[way].automatic)
 
 
 def _advice(row: Row) -> str:
@@ -218,6 +252,7 @@ def _advice(row: Row) -> str:
         "ddp16": "DDP with the bf16 hook",
         "dense": "strategy='mstopk_hier' with exchange='dense'",
         "dense16": "strategy='mstopk_hier' with exchange='dense16'",
+        UPDATES: f"strategy='mstopk_local' with density={row.density:g}",
     }.get(row.path, f"strategy='mstopk_hier' with density={row.density:g}")
 
 

@@ -20,8 +20,8 @@ def add(subcommands: Subcommands) -> None:
     parser = subcommands.add_parser(
         "plan",
         help="predict step time and scaling on a cluster, and recommend an exchange",
-        description="Predict the step time, scaling efficiency and inter-node traffic of DDP and of 2-D dense, sparse "
-        "and regional reduction. Runs nothing unless --measure is given.",
+        description="Predict the step time, scaling efficiency and inter-node traffic of DDP, of 2-D dense, sparse and "
+        "regional reduction, and of exchanging updates. Runs nothing unless --measure is given.",
         epilog="Example: lightning-sparse plan --model resnet50 --nodes 16 --devices 8 --inter-gbps 25 "
         "--intra-gbps 1200 --compute-ms 107",
     )
@@ -49,7 +49,10 @@ def _run(arguments: argparse.Namespace) -> int:
     rows = plan.rows(scenario, plan.node_counts(arguments.nodes), arguments.density)
     here = [row for row in rows if row.nodes == arguments.nodes]
     shown = [row for row in rows if not row.selects or row.density == arguments.density[0]]
-    advice = plan.recommend([row for row in shown if row.nodes == arguments.nodes], scenario.compute_s)
+    compared = [row for row in shown if row.nodes == arguments.nodes]
+    advice = plan.recommend(compared, scenario.compute_s)
+    if arguments.nodes > 1:
+        advice += "\n" + plan.recommend_for_adam(compared)
     if arguments.plot is not None:
         from lightning_sparse.bench.plan_plot import draw
 

@@ -57,7 +57,8 @@ class Exchange:
         self.stats = CommStats()
 
     def run(self, path: Path, shard: Shard) -> Generator[None, None, Tensor]:
-        """Sum the shard over nodes, and count it. Returns the sum: fp32, or for a path ``in_place`` ``shard.sum_S``."""
+        """Sum the shard over nodes, and count it. Returns the sum: fp32, or for a path ``in_place`` ``shard.sum_S``; or
+        adds it to ``shard.target_S``, and returns that."""
         self.stats.record(
             path.name,
             sent=path.sent,

@@ -10,7 +10,9 @@ from lightning_sparse.exchange.stats import CommStats
 from lightning_sparse.gradients.state import HierState
 from lightning_sparse.messages import log
 from lightning_sparse.strategy.mstopk_hier import MSTopKHierMixin
+from lightning_sparse.strategy.mstopk_local import MSTopKLocalMixin
 from lightning_sparse.strategy.summary import shard_gradient_norm, table
+from lightning_sparse.updates import LocalUpdates
 
 
 class CommStatsMixin:
@@ -21,7 +23,7 @@ class CommStatsMixin:
     | bytes_between_nodes | bytes this device received from other nodes for the last step |
     | density | share of entries that a device sent in the last step, dense groups counted as 1 |
     | effective_density | share of entries that the last step applied, at most |
-    | residual_norm | L2 norm of what this device has not sent yet |
+    | residual_norm, pending_norm | L2 norm of what this device has not sent yet: of gradients, of updates |
     | residual_to_gradient | the same over the norm of the gradient, of the same entries: steps' worth not sent yet |
 
     The last two are renewed every ``log_every_n_steps`` steps and at the end of an epoch.
@@ -48,13 +50,14 @@ class CommStatsMixin:
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
         """Check that there is something to report, and count from here on."""
-        if not isinstance(trainer.strategy, MSTopKHierMixin):
+        if not isinstance(trainer.strategy, (MSTopKHierMixin, MSTopKLocalMixin)):
             raise ValueError(
-                f"CommStatsCallback reports on MSTopKHierStrategy, but the strategy is "
-                f"{type(trainer.strategy).__name__}: use strategy='mstopk_hier', or leave the callback out."
+                f"CommStatsCallback reports on MSTopKHierStrategy and MSTopKLocalStrategy, but the strategy is "
+                f"{type(trainer.strategy).__name__}: use strategy='mstopk_hier' or 'mstopk_local', or leave the "
+                f"callback out."
             )
         self._norms = {}  # the last fit's may be of another module, on another device
-        state = trainer.strategy.hier_state
+        state = _reporting(trainer.strategy)
         if state is not None:
             self._before, self._seconds_before = (
                 deepcopy(state.exchange.stats),
@@ -63,27 +66,43 @@ class CommStatsMixin:
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
         """Log the last round."""
-        state: HierState | None = trainer.strategy.hier_state
-        if state is None or state.round == 0:
+        state = _reporting(trainer.strategy)
+        if state is None or state.exchange.stats.rounds == 0:
             return
+        rounds = state.exchange.stats.rounds
         pl_module.log("comm/bytes_between_nodes", state.exchange.stats.round_bytes)
         pl_module.log("comm/density", state.exchange.stats.density, prog_bar=self.prog_bar)
         pl_module.log("comm/effective_density", state.exchange.stats.effective_density)
-        due = not self._norms or state.round - self._norm_round >= trainer.log_every_n_steps
+        due = not self._norms or rounds - self._norm_round >= trainer.log_every_n_steps
         if due or trainer.is_last_batch:  # before a validation, which drops gradients
-            residual = state.residual_norm()
-            gradient = shard_gradient_norm(state, pl_module).to(residual.device)
-            ratio = torch.where(gradient > 0, residual / gradient, 0.0)  # a user may have dropped the gradient by now
-            self._norms = {"comm/residual_norm": residual, "comm/residual_to_gradient": ratio}
-            self._norm_round = state.round
+            self._norms = _norms_of(state, pl_module)
+            self._norm_round = rounds
         pl_module.log_dict(self._norms)
 
     def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
         """Sum the fit up."""
-        state: HierState | None = trainer.strategy.hier_state
+        state = _reporting(trainer.strategy)
         if state is None:
             return
         stats = state.exchange.stats.since(self._before)
         seconds = state.exchange.communicator.stopwatch.seconds() - self._seconds_before
         if trainer.is_global_zero and self._norms and state.topology.num_nodes > 1:
             log.info("%s", table(stats, seconds, *map(float, self._norms.values())))
+
+
+def _reporting(strategy: Any) -> HierState | LocalUpdates | None:
+    """What the strategy exchanges with; None before there is anything to exchange."""
+    if isinstance(strategy, MSTopKHierMixin):
+        return strategy.hier_state
+    updates: LocalUpdates | None = strategy.updates
+    return updates if updates is not None and updates.active else None
+
+
+def _norms_of(state: HierState | LocalUpdates, module: Any) -> dict[str, Tensor]:
+    """Of what has not been sent; no host sync."""
+    if isinstance(state, LocalUpdates):
+        return {"comm/pending_norm": state.pending_norm()}
+    residual = state.residual_norm()
+    gradient = shard_gradient_norm(state, module).to(residual.device)
+    ratio = torch.where(gradient > 0, residual / gradient, 0.0)  # a user may have dropped the gradient by now
+    return {"comm/residual_norm": residual, "comm/residual_to_gradient": ratio}

@@ -70,7 +70,8 @@ class MSTopKLocalMixin(LocalCore, _Host):
         density: share of each device's updates that is sent between nodes, in (0, 1].
         exchange: ``"sparse"``, ``"regional"``, ``"dense16"`` or ``"dense"``.
         value_dtype: how values are written into messages; rounding errors stay pending.
-        step_ahead: share of its own pending updates that a node's model keeps, in [0, 1]; ``"auto"``: 2 / nodes.
+        step_ahead: share of its own pending updates that a node's model keeps, in [0, 1]; ``"auto"``: 1, for
+            more than 4 nodes 4 / nodes.
         delay: 1: a message arrives one step later, and the exchange hides behind the whole step; 0: the step waits.
         sync_every: steps between two exchanges.
         shard_optimizer: each device of a node steps its slice of the parameters, where the optimizer allows it.

@@ -29,13 +29,13 @@ def shard_gradient_norm(state: HierState, module: nn.Module) -> Tensor:
     )
 
 
-def table(stats: CommStats, seconds: float, residual: float, ratio: float) -> str:
+def table(stats: CommStats, seconds: float, unsent: float, ratio: float = 0.0) -> str:
     """One heading, and a line for each thing to know.
 
     Args:
         stats: of the fit.
         seconds: that this device spent in collectives between nodes.
-        residual: its norm at the end.
+        unsent: norm of what was not sent at the end, of gradients or updates.
         ratio: the same over the norm of the gradient; 0 where that is not known.
     """
     rounds, total = max(1, stats.rounds), max(1, sum(stats.paths.values()))
@@ -49,7 +49,7 @@ def table(stats: CommStats, seconds: float, residual: float, ratio: float) -> st
         f"  density             {stats.sent / total:.2%} sent, at most {stats.applied / total:.2%} applied",
         f"  between nodes       {1e3 * seconds / rounds:,.1f} ms a round, waiting for other nodes included",
     ]
-    if residual:
+    if unsent:
         compared = f", {ratio:.1f} times that of the gradient" if ratio else ""
-        lines.append(f"  residual            norm {residual:.3g}{compared}")
+        lines.append(f"  not sent yet        norm {unsent:.3g}{compared}")
     return "\n".join(lines)

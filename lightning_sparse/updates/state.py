@@ -35,7 +35,6 @@ class UpdateState:
         self.start_S = self.shared_S.clone()
         self._spare_S = torch.empty_like(self.shared_S)
         self._future: TensorFuture | None = None
-        self._sum_S: Tensor | None = None
 
     def advance(self) -> None:
         """Exchange what the parameters have changed by since the last time, and set them to this node's model."""
@@ -51,18 +50,14 @@ class UpdateState:
             return
         for _ in job:
             pass
-        self.receive()
         self._set_model(None)
 
     def receive(self) -> None:
-        """Wait for the messages under way, and add them to the shared weights. May come at any time before the next
-        exchange: the result is the same."""
+        """Wait until the messages under way are in the shared weights. May come at any time before the next exchange:
+        the result is the same."""
         if self._future is not None:
             self._exchange.runner.finish(self._future)
             self._future = None
-        if self._sum_S is not None:
-            self.shared_S.add_(self._sum_S, alpha=-1.0 / self._exchange.topology.num_nodes)
-            self._sum_S = None
 
     def flush(self) -> None:
         """Send everything that is pending: afterwards the parameters hold the shared weights, on all nodes."""
@@ -71,14 +66,7 @@ class UpdateState:
         self.receive()
         for _ in self._send(self._accumulate(), whole=True):
             pass
-        self.receive()
         self._set_model(None)
-
-    def in_flight(self) -> Tensor:
-        """What this node sent last and has not received yet, S elements: zero after ``receive``."""
-        if self._future is None:
-            return torch.zeros_like(self.shared_S)
-        return self.shared_S - self.start_S - self._ahead * self.pending_S
 
     def take_over(self, before: UpdateState) -> None:
         """Go on with the pieces that another division of the same parameters had."""
@@ -107,7 +95,8 @@ class UpdateState:
         path = choice.dense(work) if whole else choice.path(work, choice.density)
         if path.leaves == "nothing":
             self.pending_S.zero_()
-        self._sum_S = yield from exchange.run(path, Shard(acc_S, next_S=self.pending_S))
+        mean = 1.0 / exchange.topology.num_nodes
+        yield from exchange.run(path, Shard(acc_S, next_S=self.pending_S, target_S=self.shared_S, alpha=-mean))
 
     def _set_model(self, acc_S: Tensor | None) -> None:
         """x = shared_S - step_ahead * pending_S - in flight. In flight is acc_S - pending_S, or nothing."""

@@ -82,5 +82,5 @@ def test_a_fit_is_counted_without_what_came_before() -> None:
         "  paths               100.0% sparse (share of entries)",
         "  density             1.00% sent, at most 2.00% applied",
         "  between nodes       250.0 ms a round, waiting for other nodes included",
-        "  residual            norm 3, 2.0 times that of the gradient",
+        "  not sent yet        norm 3, 2.0 times that of the gradient",
     ]

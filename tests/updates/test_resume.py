@@ -1,4 +1,4 @@
-"""Resume: bit-identical on the same cluster, killed anywhere; on another one the shared weights and the mean pending."""
+"""Resume: bit-identical on the same cluster; on another one the mean of what is pending is kept."""
 
 import os
 import random

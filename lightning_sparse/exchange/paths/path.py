@@ -6,7 +6,7 @@ A path knows three things of itself: the bytes that it receives between nodes, t
 With M nodes of L devices and a tensor of N elements on each rank, device l of each node holds the shard l of S = N / L
 elements: this node's sum. ``run`` is a generator of three stretches, so that several shards share the network
 (lightning_sparse.exchange.lanes): before the first ``yield`` the device works alone, between the two it communicates
-with other nodes, after the second it works alone again. It returns the sum over nodes.
+with other nodes, after the second it works alone again. It returns the sum over nodes, or adds it to ``target_S``.
 """
 
 from __future__ import annotations
@@ -49,6 +49,7 @@ class Shard:
         next_S: room for what this one leaves, fp32, uninitialised; None to drop it.
         factor: what ``sum_S`` is multiplied by before the residual is added, a 0-dim fp32 tensor; None for 1.
         on_sent: called with the indices of the entries that this device sends, int64, where these are not all.
+        target_S: fp32, what the sum is added to, times ``alpha``, in the place of being returned.
     """
 
     sum_S: Tensor
@@ -56,6 +57,8 @@ class Shard:
     next_S: Tensor | None = None
     factor: Tensor | None = None
     on_sent: Callable[[Tensor], None] | None = field(default=None, repr=False)
+    target_S: Tensor | None = None
+    alpha: float = 1.0
 
     @property
     def scale(self) -> Tensor:
@@ -67,6 +70,10 @@ class Shard:
     def result(self) -> Tensor:
         """fp32 of S elements, uninitialised: the sums themselves if they allow it, for they are used up by then."""
         return self.sum_S if self.sum_S.dtype == torch.float32 else torch.empty_like(self.sum_S, dtype=torch.float32)
+
+    def deliver(self, total_S: Tensor) -> Tensor:
+        """The sum over nodes, or what it was added to."""
+        return total_S if self.target_S is None else self.target_S.add_(total_S, alpha=self.alpha)
 
 
 @dataclass(frozen=True)

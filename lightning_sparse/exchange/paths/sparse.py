@@ -71,6 +71,9 @@ class Sparse(Path):
         yield
         messages = comm.exchange(message)
         yield
+        if shard.target_S is not None:
+            accumulate(messages, shard.target_S, self.k, self.value_dtype, shard.alpha)
+            return shard.target_S
         shard_S = shard.result()
         accumulate(messages, shard_S, self.k, self.value_dtype)
         return shard_S
