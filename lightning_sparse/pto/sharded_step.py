@@ -224,6 +224,13 @@ class ShardedStep:
         elif trial.steps_left == 0:
             self._untested, self._trial = False, None
 
+    def release(self) -> None:
+        """Give all state to all ranks, and let each run the full step from now on. Collectives of the scope."""
+        if self.sharing:
+            self._return_state()
+            self.active = False
+            del self.optimizer.consolidate_state_dict  # type: ignore[attr-defined]
+
     def _turn_off(self, reason: str, level: int = logging.WARNING) -> None:
         self.active, self._trial, self._choice = False, None, None
         del self.optimizer.consolidate_state_dict  # type: ignore[attr-defined]

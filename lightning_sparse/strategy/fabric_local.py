@@ -91,7 +91,7 @@ class MSTopKLocalFabricMixin(LocalCore, _Host):
         """Another set-up of the same optimizer takes the place of the one before."""
         for updates in list(self.local_updates):
             if any(node.optimizer is optimizer for node in updates.nodes):
-                updates.detach()
+                updates.detach([optimizer])
                 self.local_updates.remove(updates)
 
     def _updates_of(self, optimizer: Any) -> LocalUpdates | None:

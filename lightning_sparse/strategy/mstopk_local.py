@@ -130,7 +130,7 @@ class MSTopKLocalMixin(LocalCore, _Host):
             self._saved = []  # a checkpoint that was loaded for testing does not concern the next fit
             return
         for before in self.local_updates:
-            before.detach()
+            before.detach(self.optimizers)
         self.local_updates = []
         self._restore(self._attach(self.lightning_module, self.optimizers))
         callbacks = {base.__name__ for callback in trainer.callbacks for base in type(callback).__mro__}

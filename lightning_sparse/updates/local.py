@@ -69,7 +69,7 @@ class LocalUpdates:
         self.exchange = Exchange(config, topology, device, numel, self.log_once)
         self.buffers = Buffers(module, self.exchange.communicator)
         self._synchronise()
-        inside = HierCommunicator(replace(topology, world=topology.intra, inter=None))
+        self._inside = inside = HierCommunicator(replace(topology, world=topology.intra, inter=None))
         uncut = frozenset(sparse_parameters(module))
         self.nodes = [NodeOptimizer(each, self.names, uncut, self.exchange, inside, config) for each in optimizers]
 
@@ -98,7 +98,7 @@ class LocalUpdates:
         if not self.active:
             return
         self.steps += 1
-        self.exchange.communicator.where = f"in step {self.steps}"
+        self._name_place(f"in step {self.steps}")
         for node in self._of(optimizer):
             node.step()
         self.exchange.stats.end_round()
@@ -108,7 +108,7 @@ class LocalUpdates:
         if not self.active:
             return
         self.show_own()
-        self.exchange.communicator.where = f"after step {self.steps}"
+        self._name_place(f"after step {self.steps}")
         for node in self.nodes:
             node.flush()
         self.buffers.average()
@@ -163,10 +163,14 @@ class LocalUpdates:
         if self.active:
             self.exchange.runner.end()
 
-    def detach(self) -> None:
-        """Leave the optimizers alone."""
+    def detach(self, reused: Sequence[Optimizer] = ()) -> None:
+        """Leave the optimizers alone. Those that are used again get all their state: collectives of the node."""
         for node in self.nodes:
-            node.detach()
+            node.detach(any(node.optimizer is each for each in reused))
+
+    def _name_place(self, where: str) -> None:
+        """For errors of the collectives that follow."""
+        self.exchange.communicator.where = self._inside.where = where
 
     def _of(self, optimizer: Optimizer | None) -> list[NodeOptimizer]:
         return [node for node in self.nodes if optimizer is None or node.optimizer is optimizer]

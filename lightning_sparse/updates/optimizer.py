@@ -26,7 +26,7 @@ class NodeOptimizer:
     Args:
         optimizer: of this node; its parameters hold the shared weights.
         names: of parameters by ``id()``.
-        uncut: ``id()`` of each parameter with sparse gradients.
+        uncut: ``id()`` of each parameter with sparse gradients; an optimizer that steps one is not shared.
         exchange: between nodes.
         inside: collectives of the node.
         config: of the updates.
@@ -47,19 +47,22 @@ class NodeOptimizer:
     ) -> None:
         self.optimizer, self.steps = optimizer, 0
         self._names, self._exchange, self._inside, self._config = names, exchange, inside, config
+        self._hook = optimizer.register_step_pre_hook(lambda *_: self.follow_groups())  # before that of a shared step
         self.sharded: ShardedStep | None = None
-        if config.shard_optimizer and inside.topology.num_devices > 1 and can_shard(optimizer):
-            self.sharded = ShardedStep(optimizer, inside, names, uncut, gather=False)
+        dense = uncut.isdisjoint(map(id, parameters_of(optimizer)))
+        if config.shard_optimizer and inside.topology.num_devices > 1 and dense and can_shard(optimizer):
+            self.sharded = ShardedStep(optimizer, inside, names, gather=False)
         self.parameters: list[Tensor] = []
         self._parts: list[Parts] = []
         self.state = self._divide()
         self._shown_S: Tensor | None = None
         self._own_S: Tensor | None = None
-        self._hook = optimizer.register_step_pre_hook(lambda *_: self.follow_groups())
 
-    def detach(self) -> None:
-        """Leave the optimizer alone from now on."""
+    def detach(self, reused: bool) -> None:
+        """Leave the optimizer alone from now on. One that is used again gets all its state: a collective of the node."""
         self._hook.remove()
+        if self.sharded is not None and reused:
+            self.sharded.release()
 
     def step(self) -> None:
         """After the optimizer's."""

@@ -95,8 +95,11 @@ class UpdateState:
         path = choice.dense(work) if whole else choice.path(work, choice.density)
         if path.leaves == "nothing":
             self.pending_S.zero_()
-        mean = 1.0 / exchange.topology.num_nodes
-        yield from exchange.run(path, Shard(acc_S, next_S=self.pending_S, target_S=self.shared_S, alpha=-mean))
+        shard = Shard(acc_S, next_S=self.pending_S, target_S=self.shared_S, alpha=-1.0 / exchange.topology.num_nodes)
+        where = exchange.communicator.where
+        for _ in exchange.run(path, shard):
+            yield
+            exchange.communicator.where = where  # of the thread that goes on
 
     def _set_model(self, acc_S: Tensor | None) -> None:
         """x = shared_S - step_ahead * pending_S - in flight. In flight is acc_S - pending_S, or nothing."""

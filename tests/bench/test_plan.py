@@ -10,11 +10,13 @@ import torch
 
 from lightning_sparse import cli
 from lightning_sparse.bench import measure, models, plan
-from lightning_sparse.bench.plan import WAYS, Row, Scenario, predict
+from lightning_sparse.bench.plan import WAYS, Row, Scenario, predict, recommend_for_adam
 from lightning_sparse.exchange import Work
+from lightning_sparse.exchange.density import num_selected
 from lightning_sparse.exchange.paths import Dense, Flat
 from lightning_sparse.exchange.paths.regional import Regional
 from lightning_sparse.exchange.paths.sparse import Sparse
+from lightning_sparse.kernels import message_bytes
 
 RESNET50 = 25_557_032
 CLUSTER = ["--devices", "8", "--inter-gbps", "25", "--intra-gbps", "1200"]
@@ -165,9 +167,29 @@ def test_the_command_prints_tables_and_one_recommendation(capsys: pytest.Capture
     said = capsys.readouterr().out
     assert "assumed, not measured" in said
     assert "213 ms (given)" in said
-    for name in ("DDP", "2-D dense", "sparse 1 %", "sparse 0.1 %", "regional 1 %"):
+    for name in ("DDP", "2-D dense", "sparse 1 %", "sparse 0.1 %", "regional 1 %", "updates 1 %"):
         assert any(line.startswith(name) for line in said.splitlines())
-    assert said.rstrip().splitlines()[-1].startswith("Use plain DDP on 16 nodes if")
+    assert said.rstrip().splitlines()[-2].startswith("Use plain DDP on 16 nodes if")
+    assert said.rstrip().splitlines()[-1] == "With AdamW: plain DDP."
+
+
+def test_adam_is_sent_to_updates_where_the_link_is_slow() -> None:
+    slow = scenario(devices=1, inter_gbps=1.0, compute_s=0.1)
+    found = [predict(slow, 4, way, 0.01) for way in WAYS]
+    said = recommend_for_adam(found)
+    assert "strategy='mstopk_local' with density=0.01" in said
+    updates = next(row for row in found if row.path == "updates")
+    others = [row.overlapped_step_s or 0 for row in found if not row.selects]
+    assert f"{min(others) / (updates.overlapped_step_s or 1):.2g} times as fast" in said
+
+
+def test_updates_hide_behind_the_whole_step() -> None:
+    for gbps in (0.1, 1.0, 10.0):
+        row = predict(scenario(devices=1, inter_gbps=gbps, compute_s=10.0), 4, "updates", 0.01)
+        assert row.step_s is not None
+        assert row.step_s < 10.0 + row.sync_s or gbps > 1
+        k = num_selected(0.01, RESNET50)
+        assert row.node_bytes == 3 * message_bytes(RESNET50, k, torch.bfloat16)
 
 
 def test_json_is_json_alone(capsys: pytest.CaptureFixture[str]) -> None:

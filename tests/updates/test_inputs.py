@@ -1,0 +1,221 @@
+"""Options and optimizers that cannot work are refused; unusual ones that can, work."""
+
+import re
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lightning_sparse.exchange import CommunicationError
+from lightning_sparse.flavours.pytorch_lightning import MSTopKLocalStrategy
+from lightning_sparse.topology import discover
+from lightning_sparse.updates import LocalUpdates, UpdatesConfig
+from tests.helpers.distributed import RanksFailed, run_ranks
+from tests.strategy.models import batch, flat_parameters, mlp
+from tests.updates.runs import adamw, sgd, shared_of, start, steps
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ({"density": 0.0}, "density=0.0"),
+        ({"density": 1.5}, "density=1.5"),
+        ({"density": "auto"}, "density='auto' belongs to gradients"),
+        ({"exchange": "auto"}, "exchange='auto' chooses by what hides behind backward"),
+        ({"exchange": "flat"}, "exchange='flat'"),
+        ({"value_dtype": "int8"}, "value_dtype='int8'"),
+        ({"step_ahead": 1.1}, "step_ahead=1.1"),
+        ({"step_ahead": "half"}, "step_ahead='half'"),
+        ({"delay": 2}, "delay=2"),
+        ({"delay": True}, "delay=True"),
+        ({"sync_every": 0}, "sync_every=0"),
+        ({"sync_every": 1.5}, "sync_every=1.5"),
+        ({"shard_optimizer": 1}, "shard_optimizer=1"),
+    ],
+)
+def test_options_out_of_range(wrong: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        UpdatesConfig(**wrong)
+    with pytest.raises(ValueError, match=said):
+        MSTopKLocalStrategy(**wrong)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ({"process_group": object()}, "process_group"),
+        ({"model_averaging_period": 4}, "model_averaging_period"),
+        ({"denisty": 0.1}, "does not know the option"),
+        ({"momentum_correction": True}, "does not know the option"),
+    ],
+)
+def test_options_of_others(wrong: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        MSTopKLocalStrategy(**wrong)
+
+
+def refused() -> None:
+    topology = discover()
+    model = mlp()
+    with pytest.raises(ValueError, match="LBFGS"):
+        LocalUpdates(model, torch.optim.LBFGS(model.parameters()), UpdatesConfig(), topology)
+    one_step = sgd(model)
+    one_step.consolidate_state_dict = lambda to=0: None  # type: ignore[attr-defined]
+    with pytest.raises(ValueError, match="is shared already"):
+        LocalUpdates(model, one_step, UpdatesConfig(), topology)
+
+
+def test_optimizers_that_cannot_work() -> None:
+    run_ranks(refused, nodes=2, devices=1)
+
+
+def unequal() -> None:
+    model = mlp()
+    with pytest.raises(ValueError, match=r"nodes of \[1, 2\] devices cannot exchange slices"):
+        LocalUpdates(model, sgd(model), UpdatesConfig(), discover())
+
+
+def test_nodes_of_unequal_size() -> None:
+    run_ranks(unequal, nodes=2, devices=2, placement=[[0, 1], [2]])
+
+
+class Sentences(nn.Module):
+    """Sparse gradients, two dtypes, a parameter without gradients and one of no elements."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(dist.get_rank())
+        self.words = nn.EmbeddingBag(50, 8, sparse=True)
+        self.hidden, self.last = nn.Linear(8, 9, dtype=torch.bfloat16), nn.Linear(9, 3)
+        self.idle = nn.Parameter(torch.zeros(7), requires_grad=False)
+        self.none = nn.Parameter(torch.zeros(0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.hidden(self.words(x).bfloat16()).float()
+        result: Tensor = self.last(hidden.relu()) + self.none.sum()
+        return result
+
+
+def unusual() -> list[Tensor]:
+    found = []
+    for make in (sgd, lambda model: torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, nesterov=True)):
+        ddp, optimizer, updates = start(make, Sentences(), density=0.1)
+        for step in range(12):
+            optimizer.zero_grad()
+            generator = torch.Generator().manual_seed(7 * step + dist.get_rank())
+            ddp(torch.randint(0, 50, (6, 4), generator=generator)).square().mean().backward()
+            optimizer.step()
+            updates.step()
+        found.append(shared_of(updates).float())
+        updates.finish()
+        found.append(flat_parameters(updates.module).float())
+    return found
+
+
+def test_sparse_gradients_and_several_dtypes() -> None:
+    results = run_ranks(unusual, nodes=2, devices=2)
+    for found in results:
+        assert all(torch.equal(one, other) for one, other in zip(found, results[0], strict=True))
+        assert all(bool(each.isfinite().all()) for each in found)
+
+
+def one_node_skips() -> tuple[Tensor, list[float]]:
+    """A loss scaler skips every third step on node 1 alone."""
+    ddp, optimizer, updates = start(adamw, mlp(), density=0.05)
+    scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
+    sent = []
+    for step in range(9):
+        optimizer.zero_grad()
+        x, y = batch(step, dist.get_rank())
+        loss = nn.functional.mse_loss(ddp(x), y)
+        bad = step % 3 == 1 and updates.topology.node_index == 1
+        scaler.scale(loss * (torch.inf if bad else 1.0)).backward()  # type: ignore[no-untyped-call]
+        scaler.step(optimizer)
+        scaler.update()
+        updates.step()
+        sent.append(updates.exchange.stats.density)
+    return shared_of(updates), sent
+
+
+def test_a_node_that_skips_a_step_sends_what_is_pending() -> None:
+    results = run_ranks(one_node_skips, nodes=2, devices=2)
+    for shared, sent in results:
+        assert torch.equal(shared, results[0][0])
+        assert shared.isfinite().all()
+        assert min(sent) > 0.04
+
+
+def dies(at: int, delay: int) -> str:
+    from tests.strategy.test_killed import die
+
+    ddp, optimizer, updates = start(adamw, density=0.05, delay=delay)
+    try:
+        for step in range(at + 3):
+            if step == at and dist.get_rank() == dist.get_world_size() - 1:
+                die()
+            steps(ddp, optimizer, updates, step, step + 1)
+    except CommunicationError as error:
+        raise RuntimeError(f"seen: {error}") from error
+    return "nobody died"
+
+
+@pytest.mark.parametrize("delay", [0, 1])
+def test_a_node_that_dies_fails_the_others_with_the_step(delay: int) -> None:
+    with pytest.raises(RanksFailed) as failed:
+        run_ranks(dies, 4, delay, nodes=3, devices=1)
+    assert failed.value.killed.keys() == {2}
+    assert not failed.value.hung
+    said = "".join(failed.value.raised.values())
+    assert re.search(r"all-gather between nodes \(ranks 0, 1, 2\) failed in step [45]", said)
+
+
+def used_again() -> list[Tensor]:
+    """An optimizer goes from one `LocalUpdates` to the next, and goes on with its state."""
+    found = []
+    for again in (False, True):
+        ddp, optimizer, updates = start(adamw, mlp(), density=0.1)
+        steps(ddp, optimizer, updates, 0, 4)
+        updates.finish()
+        if again:
+            updates.detach([optimizer])
+            updates = LocalUpdates(updates.module, optimizer, updates.config, updates.topology)
+        steps(ddp, optimizer, updates, 4, 8)
+        found.append(shared_of(updates))
+    return found
+
+
+def test_an_optimizer_that_is_used_again() -> None:
+    for first, second in run_ranks(used_again, nodes=2, devices=2):
+        assert torch.equal(first, second)
+
+
+def added_later() -> list[Tensor]:
+    """Two optimizers; one gets parameters later, which begin alike on all ranks."""
+    topology = discover()
+    torch.manual_seed(topology.rank)
+    first, second = mlp(topology.rank), nn.Linear(5, 3)
+    model = nn.Sequential(first, second)
+    optimizers = [adamw(first[0]), torch.optim.SGD(first[2].parameters(), lr=0.1)]
+    updates = LocalUpdates(model, optimizers, UpdatesConfig(density=0.1), topology)
+    ddp = nn.parallel.DistributedDataParallel(model, process_group=topology.intra)
+    for step in range(8):
+        if step == 4:
+            optimizers[1].add_param_group({"params": [*first[4].parameters(), *second.parameters()], "lr": 0.05})
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        ddp(batch(step, topology.rank)[0]).square().mean().backward()
+        for optimizer in optimizers:
+            optimizer.step()
+        updates.step()
+    with updates.shared_weights():
+        shared = flat_parameters(model).clone()
+    updates.finish()
+    return [shared, flat_parameters(model).clone()]
+
+
+def test_several_optimizers_and_parameters_that_are_added_later() -> None:
+    results = run_ranks(added_later, nodes=2, devices=2)
+    for found in results:
+        assert all(torch.equal(one, other) for one, other in zip(found, results[0], strict=True))
