@@ -47,7 +47,7 @@ class NodeOptimizer:
     ) -> None:
         self.optimizer, self.steps = optimizer, 0
         self._names, self._exchange, self._inside, self._config = names, exchange, inside, config
-        self._hook = optimizer.register_step_pre_hook(lambda *_: self.follow_groups())  # before that of a shared step
+        self._hook = optimizer.register_step_pre_hook(lambda *_: self.follow_groups())  # before a shared step's
         self.sharded: ShardedStep | None = None
         dense = uncut.isdisjoint(map(id, parameters_of(optimizer)))
         if config.shard_optimizer and inside.topology.num_devices > 1 and dense and can_shard(optimizer):
