@@ -52,7 +52,7 @@ bench: $(VENV)/.built ## run the quick benchmarks
 	$(RUN) benchmarks/kernels.py $(OUT)/bench --quick $(ARGS)
 
 docs: $(VENV)/.installed ## build the documentation into runs/docs
-	NO_MKDOCS_2_WARNING=1 $(RUN) -m mkdocs build --strict --quiet --site-dir $(OUT)/docs
+	NO_MKDOCS_2_WARNING=1 $(RUN) -m mkdocs build --strict --site-dir $(OUT)/docs
 	@echo "open $(OUT)/docs/index.html"
 
 docs-serve: $(VENV)/.installed ## serve the documentation at http://127.0.0.1:8000
