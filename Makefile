@@ -11,6 +11,7 @@ OUT    ?= runs
 OLDEST = torch==2.11.0 torchvision==0.26.0
 
 RUN      = $(VENV)/bin/python
+PIP      = $(RUN) -m pip --disable-pip-version-check install --no-warn-script-location
 KERNELS  = $(wildcard lightning_sparse/kernels/csrc/*)
 DEPENDS  = pyproject.toml constraints.txt $(wildcard setup.py)
 ARGS     =
@@ -19,19 +20,25 @@ ARGS     =
 export PATH := $(abspath $(VENV))/bin:$(PATH)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-oldest lint format bench docs docs-serve gpu-check gpu-check-data conformance clean
+.PHONY: help demo test test-slow test-all test-oldest lint format bench docs docs-serve gpu-check gpu-check-data conformance clean
 
 help:
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 24
 
-demo: $(VENV)/.built ## compare dense and sparse training on a small emulated cluster
+demo: $(VENV)/.built ## compare dense and sparse training, and one node alone, on a small emulated cluster
 	$(RUN) examples/demo.py --out $(OUT)/demo $(ARGS)
 
-test: $(VENV)/.built ## run the tests; tests that need root or a GPU are skipped otherwise
-	$(RUN) -m pytest $(ARGS)
+test: $(VENV)/.built ## run the tests that are not slow; those that need root or a GPU are skipped otherwise
+	$(RUN) -m pytest -m "not slow" --durations=10 $(ARGS)
 
-test-oldest: ## run the tests with the oldest supported torch, in .venv-oldest
-	$(MAKE) --no-print-directory test VENV=.venv-oldest TORCH="$(OLDEST)"
+test-slow: $(VENV)/.built ## run the slow tests
+	$(RUN) -m pytest -m slow --durations=10 $(ARGS)
+
+test-all: $(VENV)/.built ## run all tests
+	$(RUN) -m pytest --durations=10 $(ARGS)
+
+test-oldest: ## run all tests with the oldest supported torch, in .venv-oldest
+	$(MAKE) --no-print-directory test-all VENV=.venv-oldest TORCH="$(OLDEST)"
 
 lint: $(VENV)/.installed ## check style, types, spelling and native formatting
 	$(RUN) -m ruff check
@@ -52,7 +59,7 @@ bench: $(VENV)/.built ## run the quick benchmarks
 	$(RUN) benchmarks/kernels.py $(OUT)/bench --quick $(ARGS)
 
 docs: $(VENV)/.installed ## build the documentation into runs/docs
-	NO_MKDOCS_2_WARNING=1 $(RUN) -m mkdocs build --strict --quiet --site-dir $(OUT)/docs
+	NO_MKDOCS_2_WARNING=1 $(RUN) -m mkdocs build --strict --site-dir $(OUT)/docs
 	@echo "open $(OUT)/docs/index.html"
 
 docs-serve: $(VENV)/.installed ## serve the documentation at http://127.0.0.1:8000
@@ -78,14 +85,17 @@ clean: ## remove environments and build outputs
 # Install torch first, then build without isolation, against that torch.
 # editable_mode=compat: otherwise a program in the checkout's parent folder would import the checkout as a namespace package.
 $(VENV)/.installed: $(DEPENDS)
-	@echo "creating $(VENV): 6 GB of packages, including torch and DALI; takes minutes, without output"
+	@echo "1 of 3: creating $(VENV); 6 GB of packages will be downloaded, which takes minutes"
 	$(PYTHON) -m venv $(VENV)
 	grep -v -E '$(if $(TORCH),^(torch|torchvision|setuptools)==,^$$)' constraints.txt > $(VENV)/constraints.txt
-	$(RUN) -m pip install --quiet -c $(VENV)/constraints.txt 'setuptools>=77' wheel ninja numpy $(or $(TORCH),torch torchvision)
-	LIGHTNING_SPARSE_BUILD=none $(RUN) -m pip install --quiet --no-build-isolation -c $(VENV)/constraints.txt \
+	@echo "2 of 3: torch, with the CUDA libraries that it brings along"
+	$(PIP) -c $(VENV)/constraints.txt 'setuptools>=77' wheel ninja numpy $(or $(TORCH),torch torchvision)
+	@echo "3 of 3: Lightning, DALI and the tools"
+	LIGHTNING_SPARSE_BUILD=none $(PIP) --no-build-isolation -c $(VENV)/constraints.txt \
 		--config-settings editable_mode=compat -e '.[dev]'
 	touch $@
 
 $(VENV)/.built: $(VENV)/.installed $(KERNELS)
+	@echo "compiling the kernels, about a minute; without a compiler plain torch takes their place"
 	if [ -f setup.py ]; then $(RUN) setup.py --quiet build_ext --inplace; fi
 	touch $@

@@ -249,7 +249,7 @@ def test_version_is_the_one_of_the_distribution() -> None:
 # --- the real thing: an installed distribution, real torch, real Lightning
 
 
-@pytest.fixture(scope="module", params=["wheel", "editable"])
+@pytest.fixture(scope="module", params=["wheel", pytest.param("editable", marks=pytest.mark.slow)])
 def installed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder for PYTHONPATH under which the project is installed. Built from a copy without kernels: no compiler."""
     if importlib.util.find_spec("pip") is None:
@@ -309,7 +309,9 @@ def test_strings_are_known_in_both_flavours_in_a_spawned_child(installed: Path, 
 
 
 @pytest.mark.parametrize(
-    ("installed", "flavour"), [("wheel", FLAVOURS[0]), ("editable", FLAVOURS[1])], indirect=["installed"]
+    ("installed", "flavour"),
+    [("wheel", FLAVOURS[0]), ("wheel", FLAVOURS[1]), pytest.param("editable", FLAVOURS[1], marks=pytest.mark.slow)],
+    indirect=["installed"],
 )
 def test_trainer_takes_the_string(installed: Path, tmp_path: Path, flavour: str) -> None:
     """One flavour a process: with both imported the public names are ambiguous."""
@@ -333,6 +335,7 @@ def test_trainer_takes_the_string(installed: Path, tmp_path: Path, flavour: str)
     run_python(code, installed, cwd=tmp_path, timeout=240)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("installed", ["wheel"], indirect=True)
 def test_without_the_entry_point_an_import_does_it(installed: Path, tmp_path: Path) -> None:
     code = """

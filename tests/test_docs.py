@@ -94,8 +94,27 @@ def test_examples_in_documents(name: str) -> None:
     assert result.failed == 0
 
 
+def test_the_readme_is_a_first_page() -> None:
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert len(text) <= 7000, "what is more belongs into docs/"
+    assert text.count("\n```diff\n") == 1
+    for command in ("make demo", "make test", "lightning-sparse doctor"):
+        assert command in text
+
+
+def test_the_forge_runs_what_people_run_and_asks_for_the_doctor() -> None:
+    yaml = pytest.importorskip("yaml")
+    jobs = yaml.safe_load((ROOT / ".github" / "workflows" / "tests.yml").read_text(encoding="utf-8"))["jobs"]
+    commands = "\n".join(step.get("run", "") for job in jobs.values() for step in job["steps"])
+    assert ".ci/run" in commands
+    assert "make test-oldest" in commands
+    for form in (ROOT / ".github" / "ISSUE_TEMPLATE").glob("*.yml"):
+        asked = [each["attributes"].get("label", "") for each in yaml.safe_load(form.read_text("utf-8"))["body"]]
+        assert "Output of `lightning-sparse doctor`" in asked, form
+
+
 def test_the_site_builds(tmp_path: Path) -> None:
-    """mkdocs checks links inside the site itself, and the names in the API's pages."""
+    """mkdocs checks links inside the site itself, the names in the API's pages, and that no page is an orphan."""
     pytest.importorskip("material", reason="the site is built with mkdocs-material")
     pytest.importorskip("mkdocstrings", reason="the API's pages are made of docstrings")
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path / "site")]

@@ -70,6 +70,7 @@ def command(recipe: str, root: Path, *more: str) -> list[str]:
     return [*start, *overrides, *more]
 
 
+@pytest.mark.slow
 def test_the_whole_recipe_on_two_nodes(image_folder: Path, environment: dict[str, str], tmp_path: Path) -> None:
     """Two epochs, each of pictures of a size of its own: dense rounds until the bucket layout is settled, then sparse
     ones, with LARS and a step that may be shared."""
@@ -117,6 +118,7 @@ def test_the_recipes_differ_in_what_a_cluster_adds() -> None:
     assert many["trainer"]["strategy"] == "mstopk_hier"
 
 
+@pytest.mark.slow
 def test_a_folder_without_val_is_told_the_way_out(
     image_folder: Path, environment: dict[str, str], tmp_path: Path
 ) -> None:

@@ -61,6 +61,7 @@ def test_an_installed_copy_has_no_commit(tmp_path: Path, monkeypatch: pytest.Mon
     assert provenance.commit() == "unknown"
 
 
+@pytest.mark.slow
 def test_data_times_every_tier(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pictures = data.generated(tmp_path / "pictures", of_each=32)
     monkeypatch.setattr(data, "TIERS", ["storage", "memory decoded"])
@@ -111,7 +112,7 @@ def _exchange(folder: str) -> int:
     return cli.main(["bench", "exchange", "--quick", "--out", folder])
 
 
-@pytest.mark.parametrize(("nodes", "devices"), [(2, 1), (2, 2)])
+@pytest.mark.parametrize(("nodes", "devices"), [pytest.param(2, 1, marks=pytest.mark.slow), (2, 2)])
 def test_exchange_on_the_ranks_it_is_started_on(tmp_path: Path, nodes: int, devices: int) -> None:
     assert run_ranks(_exchange, str(tmp_path), nodes=nodes, devices=devices, init=False) == [0] * nodes * devices
     record: dict[str, Any] = json.loads((tmp_path / "exchange.json").read_text())
@@ -125,6 +126,7 @@ def test_exchange_on_the_ranks_it_is_started_on(tmp_path: Path, nodes: int, devi
     assert rows["2-D dense, 16-bit"]["received by a device, bytes, planned"] == 2 * 3000 // devices
 
 
+@pytest.mark.slow
 def test_exchange_emulates_a_cluster_without_root(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -126,6 +126,7 @@ def test_a_name_with_a_slash_makes_one_file() -> None:
     assert Path(Run("auto, 1 Gbit/s", None, 0, None).file_name).parts == ("auto, 1 Gbit per s-seed0.json",)
 
 
+@pytest.mark.slow
 def test_runs_are_kept_and_others_settings_are_refused(tmp_path: Path) -> None:
     from convergence_corpus import read_library, save_corpus
     from convergence_runs import execute

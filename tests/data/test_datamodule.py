@@ -48,7 +48,7 @@ def pictures(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return numbered_folder(tmp_path_factory.mktemp("numbered"), TRAIN, VAL)
 
 
-@pytest.fixture(scope="module", params=FLAVOURS)
+@pytest.fixture(scope="module", params=[FLAVOURS[0], pytest.param(FLAVOURS[1], marks=pytest.mark.slow)])
 def flavour(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
@@ -68,9 +68,10 @@ def segments_before(flavour: str) -> set[str]:
 
 
 @pytest.fixture(scope="module")
-def results(flavour: str, folder: Path, segments_before: set[str]) -> Results:
+def results(flavour: str, folder: Path, segments_before: set[str], request: pytest.FixtureRequest) -> Results:
     """What every scenario returned, by rank."""
-    return run_ranks(run_scenarios, flavour, str(folder), list(SCENARIOS), timeout=280, init=False)
+    names = list(SCENARIOS.wanted(request))
+    return run_ranks(run_scenarios, flavour, str(folder), names, timeout=280, init=False)
 
 
 def run_scenarios(flavour: str, folder: str, names: list[str]) -> dict[str, Any]:
@@ -155,7 +156,7 @@ def test_nothing_is_left_behind(results: Results, segments_before: set[str]) -> 
 # -- what the Trainer can do -------------------------------------------------------------------------------------------
 
 
-@scenario
+@SCENARIOS.slow
 def features(flavour: str, folder: Path) -> dict[str, Any]:
     limited, _ = fitted(flavour, folder, limit_train_batches=4, limit_val_batches=1)
     overfit, _ = fitted(flavour, folder, overfit_batches=2, limit_val_batches=0)
@@ -182,6 +183,7 @@ def features(flavour: str, folder: Path) -> dict[str, Any]:
     }
 
 
+@pytest.mark.slow
 def test_limits_overfitting_reloading_and_a_second_fit(results: Results) -> None:
     for rank, each in enumerate(results):
         seen = each["features"]

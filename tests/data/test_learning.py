@@ -76,6 +76,7 @@ def learn_all(folder: str) -> dict[str, float]:
     return {name: learn(folder, name) for name in ("ImageFolder", *SHUFFLES)}
 
 
+@pytest.mark.slow
 def test_digits_are_learned_as_well_as_through_image_folder(tmp_path: Path) -> None:
     pytest.importorskip("torchvision", reason="ImageFolder comes from it")
     digits_folder(tmp_path, edge=EDGE)

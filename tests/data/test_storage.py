@@ -185,6 +185,7 @@ def test_the_storage_link_goes_down_and_comes_back(folder: Path, tmp_path: Path)
     assert "epoch 2: TierCounts(memory_samples=25," in output
 
 
+@pytest.mark.slow
 @pytest.mark.root
 def test_the_storage_link_goes_down_for_good(folder: Path, tmp_path: Path) -> None:
     """The process ends, although a read of a dead mount cannot be interrupted."""

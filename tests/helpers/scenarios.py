@@ -3,6 +3,8 @@
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+import pytest
+
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
@@ -12,7 +14,23 @@ class Scenarios(dict[str, Callable[..., Any]]):
     It may be an argument of `run_ranks`: the functions travel by name, so they belong to their module.
     """
 
+    def __init__(self) -> None:
+        super().__init__()
+        self._slow: set[str] = set()
+
     def add(self, fn: Function) -> Function:
         """For use as a decorator."""
         self[fn.__name__] = fn
         return fn
+
+    def slow(self, fn: Function) -> Function:
+        """A decorator, too: of a scenario whose tests are all marked as slow."""
+        self._slow.add(fn.__name__)
+        return self.add(fn)
+
+    def wanted(self, request: pytest.FixtureRequest) -> dict[str, Callable[..., Any]]:
+        """Those that the selected tests of the module look at: without the slow ones if no slow test is among them."""
+        module = request.module
+        tests = [each for each in request.session.items if getattr(each, "module", None) is module]
+        with_slow = any(each.get_closest_marker("slow") for each in tests)
+        return {name: fn for name, fn in self.items() if with_slow or name not in self._slow}

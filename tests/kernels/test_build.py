@@ -16,6 +16,7 @@ CSRC = ROOT / "lightning_sparse/kernels/csrc"
 KERNEL_FILES = sorted([*CSRC.glob("*.cu"), *CSRC.glob("*_cpu.cpp"), *CSRC.glob("*.*h")])
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="no nvcc on PATH")
 @pytest.mark.parametrize("architecture", ["sm_80", "sm_90"])
 @pytest.mark.parametrize("source", sorted(CSRC.glob("*.cu")), ids=lambda path: path.name)
@@ -69,6 +70,7 @@ def report_of(checkout: Path) -> str:
     return (checkout / "lightning_sparse/kernels/build_report.txt").read_text()
 
 
+@pytest.mark.slow
 def test_a_build_for_a_gpu_does_not_do_without_cuda(checkout: Path) -> None:
     done = build(checkout, LIGHTNING_SPARSE_BUILD="cuda", PATH="/usr/sbin", CUDA_HOME="")
     assert done.returncode != 0
@@ -100,6 +102,7 @@ def test_a_failing_compiler_falls_back_and_says_why(checkout: Path) -> None:
     assert "nothing built" in told.stdout, told.stderr
 
 
+@pytest.mark.slow
 def test_required_makes_it_an_error(checkout: Path) -> None:
     done = build(checkout, CXX="/nonexistent/c++", CC="/nonexistent/cc", LIGHTNING_SPARSE_BUILD="required")
     assert done.returncode != 0

@@ -154,6 +154,7 @@ def test_ranks_know_their_place(network):
     assert (result.traffic is None) == (not network)
 
 
+@pytest.mark.slow
 @pytest.mark.root
 def test_two_labs_at_once_and_what_the_report_says(tmp_path):
     script = tmp_path / "all_reduce.py"
@@ -201,6 +202,7 @@ def test_one_failing_node_decides_and_stops_the_others(network, capfd):
     assert "exitcode  : 3" in capfd.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_run_may_not_take_for_ever():
     with Cluster(LabConfig(nodes=1, devices=1, network=False)) as cluster:
         with pytest.raises(TimeoutError, match=r"nodes \[0\] were still running"):

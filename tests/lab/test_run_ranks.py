@@ -116,6 +116,7 @@ def test_leaving_without_a_result_is_a_kind_of_killed():
     assert list(caught.value.killed) == [1]
 
 
+@pytest.mark.slow
 def test_hung_shows_the_stack():
     with pytest.raises(RanksFailed) as caught:
         run_ranks(_wait_for_nobody, 1, nodes=1, devices=2, timeout=8)

@@ -25,7 +25,7 @@ SHAPES = {1: (1, 1), 2: (1, 2), 3: (1, 3), 4: (2, 2)}
 def results_of(scenarios: Scenarios) -> Any:
     """A fixture of 1, 2, 3 and 4 ranks: what every scenario returned, by rank. Each is given a world to share with."""
 
-    @pytest.fixture(scope="module", params=[1, 2, 3, 4])
+    @pytest.fixture(scope="module", params=[1, *(pytest.param(ranks, marks=pytest.mark.slow) for ranks in (2, 3)), 4])
     def results(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
         nodes, devices = SHAPES[request.param]
         return run_ranks(run_scenarios, scenarios, nodes=nodes, devices=devices, timeout=120)

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from lightning_sparse.exchange.communicator import HierCommunicator
 from tests.helpers.distributed import RanksFailed, run_ranks
 from tests.helpers.lines import Lines
+from tests.helpers.scenarios import Scenarios
 from tests.pto.steps import same
 from tests.strategy.trainers import lightning_of, ours, plain_module, sparse, trainer, weights
 
@@ -131,32 +132,41 @@ def fused(parameters: Any) -> Any:
     return torch.optim.SGD([p for p in parameters if p.dtype == torch.float32], lr=0.1, momentum=0.9, fused=True)
 
 
+SCENARIOS = Scenarios()
+scenario = SCENARIOS.add
+
+
 @pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    folder = tmp_path_factory.mktemp("joined")
-    return run_ranks(everything, str(folder), nodes=2, devices=2, timeout=250, init=False)
+def results(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> list[dict[str, Any]]:
+    folder, wanted = tmp_path_factory.mktemp("joined"), SCENARIOS.wanted(request)
+    return run_ranks(run_scenarios, wanted, str(folder), nodes=2, devices=2, timeout=250, init=False)
 
 
-def everything(folder: str) -> dict[str, Any]:
+def run_scenarios(scenarios: dict[str, Any], folder: str) -> dict[str, Any]:
     os.chdir(folder)
     warnings.simplefilter("ignore")
-    names = ("same", "close", "traffic", "reasons", "skipped", "resumed")
-    scenarios = (same_bits, close, traffic, reasons, skipped, resumed)
-    return {name: scenario() for name, scenario in zip(names, scenarios, strict=True)}
+    return {name: fn() for name, fn in scenarios.items()}
 
 
+@scenario
 def same_bits() -> dict[str, str]:
-    averaging = lightning_of(FLAVOUR).callbacks.EMAWeightAveraging
     return {
-        **{
-            name: difference(lambda p, cls=cls, given=given: cls(p, **given))
-            for name, (cls, given) in ELEMENTWISE.items()
-        },
+        "SGD": difference(momentum),
+        "AdamW": difference(adamw),
+        "excluded parameters": difference(momentum, strategy=lambda: sparse(FLAVOUR, exclude="vectors")),
+        "some of a bucket": difference(all_but_one, strategy=lambda: sparse(FLAVOUR, density=0.02)),
+    }
+
+
+@SCENARIOS.slow
+def more_same_bits() -> dict[str, str]:
+    averaging = lightning_of(FLAVOUR).callbacks.EMAWeightAveraging
+    known = {name: difference(lambda p, c=cls, g=given: c(p, **g)) for name, (cls, given) in ELEMENTWISE.items()}
+    return {
+        **known,
         "one by one": difference(lambda p: torch.optim.AdamW(p, lr=0.01, foreach=False)),
         "groups and scheduler": difference(scheduled),
         "average of weights": difference(momentum, callbacks=lambda: [averaging(decay=0.9)]),
-        "SGD": difference(momentum),
-        "AdamW": difference(adamw),
         "accumulation": difference(momentum, accumulate_grad_batches=2),
         "bf16-mixed": difference(adamw, precision="bf16-mixed"),
         "clipping by value": difference(momentum, gradient_clip_val=0.01, gradient_clip_algorithm="value"),
@@ -165,9 +175,7 @@ def same_bits() -> dict[str, str]:
         ),
         "dense": difference(adamw, strategy=lambda: sparse(FLAVOUR, exchange="dense")),
         "dense16": difference(adamw, strategy=lambda: sparse(FLAVOUR, exchange="dense16")),
-        "excluded parameters": difference(momentum, strategy=lambda: sparse(FLAVOUR, exclude="vectors")),
         "some": difference(some, strategy=lambda: sparse(FLAVOUR, density=0.02)),
-        "some of a bucket": difference(all_but_one, strategy=lambda: sparse(FLAVOUR, density=0.02)),
         "more and more": difference(some, callbacks=lambda: [Unfreeze()]),
         "unused": difference(momentum, strategy=lambda: sparse(FLAVOUR, find_unused_parameters=True)),
     }
@@ -194,11 +202,13 @@ class Unfreeze:
         return type("Unfreeze", (lightning_of(FLAVOUR).Callback,), {"on_train_batch_start": on_train_batch_start})()
 
 
-def test_the_run_is_the_run_without_it(results: list[dict[str, Any]]) -> None:
+@pytest.mark.parametrize("name", ["same_bits", pytest.param("more_same_bits", marks=pytest.mark.slow)])
+def test_the_run_is_the_run_without_it(results: list[dict[str, Any]], name: str) -> None:
     for each in results:
-        assert set(each["same"].values()) == {""}, each["same"]
+        assert set(each[name].values()) == {""}, each[name]
 
 
+@SCENARIOS.slow
 def close() -> dict[str, float]:
     """Where a sum is taken in another order, or a fused kernel meets other boundaries."""
     out = {}
@@ -210,6 +220,7 @@ def close() -> dict[str, float]:
     return out
 
 
+@pytest.mark.slow
 def test_clipping_by_norm_and_fused_kernels_differ_by_rounding(results: list[dict[str, Any]]) -> None:
     for each in results:
         assert all(value < 1e-6 for value in each["close"].values()), each["close"]
@@ -241,6 +252,7 @@ class Counted:
             setattr(HierCommunicator, name, method)
 
 
+@scenario
 def traffic() -> dict[str, float]:
     """A step's bytes once everything has settled: the difference between a long run and a longer one."""
     out = {}
@@ -260,6 +272,7 @@ def test_no_more_bytes_inside_the_node_than_without_it(results: list[dict[str, A
         assert each["traffic"]["joined"] <= each["traffic"]["without"] + 8 * 16 + 24
 
 
+@SCENARIOS.slow
 def reasons() -> dict[str, str]:
     pl = lightning_of(FLAVOUR)
 
@@ -289,6 +302,7 @@ def hooked(parameters: Any) -> Any:
     return optimizer
 
 
+@pytest.mark.slow
 def test_what_rules_it_out_is_told(results: list[dict[str, Any]]) -> None:
     said = results[0]["reasons"]
     assert said["joined"] == "PTOCallback: joined with the reduction"
@@ -301,6 +315,7 @@ def test_what_rules_it_out_is_told(results: list[dict[str, Any]]) -> None:
     assert "no gradients are gathered" in said["dense"]
 
 
+@scenario
 def skipped() -> dict[str, Any]:
     """An inf on one rank, with a scaler: no rank steps, and the run goes on as the one without PTO."""
     pl = lightning_of(FLAVOUR)
@@ -337,6 +352,7 @@ def test_an_inf_on_one_rank_steps_nobody(results: list[dict[str, Any]]) -> None:
         assert each["skipped"]["scales"][0] == each["skipped"]["scales"][1]
 
 
+@scenario
 def resumed() -> dict[str, bool]:
     """Joined -> plain -> joined, and a second fit without the callback."""
     whole = fit(adamw, False)

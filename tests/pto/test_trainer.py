@@ -33,17 +33,18 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def results(folder: Path) -> list[dict[str, Any]]:
+def results(folder: Path, request: pytest.FixtureRequest) -> list[dict[str, Any]]:
     """What every scenario returned, by rank."""
-    return run_ranks(run_scenarios, "pytorch_lightning", str(folder), nodes=2, devices=2, timeout=250, init=False)
+    names = list(SCENARIOS.wanted(request))
+    shape = {"nodes": 2, "devices": 2, "timeout": 250, "init": False}
+    return run_ranks(run_scenarios, "pytorch_lightning", str(folder), names, **shape)
 
 
-def run_scenarios(flavour: str, folder: str) -> dict[str, Any]:
+def run_scenarios(flavour: str, folder: str, names: list[str]) -> dict[str, Any]:
     import warnings
 
     os.chdir(folder)
     warnings.simplefilter("ignore")
-    names = SCENARIOS if flavour == "pytorch_lightning" else FEW
     return {name: SCENARIOS[name](flavour) for name in names}
 
 
@@ -130,7 +131,7 @@ def plain(flavour: str) -> dict[str, str]:
     }
 
 
-@scenario
+@SCENARIOS.slow
 def accumulation(flavour: str) -> dict[str, str]:
     def make() -> Any:
         return module_with(flavour, adamw)
@@ -144,7 +145,7 @@ def accumulation(flavour: str) -> dict[str, str]:
     }
 
 
-@scenario
+@SCENARIOS.slow
 def half(flavour: str) -> dict[str, Any]:
     """A forward pass of one rank overflows in one step: no rank makes it."""
     from pytorch_lightning.plugins.precision import MixedPrecision
@@ -173,7 +174,7 @@ def half(flavour: str) -> dict[str, Any]:
     }
 
 
-@scenario
+@SCENARIOS.slow
 def schedules(flavour: str) -> dict[str, Any]:
     """Parameter groups, a scheduler by step, and an average of the weights."""
     averaging = lightning_of(flavour).callbacks.EMAWeightAveraging
@@ -192,7 +193,7 @@ def schedules(flavour: str) -> dict[str, Any]:
     }
 
 
-@scenario
+@SCENARIOS.slow
 def several(flavour: str) -> dict[str, Any]:
     """Two optimizers, stepped by hand; closures by hand; parameters that nobody uses."""
 
@@ -236,14 +237,18 @@ def hierarchical(flavour: str) -> dict[str, Any]:
     return {**out, "residual": "" if norms[0] == norms[1] > 0 else f"{norms}"}
 
 
-@pytest.mark.parametrize("name", ["plain", "accumulation", "half", "schedules", "several", "hierarchical"])
+SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("accumulation", "half", "schedules", "several")]
+
+
+@pytest.mark.parametrize("name", ["plain", "hierarchical", *SLOW])
 def test_a_run_is_the_run_without_it(results: list[dict[str, Any]], name: str) -> None:
     for each in results:
         assert set(each[name].values()) == {""}, each[name]
 
 
+@pytest.mark.slow
 def test_the_other_flavour(folder: Path) -> None:
-    for each in run_ranks(run_scenarios, "lightning", str(folder), nodes=1, devices=2, timeout=120, init=False):
+    for each in run_ranks(run_scenarios, "lightning", str(folder), FEW, nodes=1, devices=2, timeout=120, init=False):
         assert {value for name in FEW for value in each[name].values()} <= {"", "[0.0, 0.0]"}, each
 
 

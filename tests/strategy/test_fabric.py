@@ -210,7 +210,7 @@ def weights_alone(flavour: str) -> bool:
     return bool(before > 0) and torch.equal(before, state.residual_norm()) and state.round == 6
 
 
-@pytest.fixture(scope="module", params=FLAVOURS)
+@pytest.fixture(scope="module", params=["lightning.fabric", pytest.param("lightning_fabric", marks=pytest.mark.slow)])
 def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     folder = tmp_path_factory.mktemp("fabric")
     return run_ranks(everything, request.param, str(folder), nodes=2, devices=2, timeout=120, init=False)

@@ -16,7 +16,7 @@ from lightning_sparse.topology import Topology, discover
 from tests.helpers.distributed import run_ranks
 from tests.strategy.models import flat_parameters, loss_of, mlp, wrap
 
-SHAPES = [(2, 2), (3, 1)]
+SHAPES = [(2, 2), pytest.param((3, 1), marks=pytest.mark.slow)]
 STEPS = 24
 EXACT: dict[str, Any] = {"warmup_epochs": 0, "value_dtype": "float32", "momentum_correction": True}
 SGDS: dict[str, dict[str, Any]] = {
@@ -240,7 +240,7 @@ def balance() -> tuple[Tensor, Tensor, float]:
 # -- resumed without it ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("nesterov", [False, True])
+@pytest.mark.parametrize("nesterov", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("options", [{}, {"momentum_correction": True}])
 def test_what_waits_moves_parameters_as_far_where_sgd_has_its_momentum(
     tmp_path: Path, nesterov: bool, options: dict[str, Any]

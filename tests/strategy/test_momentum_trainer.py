@@ -5,6 +5,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -15,6 +16,7 @@ FLAVOUR = "pytorch_lightning"
 STEPS = 24
 
 
+@pytest.mark.slow
 def test_a_trainer_trains_as_with_ddp(tmp_path: Path) -> None:
     for each in run_ranks(trained, str(tmp_path), nodes=2, devices=2, timeout=120, init=False):
         for name, (ddp, corrected) in each["runs"].items():

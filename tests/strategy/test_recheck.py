@@ -179,6 +179,7 @@ answer = {"before": before, "after": state.exchange.choice.rates.to_list(), "pat
 """
 
 
+@pytest.mark.slow
 @pytest.mark.root
 @pytest.mark.timeout(120)
 def test_a_link_that_gets_slow_is_noticed(tmp_path: Path) -> None:

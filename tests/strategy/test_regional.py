@@ -144,7 +144,12 @@ def test_a_non_finite_element_reaches_every_node_and_no_residual(nodes: int, bad
 
 @pytest.mark.parametrize(
     ("nodes", "devices", "value_dtype"),
-    [(3, 1, "bfloat16"), (4, 1, "float32"), (5, 1, "bfloat16"), (5, 1, "float16"), (3, 2, "float32")],
+    [
+        (3, 1, "bfloat16"),
+        (3, 2, "float32"),
+        *(pytest.param(5, 1, each, marks=pytest.mark.slow) for each in ("bfloat16", "float16")),
+        pytest.param(4, 1, "float32", marks=pytest.mark.slow),
+    ],
 )
 def test_mass_is_conserved_and_ranks_are_bit_identical(nodes: int, devices: int, value_dtype: str) -> None:
     everyone = run_ranks(conserve, value_dtype, nodes=nodes, devices=devices, timeout=120)

@@ -16,7 +16,7 @@ from tests.helpers.lines import Lines
 from tests.strategy.models import flat_grads, flat_parameters, loss_of, mlp, node_residual, sum_over_nodes, wrap
 from tests.strategy.trainers import lightning_of, plain_module, sparse, trainer, weights
 
-SHAPES = [(2, 2), (1, 3), (2, 3)]
+SHAPES = [(2, 2), *(pytest.param(*shape, marks=pytest.mark.slow) for shape in ((1, 3), (2, 3)))]
 
 
 def fit(last: int, resume: str | None = None) -> tuple[Any, Any]:

@@ -5,6 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 SCRIPT = """
 import warnings
 import pytorch_lightning as pl
@@ -36,6 +38,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow
 def test_it_trains_and_says_once_what_it_found(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(SCRIPT)
     environment = {**os.environ, "PYTHONPATH": os.getcwd(), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}

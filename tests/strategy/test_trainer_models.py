@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -131,7 +132,7 @@ class Complex(nn.Module):
         return out
 
 
-@scenario
+@SCENARIOS.slow
 def models(flavour: str) -> dict[str, Any]:
     plain = weights(fitted(flavour, sparse(flavour)))
     checkpointed = weights(fitted(flavour, sparse(flavour), plain_module(flavour, Checkpointed())))
@@ -155,10 +156,12 @@ def models(flavour: str) -> dict[str, Any]:
     }
 
 
+@pytest.mark.slow
 def test_activation_checkpointing_changes_nothing(results: Results) -> None:
     assert all(each["models"]["checkpointed"] for each in results)
 
 
+@pytest.mark.slow
 def test_a_compiled_model_trains_alike(results: Results) -> None:
     for each in results:
         torch.testing.assert_close(each["models"]["compiled"], each["models"]["uncompiled"], rtol=1e-4, atol=1e-5)
@@ -175,11 +178,13 @@ def sync_batch_norm(flavour: str) -> str:
     return "it trained"
 
 
+@pytest.mark.slow
 def test_batch_norms_are_converted_and_refuse_the_cpu(results: Results) -> None:
     for each in results:
         assert "SyncBatchNorm layers only work with GPU modules" in each["models"]["norms"]
 
 
+@pytest.mark.slow
 def test_double_and_complex_parameters_go_dense(results: Results) -> None:
     for each in results:
         for name in ("double", "phase"):

@@ -14,7 +14,7 @@ from tests.helpers.distributed import run_ranks
 from tests.helpers.scenarios import Scenarios
 from tests.strategy.models import mlp
 
-FLAVOURS = ["pytorch_lightning", "lightning"]
+FLAVOURS = ["pytorch_lightning", pytest.param("lightning", marks=pytest.mark.slow)]
 Results = list[dict[str, Any]]
 
 
@@ -24,12 +24,13 @@ def results_of(scenarios: Scenarios) -> Any:
     @pytest.fixture(scope="module", params=FLAVOURS)
     def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Results:
         folder = str(tmp_path_factory.mktemp("scenarios"))
-        return run_ranks(run_scenarios, scenarios, request.param, folder, nodes=2, devices=2, timeout=280, init=False)
+        wanted = scenarios.wanted(request)
+        return run_ranks(run_scenarios, wanted, request.param, folder, nodes=2, devices=2, timeout=280, init=False)
 
     return results
 
 
-def run_scenarios(scenarios: Scenarios, flavour: str, folder: str) -> dict[str, Any]:
+def run_scenarios(scenarios: dict[str, Any], flavour: str, folder: str) -> dict[str, Any]:
     os.chdir(folder)
     warnings.simplefilter("ignore")
     return {name: fn(flavour) for name, fn in scenarios.items()}
