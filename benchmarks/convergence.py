@@ -80,6 +80,8 @@ CONFIGS: dict[str, Arguments] = {
     "0.1%": {**SPARSE, "density": 0.001},
     "0.1%-no-feedback": {**SPARSE, "density": 0.001, "error_feedback": False},
     "0.1%-warmup": {**SPARSE, "density": 0.001, "warmup_epochs": 2},
+    "updates 1%": {"way": "updates", "density": 0.01},
+    "updates 0.1%": {"way": "updates", "density": 0.001},
 }
 
 

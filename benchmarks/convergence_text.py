@@ -92,6 +92,7 @@ CONFIGS: dict[str, Arguments] = {
     "cyclic 4%": {**UPDATES, "way": "cyclic", "density": 0.04},
     "cyclic 7%": {**UPDATES, "way": "cyclic", "density": 0.07},
     "average every 100": {"way": "average", "every": 100},
+    "average every 25": {"way": "average", "every": 25},
     "average every 50": {"way": "average", "every": 50},
     "DiLoCo every 100": {"way": "average", "every": 100, "outer_lr": 0.7, "outer_momentum": 0.9},
     "DiLoCo every 50": {"way": "average", "every": 50, "outer_lr": 0.7, "outer_momentum": 0.9},

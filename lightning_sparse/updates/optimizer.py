@@ -47,7 +47,7 @@ class NodeOptimizer:
     ) -> None:
         self.optimizer, self.steps = optimizer, 0
         self._names, self._exchange, self._inside, self._config = names, exchange, inside, config
-        self._hook = optimizer.register_step_pre_hook(lambda *_: self.follow_groups())  # before a shared step's
+        self._hook = optimizer.register_step_pre_hook(lambda *_: self.follow_groups())
         self.sharded: ShardedStep | None = None
         dense = uncut.isdisjoint(map(id, parameters_of(optimizer)))
         if config.shard_optimizer and inside.topology.num_devices > 1 and dense and can_shard(optimizer):
@@ -59,7 +59,8 @@ class NodeOptimizer:
         self._own_S: Tensor | None = None
 
     def detach(self, reused: bool) -> None:
-        """Leave the optimizer alone from now on. One that is used again gets all its state: a collective of the node."""
+        """Leave the optimizer alone from now on. One that is used again gets all its state, by
+        collectives of the node."""
         self._hook.remove()
         if self.sharded is not None and reused:
             self.sharded.release()
