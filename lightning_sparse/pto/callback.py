@@ -45,6 +45,12 @@ class PTOMixin:
             log.info("PTOCallback: one rank, nothing to share")
             return
         strategy = trainer.strategy
+        if hasattr(strategy, "local_updates"):
+            raise ValueError(
+                f"PTOCallback shares a step whose gradients are the same on every rank, and with "
+                f"{type(strategy).__name__} they are a node's own. Remove the callback: the strategy shares the step inside "
+                f"each node itself."
+            )
         if not isinstance(strategy.model, DistributedDataParallel) or getattr(strategy, "_model_averager", None):
             raise ValueError(
                 f"PTOCallback needs a strategy that leaves the same gradients on every rank, and "

@@ -195,3 +195,32 @@ def test_all_ranks_end_alike(results: Results, name: str) -> None:
     if name not in results[0]["ways_to_train"]:
         pytest.skip("this Lightning has no WeightAveraging")
     assert same_on_all_ranks(results, "ways_to_train", name)
+
+
+@scenarios.add
+def with_pto(flavour: str) -> str:
+    t = trainer(flavour, local(flavour), callbacks=[ours(flavour).PTOCallback()])
+    module = adamw_module(flavour)
+    with pytest.raises(ValueError, match="PTOCallback shares a step whose gradients are the same") as refused:
+        t.fit(module)
+    return str(refused.value)
+
+
+def test_the_callback_that_shares_steps_is_refused(results: Results) -> None:
+    assert all("Remove the callback" in each["with_pto"] for each in results)
+
+
+@scenarios.add
+def statistics(flavour: str) -> dict[str, float]:
+    module = adamw_module(flavour)
+    t = trainer(flavour, local(flavour), callbacks=[ours(flavour).CommStatsCallback()])
+    t.fit(module)
+    return {name: float(value) for name, value in t.callback_metrics.items()}
+
+
+def test_statistics_are_logged(results: Results) -> None:
+    for each in results:
+        logged = each["statistics"]
+        assert 0.04 < logged["comm/density"] < 0.08
+        assert logged["comm/bytes_between_nodes"] > 0
+        assert logged["comm/pending_norm"] > 0
