@@ -12,6 +12,7 @@ DDP                     with its defaults
 ..., taken apart        with a barrier before each step of the exchange, to time it separately; CPU only
 flat top-k              ours with each rank as a node
 auto                    ours with ``exchange="auto"``
+updates                 SGD, then ``LocalUpdates``: the time includes SGD, and the rest of the last step's exchange
 ======================= ==============================================================================================
 """
 
@@ -35,6 +36,7 @@ from lightning_sparse.bench.extras import format_table
 from lightning_sparse.bench.gradients import Gradients
 from lightning_sparse.strategy import HierConfig, HierState, hier_hook
 from lightning_sparse.topology import Topology, with_groups
+from lightning_sparse.updates import LocalUpdates, UpdatesConfig
 
 FASTEST = 10.0  # Gbit/s, while bucket layouts settle
 MOST_REPEATS = 25
@@ -54,6 +56,7 @@ OURS: dict[str, dict[str, Any]] = {
     "auto 1 %": {},
 }
 """The options of `HierConfig` for each of our ways."""
+UPDATES = "updates 1 %"
 
 
 @dataclass
@@ -62,6 +65,7 @@ class Way:
 
     ddp: DistributedDataParallel
     state: HierState | None = None
+    updates: LocalUpdates | None = None
     seconds: list[float] = field(default_factory=list)
     received: list[int] = field(default_factory=list)
     pieces: list[dict[str, float]] = field(default_factory=list)
@@ -74,6 +78,10 @@ class Way:
         self.ddp.zero_grad()
         with nullcontext() if synchronised else self.ddp.no_sync():
             self.ddp(offset).backward()
+        if self.updates is not None:
+            for node in self.updates.nodes:
+                node.optimizer.step()
+            self.updates.step()
 
 
 AddWay = Callable[..., DistributedDataParallel]
@@ -104,6 +112,11 @@ def build(
             continue
         ddp = add(name)
         ways[name].state = _register(ddp, name, HierConfig(**options), topology)
+    if topology.kind == "hierarchical":
+        own = Gradients(shapes, torch.zeros_like(storage), source)  # its parameters change
+        ddp = DistributedDataParallel(own, gradient_as_bucket_view=True, process_group=topology.intra)
+        optimizer = torch.optim.SGD(own.parameters(), lr=1e-3, foreach=True)
+        ways[UPDATES] = Way(ddp, updates=LocalUpdates(own, optimizer, UpdatesConfig(), topology))
     return ways
 
 
@@ -202,6 +215,8 @@ def row_of(name: str, way: Way, gbps: float | None) -> dict[str, Any]:
         "repeats": len(taken),
         "received by this node, bytes": int(median(way.received[1:])),
     }
+    if way.updates is not None:
+        row["received by a device, bytes, planned"] = way.updates.exchange.stats.round_bytes
     if way.state is not None:
         row["received by a device, bytes, planned"] = way.state.exchange.stats.round_bytes
         row["density"] = way.state.exchange.stats.density

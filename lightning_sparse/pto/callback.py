@@ -48,8 +48,8 @@ class PTOMixin:
         if hasattr(strategy, "local_updates"):
             raise ValueError(
                 f"PTOCallback shares a step whose gradients are the same on every rank, and with "
-                f"{type(strategy).__name__} they are a node's own. Remove the callback: the strategy shares the step inside "
-                f"each node itself."
+                f"{type(strategy).__name__} they are a node's own. Remove the callback: the strategy shares the step "
+                f"inside each node itself."
             )
         if not isinstance(strategy.model, DistributedDataParallel) or getattr(strategy, "_model_averager", None):
             raise ValueError(
