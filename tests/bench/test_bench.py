@@ -24,7 +24,7 @@ WAYS = {
     "ours 1 %",
     "ours 1 %, at once",
 }
-WAYS |= {"ours 1 %, taken apart", "ours 0.1 %", "regional 1 %", "auto 1 %"}
+WAYS |= {"ours 1 %, taken apart", "ours 0.1 %", "regional 1 %", "auto 1 %", "updates 1 %"}
 
 
 def test_kernels_are_timed_next_to_their_floors() -> None:
