@@ -172,7 +172,8 @@ def cluster() -> dict[str, Any]:
 def arguments(description: str | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, default=Path("runs/digits"), help="image folder; made when absent")
-    parser.add_argument("--epochs", type=int, default=6)
+    parser.add_argument("--epochs", type=int, default=5)
+    parser.add_argument("--share", type=float, default=1.0, help="of the pictures that an epoch takes")
     parser.add_argument("--batch-size", type=int, default=16, help="pictures a rank and step")
     parser.add_argument("--learning-rate", type=float, default=0.05)
     parser.add_argument("--result", type=Path, default=Path("runs/result"), help="folder for what Recorder measured")

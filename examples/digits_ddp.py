@@ -13,6 +13,7 @@ def main() -> None:
         **cluster(),
         strategy="ddp",
         max_epochs=args.epochs,
+        limit_train_batches=args.share,
         callbacks=[TQDMProgressBar(), Recorder(args.result)],
         logger=False,
         enable_checkpointing=False,

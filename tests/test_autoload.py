@@ -285,6 +285,7 @@ def installed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
     return folder / "site"
 
 
+@pytest.mark.slow
 def test_strings_are_known_in_both_flavours_in_a_spawned_child(installed: Path, tmp_path: Path) -> None:
     code = f"""
         import multiprocessing

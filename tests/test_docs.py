@@ -124,6 +124,7 @@ def test_the_site_builds(tmp_path: Path) -> None:
     assert "MSTopKHierStrategy" in (tmp_path / "site" / "api" / "index.html").read_text(encoding="utf-8")
 
 
+@pytest.mark.slow
 def test_python_in_documents_means_something(tmp_path: Path) -> None:
     """Names and options exist; nothing is trained. In a process of its own, which has imported one flavour only."""
     pytest.importorskip("pytorch_lightning")

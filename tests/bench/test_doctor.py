@@ -80,6 +80,7 @@ def test_a_package_that_breaks_on_import_is_bad(monkeypatch: pytest.MonkeyPatch)
     assert marks(found)["lightning"] == "bad"
 
 
+@pytest.mark.slow
 def test_kernels_that_were_not_compiled_are_told_with_the_reason() -> None:
     code = "from lightning_sparse.bench.doctor import *; print(report(examine()))"
     done = subprocess.run(

@@ -118,6 +118,7 @@ def test_a_killed_peer_is_replaced_by_disk_and_storage(
     assert [record.getMessage().partition(" (")[0] for record in caplog.records] == ["node 1"]
 
 
+@pytest.mark.slow
 def test_a_busy_peer_is_not_taken_for_dead(nodes: Nodes, monkeypatch: pytest.MonkeyPatch) -> None:
     """It answers pings while all of its readers wait: here for a lock that another process holds."""
     monkeypatch.setattr(client, "DEAD_S", 1.0)

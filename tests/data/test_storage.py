@@ -175,6 +175,7 @@ def _in_lab(folder: Path, work: Path, timeout: float, outage: float) -> tuple[in
     return result.exit_code, output.getvalue(), seconds
 
 
+@pytest.mark.slow
 @pytest.mark.root
 def test_the_storage_link_goes_down_and_comes_back(folder: Path, tmp_path: Path) -> None:
     """In epoch 1 the run waits and goes on; in epoch 2 it does not notice."""

@@ -110,7 +110,7 @@ def run_ranks(
     *args: Any,
     nodes: int = 2,
     devices: int = 2,
-    timeout: float = 60,
+    timeout: float = 200,
     env: Mapping[str, str | None] | None = None,
     placement: Sequence[Sequence[int]] | None = None,
     init: bool = True,

@@ -83,7 +83,7 @@ def mstopk(cuda: ctypes.CDLL, x: Tensor, k: int) -> tuple[Tensor, Tensor]:
     return values, indices
 
 
-@pytest.mark.parametrize("numel", [1, 100, 4097, 70_001])
+@pytest.mark.parametrize("numel", [1, 4097, *(pytest.param(numel, marks=pytest.mark.slow) for numel in (100, 70_001))])
 def test_select(cuda: ctypes.CDLL, numel: int) -> None:
     for turn, (name, x) in enumerate(inputs(numel).items()):
         if numel > 5000 and name not in ("layered", "5 % dense", "special"):

@@ -239,7 +239,9 @@ def _environment(pid: str) -> list[str]:
 
 
 @pytest.mark.parametrize("network", WITH_AND_WITHOUT_NAMESPACES)
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGINT, 130), pytest.param(signal.SIGTERM, 143, marks=pytest.mark.slow)]
+)
 def test_interrupted_labs_clean_up(tmp_path, network, number, code):
     process, run = _start_sleeping_lab(tmp_path, network)
     assert len(processes_of(run)) >= 6, "two launchers and four ranks"

@@ -14,7 +14,7 @@ from lightning_sparse.lab import unavailable_reason
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
 
-pytestmark = pytest.mark.timeout(280)
+pytestmark = pytest.mark.timeout(1000)
 
 
 def test_the_strategy_is_the_only_difference():
@@ -23,32 +23,42 @@ def test_the_strategy_is_the_only_difference():
     assert changed == [
         "+ from lightning_sparse import MSTopKHierStrategy",
         '-         strategy="ddp",',
-        "+         strategy=MSTopKHierStrategy(density=0.01, warmup_epochs=2),",
+        "+         strategy=MSTopKHierStrategy(density=0.01, warmup_epochs=1),",
     ]
 
 
 def _demo(out: Path, *arguments: str) -> str:
     command = [sys.executable, str(EXAMPLES / "demo.py"), "--out", str(out), "--epochs", "1", *arguments]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240, env=environment)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=900, env=environment)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.root
 def test_the_demo_counts_fewer_bytes_when_sparse(tmp_path):
     printed = _demo(tmp_path / "demo", "--gbps", "1")
     assert "times fewer bytes a step" in printed
     sent = [
         sum(sum(json.loads(path.read_text())["bytes_sent"]) for path in (tmp_path / "demo" / run).glob("node*.json"))
-        for run in ("run0", "run1")
+        for run in ("run0", "run1", "run2")
     ]
     steps, parameters = 22, 1_225_610
     assert 0.9 < sent[0] / (steps * 3 * 4 * parameters) < 1.3, "a ring over 4 ranks passes 2 * 3/4 * 2 links"
     assert sent[1] < 0.6 * sent[0], "one epoch is all warm-up, and two rounds are dense"
-    assert (tmp_path / "demo" / "table.md").read_text() in printed
+    assert sent[2] < 1e-3 * sent[0], "a node alone talks to nobody"
+    steps_of_each = [
+        len(json.loads(path.read_text())["seconds"]) for path in (tmp_path / "demo").glob("run*/node0.json")
+    ]
+    assert steps_of_each == [steps] * 3
+    *_, shown, suggestion = printed.strip().split("\n\n")
+    assert shown + "\n" == (tmp_path / "demo" / "table.md").read_text(), "the table is the last but one"
+    assert suggestion.startswith("Next: ")
+    assert "Traceback" not in printed
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(unavailable_reason() is None, reason="the demo with a network covers it, at twice the time")
 def test_the_demo_rehearses_without_a_network(tmp_path):
     printed = _demo(tmp_path / "demo", "--no-net")

@@ -33,7 +33,7 @@ PLAIN = {"bucket_cap_mb": 0.002}  # several buckets, rebuilt after the first rou
 # -- 3: nothing is lost ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("value_dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("value_dtype", ["bfloat16", pytest.param("float32", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(("nodes", "devices"), SHAPES)
 def test_mass_is_conserved_over_rebuilt_buckets(nodes: int, devices: int, value_dtype: str) -> None:
     for given, applied, waiting in run_ranks(conserve, value_dtype, nodes=nodes, devices=devices, timeout=120):

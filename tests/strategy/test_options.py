@@ -69,6 +69,7 @@ def test_defaults_reach_ddp() -> None:
     assert with_defaults({"gradient_as_bucket_view": False}) == {"gradient_as_bucket_view": False}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("flavour", FLAVOURS)
 def test_lightning_cli_accepts_our_options_and_those_of_ddp(flavour: str) -> None:
     """LightningCLI finds out what a class accepts by reading how its constructor passes arguments on; in an interpreter

@@ -85,6 +85,7 @@ def mean_gradient(model: torch.nn.Module, step: int) -> Tensor:
     return local / dist.get_world_size()
 
 
+@pytest.mark.slow
 def test_16_mixed_in_a_trainer() -> None:
     everyone = run_ranks(mixed_fit, nodes=2, devices=2, timeout=120, init=False)
     for each in everyone:

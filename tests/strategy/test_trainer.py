@@ -111,7 +111,7 @@ def test_density_one_equals_ddp_in_a_trainer(results: Results, name: str) -> Non
     assert same_on_all_ranks(results, "parity", name)
 
 
-@scenario
+@SCENARIOS.slow
 def sparse_features(flavour: str) -> dict[str, Tensor]:
     return {
         "accumulation": weights(fitted(flavour, sparse(flavour), accumulate_grad_batches=2)),
@@ -123,6 +123,7 @@ def sparse_features(flavour: str) -> dict[str, Tensor]:
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["accumulation", "clipping", "bf16-mixed", "bf16-true", "static_graph", "string"])
 def test_sparse_rounds_leave_all_ranks_equal(results: Results, name: str) -> None:
     assert same_on_all_ranks(results, "sparse_features", name)
