@@ -1,10 +1,11 @@
 """What `make demo` runs: the same training in a few ways, on a small cluster inside this machine.
 
 The cluster is two nodes of two ranks each; the nodes are network namespaces, joined by links of 0.3 Gbit/s. All ways
-see the same pictures and start from the same weights; digits_ddp.py and digits_sparse.py differ in one argument of the
-Trainer. One node alone trains on its half of the pictures, for as many steps: what it comes to without any network is
-what bytes have to beat. Bytes are counted by the kernel on the links, while steps ran. The link is slow because
-the model is small: 1.2 M parameters over 0.3 Gbit/s wait about as long as 120 M parameters over 30 Gbit/s.
+see the same data and start from the same weights; digits_ddp.py, digits_sparse.py and digits_updates.py differ in one
+argument of the Trainer. Then a Transformer learns the source of Python's library with AdamW. One node alone trains on
+its half of the data, for as many steps: what it comes to without any network is what bytes have to beat. Bytes are
+counted by the kernel on the links, while steps ran. The link is slow because the model is small: 1.2 M parameters over
+0.3 Gbit/s wait about as long as 120 M parameters over 30 Gbit/s.
 
 Without root there is no link to shape: the runs then rehearse on loopback, and only the accuracies mean something.
 """
@@ -29,7 +30,7 @@ FIRST_STEPS = 10  # connections are made and DDP rebuilds its buckets: not what 
 
 @dataclass(frozen=True)
 class Way:
-    """One line of the table: a script of this folder, on so many nodes."""
+    """One line of a table: a script of this folder, on so many nodes."""
 
     name: str
     script: str
@@ -37,12 +38,48 @@ class Way:
     words: tuple[str, ...] = ()
 
 
-# The first is what the others are held against.
-WAYS = [
-    Way("dense (ddp)", "digits_ddp.py"),
-    Way("sparse (mstopk_hier)", "digits_sparse.py"),
-    Way("one node alone (ddp)", "digits_ddp.py", nodes=1, words=("--share", f"{1 / NODES}")),
-]
+@dataclass(frozen=True)
+class Task:
+    """One table. The first way is what the others are held against."""
+
+    name: str
+    metric: str
+    heading: str
+    ways: tuple[Way, ...]
+
+    def shown(self, value: float) -> str:
+        return f"{value:.1%}" if self.metric == "val_accuracy" else f"{value:.3f}"
+
+    def difference(self, value: float, other: float) -> str:
+        if self.metric == "val_accuracy":
+            return f"{100 * (value - other):+.1f} points of accuracy"
+        return f"{value - other:+.3f} bits (lower is better)"
+
+
+HALF = ("--share", f"{1 / NODES}")
+TASKS = (
+    Task(
+        "pictures, SGD",
+        "val_accuracy",
+        "validation accuracy",
+        (
+            Way("dense (ddp)", "digits_ddp.py"),
+            Way("sparse gradients (mstopk_hier)", "digits_sparse.py"),
+            Way("sparse updates (mstopk_local)", "digits_updates.py"),
+            Way("one node alone (ddp)", "digits_ddp.py", nodes=1, words=HALF),
+        ),
+    ),
+    Task(
+        "text, AdamW",
+        "val_bits",
+        "validation bits per character",
+        (
+            Way("dense (ddp)", "characters.py", words=("--strategy", "ddp")),
+            Way("sparse updates (mstopk_local)", "characters.py", words=("--strategy", "mstopk_local")),
+            Way("one node alone (ddp)", "characters.py", nodes=1, words=("--strategy", "ddp", *HALF)),
+        ),
+    ),
+)
 
 
 @dataclass(frozen=True)
@@ -50,14 +87,14 @@ class Row:
     """What was measured of a way; bytes are None where no link counted them."""
 
     name: str
-    val_accuracy: float
+    metric: float
     seconds_per_step: float
     bytes_per_step: float | None
     bytes_in_all: int | None
     steps: int
 
 
-def measure(way: Way, gbps: float, network: bool, folder: Path, words: list[str]) -> Row:
+def measure(task: Task, way: Way, gbps: float, network: bool, folder: Path, words: list[str]) -> Row:
     config = LabConfig(nodes=way.nodes, devices=DEVICES, gbps=gbps, network=network)
     with Cluster(config) as cluster:
         command = [sys.executable, str(HERE / way.script), "--result", str(folder), *way.words, *words]
@@ -70,7 +107,7 @@ def measure(way: Way, gbps: float, network: bool, folder: Path, words: list[str]
     sent = [sum(step) for step in zip(*(node["bytes_sent"] for node in nodes), strict=True)] if counted else []
     return Row(
         name=way.name,
-        val_accuracy=nodes[0]["val_accuracy"],
+        metric=nodes[0][task.metric],
         seconds_per_step=median(seconds[FIRST_STEPS:]),
         bytes_per_step=sum(sent) / len(sent) if counted else None,
         bytes_in_all=result.bytes_between_nodes,
@@ -78,33 +115,29 @@ def measure(way: Way, gbps: float, network: bool, folder: Path, words: list[str]
     )
 
 
-def table(rows: list[Row]) -> str:
+def table(task: Task, rows: list[Row]) -> str:
     lines = [
-        "| | validation accuracy | bytes between nodes, a step | in the whole run | time of a step, median |",
+        f"| {task.name} | {task.heading} | bytes between nodes, a step | in the whole run | time of a step, median |",
         "|---|---|---|---|---|",
     ]
     for row in rows:
         per_step = "not counted" if row.bytes_per_step is None else f"{row.bytes_per_step / 1e6:.3f} MB"
         in_all = "not counted" if row.bytes_in_all is None else f"{row.bytes_in_all / 1e6:.1f} MB"
         time = f"{row.seconds_per_step * 1e3:.0f} ms"
-        lines.append(f"| {row.name} | {row.val_accuracy:.1%} | {per_step} | {in_all} | {time} |")
+        lines.append(f"| {row.name} | {task.shown(row.metric)} | {per_step} | {in_all} | {time} |")
     return "\n".join(lines)
 
 
-def verdict(rows: list[Row], gbps: float) -> str:
+def verdict(task: Task, rows: list[Row], gbps: float) -> str:
     """A line for each way but the first, which it is held against."""
     dense, *others = rows
-    lines = [f"Against {dense.name}, over {dense.steps} steps:"]
+    lines = [f"{task.name}: against {dense.name}, over {dense.steps} steps:"]
     for row in others:
-        line = f"- {row.name}: {100 * (row.val_accuracy - dense.val_accuracy):+.1f} points of accuracy"
+        line = f"- {row.name}: {task.difference(row.metric, dense.metric)}"
         if dense.bytes_per_step and row.bytes_per_step and row.bytes_per_step > 1000:  # not just a few ARP frames
             fewer, faster = dense.bytes_per_step / row.bytes_per_step, dense.seconds_per_step / row.seconds_per_step
             line += f", {fewer:.1f} times fewer bytes a step, a step {faster:.1f} times as fast at {gbps:g} Gbit/s"
         lines.append(line)
-    if dense.bytes_per_step is None:
-        lines.append("Loopback has no rate: neither bytes nor times say anything about a network.")
-    else:
-        lines.append("Bytes include the density warm-up of the first epoch. All ranks share this machine's processors.")
     return "\n".join(lines)
 
 
@@ -119,17 +152,36 @@ def main() -> None:
         print(f"A rehearsal on loopback, because {reason}\n")
     shutil.rmtree(args.out, ignore_errors=True)
     args.out.mkdir(parents=True)
-    words = ["--data", str(args.out / "digits"), *more]
     links = f"links of {args.gbps:g} Gbit/s" if reason is None else "loopback"
-    rows = []
+    found: list[tuple[Task, list[Row]]] = []
+    number, total = 0, sum(len(task.ways) for task in TASKS)
     with signals_as_exit():
-        for number, way in enumerate(WAYS):
-            on = f"{way.nodes} nodes x {DEVICES} ranks, {links}" if way.nodes > 1 else f"1 node x {DEVICES} ranks"
-            print(f"\n== {number + 1} of {len(WAYS)}, {way.name}: {on} ==", flush=True)
-            rows.append(measure(way, args.gbps, reason is None, args.out / f"run{number}", words))
-    print(f"\n{verdict(rows, args.gbps)}\n\n{table(rows)}\n")
-    print("Next: your own script on such a cluster, `lightning-sparse lab --nodes 2 --devices 2 --gbps 1 -- train.py`.")
-    (args.out / "table.md").write_text(table(rows) + "\n")
+        for task in TASKS:
+            words = ["--data", str(args.out / "digits"), *more] if task.metric == "val_accuracy" else []
+            found.append((task, []))
+            for way in task.ways:
+                number += 1
+                on = f"{way.nodes} nodes x {DEVICES} ranks, {links}" if way.nodes > 1 else f"1 node x {DEVICES} ranks"
+                print(f"\n== {number} of {total}, {task.name}, {way.name}: {on} ==", flush=True)
+                found[-1][1].append(measure(task, way, args.gbps, reason is None, args.out / f"run{number}", words))
+    report(found, args.gbps, reason is None)
+    (args.out / "table.md").write_text("\n\n".join(table(*each) for each in found) + "\n")
+
+
+def report(found: list[tuple[Task, list[Row]]], gbps: float, network: bool) -> None:
+    for task, rows in found:
+        print(f"\n{verdict(task, rows, gbps)}")
+    if network:
+        print(
+            "Bytes of gradients include the density warm-up of the first epoch. All ranks share this machine's cores."
+        )
+    else:
+        print("Loopback has no rate: neither bytes nor times say anything about a network.")
+    for task, rows in found:
+        print(f"\n{table(task, rows)}")
+    print(
+        "\nNext: your own script on such a cluster, `lightning-sparse lab --nodes 2 --devices 2 --gbps 1 -- train.py`."
+    )
 
 
 if __name__ == "__main__":

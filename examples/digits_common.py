@@ -124,14 +124,14 @@ class SmallResNet(pl.LightningModule):
 
 
 class Recorder(pl.Callback):
-    """Seconds and bytes sent of each step, and the accuracy, as ``node<n>.json``: one file from each node.
+    """Seconds and bytes sent of each step, and a metric, as ``node<n>.json``: one file from each node.
 
     Bytes are what the kernel counted on the node's network interface while a step ran, so they need a node that is
     alone on its interface, as in the lab; elsewhere they are left out.
     """
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    def __init__(self, folder: Path, metric: str = "val_accuracy") -> None:
+        self.folder, self.metric = folder, metric
         interface = os.environ.get("GLOO_SOCKET_IFNAME", "")
         self.counter = Path(f"/sys/class/net/{interface}/statistics/tx_bytes")
         self.counts = "LIGHTNING_SPARSE_LAB" in os.environ and interface != "lo" and self.counter.exists()
@@ -148,7 +148,7 @@ class Recorder(pl.Callback):
     def on_fit_end(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
         if trainer.local_rank == 0:
             result = {
-                "val_accuracy": float(trainer.callback_metrics["val_accuracy"]),
+                self.metric: float(trainer.callback_metrics[self.metric]),
                 "seconds": self.seconds,
                 "bytes_sent": self.bytes if self.counts else None,
                 "parameters": sum(each.numel() for each in module.parameters()),
