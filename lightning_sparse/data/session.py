@@ -4,6 +4,7 @@ To open a session, all ranks share the topology, the secret of the run, the mani
 addresses of the servers, in this order.
 """
 
+import contextlib
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -13,12 +14,12 @@ import numpy as np
 import torch
 
 from lightning_sparse.data.cache.counts import TierCounts
-from lightning_sparse.data.cache.manifest import Manifest, load_or_list
+from lightning_sparse.data.cache.manifest import Manifest, class_names, load_or_list
 from lightning_sparse.data.cache.placement import Placement, owners
-from lightning_sparse.data.cache.storage import StorageTimeoutError
+from lightning_sparse.data.cache.storage import MissingFolderError
 from lightning_sparse.data.cache.store import SampleStore, new_run
 from lightning_sparse.data.cache.summary import TierLog
-from lightning_sparse.data.config import CacheConfig, DataError
+from lightning_sparse.data.config import CacheConfig
 from lightning_sparse.data.peers.collectives import find_topology, on_all_ranks, on_rank_zero
 from lightning_sparse.data.pipeline.backend import BACKENDS, Backend, choose_backend, make_pipeline
 from lightning_sparse.data.pipeline.batch import Pipeline, Transform
@@ -82,6 +83,7 @@ class Session:
     device: torch.device
     train: Subset | None = None
     val: Subset | None = None
+    _no_val: str = ""  # why there are no samples to validate on
     _stores: list[SampleStore] = field(default_factory=list)
     _pipelines: dict[str, Pipeline] = field(default_factory=dict)  # by split, like the loaders
     _loaders: dict[str, TrainLoader | EvalLoader] = field(default_factory=dict)
@@ -89,16 +91,20 @@ class Session:
     def open(self, run: bytes, training: bool) -> None:
         """Open the stores. A collective."""
         cache, fraction = self.options.cache, self.options.val_fraction
+        classes = None
         if training or fraction is not None:
             store = self._open_store(on_rank_zero(partial(load_or_list, cache, "train")), run)
+            classes = store.manifest.classes
             self.train = Subset(store, np.arange(len(store.manifest)))
             if fraction is not None:
                 held_out, rest = _split(len(store.manifest), fraction)
                 self.train, self.val = Subset(store, rest), Subset(store, held_out)
                 return
-        manifest = on_rank_zero(partial(_manifest_if_any, cache, "val"))
-        if manifest is not None:
-            self.val = Subset(self._open_store(manifest, run), np.arange(len(manifest)))
+        found = on_rank_zero(partial(_validation_manifest, cache, classes))
+        if isinstance(found, str):
+            self._no_val = found
+        else:
+            self.val = Subset(self._open_store(found, run), np.arange(len(found)))
 
     def _open_store(self, manifest: Manifest, run: bytes) -> SampleStore:
         here = self.topology
@@ -148,8 +154,8 @@ class Session:
         """
         if self.val is None:
             raise ValueError(
-                f"source={self.options.cache.source!r} has no folder val/. Add one, or validate on a fixed fraction "
-                f"of train/: val_fraction=0.05 (--data.val_fraction=0.05)."
+                f"there are no samples to validate on: {self._no_val} Add val/<class>/<image>, or validate on a fixed "
+                f"fraction of train/: val_fraction=0.05 (--data.val_fraction=0.05)."
             )
         batches = evaluation_batches(self.val.samples, self.val.store.owners, self.sampler_config, *self._rank)
         loader = EvalLoader(batches, self._pipeline("val", self.val.store), size=self.options.sizes.largest)
@@ -248,13 +254,20 @@ def open_session(
     return session
 
 
-def _manifest_if_any(config: CacheConfig, split: str) -> Manifest | None:
+def _validation_manifest(config: CacheConfig, classes: tuple[str, ...] | None) -> Manifest | str:
+    """Return the samples of val/ with the labels of train/, or the reason why there are none.
+
+    Args:
+        classes: classes of train/, if they are known.
+    """
     try:
-        return load_or_list(config, split)
-    except StorageTimeoutError:
-        raise
-    except DataError:
-        return None
+        manifest = load_or_list(config, "val")
+    except MissingFolderError as error:
+        return str(error)
+    if classes is None:
+        with contextlib.suppress(MissingFolderError):  # a source to test on may have no train/
+            classes = class_names(config, "train")
+    return manifest if classes is None else manifest.numbered_as(classes)
 
 
 def _split(count: int, fraction: float) -> tuple[Indices, Indices]:

@@ -1,7 +1,8 @@
 """List of the samples of a split: made once on network storage, then kept in the cache.
 
-The source is ``<source>/<split>/<class>/**/*.jpg``. Classes are numbered by name, like torchvision's ImageFolder. The
-size and the modification time of each file identify its listed version: a file that differs has changed on storage.
+The source is ``<source>/<split>/<class>/**/*.jpg``. Classes are numbered by name, like torchvision's ImageFolder; other
+splits use the numbers of train/ (`Manifest.numbered_as`). The size and the modification time of each file identify its
+listed version: a file that differs has changed on storage.
 
 Listing takes minutes over a network, so only `lightning-sparse cache warm` lists a source again.
 """
@@ -12,7 +13,7 @@ import hashlib
 import io
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -102,6 +103,29 @@ class Manifest:
     def __len__(self) -> int:
         return len(self.labels)
 
+    def numbered_as(self, classes: tuple[str, ...]) -> Manifest:
+        """Return this manifest with its classes numbered as those of train/.
+
+        Args:
+            classes: names of the classes of train/, in order. This split need not have all of them.
+
+        Raises:
+            ValueError: if this split has other classes, too.
+        """
+        if classes == self.classes:
+            return self
+        number = {name: label for label, name in enumerate(classes)}
+        unknown = [name for name in self.classes if name not in number]
+        if unknown:
+            names = ", ".join(unknown[:5]) + (f" and {len(unknown) - 5:,} more" if len(unknown) > 5 else "")
+            raise ValueError(
+                f"source={self.root}: {self.split}/ has {len(unknown):,} folder(s) that train/ does not have: {names}. "
+                f"Their images would have no label. Put each image into {self.split}/<class>/, with the names of the "
+                f"folders of train/, or remove {self.split}/ and set val_fraction=0.05."
+            )
+        numbers = np.array([number[name] for name in self.classes], np.int64)
+        return replace(self, classes=classes, labels=numbers[self.labels], fingerprint="")
+
     def key(self, index: int) -> FileKey:
         """Return the file of a sample, as listed."""
         return FileKey(self.paths[index], int(self.sizes[index]), int(self.mtimes_ns[index]))
@@ -158,11 +182,13 @@ def list_source(source: str, split: str, *, timeout: float = 300.0, quiet: bool 
     empty = sorted(set(range(len(classes))) - {label for _, label, _, _ in found})
     if empty:
         raise ValueError(
-            f"source={source}: folder {split}/{classes[empty[0]]} contains no images, so classes could be numbered "
-            "differently in another split. Remove the folder, or add images to it."
+            f"source={source}: folder {split}/{classes[empty[0]]} contains no images. Remove it, or add images to it."
         )
     if not found:
-        raise ValueError(f"source={source}: {split}/ contains no class folders. Expected {split}/<class>/<image>.")
+        raise ValueError(
+            f"source={source}: {split}/ contains no class folders. Expected {split}/<class>/<image>: put each image "
+            "into the folder of its class."
+        )
     found.sort()
     labels, sizes, mtimes = (np.array([row[column] for row in found], np.int64) for column in (1, 2, 3))
     paths = Paths.of([row[0] for row in found])
