@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from lightning_sparse.data.cache.folders import cache_folder
 from lightning_sparse.data.cache.manifest import Manifest, Paths, list_source, load_or_list
 from lightning_sparse.data.cache.placement import owners
+from lightning_sparse.data.cache.storage import Storage, StoredFile
 from lightning_sparse.data.config import CacheConfig, DataError
 from tests.data.small import make_folder
 
@@ -49,6 +50,37 @@ def test_a_folder_is_listed_as_imagefolder_lists_it(folder: Path) -> None:
     )
     first = os.stat(folder / manifest.paths[0])
     assert (manifest.sizes[0], manifest.mtimes_ns[0]) == (first.st_size, first.st_mtime_ns)
+
+
+def test_links_are_followed_as_imagefolder_follows_them(folder: Path, tmp_path: Path) -> None:
+    """To files and folders inside and outside the source: subsets and the caches of other tools are made of them."""
+    outside = make_folder(tmp_path / "blobs", per_class=3, classes=1) / "train" / "c0"
+    (folder / "train" / "c0" / "9.jpg").symlink_to(outside / "1.jpg")
+    (folder / "train" / "c0" / "linked").symlink_to(outside)
+    (folder / "train" / "c1" / "sibling").symlink_to(folder / "train" / "c2")
+    (folder / "train" / "zoo").symlink_to(outside)
+    manifest = list_source(str(folder), "train")
+    datasets = pytest.importorskip("torchvision.datasets")
+    expected = [
+        (os.path.relpath(path, folder), label) for path, label in datasets.ImageFolder(folder / "train").samples
+    ]
+    assert sorted(zip(manifest.paths, manifest.labels.tolist(), strict=True)) == sorted(expected)
+    assert len(manifest) == 12 + 1 + 3 + 4 + 3
+    storage = Storage(str(folder))
+    for path, answer in zip(manifest.paths, storage.read(list(manifest.paths)), strict=True):
+        assert isinstance(answer, StoredFile)
+        assert answer.data == (folder / path).read_bytes()
+    storage.close()
+
+
+def test_a_loop_of_links_is_left_out(folder: Path) -> None:
+    before = list(list_source(str(folder), "train").paths)
+    (folder / "train" / "c1" / "up").symlink_to(folder / "train")
+    (folder / "train" / "c1" / "self").symlink_to(folder / "train" / "c1")
+    found = list(list_source(str(folder), "train").paths)
+    assert set(before) < set(found)
+    assert "train/c1/up/c0/0.jpg" in found  # as ImageFolder lists it
+    assert not [path for path in found if "up/c1/up" in path or "self" in path.split("/")[2]]
 
 
 def test_a_url_is_listed_through_fsspec(folder: Path, tmp_path: Path) -> None:

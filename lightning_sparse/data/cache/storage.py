@@ -2,7 +2,7 @@
 
 A child process reads the files (see `storage_reader.py`). A request that fails because of the network (link down,
 server restarting) is retried until storage answers, or until `timeout` seconds pass without any answer. Errors of the
-file itself (missing, no permission, a link out of the source) are returned at once.
+file itself (missing, no permission) are returned at once.
 """
 
 import contextlib

@@ -45,14 +45,12 @@ class LocalStorage:
 
     def __init__(self, root: str) -> None:
         self.root = root
-        self._real: str | None = None
 
     def read(self, path: str) -> tuple[bytes, int, int]:
-        """Return (contents, size, mtime in ns) of a file whose real path is below the root."""
+        """Return (contents, size, mtime in ns) of a file. Links are followed, as torchvision's ImageFolder does."""
         # non-blocking: open() of a named pipe would wait for a writer
         file = os.open(os.path.join(self.root, path), os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
         with open(file, "rb", buffering=0) as stream:
-            self._check_inside(file, path)
             about = os.fstat(file)
             if not stat.S_ISREG(about.st_mode):
                 raise UnreadableFileError("it is not a regular file")
@@ -66,34 +64,29 @@ class LocalStorage:
         if path.endswith("/"):
             with os.scandir(os.path.join(self.root, path)) as entries:
                 return [(entry.name, 0, 0) for entry in entries if entry.is_dir()]
-        found, folders = [], [path]
-        while folders:
-            folder = folders.pop()
-            with os.scandir(os.path.join(self.root, folder)) as entries:
-                for entry in entries:
-                    name = f"{folder}/{entry.name}"
-                    if entry.is_dir():
-                        if not entry.is_symlink():  # links could form a loop
-                            folders.append(name)
-                    elif entry.name.lower().endswith(IMAGE_SUFFIXES):
-                        about = _stat(entry)
-                        found.append((name, about.st_size, about.st_mtime_ns) if about else (name, 0, 0))
+        found: list[tuple[str, int, int]] = []
+        self._list(path, (), found)
         return found
+
+    def _list(self, folder: str, parents: "tuple[tuple[int, int], ...]", found: "list[tuple[str, int, int]]") -> None:
+        """parents: device and inode of the folders above, because links could form a loop."""
+        about = os.stat(os.path.join(self.root, folder))
+        own = (about.st_dev, about.st_ino)
+        if own in parents:
+            return
+        with os.scandir(os.path.join(self.root, folder)) as entries:
+            for entry in entries:
+                name = f"{folder}/{entry.name}"
+                if entry.is_dir():
+                    self._list(name, (*parents, own), found)
+                elif entry.name.lower().endswith(IMAGE_SUFFIXES):
+                    image = _stat(entry)
+                    found.append((name, image.st_size, image.st_mtime_ns) if image else (name, 0, 0))
 
     def alive(self) -> bool:
         """Whether the storage is mounted: an unmounted folder is empty."""
         with os.scandir(self.root) as entries:
             return next(entries, None) is not None
-
-    def _check_inside(self, file: int, path: str) -> None:
-        if self._real is None:
-            self._real = os.path.realpath(self.root)
-        try:
-            real = os.readlink(f"/proc/self/fd/{file}")  # needs no access to storage and has no race
-        except OSError:
-            real = os.path.realpath(os.path.join(self.root, path))
-        if not real.startswith(os.path.join(self._real, "")):
-            raise UnreadableFileError(f"it leads outside the source, to {real}")
 
 
 class FsspecStorage:
