@@ -124,7 +124,8 @@ class CachedImageDataModuleMixin(_Host):
 
     @property
     def num_classes(self) -> int:
-        """Number of folders in train/. Available before setup, to create the model."""
+        """Number of folders in train/. Available before setup, to create the model. `setup` checks that it is the same
+        on all ranks."""
         if self._num_classes is None:
             self._num_classes = len(class_names(self._options.cache, "train"))
         return self._num_classes
@@ -140,6 +141,7 @@ class CachedImageDataModuleMixin(_Host):
             node_rank=None if trainer is None else trainer.node_rank,
             local_rank=None if trainer is None else trainer.local_rank,
         )
+        self._num_classes = self._session.check_classes(self._num_classes) or None
 
     def train_dataloader(self) -> TrainLoader:
         """Random batches of this rank."""

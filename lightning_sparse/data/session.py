@@ -14,8 +14,9 @@ import numpy as np
 import torch
 
 from lightning_sparse.data.cache.counts import TierCounts
-from lightning_sparse.data.cache.manifest import Manifest, class_names, load_or_list
+from lightning_sparse.data.cache.manifest import class_names, load_or_list
 from lightning_sparse.data.cache.placement import Placement, owners
+from lightning_sparse.data.cache.samples import Manifest
 from lightning_sparse.data.cache.storage import MissingFolderError
 from lightning_sparse.data.cache.store import SampleStore, new_run
 from lightning_sparse.data.cache.summary import TierLog
@@ -119,6 +120,27 @@ class Session:
         if endpoints:
             self._stores[-1].connect(endpoints)
         return self._stores[-1]
+
+    def check_classes(self, used: int | None) -> int:
+        """Return the number of classes. A collective.
+
+        Args:
+            used: number of classes that this rank made its model for; None if it has not asked.
+
+        Raises:
+            ValueError: if it is another one on any rank.
+        """
+        subset = self.train or self.val
+        classes = len(subset.store.manifest.classes) if subset is not None else used or 0
+        others = {rank: each for rank, each in enumerate(on_all_ranks(lambda: used)) if each not in (None, classes)}
+        if others:
+            rank, each = next(iter(others.items()))
+            raise ValueError(
+                f"source={self.options.cache.source!r} has {classes} classes, but num_classes was {each} on rank "
+                f"{rank} when it created its model: train/ has changed meanwhile, or this node cannot read it. Start "
+                "the run again, with the source mounted on all nodes."
+            )
+        return classes
 
     def train_loader(
         self, *, fixed: bool, on_epoch: Callable[[int], None], on_resume: Callable[[int], None]

@@ -18,8 +18,8 @@ import pytest
 
 from lightning_sparse.data.cache import budget, shared_memory
 from lightning_sparse.data.cache import memory as memory_tier
-from lightning_sparse.data.cache.manifest import Manifest
 from lightning_sparse.data.cache.memory import EMPTY, FILLING, READY, MemoryCache
+from lightning_sparse.data.cache.samples import Manifest
 from lightning_sparse.data.config import CacheConfig, DataError
 
 NAME = "0123456789abcdef-n0-train"

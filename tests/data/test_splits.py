@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
 from lightning_sparse.data.cache.manifest import load_or_list
+from lightning_sparse.data.config import CacheConfig
 from lightning_sparse.data.pipeline.batch import Transform
 from lightning_sparse.data.pipeline.loader import ImageSizes
 from lightning_sparse.data.session import DataOptions, Session, open_session
 from tests.data.small import jpeg, make_folder
 from tests.data.stores import config_of
+from tests.helpers.distributed import run_ranks
 
 pytest.importorskip("torchvision", reason="makes the batches")
 
@@ -90,3 +94,35 @@ def test_without_val_the_way_out_is_named(folder: Path, sessions: list[Session])
     with pytest.raises(ValueError, match=r"has no folder val/.*val_fraction=0.05"):
         opened(folder, sessions).eval_loader()
     assert len(labels(opened(folder, sessions, val_fraction=0.25))) == 3
+
+
+def num_classes(folder: str) -> str:
+    """Two nodes, of which the second cannot read the source when it creates its model and has a list in its cache."""
+    from lightning_sparse.flavours.pytorch_lightning import CachedImageDataModule
+
+    node = os.environ["NODE_RANK"]
+    source = Path(folder) / ("pictures" if node == "0" else "mount")
+    cache = Path(folder) / f"cache{node}"
+    if node == "1":
+        source.symlink_to(Path(folder) / "pictures")
+        load_or_list(CacheConfig(source=str(source), cache_dir=str(cache)), "train", quiet=True)
+        source.unlink()
+    dist.barrier()
+    if node == "0":
+        make_folder(source / "other", per_class=1, classes=1)
+        (source / "other" / "train" / "c0").rename(source / "train" / "zebra")
+    data = CachedImageDataModule(str(source), str(cache), batch_size=2, image_size=16, memory_gb=0.01)
+    dist.barrier()
+    assert data.num_classes == (4 if node == "0" else 3)
+    with pytest.raises(ValueError, match="has 4 classes, but num_classes was 3 on rank 1") as caught:
+        data.setup("fit")
+    data.on_exception(caught.value)
+    again = CachedImageDataModule(str(source), str(cache), batch_size=2, image_size=16, memory_gb=0.01)
+    again.setup("fit")
+    classes = again.num_classes
+    again.teardown("fit")
+    return f"{classes} classes"
+
+
+def test_all_nodes_have_as_many_classes(folder: Path) -> None:
+    assert run_ranks(num_classes, str(folder.parent), nodes=2, devices=1) == ["4 classes"] * 2

@@ -12,8 +12,8 @@ import numpy.typing as npt
 
 from lightning_sparse.data.cache import memory, shared_memory
 from lightning_sparse.data.cache.folders import file_name, locked, private_folder
-from lightning_sparse.data.cache.manifest import Manifest
 from lightning_sparse.data.cache.memory import ALIGN, MemoryCache
+from lightning_sparse.data.cache.samples import Manifest
 from lightning_sparse.data.config import GB, CacheConfig
 from lightning_sparse.data.sample import Format
 from lightning_sparse.messages import log

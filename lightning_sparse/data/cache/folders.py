@@ -4,7 +4,7 @@
 
     <cache_dir>/v1-<hash of the source>/     mode 0700, one per source and version of the layout
         cache.json                           the source, for `lightning-sparse cache info`
-        <split>.manifest.npz                 list of the samples
+        <split>.manifest                     list of the samples
         <split>.lmdb/                        the files
 
 Another version of the layout uses another folder. It ignores this one and leaves it to `cache clear`.

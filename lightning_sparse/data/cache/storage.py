@@ -21,7 +21,7 @@ from concurrent.futures import TimeoutError as FutureTimeoutError
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from lightning_sparse.data.cache.storage_reader import ANSWER, REQUEST
 from lightning_sparse.data.config import DataError
@@ -47,6 +47,16 @@ class StoredFile(NamedTuple):
     data: bytes
     size: int
     mtime_ns: int
+
+
+class Listed(NamedTuple):
+    """What is below a folder.
+
+    files: (path, size, mtime in ns) of each image. folders: (path, mtime in ns) of each folder, 0 if unknown.
+    """
+
+    files: list[tuple[str, int, int]]
+    folders: list[tuple[str, int]]
 
 
 @dataclass(frozen=True)
@@ -96,21 +106,34 @@ class Storage:
             status, payload, size, mtime_ns = self._wait_for(request)
             yield StoredFile(payload, size, mtime_ns) if status == "k" else Unreadable(_text(payload))
 
-    def listing(self, folders: Sequence[str]) -> Iterator[list[tuple[str, int, int]]]:
-        """Yield (path, size, mtime in ns) of all images below each folder; for "folder/", its subfolders.
+    def listing(self, folders: Sequence[str]) -> Iterator[Listed]:
+        """Yield the images and the folders below each folder.
 
         Raises:
-            MissingFolderError: if a folder cannot be listed.
+            MissingFolderError: if a folder cannot be listed; also `names` and `mtimes`.
         """
-        requests = [self._request("l", folder) for folder in folders]
+        for files, below in self._ask("l", folders):
+            yield Listed([tuple(each) for each in files], [tuple(each) for each in below])
+
+    def names(self, folder: str) -> dict[str, int]:
+        """Return the modification times in ns of the subfolders of a folder, by name; 0 if unknown."""
+        return dict(next(self._ask("n", [folder])))
+
+    def mtimes(self, folders: Sequence[str]) -> list[int]:
+        """Return the modification time of each folder in ns; 0 if unknown."""
+        return list(self._ask("m", folders))
+
+    def _ask(self, kind: str, folders: Sequence[str]) -> Iterator[Any]:
+        """Yield an answer in JSON for each folder. All are requested at once."""
+        requests = [self._request(kind, folder) for folder in folders]
         for folder, request in zip(folders, requests, strict=True):
             status, payload, _, _ = self._wait_for(request)
             if status != "k":
                 raise MissingFolderError(
-                    f"source={self.source} has no folder {folder.rstrip('/')}/ to read ({_text(payload)}). Expected "
+                    f"source={self.source} has no folder {folder}/ to read ({_text(payload)}). Expected "
                     f"train/<class>/<image> and val/<class>/<image>: check the path, and that it is mounted."
                 )
-            yield [(name, size, mtime) for name, size, mtime in json.loads(payload)]
+            yield json.loads(payload)
 
     def close(self) -> None:
         """End the reader process. Threads that wait for an answer raise DataError."""

@@ -7,7 +7,9 @@ It receives requests on a socket (the file descriptor in argv), answers them in 
 closes. It imports only the standard library, and fsspec if the source is a URL, so that it starts fast.
 
 =========  ============================================  ============================================
-request    number u64, kind u8, path                     "r": read a file, "l": list a folder
+request    number u64, kind u8, path                     "r": read a file
+                                                         "l": list the images below a folder
+                                                         "n": list its subfolders, "m": when it changed
 answer     number u64, status u8, size u64, mtime i64,   status "k": contents of the file, or JSON
            payload                                       status "s": why the file cannot be read
                                                          status "t": error of the network, may pass
@@ -59,26 +61,39 @@ class LocalStorage:
                 parts.append(part)
         return b"".join(parts), about.st_size, about.st_mtime_ns
 
-    def listing(self, path: str) -> list[tuple[str, int, int]]:
-        """Return (path relative to the root, size, mtime) of each image below `path`; for "path/", its subfolders."""
-        if path.endswith("/"):
-            with os.scandir(os.path.join(self.root, path)) as entries:
-                return [(entry.name, 0, 0) for entry in entries if entry.is_dir()]
-        found: list[tuple[str, int, int]] = []
-        self._list(path, (), found)
-        return found
+    def names(self, path: str) -> "list[tuple[str, int]]":
+        """Return (name, mtime in ns) of the subfolders."""
+        with os.scandir(os.path.join(self.root, path)) as entries:
+            return [(entry.name, entry.stat().st_mtime_ns) for entry in entries if entry.is_dir()]
 
-    def _list(self, folder: str, parents: "tuple[tuple[int, int], ...]", found: "list[tuple[str, int, int]]") -> None:
+    def mtime(self, path: str) -> int:
+        return os.stat(os.path.join(self.root, path)).st_mtime_ns
+
+    def listing(self, path: str) -> "tuple[list[tuple[str, int, int]], list[tuple[str, int]]]":
+        """Return (path relative to the root, size, mtime) of each image below `path`, (path, mtime) of each folder."""
+        found: list[tuple[str, int, int]] = []
+        folders: list[tuple[str, int]] = []
+        self._list(path, (), found, folders)
+        return found, folders
+
+    def _list(
+        self,
+        folder: str,
+        parents: "tuple[tuple[int, int], ...]",
+        found: "list[tuple[str, int, int]]",
+        folders: "list[tuple[str, int]]",
+    ) -> None:
         """parents: device and inode of the folders above, because links could form a loop."""
-        about = os.stat(os.path.join(self.root, folder))
+        about = os.stat(os.path.join(self.root, folder))  # before it is listed: later changes have a later time
         own = (about.st_dev, about.st_ino)
         if own in parents:
             return
+        folders.append((folder, about.st_mtime_ns))
         with os.scandir(os.path.join(self.root, folder)) as entries:
             for entry in entries:
                 name = f"{folder}/{entry.name}"
                 if entry.is_dir():
-                    self._list(name, (*parents, own), found)
+                    self._list(name, (*parents, own), found, folders)
                 elif entry.name.lower().endswith(IMAGE_SUFFIXES):
                     image = _stat(entry)
                     found.append((name, image.st_size, image.st_mtime_ns) if image else (name, 0, 0))
@@ -103,17 +118,23 @@ class FsspecStorage:
         data = self._fs.cat_file(where)
         return data, len(data), _mtime(self._fs.info(where))
 
-    def listing(self, path: str) -> list[tuple[str, int, int]]:
-        where, skip = self._at(path.rstrip("/")), len(self._root) + 1 if self._root else 0
-        if path.endswith("/"):
-            entries = self._fs.ls(where, detail=True)
-            return [(e["name"].rstrip("/").rpartition("/")[2], 0, 0) for e in entries if e["type"] == "directory"]
-        found = self._fs.find(where, detail=True)
-        return [
-            (name[skip:], about.get("size") or 0, _mtime(about))
-            for name, about in found.items()
-            if name.lower().endswith(IMAGE_SUFFIXES)
-        ]
+    def names(self, path: str) -> "list[tuple[str, int]]":
+        entries = self._fs.ls(self._at(path), detail=True)
+        return [(e["name"].rstrip("/").rpartition("/")[2], _mtime(e)) for e in entries if e["type"] == "directory"]
+
+    def mtime(self, path: str) -> int:
+        """0 if storage keeps no times of folders."""
+        return _mtime(self._fs.info(self._at(path)))
+
+    def listing(self, path: str) -> "tuple[list[tuple[str, int, int]], list[tuple[str, int]]]":
+        skip = len(self._root) + 1 if self._root else 0
+        found, folders = [], []
+        for name, about in self._fs.find(self._at(path), detail=True, withdirs=True).items():
+            if about["type"] == "directory":
+                folders.append((name.rstrip("/")[skip:], _mtime(about)))
+            elif name.lower().endswith(IMAGE_SUFFIXES):
+                found.append((name[skip:], about.get("size") or 0, _mtime(about)))
+        return found, folders
 
     def alive(self) -> bool:
         return bool(self._fs.ls(self._root or "", detail=False))
@@ -144,9 +165,10 @@ def _mtime(about: "dict[str, Any]") -> int:
 def answer(storage: "LocalStorage | FsspecStorage", kind: int, path: str) -> "tuple[int, bytes, int, int]":
     """(status, payload, size, mtime)"""
     try:
-        if kind == ord("l"):
-            return ord("k"), json.dumps(storage.listing(path)).encode("utf-8", "surrogatepass"), 0, 0
-        return (ord("k"), *storage.read(path))
+        if kind == ord("r"):
+            return (ord("k"), *storage.read(path))
+        ask = {ord("l"): storage.listing, ord("n"): storage.names, ord("m"): storage.mtime}[kind]
+        return ord("k"), json.dumps(ask(path)).encode("utf-8", "surrogatepass"), 0, 0
     except UnreadableFileError as error:
         return ord("s"), str(error).encode(), 0, 0
     except Exception as error:
@@ -154,7 +176,7 @@ def answer(storage: "LocalStorage | FsspecStorage", kind: int, path: str) -> "tu
         missing = isinstance(error, FileNotFoundError)
         final = missing or (isinstance(error, OSError) and error.errno in _FILE_ERRORS)
         try:
-            final = final and (kind == ord("l") or not missing or storage.alive())
+            final = final and (kind != ord("r") or not missing or storage.alive())
         except Exception as root_error:
             final, text = False, f"{type(root_error).__name__}: {root_error}".encode("utf-8", "replace")
         return ord("s" if final else "t"), text, 0, 0

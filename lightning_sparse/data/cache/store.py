@@ -25,8 +25,8 @@ import numpy.typing as npt
 from lightning_sparse.data import decode
 from lightning_sparse.data.cache.counts import TierCounts
 from lightning_sparse.data.cache.disk import CachedFile, FileKey
-from lightning_sparse.data.cache.manifest import Manifest
 from lightning_sparse.data.cache.placement import Placement, owners
+from lightning_sparse.data.cache.samples import Manifest
 from lightning_sparse.data.cache.storage import StoredFile, Unreadable
 from lightning_sparse.data.cache.tiers import Tiers, open_tiers, store_file
 from lightning_sparse.data.config import CacheConfig, CorruptSampleError

@@ -1,7 +1,7 @@
 """Fill the disk tier before a run: `lightning-sparse cache warm`. If interrupted, the next call continues.
 
-It lists the source again and reads files that were added or changed. Several threads read and decode, because decoding
-validates each file.
+It lists the source again and reads files that were added or changed, also those that were overwritten in place. Several
+threads read and decode, because decoding validates each file.
 """
 
 from __future__ import annotations
