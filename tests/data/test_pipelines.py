@@ -126,6 +126,20 @@ def test_with_resizing_both_backends_show_the_same_window(store: FolderStore) ->
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("train", [True, False])
+def test_both_formats_give_the_same_pixels(backend: str, folder: Path, train: bool) -> None:
+    """Of photographs larger than the short side: which format is in memory may depend on how much of it is free."""
+    plain = Transform(augment=TRANSFORM.augment, mean=(0, 0, 0), std=(1 / 255,) * 3)  # levels of gray
+    files, pixels = FolderStore(folder, "jpeg"), FolderStore(folder, "decoded")
+    pixels.paths = files.paths  # the folder has other files, too
+    wanted = requests(len(files), epoch=2, train=train)
+    for (one, _), (other, _) in zip(
+        made(backend, files, wanted, plain), made(backend, pixels, wanted, plain), strict=True
+    ):
+        assert (one - other).abs().mean() < (1e-6 if backend == "torch" else 0.5), "JPEG at quality 90 loses about 2"
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_nothing_around_the_window_is_seen(backend: str, folder: Path) -> None:
     """Not at its edges either, which a resize of a region of the whole picture would blend with what is beside it."""
 

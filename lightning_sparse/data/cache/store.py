@@ -70,6 +70,11 @@ class SampleStore:
         self._lock, self._pid = threading.Lock(), os.getpid()
         self.format: Format = self._tiers().memory.format
 
+    @property
+    def short_side(self) -> int:
+        """Shorter side of decoded images, at most."""
+        return self.config.short_side
+
     def get(self, indices: Sequence[int]) -> list[Sample]:
         """Return samples in the order of `indices`, which refer to the manifest.
 

@@ -104,7 +104,7 @@ def resized(prepared: PreparedBatch, position: int, store_format: str) -> NDArra
     """Return the crop of an image at its final size, not flipped, uint8 [size, size, 3]."""
     image = prepared.images[position]
     if store_format == "jpeg":
-        image = decode(image.tobytes())
+        image = decode(image.tobytes(), prepared.short_side)
     top, left, height, width = (each[position] for each in prepared.crops[:4])
     crop = image[top : top + height, left : left + width].copy()
     # channels last: torch resizes uint8 with vector instructions in this layout
