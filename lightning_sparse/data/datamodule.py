@@ -15,7 +15,7 @@ from lightning_sparse.data.pipeline.augment import Augment
 from lightning_sparse.data.pipeline.backend import Backend
 from lightning_sparse.data.pipeline.batch import MEAN, STD, Transform
 from lightning_sparse.data.pipeline.loader import EvalLoader, ImageSizes, TrainLoader
-from lightning_sparse.data.session import DataOptions, Session, open_session
+from lightning_sparse.data.session import DataOptions, Formats, Session, open_session
 from lightning_sparse.messages import described
 
 if TYPE_CHECKING:
@@ -116,6 +116,7 @@ class CachedImageDataModuleMixin(_Host):
         )
         self.batch_size = batch_size
         self._session: Session | None = None
+        self._stage = "fit"
         self._epoch: int | None = None  # the current one
         self._num_classes: int | None = None
 
@@ -132,16 +133,33 @@ class CachedImageDataModuleMixin(_Host):
 
     def setup(self, stage: str) -> None:
         """Open the session. The process group exists, if the run uses one."""
+        self._open(stage)
+        self._num_classes = self._opened().check_classes(self._num_classes) or None
+
+    def _open(self, stage: str, formats: Formats | None = None) -> None:
         self._close()
         trainer = self.trainer
+        self._stage = stage
         self._session = open_session(
             self._options,
             device=None if trainer is None else trainer.strategy.root_device,
             training=stage == "fit",
             node_rank=None if trainer is None else trainer.node_rank,
             local_rank=None if trainer is None else trainer.local_rank,
+            formats=formats,
         )
-        self._num_classes = self._session.check_classes(self._num_classes) or None
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a resumed run keeps, besides the state of its loaders."""
+        return {"formats": dict(self._session.formats)} if self._session is not None else {}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Keep the format of the memory tier, unless ``sample_format`` sets it. Called after setup, on all ranks."""
+        session, formats = self._session, state_dict.get("formats", {})
+        if session is None or self._options.cache.format != "auto":
+            return
+        if any(formats.get(split, own) != own for split, own in session.formats.items()):
+            self._open(self._stage, formats)
 
     def train_dataloader(self) -> TrainLoader:
         """Random batches of this rank."""

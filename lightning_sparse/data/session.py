@@ -1,20 +1,21 @@
 """What is open between setup and teardown: manifests, stores, pipelines and loaders. Does not import Lightning.
 
-To open a session, all ranks share the topology, the secret of the run, the manifests that rank 0 lists, and the
-addresses of the servers, in this order.
+To open a session, all ranks share the topology, the secret of the run, the manifests that rank 0 lists, the format of
+the memory tier, and the addresses of the servers, in this order.
 """
 
-import contextlib
 import os
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache, partial
+from typing import Literal
 
 import numpy as np
 import torch
 
+from lightning_sparse.data.cache.agreement import agreed_format, agreed_manifest
 from lightning_sparse.data.cache.counts import TierCounts
-from lightning_sparse.data.cache.manifest import class_names, load_or_list
+from lightning_sparse.data.cache.manifest import class_names
 from lightning_sparse.data.cache.placement import Placement, owners
 from lightning_sparse.data.cache.samples import Manifest
 from lightning_sparse.data.cache.storage import MissingFolderError
@@ -31,6 +32,8 @@ from lightning_sparse.messages import log, show_log_lines
 from lightning_sparse.topology import Topology
 
 _MAX_THREADS = 16
+Formats = dict[str, Literal["jpeg", "decoded"]]
+"""Format of the memory tier, by split."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,6 +80,7 @@ class Session:
 
     Attributes:
         train, val: samples to train and to validate on; None if there are none.
+        formats: format of the memory tier, by split.
     """
 
     options: DataOptions
@@ -84,6 +88,7 @@ class Session:
     device: torch.device
     train: Subset | None = None
     val: Subset | None = None
+    formats: Formats = field(default_factory=dict)
     _no_val: str = ""  # why there are no samples to validate on
     _stores: list[SampleStore] = field(default_factory=list)
     _pipelines: dict[str, Pipeline] = field(default_factory=dict)  # by split, like the loaders
@@ -94,26 +99,32 @@ class Session:
         cache, fraction = self.options.cache, self.options.val_fraction
         classes = None
         if training or fraction is not None:
-            store = self._open_store(on_rank_zero(partial(load_or_list, cache, "train")), run)
+            store = self._open_store(agreed_manifest(cache, "train"), run)
             classes = store.manifest.classes
             self.train = Subset(store, np.arange(len(store.manifest)))
             if fraction is not None:
                 held_out, rest = _split(len(store.manifest), fraction)
                 self.train, self.val = Subset(store, rest), Subset(store, held_out)
                 return
-        found = on_rank_zero(partial(_validation_manifest, cache, classes))
-        if isinstance(found, str):
-            self._no_val = found
-        else:
-            self.val = Subset(self._open_store(found, run), np.arange(len(found)))
+        try:
+            manifest = agreed_manifest(cache, "val")
+        except MissingFolderError as error:
+            self._no_val = str(error)
+            return
+        classes = classes or on_rank_zero(partial(_classes_of_train, cache))
+        manifest = manifest.numbered_as(classes) if classes else manifest
+        self.val = Subset(self._open_store(manifest, run), np.arange(len(manifest)))
 
     def _open_store(self, manifest: Manifest, run: bytes) -> SampleStore:
         here = self.topology
         placement = Placement(here.node_index, here.num_nodes, here.device_index)
         serves = here.num_nodes > 1 and self.options.cache.shuffle != "local"
+        wanted = replace(self.options.cache, format=self.formats.get(manifest.split, self.options.cache.format))
+        self.formats[manifest.split] = agreed_format(wanted, manifest, placement)
+        config = replace(wanted, format=self.formats[manifest.split])
 
         def endpoint() -> tuple[int, str]:
-            self._stores.append(SampleStore(self.options.cache, manifest, placement, run))
+            self._stores.append(SampleStore(config, manifest, placement, run))
             return here.node_index, self._stores[-1].serve() if serves and here.device_index == 0 else ""
 
         endpoints = {node: each for node, each in on_all_ranks(endpoint) if each}
@@ -254,6 +265,7 @@ def open_session(
     training: bool = True,
     node_rank: int | None = None,
     local_rank: int | None = None,
+    formats: Formats | None = None,
 ) -> Session:
     """Find the topology, list the samples and open their stores. A collective.
 
@@ -261,13 +273,14 @@ def open_session(
         device: device that the batches are for; default: the CPU.
         training: open the training samples, too.
         node_rank, local_rank: position of this process, if known.
+        formats: formats of the memory tier in the run that this one continues, by split.
 
     Raises:
         ValueError, DataError: if the source or the cache cannot be used.
     """
     show_log_lines()
     topology = find_topology(node_rank, local_rank)
-    session = Session(options, topology, device or torch.device("cpu"))
+    session = Session(options, topology, device or torch.device("cpu"), formats=dict(formats or {}))
     try:
         session.open(on_rank_zero(new_run), training)
     except BaseException:
@@ -276,20 +289,12 @@ def open_session(
     return session
 
 
-def _validation_manifest(config: CacheConfig, classes: tuple[str, ...] | None) -> Manifest | str:
-    """Return the samples of val/ with the labels of train/, or the reason why there are none.
-
-    Args:
-        classes: classes of train/, if they are known.
-    """
+def _classes_of_train(config: CacheConfig) -> tuple[str, ...]:
+    """Return the classes of train/; none if a source to test on has no train/."""
     try:
-        manifest = load_or_list(config, "val")
-    except MissingFolderError as error:
-        return str(error)
-    if classes is None:
-        with contextlib.suppress(MissingFolderError):  # a source to test on may have no train/
-            classes = class_names(config, "train")
-    return manifest if classes is None else manifest.numbered_as(classes)
+        return class_names(config, "train")
+    except MissingFolderError:
+        return ()
 
 
 def _split(count: int, fraction: float) -> tuple[Indices, Indices]:

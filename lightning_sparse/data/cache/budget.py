@@ -3,7 +3,9 @@
 If the samples do not fit, the tier keeps as many as fit, and every epoch reads the others from local disk.
 """
 
+import contextlib
 import hashlib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -39,6 +41,19 @@ def choose_format(config: CacheConfig, manifest: Manifest, owned: npt.NDArray[np
     return "decoded" if needed_bytes(manifest, owned, "decoded", config.short_side) <= limit else "jpeg"
 
 
+def format_for(
+    config: CacheConfig,
+    manifest: Manifest,
+    owned: npt.NDArray[np.bool_],
+    cache: Path,
+    shm: Path = shared_memory.SHARED_MEMORY,
+) -> Format:
+    """Return the format in which this node would keep its samples. Arguments: as `open_memory`."""
+    with _folders(cache, shm) as folders:
+        shared_memory.remove_stale(folders)
+        return _plans(config, manifest, owned, folders)[0].format
+
+
 def open_memory(
     config: CacheConfig,
     manifest: Manifest,
@@ -54,16 +69,22 @@ def open_memory(
         cache: folder of the disk tier. The segment is created there if shared memory is missing or too small.
         shm: folder of shared memory.
     """
-    fallback = cache / "memory"
-    private_folder(fallback)
-    shared = shared_memory.memory_folder(shm)
-    folders = [shared, fallback] if shared is not None else [fallback]
-    with locked(cache / "memory.lock"):
+    with _folders(cache, shm) as folders:
         for folder in folders:
             if (file := shared_memory.attach(folder / name)) is not None:
                 return MemoryCache(folder / name, file)
         shared_memory.remove_stale(folders)
         return _create(config, manifest, owned, name, folders)
+
+
+@contextlib.contextmanager
+def _folders(cache: Path, shm: Path) -> Iterator[list[Path]]:
+    """Lock and yield the folders for segments, the preferred one first."""
+    fallback = cache / "memory"
+    private_folder(fallback)
+    shared = shared_memory.memory_folder(shm)
+    with locked(cache / "memory.lock"):
+        yield [shared, fallback] if shared is not None else [fallback]
 
 
 class _Plan(NamedTuple):
@@ -94,16 +115,22 @@ def _plan(config: CacheConfig, manifest: Manifest, owned: npt.NDArray[np.bool_],
     return _Plan(folder, format, needed, min(allowed, 2 * needed if format == "decoded" else needed), limit)
 
 
+def _plans(config: CacheConfig, manifest: Manifest, owned: npt.NDArray[np.bool_], folders: list[Path]) -> list[_Plan]:
+    """Return the plans to try, in order."""
+    plans = [_plan(config, manifest, owned, folder) for folder in folders]
+    return plans[-1:] if plans[0].holds < DEFAULT_SHARE * plans[-1].holds else plans
+
+
 def _create(
     config: CacheConfig, manifest: Manifest, owned: npt.NDArray[np.bool_], name: str, folders: list[Path]
 ) -> MemoryCache:
-    plans = [_plan(config, manifest, owned, folder) for folder in folders]
-    if plans[0].holds < DEFAULT_SHARE * plans[-1].holds:
+    plans = _plans(config, manifest, owned, folders)
+    if len(plans) < len(folders):
+        shared = _plan(config, manifest, owned, folders[0])
         log.warning(
-            f"{folders[0].parent} has only {plans[0].holds / GB:.2f} GB for samples: using {folders[-1]} instead, in "
+            f"{folders[0].parent} has only {shared.holds / GB:.2f} GB for samples: using {folders[-1]} instead, in "
             "the page cache of the local disk. In a container, increase shared memory (docker run --shm-size)."
         )
-        plans = plans[-1:]
     for plan in plans:
         try:
             tier = memory.create(plan.folder / name, plan.format, len(manifest), plan.capacity)

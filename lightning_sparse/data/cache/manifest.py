@@ -91,7 +91,7 @@ def load_or_list(config: CacheConfig, split: str, *, relist: bool = False, quiet
     """
     file = _file(config, split)
     with locked(file.with_suffix(".lock")):
-        kept = None if relist else _kept(config, split)
+        kept = None if relist else kept_manifest(config, split)
         if kept is not None and not _has_changed(config, kept):
             return kept
         manifest = list_source(config.source, split, timeout=config.storage_timeout, quiet=quiet)
@@ -106,7 +106,7 @@ def class_names(config: CacheConfig, split: str) -> tuple[str, ...]:
     Raises:
         DataError: if there are neither.
     """
-    kept = _kept(config, split)
+    kept = kept_manifest(config, split)
     storage = Storage(config.source, timeout=_patience(config, kept), readers=1)
     try:
         return tuple(sorted(storage.names(split)))
@@ -118,6 +118,28 @@ def class_names(config: CacheConfig, split: str) -> tuple[str, ...]:
         storage.close()
 
 
+def kept_manifest(config: CacheConfig, split: str) -> Manifest | None:
+    """Return the list in the cache; None if there is none, or if it is corrupt."""
+    for file in (_file(config, split), _old_file(config, split)):
+        try:
+            if file.exists():
+                return Manifest.load(file)
+        except DataError:
+            continue
+    return None
+
+
+def keep(config: CacheConfig, split: str, data: bytes) -> Manifest:
+    """Keep a list of another node (`Manifest.to_bytes`) in the cache, unless a process of this node has done so."""
+    sent, file = Manifest.from_bytes(data), _file(config, split)
+    with locked(file.with_suffix(".lock")):
+        kept = kept_manifest(config, split)
+        if kept is not None and kept.fingerprint == sent.fingerprint:
+            return kept
+        write_private(file, data)
+        return Manifest.load(file)
+
+
 def listed_splits(folder: Path) -> dict[str, int]:
     """Return the number of listed samples of each split, of the lists in a cache folder that can be read."""
     found = {}
@@ -127,17 +149,6 @@ def listed_splits(folder: Path) -> dict[str, int]:
         except DataError:
             continue  # corrupt; the run that uses it lists again
     return found
-
-
-def _kept(config: CacheConfig, split: str) -> Manifest | None:
-    """Return the list in the cache; None if there is none, or if it is corrupt."""
-    for file in (_file(config, split), _old_file(config, split)):
-        try:
-            if file.exists():
-                return Manifest.load(file)
-        except DataError:
-            continue
-    return None
 
 
 def _has_changed(config: CacheConfig, kept: Manifest) -> bool:
