@@ -57,6 +57,7 @@ class CachedImageDataModuleMixin(_Host):
         threads: threads of a rank that make batches; default: its share of the CPU cores.
         seed: seed of placement, order and augmentation.
         storage_timeout: seconds to wait for storage that does not respond before the run fails.
+        storage_options: arguments for fsspec to open the source, such as ``{"endpoint_url": "http://minio:9000"}``.
         peer_address: address or interface on which a node serves samples to others; default: the interface of the
             process group.
 
@@ -87,6 +88,7 @@ class CachedImageDataModuleMixin(_Host):
         seed: int = 0,
         storage_timeout: float = 300.0,
         peer_address: str | None = None,
+        storage_options: dict[str, Any] | None = None,
     ) -> None:
         super().__init__()
         sizes = ImageSizes(image_size)
@@ -103,6 +105,7 @@ class CachedImageDataModuleMixin(_Host):
             seed=seed,
             storage_timeout=storage_timeout,
             peer_address=peer_address,
+            storage_options=storage_options,
         )
         augment = Augment(crop_scale=crop_scale, flip=flip, seed=seed)
         self._options = DataOptions(

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from tqdm import tqdm
@@ -25,8 +26,19 @@ LIST_READERS = 16  # folders listed at the same time
 CHECK_S = 10.0  # without an answer, a list in the cache is used as it is
 
 
-def list_source(source: str, split: str, *, timeout: float = 300.0, quiet: bool = False) -> Manifest:
+def list_source(
+    source: str,
+    split: str,
+    *,
+    timeout: float = 300.0,
+    quiet: bool = False,
+    options: dict[str, Any] | None = None,
+) -> Manifest:
     """List an image folder on network storage, classes in parallel, with a progress bar.
+
+    Args:
+        timeout, options: as `Storage`.
+        quiet: show no progress bar.
 
     Raises:
         ValueError: if the split could lead outside the source, or contains no images.
@@ -34,7 +46,7 @@ def list_source(source: str, split: str, *, timeout: float = 300.0, quiet: bool 
     """
     if not split or split.startswith("/") or ".." in split.split("/"):
         raise ValueError(f"split={split!r} must be the name of a folder in {source}, such as 'train'.")
-    storage = Storage(source, timeout=timeout, readers=LIST_READERS, quiet=quiet)
+    storage = Storage(source, timeout=timeout, readers=LIST_READERS, quiet=quiet, options=options)
     try:
         times = storage.names(split)
         classes = sorted(times)
@@ -94,7 +106,9 @@ def load_or_list(config: CacheConfig, split: str, *, relist: bool = False, quiet
         kept = None if relist else kept_manifest(config, split)
         if kept is not None and not _has_changed(config, kept):
             return kept
-        manifest = list_source(config.source, split, timeout=config.storage_timeout, quiet=quiet)
+        manifest = list_source(
+            config.source, split, timeout=config.storage_timeout, quiet=quiet, options=config.storage_options
+        )
         write_private(file, manifest.to_bytes())
         _old_file(config, split).unlink(missing_ok=True)
         return manifest
@@ -107,7 +121,7 @@ def class_names(config: CacheConfig, split: str) -> tuple[str, ...]:
         DataError: if there are neither.
     """
     kept = kept_manifest(config, split)
-    storage = Storage(config.source, timeout=_patience(config, kept), readers=1)
+    storage = Storage(config.source, timeout=_patience(config, kept), readers=1, options=config.storage_options)
     try:
         return tuple(sorted(storage.names(split)))
     except DataError:
@@ -153,7 +167,13 @@ def listed_splits(folder: Path) -> dict[str, int]:
 
 def _has_changed(config: CacheConfig, kept: Manifest) -> bool:
     """Whether the source has changed since it was listed. False if storage does not answer."""
-    storage = Storage(config.source, timeout=_patience(config, kept), readers=LIST_READERS, quiet=True)
+    storage = Storage(
+        config.source,
+        timeout=_patience(config, kept),
+        readers=LIST_READERS,
+        quiet=True,
+        options=config.storage_options,
+    )
     try:
         change = _change(storage, kept)
     except DataError as error:

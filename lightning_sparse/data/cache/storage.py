@@ -82,10 +82,20 @@ class Storage:
         timeout: seconds without an answer before reads raise StorageTimeoutError.
         readers: files read at the same time.
         quiet: log interruptions at debug level; for all but one process of a node.
+        options: for fsspec, if the source is a URL.
     """
 
-    def __init__(self, source: str, *, timeout: float = 300.0, readers: int = 8, quiet: bool = False) -> None:
+    def __init__(
+        self,
+        source: str,
+        *,
+        timeout: float = 300.0,
+        readers: int = 8,
+        quiet: bool = False,
+        options: dict[str, Any] | None = None,
+    ) -> None:
         self.source = source if "://" in source else os.path.abspath(source)
+        self.options = options or {}
         self.timeout, self._readers, self._quiet = timeout, readers, quiet
         self._lock = threading.RLock()
         self._requests: dict[int, _Request] = {}
@@ -164,6 +174,7 @@ class Storage:
         self._restart_after *= 2
         self._restart_at = time.monotonic() + self._restart_after
         self._reader = _Reader(self.source, self._readers, self)
+        self._reader.send(json.dumps(self.options).encode())
         self._to_retry.clear()
         for request in list(self._requests.values()):
             self._reader.send(request.message)
@@ -173,6 +184,9 @@ class Storage:
         number, status, size, mtime_ns = ANSWER.unpack_from(message)
         payload = message[ANSWER.size :]
         with self._lock:
+            if chr(status) == "p":
+                self._reset_timeout()
+                return
             if chr(status) == "t":  # an error of the network
                 self._trouble = _text(payload)
                 self._to_retry.append(number)
@@ -191,7 +205,10 @@ class Storage:
         try:
             while True:
                 try:
-                    return request.future.result(timeout=RETRY_S)
+                    answer = request.future.result(timeout=RETRY_S)
+                    if answer[0] == "x":
+                        raise DataError(f"source={self.source} cannot be used: {_text(answer[1])}")
+                    return answer
                 except FutureTimeoutError:
                     self._check_timeout()
         finally:

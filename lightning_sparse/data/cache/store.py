@@ -183,7 +183,7 @@ class SampleStore:
         return view
 
     def _check_unchanged(self, tiers: Tiers, key: FileKey, file: StoredFile) -> None:
-        if file.size == key.size and (file.mtime_ns == key.mtime_ns or key.mtime_ns == 0):
+        if file.size == key.size and (file.mtime_ns == key.mtime_ns or 0 in (file.mtime_ns, key.mtime_ns)):
             return
         tiers.counter.add(changed=1)
         tiers.warn_once(

@@ -105,5 +105,11 @@ def open_tiers(
 
     disk = open_disk(config, manifest.split, counter, warn_once)
     quiet = placement.device_index != 0  # one rank per node logs interruptions of storage
-    storage = Storage(config.source, timeout=config.storage_timeout, readers=config.storage_readers, quiet=quiet)
+    storage = Storage(
+        config.source,
+        timeout=config.storage_timeout,
+        readers=config.storage_readers,
+        quiet=quiet,
+        options=config.storage_options,
+    )
     return Tiers(os.getpid(), memory, disk, storage, counter, decode.decoder_id(), warn_once)

@@ -61,7 +61,12 @@ def warm(config: CacheConfig, split: str, *, placement: Placement | None = None,
     owned = np.flatnonzero(owners(manifest.labels, placement.num_nodes, config.seed) == placement.node_index)
     report = WarmReport(split, files=len(owned))
     disk = open_disk(config, split, Counter(), lambda topic, text: log.warning("%s", text))
-    storage = Storage(config.source, timeout=config.storage_timeout, readers=config.storage_readers)
+    storage = Storage(
+        config.source,
+        timeout=config.storage_timeout,
+        readers=config.storage_readers,
+        options=config.storage_options,
+    )
     try:
         keys = [manifest.key(index) for index in owned.tolist()]
         missing = [key for key, has in zip(keys, disk.has(keys), strict=True) if not has]
