@@ -177,6 +177,23 @@ def test_augmentation_differs_between_epochs_and_repeats_with_the_seed(backend: 
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
+def test_requests_are_made_outside_the_training_thread(backend: str, folder: Path) -> None:
+    """A request is the sampler's work on a step, which grows with the number of ranks."""
+    store, made_in = FolderStore(folder), set()
+
+    def asked() -> Iterator[BatchRequest]:
+        for request in requests(len(store), steps=5):
+            made_in.add(threading.current_thread())
+            yield request
+
+    pipe = pipeline(backend, store)
+    assert len(list(pipe.run(asked()))) == 5
+    pipe.close()
+    assert threading.current_thread() not in made_in
+    assert len(made_in) == 1
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_batches_outlive_the_ones_that_follow(backend: str, folder: Path) -> None:
     """Memory is handed over without a copy, and used again: not while a batch is in use."""
     store = FolderStore(folder)
