@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from lightning_sparse.data.cache import manifest as listing
 from lightning_sparse.data.cache import storage
-from lightning_sparse.data.cache.folders import cache_folder
+from lightning_sparse.data.cache.folders import NETWORK_FILE_SYSTEMS, cache_folder, file_system
 from lightning_sparse.data.cache.manifest import class_names, list_source, load_or_list
 from lightning_sparse.data.cache.placement import owners
 from lightning_sparse.data.cache.samples import Manifest, Paths
@@ -251,6 +251,26 @@ def test_files_are_the_users_alone(folder: Path, tmp_path: Path) -> None:
     load_or_list(config(folder, tmp_path / "cache"), "train")
     for path in (tmp_path / "cache").rglob("*"):
         assert path.stat().st_mode & 0o777 == (0o700 if path.is_dir() else 0o600), path
+
+
+@pytest.mark.parametrize(
+    ("device", "kind", "name"),
+    [
+        ("server:/export", "nfs4", "nfs4"),
+        ("fs1", "gpfs", "gpfs"),
+        ("backend0", "wekafs", "wekafs"),
+        ("panfs://realm/x", "panfs", "panfs"),
+        ("share0", "virtiofs", "virtiofs"),
+        ("dfuse", "fuse.daos", "fuse.daos"),
+        ("mountpoint-s3", "fuse", "fuse.mountpoint-s3"),
+    ],
+)
+def test_network_file_systems_are_recognised(tmp_path: Path, device: str, kind: str, name: str) -> None:
+    """As /proc/mounts has them."""
+    mounts = tmp_path / "mounts"
+    mounts.write_text(f"/dev/sda1 / ext4 rw 0 0\n{device} {tmp_path} {kind} rw,relatime 0 0\n")
+    assert file_system(tmp_path / "cache", mounts) == name in NETWORK_FILE_SYSTEMS
+    assert file_system(Path("/var"), mounts) == "ext4"
 
 
 # ----------------------------------------------------------------------------------------------------- ownership

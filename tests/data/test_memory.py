@@ -371,5 +371,51 @@ def test_what_is_promised_to_one_split_is_not_given_to_another(tmp_path: Path) -
     memory.close()
 
 
+GROUPS = {
+    "version 2": ("0::/system.slice/job_7/step_0", "", "memory.max", "memory.current", "inactive_file"),
+    "version 1": ("4:cpu,memory:/system.slice/job_7/step_0", "memory", "memory.limit_in_bytes",
+                  "memory.usage_in_bytes", "total_inactive_file"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("version", GROUPS)
+def test_the_tightest_control_group_counts(tmp_path: Path, version: str) -> None:
+    """SLURM limits a job of a step: an inner group, that the limits of the outermost do not show."""
+    line, mount, limit, used, inactive = GROUPS[version]
+    (tmp_path / "own").write_text(f"9:pids:/other\n{line}\n")
+    root = tmp_path / "cgroup" / mount
+    limits = {"": "max", "system.slice": "max", "system.slice/job_7": "5000", "system.slice/job_7/step_0": "9000"}
+    for path, most in limits.items():
+        (root / path).mkdir(parents=True, exist_ok=True)
+        (root / path / limit).write_text(f"{most}\n")
+        (root / path / used).write_text("3000\n")
+        (root / path / "memory.stat").write_text(f"anon 10\n{inactive} 1000\n")
+    (tmp_path / "cgroup" / "cgroup.controllers").touch()
+    left = shared_memory._left_to_control_groups(tmp_path / "cgroup", tmp_path / "own")
+    assert left == [9000 - 3000 + 1000, 5000 - 3000 + 1000]
+
+
+def test_a_limit_of_a_real_control_group_is_seen(tmp_path: Path) -> None:
+    group = Path("/sys/fs/cgroup/memory") / f"lightning_sparse-test-{os.getpid()}"
+    try:
+        group.mkdir()
+    except OSError:
+        pytest.skip("needs root and control groups of version 1")
+    code = f"""
+import os
+from pathlib import Path
+from lightning_sparse.data.cache.shared_memory import available_memory
+group = Path({str(group)!r})
+(group / "memory.limit_in_bytes").write_text("500000000")
+(group / "cgroup.procs").write_text(str(os.getpid()))
+print(available_memory(Path({str(tmp_path)!r})))
+"""
+    try:
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    finally:
+        group.rmdir()
+    assert 300_000_000 < int(done.stdout) <= 500_000_000
+
+
 def test_states_are_what_the_reader_expects() -> None:
     assert (EMPTY, FILLING, READY) == (0, 1, 2)  # a hole in the file reads as empty

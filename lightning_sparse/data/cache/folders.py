@@ -24,8 +24,11 @@ from lightning_sparse.data.config import CacheConfig, DataError
 
 VERSION = 1
 NETWORK_FILE_SYSTEMS = (
-    *("nfs", "nfs4", "cifs", "smb3", "smbfs", "ceph", "lustre", "beegfs", "glusterfs", "9p", "afs"),
-    *("fuse.sshfs", "fuse.glusterfs", "fuse.ceph", "fuse.s3fs", "fuse.gcsfuse", "fuse.rclone", "fuse.juicefs"),
+    *("nfs", "nfs4", "cifs", "smb3", "smbfs", "ceph", "lustre", "beegfs", "glusterfs", "9p", "virtiofs", "afs", "coda"),
+    *("gpfs", "wekafs", "panfs", "pvfs2", "orangefs", "cvfs", "ocfs2", "gfs2", "daos"),
+    *("fuse.sshfs", "fuse.glusterfs", "fuse.ceph", "fuse.ceph-fuse", "fuse.s3fs", "fuse.gcsfuse", "fuse.rclone"),
+    *("fuse.juicefs", "fuse.JuiceFS", "fuse.daos", "fuse.dfuse", "fuse.mountpoint-s3", "fuse.blobfuse", "fuse.goofys"),
+    *("fuse.blobfuse2", "fuse.seaweedfs", "fuse.weed", "fuse.alluxio-fuse", "fuse.cvmfs2", "fuse.s3ql", "fuse.hdfs"),
 )
 
 
@@ -106,14 +109,14 @@ def locked(path: Path) -> Iterator[None]:
         os.close(file)
 
 
-def file_system(folder: Path) -> str:
-    """Return the type of the file system of `folder`, "" if unknown."""
+def file_system(folder: Path, mounts: Path = Path("/proc/self/mounts")) -> str:
+    """Return the type of the file system of `folder`, "" if unknown; of a plain "fuse", with the name of its device."""
     longest, kind = "", ""
     with contextlib.suppress(OSError):
         real = os.path.realpath(folder)
-        for line in Path("/proc/self/mounts").read_text().splitlines():
+        for line in mounts.read_text().splitlines():
             fields = line.split()
             mount = fields[1].replace("\\040", " ")
             if (real == mount or real.startswith(mount.rstrip("/") + "/")) and len(mount) >= len(longest):
-                longest, kind = mount, fields[2]
+                longest, kind = mount, f"fuse.{fields[0]}" if fields[2] == "fuse" else fields[2]
     return kind
