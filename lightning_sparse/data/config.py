@@ -63,6 +63,7 @@ class CacheConfig:
     storage_timeout: float = 300.0
     storage_readers: int = 8
     peer_address: str | None = None
+    peer_ports: tuple[int, int] | None = None
     storage_options: dict[str, Any] | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
@@ -92,6 +93,10 @@ class CacheConfig:
             raise ValueError(f"storage_timeout={self.storage_timeout} must be a number of seconds, more than 0.")
         if not 1 <= self.storage_readers <= 256:
             raise ValueError(f"storage_readers={self.storage_readers} must be between 1 and 256 files at a time.")
+        if self.peer_ports is not None and not 1 <= self.peer_ports[0] <= self.peer_ports[-1] <= 65535:
+            raise ValueError(
+                f"peer_ports={self.peer_ports} must be the first and the last port of a range, such as (29600, 29699)."
+            )
         _check_storage(self.source, self.storage_options)
         if self.peer_address is not None:
             _check_address(self.peer_address)

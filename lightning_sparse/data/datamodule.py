@@ -57,9 +57,11 @@ class CachedImageDataModuleMixin(_Host):
         threads: threads of a rank that make batches; default: its share of the CPU cores.
         seed: seed of placement, order and augmentation.
         storage_timeout: seconds to wait for storage that does not respond before the run fails.
-        storage_options: arguments for fsspec to open the source, such as ``{"endpoint_url": "http://minio:9000"}``.
         peer_address: address or interface on which a node serves samples to others; default: the interface of the
             process group.
+        peer_ports: first and last port to serve samples on, for a firewall; default: any free port. A node uses one
+            port for train/ and one for val/.
+        storage_options: arguments for fsspec to open the source, such as ``{"endpoint_url": "http://minio:9000"}``.
 
     Raises:
         ValueError: if an argument is out of range.
@@ -88,6 +90,7 @@ class CachedImageDataModuleMixin(_Host):
         seed: int = 0,
         storage_timeout: float = 300.0,
         peer_address: str | None = None,
+        peer_ports: tuple[int, int] | None = None,
         storage_options: dict[str, Any] | None = None,
     ) -> None:
         super().__init__()
@@ -105,6 +108,7 @@ class CachedImageDataModuleMixin(_Host):
             seed=seed,
             storage_timeout=storage_timeout,
             peer_address=peer_address,
+            peer_ports=None if peer_ports is None else (peer_ports[0], peer_ports[1]),
             storage_options=storage_options,
         )
         augment = Augment(crop_scale=crop_scale, flip=flip, seed=seed)

@@ -23,6 +23,7 @@ from lightning_sparse.data.cache.store import SampleStore, new_run
 from lightning_sparse.data.cache.summary import TierLog
 from lightning_sparse.data.config import CacheConfig
 from lightning_sparse.data.peers.collectives import find_topology, on_all_ranks, on_rank_zero
+from lightning_sparse.data.peers.interface import node_address, reachable
 from lightning_sparse.data.pipeline.backend import BACKENDS, Backend, choose_backend, make_pipeline
 from lightning_sparse.data.pipeline.batch import Pipeline, Transform
 from lightning_sparse.data.pipeline.loader import EvalLoader, ImageSizes, TrainLoader
@@ -123,9 +124,16 @@ class Session:
         self.formats[manifest.split] = agreed_format(wanted, manifest, placement)
         config = replace(wanted, format=self.formats[manifest.split])
 
+        serves = serves and here.device_index == 0
+        addresses = on_all_ranks(lambda: node_address(config.peer_address) if serves else "")
+
         def endpoint() -> tuple[int, str]:
             self._stores.append(SampleStore(config, manifest, placement, run))
-            return here.node_index, self._stores[-1].serve() if serves and here.device_index == 0 else ""
+            if not serves:
+                return here.node_index, ""
+            own, others = addresses[here.rank], [each for each in addresses if each]
+            address = own if config.peer_address else reachable(own, others)
+            return here.node_index, self._stores[-1].serve(address, here.world_size - here.num_devices)
 
         endpoints = {node: each for node, each in on_all_ranks(endpoint) if each}
         if endpoints:

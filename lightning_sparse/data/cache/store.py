@@ -32,6 +32,7 @@ from lightning_sparse.data.cache.tiers import Tiers, open_tiers, store_file
 from lightning_sparse.data.config import CacheConfig, CorruptSampleError
 from lightning_sparse.data.peers.client import PeerClient
 from lightning_sparse.data.peers.interface import node_address
+from lightning_sparse.data.peers.limits import allow_connections
 from lightning_sparse.data.peers.server import PeerServer
 from lightning_sparse.data.sample import Format, Sample, View
 
@@ -214,19 +215,26 @@ class SampleStore:
     def _sample(self, index: int, view: View) -> Sample:
         return Sample(view.data, int(self.manifest.labels[index]), index, view.height, view.width)
 
-    def serve(self) -> str:
+    def serve(self, address: str | None = None, clients: int = 0) -> str:
         """Start the server process that serves this node's samples; called by one rank per node.
+
+        Args:
+            address: IP address to listen on; default: `interface.node_address`.
+            clients: processes of other nodes that connect.
 
         Returns:
             The endpoint, to pass to `connect` on the other nodes.
 
         Raises:
             ValueError: if this node does not have `peer_address`.
+            DataError: if no port is free, or the limit of open files is too low for the clients.
             RuntimeError: if the server does not start.
         """
         tiers = self._tiers()
         if tiers.server is None:
-            tiers.server = PeerServer(self, self._run, node_address(self.config.peer_address))
+            address = address or node_address(self.config.peer_address)
+            ports = self.config.peer_ports
+            tiers.server = PeerServer(self, self._run, address, ports=ports, clients=clients)
         return tiers.server.endpoint
 
     def connect(self, endpoints: Mapping[int, str]) -> None:
@@ -237,6 +245,7 @@ class SampleStore:
     def _connect(self, tiers: Tiers) -> None:
         if tiers.peers is not None:
             tiers.peers.close()
+        allow_connections(2 * len(self._endpoints))
         tiers.peers = PeerClient(self._endpoints, self._run, self.format, tiers.warn_once) if self._endpoints else None
 
     def counters(self) -> TierCounts:
