@@ -240,6 +240,8 @@ class Session:
 
     def close(self) -> None:
         """Free threads, processes and shared memory."""
+        for store in self._stores:
+            store.interrupt()  # threads that make batches may wait for storage
         for each in (*self._loaders.values(), *self._pipelines.values()):
             each.close()
         for store in self._stores:

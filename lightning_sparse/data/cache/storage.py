@@ -30,6 +30,7 @@ from lightning_sparse.messages import log
 WARN_S = 5.0  # silence before a warning
 RETRY_S = 1.0
 RESTART_S = 30.0  # silence before the reader is restarted, doubling each time: its connection may never recover
+KILL_S = 0.2  # for a reader that does not hang
 _READER = Path(__file__).with_name("storage_reader.py")
 
 
@@ -150,6 +151,18 @@ class Storage:
         with self._lock:
             self._closed = True
             self._abandon_reader()
+            waiting, self._requests = list(self._requests.values()), {}
+        for request in waiting:
+            request.future.set_exception(self._was_closed())
+
+    @contextlib.contextmanager
+    def closed_on_error(self) -> Iterator[None]:
+        """Close if the block is left by an exception."""
+        try:
+            yield
+        except BaseException:
+            self.close()
+            raise
 
     def _abandon_reader(self) -> None:
         if self._reader is not None:
@@ -245,7 +258,10 @@ class Storage:
 
     def _check_open(self) -> None:
         if self._closed:
-            raise DataError(f"storage {self.source} was closed during a read.")
+            raise self._was_closed()
+
+    def _was_closed(self) -> DataError:
+        return DataError(f"storage {self.source} was closed during a read.")
 
     def _log_recovery(self) -> None:
         if self._warned_since is not None:
@@ -312,6 +328,6 @@ def _stop(process: subprocess.Popen[bytes], connection: Connection, pid: int) ->
     with contextlib.suppress(OSError), socket.socket(fileno=os.dup(connection.fileno())) as ours:
         ours.shutdown(socket.SHUT_RDWR)  # ends the thread that listens, which closes the connection
     try:
-        process.wait(timeout=1)
+        process.wait(timeout=KILL_S)
     except subprocess.TimeoutExpired:
         process.returncode = -9  # hangs in the kernel; suppresses the warning about a child that was not waited for

@@ -265,6 +265,11 @@ class SampleStore:
         """Write pending files to disk."""
         self._tiers().disk.flush()
 
+    def interrupt(self) -> None:
+        """End the reads of network storage. Threads that wait for it raise DataError."""
+        if self._opened is not None and self._opened.pid == os.getpid():
+            self._opened.storage.close()
+
     def close(self) -> None:
         """Write pending files and close the tiers. The last process of a run on a node frees its memory."""
         if self._opened is not None and self._opened.pid == os.getpid():

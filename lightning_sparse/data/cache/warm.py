@@ -116,7 +116,8 @@ def _fill(
         return done
 
     chunks = [missing[begin : begin + CHUNK] for begin in range(0, len(missing), CHUNK)][::-1]
-    with ThreadPoolExecutor(threads) as pool:
+    # Ctrl-C closes storage before it waits for the threads, which may wait for storage
+    with ThreadPoolExecutor(threads) as pool, storage.closed_on_error():
         running: set[Future[list[tuple[FileKey, int, str]]]] = set()
         while chunks or running:
             while chunks and len(running) < 2 * threads and not disk.full:

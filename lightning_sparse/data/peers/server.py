@@ -28,7 +28,7 @@ from lightning_sparse.data.sample import Sample, SampleReader
 
 THREADS = 4
 MAX_REQUEST_BYTES = 1 << 16
-START_S = 60.0
+START_S, STOP_S = 60.0, 1.0
 REBIND_S = 1.0  # pause before connections are accepted again, at the limit of open files
 _ANSWERS = "inproc://answers"
 _FAILED = "! "
@@ -89,7 +89,7 @@ class PeerServer:
         with contextlib.suppress(OSError):
             self._input.close()
         try:
-            self._process.wait(timeout=5)
+            self._process.wait(timeout=STOP_S)
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
