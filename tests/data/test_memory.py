@@ -17,10 +17,13 @@ import numpy.typing as npt
 import pytest
 
 from lightning_sparse.data.cache import budget, shared_memory
+from lightning_sparse.data.cache import manifest as listing
 from lightning_sparse.data.cache import memory as memory_tier
+from lightning_sparse.data.cache.manifest import list_source
 from lightning_sparse.data.cache.memory import EMPTY, FILLING, READY, MemoryCache
 from lightning_sparse.data.cache.samples import Manifest
 from lightning_sparse.data.config import CacheConfig, DataError
+from tests.data.small import make_folder
 
 NAME = "0123456789abcdef-n0-train"
 
@@ -339,6 +342,19 @@ def test_pixels_are_kept_where_they_fit(tmp_path: Path, gigabytes: float, format
     assert memory.format == format
     assert memory.path.parent.parent == shared
     memory.close()
+
+
+def test_small_images_are_not_taken_for_photographs(tmp_path: Path) -> None:
+    """Their decoded size is known from some of them: estimated from the files it would be ten times too high."""
+    folder = make_folder(tmp_path / "pictures", per_class=50, classes=2)  # of 40 x 60 pixels
+    (folder / "train" / "c0" / "0.jpg").write_bytes(b"corrupt")
+    small = list_source(str(folder), "train", quiet=True)
+    assert len(small.probed) == listing.PROBES - 1
+    owned = np.ones(100, np.bool_)
+    for short_side, true in ((256, 100 * (40 * 60 * 3 + 64)), (20, 100 * (20 * 30 * 3 + 64))):
+        assert true <= budget.needed_bytes(small, owned, "decoded", short_side) <= 1.01 * true
+    config = CacheConfig(source="/somewhere", cache_dir=str(tmp_path))
+    assert budget.choose_format(config, small, owned, 1_000_000) == "decoded"
 
 
 @pytest.mark.parametrize("small", [False, True])

@@ -17,10 +17,11 @@ from lightning_sparse.data.cache.folders import file_name, locked, private_folde
 from lightning_sparse.data.cache.memory import ALIGN, MemoryCache
 from lightning_sparse.data.cache.samples import Manifest
 from lightning_sparse.data.config import GB, CacheConfig
+from lightning_sparse.data.decode import scaled
 from lightning_sparse.data.sample import Format
 from lightning_sparse.messages import log
 
-# Pixels of an average photograph whose shorter side is 1, measured on ImageNet: 271,617 bytes at 256.
+# Without probed files: bytes of an average photograph whose shorter side is 1, measured on ImageNet: 271,617 at 256.
 PHOTOGRAPH = 271_617 / 256**2
 MAX_COMPRESSION = 60  # upper bound of decoded size / JPEG size, reached by images of one colour
 DEFAULT_SHARE = 0.5  # of the available memory
@@ -29,6 +30,10 @@ DEFAULT_SHARE = 0.5  # of the available memory
 def needed_bytes(manifest: Manifest, owned: npt.NDArray[np.bool_], format: Format, short_side: int) -> int:
     """Return the bytes that the node's samples need in memory: exact for "jpeg", an estimate for "decoded"."""
     sizes = manifest.sizes[owned]
+    if format == "decoded" and len(manifest.probed):
+        decoded = np.array([3 * np.prod(scaled((w, h), short_side)) for _, h, w in manifest.probed.tolist()])
+        mean = decoded.mean() + 2 * decoded.std() / np.sqrt(len(decoded))  # likely above that of all files
+        return int(len(sizes) * (mean + ALIGN))
     if format == "decoded":
         sizes = np.minimum(sizes * MAX_COMPRESSION, int(PHOTOGRAPH * short_side**2))
     return int(sizes.sum() + len(sizes) * ALIGN)

@@ -9,20 +9,25 @@ list in the cache.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 from tqdm import tqdm
 
 from lightning_sparse.data.cache.folders import cache_folder, file_name, locked, source_name, write_private
 from lightning_sparse.data.cache.samples import Manifest, Paths
-from lightning_sparse.data.cache.storage import Listed, MissingFolderError, Storage
+from lightning_sparse.data.cache.storage import Listed, MissingFolderError, Storage, StoredFile
 from lightning_sparse.data.config import CacheConfig, DataError
+from lightning_sparse.data.decode import UndecodableError, probe
 from lightning_sparse.messages import log
 
 LIST_READERS = 16  # folders listed at the same time
+PROBES = 64  # files that are read to estimate the size of decoded images
 CHECK_S = 10.0  # without an answer, a list in the cache is used as it is
 
 
@@ -52,6 +57,7 @@ def list_source(
         classes = sorted(times)
         listed = storage.listing([f"{split}/{name}" for name in classes])
         below = list(tqdm(listed, total=len(classes), desc=f"listing {split}", unit="class", disable=quiet or None))
+        probed = _probed(storage, [path for each in below for path, _, _ in each.files])
     finally:
         storage.close()
     empty = [name for name, each in zip(classes, below, strict=True) if not each.files]
@@ -64,7 +70,19 @@ def list_source(
             f"source={source}: {split}/ contains no class folders. Expected {split}/<class>/<image>: put each image "
             "into the folder of its class."
         )
-    return _manifest_of(source_name(source), split, times, dict(zip(classes, below, strict=True)))
+    manifest = _manifest_of(source_name(source), split, times, dict(zip(classes, below, strict=True)))
+    return replace(manifest, probed=probed)
+
+
+def _probed(storage: Storage, paths: Sequence[str]) -> npt.NDArray[np.int64]:
+    """Return (size, height, width) of up to `PROBES` of these images, without those that are corrupt."""
+    some = [paths[index] for index in np.unique(np.linspace(0, len(paths) - 1, PROBES, dtype=int))] if paths else []
+    rows = []
+    for file in storage.read(some):
+        with contextlib.suppress(UndecodableError):
+            if isinstance(file, StoredFile):
+                rows.append((file.size, *probe(file.data)))
+    return np.array(rows, np.int64).reshape(-1, 3)
 
 
 def _manifest_of(root: str, split: str, times: Mapping[str, int], below: Mapping[str, Listed]) -> Manifest:

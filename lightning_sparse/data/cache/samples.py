@@ -15,6 +15,7 @@ mtimes_ns
 classes          uint8, int64 names
 folders          uint8, int64 paths
 folder_mtimes_ns int64        of each folder, when it was listed
+probed           int64        size, height and width of some files
 ================ ============ ==================================================
 
 Processes map the file, so that all processes of a node share one copy.
@@ -104,6 +105,7 @@ class Manifest:
         fingerprint: hash of all of these; computed if "".
         folders: paths of the folders of the split; none if it was listed by a version that did not keep them.
         folder_mtimes_ns: int64, modification time of each folder when it was listed; 0 if unknown.
+        probed: int64 [n, 3], size, height and width of the images in n of the files, spread over all classes.
 
     Raises:
         DataError: if a path could lead outside the source, or the fingerprint does not match.
@@ -119,6 +121,7 @@ class Manifest:
     fingerprint: str = ""
     folders: Paths = _NONE
     folder_mtimes_ns: npt.NDArray[np.int64] = field(default_factory=lambda: _NONE.ends)
+    probed: npt.NDArray[np.int64] = field(default_factory=lambda: np.zeros((0, 3), np.int64))
 
     def __post_init__(self) -> None:
         paths = self.paths if isinstance(self.paths, Paths) else Paths.of(self.paths)
@@ -173,7 +176,7 @@ class Manifest:
         assert isinstance(self.paths, Paths)
         classes = Paths.of(self.classes)
         arrays: dict[str, npt.NDArray[Any]] = {"labels": self.labels, "sizes": self.sizes, "mtimes_ns": self.mtimes_ns}
-        arrays |= {"folder_mtimes_ns": self.folder_mtimes_ns}
+        arrays |= {"folder_mtimes_ns": self.folder_mtimes_ns, "probed": self.probed.reshape(-1)}
         for name, paths in {"paths": self.paths, "classes": classes, "folders": self.folders}.items():
             arrays |= {name: paths.joined, f"{name}_ends": paths.ends}
         lengths = {name: len(array) for name, array in arrays.items()}
@@ -214,7 +217,8 @@ class Manifest:
 def _arguments(about: Mapping[str, str], arrays: dict[str, npt.NDArray[Any]]) -> dict[str, Any]:
     """Return the arguments of a Manifest."""
     paths = {name: Paths(arrays.pop(name), arrays.pop(f"{name}_ends")) for name in ("paths", "classes", "folders")}
-    return {**about, **arrays, **paths, "classes": tuple(paths["classes"])}
+    probed = arrays.pop("probed").reshape(-1, 3)
+    return {**about, **arrays, **paths, "classes": tuple(paths["classes"]), "probed": probed}
 
 
 def _arguments_of_npz(data: bytes | mmap.mmap) -> dict[str, Any]:
@@ -224,4 +228,4 @@ def _arguments_of_npz(data: bytes | mmap.mmap) -> dict[str, Any]:
         arrays = {name: file[name] for name in ("labels", "sizes", "mtimes_ns")}
         for new, old in (("paths", "path"), ("classes", "class")):
             arrays |= {new: file[f"{old}_bytes"], f"{new}_ends": file[f"{old}_ends"]}
-    return _arguments(about, {**arrays, "folders": _NONE.joined, "folders_ends": _NONE.ends})
+    return _arguments(about, {**arrays, "folders": _NONE.joined, "folders_ends": _NONE.ends, "probed": _NONE.ends})
