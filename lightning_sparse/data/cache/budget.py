@@ -13,10 +13,10 @@ import numpy as np
 import numpy.typing as npt
 
 from lightning_sparse.data.cache import memory, shared_memory
-from lightning_sparse.data.cache.folders import file_name, locked, private_folder
+from lightning_sparse.data.cache.folders import file_name, is_read_only, locked, private_folder, usable
 from lightning_sparse.data.cache.memory import ALIGN, MemoryCache
 from lightning_sparse.data.cache.samples import Manifest
-from lightning_sparse.data.config import GB, CacheConfig
+from lightning_sparse.data.config import GB, CacheConfig, DataError
 from lightning_sparse.data.decode import scaled
 from lightning_sparse.data.sample import Format
 from lightning_sparse.messages import log
@@ -84,12 +84,23 @@ def open_memory(
 
 @contextlib.contextmanager
 def _folders(cache: Path, shm: Path) -> Iterator[list[Path]]:
-    """Lock and yield the folders for segments, the preferred one first."""
+    """Lock and yield the folders for segments, the preferred one first.
+
+    Raises:
+        DataError: if there is neither shared memory nor a folder that can be written.
+    """
     fallback = cache / "memory"
-    private_folder(fallback)
     shared = shared_memory.memory_folder(shm)
-    with locked(cache / "memory.lock"):
-        yield [shared, fallback] if shared is not None else [fallback]
+    if is_read_only(cache):
+        if shared is None:
+            raise DataError(f"there is no shared memory ({shm}), and cache_dir={cache.parent} cannot be written.")
+        with locked(shared / "memory.lock"):
+            yield [shared]
+        return
+    with usable(cache.parent):
+        private_folder(fallback)
+        with locked(cache / "memory.lock"):
+            yield [shared, fallback] if shared is not None else [fallback]
 
 
 class _Plan(NamedTuple):

@@ -50,7 +50,10 @@ def caches(cache_dir: str) -> list[CachedSource]:
         if match is None or folder.is_symlink() or not (folder / "cache.json").is_file():
             continue
         version = int(match[1])
-        source = str(json.loads((folder / "cache.json").read_text())["source"])
+        try:
+            source = str(json.loads((folder / "cache.json").read_text())["source"])
+        except (OSError, ValueError, KeyError, TypeError):
+            source = "an unknown source (its cache.json is corrupt)"
         splits = _splits(folder) if version == VERSION else ()
         found.append(CachedSource(folder, source, version, splits))
     return found

@@ -19,7 +19,15 @@ import numpy as np
 import numpy.typing as npt
 from tqdm import tqdm
 
-from lightning_sparse.data.cache.folders import cache_folder, file_name, locked, source_name, write_private
+from lightning_sparse.data.cache.folders import (
+    cache_folder,
+    file_name,
+    is_read_only,
+    locked,
+    source_name,
+    usable,
+    write_private,
+)
 from lightning_sparse.data.cache.samples import Manifest, Paths
 from lightning_sparse.data.cache.storage import Listed, MissingFolderError, Storage, StoredFile
 from lightning_sparse.data.config import CacheConfig, DataError
@@ -120,9 +128,12 @@ def load_or_list(config: CacheConfig, split: str, *, relist: bool = False, quiet
         ValueError, DataError: as `list_source`.
     """
     file = _file(config, split)
-    with locked(file.with_suffix(".lock")):
+    with usable(file.parent), locked(file.with_suffix(".lock")):
         kept = None if relist else kept_manifest(config, split)
         if kept is not None and not _has_changed(config, kept):
+            return kept
+        if kept is not None and is_read_only(file.parent):
+            log.warning("using the list of %s/ in %s, which cannot be written", split, file.parent)
             return kept
         manifest = list_source(
             config.source, split, timeout=config.storage_timeout, quiet=quiet, options=config.storage_options
@@ -164,7 +175,9 @@ def kept_manifest(config: CacheConfig, split: str) -> Manifest | None:
 def keep(config: CacheConfig, split: str, data: bytes) -> Manifest:
     """Keep a list of another node (`Manifest.to_bytes`) in the cache, unless a process of this node has done so."""
     sent, file = Manifest.from_bytes(data), _file(config, split)
-    with locked(file.with_suffix(".lock")):
+    if is_read_only(file.parent):
+        return sent
+    with usable(file.parent), locked(file.with_suffix(".lock")):
         kept = kept_manifest(config, split)
         if kept is not None and kept.fingerprint == sent.fingerprint:
             return kept
