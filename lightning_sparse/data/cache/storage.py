@@ -30,7 +30,7 @@ from lightning_sparse.messages import log
 WARN_S = 5.0  # silence before a warning
 RETRY_S = 1.0
 RESTART_S = 30.0  # silence before the reader is restarted, doubling each time: its connection may never recover
-KILL_S = 0.2  # for a reader that does not hang
+KILL_S = 1.0  # for the end of a reader; one that hangs in the kernel is left to it
 _READER = Path(__file__).with_name("storage_reader.py")
 
 
