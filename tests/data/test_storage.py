@@ -33,10 +33,10 @@ def test_a_pause_of_storage_is_waited_for(
     folder: Path, stores: Open, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The process that reads is stopped, as a read of a dead mount stops it."""
-    monkeypatch.setattr(storage, "WARN_S", 0.3)
     monkeypatch.setattr(storage, "RETRY_S", 0.1)
     store = store_of(folder, stores)
     store.get([0])
+    monkeypatch.setattr(storage, "WARN_S", 0.3)  # now that the reader has started, which takes longer on a busy machine
     reader = reader_of(store)
     os.kill(reader, signal.SIGSTOP)
     threading.Timer(1.0, os.kill, (reader, signal.SIGCONT)).start()

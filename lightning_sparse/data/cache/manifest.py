@@ -68,18 +68,24 @@ def list_source(
         probed = _probed(storage, [path for each in below for path, _, _ in each.files])
     finally:
         storage.close()
-    empty = [name for name, each in zip(classes, below, strict=True) if not each.files]
+    found = dict(zip(classes, below, strict=True))
+    _check_classes(source, split, found)
+    manifest = _manifest_of(source_name(source), split, times, found)
+    return replace(manifest, probed=probed)
+
+
+def _check_classes(source: str, split: str, below: Mapping[str, Listed]) -> None:
+    """Raise ValueError if there are no classes, or one without images."""
+    empty = [name for name, each in below.items() if not each.files]
     if empty:
         raise ValueError(
             f"source={source}: folder {split}/{empty[0]} contains no images. Remove it, or add images to it."
         )
-    if not classes:
+    if not below:
         raise ValueError(
             f"source={source}: {split}/ contains no class folders. Expected {split}/<class>/<image>: put each image "
             "into the folder of its class."
         )
-    manifest = _manifest_of(source_name(source), split, times, dict(zip(classes, below, strict=True)))
-    return replace(manifest, probed=probed)
 
 
 def _probed(storage: Storage, paths: Sequence[str]) -> npt.NDArray[np.int64]:
