@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 
 from lightning_sparse.cli.common import Subcommands
 
@@ -21,6 +22,8 @@ def add(subcommands: Subcommands) -> None:
     fill.add_argument("--threads", type=int, default=4, metavar="N", help="that read and decode (default %(default)s)")
     skip = "skip: record corrupt files, which runs with on_corrupt='skip' then do not read again"
     fill.add_argument("--on-corrupt", choices=("raise", "skip"), default="raise", help=skip)
+    options = "arguments for fsspec to open the source, as the option of CachedImageDataModule"
+    fill.add_argument("--storage-options", type=json.loads, metavar="JSON", help=options)
     fill.set_defaults(run=_warm)
     info = actions.add_parser("info", help="list the caches in a folder")
     info.add_argument("cache_dir")
@@ -42,6 +45,7 @@ def _warm(arguments: argparse.Namespace) -> int:
         disk_gb=arguments.disk_gb,
         on_corrupt=arguments.on_corrupt,
         seed=arguments.seed,
+        storage_options=arguments.storage_options,
     )
     placement = Placement(arguments.node, arguments.nodes)
     reports = warm_splits(config, arguments.splits, placement=placement, threads=arguments.threads)

@@ -1,9 +1,10 @@
 """Options of the data cache, validated on creation, and the errors that the cache raises."""
 
 import ipaddress
-from dataclasses import dataclass
+import json
+from dataclasses import dataclass, field
 from importlib.util import find_spec
-from typing import Literal
+from typing import Any, Literal
 
 Shuffle = Literal["local", "partial", "global"]
 SHUFFLES = ("local", "partial", "global")
@@ -43,6 +44,7 @@ class CacheConfig:
     Args:
         format: its ``sample_format``.
         storage_readers: files that each process reads from network storage at a time.
+        storage_options: not part of the representation, because it may contain keys.
 
     Raises:
         ValueError: if an option is out of range.
@@ -61,6 +63,8 @@ class CacheConfig:
     storage_timeout: float = 300.0
     storage_readers: int = 8
     peer_address: str | None = None
+    peer_ports: tuple[int, int] | None = None
+    storage_options: dict[str, Any] | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
         missing = [name for name in _REQUIRED if not is_installed(name)]
@@ -89,8 +93,44 @@ class CacheConfig:
             raise ValueError(f"storage_timeout={self.storage_timeout} must be a number of seconds, more than 0.")
         if not 1 <= self.storage_readers <= 256:
             raise ValueError(f"storage_readers={self.storage_readers} must be between 1 and 256 files at a time.")
+        if self.peer_ports is not None and not 1 <= self.peer_ports[0] <= self.peer_ports[-1] <= 65535:
+            raise ValueError(
+                f"peer_ports={self.peer_ports} must be the first and the last port of a range, such as (29600, 29699)."
+            )
+        _check_storage(self.source, self.storage_options)
         if self.peer_address is not None:
             _check_address(self.peer_address)
+
+
+def _check_storage(source: str, options: dict[str, Any] | None) -> None:
+    """Check that fsspec can open the source: its protocols are known, and their packages are installed."""
+    if "://" not in source:
+        if options:
+            raise ValueError(f"storage_options are for an fsspec URL, but source={source!r} is a path: omit them.")
+        return
+    try:
+        json.dumps(options)
+    except (TypeError, ValueError) as error:
+        raise ValueError(
+            f"storage_options of {source} must be plain values, which another process can be given: {error}."
+        ) from error
+    import fsspec
+
+    for part in source.split("::"):
+        protocol, mark, _ = part.partition("://")
+        if not mark and protocol not in fsspec.available_protocols():
+            continue  # a path, the last part of a chain
+        try:
+            fsspec.get_filesystem_class(protocol)
+        except ValueError:
+            raise ValueError(
+                f"source={source!r}: fsspec knows no protocol {protocol!r}. Check its spelling, or install the package "
+                "that adds it."
+            ) from None
+        except ImportError as error:
+            raise ValueError(
+                f"source={source!r} needs a package that is not installed: {str(error).rstrip('.')}."
+            ) from error
 
 
 def _check_address(text: str) -> None:

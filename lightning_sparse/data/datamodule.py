@@ -15,7 +15,7 @@ from lightning_sparse.data.pipeline.augment import Augment
 from lightning_sparse.data.pipeline.backend import Backend
 from lightning_sparse.data.pipeline.batch import MEAN, STD, Transform
 from lightning_sparse.data.pipeline.loader import EvalLoader, ImageSizes, TrainLoader
-from lightning_sparse.data.session import DataOptions, Session, open_session
+from lightning_sparse.data.session import DataOptions, Formats, Session, open_session
 from lightning_sparse.messages import described
 
 if TYPE_CHECKING:
@@ -59,6 +59,9 @@ class CachedImageDataModuleMixin(_Host):
         storage_timeout: seconds to wait for storage that does not respond before the run fails.
         peer_address: address or interface on which a node serves samples to others; default: the interface of the
             process group.
+        peer_ports: first and last port to serve samples on, for a firewall; default: any free port. A node uses one
+            port for train/ and one for val/.
+        storage_options: arguments for fsspec to open the source, such as ``{"endpoint_url": "http://minio:9000"}``.
 
     Raises:
         ValueError: if an argument is out of range.
@@ -87,6 +90,8 @@ class CachedImageDataModuleMixin(_Host):
         seed: int = 0,
         storage_timeout: float = 300.0,
         peer_address: str | None = None,
+        peer_ports: tuple[int, int] | None = None,
+        storage_options: dict[str, Any] | None = None,
     ) -> None:
         super().__init__()
         sizes = ImageSizes(image_size)
@@ -103,6 +108,8 @@ class CachedImageDataModuleMixin(_Host):
             seed=seed,
             storage_timeout=storage_timeout,
             peer_address=peer_address,
+            peer_ports=None if peer_ports is None else (peer_ports[0], peer_ports[1]),
+            storage_options=storage_options,
         )
         augment = Augment(crop_scale=crop_scale, flip=flip, seed=seed)
         self._options = DataOptions(
@@ -116,6 +123,7 @@ class CachedImageDataModuleMixin(_Host):
         )
         self.batch_size = batch_size
         self._session: Session | None = None
+        self._stage = "fit"
         self._epoch: int | None = None  # the current one
         self._num_classes: int | None = None
 
@@ -124,22 +132,41 @@ class CachedImageDataModuleMixin(_Host):
 
     @property
     def num_classes(self) -> int:
-        """Number of folders in train/. Available before setup, to create the model."""
+        """Number of folders in train/. Available before setup, to create the model. `setup` checks that it is the same
+        on all ranks."""
         if self._num_classes is None:
             self._num_classes = len(class_names(self._options.cache, "train"))
         return self._num_classes
 
     def setup(self, stage: str) -> None:
         """Open the session. The process group exists, if the run uses one."""
+        self._open(stage)
+        self._num_classes = self._opened().check_classes(self._num_classes) or None
+
+    def _open(self, stage: str, formats: Formats | None = None) -> None:
         self._close()
         trainer = self.trainer
+        self._stage = stage
         self._session = open_session(
             self._options,
             device=None if trainer is None else trainer.strategy.root_device,
             training=stage == "fit",
             node_rank=None if trainer is None else trainer.node_rank,
             local_rank=None if trainer is None else trainer.local_rank,
+            formats=formats,
         )
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a resumed run keeps, besides the state of its loaders."""
+        return {"formats": dict(self._session.formats)} if self._session is not None else {}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Keep the format of the memory tier, unless ``sample_format`` sets it. Called after setup, on all ranks."""
+        session, formats = self._session, state_dict.get("formats", {})
+        if session is None or self._options.cache.format != "auto":
+            return
+        if any(formats.get(split, own) != own for split, own in session.formats.items()):
+            self._open(self._stage, formats)
 
     def train_dataloader(self) -> TrainLoader:
         """Random batches of this rank."""

@@ -13,7 +13,7 @@ import contextlib
 import io
 import zlib
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -113,11 +113,27 @@ def _opened(data: bytes) -> Iterator[Image.Image]:
 def _rgb(image: Image.Image) -> Image.Image:
     from PIL import Image
 
-    if image.mode.startswith("I"):  # 16-bit gray: convert() would clip instead of scaling
-        image = Image.fromarray((np.asarray(image, np.int64) >> 8).clip(0, 255).astype(np.uint8))
+    if image.mode.startswith("I") or image.mode == "F":  # convert() would clip instead of scaling
+        has_16_bits = image.mode.startswith("I;16") or image.format in ("PNG", "PPM")
+        image = Image.fromarray(_eight_bits(np.asarray(image), 16 if has_16_bits else None))
     if image.mode == "P" and "transparency" in image.info:
         image = image.convert("RGBA")
     return image.convert("RGB")
+
+
+def _eight_bits(values: npt.NDArray[Any], bits: int | None) -> npt.NDArray[np.uint8]:
+    """Scale gray values to 8 bits.
+
+    Args:
+        bits: of a value; None for TIFF files of 32 bits, which do not tell their range: the smallest that has all
+            values, of 8, 16, 24 and 32 bits, or [0, 1] for floating-point numbers.
+    """
+    if values.dtype.kind == "f":
+        values = np.nan_to_num(values)
+        return (values * (255 if values.max() <= 1 else 1)).clip(0, 255).astype(np.uint8)
+    if bits is None:
+        bits = max(8, -(-int(values.max()).bit_length() // 8) * 8)
+    return (values.astype(np.int64) >> (bits - 8)).clip(0, 255).astype(np.uint8)
 
 
 def _upright(image: Image.Image, orientation: int) -> Image.Image:

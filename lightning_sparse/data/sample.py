@@ -31,8 +31,10 @@ class Sample(NamedTuple):
 
 
 class SampleReader(Protocol):
-    """Reads samples by index. `get` is thread-safe."""
+    """Reads samples by index. `get` is thread-safe. short_side: shorter side of decoded images, at most."""
 
     @property
     def format(self) -> Format: ...
+    @property
+    def short_side(self) -> int: ...
     def get(self, indices: Sequence[int]) -> Sequence[Sample]: ...

@@ -1,25 +1,29 @@
 """What is open between setup and teardown: manifests, stores, pipelines and loaders. Does not import Lightning.
 
-To open a session, all ranks share the topology, the secret of the run, the manifests that rank 0 lists, and the
-addresses of the servers, in this order.
+To open a session, all ranks share the topology, the secret of the run, the manifests that rank 0 lists, the format of
+the memory tier, and the addresses of the servers, in this order.
 """
 
 import os
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache, partial
+from typing import Literal
 
 import numpy as np
 import torch
 
+from lightning_sparse.data.cache.agreement import agreed_format, agreed_manifest
 from lightning_sparse.data.cache.counts import TierCounts
-from lightning_sparse.data.cache.manifest import Manifest, load_or_list
+from lightning_sparse.data.cache.manifest import class_names
 from lightning_sparse.data.cache.placement import Placement, owners
-from lightning_sparse.data.cache.storage import StorageTimeoutError
+from lightning_sparse.data.cache.samples import Manifest
+from lightning_sparse.data.cache.storage import MissingFolderError
 from lightning_sparse.data.cache.store import SampleStore, new_run
 from lightning_sparse.data.cache.summary import TierLog
-from lightning_sparse.data.config import CacheConfig, DataError
+from lightning_sparse.data.config import CacheConfig
 from lightning_sparse.data.peers.collectives import find_topology, on_all_ranks, on_rank_zero
+from lightning_sparse.data.peers.interface import node_address, reachable
 from lightning_sparse.data.pipeline.backend import BACKENDS, Backend, choose_backend, make_pipeline
 from lightning_sparse.data.pipeline.batch import Pipeline, Transform
 from lightning_sparse.data.pipeline.loader import EvalLoader, ImageSizes, TrainLoader
@@ -29,6 +33,8 @@ from lightning_sparse.messages import log, show_log_lines
 from lightning_sparse.topology import Topology
 
 _MAX_THREADS = 16
+Formats = dict[str, Literal["jpeg", "decoded"]]
+"""Format of the memory tier, by split."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,6 +81,7 @@ class Session:
 
     Attributes:
         train, val: samples to train and to validate on; None if there are none.
+        formats: format of the memory tier, by split.
     """
 
     options: DataOptions
@@ -82,6 +89,8 @@ class Session:
     device: torch.device
     train: Subset | None = None
     val: Subset | None = None
+    formats: Formats = field(default_factory=dict)
+    _no_val: str = ""  # why there are no samples to validate on
     _stores: list[SampleStore] = field(default_factory=list)
     _pipelines: dict[str, Pipeline] = field(default_factory=dict)  # by split, like the loaders
     _loaders: dict[str, TrainLoader | EvalLoader] = field(default_factory=dict)
@@ -89,30 +98,68 @@ class Session:
     def open(self, run: bytes, training: bool) -> None:
         """Open the stores. A collective."""
         cache, fraction = self.options.cache, self.options.val_fraction
+        classes = None
         if training or fraction is not None:
-            store = self._open_store(on_rank_zero(partial(load_or_list, cache, "train")), run)
+            store = self._open_store(agreed_manifest(cache, "train"), run)
+            classes = store.manifest.classes
             self.train = Subset(store, np.arange(len(store.manifest)))
             if fraction is not None:
                 held_out, rest = _split(len(store.manifest), fraction)
                 self.train, self.val = Subset(store, rest), Subset(store, held_out)
                 return
-        manifest = on_rank_zero(partial(_manifest_if_any, cache, "val"))
-        if manifest is not None:
-            self.val = Subset(self._open_store(manifest, run), np.arange(len(manifest)))
+        try:
+            manifest = agreed_manifest(cache, "val")
+        except MissingFolderError as error:
+            self._no_val = str(error)
+            return
+        classes = classes or on_rank_zero(partial(_classes_of_train, cache))
+        manifest = manifest.numbered_as(classes) if classes else manifest
+        self.val = Subset(self._open_store(manifest, run), np.arange(len(manifest)))
 
     def _open_store(self, manifest: Manifest, run: bytes) -> SampleStore:
         here = self.topology
         placement = Placement(here.node_index, here.num_nodes, here.device_index)
         serves = here.num_nodes > 1 and self.options.cache.shuffle != "local"
+        wanted = replace(self.options.cache, format=self.formats.get(manifest.split, self.options.cache.format))
+        self.formats[manifest.split] = agreed_format(wanted, manifest, placement)
+        config = replace(wanted, format=self.formats[manifest.split])
+
+        serves = serves and here.device_index == 0
+        addresses = on_all_ranks(lambda: node_address(config.peer_address) if serves else "")
 
         def endpoint() -> tuple[int, str]:
-            self._stores.append(SampleStore(self.options.cache, manifest, placement, run))
-            return here.node_index, self._stores[-1].serve() if serves and here.device_index == 0 else ""
+            self._stores.append(SampleStore(config, manifest, placement, run))
+            if not serves:
+                return here.node_index, ""
+            own, others = addresses[here.rank], [each for each in addresses if each]
+            address = own if config.peer_address else reachable(own, others)
+            return here.node_index, self._stores[-1].serve(address, here.world_size - here.num_devices)
 
         endpoints = {node: each for node, each in on_all_ranks(endpoint) if each}
         if endpoints:
             self._stores[-1].connect(endpoints)
         return self._stores[-1]
+
+    def check_classes(self, used: int | None) -> int:
+        """Return the number of classes. A collective.
+
+        Args:
+            used: number of classes that this rank made its model for; None if it has not asked.
+
+        Raises:
+            ValueError: if it is another one on any rank.
+        """
+        subset = self.train or self.val
+        classes = len(subset.store.manifest.classes) if subset is not None else used or 0
+        others = {rank: each for rank, each in enumerate(on_all_ranks(lambda: used)) if each not in (None, classes)}
+        if others:
+            rank, each = next(iter(others.items()))
+            raise ValueError(
+                f"source={self.options.cache.source!r} has {classes} classes, but num_classes was {each} on rank "
+                f"{rank} when it created its model: train/ has changed meanwhile, or this node cannot read it. Start "
+                "the run again, with the source mounted on all nodes."
+            )
+        return classes
 
     def train_loader(
         self, *, fixed: bool, on_epoch: Callable[[int], None], on_resume: Callable[[int], None]
@@ -148,8 +195,8 @@ class Session:
         """
         if self.val is None:
             raise ValueError(
-                f"source={self.options.cache.source!r} has no folder val/. Add one, or validate on a fixed fraction "
-                f"of train/: val_fraction=0.05 (--data.val_fraction=0.05)."
+                f"there are no samples to validate on: {self._no_val} Add val/<class>/<image>, or validate on a fixed "
+                f"fraction of train/: val_fraction=0.05 (--data.val_fraction=0.05)."
             )
         batches = evaluation_batches(self.val.samples, self.val.store.owners, self.sampler_config, *self._rank)
         loader = EvalLoader(batches, self._pipeline("val", self.val.store), size=self.options.sizes.largest)
@@ -193,6 +240,8 @@ class Session:
 
     def close(self) -> None:
         """Free threads, processes and shared memory."""
+        for store in self._stores:
+            store.interrupt()  # threads that make batches may wait for storage
         for each in (*self._loaders.values(), *self._pipelines.values()):
             each.close()
         for store in self._stores:
@@ -226,6 +275,7 @@ def open_session(
     training: bool = True,
     node_rank: int | None = None,
     local_rank: int | None = None,
+    formats: Formats | None = None,
 ) -> Session:
     """Find the topology, list the samples and open their stores. A collective.
 
@@ -233,13 +283,14 @@ def open_session(
         device: device that the batches are for; default: the CPU.
         training: open the training samples, too.
         node_rank, local_rank: position of this process, if known.
+        formats: formats of the memory tier in the run that this one continues, by split.
 
     Raises:
         ValueError, DataError: if the source or the cache cannot be used.
     """
     show_log_lines()
     topology = find_topology(node_rank, local_rank)
-    session = Session(options, topology, device or torch.device("cpu"))
+    session = Session(options, topology, device or torch.device("cpu"), formats=dict(formats or {}))
     try:
         session.open(on_rank_zero(new_run), training)
     except BaseException:
@@ -248,13 +299,12 @@ def open_session(
     return session
 
 
-def _manifest_if_any(config: CacheConfig, split: str) -> Manifest | None:
+def _classes_of_train(config: CacheConfig) -> tuple[str, ...]:
+    """Return the classes of train/; none if a source to test on has no train/."""
     try:
-        return load_or_list(config, split)
-    except StorageTimeoutError:
-        raise
-    except DataError:
-        return None
+        return class_names(config, "train")
+    except MissingFolderError:
+        return ()
 
 
 def _split(count: int, fraction: float) -> tuple[Indices, Indices]:

@@ -67,4 +67,4 @@ class Exchange:
             nbytes=path.bytes(),
             dense_nbytes=self.choice.plain(path.work).bytes(),
         )
-        return (yield from path.run(self.communicator, shard))
+        return shard.deliver((yield from path.run(self.communicator, shard)))

@@ -136,14 +136,8 @@ def test_a_file_that_changed_on_storage_is_noticed(
     assert store.counters().storage_samples == 0
 
 
-def test_a_link_that_leads_out_of_the_source_is_refused(folder: Path, tmp_path: Path, stores: Open) -> None:
-    secret = tmp_path / "secret.jpg"
-    secret.write_bytes(jpeg(1))
+def test_a_link_that_leads_nowhere_is_named(folder: Path, tmp_path: Path, stores: Open) -> None:
     (folder / "train" / "c0" / "5.jpg").unlink()
-    (folder / "train" / "c0" / "5.jpg").symlink_to(secret)
-    (folder / "train" / "c0" / "6.jpg").unlink()
-    (folder / "train" / "c0" / "6.jpg").symlink_to(folder / "train" / "c1" / "6.jpg")
-    store = store_of(folder, stores)
-    assert store.get([6])  # one that stays inside is fine
-    with pytest.raises(CorruptSampleError, match="c0/5.jpg.*outside the source, to .*secret.jpg"):
-        store.get([5])
+    (folder / "train" / "c0" / "5.jpg").symlink_to(tmp_path / "gone.jpg")
+    with pytest.raises(CorruptSampleError, match=r"c0/5.jpg.*No such file"):
+        store_of(folder, stores).get([5])

@@ -45,6 +45,23 @@ def test_sixteen_bits_of_gray_are_scaled() -> None:
     assert np.array_equal(decode(encoded(Image.fromarray(values)))[..., 0], (values >> 8).astype(np.uint8))
 
 
+@pytest.mark.parametrize("bits", [8, 16, 24, 31])
+def test_thirty_two_bits_of_gray_are_scaled_from_the_range_they_have(bits: int) -> None:
+    """Scientific TIFF files often keep values of 8 or 12 bits in them; as 32 bits they would all be black."""
+    values = np.linspace(0, 2**bits - 1, 40 * 60).reshape(40, 60).astype(np.int32)
+    expected = (values.astype(np.int64) >> (max(8, -(-bits // 8) * 8) - 8)).astype(np.uint8)
+    found = decode(encoded(Image.fromarray(values), "TIFF"))[..., 0]
+    assert np.array_equal(found, expected)
+    assert found.max() > 100
+
+
+@pytest.mark.parametrize("most", [1.0, 255.0])
+def test_floating_point_gray_is_scaled(most: float) -> None:
+    values = np.linspace(0, most, 40 * 60).reshape(40, 60).astype(np.float32)
+    found = decode(encoded(Image.fromarray(values), "TIFF"))[..., 0]
+    assert np.abs(found - values * (255 / most)).max() <= 1
+
+
 def test_transparency_is_dropped_without_a_word() -> None:
     image = picture(4, mode="P")
     data = encoded(image, transparency=bytes(range(256)))

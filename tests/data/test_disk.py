@@ -134,7 +134,7 @@ def test_what_is_no_cache_of_this_version_is_named(tmp_path: Path, spoil: str) -
 def test_a_cache_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     config = CacheConfig(source=str(tmp_path), cache_dir=str(tmp_path / "file" / "cache"))
-    with pytest.raises(DataError, match=r"cache_dir=.*file/cache cannot be created \(Not a directory\)"):
+    with pytest.raises(DataError, match=r"cache_dir=.*file/cache cannot be used \(Not a directory\)"):
         cache_folder(config)
 
 

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import io
+import logging
 import os
 import pickle
+import shutil
+import time
 import zipfile
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -12,11 +17,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_sparse.data.cache.folders import cache_folder
-from lightning_sparse.data.cache.manifest import Manifest, Paths, list_source, load_or_list
+from lightning_sparse.data.cache import manifest as listing
+from lightning_sparse.data.cache import storage
+from lightning_sparse.data.cache.folders import NETWORK_FILE_SYSTEMS, cache_folder, file_system
+from lightning_sparse.data.cache.manifest import class_names, list_source, load_or_list
 from lightning_sparse.data.cache.placement import owners
+from lightning_sparse.data.cache.samples import Manifest, Paths
+from lightning_sparse.data.cache.storage import Storage, StoredFile
 from lightning_sparse.data.config import CacheConfig, DataError
-from tests.data.small import make_folder
+from tests.data.small import jpeg, make_folder
 
 
 @pytest.fixture
@@ -51,6 +60,37 @@ def test_a_folder_is_listed_as_imagefolder_lists_it(folder: Path) -> None:
     assert (manifest.sizes[0], manifest.mtimes_ns[0]) == (first.st_size, first.st_mtime_ns)
 
 
+def test_links_are_followed_as_imagefolder_follows_them(folder: Path, tmp_path: Path) -> None:
+    """To files and folders inside and outside the source: subsets and the caches of other tools are made of them."""
+    outside = make_folder(tmp_path / "blobs", per_class=3, classes=1) / "train" / "c0"
+    (folder / "train" / "c0" / "9.jpg").symlink_to(outside / "1.jpg")
+    (folder / "train" / "c0" / "linked").symlink_to(outside)
+    (folder / "train" / "c1" / "sibling").symlink_to(folder / "train" / "c2")
+    (folder / "train" / "zoo").symlink_to(outside)
+    manifest = list_source(str(folder), "train")
+    datasets = pytest.importorskip("torchvision.datasets")
+    expected = [
+        (os.path.relpath(path, folder), label) for path, label in datasets.ImageFolder(folder / "train").samples
+    ]
+    assert sorted(zip(manifest.paths, manifest.labels.tolist(), strict=True)) == sorted(expected)
+    assert len(manifest) == 12 + 1 + 3 + 4 + 3
+    reader = Storage(str(folder))
+    for path, answer in zip(manifest.paths, reader.read(list(manifest.paths)), strict=True):
+        assert isinstance(answer, StoredFile)
+        assert answer.data == (folder / path).read_bytes()
+    reader.close()
+
+
+def test_a_loop_of_links_is_left_out(folder: Path) -> None:
+    before = list(list_source(str(folder), "train").paths)
+    (folder / "train" / "c1" / "up").symlink_to(folder / "train")
+    (folder / "train" / "c1" / "self").symlink_to(folder / "train" / "c1")
+    found = list(list_source(str(folder), "train").paths)
+    assert set(before) < set(found)
+    assert "train/c1/up/c0/0.jpg" in found  # as ImageFolder lists it
+    assert not [path for path in found if "up/c1/up" in path or "self" in path.split("/")[2]]
+
+
 def test_a_url_is_listed_through_fsspec(folder: Path, tmp_path: Path) -> None:
     archive = tmp_path / "pictures.zip"
     with zipfile.ZipFile(archive, "w") as file:
@@ -63,26 +103,116 @@ def test_a_url_is_listed_through_fsspec(folder: Path, tmp_path: Path) -> None:
     assert manifest.sizes.tolist() == local.sizes.tolist()
 
 
-def test_the_list_is_kept_and_made_again_on_demand(folder: Path, tmp_path: Path) -> None:
+CHANGES = {
+    "a file is added": lambda root: (root / "train" / "c0" / "9.jpg").write_bytes(jpeg(9)),
+    "a file is added deeper": lambda root: (root / "train" / "c0" / "deep" / "9.jpg").write_bytes(jpeg(9)),
+    "a file is removed": lambda root: (root / "train" / "c1" / "2.jpg").unlink(),
+    "a file is replaced": lambda root: os.replace(root / "train" / "c1" / "2.jpg", root / "train" / "c0" / "1.jpg"),
+    "a folder is removed": lambda root: shutil.rmtree(root / "train" / "c0" / "deep"),
+    "a class is added": lambda root: make_folder(root / "x", 2, 1).joinpath("train/c0").rename(root / "train" / "bee"),
+    "a class is removed": lambda root: shutil.rmtree(root / "train" / "c0"),
+    "a class is renamed": lambda root: os.rename(root / "train" / "c0", root / "train" / "zebra"),
+}
+
+
+def deep(folder: Path) -> Path:
+    (folder / "train" / "c0" / "deep").mkdir()
+    (folder / "train" / "c0" / "deep" / "0.jpg").write_bytes(jpeg(7))
+    return folder
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_change_of_the_source_is_noticed(
+    folder: Path, tmp_path: Path, change: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    cache = config(deep(folder), tmp_path / "cache")
+    first = load_or_list(cache, "train")
+    assert class_names(cache, "train") == first.classes
+    time.sleep(0.02)  # the resolution of times on this file system
+    CHANGES[change](folder)
+    caplog.set_level(logging.INFO, "lightning_sparse")
+    again, fresh = load_or_list(cache, "train"), list_source(str(folder), "train")
+    assert again.fingerprint == fresh.fingerprint != first.fingerprint
+    assert again.classes == class_names(cache, "train") == fresh.classes
+    assert ["listing train/ again" in record.getMessage() for record in caplog.records] == [True]
+
+
+def test_a_source_that_did_not_change_is_not_listed_again(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache = config(deep(folder), tmp_path / "cache")
+    first = load_or_list(cache, "train")
+    monkeypatch.setattr(listing, "list_source", None)
+    again = load_or_list(cache, "train")
+    assert (again.fingerprint, again.classes, list(again.paths)) == (first.fingerprint, first.classes, [*first.paths])
+    monkeypatch.undo()
+    (folder / "train" / "c0" / "0.jpg").write_bytes(b"overwritten in place, which does not change the folder")
+    assert load_or_list(cache, "train").fingerprint == first.fingerprint
+    assert load_or_list(cache, "train", relist=True).fingerprint != first.fingerprint
+
+
+@pytest.mark.parametrize("away", ["gone", "not mounted", "silent"])
+def test_a_source_that_cannot_be_asked_is_taken_as_it_was(
+    folder: Path, tmp_path: Path, away: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A run whose files are all on local disk does not need storage."""
     cache = config(folder, tmp_path / "cache")
     first = load_or_list(cache, "train")
-    (folder / "train" / "c0" / "9.jpg").write_bytes(b"new")
-    again = load_or_list(cache, "train")
-    assert (again.fingerprint, len(again), again.classes) == (first.fingerprint, 12, first.classes)
-    assert list(again.paths) == list(first.paths)
-    newer = load_or_list(cache, "train", relist=True)
-    assert len(newer) == 13
-    assert newer.fingerprint != first.fingerprint
+    if away == "silent":
+        (tmp_path / "hangs.py").write_text("import time; time.sleep(60)")
+        monkeypatch.setattr(storage, "_READER", tmp_path / "hangs.py")
+        monkeypatch.setattr(listing, "CHECK_S", 0.5)
+    else:
+        shutil.rmtree(folder)
+    if away == "not mounted":
+        folder.mkdir()
+    assert load_or_list(cache, "train").fingerprint == first.fingerprint
+    assert class_names(cache, "train") == first.classes
+    assert "using the list of train/ in the cache, because storage cannot be asked" in caplog.text
+
+
+def test_a_list_of_an_older_version_is_made_again_or_used_as_it_is(folder: Path, tmp_path: Path) -> None:
+    """It has the same fingerprint, so that its checkpoints go on, but no times of folders."""
+    cache = config(folder, tmp_path / "cache")
+    fresh = load_or_list(cache, "train")
+    kept, old = (cache_folder(cache) / f"train.manifest{suffix}" for suffix in ("", ".npz"))
+    old.write_bytes(in_old_form(fresh))
+    for there in (False, True):
+        kept.unlink(missing_ok=True)
+        folder.rename(folder.with_name("away")) if not there else folder.with_name("away").rename(folder)
+        manifest = load_or_list(cache, "train")
+        assert manifest.fingerprint == fresh.fingerprint
+        assert list(manifest.paths) == list(fresh.paths)
+        assert (len(manifest.folders) > 0, kept.exists(), old.exists()) == (there, there, not there)
+
+
+def in_old_form(manifest: Manifest) -> bytes:
+    """As version 0.1 wrote it."""
+    buffer, classes = io.BytesIO(), Paths.of(manifest.classes)
+    np.savez(
+        buffer,
+        about=np.array([manifest.split, manifest.root, manifest.fingerprint]),
+        class_bytes=classes.joined,
+        class_ends=classes.ends,
+        path_bytes=manifest.paths.joined,
+        path_ends=manifest.paths.ends,
+        labels=manifest.labels,
+        sizes=manifest.sizes,
+        mtimes_ns=manifest.mtimes_ns,
+    )
+    return buffer.getvalue()
 
 
 def test_a_damaged_list_is_made_again(folder: Path, tmp_path: Path) -> None:
     cache = config(folder, tmp_path / "cache")
     first = load_or_list(cache, "train")
-    kept = cache_folder(cache) / "train.manifest.npz"
-    data = bytearray(kept.read_bytes())
+    kept = cache_folder(cache) / "train.manifest"
+    whole = kept.read_bytes()
+    data = bytearray(whole)
     data[data.index(b"c1/2.jpg")] ^= 1
-    kept.write_bytes(data)
-    assert list(load_or_list(cache, "train").paths) == list(first.paths)
+    for damaged in (bytes(data), whole[:-100], b"", b"nonsense"):
+        kept.write_bytes(damaged)
+        assert list(load_or_list(cache, "train").paths) == list(first.paths)
 
 
 @pytest.mark.parametrize(
@@ -108,10 +238,12 @@ def test_a_manifest_cannot_lead_outside_the_source(path: str) -> None:
 
 def test_a_manifest_survives_its_travels() -> None:
     manifest = manifest_of("train/c/ä.jpg", "train/c/\udcff.jpg", "")
+    manifest = replace(manifest, folders=Paths.of(["train/c"]), folder_mtimes_ns=np.array([7]))
     for copy in (Manifest.from_bytes(manifest.to_bytes()), pickle.loads(pickle.dumps(manifest))):
         assert list(copy.paths) == [copy.paths[i] for i in range(3)] == ["train/c/ä.jpg", "train/c/\udcff.jpg", ""]
         assert copy.fingerprint == manifest.fingerprint
         assert (copy.paths[-1], list(copy.paths)[1:]) == ("", ["train/c/\udcff.jpg", ""])
+        assert list(copy.folders) == ["train/c"]
     assert list(Paths.of(["a", "b"])) == ["a", "b"]
 
 
@@ -119,6 +251,26 @@ def test_files_are_the_users_alone(folder: Path, tmp_path: Path) -> None:
     load_or_list(config(folder, tmp_path / "cache"), "train")
     for path in (tmp_path / "cache").rglob("*"):
         assert path.stat().st_mode & 0o777 == (0o700 if path.is_dir() else 0o600), path
+
+
+@pytest.mark.parametrize(
+    ("device", "kind", "name"),
+    [
+        ("server:/export", "nfs4", "nfs4"),
+        ("fs1", "gpfs", "gpfs"),
+        ("backend0", "wekafs", "wekafs"),
+        ("panfs://realm/x", "panfs", "panfs"),
+        ("share0", "virtiofs", "virtiofs"),
+        ("dfuse", "fuse.daos", "fuse.daos"),
+        ("mountpoint-s3", "fuse", "fuse.mountpoint-s3"),
+    ],
+)
+def test_network_file_systems_are_recognised(tmp_path: Path, device: str, kind: str, name: str) -> None:
+    """As /proc/mounts has them."""
+    mounts = tmp_path / "mounts"
+    mounts.write_text(f"/dev/sda1 / ext4 rw 0 0\n{device} {tmp_path} {kind} rw,relatime 0 0\n")
+    assert file_system(tmp_path / "cache", mounts) == name in NETWORK_FILE_SYSTEMS
+    assert file_system(Path("/var"), mounts) == "ext4"
 
 
 # ----------------------------------------------------------------------------------------------------- ownership

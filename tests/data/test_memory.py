@@ -16,11 +16,10 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from lightning_sparse.data.cache import budget, shared_memory
 from lightning_sparse.data.cache import memory as memory_tier
-from lightning_sparse.data.cache.manifest import Manifest
+from lightning_sparse.data.cache import shared_memory
 from lightning_sparse.data.cache.memory import EMPTY, FILLING, READY, MemoryCache
-from lightning_sparse.data.config import CacheConfig, DataError
+from lightning_sparse.data.config import DataError
 
 NAME = "0123456789abcdef-n0-train"
 
@@ -285,83 +284,6 @@ def test_four_ranks_hold_one_copy() -> None:
         memory.close()
     assert sum(shared for shared, _ in parts) < 1.1 * nbytes
     assert max(private for _, private in parts) < 0.5 * nbytes
-
-
-# -------------------------------------------------------------------------------------------------------- budget
-
-
-def manifest(count: int = 100, size: int = 100_000) -> Manifest:
-    zeros = np.zeros(count, np.int64)
-    paths = [f"train/c/{number:03}.jpg" for number in range(count)]
-    return Manifest("train", "/somewhere", ("c",), paths, zeros, zeros + size, zeros)
-
-
-def open_memory(tmp_path: Path, shared_memory: Path, **options: object) -> MemoryCache:
-    config = CacheConfig(source="/somewhere", cache_dir=str(tmp_path), **options)  # type: ignore[arg-type]
-    (tmp_path / "cache").mkdir(exist_ok=True)
-    return budget.open_memory(config, manifest(), np.ones(100, np.bool_), NAME, tmp_path / "cache", shared_memory)
-
-
-def test_a_budget_that_is_too_small_is_said_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    shared = tmp_path / "shm"
-    shared.mkdir()
-    first = open_memory(tmp_path, shared, memory_gb=0.005, format="jpeg")
-    second = open_memory(tmp_path, shared, memory_gb=7, format="decoded")  # joins what is there
-    assert (second.capacity, second.format) == (5_000_000, "jpeg")
-    assert [record.getMessage() for record in caplog.records] == [
-        "memory tier of train: 100 samples of this node need 0.01 GB as jpeg, but memory_gb=0.005 allows 0.01 GB. "
-        "50 % of them stay in memory; every epoch reads the others from local disk."
-    ]
-    first.close()
-    second.close()
-
-
-def test_no_more_is_taken_than_there_is(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(shared_memory, "available_memory", lambda folder: 1_000_000)
-    for gigabytes, capacity, said in (
-        (7.0, 1_000_000, "of which 0.00 GB are free"),
-        (None, 500_000, "half of the free memory"),
-    ):
-        caplog.clear()
-        memory = open_memory(tmp_path, tmp_path / "none", memory_gb=gigabytes, format="jpeg")
-        assert memory.capacity == capacity
-        assert said in caplog.text
-        memory.close()
-
-
-@pytest.mark.parametrize(("gigabytes", "format"), [(0.1, "decoded"), (0.02, "jpeg"), (0.001, "jpeg"), (0.0, "jpeg")])
-def test_pixels_are_kept_where_they_fit(tmp_path: Path, gigabytes: float, format: str) -> None:
-    shared = tmp_path / "shm"
-    shared.mkdir()
-    memory = open_memory(tmp_path, shared, memory_gb=gigabytes)
-    assert memory.format == format
-    assert memory.path.parent.parent == shared
-    memory.close()
-
-
-@pytest.mark.parametrize("small", [False, True])
-def test_without_enough_shared_memory_the_slab_lies_on_disk(
-    tmp_path: Path, small: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    shared = tmp_path / "shm"
-    if small:
-        shared.mkdir()
-        available = shared_memory.available_memory
-        limit = 1_000_000
-        monkeypatch.setattr(
-            shared_memory, "available_memory", lambda folder: limit if shared in folder.parents else available(folder)
-        )
-    memory = open_memory(tmp_path, shared, memory_gb=0.05)
-    assert memory.path.parent == tmp_path / "cache" / "memory"
-    assert memory.put(0, pixels(0), 20, 30)
-    assert ("--shm-size" in caplog.text) == small
-    again = open_memory(tmp_path, shared, memory_gb=0.05)
-    assert again.get([0])[0][0] is not None
-    memory.close()
-    again.close()
-    assert list((tmp_path / "cache" / "memory").iterdir()) == []
 
 
 def test_what_is_promised_to_one_split_is_not_given_to_another(tmp_path: Path) -> None:

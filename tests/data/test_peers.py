@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import os
 import pickle
+import resource
 import signal
 import socket
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import numpy as np
@@ -19,8 +22,9 @@ import zmq
 from lightning_sparse.data.cache.manifest import load_or_list
 from lightning_sparse.data.cache.placement import Placement
 from lightning_sparse.data.cache.store import SampleStore, new_run
-from lightning_sparse.data.config import CacheConfig, CorruptSampleError
+from lightning_sparse.data.config import CacheConfig, CorruptSampleError, DataError
 from lightning_sparse.data.peers import client, interface
+from lightning_sparse.data.peers.limits import RESERVE, allow_connections
 from lightning_sparse.data.peers.protocol import Keys
 from lightning_sparse.data.sample import Format
 from tests.data.small import make_folder
@@ -160,6 +164,83 @@ sys.stdin.read()
         assert not os.path.exists(f"/proc/{pid}/exe")
 
 
+def test_threads_share_one_connection(nodes: Nodes) -> None:
+    """One a thread would be hundreds of descriptors with 16 nodes and 16 threads."""
+    first = nodes[0][0]
+    foreign = np.flatnonzero(first.owners == 1).tolist()
+    first.get(foreign)
+    before = len(os.listdir("/proc/self/fd"))
+    with ThreadPoolExecutor(16) as pool:
+        answers = list(pool.map(lambda _: [sample.index for sample in first.get(foreign)], range(160)))
+        assert len(os.listdir("/proc/self/fd")) <= before + 2
+    assert answers == [foreign] * 160
+    assert first.counters().peer_samples == 161 * len(foreign)
+
+
+def test_too_many_open_files_end_no_run(nodes: Nodes, caplog: pytest.LogCaptureFixture) -> None:
+    first = nodes[0][0]
+    foreign = np.flatnonzero(first.owners == 1).tolist()
+    first.get(range(12))
+    first.close()  # opens again, with a connection of its own
+    first._tiers()
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))  # nothing more can be opened
+    try:
+        peers = first._tiers().peers
+        assert peers is not None
+        assert list(peers.fetch(foreign, first.owners[foreign])) == []
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert "node 1" in caplog.text
+    assert "cannot be reached (Too many open files)" in caplog.text
+
+
+def test_a_limit_that_is_too_low_is_raised_or_refused() -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))
+    try:
+        allow_connections(500)
+        assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] >= 500 + RESERVE
+        with pytest.raises(DataError, match=r"open files for 9,000,000 connections.*ulimit -Hn.*shuffle='local'"):
+            allow_connections(9_000_000)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def cpu_seconds(process: int) -> float:
+    fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def test_a_server_at_its_limit_neither_spins_nor_forgets_its_clients(nodes: Nodes) -> None:
+    (first, second), endpoints = nodes
+    foreign = np.flatnonzero(first.owners == 1).tolist()
+    first.get(foreign)
+    server = second._tiers().server
+    assert server is not None
+    pid = server._process.pid
+    limit = max(int(each) for each in os.listdir(f"/proc/{pid}/fd")) + 4
+    resource.prlimit(pid, resource.RLIMIT_NOFILE, (limit, limit))
+    host, _, port = endpoints[1].removeprefix("tcp://").rpartition(":")
+    with ExitStack() as strangers:
+        for _ in range(20):
+            with suppress(ConnectionRefusedError):  # once it is at its limit
+                strangers.enter_context(socket.create_connection((host, int(port)), timeout=5))
+        time.sleep(0.5)
+        before = cpu_seconds(pid)
+        time.sleep(2)
+        assert cpu_seconds(pid) - before < 0.5
+        before_samples = first.counters().peer_samples
+        first.get(foreign)
+        assert first.counters().peer_samples == before_samples + len(foreign)
+    keys = Keys.of(first._run)
+    for _ in range(20):  # newcomers are served again
+        answer = ask(endpoints[1], (keys.server_public, keys.client_public, keys.client_secret))
+        if answer:
+            break
+    assert answer[0] == b"have"
+
+
 # ----------------------------------------------------------------------------------------------------- strangers
 
 
@@ -205,6 +286,34 @@ def test_only_the_given_interface_is_bound(nodes: Nodes) -> None:
     port = int(endpoints[1].rpartition(":")[2])
     with socket.socket() as probe:  # the same port is free on another address of this machine
         probe.bind(("127.0.0.2", port))
+
+
+def test_ports_are_those_of_the_given_range(tmp_path: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        folder = make_folder(tmp_path / "pictures", per_class=1)
+        options = {"source": str(folder), "cache_dir": str(tmp_path / "cache"), "memory_gb": 0.01}
+        for ports in ((port, min(port + 20, 65535)), (port, port)):
+            config = CacheConfig(**options, peer_address="127.0.0.1", peer_ports=ports)  # type: ignore[arg-type]
+            store = SampleStore(config, load_or_list(config, "train", quiet=True), Placement(0, 2))
+            if ports[0] < ports[1]:
+                assert ports[0] < int(store.serve().rpartition(":")[2]) <= ports[1]
+            else:
+                with pytest.raises(DataError, match=rf"none of the ports {port} to {port} .*wider range in peer_ports"):
+                    store.serve()
+            store.close()
+
+
+def test_a_master_that_resolves_to_loopback_takes_the_interface_towards_the_others() -> None:
+    """Debian's hosts file gives a machine's own name the address 127.0.1.1."""
+    assert interface.reachable("127.0.1.1", ["127.0.1.1", "127.0.1.1"]) == "127.0.1.1"  # all nodes on one machine
+    assert interface.reachable("10.0.0.1", ["127.0.1.1"]) == "10.0.0.1"
+    own = interface._address_towards("198.51.100.7")  # by the default route
+    if own == "127.0.0.1":
+        pytest.skip("this machine has no route to others")
+    assert interface.reachable("127.0.1.1", ["127.0.1.1", "198.51.100.7"]) == own
 
 
 def test_an_interface_has_an_address(monkeypatch: pytest.MonkeyPatch) -> None:

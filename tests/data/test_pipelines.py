@@ -126,6 +126,20 @@ def test_with_resizing_both_backends_show_the_same_window(store: FolderStore) ->
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("train", [True, False])
+def test_both_formats_give_the_same_pixels(backend: str, folder: Path, train: bool) -> None:
+    """Of photographs larger than the short side: which format is in memory may depend on how much of it is free."""
+    plain = Transform(augment=TRANSFORM.augment, mean=(0, 0, 0), std=(1 / 255,) * 3)  # levels of gray
+    files, pixels = FolderStore(folder, "jpeg"), FolderStore(folder, "decoded")
+    pixels.paths = files.paths  # the folder has other files, too
+    wanted = requests(len(files), epoch=2, train=train)
+    for (one, _), (other, _) in zip(
+        made(backend, files, wanted, plain), made(backend, pixels, wanted, plain), strict=True
+    ):
+        assert (one - other).abs().mean() < (1e-6 if backend == "torch" else 0.5), "JPEG at quality 90 loses about 2"
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_nothing_around_the_window_is_seen(backend: str, folder: Path) -> None:
     """Not at its edges either, which a resize of a region of the whole picture would blend with what is beside it."""
 
@@ -160,6 +174,23 @@ def test_augmentation_differs_between_epochs_and_repeats_with_the_seed(backend: 
         for k in range(4):
             assert not torch.equal(a[0][k], c[0][k])
             assert not torch.equal(a[0][k], d[0][k])
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_requests_are_made_outside_the_training_thread(backend: str, folder: Path) -> None:
+    """A request is the sampler's work on a step, which grows with the number of ranks."""
+    store, made_in = FolderStore(folder), set()
+
+    def asked() -> Iterator[BatchRequest]:
+        for request in requests(len(store), steps=5):
+            made_in.add(threading.current_thread())
+            yield request
+
+    pipe = pipeline(backend, store)
+    assert len(list(pipe.run(asked()))) == 5
+    pipe.close()
+    assert threading.current_thread() not in made_in
+    assert len(made_in) == 1
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -150,6 +150,17 @@ def test_global_asks_peers_for_the_overflow_only() -> None:
     assert 0.015 < abroad / 25_600 < 0.035
 
 
+def test_devices_of_a_node_read_as_many_samples_from_other_nodes() -> None:
+    """One device that reads all of them would be waited for by all others."""
+    config = SamplerConfig(batch_size=64, devices=(8,) * 4, shuffle="global")
+    home = owners(np.arange(25_600) % 5, 4, seed=7)
+    plan = sampler_of(25_600, config).epoch(0)
+    for step in range(plan.steps):
+        for node in range(4):
+            abroad = [int((home[plan.batch(step, node, device)] != node).sum()) for device in range(8)]
+            assert max(abroad) - min(abroad) <= 1
+
+
 @given(st.integers(1, 40), st.lists(st.integers(0, 6), min_size=1, max_size=4), st.integers(0, 99))
 def test_nodes_take_their_own_first(seed: int, extra: list[int], draw: int) -> None:
     capacity = np.array(extra) + 1

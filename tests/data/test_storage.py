@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from lightning_sparse.data.cache import storage
+from lightning_sparse.data.cache.manifest import list_source
 from lightning_sparse.data.cache.storage import StorageTimeoutError
 from lightning_sparse.data.cache.store import SampleStore
 from lightning_sparse.data.config import DataError
@@ -32,10 +33,10 @@ def test_a_pause_of_storage_is_waited_for(
     folder: Path, stores: Open, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The process that reads is stopped, as a read of a dead mount stops it."""
-    monkeypatch.setattr(storage, "WARN_S", 0.3)
     monkeypatch.setattr(storage, "RETRY_S", 0.1)
     store = store_of(folder, stores)
     store.get([0])
+    monkeypatch.setattr(storage, "WARN_S", 0.3)  # now that the reader has started, which takes longer on a busy machine
     reader = reader_of(store)
     os.kill(reader, signal.SIGSTOP)
     threading.Timer(1.0, os.kill, (reader, signal.SIGCONT)).start()
@@ -69,6 +70,31 @@ def test_a_reader_that_dies_or_never_comes_back_is_replaced(
     assert store.get([1])
     os.kill(reader_of(store), signal.SIGSTOP)
     assert store.get([2])
+
+
+def test_a_listing_that_takes_long_is_not_begun_again(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A folder of a million files takes minutes; its entries arrive meanwhile."""
+    slow = tmp_path / "slow.py"
+    slow.write_text(f"""
+import sys, time
+sys.path.insert(0, {str(Path(storage.__file__).parent)!r})
+import storage_reader
+walk, storage_reader.PROGRESS_S = storage_reader.LocalStorage._walk, 0.1
+def slowly(self, *args):
+    for each in walk(self, *args):
+        time.sleep(0.1)
+        yield each
+storage_reader.LocalStorage._walk = slowly
+open({str(tmp_path / "starts")!r}, "a").write("started ")
+storage_reader.main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3])
+""")
+    monkeypatch.setattr(storage, "_READER", slow)
+    monkeypatch.setattr(storage, "RETRY_S", 0.1)
+    monkeypatch.setattr(storage, "RESTART_S", 1.0)
+    assert len(list_source(str(folder), "train", timeout=1.5, quiet=True)) == 20
+    assert (tmp_path / "starts").read_text() == "started "
 
 
 def test_who_waits_when_the_store_is_closed_is_told(
@@ -111,6 +137,7 @@ import logging, sys, time
 from pathlib import Path
 from lightning_sparse.data.config import CacheConfig
 from lightning_sparse.data.cache import storage
+from lightning_sparse.data.cache.manifest import list_source
 from lightning_sparse.data.cache.manifest import load_or_list
 from lightning_sparse.data.cache.store import SampleStore
 logging.basicConfig(format="%(message)s")

@@ -72,7 +72,7 @@ def test_bytes_are_counted_where_they_come_from(folder: Path) -> None:
 
 
 def test_auto_keeps_pixels_where_they_fit(folder: Path) -> None:
-    roomy, tight = store_of(folder, memory_gb=0.01), store_of(folder, memory_gb=0.0002)
+    roomy, tight = store_of(folder, memory_gb=0.01), store_of(folder, memory_gb=0.00005)
     assert (roomy.format, tight.format) == ("decoded", "jpeg")
     roomy.close()
     tight.close()

@@ -3,7 +3,9 @@
 If the samples do not fit, the tier keeps as many as fit, and every epoch reads the others from local disk.
 """
 
+import contextlib
 import hashlib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -11,14 +13,15 @@ import numpy as np
 import numpy.typing as npt
 
 from lightning_sparse.data.cache import memory, shared_memory
-from lightning_sparse.data.cache.folders import file_name, locked, private_folder
-from lightning_sparse.data.cache.manifest import Manifest
+from lightning_sparse.data.cache.folders import file_name, is_read_only, locked, private_folder, usable
 from lightning_sparse.data.cache.memory import ALIGN, MemoryCache
-from lightning_sparse.data.config import GB, CacheConfig
+from lightning_sparse.data.cache.samples import Manifest
+from lightning_sparse.data.config import GB, CacheConfig, DataError
+from lightning_sparse.data.decode import scaled
 from lightning_sparse.data.sample import Format
 from lightning_sparse.messages import log
 
-# Pixels of an average photograph whose shorter side is 1, measured on ImageNet: 271,617 bytes at 256.
+# Without probed files: bytes of an average photograph whose shorter side is 1, measured on ImageNet: 271,617 at 256.
 PHOTOGRAPH = 271_617 / 256**2
 MAX_COMPRESSION = 60  # upper bound of decoded size / JPEG size, reached by images of one colour
 DEFAULT_SHARE = 0.5  # of the available memory
@@ -27,6 +30,10 @@ DEFAULT_SHARE = 0.5  # of the available memory
 def needed_bytes(manifest: Manifest, owned: npt.NDArray[np.bool_], format: Format, short_side: int) -> int:
     """Return the bytes that the node's samples need in memory: exact for "jpeg", an estimate for "decoded"."""
     sizes = manifest.sizes[owned]
+    if format == "decoded" and len(manifest.probed):
+        decoded = np.array([3 * np.prod(scaled((w, h), short_side)) for _, h, w in manifest.probed.tolist()])
+        mean = decoded.mean() + 2 * decoded.std() / np.sqrt(len(decoded))  # likely above that of all files
+        return int(len(sizes) * (mean + ALIGN))
     if format == "decoded":
         sizes = np.minimum(sizes * MAX_COMPRESSION, int(PHOTOGRAPH * short_side**2))
     return int(sizes.sum() + len(sizes) * ALIGN)
@@ -37,6 +44,19 @@ def choose_format(config: CacheConfig, manifest: Manifest, owned: npt.NDArray[np
     if config.format != "auto":
         return config.format
     return "decoded" if needed_bytes(manifest, owned, "decoded", config.short_side) <= limit else "jpeg"
+
+
+def format_for(
+    config: CacheConfig,
+    manifest: Manifest,
+    owned: npt.NDArray[np.bool_],
+    cache: Path,
+    shm: Path = shared_memory.SHARED_MEMORY,
+) -> Format:
+    """Return the format in which this node would keep its samples. Arguments: as `open_memory`."""
+    with _folders(cache, shm) as folders:
+        shared_memory.remove_stale(folders)
+        return _plans(config, manifest, owned, folders)[0].format
 
 
 def open_memory(
@@ -54,16 +74,33 @@ def open_memory(
         cache: folder of the disk tier. The segment is created there if shared memory is missing or too small.
         shm: folder of shared memory.
     """
-    fallback = cache / "memory"
-    private_folder(fallback)
-    shared = shared_memory.memory_folder(shm)
-    folders = [shared, fallback] if shared is not None else [fallback]
-    with locked(cache / "memory.lock"):
+    with _folders(cache, shm) as folders:
         for folder in folders:
             if (file := shared_memory.attach(folder / name)) is not None:
                 return MemoryCache(folder / name, file)
         shared_memory.remove_stale(folders)
         return _create(config, manifest, owned, name, folders)
+
+
+@contextlib.contextmanager
+def _folders(cache: Path, shm: Path) -> Iterator[list[Path]]:
+    """Lock and yield the folders for segments, the preferred one first.
+
+    Raises:
+        DataError: if there is neither shared memory nor a folder that can be written.
+    """
+    fallback = cache / "memory"
+    shared = shared_memory.memory_folder(shm)
+    if is_read_only(cache):
+        if shared is None:
+            raise DataError(f"there is no shared memory ({shm}), and cache_dir={cache.parent} cannot be written.")
+        with locked(shared / "memory.lock"):
+            yield [shared]
+        return
+    with usable(cache.parent):
+        private_folder(fallback)
+        with locked(cache / "memory.lock"):
+            yield [shared, fallback] if shared is not None else [fallback]
 
 
 class _Plan(NamedTuple):
@@ -94,16 +131,22 @@ def _plan(config: CacheConfig, manifest: Manifest, owned: npt.NDArray[np.bool_],
     return _Plan(folder, format, needed, min(allowed, 2 * needed if format == "decoded" else needed), limit)
 
 
+def _plans(config: CacheConfig, manifest: Manifest, owned: npt.NDArray[np.bool_], folders: list[Path]) -> list[_Plan]:
+    """Return the plans to try, in order."""
+    plans = [_plan(config, manifest, owned, folder) for folder in folders]
+    return plans[-1:] if plans[0].holds < DEFAULT_SHARE * plans[-1].holds else plans
+
+
 def _create(
     config: CacheConfig, manifest: Manifest, owned: npt.NDArray[np.bool_], name: str, folders: list[Path]
 ) -> MemoryCache:
-    plans = [_plan(config, manifest, owned, folder) for folder in folders]
-    if plans[0].holds < DEFAULT_SHARE * plans[-1].holds:
+    plans = _plans(config, manifest, owned, folders)
+    if len(plans) < len(folders):
+        shared = _plan(config, manifest, owned, folders[0])
         log.warning(
-            f"{folders[0].parent} has only {plans[0].holds / GB:.2f} GB for samples: using {folders[-1]} instead, in "
+            f"{folders[0].parent} has only {shared.holds / GB:.2f} GB for samples: using {folders[-1]} instead, in "
             "the page cache of the local disk. In a container, increase shared memory (docker run --shm-size)."
         )
-        plans = plans[-1:]
     for plan in plans:
         try:
             tier = memory.create(plan.folder / name, plan.format, len(manifest), plan.capacity)

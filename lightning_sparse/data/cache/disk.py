@@ -99,7 +99,7 @@ class DiskCache:
         self._lock = threading.RLock()
         self._pending: dict[bytes, tuple[FileKey, CachedFile]] = {}
         self._pending_bytes, self._pending_since = 0, 0.0
-        self.full = False
+        self.full = lmdb_env.is_read_only(folder)
         self._pid = os.getpid()
         self._environment: lmdb.Environment | None = lmdb_env.acquire(folder, FORMAT)
 

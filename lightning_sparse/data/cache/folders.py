@@ -4,7 +4,7 @@
 
     <cache_dir>/v1-<hash of the source>/     mode 0700, one per source and version of the layout
         cache.json                           the source, for `lightning-sparse cache info`
-        <split>.manifest.npz                 list of the samples
+        <split>.manifest                     list of the samples
         <split>.lmdb/                        the files
 
 Another version of the layout uses another folder. It ignores this one and leaves it to `cache clear`.
@@ -24,8 +24,11 @@ from lightning_sparse.data.config import CacheConfig, DataError
 
 VERSION = 1
 NETWORK_FILE_SYSTEMS = (
-    *("nfs", "nfs4", "cifs", "smb3", "smbfs", "ceph", "lustre", "beegfs", "glusterfs", "9p", "afs"),
-    *("fuse.sshfs", "fuse.glusterfs", "fuse.ceph", "fuse.s3fs", "fuse.gcsfuse", "fuse.rclone", "fuse.juicefs"),
+    *("nfs", "nfs4", "cifs", "smb3", "smbfs", "ceph", "lustre", "beegfs", "glusterfs", "9p", "virtiofs", "afs", "coda"),
+    *("gpfs", "wekafs", "panfs", "pvfs2", "orangefs", "cvfs", "ocfs2", "gfs2", "daos"),
+    *("fuse.sshfs", "fuse.glusterfs", "fuse.ceph", "fuse.ceph-fuse", "fuse.s3fs", "fuse.gcsfuse", "fuse.rclone"),
+    *("fuse.juicefs", "fuse.JuiceFS", "fuse.daos", "fuse.dfuse", "fuse.mountpoint-s3", "fuse.blobfuse", "fuse.goofys"),
+    *("fuse.blobfuse2", "fuse.seaweedfs", "fuse.weed", "fuse.alluxio-fuse", "fuse.cvmfs2", "fuse.s3ql", "fuse.hdfs"),
 )
 
 
@@ -46,25 +49,40 @@ def cache_folder(config: CacheConfig) -> Path:
         DataError: if the folder cannot be created, belongs to another user, or is on a network file system.
     """
     root = Path(os.path.abspath(config.cache_dir))
-    try:
-        root.mkdir(mode=0o700, parents=True, exist_ok=True)
-    except OSError as error:
-        raise DataError(
-            f"cache_dir={root} cannot be created ({error.strerror}). Give a writable folder on a disk of the node."
-        ) from error
-    kind = file_system(root)
-    if kind in NETWORK_FILE_SYSTEMS:
-        raise DataError(
-            f"cache_dir={root} is on a network file system ({kind}), where locks and memory maps are not reliable. "
-            "Give a folder on a local disk of the node."
-        )
     name = source_name(config.source)
     folder = root / f"v{VERSION}-{hashlib.blake2b(name.encode(), digest_size=8).hexdigest()}"
-    private_folder(folder)
-    about = folder / "cache.json"
-    if not about.exists():
-        write_private(about, json.dumps({"source": name, "version": VERSION}).encode())
+    with usable(root):
+        root.mkdir(mode=0o700, parents=True, exist_ok=True)
+        kind = file_system(root)
+        if kind in NETWORK_FILE_SYSTEMS:
+            raise DataError(
+                f"cache_dir={root} is on a network file system ({kind}), where locks and memory maps are not reliable. "
+                "Give a folder on a local disk of the node."
+            )
+        if is_read_only(folder):
+            return folder
+        private_folder(folder)
+        about = folder / "cache.json"
+        if not about.exists() or not about.stat().st_size:
+            write_private(about, json.dumps({"source": name, "version": VERSION}).encode())
     return folder
+
+
+@contextlib.contextmanager
+def usable(folder: Path) -> Iterator[None]:
+    """Raise DataError, naming the folder, for errors of the file system in the block."""
+    try:
+        yield
+    except OSError as error:
+        raise DataError(
+            f"cache_dir={folder} cannot be used ({error.strerror or error}). Give a writable folder on a disk of the "
+            "node, with enough free space."
+        ) from error
+
+
+def is_read_only(folder: Path) -> bool:
+    """Whether `folder` is a cache that this user can read but not write: one that was filled before."""
+    return (folder / "cache.json").is_file() and not os.access(folder, os.W_OK)
 
 
 def private_folder(folder: Path) -> None:
@@ -97,7 +115,13 @@ def write_private(path: Path, data: bytes) -> None:
 
 @contextlib.contextmanager
 def locked(path: Path) -> Iterator[None]:
-    """Hold an exclusive lock on `path` on this node; the kernel releases it if the process dies."""
+    """Hold an exclusive lock on `path` on this node; the kernel releases it if the process dies.
+
+    In a folder that cannot be written there is nothing to lock.
+    """
+    if not os.access(path.parent, os.W_OK):
+        yield
+        return
     file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         fcntl.flock(file, fcntl.LOCK_EX)
@@ -106,14 +130,14 @@ def locked(path: Path) -> Iterator[None]:
         os.close(file)
 
 
-def file_system(folder: Path) -> str:
-    """Return the type of the file system of `folder`, "" if unknown."""
+def file_system(folder: Path, mounts: Path = Path("/proc/self/mounts")) -> str:
+    """Return the type of the file system of `folder`, "" if unknown; of a plain "fuse", with the name of its device."""
     longest, kind = "", ""
     with contextlib.suppress(OSError):
         real = os.path.realpath(folder)
-        for line in Path("/proc/self/mounts").read_text().splitlines():
+        for line in mounts.read_text().splitlines():
             fields = line.split()
             mount = fields[1].replace("\\040", " ")
             if (real == mount or real.startswith(mount.rstrip("/") + "/")) and len(mount) >= len(longest):
-                longest, kind = mount, fields[2]
+                longest, kind = mount, f"fuse.{fields[0]}" if fields[2] == "fuse" else fields[2]
     return kind

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from lightning_sparse.data.cache.disk import DiskCache
 from lightning_sparse.data.cache.folders import VERSION, source_name
-from lightning_sparse.data.cache.manifest import Manifest
+from lightning_sparse.data.cache.manifest import listed_splits
 from lightning_sparse.data.config import DataError
 
 _FOLDER = re.compile(r"v(\d+)-[0-9a-f]{16}")
@@ -50,7 +50,10 @@ def caches(cache_dir: str) -> list[CachedSource]:
         if match is None or folder.is_symlink() or not (folder / "cache.json").is_file():
             continue
         version = int(match[1])
-        source = str(json.loads((folder / "cache.json").read_text())["source"])
+        try:
+            source = str(json.loads((folder / "cache.json").read_text())["source"])
+        except (OSError, ValueError, KeyError, TypeError):
+            source = "an unknown source (its cache.json is corrupt)"
         splits = _splits(folder) if version == VERSION else ()
         found.append(CachedSource(folder, source, version, splits))
     return found
@@ -70,12 +73,10 @@ def clear(cache_dir: str, source: str | None = None) -> list[CachedSource]:
 
 def _splits(folder: Path) -> tuple[tuple[str, int, int, int], ...]:
     rows = []
-    for listed in sorted(folder.glob("*.manifest.npz")):
-        split = listed.name.removesuffix(".manifest.npz")
+    for split, files in listed_splits(folder).items():
         store = folder / f"{split}.lmdb"
+        kept, nbytes = 0, 0
         try:
-            files = len(Manifest.from_bytes(listed.read_bytes()))
-            kept, nbytes = 0, 0
             if store.is_dir():
                 disk = DiskCache(store)
                 kept, nbytes = disk.entries(), disk.bytes()

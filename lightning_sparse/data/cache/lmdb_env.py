@@ -6,6 +6,7 @@ the locks of the other. A forked child must not use the environments of its pare
 
 from __future__ import annotations
 
+import errno
 import os
 import threading
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ from lightning_sparse.data.config import DataError
 if TYPE_CHECKING:
     import lmdb
 
+LOCK_BYTES = 1 << 17  # of the lock file, rounded up
 MAP_BYTES = 1 << 42  # address space, not disk space: it never has to grow while other processes use it
 _open: dict[str, _Shared] = {}
 _lock = threading.Lock()
@@ -64,12 +66,17 @@ def release(folder: Path) -> None:
 def _opened(folder: Path, format: bytes) -> lmdb.Environment:
     import lmdb
 
-    private_folder(folder)
+    read_only = is_read_only(folder)
     try:
+        if not read_only:
+            private_folder(folder)
+            _check_room(folder)
         environment = lmdb.open(
             str(folder),
             map_size=MAP_BYTES,
             mode=0o600,
+            readonly=read_only,
+            lock=not read_only,  # nobody writes; the lock file could not be opened
             max_readers=1024,  # reader slots of all threads of the node; 64 bytes each
             max_spare_txns=4,  # keep the slots of threads that read often
             metasync=False,  # one fsync per batch: a power failure may lose the last batch, never part of it
@@ -79,25 +86,38 @@ def _opened(folder: Path, format: bytes) -> lmdb.Environment:
             readahead=False,  # values are read in random order
         )
         try:
-            _check(environment, folder, format)
+            _check(environment, folder, format, read_only)
         except BaseException:
             environment.close()
             raise
-    except lmdb.Error as error:
+    except (lmdb.Error, OSError) as error:
         raise _unusable(folder, f"cannot be opened: {error}") from error
     return environment
 
 
-def _check(environment: lmdb.Environment, folder: Path, format: bytes) -> None:
+def _check_room(folder: Path) -> None:
+    """LMDB maps its lock file without allocating it: on a full disk, writing to it would end the process by SIGBUS."""
+    about = os.statvfs(folder)
+    if not (folder / "lock.mdb").exists() and about.f_bavail * about.f_frsize < LOCK_BYTES:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def is_read_only(folder: Path) -> bool:
+    """Whether `folder` has an environment that this user can read but not write."""
+    return (folder / "data.mdb").is_file() and not os.access(folder / "data.mdb", os.W_OK)
+
+
+def _check(environment: lmdb.Environment, folder: Path, format: bytes, read_only: bool) -> None:
     """Raise DataError if the files are truncated or have another format; write the format of a new environment."""
-    environment.reader_check()  # free the slots of killed processes
+    if not read_only:
+        environment.reader_check()  # free the slots of killed processes
     info, stat = environment.info(), environment.stat()
     needed = (info["last_pgno"] + 1) * stat["psize"]
     if info["last_txnid"] and (folder / "data.mdb").stat().st_size < needed:
         raise _unusable(folder, f"is truncated: expected {needed:,} bytes")
-    with environment.begin(write=not stat["entries"]) as transaction:
+    with environment.begin(write=not stat["entries"] and not read_only) as transaction:
         found = transaction.get(b"format")
-        if found is None and not environment.stat()["entries"]:
+        if found is None and not environment.stat()["entries"] and not read_only:
             transaction.put(b"format", format)
             found = format
     if found != format:

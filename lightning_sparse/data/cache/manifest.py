@@ -1,145 +1,57 @@
-"""List of the samples of a split: made once on network storage, then kept in the cache.
+"""Makes the list of a split's samples on network storage, and keeps it in the cache.
 
-The source is ``<source>/<split>/<class>/**/*.jpg``. Classes are numbered by name, like torchvision's ImageFolder. The
-size and the modification time of each file identify its listed version: a file that differs has changed on storage.
-
-Listing takes minutes over a network, so only `lightning-sparse cache warm` lists a source again.
+Listing takes minutes over a network, so a run uses the list in the cache if the folders on storage have not changed
+since: it compares the names of the classes and the modification times of all folders, which change when a file is
+added, removed or renamed. A file that is overwritten in place does not change its folder, and object stores keep no
+times of folders: there, `lightning-sparse cache warm` lists again. Without an answer from storage, the run uses the
+list in the cache.
 """
 
 from __future__ import annotations
 
-import hashlib
-import io
-import os
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+import contextlib
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 from tqdm import tqdm
 
-from lightning_sparse.data.cache.disk import FileKey
-from lightning_sparse.data.cache.folders import cache_folder, file_name, locked, source_name, write_private
-from lightning_sparse.data.cache.storage import Storage
+from lightning_sparse.data.cache.folders import (
+    cache_folder,
+    file_name,
+    is_read_only,
+    locked,
+    source_name,
+    usable,
+    write_private,
+)
+from lightning_sparse.data.cache.samples import Manifest, Paths
+from lightning_sparse.data.cache.storage import Listed, MissingFolderError, Storage, StoredFile
 from lightning_sparse.data.config import CacheConfig, DataError
+from lightning_sparse.data.decode import UndecodableError, probe
+from lightning_sparse.messages import log
 
 LIST_READERS = 16  # folders listed at the same time
+PROBES = 64  # files that are read to estimate the size of decoded images
+CHECK_S = 10.0  # without an answer, a list in the cache is used as it is
 
 
-class Paths:
-    """Strings in one block of bytes. A million str objects per process would need gigabytes of memory per node."""
-
-    def __init__(self, joined: bytes, ends: npt.NDArray[np.int64]) -> None:
-        """ends: end of each path in `joined`."""
-        self.joined, self.ends = joined, ends
-
-    @classmethod
-    def of(cls, paths: Sequence[str]) -> Paths:
-        encoded = [os.fsencode(path) for path in paths]
-        return cls(b"".join(encoded), np.cumsum([len(path) for path in encoded], dtype=np.int64))
-
-    def __len__(self) -> int:
-        return len(self.ends)
-
-    def __getitem__(self, index: int) -> str:
-        end = int(self.ends[index])
-        begin = int(self.ends[index - 1]) if index % len(self) else 0
-        return os.fsdecode(self.joined[begin:end])
-
-    def __iter__(self) -> Iterator[str]:
-        begin = 0
-        for end in self.ends.tolist():
-            yield os.fsdecode(self.joined[begin:end])
-            begin = end
-
-
-@dataclass(frozen=True, eq=False)
-class Manifest:
-    """The samples of one split.
+def list_source(
+    source: str,
+    split: str,
+    *,
+    timeout: float = 300.0,
+    quiet: bool = False,
+    options: dict[str, Any] | None = None,
+) -> Manifest:
+    """List an image folder on network storage, classes in parallel, with a progress bar.
 
     Args:
-        split: name of the folder in the source, such as "train".
-        root: the source.
-        classes: names, in order.
-        paths: paths of the files relative to the root, with forward slashes, sorted.
-        labels: int64, class of each sample.
-        sizes: int64, size of each file when it was listed.
-        mtimes_ns: int64, modification time of each file when it was listed; 0 if unknown.
-        fingerprint: hash of all of these; computed if "".
-
-    Raises:
-        DataError: if a path could lead outside the source, or the fingerprint does not match.
-    """
-
-    split: str
-    root: str
-    classes: tuple[str, ...]
-    paths: Sequence[str] | Paths
-    labels: npt.NDArray[np.int64]
-    sizes: npt.NDArray[np.int64]
-    mtimes_ns: npt.NDArray[np.int64]
-    fingerprint: str = ""
-
-    def __post_init__(self) -> None:
-        paths = self.paths if isinstance(self.paths, Paths) else Paths.of(self.paths)
-        object.__setattr__(self, "paths", paths)
-        for path in paths:
-            if path.startswith("/") or "\0" in path or ".." in path.split("/"):
-                raise DataError(f"the manifest of {self.root} contains {path!r}, which could lead outside the source.")
-        if not len(paths) == len(self.labels) == len(self.sizes) == len(self.mtimes_ns):
-            raise ValueError("paths, labels, sizes and mtimes_ns of a manifest must have equal lengths.")
-        digest = hashlib.blake2b(repr((self.split, self.classes)).encode("utf-8", "surrogateescape"), digest_size=16)
-        digest.update(paths.joined)
-        for numbers in (paths.ends, self.labels, self.sizes, self.mtimes_ns):
-            digest.update(np.ascontiguousarray(numbers, np.int64).tobytes())
-        if self.fingerprint not in ("", digest.hexdigest()):
-            raise DataError(
-                f"the manifest of {self.root}, split {self.split}, is corrupt: its fingerprint does not match."
-            )
-        object.__setattr__(self, "fingerprint", digest.hexdigest())
-
-    def __len__(self) -> int:
-        return len(self.labels)
-
-    def key(self, index: int) -> FileKey:
-        """Return the file of a sample, as listed."""
-        return FileKey(self.paths[index], int(self.sizes[index]), int(self.mtimes_ns[index]))
-
-    def to_bytes(self) -> bytes:
-        assert isinstance(self.paths, Paths)
-        buffer = io.BytesIO()
-        classes = Paths.of(self.classes)
-        np.savez(
-            buffer,
-            allow_pickle=False,
-            about=np.array([self.split, self.root, self.fingerprint]),
-            class_bytes=np.frombuffer(classes.joined, np.uint8),
-            class_ends=classes.ends,
-            path_bytes=np.frombuffer(self.paths.joined, np.uint8),
-            path_ends=self.paths.ends,
-            labels=self.labels,
-            sizes=self.sizes,
-            mtimes_ns=self.mtimes_ns,
-        )
-        return buffer.getvalue()
-
-    @classmethod
-    def from_bytes(cls, data: bytes) -> Manifest:
-        """Inverse of `to_bytes`. Raises DataError if the data is corrupt."""
-        try:
-            with np.load(io.BytesIO(data), allow_pickle=False) as arrays:
-                split, root, fingerprint = arrays["about"].tolist()
-                classes = Paths(arrays["class_bytes"].tobytes(), arrays["class_ends"])
-                paths = Paths(arrays["path_bytes"].tobytes(), arrays["path_ends"])
-                labels, sizes, mtimes = (arrays[name] for name in ("labels", "sizes", "mtimes_ns"))
-        except Exception as error:
-            raise DataError(f"the cached list of samples cannot be read ({error}).") from error
-        return cls(split, root, tuple(classes), paths, labels, sizes, mtimes, fingerprint)
-
-
-def list_source(source: str, split: str, *, timeout: float = 300.0, quiet: bool = False) -> Manifest:
-    """List an image folder on network storage, classes in parallel, with a progress bar.
+        timeout, options: as `Storage`.
+        quiet: show no progress bar.
 
     Raises:
         ValueError: if the split could lead outside the source, or contains no images.
@@ -147,64 +59,201 @@ def list_source(source: str, split: str, *, timeout: float = 300.0, quiet: bool 
     """
     if not split or split.startswith("/") or ".." in split.split("/"):
         raise ValueError(f"split={split!r} must be the name of a folder in {source}, such as 'train'.")
-    storage = Storage(source, timeout=timeout, readers=LIST_READERS, quiet=quiet)
+    storage = Storage(source, timeout=timeout, readers=LIST_READERS, quiet=quiet, options=options)
     try:
-        classes = sorted(name for name, _, _ in next(storage.listing([f"{split}/"])))
+        times = storage.names(split)
+        classes = sorted(times)
         listed = storage.listing([f"{split}/{name}" for name in classes])
-        bar = tqdm(listed, total=len(classes), desc=f"listing {split}", unit="class", disable=quiet or None)
-        found = [(path, label, size, mtime) for label, files in enumerate(bar) for path, size, mtime in files]
+        below = list(tqdm(listed, total=len(classes), desc=f"listing {split}", unit="class", disable=quiet or None))
+        probed = _probed(storage, [path for each in below for path, _, _ in each.files])
     finally:
         storage.close()
-    empty = sorted(set(range(len(classes))) - {label for _, label, _, _ in found})
+    found = dict(zip(classes, below, strict=True))
+    _check_classes(source, split, found)
+    manifest = _manifest_of(source_name(source), split, times, found)
+    return replace(manifest, probed=probed)
+
+
+def _check_classes(source: str, split: str, below: Mapping[str, Listed]) -> None:
+    """Raise ValueError if there are no classes, or one without images."""
+    empty = [name for name, each in below.items() if not each.files]
     if empty:
         raise ValueError(
-            f"source={source}: folder {split}/{classes[empty[0]]} contains no images, so classes could be numbered "
-            "differently in another split. Remove the folder, or add images to it."
+            f"source={source}: folder {split}/{empty[0]} contains no images. Remove it, or add images to it."
         )
-    if not found:
-        raise ValueError(f"source={source}: {split}/ contains no class folders. Expected {split}/<class>/<image>.")
-    found.sort()
+    if not below:
+        raise ValueError(
+            f"source={source}: {split}/ contains no class folders. Expected {split}/<class>/<image>: put each image "
+            "into the folder of its class."
+        )
+
+
+def _probed(storage: Storage, paths: Sequence[str]) -> npt.NDArray[np.int64]:
+    """Return (size, height, width) of up to `PROBES` of these images, without those that are corrupt."""
+    some = [paths[index] for index in np.unique(np.linspace(0, len(paths) - 1, PROBES, dtype=int))] if paths else []
+    rows = []
+    for file in storage.read(some):
+        with contextlib.suppress(UndecodableError):
+            if isinstance(file, StoredFile):
+                rows.append((file.size, *probe(file.data)))
+    return np.array(rows, np.int64).reshape(-1, 3)
+
+
+def _manifest_of(root: str, split: str, times: Mapping[str, int], below: Mapping[str, Listed]) -> Manifest:
+    """times: modification time of the folder of each class. below: what each contains, by class in order."""
+    found = sorted(
+        (path, label, size, mtime) for label, each in enumerate(below.values()) for path, size, mtime in each.files
+    )
     labels, sizes, mtimes = (np.array([row[column] for row in found], np.int64) for column in (1, 2, 3))
     paths = Paths.of([row[0] for row in found])
-    return Manifest(split, source_name(source), tuple(classes), paths, labels, sizes, mtimes)
+    folders = {f"{split}/{name}": time for name, time in times.items()}
+    folders |= {path: time for each in below.values() for path, time in each.folders if path not in folders}
+    return Manifest(
+        split,
+        root,
+        tuple(below),
+        paths,
+        labels,
+        sizes,
+        mtimes,
+        folders=Paths.of(list(folders)),
+        folder_mtimes_ns=np.array(list(folders.values()), np.int64),
+    )
 
 
 def load_or_list(config: CacheConfig, split: str, *, relist: bool = False, quiet: bool = False) -> Manifest:
-    """Return the manifest from the cache, or list the source and cache the list. One process per node lists.
+    """Return the manifest from the cache if the source has not changed, or list the source and keep the list.
+
+    One process per node lists.
 
     Args:
-        relist: list the source even if the cache has a list.
+        relist: list the source in any case.
         quiet: show no progress bar.
 
     Raises:
         ValueError, DataError: as `list_source`.
     """
-    file = _manifest_file(config, split)
-    with locked(file.with_suffix(".lock")):
-        if file.exists() and not relist:
-            try:
-                return Manifest.from_bytes(file.read_bytes())
-            except DataError:
-                file.unlink()  # list again
-        manifest = list_source(config.source, split, timeout=config.storage_timeout, quiet=quiet)
+    file = _file(config, split)
+    with usable(file.parent), locked(file.with_suffix(".lock")):
+        kept = None if relist else kept_manifest(config, split)
+        if kept is not None and not _has_changed(config, kept):
+            return kept
+        if kept is not None and is_read_only(file.parent):
+            log.warning("using the list of %s/ in %s, which cannot be written", split, file.parent)
+            return kept
+        manifest = list_source(
+            config.source, split, timeout=config.storage_timeout, quiet=quiet, options=config.storage_options
+        )
         write_private(file, manifest.to_bytes())
+        _old_file(config, split).unlink(missing_ok=True)
         return manifest
 
 
 def class_names(config: CacheConfig, split: str) -> tuple[str, ...]:
-    """Return the names of the classes, from the cached manifest or from the folders of the source.
+    """Return the names of the classes: the folders of the source, or if storage does not answer, those in the cache.
 
     Raises:
-        DataError: if storage cannot be listed.
+        DataError: if there are neither.
     """
-    if _manifest_file(config, split).exists():
-        return load_or_list(config, split).classes
-    storage = Storage(config.source, timeout=config.storage_timeout, readers=1)
+    kept = kept_manifest(config, split)
+    storage = Storage(config.source, timeout=_patience(config, kept), readers=1, options=config.storage_options)
     try:
-        return tuple(sorted(name for name, _, _ in next(storage.listing([f"{split}/"]))))
+        return tuple(sorted(storage.names(split)))
+    except DataError:
+        if kept is None:
+            raise
+        return kept.classes
     finally:
         storage.close()
 
 
-def _manifest_file(config: CacheConfig, split: str) -> Path:
+def kept_manifest(config: CacheConfig, split: str) -> Manifest | None:
+    """Return the list in the cache; None if there is none, or if it is corrupt."""
+    for file in (_file(config, split), _old_file(config, split)):
+        try:
+            if file.exists():
+                return Manifest.load(file)
+        except DataError:
+            continue
+    return None
+
+
+def keep(config: CacheConfig, split: str, data: bytes) -> Manifest:
+    """Keep a list of another node (`Manifest.to_bytes`) in the cache, unless a process of this node has done so."""
+    sent, file = Manifest.from_bytes(data), _file(config, split)
+    if is_read_only(file.parent):
+        return sent
+    with usable(file.parent), locked(file.with_suffix(".lock")):
+        kept = kept_manifest(config, split)
+        if kept is not None and kept.fingerprint == sent.fingerprint:
+            return kept
+        write_private(file, data)
+        return Manifest.load(file)
+
+
+def listed_splits(folder: Path) -> dict[str, int]:
+    """Return the number of listed samples of each split, of the lists in a cache folder that can be read."""
+    found = {}
+    for file in sorted([*folder.glob("*.manifest.npz"), *folder.glob("*.manifest")]):
+        try:
+            found[file.name.partition(".manifest")[0]] = len(Manifest.load(file))
+        except DataError:
+            continue  # corrupt; the run that uses it lists again
+    return found
+
+
+def _has_changed(config: CacheConfig, kept: Manifest) -> bool:
+    """Whether the source has changed since it was listed. False if storage does not answer."""
+    storage = Storage(
+        config.source,
+        timeout=_patience(config, kept),
+        readers=LIST_READERS,
+        quiet=True,
+        options=config.storage_options,
+    )
+    try:
+        change = _change(storage, kept)
+    except DataError as error:
+        log.warning("using the list of %s/ in the cache, because storage cannot be asked: %s", kept.split, error)
+        return False
+    finally:
+        storage.close()
+    if change:
+        log.info("%s: listing %s/ again", change, kept.split)
+    return bool(change)
+
+
+def _change(storage: Storage, kept: Manifest) -> str:
+    """Return what has changed on storage since it was listed, or "".
+
+    Raises:
+        DataError: if storage does not answer, or does not have the split.
+    """
+    now = {f"{kept.split}/{name}": time for name, time in storage.names(kept.split).items()}
+    if not len(kept.folders):
+        return f"the list of {kept.split}/ is of an older version"
+    classes = {f"{kept.split}/{name}" for name in kept.classes}
+    for verb, names in (("is new", now.keys() - classes), ("is gone", classes - now.keys())):
+        if names:
+            return f"{min(names)}/ {verb}"
+    listed = dict(zip(kept.folders, kept.folder_mtimes_ns.tolist(), strict=True))
+    deeper = sorted(listed.keys() - classes)
+    try:
+        now |= dict(zip(deeper, storage.mtimes(deeper), strict=True))
+    except MissingFolderError:
+        return f"a folder below {kept.split}/ is gone"
+    changed = [name for name, time in now.items() if time and listed[name] and time != listed[name]]
+    return f"{min(changed)}/ has changed" if changed else ""
+
+
+def _patience(config: CacheConfig, kept: Manifest | None) -> float:
+    return config.storage_timeout if kept is None else min(CHECK_S, config.storage_timeout)
+
+
+def _file(config: CacheConfig, split: str) -> Path:
+    return cache_folder(config) / f"{file_name(split)}.manifest"
+
+
+def _old_file(config: CacheConfig, split: str) -> Path:
+    """Where earlier versions kept the list, without the times of folders."""
     return cache_folder(config) / f"{file_name(split)}.manifest.npz"

@@ -2,7 +2,7 @@
 
 A child process reads the files (see `storage_reader.py`). A request that fails because of the network (link down,
 server restarting) is retried until storage answers, or until `timeout` seconds pass without any answer. Errors of the
-file itself (missing, no permission, a link out of the source) are returned at once.
+file itself (missing, no permission) are returned at once.
 """
 
 import contextlib
@@ -21,7 +21,7 @@ from concurrent.futures import TimeoutError as FutureTimeoutError
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from lightning_sparse.data.cache.storage_reader import ANSWER, REQUEST
 from lightning_sparse.data.config import DataError
@@ -30,6 +30,7 @@ from lightning_sparse.messages import log
 WARN_S = 5.0  # silence before a warning
 RETRY_S = 1.0
 RESTART_S = 30.0  # silence before the reader is restarted, doubling each time: its connection may never recover
+KILL_S = 1.0  # for the end of a reader; one that hangs in the kernel is left to it
 _READER = Path(__file__).with_name("storage_reader.py")
 
 
@@ -47,6 +48,16 @@ class StoredFile(NamedTuple):
     data: bytes
     size: int
     mtime_ns: int
+
+
+class Listed(NamedTuple):
+    """What is below a folder.
+
+    files: (path, size, mtime in ns) of each image. folders: (path, mtime in ns) of each folder, 0 if unknown.
+    """
+
+    files: list[tuple[str, int, int]]
+    folders: list[tuple[str, int]]
 
 
 @dataclass(frozen=True)
@@ -72,10 +83,20 @@ class Storage:
         timeout: seconds without an answer before reads raise StorageTimeoutError.
         readers: files read at the same time.
         quiet: log interruptions at debug level; for all but one process of a node.
+        options: for fsspec, if the source is a URL.
     """
 
-    def __init__(self, source: str, *, timeout: float = 300.0, readers: int = 8, quiet: bool = False) -> None:
+    def __init__(
+        self,
+        source: str,
+        *,
+        timeout: float = 300.0,
+        readers: int = 8,
+        quiet: bool = False,
+        options: dict[str, Any] | None = None,
+    ) -> None:
         self.source = source if "://" in source else os.path.abspath(source)
+        self.options = options or {}
         self.timeout, self._readers, self._quiet = timeout, readers, quiet
         self._lock = threading.RLock()
         self._requests: dict[int, _Request] = {}
@@ -96,27 +117,52 @@ class Storage:
             status, payload, size, mtime_ns = self._wait_for(request)
             yield StoredFile(payload, size, mtime_ns) if status == "k" else Unreadable(_text(payload))
 
-    def listing(self, folders: Sequence[str]) -> Iterator[list[tuple[str, int, int]]]:
-        """Yield (path, size, mtime in ns) of all images below each folder; for "folder/", its subfolders.
+    def listing(self, folders: Sequence[str]) -> Iterator[Listed]:
+        """Yield the images and the folders below each folder.
 
         Raises:
-            MissingFolderError: if a folder cannot be listed.
+            MissingFolderError: if a folder cannot be listed; also `names` and `mtimes`.
         """
-        requests = [self._request("l", folder) for folder in folders]
+        for files, below in self._ask("l", folders):
+            yield Listed([tuple(each) for each in files], [tuple(each) for each in below])
+
+    def names(self, folder: str) -> dict[str, int]:
+        """Return the modification times in ns of the subfolders of a folder, by name; 0 if unknown."""
+        return dict(next(self._ask("n", [folder])))
+
+    def mtimes(self, folders: Sequence[str]) -> list[int]:
+        """Return the modification time of each folder in ns; 0 if unknown."""
+        return list(self._ask("m", folders))
+
+    def _ask(self, kind: str, folders: Sequence[str]) -> Iterator[Any]:
+        """Yield an answer in JSON for each folder. All are requested at once."""
+        requests = [self._request(kind, folder) for folder in folders]
         for folder, request in zip(folders, requests, strict=True):
             status, payload, _, _ = self._wait_for(request)
             if status != "k":
                 raise MissingFolderError(
-                    f"source={self.source} has no folder {folder.rstrip('/')}/ to read ({_text(payload)}). Expected "
+                    f"source={self.source} has no folder {folder}/ to read ({_text(payload)}). Expected "
                     f"train/<class>/<image> and val/<class>/<image>: check the path, and that it is mounted."
                 )
-            yield [(name, size, mtime) for name, size, mtime in json.loads(payload)]
+            yield json.loads(payload)
 
     def close(self) -> None:
         """End the reader process. Threads that wait for an answer raise DataError."""
         with self._lock:
             self._closed = True
             self._abandon_reader()
+            waiting, self._requests = list(self._requests.values()), {}
+        for request in waiting:
+            request.future.set_exception(self._was_closed())
+
+    @contextlib.contextmanager
+    def closed_on_error(self) -> Iterator[None]:
+        """Close if the block is left by an exception."""
+        try:
+            yield
+        except BaseException:
+            self.close()
+            raise
 
     def _abandon_reader(self) -> None:
         if self._reader is not None:
@@ -141,6 +187,7 @@ class Storage:
         self._restart_after *= 2
         self._restart_at = time.monotonic() + self._restart_after
         self._reader = _Reader(self.source, self._readers, self)
+        self._reader.send(json.dumps(self.options).encode())
         self._to_retry.clear()
         for request in list(self._requests.values()):
             self._reader.send(request.message)
@@ -150,6 +197,9 @@ class Storage:
         number, status, size, mtime_ns = ANSWER.unpack_from(message)
         payload = message[ANSWER.size :]
         with self._lock:
+            if chr(status) == "p":
+                self._reset_timeout()
+                return
             if chr(status) == "t":  # an error of the network
                 self._trouble = _text(payload)
                 self._to_retry.append(number)
@@ -168,7 +218,10 @@ class Storage:
         try:
             while True:
                 try:
-                    return request.future.result(timeout=RETRY_S)
+                    answer = request.future.result(timeout=RETRY_S)
+                    if answer[0] == "x":
+                        raise DataError(f"source={self.source} cannot be used: {_text(answer[1])}")
+                    return answer
                 except FutureTimeoutError:
                     self._check_timeout()
         finally:
@@ -205,7 +258,10 @@ class Storage:
 
     def _check_open(self) -> None:
         if self._closed:
-            raise DataError(f"storage {self.source} was closed during a read.")
+            raise self._was_closed()
+
+    def _was_closed(self) -> DataError:
+        return DataError(f"storage {self.source} was closed during a read.")
 
     def _log_recovery(self) -> None:
         if self._warned_since is not None:
@@ -272,6 +328,6 @@ def _stop(process: subprocess.Popen[bytes], connection: Connection, pid: int) ->
     with contextlib.suppress(OSError), socket.socket(fileno=os.dup(connection.fileno())) as ours:
         ours.shutdown(socket.SHUT_RDWR)  # ends the thread that listens, which closes the connection
     try:
-        process.wait(timeout=1)
+        process.wait(timeout=KILL_S)
     except subprocess.TimeoutExpired:
         process.returncode = -9  # hangs in the kernel; suppresses the warning about a child that was not waited for

@@ -4,13 +4,18 @@ A read from a dead mount cannot be interrupted, and its process cannot be killed
 training process never reads network storage itself: this process does, and is abandoned if it hangs.
 
 It receives requests on a socket (the file descriptor in argv), answers them in any order, and ends when the socket
-closes. It imports only the standard library, and fsspec if the source is a URL, so that it starts fast.
+closes. The first message is the options for fsspec, because other users can read argv. It imports only the standard
+library, and fsspec if the source is a URL, so that it starts fast.
 
 =========  ============================================  ============================================
-request    number u64, kind u8, path                     "r": read a file, "l": list a folder
+request    number u64, kind u8, path                     "r": read a file
+                                                         "l": list the images below a folder
+                                                         "n": list its subfolders, "m": when it changed
 answer     number u64, status u8, size u64, mtime i64,   status "k": contents of the file, or JSON
            payload                                       status "s": why the file cannot be read
                                                          status "t": error of the network, may pass
+                                                         status "x": why the source cannot be used
+                                                         status "p": listing goes on; an answer follows
 =========  ============================================  ============================================
 """
 
@@ -24,6 +29,8 @@ import os
 import stat
 import struct
 import threading
+import time
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime
 from errno import EACCES, EISDIR, ELOOP, ENAMETOOLONG, ENOENT, ENOTDIR, ENXIO, EPERM
@@ -34,6 +41,10 @@ REQUEST, ANSWER = struct.Struct("<QB"), struct.Struct("<QBQq")
 IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp", ".gif")
 # Errors of the file. All others (EIO, ENOTCONN, ESTALE, ETIMEDOUT, ...) are errors of the network and may pass.
 _FILE_ERRORS = (ENOENT, EACCES, EPERM, EISDIR, ENOTDIR, ELOOP, ENAMETOOLONG, ENXIO)
+# Errors of a program or of its options, which do not pass.
+_PROGRAM_ERRORS = (AttributeError, ImportError, NotImplementedError, TypeError)
+PROGRESS_S = 1.0
+MAX_LISTING_S = 1800.0  # of one request to a URL, whose progress is not known
 
 
 class UnreadableFileError(Exception):
@@ -45,14 +56,12 @@ class LocalStorage:
 
     def __init__(self, root: str) -> None:
         self.root = root
-        self._real: str | None = None
 
     def read(self, path: str) -> tuple[bytes, int, int]:
-        """Return (contents, size, mtime in ns) of a file whose real path is below the root."""
+        """Return (contents, size, mtime in ns) of a file. Links are followed, as torchvision's ImageFolder does."""
         # non-blocking: open() of a named pipe would wait for a writer
         file = os.open(os.path.join(self.root, path), os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
         with open(file, "rb", buffering=0) as stream:
-            self._check_inside(file, path)
             about = os.fstat(file)
             if not stat.S_ISREG(about.st_mode):
                 raise UnreadableFileError("it is not a regular file")
@@ -61,66 +70,105 @@ class LocalStorage:
                 parts.append(part)
         return b"".join(parts), about.st_size, about.st_mtime_ns
 
-    def listing(self, path: str) -> list[tuple[str, int, int]]:
-        """Return (path relative to the root, size, mtime) of each image below `path`; for "path/", its subfolders."""
-        if path.endswith("/"):
-            with os.scandir(os.path.join(self.root, path)) as entries:
-                return [(entry.name, 0, 0) for entry in entries if entry.is_dir()]
-        found, folders = [], [path]
-        while folders:
-            folder = folders.pop()
-            with os.scandir(os.path.join(self.root, folder)) as entries:
-                for entry in entries:
-                    name = f"{folder}/{entry.name}"
-                    if entry.is_dir():
-                        if not entry.is_symlink():  # links could form a loop
-                            folders.append(name)
-                    elif entry.name.lower().endswith(IMAGE_SUFFIXES):
-                        about = _stat(entry)
-                        found.append((name, about.st_size, about.st_mtime_ns) if about else (name, 0, 0))
-        return found
+    def names(self, path: str) -> "list[tuple[str, int]]":
+        """Return (name, mtime in ns) of the subfolders."""
+        with os.scandir(os.path.join(self.root, path)) as entries:
+            return [(entry.name, entry.stat().st_mtime_ns) for entry in entries if entry.is_dir()]
+
+    def mtime(self, path: str) -> int:
+        return os.stat(os.path.join(self.root, path)).st_mtime_ns
+
+    def listing(
+        self, path: str, progress: "Callable[[], None]"
+    ) -> "tuple[list[tuple[str, int, int]], list[tuple[str, int]]]":
+        """Return (path relative to the root, size, mtime) of each image below `path`, (path, mtime) of each folder.
+
+        progress: called every `PROGRESS_S` seconds, if entries are read.
+        """
+        found: list[tuple[str, int, int]] = []
+        folders: list[tuple[str, int]] = []
+        told = time.monotonic()
+        for files, below in self._walk(path, ()):
+            found += files
+            folders += below
+            if time.monotonic() - told >= PROGRESS_S:
+                progress()
+                told = time.monotonic()
+        return found, folders
+
+    def _walk(
+        self, folder: str, parents: "tuple[tuple[int, int], ...]"
+    ) -> "Iterator[tuple[list[tuple[str, int, int]], list[tuple[str, int]]]]":
+        """Yield images and folders, one at a time.
+
+        parents: device and inode of the folders above, because links could form a loop.
+        """
+        about = os.stat(os.path.join(self.root, folder))  # before it is listed: later changes have a later time
+        own = (about.st_dev, about.st_ino)
+        if own in parents:
+            return
+        yield [], [(folder, about.st_mtime_ns)]
+        with os.scandir(os.path.join(self.root, folder)) as entries:
+            for entry in entries:
+                name = f"{folder}/{entry.name}"
+                if entry.is_dir():
+                    yield from self._walk(name, (*parents, own))
+                elif entry.name.lower().endswith(IMAGE_SUFFIXES):
+                    image = _stat(entry)
+                    yield [(name, image.st_size, image.st_mtime_ns) if image else (name, 0, 0)], []
 
     def alive(self) -> bool:
         """Whether the storage is mounted: an unmounted folder is empty."""
         with os.scandir(self.root) as entries:
             return next(entries, None) is not None
 
-    def _check_inside(self, file: int, path: str) -> None:
-        if self._real is None:
-            self._real = os.path.realpath(self.root)
-        try:
-            real = os.readlink(f"/proc/self/fd/{file}")  # needs no access to storage and has no race
-        except OSError:
-            real = os.path.realpath(os.path.join(self.root, path))
-        if not real.startswith(os.path.join(self._real, "")):
-            raise UnreadableFileError(f"it leads outside the source, to {real}")
-
 
 class FsspecStorage:
     """A URL that fsspec opens."""
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, options: "dict[str, Any]") -> None:
         from fsspec.core import url_to_fs
 
-        self._fs, root = url_to_fs(url)
+        self._fs, root = url_to_fs(url, **options)
         self._root = root.rstrip("/")
 
     def read(self, path: str) -> tuple[bytes, int, int]:
-        where = self._at(path)
-        data = self._fs.cat_file(where)
-        return data, len(data), _mtime(self._fs.info(where))
+        """Return (contents, size, 0): the modification time would take another request."""
+        data = self._fs.cat_file(self._at(path))
+        return data, len(data), 0
 
-    def listing(self, path: str) -> list[tuple[str, int, int]]:
-        where, skip = self._at(path.rstrip("/")), len(self._root) + 1 if self._root else 0
-        if path.endswith("/"):
-            entries = self._fs.ls(where, detail=True)
-            return [(e["name"].rstrip("/").rpartition("/")[2], 0, 0) for e in entries if e["type"] == "directory"]
-        found = self._fs.find(where, detail=True)
-        return [
-            (name[skip:], about.get("size") or 0, _mtime(about))
-            for name, about in found.items()
-            if name.lower().endswith(IMAGE_SUFFIXES)
-        ]
+    def names(self, path: str) -> "list[tuple[str, int]]":
+        entries = self._fs.ls(self._at(path), detail=True)
+        return [(e["name"].rstrip("/").rpartition("/")[2], _mtime(e)) for e in entries if e["type"] == "directory"]
+
+    def mtime(self, path: str) -> int:
+        """0 if storage keeps no times of folders."""
+        return _mtime(self._fs.info(self._at(path)))
+
+    def listing(
+        self, path: str, progress: "Callable[[], None]"
+    ) -> "tuple[list[tuple[str, int, int]], list[tuple[str, int]]]":
+        ended, deadline = threading.Event(), time.monotonic() + MAX_LISTING_S
+
+        def report() -> None:
+            while not ended.wait(PROGRESS_S) and time.monotonic() < deadline:
+                progress()
+
+        threading.Thread(target=report, daemon=True).start()
+        try:
+            return self._listing(path)
+        finally:
+            ended.set()
+
+    def _listing(self, path: str) -> "tuple[list[tuple[str, int, int]], list[tuple[str, int]]]":
+        skip = len(self._root) + 1 if self._root else 0
+        found, folders = [], []
+        for name, about in self._fs.find(self._at(path), detail=True, withdirs=True).items():
+            if about["type"] == "directory":
+                folders.append((name.rstrip("/")[skip:], _mtime(about)))
+            elif name.lower().endswith(IMAGE_SUFFIXES):
+                found.append((name[skip:], about.get("size") or 0, _mtime(about)))
+        return found, folders
 
     def alive(self) -> bool:
         return bool(self._fs.ls(self._root or "", detail=False))
@@ -148,39 +196,76 @@ def _mtime(about: "dict[str, Any]") -> int:
     return int.from_bytes(tag.encode()[-7:], "little")
 
 
-def answer(storage: "LocalStorage | FsspecStorage", kind: int, path: str) -> "tuple[int, bytes, int, int]":
+class Source:
+    """The storage, opened by the first request that succeeds: it may take several if its server does not answer."""
+
+    def __init__(self, source: str, options: "dict[str, Any]") -> None:
+        self._source, self._options, self._lock = source, options, threading.Lock()
+        self._storage: LocalStorage | FsspecStorage | None = None
+
+    def opened(self) -> "LocalStorage | FsspecStorage":
+        with self._lock:
+            if self._storage is None:
+                url = "://" in self._source
+                self._storage = FsspecStorage(self._source, self._options) if url else LocalStorage(self._source)
+            return self._storage
+
+
+def answer(source: Source, kind: int, path: str, progress: "Callable[[], None]") -> "tuple[int, bytes, int, int]":
     """(status, payload, size, mtime)"""
     try:
+        storage = source.opened()
+    except Exception as error:
+        never = isinstance(error, (*_PROGRAM_ERRORS, ValueError)) or getattr(error, "errno", 0) in _FILE_ERRORS
+        return ord("x" if never else "t"), _described(error), 0, 0
+    try:
+        if kind == ord("r"):
+            return (ord("k"), *storage.read(path))
         if kind == ord("l"):
-            return ord("k"), json.dumps(storage.listing(path)).encode("utf-8", "surrogatepass"), 0, 0
-        return (ord("k"), *storage.read(path))
+            found: Any = storage.listing(path, progress)
+        else:
+            found = storage.names(path) if kind == ord("n") else storage.mtime(path)
+        return ord("k"), json.dumps(found).encode("utf-8", "surrogatepass"), 0, 0
     except UnreadableFileError as error:
         return ord("s"), str(error).encode(), 0, 0
     except Exception as error:
-        text = f"{type(error).__name__}: {error}".encode("utf-8", "replace")
+        if isinstance(error, _PROGRAM_ERRORS) or (kind != ord("r") and "Credentials" in type(error).__name__):
+            return ord("x"), _described(error), 0, 0
         missing = isinstance(error, FileNotFoundError)
-        final = missing or (isinstance(error, OSError) and error.errno in _FILE_ERRORS)
+        final = missing or isinstance(error, PermissionError)  # object stores set no errno
+        final = final or (isinstance(error, OSError) and error.errno in _FILE_ERRORS)
         try:
-            final = final and (kind == ord("l") or not missing or storage.alive())
+            if missing and kind == ord("r") and not storage.alive():
+                final = False
         except Exception as root_error:
-            final, text = False, f"{type(root_error).__name__}: {root_error}".encode("utf-8", "replace")
-        return ord("s" if final else "t"), text, 0, 0
+            return ord("t"), _described(root_error), 0, 0
+        return ord("s" if final else "t"), _described(error), 0, 0
+
+
+def _described(error: Exception) -> bytes:
+    return f"{type(error).__name__}: {error}".encode("utf-8", "replace")
 
 
 def main(file: int, threads: int, source: str) -> None:
     connection = Connection(file)
     lock = threading.Lock()
-    storage = FsspecStorage(source) if "://" in source else LocalStorage(source)
+    try:
+        options = json.loads(connection.recv_bytes())
+    except (EOFError, OSError):
+        os._exit(0)
+    storage = Source(source, options)
 
-    def serve(message: bytes) -> None:
-        number, kind = REQUEST.unpack_from(message)
-        path = message[REQUEST.size :].decode("utf-8", "surrogateescape")
-        status, payload, size, mtime = answer(storage, kind, path)
+    def send(number: int, status: int, payload: bytes = b"", size: int = 0, mtime: int = 0) -> None:
         with lock:
             try:
                 connection.send_bytes(ANSWER.pack(number, status, size, mtime) + payload)
             except OSError:
                 os._exit(0)  # the socket is closed; another thread may hang, so do not wait for it
+
+    def serve(message: bytes) -> None:
+        number, kind = REQUEST.unpack_from(message)
+        path = message[REQUEST.size :].decode("utf-8", "surrogateescape")
+        send(number, *answer(storage, kind, path, lambda: send(number, ord("p"))))
 
     with ThreadPoolExecutor(threads) as pool:
         while True:

@@ -25,13 +25,14 @@ import numpy.typing as npt
 from lightning_sparse.data import decode
 from lightning_sparse.data.cache.counts import TierCounts
 from lightning_sparse.data.cache.disk import CachedFile, FileKey
-from lightning_sparse.data.cache.manifest import Manifest
 from lightning_sparse.data.cache.placement import Placement, owners
+from lightning_sparse.data.cache.samples import Manifest
 from lightning_sparse.data.cache.storage import StoredFile, Unreadable
 from lightning_sparse.data.cache.tiers import Tiers, open_tiers, store_file
 from lightning_sparse.data.config import CacheConfig, CorruptSampleError
 from lightning_sparse.data.peers.client import PeerClient
 from lightning_sparse.data.peers.interface import node_address
+from lightning_sparse.data.peers.limits import allow_connections
 from lightning_sparse.data.peers.server import PeerServer
 from lightning_sparse.data.sample import Format, Sample, View
 
@@ -69,6 +70,11 @@ class SampleStore:
         self._opened: Tiers | None = None
         self._lock, self._pid = threading.Lock(), os.getpid()
         self.format: Format = self._tiers().memory.format
+
+    @property
+    def short_side(self) -> int:
+        """Shorter side of decoded images, at most."""
+        return self.config.short_side
 
     def get(self, indices: Sequence[int]) -> list[Sample]:
         """Return samples in the order of `indices`, which refer to the manifest.
@@ -178,7 +184,7 @@ class SampleStore:
         return view
 
     def _check_unchanged(self, tiers: Tiers, key: FileKey, file: StoredFile) -> None:
-        if file.size == key.size and (file.mtime_ns == key.mtime_ns or key.mtime_ns == 0):
+        if file.size == key.size and (file.mtime_ns == key.mtime_ns or 0 in (file.mtime_ns, key.mtime_ns)):
             return
         tiers.counter.add(changed=1)
         tiers.warn_once(
@@ -209,19 +215,26 @@ class SampleStore:
     def _sample(self, index: int, view: View) -> Sample:
         return Sample(view.data, int(self.manifest.labels[index]), index, view.height, view.width)
 
-    def serve(self) -> str:
+    def serve(self, address: str | None = None, clients: int = 0) -> str:
         """Start the server process that serves this node's samples; called by one rank per node.
+
+        Args:
+            address: IP address to listen on; default: `interface.node_address`.
+            clients: processes of other nodes that connect.
 
         Returns:
             The endpoint, to pass to `connect` on the other nodes.
 
         Raises:
             ValueError: if this node does not have `peer_address`.
+            DataError: if no port is free, or the limit of open files is too low for the clients.
             RuntimeError: if the server does not start.
         """
         tiers = self._tiers()
         if tiers.server is None:
-            tiers.server = PeerServer(self, self._run, node_address(self.config.peer_address))
+            address = address or node_address(self.config.peer_address)
+            ports = self.config.peer_ports
+            tiers.server = PeerServer(self, self._run, address, ports=ports, clients=clients)
         return tiers.server.endpoint
 
     def connect(self, endpoints: Mapping[int, str]) -> None:
@@ -232,6 +245,7 @@ class SampleStore:
     def _connect(self, tiers: Tiers) -> None:
         if tiers.peers is not None:
             tiers.peers.close()
+        allow_connections(2 * len(self._endpoints))
         tiers.peers = PeerClient(self._endpoints, self._run, self.format, tiers.warn_once) if self._endpoints else None
 
     def counters(self) -> TierCounts:
@@ -250,6 +264,11 @@ class SampleStore:
     def flush(self) -> None:
         """Write pending files to disk."""
         self._tiers().disk.flush()
+
+    def interrupt(self) -> None:
+        """End the reads of network storage. Threads that wait for it raise DataError."""
+        if self._opened is not None and self._opened.pid == os.getpid():
+            self._opened.storage.close()
 
     def close(self) -> None:
         """Write pending files and close the tiers. The last process of a run on a node frees its memory."""

@@ -12,9 +12,9 @@ from lightning_sparse.data.cache.budget import open_memory, segment_name
 from lightning_sparse.data.cache.counts import Counter
 from lightning_sparse.data.cache.disk import CachedFile, DiskCache, FileKey, corrupt_file
 from lightning_sparse.data.cache.folders import cache_folder, file_name
-from lightning_sparse.data.cache.manifest import Manifest
 from lightning_sparse.data.cache.memory import MemoryCache
 from lightning_sparse.data.cache.placement import Placement
+from lightning_sparse.data.cache.samples import Manifest
 from lightning_sparse.data.cache.storage import Storage, StoredFile, Unreadable
 from lightning_sparse.data.config import GB, CacheConfig
 from lightning_sparse.data.peers.client import PeerClient
@@ -105,5 +105,11 @@ def open_tiers(
 
     disk = open_disk(config, manifest.split, counter, warn_once)
     quiet = placement.device_index != 0  # one rank per node logs interruptions of storage
-    storage = Storage(config.source, timeout=config.storage_timeout, readers=config.storage_readers, quiet=quiet)
+    storage = Storage(
+        config.source,
+        timeout=config.storage_timeout,
+        readers=config.storage_readers,
+        quiet=quiet,
+        options=config.storage_options,
+    )
     return Tiers(os.getpid(), memory, disk, storage, counter, decode.decoder_id(), warn_once)

@@ -1,7 +1,7 @@
 """Fill the disk tier before a run: `lightning-sparse cache warm`. If interrupted, the next call continues.
 
-It lists the source again and reads files that were added or changed. Several threads read and decode, because decoding
-validates each file.
+It lists the source again and reads files that were added or changed, also those that were overwritten in place. Several
+threads read and decode, because decoding validates each file.
 """
 
 from __future__ import annotations
@@ -61,7 +61,12 @@ def warm(config: CacheConfig, split: str, *, placement: Placement | None = None,
     owned = np.flatnonzero(owners(manifest.labels, placement.num_nodes, config.seed) == placement.node_index)
     report = WarmReport(split, files=len(owned))
     disk = open_disk(config, split, Counter(), lambda topic, text: log.warning("%s", text))
-    storage = Storage(config.source, timeout=config.storage_timeout, readers=config.storage_readers)
+    storage = Storage(
+        config.source,
+        timeout=config.storage_timeout,
+        readers=config.storage_readers,
+        options=config.storage_options,
+    )
     try:
         keys = [manifest.key(index) for index in owned.tolist()]
         missing = [key for key, has in zip(keys, disk.has(keys), strict=True) if not has]
@@ -111,7 +116,8 @@ def _fill(
         return done
 
     chunks = [missing[begin : begin + CHUNK] for begin in range(0, len(missing), CHUNK)][::-1]
-    with ThreadPoolExecutor(threads) as pool:
+    # Ctrl-C closes storage before it waits for the threads, which may wait for storage
+    with ThreadPoolExecutor(threads) as pool, storage.closed_on_error():
         running: set[Future[list[tuple[FileKey, int, str]]]] = set()
         while chunks or running:
             while chunks and len(running) < 2 * threads and not disk.full:

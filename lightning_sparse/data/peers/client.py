@@ -3,6 +3,9 @@
 Each node runs one server process (`server.py`). Keys are derived from the secret of the run, which only its ranks hold:
 a server answers only clients that hold the client key, and a client connects only to servers that hold the server key.
 
+A process has one connection per node. One thread holds them, because zmq's sockets must not be shared: `fetch`, which
+many threads call, gives it requests and waits for answers.
+
 A slow server still answers pings. A server that sends nothing for `DEAD_S` is considered dead: the caller reads from
 local disk and network storage, and the client retries the server after a pause.
 """
@@ -10,9 +13,12 @@ local disk and network storage, and the client retries the server after a pause.
 from __future__ import annotations
 
 import itertools
+import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from queue import SimpleQueue
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -29,6 +35,14 @@ MIN_PAUSE_S, MAX_PAUSE_S = 30.0, 600.0  # before the next try; doubles each time
 REQUEST_SAMPLES = 32  # samples per request: several requests in flight overlap reading with sending
 
 
+class _Request(NamedTuple):
+    """A request to a node. answers: receives the frames of the answer, or None if the node does not answer."""
+
+    node: int
+    indices: bytes
+    answers: SimpleQueue[tuple[int, list[zmq.Frame] | None]]
+
+
 class PeerClient:
     """Reads samples from other nodes. Thread-safe.
 
@@ -41,13 +55,8 @@ class PeerClient:
     def __init__(
         self, endpoints: Mapping[int, str], run: bytes, format: Format, warn_once: Callable[[str, str], None]
     ) -> None:
-        import zmq
-
         self._endpoints, self._format, self._warn_once = dict(endpoints), format.encode(), warn_once
-        self._keys = Keys.of(run)
-        self._context = zmq.Context()
-        self._numbers = itertools.count(1)
-        self._idle: list[_Sockets] = []  # one call uses a set of sockets at a time; threads come and go
+        self._connections = _Connections(self._endpoints, Keys.of(run), self._give_up)
         self._dead_until: dict[int, float] = {}
         self._pauses: dict[int, float] = {}
 
@@ -64,48 +73,18 @@ class PeerClient:
         for index, node in zip(indices, nodes.tolist(), strict=True):
             if node in self._endpoints and now >= self._dead_until.get(node, 0.0):
                 wanted.setdefault(node, []).append(index)
-        if not wanted:
-            return
-        try:
-            sockets = self._idle.pop()
-        except IndexError:
-            sockets = _Sockets(self._context, self._endpoints, self._keys)
-        try:
-            yield from self._answers(sockets, self._send_requests(sockets, wanted))
-        finally:
-            self._idle.append(sockets)
-
-    def _send_requests(self, sockets: _Sockets, wanted: Mapping[int, Sequence[int]]) -> dict[bytes, int]:
-        """Send requests; return the node of each request by its number."""
-        requests: dict[bytes, int] = {}
-        for node, indices in wanted.items():
-            for begin in range(0, len(indices), REQUEST_SAMPLES):
-                number = next(self._numbers).to_bytes(8, "little")
-                part = np.array(indices[begin : begin + REQUEST_SAMPLES], np.int64)
-                sockets.send(node, b"get", number, part.tobytes())  # a request that zmq drops times out below
-                requests[number] = node
-        return requests
-
-    def _answers(self, sockets: _Sockets, requests: dict[bytes, int]) -> Iterator[tuple[int, int, View | str]]:
-        heard = dict.fromkeys(requests.values(), time.monotonic())
-        pinged = time.monotonic()
-        while requests:
-            for node, frames in sockets.receive(heard):
-                heard[node] = time.monotonic()
-                # skip answers to a call that ended early: their number is unknown
-                if frames[0].bytes != b"pong" and requests.pop(frames[1].bytes, None) is not None:
-                    self._pauses.pop(node, None)
-                    yield from self._samples(node, frames)
-            now = time.monotonic()
-            if now - pinged < PING_S:
-                continue
-            pinged = now
-            for node in set(requests.values()):
-                if now - heard[node] > DEAD_S or not sockets.send(node, b"ping", b""):
-                    del heard[node]
-                    sockets.close(node)
-                    self._give_up(node)
-            requests = {number: node for number, node in requests.items() if node in heard}
+        answers: SimpleQueue[tuple[int, list[zmq.Frame] | None]] = SimpleQueue()
+        requests = [
+            _Request(node, np.array(of_node[begin : begin + REQUEST_SAMPLES], np.int64).tobytes(), answers)
+            for node, of_node in wanted.items()
+            for begin in range(0, len(of_node), REQUEST_SAMPLES)
+        ]
+        self._connections.send(requests)
+        for _ in requests:
+            node, frames = answers.get()
+            if frames is not None:
+                self._pauses.pop(node, None)
+                yield from self._samples(node, frames)
 
     def _samples(self, node: int, frames: Sequence[zmq.Frame]) -> Iterator[tuple[int, int, View | str]]:
         if frames[0].bytes != b"have":
@@ -128,53 +107,154 @@ class PeerClient:
                 data = data.reshape(height, width, 3)
             yield requested, index, View(data, height, width)
 
-    def _give_up(self, node: int) -> None:
+    def _give_up(self, node: int, reason: str) -> None:
         self._pauses[node] = pause = min(2 * self._pauses.get(node, MIN_PAUSE_S / 2), MAX_PAUSE_S)
         self._dead_until[node] = time.monotonic() + pause
         self._warn_once(
             f"dead peer {node}",
-            f"node {node} ({self._endpoints[node]}) does not respond: its samples are read from local disk or network "
+            f"node {node} ({self._endpoints[node]}) {reason}: its samples are read from local disk or network "
             "storage until it does.",
         )
 
     def close(self) -> None:
-        """Close all sockets. No thread may call `fetch` any more."""
+        """Close all connections. Threads that wait in `fetch` get no more samples."""
+        self._connections.close()
+
+
+class _Connections:
+    """One connection per node, held by a thread that sends requests and distributes answers.
+
+    Args:
+        give_up: called with a node that does not answer, and the reason.
+    """
+
+    def __init__(self, endpoints: Mapping[int, str], keys: Keys, give_up: Callable[[int, str], None]) -> None:
+        import zmq
+
+        self._endpoints, self._keys, self._give_up = endpoints, keys, give_up
+        self._context = zmq.Context()
+        self._context.set(zmq.MAX_SOCKETS, len(endpoints) + 16)
+        self._open: dict[int, zmq.Socket[bytes]] = {}
+        self._numbers = itertools.count(1)
+        self._requests: dict[bytes, _Request] = {}  # sent, by number
+        self._heard: dict[int, float] = {}  # when a node was last heard, or sent the first request after a pause
+        self._to_send: deque[_Request] = deque()
+        self._lock = threading.Lock()
+        self._closed = False
+        self._wake, woken = self._context.socket(zmq.PAIR), self._context.socket(zmq.PAIR)
+        self._wake.bind("inproc://wake")
+        woken.connect("inproc://wake")
+        self._thread = threading.Thread(target=self._run, args=(woken,), name="lightning_sparse peers", daemon=True)
+        self._thread.start()
+
+    def send(self, requests: Sequence[_Request]) -> None:
+        """Send requests. Each gets one answer."""
+        with self._lock:
+            if not self._closed and requests:
+                self._to_send.extend(requests)
+                self._wake.send(b"")
+                return
+        for each in requests:
+            each.answers.put((each.node, None))
+
+    def close(self) -> None:
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            self._wake.send(b"")
+        self._thread.join()
+        self._wake.close(linger=0)
         self._context.destroy(linger=0)
 
-
-class _Sockets:
-    """Sockets to other nodes, one per node, used by one call at a time."""
-
-    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], endpoints: Mapping[int, str], keys: Keys) -> None:
-        self._context, self._endpoints, self._keys = context, endpoints, keys
-        self._open: dict[int, zmq.Socket[bytes]] = {}
-
-    def send(self, node: int, *frames: bytes) -> bool:
-        """Return False if the queue to that node is full: it refused this process, or has not read for long."""
+    def _run(self, woken: zmq.Socket[bytes]) -> None:
         import zmq
 
-        if node not in self._open:
-            socket = self._open[node] = self._context.socket(zmq.DEALER)
-            socket.linger, socket.ipv6 = 0, "[" in self._endpoints[node]
-            socket.curve_serverkey = self._keys.server_public
-            socket.curve_publickey, socket.curve_secretkey = self._keys.client_public, self._keys.client_secret
-            socket.connect(self._endpoints[node])
-        try:
-            self._open[node].send_multipart(frames, zmq.NOBLOCK)
-        except zmq.Again:
-            return False
-        return True
-
-    def receive(self, nodes: Iterable[int]) -> Iterator[tuple[int, list[zmq.Frame]]]:
-        """Yield what these nodes sent, waiting up to `PING_S`."""
-        import zmq
-
-        sockets = {self._open[node]: node for node in nodes}
         poller = zmq.Poller()
-        for socket in sockets:
-            poller.register(socket, zmq.POLLIN)
-        for socket, node in [(each, sockets[each]) for each, _ in poller.poll(int(PING_S * 1000))]:
-            yield node, socket.recv_multipart(zmq.NOBLOCK, copy=False)
+        poller.register(woken, zmq.POLLIN)
+        pinged = time.monotonic()
+        try:
+            while not self._closed:
+                for socket, _ in poller.poll(int(PING_S * 1000) if self._requests else None):
+                    if socket is woken:
+                        woken.recv()
+                    else:
+                        self._receive(socket)
+                while self._to_send:
+                    self._send(self._to_send.popleft(), poller)
+                if self._requests and time.monotonic() - pinged >= PING_S:
+                    pinged = time.monotonic()
+                    self._ping(poller)
+        finally:
+            with self._lock:
+                self._closed = True
+                left = [*self._requests.values(), *self._to_send]
+            for each in left:
+                each.answers.put((each.node, None))
+            for socket in (woken, *self._open.values()):
+                socket.close(linger=0)
 
-    def close(self, node: int) -> None:
-        self._open.pop(node).close(linger=0)
+    def _send(self, request: _Request, poller: zmq.Poller) -> None:
+        import zmq
+
+        node, number = request.node, next(self._numbers).to_bytes(8, "little")
+        self._requests[number] = request
+        try:
+            if node not in self._open:
+                self._open[node] = self._connected(node)
+                poller.register(self._open[node], zmq.POLLIN)
+            if sum(each.node == node for each in self._requests.values()) == 1:
+                self._heard[node] = time.monotonic()
+            self._open[node].send_multipart((b"get", number, request.indices), zmq.NOBLOCK)
+        except zmq.Again:  # it refused this process, or has not read for long
+            self._drop(node, "does not respond", poller)
+        except zmq.ZMQError as error:  # such as too many open files
+            self._drop(node, f"cannot be reached ({error})", poller)
+
+    def _connected(self, node: int) -> zmq.Socket[bytes]:
+        import zmq
+
+        socket = self._context.socket(zmq.DEALER)
+        socket.linger, socket.ipv6 = 0, "[" in self._endpoints[node]
+        socket.curve_serverkey = self._keys.server_public
+        socket.curve_publickey, socket.curve_secretkey = self._keys.client_public, self._keys.client_secret
+        socket.connect(self._endpoints[node])
+        return socket
+
+    def _receive(self, socket: zmq.Socket[bytes]) -> None:
+        import zmq
+
+        node = next((node for node, each in self._open.items() if each is socket), None)
+        if node is None:
+            return  # closed meanwhile
+        try:
+            frames = socket.recv_multipart(zmq.NOBLOCK, copy=False)
+        except zmq.Again:
+            return
+        self._heard[node] = time.monotonic()
+        request = None if frames[0].bytes == b"pong" else self._requests.pop(frames[1].bytes, None)
+        if request is not None:
+            request.answers.put((node, frames))
+
+    def _ping(self, poller: zmq.Poller) -> None:
+        """Ping the nodes that have not answered. Give up those that have been silent for long."""
+        import zmq
+
+        for node in {each.node for each in self._requests.values()}:
+            if time.monotonic() - self._heard[node] > DEAD_S:
+                self._drop(node, "does not respond", poller)
+                continue
+            try:
+                self._open[node].send_multipart((b"ping", b""), zmq.NOBLOCK)
+            except zmq.ZMQError:
+                self._drop(node, "does not respond", poller)
+
+    def _drop(self, node: int, reason: str, poller: zmq.Poller) -> None:
+        """Close the connection to a node, and answer all requests to it with None."""
+        socket = self._open.pop(node, None)
+        if socket is not None:
+            poller.unregister(socket)
+            socket.close(linger=0)
+        self._give_up(node, reason)
+        for number in [number for number, each in self._requests.items() if each.node == node]:
+            self._requests.pop(number).answers.put((node, None))

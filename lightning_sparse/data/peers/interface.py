@@ -6,6 +6,7 @@ import ipaddress
 import os
 import socket
 import struct
+from collections.abc import Sequence
 
 _SIOCGIFADDR = 0x8915
 _VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
@@ -31,6 +32,22 @@ def node_address(given: str | None) -> str:
             with contextlib.suppress(ValueError):  # NCCL also accepts the prefix of a name
                 return _address_of(names[0].partition(":")[0])
     return _address_towards(os.environ.get("MASTER_ADDR", "localhost"))
+
+
+def reachable(address: str, others: Sequence[str]) -> str:
+    """Return an address of this node that other nodes can reach.
+
+    The name of the master resolves to a loopback address on the master itself, if its hosts file says so, as Debian's
+    does. Then this is the address of the interface that routes to the others.
+
+    Args:
+        address: of this node, from `node_address`.
+        others: those of all nodes.
+    """
+    if not ipaddress.ip_address(address).is_loopback:
+        return address
+    towards = (_address_towards(other) for other in others if not ipaddress.ip_address(other).is_loopback)
+    return next((each for each in towards if not ipaddress.ip_address(each).is_loopback), address)
 
 
 def _address_of(interface: str) -> str:

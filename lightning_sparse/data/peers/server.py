@@ -12,6 +12,7 @@ import pickle
 import subprocess
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -20,14 +21,17 @@ from typing import Any
 
 import numpy as np
 
-from lightning_sparse.data.config import CorruptSampleError
+from lightning_sparse.data.config import CorruptSampleError, DataError
+from lightning_sparse.data.peers.limits import allow_connections
 from lightning_sparse.data.peers.protocol import Keys
 from lightning_sparse.data.sample import Sample, SampleReader
 
 THREADS = 4
 MAX_REQUEST_BYTES = 1 << 16
-START_S = 60.0
+START_S, STOP_S = 60.0, 1.0
+REBIND_S = 1.0  # pause before connections are accepted again, at the limit of open files
 _ANSWERS = "inproc://answers"
+_FAILED = "! "
 
 
 class PeerServer:
@@ -36,12 +40,24 @@ class PeerServer:
     Args:
         store: a `SampleStore`; the process opens its own copy.
         address: IP address to listen on.
+        ports: first and last port to try; None: any free port.
+        clients: processes that connect.
 
     Raises:
+        DataError: if no port is free, or the limit of open files is too low for the clients.
         RuntimeError: if the process does not start. It writes the error to standard error.
     """
 
-    def __init__(self, store: SampleReader, run: bytes, address: str) -> None:
+    def __init__(
+        self,
+        store: SampleReader,
+        run: bytes,
+        address: str,
+        *,
+        ports: tuple[int, int] | None = None,
+        clients: int = 0,
+    ) -> None:
+        allow_connections(2 * clients)  # the server process inherits the limit; one that reconnects counts twice
         paths = os.pathsep.join(path or os.getcwd() for path in sys.path)
         self._process = subprocess.Popen(
             [sys.executable, "-m", __name__],
@@ -57,11 +73,14 @@ class PeerServer:
         watchdog.start()
         try:
             with contextlib.suppress(BrokenPipeError):
-                pickle.dump((store, run, address), self._input)
+                pickle.dump((store, run, address, ports), self._input)
                 self._input.flush()
             self.endpoint = self._output.readline().decode().strip()
         finally:
             watchdog.cancel()
+        if self.endpoint.startswith(_FAILED):
+            self.close()
+            raise DataError(self.endpoint.removeprefix(_FAILED))
         if not self.endpoint:
             self.close()
             raise RuntimeError(f"the sample server of this node did not start on {address}; see its error above.")
@@ -70,15 +89,19 @@ class PeerServer:
         with contextlib.suppress(OSError):
             self._input.close()
         try:
-            self._process.wait(timeout=5)
+            self._process.wait(timeout=STOP_S)
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
         self._output.close()
 
 
-def _bind(context: Any, keys: Keys, address: str) -> tuple[Any, str]:
-    """Return an encrypted socket on a free port, and its endpoint."""
+def _bind(context: Any, keys: Keys, address: str, ports: tuple[int, int] | None) -> tuple[Any, str]:
+    """Return an encrypted socket on a free port, and its endpoint.
+
+    Raises:
+        DataError: if none of the ports is free.
+    """
     import zmq
 
     router = context.socket(zmq.ROUTER)
@@ -86,21 +109,76 @@ def _bind(context: Any, keys: Keys, address: str) -> tuple[Any, str]:
     router.curve_publickey, router.curve_secretkey = keys.server_public, keys.server_secret
     router.maxmsgsize = MAX_REQUEST_BYTES
     router.ipv6 = ":" in address
-    host = f"[{address}]" if ":" in address else address
-    return router, f"tcp://{host}:{router.bind_to_random_port(f'tcp://{host}')}"
+    host = f"tcp://[{address}]" if ":" in address else f"tcp://{address}"
+    if ports is None:
+        return router, f"{host}:{router.bind_to_random_port(host)}"
+    for port in range(ports[0], ports[1] + 1):
+        with contextlib.suppress(zmq.ZMQError):
+            router.bind(f"{host}:{port}")
+            return router, f"{host}:{port}"
+    raise DataError(
+        f"none of the ports {ports[0]} to {ports[1]} of {address} is free. Each run needs one for train and one for "
+        "val: give a wider range in peer_ports."
+    )
 
 
-def serve(store: SampleReader, run: bytes, address: str, ready: Callable[[str], None]) -> None:
-    """Answer requests forever. `ready` is called with the endpoint."""
-    import zmq
+def _authenticator(context: Any, keys: Keys) -> Any:
+    """Accept only clients that hold the client key."""
     from zmq.auth.thread import ThreadAuthenticator
 
-    context, keys = zmq.Context(), Keys.of(run)
-    authenticator = ThreadAuthenticator(context)  # stops when it is collected
+    authenticator = ThreadAuthenticator(context)
     authenticator.start()
     clients = SimpleNamespace(callback=lambda domain, key: hmac.compare_digest(key, keys.client_public))
     authenticator.configure_curve_callback(domain="*", credentials_provider=clients)
-    router, endpoint = _bind(context, keys, address)
+    return authenticator
+
+
+class _Listener:
+    """Stops to accept connections for a while if that fails, as at the limit of open files.
+
+    zmq would try again at once, for ever, on a whole core. Open connections are not affected.
+    """
+
+    def __init__(self, router: Any, endpoint: str) -> None:
+        import zmq
+
+        self._router, self._endpoint = router, endpoint
+        self.failures = router.get_monitor_socket(zmq.EVENT_ACCEPT_FAILED)
+        self._accept_at: float | None = None
+
+    def pause(self) -> None:
+        while self.failures.poll(0):
+            self.failures.recv_multipart()
+        if self._accept_at is None:
+            self._accept_at = time.monotonic() + REBIND_S
+            self._router.unbind(self._endpoint)
+
+    def wait_ms(self) -> int | None:
+        """Return how long to wait before `resume`; None if it accepts connections."""
+        return None if self._accept_at is None else max(0, int(1000 * (self._accept_at - time.monotonic())) + 1)
+
+    def resume(self) -> None:
+        """Accept connections again, after the pause."""
+        import zmq
+
+        if self._accept_at is None or time.monotonic() < self._accept_at:
+            return
+        try:
+            self._router.bind(self._endpoint)
+            self._accept_at = None
+        except zmq.ZMQError:  # still at the limit
+            self._accept_at = time.monotonic() + REBIND_S
+
+
+def serve(
+    store: SampleReader, run: bytes, address: str, ports: tuple[int, int] | None, ready: Callable[[str], None]
+) -> None:
+    """Answer requests forever. `ready` is called with the endpoint."""
+    import zmq
+
+    context, keys = zmq.Context(), Keys.of(run)
+    authenticator = _authenticator(context, keys)  # noqa: F841  # stops when it is collected
+    router, endpoint = _bind(context, keys, address, ports)
     answers = context.socket(zmq.PULL)
     answers.bind(_ANSWERS)
     own = threading.local()
@@ -111,13 +189,18 @@ def serve(store: SampleReader, run: bytes, address: str, ready: Callable[[str], 
             own.socket.connect(_ANSWERS)
         own.socket.send_multipart([client, *_answer(store, number, indices)], copy=False)
 
+    listener = _Listener(router, endpoint)
     poller = zmq.Poller()
-    poller.register(router, zmq.POLLIN)
-    poller.register(answers, zmq.POLLIN)
+    for each in (router, answers, listener.failures):
+        poller.register(each, zmq.POLLIN)
     ready(endpoint)
     with ThreadPoolExecutor(THREADS) as pool:
         while True:
-            for socket, _ in poller.poll():
+            listener.resume()
+            for socket, _ in poller.poll(listener.wait_ms()):
+                if socket is listener.failures:
+                    listener.pause()
+                    continue
                 if socket is answers:
                     router.send_multipart(answers.recv_multipart(copy=False), copy=False)
                     continue
@@ -155,12 +238,14 @@ def _samples(store: SampleReader, indices: Sequence[int]) -> Sequence[Sample | s
 
 
 def main() -> None:
-    store, run, address = pickle.load(sys.stdin.buffer)
+    store, run, address, ports = pickle.load(sys.stdin.buffer)
     store.hits_count_as = "served"
 
     def run_server() -> None:
         try:
-            serve(store, run, address, lambda endpoint: print(endpoint, flush=True))
+            serve(store, run, address, ports, lambda endpoint: print(endpoint, flush=True))
+        except DataError as error:
+            print(f"{_FAILED}{error}", flush=True)
         except BaseException:
             traceback.print_exc()
             os._exit(1)

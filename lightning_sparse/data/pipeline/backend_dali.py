@@ -102,6 +102,9 @@ def _graph(transform: Transform, store_format: str, on_gpu: bool) -> Any:
         files = _input("images", types.UINT8, 1)
         device = "mixed" if on_gpu else "cpu"
         cut = fn.decoders.image_slice(files, device=device, output_type=types.RGB, axis_names="HW", **region)
+        # first as the decoder of the cache resizes a whole image, so that both formats give the same pixels
+        exact = {f"roi_{end}": _input(f"roi_{end}", types.FLOAT, 1) for end in ("start", "end")}
+        cut = fn.resize(cut, size=_input("decoded", types.FLOAT, 1), antialias=True, **exact)
     else:
         cut = _input("images", types.UINT8, 3, layout="HWC")
         cut = cut.gpu() if on_gpu else cut
@@ -159,9 +162,25 @@ def _inputs(prepared: PreparedBatch, store_format: str) -> dict[str, Any]:
     top, left, height, width, flip = prepared.crops
     inputs = {"flip": flip.astype(np.int32), "size": np.full(len(flip), prepared.size, np.float32)}
     if store_format == "jpeg":
-        inputs["start"] = np.stack([top, left], 1).astype(np.int32)
-        inputs["shape"] = np.stack([height, width], 1).astype(np.int32)
+        inputs |= _regions(prepared)
     return inputs
+
+
+def _regions(prepared: PreparedBatch) -> dict[str, Any]:
+    """Return the pixels of each file that its crop at the short side is made of, and where the crop is in them."""
+    top, left, height, width, _ = prepared.crops
+    scale, shape = np.stack(prepared.scale, 1), np.stack([height, width], 1)
+    begin = np.stack([top, left], 1) * scale
+    end, around = begin + shape * scale, np.ceil(scale)  # resizing blends pixels up to `scale` away
+    first = np.maximum(np.floor(begin - around), 0)
+    last = np.minimum(np.ceil(end + around), np.stack(prepared.sizes, 1))
+    return {
+        "start": first.astype(np.int32),
+        "shape": (last - first).astype(np.int32),
+        "roi_start": (begin - first).astype(np.float32),
+        "roi_end": (end - first).astype(np.float32),
+        "decoded": shape.astype(np.float32),
+    }
 
 
 def _device_of(images: Any) -> torch.device:

@@ -17,6 +17,7 @@ from torchvision.transforms.v2 import functional as F
 
 from lightning_sparse.data.decode import decode
 from lightning_sparse.data.pipeline.batch import Batch, BatchRequest, PreparedBatch, Transform, prepare
+from lightning_sparse.data.pipeline.prefetch import prefetch
 from lightning_sparse.data.sample import SampleReader
 
 
@@ -39,11 +40,12 @@ class TorchPipeline:
 
     def run(self, requests: Iterable[BatchRequest]) -> Generator[Batch, None, None]:
         """Yield batches in the order of requests."""
-        requests = iter(requests)
+        # in a thread: finding the samples of a step takes milliseconds if there are a thousand ranks
+        ordered = prefetch(requests, self._prefetch, "order")
         pending: deque[Future[Batch]] = deque()
         try:
             while True:
-                while len(pending) < self._prefetch and (request := next(requests, None)) is not None:
+                while len(pending) < self._prefetch and (request := next(ordered, None)) is not None:
                     pending.append(self._pool.submit(self._make, request))
                 if not pending:
                     return
@@ -51,6 +53,7 @@ class TorchPipeline:
         finally:
             for each in pending:
                 each.cancel()
+            ordered.close()
 
     def close(self) -> None:
         """Wait for running batches and end the threads."""
@@ -104,7 +107,7 @@ def resized(prepared: PreparedBatch, position: int, store_format: str) -> NDArra
     """Return the crop of an image at its final size, not flipped, uint8 [size, size, 3]."""
     image = prepared.images[position]
     if store_format == "jpeg":
-        image = decode(image.tobytes())
+        image = decode(image.tobytes(), prepared.short_side)
     top, left, height, width = (each[position] for each in prepared.crops[:4])
     crop = image[top : top + height, left : left + width].copy()
     # channels last: torch resizes uint8 with vector instructions in this layout

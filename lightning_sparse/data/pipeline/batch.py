@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
+from lightning_sparse.data.decode import scaled
 from lightning_sparse.data.pipeline.augment import Augment, Crops, centre_crops
 from lightning_sparse.data.sample import SampleReader
 
@@ -35,13 +36,25 @@ class BatchRequest(NamedTuple):
 
 
 class PreparedBatch(NamedTuple):
-    """A batch request with its samples. images: as cached. crops: to cut out and resize."""
+    """A batch request with its samples.
+
+    Attributes:
+        images: as cached: pixels, or JPEG files.
+        crops: to cut out and resize, in pixels of the images once they are decoded to `short_side`.
+        sizes: heights [B] and widths [B] of the images as cached.
+        scale: `sizes`, divided by those at `short_side`.
+        size: height and width of the images in the batch.
+        short_side: shorter side of decoded images, at most.
+    """
 
     indices: NDArray[np.int64]
     images: list[NDArray[np.uint8]]
     labels: NDArray[np.int64]
     crops: Crops
+    sizes: tuple[NDArray[np.int64], NDArray[np.int64]]
+    scale: tuple[NDArray[np.float64], NDArray[np.float64]]
     size: int
+    short_side: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,11 +97,22 @@ class Pipeline(Protocol):
 def prepare(store: SampleReader, request: BatchRequest, transform: Transform) -> PreparedBatch:
     """Read the samples of a request and compute their crops."""
     samples = store.get(request.indices.tolist())
-    heights = np.array([each.height for each in samples], np.int64)
-    widths = np.array([each.width for each in samples], np.int64)
+    widths, heights = np.array([(each.width, each.height) for each in samples], np.int64).reshape(-1, 2).T
+    # crops are those of the decoded images, also of JPEG files: both give the same pixels
+    at_short_side = [scaled((each.width, each.height), store.short_side) for each in samples]
+    decoded_widths, decoded_heights = np.array(at_short_side, np.int64).reshape(-1, 2).T
     if request.train:
-        crops = transform.augment.crops(request.epoch, request.indices, heights, widths)
+        crops = transform.augment.crops(request.epoch, request.indices, decoded_heights, decoded_widths)
     else:
-        crops = centre_crops(heights, widths)
+        crops = centre_crops(decoded_heights, decoded_widths)
     labels = np.array([each.label for each in samples], np.int64)
-    return PreparedBatch(request.indices, [each.data for each in samples], labels, crops, request.size)
+    return PreparedBatch(
+        request.indices,
+        [each.data for each in samples],
+        labels,
+        crops,
+        (heights, widths),
+        (heights / decoded_heights, widths / decoded_widths),
+        request.size,
+        store.short_side,
+    )

@@ -12,7 +12,7 @@ def prefetch(items: Iterable[T], depth: int, name: str) -> Generator[T, None, No
     """Yield `items` in order, prefetching up to `depth` of them. Exceptions are raised in order, too.
 
     The thread starts with the first next(). Closing the generator stops the thread after its current item, and closes
-    `items` if that is a generator.
+    `items` if that is a generator. Ctrl-C does not wait for the current item, which may wait for storage.
     """
     queue: SimpleQueue[tuple[T] | BaseException | None] = SimpleQueue()  # ends with an exception or None
     free, stopped = threading.Semaphore(depth), threading.Event()
@@ -32,13 +32,18 @@ def prefetch(items: Iterable[T], depth: int, name: str) -> Generator[T, None, No
 
     thread = threading.Thread(target=fill, name=f"lightning_sparse {name}", daemon=True)
     thread.start()
+    interrupted = False
     try:
         while isinstance(got := queue.get(), tuple):
             free.release()
             yield got[0]
+    except KeyboardInterrupt:
+        interrupted = True
+        raise
     finally:
         stopped.set()
         free.release()
-        thread.join()
+        if not interrupted:
+            thread.join()
     if got is not None:
         raise got

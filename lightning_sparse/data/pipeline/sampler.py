@@ -144,10 +144,12 @@ class EpochPlan:
 
     config: SamplerConfig
     shards: list[Shard]
-    owners: NDArray[np.int64]
+    owners: NDArray[Any]
     steps: int = field(init=False)
 
     def __post_init__(self) -> None:
+        # sorting numbers of 8 or 16 bits takes a tenth of the time
+        self.owners = self.owners.astype(np.min_scalar_type(self.config.num_nodes))
         self.steps = max(shard.steps(self.config) for shard in self.shards)
 
     @property
@@ -161,8 +163,11 @@ class EpochPlan:
         shard = next(shard for shard in self.shards if node in shard.nodes)
         samples = shard.at(step, config)
         if len(shard.nodes) > 1:
-            capacity = config.batch_size * np.array(config.devices)
-            samples = samples[assign(self.owners[samples], capacity) == node]
+            owners = self.owners[samples]
+            mine = assign(owners, config.batch_size * np.array(config.devices)) == node
+            # each device of the node reads an equal part of what other nodes send
+            own, foreign = samples[mine & (owners == node)], samples[mine & (owners != node)]
+            return np.concatenate([own, foreign])[device :: config.devices[node]]
         return samples[device * config.batch_size : (device + 1) * config.batch_size]
 
 
@@ -229,11 +234,11 @@ class Sampler:
         return EpochPlan(config, [Shard(left, (config.seed, epoch, _REST), nodes)], owners)
 
 
-def assign(owners: NDArray[np.int64], capacity: NDArray[np.int64]) -> NDArray[np.int64]:
+def assign(owners: NDArray[Any], capacity: NDArray[np.int64]) -> NDArray[Any]:
     """Assign each sample to its owner, up to the owner's capacity. The overflow goes to the other nodes, in order.
 
     Args:
-        owners: owner of each of B samples.
+        owners: owner of each of B samples, of any integer type.
         capacity: capacity of each node; they add up to B.
 
     Returns:
@@ -242,13 +247,13 @@ def assign(owners: NDArray[np.int64], capacity: NDArray[np.int64]) -> NDArray[np
     >>> assign(np.array([0, 0, 0, 1]), np.array([2, 2]))
     array([0, 0, 1, 1])
     """
-    by_owner = np.argsort(owners, kind="stable")
+    by_owner = np.argsort(owners, kind="stable")  # a radix sort, for small integers
     counts = np.bincount(owners, minlength=len(capacity))
-    position = np.empty_like(owners)
-    position[by_owner] = np.arange(len(owners)) - np.repeat(np.cumsum(counts) - counts, counts)
+    ends = np.cumsum(counts)
+    kept = np.minimum(counts, capacity)
+    over = [by_owner[end - count + keep : end] for end, count, keep in zip(ends, counts, kept, strict=True)]
     nodes = owners.copy()
-    overflow = position >= capacity[owners]
-    nodes[overflow] = np.repeat(np.arange(len(capacity)), capacity - np.minimum(counts, capacity))
+    nodes[np.sort(np.concatenate(over))] = np.repeat(np.arange(len(capacity)), capacity - kept)
     return nodes
 
 

@@ -33,4 +33,4 @@ class Dense(Path):
         yield
         comm.all_reduce(sum_S)
         yield
-        return shard.deliver(sum_S)
+        return sum_S

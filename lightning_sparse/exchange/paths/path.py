@@ -6,7 +6,7 @@ A path knows three things of itself: the bytes that it receives between nodes, t
 With M nodes of L devices and a tensor of N elements on each rank, device l of each node holds the shard l of S = N / L
 elements: this node's sum. ``run`` is a generator of three stretches, so that several shards share the network
 (lightning_sparse.exchange.lanes): before the first ``yield`` the device works alone, between the two it communicates
-with other nodes, after the second it works alone again. It returns the sum over nodes, or adds it to ``target_S``.
+with other nodes, after the second it works alone again. It returns the sum over nodes.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Shard:
         next_S: room for what this one leaves, fp32, uninitialised; None to drop it.
         factor: what ``sum_S`` is multiplied by before the residual is added, a 0-dim fp32 tensor; None for 1.
         on_sent: called with the indices of the entries that this device sends, int64, where these are not all.
-        target_S: fp32, what the sum is added to, times ``alpha``, in the place of being returned.
+        target_S: fp32, what the engine adds the sum to, times ``alpha``; a path may do so itself, and return it.
     """
 
     sum_S: Tensor
@@ -73,7 +73,9 @@ class Shard:
 
     def deliver(self, total_S: Tensor) -> Tensor:
         """The sum over nodes, or what it was added to."""
-        return total_S if self.target_S is None else self.target_S.add_(total_S, alpha=self.alpha)
+        if self.target_S is None or total_S is self.target_S:
+            return total_S
+        return self.target_S.add_(total_S, alpha=self.alpha)
 
 
 @dataclass(frozen=True)

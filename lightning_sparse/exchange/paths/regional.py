@@ -85,7 +85,7 @@ class Regional(Sparse):
         yield
         shard_S = shard.result()
         regions.apply(rows, shard_S)
-        return shard.deliver(shard_S)
+        return shard_S
 
 
 @dataclass(frozen=True)

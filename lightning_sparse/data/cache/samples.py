@@ -1,0 +1,231 @@
+"""The samples of a split, and the file that keeps them.
+
+The source is ``<source>/<split>/<class>/**/*.jpg``. Classes are numbered by name, like torchvision's ImageFolder; other
+splits use the numbers of train/ (`Manifest.numbered_as`). The size and the modification time of each file identify its
+listed version: a file that differs has changed on storage.
+
+A manifest file is a line of JSON with the names and lengths of its arrays, followed by the arrays:
+
+================ ============ ==================================================
+array            type         contents
+================ ============ ==================================================
+paths            uint8, int64 the paths one after the other, and their ends
+labels, sizes,   int64        of each sample
+mtimes_ns
+classes          uint8, int64 names
+folders          uint8, int64 paths
+folder_mtimes_ns int64        of each folder, when it was listed
+probed           int64        size, height and width of some files
+================ ============ ==================================================
+
+Processes map the file, so that all processes of a node share one copy.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import mmap
+import os
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from lightning_sparse.data.cache.disk import FileKey
+from lightning_sparse.data.config import DataError
+
+_MAGIC = b"lightning_sparse manifest 2 "
+_ALIGN = 64
+
+
+class Paths:
+    """Strings in one block of bytes. A million str objects per process would need gigabytes of memory per node.
+
+    Args:
+        joined: uint8, all strings one after the other.
+        ends: int64, end of each string in `joined`.
+    """
+
+    def __init__(self, joined: npt.NDArray[np.uint8], ends: npt.NDArray[np.int64]) -> None:
+        self.joined, self.ends = joined, ends
+
+    @classmethod
+    def of(cls, paths: Sequence[str]) -> Paths:
+        encoded = [os.fsencode(path) for path in paths]
+        ends = np.cumsum([len(path) for path in encoded], dtype=np.int64)
+        return cls(np.frombuffer(b"".join(encoded), np.uint8), ends)
+
+    def __len__(self) -> int:
+        return len(self.ends)
+
+    def __getitem__(self, index: int) -> str:
+        end = int(self.ends[index])
+        begin = int(self.ends[index - 1]) if index % len(self) else 0
+        return os.fsdecode(self.joined[begin:end].tobytes())
+
+    def __iter__(self) -> Iterator[str]:
+        joined, begin = self.joined.tobytes(), 0
+        for end in self.ends.tolist():
+            yield os.fsdecode(joined[begin:end])
+            begin = end
+
+    def unsafe(self) -> str | None:
+        """Return a path that could lead outside a folder; None if there is none."""
+        begins = np.append(0, self.ends[:-1])
+        begins = begins[begins < len(self.joined)]
+        places = [np.flatnonzero(self.joined == 0), begins[self.joined[begins] == ord("/")]]
+        for place in (*np.concatenate(places).tolist(), *(m.start() for m in re.finditer(rb"\.\.", self.joined.data))):
+            path = self[int(np.searchsorted(self.ends, place, side="right"))]
+            if path.startswith("/") or "\0" in path or ".." in path.split("/"):
+                return path
+        return None
+
+
+_NONE = Paths.of([])
+
+
+@dataclass(frozen=True, eq=False)
+class Manifest:
+    """The samples of one split.
+
+    Args:
+        split: name of the folder in the source, such as "train".
+        root: the source.
+        classes: names, in order.
+        paths: paths of the files relative to the root, with forward slashes, sorted.
+        labels: int64, class of each sample.
+        sizes: int64, size of each file when it was listed.
+        mtimes_ns: int64, modification time of each file when it was listed; 0 if unknown.
+        fingerprint: hash of all of these; computed if "".
+        folders: paths of the folders of the split; none if it was listed by a version that did not keep them.
+        folder_mtimes_ns: int64, modification time of each folder when it was listed; 0 if unknown.
+        probed: int64 [n, 3], size, height and width of the images in n of the files, spread over all classes.
+
+    Raises:
+        DataError: if a path could lead outside the source, or the fingerprint does not match.
+    """
+
+    split: str
+    root: str
+    classes: tuple[str, ...]
+    paths: Sequence[str] | Paths
+    labels: npt.NDArray[np.int64]
+    sizes: npt.NDArray[np.int64]
+    mtimes_ns: npt.NDArray[np.int64]
+    fingerprint: str = ""
+    folders: Paths = _NONE
+    folder_mtimes_ns: npt.NDArray[np.int64] = field(default_factory=lambda: _NONE.ends)
+    probed: npt.NDArray[np.int64] = field(default_factory=lambda: np.zeros((0, 3), np.int64))
+
+    def __post_init__(self) -> None:
+        paths = self.paths if isinstance(self.paths, Paths) else Paths.of(self.paths)
+        object.__setattr__(self, "paths", paths)
+        unsafe = paths.unsafe()
+        if unsafe is not None:
+            raise DataError(f"the manifest of {self.root} contains {unsafe!r}, which could lead outside the source.")
+        if not len(paths) == len(self.labels) == len(self.sizes) == len(self.mtimes_ns):
+            raise ValueError("paths, labels, sizes and mtimes_ns of a manifest must have equal lengths.")
+        digest = hashlib.blake2b(repr((self.split, self.classes)).encode("utf-8", "surrogateescape"), digest_size=16)
+        digest.update(paths.joined.data)
+        for numbers in (paths.ends, self.labels, self.sizes, self.mtimes_ns):
+            digest.update(np.ascontiguousarray(numbers, np.int64).tobytes())
+        if self.fingerprint not in ("", digest.hexdigest()):
+            raise DataError(
+                f"the manifest of {self.root}, split {self.split}, is corrupt: its fingerprint does not match."
+            )
+        object.__setattr__(self, "fingerprint", digest.hexdigest())
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def numbered_as(self, classes: tuple[str, ...]) -> Manifest:
+        """Return this manifest with its classes numbered as those of train/.
+
+        Args:
+            classes: names of the classes of train/, in order. This split need not have all of them.
+
+        Raises:
+            ValueError: if this split has other classes, too.
+        """
+        if classes == self.classes:
+            return self
+        number = {name: label for label, name in enumerate(classes)}
+        unknown = [name for name in self.classes if name not in number]
+        if unknown:
+            names = ", ".join(unknown[:5]) + (f" and {len(unknown) - 5:,} more" if len(unknown) > 5 else "")
+            raise ValueError(
+                f"source={self.root}: {self.split}/ has {len(unknown):,} folder(s) that train/ does not have: {names}. "
+                f"Their images would have no label. Put each image into {self.split}/<class>/, with the names of the "
+                f"folders of train/, or remove {self.split}/ and set val_fraction=0.05."
+            )
+        numbers = np.array([number[name] for name in self.classes], np.int64)
+        return replace(self, classes=classes, labels=numbers[self.labels], fingerprint="")
+
+    def key(self, index: int) -> FileKey:
+        """Return the file of a sample, as listed."""
+        return FileKey(self.paths[index], int(self.sizes[index]), int(self.mtimes_ns[index]))
+
+    def to_bytes(self) -> bytes:
+        """Return the contents of a manifest file."""
+        assert isinstance(self.paths, Paths)
+        classes = Paths.of(self.classes)
+        arrays: dict[str, npt.NDArray[Any]] = {"labels": self.labels, "sizes": self.sizes, "mtimes_ns": self.mtimes_ns}
+        arrays |= {"folder_mtimes_ns": self.folder_mtimes_ns, "probed": self.probed.reshape(-1)}
+        for name, paths in {"paths": self.paths, "classes": classes, "folders": self.folders}.items():
+            arrays |= {name: paths.joined, f"{name}_ends": paths.ends}
+        lengths = {name: len(array) for name, array in arrays.items()}
+        about = {"split": self.split, "root": self.root, "fingerprint": self.fingerprint, "arrays": lengths}
+        parts = [_MAGIC + json.dumps(about).encode() + b"\n", *(array.tobytes() for array in arrays.values())]
+        return b"".join(part + bytes(-len(part) % _ALIGN) for part in parts)
+
+    @classmethod
+    def from_bytes(cls, data: bytes | mmap.mmap) -> Manifest:
+        """Inverse of `to_bytes`. The arrays share the memory of `data`. Raises DataError if the data is corrupt."""
+        try:
+            if data[: len(_MAGIC)] != _MAGIC:
+                return cls(**_arguments_of_npz(data))
+            first = data[: data.find(b"\n") + 1]
+            about = json.loads(first[len(_MAGIC) :])
+            arrays, offset = {}, len(first) + -len(first) % _ALIGN
+            for name, length in about.pop("arrays").items():
+                kind = np.dtype(np.uint8 if name in ("paths", "classes", "folders") else np.int64)
+                arrays[name] = np.frombuffer(data, kind, length, offset)
+                offset += length * kind.itemsize + -length * kind.itemsize % _ALIGN
+            return cls(**_arguments(about, arrays))
+        except DataError:
+            raise
+        except Exception as error:
+            raise DataError(f"the cached list of samples cannot be read ({error}).") from error
+
+    @classmethod
+    def load(cls, file: Path) -> Manifest:
+        """Map a manifest file. Raises DataError if it cannot be read."""
+        try:
+            with open(file, "rb") as stream:
+                data = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
+        except (OSError, ValueError) as error:
+            raise DataError(f"the list of samples {file} cannot be read ({error}).") from error
+        return cls.from_bytes(data)
+
+
+def _arguments(about: Mapping[str, str], arrays: dict[str, npt.NDArray[Any]]) -> dict[str, Any]:
+    """Return the arguments of a Manifest."""
+    paths = {name: Paths(arrays.pop(name), arrays.pop(f"{name}_ends")) for name in ("paths", "classes", "folders")}
+    probed = arrays.pop("probed").reshape(-1, 3)
+    return {**about, **arrays, **paths, "classes": tuple(paths["classes"]), "probed": probed}
+
+
+def _arguments_of_npz(data: bytes | mmap.mmap) -> dict[str, Any]:
+    """Return the arguments of a Manifest of an earlier version, which did not keep the times of folders."""
+    with np.load(io.BytesIO(data), allow_pickle=False) as file:
+        about = dict(zip(("split", "root", "fingerprint"), file["about"].tolist(), strict=True))
+        arrays = {name: file[name] for name in ("labels", "sizes", "mtimes_ns")}
+        for new, old in (("paths", "path"), ("classes", "class")):
+            arrays |= {new: file[f"{old}_bytes"], f"{new}_ends": file[f"{old}_ends"]}
+    return _arguments(about, {**arrays, "folders": _NONE.joined, "folders_ends": _NONE.ends, "probed": _NONE.ends})

@@ -1,0 +1,111 @@
+"""What the ranks of a run agree on: the list of samples, and the format in memory, also after a restart."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lightning_sparse.data.cache import manifest as listing
+from lightning_sparse.data.cache import shared_memory
+from lightning_sparse.data.cache.agreement import agreed_format, agreed_manifest
+from lightning_sparse.data.cache.manifest import load_or_list
+from lightning_sparse.data.cache.placement import Placement
+from lightning_sparse.data.config import CacheConfig
+from tests.data.fits import data, fitted, module, saver, trainer
+from tests.data.pictures import numbered_folder
+from tests.data.small import jpeg, make_folder
+from tests.helpers.distributed import run_ranks
+
+FLAVOUR = "pytorch_lightning"
+
+
+def config_of_node(folder: str) -> CacheConfig:
+    """Each node has a disk of its own."""
+    return CacheConfig(source=f"{folder}/pictures", cache_dir=f"{folder}/cache{os.environ['NODE_RANK']}")
+
+
+def mapped(folder: str) -> tuple[str, list[str], bool, bool]:
+    """Node 0 lists; the other node is sent the list, once. All ranks map the file of their node."""
+    config = config_of_node(folder)
+    if os.environ["RANK"] != "0":
+        listing.list_source = None  # type: ignore[assignment]
+    first = agreed_manifest(config, "train")
+    listing.keep = None  # type: ignore[assignment]  # nothing has to be sent any more
+    again = agreed_manifest(config, "train")
+    return first.fingerprint, list(again.paths), again.labels.flags.owndata, "train.manifest" in open_files()
+
+
+def open_files() -> str:
+    return Path("/proc/self/maps").read_text()
+
+
+def test_all_ranks_map_the_list_of_rank_zero(tmp_path: Path) -> None:
+    make_folder(tmp_path / "pictures")
+    answers = run_ranks(mapped, str(tmp_path))
+    fresh = listing.list_source(str(tmp_path / "pictures"), "train", quiet=True)
+    assert answers == [(fresh.fingerprint, list(fresh.paths), False, True)] * 4
+
+
+def stale(folder: str) -> tuple[int, tuple[str, ...]]:
+    """The cache of node 1 has another list, from before the source changed."""
+    manifest = agreed_manifest(config_of_node(folder), "train")
+    return len(manifest), manifest.classes
+
+
+def test_a_node_with_another_list_gets_that_of_rank_zero(tmp_path: Path) -> None:
+    folder = make_folder(tmp_path / "pictures")
+    load_or_list(CacheConfig(source=str(folder), cache_dir=str(tmp_path / "cache1")), "train", quiet=True)
+    (folder / "train" / "new").mkdir()
+    (folder / "train" / "new" / "0.jpg").write_bytes(jpeg(0))
+    assert run_ranks(stale, str(tmp_path)) == [(13, ("c0", "c1", "c2", "new"))] * 4
+    kept = load_or_list(CacheConfig(source=str(folder), cache_dir=str(tmp_path / "cache1")), "train", quiet=True)
+    assert len(kept) == 13
+
+
+def formats(folder: str, little: dict[int, int]) -> tuple[str, str]:
+    """`little`: free bytes by node, where memory is scarce."""
+    node, device = int(os.environ["NODE_RANK"]), int(os.environ["LOCAL_RANK"])
+    if node in little:
+        shared_memory.available_memory = lambda folder: little[node]  # type: ignore[assignment]
+    config, place = config_of_node(folder), Placement(node, 2, device)
+    manifest = agreed_manifest(config, "train")
+    chosen = agreed_format(config, manifest, place)
+    given = agreed_format(CacheConfig(source=config.source, cache_dir=config.cache_dir, format="jpeg"), manifest, place)
+    return chosen, given
+
+
+@pytest.mark.parametrize(("little", "format"), [({}, "decoded"), ({1: 20_000}, "jpeg")])
+def test_all_nodes_keep_the_same_format(tmp_path: Path, little: dict[int, int], format: str) -> None:
+    make_folder(tmp_path / "pictures")
+    assert run_ranks(formats, str(tmp_path), little) == [(format, "jpeg")] * 4
+
+
+def resumed(folder: str) -> list[Any]:
+    """A run with little memory, then two with much: one that goes on, and a new one; and one that sets the format."""
+    root = Path(folder)
+    callback = saver(FLAVOUR, root, "first", every_n_epochs=1)
+    _, t = fitted(FLAVOUR, root, {"memory_gb": 0.0}, max_epochs=1, callbacks=[callback], enable_checkpointing=True)
+    used, seen = [], []
+    for path, options in ((root / "first.ckpt", {}), (None, {}), (root / "first.ckpt", {"sample_format": "decoded"})):
+        given = data(FLAVOUR, root, **options)
+        begin = given.train_dataloader
+
+        def train_dataloader(given: Any = given, begin: Any = begin) -> Any:
+            used.append(dict(given._session.formats))
+            return begin()
+
+        given.train_dataloader = train_dataloader
+        model = module(FLAVOUR)
+        trainer(FLAVOUR, max_epochs=2).fit(model, given, ckpt_path=path)
+        seen.append([samples for epoch, _, samples in model.train_seen if epoch == 1])
+    assert seen[0] == seen[1] == seen[2]
+    return used
+
+
+def test_a_resumed_run_keeps_the_format(tmp_path: Path) -> None:
+    numbered_folder(tmp_path / "source")
+    (used,) = run_ranks(resumed, str(tmp_path), nodes=1, devices=1, timeout=90, init=False)
+    assert used == [{"train": each, "val": each} for each in ("jpeg", "decoded", "decoded")]

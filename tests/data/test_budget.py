@@ -1,0 +1,153 @@
+"""How much memory the memory tier takes, for which format, and where."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from lightning_sparse.data.cache import budget, shared_memory
+from lightning_sparse.data.cache import manifest as listing
+from lightning_sparse.data.cache.manifest import list_source
+from lightning_sparse.data.cache.memory import MemoryCache
+from lightning_sparse.data.cache.samples import Manifest
+from lightning_sparse.data.config import CacheConfig
+from tests.data.small import make_folder
+from tests.data.test_memory import NAME, pixels
+
+
+def manifest(count: int = 100, size: int = 100_000) -> Manifest:
+    zeros = np.zeros(count, np.int64)
+    paths = [f"train/c/{number:03}.jpg" for number in range(count)]
+    return Manifest("train", "/somewhere", ("c",), paths, zeros, zeros + size, zeros)
+
+
+def open_memory(tmp_path: Path, shared_memory: Path, **options: object) -> MemoryCache:
+    config = CacheConfig(source="/somewhere", cache_dir=str(tmp_path), **options)  # type: ignore[arg-type]
+    (tmp_path / "cache").mkdir(exist_ok=True)
+    return budget.open_memory(config, manifest(), np.ones(100, np.bool_), NAME, tmp_path / "cache", shared_memory)
+
+
+def test_a_budget_that_is_too_small_is_said_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    shared = tmp_path / "shm"
+    shared.mkdir()
+    first = open_memory(tmp_path, shared, memory_gb=0.005, format="jpeg")
+    second = open_memory(tmp_path, shared, memory_gb=7, format="decoded")  # joins what is there
+    assert (second.capacity, second.format) == (5_000_000, "jpeg")
+    assert [record.getMessage() for record in caplog.records] == [
+        "memory tier of train: 100 samples of this node need 0.01 GB as jpeg, but memory_gb=0.005 allows 0.01 GB. "
+        "50 % of them stay in memory; every epoch reads the others from local disk."
+    ]
+    first.close()
+    second.close()
+
+
+def test_no_more_is_taken_than_there_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(shared_memory, "available_memory", lambda folder: 1_000_000)
+    for gigabytes, capacity, said in (
+        (7.0, 1_000_000, "of which 0.00 GB are free"),
+        (None, 500_000, "half of the free memory"),
+    ):
+        caplog.clear()
+        memory = open_memory(tmp_path, tmp_path / "none", memory_gb=gigabytes, format="jpeg")
+        assert memory.capacity == capacity
+        assert said in caplog.text
+        memory.close()
+
+
+@pytest.mark.parametrize(("gigabytes", "format"), [(0.1, "decoded"), (0.02, "jpeg"), (0.001, "jpeg"), (0.0, "jpeg")])
+def test_pixels_are_kept_where_they_fit(tmp_path: Path, gigabytes: float, format: str) -> None:
+    shared = tmp_path / "shm"
+    shared.mkdir()
+    memory = open_memory(tmp_path, shared, memory_gb=gigabytes)
+    assert memory.format == format
+    assert memory.path.parent.parent == shared
+    memory.close()
+
+
+def test_small_images_are_not_taken_for_photographs(tmp_path: Path) -> None:
+    """Their decoded size is known from some of them: estimated from the files it would be ten times too high."""
+    folder = make_folder(tmp_path / "pictures", per_class=50, classes=2)  # of 40 x 60 pixels
+    (folder / "train" / "c0" / "0.jpg").write_bytes(b"corrupt")
+    small = list_source(str(folder), "train", quiet=True)
+    assert len(small.probed) == listing.PROBES - 1
+    owned = np.ones(100, np.bool_)
+    for short_side, true in ((256, 100 * (40 * 60 * 3 + 64)), (20, 100 * (20 * 30 * 3 + 64))):
+        assert true <= budget.needed_bytes(small, owned, "decoded", short_side) <= 1.01 * true
+    config = CacheConfig(source="/somewhere", cache_dir=str(tmp_path))
+    assert budget.choose_format(config, small, owned, 1_000_000) == "decoded"
+
+
+@pytest.mark.parametrize("small", [False, True])
+def test_without_enough_shared_memory_the_slab_lies_on_disk(
+    tmp_path: Path, small: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    shared = tmp_path / "shm"
+    if small:
+        shared.mkdir()
+        available = shared_memory.available_memory
+        limit = 1_000_000
+        monkeypatch.setattr(
+            shared_memory, "available_memory", lambda folder: limit if shared in folder.parents else available(folder)
+        )
+    memory = open_memory(tmp_path, shared, memory_gb=0.05)
+    assert memory.path.parent == tmp_path / "cache" / "memory"
+    assert memory.put(0, pixels(0), 20, 30)
+    assert ("--shm-size" in caplog.text) == small
+    again = open_memory(tmp_path, shared, memory_gb=0.05)
+    assert again.get([0])[0][0] is not None
+    memory.close()
+    again.close()
+    assert list((tmp_path / "cache" / "memory").iterdir()) == []
+
+
+GROUPS = {
+    "version 2": ("0::/system.slice/job_7/step_0", "", "memory.max", "memory.current", "inactive_file"),
+    "version 1": ("4:cpu,memory:/system.slice/job_7/step_0", "memory", "memory.limit_in_bytes",
+                  "memory.usage_in_bytes", "total_inactive_file"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("version", GROUPS)
+def test_the_tightest_control_group_counts(tmp_path: Path, version: str) -> None:
+    """SLURM limits a job of a step: an inner group, that the limits of the outermost do not show."""
+    line, mount, limit, used, inactive = GROUPS[version]
+    (tmp_path / "own").write_text(f"9:pids:/other\n{line}\n")
+    root = tmp_path / "cgroup" / mount
+    limits = {"": "max", "system.slice": "max", "system.slice/job_7": "5000", "system.slice/job_7/step_0": "9000"}
+    for path, most in limits.items():
+        (root / path).mkdir(parents=True, exist_ok=True)
+        (root / path / limit).write_text(f"{most}\n")
+        (root / path / used).write_text("3000\n")
+        (root / path / "memory.stat").write_text(f"anon 10\n{inactive} 1000\n")
+    (tmp_path / "cgroup" / "cgroup.controllers").touch()
+    left = shared_memory._left_to_control_groups(tmp_path / "cgroup", tmp_path / "own")
+    assert left == [9000 - 3000 + 1000, 5000 - 3000 + 1000]
+
+
+def test_a_limit_of_a_real_control_group_is_seen(tmp_path: Path) -> None:
+    group = Path("/sys/fs/cgroup/memory") / f"lightning_sparse-test-{os.getpid()}"
+    try:
+        group.mkdir()
+    except OSError:
+        pytest.skip("needs root and control groups of version 1")
+    code = f"""
+import os
+from pathlib import Path
+from lightning_sparse.data.cache.shared_memory import available_memory
+group = Path({str(group)!r})
+(group / "memory.limit_in_bytes").write_text("500000000")
+(group / "cgroup.procs").write_text(str(os.getpid()))
+print(available_memory(Path({str(tmp_path)!r})))
+"""
+    try:
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    finally:
+        group.rmdir()
+    assert 300_000_000 < int(done.stdout) <= 500_000_000

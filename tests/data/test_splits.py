@@ -1,0 +1,128 @@
+"""What validation has in common with training: the numbers of the classes."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from lightning_sparse.data.cache.manifest import load_or_list
+from lightning_sparse.data.config import CacheConfig
+from lightning_sparse.data.pipeline.batch import Transform
+from lightning_sparse.data.pipeline.loader import ImageSizes
+from lightning_sparse.data.session import DataOptions, Session, open_session
+from tests.data.small import jpeg, make_folder
+from tests.data.stores import config_of
+from tests.helpers.distributed import run_ranks
+
+pytest.importorskip("torchvision", reason="makes the batches")
+
+
+@pytest.fixture
+def sessions() -> Iterator[list[Session]]:
+    """Closed at the end, however the test ends."""
+    opened: list[Session] = []
+    yield opened
+    for session in opened:
+        session.close()
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Three classes in train/; val/ lacks the first one."""
+    folder = make_folder(tmp_path / "pictures", per_class=4, classes=3)
+    make_folder(folder, per_class=2, classes=3, split="val")
+    shutil.rmtree(folder / "val" / "c0")
+    return folder
+
+
+def opened(folder: Path, sessions: list[Session], *, training: bool = True, **more: Any) -> Session:
+    options = DataOptions(
+        cache=config_of(folder), batch_size=3, sizes=ImageSizes(16), transform=Transform(), backend="torch", **more
+    )
+    sessions.append(open_session(options, training=training))
+    return sessions[-1]
+
+
+def labels(session: Session) -> list[int]:
+    return [label for _, batch in session.eval_loader() for label in batch.tolist()]
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("kept", [False, True])
+def test_validation_has_the_labels_of_train(folder: Path, sessions: list[Session], training: bool, kept: bool) -> None:
+    """Also with the lists of another run, and in a run that only tests."""
+    if kept:
+        for split in ("train", "val"):
+            load_or_list(config_of(folder), split, quiet=True)
+    session = opened(folder, sessions, training=training)
+    assert labels(session) == [1, 1, 2, 2]
+    assert session.val is not None
+    assert session.val.store.manifest.classes == ("c0", "c1", "c2")
+
+
+def test_a_class_that_train_does_not_have_is_refused_by_name(folder: Path, sessions: list[Session]) -> None:
+    make_folder(folder / "other", per_class=1, classes=1, split="val")
+    (folder / "other" / "val" / "c0").rename(folder / "val" / "zebra")
+    with pytest.raises(ValueError, match=r"val/ has 1 folder\(s\) that train/ does not have: zebra\. .*val_fraction"):
+        opened(folder, sessions)
+
+
+@pytest.mark.parametrize(("place", "said"), [("images", "does not have: images"), (".", "contains no class folders")])
+def test_a_flat_folder_is_refused_with_what_to_do(folder: Path, sessions: list[Session], place: str, said: str) -> None:
+    """As Tiny-ImageNet has it: all images of val/ in one folder, and their labels in a text file."""
+    shutil.rmtree(folder / "val")
+    (folder / "val" / place).mkdir(parents=True)
+    for number in range(3):
+        (folder / "val" / place / f"{number}.jpg").write_bytes(jpeg(number))
+    with pytest.raises(ValueError, match=rf"{said}.*ut each image into"):
+        opened(folder, sessions)
+
+
+def test_a_source_to_test_on_needs_no_train(folder: Path, sessions: list[Session]) -> None:
+    shutil.rmtree(folder / "train")
+    assert labels(opened(folder, sessions, training=False)) == [0, 0, 1, 1]
+
+
+def test_without_val_the_way_out_is_named(folder: Path, sessions: list[Session]) -> None:
+    shutil.rmtree(folder / "val")
+    with pytest.raises(ValueError, match=r"has no folder val/.*val_fraction=0.05"):
+        opened(folder, sessions).eval_loader()
+    assert len(labels(opened(folder, sessions, val_fraction=0.25))) == 3
+
+
+def num_classes(folder: str) -> str:
+    """Two nodes, of which the second cannot read the source when it creates its model and has a list in its cache."""
+    from lightning_sparse.flavours.pytorch_lightning import CachedImageDataModule
+
+    node = os.environ["NODE_RANK"]
+    source = Path(folder) / ("pictures" if node == "0" else "mount")
+    cache = Path(folder) / f"cache{node}"
+    if node == "1":
+        source.symlink_to(Path(folder) / "pictures")
+        load_or_list(CacheConfig(source=str(source), cache_dir=str(cache)), "train", quiet=True)
+        source.unlink()
+    dist.barrier()
+    if node == "0":
+        make_folder(source / "other", per_class=1, classes=1)
+        (source / "other" / "train" / "c0").rename(source / "train" / "zebra")
+    data = CachedImageDataModule(str(source), str(cache), batch_size=2, image_size=16, memory_gb=0.01)
+    dist.barrier()
+    assert data.num_classes == (4 if node == "0" else 3)
+    with pytest.raises(ValueError, match="has 4 classes, but num_classes was 3 on rank 1") as caught:
+        data.setup("fit")
+    data.on_exception(caught.value)
+    again = CachedImageDataModule(str(source), str(cache), batch_size=2, image_size=16, memory_gb=0.01)
+    again.setup("fit")
+    classes = again.num_classes
+    again.teardown("fit")
+    return f"{classes} classes"
+
+
+def test_all_nodes_have_as_many_classes(folder: Path) -> None:
+    assert run_ranks(num_classes, str(folder.parent), nodes=2, devices=1) == ["4 classes"] * 2

@@ -1,0 +1,107 @@
+"""Sources that fsspec opens: from a real server, and those that cannot be opened."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Iterator
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+
+from lightning_sparse.cli import main
+from lightning_sparse.data.cache.manifest import class_names, load_or_list
+from lightning_sparse.data.cache.store import SampleStore
+from lightning_sparse.data.config import CacheConfig, DataError
+from tests.data.small import make_folder
+
+KEY = {"client_kwargs": {"headers": {"X-Key": "secret"}}}
+
+
+class Server:
+    """Serves a folder to those who know the key. requests: how often, by method and file type."""
+
+    def __init__(self, folder: Path) -> None:
+        requests = self.requests = Counter()
+
+        class Handler(SimpleHTTPRequestHandler):
+            def do_GET(self) -> None:
+                requests[self.command, Path(self.path).suffix] += 1
+                if self.headers.get("X-Key") != "secret":
+                    return self.send_error(403)
+                return super().do_GET() if self.command == "GET" else super().do_HEAD()
+
+            do_HEAD = do_GET
+
+            def log_message(self, *args: object) -> None: ...
+
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), partial(Handler, directory=str(folder)))
+        self.url = f"http://127.0.0.1:{self._server.server_port}"
+        self._thread = threading.Thread(target=self._server.serve_forever)
+        self._thread.start()
+
+    def close(self) -> None:
+        self._server.shutdown()
+        self._thread.join()
+        self._server.server_close()
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[Server]:
+    pytest.importorskip("aiohttp", reason="fsspec opens http with it")
+    serving = Server(make_folder(tmp_path / "pictures", per_class=3, classes=2))
+    yield serving
+    serving.close()
+
+
+def config_of(source: str, tmp_path: Path, **more: object) -> CacheConfig:
+    return CacheConfig(source=source, cache_dir=str(tmp_path / "cache"), memory_gb=0.01, **more)  # type: ignore[arg-type]
+
+
+def test_a_file_is_one_request(server: Server, tmp_path: Path) -> None:
+    config = config_of(server.url, tmp_path, storage_options=KEY, format="jpeg")
+    assert class_names(config, "train") == ("c0", "c1")
+    store = SampleStore(config, load_or_list(config, "train", quiet=True))
+    server.requests.clear()
+    samples = store.get(range(6))
+    store.close()
+    assert server.requests == {("GET", ".jpg"): 6}
+    for sample, path in zip(samples, store.manifest.paths, strict=True):
+        assert sample.data.tobytes() == (tmp_path / "pictures" / path).read_bytes()
+    assert store.manifest.labels.tolist() == [0, 0, 0, 1, 1, 1]
+    load_or_list(config, "train", quiet=True)
+    assert "secret" not in repr(config)
+
+
+def test_the_command_line_passes_options(server: Server, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    options = '{"client_kwargs": {"headers": {"X-Key": "secret"}}}'
+    assert main(["cache", "warm", server.url, str(tmp_path / "cache"), "--storage-options", options]) == 0
+    assert "train: 6 files, 0 cached before, 6 fetched" in capsys.readouterr().out
+
+
+def test_a_source_that_fsspec_cannot_open_is_refused_at_once(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="fsspec knows no protocol 's4'. Check its spelling"):
+        config_of("s4://bucket/pictures", tmp_path)
+    with pytest.raises(ValueError, match="fsspec knows no protocol 'htp'"):
+        config_of("zip://::htp://there/x.zip", tmp_path)
+    with pytest.raises(ValueError, match="storage_options are for an fsspec URL"):
+        config_of("/mnt/nfs", tmp_path, storage_options={"key": "a"})
+    with pytest.raises(ValueError, match="must be plain values"):
+        config_of("memory://there", tmp_path, storage_options={"key": object()})
+    with pytest.raises(DataError, match=r"source=zip://there cannot be used: .*IsADirectoryError"):
+        load_or_list(config_of("zip://there", tmp_path), "train", quiet=True)
+    options = {"client_kwargs": {"nonsense": 1}}
+    with pytest.raises(DataError, match=r"cannot be used: TypeError: .*nonsense"):
+        load_or_list(config_of("http://127.0.0.1:9", tmp_path, storage_options=options), "train", quiet=True)
+
+
+def test_a_missing_package_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whichever package fsspec would need for a protocol that it knows."""
+    from fsspec.registry import known_implementations
+
+    missing = {"class": "not_there.Nowhere", "err": "Install not_there to access it"}
+    monkeypatch.setitem(known_implementations, "nowhere", missing)
+    with pytest.raises(ValueError, match="needs a package that is not installed: Install not_there to access it"):
+        config_of("nowhere://bucket", tmp_path)
