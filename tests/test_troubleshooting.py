@@ -26,7 +26,7 @@ EXEMPT = {
     "bench/doctor.py": ("models and data", "image decoding", "samples from"),  # what packages are for
     "data/cache/disk.py": ("the cache is closed",),  # assertions
     "data/cache/inventory.py": (" (version", "  "),  # the table of `cache info`
-    "data/cache/storage_reader.py": ("tuple[",),
+    "data/cache/storage_reader.py": ("tuple[", "Iterator["),
     "data/cache/summary.py": ("  epoch",),
     "data/cache/warm.py": (HOLE, ", "),  # what `cache warm` reports
     "data/decode.py": ("pillow ",),  # a name in the cache
