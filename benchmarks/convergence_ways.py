@@ -67,6 +67,8 @@ class Way:
         self.model, self.topology = model, topology
         inside = None if self.group == "world" else topology.intra
         self.ddp = wrap(model, options.pop("bucket_cap_mb", 25), inside)
+        if self.group == "node" and topology.num_devices == 1:
+            self.ddp.require_backward_grad_sync = False  # as the strategy does: there is nothing to average
         self.numel = sum(p.numel() for p in model.parameters())
         self.rounds = 0
 

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 from lightning_sparse.strategy import side_files
 from lightning_sparse.strategy.core import prepare_ddp
-from lightning_sparse.strategy.local_core import LocalCore, detached
+from lightning_sparse.strategy.local_core import LocalCore, detached, leave_gradients
 from lightning_sparse.strategy.options import OWN_OF_UPDATES
 from lightning_sparse.updates import LocalUpdates, UpdatesConfig
 from lightning_sparse.updates.optimizer import parameters_of
@@ -70,6 +70,7 @@ class MSTopKLocalFabricMixin(LocalCore, _Host):
         prepare_ddp(self)
         self._node_group()
         ddp = super().setup_module(module)
+        leave_gradients(ddp, self._discover({}))
         self._modules = [each for each in self._modules if each is not module] + [module]
         return ddp
 

@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from lightning_sparse.strategy import side_files
@@ -130,6 +131,12 @@ def describe(config: UpdatesConfig, topology: Topology) -> str:
     every = "after each step" if config.sync_every == 1 else f"every {config.sync_every} steps"
     delay = ", received one exchange later" if config.delay else ""
     return f"{sent} {every}{delay}; step_ahead {config.ahead(topology.num_nodes):.2g}"
+
+
+def leave_gradients(ddp: DistributedDataParallel, topology: Topology) -> None:
+    """With one device a node there is nothing to average: spare DDP's copies into buckets."""
+    if topology.kind == "hierarchical" and topology.num_devices == 1:
+        ddp.require_backward_grad_sync = False
 
 
 def sync_inside_the_node(module: nn.Module, topology: Topology) -> None:

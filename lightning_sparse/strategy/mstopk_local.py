@@ -31,7 +31,7 @@ from lightning_sparse.exchange.paths import Exchange
 from lightning_sparse.messages import described
 from lightning_sparse.strategy import side_files
 from lightning_sparse.strategy.core import prepare_ddp
-from lightning_sparse.strategy.local_core import LocalCore, detached
+from lightning_sparse.strategy.local_core import LocalCore, detached, leave_gradients
 from lightning_sparse.updates import LocalUpdates, UpdatesConfig
 from lightning_sparse.updates.config import StepAhead
 
@@ -132,6 +132,7 @@ class MSTopKLocalMixin(LocalCore, _Host):
         for before in self.local_updates:
             before.detach(self.optimizers)
         self.local_updates = []
+        leave_gradients(self.model, self._discover({}))
         self._restore(self._attach(self.lightning_module, self.optimizers))
         callbacks = {base.__name__ for callback in trainer.callbacks for base in type(callback).__mro__}
         self._shows_each_step = "WeightAveraging" in callbacks

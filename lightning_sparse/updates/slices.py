@@ -10,6 +10,8 @@ from torch import Tensor
 from lightning_sparse.pto.narrow import memory_of
 from lightning_sparse.pto.ownership import Part
 
+_CACHED = 1 << 16  # elements that stay in a core's cache
+
 
 class Slices:
     """The pieces of parameters that one device owns, one behind the other.
@@ -60,10 +62,15 @@ class Slices:
         if self._pieces:
             torch._foreach_copy_(self.of(flat_S), self.in_parameters())
 
-    def subtract_from(self, flat_S: Tensor) -> None:
-        """flat_S -= the parameters."""
-        for view, piece in zip(self.of(flat_S), self.in_parameters(), strict=True):
-            view.sub_(piece)
+    def add_change(self, start_S: Tensor, pending_S: Tensor) -> None:
+        """start_S += pending_S - the parameters."""
+        for start, pending, piece in zip(self.of(start_S), self.of(pending_S), self.in_parameters(), strict=True):
+            if start.is_cuda:
+                start.add_(pending).sub_(piece)
+                continue
+            for at in range(0, start.numel(), _CACHED):  # so that the second pass reads the cache
+                here = slice(at, at + _CACHED)
+                start[here].add_(pending[here]).sub_(piece[here])
 
     def write(self, flat_S: Tensor) -> None:
         """Write a flat tensor into the parameters, rounded to their dtypes."""

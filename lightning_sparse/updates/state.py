@@ -82,8 +82,8 @@ class UpdateState:
 
     def _accumulate(self) -> Tensor:
         """acc_S = pending_S + (what the parameters held after the last exchange - what they hold now)."""
-        acc_S = self.start_S.add_(self.pending_S)
-        self.slices.subtract_from(acc_S)
+        acc_S = self.start_S
+        self.slices.add_change(acc_S, self.pending_S)
         self.start_S, self._spare_S = self._spare_S, acc_S
         return acc_S
 
