@@ -222,12 +222,12 @@ def locate(
     )
     stated: list[tuple[Place, dict[str, Any]]] = [(place, {})] * dist.get_world_size()
     dist.all_gather_object(stated, (place, dict(config or {})))
-    _compare([each for _, each in stated])
+    compare([each for _, each in stated])
     return Topology(nodes_from_places(each for each, _ in stated), dist.get_rank())
 
 
-def _compare(configs: Sequence[Mapping[str, Any]]) -> None:
-    """Refuse ranks that were configured differently: they would call different collectives, and hang."""
+def compare(configs: Sequence[Mapping[str, Any]]) -> None:
+    """Raise ValueError for ranks that were configured differently: they would call different collectives, and hang."""
     first = configs[0]
     for rank, config in enumerate(configs):
         different = [name for name in {**first, **config} if config.get(name) != first.get(name)]

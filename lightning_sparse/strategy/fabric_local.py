@@ -78,20 +78,23 @@ class MSTopKLocalFabricMixin(LocalCore, _Host):
         """Exchange its updates. Its module is set up before it. A collective of the world."""
         optimizer = super().setup_optimizer(optimizer)
         stepped = set(map(id, parameters_of(optimizer)))
-        module = next((m for m in self._modules if any(id(p) in stepped for p in m.parameters())), None)
-        if module is None:
+        modules = [m for m in self._modules if any(id(p) in stepped for p in m.parameters())]
+        if not modules:
             raise ValueError(
                 f"{type(optimizer).__name__} steps parameters of no module that was set up: call fabric.setup_module() "
                 f"of its module first, or fabric.setup(module, optimizer)."
             )
         self._drop(optimizer)
+        module = modules[0] if len(modules) == 1 else nn.ModuleList(modules)
         self._restore(self._attach(module, [optimizer]))
         return optimizer
 
     def _drop(self, optimizer: Optimizer) -> None:
-        """Another set-up of the same optimizer takes the place of the one before."""
+        """Another set-up of its parameters takes the place of the one before, which sends what is pending."""
+        stepped = set(map(id, parameters_of(optimizer)))
         for updates in list(self.local_updates):
-            if any(node.optimizer is optimizer for node in updates.nodes):
+            if any(id(p) in stepped for node in updates.nodes for p in node.parameters):
+                updates.finish()
                 updates.detach([optimizer])
                 self.local_updates.remove(updates)
 

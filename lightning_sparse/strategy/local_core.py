@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
@@ -102,23 +103,37 @@ class LocalCore(Core):
     def _restore(self, updates: LocalUpdates) -> None:
         """Go on where the next of the loaded side files left off; without one, from the weights alone."""
         saved = self._saved.pop(0) if self._saved else None
-        if saved is None or not updates.active:
+        if saved is None:
             return
-        if _same_nodes(saved, updates.topology) and saved.side is not None and files.restore_own(updates, saved.side):
+        own = saved.side if updates.active and _same_nodes(saved, updates.topology) else None
+        if _all_agree(own is not None and files.fits(updates, own)):  # all or none: collectives follow
+            assert own is not None
+            files.restore_own(updates, own)
             return
         by_node = _read_all(saved)
-        if by_node is None:
+        if not _all_agree(by_node is not None):
             updates.log_once(
                 f"no readable files of all ranks beside {saved.path}: training goes on from its weights, and updates "
                 f"that nodes had not sent are lost",
                 logging.WARNING,
             )
             return
-        files.restore_mean(updates, by_node)
+        assert by_node is not None
+        if updates.active:
+            files.restore_mean(updates, by_node)
+        else:
+            files.restore_alone(updates.module, by_node)
         updates.log_once(
             f"{len(by_node)} node(s) were saved and {updates.topology.num_nodes} resume: the shared weights and the "
             f"mean of the pending updates are kept; optimizers go on with the state of node 0"
         )
+
+
+def _all_agree(condition: bool) -> bool:
+    """Whether it holds on every rank. A collective of the world."""
+    stated = [condition] * dist.get_world_size()
+    dist.all_gather_object(stated, condition)
+    return all(stated)
 
 
 def describe(config: UpdatesConfig, topology: Topology) -> str:

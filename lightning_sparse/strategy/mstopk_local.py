@@ -44,6 +44,8 @@ if TYPE_CHECKING:
         lightning_module: Any
         optimizers: list[torch.optim.Optimizer]
         precision_plugin: Any
+        _ddp_comm_hook: Any
+        _ddp_comm_state: Any
 
         def __init__(self, **kwargs: Any) -> None: ...
         def setup(self, trainer: Any) -> None: ...
@@ -125,6 +127,7 @@ class MSTopKLocalMixin(LocalCore, _Host):
         """Let DDPStrategy set up inside the node, then begin to exchange updates."""
         prepare_ddp(self)
         self._node_group()
+        self._keep_hook_inside()
         super().setup(trainer)
         if trainer.state.fn != "fit":
             self._saved = []  # a checkpoint that was loaded for testing does not concern the next fit
@@ -137,6 +140,16 @@ class MSTopKLocalMixin(LocalCore, _Host):
         callbacks = {base.__name__ for callback in trainer.callbacks for base in type(callback).__mro__}
         self._shows_each_step = "WeightAveraging" in callbacks
         self._flushes_each_epoch = "StochasticWeightAveraging" in callbacks
+
+    def _keep_hook_inside(self) -> None:
+        """Torch's communication hooks average over the world unless their state names a group."""
+        group = self._ddp_kwargs.get("process_group")
+        if self._ddp_comm_hook is None or group is None:
+            return
+        if self._ddp_comm_state is None:
+            self._ddp_comm_state = group
+        elif getattr(self._ddp_comm_state, "process_group", group) is None:
+            self._ddp_comm_state.process_group = group
 
     def optimizer_step(self, optimizer: Any, closure: Any, model: Any = None, **kwargs: Any) -> Any:
         """Step, and exchange what that did, whether or not a loss scaler skipped it."""
@@ -158,9 +171,12 @@ class MSTopKLocalMixin(LocalCore, _Host):
     def _show_after_batch(self) -> None:
         """Callbacks that average weights, or run at the end of an epoch, are to see the shared ones."""
         assert self.updates is not None
-        if self.lightning_module.trainer.is_last_batch and self._flushes_each_epoch:
+        module, trainer = self.lightning_module, self.lightning_module.trainer
+        steps = trainer.global_step + int(module.automatic_optimization)  # Trainer counts this one later
+        last = trainer.is_last_batch or 0 <= trainer.max_steps <= steps
+        if last and self._flushes_each_epoch:
             self.updates.finish()
-        elif self.lightning_module.trainer.is_last_batch or self._shows_each_step:
+        elif last or self._shows_each_step:
             self.updates.show_shared()
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:

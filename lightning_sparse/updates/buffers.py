@@ -18,8 +18,7 @@ class Buffers:
 
     def __init__(self, module: nn.Module, communicator: HierCommunicator) -> None:
         self._module, self._communicator = module, communicator
-        self._own: list[Tensor] = []
-        self._averaged: list[Tensor] = []
+        self._kept: list[tuple[Tensor, Tensor, Tensor]] = []  # a buffer, this rank's own, and the average it shows
 
     @torch.no_grad()
     def average(self) -> None:
@@ -36,20 +35,25 @@ class Buffers:
 
     def show_averaged(self) -> None:
         """Average, and remember this rank's own."""
-        self._own = [each.clone() for each in self._floats()]
+        own = [(each, each.clone()) for each in self._floats()]
         self.average()
-        self._averaged = [each.clone() for each in self._floats()]
+        self._kept = [(buffer, kept, buffer.clone()) for buffer, kept in own]
 
     def show_own(self) -> None:
         """Put this rank's own back, except buffers that were changed meanwhile."""
-        for buffer, own, averaged in zip(self._floats(), self._own, self._averaged, strict=True):
+        for buffer, own, averaged in self._kept:
             if torch.equal(buffer, averaged):
                 buffer.copy_(own)
-        self._own, self._averaged = [], []
+        self._kept = []
 
     def own(self) -> list[Tensor]:
         """This rank's own, whatever is shown."""
-        return self._own or self._floats()
+        kept = {id(buffer): own for buffer, own, averaged in self._kept if torch.equal(buffer, averaged)}
+        return [kept.get(id(each), each) for each in self._floats()]
+
+    def fit(self, saved: list[Tensor]) -> bool:
+        """Whether saved ones are of the shapes of these."""
+        return [each.shape for each in saved] == [each.shape for each in self._floats()]
 
     def load(self, own: list[Tensor]) -> None:
         """Go on with saved ones."""

@@ -6,12 +6,13 @@ and every new node starts with the mean of what the old nodes had pending, so th
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from lightning_sparse.pto.narrow import memory_of
 from lightning_sparse.updates.local import LocalUpdates
 
 Piece = tuple[str, int, int]
@@ -27,23 +28,25 @@ def side_content(updates: LocalUpdates) -> dict[str, Any]:
     return {"steps": updates.steps, "nodes": nodes, "buffers": [each.cpu() for each in updates.buffers.own()]}
 
 
-@torch.no_grad()
-def restore_own(updates: LocalUpdates, content: dict[str, Any]) -> bool:
-    """Go on exactly where this device was saved. False if it held other pieces of the parameters then."""
+def fits(updates: LocalUpdates, content: dict[str, Any]) -> bool:
+    """Whether this device held the same pieces of the parameters when it was saved."""
     names = updates.names
     saved = content["nodes"]
-    fits = len(saved) == len(updates.nodes) and all(
+    same_pieces = len(saved) == len(updates.nodes) and all(
         node.state.slices.named(names) == [tuple(piece) for piece in each["pieces"]]
         for node, each in zip(updates.nodes, saved, strict=True)
     )
-    if not fits:
-        return False
+    return same_pieces and updates.buffers.fit(content["buffers"])
+
+
+@torch.no_grad()
+def restore_own(updates: LocalUpdates, content: dict[str, Any]) -> None:
+    """Go on exactly where this device was saved; its state ``fits``. Every rank calls it."""
     updates.steps = content["steps"]
-    for node, each in zip(updates.nodes, saved, strict=True):
+    for node, each in zip(updates.nodes, content["nodes"], strict=True):
         node.steps = each["steps"]
         node.load_state_dict(each)
     updates.buffers.load(content["buffers"])
-    return True
 
 
 @torch.no_grad()
@@ -53,8 +56,7 @@ def restore_mean(updates: LocalUpdates, by_node: Sequence[Sequence[dict[str, Any
     Args:
         by_node: what ``side_content`` gave, of all devices of all nodes.
     """
-    shared = _whole(by_node[0], "shared")
-    pending = [_whole(contents, "pending") for contents in by_node]
+    shared, pending = _shared(by_node), _mean_pending(by_node)
     updates.steps = by_node[0][0]["steps"]
     for node in updates.nodes:
         node.steps = by_node[0][0]["nodes"][0]["steps"]
@@ -67,18 +69,42 @@ def restore_mean(updates: LocalUpdates, by_node: Sequence[Sequence[dict[str, Any
         ):
             if name in shared:
                 shared_view.copy_(shared[name][begin:end])
-                pending_view.copy_(torch.stack([each[name][begin:end] for each in pending]).mean(0))
+                pending_view.copy_(pending[name][begin:end])
         state.set_model()
         node.gather()
 
 
-def _whole(contents: Sequence[dict[str, Any]], what: str) -> dict[str, Tensor]:
+@torch.no_grad()
+def restore_alone(module: nn.Module, by_node: Sequence[Sequence[dict[str, Any]]]) -> None:
+    """On one node nothing is exchanged: its weights are the shared ones, and the mean of what was pending is in them.
+
+    Args:
+        module: that goes on.
+        by_node: what ``side_content`` gave, of all devices of all nodes.
+    """
+    shared, pending = _shared(by_node), _mean_pending(by_node)
+    for name, parameter in module.named_parameters():
+        if name in shared:
+            memory_of(parameter).copy_(shared[name] - pending[name])
+
+
+def _shared(by_node: Sequence[Sequence[dict[str, Any]]]) -> dict[str, Tensor]:
+    return _whole(by_node[0], lambda node: node["shared"])
+
+
+def _mean_pending(by_node: Sequence[Sequence[dict[str, Any]]]) -> dict[str, Tensor]:
+    """With what the parameters have changed by since the last exchange."""
+    nodes = [_whole(contents, lambda node: node["pending"] + (node["start"] - node["now"])) for contents in by_node]
+    return {name: torch.stack([each[name] for each in nodes]).mean(0) for name in nodes[0]}
+
+
+def _whole(contents: Sequence[dict[str, Any]], tensor_of: Callable[[dict[str, Any]], Tensor]) -> dict[str, Tensor]:
     """One node's tensors by parameter, flat in memory order, from the pieces of its devices."""
     pieces: dict[str, list[tuple[int, Tensor]]] = {}
     for content in contents:
         for node in content["nodes"]:
             sizes = [end - begin for _, begin, end in node["pieces"]]
-            for (name, begin, _), piece in zip(node["pieces"], torch.split(node[what], sizes), strict=True):
+            for (name, begin, _), piece in zip(node["pieces"], torch.split(tensor_of(node), sizes), strict=True):
                 pieces.setdefault(name, []).append((begin, piece))
     return {
         name: torch.cat([piece for _, piece in sorted(parts, key=lambda part: part[0])])

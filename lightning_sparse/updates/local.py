@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import hashlib
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_sparse.exchange import Exchange, HierCommunicator
 from lightning_sparse.messages import LogOnce
 from lightning_sparse.pto.narrow import sparse_parameters
-from lightning_sparse.topology import Topology
+from lightning_sparse.topology import Topology, compare
 from lightning_sparse.updates.buffers import Buffers
 from lightning_sparse.updates.config import UpdatesConfig
-from lightning_sparse.updates.optimizer import NodeOptimizer, check_optimizer
+from lightning_sparse.updates.optimizer import NodeOptimizer, check_optimizer, parameters_of
 
 
 class LocalUpdates:
@@ -41,7 +43,8 @@ class LocalUpdates:
         topology: of the ranks, with its groups, from ``topology.discover()``.
 
     Raises:
-        ValueError: for nodes of unequal size, or an optimizer that cannot work.
+        ValueError: for nodes of unequal size, an optimizer or parameters that cannot work, or ranks that differ in
+            options or in what their optimizers step.
     """
 
     def __init__(
@@ -63,8 +66,10 @@ class LocalUpdates:
         self._shown = False
         if not self.active:
             return
-        parameters = [p for each in optimizers for group in each.param_groups for p in group["params"]]
-        device = parameters[0].device
+        _check_parameters(self.names, optimizers)
+        _check_ranks(module, self.names, optimizers, config)
+        parameters = [p for each in optimizers for p in parameters_of(each)]
+        device = next((p.device for p in (*parameters, *module.parameters())), torch.device("cpu"))
         numel = sum(p.numel() for p in parameters)
         self.exchange = Exchange(config, topology, device, numel, self.log_once)
         self.buffers = Buffers(module, self.exchange.communicator)
@@ -187,3 +192,41 @@ def _check_topology(topology: Topology) -> None:
             f"nodes of {sorted({len(node) for node in topology.nodes})} devices cannot exchange slices: start the same "
             f"number of processes on each node, or name groups of equal size with LIGHTNING_SPARSE_NODE."
         )
+
+
+def _check_parameters(names: Mapping[int, str], optimizers: Sequence[Optimizer]) -> None:
+    """Raise ValueError for parameters whose updates cannot be exchanged."""
+    stepped: set[int] = set()
+    for optimizer in optimizers:
+        for parameter in parameters_of(optimizer):
+            name = names.get(id(parameter))
+            if name is None:
+                raise ValueError(
+                    f"{type(optimizer).__name__} steps a parameter of shape {tuple(parameter.shape)} that the module "
+                    f"does not hold: ranks would begin with different values. Make it a parameter of the module."
+                )
+            if not parameter.is_floating_point():
+                raise ValueError(
+                    f"parameter {name} is of {parameter.dtype}, and updates are exchanged as real numbers: hold real "
+                    f"and imaginary parts in a real parameter (torch.view_as_real), or use strategy='ddp'."
+                )
+            if id(parameter) in stepped:
+                raise ValueError(
+                    f"parameter {name} is stepped twice, and each update is to be sent once: give it to one optimizer, "
+                    f"in one group, or use strategy='ddp'."
+                )
+            stepped.add(id(parameter))
+
+
+def _check_ranks(
+    module: nn.Module, names: Mapping[int, str], optimizers: Sequence[Optimizer], config: UpdatesConfig
+) -> None:
+    """Raise ValueError unless all ranks have the same options and tensors. A collective of the world."""
+    held = [*module.named_parameters(), *module.named_buffers()]
+    stepped = [[names[id(p)] for p in parameters_of(each)] for each in optimizers]
+    told = repr((stepped, [(name, tuple(t.shape), t.stride(), t.dtype) for name, t in held]))
+    digest = hashlib.sha256(told.encode()).hexdigest()[:8]
+    mine = {**config.to_dict(), "module": f"{len(held)} tensors, their order and shapes with digest {digest}"}
+    stated = [mine] * dist.get_world_size()
+    dist.all_gather_object(stated, mine)
+    compare(stated)

@@ -96,12 +96,16 @@ class NodeOptimizer:
 
     def show_own(self) -> None:
         """Put this node's back, and add what was changed meanwhile."""
-        assert self._own_S is not None
-        assert self._shown_S is not None
-        changed_S = self.state.slices.read().sub_(self._shown_S)
-        self.state.slices.write(self._own_S.add_(changed_S))
+        self.state.slices.write(self._now())
         self._own_S = self._shown_S = None
         self.gather()
+
+    def _now(self) -> Tensor:
+        """This node's weights, with what was changed while the shared ones were shown."""
+        now_S = self.state.slices.read()
+        if self._own_S is None or self._shown_S is None:
+            return now_S
+        return now_S.sub_(self._shown_S).add_(self._own_S)
 
     # -- checkpoints ---------------------------------------------------------------------------------------------------
 
@@ -110,8 +114,7 @@ class NodeOptimizer:
         parameters and what they hold now. Waits for messages under way."""
         state = self.state
         state.receive()
-        now_S = state.slices.read() if self._own_S is None else self._own_S
-        tensors = {"shared": state.shared_S, "pending": state.pending_S, "start": state.start_S, "now": now_S}
+        tensors = {"shared": state.shared_S, "pending": state.pending_S, "start": state.start_S, "now": self._now()}
         return {name: tensor.cpu() for name, tensor in tensors.items()}
 
     def load_state_dict(self, saved: Mapping[str, Tensor]) -> None:

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from tests.helpers.distributed import run_ranks
-from tests.strategy.models import flat_parameters, mlp
+from tests.strategy.models import batch, flat_parameters, mlp
 from tests.strategy.test_fabric import FLAVOURS, STEPS, fabric_with, train
 
 
@@ -39,11 +39,41 @@ def everything(flavour: str, folder: str) -> dict[str, Any]:
         own = flat_parameters(model).clone()
         fabric.strategy.finish()
         found[name] = [shared, flat_parameters(model).clone(), own]
+    found["one optimizer of two modules"] = one_optimizer_of_two_modules(flavour)
+    found["two optimizers"] = one_optimizer_after_another(flavour)
     fabric = fabric_with(flavour, ours(flavour))
     other = mlp()
     with pytest.raises(ValueError, match="steps parameters of no module that was set up"):
         fabric.setup_optimizers(torch.optim.SGD(other.parameters(), lr=0.1))
     return found
+
+
+def one_optimizer_of_two_modules(flavour: str) -> Tensor:
+    """Ranks begin with different weights."""
+    fabric = fabric_with(flavour, ours(flavour))
+    torch.manual_seed(fabric.global_rank)
+    modules = [fabric.setup_module(each) for each in (nn.Linear(13, 7), nn.Linear(7, 5))]
+    parameters = [p for each in modules for p in each.parameters()]
+    optimizer = fabric.setup_optimizers(torch.optim.AdamW(parameters, lr=0.01))
+    for step in range(4):
+        optimizer.zero_grad()
+        fabric.backward(modules[1](modules[0](batch(step, fabric.global_rank)[0])).square().mean())
+        optimizer.step()
+    fabric.save("two.ckpt", {"first": modules[0], "last": modules[1], "optimizer": optimizer})
+    fabric.strategy.finish()
+    return torch.cat([p.detach().flatten() for p in parameters])
+
+
+def one_optimizer_after_another(flavour: str) -> float:
+    """What the second begins with, beside the mean of what the nodes ended the first with."""
+    fabric = fabric_with(flavour, ours(flavour))
+    model, optimizer = prepared(fabric)
+    train(fabric, model, optimizer, 0, 4)
+    mean = flat_parameters(model).double()
+    torch.distributed.all_reduce(mean)
+    fabric.setup_optimizers(torch.optim.SGD(model.parameters(), lr=0.1))
+    assert len(fabric.strategy.local_updates) == 1
+    return float((flat_parameters(model) - mean / fabric.world_size).abs().max())
 
 
 def resumed(flavour: str) -> list[Tensor]:
@@ -71,6 +101,8 @@ def test_fabric(flavour: str, tmp_path: Any) -> None:
     results = run_ranks(everything, flavour, str(tmp_path), nodes=2, devices=2, timeout=120, init=False)
     for each in results:
         assert all(torch.equal(each["resumed"][0], end) for end in each["resumed"][1:])
+        assert torch.equal(each["one optimizer of two modules"], results[0]["one optimizer of two modules"])
+        assert each["two optimizers"] < 1e-6
         for name in ("by name", "accumulated", "bf16"):
             for ours_, first in zip(each[name][:2], results[0][name][:2], strict=True):
                 assert torch.equal(ours_, first)

@@ -67,6 +67,39 @@ def refused() -> None:
         LocalUpdates(model, one_step, UpdatesConfig(), topology)
 
 
+def wrong_parameters() -> None:
+    topology, config = discover(), UpdatesConfig()
+    model = mlp()
+    with pytest.raises(ValueError, match=r"steps a parameter of shape \(3,\) that the module does not hold"):
+        LocalUpdates(model, torch.optim.SGD([*model.parameters(), torch.zeros(3)]), config, topology)
+    with pytest.raises(ValueError, match=r"parameter 0\.weight is stepped twice"):
+        LocalUpdates(model, [sgd(model), adamw(model[0])], config, topology)
+    model[0].weight = nn.Parameter(torch.zeros(37, 13, dtype=torch.complex64))
+    with pytest.raises(ValueError, match=r"parameter 0\.weight is of torch\.complex64"):
+        LocalUpdates(model, sgd(model), config, topology)
+
+
+def test_parameters_that_cannot_work() -> None:
+    run_ranks(wrong_parameters, nodes=2, devices=1)
+
+
+def ranks_differ() -> None:
+    topology, model = discover(), mlp()
+    first, parameters = topology.node_index == 0, list(model.parameters())
+    with pytest.raises(ValueError, match=r"rank 1 has density=0\.1, rank 0 has 0\.05"):
+        LocalUpdates(model, sgd(model), UpdatesConfig(density=0.05 if first else 0.1), topology)
+    in_order = torch.optim.SGD(parameters if first else parameters[::-1])
+    with pytest.raises(ValueError, match="rank 1 has module='6 tensors"):
+        LocalUpdates(model, in_order, UpdatesConfig(), topology)
+    model[0] = nn.Linear(13 if first else 12, 37)
+    with pytest.raises(ValueError, match="rank 1 has module='6 tensors"):
+        LocalUpdates(model, sgd(model), UpdatesConfig(), topology)
+
+
+def test_ranks_that_differ() -> None:
+    run_ranks(ranks_differ, nodes=2, devices=1)
+
+
 def test_optimizers_that_cannot_work() -> None:
     run_ranks(refused, nodes=2, devices=1)
 

@@ -128,6 +128,62 @@ def test_on_another_cluster_shared_weights_and_the_mean_of_what_is_pending_stay(
         before = found[0]
 
 
+def begins_with(folder: str, step: int) -> Tensor:
+    """The weights that a run resumed on one node begins with."""
+    found = []
+
+    class Begin(lightning_of(FLAVOUR).Callback):  # type: ignore[misc]
+        def on_train_start(self, trainer: Any, trained: Any) -> None:
+            found.append(weights(trained).clone())
+
+    t = trainer(FLAVOUR, local(FLAVOUR), max_steps=step + 1, max_epochs=-1, callbacks=[Begin()], **ranks())
+    t.fit(module(), ckpt_path=f"{folder}/{step}.ckpt")
+    return found[0]
+
+
+def test_on_one_node_the_mean_of_what_was_pending_is_in_the_weights(tmp_path: Path) -> None:
+    before = run_ranks(look, str(tmp_path), False, 4, nodes=2, devices=2, timeout=100, init=False)[0]
+    for begin in run_ranks(begins_with, str(tmp_path), 4, nodes=1, devices=2, timeout=100, init=False):
+        expected = before["shared"].double() - before["pending"]
+        torch.testing.assert_close(begin.double(), expected, rtol=1e-6, atol=1e-7)
+
+
+def test_without_the_file_of_one_rank_all_go_on_from_the_weights(tmp_path: Path) -> None:
+    many: dict[str, Any] = {"nodes": 2, "devices": 2, "timeout": 60, "init": False}
+    run_ranks(fit, str(tmp_path), {"sync_every": 2}, None, 1, 5, **many)
+    (lost,) = tmp_path.glob("last.ckpt.residual/*/rank00003.pt")
+    lost.unlink()
+    results = run_ranks(fit, str(tmp_path), {"sync_every": 2}, **many)
+    assert all(torch.equal(each["weights"], results[0]["weights"]) for each in results)
+    assert {each["steps"] for each in results} == {STEPS - 5}
+
+
+def changed_by_a_callback(folder: str) -> list[Tensor]:
+    """A callback changes shared weights and buffers before they are saved; a whole run, and one that is resumed."""
+    pl = lightning_of(FLAVOUR)
+
+    class Change(pl.Callback):  # type: ignore[misc, name-defined]
+        def on_train_epoch_end(self, trainer: Any, trained: Any) -> None:
+            with torch.no_grad():
+                trained.net[0].weight[:2] = 0
+                trained.net[1].running_mean.zero_()
+
+    ends = []
+    for path in (None, f"{folder}/epoch=0.ckpt"):
+        saver = pl.callbacks.ModelCheckpoint(folder, "{epoch}", save_top_k=-1, enable_version_counter=False)
+        options = {"max_steps": -1, "max_epochs": 2, "limit_train_batches": 4, "enable_checkpointing": True}
+        trained = module()
+        callbacks = [Change(), saver]
+        trainer(FLAVOUR, local(FLAVOUR), callbacks=callbacks, **options, **ranks()).fit(trained, ckpt_path=path)
+        ends.append(weights(trained))
+    return ends
+
+
+def test_what_a_callback_changed_before_a_save_is_resumed(tmp_path: Path) -> None:
+    for whole, resumed in run_ranks(changed_by_a_callback, str(tmp_path), timeout=100, init=False):
+        assert torch.equal(whole, resumed)
+
+
 def elsewhere(folder: str) -> tuple[Tensor, list[Tensor], list[str]]:
     """A checkpoint of updates, taken up by plain DDP and by the strategy of gradients."""
     path, lines, found = f"{folder}/saved.ckpt", Lines(), []

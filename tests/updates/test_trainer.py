@@ -155,6 +155,69 @@ def ways_to_train(flavour: str) -> dict[str, Tensor]:
     return found
 
 
+@scenarios.add
+def shown_at_the_end_of_steps(flavour: str) -> dict[str, Tensor]:
+    """Training ends by its number of steps, in the middle of an epoch."""
+    seen = {}
+
+    class See(lightning_of(flavour).Callback):  # type: ignore[misc]
+        def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
+            seen["weights"] = weights(module).clone()
+
+    fitted(flavour, local(flavour), adamw_module(flavour), callbacks=[See()], max_steps=7)
+    return seen
+
+
+def test_callbacks_at_the_end_of_max_steps_see_the_shared_weights(results: Results) -> None:
+    assert same_on_all_ranks(results, "shown_at_the_end_of_steps")
+
+
+@scenarios.add
+def buffers_that_come_late(flavour: str) -> dict[str, Tensor]:
+    """Pruning adds masks, which are buffers, while callbacks see the shared weights."""
+    callbacks = importlib.import_module(lightning_of(flavour).__name__ + ".callbacks")
+    module = adamw_module(flavour, nn.Sequential(nn.Linear(13, 13), nn.Linear(13, 5)))
+    pruning = callbacks.ModelPruning("l1_unstructured", amount=0.3)
+    fitted(flavour, local(flavour), module, callbacks=[pruning], max_steps=-1, max_epochs=3, limit_train_batches=4)
+    return {"weights": weights(module)}
+
+
+def test_pruning(results: Results) -> None:
+    assert same_on_all_ranks(results, "buffers_that_come_late")
+
+
+@scenarios.add
+def no_optimizers(flavour: str) -> dict[str, Tensor]:
+    class Module(type(plain_module(flavour, Net()))):  # type: ignore[misc]
+        def configure_optimizers(self) -> None: ...
+
+    module = Module()
+    fitted(flavour, local(flavour), module, max_steps=-1, max_epochs=1, limit_train_batches=3)
+    return {"weights": weights(module)}
+
+
+def test_a_module_without_optimizers(results: Results) -> None:
+    assert same_on_all_ranks(results, "no_optimizers")
+
+
+@scenarios.add
+def communication_hook(flavour: str) -> list[int]:
+    """Lightning registers it on CUDA alone; here, the group that it is given."""
+    hooks = importlib.import_module("torch.distributed.algorithms.ddp_comm_hooks")
+    hook = hooks.default_hooks.fp16_compress_hook
+    sizes = []
+    for state in (None, hooks.powerSGD_hook.PowerSGDState(process_group=None)):
+        strategy = local(flavour, ddp_comm_hook=hook, ddp_comm_state=state)
+        fitted(flavour, strategy, adamw_module(flavour), max_steps=1)
+        group = strategy._ddp_comm_state if state is None else strategy._ddp_comm_state.process_group
+        sizes.append(group.size())
+    return sizes
+
+
+def test_a_communication_hook_stays_inside_the_node(results: Results) -> None:
+    assert all(each["communication_hook"] == [2, 2] for each in results)
+
+
 def unfreezing(flavour: str) -> Any:
     callbacks = importlib.import_module(lightning_of(flavour).__name__ + ".callbacks")
 
