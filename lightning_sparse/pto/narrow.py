@@ -26,7 +26,7 @@ def memory_of(tensor: Tensor) -> Tensor:
     Raises:
         ValueError: if its elements do not fill its memory.
     """
-    in_memory = tensor.detach().permute(_order(tensor))
+    in_memory = tensor.detach().permute(dims_in_memory(tensor))
     if not in_memory.is_contiguous():
         raise ValueError(
             f"a parameter of shape {tuple(tensor.shape)} and strides {tensor.stride()} has gaps or overlaps in "
@@ -59,7 +59,7 @@ class OwnShare:
             self._whole.append((parameter, parameter.data, grad))
             parameter.grad = None
             if part is not None:
-                narrow = _in_order_of(parameter, grad)[part.begin : part.end]
+                narrow = in_order_of(parameter, grad)[part.begin : part.end]
                 parameter.data = memory_of(parameter)[part.begin : part.end]
                 parameter.grad = narrow
 
@@ -75,7 +75,7 @@ class OwnShare:
 def part_of_grad(parameter: Tensor, part: Part) -> Tensor:
     """Return the part of the gradient, flat; a view if the memory layouts match."""
     assert parameter.grad is not None
-    return _in_order_of(parameter, parameter.grad)[part.begin : part.end]
+    return in_order_of(parameter, parameter.grad)[part.begin : part.end]
 
 
 def keep_part(parameter: Tensor, part: Part) -> None:
@@ -84,7 +84,7 @@ def keep_part(parameter: Tensor, part: Part) -> None:
     assert grad is not None
     kept = torch.empty_strided(parameter.shape, parameter.stride(), dtype=grad.dtype, device=grad.device).zero_()
     here = slice(part.begin, part.end)
-    memory_of(kept)[here] = _in_order_of(parameter, grad)[here]
+    memory_of(kept)[here] = in_order_of(parameter, grad)[here]
     grad.copy_(kept)
 
 
@@ -94,7 +94,7 @@ def cut_state(state: Any, parameter: Tensor, part: Part) -> Any:
     def cut(leaf: Tensor) -> Tensor:
         if leaf.shape != parameter.shape:
             return leaf
-        return _in_order_of(parameter, leaf)[part.begin : part.end].clone()
+        return in_order_of(parameter, leaf)[part.begin : part.end].clone()
 
     return tree_map_only(Tensor, cut, state)
 
@@ -124,11 +124,12 @@ def placed_like(state: Any, like: Mapping[str, Any], device: torch.device) -> An
     return {key: place(key, value) for key, value in state.items()} if isinstance(state, dict) else state
 
 
-def _order(tensor: Tensor) -> list[int]:
+def dims_in_memory(tensor: Tensor) -> list[int]:
+    """Return the dims as they are in memory, the outermost first."""
     strides = tensor.stride()
     return sorted(range(tensor.dim()), key=lambda dim: -strides[dim])
 
 
-def _in_order_of(parameter: Tensor, tensor: Tensor) -> Tensor:
+def in_order_of(parameter: Tensor, tensor: Tensor) -> Tensor:
     """Flatten the tensor in the order of the parameter's memory; a view if the layouts match."""
-    return tensor.detach().permute(_order(parameter)).reshape(-1)
+    return tensor.detach().permute(dims_in_memory(parameter)).reshape(-1)

@@ -5,10 +5,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_map_only
 
 from lightning_sparse.strategy import side_files
 from lightning_sparse.strategy.base import Core
@@ -86,7 +88,8 @@ class LocalCore(Core):
     def _side_contents(self) -> list[dict[str, Any]]:
         contents = [files.side_content(updates) for updates in self.local_updates if updates.active]
         if self._discover({}).device_index == 0:
-            contents[0]["entries"] = self._node_entries
+            # plain numbers: a schedule may leave NumPy's in an optimizer, which a safe load refuses
+            contents[0]["entries"] = tree_map_only(np.generic, lambda number: number.item(), self._node_entries)
         return contents
 
     def _entries_of_node(self) -> dict[str, Any]:

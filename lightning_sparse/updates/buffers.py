@@ -1,64 +1,103 @@
-"""A module's buffers: each node trains with its own, the world sees their average."""
+"""What no optimizer steps: each node trains with its own, the world sees the average."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Collection, Mapping
+
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_sparse.exchange import HierCommunicator
+from lightning_sparse.pto.agreement import fingerprint
 
 
 class Buffers:
-    """The floating-point buffers of a module, such as the statistics of batch norm. Others stay as they are.
+    """The floating-point buffers of a module, such as the statistics of batch norm, and parameters that no optimizer
+    steps and that came to differ between ranks, such as the weights of a teacher. Others stay as they are.
 
     Args:
         module: the model.
         communicator: of all ranks.
+        stepped: returns ``id()`` of the parameters that optimizers step.
     """
 
-    def __init__(self, module: nn.Module, communicator: HierCommunicator) -> None:
-        self._module, self._communicator = module, communicator
-        self._kept: list[tuple[Tensor, Tensor, Tensor]] = []  # a buffer, this rank's own, and the average it shows
+    def __init__(
+        self, module: nn.Module, communicator: HierCommunicator, stepped: Callable[[], Collection[int]]
+    ) -> None:
+        self._module, self._communicator, self._stepped = module, communicator, stepped
+        self._drifting: set[str] = set()  # names of such parameters
+        self._kept: dict[str, tuple[Tensor, Tensor]] = {}  # this rank's own, and the average that is shown
 
     @torch.no_grad()
     def average(self) -> None:
         """Average over all ranks, in place. A collective of the world, if there are any."""
-        buffers = self._floats()
-        if not buffers:
+        self._find_drifting()
+        tensors = list(self._tensors().values())
+        if not tensors:
             return
         # fp64: an average of equal values is that value, so constants stay exact
-        flat = torch.cat([each.flatten().double() for each in buffers])
+        flat = torch.cat([each.flatten().double() for each in tensors])
         self._communicator.flat_all_reduce(flat)
         flat /= self._communicator.topology.world_size
-        for buffer, mean in zip(buffers, torch.split(flat, [each.numel() for each in buffers]), strict=True):
-            buffer.copy_(mean.view_as(buffer))
+        for tensor, mean in zip(tensors, torch.split(flat, [each.numel() for each in tensors]), strict=True):
+            tensor.copy_(mean.view_as(tensor))
 
+    @torch.no_grad()
     def show_averaged(self) -> None:
         """Average, and remember this rank's own."""
-        own = [(each, each.clone()) for each in self._floats()]
+        self._find_drifting()
+        own = {name: each.clone() for name, each in self._tensors().items()}
         self.average()
-        self._kept = [(buffer, kept, buffer.clone()) for buffer, kept in own]
+        self._kept = {name: (own[name], each.clone()) for name, each in self._tensors().items()}
 
+    @torch.no_grad()
     def show_own(self) -> None:
-        """Put this rank's own back, except buffers that were changed meanwhile."""
-        for buffer, own, averaged in self._kept:
-            if torch.equal(buffer, averaged):
-                buffer.copy_(own)
-        self._kept = []
+        """Put this rank's own back, except what was changed meanwhile."""
+        for name, each in self._tensors().items():
+            if name in self._kept and torch.equal(each, self._kept[name][1]):
+                each.copy_(self._kept[name][0])
+        self._kept = {}
 
-    def own(self) -> list[Tensor]:
-        """This rank's own, whatever is shown."""
-        kept = {id(buffer): own for buffer, own, averaged in self._kept if torch.equal(buffer, averaged)}
-        return [kept.get(id(each), each) for each in self._floats()]
+    def own(self) -> dict[str, Tensor]:
+        """This rank's own by name, whatever is shown."""
+        return {
+            name: self._kept[name][0] if name in self._kept and torch.equal(each, self._kept[name][1]) else each
+            for name, each in self._tensors().items()
+        }
 
-    def fit(self, saved: list[Tensor]) -> bool:
-        """Whether saved ones are of the shapes of these."""
-        return [each.shape for each in saved] == [each.shape for each in self._floats()]
+    def fit(self, saved: Mapping[str, Tensor]) -> bool:
+        """Whether saved ones are of the names and shapes of these."""
+        known = {**dict(self._module.named_parameters()), **self._tensors()}
+        same = all(name in known and known[name].shape == each.shape for name, each in saved.items())
+        return same and self._tensors().keys() <= saved.keys()
 
-    def load(self, own: list[Tensor]) -> None:
+    @torch.no_grad()
+    def load(self, saved: Mapping[str, Tensor]) -> None:
         """Go on with saved ones."""
-        for buffer, saved in zip(self._floats(), own, strict=True):
-            buffer.copy_(saved)
+        self._drifting = saved.keys() & dict(self._module.named_parameters()).keys()
+        for name, each in self._tensors().items():
+            each.copy_(saved[name])
 
-    def _floats(self) -> list[Tensor]:
-        return [each for each in self._module.buffers() if each.is_floating_point() and each.numel()]
+    def _tensors(self) -> dict[str, Tensor]:
+        floats = {name: b for name, b in self._module.named_buffers() if b.is_floating_point() and b.numel()}
+        return {**floats, **{name: p for name, p in self._module.named_parameters() if name in self._drifting}}
+
+    def _find_drifting(self) -> None:
+        """Compare what no optimizer steps. A collective of the world, if there is any."""
+        stepped = self._stepped()
+        names = [
+            name
+            for name, p in self._module.named_parameters()
+            if id(p) not in stepped and name not in self._drifting and p.is_floating_point() and p.numel()
+        ]
+        if not names:
+            return
+        parameters = dict(self._module.named_parameters())
+        device = parameters[names[0]].device
+        sums = torch.stack([fingerprint(parameters[name]).to(device) for name in names])
+        extremes = torch.stack([sums, -sums])
+        self._communicator.flat_all_reduce(extremes, op=dist.ReduceOp.MAX)
+        self._drifting |= {
+            name for name, differs in zip(names, (extremes[0] != -extremes[1]).tolist(), strict=True) if differs
+        }

@@ -12,20 +12,30 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_sparse.pto.narrow import memory_of
+from lightning_sparse.pto.narrow import dims_in_memory, in_order_of
 from lightning_sparse.updates.local import LocalUpdates
 
 Piece = tuple[str, int, int]
 """A part of a parameter: its name, and the first element and the last one plus 1, in memory order."""
+
+Layout = tuple[list[int], list[int]]
+"""A parameter's shape, and its dims as they are in memory, the outermost first."""
 
 
 def side_content(updates: LocalUpdates) -> dict[str, Any]:
     """What this device alone knows between two steps, on the CPU; waits for messages under way."""
     names = updates.names
     nodes = [
-        {"steps": node.steps, "pieces": node.state.slices.named(names), **node.state_dict()} for node in updates.nodes
+        {
+            "steps": node.steps,
+            "pieces": node.state.slices.named(names),
+            "layouts": _layouts(node.parameters, names),
+            **node.state_dict(),
+        }
+        for node in updates.nodes
     ]
-    return {"steps": updates.steps, "nodes": nodes, "buffers": [each.cpu() for each in updates.buffers.own()]}
+    buffers = {name: each.detach().cpu() for name, each in updates.buffers.own().items()}
+    return {"steps": updates.steps, "nodes": nodes, "buffers": buffers}
 
 
 def fits(updates: LocalUpdates, content: dict[str, Any]) -> bool:
@@ -34,6 +44,7 @@ def fits(updates: LocalUpdates, content: dict[str, Any]) -> bool:
     saved = content["nodes"]
     same_pieces = len(saved) == len(updates.nodes) and all(
         node.state.slices.named(names) == [tuple(piece) for piece in each["pieces"]]
+        and _layouts(node.parameters, names) == each["layouts"]
         for node, each in zip(updates.nodes, saved, strict=True)
     )
     return same_pieces and updates.buffers.fit(content["buffers"])
@@ -57,6 +68,7 @@ def restore_mean(updates: LocalUpdates, by_node: Sequence[Sequence[dict[str, Any
         by_node: what ``side_content`` gave, of all devices of all nodes.
     """
     shared, pending = _shared(by_node), _mean_pending(by_node)
+    parameters = dict(updates.module.named_parameters())
     updates.steps = by_node[0][0]["steps"]
     for node in updates.nodes:
         node.steps = by_node[0][0]["nodes"][0]["steps"]
@@ -68,8 +80,8 @@ def restore_mean(updates: LocalUpdates, by_node: Sequence[Sequence[dict[str, Any
             strict=True,
         ):
             if name in shared:
-                shared_view.copy_(shared[name][begin:end])
-                pending_view.copy_(pending[name][begin:end])
+                shared_view.copy_(in_order_of(parameters[name], shared[name])[begin:end])
+                pending_view.copy_(in_order_of(parameters[name], pending[name])[begin:end])
         state.set_model()
         node.gather()
 
@@ -85,7 +97,7 @@ def restore_alone(module: nn.Module, by_node: Sequence[Sequence[dict[str, Any]]]
     shared, pending = _shared(by_node), _mean_pending(by_node)
     for name, parameter in module.named_parameters():
         if name in shared:
-            memory_of(parameter).copy_(shared[name] - pending[name])
+            parameter.copy_(shared[name] - pending[name])
 
 
 def _shared(by_node: Sequence[Sequence[dict[str, Any]]]) -> dict[str, Tensor]:
@@ -99,14 +111,24 @@ def _mean_pending(by_node: Sequence[Sequence[dict[str, Any]]]) -> dict[str, Tens
 
 
 def _whole(contents: Sequence[dict[str, Any]], tensor_of: Callable[[dict[str, Any]], Tensor]) -> dict[str, Tensor]:
-    """One node's tensors by parameter, flat in memory order, from the pieces of its devices."""
+    """One node's tensors by parameter, from the pieces of its devices."""
     pieces: dict[str, list[tuple[int, Tensor]]] = {}
+    layouts: dict[str, Layout] = {}
     for content in contents:
         for node in content["nodes"]:
+            layouts.update(node["layouts"])
             sizes = [end - begin for _, begin, end in node["pieces"]]
             for (name, begin, _), piece in zip(node["pieces"], torch.split(tensor_of(node), sizes), strict=True):
                 pieces.setdefault(name, []).append((begin, piece))
-    return {
-        name: torch.cat([piece for _, piece in sorted(parts, key=lambda part: part[0])])
-        for name, parts in pieces.items()
-    }
+    whole = {}
+    for name, parts in pieces.items():
+        flat = torch.cat([piece for _, piece in sorted(parts, key=lambda part: part[0])])
+        shape, dims = layouts[name]
+        in_memory = flat.view([shape[dim] for dim in dims])
+        whole[name] = in_memory.permute([dims.index(dim) for dim in range(len(dims))])
+    return whole
+
+
+def _layouts(parameters: Sequence[Tensor], names: dict[int, str]) -> dict[str, Layout]:
+    """By name: pieces are in memory order, and a resumed model may have another (channels_last)."""
+    return {names[id(each)]: (list(each.shape), dims_in_memory(each)) for each in parameters}

@@ -72,11 +72,14 @@ class LocalUpdates:
         device = next((p.device for p in (*parameters, *module.parameters())), torch.device("cpu"))
         numel = sum(p.numel() for p in parameters)
         self.exchange = Exchange(config, topology, device, numel, self.log_once)
-        self.buffers = Buffers(module, self.exchange.communicator)
+        self.buffers = Buffers(module, self.exchange.communicator, self._stepped)
         self._synchronise()
         self._inside = inside = HierCommunicator(replace(topology, world=topology.intra, inter=None))
         uncut = frozenset(sparse_parameters(module))
         self.nodes = [NodeOptimizer(each, self.names, uncut, self.exchange, inside, config) for each in optimizers]
+
+    def _stepped(self) -> set[int]:
+        return {id(p) for node in self.nodes for p in node.parameters}
 
     @torch.no_grad()
     def _synchronise(self) -> None:

@@ -59,8 +59,7 @@ class NodeOptimizer:
         self._own_S: Tensor | None = None
 
     def detach(self, reused: bool) -> None:
-        """Leave the optimizer alone from now on. One that is used again gets all its state, by
-        collectives of the node."""
+        """Leave the optimizer alone from now on. One used again gets all its state: a collective of the node."""
         self._hook.remove()
         if self.sharded is not None and reused:
             self.sharded.release()

@@ -6,6 +6,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -181,6 +182,61 @@ def changed_by_a_callback(folder: str) -> list[Tensor]:
 
 def test_what_a_callback_changed_before_a_save_is_resumed(tmp_path: Path) -> None:
     for whole, resumed in run_ranks(changed_by_a_callback, str(tmp_path), timeout=100, init=False):
+        assert torch.equal(whole, resumed)
+
+
+def in_another_layout(folder: str) -> tuple[Tensor, Tensor]:
+    """The shared weights at a save, and those that a model in channels_last begins with."""
+    found = []
+
+    class Look(lightning_of(FLAVOUR).Callback):  # type: ignore[misc]
+        def on_train_batch_start(self, trainer: Any, trained: Any, *_: Any) -> None:
+            if trainer.global_step == 3:
+                with trainer.strategy.shared_weights():
+                    found.append(weights(trained))
+                trainer.save_checkpoint(f"{folder}/3.ckpt")
+
+    for path in (None, f"{folder}/3.ckpt"):
+        torch.manual_seed(0)
+        convolutions = nn.Conv2d(1, 4, 2), nn.Conv2d(4, 5, 2)
+        trained = plain_module(FLAVOUR, nn.Sequential(nn.Unflatten(1, (1, 13, 1)), nn.Upsample((3, 4)), *convolutions))
+        if path:
+            trained.to(memory_format=torch.channels_last)
+        t = trainer(FLAVOUR, local(FLAVOUR), max_steps=4, max_epochs=-1, callbacks=[Look()], **ranks())
+        t.fit(trained, ckpt_path=path)
+    return found[0], found[1]
+
+
+@pytest.mark.parametrize(("nodes", "devices"), [(2, 2), (4, 1)])
+def test_in_another_memory_layout(nodes: int, devices: int, tmp_path: Path) -> None:
+    options: dict[str, Any] = {"nodes": nodes, "devices": devices, "timeout": 60, "init": False}
+    for saved, begins_with in run_ranks(in_another_layout, str(tmp_path), **options):
+        assert torch.equal(saved, begins_with)
+
+
+def numpy_schedule(folder: str) -> list[Tensor]:
+    """A whole run and a resumed one, with a learning rate that is a number of NumPy."""
+
+    class Save(lightning_of(FLAVOUR).Callback):  # type: ignore[misc]
+        def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+            if trainer.global_step == 3:
+                trainer.save_checkpoint(f"{folder}/3.ckpt")
+
+    class Module(type(module())):  # type: ignore[misc]
+        def configure_optimizers(self) -> Any:
+            return torch.optim.AdamW(self.parameters(), lr=np.float64(0.01))
+
+    ends = []
+    for path in (None, f"{folder}/3.ckpt"):
+        trained = Module()
+        t = trainer(FLAVOUR, local(FLAVOUR), max_steps=6, max_epochs=-1, callbacks=[Save()], **ranks())
+        t.fit(trained, ckpt_path=path, **({"weights_only": False} if path else {}))
+        ends.append(weights(trained))
+    return ends
+
+
+def test_numbers_of_numpy_in_an_optimizer(tmp_path: Path) -> None:
+    for whole, resumed in run_ranks(numpy_schedule, str(tmp_path), timeout=60, init=False):
         assert torch.equal(whole, resumed)
 
 

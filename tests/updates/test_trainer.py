@@ -286,3 +286,41 @@ def test_statistics_are_logged(results: Results) -> None:
     assert 0.04 < logged["comm/density"] < 0.08
     assert logged["comm/bytes_between_nodes"] > 0
     assert logged["comm/pending_norm"] > 0
+
+
+class Teacher(nn.Module):
+    """A net, and a copy that no optimizer steps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.net, self.teacher, self.frozen = nn.Linear(13, 5), nn.Linear(13, 5), nn.Linear(13, 5)
+        for parameter in (*self.teacher.parameters(), *self.frozen.parameters()):
+            parameter.requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.net(x) - self.teacher(x) + self.frozen(x)
+        return result
+
+
+@scenarios.add
+def teacher(flavour: str) -> dict[str, Any]:
+    class Follow(lightning_of(flavour).Callback):  # type: ignore[misc]
+        def on_train_batch_end(self, trainer: Any, module: Any, *_: Any) -> None:
+            for taught, own in zip(module.net.teacher.parameters(), module.net.net.parameters(), strict=True):
+                taught.data.lerp_(own.data, 0.1)
+
+    net, seen = Teacher(), []
+    module = adamw_module(flavour, net)
+    module.validation_step = lambda batch, batch_idx: seen.append(weights(net.teacher).clone())
+    before = weights(net.frozen).clone()
+    trainer(flavour, local(flavour), callbacks=[Follow()], limit_val_batches=1).fit(module)
+    return {"seen": seen, "end": weights(net.teacher), "frozen": torch.equal(before, weights(net.frozen))}
+
+
+def test_weights_that_follow_others_are_averaged(results: Results) -> None:
+    for each in (result["teacher"] for result in results):
+        assert each["seen"]
+        assert all(torch.equal(*pair) for pair in zip(each["seen"], results[0]["teacher"]["seen"], strict=True))
+        assert torch.equal(each["end"], results[0]["teacher"]["end"])
+        assert each["frozen"]
