@@ -47,7 +47,7 @@ def test_options_out_of_range(wrong: dict[str, Any], said: str) -> None:
     [
         ({"process_group": object()}, "process_group"),
         ({"model_averaging_period": 4}, "model_averaging_period"),
-        ({"denisty": 0.1}, "does not know the option"),
+        ({"densities": 0.1}, "does not know the option"),
         ({"momentum_correction": True}, "does not know the option"),
     ],
 )
