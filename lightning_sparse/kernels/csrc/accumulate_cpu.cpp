@@ -1,5 +1,6 @@
 // Sums M messages block by block: a block of 65,536 floats stays in the L2 cache while the pairs of all messages are
-// added to it, in row order. With alpha, the block is not cleared before. Malformed messages are never read past their sections.
+// added to it, in row order. With alpha, the block is not cleared before. Malformed messages are never read past their
+// sections.
 #include <algorithm>
 #include <atomic>
 #include <limits>

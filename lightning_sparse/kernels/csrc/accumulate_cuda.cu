@@ -116,7 +116,7 @@ int64_t accumulate_scratch_bytes(int64_t num_messages, int64_t numel) {
 void accumulate(const uint8_t* messages, int64_t num_messages, float* shard, int64_t numel, int64_t k,
                 Dtype value_dtype, const float* alpha, void* scratch, void* stream) {
   const auto on = static_cast<cudaStream_t>(stream);
-  Sum sum{messages, num_messages, numel, k, value_dtype, MessageLayout(numel, k, value_dtype), shard,
+  Sum sum{messages,         num_messages,         numel, k, value_dtype, MessageLayout(numel, k, value_dtype), shard,
           alpha == nullptr, alpha ? *alpha : 1.0f};
   carve(sum, static_cast<char*>(scratch));
   check(cudaMemsetAsync(sum.damaged, 0, sizeof(int), on));

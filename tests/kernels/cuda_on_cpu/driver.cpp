@@ -46,10 +46,9 @@ void emulate_compress(const void* grad, int dtype, int64_t numel, const float* r
                  static_cast<Dtype>(value_code), message, scratch.data(), nullptr);
 }
 
-void emulate_accumulate(const uint8_t* messages, int64_t count, float* shard, int64_t numel, int64_t k,
-                        int value_code, const float* alpha) {
+void emulate_accumulate(const uint8_t* messages, int64_t count, float* shard, int64_t numel, int64_t k, int value_code,
+                        const float* alpha) {
   Scratch scratch(cuda::accumulate_scratch_bytes(count, numel));
-  cuda::accumulate(messages, count, shard, numel, k, static_cast<Dtype>(value_code), alpha, scratch.data(),
-                   nullptr);
+  cuda::accumulate(messages, count, shard, numel, k, static_cast<Dtype>(value_code), alpha, scratch.data(), nullptr);
 }
 }
