@@ -1,6 +1,7 @@
 """A pytest plugin for Lightning's own tests: they run on CPUs, and where they ask for DDP they get our strategy.
 
-LS_STRATEGY=stock leaves DDP as it is, so that a test which the CPU alone breaks is known; LS_FLAVOUR names the flavour.
+LS_STRATEGY names our class; "stock" leaves DDP as it is, so that a test which the CPU alone breaks is known. LS_FLAVOUR
+names the flavour.
 A test is kept if its source mentions ddp.
 """
 
@@ -57,7 +58,7 @@ def _cpus_for_gpus() -> None:
 def _ours_for_ddp() -> None:
     strategies: Any = import_module(f"{FLAVOUR}.strategies")
     stock = strategies.DDPStrategy
-    ours = import_module(f"lightning_sparse.flavours.{OURS}").MSTopKHierStrategy
+    ours = getattr(import_module(f"lightning_sparse.flavours.{OURS}"), os.environ["LS_STRATEGY"])
     registry = strategies.StrategyRegistry
     for name in list(registry):
         if registry[name]["strategy"] is stock:

@@ -48,7 +48,8 @@ FILES = (
     "utilities/test_all_gather_grad.py",
     "utilities/test_compile.py",
 )
-WAYS = {"stock": ("stock", "1"), "one node": ("ours", "1"), "two nodes": ("ours", "2")}
+WAYS = {"stock": "1", "one node": "1", "two nodes": "2"}
+STRATEGIES = ("MSTopKHierStrategy", "MSTopKLocalStrategy")
 
 
 def tests_of(checkout: Path, flavour: str, scratch: Path) -> Path:
@@ -67,11 +68,10 @@ def tests_of(checkout: Path, flavour: str, scratch: Path) -> Path:
     return target
 
 
-def run(tests: Path, flavour: str, way: str, words: list[str], seconds: float) -> tuple[int, str]:
-    strategy, nodes = WAYS[way]
+def run(tests: Path, flavour: str, way: str, words: list[str], seconds: float, ours: str = "") -> tuple[int, str]:
     paths = [str(ROOT / "tests/conformance/site"), str(ROOT / "tests/conformance"), str(tests.parent), str(ROOT)]
     environment = {
-        **os.environ, "LS_FLAVOUR": flavour, "LS_STRATEGY": strategy, "LS_NODES": nodes,
+        **os.environ, "LS_FLAVOUR": flavour, "LS_STRATEGY": "stock" if way == "stock" else ours, "LS_NODES": WAYS[way],
         "PYTHONPATH": os.pathsep.join(paths), "CUDA_VISIBLE_DEVICES": "",
     }  # fmt: skip
     command = [sys.executable, "-m", "pytest", "-p", "lightning_plugin", "-p", "no:cacheprovider", "-q", *words]
@@ -99,11 +99,11 @@ def reason(output: str) -> str:
     return errors[-1][1:].strip() if errors else output.strip().splitlines()[-1]
 
 
-def compare_ways(tests: Path, flavour: str, ways: list[str], seconds: float, name: str) -> dict[str, str]:
+def compare_ways(tests: Path, flavour: str, ours: str, ways: list[str], seconds: float, name: str) -> dict[str, str]:
     """One test with DDP, then, if that passes, with ours."""
     row = {"flavour": flavour, "test": name}
     for way in ["stock", *ways]:
-        code, output = run(tests, flavour, way, [name], seconds)
+        code, output = run(tests, flavour, way, [name], seconds, ours)
         row[way] = outcome(code, output)
         if row[way] in ("failed", "hung"):
             row[f"{way}: why"] = reason(output)
@@ -117,6 +117,7 @@ def main() -> int:
     parser.add_argument("checkout", type=Path)
     parser.add_argument("--out", type=Path, default=Path("runs/conformance.json"))
     parser.add_argument("--flavours", nargs="+", default=["lightning.pytorch", "pytorch_lightning"])
+    parser.add_argument("--strategy", choices=STRATEGIES, default=STRATEGIES[0])
     parser.add_argument("--files", nargs="+", default=FILES)
     parser.add_argument("--ways", nargs="+", choices=list(WAYS)[1:], default=list(WAYS)[1:])
     parser.add_argument("--seconds", type=float, default=120, help="for one test")
@@ -131,7 +132,7 @@ def main() -> int:
             names = [line for line in listed.splitlines() if "::" in line and not line.startswith(("ERROR", "FAILED"))]
             if not names:
                 raise SystemExit(f"no tests were collected:\n{listed}")
-            compare = functools.partial(compare_ways, tests, flavour, options.ways, options.seconds)
+            compare = functools.partial(compare_ways, tests, flavour, options.strategy, options.ways, options.seconds)
             with ThreadPoolExecutor(options.jobs) as pool:
                 for row in tqdm(pool.map(compare, names), desc=flavour, total=len(names)):
                     rows.append(row)
