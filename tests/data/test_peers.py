@@ -212,6 +212,12 @@ def cpu_seconds(process: int) -> float:
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
+def cpu_in_a_second(pid: int) -> float:
+    before = cpu_seconds(pid)
+    time.sleep(1)
+    return cpu_seconds(pid) - before
+
+
 def test_a_server_at_its_limit_neither_spins_nor_forgets_its_clients(nodes: Nodes) -> None:
     (first, second), endpoints = nodes
     foreign = np.flatnonzero(first.owners == 1).tolist()
@@ -226,10 +232,7 @@ def test_a_server_at_its_limit_neither_spins_nor_forgets_its_clients(nodes: Node
         for _ in range(20):
             with suppress(ConnectionError):  # refused, or reset, once it is at its limit
                 strangers.enter_context(socket.create_connection((host, int(port)), timeout=5))
-        time.sleep(0.5)
-        before = cpu_seconds(pid)
-        time.sleep(2)
-        assert cpu_seconds(pid) - before < 0.5
+        assert any(cpu_in_a_second(pid) < 0.2 for _ in range(10)), "once handshakes are over it rests"
         before_samples = first.counters().peer_samples
         first.get(foreign)
         assert first.counters().peer_samples == before_samples + len(foreign)
