@@ -76,7 +76,7 @@ def test_a_fit_is_counted_without_what_came_before() -> None:
     late = stats.since(before)
     assert (late.rounds, late.bytes_between_nodes, late.dense_equivalent_bytes) == (2, 8, 800)
     assert late.paths == {"sparse": 200}
-    assert table(late, 0.5, residual=3.0, ratio=2.0).splitlines() == [
+    assert table(late, 0.5, unsent=3.0, ratio=2.0).splitlines() == [
         "what one device exchanged with other nodes, in 2 rounds:",
         "  received a round    0.000 MB; plain DDP 0.000 MB: 100.0 times as much",
         "  paths               100.0% sparse (share of entries)",
