@@ -147,11 +147,11 @@ class _Listener:
         self._accept_at: float | None = None
 
     def pause(self) -> None:
-        while self.failures.poll(0):
-            self.failures.recv_multipart()
         if self._accept_at is None:
             self._accept_at = time.monotonic() + REBIND_S
             self._router.unbind(self._endpoint)
+        while self.failures.poll(0):  # after that: zmq may report failures faster than they are read
+            self.failures.recv_multipart()
 
     def wait_ms(self) -> int | None:
         """Return how long to wait before `resume`; None if it accepts connections."""
