@@ -17,10 +17,17 @@ EXAMPLES = ROOT / "examples"
 pytestmark = pytest.mark.timeout(1000)
 
 
+def changes(name: str, other: str) -> list[str]:
+    one, two = ((EXAMPLES / each).read_text().splitlines()[1:] for each in (name, other))
+    return [line for line in difflib.ndiff(one, two) if line[0] in "+-" and line[2:].strip()]
+
+
 def test_the_strategy_is_the_only_difference():
-    dense, sparse = ((EXAMPLES / name).read_text().splitlines() for name in ("digits_ddp.py", "digits_sparse.py"))
-    changed = [line for line in difflib.ndiff(dense[1:], sparse[1:]) if line[0] in "+-" and line[2:].strip()]
-    assert changed == [
+    assert changes("digits_ddp.py", "digits_updates.py") == [
+        '-         strategy="ddp",',
+        '+         strategy="mstopk_local",',
+    ]
+    assert changes("digits_ddp.py", "digits_sparse.py") == [
         "+ from lightning_sparse import MSTopKHierStrategy",
         '-         strategy="ddp",',
         "+         strategy=MSTopKHierStrategy(density=0.01, warmup_epochs=1),",
@@ -42,18 +49,21 @@ def test_the_demo_counts_fewer_bytes_when_sparse(tmp_path):
     assert "times fewer bytes a step" in printed
     sent = [
         sum(sum(json.loads(path.read_text())["bytes_sent"]) for path in (tmp_path / "demo" / run).glob("node*.json"))
-        for run in ("run0", "run1", "run2")
+        for run in ("run0", "run1", "run2", "run3")
     ]
     steps, parameters = 22, 1_225_610
     assert 0.9 < sent[0] / (steps * 3 * 4 * parameters) < 1.3, "a ring over 4 ranks passes 2 * 3/4 * 2 links"
     assert sent[1] < 0.6 * sent[0], "one epoch is all warm-up, and two rounds are dense"
-    assert sent[2] < 1e-3 * sent[0], "a node alone talks to nobody"
+    assert sent[2] < 0.05 * sent[0], "of updates 1 % are sent from the first step on"
+    assert sent[3] < 1e-3 * sent[0], "a node alone talks to nobody"
     steps_of_each = [
-        len(json.loads(path.read_text())["seconds"]) for path in (tmp_path / "demo").glob("run*/node0.json")
+        len(json.loads((tmp_path / "demo" / f"run{number}" / "node0.json").read_text())["seconds"])
+        for number in range(7)
     ]
-    assert steps_of_each == [steps] * 3
-    *_, shown, suggestion = printed.strip().split("\n\n")
-    assert shown + "\n" == (tmp_path / "demo" / "table.md").read_text(), "the table is the last but one"
+    assert steps_of_each[:4] == [steps] * 4
+    assert len(set(steps_of_each[4:])) == 1
+    *_, pictures, text, suggestion = printed.strip().split("\n\n")
+    assert f"{pictures}\n\n{text}\n" == (tmp_path / "demo" / "table.md").read_text(), "the tables are the last but one"
     assert suggestion.startswith("Next: ")
     assert "Traceback" not in printed
 
