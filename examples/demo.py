@@ -160,10 +160,10 @@ def main() -> None:
             words = ["--data", str(args.out / "digits"), *more] if task.metric == "val_accuracy" else []
             found.append((task, []))
             for way in task.ways:
-                number += 1
+                folder, number = args.out / f"run{number}", number + 1
                 on = f"{way.nodes} nodes x {DEVICES} ranks, {links}" if way.nodes > 1 else f"1 node x {DEVICES} ranks"
                 print(f"\n== {number} of {total}, {task.name}, {way.name}: {on} ==", flush=True)
-                found[-1][1].append(measure(task, way, args.gbps, reason is None, args.out / f"run{number}", words))
+                found[-1][1].append(measure(task, way, args.gbps, reason is None, folder, words))
     report(found, args.gbps, reason is None)
     (args.out / "table.md").write_text("\n\n".join(table(*each) for each in found) + "\n")
 
