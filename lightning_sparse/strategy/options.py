@@ -13,7 +13,7 @@ from lightning_sparse.updates import UpdatesConfig
 
 OWN = tuple(field.name for field in fields(HierConfig) if field.name != "error_feedback")
 """The options that are not DDP's; without the one that only experiments use."""
-OWN_OF_UPDATES = tuple(field.name for field in fields(UpdatesConfig))
+OWN_OF_UPDATES = tuple(field.name for field in fields(UpdatesConfig) if field.name != "inter_gbps")
 REFUSED = {
     **dict.fromkeys(
         ("ddp_comm_hook", "ddp_comm_state", "ddp_comm_wrapper"),

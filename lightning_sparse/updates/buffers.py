@@ -33,7 +33,9 @@ class Buffers:
     def average(self) -> None:
         """Average over all ranks, in place. A collective of the world, if there are any."""
         self._find_drifting()
-        tensors = list(self._tensors().values())
+        self._average(list(self._tensors().values()))
+
+    def _average(self, tensors: list[Tensor]) -> None:
         if not tensors:
             return
         # fp64: an average of equal values is that value, so constants stay exact
@@ -47,9 +49,10 @@ class Buffers:
     def show_averaged(self) -> None:
         """Average, and remember this rank's own."""
         self._find_drifting()
-        own = {name: each.clone() for name, each in self._tensors().items()}
-        self.average()
-        self._kept = {name: (own[name], each.clone()) for name, each in self._tensors().items()}
+        tensors = self._tensors()
+        own = {name: each.clone() for name, each in tensors.items()}
+        self._average(list(tensors.values()))
+        self._kept = {name: (own[name], each.clone()) for name, each in tensors.items()}
 
     @torch.no_grad()
     def show_own(self) -> None:

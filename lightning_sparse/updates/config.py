@@ -49,6 +49,10 @@ class UpdatesConfig(ExchangeConfig):
                 "density='auto' belongs to gradients, which hide behind backward: give a number in (0, 1], 0.01 for "
                 "one entry in a hundred."
             )
+        if self.inter_gbps is not None:
+            raise ValueError(
+                f"inter_gbps={self.inter_gbps!r} decides between paths, and updates take the one of exchange=: omit it."
+            )
         if self.step_ahead != "auto" and not (is_number(self.step_ahead) and 0 <= self.step_ahead <= 1):
             raise ValueError(
                 f"step_ahead={self.step_ahead!r} must be a number in [0, 1], or 'auto' for min(1, 4 / nodes): it is "

@@ -42,6 +42,13 @@ def test_options_out_of_range(wrong: dict[str, Any], said: str) -> None:
         MSTopKLocalStrategy(**wrong)
 
 
+def test_a_rate_that_would_decide_nothing() -> None:
+    with pytest.raises(ValueError, match="inter_gbps=1.0 decides between paths"):
+        UpdatesConfig(inter_gbps=1.0)
+    with pytest.raises(ValueError, match="does not know the option"):
+        MSTopKLocalStrategy(inter_gbps=1.0)
+
+
 @pytest.mark.parametrize(
     ("wrong", "said"),
     [
