@@ -10,7 +10,7 @@ Fabric has no epochs and no estimate of its steps, so there is no density warm-u
 
 import weakref
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -20,27 +20,11 @@ from lightning_sparse.gradients import HierConfig
 from lightning_sparse.messages import log
 from lightning_sparse.strategy import side_files
 from lightning_sparse.strategy.core import HierCore, prepare_ddp
+from lightning_sparse.strategy.hosts import FabricHost
 from lightning_sparse.strategy.options import OWN
 
-if TYPE_CHECKING:
 
-    class _Host:
-        """The part of Fabric's DDPStrategy that is relied upon."""
-
-        is_global_zero: bool
-        precision: Any
-
-        def __init__(self, **kwargs: Any) -> None: ...
-        def setup_module(self, module: nn.Module) -> DistributedDataParallel: ...
-        def setup_optimizer(self, optimizer: Any) -> Any: ...
-        def backward(self, tensor: Tensor, module: Any, *args: Any, **kwargs: Any) -> None: ...
-        def save_checkpoint(self, path: Any, state: Any, storage_options: Any = None, filter: Any = None) -> None: ...
-        def load_checkpoint(self, path: Any, state: Any = None, *args: Any, **kwargs: Any) -> dict[str, Any]: ...
-else:
-    _Host = object
-
-
-class MSTopKHierFabricMixin(HierCore, _Host):
+class MSTopKHierFabricMixin(HierCore, FabricHost):
     """DDP whose gradients travel hierarchically, and between nodes only the largest of them, for Fabric.
 
     Args:

@@ -10,7 +10,7 @@ fabric.strategy.finish()                    # at the end: what is pending is sen
 """
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -18,29 +18,14 @@ from torch.optim import Optimizer
 
 from lightning_sparse.strategy import side_files
 from lightning_sparse.strategy.core import prepare_ddp
+from lightning_sparse.strategy.hosts import FabricHost
 from lightning_sparse.strategy.local_core import LocalCore, detached, leave_gradients
 from lightning_sparse.strategy.options import OWN_OF_UPDATES
 from lightning_sparse.updates import LocalUpdates, UpdatesConfig
 from lightning_sparse.updates.optimizer import parameters_of
 
-if TYPE_CHECKING:
 
-    class _Host:
-        """The part of Fabric's DDPStrategy that is relied upon."""
-
-        def __init__(self, **kwargs: Any) -> None: ...
-        def setup_module(self, module: nn.Module) -> DistributedDataParallel: ...
-        def setup_optimizer(self, optimizer: Any) -> Any: ...
-        def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any: ...
-        def get_module_state_dict(self, module: nn.Module) -> dict[str, Any]: ...
-        def get_optimizer_state(self, optimizer: Any) -> dict[str, Any]: ...
-        def save_checkpoint(self, path: Any, state: Any, storage_options: Any = None, filter: Any = None) -> None: ...
-        def load_checkpoint(self, path: Any, state: Any = None, *args: Any, **kwargs: Any) -> dict[str, Any]: ...
-else:
-    _Host = object
-
-
-class MSTopKLocalFabricMixin(LocalCore, _Host):
+class MSTopKLocalFabricMixin(LocalCore, FabricHost):
     """DDP inside each node, with an optimizer of its own; between nodes travel the largest updates. For Fabric.
 
     Args:

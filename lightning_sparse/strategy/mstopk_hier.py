@@ -20,7 +20,7 @@ teardown               takes its hooks off the model
 import logging
 import math
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -34,34 +34,10 @@ from lightning_sparse.gradients.schedule import DEFAULT_EPOCHS, DEFAULT_SHARE, W
 from lightning_sparse.messages import described
 from lightning_sparse.strategy import side_files
 from lightning_sparse.strategy.core import HierCore, prepare_ddp
-
-if TYPE_CHECKING:
-
-    class _Host:
-        """The part of Lightning's DDPStrategy that is relied upon."""
-
-        model: Any
-        lightning_module: Any
-        optimizers: list[torch.optim.Optimizer]
-        precision_plugin: Any
-        is_global_zero: bool
-        _ddp_kwargs: dict[str, Any]
-
-        def __init__(self, **kwargs: Any) -> None: ...
-        def setup(self, trainer: Any) -> None: ...
-        def setup_optimizers(self, trainer: Any) -> None: ...
-        def on_train_start(self) -> None: ...
-        def pre_backward(self, closure_loss: Tensor) -> None: ...
-        def save_checkpoint(self, checkpoint: Any, filepath: Any, storage_options: Any = None) -> None: ...
-        def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> Any: ...
-        def remove_checkpoint(self, filepath: Any) -> None: ...
-        def teardown(self) -> None: ...
-        def _setup_model(self, model: torch.nn.Module) -> DistributedDataParallel: ...
-else:
-    _Host = object
+from lightning_sparse.strategy.hosts import TrainerHost
 
 
-class MSTopKHierMixin(HierCore, _Host):
+class MSTopKHierMixin(HierCore, TrainerHost):
     """DDP whose gradients travel hierarchically, and between nodes only the largest of them.
 
     Args:

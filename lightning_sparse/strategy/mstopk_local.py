@@ -21,9 +21,8 @@ load_model_state_dict        in the middle of a fit (the search for a learning r
 """
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_sparse.exchange.config import ValueDtype
@@ -31,41 +30,13 @@ from lightning_sparse.exchange.paths import Exchange
 from lightning_sparse.messages import described
 from lightning_sparse.strategy import side_files
 from lightning_sparse.strategy.core import prepare_ddp
+from lightning_sparse.strategy.hosts import TrainerHost
 from lightning_sparse.strategy.local_core import LocalCore, detached, leave_gradients
 from lightning_sparse.updates import LocalUpdates, UpdatesConfig
 from lightning_sparse.updates.config import StepAhead
 
-if TYPE_CHECKING:
 
-    class _Host:
-        """The part of Lightning's DDPStrategy that is relied upon."""
-
-        model: Any
-        lightning_module: Any
-        optimizers: list[torch.optim.Optimizer]
-        precision_plugin: Any
-        _ddp_comm_hook: Any
-        _ddp_comm_state: Any
-
-        def __init__(self, **kwargs: Any) -> None: ...
-        def setup(self, trainer: Any) -> None: ...
-        def optimizer_step(self, optimizer: Any, closure: Any, model: Any = None, **kwargs: Any) -> Any: ...
-        def optimizer_state(self, optimizer: Any) -> dict[str, Any]: ...
-        def post_training_step(self) -> None: ...
-        def on_train_batch_start(self, batch: Any, batch_idx: int) -> None: ...
-        def on_validation_start(self) -> None: ...
-        def on_train_end(self) -> None: ...
-        def lightning_module_state_dict(self) -> dict[str, Any]: ...
-        def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None: ...
-        def save_checkpoint(self, checkpoint: Any, filepath: Any, storage_options: Any = None) -> None: ...
-        def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> Any: ...
-        def remove_checkpoint(self, filepath: Any) -> None: ...
-        def teardown(self) -> None: ...
-else:
-    _Host = object
-
-
-class MSTopKLocalMixin(LocalCore, _Host):
+class MSTopKLocalMixin(LocalCore, TrainerHost):
     """DDP inside each node, with an optimizer of its own; between nodes travel the largest updates.
 
     Args:
