@@ -20,10 +20,10 @@ from lightning_sparse.gradients.groups import ParamGroup
 from lightning_sparse.gradients.residual import ResidualStore
 from lightning_sparse.gradients.schedule import Warmup
 from lightning_sparse.gradients.state import HierState
-from lightning_sparse.strategy.side_files import KEY, Saved, read_side_file, write_side_file
+from lightning_sparse.strategy.side_files import Saved, check_version, read_side_file, write_side_file
 
 _VERSION = 4
-_READABLE = (3, 4)
+_READABLE = (3,)
 
 
 def manifest_of(state: HierState, run_id: str) -> dict[str, Any]:
@@ -63,7 +63,7 @@ def fits(saved: Saved, state: HierState) -> bool:
     Raises:
         ValueError: when it was saved in another format.
     """
-    _check_version(saved)
+    check_version(saved, _VERSION, *_READABLE)
     same: bool = saved.manifest["parameters"] == state.parameters.numels
     return same
 
@@ -83,7 +83,7 @@ def apply(saved: Saved, state: HierState, device: torch.device) -> list[str]:
     Raises:
         ValueError: when it was saved in another format.
     """
-    _check_version(saved)
+    check_version(saved, _VERSION, *_READABLE)
     manifest = saved.manifest
     state.forget()
     state.round = state.exchange.stats.rounds = manifest["round"]
@@ -105,15 +105,6 @@ def apply(saved: Saved, state: HierState, device: torch.device) -> list[str]:
     else:
         complaints += _apply_other(saved, state.feedback.stores, state.topology.num_nodes, device)
     return complaints
-
-
-def _check_version(saved: Saved) -> None:
-    version = saved.manifest["version"]
-    if version not in _READABLE:
-        raise ValueError(
-            f"{saved.path} was written in format {version} of lightning_sparse, this one reads {_VERSION}: use the "
-            f"version that wrote it, or remove the entry {KEY!r} to start without residuals."
-        )
 
 
 def _apply_same(saved: Saved, stores: list[ResidualStore], device: torch.device, rank: int) -> list[str]:

@@ -19,7 +19,7 @@ from lightning_sparse.topology import Topology
 from lightning_sparse.updates import LocalUpdates, UpdatesConfig
 from lightning_sparse.updates import checkpoint as files
 
-_VERSION = 1
+_VERSION = 2
 
 
 class LocalCore(Core):
@@ -108,6 +108,7 @@ class LocalCore(Core):
         saved = self._saved.pop(0) if self._saved else None
         if saved is None:
             return
+        side_files.check_version(saved, _VERSION)
         own = saved.side if updates.active and _same_nodes(saved, updates.topology) else None
         if _all_agree(own is not None and files.fits(updates, own)):  # all or none: collectives follow
             assert own is not None

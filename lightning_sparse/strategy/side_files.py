@@ -34,6 +34,16 @@ class Saved:
     side: dict[str, Any] | None
 
 
+def check_version(saved: Saved, current: int, *readable: int) -> None:
+    """Raise ValueError for a format that this version does not read."""
+    version = saved.manifest["version"]
+    if version != current and version not in readable:
+        raise ValueError(
+            f"{saved.path} was written in format {version} of lightning_sparse, this one reads {current}: use the "
+            f"version that wrote it, or remove the entry {KEY!r} to go on from its weights alone."
+        )
+
+
 def new_run_id() -> str:
     """Rank 0 makes one and all ranks share it; with the round it names a save."""
     return uuid.uuid4().hex[:8]

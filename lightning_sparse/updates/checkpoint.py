@@ -73,16 +73,16 @@ def restore_mean(updates: LocalUpdates, by_node: Sequence[Sequence[dict[str, Any
     for node in updates.nodes:
         node.steps = by_node[0][0]["nodes"][0]["steps"]
         state = node.state
+        pending_S = torch.zeros_like(state.shared_S)
+        views = state.slices.of(state.shared_S), state.slices.of(pending_S)
         for (name, begin, end), shared_view, pending_view in zip(
-            state.slices.named(updates.names),
-            state.slices.of(state.shared_S),
-            state.slices.of(state.pending_S),
-            strict=True,
+            state.slices.named(updates.names), *views, strict=True
         ):
             if name in shared:
                 shared_view.copy_(in_order_of(parameters[name], shared[name])[begin:end])
                 pending_view.copy_(in_order_of(parameters[name], pending[name])[begin:end])
-        state.set_model()
+        state.set_pending(pending_S)
+        state.begin()
         node.gather()
 
 
@@ -106,7 +106,7 @@ def _shared(by_node: Sequence[Sequence[dict[str, Any]]]) -> dict[str, Tensor]:
 
 def _mean_pending(by_node: Sequence[Sequence[dict[str, Any]]]) -> dict[str, Tensor]:
     """With what the parameters have changed by since the last exchange."""
-    nodes = [_whole(contents, lambda node: node["pending"] + (node["start"] - node["now"])) for contents in by_node]
+    nodes = [_whole(contents, lambda node: node["unsent"]) for contents in by_node]
     return {name: torch.stack([each[name] for each in nodes]).mean(0) for name in nodes[0]}
 
 

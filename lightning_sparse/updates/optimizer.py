@@ -11,11 +11,14 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_sparse.exchange import Exchange, HierCommunicator
+from lightning_sparse.exchange.paths import Sparse
 from lightning_sparse.pto import ShardedStep
 from lightning_sparse.pto.gather import FlatGather
 from lightning_sparse.pto.optimizers import is_tested
 from lightning_sparse.pto.ownership import Parts, divide, loads_of
 from lightning_sparse.updates.config import UpdatesConfig
+from lightning_sparse.updates.difference import DifferenceState
+from lightning_sparse.updates.pending import PendingState
 from lightning_sparse.updates.slices import Slices
 from lightning_sparse.updates.state import UpdateState
 
@@ -109,20 +112,13 @@ class NodeOptimizer:
     # -- checkpoints ---------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Of this device's slice, on the CPU: the shared weights, what is pending, what the last exchange left in the
-        parameters and what they hold now. Waits for messages under way."""
-        state = self.state
-        state.receive()
-        tensors = {"shared": state.shared_S, "pending": state.pending_S, "start": state.start_S, "now": self._now()}
-        return {name: tensor.cpu() for name, tensor in tensors.items()}
+        """Of this device's slice, on the CPU. Waits for messages under way."""
+        self.state.receive()
+        return {name: tensor.cpu() for name, tensor in self.state.state_dict(self._now()).items()}
 
     def load_state_dict(self, saved: Mapping[str, Tensor]) -> None:
         """Go on where it was saved."""
-        state = self.state
-        state.shared_S.copy_(saved["shared"])
-        state.pending_S.copy_(saved["pending"])
-        state.start_S.copy_(saved["start"])
-        state.slices.write(saved["now"].to(state.start_S.device))
+        self.state.load_state_dict(saved)
         self.gather()
 
     def optimizer_state(self) -> dict[str, Any]:
@@ -157,9 +153,9 @@ class NodeOptimizer:
             if id(parameter) not in ids:
                 self._exchange.communicator.world_broadcast(parameter.data)
         before = self.state
-        before.receive()
         self.state = self._divide()
         self.state.take_over(before)
+        self.gather()
 
     def _divide(self) -> UpdateState:
         index, size = self._inside.topology.device_index, self._inside.topology.num_devices
@@ -169,7 +165,7 @@ class NodeOptimizer:
             self.parameters, self._parts = self._whole_step_parts(size)
         self._gather = FlatGather(self.parameters, self._parts, index, size)
         mine = [next((part for part in parts if part.owner == index), None) for parts in self._parts]
-        return UpdateState(Slices(self.parameters, mine), self._exchange, self._config)
+        return state_of(Slices(self.parameters, mine), self._exchange, self._config)
 
     def _whole_step_parts(self, size: int) -> tuple[list[Tensor], list[Parts]]:
         """Any division will do where each device does the whole step; known parameters keep theirs."""
@@ -180,6 +176,12 @@ class NodeOptimizer:
         numels = [p.numel() for p in new]
         of.update(zip(map(id, new), divide(numels, numels, loads, [True] * len(new)), strict=True))
         return now, [of[id(p)] for p in now]
+
+
+def state_of(slices: Slices, exchange: Exchange, config: UpdatesConfig) -> UpdateState:
+    """The lean state where the path allows it."""
+    kind = DifferenceState if config.path is Sparse else PendingState
+    return kind(slices, exchange, config)
 
 
 def can_shard(optimizer: Optimizer) -> bool:

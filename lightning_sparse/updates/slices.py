@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -62,15 +62,37 @@ class Slices:
         if self._pieces:
             torch._foreach_copy_(self.of(flat_S), self.in_parameters())
 
-    def add_change(self, start_S: Tensor, pending_S: Tensor) -> None:
+    def add_progress(self, start_S: Tensor, pending_S: Tensor) -> None:
         """start_S += pending_S - the parameters."""
         for start, pending, piece in zip(self.of(start_S), self.of(pending_S), self.in_parameters(), strict=True):
-            if start.is_cuda:
-                start.add_(pending).sub_(piece)
-                continue
-            for at in range(0, start.numel(), _CACHED):  # so that the second pass reads the cache
-                here = slice(at, at + _CACHED)
+            for here in _blocks(start):
                 start[here].add_(pending[here]).sub_(piece[here])
+
+    def add_change(self, own_S: Tensor, kept_S: Tensor | None, share: float, now_S: Tensor | None = None) -> None:
+        """own_S += the parameters - what ``write_model`` wrote, given the same tensors.
+
+        Args:
+            now_S: taken for the parameters.
+        """
+        pieces = self.in_parameters()
+        nows = pieces if now_S is None else self.of(now_S)
+        kept = [None] * len(pieces) if kept_S is None else self.of(kept_S)
+        for own, left, now, piece in zip(self.of(own_S), kept, nows, pieces, strict=True):
+            if left is None and piece.dtype == torch.float32:
+                own.copy_(now)  # it held own_S itself
+                continue
+            for here in _blocks(own):
+                wrote = own[here] if left is None else torch.add(own[here], left[here], alpha=share)
+                own[here].add_(now[here] - wrote.to(piece.dtype).float())
+
+    def write_model(self, own_S: Tensor, kept_S: Tensor | None, share: float) -> None:
+        """Write own_S + share * kept_S into the parameters, rounded to their dtypes."""
+        if kept_S is None:
+            return self.write(own_S)
+        for own, left, piece in zip(self.of(own_S), self.of(kept_S), self.in_parameters(), strict=True):
+            for here in _blocks(own):
+                piece[here].copy_(torch.add(own[here], left[here], alpha=share))
+        return None
 
     def write(self, flat_S: Tensor) -> None:
         """Write a flat tensor into the parameters, rounded to their dtypes."""
@@ -81,3 +103,9 @@ class Slices:
     def rounds(self) -> bool:
         """Whether some parameter holds less than fp32."""
         return any(parameter.dtype != torch.float32 for parameter, _ in self._pieces)
+
+
+def _blocks(piece: Tensor) -> Iterator[slice]:
+    """So that on the CPU the second pass reads the cache."""
+    size = piece.numel() if piece.is_cuda else _CACHED
+    return (slice(at, at + size) for at in range(0, piece.numel(), size))

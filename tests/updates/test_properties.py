@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_sparse.topology import discover
+from lightning_sparse.updates.checkpoint import fits, restore_own, side_content
 from tests.helpers.distributed import run_ranks
 from tests.strategy.models import flat_parameters, loss_of, mlp, train
 from tests.updates.runs import adamw, mean_over_nodes, sgd, shared_of, start, steps
@@ -137,3 +138,30 @@ def test_finish_sends_what_is_pending() -> None:
         assert torch.equal(weights, results[0][0])
         torch.testing.assert_close(weights.double(), expected, rtol=1e-6, atol=1e-6)
         assert pending == 0
+
+
+def with_other_options(saved_with: dict[str, Any], resumed_with: dict[str, Any]) -> tuple[Tensor, Tensor, float]:
+    """Shared weights of a run and of one that goes on from its state, and how far what is pending is off."""
+    ddp, optimizer, updates = start(adamw, **saved_with)
+    steps(ddp, optimizer, updates, 0, 7)
+    content = side_content(updates)
+    _, _, resumed = start(adamw, **resumed_with)
+    assert fits(resumed, content)
+    restore_own(resumed, content)
+    off = whole_pending(resumed) - whole_pending(updates)
+    return shared_of(updates), shared_of(resumed), float(off.abs().max())
+
+
+@pytest.mark.parametrize(
+    "change", [{"density": 0.1}, {"value_dtype": "float16"}, {"step_ahead": 0.5}, {"exchange": "dense16"}], ids=str
+)
+def test_a_state_goes_on_under_other_options(change: dict[str, Any]) -> None:
+    results = run_ranks(both_ways, {"density": 0.02}, change, nodes=2, devices=2)
+    for shared, resumed, off in (case for both in results for case in both):
+        assert torch.equal(shared, resumed)
+        assert off < 1e-6
+
+
+def both_ways(options: dict[str, Any], change: dict[str, Any]) -> list[tuple[Tensor, Tensor, float]]:
+    changed = {**options, **change}
+    return [with_other_options(options, changed), with_other_options(changed, options)]

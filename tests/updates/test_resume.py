@@ -125,7 +125,7 @@ def test_on_another_cluster_shared_weights_and_the_mean_of_what_is_pending_stay(
         for each in found:
             shared, pending = each["resumed"]
             assert torch.equal(shared, before["shared"])
-            torch.testing.assert_close(pending, before["pending"], rtol=1e-6, atol=1e-9)
+            torch.testing.assert_close(pending, before["pending"], rtol=1e-6, atol=1e-7)
         before = found[0]
 
 

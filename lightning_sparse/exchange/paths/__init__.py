@@ -33,4 +33,4 @@ Exchange = Literal["auto", "sparse", "regional", "dense", "dense16"]
 PATHS: tuple[type[Path], ...] = (Dense, Flat, Dense16, Sparse, Regional)
 """What leaves less comes first."""
 
-__all__ = ["PATHS", "Dense", "Exchange", "Flat", "Path", "Shard", "Work"]
+__all__ = ["PATHS", "Dense", "Exchange", "Flat", "Path", "Shard", "Sparse", "Work"]

@@ -49,6 +49,8 @@ class Shard:
         next_S: room for what this one leaves, fp32, uninitialised; None to drop it.
         factor: what ``sum_S`` is multiplied by before the residual is added, a 0-dim fp32 tensor; None for 1.
         on_sent: called with the indices of the entries that this device sends, int64, where these are not all.
+        on_received: called with the messages of all nodes, in node order, once they are in ``target_S``; of the path
+            ``sparse`` alone.
         target_S: fp32, what the engine adds the sum to, times ``alpha``; a path may do so itself, and return it.
     """
 
@@ -57,6 +59,7 @@ class Shard:
     next_S: Tensor | None = None
     factor: Tensor | None = None
     on_sent: Callable[[Tensor], None] | None = field(default=None, repr=False)
+    on_received: Callable[[Tensor], None] | None = field(default=None, repr=False)
     target_S: Tensor | None = None
     alpha: float = 1.0
 

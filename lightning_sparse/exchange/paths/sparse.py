@@ -28,6 +28,7 @@ from lightning_sparse.exchange.density import num_selected
 from lightning_sparse.exchange.paths.path import Path, Shard, Work
 from lightning_sparse.exchange.rates import Rates
 from lightning_sparse.kernels import accumulate, compress, indices_of, message_bytes
+from lightning_sparse.kernels.wire import decode
 
 
 @dataclass(frozen=True)
@@ -72,8 +73,20 @@ class Sparse(Path):
         messages = comm.exchange(message)
         yield
         if shard.target_S is not None:
-            accumulate(messages, shard.target_S, self.k, self.value_dtype, shard.alpha)
+            self.add(messages, shard.target_S, shard.alpha)
+            if shard.on_received is not None:
+                shard.on_received(messages)
             return shard.target_S
         shard_S = shard.result()
         accumulate(messages, shard_S, self.k, self.value_dtype)
         return shard_S
+
+    def add(self, messages_MB: Tensor, target_S: Tensor, alpha: float) -> None:
+        """target_S += alpha * each of the messages, in row order."""
+        accumulate(messages_MB, target_S, self.k, self.value_dtype, alpha)
+
+    def wrote(self, messages_MB: Tensor, numel: int) -> bool:
+        """Whether these are messages of this path, about shards of so many elements."""
+        if messages_MB.shape[1] != message_bytes(numel, self.k, self.value_dtype):
+            return False
+        return bool(decode(messages_MB[0], numel, self.k, self.value_dtype)[2])
