@@ -14,6 +14,7 @@ broadcast       intra          tensor -> tensor            none: parameters from
 node_all_reduce intra          tensor -> tensor            none: what a sharded step must know of the others
 flat_all_reduce world          grad_N -> grad_N            the identity: what DDP itself does
 world_broadcast world          tensor -> tensor            none: what all ranks begin with
+node_broadcast  inter          shard_S -> shard_S          none: the same of a sharded model
 =============== ============== =========================== ==========================================
 """
 
@@ -178,6 +179,12 @@ class HierCommunicator:
         """What rank 0 has, to all ranks, in place."""
         with self._named("broadcast to all ranks", tuple(range(self.topology.world_size))):
             dist.broadcast(tensor, src=0, group=self.topology.world)
+
+    def node_broadcast(self, tensor: Tensor) -> None:
+        """What this device's peer on the first node has, to all its peers, in place."""
+        peers = self._peer_ranks()
+        with self._named("broadcast to all nodes", peers):
+            dist.broadcast(tensor, src=peers[0], group=self.topology.inter)
 
     def _node_ranks(self) -> tuple[int, ...]:
         return self.topology.nodes[self.topology.node_index]

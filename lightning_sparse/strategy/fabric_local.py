@@ -22,7 +22,7 @@ from lightning_sparse.strategy.hosts import FabricHost
 from lightning_sparse.strategy.local_core import LocalCore, detached, leave_gradients
 from lightning_sparse.strategy.options import OWN_OF_UPDATES
 from lightning_sparse.updates import LocalUpdates, UpdatesConfig
-from lightning_sparse.updates.optimizer import parameters_of
+from lightning_sparse.updates.division import parameters_of
 
 
 class MSTopKLocalFabricMixin(LocalCore, FabricHost):
@@ -111,7 +111,7 @@ class MSTopKLocalFabricMixin(LocalCore, FabricHost):
         updates = self._updates_of(optimizer)
         for node in updates.nodes if updates is not None else ():
             if node.optimizer is optimizer:
-                return node.optimizer_state()
+                return node.division.optimizer_state()
         return super().get_optimizer_state(optimizer)
 
     def save_checkpoint(self, path: Any, state: Any, storage_options: Any = None, filter: Any = None) -> None:

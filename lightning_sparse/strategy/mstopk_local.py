@@ -188,7 +188,7 @@ class MSTopKLocalMixin(LocalCore, TrainerHost):
         inner = getattr(optimizer, "_optimizer", optimizer)  # of a LightningOptimizer
         for node in self.updates.nodes if self.updates is not None else ():
             if node.optimizer is inner:
-                return node.optimizer_state()
+                return node.division.optimizer_state()
         return super().optimizer_state(optimizer)
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:

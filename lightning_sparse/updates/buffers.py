@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection, Mapping
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from lightning_sparse.exchange import HierCommunicator
 from lightning_sparse.pto.agreement import fingerprint
@@ -92,7 +93,11 @@ class Buffers:
         names = [
             name
             for name, p in self._module.named_parameters()
-            if id(p) not in stepped and name not in self._drifting and p.is_floating_point() and p.numel()
+            if id(p) not in stepped
+            and name not in self._drifting
+            and p.is_floating_point()
+            and p.numel()
+            and not isinstance(p, DTensor)
         ]
         if not names:
             return

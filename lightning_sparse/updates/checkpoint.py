@@ -11,9 +11,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from lightning_sparse.pto.narrow import dims_in_memory, in_order_of
 from lightning_sparse.updates.local import LocalUpdates
+from lightning_sparse.updates.shards import memory_of_part, part_of
 
 Piece = tuple[str, int, int]
 """A part of a parameter: its name, and the first element and the last one plus 1, in memory order."""
@@ -96,7 +98,13 @@ def restore_alone(module: nn.Module, by_node: Sequence[Sequence[dict[str, Any]]]
     """
     shared, pending = _shared(by_node), _mean_pending(by_node)
     for name, parameter in module.named_parameters():
-        if name in shared:
+        if name not in shared:
+            continue
+        if isinstance(parameter, DTensor):
+            part = part_of(parameter)
+            whole = in_order_of(parameter, shared[name] - pending[name])
+            memory_of_part(parameter, part).copy_(whole[part.begin : part.end])
+        else:
             parameter.copy_(shared[name] - pending[name])
 
 

@@ -10,6 +10,7 @@ from dataclasses import replace
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lightning_sparse.exchange import Exchange, HierCommunicator
@@ -18,7 +19,9 @@ from lightning_sparse.pto.narrow import sparse_parameters
 from lightning_sparse.topology import Topology, compare
 from lightning_sparse.updates.buffers import Buffers
 from lightning_sparse.updates.config import UpdatesConfig
-from lightning_sparse.updates.optimizer import NodeOptimizer, check_optimizer, parameters_of
+from lightning_sparse.updates.division import parameters_of
+from lightning_sparse.updates.optimizer import NodeOptimizer, begin_with_first, check_optimizer
+from lightning_sparse.updates.shards import reason_against
 
 
 class LocalUpdates:
@@ -84,9 +87,8 @@ class LocalUpdates:
     @torch.no_grad()
     def _synchronise(self) -> None:
         """Begin with what rank 0 has."""
-        tensors = [p.data for p in self.module.parameters()] + [b for b in self.module.buffers() if b.numel()]
-        for tensor in tensors:
-            self.exchange.communicator.world_broadcast(tensor)
+        for tensor in (*self.module.parameters(), *(b for b in self.module.buffers() if b.numel())):
+            begin_with_first(tensor, self.exchange.communicator)
 
     # -- training ------------------------------------------------------------------------------------------------------
 
@@ -200,6 +202,7 @@ def _check_topology(topology: Topology) -> None:
 def _check_parameters(names: Mapping[int, str], optimizers: Sequence[Optimizer]) -> None:
     """Raise ValueError for parameters whose updates cannot be exchanged."""
     stepped: set[int] = set()
+    sharded = any(isinstance(p, DTensor) for each in optimizers for p in parameters_of(each))
     for optimizer in optimizers:
         for parameter in parameters_of(optimizer):
             name = names.get(id(parameter))
@@ -212,6 +215,11 @@ def _check_parameters(names: Mapping[int, str], optimizers: Sequence[Optimizer])
                 raise ValueError(
                     f"parameter {name} is of {parameter.dtype}, and updates are exchanged as real numbers: hold real "
                     f"and imaginary parts in a real parameter (torch.view_as_real), or use strategy='ddp'."
+                )
+            if sharded and (reason := reason_against(parameter)):
+                raise ValueError(
+                    f"parameter {name} {reason}, and what nodes exchange are shards along dim 0 over a node's devices: "
+                    f"give fully_shard() the node's mesh, device_mesh['shard'], for the whole model."
                 )
             if id(parameter) in stepped:
                 raise ValueError(

@@ -4,21 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from operator import is_
-from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lightning_sparse.exchange import Exchange, HierCommunicator
 from lightning_sparse.exchange.paths import Sparse
-from lightning_sparse.pto import ShardedStep
-from lightning_sparse.pto.gather import FlatGather
-from lightning_sparse.pto.optimizers import is_tested
-from lightning_sparse.pto.ownership import Parts, divide, loads_of
 from lightning_sparse.updates.config import UpdatesConfig
 from lightning_sparse.updates.difference import DifferenceState
+from lightning_sparse.updates.division import division_of, parameters_of
 from lightning_sparse.updates.pending import PendingState
+from lightning_sparse.updates.shards import local_of
 from lightning_sparse.updates.slices import Slices
 from lightning_sparse.updates.state import UpdateState
 
@@ -35,7 +33,7 @@ class NodeOptimizer:
         config: of the updates.
 
     Attributes:
-        sharded: the shared step of the node's devices; None where each device does the whole step.
+        division: of the step over the node's devices.
         state: of this device's slice.
     """
 
@@ -49,23 +47,23 @@ class NodeOptimizer:
         config: UpdatesConfig,
     ) -> None:
         self.optimizer, self.steps = optimizer, 0
-        self._names, self._exchange, self._inside, self._config = names, exchange, inside, config
         self._hook = optimizer.register_step_pre_hook(lambda *_: self.follow_groups())
-        self.sharded: ShardedStep | None = None
-        dense = uncut.isdisjoint(map(id, parameters_of(optimizer)))
-        if config.shard_optimizer and inside.topology.num_devices > 1 and dense and can_shard(optimizer):
-            self.sharded = ShardedStep(optimizer, inside, names, gather=False)
-        self.parameters: list[Tensor] = []
-        self._parts: list[Parts] = []
-        self.state = self._divide()
+        self.division = division_of(optimizer, inside, names, uncut, config.shard_optimizer)
+        self._exchange, self._config = exchange, config
+        self.state = self._new_state()
         self._shown_S: Tensor | None = None
         self._own_S: Tensor | None = None
+
+    @property
+    def parameters(self) -> list[Tensor]:
+        """What is exchanged, in the order of the optimizer's groups."""
+        return self.division.parameters
 
     def detach(self, reused: bool) -> None:
         """Leave the optimizer alone from now on. One used again gets all its state: a collective of the node."""
         self._hook.remove()
-        if self.sharded is not None and reused:
-            self.sharded.release()
+        if reused:
+            self.division.release()
 
     def step(self) -> None:
         """After the optimizer's."""
@@ -73,8 +71,8 @@ class NodeOptimizer:
         self.steps += 1
         if self.steps % self._config.sync_every == 0:
             self.state.advance()
-        elif self.sharded is None:
-            return  # all devices did the whole step
+        elif self.division.steps_all:
+            return
         self.gather()
 
     def flush(self) -> None:
@@ -84,7 +82,7 @@ class NodeOptimizer:
 
     def gather(self) -> None:
         """Share the slices inside the node."""
-        self._gather(self._inside)
+        self.division.gather()
 
     # -- weights that the world sees -----------------------------------------------------------------------------------
 
@@ -121,21 +119,11 @@ class NodeOptimizer:
         self.state.load_state_dict(saved)
         self.gather()
 
-    def optimizer_state(self) -> dict[str, Any]:
-        """The optimizer's ``state_dict()``, on the first device of the node; empty on the others. A collective of the
-        node."""
-        if self.sharded is None:
-            return dict(self.optimizer.state_dict())
-        topology = self._inside.topology
-        first = topology.nodes[topology.node_index][0]
-        self.sharded.consolidate_state_dict(to=first)
-        return dict(self.optimizer.state_dict()) if topology.rank == first else {}
-
     def restart(self) -> None:
         """Go on from what the parameters hold, with nothing pending."""
         self.state.receive()
         self._own_S = self._shown_S = None
-        self.state = self._divide()
+        self.state = self._new_state()
 
     # -- parameters ----------------------------------------------------------------------------------------------------
 
@@ -146,47 +134,28 @@ class NodeOptimizer:
         now = parameters_of(self.optimizer)
         if len(now) == len(known) and all(map(is_, now, known)):
             return
-        if self.sharded is not None:
-            self.sharded.follow_groups()
         ids = set(map(id, known))
+        self.division.follow_groups()
         for parameter in now:
             if id(parameter) not in ids:
-                self._exchange.communicator.world_broadcast(parameter.data)
+                begin_with_first(parameter, self._exchange.communicator)
         before = self.state
-        self.state = self._divide()
+        self.state = self._new_state()
         self.state.take_over(before)
         self.gather()
 
-    def _divide(self) -> UpdateState:
-        index, size = self._inside.topology.device_index, self._inside.topology.num_devices
-        if self.sharded is not None:
-            self.parameters, self._parts = self.sharded.parameters, self.sharded.parts
-        else:
-            self.parameters, self._parts = self._whole_step_parts(size)
-        self._gather = FlatGather(self.parameters, self._parts, index, size)
-        mine = [next((part for part in parts if part.owner == index), None) for parts in self._parts]
-        return state_of(Slices(self.parameters, mine), self._exchange, self._config)
-
-    def _whole_step_parts(self, size: int) -> tuple[list[Tensor], list[Parts]]:
-        """Any division will do where each device does the whole step; known parameters keep theirs."""
-        of = {id(p): parts for p, parts in zip(self.parameters, self._parts, strict=True)}
-        now = parameters_of(self.optimizer)
-        kept, new = [p for p in now if id(p) in of], [p for p in now if id(p) not in of]
-        loads = loads_of([of[id(p)] for p in kept], [p.numel() for p in kept], size)
-        numels = [p.numel() for p in new]
-        of.update(zip(map(id, new), divide(numels, numels, loads, [True] * len(new)), strict=True))
-        return now, [of[id(p)] for p in now]
+    def _new_state(self) -> UpdateState:
+        """Of what the parameters hold, with nothing pending."""
+        kind = DifferenceState if self._config.path is Sparse else PendingState  # the lean one where the path allows it
+        return kind(Slices(self.parameters, self.division.mine), self._exchange, self._config)
 
 
-def state_of(slices: Slices, exchange: Exchange, config: UpdatesConfig) -> UpdateState:
-    """The lean state where the path allows it."""
-    kind = DifferenceState if config.path is Sparse else PendingState
-    return kind(slices, exchange, config)
-
-
-def can_shard(optimizer: Optimizer) -> bool:
-    """Whether devices of a node can share its step, with the result of a whole one."""
-    return is_tested(optimizer) and not any(group.get("max_grad_norm") for group in optimizer.param_groups)
+def begin_with_first(parameter: Tensor, communicator: HierCommunicator) -> None:
+    """Give all ranks what rank 0 has of a tensor; of a sharded one all nodes what the first has."""
+    if isinstance(parameter, DTensor):
+        communicator.node_broadcast(local_of(parameter.data))
+    else:
+        communicator.world_broadcast(parameter.data)
 
 
 def check_optimizer(optimizer: Optimizer) -> None:
@@ -201,8 +170,3 @@ def check_optimizer(optimizer: Optimizer) -> None:
             f"the step of {type(optimizer).__name__} is shared already (PTOCallback, ZeroRedundancyOptimizer): remove "
             f"that; with shard_optimizer=True each device steps its slice anyway."
         )
-
-
-def parameters_of(optimizer: Optimizer) -> list[Tensor]:
-    """In the order of its groups."""
-    return [p for group in optimizer.param_groups for p in group["params"]]

@@ -7,8 +7,8 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from lightning_sparse.pto.narrow import memory_of
 from lightning_sparse.pto.ownership import Part
+from lightning_sparse.updates.shards import memory_of_part
 
 _CACHED = 1 << 16  # elements that stay in a core's cache
 
@@ -48,7 +48,7 @@ class Slices:
 
     def in_parameters(self) -> list[Tensor]:
         """Views of the parameters' memory, one a piece."""
-        return [memory_of(parameter)[part.begin : part.end] for parameter, part in self._pieces]
+        return [memory_of_part(parameter, part) for parameter, part in self._pieces]
 
     def read(self) -> Tensor:
         """The parameters as they are, fp32."""

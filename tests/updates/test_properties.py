@@ -50,7 +50,7 @@ def fifty_one_steps(options: dict[str, Any], sharded: bool) -> tuple[Tensor, flo
 def whole(updates: Any) -> None:
     """After a sharded step each device has its own slice alone: share them."""
     for node in updates.nodes:
-        if node.sharded is not None:
+        if not node.division.steps_all:
             node.gather()
 
 
