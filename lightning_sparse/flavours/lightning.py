@@ -2,11 +2,12 @@
 
 from lightning.pytorch import LightningDataModule
 from lightning.pytorch.callbacks import Callback
-from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 
 from lightning_sparse.data.datamodule import CachedImageDataModuleMixin
 from lightning_sparse.pto.callback import PTOMixin
 from lightning_sparse.strategy.callback import CommStatsMixin
+from lightning_sparse.strategy.mstopk_fsdp import MSTopKFSDPMixin
 from lightning_sparse.strategy.mstopk_hier import MSTopKHierMixin
 from lightning_sparse.strategy.mstopk_local import MSTopKLocalMixin
 
@@ -17,6 +18,10 @@ class MSTopKHierStrategy(MSTopKHierMixin, DDPStrategy):
 
 class MSTopKLocalStrategy(MSTopKLocalMixin, DDPStrategy):
     __doc__ = MSTopKLocalMixin.__doc__
+
+
+class MSTopKFSDPStrategy(MSTopKFSDPMixin, ModelParallelStrategy):
+    __doc__ = MSTopKFSDPMixin.__doc__
 
 
 class CommStatsCallback(CommStatsMixin, Callback):

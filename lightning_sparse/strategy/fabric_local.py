@@ -20,7 +20,7 @@ from lightning_sparse.strategy import side_files
 from lightning_sparse.strategy.core import prepare_ddp
 from lightning_sparse.strategy.hosts import FabricHost
 from lightning_sparse.strategy.local_core import LocalCore, detached, leave_gradients
-from lightning_sparse.strategy.options import OWN_OF_UPDATES
+from lightning_sparse.strategy.options import OWN_OF_UPDATES, REFUSED_BY_UPDATES, check_options
 from lightning_sparse.updates import LocalUpdates, UpdatesConfig
 from lightning_sparse.updates.division import parameters_of
 
@@ -39,7 +39,8 @@ class MSTopKLocalFabricMixin(LocalCore, FabricHost):
 
     def __init__(self, node_name: str | None = None, **kwargs: Any) -> None:
         config = UpdatesConfig(**{name: kwargs.pop(name) for name in OWN_OF_UPDATES if name in kwargs})
-        self._configure(config, node_name, kwargs)
+        check_options(type(self), kwargs, OWN_OF_UPDATES, REFUSED_BY_UPDATES)
+        self._configure(config, node_name)
         super().__init__(**kwargs)
         self._modules: list[nn.Module] = []
 

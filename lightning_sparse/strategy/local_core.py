@@ -14,10 +14,10 @@ from torch.utils._pytree import tree_map_only
 
 from lightning_sparse.strategy import side_files
 from lightning_sparse.strategy.base import Core
-from lightning_sparse.strategy.options import OWN_OF_UPDATES, REFUSED_BY_UPDATES, check_options
 from lightning_sparse.topology import Topology
 from lightning_sparse.updates import LocalUpdates, UpdatesConfig
 from lightning_sparse.updates import checkpoint as files
+from lightning_sparse.updates.shards import local_of
 
 _VERSION = 2
 
@@ -31,13 +31,8 @@ class LocalCore(Core):
 
     _kind = "updates"
 
-    def _configure(self, config: UpdatesConfig, node_name: str | None, ddp_options: dict[str, Any]) -> None:
-        """Before the host's own constructor.
-
-        Raises:
-            ValueError: for an option that is unknown, or cannot be combined with this strategy.
-        """
-        check_options(type(self), ddp_options, OWN_OF_UPDATES, REFUSED_BY_UPDATES)
+    def _configure(self, config: UpdatesConfig, node_name: str | None) -> None:
+        """Before the host's own constructor."""
         self._begin(config, node_name)
         self.config: UpdatesConfig = config
         self.local_updates: list[LocalUpdates] = []
@@ -103,6 +98,9 @@ class LocalCore(Core):
         content = side_files.read_side_file(saved.path, saved.manifest["save_id"], first)
         return {} if content is None else dict(content.get("entries", {}))
 
+    def _restore_more(self, own: dict[str, Any]) -> None:
+        """What a strategy added to this device's side content."""
+
     def _restore(self, updates: LocalUpdates) -> None:
         """Go on where the next of the loaded side files left off; without one, from the weights alone."""
         saved = self._saved.pop(0) if self._saved else None
@@ -113,6 +111,7 @@ class LocalCore(Core):
         if _all_agree(own is not None and files.fits(updates, own)):  # all or none: collectives follow
             assert own is not None
             files.restore_own(updates, own)
+            self._restore_more(own)
             return
         by_node = _read_all(saved)
         if not _all_agree(by_node is not None):
@@ -172,7 +171,8 @@ def detached(state_dict: dict[str, Any]) -> dict[str, Any]:
     def copy(value: Any) -> Any:
         if not isinstance(value, Tensor):
             return value
-        key = (value.data_ptr(), value.shape, value.stride()) if value.numel() else id(value)
+        local = local_of(value)
+        key = (local.data_ptr(), value.shape, value.stride()) if local.numel() else id(value)
         if key not in copies:
             copies[key] = value.detach().clone()
         return copies[key]

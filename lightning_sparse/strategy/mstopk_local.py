@@ -7,11 +7,7 @@ in lightning_sparse.strategy.local_core:
 method                       why
 ============================ =========================================================================================
 setup                        DistributedDataParallel gets the node's group; the optimizers' updates are exchanged
-optimizer_step               the exchange, also where a loss scaler skips the step
-on_train_batch_start         from the weights that the world sees to the node's own
-post_training_step,          and back: at the end of each epoch, before callbacks run, and for evaluation
-on_validation_start, ...
-on_train_end                 what is pending is sent
+optimizer_step, ...          in lightning_sparse.strategy.local_trainer
 lightning_module_state_dict  of the shared weights
 save/load/remove_...         what a rank alone knows is stored beside the checkpoint
 load_model_state_dict        in the middle of a fit (the search for a learning rate) the node's model begins there
@@ -30,13 +26,14 @@ from lightning_sparse.exchange.paths import Exchange
 from lightning_sparse.messages import described
 from lightning_sparse.strategy import side_files
 from lightning_sparse.strategy.core import prepare_ddp
-from lightning_sparse.strategy.hosts import TrainerHost
-from lightning_sparse.strategy.local_core import LocalCore, detached, leave_gradients
-from lightning_sparse.updates import LocalUpdates, UpdatesConfig
+from lightning_sparse.strategy.local_core import detached, leave_gradients
+from lightning_sparse.strategy.local_trainer import LocalTrainerMixin
+from lightning_sparse.strategy.options import OWN_OF_UPDATES, REFUSED_BY_UPDATES, check_options
+from lightning_sparse.updates import UpdatesConfig
 from lightning_sparse.updates.config import StepAhead
 
 
-class MSTopKLocalMixin(LocalCore, TrainerHost):
+class MSTopKLocalMixin(LocalTrainerMixin):
     """DDP inside each node, with an optimizer of its own; between nodes travel the largest updates.
 
     Args:
@@ -80,17 +77,12 @@ class MSTopKLocalMixin(LocalCore, TrainerHost):
             shard_optimizer=shard_optimizer,
             overlap=overlap,
         )
-        self._configure(config, node_name, kwargs)
+        check_options(type(self), kwargs, OWN_OF_UPDATES, REFUSED_BY_UPDATES)
+        self._configure(config, node_name)
         super().__init__(**kwargs)  # spelt plainly: LightningCLI reads it to know which options a YAML file may give
-        self._shows_each_step = self._flushes_each_epoch = False
 
     def __repr__(self) -> str:
         return described(type(self), f"density={self.config.density}")
-
-    @property
-    def updates(self) -> LocalUpdates | None:
-        """Of the module that is trained; None before the first fit."""
-        return self.local_updates[-1] if self.local_updates else None
 
     # -- life of a fit -------------------------------------------------------------------------------------------------
 
@@ -108,9 +100,11 @@ class MSTopKLocalMixin(LocalCore, TrainerHost):
         self.local_updates = []
         leave_gradients(self.model, self._discover({}))
         self._restore(self._attach(self.lightning_module, self.optimizers))
-        callbacks = {base.__name__ for callback in trainer.callbacks for base in type(callback).__mro__}
-        self._shows_each_step = "WeightAveraging" in callbacks
-        self._flushes_each_epoch = "StochasticWeightAveraging" in callbacks
+        self._look_at_callbacks(trainer)
+
+    @property
+    def _fitting(self) -> bool:
+        return isinstance(self.model, DistributedDataParallel)
 
     def _keep_hook_inside(self) -> None:
         """Torch's communication hooks average over the world unless their state names a group."""
@@ -122,63 +116,11 @@ class MSTopKLocalMixin(LocalCore, TrainerHost):
         elif getattr(self._ddp_comm_state, "process_group", group) is None:
             self._ddp_comm_state.process_group = group
 
-    def optimizer_step(self, optimizer: Any, closure: Any, model: Any = None, **kwargs: Any) -> Any:
-        """Step, and exchange what that did, whether or not a loss scaler skipped it."""
-        if self.updates is None:
-            return super().optimizer_step(optimizer, closure, model, **kwargs)
-        self.updates.before_step(optimizer)
-        output = super().optimizer_step(optimizer, closure, model, **kwargs)
-        self.updates.step(optimizer)
-        if self.lightning_module.automatic_optimization:
-            self._show_after_batch()
-        return output
-
-    def post_training_step(self) -> None:
-        """Manual optimization ends here."""
-        super().post_training_step()
-        if self.updates is not None and not self.lightning_module.automatic_optimization:
-            self._show_after_batch()
-
-    def _show_after_batch(self) -> None:
-        """Callbacks that average weights, or run at the end of an epoch, are to see the shared ones."""
-        assert self.updates is not None
-        module, trainer = self.lightning_module, self.lightning_module.trainer
-        steps = trainer.global_step + int(module.automatic_optimization)  # Trainer counts this one later
-        last = trainer.is_last_batch or 0 <= trainer.max_steps <= steps
-        if last and self._flushes_each_epoch:
-            self.updates.finish()
-        elif last or self._shows_each_step:
-            self.updates.show_shared()
-
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        """Train this node's own model."""
-        super().on_train_batch_start(batch, batch_idx)
-        if self.updates is not None:
-            self.updates.show_own()
-
-    def on_validation_start(self) -> None:
-        """Validate the shared weights; in a fit they stay until the next batch."""
-        super().on_validation_start()
-        if self.updates is not None and isinstance(self.model, DistributedDataParallel):
-            self.updates.show_shared()
-
-    def on_train_end(self) -> None:
-        """Send what is pending: all ranks end with the same weights."""
-        super().on_train_end()
-        if self.updates is not None:
-            self.updates.finish()
-
-    def teardown(self) -> None:
-        """End the threads of the exchange."""
-        for updates in self.local_updates:
-            updates.end()
-        super().teardown()
-
     # -- checkpoints ---------------------------------------------------------------------------------------------------
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """Of the shared weights. In a fit all ranks call it."""
-        if self.updates is None or not isinstance(self.model, DistributedDataParallel):
+        if self.updates is None or not self._fitting:
             return super().lightning_module_state_dict()
         with self.updates.shared_weights():
             return detached(super().lightning_module_state_dict())
@@ -211,12 +153,6 @@ class MSTopKLocalMixin(LocalCore, TrainerHost):
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Weights loaded in the middle of a fit are the shared ones from then on."""
         super().load_model_state_dict(checkpoint, strict)
-        if self.updates is not None and isinstance(self.model, DistributedDataParallel):
+        if self.updates is not None and self._fitting:
             self.updates.restart()
             self._restore(self.updates)
-
-    def remove_checkpoint(self, filepath: Any) -> None:
-        """The main file and what is beside it."""
-        super().remove_checkpoint(filepath)
-        if self.is_global_zero:
-            side_files.remove_side_files(filepath)

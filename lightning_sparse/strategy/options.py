@@ -21,6 +21,10 @@ REFUSED = {
     ),
     "model_averaging_period": "averaging parameters now and then replaces the gradient exchange that this strategy is",
 }
+REFUSED_BY_FSDP = dict.fromkeys(
+    ("data_parallel_size", "tensor_parallel_size"),
+    "the mesh has one row a node, so that what is sharded stays inside; name nodes with node_name",
+)
 REFUSED_BY_UPDATES = {
     "model_averaging_period": "averaging parameters now and then replaces the exchange of updates",
     "process_group": "this strategy lets DistributedDataParallel average inside each node; name nodes with node_name",
@@ -28,15 +32,20 @@ REFUSED_BY_UPDATES = {
 
 
 def check_options(
-    cls: type, given: dict[str, Any], own: tuple[str, ...] = OWN, refused: Mapping[str, str] = REFUSED
+    cls: type,
+    given: dict[str, Any],
+    own: tuple[str, ...] = OWN,
+    refused: Mapping[str, str] = REFUSED,
+    wrapper: type = DistributedDataParallel,
 ) -> None:
-    """Look through the options that are passed on to Lightning's DDPStrategy and to DistributedDataParallel.
+    """Look through the options that are passed on to Lightning's strategy and to what wraps the module.
 
     Args:
         cls: the strategy.
         given: those options.
         own: names of its own ones.
         refused: names of those that cannot be combined with it, and why.
+        wrapper: that Lightning's strategy passes options on to.
 
     Raises:
         ValueError: for an unknown option, or one that cannot be combined with this strategy.
@@ -47,7 +56,7 @@ def check_options(
                 f"{name}={given[name]!r} cannot be combined with {cls.__name__}: {refused[name]}. Leave it out, or "
                 f"use strategy='ddp' with it."
             )
-    known = set(inspect.signature(DistributedDataParallel.__init__).parameters)
+    known = set(inspect.signature(wrapper.__init__).parameters)  # type: ignore[misc]
     for base in cls.__mro__:
         if "__init__" in vars(base):
             known |= set(inspect.signature(base.__init__).parameters)  # type: ignore[misc]
@@ -55,7 +64,7 @@ def check_options(
     if unknown:
         raise ValueError(
             f"{cls.__name__} does not know the option(s) {', '.join(unknown)}: its own are {', '.join(own)}, and "
-            f"those of DDPStrategy and DistributedDataParallel are passed on."
+            f"those of Lightning's {wrapper.__name__.removesuffix('Strategy')} strategy are passed on."
         )
 
 

@@ -6,13 +6,15 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lightning_sparse.exchange import HierCommunicator
 from lightning_sparse.pto import ShardedStep
 from lightning_sparse.pto.gather import FlatGather
+from lightning_sparse.pto.narrow import sparse_parameters
 from lightning_sparse.pto.optimizers import is_tested
 from lightning_sparse.pto.ownership import Part, Parts, divide, loads_of
 from lightning_sparse.updates.shards import part_of
@@ -111,8 +113,9 @@ class SharedStep(Division):
 class Shards(Division):
     """The parameters are sharded themselves (FSDP2): each device has its part alone."""
 
-    def __init__(self, optimizer: Optimizer) -> None:
+    def __init__(self, optimizer: Optimizer, module: nn.Module) -> None:
         super().__init__(optimizer)
+        self._module = module
         self.follow_groups()
 
     def follow_groups(self) -> None:
@@ -120,25 +123,28 @@ class Shards(Division):
         self.mine = [part_of(p) for p in self.parameters]
 
     def gather(self) -> None:
-        """FSDP2 does that in the next forward pass."""
+        """FSDP2 does that in the next forward pass, unless it kept what an evaluation gathered: drop that."""
+        for each in self._module.modules():
+            if isinstance(each, FSDPModule):
+                each.reshard()
 
 
 def division_of(
-    optimizer: Optimizer, inside: HierCommunicator, names: Mapping[int, str], uncut: frozenset[int], share: bool
+    optimizer: Optimizer, module: nn.Module, inside: HierCommunicator, names: Mapping[int, str], share: bool
 ) -> Division:
     """How the step of an optimizer is divided.
 
     Args:
         optimizer: of this node.
+        module: whose parameters it steps; an optimizer that steps one with sparse gradients is not shared.
         inside: collectives of the node.
         names: of parameters by ``id()``.
-        uncut: ``id()`` of each parameter with sparse gradients; an optimizer that steps one is not shared.
         share: let each device step its part, if the optimizer allows it.
     """
     parameters = parameters_of(optimizer)
     if any(isinstance(p, DTensor) for p in parameters):
-        return Shards(optimizer)
-    dense = uncut.isdisjoint(map(id, parameters))
+        return Shards(optimizer, module)
+    dense = sparse_parameters(module).isdisjoint(map(id, parameters))
     if share and inside.topology.num_devices > 1 and dense and can_shard(optimizer):
         return SharedStep(optimizer, inside, names)
     return WholeStep(optimizer, inside)

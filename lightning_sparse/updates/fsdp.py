@@ -51,7 +51,8 @@ def shard(model: nn.Module, mesh: DeviceMesh, **options: Any) -> nn.Module:
     inside = mesh["shard"] if names is not None and len(names) > 1 else mesh
     for block in blocks(model):
         fully_shard(block, mesh=inside, **options)
-    fully_shard(model, mesh=inside, **options)
+    for each in model.children() if isinstance(model, (nn.ModuleList, nn.ModuleDict)) else [model]:
+        fully_shard(each, mesh=inside, **options)  # a list has no forward() of its own
     return model
 
 

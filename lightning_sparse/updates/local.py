@@ -15,7 +15,6 @@ from torch.optim import Optimizer
 
 from lightning_sparse.exchange import Exchange, HierCommunicator
 from lightning_sparse.messages import LogOnce
-from lightning_sparse.pto.narrow import sparse_parameters
 from lightning_sparse.topology import Topology, compare
 from lightning_sparse.updates.buffers import Buffers
 from lightning_sparse.updates.config import UpdatesConfig
@@ -78,8 +77,7 @@ class LocalUpdates:
         self.buffers = Buffers(module, self.exchange.communicator, self._stepped)
         self._synchronise()
         self._inside = inside = HierCommunicator(replace(topology, world=topology.intra, inter=None))
-        uncut = frozenset(sparse_parameters(module))
-        self.nodes = [NodeOptimizer(each, self.names, uncut, self.exchange, inside, config) for each in optimizers]
+        self.nodes = [NodeOptimizer(each, module, self.names, self.exchange, inside, config) for each in optimizers]
 
     def _stepped(self) -> set[int]:
         return {id(p) for node in self.nodes for p in node.parameters}

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from operator import is_
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
@@ -26,8 +26,8 @@ class NodeOptimizer:
 
     Args:
         optimizer: of this node; its parameters hold the shared weights.
+        module: whose parameters it steps.
         names: of parameters by ``id()``.
-        uncut: ``id()`` of each parameter with sparse gradients; an optimizer that steps one is not shared.
         exchange: between nodes.
         inside: collectives of the node.
         config: of the updates.
@@ -40,15 +40,15 @@ class NodeOptimizer:
     def __init__(
         self,
         optimizer: Optimizer,
+        module: nn.Module,
         names: Mapping[int, str],
-        uncut: frozenset[int],
         exchange: Exchange,
         inside: HierCommunicator,
         config: UpdatesConfig,
     ) -> None:
         self.optimizer, self.steps = optimizer, 0
         self._hook = optimizer.register_step_pre_hook(lambda *_: self.follow_groups())
-        self.division = division_of(optimizer, inside, names, uncut, config.shard_optimizer)
+        self.division = division_of(optimizer, module, inside, names, config.shard_optimizer)
         self._exchange, self._config = exchange, config
         self.state = self._new_state()
         self._shown_S: Tensor | None = None

@@ -11,7 +11,7 @@ from lightning_sparse.topology import discover
 from lightning_sparse.updates import LocalUpdates, UpdatesConfig
 from tests.fsdp import runs
 from tests.helpers.distributed import run_ranks
-from tests.updates.runs import adamw, mean_over_nodes, sgd, steps
+from tests.updates.runs import adamw, mean_over_nodes, sgd
 
 OPTIONS: list[dict[str, Any]] = [
     {"density": 0.05},

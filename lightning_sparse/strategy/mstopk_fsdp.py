@@ -1,0 +1,165 @@
+"""The strategy of FSDP2 inside nodes and updates between them for Trainer, as a mixin that imports no Lightning.
+
+It stands on Lightning's ModelParallelStrategy, whose mesh it replaces by one with a row a node:
+
+============================ =========================================================================================
+method                       why
+============================ =========================================================================================
+setup_environment            the mesh, before ``configure_model``; a module without that hook is sharded by blocks
+setup                        the optimizers' updates are exchanged
+optimizer_step, ...          in lightning_sparse.strategy.local_trainer
+distributed_sampler_kwargs   Lightning's are those of a mesh whose devices share samples
+lightning_module_state_dict  of the shared weights
+save/load_checkpoint         what a device alone knows is stored beside the checkpoint
+============================ =========================================================================================
+"""
+
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from lightning_sparse.exchange.config import ValueDtype
+from lightning_sparse.exchange.paths import Exchange
+from lightning_sparse.messages import described
+from lightning_sparse.strategy import side_files
+from lightning_sparse.strategy.fsdp_core import FSDPCore
+from lightning_sparse.strategy.local_core import detached
+from lightning_sparse.strategy.local_trainer import LocalTrainerMixin
+from lightning_sparse.strategy.options import OWN_OF_UPDATES, REFUSED_BY_FSDP, check_options
+from lightning_sparse.updates import UpdatesConfig
+from lightning_sparse.updates.config import StepAhead
+from lightning_sparse.updates.fsdp import shard
+
+
+class MSTopKFSDPMixin(FSDPCore, LocalTrainerMixin):
+    """FSDP2 inside each node, for models that one device cannot hold; between nodes travel the largest updates.
+
+    ``configure_model`` shards the model over ``self.device_mesh["shard"]``. Without that hook, each child of the
+    LightningModule is sharded: first the blocks that repeat in it, then what remains.
+
+    Args:
+        density: share of each device's updates that is sent between nodes, in (0, 1].
+        exchange: ``"sparse"``, ``"regional"``, ``"dense16"`` or ``"dense"``.
+        value_dtype: how values are written into messages; rounding errors stay pending.
+        step_ahead: share of its own pending updates that a node's model keeps, in [0, 1]; ``"auto"``: 1, for
+            more than 4 nodes 4 / nodes.
+        delay: 1: a message arrives one step later, and the exchange hides behind the whole step; 0: the step waits.
+        sync_every: steps between two exchanges.
+        overlap: run the exchange beside the next step, with ``delay=1``.
+        node_name: the node that this process belongs to, by name, on every rank; default: the environment variable
+            LIGHTNING_SPARSE_NODE, else the host (see lightning_sparse.topology).
+        save_distributed_checkpoint: True: a checkpoint is a folder, to which each device writes its shards; False: one
+            file with the whole model, which any strategy reads.
+        process_group_backend, timeout: of the process groups.
+
+    Raises:
+        ValueError: for a bad value, or an option that this strategy sets itself.
+    """
+
+    def __init__(
+        self,
+        density: float = 0.01,
+        exchange: Exchange = "sparse",
+        value_dtype: ValueDtype = "bfloat16",
+        step_ahead: StepAhead = "auto",
+        delay: int = 1,
+        sync_every: int = 1,
+        overlap: bool = True,
+        node_name: str | None = None,
+        save_distributed_checkpoint: bool = True,
+        process_group_backend: str | None = None,
+        timeout: timedelta | None = None,
+        **kwargs: Any,
+    ) -> None:
+        check_options(type(self), kwargs, OWN_OF_UPDATES, REFUSED_BY_FSDP, type(self))
+        config = UpdatesConfig(
+            density=density,
+            exchange=exchange,
+            value_dtype=value_dtype,
+            step_ahead=step_ahead,
+            delay=delay,
+            sync_every=sync_every,
+            overlap=overlap,
+        )
+        self._configure(config, node_name)
+        given = {} if timeout is None else {"timeout": timeout}
+        super().__init__(
+            save_distributed_checkpoint=save_distributed_checkpoint,
+            process_group_backend=process_group_backend,
+            **given,
+        )
+
+    def __repr__(self) -> str:
+        return described(type(self), f"density={self.config.density}")
+
+    # -- life of a fit -------------------------------------------------------------------------------------------------
+
+    def setup_environment(self) -> None:
+        """The mesh, which ``configure_model`` finds as ``self.device_mesh``."""
+        super().setup_environment()
+        module = self.lightning_module
+        module._device_mesh = mesh = self._set_mesh()
+        if type(module).configure_model.__module__.partition(".")[0] in ("lightning", "pytorch_lightning"):
+            module.configure_model = lambda: _shard_children(module, mesh)
+
+    def setup(self, trainer: Any) -> None:
+        """Let Lightning set up the sharded model and its optimizers, then begin to exchange updates."""
+        super().setup(trainer)
+        if trainer.state.fn != "fit":
+            return
+        for before in self.local_updates:
+            before.detach(self.optimizers)
+        self.local_updates = []
+        self._attach(self.lightning_module, self.optimizers)
+        self._look_at_callbacks(trainer)
+
+    @property
+    def _fitting(self) -> bool:
+        return bool(self.lightning_module.trainer.state.fn == "fit")
+
+    # -- checkpoints ---------------------------------------------------------------------------------------------------
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """Of the shared weights. All ranks call it."""
+        if self.updates is None or not self._fitting:
+            return super().lightning_module_state_dict()
+        with self.updates.shared_weights():
+            return detached(super().lightning_module_state_dict())
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        """What each device alone knows first, then the main file or folder. All ranks call it."""
+        with self._saving(filepath, whole="optimizer_states" in checkpoint) as manifests:
+            if manifests is not None:
+                checkpoint[side_files.KEY] = manifests
+            if self._save_distributed_checkpoint and not self._saves_optimizers:
+                checkpoint.pop("optimizer_states", None)
+            super().save_checkpoint(checkpoint, filepath, storage_options)
+            dist.barrier()  # before files of earlier saves are removed
+
+    def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """The model and its optimizers; in a fit this device goes on where it was saved."""
+        checkpoint: dict[str, Any] = super().load_checkpoint(checkpoint_path, *args, **kwargs)
+        self._load(checkpoint, self.broadcast(checkpoint_path))
+        if self.updates is not None and self._fitting:
+            self.updates.restart()
+            self._restore(self.updates)
+        self._saved = []
+        return checkpoint
+
+
+def _shard_children(module: nn.Module, mesh: DeviceMesh) -> None:
+    """Not the module itself: ``training_step`` calls children, and gathers what it is to use by their forward."""
+    children = [child for child in module.children() if any(True for _ in child.parameters())]
+    held = [{id(p) for p in child.parameters()} for child in children]
+    alone = any(True for _ in module.parameters(recurse=False))
+    if alone or sum(map(len, held)) > len(set().union(*held)):
+        why = "parameters of its own" if alone else "children that share parameters"
+        raise ValueError(
+            f"{type(module).__name__} has {why}, and without configure_model() each child is sharded by itself: "
+            f"shard the model there, with fully_shard(..., mesh=self.device_mesh['shard'])."
+        )
+    for child in children:
+        shard(child, mesh)

@@ -1,0 +1,194 @@
+"""`MSTopKFSDPStrategy` in a Trainer: beside DDP and Lightning's FSDP2, validated, saved and resumed."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+
+from tests.fsdp.runs import Blocks, whole
+from tests.helpers.distributed import run_ranks
+from tests.strategy.trainers import lightning_of, ours, plain_module, trainer
+from tests.updates.runs import mean_over_nodes
+
+FLAVOURS = ["pytorch_lightning", pytest.param("lightning", marks=pytest.mark.slow)]
+
+
+def module(flavour: str, seed: int = 0) -> Any:
+    class Module(type(plain_module(flavour, Blocks(seed), by_step=True))):  # type: ignore[misc]
+        def configure_optimizers(self) -> Any:
+            return torch.optim.AdamW(self.parameters(), lr=0.01)
+
+    return Module()
+
+
+def fsdp(flavour: str, **options: Any) -> Any:
+    return ours(flavour).MSTopKFSDPStrategy(**{"density": 0.05, **options})
+
+
+def ranks() -> dict[str, int]:
+    devices = int(os.environ["LOCAL_WORLD_SIZE"])
+    return {"devices": devices, "num_nodes": int(os.environ["WORLD_SIZE"]) // devices}
+
+
+def fitted(flavour: str, strategy: Any, trained: Any = None, path: str | None = None, **options: Any) -> Any:
+    trained = module(flavour) if trained is None else trained
+    t = trainer(flavour, strategy, **{"max_steps": 10, "max_epochs": -1, **ranks(), **options})
+    t.fit(trained, ckpt_path=path)
+    return t
+
+
+def beside_others(flavour: str, options: dict[str, Any]) -> dict[str, Tensor]:
+    """The final weights of three strategies that send everything."""
+    found = {}
+    local = ours(flavour).MSTopKLocalStrategy(exchange="dense")
+    for name, strategy in (("fsdp", fsdp(flavour, exchange="dense")), ("local", local)):
+        found[name] = whole(fitted(flavour, strategy, **options).lightning_module).clone()
+    return found
+
+
+@pytest.mark.parametrize("flavour", FLAVOURS)
+def test_everything_sent_gives_what_replicated_nodes_give(flavour: str) -> None:
+    options = {"accumulate_grad_batches": 2}
+    for found in run_ranks(beside_others, flavour, options, nodes=2, devices=2, timeout=120, init=False):
+        torch.testing.assert_close(found["fsdp"], found["local"], rtol=1e-5, atol=1e-6)
+
+
+def on_one_node(flavour: str) -> tuple[Tensor, Tensor]:
+    pl = lightning_of(flavour)
+
+    class ByHand(type(module(flavour))):  # type: ignore[misc]
+        def configure_model(self) -> None:
+            if any(isinstance(p, DTensor) for p in self.parameters()):
+                return
+            for block in self.net.blocks:
+                fully_shard(block, mesh=self.device_mesh["data_parallel"])
+            fully_shard(self.net, mesh=self.device_mesh["data_parallel"])
+
+    plain = pl.strategies.ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1)
+    options = {"gradient_clip_val": 0.5}
+    theirs = fitted(flavour, plain, ByHand(), **options)
+    mine = fitted(flavour, fsdp(flavour), **options)
+    return whole(mine.lightning_module).clone(), whole(theirs.lightning_module).clone()
+
+
+def test_one_node_is_lightnings_own_fsdp() -> None:
+    for mine, theirs in run_ranks(on_one_node, "pytorch_lightning", nodes=1, devices=2, timeout=120, init=False):
+        assert torch.equal(mine, theirs)
+
+
+def with_and_without_looks(flavour: str) -> dict[str, Any]:
+    """Runs that evaluate and save between steps, and one that does not."""
+    seen: dict[str, Any] = {}
+    pl = lightning_of(flavour)
+
+    class Look(pl.Callback):  # type: ignore[misc, name-defined]
+        def on_validation_end(self, trainer: Any, trained: Any) -> None:
+            seen.setdefault("validated", []).append(whole(trained).clone())
+
+    looked = {"limit_val_batches": 1, "val_check_interval": 3, "check_val_every_n_epoch": None, "callbacks": [Look()]}
+    for name, options in (("plain", {}), ("looked", looked)):
+        trained = fitted(flavour, fsdp(flavour), **options).lightning_module
+        seen[name] = whole(trained).clone()
+    return seen
+
+
+def test_validation_sees_the_shared_weights_and_changes_nothing() -> None:
+    results = run_ranks(with_and_without_looks, "pytorch_lightning", nodes=2, devices=2, timeout=120, init=False)
+    for seen in results:
+        assert torch.equal(seen["plain"], seen["looked"])
+        assert len(seen["validated"]) == 3
+        for mine, first in zip(seen["validated"], results[0]["validated"], strict=True):
+            assert torch.equal(mine, first)
+
+
+def saved_and_resumed(
+    flavour: str, folder: str, options: dict[str, Any], extra: dict[str, Any]
+) -> tuple[Tensor, Tensor]:
+    """A run with a checkpoint after step 6, and one that resumes there."""
+    pl = lightning_of(flavour)
+    saver = pl.callbacks.ModelCheckpoint(folder, "{step}", every_n_train_steps=6, save_top_k=-1)
+    t = fitted(flavour, fsdp(flavour, **options), callbacks=[saver], enable_checkpointing=True, **extra)
+    ends = whole(t.lightning_module).clone()
+    resumed = fitted(flavour, fsdp(flavour, **options), module(flavour, 5), f"{folder}/step=6.ckpt", **extra)
+    return ends, whole(resumed.lightning_module).clone()
+
+
+CASES: list[tuple[tuple[int, int], dict[str, Any], dict[str, Any]]] = [
+    ((2, 2), {}, {}),
+    ((2, 2), {"save_distributed_checkpoint": False, "step_ahead": 0.5}, {}),
+    ((3, 1), {"sync_every": 4, "delay": 0}, {"precision": "bf16-true"}),
+    ((2, 2), {"exchange": "dense16"}, {"precision": "bf16-mixed"}),
+]
+
+
+@pytest.mark.parametrize(("shape", "options", "extra"), CASES, ids=str)
+def test_a_resumed_run_is_bit_identical(
+    shape: tuple[int, int], options: dict[str, Any], extra: dict[str, Any], tmp_path: Path
+) -> None:
+    many: dict[str, Any] = {"nodes": shape[0], "devices": shape[1], "timeout": 120, "init": False}
+    for ends, resumed in run_ranks(saved_and_resumed, "pytorch_lightning", str(tmp_path), options, extra, **many):
+        assert torch.equal(ends, resumed)
+
+
+def look(folder: str, begin: int | None, end: int, distributed: bool) -> dict[str, Any]:
+    """Shared weights and the mean of the nodes' unsent updates: as resumed at step ``begin``, and at ``end``."""
+    flavour = "pytorch_lightning"
+    found: dict[str, Any] = {}
+
+    class Look(lightning_of(flavour).Callback):  # type: ignore[misc]
+        def on_train_batch_start(self, trainer: Any, trained: Any, *_: Any) -> None:
+            if trainer.global_step not in (begin, end):
+                return
+            updates = trainer.strategy.updates
+            with updates.shared_weights():
+                shared = whole(trained).clone()
+            if updates.active:
+                trainer.strategy.updates.show_own()
+            found[trainer.global_step] = shared
+            if updates.active:
+                ends_at = mean_over_nodes(_with_everything_sent(trained, updates))
+                found[f"mean {trainer.global_step}"] = ends_at
+            if trainer.global_step == end:
+                trainer.save_checkpoint(f"{folder}/{end}.ckpt")
+
+    strategy = fsdp(flavour, save_distributed_checkpoint=distributed)
+    path = None if begin is None else f"{folder}/{begin}.ckpt"
+    fitted(flavour, strategy, module(flavour, 3), path, callbacks=[Look()], max_steps=end + 1)
+    return found
+
+
+def _with_everything_sent(model: nn.Module, updates: Any) -> Tensor:
+    """What this node's weights would be with all of its own updates and none of the others' in flight."""
+    kept = {}
+    for node in updates.nodes:
+        state = node.state
+        kept[node] = state.slices.read()
+        state.slices.write(state.shared_S - state.pending_S)
+        node.gather()
+    found = whole(model).clone()
+    for node, own_S in kept.items():
+        node.state.slices.write(own_S)
+        node.gather()
+    return found
+
+
+@pytest.mark.parametrize("distributed", [True, False])
+def test_on_another_cluster_shared_weights_and_the_mean_of_what_is_pending_stay(
+    distributed: bool, tmp_path: Path
+) -> None:
+    many: dict[str, Any] = {"timeout": 120, "init": False}
+    before = run_ranks(look, str(tmp_path), None, 4, distributed, nodes=2, devices=2, **many)[0]
+    for (nodes, devices), begin in (((4, 1), 4), ((2, 1), 7), ((2, 2), 10)):
+        after = run_ranks(look, str(tmp_path), begin, begin + 3, distributed, nodes=nodes, devices=devices, **many)
+        for found in after:
+            assert torch.equal(found[begin], before[begin])
+            torch.testing.assert_close(found[f"mean {begin}"], before[f"mean {begin}"], rtol=1e-6, atol=1e-7)
+        before = after[0]
+    ends = run_ranks(look, str(tmp_path), 13, 14, distributed, nodes=1, devices=2, **many)
+    for found in ends:
+        torch.testing.assert_close(found[13].double(), before["mean 13"], rtol=1e-6, atol=1e-7)
