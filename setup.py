@@ -35,7 +35,7 @@ MODES = ("", "required", "cuda", "cpu", "none")
 if MODE not in MODES:
     raise SystemExit(f"LIGHTNING_SPARSE_BUILD={MODE!r} must be one of {MODES[1:]}, or unset.")
 REQUIRED = MODE in ("required", "cuda")
-ARCHITECTURES = "8.0;9.0+PTX"
+ARCHITECTURES = "7.5;8.0;9.0+PTX"
 
 DEFINES = ["-DTORCH_TARGET_VERSION=0x020a000000000000"]
 CXX = [*DEFINES, "-O3", "-std=c++20", "-ffp-contract=off", "-fvisibility=hidden", "-g0"]
