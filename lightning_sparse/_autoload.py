@@ -1,10 +1,10 @@
 """Register the names of our strategies with Lightning without an import in the user's script.
 
 Lightning has no entry points for strategies, but torch calls those of the group ``torch.backends`` at the end of
-``import torch``; ours is `autoload`. Importing Lightning there would slow down every ``import torch`` by seconds.
-Instead, `autoload` inserts a finder into ``sys.meta_path``. When the program imports a module of `FLAVOURS`, the finder
-wraps its loader, which registers our names after the module has run. The registry gets a factory, which imports our
-classes only for ``Trainer(strategy="mstopk_hier")``, say.
+``import torch``; ours, in `lightning_sparse_autoload`, calls `autoload`. Importing Lightning there would slow down
+every ``import torch`` by seconds. Instead, `autoload` inserts a finder into ``sys.meta_path``. When the program imports
+a module of `FLAVOURS`, the finder wraps its loader, which registers our names after the module has run. The registry
+gets a factory, which imports our classes only for ``Trainer(strategy="mstopk_hier")``, say.
 
 This file runs in every ``import torch``, so it imports only the standard library and suppresses its errors: a failing
 entry point would break ``import torch``. ``TORCH_DEVICE_BACKEND_AUTOLOAD=0`` disables the entry point;

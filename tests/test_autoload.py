@@ -7,10 +7,7 @@ Everything runs in subprocesses: what is under test is the state of an interpret
 
 from __future__ import annotations
 
-import importlib.util
 import os
-import re
-import shutil
 import subprocess
 import sys
 import textwrap
@@ -20,6 +17,7 @@ import pytest
 
 import lightning_sparse
 from lightning_sparse._autoload import STRATEGIES
+from tests.helpers.installed import copy_of_checkout, pip_install
 
 ROOT = Path(__file__).resolve().parents[1]
 FLAVOURS = ("pytorch_lightning", "lightning.pytorch")
@@ -37,7 +35,7 @@ class Registry(dict):
 StrategyRegistry = Registry()
 """
 
-OURS = '{name for name in sys.modules if name.startswith("lightning_sparse")}'
+OURS = '{name for name in sys.modules if name.partition(".")[0] == "lightning_sparse"}'
 
 STUB_FLAVOUR = """
 import sys, types
@@ -240,40 +238,16 @@ def test_module_attributes() -> None:
         _ = lightning_sparse.nonsense
 
 
-def test_version_is_the_one_of_the_distribution() -> None:
-    declared = re.search(r'^version = "(.+)"$', (ROOT / "pyproject.toml").read_text(), flags=re.MULTILINE)
-    assert declared is not None
-    assert lightning_sparse.__version__ == declared[1]
-
-
 # --- the real thing: an installed distribution, real torch, real Lightning
 
 
 @pytest.fixture(scope="module", params=["wheel", pytest.param("editable", marks=pytest.mark.slow)])
 def installed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder for PYTHONPATH under which the project is installed. Built from a copy without kernels: no compiler."""
-    if importlib.util.find_spec("pip") is None:
-        pytest.skip("needs pip in this environment, to install the project into a folder")
+    """A folder for PYTHONPATH under which the project is installed."""
     folder = tmp_path_factory.mktemp(request.param)
-    source, target = folder / "source", folder / "target"
-    shutil.copytree(
-        ROOT / "lightning_sparse",
-        source / "lightning_sparse",
-        ignore=shutil.ignore_patterns("csrc", "*.so", "__pycache__"),
-    )
-    # Another version, as setuptools names the module that finds an editable package after it: the project may be
-    # installed in this environment already.
-    project = (ROOT / "pyproject.toml").read_text()
-    (source / "pyproject.toml").write_text(re.sub(r"^version = .*$", 'version = "0+copy"', project, flags=re.MULTILINE))
-    shutil.copy(ROOT / "LICENSE", source)
-    (source / "README.md").touch()
-    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "install", "--quiet", "--no-deps"]
+    source, target = copy_of_checkout(folder / "source"), folder / "target"
     how = ["--editable"] if request.param == "editable" else []
-    subprocess.run(
-        [*pip, "--no-build-isolation", "--no-index", "--target", str(target), *how, str(source)],
-        check=True,
-        timeout=120,
-    )
+    pip_install("--target", str(target), *how, str(source))
     # An editable install is a .pth file, which Python reads in site directories only: make `target` one, for child
     # processes too, and the first in the path, should the project be installed already.
     (folder / "site").mkdir()

@@ -47,7 +47,7 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     metadata = tmp_path_factory.mktemp("site") / "lightning_sparse-0.dist-info"
     metadata.mkdir()
     (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: lightning-sparse\nVersion: 0\n")
-    entry_point = "lightning_sparse = lightning_sparse._autoload:autoload"
+    entry_point = "lightning_sparse = lightning_sparse_autoload:autoload"
     (metadata / "entry_points.txt").write_text(f"[torch.backends]\n{entry_point}\n")
     kept = {name: value for name, value in os.environ.items() if name != "TORCH_DEVICE_BACKEND_AUTOLOAD"}
     path = os.pathsep.join([str(metadata.parent), str(ROOT), os.environ.get("PYTHONPATH", "")])

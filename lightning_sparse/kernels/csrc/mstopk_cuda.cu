@@ -132,6 +132,15 @@ __global__ void __launch_bounds__(kScanThreads) choose_kernel(Problem p, int dig
   }
 }
 
+// By shuffles: __reduce_max_sync needs sm_80, and this runs once a tile.
+__device__ uint32_t max_of_warp(uint32_t value) {
+  for (int apart = 16; apart > 0; apart /= 2) {
+    const uint32_t other = __shfl_xor_sync(0xFFFFFFFFu, value, apart);
+    value = other > value ? other : value;
+  }
+  return value;
+}
+
 __global__ void __launch_bounds__(kThreads) tally_kernel(Problem p) {
   const uint32_t kth = p.control->prefix;
   const Tile tile(p, blockIdx.x, candidates_fail(p));
@@ -146,7 +155,7 @@ __global__ void __launch_bounds__(kThreads) tally_kernel(Problem p) {
     nonfinite += __popc(__ballot_sync(0xFFFFFFFFu, key >= kInfKey));
     largest = key < kInfKey && key > largest ? key : largest;
   }
-  largest = __reduce_max_sync(0xFFFFFFFFu, largest);
+  largest = max_of_warp(largest);
   int all_above, all_ties, all_nonfinite;
   before_this_warp(above, all_above);
   before_this_warp(ties, all_ties);

@@ -136,11 +136,9 @@ inline unsigned __ballot_sync(unsigned, bool predicate) {
   return ballot;
 }
 
-inline uint32_t __reduce_max_sync(unsigned, uint32_t value) {
+inline uint32_t __shfl_xor_sync(unsigned, uint32_t value, int apart) {
   const uint32_t* lanes = on_cpu::exchange(value);
-  uint32_t largest = 0;
-  for (int lane = 0; lane < 32; ++lane) largest = lanes[lane] > largest ? lanes[lane] : largest;
-  return largest;
+  return lanes[on_cpu::current % 32 ^ apart];
 }
 
 inline int __popc(unsigned bits) { return __builtin_popcount(bits); }

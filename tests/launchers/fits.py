@@ -1,0 +1,147 @@
+"""A fit that is the same under Ray Train and under torchrun, and a program that runs such fits on a cluster of Ray.
+
+python -m tests.launchers.fits FOLDER    # of each of `JOBS`, in order: FOLDER/<name>.pt
+"""
+
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tests.strategy.trainers import plain_module, weights
+
+
+@dataclass(frozen=True)
+class Job:
+    """A fit.
+
+    Args:
+        name: of its results.
+        strategy: the class in `lightning_sparse.flavours.lightning`; Ray's has "Ray" in front.
+        workers: two are one on each node, four are two.
+        epochs: to train, of `STEPS` steps each.
+        resume: the name of the job whose last checkpoint it begins with.
+    """
+
+    name: str
+    strategy: str
+    workers: int
+    epochs: int
+    resume: str = ""
+
+
+STEPS = 6
+JOBS = (
+    Job("begun", "MSTopKHierStrategy", workers=4, epochs=1),
+    Job("resumed", "MSTopKHierStrategy", workers=4, epochs=2, resume="begun"),
+    Job("on two", "MSTopKHierStrategy", workers=2, epochs=2, resume="begun"),
+    Job("local", "MSTopKLocalStrategy", workers=4, epochs=1),
+)
+TIMEOUT_S = 300  # of the process group, which a save must not wait for
+
+
+class Seconds:
+    """How long each save took, as a mixin of a callback that saves at the end of an epoch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.saves: list[float] = []
+
+    def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
+        begun = time.monotonic()
+        super().on_train_epoch_end(trainer, module)  # type: ignore[misc]
+        self.saves.append(time.monotonic() - begun)
+
+
+def fit(job: Job, strategies: Any, resume: str | None, **options: Any) -> dict[str, Any]:
+    """On every rank.
+
+    Args:
+        strategies: our module for the launcher.
+        resume: the checkpoint to begin with.
+        options: of Trainer.
+    """
+    import lightning.pytorch as pl
+
+    name = job.strategy if hasattr(strategies, job.strategy) else f"Ray{job.strategy}"
+    given = {"density": 0.05, "exchange": "sparse", "bucket_cap_mb": 0.002}
+    if job.strategy == "MSTopKHierStrategy":
+        given["warmup_epochs"] = 0
+    strategy = getattr(strategies, name)(**given)
+    module = plain_module("lightning", by_step=True)
+    trainer = pl.Trainer(
+        accelerator="cpu",
+        strategy=strategy,
+        max_epochs=job.epochs,
+        limit_train_batches=STEPS,
+        limit_val_batches=0,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        **options,
+    )
+    trainer.fit(module, ckpt_path=resume)
+    saves = [seconds for callback in trainer.callbacks for seconds in getattr(callback, "saves", [])]
+    nodes = strategy._topology.nodes
+    return {"weights": weights(module), "nodes": nodes, "saves": saves, "steps": trainer.global_step}
+
+
+# ---------------------------------------------------------------------------------------------------- on Ray's workers
+
+
+def worker(config: dict[str, Any]) -> None:
+    from ray.train import get_context
+    from ray.train.lightning import RayLightningEnvironment, RayTrainReportCallback
+
+    from lightning_sparse.flavours import ray as strategies
+
+    class Report(Seconds, RayTrainReportCallback): ...
+
+    torch.set_num_threads(1)
+    plugins, callbacks = [RayLightningEnvironment()], [Report()]
+    result = fit(config["job"], strategies, config["resume"], devices="auto", plugins=plugins, callbacks=callbacks)
+    torch.save(result, f"{config['out']}.rank{get_context().get_world_rank()}")
+
+
+def run_on_ray(job: Job, folder: Path, resume: str | None) -> str:
+    """The folder of the last checkpoint."""
+    from ray.train import RunConfig, ScalingConfig
+    from ray.train.torch import TorchConfig, TorchTrainer
+
+    trainer = TorchTrainer(
+        worker,
+        train_loop_config={"job": job, "resume": resume, "out": str(folder / job.name)},
+        torch_config=TorchConfig(backend="gloo", timeout_s=TIMEOUT_S),
+        scaling_config=ScalingConfig(num_workers=job.workers, placement_strategy="SPREAD"),
+        run_config=RunConfig(name=job.name, storage_path=str(folder / "storage")),
+    )
+    checkpoint = trainer.fit().checkpoint
+    assert checkpoint is not None
+    return str(checkpoint.path)
+
+
+def main(folder: Path) -> None:
+    import ray
+    from ray.cluster_utils import Cluster
+
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 2, "include_dashboard": False})
+    cluster.add_node(num_cpus=2, node_ip_address="127.0.0.2")
+    ray.init(address=cluster.address)
+    checkpoints: dict[str, str] = {}
+    try:
+        for job in JOBS:
+            resume = f"{checkpoints[job.resume]}/checkpoint.ckpt" if job.resume else None
+            checkpoints[job.name] = run_on_ray(job, folder, resume)
+            ranks = [torch.load(f"{folder / job.name}.rank{rank}") for rank in range(job.workers)]
+            torch.save({"ranks": ranks, "checkpoint": checkpoints[job.name]}, folder / f"{job.name}.pt")
+    finally:
+        ray.shutdown()
+        cluster.shutdown()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

@@ -1,0 +1,131 @@
+"""The commands of docs/launchers.md as they stand there, for two nodes on this machine.
+
+What a launcher sets is set by hand: these tests hold that the commands fit the variables, and that nodes are found.
+"""
+
+import os
+import re
+import socket
+import subprocess
+import sys
+import textwrap
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGE = (ROOT / "docs" / "launchers.md").read_text(encoding="utf-8")
+NODES, DEVICES = 2, 2
+FOUND = "2 node(s) x 2 device(s)"
+AFTER = """
+from pytorch_lightning.demos.boring_classes import BoringModel
+trainer.fit(BoringModel())
+topology = trainer.strategy.hier_state.topology
+print(f"rank {topology.rank} of {topology.shape}, nodes {topology.nodes}")
+"""
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def block(heading: str, language: str) -> str:
+    """The first code block of a section."""
+    section = PAGE.split(f"\n## {heading}\n")[1].split("\n## ")[0]
+    found = re.search(rf"```{language}\n(.*?)```", section, re.DOTALL)
+    assert found, f"{heading} has no block of {language}"
+    return found[1]
+
+
+def torchrun(node: int, port: int) -> tuple[str, dict[str, str]]:
+    return block("torchrun", "sh"), {"HOST": "127.0.0.1"}
+
+
+def kubeflow(node: int, port: int) -> tuple[str, dict[str, str]]:
+    trainer: dict[str, Any] = yaml.safe_load(block("Kubeflow Trainer", "yaml"))["spec"]["trainer"]
+    shape = {"PET_NNODES": str(trainer["numNodes"]), "PET_NPROC_PER_NODE": str(trainer["numProcPerNode"])}
+    place = {"PET_NODE_RANK": str(node), "PET_MASTER_ADDR": "127.0.0.1", "PET_MASTER_PORT": str(port)}
+    return " ".join(trainer["command"]), {**shape, **place}
+
+
+def skypilot(node: int, port: int) -> tuple[str, dict[str, str]]:
+    task = yaml.safe_load(block("SkyPilot", "yaml"))
+    place = {"SKYPILOT_NODE_RANK": str(node), "SKYPILOT_NODE_IPS": "127.0.0.1\n127.0.0.1"}
+    shape = {"SKYPILOT_NUM_NODES": str(task["num_nodes"]), "SKYPILOT_NUM_GPUS_PER_NODE": str(DEVICES)}
+    return task["run"], {**shape, **place}
+
+
+def dstack(node: int, port: int) -> tuple[str, dict[str, str]]:
+    task = yaml.safe_load(block("dstack", "yaml"))
+    place = {"DSTACK_NODE_RANK": str(node), "DSTACK_MASTER_NODE_IP": "127.0.0.1"}
+    shape = {"DSTACK_NODES_NUM": str(task["nodes"]), "DSTACK_GPUS_PER_NODE": str(DEVICES)}
+    return "\n".join(task["commands"]), {**shape, **place}
+
+
+def run(command: str, environment: dict[str, str], port: int, folder: Path) -> str:
+    """Its output, or a failure with it."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM", "PET_"))}
+    trainer = {"MAX_STEPS": "4", "LOGGER": "False", "ENABLE_CHECKPOINTING": "False", "LIMIT_VAL_BATCHES": "0"}
+    settings = {
+        **kept,
+        **{f"PL_TRAINER_{name}": value for name, value in trainer.items()},
+        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
+        "PYTHONPATH": str(ROOT),
+        "GLOO_SOCKET_IFNAME": "lo",
+        "OMP_NUM_THREADS": "1",
+        **environment,
+    }
+    shell = ["bash", "-euc", command.replace("29500", str(port))]
+    done = subprocess.run(
+        shell, cwd=folder, env=settings, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=250
+    )
+    assert done.returncode == 0, done.stdout[-6000:]
+    return done.stdout
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Iterator[Path]:
+    """With the page's train.py."""
+    train = PAGE.split("```python\n")[1].split("```")[0]
+    (tmp_path / "train.py").write_text("import lightning_sparse\n" + textwrap.dedent(train) + AFTER)
+    return tmp_path
+
+
+def run_all(commands: list[tuple[str, dict[str, str]]], port: int, folder: Path) -> str:
+    with ThreadPoolExecutor(len(commands)) as pool:
+        return "".join(pool.map(lambda each: run(*each, port, folder), commands))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("launcher", [torchrun, kubeflow, skypilot, dstack])
+def test_nodes_are_found(launcher: Any, folder: Path) -> None:
+    port = free_port()
+    output = run_all([launcher(node, port) for node in range(NODES)], port, folder)
+    for rank in range(NODES * DEVICES):
+        assert f"rank {rank} of {FOUND}, nodes ((0, 1), (2, 3))" in output
+
+
+@pytest.mark.slow
+def test_nodes_are_found_by_the_variables_of_srun(folder: Path) -> None:
+    port, tasks = free_port(), NODES * DEVICES
+    command = 'srun() { "$@"; }\n' + block("SLURM", "sh")
+    commands = [
+        (
+            command,
+            {
+                "SLURM_JOB_ID": str(port), "SLURM_JOB_NAME": "train", "SLURM_NODELIST": "localhost",
+                "SLURM_NTASKS": str(tasks), "SLURM_NTASKS_PER_NODE": str(DEVICES), "SLURM_NNODES": str(NODES),
+                "SLURM_PROCID": str(task), "SLURM_LOCALID": str(task % DEVICES), "SLURM_NODEID": str(task // DEVICES),
+            },
+        )
+        for task in range(tasks)
+    ]  # fmt: skip
+    output = run_all(commands, port, folder)
+    for rank in range(tasks):
+        assert f"rank {rank} of {FOUND}, nodes ((0, 1), (2, 3))" in output

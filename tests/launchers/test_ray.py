@@ -1,0 +1,84 @@
+"""Ray Train: two nodes of Ray on this machine train the same weights as torchrun does.
+
+Ray numbers nodes by address, so 127.0.0.2 is the second one.
+"""
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_sparse.strategy import side_files
+from tests.helpers.distributed import run_ranks
+from tests.launchers.fits import JOBS, TIMEOUT_S, Job, fit
+
+ROOT = Path(__file__).resolve().parents[2]
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(1200),
+    pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="needs ray: pip install 'ray[train]'"),
+]
+JOB = {job.name: job for job in JOBS}
+BOTH = {4: ((0, 1), (2, 3)), 2: ((0,), (1,))}
+
+
+@pytest.fixture(scope="module")
+def on_ray(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Of each job what its ranks returned, and its last checkpoint."""
+    folder = tmp_path_factory.mktemp("ray")
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    environment = {**os.environ, "PYTHONPATH": path, "RAY_TRAIN_V2_ENABLED": "1", "RAY_USAGE_STATS_ENABLED": "0"}
+    with (folder / "output").open("w") as output:
+        done = subprocess.run(
+            [sys.executable, "-m", "tests.launchers.fits", str(folder)],
+            cwd=folder,
+            env=environment,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            timeout=1000,
+        )
+    assert done.returncode == 0, (folder / "output").read_text()[-6000:]
+    return {job.name: torch.load(folder / f"{job.name}.pt") for job in JOBS}
+
+
+def on_torchrun(job: Job, resume: str | None) -> list[dict[str, Any]]:
+    nodes, devices = 2, job.workers // 2
+    return run_ranks(fit_on_torchrun, job, resume, nodes, devices, nodes=nodes, devices=devices, init=False)
+
+
+def fit_on_torchrun(job: Job, resume: str | None, nodes: int, devices: int) -> dict[str, Any]:
+    from lightning_sparse.flavours import lightning
+
+    return fit(job, lightning, resume, num_nodes=nodes, devices=devices)
+
+
+@pytest.mark.parametrize("name", list(JOB))
+def test_ends_with_the_weights_of_torchrun(on_ray: dict[str, Any], name: str) -> None:
+    """Also resumed, on as many workers and on half of them, from the checkpoint that Ray put together."""
+    job, found = JOB[name], on_ray[name]["ranks"]
+    resume = f"{on_ray[job.resume]['checkpoint']}/checkpoint.ckpt" if job.resume else None
+    expected = on_torchrun(job, resume)
+    assert [each["nodes"] for each in found] == [BOTH[job.workers]] * job.workers
+    assert [each["steps"] for each in found] == [each["steps"] for each in expected]
+    assert all(torch.equal(each["weights"], expected[0]["weights"]) for each in found)
+
+
+def test_a_resumed_run_takes_what_was_not_sent(on_ray: dict[str, Any]) -> None:
+    """The checkpoint has the side files of all workers, each of which saved into a folder of its own."""
+    path = f"{on_ray['begun']['checkpoint']}/checkpoint.ckpt"
+    checkpoint = torch.load(path, weights_only=False)
+    sides = [side_files.load(checkpoint, path, rank)[0].side for rank in range(4)]
+    assert all(sides)
+    resumed = torch.load(f"{on_ray['resumed']['checkpoint']}/checkpoint.ckpt", weights_only=False)
+    assert resumed["lightning_sparse"][0]["save_id"].endswith("-12")  # rounds go on where they were
+
+
+def test_a_save_does_not_wait_for_the_process_group(on_ray: dict[str, Any]) -> None:
+    saves = [seconds for job in on_ray.values() for rank in job["ranks"] for seconds in rank["saves"]]
+    assert len(saves) == 4 + 4 + 2 + 4
+    assert max(saves) < TIMEOUT_S / 2

@@ -1,0 +1,53 @@
+"""What a release says of itself in several places is the same in all of them."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+import lightning_sparse
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    tomllib = pytest.importorskip("tomli")
+
+ROOT = Path(__file__).resolve().parents[1]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+WORKFLOW = yaml.safe_load((ROOT / ".github/workflows/release.yml").read_text(encoding="utf-8"))
+
+
+def test_the_changelog_begins_with_this_version() -> None:
+    heading = re.search(r"^## (\S+)", (ROOT / "CHANGELOG.md").read_text(encoding="utf-8"), re.MULTILINE)
+    assert heading is not None
+    assert heading[1].rstrip(",") == lightning_sparse.__version__
+
+
+def test_the_conda_recipe_is_of_this_version() -> None:
+    recipe = yaml.safe_load((ROOT / "release/conda/recipe.yaml").read_text(encoding="utf-8"))
+    assert recipe["context"]["version"] == lightning_sparse.__version__
+    names = {re.match(r"[\w-]+", each)[0] for each in PROJECT["dependencies"]}  # type: ignore[index]
+    assert {each.split()[0] for each in recipe["requirements"]["run"]} == (names - {"torch"}) | {"pytorch", "python"}
+
+
+@pytest.mark.parametrize(("tag", "code"), [(f"v{lightning_sparse.__version__}", 0), ("v99.0", 1)])
+def test_a_tag_that_is_not_the_version_is_refused(tag: str, code: int) -> None:
+    (step,) = [each for each in WORKFLOW["jobs"]["build"]["steps"] if each.get("name") == "the tag is the version"]
+    done = subprocess.run(["bash", "-ec", step["run"]], cwd=ROOT, env={"GITHUB_REF_NAME": tag, "PATH": "/usr/bin:/bin"})
+    assert done.returncode == code
+
+
+def test_an_installation_replaces_no_torch() -> None:
+    extras = PROJECT["optional-dependencies"]
+    wanted = [*PROJECT["dependencies"], *(each for words in extras.values() for each in words)]
+    assert [each for each in wanted if re.match(r"torch\b(?!>=)", each)] == []
+    assert [each for each in wanted if re.search(r"==|<|~=", each)] == []
+
+
+def test_all_has_every_extra_of_users() -> None:
+    extras = PROJECT["optional-dependencies"]
+    (everything,) = extras["all"]
+    assert set(everything.split("[")[1].rstrip("]").split(",")) == set(extras) - {"all", "dev", "docs", "examples"}
