@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from lightning_sparse.flavours.pytorch_lightning import (
         CachedImageDataModule,
         CommStatsCallback,
+        MSTopKFSDPStrategy,
         MSTopKHierStrategy,
         MSTopKLocalStrategy,
         PTOCallback,
@@ -34,8 +35,8 @@ if TYPE_CHECKING:
 __version__ = "0.2.0"
 
 __all__ = [
-    "CachedImageDataModule", "CommStatsCallback", "MSTopKHierStrategy", "MSTopKLocalStrategy", "PTOCallback",
-    "__version__",
+    "CachedImageDataModule", "CommStatsCallback", "MSTopKFSDPStrategy", "MSTopKHierStrategy", "MSTopKLocalStrategy",
+    "PTOCallback", "__version__",
 ]  # fmt: skip
 
 # The root module of a flavour, as in sys.modules -> our module for it, in order of preference.

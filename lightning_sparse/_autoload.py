@@ -42,12 +42,20 @@ _SUFFIXES: dict[str, dict[str, Any]] = {
     "_notebook": {"start_method": "fork"},
     "_find_unused_parameters_true": {"start_method": "popen", "find_unused_parameters": True},
 }
-# Name -> the class of every flavour's module, and what it does.
+_NO_SUFFIXES: dict[str, dict[str, Any]] = {"": {}}
+# Name -> the class of every flavour's module, what it does, and the suffixes that it takes.
 CLASSES = {
-    "mstopk_hier": ("MSTopKHierStrategy", "Hierarchical top-k gradient communication between nodes"),
-    "mstopk_local": ("MSTopKLocalStrategy", "An optimizer per node, and top-k communication of updates between nodes"),
+    "mstopk_hier": ("MSTopKHierStrategy", "Hierarchical top-k gradient communication between nodes", _SUFFIXES),
+    "mstopk_local": (
+        "MSTopKLocalStrategy",
+        "An optimizer per node, and top-k communication of updates between nodes",
+        _SUFFIXES,
+    ),
+    "mstopk_fsdp": ("MSTopKFSDPStrategy", "FSDP2 per node, and top-k communication of updates between", _NO_SUFFIXES),
 }
-STRATEGIES = {f"{name}{suffix}": arguments for name in CLASSES for suffix, arguments in _SUFFIXES.items()}
+STRATEGIES = {
+    f"{name}{suffix}": arguments for name, (*_, suffixes) in CLASSES.items() for suffix, arguments in suffixes.items()
+}
 
 
 def autoload() -> None:
@@ -67,12 +75,13 @@ def _register(strategies: ModuleType | None) -> None:
     registry = next((found for name in _REGISTRIES if (found := getattr(strategies, name, None)) is not None), None)
     if strategies is None or registry is None:
         return
-    for base, (cls, does) in CLASSES.items():
+    for base, (cls, does, suffixes) in CLASSES.items():
         factory = partial(_create, FLAVOURS[strategies.__name__], cls)
-        for suffix, arguments in _SUFFIXES.items():
+        for suffix, arguments in suffixes.items():
             if f"{base}{suffix}" not in registry:
                 described = ", ".join(f"`{key}` {value!r}" for key, value in arguments.items())
-                registry.register(f"{base}{suffix}", factory, description=f"{does}, with {described}", **arguments)
+                description = f"{does}, with {described}" if described else does
+                registry.register(f"{base}{suffix}", factory, description=description, **arguments)
 
 
 def _create(flavour: str, cls: str, **arguments: Any) -> Any:

@@ -21,7 +21,7 @@ from lightning_sparse.kernels import kernel_report
 
 Status = Literal["ok", "note", "bad"]
 OLDEST_TORCH = (2, 11)
-STRATEGIES = ("mstopk_hier", "mstopk_local")
+STRATEGIES = ("mstopk_hier", "mstopk_local", "mstopk_fsdp")
 FLAVOURS = {"pytorch-lightning": "pytorch_lightning.strategies", "lightning": "lightning.pytorch.strategies"}
 EXTRAS = {
     "torchvision": "models and data sets of the examples",
@@ -82,7 +82,7 @@ def _lightning() -> Iterator[Finding]:
             yield Finding("bad", package, f"{installed} cannot be imported: {type(error).__name__}: {error}")
             continue
         missing = [name for name in STRATEGIES if name not in registry]
-        names = " and ".join(map(repr, missing or STRATEGIES))
+        names = ", ".join(map(repr, missing or STRATEGIES))
         message = f"{installed}, strategies {names} are {'not ' if missing else ''}registered"
         yield Finding("bad" if missing else "ok", package, message)
     if not found:

@@ -1,8 +1,10 @@
 """The strategy for ``lightning_fabric``."""
 
 from lightning_fabric.strategies.ddp import DDPStrategy
+from lightning_fabric.strategies.model_parallel import ModelParallelStrategy
 
 from lightning_sparse.strategy.fabric import MSTopKHierFabricMixin
+from lightning_sparse.strategy.fabric_fsdp import MSTopKFSDPFabricMixin
 from lightning_sparse.strategy.fabric_local import MSTopKLocalFabricMixin
 
 
@@ -12,3 +14,7 @@ class MSTopKHierStrategy(MSTopKHierFabricMixin, DDPStrategy):
 
 class MSTopKLocalStrategy(MSTopKLocalFabricMixin, DDPStrategy):
     __doc__ = MSTopKLocalFabricMixin.__doc__
+
+
+class MSTopKFSDPStrategy(MSTopKFSDPFabricMixin, ModelParallelStrategy):
+    __doc__ = MSTopKFSDPFabricMixin.__doc__

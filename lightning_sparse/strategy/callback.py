@@ -9,8 +9,8 @@ from torch import Tensor
 from lightning_sparse.exchange.stats import CommStats
 from lightning_sparse.gradients.state import HierState
 from lightning_sparse.messages import log
+from lightning_sparse.strategy.local_trainer import LocalTrainerMixin
 from lightning_sparse.strategy.mstopk_hier import MSTopKHierMixin
-from lightning_sparse.strategy.mstopk_local import MSTopKLocalMixin
 from lightning_sparse.strategy.summary import shard_gradient_norm, table
 from lightning_sparse.updates import LocalUpdates
 
@@ -50,11 +50,11 @@ class CommStatsMixin:
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
         """Check that there is something to report, and count from here on."""
-        if not isinstance(trainer.strategy, (MSTopKHierMixin, MSTopKLocalMixin)):
+        if not isinstance(trainer.strategy, (MSTopKHierMixin, LocalTrainerMixin)):
             raise ValueError(
-                f"CommStatsCallback reports on MSTopKHierStrategy and MSTopKLocalStrategy, but the strategy is "
-                f"{type(trainer.strategy).__name__}: use strategy='mstopk_hier' or 'mstopk_local', or leave the "
-                f"callback out."
+                f"CommStatsCallback reports on the strategies of lightning_sparse, but the strategy is "
+                f"{type(trainer.strategy).__name__}: use strategy='mstopk_hier', 'mstopk_local' or 'mstopk_fsdp', or "
+                f"leave the callback out."
             )
         self._norms = {}  # the last fit's may be of another module, on another device
         state = _reporting(trainer.strategy)

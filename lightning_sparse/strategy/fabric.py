@@ -54,7 +54,7 @@ class MSTopKHierFabricMixin(HierCore, FabricHost):
         """Wrap the module, and reduce its gradients our way. A module that is set up again goes on with its residuals;
         those of modules that are gone are dropped. A collective of the world."""
         prepare_ddp(self)
-        ddp = super().setup_module(module)
+        ddp: DistributedDataParallel = super().setup_module(module)
         known = list(self.hier_states)
         state = self._attach(ddp, self.precision)
         if state not in known:

@@ -18,14 +18,13 @@ from torch.optim import Optimizer
 
 from lightning_sparse.strategy import side_files
 from lightning_sparse.strategy.core import prepare_ddp
-from lightning_sparse.strategy.hosts import FabricHost
-from lightning_sparse.strategy.local_core import LocalCore, detached, leave_gradients
+from lightning_sparse.strategy.fabric_core import LocalFabricCore
+from lightning_sparse.strategy.local_core import detached, leave_gradients
 from lightning_sparse.strategy.options import OWN_OF_UPDATES, REFUSED_BY_UPDATES, check_options
-from lightning_sparse.updates import LocalUpdates, UpdatesConfig
-from lightning_sparse.updates.division import parameters_of
+from lightning_sparse.updates import UpdatesConfig
 
 
-class MSTopKLocalFabricMixin(LocalCore, FabricHost):
+class MSTopKLocalFabricMixin(LocalFabricCore):
     """DDP inside each node, with an optimizer of its own; between nodes travel the largest updates. For Fabric.
 
     Args:
@@ -44,61 +43,16 @@ class MSTopKLocalFabricMixin(LocalCore, FabricHost):
         super().__init__(**kwargs)
         self._modules: list[nn.Module] = []
 
-    def finish(self) -> None:
-        """Send everything that is pending: all ranks hold the same weights afterwards. Every rank calls it."""
-        for updates in self.local_updates:
-            updates.finish()
-
     # -- set-up --------------------------------------------------------------------------------------------------------
 
     def setup_module(self, module: nn.Module) -> DistributedDataParallel:
         """Wrap the module inside its node. A collective of the world."""
         prepare_ddp(self)
         self._node_group()
-        ddp = super().setup_module(module)
+        ddp: DistributedDataParallel = super().setup_module(module)
         leave_gradients(ddp, self._discover({}))
-        self._modules = [each for each in self._modules if each is not module] + [module]
+        self._remember(module)
         return ddp
-
-    def setup_optimizer(self, optimizer: Any) -> Any:
-        """Exchange its updates. Its module is set up before it. A collective of the world."""
-        optimizer = super().setup_optimizer(optimizer)
-        stepped = set(map(id, parameters_of(optimizer)))
-        modules = [m for m in self._modules if any(id(p) in stepped for p in m.parameters())]
-        if not modules:
-            raise ValueError(
-                f"{type(optimizer).__name__} steps parameters of no module that was set up: call fabric.setup_module() "
-                f"of its module first, or fabric.setup(module, optimizer)."
-            )
-        self._drop(optimizer)
-        module = modules[0] if len(modules) == 1 else nn.ModuleList(modules)
-        self._restore(self._attach(module, [optimizer]))
-        return optimizer
-
-    def _drop(self, optimizer: Optimizer) -> None:
-        """Another set-up of its parameters takes the place of the one before, which sends what is pending."""
-        stepped = set(map(id, parameters_of(optimizer)))
-        for updates in list(self.local_updates):
-            if any(id(p) in stepped for node in updates.nodes for p in node.parameters):
-                updates.finish()
-                updates.detach([optimizer])
-                self.local_updates.remove(updates)
-
-    def _updates_of(self, optimizer: Any) -> LocalUpdates | None:
-        return next(
-            (each for each in self.local_updates for node in each.nodes if node.optimizer is optimizer),
-            None,
-        )
-
-    def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
-        """Step, and exchange what that did, whether or not a loss scaler skipped it."""
-        updates = self._updates_of(optimizer)
-        if updates is None:
-            return super().optimizer_step(optimizer, **kwargs)
-        updates.before_step(optimizer)
-        output = super().optimizer_step(optimizer, **kwargs)
-        updates.step(optimizer)
-        return output
 
     # -- checkpoints ---------------------------------------------------------------------------------------------------
 

@@ -1,0 +1,74 @@
+"""`strategy="mstopk_fsdp"` in Fabric, in both flavours, on real ranks."""
+
+import os
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.fsdp.runs import Blocks, loss_of, whole
+from tests.helpers.distributed import run_ranks
+from tests.strategy.test_fabric import FLAVOURS, STEPS, fabric_with
+
+
+def ours(flavour: str, **options: Any) -> Any:
+    module = import_module(f"lightning_sparse.flavours.{FLAVOURS[flavour]}")
+    return module.MSTopKFSDPStrategy(**{"density": 0.05, **options})
+
+
+def prepared(flavour: str, strategy: Any, seed: int = 0) -> tuple[Any, Any, Any]:
+    fabric = fabric_with(flavour, strategy)
+    model = fabric.setup_module(Blocks(seed))
+    return fabric, model, fabric.setup_optimizers(torch.optim.AdamW(model.parameters(), lr=0.01))
+
+
+def train(fabric: Any, model: Any, optimizer: Any, begin: int, end: int) -> None:
+    for step in range(begin, end):
+        optimizer.zero_grad()
+        fabric.backward(loss_of(model, step, fabric.global_rank))
+        fabric.clip_gradients(model, optimizer, max_norm=0.5)
+        optimizer.step()
+
+
+def by_name(flavour: str) -> tuple[Tensor, Tensor, Tensor]:
+    """Shared weights, this node's own, and those at the end."""
+    fabric, model, optimizer = prepared(flavour, "mstopk_fsdp")
+    train(fabric, model, optimizer, 0, STEPS)
+    with fabric.strategy.shared_weights():
+        shared = whole(model).clone()
+    own = whole(model).clone()
+    fabric.strategy.finish()
+    return shared, own, whole(model).clone()
+
+
+def resumed(flavour: str, folder: str, distributed: bool) -> tuple[Tensor, Tensor]:
+    os.chdir(folder)
+    options = {"save_distributed_checkpoint": distributed}
+    fabric, model, optimizer = prepared(flavour, ours(flavour, **options))
+    train(fabric, model, optimizer, 0, 5)
+    fabric.save("saved", {"model": model, "optimizer": optimizer, "step": 5})
+    train(fabric, model, optimizer, 5, STEPS)
+    other, again, its = prepared(flavour, ours(flavour, **options), seed=7)
+    state = {"model": again, "optimizer": its, "step": 0}
+    other.load("saved", state)
+    assert state["step"] == 5
+    train(other, again, its, 5, STEPS)
+    return whole(model).clone(), whole(again).clone()
+
+
+@pytest.mark.parametrize("flavour", [list(FLAVOURS)[0], pytest.param(list(FLAVOURS)[1], marks=pytest.mark.slow)])
+def test_fabric(flavour: str, tmp_path: Path) -> None:
+    many: dict[str, Any] = {"nodes": 2, "devices": 2, "timeout": 120, "init": False}
+    results = run_ranks(by_name, flavour, **many)
+    for shared, _, ends in results:
+        assert torch.equal(shared, results[0][0])
+        assert torch.equal(ends, results[0][2])
+    assert not torch.equal(results[0][1], results[2][1])
+    for distributed in (True, False):
+        folder = tmp_path / str(distributed)
+        folder.mkdir()
+        for ends, again in run_ranks(resumed, flavour, str(folder), distributed, **many):
+            assert torch.equal(ends, again)
