@@ -18,12 +18,12 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
+from lightning_sparse.fsdp import shard
 from lightning_sparse.strategy import side_files
 from lightning_sparse.strategy.fabric_core import LocalFabricCore
 from lightning_sparse.strategy.fsdp_core import FSDPCore
 from lightning_sparse.strategy.options import OWN_OF_UPDATES, REFUSED_BY_FSDP, check_options
 from lightning_sparse.updates import UpdatesConfig
-from lightning_sparse.updates.fsdp import shard
 
 Parallelize = Callable[[nn.Module, DeviceMesh], nn.Module]
 

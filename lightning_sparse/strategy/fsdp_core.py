@@ -1,5 +1,6 @@
 """What the strategies of FSDP2 inside nodes do alike for Trainer and Fabric; imports no Lightning."""
 
+import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -9,13 +10,15 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from lightning_sparse.fsdp import ShardedGradients, mesh_of
+from lightning_sparse.fsdp.shards import local_of
 from lightning_sparse.messages import show_log_lines
-from lightning_sparse.strategy.local_core import LocalCore
+from lightning_sparse.strategy import fsdp_gradients, side_files
+from lightning_sparse.strategy.local_core import LocalCore, all_agree, read_all, same_nodes
 from lightning_sparse.updates.division import parameters_of
-from lightning_sparse.updates.fsdp import mesh_of
-from lightning_sparse.updates.shards import local_of
 
 OPTIMIZERS = "local_optimizers"
+_VERSION = 1  # of what is beside a checkpoint where gradients are sent
 
 
 class FSDPCore(LocalCore):
@@ -26,6 +29,7 @@ class FSDPCore(LocalCore):
     """
 
     _device_mesh: DeviceMesh | None
+    gradients: ShardedGradients | None = None
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
@@ -45,10 +49,49 @@ class FSDPCore(LocalCore):
     def _stepped_optimizers(self) -> Sequence[Optimizer]:
         return [node.optimizer for updates in self.local_updates for node in updates.nodes]
 
+    def _manifests(self) -> list[dict[str, Any]]:
+        if self.gradients is None:
+            return super()._manifests()
+        if not self.gradients.active:
+            return []
+        nodes = [list(node) for node in self.gradients.topology.nodes]
+        return [
+            {
+                "version": _VERSION,
+                "kind": self._kind,
+                "save_id": f"{self._run_id}-gradients-{self.gradients.steps}",
+                "config": self.config.to_dict(),
+                "nodes": nodes,
+            }
+        ]
+
     def _side_contents(self) -> list[dict[str, Any]]:
+        if self.gradients is not None:
+            return [fsdp_gradients.side_content(self.gradients)]
         contents = super()._side_contents()
         contents[0][OPTIMIZERS] = [local_state(each) for each in self._stepped_optimizers()]
         return contents
+
+    def _restore_gradients(self, gradients: ShardedGradients) -> None:
+        """Go on with the residuals of the loaded side files, if there are any."""
+        saved = self._saved.pop(0) if self._saved else None
+        if saved is None or not gradients.active:
+            return
+        side_files.check_version(saved, _VERSION)
+        own = saved.side if same_nodes(saved, gradients.topology) else None
+        if all_agree(own is not None and fsdp_gradients.fits(gradients, own)):
+            assert own is not None
+            fsdp_gradients.restore_own(gradients, own)
+            return
+        by_node = read_all(saved)
+        if not all_agree(by_node is not None):
+            gradients.log_once(
+                f"no readable files of all ranks beside {saved.path}: residuals begin at zero, and what waited is lost",
+                logging.WARNING,
+            )
+            return
+        assert by_node is not None
+        fsdp_gradients.restore_mean(gradients, by_node)
 
     def _restore_more(self, own: dict[str, Any]) -> None:
         for optimizer, saved in zip(self._stepped_optimizers(), own.get(OPTIMIZERS, []), strict=False):

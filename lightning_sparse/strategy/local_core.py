@@ -12,12 +12,12 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 
+from lightning_sparse.fsdp.shards import local_of
 from lightning_sparse.strategy import side_files
 from lightning_sparse.strategy.base import Core
 from lightning_sparse.topology import Topology
 from lightning_sparse.updates import LocalUpdates, UpdatesConfig
 from lightning_sparse.updates import checkpoint as files
-from lightning_sparse.updates.shards import local_of
 
 _VERSION = 2
 
@@ -92,7 +92,7 @@ class LocalCore(Core):
         if not self._saved:
             return {}
         saved, topology = self._saved[0], self._discover({})
-        if not _same_nodes(saved, topology):
+        if not same_nodes(saved, topology):
             return {}
         first = topology.nodes[topology.node_index][0]
         content = side_files.read_side_file(saved.path, saved.manifest["save_id"], first)
@@ -107,14 +107,14 @@ class LocalCore(Core):
         if saved is None:
             return
         side_files.check_version(saved, _VERSION)
-        own = saved.side if updates.active and _same_nodes(saved, updates.topology) else None
-        if _all_agree(own is not None and files.fits(updates, own)):  # all or none: collectives follow
+        own = saved.side if updates.active and same_nodes(saved, updates.topology) else None
+        if all_agree(own is not None and files.fits(updates, own)):  # all or none: collectives follow
             assert own is not None
             files.restore_own(updates, own)
             self._restore_more(own)
             return
-        by_node = _read_all(saved)
-        if not _all_agree(by_node is not None):
+        by_node = read_all(saved)
+        if not all_agree(by_node is not None):
             updates.log_once(
                 f"no readable files of all ranks beside {saved.path}: training goes on from its weights, and updates "
                 f"that nodes had not sent are lost",
@@ -132,7 +132,7 @@ class LocalCore(Core):
         )
 
 
-def _all_agree(condition: bool) -> bool:
+def all_agree(condition: bool) -> bool:
     """Whether it holds on every rank. A collective of the world."""
     stated = [condition] * dist.get_world_size()
     dist.all_gather_object(stated, condition)
@@ -180,11 +180,13 @@ def detached(state_dict: dict[str, Any]) -> dict[str, Any]:
     return {name: copy(value) for name, value in state_dict.items()}
 
 
-def _same_nodes(saved: side_files.Saved, topology: Topology) -> bool:
+def same_nodes(saved: side_files.Saved, topology: Topology) -> bool:
+    """Whether a checkpoint is of a cluster of the same ranks in the same nodes."""
     return tuple(map(tuple, saved.manifest["nodes"])) == topology.nodes
 
 
-def _read_all(saved: side_files.Saved) -> list[list[dict[str, Any]]] | None:
+def read_all(saved: side_files.Saved) -> list[list[dict[str, Any]]] | None:
+    """The side contents of all ranks by node; None if one cannot be read."""
     save_id = saved.manifest["save_id"]
     by_node = [
         [side_files.read_side_file(saved.path, save_id, rank) for rank in node] for node in saved.manifest["nodes"]

@@ -14,8 +14,10 @@ save/load_checkpoint         what a device alone knows is stored beside the chec
 ============================ =========================================================================================
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
-from typing import Any
+from typing import Any, Literal, get_args
 
 import torch.distributed as dist
 from torch import nn
@@ -23,6 +25,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_sparse.exchange.config import ValueDtype
 from lightning_sparse.exchange.paths import Exchange
+from lightning_sparse.fsdp import ShardedGradients, shard
 from lightning_sparse.messages import described
 from lightning_sparse.strategy import side_files
 from lightning_sparse.strategy.fsdp_core import FSDPCore
@@ -31,7 +34,9 @@ from lightning_sparse.strategy.local_trainer import LocalTrainerMixin
 from lightning_sparse.strategy.options import OWN_OF_UPDATES, REFUSED_BY_FSDP, check_options
 from lightning_sparse.updates import UpdatesConfig
 from lightning_sparse.updates.config import StepAhead
-from lightning_sparse.updates.fsdp import shard
+
+Send = Literal["updates", "gradients"]
+"""What travels between nodes."""
 
 
 class MSTopKFSDPMixin(FSDPCore, LocalTrainerMixin):
@@ -41,7 +46,10 @@ class MSTopKFSDPMixin(FSDPCore, LocalTrainerMixin):
     LightningModule is sharded: first the blocks that repeat in it, then what remains.
 
     Args:
-        density: share of each device's updates that is sent between nodes, in (0, 1].
+        send: ``"updates"``: what each node's own optimizers did to the shards; ``"gradients"``: the gradients,
+            in FSDP2's hook, so that all nodes hold the same weights. Behind AdamW choose updates, or send gradients
+            whole (``exchange="dense16"`` or ``"dense"``).
+        density: share of what each device sends to other nodes, in (0, 1].
         exchange: ``"sparse"``, ``"regional"``, ``"dense16"`` or ``"dense"``.
         value_dtype: how values are written into messages; rounding errors stay pending.
         step_ahead: share of its own pending updates that a node's model keeps, in [0, 1]; ``"auto"``: 1, for
@@ -61,6 +69,7 @@ class MSTopKFSDPMixin(FSDPCore, LocalTrainerMixin):
 
     def __init__(
         self,
+        send: Send = "updates",
         density: float = 0.01,
         exchange: Exchange = "sparse",
         value_dtype: ValueDtype = "bfloat16",
@@ -84,7 +93,10 @@ class MSTopKFSDPMixin(FSDPCore, LocalTrainerMixin):
             sync_every=sync_every,
             overlap=overlap,
         )
+        _check_send(send, config)
+        self.send = send
         self._configure(config, node_name)
+        self._kind = "updates" if send == "updates" else "gradients of shards"
         given = {} if timeout is None else {"timeout": timeout}
         super().__init__(
             save_distributed_checkpoint=save_distributed_checkpoint,
@@ -113,8 +125,24 @@ class MSTopKFSDPMixin(FSDPCore, LocalTrainerMixin):
         for before in self.local_updates:
             before.detach(self.optimizers)
         self.local_updates = []
+        if self.send == "gradients":
+            self.gradients = ShardedGradients(self.lightning_module, self.config, self._discover({}))
+            return
         self._attach(self.lightning_module, self.optimizers)
         self._look_at_callbacks(trainer)
+
+    @contextmanager
+    def block_backward_sync(self) -> Iterator[None]:
+        """Micro-batches that are accumulated stay inside the node."""
+        with self.gradients.accumulating() if self.gradients is not None else nullcontext():
+            yield
+
+    def optimizer_step(self, optimizer: Any, closure: Any, model: Any = None, **kwargs: Any) -> Any:
+        """Step; updates are exchanged after it, gradients were before it."""
+        output = super().optimizer_step(optimizer, closure, model, **kwargs)
+        if self.gradients is not None:
+            self.gradients.end_round()
+        return output
 
     @property
     def _fitting(self) -> bool:
@@ -146,6 +174,8 @@ class MSTopKFSDPMixin(FSDPCore, LocalTrainerMixin):
         if self.updates is not None and self._fitting:
             self.updates.restart()
             self._restore(self.updates)
+        elif self.gradients is not None and self._fitting:
+            self._restore_gradients(self.gradients)
         self._saved = []
         return checkpoint
 
@@ -163,3 +193,15 @@ def _shard_children(module: nn.Module, mesh: DeviceMesh) -> None:
         )
     for child in children:
         shard(child, mesh)
+
+
+def _check_send(send: str, config: UpdatesConfig) -> None:
+    if send not in get_args(Send):
+        raise ValueError(f"send={send!r} must be 'updates' or 'gradients': what travels between nodes.")
+    plain = UpdatesConfig()
+    given = [name for name in ("step_ahead", "delay", "sync_every") if getattr(config, name) != getattr(plain, name)]
+    if send == "gradients" and given:
+        raise ValueError(
+            f"{given[0]}={getattr(config, given[0])!r} says how updates are exchanged, and send='gradients' sends "
+            f"none: leave it out, or use send='updates'."
+        )

@@ -6,16 +6,16 @@ and every new node starts with the mean of what the old nodes had pending, so th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from lightning_sparse.fsdp.shards import memory_of_part, part_of
 from lightning_sparse.pto.narrow import dims_in_memory, in_order_of
 from lightning_sparse.updates.local import LocalUpdates
-from lightning_sparse.updates.shards import memory_of_part, part_of
 
 Piece = tuple[str, int, int]
 """A part of a parameter: its name, and the first element and the last one plus 1, in memory order."""
@@ -31,7 +31,7 @@ def side_content(updates: LocalUpdates) -> dict[str, Any]:
         {
             "steps": node.steps,
             "pieces": node.state.slices.named(names),
-            "layouts": _layouts(node.parameters, names),
+            "layouts": layouts_of(node.parameters, names),
             **node.state_dict(),
         }
         for node in updates.nodes
@@ -46,7 +46,7 @@ def fits(updates: LocalUpdates, content: dict[str, Any]) -> bool:
     saved = content["nodes"]
     same_pieces = len(saved) == len(updates.nodes) and all(
         node.state.slices.named(names) == [tuple(piece) for piece in each["pieces"]]
-        and _layouts(node.parameters, names) == each["layouts"]
+        and layouts_of(node.parameters, names) == each["layouts"]
         for node, each in zip(updates.nodes, saved, strict=True)
     )
     return same_pieces and updates.buffers.fit(content["buffers"])
@@ -69,7 +69,7 @@ def restore_mean(updates: LocalUpdates, by_node: Sequence[Sequence[dict[str, Any
     Args:
         by_node: what ``side_content`` gave, of all devices of all nodes.
     """
-    shared, pending = _shared(by_node), _mean_pending(by_node)
+    shared, pending = _shared(by_node), mean_of(by_node, "unsent")
     parameters = dict(updates.module.named_parameters())
     updates.steps = by_node[0][0]["steps"]
     for node in updates.nodes:
@@ -96,7 +96,7 @@ def restore_alone(module: nn.Module, by_node: Sequence[Sequence[dict[str, Any]]]
         module: that goes on.
         by_node: what ``side_content`` gave, of all devices of all nodes.
     """
-    shared, pending = _shared(by_node), _mean_pending(by_node)
+    shared, pending = _shared(by_node), mean_of(by_node, "unsent")
     for name, parameter in module.named_parameters():
         if name not in shared:
             continue
@@ -109,24 +109,24 @@ def restore_alone(module: nn.Module, by_node: Sequence[Sequence[dict[str, Any]]]
 
 
 def _shared(by_node: Sequence[Sequence[dict[str, Any]]]) -> dict[str, Tensor]:
-    return _whole(by_node[0], lambda node: node["shared"])
+    return whole_of(by_node[0], "shared")
 
 
-def _mean_pending(by_node: Sequence[Sequence[dict[str, Any]]]) -> dict[str, Tensor]:
-    """With what the parameters have changed by since the last exchange."""
-    nodes = [_whole(contents, lambda node: node["unsent"]) for contents in by_node]
+def mean_of(by_node: Sequence[Sequence[dict[str, Any]]], key: str) -> dict[str, Tensor]:
+    """The mean over nodes of their tensors of that name, by parameter."""
+    nodes = [whole_of(contents, key) for contents in by_node]
     return {name: torch.stack([each[name] for each in nodes]).mean(0) for name in nodes[0]}
 
 
-def _whole(contents: Sequence[dict[str, Any]], tensor_of: Callable[[dict[str, Any]], Tensor]) -> dict[str, Tensor]:
-    """One node's tensors by parameter, from the pieces of its devices."""
+def whole_of(contents: Sequence[dict[str, Any]], key: str) -> dict[str, Tensor]:
+    """One node's tensors of that name by parameter, from the pieces of its devices."""
     pieces: dict[str, list[tuple[int, Tensor]]] = {}
     layouts: dict[str, Layout] = {}
     for content in contents:
         for node in content["nodes"]:
             layouts.update(node["layouts"])
             sizes = [end - begin for _, begin, end in node["pieces"]]
-            for (name, begin, _), piece in zip(node["pieces"], torch.split(tensor_of(node), sizes), strict=True):
+            for (name, begin, _), piece in zip(node["pieces"], torch.split(node[key], sizes), strict=True):
                 pieces.setdefault(name, []).append((begin, piece))
     whole = {}
     for name, parts in pieces.items():
@@ -137,6 +137,6 @@ def _whole(contents: Sequence[dict[str, Any]], tensor_of: Callable[[dict[str, An
     return whole
 
 
-def _layouts(parameters: Sequence[Tensor], names: dict[int, str]) -> dict[str, Layout]:
+def layouts_of(parameters: Sequence[Tensor], names: dict[int, str]) -> dict[str, Layout]:
     """By name: pieces are in memory order, and a resumed model may have another (channels_last)."""
     return {names[id(each)]: (list(each.shape), dims_in_memory(each)) for each in parameters}

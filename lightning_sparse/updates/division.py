@@ -12,12 +12,12 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lightning_sparse.exchange import HierCommunicator
+from lightning_sparse.fsdp.shards import part_of
 from lightning_sparse.pto import ShardedStep
 from lightning_sparse.pto.gather import FlatGather
 from lightning_sparse.pto.narrow import sparse_parameters
 from lightning_sparse.pto.optimizers import is_tested
 from lightning_sparse.pto.ownership import Part, Parts, divide, loads_of
-from lightning_sparse.updates.shards import part_of
 
 
 class Division(ABC):

@@ -14,13 +14,13 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lightning_sparse.exchange import Exchange, HierCommunicator
+from lightning_sparse.fsdp.shards import reason_against
 from lightning_sparse.messages import LogOnce
 from lightning_sparse.topology import Topology, compare
 from lightning_sparse.updates.buffers import Buffers
 from lightning_sparse.updates.config import UpdatesConfig
 from lightning_sparse.updates.division import parameters_of
 from lightning_sparse.updates.optimizer import NodeOptimizer, begin_with_first, check_optimizer
-from lightning_sparse.updates.shards import reason_against
 
 
 class LocalUpdates:

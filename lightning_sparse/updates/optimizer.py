@@ -12,11 +12,11 @@ from torch.optim import Optimizer
 
 from lightning_sparse.exchange import Exchange, HierCommunicator
 from lightning_sparse.exchange.paths import Sparse
+from lightning_sparse.fsdp.shards import local_of
 from lightning_sparse.updates.config import UpdatesConfig
 from lightning_sparse.updates.difference import DifferenceState
 from lightning_sparse.updates.division import division_of, parameters_of
 from lightning_sparse.updates.pending import PendingState
-from lightning_sparse.updates.shards import local_of
 from lightning_sparse.updates.slices import Slices
 from lightning_sparse.updates.state import UpdateState
 

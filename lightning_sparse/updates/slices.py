@@ -7,8 +7,8 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
+from lightning_sparse.fsdp.shards import memory_of_part
 from lightning_sparse.pto.ownership import Part
-from lightning_sparse.updates.shards import memory_of_part
 
 _CACHED = 1 << 16  # elements that stay in a core's cache
 

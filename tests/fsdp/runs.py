@@ -8,9 +8,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from lightning_sparse.fsdp import mesh_of, shard
 from lightning_sparse.topology import discover
 from lightning_sparse.updates import LocalUpdates, UpdatesConfig
-from lightning_sparse.updates.fsdp import mesh_of, shard
 from tests.updates.runs import Make
 
 

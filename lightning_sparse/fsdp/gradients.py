@@ -1,0 +1,211 @@
+"""Gradients of shards, summed over nodes in the hook that FSDP2 calls after each reduce-scatter.
+
+FSDP2 is given the mesh of one node. In the backward pass of each module that it manages it averages the gradients over
+the node's devices, and hands this device's shard S to the hook, padded parameter by parameter; the hook replaces it by
+the mean over nodes, by a path of `lightning_sparse.exchange`. What is not sent stays in the residual of the module.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from lightning_sparse.exchange import Exchange, ExchangeConfig, Shard
+from lightning_sparse.fsdp.shards import local_of, reason_against
+from lightning_sparse.messages import LogOnce
+from lightning_sparse.topology import Topology
+
+
+class Managed:
+    """What one FSDP2 module reduces at once.
+
+    Args:
+        name: of the module.
+        parameters: that it manages, and no module inside it, by name and in order.
+
+    Attributes:
+        numel: S, elements of this device's shards, each padded to the size of the largest of all devices.
+        residual_S: fp32, what was not sent; None before the first exchange.
+    """
+
+    def __init__(self, name: str, parameters: dict[str, DTensor]) -> None:
+        self.name, self.parameters = name, parameters
+        self.numel = 0
+        self._begins: list[int] = []
+        for each in parameters.values():
+            self._begins.append(self.numel)
+            rows = -(-each.shape[0] // each.device_mesh.size()) if each.dim() else 1
+            self.numel += rows * prod(each.shape[1:])
+        self.residual_S: Tensor | None = None
+        self._spare_S: Tensor | None = None
+
+    def views(self, flat_S: Tensor) -> Iterator[tuple[str, DTensor, Tensor]]:
+        """Each parameter, and its shard in a flat tensor, without padding."""
+        for (name, each), begin in zip(self.parameters.items(), self._begins, strict=True):
+            yield name, each, flat_S[begin : begin + local_of(each).numel()]
+
+    def take_accumulated(self, flat_S: Tensor) -> None:
+        """Add the gradients of earlier backward passes, which no other node has seen, and take them away."""
+        for _, parameter, view in self.views(flat_S):
+            if parameter.grad is not None:
+                view.add_(local_of(parameter.grad).flatten())
+                parameter.grad = None
+
+    def new_residual(self) -> Tensor:
+        """One of zeros."""
+        device = local_of(next(iter(self.parameters.values()))).device
+        self.residual_S = torch.zeros(self.numel, dtype=torch.float32, device=device)
+        return self.residual_S
+
+    def residuals(self) -> tuple[Tensor, Tensor]:
+        """This round's, and room for the next one's."""
+        residual_S = self.new_residual() if self.residual_S is None else self.residual_S
+        if self._spare_S is None:
+            self._spare_S = torch.empty_like(residual_S)
+        return residual_S, self._spare_S
+
+    def swap(self) -> None:
+        """The next round's are this round's now."""
+        self.residual_S, self._spare_S = self._spare_S, self.residual_S
+
+
+class ShardedGradients:
+    """Averages the gradients of a sharded model over nodes::
+
+        topology = discover()
+        model = shard(model, mesh_of(topology))
+        gradients = ShardedGradients(model, ExchangeConfig(exchange="dense16"), topology)
+
+    and the loop stays as it is. FSDP2's own ``set_requires_gradient_sync(False)`` accumulates without communication;
+    inside ``accumulating()`` gradients are averaged inside the node alone.
+
+    Args:
+        model: sharded along dim 0 over the devices of each node; all nodes begin with the weights of the first.
+        config: of the exchange; ``"auto"`` is for `lightning_sparse.strategy`.
+        topology: of the ranks, with its groups.
+
+    Raises:
+        ValueError: for parameters that are sharded otherwise, or an exchange that has to measure first.
+    """
+
+    def __init__(self, model: nn.Module, config: ExchangeConfig, topology: Topology) -> None:
+        if config.path is None or config.density == "auto":
+            raise ValueError(
+                f"exchange={config.exchange!r} and density={config.density!r} are measured in DDP's buckets: choose "
+                f"'sparse', 'regional', 'dense16' or 'dense', and a number."
+            )
+        self.module, self.topology = model, topology
+        self.active = topology.kind == "hierarchical"
+        self.managed: list[Managed] = []
+        self.steps = 0
+        self.log_once = LogOnce(topology.rank)
+        self._accumulating = False
+        if not self.active:
+            return
+        device = next(local_of(p).device for p in model.parameters())
+        self.exchange = Exchange(config, topology, device, sum(p.numel() for p in model.parameters()), self.log_once)
+        names = {id(p): name for name, p in model.named_parameters()}
+        for name, each in model.named_modules():
+            if isinstance(each, FSDPModule) and (managed := managed_by(each, names)):
+                self._attach(each, Managed(name, managed))
+        self._begin_alike()
+
+    def _attach(self, module: FSDPModule, managed: Managed) -> None:
+        module.set_all_reduce_hook(partial(self._reduce, managed))
+        always_all = getattr(module, "set_reduce_scatter_unused_params", None)  # torch 2.15
+        if always_all is not None:
+            always_all(True)
+        self.managed.append(managed)
+
+    @torch.no_grad()
+    def _begin_alike(self) -> None:
+        communicator = self.exchange.communicator
+        for parameter in self.module.parameters():
+            if isinstance(parameter, DTensor):
+                communicator.node_broadcast(local_of(parameter.data))
+        for buffer in self.module.buffers():
+            if buffer.numel():
+                communicator.world_broadcast(buffer)
+
+    @contextmanager
+    def accumulating(self) -> Iterator[None]:
+        """Backward passes inside leave the exchange between nodes to the next one outside."""
+        self._accumulating = True
+        try:
+            yield
+        finally:
+            self._accumulating = False
+
+    def end_round(self) -> None:
+        """After the optimizer's step, for the statistics."""
+        self.steps += 1
+        if self.active:
+            self.exchange.stats.end_round()
+
+    @torch.no_grad()
+    def _reduce(self, managed: Managed, flat_S: Tensor) -> None:
+        """The hook: the mean over nodes takes the place of this node's gradients."""
+        if flat_S.numel() != managed.numel:
+            raise ValueError(
+                f"{flat_S.numel()} of {managed.numel} gradients of {managed.name or 'the model'} came out of this "
+                f"backward pass: some parameters took no part in it, which this torch does not pad with zeros. Use "
+                f"torch 2.15 or later, freeze them, or send='updates'."
+            )
+        if self._accumulating:
+            return
+        managed.take_accumulated(flat_S)
+        exchange = self.exchange
+        exchange.communicator.where = f"in step {self.steps + 1}, gradients of {managed.name or 'the model'}"
+        work = exchange.choice.work(managed.numel * self.topology.num_devices, flat_S.dtype)
+        path = exchange.choice.path(work, exchange.choice.density)
+        residual_S, next_S = managed.residuals() if path.leaves != "nothing" else (None, None)
+        total_S = _result_of(exchange.run(path, Shard(flat_S, residual_S, next_S)))
+        if next_S is not None:
+            managed.swap()
+        if total_S is not flat_S:
+            flat_S.copy_(total_S)
+        flat_S.div_(self.topology.num_nodes)
+
+
+def managed_by(module: Any, names: dict[int, str]) -> dict[str, DTensor]:
+    """The parameters that FSDP2 reduces with a module: those that it holds and no FSDP2 module inside it does.
+
+    Raises:
+        ValueError: for one that is not sharded along dim 0 over one axis.
+    """
+    found: dict[str, DTensor] = {}
+
+    def visit(each: nn.Module) -> None:
+        for parameter in each.parameters(recurse=False):
+            reason = reason_against(parameter)
+            if reason:
+                raise ValueError(
+                    f"parameter {names[id(parameter)]} {reason}, and what nodes exchange are shards along dim 0 over a "
+                    f"node's devices: give fully_shard() the node's mesh, device_mesh['shard'], for the whole model."
+                )
+            if parameter.requires_grad:
+                assert isinstance(parameter, DTensor)
+                found.setdefault(names[id(parameter)], parameter)
+        for child in each.children():
+            if not isinstance(child, FSDPModule):
+                visit(child)
+
+    visit(module)
+    return found
+
+
+def _result_of(job: Any) -> Tensor:
+    while True:
+        try:
+            next(job)
+        except StopIteration as done:
+            result: Tensor = done.value
+            return result

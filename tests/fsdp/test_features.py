@@ -1,0 +1,183 @@
+"""What users put around a sharded model, under `MSTopKFSDPStrategy`; and what it refuses."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
+from torch.utils.checkpoint import checkpoint
+
+from lightning_sparse.fsdp import blocks, mesh_of, shard
+from lightning_sparse.topology import discover
+from lightning_sparse.updates import LocalUpdates, UpdatesConfig
+from tests.fsdp.runs import Blocks, loss_of, whole
+from tests.fsdp.test_trainer import fitted, fsdp, module
+from tests.helpers.distributed import run_ranks
+from tests.strategy.trainers import lightning_of, plain_module
+from tests.updates.runs import adamw
+
+FLAVOUR = "pytorch_lightning"
+
+
+class Checkpointed(Blocks):
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            x = x + checkpoint(block, x, use_reentrant=False)
+        out: Tensor = self.last(x)
+        return out
+
+
+def by_hand(configure: Callable[[Any], None]) -> Any:
+    """A module with that ``configure_model``."""
+
+    class ByHand(type(module(FLAVOUR))):  # type: ignore[misc]
+        def configure_model(self) -> None:
+            configure(self)
+
+    return ByHand()
+
+
+def on_meta(trained: Any) -> None:
+    if not hasattr(trained, "sharded"):
+        with torch.device("meta"):
+            trained.net = Blocks()
+        trained.sharded = shard(trained.net, trained.device_mesh["shard"])
+
+
+def offloaded(trained: Any) -> None:
+    options = {"mesh": trained.device_mesh["shard"], "offload_policy": CPUOffloadPolicy(pin_memory=False)}
+    for block in trained.net.blocks:
+        fully_shard(block, **options)
+    fully_shard(trained.net, **options)
+
+
+def compiled(trained: Any) -> None:
+    for block in trained.net.blocks:
+        block.compile(backend="aot_eager")
+    shard(trained.net, trained.device_mesh)
+
+
+def frozen(trained: Any) -> None:
+    trained.net.first.requires_grad_(False)
+    shard(trained.net, trained.device_mesh)
+
+
+def with_activation_checkpoints(trained: Any) -> None:
+    trained.net = shard(Checkpointed(), trained.device_mesh)
+
+
+def two_optimizers() -> Any:
+    class Two(type(plain_module(FLAVOUR, Blocks()))):  # type: ignore[misc]
+        automatic_optimization = False
+
+        def configure_optimizers(self) -> Any:
+            halves = list(self.net.first.parameters()), [*self.net.blocks.parameters(), *self.net.last.parameters()]
+            return torch.optim.AdamW(halves[0], lr=0.01), torch.optim.SGD(halves[1], lr=0.01, momentum=0.9)
+
+        def training_step(self, batch: Tensor, _: int) -> None:
+            optimizers = self.optimizers()
+            for each in optimizers:
+                each.zero_grad()
+            self.manual_backward(loss_of(self.net, self.trainer.global_step, self.global_rank))
+            for each in optimizers:
+                each.step()
+
+    return Two()
+
+
+CONFIGURED = {
+    "meta": on_meta, "offload": offloaded, "compile": compiled, "frozen": frozen,
+    "activation checkpoints": with_activation_checkpoints,
+}  # fmt: skip
+
+
+def everything(_: None) -> dict[str, list[Tensor]]:
+    """Weights before and after a fit, whose ranks begin with different ones."""
+    found = {}
+    for name in (*CONFIGURED, "two optimizers"):
+        torch.manual_seed(torch.distributed.get_rank() if torch.distributed.is_initialized() else 0)
+        trained = two_optimizers() if name == "two optimizers" else by_hand(CONFIGURED[name])
+        began: list[Tensor] = []
+
+        class Begin(lightning_of(FLAVOUR).Callback):  # type: ignore[misc]
+            def on_train_start(self, trainer: Any, trained: Any) -> None:
+                began.append(whole(trained).clone())  # noqa: B023
+
+        fitted(FLAVOUR, fsdp(FLAVOUR), trained, callbacks=[Begin()], max_steps=8)
+        found[name] = [began[0], whole(trained).clone()]
+    return found
+
+
+def test_what_users_put_around_it() -> None:
+    results = run_ranks(everything, None, nodes=2, devices=2, timeout=200, init=False)
+    for name, (began, ended) in results[0].items():
+        assert not torch.equal(began, ended), name
+        for other in results:
+            assert torch.equal(other[name][0], began), name
+            assert torch.equal(other[name][1], ended), name
+    began, ended = results[0]["frozen"]
+    assert torch.equal(began[: 13 * 11], ended[: 13 * 11])
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(13, 13), nn.Linear(13, 13)
+        self.last.weight = self.first.weight
+
+
+def refusals(_: None) -> dict[str, str]:
+    found = {}
+
+    class Own(type(module(FLAVOUR))):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(()))
+
+    class Sharing(type(module(FLAVOUR))):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__()
+            both = Tied()
+            self.first, self.last = both.first, both.last
+
+    for name, trained in (("own", Own()), ("tied", Sharing())):
+        with pytest.raises(ValueError, match="configure_model") as raised:
+            fitted(FLAVOUR, fsdp(FLAVOUR), trained)
+        found[name] = str(raised.value)
+    topology = discover()
+    mesh = mesh_of(topology)
+    over_the_world = Blocks()
+    fully_shard(over_the_world, mesh=mesh)
+    columns = nn.Linear(12, 12, bias=False)
+    fully_shard(columns, mesh=mesh["shard"], shard_placement_fn=lambda _: torch.distributed.tensor.Shard(1))
+    partly = Blocks()
+    fully_shard(partly.blocks[0], mesh=mesh["shard"])
+    for name, model in (("world", over_the_world), ("columns", columns), ("partly", partly)):
+        with pytest.raises(ValueError, match="shards along dim 0") as raised:
+            LocalUpdates(model, adamw(model), UpdatesConfig(), topology)
+        found[name] = str(raised.value)
+    return found
+
+
+def test_what_cannot_work_is_refused() -> None:
+    for found in run_ranks(refusals, None, nodes=2, devices=2, timeout=100, init=False):
+        assert "has parameters of its own" in found["own"]
+        assert "has children that share parameters" in found["tied"]
+        assert "over a mesh of 2 axes" in found["world"]
+        assert "is placed as" in found["columns"]
+        assert "is not sharded, and others are" in found["partly"]
+
+
+def test_options_that_the_strategy_sets_are_refused() -> None:
+    with pytest.raises(ValueError, match="tensor_parallel_size=2 cannot be combined"):
+        fsdp(FLAVOUR, tensor_parallel_size=2)
+    with pytest.raises(ValueError, match="does not know the option.*find_unused_parameters"):
+        fsdp(FLAVOUR, find_unused_parameters=True)
+
+
+def test_blocks_are_what_repeats() -> None:
+    model = nn.ModuleDict({"body": Blocks(), "one": nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.ReLU())})
+    assert list(blocks(model)) == list(model["body"].blocks)

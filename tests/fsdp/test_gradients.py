@@ -1,0 +1,166 @@
+"""Gradients of shards, averaged over nodes in FSDP2's hook: beside native HSDP and DDP, and nothing is lost."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+from lightning_sparse.exchange import ExchangeConfig
+from lightning_sparse.fsdp import ShardedGradients, blocks, mesh_of, shard
+from lightning_sparse.fsdp.shards import part_of
+from lightning_sparse.topology import discover
+from tests.fsdp.runs import Blocks, loss_of, steps, whole
+from tests.fsdp.test_trainer import fitted, fsdp, module
+from tests.helpers.distributed import run_ranks
+from tests.strategy.trainers import lightning_of
+from tests.updates.runs import adamw, mean_over_nodes, sgd
+
+FLAVOUR = "pytorch_lightning"
+
+
+def three_ways(_: None) -> tuple[Tensor, Tensor, Tensor]:
+    """The hook with everything sent, native HSDP, DDP: the same model and batches."""
+    topology = discover()
+    mesh = mesh_of(topology)
+    mine = shard(Blocks(), mesh)
+    ShardedGradients(mine, ExchangeConfig(exchange="dense"), topology)
+    native = Blocks()
+    for block in blocks(native):
+        fully_shard(block, mesh=mesh)
+    fully_shard(native, mesh=mesh)
+    plain = Blocks()
+    ddp = DistributedDataParallel(plain)
+    for model in (mine, native, ddp):
+        steps(model, adamw(model), None, 0, 20)
+    return whole(mine).clone(), whole(native).clone(), whole(plain).clone()
+
+
+def test_everything_sent_is_native_hsdp() -> None:
+    for mine, native, ddp in run_ranks(three_ways, None, nodes=2, devices=2):
+        assert torch.equal(mine, native)
+        torch.testing.assert_close(mine, ddp, rtol=1e-5, atol=1e-6)
+
+
+def gradients_of(model: Any) -> Tensor:
+    return torch.cat([p.grad.full_tensor().flatten() for p in model.parameters()]).double()
+
+
+def balance(options: dict[str, Any]) -> tuple[Tensor, float, float]:
+    """Fifty steps of two micro-batches: the weights, how far applied + residual is off the gradients, and residuals."""
+    topology = discover()
+    model = shard(Blocks(topology.rank), mesh_of(topology))
+    gradients = ShardedGradients(model, ExchangeConfig(**options), topology)
+    alone = shard(Blocks(), mesh_of(topology))  # its gradients stay inside the node
+    optimizer = sgd(model)
+    told = applied = torch.zeros(())
+    for step in range(50):
+        alone.load_state_dict(model.state_dict())
+        alone.zero_grad()
+        optimizer.zero_grad()
+        with gradients.accumulating():
+            loss_of(model, step, topology.rank).backward()
+        loss_of(model, step + 1000, topology.rank).backward()
+        for at in (step, step + 1000):
+            loss_of(alone, at, topology.rank).backward()
+        told = told + mean_over_nodes(gradients_of(alone))
+        applied = applied + gradients_of(model)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        gradients.end_round()
+    left = torch.zeros_like(applied)
+    names = [name for name, _ in model.named_parameters()]
+    ends = torch.tensor([0] + [p.numel() for p in model.parameters()]).cumsum(0).tolist()
+    begins = dict(zip(names, ends, strict=False))
+    for managed in gradients.managed:
+        if managed.residual_S is None:
+            continue
+        for name, parameter, view in managed.views(managed.residual_S):
+            part = part_of(parameter)
+            left[begins[name] + part.begin : begins[name] + part.end] = view
+    dist.all_reduce(left)
+    left /= topology.num_nodes
+    return whole(model).clone(), float((told - applied - left).abs().max()), float(left.abs().max())
+
+
+@pytest.mark.parametrize("options", [{"exchange": "sparse", "density": 0.05}, {"exchange": "dense16"}], ids=str)
+@pytest.mark.parametrize(("nodes", "devices"), [(2, 2), (3, 1)])
+def test_nothing_is_lost(nodes: int, devices: int, options: dict[str, Any]) -> None:
+    results = run_ranks(balance, options, nodes=nodes, devices=devices)
+    for weights, off, left in results:
+        assert torch.equal(weights, results[0][0])
+        assert off < 1e-4
+        assert left > 0
+
+
+def saved_and_resumed(folder: str, options: dict[str, Any]) -> tuple[Tensor, Tensor]:
+    saver = lightning_of(FLAVOUR).callbacks.ModelCheckpoint(folder, "{step}", every_n_train_steps=6, save_top_k=-1)
+    given = {"accumulate_grad_batches": 2, "gradient_clip_val": 0.5}
+    t = fitted(FLAVOUR, fsdp(FLAVOUR, **options), callbacks=[saver], enable_checkpointing=True, **given)
+    ends = whole(t.lightning_module).clone()
+    resumed = fitted(FLAVOUR, fsdp(FLAVOUR, **options), module(FLAVOUR, 5), f"{folder}/step=6.ckpt", **given)
+    return ends, whole(resumed.lightning_module).clone()
+
+
+def test_a_resumed_run_is_bit_identical(tmp_path: Path) -> None:
+    many: dict[str, Any] = {"nodes": 2, "devices": 2, "timeout": 120, "init": False}
+    results = run_ranks(saved_and_resumed, str(tmp_path), {"send": "gradients", "exchange": "sparse"}, **many)
+    for ends, resumed in results:
+        assert torch.equal(ends, results[0][0])
+        assert torch.equal(ends, resumed)
+
+
+def residuals(folder: str, begin: int | None, end: int) -> dict[str, Tensor]:
+    """The mean over nodes of all residuals, as resumed and at the end."""
+    found = {}
+
+    class Look(lightning_of(FLAVOUR).Callback):  # type: ignore[misc]
+        def on_train_batch_start(self, trainer: Any, trained: Any, *_: Any) -> None:
+            if trainer.global_step not in (begin, end):
+                return
+            total = torch.zeros(2, dtype=torch.float64)
+            for managed in trainer.strategy.gradients.managed:
+                if managed.residual_S is not None:
+                    total += torch.stack([managed.residual_S.double().sum(), (managed.residual_S.double() * 3).sum()])
+            dist.all_reduce(total)
+            found[str(trainer.global_step)] = total / trainer.strategy.gradients.topology.num_nodes
+            if trainer.global_step == end:
+                trainer.save_checkpoint(f"{folder}/{end}.ckpt")
+
+    path = None if begin is None else f"{folder}/{begin}.ckpt"
+    options = {"callbacks": [Look()], "max_steps": end + 1}
+    fitted(FLAVOUR, fsdp(FLAVOUR, send="gradients"), module(FLAVOUR, 3), path, **options)
+    return found
+
+
+def test_on_another_cluster_the_mean_of_residuals_stays(tmp_path: Path) -> None:
+    many: dict[str, Any] = {"timeout": 120, "init": False}
+    before = run_ranks(residuals, str(tmp_path), None, 4, nodes=2, devices=2, **many)[0]
+    assert before["4"].abs().max() > 0
+    for (nodes, devices), begin in (((4, 1), 4), ((2, 1), 7)):
+        after = run_ranks(residuals, str(tmp_path), begin, begin + 3, nodes=nodes, devices=devices, **many)
+        torch.testing.assert_close(after[0][str(begin)], before[str(begin)], rtol=1e-5, atol=1e-9)
+        before = after[0]
+
+
+def test_bad_options_are_refused() -> None:
+    with pytest.raises(ValueError, match="send='both' must be"):
+        fsdp(FLAVOUR, send="both")
+    with pytest.raises(ValueError, match="delay=0 says how updates are exchanged"):
+        fsdp(FLAVOUR, send="gradients", delay=0)
+
+
+def measuring(_: None) -> str:
+    topology = discover()
+    model = shard(Blocks(), mesh_of(topology))
+    with pytest.raises(ValueError, match="are measured in DDP's buckets"):
+        ShardedGradients(model, ExchangeConfig(), topology)
+    return "done"
+
+
+def test_an_exchange_that_measures_is_refused() -> None:
+    assert run_ranks(measuring, None, nodes=2, devices=1) == ["done", "done"]
