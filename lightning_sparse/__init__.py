@@ -30,13 +30,14 @@ if TYPE_CHECKING:
         MSTopKHierStrategy,
         MSTopKLocalStrategy,
         PTOCallback,
+        TokenDataModule,
     )
 
 __version__ = "0.2.0"
 
 __all__ = [
     "CachedImageDataModule", "CommStatsCallback", "MSTopKFSDPStrategy", "MSTopKHierStrategy", "MSTopKLocalStrategy",
-    "PTOCallback", "__version__",
+    "PTOCallback", "TokenDataModule", "__version__",
 ]  # fmt: skip
 
 # The root module of a flavour, as in sys.modules -> our module for it, in order of preference.

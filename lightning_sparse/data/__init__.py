@@ -12,9 +12,11 @@ keeps it in memory for later epochs and sends it to the other nodes.
 ============== ===========================================================================
 datamodule.py  the LightningDataModule
 session.py     what is open between setup and teardown
+tokens/        token streams, with a LightningDataModule of their own
 pipeline/      samples -> batches: sampler, loader, augmentation, DALI and torchvision
 cache/         the tiers of a node, and the store that reads a sample from the nearest one
 peers/         between nodes: server, client, addresses, collectives
+base.py        what the DataModules share
 config.py      options of the cache, and the errors
 sample.py      a sample, and the interface of what reads samples
 decode.py      the image decoder

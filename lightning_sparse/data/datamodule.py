@@ -6,8 +6,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
+from lightning_sparse.data.base import DataModuleMixin
 from lightning_sparse.data.cache.manifest import class_names
 from lightning_sparse.data.cache.summary import metrics
 from lightning_sparse.data.config import CacheConfig, Shuffle
@@ -18,19 +19,8 @@ from lightning_sparse.data.pipeline.loader import EvalLoader, ImageSizes, TrainL
 from lightning_sparse.data.session import DataOptions, Formats, Session, open_session
 from lightning_sparse.messages import described
 
-if TYPE_CHECKING:
 
-    class _Host:
-        """The part of LightningDataModule that this mixin uses."""
-
-        trainer: Any
-
-        def __init__(self) -> None: ...
-else:
-    _Host = object
-
-
-class CachedImageDataModuleMixin(_Host):
+class CachedImageDataModuleMixin(DataModuleMixin):
     """DataModule for an image folder on network storage, cached on local disks and in the memory of all nodes.
 
     The folder contains ``train/<class>/*`` and ``val/<class>/*``. Each file is read from network storage once. Later
@@ -123,7 +113,6 @@ class CachedImageDataModuleMixin(_Host):
         )
         self.batch_size = batch_size
         self._session: Session | None = None
-        self._stage = "fit"
         self._epoch: int | None = None  # the current one
         self._num_classes: int | None = None
 
@@ -145,14 +134,14 @@ class CachedImageDataModuleMixin(_Host):
 
     def _open(self, stage: str, formats: Formats | None = None) -> None:
         self._close()
-        trainer = self.trainer
         self._stage = stage
+        node_rank, local_rank = self._position
         self._session = open_session(
             self._options,
-            device=None if trainer is None else trainer.strategy.root_device,
+            device=self._device,
             training=stage == "fit",
-            node_rank=None if trainer is None else trainer.node_rank,
-            local_rank=None if trainer is None else trainer.local_rank,
+            node_rank=node_rank,
+            local_rank=local_rank,
             formats=formats,
         )
 
@@ -171,7 +160,7 @@ class CachedImageDataModuleMixin(_Host):
     def train_dataloader(self) -> TrainLoader:
         """Random batches of this rank."""
         return self._opened().train_loader(
-            fixed=self.trainer is not None and self.trainer.overfit_batches > 0,
+            fixed=self._fixed,
             on_epoch=self._begin_epoch,
             on_resume=self._correct_batch_count,
         )
@@ -210,14 +199,6 @@ class CachedImageDataModuleMixin(_Host):
         if self.trainer is not None and self.trainer.is_global_zero:
             for logger in self.trainer.loggers:
                 logger.log_metrics(metrics(counts), step=self.trainer.global_step)
-
-    def _correct_batch_count(self, done: int) -> None:
-        """Set the Trainer's count of this epoch's batches to batches of this run."""
-        if self.trainer is not None:
-            progress = self.trainer.fit_loop.epoch_loop.batch_progress.current
-            shift = done - progress.ready
-            for name in ("ready", "started", "processed", "completed"):
-                setattr(progress, name, getattr(progress, name) + shift)
 
     def _close(self) -> None:
         session, self._session, self._epoch = self._session, None, None

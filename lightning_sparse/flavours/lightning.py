@@ -5,6 +5,7 @@ from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 
 from lightning_sparse.data.datamodule import CachedImageDataModuleMixin
+from lightning_sparse.data.tokens.datamodule import TokenDataModuleMixin
 from lightning_sparse.pto.callback import PTOMixin
 from lightning_sparse.strategy.callback import CommStatsMixin
 from lightning_sparse.strategy.mstopk_fsdp import MSTopKFSDPMixin
@@ -34,3 +35,7 @@ class PTOCallback(PTOMixin, Callback):
 
 class CachedImageDataModule(CachedImageDataModuleMixin, LightningDataModule):
     __doc__ = CachedImageDataModuleMixin.__doc__
+
+
+class TokenDataModule(TokenDataModuleMixin, LightningDataModule):
+    __doc__ = TokenDataModuleMixin.__doc__

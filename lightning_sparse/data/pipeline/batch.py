@@ -5,7 +5,7 @@ Both backends call `prepare`, so they use the same samples, labels and crops for
 
 from collections.abc import Generator, Iterable
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,9 +24,9 @@ class BatchRequest(NamedTuple):
 
     Attributes:
         indices: indices of the samples in the manifest [B].
-        epoch: number of the epoch, for random crops.
-        size: height and width of the images in the batch.
-        train: random crops and flips if True, else centre crops.
+        epoch: number of the epoch, for random transforms.
+        size: height and width of the images in the batch; 0 for other samples.
+        train: random transforms if True.
     """
 
     indices: NDArray[np.int64]
@@ -84,8 +84,8 @@ class Transform:
 class Pipeline(Protocol):
     """Makes batches of requests, in order and ahead of time."""
 
-    def run(self, requests: Iterable[BatchRequest]) -> Generator[Batch, None, None]:
-        """Yield batches: images float32 [B, 3, size, size] and labels int64 [B].
+    def run(self, requests: Iterable[BatchRequest]) -> Generator[Any, None, None]:
+        """Yield batches; of images: float32 [B, 3, size, size] and labels int64 [B].
 
         Work starts with the first next() and stops when the generator is closed.
         """

@@ -12,7 +12,7 @@ from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
-from lightning_sparse.data.pipeline.batch import Batch, BatchRequest, Pipeline
+from lightning_sparse.data.pipeline.batch import BatchRequest, Pipeline
 from lightning_sparse.data.pipeline.sampler import EpochSegment, Indices, Sampler
 from lightning_sparse.messages import log
 
@@ -54,13 +54,13 @@ class _Loader:
     def __init__(self, pipeline: Pipeline) -> None:
         self._pipeline = pipeline
         self._done = 0  # batches of this epoch that were handed out
-        self._open: Generator[Batch, None, None] | None = None
+        self._open: Generator[Any, None, None] | None = None
 
     def _requests(self) -> Iterator[BatchRequest]:
         """Start an iterator; return its requests."""
         raise NotImplementedError
 
-    def __iter__(self) -> Iterator[Batch]:
+    def __iter__(self) -> Iterator[Any]:
         self.close()  # the last iterator, if it was abandoned
         batches = self._open = self._pipeline.run(self._requests())
         try:
@@ -82,7 +82,7 @@ class TrainLoader(_Loader):
 
     Args:
         rank: node and device of this rank.
-        sizes: image sizes by epoch.
+        sizes: image sizes by epoch; None for samples other than images.
         fingerprint: fingerprint of the manifest; the state of another data set is not restored.
         fixed: use the samples of epoch 0 in every epoch (for ``overfit_batches``).
         on_epoch: called with the number of each epoch that starts.
@@ -96,7 +96,7 @@ class TrainLoader(_Loader):
         pipeline: Pipeline,
         *,
         rank: tuple[int, int] = (0, 0),
-        sizes: ImageSizes,
+        sizes: ImageSizes | None = None,
         fingerprint: str = "",
         fixed: bool = False,
         on_epoch: Callable[[int], None] = lambda epoch: None,
@@ -127,7 +127,8 @@ class TrainLoader(_Loader):
         if not self._resumes:
             self._before, self._done = (), 0
         self._resumes = False
-        epoch, size = self._epoch, self._sizes.at(self._epoch)
+        epoch = self._epoch
+        size = 0 if self._sizes is None else self._sizes.at(epoch)
         plan = self._sampler.epoch(0 if self._fixed else epoch, self._before)
         steps = range(self._done, plan.steps)
         return (BatchRequest(plan.batch(step, *self._rank), epoch, size, True) for step in steps)
@@ -151,14 +152,14 @@ class TrainLoader(_Loader):
 
 
 class EvalLoader(_Loader):
-    """Batches of a rank for evaluation: centre crops, not shuffled.
+    """Batches of a rank for evaluation, not shuffled.
 
     Args:
         batches: indices of the samples of each batch.
-        size: height and width of the images.
+        size: height and width of the images; 0 for other samples.
     """
 
-    def __init__(self, batches: Sequence[Indices], pipeline: Pipeline, *, size: int) -> None:
+    def __init__(self, batches: Sequence[Indices], pipeline: Pipeline, *, size: int = 0) -> None:
         super().__init__(pipeline)
         self._indices, self._size = batches, size
 
