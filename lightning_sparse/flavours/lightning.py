@@ -4,7 +4,7 @@ from lightning.pytorch import LightningDataModule
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 
-from lightning_sparse.data.datamodule import CachedImageDataModuleMixin
+from lightning_sparse.data.datamodule import CachedDataModuleMixin, CachedImageDataModuleMixin
 from lightning_sparse.data.tokens.datamodule import TokenDataModuleMixin
 from lightning_sparse.pto.callback import PTOMixin
 from lightning_sparse.strategy.callback import CommStatsMixin
@@ -31,6 +31,10 @@ class CommStatsCallback(CommStatsMixin, Callback):
 
 class PTOCallback(PTOMixin, Callback):
     __doc__ = PTOMixin.__doc__
+
+
+class CachedDataModule(CachedDataModuleMixin, LightningDataModule):
+    __doc__ = CachedDataModuleMixin.__doc__
 
 
 class CachedImageDataModule(CachedImageDataModuleMixin, LightningDataModule):

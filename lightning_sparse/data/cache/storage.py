@@ -53,7 +53,7 @@ class StoredFile(NamedTuple):
 class Listed(NamedTuple):
     """What is below a folder.
 
-    files: (path, size, mtime in ns) of each image. folders: (path, mtime in ns) of each folder, 0 if unknown.
+    files: (path, size, mtime in ns) of each file. folders: (path, mtime in ns) of each folder, 0 if unknown.
     """
 
     files: list[tuple[str, int, int]]
@@ -117,13 +117,16 @@ class Storage:
             status, payload, size, mtime_ns = self._wait_for(request)
             yield StoredFile(payload, size, mtime_ns) if status == "k" else Unreadable(_text(payload))
 
-    def listing(self, folders: Sequence[str]) -> Iterator[Listed]:
-        """Yield the images and the folders below each folder.
+    def listing(self, folders: Sequence[str], *, images: bool = True) -> Iterator[Listed]:
+        """Yield the files and the folders below each folder.
+
+        Args:
+            images: only images; else all files but hidden ones.
 
         Raises:
             MissingFolderError: if a folder cannot be listed; also `names` and `mtimes`.
         """
-        for files, below in self._ask("l", folders):
+        for files, below in self._ask("l" if images else "f", folders):
             yield Listed([tuple(each) for each in files], [tuple(each) for each in below])
 
     def names(self, folder: str) -> dict[str, int]:

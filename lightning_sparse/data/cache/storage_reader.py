@@ -9,7 +9,7 @@ library, and fsspec if the source is a URL, so that it starts fast.
 
 =========  ============================================  ============================================
 request    number u64, kind u8, path                     "r": read a file
-                                                         "l": list the images below a folder
+                                                         "l": list the images below a folder, "f": all files
                                                          "n": list its subfolders, "m": when it changed
 answer     number u64, status u8, size u64, mtime i64,   status "k": contents of the file, or JSON
            payload                                       status "s": why the file cannot be read
@@ -79,16 +79,17 @@ class LocalStorage:
         return os.stat(os.path.join(self.root, path)).st_mtime_ns
 
     def listing(
-        self, path: str, progress: "Callable[[], None]"
+        self, path: str, wanted: "Callable[[str], bool]", progress: "Callable[[], None]"
     ) -> "tuple[list[tuple[str, int, int]], list[tuple[str, int]]]":
-        """Return (path relative to the root, size, mtime) of each image below `path`, (path, mtime) of each folder.
+        """Return (path relative to the root, size, mtime) of each file below `path`, (path, mtime) of each folder.
 
+        wanted: whether to list a file of this name.
         progress: called every `PROGRESS_S` seconds, if entries are read.
         """
         found: list[tuple[str, int, int]] = []
         folders: list[tuple[str, int]] = []
         told = time.monotonic()
-        for files, below in self._walk(path, ()):
+        for files, below in self._walk(path, wanted, ()):
             found += files
             folders += below
             if time.monotonic() - told >= PROGRESS_S:
@@ -97,9 +98,9 @@ class LocalStorage:
         return found, folders
 
     def _walk(
-        self, folder: str, parents: "tuple[tuple[int, int], ...]"
+        self, folder: str, wanted: "Callable[[str], bool]", parents: "tuple[tuple[int, int], ...]"
     ) -> "Iterator[tuple[list[tuple[str, int, int]], list[tuple[str, int]]]]":
-        """Yield images and folders, one at a time.
+        """Yield files and folders, one at a time.
 
         parents: device and inode of the folders above, because links could form a loop.
         """
@@ -110,12 +111,12 @@ class LocalStorage:
         yield [], [(folder, about.st_mtime_ns)]
         with os.scandir(os.path.join(self.root, folder)) as entries:
             for entry in entries:
-                name = f"{folder}/{entry.name}"
+                name = f"{folder}/{entry.name}" if folder else entry.name
                 if entry.is_dir():
-                    yield from self._walk(name, (*parents, own))
-                elif entry.name.lower().endswith(IMAGE_SUFFIXES):
-                    image = _stat(entry)
-                    yield [(name, image.st_size, image.st_mtime_ns) if image else (name, 0, 0)], []
+                    yield from self._walk(name, wanted, (*parents, own))
+                elif wanted(entry.name):
+                    file = _stat(entry)
+                    yield [(name, file.st_size, file.st_mtime_ns) if file else (name, 0, 0)], []
 
     def alive(self) -> bool:
         """Whether the storage is mounted: an unmounted folder is empty."""
@@ -146,7 +147,7 @@ class FsspecStorage:
         return _mtime(self._fs.info(self._at(path)))
 
     def listing(
-        self, path: str, progress: "Callable[[], None]"
+        self, path: str, wanted: "Callable[[str], bool]", progress: "Callable[[], None]"
     ) -> "tuple[list[tuple[str, int, int]], list[tuple[str, int]]]":
         ended, deadline = threading.Event(), time.monotonic() + MAX_LISTING_S
 
@@ -156,17 +157,19 @@ class FsspecStorage:
 
         threading.Thread(target=report, daemon=True).start()
         try:
-            return self._listing(path)
+            return self._listing(path, wanted)
         finally:
             ended.set()
 
-    def _listing(self, path: str) -> "tuple[list[tuple[str, int, int]], list[tuple[str, int]]]":
+    def _listing(
+        self, path: str, wanted: "Callable[[str], bool]"
+    ) -> "tuple[list[tuple[str, int, int]], list[tuple[str, int]]]":
         skip = len(self._root) + 1 if self._root else 0
         found, folders = [], []
         for name, about in self._fs.find(self._at(path), detail=True, withdirs=True).items():
             if about["type"] == "directory":
                 folders.append((name.rstrip("/")[skip:], _mtime(about)))
-            elif name.lower().endswith(IMAGE_SUFFIXES):
+            elif wanted(name.rpartition("/")[2]):
                 found.append((name[skip:], about.get("size") or 0, _mtime(about)))
         return found, folders
 
@@ -174,7 +177,15 @@ class FsspecStorage:
         return bool(self._fs.ls(self._root or "", detail=False))
 
     def _at(self, path: str) -> str:
-        return f"{self._root}/{path}" if self._root else path
+        return f"{self._root}/{path}" if self._root and path else self._root or path
+
+
+def is_image(name: str) -> bool:
+    return name.lower().endswith(IMAGE_SUFFIXES)
+
+
+def is_visible(name: str) -> bool:
+    return not name.startswith(".")
 
 
 def _stat(entry: "os.DirEntry[str]") -> "os.stat_result | None":
@@ -221,8 +232,8 @@ def answer(source: Source, kind: int, path: str, progress: "Callable[[], None]")
     try:
         if kind == ord("r"):
             return (ord("k"), *storage.read(path))
-        if kind == ord("l"):
-            found: Any = storage.listing(path, progress)
+        if kind in b"lf":
+            found: Any = storage.listing(path, is_image if kind == ord("l") else is_visible, progress)
         else:
             found = storage.names(path) if kind == ord("n") else storage.mtime(path)
         return ord("k"), json.dumps(found).encode("utf-8", "surrogatepass"), 0, 0

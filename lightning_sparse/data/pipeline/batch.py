@@ -3,11 +3,12 @@
 Both backends call `prepare`, so they use the same samples, labels and crops for the same request.
 """
 
-from collections.abc import Generator, Iterable
+from collections.abc import Generator, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -49,7 +50,7 @@ class PreparedBatch(NamedTuple):
 
     indices: NDArray[np.int64]
     images: list[NDArray[np.uint8]]
-    labels: NDArray[np.int64]
+    labels: Tensor
     crops: Crops
     sizes: tuple[NDArray[np.int64], NDArray[np.int64]]
     scale: tuple[NDArray[np.float64], NDArray[np.float64]]
@@ -94,6 +95,14 @@ class Pipeline(Protocol):
         """Free threads and memory. Open iterators end."""
 
 
+def label_tensor(labels: Sequence[Any]) -> Tensor:
+    """Return labels as they come from a store: int64, or float32 if one of them is not whole, [B] or [B, L]."""
+    tensor = torch.from_numpy(np.array(labels))
+    if tensor.ndim == 2 and tensor.shape[1] == 1:
+        tensor = tensor[:, 0]
+    return tensor.float() if tensor.is_floating_point() else tensor
+
+
 def prepare(store: SampleReader, request: BatchRequest, transform: Transform) -> PreparedBatch:
     """Read the samples of a request and compute their crops."""
     samples = store.get(request.indices.tolist())
@@ -105,7 +114,7 @@ def prepare(store: SampleReader, request: BatchRequest, transform: Transform) ->
         crops = transform.augment.crops(request.epoch, request.indices, decoded_heights, decoded_widths)
     else:
         crops = centre_crops(decoded_heights, decoded_widths)
-    labels = np.array([each.label for each in samples], np.int64)
+    labels = label_tensor([each.label for each in samples])
     return PreparedBatch(
         request.indices,
         [each.data for each in samples],

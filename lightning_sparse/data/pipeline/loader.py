@@ -8,51 +8,28 @@ They are plain iterables, not DataLoaders, so Lightning neither replaces nor add
 - state_dict() and load_state_dict(): saved with the loops, loaded before the first batch of a resumed epoch.
 """
 
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Generator, Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
 
+import torch
+
 from lightning_sparse.data.pipeline.batch import BatchRequest, Pipeline
 from lightning_sparse.data.pipeline.sampler import EpochSegment, Indices, Sampler
+from lightning_sparse.data.pipeline.sizes import ImageSizes
 from lightning_sparse.messages import log
 
 
-class ImageSizes:
-    """Height and width of the images in a batch, by epoch.
+class _Loader:
+    """Iterates over the batches of a pipeline, with one open iterator at a time.
 
     Args:
-        sizes: one size for all epochs, or {first epoch: size} to start training with small images.
-
-    Raises:
-        ValueError: if a size is not positive, or epoch 0 has no size.
-
-    >>> [ImageSizes({0: 128, 6: 224}).at(epoch) for epoch in (0, 5, 6, 90)]
-    [128, 128, 224, 224]
+        with_indices: end each batch with the indices of its samples, int64 [B].
     """
 
-    def __init__(self, sizes: int | Mapping[int, int]) -> None:
-        self._sizes = dict(sorted(({0: sizes} if isinstance(sizes, int) else dict(sizes)).items()))
-        if 0 not in self._sizes or min(self._sizes) < 0 or min(self._sizes.values()) < 1:
-            raise ValueError(
-                f"image_size={sizes!r} must be a size in pixels, or a dict of sizes by first epoch, starting with "
-                f"epoch 0, such as {{0: 128, 6: 224}}."
-            )
-
-    def at(self, epoch: int) -> int:
-        """Return the size in an epoch."""
-        return next(size for first, size in reversed(self._sizes.items()) if first <= epoch)
-
-    @property
-    def largest(self) -> int:
-        """Largest size of all epochs."""
-        return max(self._sizes.values())
-
-
-class _Loader:
-    """Iterates over the batches of a pipeline, with one open iterator at a time."""
-
-    def __init__(self, pipeline: Pipeline) -> None:
-        self._pipeline = pipeline
+    def __init__(self, pipeline: Pipeline, with_indices: bool) -> None:
+        self._pipeline, self._with_indices = pipeline, with_indices
         self._done = 0  # batches of this epoch that were handed out
         self._open: Generator[Any, None, None] | None = None
 
@@ -62,13 +39,21 @@ class _Loader:
 
     def __iter__(self) -> Iterator[Any]:
         self.close()  # the last iterator, if it was abandoned
-        batches = self._open = self._pipeline.run(self._requests())
+        indices: deque[Indices] = deque()  # of the batches that are made
+        batches = self._open = self._pipeline.run(self._noted(indices))
         try:
             for batch in batches:
                 self._done += 1  # prefetched batches do not count: a resumed run makes them again
-                yield batch
+                own = indices.popleft()
+                parts = (*batch, torch.from_numpy(own)) if self._with_indices else batch
+                yield parts if len(parts) > 1 else parts[0]
         finally:
             batches.close()
+
+    def _noted(self, indices: deque[Indices]) -> Iterator[BatchRequest]:
+        for request in self._requests():
+            indices.append(request.indices)
+            yield request
 
     def close(self) -> None:
         """Stop the last iterator."""
@@ -88,6 +73,7 @@ class TrainLoader(_Loader):
         on_epoch: called with the number of each epoch that starts.
         on_resume: called with the number of batches of the epoch that are done, if the state was saved by a run with
             other ranks or batches, so that its own count does not apply.
+        with_indices: end each batch with the indices of its samples.
     """
 
     def __init__(
@@ -101,8 +87,9 @@ class TrainLoader(_Loader):
         fixed: bool = False,
         on_epoch: Callable[[int], None] = lambda epoch: None,
         on_resume: Callable[[int], None] = lambda done: None,
+        with_indices: bool = False,
     ) -> None:
-        super().__init__(pipeline)
+        super().__init__(pipeline, with_indices)
         self._sampler, self._rank, self._sizes = sampler, rank, sizes
         self._fingerprint, self._fixed, self._on_epoch, self._on_resume = fingerprint, fixed, on_epoch, on_resume
         self._epoch = 0
@@ -157,10 +144,13 @@ class EvalLoader(_Loader):
     Args:
         batches: indices of the samples of each batch.
         size: height and width of the images; 0 for other samples.
+        with_indices: end each batch with the indices of its samples.
     """
 
-    def __init__(self, batches: Sequence[Indices], pipeline: Pipeline, *, size: int = 0) -> None:
-        super().__init__(pipeline)
+    def __init__(
+        self, batches: Sequence[Indices], pipeline: Pipeline, *, size: int = 0, with_indices: bool = False
+    ) -> None:
+        super().__init__(pipeline, with_indices)
         self._indices, self._size = batches, size
 
     def __len__(self) -> int:
