@@ -28,6 +28,7 @@ def add(subcommands: Subcommands) -> None:
     fill.add_argument("--bytes", action="store_true", help="files of any kind, for CachedDataModule; default: images")
     named = "CSV or Parquet file of the samples of a split, as lists of the data modules"
     fill.add_argument("--list", dest="lists", action="append", type=_pair, metavar="SPLIT=FILE", help=named)
+    fill.add_argument("--member", metavar="EXT", help="extension of the member of a shard that is the sample")
     info = actions.add_parser("info", help="list the caches in a folder")
     info.add_argument("cache_dir")
     info.set_defaults(run=_info)
@@ -57,6 +58,7 @@ def _warm(arguments: argparse.Namespace) -> int:
         seed=arguments.seed,
         storage_options=arguments.storage_options,
         format="bytes" if arguments.bytes else "auto",
+        member=arguments.member,
         lists=dict(arguments.lists) if arguments.lists else None,
     )
     placement = Placement(arguments.node, arguments.nodes)

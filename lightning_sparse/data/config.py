@@ -57,6 +57,7 @@ class CacheConfig:
     memory_gb: float | None = None
     disk_gb: float | None = None
     lists: Mapping[str, str] | None = None
+    member: str | None = None
     format: Literal["auto", "jpeg", "decoded", "bytes"] = "auto"
     short_side: int = 256
     shuffle: Shuffle = "local"

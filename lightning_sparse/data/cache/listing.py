@@ -14,6 +14,7 @@ from tqdm import tqdm
 from lightning_sparse.data.cache.folders import source_name
 from lightning_sparse.data.cache.lists import SampleList
 from lightning_sparse.data.cache.samples import Manifest, Paths
+from lightning_sparse.data.cache.shards import SUFFIX, samples_of
 from lightning_sparse.data.cache.storage import Listed, MissingFolderError, Storage, StoredFile
 from lightning_sparse.data.config import CacheConfig
 from lightning_sparse.data.decode import UndecodableError, probe
@@ -30,6 +31,7 @@ def list_source(
     quiet: bool = False,
     options: dict[str, Any] | None = None,
     images: bool = True,
+    member: str | None = None,
 ) -> Manifest:
     """List a folder on network storage, classes in parallel, with a progress bar.
 
@@ -37,6 +39,7 @@ def list_source(
         timeout, options: as `Storage`.
         quiet: show no progress bar.
         images: list images only. Other samples need not be in folders of classes; then they have no labels.
+        member: of samples in shards, as `shards.samples_of`.
 
     Raises:
         ValueError: if the split could lead outside the source, or contains no samples.
@@ -47,8 +50,8 @@ def list_source(
     storage = Storage(source, timeout=timeout, readers=LIST_READERS, quiet=quiet, options=options)
     try:
         times = storage.names(split)
-        if not times and not images:
-            return _flat(storage, source, split)
+        if not times and (flat := _flat(storage, source, split, images, member)) is not None:
+            return flat
         classes = sorted(times)
         below = _below(storage, [f"{split}/{name}" for name in classes], split, images=images, quiet=quiet)
         probed = _probed(storage, [path for each in below for path, _, _ in each.files] if images else [])
@@ -56,7 +59,7 @@ def list_source(
         storage.close()
     found = dict(zip(classes, below, strict=True))
     _check_classes(source, split, found, "images" if images else "files")
-    manifest = _manifest_of(source, split, times, found)
+    manifest = manifest_of(source, split, times, found)
     return replace(manifest, probed=probed)
 
 
@@ -119,13 +122,40 @@ def _parents(folder: str) -> list[str]:
     return ["/".join(parts[:end]) for end in range(1, len(parts))]
 
 
-def _flat(storage: Storage, source: str, split: str) -> Manifest:
-    """List samples without labels."""
+def _flat(storage: Storage, source: str, split: str, images: bool, member: str | None) -> Manifest | None:
+    """List a folder without classes: shards, or files without labels; None if it contains images."""
     (listed,) = storage.listing([split], images=False)
-    if not listed.files:
-        raise ValueError(f"source={source}: {split}/ contains no files.")
     files = sorted(listed.files)
+    shards = [path for path, _, _ in files if path.endswith(SUFFIX)]
+    if shards and len(shards) == len(files):
+        return _of_shards(storage, source, split, Listed(files, listed.folders), images, member)
+    if images:
+        return None
+    if not files:
+        raise ValueError(f"source={source}: {split}/ contains no files.")
     return _of_listed(source, split, Listed(files, listed.folders), np.zeros((len(files), 0), np.int64), ())
+
+
+def _of_shards(storage: Storage, source: str, split: str, listed: Listed, images: bool, member: str | None) -> Manifest:
+    """listed: the shards."""
+    paths = [path for path, _, _ in listed.files]
+    read = tqdm(storage.members(paths), total=len(paths), desc=f"listing {split}", unit="shard", disable=None)
+    found = samples_of(paths, list(read), images=images, member=member)
+    mtimes = np.array([mtime for _, _, mtime in listed.files], np.int64)
+    return Manifest(
+        split,
+        source_name(source),
+        (),
+        found.paths,
+        found.labels,
+        found.sizes,
+        mtimes[found.shard_of],
+        folders=Paths.of([path for path, _ in listed.folders]),
+        folder_mtimes_ns=np.array([time for _, time in listed.folders], np.int64),
+        shards=found.shards,
+        shard_of=found.shard_of,
+        offsets=found.offsets,
+    )
 
 
 def _of_listed(source: str, split: str, listed: Listed, labels: npt.NDArray[Any], classes: tuple[str, ...]) -> Manifest:
@@ -168,7 +198,7 @@ def _probed(storage: Storage, paths: Sequence[str]) -> npt.NDArray[np.int64]:
     return np.array(rows, np.int64).reshape(-1, 3)
 
 
-def _manifest_of(source: str, split: str, times: Mapping[str, int], below: Mapping[str, Listed]) -> Manifest:
+def manifest_of(source: str, split: str, times: Mapping[str, int], below: Mapping[str, Listed]) -> Manifest:
     """times: modification time of the folder of each class. below: what each contains, by class in order."""
     found = sorted((*file, label) for label, each in enumerate(below.values()) for file in each.files)
     folders = {f"{split}/{name}": time for name, time in times.items()}

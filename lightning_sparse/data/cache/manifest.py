@@ -15,6 +15,7 @@ from lightning_sparse.data.cache.folders import cache_folder, file_name, is_read
 from lightning_sparse.data.cache.listing import LIST_READERS, list_named, list_source
 from lightning_sparse.data.cache.lists import SampleList, read_list
 from lightning_sparse.data.cache.samples import Manifest
+from lightning_sparse.data.cache.shards import SUFFIX
 from lightning_sparse.data.cache.storage import MissingFolderError, Storage
 from lightning_sparse.data.config import CacheConfig, DataError
 from lightning_sparse.messages import log
@@ -60,6 +61,7 @@ def _listed(config: CacheConfig, split: str, quiet: bool) -> Manifest:
         quiet=quiet,
         options=config.storage_options,
         images=config.format != "bytes",
+        member=config.member,
     )
 
 
@@ -84,7 +86,10 @@ def has_split(config: CacheConfig, split: str) -> bool:
     kept = next((each for each in map(lambda name: kept_manifest(config, name), ("val", "train")) if each), None)
     storage = Storage(config.source, timeout=_patience(config, kept), readers=1, options=config.storage_options)
     try:
-        return bool(storage.names(split)) or config.format == "bytes"
+        if storage.names(split) or config.format == "bytes":
+            return True
+        (listed,) = storage.listing([split], images=False)
+        return any(path.endswith(SUFFIX) for path, _, _ in listed.files)
     except MissingFolderError:
         return False
     except DataError:
@@ -126,7 +131,10 @@ def _classes(config: CacheConfig, split: str) -> tuple[tuple[str, ...], int]:
         if kept is None:
             raise
         return kept.classes, kept.num_classes
-    return names, len(names)
+    if names:
+        return names, len(names)
+    manifest = load_or_list(config, split)  # shards say their labels only when they are listed
+    return manifest.classes, manifest.num_classes
 
 
 def kept_manifest(config: CacheConfig, split: str) -> Manifest | None:

@@ -16,6 +16,9 @@ classes          uint8, int64 names
 folders          uint8, int64 paths
 folder_mtimes_ns int64        of each folder, when it was listed
 probed           int64        size, height and width of some files
+shards           uint8, int64 paths of tar files
+shard_of,        int64        of each sample, if there are shards
+offsets
 ================ ============ ==================================================
 
 Processes map the file, so that all processes of a node share one copy.
@@ -88,6 +91,7 @@ class Paths:
 
 
 _NONE = Paths.of([])
+_STRINGS = ("paths", "classes", "folders", "shards")
 
 
 @dataclass(frozen=True, eq=False)
@@ -106,6 +110,9 @@ class Manifest:
         folders: paths of the folders of the split; none if it was listed by a version that did not keep them.
         folder_mtimes_ns: int64, modification time of each folder when it was listed; 0 if unknown.
         list_digest: hash of the list that names the samples; "" if they are those of the folder.
+        shards: paths of the tar files that the samples are in; none if they are files.
+        shard_of: int64 [N], shard of each sample. `paths` are then those of the shard and the member, joined by "/".
+        offsets: int64 [N], where each sample begins in its shard.
         probed: int64 [n, 3], size, height and width of the images in n of the files, spread over all classes.
 
     Raises:
@@ -123,6 +130,9 @@ class Manifest:
     folders: Paths = _NONE
     folder_mtimes_ns: npt.NDArray[np.int64] = field(default_factory=lambda: _NONE.ends)
     list_digest: str = ""
+    shards: Paths = _NONE
+    shard_of: npt.NDArray[np.int64] = field(default_factory=lambda: _NONE.ends)
+    offsets: npt.NDArray[np.int64] = field(default_factory=lambda: _NONE.ends)
     probed: npt.NDArray[np.int64] = field(default_factory=lambda: np.zeros((0, 3), np.int64))
 
     def __post_init__(self) -> None:
@@ -137,7 +147,7 @@ class Manifest:
         digest.update(paths.joined.data)
         if self._columns:
             digest.update(repr(self._columns).encode())
-        for numbers in (paths.ends, _as_int64(self.labels), self.sizes, self.mtimes_ns):
+        for numbers in (paths.ends, _as_int64(self.labels), self.sizes, self.mtimes_ns, self.offsets):
             digest.update(np.ascontiguousarray(numbers, np.int64).tobytes())
         if self.fingerprint not in ("", digest.hexdigest()):
             raise DataError(
@@ -200,6 +210,13 @@ class Manifest:
         """Return the file of a sample, as listed."""
         return FileKey(self.paths[index], int(self.sizes[index]), int(self.mtimes_ns[index]))
 
+    def location(self, index: int) -> str | tuple[str, int, int]:
+        """Return the path of a sample's file; or (path, first byte, last byte + 1) in its shard."""
+        if not len(self.shards):
+            return self.paths[index]
+        first = int(self.offsets[index])
+        return self.shards[int(self.shard_of[index])], first, first + int(self.sizes[index])
+
     def to_bytes(self) -> bytes:
         """Return the contents of a manifest file."""
         assert isinstance(self.paths, Paths)
@@ -210,7 +227,9 @@ class Manifest:
             "mtimes_ns": self.mtimes_ns,
         }
         arrays |= {"folder_mtimes_ns": self.folder_mtimes_ns, "probed": self.probed.reshape(-1)}
-        for name, paths in {"paths": self.paths, "classes": classes, "folders": self.folders}.items():
+        if len(self.shards):
+            arrays |= {"shard_of": self.shard_of, "offsets": self.offsets}
+        for name, paths in zip(_STRINGS, (self.paths, classes, self.folders, self.shards), strict=True):
             arrays |= {name: paths.joined, f"{name}_ends": paths.ends}
         lengths = {name: len(array) for name, array in arrays.items()}
         about: dict[str, Any] = {"split": self.split, "root": self.root, "fingerprint": self.fingerprint}
@@ -228,7 +247,7 @@ class Manifest:
             about = json.loads(first[len(_MAGIC) :])
             arrays, offset = {}, len(first) + -len(first) % _ALIGN
             for name, length in about.pop("arrays").items():
-                kind = np.dtype(np.uint8 if name in ("paths", "classes", "folders") else np.int64)
+                kind = np.dtype(np.uint8 if name in _STRINGS else np.int64)
                 arrays[name] = np.frombuffer(data, kind, length, offset)
                 offset += length * kind.itemsize + -length * kind.itemsize % _ALIGN
             return cls(**_arguments(about, arrays))
@@ -264,7 +283,8 @@ def _arguments(about: dict[str, Any], arrays: dict[str, npt.NDArray[Any]]) -> di
     """Return the arguments of a Manifest."""
     if columns := about.pop("columns", None):
         arrays["labels"] = arrays["labels"].view(columns[0]).reshape(len(arrays["sizes"]), columns[1])
-    paths = {name: Paths(arrays.pop(name), arrays.pop(f"{name}_ends")) for name in ("paths", "classes", "folders")}
+    there = [name for name in _STRINGS if name in arrays]  # earlier versions had no shards
+    paths = {name: Paths(arrays.pop(name), arrays.pop(f"{name}_ends")) for name in there}
     probed = arrays.pop("probed").reshape(-1, 3)
     return {**about, **arrays, **paths, "classes": tuple(paths["classes"]), "probed": probed}
 

@@ -8,9 +8,10 @@ closes. The first message is the options for fsspec, because other users can rea
 library, and fsspec if the source is a URL, so that it starts fast.
 
 =========  ============================================  ============================================
-request    number u64, kind u8, path                     "r": read a file
+request    number u64, kind u8, path                     "r": read a file, or part of one: first, last, path
                                                          "l": list the images below a folder, "f": all files
                                                          "n": list its subfolders, "m": when it changed
+                                                         "t": list the members of a tar file
 answer     number u64, status u8, size u64, mtime i64,   status "k": contents of the file, or JSON
            payload                                       status "s": why the file cannot be read
                                                          status "t": error of the network, may pass
@@ -28,6 +29,7 @@ import json
 import os
 import stat
 import struct
+import tarfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -45,6 +47,9 @@ _FILE_ERRORS = (ENOENT, EACCES, EPERM, EISDIR, ENOTDIR, ELOOP, ENAMETOOLONG, ENX
 _PROGRAM_ERRORS = (AttributeError, ImportError, NotImplementedError, TypeError)
 PROGRESS_S = 1.0
 MAX_LISTING_S = 1800.0  # of one request to a URL, whose progress is not known
+
+
+MAX_LABEL_BYTES = 64  # of a member that is a label: `.cls`
 
 
 class UnreadableFileError(Exception):
@@ -69,6 +74,19 @@ class LocalStorage:
             while part := stream.read(1 << 24):
                 parts.append(part)
         return b"".join(parts), about.st_size, about.st_mtime_ns
+
+    def part(self, path: str, first: int, last: int) -> tuple[bytes, int, int]:
+        """Return (bytes first to last - 1, their number, mtime in ns) of a file."""
+        with open(os.path.join(self.root, path), "rb", buffering=0) as stream:
+            parts, mtime = [], os.fstat(stream.fileno()).st_mtime_ns
+            while first < last and (part := os.pread(stream.fileno(), min(last - first, 1 << 24), first)):
+                parts.append(part)
+                first += len(part)
+        data = b"".join(parts)
+        return data, len(data), mtime
+
+    def opened(self, path: str) -> Any:
+        return open(os.path.join(self.root, path), "rb")
 
     def names(self, path: str) -> "list[tuple[str, int]]":
         """Return (name, mtime in ns) of the subfolders."""
@@ -137,6 +155,13 @@ class FsspecStorage:
         """Return (contents, size, 0): the modification time would take another request."""
         data = self._fs.cat_file(self._at(path))
         return data, len(data), 0
+
+    def part(self, path: str, first: int, last: int) -> tuple[bytes, int, int]:
+        data = self._fs.cat_file(self._at(path), start=first, end=last)
+        return data, len(data), 0
+
+    def opened(self, path: str) -> Any:
+        return self._fs.open(self._at(path), "rb", block_size=1 << 20)
 
     def names(self, path: str) -> "list[tuple[str, int]]":
         entries = self._fs.ls(self._at(path), detail=True)
@@ -207,6 +232,29 @@ def _mtime(about: "dict[str, Any]") -> int:
     return int.from_bytes(tag.encode()[-7:], "little")
 
 
+def members(file: Any, progress: "Callable[[], None]") -> list[tuple[str, int, int, str]]:
+    """Return (name, offset, size, contents of a ``.cls`` member) of each file in a tar file, from its headers.
+
+    Raises:
+        UnreadableFileError: if it is not an uncompressed tar file.
+    """
+    found, told = [], time.monotonic()
+    try:
+        with file, tarfile.open(fileobj=file, mode="r:") as tar:
+            for member in tar:
+                if member.isreg():
+                    is_label = member.name.endswith(".cls") and member.size <= MAX_LABEL_BYTES
+                    stream = tar.extractfile(member) if is_label else None
+                    label = stream.read().decode("ascii", "replace").strip() if stream else ""
+                    found.append((member.name, member.offset_data, member.size, label))
+                if time.monotonic() - told >= PROGRESS_S:
+                    progress()
+                    told = time.monotonic()
+    except tarfile.TarError as error:
+        raise UnreadableFileError(f"it is not an uncompressed tar file: {error}") from error
+    return found
+
+
 class Source:
     """The storage, opened by the first request that succeeds: it may take several if its server does not answer."""
 
@@ -231,9 +279,12 @@ def answer(source: Source, kind: int, path: str, progress: "Callable[[], None]")
         return ord("x" if never else "t"), _described(error), 0, 0
     try:
         if kind == ord("r"):
-            return (ord("k"), *storage.read(path))
+            first, last, whole = path.split(":", 2)
+            return (ord("k"), *(storage.part(whole, int(first), int(last)) if last else storage.read(whole)))
         if kind in b"lf":
             found: Any = storage.listing(path, is_image if kind == ord("l") else is_visible, progress)
+        elif kind == ord("t"):
+            found = members(storage.opened(path), progress)
         else:
             found = storage.names(path) if kind == ord("n") else storage.mtime(path)
         return ord("k"), json.dumps(found).encode("utf-8", "surrogatepass"), 0, 0

@@ -143,7 +143,7 @@ class SampleStore:
             else:
                 yield index, found
         if absent:
-            answers = tiers.storage.read([self.manifest.paths[index] for index in absent])
+            answers = tiers.storage.read([self.manifest.location(index) for index in absent])
             for index, answer in zip(absent, answers, strict=True):
                 yield index, self._from_storage(tiers, index, answer)
 

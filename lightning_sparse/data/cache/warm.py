@@ -17,7 +17,7 @@ from lightning_sparse.data.cache.counts import Counter
 from lightning_sparse.data.cache.disk import DiskCache, FileKey
 from lightning_sparse.data.cache.manifest import has_split, load_or_list
 from lightning_sparse.data.cache.placement import Placement, owners
-from lightning_sparse.data.cache.storage import Storage, StoredFile
+from lightning_sparse.data.cache.storage import Location, Storage, StoredFile
 from lightning_sparse.data.cache.tiers import decoder_of, open_disk, store_file
 from lightning_sparse.data.config import SPLITS, CacheConfig
 from lightning_sparse.messages import log
@@ -68,7 +68,11 @@ def warm(config: CacheConfig, split: str, *, placement: Placement | None = None,
     )
     try:
         keys = [manifest.key(index) for index in owned.tolist()]
-        missing = [key for key, has in zip(keys, disk.has(keys), strict=True) if not has]
+        missing = [
+            (key, manifest.location(index))
+            for index, key, has in zip(owned.tolist(), keys, disk.has(keys), strict=True)
+            if not has
+        ]
         report.present = len(keys) - len(missing)
         with tqdm(total=len(keys), initial=report.present, desc=f"caching {split}", unit="file") as bar:
             _fill(config, disk, storage, missing, threads, report, bar)
@@ -95,17 +99,17 @@ def _fill(
     config: CacheConfig,
     disk: DiskCache,
     storage: Storage,
-    missing: Sequence[FileKey],
+    missing: Sequence[tuple[FileKey, Location]],
     threads: int,
     report: WarmReport,
     bar: tqdm[None],
 ) -> None:
     decoder = decoder_of(config)
 
-    def fetch(keys: Sequence[FileKey]) -> list[tuple[FileKey, int, str]]:
+    def fetch(chunk: Sequence[tuple[FileKey, Location]]) -> list[tuple[FileKey, int, str]]:
         """Return (key, bytes read, reason why the file is corrupt or "") of each file."""
         done = []
-        for key, answer in zip(keys, storage.read([key.path for key in keys]), strict=True):
+        for (key, _), answer in zip(chunk, storage.read([location for _, location in chunk]), strict=True):
             stored = store_file(config, disk, key, answer, decoder)
             nbytes = len(answer.data) if isinstance(answer, StoredFile) else 0
             done.append((key, nbytes, stored if isinstance(stored, str) else ""))
