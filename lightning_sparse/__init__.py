@@ -24,19 +24,21 @@ from lightning_sparse._autoload import autoload
 
 if TYPE_CHECKING:
     from lightning_sparse.flavours.pytorch_lightning import (
+        CachedDataModule,
         CachedImageDataModule,
         CommStatsCallback,
         MSTopKFSDPStrategy,
         MSTopKHierStrategy,
         MSTopKLocalStrategy,
         PTOCallback,
+        TokenDataModule,
     )
 
 __version__ = "0.2.0"
 
 __all__ = [
-    "CachedImageDataModule", "CommStatsCallback", "MSTopKFSDPStrategy", "MSTopKHierStrategy", "MSTopKLocalStrategy",
-    "PTOCallback", "__version__",
+    "CachedDataModule", "CachedImageDataModule", "CommStatsCallback", "MSTopKFSDPStrategy", "MSTopKHierStrategy",
+    "MSTopKLocalStrategy", "PTOCallback", "TokenDataModule", "__version__",
 ]  # fmt: skip
 
 # The root module of a flavour, as in sys.modules -> our module for it, in order of preference.

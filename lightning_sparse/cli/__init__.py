@@ -11,7 +11,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from lightning_sparse.cli import bench, cache, doctor, lab, plan
+from lightning_sparse.cli import bench, cache, doctor, lab, plan, tokens
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -21,7 +21,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser("lightning-sparse", description="Data-parallel training on slow networks.")
     parser.add_argument("--version", action=_Version, nargs=0, help="print the versions of lightning-sparse and torch")
     subcommands = parser.add_subparsers(dest="subcommand", required=True, metavar="COMMAND")
-    for each in (doctor, plan, bench, lab, cache):
+    for each in (doctor, plan, bench, lab, cache, tokens):
         each.add(subcommands)
     arguments, unknown = parser.parse_known_args(words[:split])
     if unknown:

@@ -12,9 +12,9 @@ def add(subcommands: Subcommands) -> None:
     parser = subcommands.add_parser("cache", help="fill, list and remove local disk caches")
     actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
     fill = actions.add_parser("warm", help="copy a data set to local disk before a run; continues if interrupted")
-    fill.add_argument("source", help="image folder on network storage: a path or an fsspec URL")
+    fill.add_argument("source", help="folder on network storage: a path or an fsspec URL")
     fill.add_argument("cache_dir", help="folder on a local disk of this node")
-    fill.add_argument("--splits", nargs="+", metavar="NAME", help="default: train, and val if it exists")
+    fill.add_argument("--splits", nargs="+", metavar="NAME", help="default: train, and val and test if they exist")
     fill.add_argument("--nodes", type=int, default=1, metavar="M", help="copy only this node's share of M nodes")
     fill.add_argument("--node", type=int, default=0, metavar="I", help="index of this node (SLURM: $SLURM_NODEID)")
     fill.add_argument("--seed", type=int, default=0, help="seed of the run, which places samples on nodes")
@@ -25,6 +25,10 @@ def add(subcommands: Subcommands) -> None:
     options = "arguments for fsspec to open the source, as the option of CachedImageDataModule"
     fill.add_argument("--storage-options", type=json.loads, metavar="JSON", help=options)
     fill.set_defaults(run=_warm)
+    fill.add_argument("--bytes", action="store_true", help="files of any kind, for CachedDataModule; default: images")
+    named = "CSV or Parquet file of the samples of a split, as lists of the data modules"
+    fill.add_argument("--list", dest="lists", action="append", type=_pair, metavar="SPLIT=FILE", help=named)
+    fill.add_argument("--member", metavar="EXT", help="extension of the member of a shard that is the sample")
     info = actions.add_parser("info", help="list the caches in a folder")
     info.add_argument("cache_dir")
     info.set_defaults(run=_info)
@@ -32,6 +36,13 @@ def add(subcommands: Subcommands) -> None:
     clear.add_argument("cache_dir")
     clear.add_argument("--source", help="remove only the cache of this data set")
     clear.set_defaults(run=_clear)
+
+
+def _pair(text: str) -> tuple[str, str]:
+    split, mark, file = text.partition("=")
+    if not mark:
+        raise argparse.ArgumentTypeError(f"{text!r} is not SPLIT=FILE, such as train=train.csv")
+    return split, file
 
 
 def _warm(arguments: argparse.Namespace) -> int:
@@ -46,6 +57,9 @@ def _warm(arguments: argparse.Namespace) -> int:
         on_corrupt=arguments.on_corrupt,
         seed=arguments.seed,
         storage_options=arguments.storage_options,
+        format="bytes" if arguments.bytes else "auto",
+        member=arguments.member,
+        lists=dict(arguments.lists) if arguments.lists else None,
     )
     placement = Placement(arguments.node, arguments.nodes)
     reports = warm_splits(config, arguments.splits, placement=placement, threads=arguments.threads)

@@ -1,6 +1,6 @@
-"""The data half: cached image data for training on several nodes.
+"""The data half: cached samples for training on several nodes.
 
-Each image crosses the link to network storage once. Each node keeps it on its local disk for later runs, and one node
+Each file crosses the link to network storage once. Each node keeps it on its local disk for later runs, and one node
 keeps it in memory for later epochs and sends it to the other nodes.
 
 ::
@@ -10,11 +10,14 @@ keeps it in memory for later epochs and sends it to the other nodes.
                                   memory of other nodes (zmq, CURVE)
 
 ============== ===========================================================================
-datamodule.py  the LightningDataModule
+datamodule.py  the LightningDataModules: of images, and of files of any kind
+cached.py      what they share: the hooks of the Trainer
 session.py     what is open between setup and teardown
+tokens/        token streams, with a LightningDataModule of their own
 pipeline/      samples -> batches: sampler, loader, augmentation, DALI and torchvision
 cache/         the tiers of a node, and the store that reads a sample from the nearest one
 peers/         between nodes: server, client, addresses, collectives
+base.py        what all DataModules share
 config.py      options of the cache, and the errors
 sample.py      a sample, and the interface of what reads samples
 decode.py      the image decoder

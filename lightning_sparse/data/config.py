@@ -2,6 +2,7 @@
 
 import ipaddress
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from typing import Any, Literal
@@ -10,13 +11,14 @@ Shuffle = Literal["local", "partial", "global"]
 SHUFFLES = ("local", "partial", "global")
 GB = 10**9
 
+SPLITS = ("train", "val", "test")
 _CHOICES = {
-    "format": ("auto", "jpeg", "decoded"),
+    "format": ("auto", "jpeg", "decoded", "bytes"),
     "shuffle": SHUFFLES,
     "on_corrupt": ("raise", "skip"),
 }
 
-_REQUIRED = ("lmdb", "zmq", "xxhash", "PIL")  # the extra `data`
+_REQUIRED = ("lmdb", "zmq", "xxhash", "PIL")  # the extra `data`; Pillow only for images
 
 
 class DataError(RuntimeError):
@@ -42,7 +44,7 @@ class CacheConfig:
     """Options of the data cache, a subset of those of `CachedImageDataModule`, which documents them.
 
     Args:
-        format: its ``sample_format``.
+        format: its ``sample_format``; "bytes" for files that are not images.
         storage_readers: files that each process reads from network storage at a time.
         storage_options: not part of the representation, because it may contain keys.
 
@@ -54,7 +56,9 @@ class CacheConfig:
     cache_dir: str
     memory_gb: float | None = None
     disk_gb: float | None = None
-    format: Literal["auto", "jpeg", "decoded"] = "auto"
+    lists: Mapping[str, str] | None = None
+    member: str | None = None
+    format: Literal["auto", "jpeg", "decoded", "bytes"] = "auto"
     short_side: int = 256
     shuffle: Shuffle = "local"
     exchange_fraction: float = 0.1
@@ -67,7 +71,8 @@ class CacheConfig:
     storage_options: dict[str, Any] | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
-        missing = [name for name in _REQUIRED if not is_installed(name)]
+        needed = [name for name in _REQUIRED if name != "PIL" or self.format != "bytes"]
+        missing = [name for name in needed if not is_installed(name)]
         if missing:
             raise ValueError(
                 f"the data cache needs {', '.join(missing)}: `pip install 'lightning-sparse[data,vision]'`, or in a "
@@ -98,6 +103,7 @@ class CacheConfig:
                 f"peer_ports={self.peer_ports} must be the first and the last port of a range, such as (29600, 29699)."
             )
         _check_storage(self.source, self.storage_options)
+        _check_lists(self.lists)
         if self.peer_address is not None:
             _check_address(self.peer_address)
 
@@ -131,6 +137,23 @@ def _check_storage(source: str, options: dict[str, Any] | None) -> None:
             raise ValueError(
                 f"source={source!r} needs a package that is not installed: {str(error).rstrip('.')}."
             ) from error
+
+
+def _check_lists(lists: Mapping[str, str] | None) -> None:
+    """Check that there is a list to train on, and that its kind can be read."""
+    if lists is None:
+        return
+    unknown = [name for name in lists if name not in SPLITS]
+    if "train" not in lists or unknown:
+        raise ValueError(
+            f"lists={dict(lists)} must give a file for train, and may give one for val and test, as in "
+            "{'train': 'train.csv', 'val': 'val.csv'}."
+        )
+    for file in lists.values():
+        if not file.endswith((".csv", ".parquet")):
+            raise ValueError(f"the list {file!r} must be a .csv or a .parquet file.")
+        if file.endswith(".parquet") and not is_installed("pyarrow"):
+            raise ValueError(f"the list {file!r} needs pyarrow: `pip install pyarrow`, or give a .csv file.")
 
 
 def _check_address(text: str) -> None:

@@ -1,41 +1,135 @@
-"""The LightningDataModule, as a mixin that does not import Lightning.
+"""The LightningDataModules of cached samples, as mixins that do not import Lightning.
 
-``lightning_sparse.flavours`` combines it with the LightningDataModule of ``pytorch_lightning`` and of
-``lightning.pytorch``. A `Session` holds the open data; this module connects it to the Trainer's hooks and loggers.
+``lightning_sparse.flavours`` combines them with the LightningDataModule of ``pytorch_lightning`` and of
+``lightning.pytorch``.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal
+from collections.abc import Callable
+from typing import Any, Literal
 
-from lightning_sparse.data.cache.manifest import class_names
-from lightning_sparse.data.cache.summary import metrics
+from lightning_sparse.data.cached import CachedMixin
 from lightning_sparse.data.config import CacheConfig, Shuffle
 from lightning_sparse.data.pipeline.augment import Augment
-from lightning_sparse.data.pipeline.backend import Backend
+from lightning_sparse.data.pipeline.backend import Backend, ImageOptions
 from lightning_sparse.data.pipeline.batch import MEAN, STD, Transform
-from lightning_sparse.data.pipeline.loader import EvalLoader, ImageSizes, TrainLoader
-from lightning_sparse.data.session import DataOptions, Formats, Session, open_session
-from lightning_sparse.messages import described
-
-if TYPE_CHECKING:
-
-    class _Host:
-        """The part of LightningDataModule that this mixin uses."""
-
-        trainer: Any
-
-        def __init__(self) -> None: ...
-else:
-    _Host = object
+from lightning_sparse.data.pipeline.sizes import ImageSizes
+from lightning_sparse.data.pipeline.workers import SampleOptions
+from lightning_sparse.data.session import DataOptions
 
 
-class CachedImageDataModuleMixin(_Host):
+class CachedDataModuleMixin(CachedMixin):
+    """DataModule for files of any kind on network storage, cached on local disks and in the memory of all nodes.
+
+    The folder contains ``train/<class>/*``, ``val/<class>/*`` and ``test/<class>/*``, of which only train/ is needed;
+    without folders of classes, samples have no labels. If train/ contains tar files only, they are WebDataset shards.
+    Or `lists` name the samples and their labels. Each file is read from network storage once; later, its bytes come
+    from local disk and memory.
+
+    `decode` makes a sample of these bytes in each epoch, and `transform` what is random. They run in worker processes,
+    where the random generators of Python, numpy and torch are seeded from (seed, epoch, index): a sample does not
+    depend on the number of workers, ranks or nodes, and a resumed run continues exactly.
+
+    Batches are (samples, labels): labels int64 [B], or float32 if they are not whole, [B, L] if there are several.
+    Without labels, a batch is the samples alone. With `with_indices`, the indices int64 [B] follow.
+
+    Args:
+        source: folder: a path or an fsspec URL.
+        cache_dir: folder on a local disk of each node. Runs may share it.
+        decode: function from the bytes of a file to a sample.
+        batch_size: samples per device and step.
+        transform: function of a decoded sample, for training, such as transforms of torchvision.
+        eval_transform: the same for validation and test.
+        collate: function from a list of samples to a batch; default: `torch.utils.data.default_collate`.
+        lists: a CSV or Parquet file per split, such as ``{"train": "train.csv", "val": "val.csv"}``, with the columns
+            path (relative to the source), label and, for several labels, more. The first label may be a name.
+        member: extension of the member of a WebDataset shard that is the sample, such as ``"npy"``; needed if there
+            are several besides ``.cls``, the label.
+        with_indices: end each batch with the indices of its samples: rows of the list, or places in the sorted folder.
+            A sample that replaces a corrupt one has the index of that one.
+        memory_gb: memory limit per node and split; default: half of the free memory.
+        disk_gb: disk limit per split; default: all free space except a reserve.
+        shuffle: ``"global"``, ``"partial"`` or ``"local"``; see `lightning_sparse.data.pipeline.sampler`.
+        exchange_fraction: fraction of its samples that a node exchanges in each epoch, for ``"partial"``.
+        on_corrupt: ``"raise"`` stops at a file that cannot be read or decoded and names it, ``"skip"`` replaces it by
+            another sample.
+        val_fraction: validate on this fraction of train/, the same in every run, instead of on val/.
+        workers: processes of a rank that make batches; 0: none but the training; default: its share of the CPU cores.
+        seed: seed of placement, order and transforms.
+        storage_timeout, peer_address, peer_ports, storage_options: as `CachedImageDataModule`.
+
+    Raises:
+        ValueError: if an argument is out of range.
+    """
+
+    def __init__(
+        self,
+        source: str,
+        cache_dir: str,
+        decode: Callable[[bytes], Any],
+        batch_size: int = 64,
+        transform: Callable[[Any], Any] | None = None,
+        eval_transform: Callable[[Any], Any] | None = None,
+        collate: Callable[[list[Any]], Any] | None = None,
+        lists: dict[str, str] | None = None,
+        member: str | None = None,
+        with_indices: bool = False,
+        memory_gb: float | None = None,
+        disk_gb: float | None = None,
+        shuffle: Shuffle = "global",
+        exchange_fraction: float = 0.1,
+        on_corrupt: Literal["raise", "skip"] = "raise",
+        val_fraction: float | None = None,
+        workers: int | None = None,
+        seed: int = 0,
+        storage_timeout: float = 300.0,
+        peer_address: str | None = None,
+        peer_ports: tuple[int, int] | None = None,
+        storage_options: dict[str, Any] | None = None,
+    ) -> None:
+        cache = CacheConfig(
+            source=str(source),
+            cache_dir=str(cache_dir),
+            lists=lists,
+            member=member,
+            memory_gb=memory_gb,
+            disk_gb=disk_gb,
+            format="bytes",
+            shuffle=shuffle,
+            exchange_fraction=exchange_fraction,
+            on_corrupt=on_corrupt,
+            seed=seed,
+            storage_timeout=storage_timeout,
+            peer_address=peer_address,
+            peer_ports=None if peer_ports is None else (peer_ports[0], peer_ports[1]),
+            storage_options=storage_options,
+        )
+        samples = SampleOptions(
+            decode=decode,
+            transform=transform,
+            eval_transform=eval_transform,
+            collate=collate,
+            workers=workers,
+            seed=seed,
+        )
+        super().__init__(
+            DataOptions(
+                cache=cache,
+                batch_size=batch_size,
+                samples=samples,
+                val_fraction=val_fraction,
+                with_indices=with_indices,
+            )
+        )
+
+
+class CachedImageDataModuleMixin(CachedMixin):
     """DataModule for an image folder on network storage, cached on local disks and in the memory of all nodes.
 
-    The folder contains ``train/<class>/*`` and ``val/<class>/*``. Each file is read from network storage once. Later
-    runs read from local disk, and from the second epoch on, samples come from memory, with new random crops and flips.
-    Batches are (images float32 [B, 3, size, size], labels int64 [B]).
+    The folder contains ``train/<class>/*`` and ``val/<class>/*``, and may contain ``test/<class>/*``. Each file is read
+    from network storage once. Later runs read from local disk, and from the second epoch on, samples come from memory,
+    with new random crops and flips. Batches are (images float32 [B, 3, size, size], labels int64 [B]).
 
     Args:
         source: image folder: a path or an fsspec URL.
@@ -62,6 +156,7 @@ class CachedImageDataModuleMixin(_Host):
         peer_ports: first and last port to serve samples on, for a firewall; default: any free port. A node uses one
             port for train/ and one for val/.
         storage_options: arguments for fsspec to open the source, such as ``{"endpoint_url": "http://minio:9000"}``.
+        lists, with_indices: as `CachedDataModule`.
 
     Raises:
         ValueError: if an argument is out of range.
@@ -92,8 +187,9 @@ class CachedImageDataModuleMixin(_Host):
         peer_address: str | None = None,
         peer_ports: tuple[int, int] | None = None,
         storage_options: dict[str, Any] | None = None,
+        lists: dict[str, str] | None = None,
+        with_indices: bool = False,
     ) -> None:
-        super().__init__()
         sizes = ImageSizes(image_size)
         cache = CacheConfig(
             source=str(source),
@@ -110,116 +206,16 @@ class CachedImageDataModuleMixin(_Host):
             peer_address=peer_address,
             peer_ports=None if peer_ports is None else (peer_ports[0], peer_ports[1]),
             storage_options=storage_options,
+            lists=lists,
         )
         augment = Augment(crop_scale=crop_scale, flip=flip, seed=seed)
-        self._options = DataOptions(
-            cache=cache,
-            batch_size=batch_size,
-            sizes=sizes,
-            transform=Transform(augment=augment, mean=mean, std=std),
-            backend=backend,
-            val_fraction=val_fraction,
-            threads=threads,
+        transform = Transform(augment=augment, mean=mean, std=std)
+        super().__init__(
+            DataOptions(
+                cache=cache,
+                batch_size=batch_size,
+                samples=ImageOptions(sizes=sizes, transform=transform, backend=backend, threads=threads),
+                val_fraction=val_fraction,
+                with_indices=with_indices,
+            )
         )
-        self.batch_size = batch_size
-        self._session: Session | None = None
-        self._stage = "fit"
-        self._epoch: int | None = None  # the current one
-        self._num_classes: int | None = None
-
-    def __str__(self) -> str:
-        return described(type(self), repr(self._options.cache.source))
-
-    @property
-    def num_classes(self) -> int:
-        """Number of folders in train/. Available before setup, to create the model. `setup` checks that it is the same
-        on all ranks."""
-        if self._num_classes is None:
-            self._num_classes = len(class_names(self._options.cache, "train"))
-        return self._num_classes
-
-    def setup(self, stage: str) -> None:
-        """Open the session. The process group exists, if the run uses one."""
-        self._open(stage)
-        self._num_classes = self._opened().check_classes(self._num_classes) or None
-
-    def _open(self, stage: str, formats: Formats | None = None) -> None:
-        self._close()
-        trainer = self.trainer
-        self._stage = stage
-        self._session = open_session(
-            self._options,
-            device=None if trainer is None else trainer.strategy.root_device,
-            training=stage == "fit",
-            node_rank=None if trainer is None else trainer.node_rank,
-            local_rank=None if trainer is None else trainer.local_rank,
-            formats=formats,
-        )
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return what a resumed run keeps, besides the state of its loaders."""
-        return {"formats": dict(self._session.formats)} if self._session is not None else {}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Keep the format of the memory tier, unless ``sample_format`` sets it. Called after setup, on all ranks."""
-        session, formats = self._session, state_dict.get("formats", {})
-        if session is None or self._options.cache.format != "auto":
-            return
-        if any(formats.get(split, own) != own for split, own in session.formats.items()):
-            self._open(self._stage, formats)
-
-    def train_dataloader(self) -> TrainLoader:
-        """Random batches of this rank."""
-        return self._opened().train_loader(
-            fixed=self.trainer is not None and self.trainer.overfit_batches > 0,
-            on_epoch=self._begin_epoch,
-            on_resume=self._correct_batch_count,
-        )
-
-    def val_dataloader(self) -> EvalLoader:
-        """Centre crops of this rank's share of the validation samples."""
-        return self._opened().eval_loader()
-
-    test_dataloader = predict_dataloader = val_dataloader
-
-    def teardown(self, stage: str) -> None:
-        """Log the last epoch and the summary, then close everything."""
-        if self._session is not None and self._epoch is not None:
-            self._end_epoch()
-            self._session.log_once(self._session.summary())
-        self._close()
-
-    def on_exception(self, exception: BaseException) -> None:
-        """Close everything, without collectives: other ranks may be gone."""
-        self._close()
-
-    def _opened(self) -> Session:
-        if self._session is None:
-            raise ValueError("CachedImageDataModule has no loaders before setup(): call it, or use a Trainer.")
-        return self._session
-
-    def _begin_epoch(self, epoch: int) -> None:
-        """Log the last epoch. A collective: all ranks start an epoch."""
-        if self._epoch is not None and epoch != self._epoch:
-            self._end_epoch()
-        self._epoch = epoch
-
-    def _end_epoch(self) -> None:
-        assert self._epoch is not None
-        counts = self._opened().tiers.end_epoch(self._epoch)
-        if self.trainer is not None and self.trainer.is_global_zero:
-            for logger in self.trainer.loggers:
-                logger.log_metrics(metrics(counts), step=self.trainer.global_step)
-
-    def _correct_batch_count(self, done: int) -> None:
-        """Set the Trainer's count of this epoch's batches to batches of this run."""
-        if self.trainer is not None:
-            progress = self.trainer.fit_loop.epoch_loop.batch_progress.current
-            shift = done - progress.ready
-            for name in ("ready", "started", "processed", "completed"):
-                setattr(progress, name, getattr(progress, name) + shift)
-
-    def _close(self) -> None:
-        session, self._session, self._epoch = self._session, None, None
-        if session is not None:
-            session.close()

@@ -1,16 +1,19 @@
 """A sample, and the interface of what reads samples: the contract between the tiers, the peer server and pipelines."""
 
 from collections.abc import Sequence
-from typing import Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-Format = Literal["jpeg", "decoded"]
+Format = Literal["jpeg", "decoded", "bytes"]
 
 
 class View(NamedTuple):
-    """The image of a sample, read-only: uint8 [H, W, 3] if decoded, [bytes] if JPEG."""
+    """The contents of a sample, read-only: uint8 [H, W, 3] if decoded, else the bytes of the file.
+
+    Of files that are not images, the height is 1 and the width is their size.
+    """
 
     data: npt.NDArray[np.uint8]
     height: int
@@ -18,13 +21,13 @@ class View(NamedTuple):
 
 
 class Sample(NamedTuple):
-    """An image with its label. data, height, width: as in `View`, of the upright image.
+    """A sample with its label, or a list of labels. data, height, width: as in `View`, of the upright image.
 
     `index` is the requested index, unless another sample replaces a corrupt one.
     """
 
     data: npt.NDArray[np.uint8]
-    label: int
+    label: Any
     index: int  # type: ignore[assignment]  # hides tuple.index, which a sample does not need
     height: int
     width: int
@@ -38,3 +41,9 @@ class SampleReader(Protocol):
     @property
     def short_side(self) -> int: ...
     def get(self, indices: Sequence[int]) -> Sequence[Sample]: ...
+
+
+class ReplacingReader(SampleReader, Protocol):
+    """A reader that knows what takes the place of a sample that cannot be decoded."""
+
+    def replacement(self, index: int, reason: str) -> Sample: ...

@@ -8,14 +8,13 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache, partial
-from typing import Literal
 
 import numpy as np
 import torch
 
 from lightning_sparse.data.cache.agreement import agreed_format, agreed_manifest
 from lightning_sparse.data.cache.counts import TierCounts
-from lightning_sparse.data.cache.manifest import class_names
+from lightning_sparse.data.cache.manifest import class_names, has_split
 from lightning_sparse.data.cache.placement import Placement, owners
 from lightning_sparse.data.cache.samples import Manifest
 from lightning_sparse.data.cache.storage import MissingFolderError
@@ -24,43 +23,45 @@ from lightning_sparse.data.cache.summary import TierLog
 from lightning_sparse.data.config import CacheConfig
 from lightning_sparse.data.peers.collectives import find_topology, on_all_ranks, on_rank_zero
 from lightning_sparse.data.peers.interface import node_address, reachable
-from lightning_sparse.data.pipeline.backend import BACKENDS, Backend, choose_backend, make_pipeline
-from lightning_sparse.data.pipeline.batch import Pipeline, Transform
-from lightning_sparse.data.pipeline.loader import EvalLoader, ImageSizes, TrainLoader
+from lightning_sparse.data.pipeline.backend import ImageOptions
+from lightning_sparse.data.pipeline.batch import Pipeline
+from lightning_sparse.data.pipeline.loader import EvalLoader, TrainLoader
 from lightning_sparse.data.pipeline.rng import shuffled
 from lightning_sparse.data.pipeline.sampler import Indices, Sampler, SamplerConfig, evaluation_batches
+from lightning_sparse.data.pipeline.workers import SampleOptions
+from lightning_sparse.data.sample import Format
 from lightning_sparse.messages import log, show_log_lines
 from lightning_sparse.topology import Topology
 
 _MAX_THREADS = 16
-Formats = dict[str, Literal["jpeg", "decoded"]]
+Formats = dict[str, Format]
 """Format of the memory tier, by split."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class DataOptions:
-    """Options of the DataModule, validated on creation."""
+    """Options of the DataModule, validated on creation.
+
+    Args:
+        samples: how they become batches.
+        with_indices: end each batch with the indices of its samples.
+    """
 
     cache: CacheConfig
     batch_size: int
-    sizes: ImageSizes
-    transform: Transform
-    backend: Backend = "auto"
+    samples: ImageOptions | SampleOptions
     val_fraction: float | None = None
-    threads: int | None = None
+    with_indices: bool = False
 
     def __post_init__(self) -> None:
         SamplerConfig(batch_size=self.batch_size)
-        if self.backend not in BACKENDS:
-            raise ValueError(f"backend={self.backend!r} is unknown: choose one of {', '.join(BACKENDS)}.")
         if self.val_fraction is not None and not 0 < self.val_fraction < 1:
             raise ValueError(f"val_fraction={self.val_fraction} must be between 0 and 1: it is a fraction of train/.")
-        if self.threads is not None and self.threads < 1:
-            raise ValueError(f"threads={self.threads} must be at least 1, or None for a share of the CPU cores.")
-        if self.cache.short_side < self.sizes.largest:
+        sizes = self.samples.sizes
+        if sizes is not None and self.cache.short_side < sizes.largest:
             raise ValueError(
-                f"short_side={self.cache.short_side} is less than the largest image_size, {self.sizes.largest}: cached "
-                f"images would be upscaled. Omit it, or give at least {self.sizes.largest}."
+                f"short_side={self.cache.short_side} is less than the largest image_size, {sizes.largest}: cached "
+                f"images would be upscaled. Omit it, or give at least {sizes.largest}."
             )
 
 
@@ -80,7 +81,7 @@ class Session:
         device: device that the batches are for.
 
     Attributes:
-        train, val: samples to train and to validate on; None if there are none.
+        train, val, test: samples to train, to validate and to test on; None if there are none.
         formats: format of the memory tier, by split.
     """
 
@@ -89,32 +90,41 @@ class Session:
     device: torch.device
     train: Subset | None = None
     val: Subset | None = None
+    test: Subset | None = None
     formats: Formats = field(default_factory=dict)
     _no_val: str = ""  # why there are no samples to validate on
     _stores: list[SampleStore] = field(default_factory=list)
     _pipelines: dict[str, Pipeline] = field(default_factory=dict)  # by split, like the loaders
     _loaders: dict[str, TrainLoader | EvalLoader] = field(default_factory=dict)
 
-    def open(self, run: bytes, training: bool) -> None:
+    def open(self, run: bytes, stage: str) -> None:
         """Open the stores. A collective."""
         cache, fraction = self.options.cache, self.options.val_fraction
-        classes = None
-        if training or fraction is not None:
+        if stage in ("test", "predict"):
+            if on_rank_zero(partial(has_split, cache, "test")):
+                self.test = self._open_evaluation("test", run)
+                return
+            self.log_once("there is no test/: testing on the samples to validate on")
+        if stage == "fit" or fraction is not None:
             store = self._open_store(agreed_manifest(cache, "train"), run)
-            classes = store.manifest.classes
             self.train = Subset(store, np.arange(len(store.manifest)))
             if fraction is not None:
                 held_out, rest = _split(len(store.manifest), fraction)
                 self.train, self.val = Subset(store, rest), Subset(store, held_out)
                 return
         try:
-            manifest = agreed_manifest(cache, "val")
+            self.val = self._open_evaluation("val", run)
         except MissingFolderError as error:
             self._no_val = str(error)
-            return
-        classes = classes or on_rank_zero(partial(_classes_of_train, cache))
-        manifest = manifest.numbered_as(classes) if classes else manifest
-        self.val = Subset(self._open_store(manifest, run), np.arange(len(manifest)))
+
+    def _open_evaluation(self, split: str, run: bytes) -> Subset:
+        """Open a split with the class numbers of train/. A collective."""
+        manifest = agreed_manifest(self.options.cache, split)
+        if self.train is not None:
+            manifest = manifest.numbered_as(self.train.store.manifest.classes)
+        elif classes := on_rank_zero(partial(_classes_of_train, self.options.cache)):
+            manifest = manifest.numbered_as(classes)
+        return Subset(self._open_store(manifest, run), np.arange(len(manifest)))
 
     def _open_store(self, manifest: Manifest, run: bytes) -> SampleStore:
         here = self.topology
@@ -149,8 +159,8 @@ class Session:
         Raises:
             ValueError: if it is another one on any rank.
         """
-        subset = self.train or self.val
-        classes = len(subset.store.manifest.classes) if subset is not None else used or 0
+        subset = self.train or self.val or self.test
+        classes = subset.store.manifest.num_classes if subset is not None else used or 0
         others = {rank: each for rank, each in enumerate(on_all_ranks(lambda: used)) if each not in (None, classes)}
         if others:
             rank, each = next(iter(others.items()))
@@ -167,7 +177,7 @@ class Session:
         """Return the training loader of this rank."""
         assert self.train is not None
         manifest, config = self.train.store.manifest, self.sampler_config
-        owners_of = lru_cache(lambda nodes: owners(manifest.labels, nodes, self.options.cache.seed))
+        owners_of = lru_cache(lambda nodes: owners(manifest.strata, nodes, self.options.cache.seed))
         sampler = Sampler(self.train.samples, owners_of, config)
         padding = sampler.epoch(0).padding
         self.log_once(
@@ -178,29 +188,37 @@ class Session:
             sampler,
             self._pipeline("train", self.train.store),
             rank=self._rank,
-            sizes=self.options.sizes,
+            sizes=self.options.samples.sizes,
             fingerprint=manifest.fingerprint,
             fixed=fixed,
             on_epoch=on_epoch,
             on_resume=on_resume,
+            with_indices=self.options.with_indices,
         )
         self._loaders["train"] = loader
         return loader
 
     def eval_loader(self) -> EvalLoader:
-        """Return the validation loader of this rank.
+        """Return the loader of this rank's samples to test on, if the session is for a test, else to validate on.
 
         Raises:
             ValueError: if there are no samples to validate on.
         """
-        if self.val is None:
+        split, subset = ("val", self.val) if self.test is None else ("test", self.test)
+        if subset is None:
             raise ValueError(
                 f"there are no samples to validate on: {self._no_val} Add val/<class>/<image>, or validate on a fixed "
                 f"fraction of train/: val_fraction=0.05 (--data.val_fraction=0.05)."
             )
-        batches = evaluation_batches(self.val.samples, self.val.store.owners, self.sampler_config, *self._rank)
-        loader = EvalLoader(batches, self._pipeline("val", self.val.store), size=self.options.sizes.largest)
-        self._loaders["val"] = loader
+        batches = evaluation_batches(subset.samples, subset.store.owners, self.sampler_config, *self._rank)
+        sizes = self.options.samples.sizes
+        loader = EvalLoader(
+            batches,
+            self._pipeline(split, subset.store),
+            size=0 if sizes is None else sizes.largest,
+            with_indices=self.options.with_indices,
+        )
+        self._loaders[split] = loader
         return loader
 
     @property
@@ -254,17 +272,11 @@ class Session:
             self._loaders.pop(split).close()
         if split not in self._pipelines:
             share = len(os.sched_getaffinity(0)) // self.topology.num_devices - 1  # of the CPU cores; one for training
-            backend, reason = choose_backend(self.options.backend, self.device)
+            cores = max(1, min(_MAX_THREADS, share))
+            made = self.options.samples.make(store, batch_size=self.options.batch_size, cores=cores, device=self.device)
             if not self._pipelines:
-                self.log_once(f"samples in memory as {store.format}; backend={backend!r}: {reason}")
-            self._pipelines[split] = make_pipeline(
-                backend,
-                store,
-                self.options.transform,
-                batch_size=self.options.batch_size,
-                threads=self.options.threads or max(1, min(_MAX_THREADS, share)),
-                device=self.device,
-            )
+                self.log_once(made.about)
+            self._pipelines[split] = made.pipeline
         return self._pipelines[split]
 
 
@@ -272,7 +284,7 @@ def open_session(
     options: DataOptions,
     *,
     device: torch.device | None = None,
-    training: bool = True,
+    stage: str = "fit",
     node_rank: int | None = None,
     local_rank: int | None = None,
     formats: Formats | None = None,
@@ -281,7 +293,7 @@ def open_session(
 
     Args:
         device: device that the batches are for; default: the CPU.
-        training: open the training samples, too.
+        stage: of the Trainer: "fit", "validate", "test" or "predict".
         node_rank, local_rank: position of this process, if known.
         formats: formats of the memory tier in the run that this one continues, by split.
 
@@ -292,7 +304,7 @@ def open_session(
     topology = find_topology(node_rank, local_rank)
     session = Session(options, topology, device or torch.device("cpu"), formats=dict(formats or {}))
     try:
-        session.open(on_rank_zero(new_run), training)
+        session.open(on_rank_zero(new_run), stage)
     except BaseException:
         session.close()
         raise

@@ -4,7 +4,8 @@ from lightning.pytorch import LightningDataModule
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 
-from lightning_sparse.data.datamodule import CachedImageDataModuleMixin
+from lightning_sparse.data.datamodule import CachedDataModuleMixin, CachedImageDataModuleMixin
+from lightning_sparse.data.tokens.datamodule import TokenDataModuleMixin
 from lightning_sparse.pto.callback import PTOMixin
 from lightning_sparse.strategy.callback import CommStatsMixin
 from lightning_sparse.strategy.mstopk_fsdp import MSTopKFSDPMixin
@@ -32,5 +33,13 @@ class PTOCallback(PTOMixin, Callback):
     __doc__ = PTOMixin.__doc__
 
 
+class CachedDataModule(CachedDataModuleMixin, LightningDataModule):
+    __doc__ = CachedDataModuleMixin.__doc__
+
+
 class CachedImageDataModule(CachedImageDataModuleMixin, LightningDataModule):
     __doc__ = CachedImageDataModuleMixin.__doc__
+
+
+class TokenDataModule(TokenDataModuleMixin, LightningDataModule):
+    __doc__ = TokenDataModuleMixin.__doc__

@@ -10,9 +10,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from lightning_sparse.data.cache import budget, shared_memory
-from lightning_sparse.data.cache import manifest as listing
-from lightning_sparse.data.cache.manifest import list_source
+from lightning_sparse.data.cache import budget, listing, shared_memory
+from lightning_sparse.data.cache.listing import list_source
 from lightning_sparse.data.cache.memory import MemoryCache
 from lightning_sparse.data.cache.samples import Manifest
 from lightning_sparse.data.config import CacheConfig

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import lmdb
@@ -208,3 +209,37 @@ for number in range(100_000):
         assert all(each is None or each == stored(number, 100_000) for number, each in enumerate(kept))
         assert sum(each is None for each in kept) <= disk.BATCH_BYTES / 100_000 + 1
         cache.close()
+
+
+def _reads(folder: Path, other: Connection) -> None:
+    """A child of a process that has read: reads, and once more after the next child has done the same."""
+    cache = DiskCache(folder)
+    for _ in range(2):
+        other.send(cache.get([key(1)]) == [stored(1)])
+        other.recv()
+    cache.close()
+
+
+@pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
+def test_forked_children_leave_each_other_their_reader_slots(tmp_path: Path) -> None:
+    cache = DiskCache(tmp_path / "c")
+    cache.put(key(1), stored(1))
+    cache.flush()
+    assert cache.get([key(1)]) == [stored(1)], "the slot of this process"
+    context = multiprocessing.get_context("fork")
+    pipes = [context.Pipe() for _ in range(2)]
+    children = [context.Process(target=_reads, args=(tmp_path / "c", there)) for _, there in pipes]
+    for child, (here, _) in zip(children, pipes, strict=True):
+        child.start()
+        assert here.poll(30), "the child has failed"
+        assert here.recv()
+    assert cache.get([key(1)]) == [stored(1)]
+    for here, _ in pipes:
+        here.send(None)
+        assert here.poll(30), "the child has failed"
+        assert here.recv()
+        here.send(None)
+    for child in children:
+        child.join(30)
+        assert child.exitcode == 0
+    cache.close()

@@ -11,8 +11,9 @@ import pytest
 import torch
 
 from lightning_sparse.data.pipeline.batch import Batch, BatchRequest
-from lightning_sparse.data.pipeline.loader import EvalLoader, ImageSizes, TrainLoader
+from lightning_sparse.data.pipeline.loader import EvalLoader, TrainLoader
 from lightning_sparse.data.pipeline.sampler import Sampler, SamplerConfig
+from lightning_sparse.data.pipeline.sizes import ImageSizes
 
 CONFIG = SamplerConfig(batch_size=4)
 

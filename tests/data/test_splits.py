@@ -13,8 +13,9 @@ import torch.distributed as dist
 
 from lightning_sparse.data.cache.manifest import load_or_list
 from lightning_sparse.data.config import CacheConfig
+from lightning_sparse.data.pipeline.backend import ImageOptions
 from lightning_sparse.data.pipeline.batch import Transform
-from lightning_sparse.data.pipeline.loader import ImageSizes
+from lightning_sparse.data.pipeline.sizes import ImageSizes
 from lightning_sparse.data.session import DataOptions, Session, open_session
 from tests.data.small import jpeg, make_folder
 from tests.data.stores import config_of
@@ -41,11 +42,14 @@ def folder(tmp_path: Path) -> Path:
     return folder
 
 
-def opened(folder: Path, sessions: list[Session], *, training: bool = True, **more: Any) -> Session:
+def opened(folder: Path, sessions: list[Session], *, stage: str = "fit", **more: Any) -> Session:
     options = DataOptions(
-        cache=config_of(folder), batch_size=3, sizes=ImageSizes(16), transform=Transform(), backend="torch", **more
+        cache=config_of(folder),
+        batch_size=3,
+        samples=ImageOptions(sizes=ImageSizes(16), transform=Transform(), backend="torch"),
+        **more,
     )
-    sessions.append(open_session(options, training=training))
+    sessions.append(open_session(options, stage=stage))
     return sessions[-1]
 
 
@@ -53,14 +57,14 @@ def labels(session: Session) -> list[int]:
     return [label for _, batch in session.eval_loader() for label in batch.tolist()]
 
 
-@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("stage", ["fit", "validate"])
 @pytest.mark.parametrize("kept", [False, True])
-def test_validation_has_the_labels_of_train(folder: Path, sessions: list[Session], training: bool, kept: bool) -> None:
+def test_validation_has_the_labels_of_train(folder: Path, sessions: list[Session], stage: str, kept: bool) -> None:
     """Also with the lists of another run, and in a run that only tests."""
     if kept:
         for split in ("train", "val"):
             load_or_list(config_of(folder), split, quiet=True)
-    session = opened(folder, sessions, training=training)
+    session = opened(folder, sessions, stage=stage)
     assert labels(session) == [1, 1, 2, 2]
     assert session.val is not None
     assert session.val.store.manifest.classes == ("c0", "c1", "c2")
@@ -86,7 +90,7 @@ def test_a_flat_folder_is_refused_with_what_to_do(folder: Path, sessions: list[S
 
 def test_a_source_to_test_on_needs_no_train(folder: Path, sessions: list[Session]) -> None:
     shutil.rmtree(folder / "train")
-    assert labels(opened(folder, sessions, training=False)) == [0, 0, 1, 1]
+    assert labels(opened(folder, sessions, stage="test")) == [0, 0, 1, 1]
 
 
 def test_without_val_the_way_out_is_named(folder: Path, sessions: list[Session]) -> None:

@@ -46,7 +46,7 @@ def agreed_format(config: CacheConfig, manifest: Manifest, placement: Placement)
     def own() -> Format:
         if placement.device_index != 0:
             return "decoded"
-        owned = owners(manifest.labels, placement.num_nodes, config.seed) == placement.node_index
+        owned = owners(manifest.strata, placement.num_nodes, config.seed) == placement.node_index
         return format_for(config, manifest, owned, cache_folder(config))
 
     if config.format != "auto":

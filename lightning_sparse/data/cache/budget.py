@@ -28,7 +28,7 @@ DEFAULT_SHARE = 0.5  # of the available memory
 
 
 def needed_bytes(manifest: Manifest, owned: npt.NDArray[np.bool_], format: Format, short_side: int) -> int:
-    """Return the bytes that the node's samples need in memory: exact for "jpeg", an estimate for "decoded"."""
+    """Return the bytes that the node's samples need in memory: an estimate for "decoded", else exact."""
     sizes = manifest.sizes[owned]
     if format == "decoded" and len(manifest.probed):
         decoded = np.array([3 * np.prod(scaled((w, h), short_side)) for _, h, w in manifest.probed.tolist()])
@@ -160,7 +160,7 @@ def _create(
 
 
 def _too_small(split: str, samples: int, plan: _Plan) -> str:
-    about = "" if plan.format == "jpeg" else "about "
+    about = "about " if plan.format == "decoded" else ""
     return (
         f"memory tier of {split}: {samples:,} samples of this node need {about}{plan.needed / GB:.2f} GB as "
         f"{plan.format}, but {plan.limit} allows {plan.capacity / GB:.2f} GB. {about.capitalize()}"

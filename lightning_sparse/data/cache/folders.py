@@ -2,7 +2,8 @@
 
 ::
 
-    <cache_dir>/v1-<hash of the source>/     mode 0700, one per source and version of the layout
+    <cache_dir>/v1-<hash of the source>/     mode 0700, one per source and version of the layout; another one for
+                                             files that are not images (format="bytes")
         cache.json                           the source, for `lightning-sparse cache info`
         <split>.manifest                     list of the samples
         <split>.lmdb/                        the files
@@ -50,7 +51,8 @@ def cache_folder(config: CacheConfig) -> Path:
     """
     root = Path(os.path.abspath(config.cache_dir))
     name = source_name(config.source)
-    folder = root / f"v{VERSION}-{hashlib.blake2b(name.encode(), digest_size=8).hexdigest()}"
+    hashed = name if config.format != "bytes" else f"{name} as bytes"
+    folder = root / f"v{VERSION}-{hashlib.blake2b(hashed.encode(), digest_size=8).hexdigest()}"
     with usable(root):
         root.mkdir(mode=0o700, parents=True, exist_ok=True)
         kind = file_system(root)

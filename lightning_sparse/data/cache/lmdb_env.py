@@ -78,7 +78,7 @@ def _opened(folder: Path, format: bytes) -> lmdb.Environment:
             readonly=read_only,
             lock=not read_only,  # nobody writes; the lock file could not be opened
             max_readers=1024,  # reader slots of all threads of the node; 64 bytes each
-            max_spare_txns=4,  # keep the slots of threads that read often
+            max_spare_txns=0,  # a forked child that closes its copy frees their slots, which others may hold by then
             metasync=False,  # one fsync per batch: a power failure may lose the last batch, never part of it
             sync=True,  # without it a power failure could corrupt the tree
             writemap=False,  # writing to a mapped file on a full disk raises SIGBUS

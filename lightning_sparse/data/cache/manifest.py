@@ -1,4 +1,4 @@
-"""Makes the list of a split's samples on network storage, and keeps it in the cache.
+"""Keeps the list of a split's samples in the cache, and makes it again when the source has changed.
 
 Listing takes minutes over a network, so a run uses the list in the cache if the folders on storage have not changed
 since: it compares the names of the classes and the modification times of all folders, which change when a file is
@@ -9,116 +9,18 @@ list in the cache.
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
-import numpy as np
-import numpy.typing as npt
-from tqdm import tqdm
-
-from lightning_sparse.data.cache.folders import (
-    cache_folder,
-    file_name,
-    is_read_only,
-    locked,
-    source_name,
-    usable,
-    write_private,
-)
-from lightning_sparse.data.cache.samples import Manifest, Paths
-from lightning_sparse.data.cache.storage import Listed, MissingFolderError, Storage, StoredFile
+from lightning_sparse.data.cache.folders import cache_folder, file_name, is_read_only, locked, usable, write_private
+from lightning_sparse.data.cache.listing import LIST_READERS, list_named, list_source
+from lightning_sparse.data.cache.lists import SampleList, read_list
+from lightning_sparse.data.cache.samples import Manifest
+from lightning_sparse.data.cache.shards import SUFFIX
+from lightning_sparse.data.cache.storage import MissingFolderError, Storage
 from lightning_sparse.data.config import CacheConfig, DataError
-from lightning_sparse.data.decode import UndecodableError, probe
 from lightning_sparse.messages import log
 
-LIST_READERS = 16  # folders listed at the same time
-PROBES = 64  # files that are read to estimate the size of decoded images
 CHECK_S = 10.0  # without an answer, a list in the cache is used as it is
-
-
-def list_source(
-    source: str,
-    split: str,
-    *,
-    timeout: float = 300.0,
-    quiet: bool = False,
-    options: dict[str, Any] | None = None,
-) -> Manifest:
-    """List an image folder on network storage, classes in parallel, with a progress bar.
-
-    Args:
-        timeout, options: as `Storage`.
-        quiet: show no progress bar.
-
-    Raises:
-        ValueError: if the split could lead outside the source, or contains no images.
-        DataError: if storage cannot be listed.
-    """
-    if not split or split.startswith("/") or ".." in split.split("/"):
-        raise ValueError(f"split={split!r} must be the name of a folder in {source}, such as 'train'.")
-    storage = Storage(source, timeout=timeout, readers=LIST_READERS, quiet=quiet, options=options)
-    try:
-        times = storage.names(split)
-        classes = sorted(times)
-        listed = storage.listing([f"{split}/{name}" for name in classes])
-        below = list(tqdm(listed, total=len(classes), desc=f"listing {split}", unit="class", disable=quiet or None))
-        probed = _probed(storage, [path for each in below for path, _, _ in each.files])
-    finally:
-        storage.close()
-    found = dict(zip(classes, below, strict=True))
-    _check_classes(source, split, found)
-    manifest = _manifest_of(source_name(source), split, times, found)
-    return replace(manifest, probed=probed)
-
-
-def _check_classes(source: str, split: str, below: Mapping[str, Listed]) -> None:
-    """Raise ValueError if there are no classes, or one without images."""
-    empty = [name for name, each in below.items() if not each.files]
-    if empty:
-        raise ValueError(
-            f"source={source}: folder {split}/{empty[0]} contains no images. Remove it, or add images to it."
-        )
-    if not below:
-        raise ValueError(
-            f"source={source}: {split}/ contains no class folders. Expected {split}/<class>/<image>: put each image "
-            "into the folder of its class."
-        )
-
-
-def _probed(storage: Storage, paths: Sequence[str]) -> npt.NDArray[np.int64]:
-    """Return (size, height, width) of up to `PROBES` of these images, without those that are corrupt."""
-    some = [paths[index] for index in np.unique(np.linspace(0, len(paths) - 1, PROBES, dtype=int))] if paths else []
-    rows = []
-    for file in storage.read(some):
-        with contextlib.suppress(UndecodableError):
-            if isinstance(file, StoredFile):
-                rows.append((file.size, *probe(file.data)))
-    return np.array(rows, np.int64).reshape(-1, 3)
-
-
-def _manifest_of(root: str, split: str, times: Mapping[str, int], below: Mapping[str, Listed]) -> Manifest:
-    """times: modification time of the folder of each class. below: what each contains, by class in order."""
-    found = sorted(
-        (path, label, size, mtime) for label, each in enumerate(below.values()) for path, size, mtime in each.files
-    )
-    labels, sizes, mtimes = (np.array([row[column] for row in found], np.int64) for column in (1, 2, 3))
-    paths = Paths.of([row[0] for row in found])
-    folders = {f"{split}/{name}": time for name, time in times.items()}
-    folders |= {path: time for each in below.values() for path, time in each.folders if path not in folders}
-    return Manifest(
-        split,
-        root,
-        tuple(below),
-        paths,
-        labels,
-        sizes,
-        mtimes,
-        folders=Paths.of(list(folders)),
-        folder_mtimes_ns=np.array(list(folders.values()), np.int64),
-    )
 
 
 def load_or_list(config: CacheConfig, split: str, *, relist: bool = False, quiet: bool = False) -> Manifest:
@@ -138,33 +40,101 @@ def load_or_list(config: CacheConfig, split: str, *, relist: bool = False, quiet
         kept = None if relist else kept_manifest(config, split)
         if kept is not None and not _has_changed(config, kept):
             return kept
-        if kept is not None and is_read_only(file.parent):
+        fixed = kept is not None and is_read_only(file.parent)
+        if kept is not None and fixed and not (config.lists or kept.list_digest):
             log.warning("using the list of %s/ in %s, which cannot be written", split, file.parent)
             return kept
-        manifest = list_source(
-            config.source, split, timeout=config.storage_timeout, quiet=quiet, options=config.storage_options
-        )
-        write_private(file, manifest.to_bytes())
-        _old_file(config, split).unlink(missing_ok=True)
+        manifest = _listed(config, split, quiet)
+        if not fixed:
+            write_private(file, manifest.to_bytes())
+            _old_file(config, split).unlink(missing_ok=True)
         return manifest
 
 
-def class_names(config: CacheConfig, split: str) -> tuple[str, ...]:
-    """Return the names of the classes: the folders of the source, or if storage does not answer, those in the cache.
+def _listed(config: CacheConfig, split: str, quiet: bool) -> Manifest:
+    if config.lists is not None:
+        return list_named(config, split, _list_of(config, split), quiet=quiet)
+    return list_source(
+        config.source,
+        split,
+        timeout=config.storage_timeout,
+        quiet=quiet,
+        options=config.storage_options,
+        images=config.format != "bytes",
+        member=config.member,
+    )
+
+
+def _list_of(config: CacheConfig, split: str, kept: Manifest | None = None) -> SampleList:
+    """Read the list of a split."""
+    assert config.lists is not None
+    if split not in config.lists:
+        raise MissingFolderError(f"lists={config.lists} has no list of {split!r}.")
+    return read_list(config, split, timeout=_patience(config, kept))
+
+
+def has_split(config: CacheConfig, split: str) -> bool:
+    """Whether the source has a split with classes, or with any files if they are not images.
 
     Raises:
-        DataError: if there are neither.
+        DataError: if storage does not respond, and the cache has no other split.
     """
-    kept = kept_manifest(config, split)
+    if config.lists is not None:
+        return split in config.lists
+    if kept_manifest(config, split) is not None:
+        return True
+    kept = next((each for each in map(lambda name: kept_manifest(config, name), ("val", "train")) if each), None)
     storage = Storage(config.source, timeout=_patience(config, kept), readers=1, options=config.storage_options)
     try:
-        return tuple(sorted(storage.names(split)))
+        if storage.names(split) or config.format == "bytes":
+            return True
+        (listed,) = storage.listing([split], images=False)
+        return any(path.endswith(SUFFIX) for path, _, _ in listed.files)
+    except MissingFolderError:
+        return False
     except DataError:
         if kept is None:
             raise
-        return kept.classes
+        return False
     finally:
         storage.close()
+
+
+def class_names(config: CacheConfig, split: str) -> tuple[str, ...]:
+    """Return the names of the classes: those on storage, or if storage does not answer, those in the cache.
+
+    Raises:
+        ValueError: as `read_list`.
+        DataError: if there are neither.
+    """
+    return _classes(config, split)[0]
+
+
+def num_classes(config: CacheConfig, split: str) -> int:
+    """Return the number of classes. Raises: as `class_names`."""
+    return _classes(config, split)[1]
+
+
+def _classes(config: CacheConfig, split: str) -> tuple[tuple[str, ...], int]:
+    """Return the names of the classes, and their number."""
+    kept = kept_manifest(config, split)
+    try:
+        if config.lists is not None:
+            named = _list_of(config, split, kept)
+            return named.classes, named.num_classes
+        storage = Storage(config.source, timeout=_patience(config, kept), readers=1, options=config.storage_options)
+        try:
+            names = tuple(sorted(storage.names(split)))
+        finally:
+            storage.close()
+    except DataError:
+        if kept is None:
+            raise
+        return kept.classes, kept.num_classes
+    if names:
+        return names, len(names)
+    manifest = load_or_list(config, split)  # shards say their labels only when they are listed
+    return manifest.classes, manifest.num_classes
 
 
 def kept_manifest(config: CacheConfig, split: str) -> Manifest | None:
@@ -212,7 +182,7 @@ def _has_changed(config: CacheConfig, kept: Manifest) -> bool:
         options=config.storage_options,
     )
     try:
-        change = _change(storage, kept)
+        change = _change(config, storage, kept)
     except DataError as error:
         log.warning("using the list of %s/ in the cache, because storage cannot be asked: %s", kept.split, error)
         return False
@@ -223,16 +193,19 @@ def _has_changed(config: CacheConfig, kept: Manifest) -> bool:
     return bool(change)
 
 
-def _change(storage: Storage, kept: Manifest) -> str:
+def _change(config: CacheConfig, storage: Storage, kept: Manifest) -> str:
     """Return what has changed on storage since it was listed, or "".
 
     Raises:
         DataError: if storage does not answer, or does not have the split.
     """
-    now = {f"{kept.split}/{name}": time for name, time in storage.names(kept.split).items()}
+    digest = _list_of(config, kept.split, kept).digest if config.lists is not None else ""
+    if digest != kept.list_digest:
+        return f"the list of {kept.split} has changed"
+    now = {f"{kept.split}/{name}": time for name, time in ({} if digest else storage.names(kept.split)).items()}
     if not len(kept.folders):
         return f"the list of {kept.split}/ is of an older version"
-    classes = {f"{kept.split}/{name}" for name in kept.classes}
+    classes = set() if digest else {f"{kept.split}/{name}" for name in kept.classes}
     for verb, names in (("is new", now.keys() - classes), ("is gone", classes - now.keys())):
         if names:
             return f"{min(names)}/ {verb}"

@@ -46,7 +46,7 @@ _SLOTS_AT = 4096 + _ROWS * _ROW * 8
 _SLOT = np.dtype(
     [("state", "u4"), ("length", "u4"), ("offset", "u8"), ("height", "u4"), ("width", "u4"), ("checksum", "u8")]
 )
-_FORMATS: tuple[Format, ...] = ("jpeg", "decoded")
+_FORMATS: tuple[Format, ...] = ("jpeg", "decoded", "bytes")
 assert len(NAMES) <= _ROW
 
 

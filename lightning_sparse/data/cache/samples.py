@@ -1,8 +1,8 @@
 """The samples of a split, and the file that keeps them.
 
-The source is ``<source>/<split>/<class>/**/*.jpg``. Classes are numbered by name, like torchvision's ImageFolder; other
-splits use the numbers of train/ (`Manifest.numbered_as`). The size and the modification time of each file identify its
-listed version: a file that differs has changed on storage.
+The samples are the files ``<source>/<split>/<class>/**/*.jpg``, or those of a list. Classes are numbered by name, like
+torchvision's ImageFolder; other splits use the numbers of train/ (`Manifest.numbered_as`). The size and the time of
+modification of each file identify its listed version: a file that differs has changed on storage.
 
 A manifest file is a line of JSON with the names and lengths of its arrays, followed by the arrays:
 
@@ -16,6 +16,9 @@ classes          uint8, int64 names
 folders          uint8, int64 paths
 folder_mtimes_ns int64        of each folder, when it was listed
 probed           int64        size, height and width of some files
+shards           uint8, int64 paths of tar files
+shard_of,        int64        of each sample, if there are shards
+offsets
 ================ ============ ==================================================
 
 Processes map the file, so that all processes of a node share one copy.
@@ -29,7 +32,7 @@ import json
 import mmap
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -88,6 +91,7 @@ class Paths:
 
 
 _NONE = Paths.of([])
+_STRINGS = ("paths", "classes", "folders", "shards")
 
 
 @dataclass(frozen=True, eq=False)
@@ -99,12 +103,16 @@ class Manifest:
         root: the source.
         classes: names, in order.
         paths: paths of the files relative to the root, with forward slashes, sorted.
-        labels: int64, class of each sample.
+        labels: int64 [N], class of each sample; or int64 or float64 [N, L], the L columns of a list.
         sizes: int64, size of each file when it was listed.
         mtimes_ns: int64, modification time of each file when it was listed; 0 if unknown.
         fingerprint: hash of all of these; computed if "".
         folders: paths of the folders of the split; none if it was listed by a version that did not keep them.
         folder_mtimes_ns: int64, modification time of each folder when it was listed; 0 if unknown.
+        list_digest: hash of the list that names the samples; "" if they are those of the folder.
+        shards: paths of the tar files that the samples are in; none if they are files.
+        shard_of: int64 [N], shard of each sample. `paths` are then those of the shard and the member, joined by "/".
+        offsets: int64 [N], where each sample begins in its shard.
         probed: int64 [n, 3], size, height and width of the images in n of the files, spread over all classes.
 
     Raises:
@@ -115,12 +123,16 @@ class Manifest:
     root: str
     classes: tuple[str, ...]
     paths: Sequence[str] | Paths
-    labels: npt.NDArray[np.int64]
+    labels: npt.NDArray[Any]
     sizes: npt.NDArray[np.int64]
     mtimes_ns: npt.NDArray[np.int64]
     fingerprint: str = ""
     folders: Paths = _NONE
     folder_mtimes_ns: npt.NDArray[np.int64] = field(default_factory=lambda: _NONE.ends)
+    list_digest: str = ""
+    shards: Paths = _NONE
+    shard_of: npt.NDArray[np.int64] = field(default_factory=lambda: _NONE.ends)
+    offsets: npt.NDArray[np.int64] = field(default_factory=lambda: _NONE.ends)
     probed: npt.NDArray[np.int64] = field(default_factory=lambda: np.zeros((0, 3), np.int64))
 
     def __post_init__(self) -> None:
@@ -133,7 +145,9 @@ class Manifest:
             raise ValueError("paths, labels, sizes and mtimes_ns of a manifest must have equal lengths.")
         digest = hashlib.blake2b(repr((self.split, self.classes)).encode("utf-8", "surrogateescape"), digest_size=16)
         digest.update(paths.joined.data)
-        for numbers in (paths.ends, self.labels, self.sizes, self.mtimes_ns):
+        if self._columns:
+            digest.update(repr(self._columns).encode())
+        for numbers in (paths.ends, _as_int64(self.labels), self.sizes, self.mtimes_ns, self.offsets):
             digest.update(np.ascontiguousarray(numbers, np.int64).tobytes())
         if self.fingerprint not in ("", digest.hexdigest()):
             raise DataError(
@@ -143,6 +157,23 @@ class Manifest:
 
     def __len__(self) -> int:
         return len(self.labels)
+
+    @property
+    def strata(self) -> npt.NDArray[np.int64]:
+        """Class of each sample, int64 [N], which placement spreads evenly over nodes; 0 if samples have none."""
+        if self.labels.dtype.kind == "f" or not self.labels.size:
+            return np.zeros(len(self), np.int64)
+        return self.labels if self.labels.ndim == 1 else self.labels[:, 0]
+
+    @property
+    def num_classes(self) -> int:
+        """Number of classes; of integer labels in a list, the largest one plus 1."""
+        return count_classes(self.classes, self.labels)
+
+    @property
+    def _columns(self) -> tuple[str, int] | None:
+        """(type, number) of the columns of labels; None for the classes of a folder."""
+        return None if self.labels.ndim == 1 else (self.labels.dtype.name, self.labels.shape[1])
 
     def numbered_as(self, classes: tuple[str, ...]) -> Manifest:
         """Return this manifest with its classes numbered as those of train/.
@@ -155,6 +186,11 @@ class Manifest:
         """
         if classes == self.classes:
             return self
+        if not (classes and self.classes):
+            raise ValueError(
+                f"{self.root}: the labels of {self.split} are {'names' if self.classes else 'numbers'}, and those of "
+                f"train are not. Use names in all lists, or numbers."
+            )
         number = {name: label for label, name in enumerate(classes)}
         unknown = [name for name in self.classes if name not in number]
         if unknown:
@@ -165,22 +201,39 @@ class Manifest:
                 f"folders of train/, or remove {self.split}/ and set val_fraction=0.05."
             )
         numbers = np.array([number[name] for name in self.classes], np.int64)
-        return replace(self, classes=classes, labels=numbers[self.labels], fingerprint="")
+        labels = self.labels.copy()
+        first = labels if labels.ndim == 1 else labels[:, 0]
+        first[:] = numbers[first]
+        return replace(self, classes=classes, labels=labels, fingerprint="")
 
     def key(self, index: int) -> FileKey:
         """Return the file of a sample, as listed."""
         return FileKey(self.paths[index], int(self.sizes[index]), int(self.mtimes_ns[index]))
 
+    def location(self, index: int) -> str | tuple[str, int, int]:
+        """Return the path of a sample's file; or (path, first byte, last byte + 1) in its shard."""
+        if not len(self.shards):
+            return self.paths[index]
+        first = int(self.offsets[index])
+        return self.shards[int(self.shard_of[index])], first, first + int(self.sizes[index])
+
     def to_bytes(self) -> bytes:
         """Return the contents of a manifest file."""
         assert isinstance(self.paths, Paths)
         classes = Paths.of(self.classes)
-        arrays: dict[str, npt.NDArray[Any]] = {"labels": self.labels, "sizes": self.sizes, "mtimes_ns": self.mtimes_ns}
+        arrays: dict[str, npt.NDArray[Any]] = {
+            "labels": _as_int64(self.labels),
+            "sizes": self.sizes,
+            "mtimes_ns": self.mtimes_ns,
+        }
         arrays |= {"folder_mtimes_ns": self.folder_mtimes_ns, "probed": self.probed.reshape(-1)}
-        for name, paths in {"paths": self.paths, "classes": classes, "folders": self.folders}.items():
+        if len(self.shards):
+            arrays |= {"shard_of": self.shard_of, "offsets": self.offsets}
+        for name, paths in zip(_STRINGS, (self.paths, classes, self.folders, self.shards), strict=True):
             arrays |= {name: paths.joined, f"{name}_ends": paths.ends}
         lengths = {name: len(array) for name, array in arrays.items()}
-        about = {"split": self.split, "root": self.root, "fingerprint": self.fingerprint, "arrays": lengths}
+        about: dict[str, Any] = {"split": self.split, "root": self.root, "fingerprint": self.fingerprint}
+        about |= {"arrays": lengths, "list_digest": self.list_digest, "columns": self._columns}
         parts = [_MAGIC + json.dumps(about).encode() + b"\n", *(array.tobytes() for array in arrays.values())]
         return b"".join(part + bytes(-len(part) % _ALIGN) for part in parts)
 
@@ -194,7 +247,7 @@ class Manifest:
             about = json.loads(first[len(_MAGIC) :])
             arrays, offset = {}, len(first) + -len(first) % _ALIGN
             for name, length in about.pop("arrays").items():
-                kind = np.dtype(np.uint8 if name in ("paths", "classes", "folders") else np.int64)
+                kind = np.dtype(np.uint8 if name in _STRINGS else np.int64)
                 arrays[name] = np.frombuffer(data, kind, length, offset)
                 offset += length * kind.itemsize + -length * kind.itemsize % _ALIGN
             return cls(**_arguments(about, arrays))
@@ -214,9 +267,24 @@ class Manifest:
         return cls.from_bytes(data)
 
 
-def _arguments(about: Mapping[str, str], arrays: dict[str, npt.NDArray[Any]]) -> dict[str, Any]:
+def count_classes(classes: tuple[str, ...], labels: npt.NDArray[Any]) -> int:
+    """Return the number of classes: of their names, or of integer labels in the first column of a list."""
+    if classes or labels.dtype.kind == "f" or labels.ndim == 1 or not labels.size:
+        return len(classes)
+    return int(labels[:, 0].max()) + 1
+
+
+def _as_int64(labels: npt.NDArray[Any]) -> npt.NDArray[np.int64]:
+    """Return the bits of labels, int64 [N * L]."""
+    return np.ascontiguousarray(labels).reshape(-1).view(np.int64)
+
+
+def _arguments(about: dict[str, Any], arrays: dict[str, npt.NDArray[Any]]) -> dict[str, Any]:
     """Return the arguments of a Manifest."""
-    paths = {name: Paths(arrays.pop(name), arrays.pop(f"{name}_ends")) for name in ("paths", "classes", "folders")}
+    if columns := about.pop("columns", None):
+        arrays["labels"] = arrays["labels"].view(columns[0]).reshape(len(arrays["sizes"]), columns[1])
+    there = [name for name in _STRINGS if name in arrays]  # earlier versions had no shards
+    paths = {name: Paths(arrays.pop(name), arrays.pop(f"{name}_ends")) for name in there}
     probed = arrays.pop("probed").reshape(-1, 3)
     return {**about, **arrays, **paths, "classes": tuple(paths["classes"]), "probed": probed}
 

@@ -31,6 +31,7 @@ WARN_S = 5.0  # silence before a warning
 RETRY_S = 1.0
 RESTART_S = 30.0  # silence before the reader is restarted, doubling each time: its connection may never recover
 KILL_S = 1.0  # for the end of a reader; one that hangs in the kernel is left to it
+Location = str | tuple[str, int, int]  # path, or (path, first byte, last byte + 1)
 _READER = Path(__file__).with_name("storage_reader.py")
 
 
@@ -53,7 +54,7 @@ class StoredFile(NamedTuple):
 class Listed(NamedTuple):
     """What is below a folder.
 
-    files: (path, size, mtime in ns) of each image. folders: (path, mtime in ns) of each folder, 0 if unknown.
+    files: (path, size, mtime in ns) of each file. folders: (path, mtime in ns) of each folder, 0 if unknown.
     """
 
     files: list[tuple[str, int, int]]
@@ -110,20 +111,32 @@ class Storage:
         self._warned_since: float | None = None  # when the silence that was logged began
         self._trouble = ""
 
-    def read(self, paths: Sequence[str]) -> Iterator[StoredFile | Unreadable]:
-        """Yield the contents of files in order. All files are requested at once."""
-        requests = [self._request("r", path) for path in paths]
+    def read(self, locations: Sequence[Location]) -> Iterator[StoredFile | Unreadable]:
+        """Yield the contents of files, or of parts of files, in order. All are requested at once."""
+        parts = [(each, "", "") if isinstance(each, str) else each for each in locations]
+        requests = [self._request("r", f"{first}:{last}:{path}") for path, first, last in parts]
         for request in requests:
             status, payload, size, mtime_ns = self._wait_for(request)
             yield StoredFile(payload, size, mtime_ns) if status == "k" else Unreadable(_text(payload))
 
-    def listing(self, folders: Sequence[str]) -> Iterator[Listed]:
-        """Yield the images and the folders below each folder.
+    def members(self, paths: Sequence[str]) -> Iterator[list[tuple[str, int, int, str]]]:
+        """Yield (name, offset, size, contents of a label) of the members of each tar file."""
+        for path, request in [(path, self._request("t", path)) for path in paths]:
+            status, payload, _, _ = self._wait_for(request)
+            if status != "k":
+                raise ValueError(f"source={self.source}: the shard {path} cannot be used: {_text(payload)}.")
+            yield [tuple(each) for each in json.loads(payload)]
+
+    def listing(self, folders: Sequence[str], *, images: bool = True) -> Iterator[Listed]:
+        """Yield the files and the folders below each folder.
+
+        Args:
+            images: only images; else all files but hidden ones.
 
         Raises:
             MissingFolderError: if a folder cannot be listed; also `names` and `mtimes`.
         """
-        for files, below in self._ask("l", folders):
+        for files, below in self._ask("l" if images else "f", folders):
             yield Listed([tuple(each) for each in files], [tuple(each) for each in below])
 
     def names(self, folder: str) -> dict[str, int]:

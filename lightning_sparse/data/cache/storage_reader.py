@@ -8,9 +8,10 @@ closes. The first message is the options for fsspec, because other users can rea
 library, and fsspec if the source is a URL, so that it starts fast.
 
 =========  ============================================  ============================================
-request    number u64, kind u8, path                     "r": read a file
-                                                         "l": list the images below a folder
+request    number u64, kind u8, path                     "r": read a file, or part of one: first, last, path
+                                                         "l": list the images below a folder, "f": all files
                                                          "n": list its subfolders, "m": when it changed
+                                                         "t": list the members of a tar file
 answer     number u64, status u8, size u64, mtime i64,   status "k": contents of the file, or JSON
            payload                                       status "s": why the file cannot be read
                                                          status "t": error of the network, may pass
@@ -28,6 +29,7 @@ import json
 import os
 import stat
 import struct
+import tarfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -45,6 +47,9 @@ _FILE_ERRORS = (ENOENT, EACCES, EPERM, EISDIR, ENOTDIR, ELOOP, ENAMETOOLONG, ENX
 _PROGRAM_ERRORS = (AttributeError, ImportError, NotImplementedError, TypeError)
 PROGRESS_S = 1.0
 MAX_LISTING_S = 1800.0  # of one request to a URL, whose progress is not known
+
+
+MAX_LABEL_BYTES = 64  # of a member that is a label: `.cls`
 
 
 class UnreadableFileError(Exception):
@@ -70,6 +75,19 @@ class LocalStorage:
                 parts.append(part)
         return b"".join(parts), about.st_size, about.st_mtime_ns
 
+    def part(self, path: str, first: int, last: int) -> tuple[bytes, int, int]:
+        """Return (bytes first to last - 1, their number, mtime in ns) of a file."""
+        with open(os.path.join(self.root, path), "rb", buffering=0) as stream:
+            parts, mtime = [], os.fstat(stream.fileno()).st_mtime_ns
+            while first < last and (part := os.pread(stream.fileno(), min(last - first, 1 << 24), first)):
+                parts.append(part)
+                first += len(part)
+        data = b"".join(parts)
+        return data, len(data), mtime
+
+    def opened(self, path: str) -> Any:
+        return open(os.path.join(self.root, path), "rb")
+
     def names(self, path: str) -> "list[tuple[str, int]]":
         """Return (name, mtime in ns) of the subfolders."""
         with os.scandir(os.path.join(self.root, path)) as entries:
@@ -79,16 +97,17 @@ class LocalStorage:
         return os.stat(os.path.join(self.root, path)).st_mtime_ns
 
     def listing(
-        self, path: str, progress: "Callable[[], None]"
+        self, path: str, wanted: "Callable[[str], bool]", progress: "Callable[[], None]"
     ) -> "tuple[list[tuple[str, int, int]], list[tuple[str, int]]]":
-        """Return (path relative to the root, size, mtime) of each image below `path`, (path, mtime) of each folder.
+        """Return (path relative to the root, size, mtime) of each file below `path`, (path, mtime) of each folder.
 
+        wanted: whether to list a file of this name.
         progress: called every `PROGRESS_S` seconds, if entries are read.
         """
         found: list[tuple[str, int, int]] = []
         folders: list[tuple[str, int]] = []
         told = time.monotonic()
-        for files, below in self._walk(path, ()):
+        for files, below in self._walk(path, wanted, ()):
             found += files
             folders += below
             if time.monotonic() - told >= PROGRESS_S:
@@ -97,9 +116,9 @@ class LocalStorage:
         return found, folders
 
     def _walk(
-        self, folder: str, parents: "tuple[tuple[int, int], ...]"
+        self, folder: str, wanted: "Callable[[str], bool]", parents: "tuple[tuple[int, int], ...]"
     ) -> "Iterator[tuple[list[tuple[str, int, int]], list[tuple[str, int]]]]":
-        """Yield images and folders, one at a time.
+        """Yield files and folders, one at a time.
 
         parents: device and inode of the folders above, because links could form a loop.
         """
@@ -110,12 +129,12 @@ class LocalStorage:
         yield [], [(folder, about.st_mtime_ns)]
         with os.scandir(os.path.join(self.root, folder)) as entries:
             for entry in entries:
-                name = f"{folder}/{entry.name}"
+                name = f"{folder}/{entry.name}" if folder else entry.name
                 if entry.is_dir():
-                    yield from self._walk(name, (*parents, own))
-                elif entry.name.lower().endswith(IMAGE_SUFFIXES):
-                    image = _stat(entry)
-                    yield [(name, image.st_size, image.st_mtime_ns) if image else (name, 0, 0)], []
+                    yield from self._walk(name, wanted, (*parents, own))
+                elif wanted(entry.name):
+                    file = _stat(entry)
+                    yield [(name, file.st_size, file.st_mtime_ns) if file else (name, 0, 0)], []
 
     def alive(self) -> bool:
         """Whether the storage is mounted: an unmounted folder is empty."""
@@ -137,6 +156,13 @@ class FsspecStorage:
         data = self._fs.cat_file(self._at(path))
         return data, len(data), 0
 
+    def part(self, path: str, first: int, last: int) -> tuple[bytes, int, int]:
+        data = self._fs.cat_file(self._at(path), start=first, end=last)
+        return data, len(data), 0
+
+    def opened(self, path: str) -> Any:
+        return self._fs.open(self._at(path), "rb", block_size=1 << 20)
+
     def names(self, path: str) -> "list[tuple[str, int]]":
         entries = self._fs.ls(self._at(path), detail=True)
         return [(e["name"].rstrip("/").rpartition("/")[2], _mtime(e)) for e in entries if e["type"] == "directory"]
@@ -146,7 +172,7 @@ class FsspecStorage:
         return _mtime(self._fs.info(self._at(path)))
 
     def listing(
-        self, path: str, progress: "Callable[[], None]"
+        self, path: str, wanted: "Callable[[str], bool]", progress: "Callable[[], None]"
     ) -> "tuple[list[tuple[str, int, int]], list[tuple[str, int]]]":
         ended, deadline = threading.Event(), time.monotonic() + MAX_LISTING_S
 
@@ -156,17 +182,19 @@ class FsspecStorage:
 
         threading.Thread(target=report, daemon=True).start()
         try:
-            return self._listing(path)
+            return self._listing(path, wanted)
         finally:
             ended.set()
 
-    def _listing(self, path: str) -> "tuple[list[tuple[str, int, int]], list[tuple[str, int]]]":
+    def _listing(
+        self, path: str, wanted: "Callable[[str], bool]"
+    ) -> "tuple[list[tuple[str, int, int]], list[tuple[str, int]]]":
         skip = len(self._root) + 1 if self._root else 0
         found, folders = [], []
         for name, about in self._fs.find(self._at(path), detail=True, withdirs=True).items():
             if about["type"] == "directory":
                 folders.append((name.rstrip("/")[skip:], _mtime(about)))
-            elif name.lower().endswith(IMAGE_SUFFIXES):
+            elif wanted(name.rpartition("/")[2]):
                 found.append((name[skip:], about.get("size") or 0, _mtime(about)))
         return found, folders
 
@@ -174,7 +202,15 @@ class FsspecStorage:
         return bool(self._fs.ls(self._root or "", detail=False))
 
     def _at(self, path: str) -> str:
-        return f"{self._root}/{path}" if self._root else path
+        return f"{self._root}/{path}" if self._root and path else self._root or path
+
+
+def is_image(name: str) -> bool:
+    return name.lower().endswith(IMAGE_SUFFIXES)
+
+
+def is_visible(name: str) -> bool:
+    return not name.startswith(".")
 
 
 def _stat(entry: "os.DirEntry[str]") -> "os.stat_result | None":
@@ -194,6 +230,29 @@ def _mtime(about: "dict[str, Any]") -> int:
             return int(value * 1e9)
     tag = str(about.get("ETag") or about.get("etag") or about.get("CRC") or "")
     return int.from_bytes(tag.encode()[-7:], "little")
+
+
+def members(file: Any, progress: "Callable[[], None]") -> list[tuple[str, int, int, str]]:
+    """Return (name, offset, size, contents of a ``.cls`` member) of each file in a tar file, from its headers.
+
+    Raises:
+        UnreadableFileError: if it is not an uncompressed tar file.
+    """
+    found, told = [], time.monotonic()
+    try:
+        with file, tarfile.open(fileobj=file, mode="r:") as tar:
+            for member in tar:
+                if member.isreg():
+                    is_label = member.name.endswith(".cls") and member.size <= MAX_LABEL_BYTES
+                    stream = tar.extractfile(member) if is_label else None
+                    label = stream.read().decode("ascii", "replace").strip() if stream else ""
+                    found.append((member.name, member.offset_data, member.size, label))
+                if time.monotonic() - told >= PROGRESS_S:
+                    progress()
+                    told = time.monotonic()
+    except tarfile.TarError as error:
+        raise UnreadableFileError(f"it is not an uncompressed tar file: {error}") from error
+    return found
 
 
 class Source:
@@ -220,9 +279,12 @@ def answer(source: Source, kind: int, path: str, progress: "Callable[[], None]")
         return ord("x" if never else "t"), _described(error), 0, 0
     try:
         if kind == ord("r"):
-            return (ord("k"), *storage.read(path))
-        if kind == ord("l"):
-            found: Any = storage.listing(path, progress)
+            first, last, whole = path.split(":", 2)
+            return (ord("k"), *(storage.part(whole, int(first), int(last)) if last else storage.read(whole)))
+        if kind in b"lf":
+            found: Any = storage.listing(path, is_image if kind == ord("l") else is_visible, progress)
+        elif kind == ord("t"):
+            found = members(storage.opened(path), progress)
         else:
             found = storage.names(path) if kind == ord("n") else storage.mtime(path)
         return ord("k"), json.dumps(found).encode("utf-8", "surrogatepass"), 0, 0

@@ -62,7 +62,7 @@ class SampleStore:
     ) -> None:
         self.config, self.manifest = config, manifest
         self.placement, self._run = placement or Placement(), run or new_run()
-        self.owners = owners(manifest.labels, self.placement.num_nodes, config.seed)
+        self.owners = owners(manifest.strata, self.placement.num_nodes, config.seed)
         self._owned = self.owners == self.placement.node_index
         self.hits_count_as: Literal["memory", "served"] = "memory"  # "served" in the server process
         self._corrupt: dict[int, str] = {}
@@ -143,7 +143,7 @@ class SampleStore:
             else:
                 yield index, found
         if absent:
-            answers = tiers.storage.read([self.manifest.paths[index] for index in absent])
+            answers = tiers.storage.read([self.manifest.location(index) for index in absent])
             for index, answer in zip(absent, answers, strict=True):
                 yield index, self._from_storage(tiers, index, answer)
 
@@ -153,7 +153,7 @@ class SampleStore:
         if file.error is not None:
             return file.error if known and self.config.on_corrupt == "skip" else None
         try:
-            pixels = None if known and self.format == "jpeg" else decode.decode(file.data, self.config.short_side)
+            pixels = None if known and self.format != "decoded" else decode.decode(file.data, self.config.short_side)
         except decode.UndecodableError:
             return None
         if not known:
@@ -193,6 +193,14 @@ class SampleStore:
             f"current content. Run `lightning-sparse cache warm` to list the source again.",
         )
 
+    def replacement(self, index: int, reason: str) -> Sample:
+        """Return another sample in place of one that cannot be decoded.
+
+        Raises:
+            CorruptSampleError: if ``on_corrupt="raise"``, or if the samples that could replace it are corrupt, too.
+        """
+        return self._replacement(self._tiers(), index, reason)
+
     def _replacement(self, tiers: Tiers, index: int, reason: str) -> Sample:
         """Return the next valid sample of the same owner in place of a corrupt one; the same in each epoch and run."""
         path = self.manifest.paths[index]
@@ -213,7 +221,7 @@ class SampleStore:
         raise CorruptSampleError(path, f"{reason}; the next {tried} samples are corrupt, too")
 
     def _sample(self, index: int, view: View) -> Sample:
-        return Sample(view.data, int(self.manifest.labels[index]), index, view.height, view.width)
+        return Sample(view.data, self.manifest.labels[index].tolist(), index, view.height, view.width)
 
     def serve(self, address: str | None = None, clients: int = 0) -> str:
         """Start the server process that serves this node's samples; called by one rank per node.

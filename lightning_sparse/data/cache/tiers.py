@@ -27,7 +27,7 @@ from lightning_sparse.messages import log
 class Tiers:
     """The tiers that a process has open. A forked process opens its own: pid tells them apart.
 
-    decoder: id of the decoder in use (`decode.decoder_id`).
+    decoder: id of the decoder in use.
     warn_once: called with (topic, text); logs each topic once per run and node, whichever process calls it first.
     """
 
@@ -60,19 +60,28 @@ class Tiers:
         self.memory.close()
 
 
+def decoder_of(config: CacheConfig) -> int:
+    """Return the id of the decoder that validates files; 0 if none does."""
+    return 0 if config.format == "bytes" else decode.decoder_id()
+
+
 def store_file(
     config: CacheConfig, disk: DiskCache, key: FileKey, answer: StoredFile | Unreadable, decoder: int
-) -> tuple[CachedFile, npt.NDArray[np.uint8]] | str:
-    """Validate a file from storage by decoding it, and cache it on disk.
+) -> tuple[CachedFile, npt.NDArray[np.uint8] | None] | str:
+    """Validate a file from storage by decoding it if it is an image, and cache it on disk.
 
     Returns:
         The file and its pixels, or the reason why it is corrupt.
     """
+    pixels = None
     try:
         if isinstance(answer, Unreadable):
             raise decode.UndecodableError(answer.reason)
-        file = CachedFile(answer.data, *decode.probe(answer.data), decoder)
-        pixels = decode.decode(answer.data, config.short_side)
+        if config.format == "bytes":
+            file = CachedFile(answer.data, 1, len(answer.data), decoder)
+        else:
+            file = CachedFile(answer.data, *decode.probe(answer.data), decoder)
+            pixels = decode.decode(answer.data, config.short_side)
     except decode.UndecodableError as error:
         if config.on_corrupt == "skip":
             disk.put(key, corrupt_file(str(error), decoder))
@@ -112,4 +121,4 @@ def open_tiers(
         quiet=quiet,
         options=config.storage_options,
     )
-    return Tiers(os.getpid(), memory, disk, storage, counter, decode.decoder_id(), warn_once)
+    return Tiers(os.getpid(), memory, disk, storage, counter, decoder_of(config), warn_once)

@@ -13,14 +13,13 @@ from dataclasses import dataclass, field
 import numpy as np
 from tqdm import tqdm
 
-from lightning_sparse.data import decode
 from lightning_sparse.data.cache.counts import Counter
 from lightning_sparse.data.cache.disk import DiskCache, FileKey
-from lightning_sparse.data.cache.manifest import load_or_list
+from lightning_sparse.data.cache.manifest import has_split, load_or_list
 from lightning_sparse.data.cache.placement import Placement, owners
-from lightning_sparse.data.cache.storage import MissingFolderError, Storage, StoredFile
-from lightning_sparse.data.cache.tiers import open_disk, store_file
-from lightning_sparse.data.config import CacheConfig
+from lightning_sparse.data.cache.storage import Location, Storage, StoredFile
+from lightning_sparse.data.cache.tiers import decoder_of, open_disk, store_file
+from lightning_sparse.data.config import SPLITS, CacheConfig
 from lightning_sparse.messages import log
 
 CHUNK = 16  # files per request of a thread
@@ -58,7 +57,7 @@ def warm(config: CacheConfig, split: str, *, placement: Placement | None = None,
     """
     placement = placement or Placement()
     manifest = load_or_list(config, split, relist=True)
-    owned = np.flatnonzero(owners(manifest.labels, placement.num_nodes, config.seed) == placement.node_index)
+    owned = np.flatnonzero(owners(manifest.strata, placement.num_nodes, config.seed) == placement.node_index)
     report = WarmReport(split, files=len(owned))
     disk = open_disk(config, split, Counter(), lambda topic, text: log.warning("%s", text))
     storage = Storage(
@@ -69,7 +68,11 @@ def warm(config: CacheConfig, split: str, *, placement: Placement | None = None,
     )
     try:
         keys = [manifest.key(index) for index in owned.tolist()]
-        missing = [key for key, has in zip(keys, disk.has(keys), strict=True) if not has]
+        missing = [
+            (key, manifest.location(index))
+            for index, key, has in zip(owned.tolist(), keys, disk.has(keys), strict=True)
+            if not has
+        ]
         report.present = len(keys) - len(missing)
         with tqdm(total=len(keys), initial=report.present, desc=f"caching {split}", unit="file") as bar:
             _fill(config, disk, storage, missing, threads, report, bar)
@@ -84,14 +87,11 @@ def warm(config: CacheConfig, split: str, *, placement: Placement | None = None,
 def warm_splits(
     config: CacheConfig, splits: Sequence[str] | None = None, *, placement: Placement | None = None, threads: int = 4
 ) -> list[WarmReport]:
-    """Call `warm` for several splits; None: "train", and "val" if the source has it."""
+    """Call `warm` for several splits; None: "train", and "val" and "test" if the source has them."""
     reports = []
-    for split in splits or ("train", "val"):
-        try:
+    for split in splits or SPLITS:
+        if splits or split == "train" or has_split(config, split):
             reports.append(warm(config, split, placement=placement, threads=threads))
-        except MissingFolderError:
-            if splits or split == "train":
-                raise
     return reports
 
 
@@ -99,17 +99,17 @@ def _fill(
     config: CacheConfig,
     disk: DiskCache,
     storage: Storage,
-    missing: Sequence[FileKey],
+    missing: Sequence[tuple[FileKey, Location]],
     threads: int,
     report: WarmReport,
     bar: tqdm[None],
 ) -> None:
-    decoder = decode.decoder_id()
+    decoder = decoder_of(config)
 
-    def fetch(keys: Sequence[FileKey]) -> list[tuple[FileKey, int, str]]:
+    def fetch(chunk: Sequence[tuple[FileKey, Location]]) -> list[tuple[FileKey, int, str]]:
         """Return (key, bytes read, reason why the file is corrupt or "") of each file."""
         done = []
-        for key, answer in zip(keys, storage.read([key.path for key in keys]), strict=True):
+        for (key, _), answer in zip(chunk, storage.read([location for _, location in chunk]), strict=True):
             stored = store_file(config, disk, key, answer, decoder)
             nbytes = len(answer.data) if isinstance(answer, StoredFile) else 0
             done.append((key, nbytes, stored if isinstance(stored, str) else ""))

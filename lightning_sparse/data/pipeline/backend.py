@@ -1,15 +1,55 @@
-"""Chooses and makes the backend that turns samples into batches: DALI or torchvision."""
+"""Chooses and makes the backend that turns images into batches: DALI or torchvision."""
 
-from typing import Literal
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
 
 import torch
 
 from lightning_sparse.data.config import is_installed
 from lightning_sparse.data.pipeline.batch import Pipeline, Transform
+from lightning_sparse.data.pipeline.sizes import ImageSizes
 from lightning_sparse.data.sample import SampleReader
 
 Backend = Literal["auto", "dali", "torch"]
 BACKENDS = ("auto", "dali", "torch")
+
+
+class MadePipeline(NamedTuple):
+    """A pipeline, and a line for the log on what it is."""
+
+    pipeline: Pipeline
+    about: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImageOptions:
+    """How images become batches.
+
+    Args:
+        sizes: height and width by epoch.
+        threads: threads that make batches; None: a share of the CPU cores.
+
+    Raises:
+        ValueError: if the backend is unknown, or threads is less than 1.
+    """
+
+    sizes: ImageSizes
+    transform: Transform
+    backend: Backend = "auto"
+    threads: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.backend not in BACKENDS:
+            raise ValueError(f"backend={self.backend!r} is unknown: choose one of {', '.join(BACKENDS)}.")
+        if self.threads is not None and self.threads < 1:
+            raise ValueError(f"threads={self.threads} must be at least 1, or None for a share of the CPU cores.")
+
+    def make(self, store: SampleReader, *, batch_size: int, cores: int, device: torch.device) -> MadePipeline:
+        """Choose the backend and make its pipeline. cores: default of `threads`."""
+        backend, reason = choose_backend(self.backend, device)
+        threads = self.threads or cores
+        pipeline = make_pipeline(backend, store, self.transform, batch_size=batch_size, threads=threads, device=device)
+        return MadePipeline(pipeline, f"samples in memory as {store.format}; backend={backend!r}: {reason}")
 
 
 def choose_backend(wanted: Backend, device: torch.device) -> tuple[Literal["dali", "torch"], str]:

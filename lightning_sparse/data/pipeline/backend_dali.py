@@ -73,7 +73,7 @@ class DaliPipeline:
         try:
             for prepared in read:
                 in_use.append(prepared)
-                yield self._run(prepared), torch.from_numpy(prepared.labels)
+                yield self._run(prepared), prepared.labels
         finally:
             read.close()
 

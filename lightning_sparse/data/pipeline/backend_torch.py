@@ -66,8 +66,7 @@ class TorchPipeline:
         for position, target in enumerate(images.numpy()):
             image = resized(prepared, position, self._store.format)
             self._normalise(image[:, ::-1] if prepared.crops.flip[position] else image, target)
-        labels = torch.from_numpy(prepared.labels)
-        return images, labels.pin_memory() if self._pin else labels
+        return images, prepared.labels.pin_memory() if self._pin else prepared.labels
 
     def _normalise(self, image: NDArray[np.uint8], target: NDArray[np.float32]) -> None:
         for plane, scale, shift, out in zip(

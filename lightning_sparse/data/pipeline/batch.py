@@ -3,11 +3,12 @@
 Both backends call `prepare`, so they use the same samples, labels and crops for the same request.
 """
 
-from collections.abc import Generator, Iterable
+from collections.abc import Generator, Iterable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -24,9 +25,9 @@ class BatchRequest(NamedTuple):
 
     Attributes:
         indices: indices of the samples in the manifest [B].
-        epoch: number of the epoch, for random crops.
-        size: height and width of the images in the batch.
-        train: random crops and flips if True, else centre crops.
+        epoch: number of the epoch, for random transforms.
+        size: height and width of the images in the batch; 0 for other samples.
+        train: random transforms if True.
     """
 
     indices: NDArray[np.int64]
@@ -49,7 +50,7 @@ class PreparedBatch(NamedTuple):
 
     indices: NDArray[np.int64]
     images: list[NDArray[np.uint8]]
-    labels: NDArray[np.int64]
+    labels: Tensor
     crops: Crops
     sizes: tuple[NDArray[np.int64], NDArray[np.int64]]
     scale: tuple[NDArray[np.float64], NDArray[np.float64]]
@@ -84,14 +85,22 @@ class Transform:
 class Pipeline(Protocol):
     """Makes batches of requests, in order and ahead of time."""
 
-    def run(self, requests: Iterable[BatchRequest]) -> Generator[Batch, None, None]:
-        """Yield batches: images float32 [B, 3, size, size] and labels int64 [B].
+    def run(self, requests: Iterable[BatchRequest]) -> Generator[Any, None, None]:
+        """Yield batches; of images: float32 [B, 3, size, size] and labels int64 [B].
 
         Work starts with the first next() and stops when the generator is closed.
         """
 
     def close(self) -> None:
         """Free threads and memory. Open iterators end."""
+
+
+def label_tensor(labels: Sequence[Any]) -> Tensor:
+    """Return labels as they come from a store: int64, or float32 if one of them is not whole, [B] or [B, L]."""
+    tensor = torch.from_numpy(np.array(labels))
+    if tensor.ndim == 2 and tensor.shape[1] == 1:
+        tensor = tensor[:, 0]
+    return tensor.float() if tensor.is_floating_point() else tensor
 
 
 def prepare(store: SampleReader, request: BatchRequest, transform: Transform) -> PreparedBatch:
@@ -105,7 +114,7 @@ def prepare(store: SampleReader, request: BatchRequest, transform: Transform) ->
         crops = transform.augment.crops(request.epoch, request.indices, decoded_heights, decoded_widths)
     else:
         crops = centre_crops(decoded_heights, decoded_widths)
-    labels = np.array([each.label for each in samples], np.int64)
+    labels = label_tensor([each.label for each in samples])
     return PreparedBatch(
         request.indices,
         [each.data for each in samples],

@@ -8,67 +8,52 @@ They are plain iterables, not DataLoaders, so Lightning neither replaces nor add
 - state_dict() and load_state_dict(): saved with the loops, loaded before the first batch of a resumed epoch.
 """
 
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Generator, Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
 
-from lightning_sparse.data.pipeline.batch import Batch, BatchRequest, Pipeline
+import torch
+
+from lightning_sparse.data.pipeline.batch import BatchRequest, Pipeline
 from lightning_sparse.data.pipeline.sampler import EpochSegment, Indices, Sampler
+from lightning_sparse.data.pipeline.sizes import ImageSizes
 from lightning_sparse.messages import log
 
 
-class ImageSizes:
-    """Height and width of the images in a batch, by epoch.
+class _Loader:
+    """Iterates over the batches of a pipeline, with one open iterator at a time.
 
     Args:
-        sizes: one size for all epochs, or {first epoch: size} to start training with small images.
-
-    Raises:
-        ValueError: if a size is not positive, or epoch 0 has no size.
-
-    >>> [ImageSizes({0: 128, 6: 224}).at(epoch) for epoch in (0, 5, 6, 90)]
-    [128, 128, 224, 224]
+        with_indices: end each batch with the indices of its samples, int64 [B].
     """
 
-    def __init__(self, sizes: int | Mapping[int, int]) -> None:
-        self._sizes = dict(sorted(({0: sizes} if isinstance(sizes, int) else dict(sizes)).items()))
-        if 0 not in self._sizes or min(self._sizes) < 0 or min(self._sizes.values()) < 1:
-            raise ValueError(
-                f"image_size={sizes!r} must be a size in pixels, or a dict of sizes by first epoch, starting with "
-                f"epoch 0, such as {{0: 128, 6: 224}}."
-            )
-
-    def at(self, epoch: int) -> int:
-        """Return the size in an epoch."""
-        return next(size for first, size in reversed(self._sizes.items()) if first <= epoch)
-
-    @property
-    def largest(self) -> int:
-        """Largest size of all epochs."""
-        return max(self._sizes.values())
-
-
-class _Loader:
-    """Iterates over the batches of a pipeline, with one open iterator at a time."""
-
-    def __init__(self, pipeline: Pipeline) -> None:
-        self._pipeline = pipeline
+    def __init__(self, pipeline: Pipeline, with_indices: bool) -> None:
+        self._pipeline, self._with_indices = pipeline, with_indices
         self._done = 0  # batches of this epoch that were handed out
-        self._open: Generator[Batch, None, None] | None = None
+        self._open: Generator[Any, None, None] | None = None
 
     def _requests(self) -> Iterator[BatchRequest]:
         """Start an iterator; return its requests."""
         raise NotImplementedError
 
-    def __iter__(self) -> Iterator[Batch]:
+    def __iter__(self) -> Iterator[Any]:
         self.close()  # the last iterator, if it was abandoned
-        batches = self._open = self._pipeline.run(self._requests())
+        indices: deque[Indices] = deque()  # of the batches that are made
+        batches = self._open = self._pipeline.run(self._noted(indices))
         try:
             for batch in batches:
                 self._done += 1  # prefetched batches do not count: a resumed run makes them again
-                yield batch
+                own = indices.popleft()
+                parts = (*batch, torch.from_numpy(own)) if self._with_indices else batch
+                yield parts if len(parts) > 1 else parts[0]
         finally:
             batches.close()
+
+    def _noted(self, indices: deque[Indices]) -> Iterator[BatchRequest]:
+        for request in self._requests():
+            indices.append(request.indices)
+            yield request
 
     def close(self) -> None:
         """Stop the last iterator."""
@@ -82,12 +67,13 @@ class TrainLoader(_Loader):
 
     Args:
         rank: node and device of this rank.
-        sizes: image sizes by epoch.
+        sizes: image sizes by epoch; None for samples other than images.
         fingerprint: fingerprint of the manifest; the state of another data set is not restored.
         fixed: use the samples of epoch 0 in every epoch (for ``overfit_batches``).
         on_epoch: called with the number of each epoch that starts.
         on_resume: called with the number of batches of the epoch that are done, if the state was saved by a run with
             other ranks or batches, so that its own count does not apply.
+        with_indices: end each batch with the indices of its samples.
     """
 
     def __init__(
@@ -96,13 +82,14 @@ class TrainLoader(_Loader):
         pipeline: Pipeline,
         *,
         rank: tuple[int, int] = (0, 0),
-        sizes: ImageSizes,
+        sizes: ImageSizes | None = None,
         fingerprint: str = "",
         fixed: bool = False,
         on_epoch: Callable[[int], None] = lambda epoch: None,
         on_resume: Callable[[int], None] = lambda done: None,
+        with_indices: bool = False,
     ) -> None:
-        super().__init__(pipeline)
+        super().__init__(pipeline, with_indices)
         self._sampler, self._rank, self._sizes = sampler, rank, sizes
         self._fingerprint, self._fixed, self._on_epoch, self._on_resume = fingerprint, fixed, on_epoch, on_resume
         self._epoch = 0
@@ -127,7 +114,8 @@ class TrainLoader(_Loader):
         if not self._resumes:
             self._before, self._done = (), 0
         self._resumes = False
-        epoch, size = self._epoch, self._sizes.at(self._epoch)
+        epoch = self._epoch
+        size = 0 if self._sizes is None else self._sizes.at(epoch)
         plan = self._sampler.epoch(0 if self._fixed else epoch, self._before)
         steps = range(self._done, plan.steps)
         return (BatchRequest(plan.batch(step, *self._rank), epoch, size, True) for step in steps)
@@ -151,15 +139,18 @@ class TrainLoader(_Loader):
 
 
 class EvalLoader(_Loader):
-    """Batches of a rank for evaluation: centre crops, not shuffled.
+    """Batches of a rank for evaluation, not shuffled.
 
     Args:
         batches: indices of the samples of each batch.
-        size: height and width of the images.
+        size: height and width of the images; 0 for other samples.
+        with_indices: end each batch with the indices of its samples.
     """
 
-    def __init__(self, batches: Sequence[Indices], pipeline: Pipeline, *, size: int) -> None:
-        super().__init__(pipeline)
+    def __init__(
+        self, batches: Sequence[Indices], pipeline: Pipeline, *, size: int = 0, with_indices: bool = False
+    ) -> None:
+        super().__init__(pipeline, with_indices)
         self._indices, self._size = batches, size
 
     def __len__(self) -> int:

@@ -1,0 +1,208 @@
+"""Lists the samples of a split on network storage: those of its folders, or those that a list names."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from tqdm import tqdm
+
+from lightning_sparse.data.cache.folders import source_name
+from lightning_sparse.data.cache.lists import SampleList
+from lightning_sparse.data.cache.samples import Manifest, Paths
+from lightning_sparse.data.cache.shards import SUFFIX, samples_of
+from lightning_sparse.data.cache.storage import Listed, MissingFolderError, Storage, StoredFile
+from lightning_sparse.data.config import CacheConfig
+from lightning_sparse.data.decode import UndecodableError, probe
+
+LIST_READERS = 16  # folders listed at the same time
+PROBES = 64  # files that are read to estimate the size of decoded images
+
+
+def list_source(
+    source: str,
+    split: str,
+    *,
+    timeout: float = 300.0,
+    quiet: bool = False,
+    options: dict[str, Any] | None = None,
+    images: bool = True,
+    member: str | None = None,
+) -> Manifest:
+    """List a folder on network storage, classes in parallel, with a progress bar.
+
+    Args:
+        timeout, options: as `Storage`.
+        quiet: show no progress bar.
+        images: list images only. Other samples need not be in folders of classes; then they have no labels.
+        member: of samples in shards, as `shards.samples_of`.
+
+    Raises:
+        ValueError: if the split could lead outside the source, or contains no samples.
+        DataError: if storage cannot be listed.
+    """
+    if not split or split.startswith("/") or ".." in split.split("/"):
+        raise ValueError(f"split={split!r} must be the name of a folder in {source}, such as 'train'.")
+    storage = Storage(source, timeout=timeout, readers=LIST_READERS, quiet=quiet, options=options)
+    try:
+        times = storage.names(split)
+        if not times and (flat := _flat(storage, source, split, images, member)) is not None:
+            return flat
+        classes = sorted(times)
+        below = _below(storage, [f"{split}/{name}" for name in classes], split, images=images, quiet=quiet)
+        probed = _probed(storage, [path for each in below for path, _, _ in each.files] if images else [])
+    finally:
+        storage.close()
+    found = dict(zip(classes, below, strict=True))
+    _check_classes(source, split, found, "images" if images else "files")
+    manifest = manifest_of(source, split, times, found)
+    return replace(manifest, probed=probed)
+
+
+def list_named(config: CacheConfig, split: str, samples: SampleList, *, quiet: bool = False) -> Manifest:
+    """Find the files that a list names, in its order.
+
+    Raises:
+        ValueError: if the source does not have all of them.
+        DataError: if storage cannot be listed.
+    """
+    storage = Storage(
+        config.source,
+        timeout=config.storage_timeout,
+        readers=LIST_READERS,
+        quiet=quiet,
+        options=config.storage_options,
+    )
+    try:
+        below = _below(storage, _highest(samples.paths), split, images=False, quiet=quiet)
+        probed = _probed(storage, samples.paths if config.format != "bytes" else [])
+    except MissingFolderError as error:
+        raise ValueError(f"{samples.file} lists files of a folder that is not there: {error}") from error
+    finally:
+        storage.close()
+    about = {path: (size, mtime) for each in below for path, size, mtime in each.files}
+    absent = [path for path in samples.paths if path not in about]
+    if absent:
+        raise ValueError(
+            f"{samples.file} lists {len(absent):,} file(s) that {config.source} does not have, such as {absent[0]!r}. "
+            "Paths are relative to the source: correct the list, or remove these rows."
+        )
+    named = Listed(
+        [(path, *about[path]) for path in samples.paths], [folder for each in below for folder in each.folders]
+    )
+    manifest = _of_listed(config.source, split, named, samples.labels, samples.classes)
+    return replace(manifest, list_digest=samples.digest, probed=probed)
+
+
+def _below(storage: Storage, folders: Sequence[str], split: str, *, images: bool, quiet: bool) -> list[Listed]:
+    """List folders, with a progress bar."""
+    listed = storage.listing(folders, images=images)
+    return list(tqdm(listed, total=len(folders), desc=f"listing {split}", unit="folder", disable=quiet or None))
+
+
+def _highest(paths: Sequence[str]) -> list[str]:
+    """Return the folders of `paths` that are not in another one of them.
+
+    >>> _highest(["a/b/1.jpg", "a/b/c/2.jpg", "d/3.jpg"])
+    ['a/b', 'd']
+    """
+    folders = {path.rpartition("/")[0] for path in paths}
+    if "" in folders:
+        return [""]
+    parts = ([folder, *_parents(folder)] for folder in sorted(folders))
+    return [folder for folder, *above in parts if not folders.intersection(above)]
+
+
+def _parents(folder: str) -> list[str]:
+    parts = folder.split("/")
+    return ["/".join(parts[:end]) for end in range(1, len(parts))]
+
+
+def _flat(storage: Storage, source: str, split: str, images: bool, member: str | None) -> Manifest | None:
+    """List a folder without classes: shards, or files without labels; None if it contains images."""
+    (listed,) = storage.listing([split], images=False)
+    files = sorted(listed.files)
+    shards = [path for path, _, _ in files if path.endswith(SUFFIX)]
+    if shards and len(shards) == len(files):
+        return _of_shards(storage, source, split, Listed(files, listed.folders), images, member)
+    if images:
+        return None
+    if not files:
+        raise ValueError(f"source={source}: {split}/ contains no files.")
+    return _of_listed(source, split, Listed(files, listed.folders), np.zeros((len(files), 0), np.int64), ())
+
+
+def _of_shards(storage: Storage, source: str, split: str, listed: Listed, images: bool, member: str | None) -> Manifest:
+    """listed: the shards."""
+    paths = [path for path, _, _ in listed.files]
+    read = tqdm(storage.members(paths), total=len(paths), desc=f"listing {split}", unit="shard", disable=None)
+    found = samples_of(paths, list(read), images=images, member=member)
+    mtimes = np.array([mtime for _, _, mtime in listed.files], np.int64)
+    return Manifest(
+        split,
+        source_name(source),
+        (),
+        found.paths,
+        found.labels,
+        found.sizes,
+        mtimes[found.shard_of],
+        folders=Paths.of([path for path, _ in listed.folders]),
+        folder_mtimes_ns=np.array([time for _, time in listed.folders], np.int64),
+        shards=found.shards,
+        shard_of=found.shard_of,
+        offsets=found.offsets,
+    )
+
+
+def _of_listed(source: str, split: str, listed: Listed, labels: npt.NDArray[Any], classes: tuple[str, ...]) -> Manifest:
+    sizes, mtimes = (np.array([each[column] for each in listed.files], np.int64) for column in (1, 2))
+    return Manifest(
+        split,
+        source_name(source),
+        classes,
+        [path for path, _, _ in listed.files],
+        labels,
+        sizes,
+        mtimes,
+        folders=Paths.of([path for path, _ in listed.folders]),
+        folder_mtimes_ns=np.array([time for _, time in listed.folders], np.int64),
+    )
+
+
+def _check_classes(source: str, split: str, below: Mapping[str, Listed], what: str) -> None:
+    """Raise ValueError if there are no classes, or one without files."""
+    empty = [name for name, each in below.items() if not each.files]
+    if empty:
+        raise ValueError(
+            f"source={source}: folder {split}/{empty[0]} contains no {what}. Remove it, or add {what} to it."
+        )
+    if not below:
+        raise ValueError(
+            f"source={source}: {split}/ contains no class folders. Expected {split}/<class>/<image>: put each image "
+            "into the folder of its class."
+        )
+
+
+def _probed(storage: Storage, paths: Sequence[str]) -> npt.NDArray[np.int64]:
+    """Return (size, height, width) of up to `PROBES` of these images, without those that are corrupt."""
+    some = [paths[index] for index in np.unique(np.linspace(0, len(paths) - 1, PROBES, dtype=int))] if paths else []
+    rows = []
+    for file in storage.read(some):
+        with contextlib.suppress(UndecodableError):
+            if isinstance(file, StoredFile):
+                rows.append((file.size, *probe(file.data)))
+    return np.array(rows, np.int64).reshape(-1, 3)
+
+
+def manifest_of(source: str, split: str, times: Mapping[str, int], below: Mapping[str, Listed]) -> Manifest:
+    """times: modification time of the folder of each class. below: what each contains, by class in order."""
+    found = sorted((*file, label) for label, each in enumerate(below.values()) for file in each.files)
+    folders = {f"{split}/{name}": time for name, time in times.items()}
+    folders |= {path: time for each in below.values() for path, time in each.folders if path not in folders}
+    labels = np.array([label for *_, label in found], np.int64)
+    listed = Listed([(path, size, mtime) for path, size, mtime, _ in found], list(folders.items()))
+    return _of_listed(source, split, listed, labels, tuple(below))

@@ -1,0 +1,141 @@
+"""Reads a list of samples: a CSV or Parquet file with the columns path, label and, if a sample has several, more.
+
+Paths are relative to the source. The first column of labels may contain names, which are numbered in alphabetical
+order; whole numbers are used as they are. The order of the list is that of the samples.
+"""
+
+from __future__ import annotations
+
+import csv
+import hashlib
+import io
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from lightning_sparse.data.cache.samples import count_classes
+from lightning_sparse.data.cache.storage import Storage, Unreadable
+from lightning_sparse.data.config import CacheConfig
+
+
+@dataclass(frozen=True, eq=False)
+class SampleList:
+    """The samples that a list names.
+
+    Args:
+        file: the list.
+        digest: hash of its contents.
+        paths: of the samples, relative to the source.
+        labels: int64 or float64 [N, L].
+        classes: names of the first label, in order; empty if it is a number.
+    """
+
+    file: str
+    digest: str
+    paths: list[str]
+    labels: npt.NDArray[Any]
+    classes: tuple[str, ...]
+
+    @property
+    def num_classes(self) -> int:
+        """Number of classes; of integer labels, the largest one plus 1."""
+        return count_classes(self.classes, self.labels)
+
+
+def read_list(config: CacheConfig, split: str, *, timeout: float | None = None) -> SampleList:
+    """Read the list of a split.
+
+    Args:
+        timeout: seconds to wait for storage; default: `storage_timeout`.
+
+    Raises:
+        ValueError: if the list cannot be read, or is not a list of samples.
+        DataError: if storage does not respond.
+    """
+    assert config.lists is not None
+    file = config.lists[split]
+    folder, _, name = file.rpartition("/")
+    options = config.storage_options if "://" in file else None
+    storage = Storage(
+        folder or ("/" if file.startswith("/") else "."),
+        timeout=config.storage_timeout if timeout is None else timeout,
+        readers=1,
+        options=options,
+    )
+    try:
+        (answer,) = storage.read([name])
+    finally:
+        storage.close()
+    if isinstance(answer, Unreadable):
+        raise ValueError(f"the list {file} of {split} cannot be read: {answer.reason}.")
+    columns = _of_parquet(answer.data) if name.endswith(".parquet") else _of_csv(file, answer.data)
+    digest = hashlib.blake2b(answer.data, digest_size=16).hexdigest()
+    if next(iter(columns), None) != "path" or not len(columns["path"]):
+        raise ValueError(
+            f"{file} must have a first column named path, and a row for each sample; its columns are "
+            f"{', '.join(columns) or 'none'}. As in a CSV file: path,label / train/cat/1.jpg,cat"
+        )
+    paths = [str(each) for each in columns.pop("path")]
+    labels, classes = _numbered(file, columns) if columns else (np.zeros((len(paths), 0), np.int64), ())
+    return SampleList(file, digest, paths, labels, classes)
+
+
+def _of_csv(file: str, data: bytes) -> dict[str, Sequence[Any]]:
+    try:
+        rows = [row for row in csv.reader(io.StringIO(data.decode("utf-8-sig"), newline="")) if row]
+    except (UnicodeDecodeError, csv.Error) as error:
+        raise ValueError(f"{file} is not a CSV file in UTF-8: {error}.") from error
+    for number, row in enumerate(rows, start=1):
+        if len(row) != len(rows[0]):
+            raise ValueError(
+                f"{file}: row {number:,} has {len(row)} column(s), and the first row has {len(rows[0])}: {row}."
+            )
+    return {names[0]: names[1:] for names in zip(*rows, strict=True)}
+
+
+def _of_parquet(data: bytes) -> dict[str, Sequence[Any]]:
+    import pyarrow.parquet
+
+    table = pyarrow.parquet.read_table(io.BytesIO(data))
+    return {name: table.column(name).to_pylist() for name in table.column_names}
+
+
+def _numbered(file: str, columns: Mapping[str, Sequence[Any]]) -> tuple[npt.NDArray[Any], tuple[str, ...]]:
+    """Return the labels as numbers [N, L], and the names of the first column."""
+    arrays: list[npt.NDArray[Any]] = []
+    classes: tuple[str, ...] = ()
+    for position, (name, values) in enumerate(columns.items()):
+        if any(value is None or value == "" for value in values):
+            raise ValueError(f"{file}: column {name} has rows without a value. Give each sample a label.")
+        array = _as_numbers(values)
+        if array is None and position:
+            raise ValueError(
+                f"{file}: column {name} contains {values[0]!r}, which is not a number. Only the first label may be a "
+                "name."
+            )
+        if array is None:
+            names, array = np.unique(np.array(values, str), return_inverse=True)
+            classes = tuple(names.tolist())
+        arrays.append(array)
+    return np.stack(arrays, 1), classes
+
+
+def _as_numbers(values: Sequence[Any]) -> npt.NDArray[Any] | None:
+    """Return numbers, int64 or float64; None if the values are names. 007 is a name."""
+    array = np.array(values)
+    if array.dtype.kind in "US":
+        numbers = _converted(array, np.int64)
+        if numbers is None:
+            return _converted(array, np.float64)
+        return numbers if (numbers.astype(str) == array).all() else None
+    return array.astype(np.float64 if array.dtype.kind == "f" else np.int64) if array.dtype.kind in "iufb" else None
+
+
+def _converted(array: npt.NDArray[Any], dtype: type) -> npt.NDArray[Any] | None:
+    try:
+        return array.astype(dtype)
+    except ValueError:
+        return None

@@ -1,0 +1,178 @@
+"""Batches through functions of the user's own, in the worker processes of a DataLoader.
+
+Functions draw random numbers from the generators of Python, numpy and torch, which are global to a process: in threads
+they would disturb each other and the training. In a worker, the generators are seeded for each sample from (seed,
+epoch, index), so a sample does not depend on the number of workers or ranks, or on the samples before it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+from collections.abc import Callable, Generator, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, Dataset, default_collate
+
+from lightning_sparse.data.config import DataError
+from lightning_sparse.data.pipeline.backend import MadePipeline
+from lightning_sparse.data.pipeline.batch import BatchRequest, label_tensor
+from lightning_sparse.data.pipeline.prefetch import prefetch
+from lightning_sparse.data.pipeline.rng import bits
+from lightning_sparse.data.sample import ReplacingReader, Sample
+
+_SEED_OFFSET = 0x5EED_0F_5A39  # so that transforms and the order of samples are independent
+_PREFETCH = 2  # batches per worker
+_ATTEMPTS = 100  # samples that are tried in place of one that cannot be decoded
+
+
+@dataclass(frozen=True, kw_only=True)
+class SampleOptions:
+    """How samples of any kind become batches.
+
+    Args:
+        decode: makes a sample of the bytes of a file.
+        transform: applied to decoded samples in training; None: none.
+        eval_transform: the same in validation and test.
+        collate: makes a batch of a list of samples; None: `torch.utils.data.default_collate`.
+        workers: number of processes that do this; 0: the process that asks for batches; None: a share of the CPU cores.
+        seed: seed of the random numbers that these functions draw.
+
+    Raises:
+        ValueError: if one of them cannot be called, or workers is negative.
+    """
+
+    decode: Callable[[bytes], Any]
+    transform: Callable[[Any], Any] | None = None
+    eval_transform: Callable[[Any], Any] | None = None
+    collate: Callable[[list[Any]], Any] | None = None
+    workers: int | None = None
+    seed: int = 0
+
+    @property
+    def sizes(self) -> None:
+        """Samples have no size that depends on the epoch."""
+
+    def __post_init__(self) -> None:
+        for name in ("decode", "transform", "eval_transform", "collate"):
+            value = getattr(self, name)
+            if not callable(value) and (value is not None or name == "decode"):
+                raise ValueError(f"{name}={value!r} must be a function{'' if name == 'decode' else ' or None'}.")
+        if self.workers is not None and self.workers < 0:
+            raise ValueError(f"workers={self.workers} must be 0 or more, or None for a share of the CPU cores.")
+
+    def make(self, store: ReplacingReader, *, batch_size: int, cores: int, device: torch.device) -> MadePipeline:
+        """Make the pipeline. cores: default of `workers`."""
+        workers = cores if self.workers is None else self.workers
+        pipeline = WorkerPipeline(store, self, workers=workers, pin=device.type == "cuda")
+        return MadePipeline(pipeline, f"samples in memory as files; {workers} process(es) a rank make batches of them")
+
+
+class WorkerPipeline:
+    """Makes batches in worker processes.
+
+    Args:
+        workers: number of processes; 0: the process that asks for batches.
+        pin: use pinned memory, for asynchronous copies to a GPU.
+    """
+
+    def __init__(self, store: ReplacingReader, options: SampleOptions, *, workers: int = 1, pin: bool = False) -> None:
+        self._requests: Iterable[BatchRequest] = ()
+        self._loader: DataLoader[Any] | None = DataLoader(
+            _Batches(store, options),
+            sampler=_Current(self),
+            batch_size=None,  # the data set makes whole batches
+            num_workers=workers,
+            prefetch_factor=_PREFETCH if workers else None,
+            persistent_workers=workers > 0,
+            pin_memory=pin,
+            generator=torch.Generator(),  # the global one is the training's
+        )
+
+    def run(self, requests: Iterable[BatchRequest]) -> Generator[tuple[Any, ...], None, None]:
+        """Yield (samples,), or (samples, labels) if there are labels, in the order of requests."""
+        assert self._loader is not None  # not closed
+        # in a thread: finding the samples of a step takes milliseconds if there are a thousand ranks
+        self._requests = ordered = prefetch(requests, _PREFETCH * max(1, self._loader.num_workers), "order")
+        try:
+            for batch in self._loader:
+                if isinstance(batch, Exception):
+                    raise batch
+                yield batch
+        finally:
+            ordered.close()
+
+    def current(self) -> Iterator[BatchRequest]:
+        """The requests of the current run."""
+        return iter(self._requests)
+
+    def close(self) -> None:
+        """End the workers."""
+        self._loader = None
+
+
+class _Current:
+    """The requests of the current run, as the sampler of a DataLoader, whose workers serve many runs."""
+
+    def __init__(self, pipeline: WorkerPipeline) -> None:
+        self._pipeline = pipeline
+
+    def __iter__(self) -> Iterator[BatchRequest]:
+        return self._pipeline.current()
+
+
+class _Batches(Dataset[Any]):
+    """The batch of a request. In a worker, it is a copy whose store opens the tiers itself."""
+
+    def __init__(self, store: ReplacingReader, options: SampleOptions) -> None:
+        self._store, self._options = store, options
+
+    def __getitem__(self, request: BatchRequest) -> Any:
+        try:
+            return self._make(request)
+        except DataError as error:  # the DataLoader would raise a RuntimeError with its text
+            return error
+
+    def _make(self, request: BatchRequest) -> tuple[Any, ...]:
+        options, made, labels = self._options, [], []
+        transform = options.transform if request.train else options.eval_transform
+        with _own_generators():
+            for sample in self._store.get(request.indices.tolist()):
+                value, label = self._decoded(sample, request.epoch)
+                made.append(value if transform is None else transform(value))
+                labels.append(label)
+        batch = (options.collate or default_collate)(made)
+        return (batch, label_tensor(labels)) if np.size(labels) else (batch,)
+
+    def _decoded(self, sample: Sample, epoch: int) -> tuple[Any, Any]:
+        """Return a decoded sample and its label; of another sample, if it is corrupt and ``on_corrupt="skip"``."""
+        reason = ""
+        for _ in range(_ATTEMPTS):
+            _seed(int(bits(self._options.seed + _SEED_OFFSET, epoch, sample.index)[0]))
+            try:
+                return self._options.decode(sample.data.tobytes()), sample.label
+            except Exception as error:
+                reason = f"decode raised {type(error).__name__}: {error}"
+                sample = self._store.replacement(sample.index, reason)
+        raise DataError(f"decode failed on {_ATTEMPTS} samples in a row, which it cannot read: {reason}")
+
+
+def _seed(number: int) -> None:
+    random.seed(number)
+    np.random.seed(number % 2**32)
+    torch.default_generator.manual_seed(number % 2**63)  # torch.manual_seed would queue a call for CUDA each time
+
+
+@contextlib.contextmanager
+def _own_generators() -> Iterator[None]:
+    """Restore the global generators, which the training uses if there are no workers."""
+    states = random.getstate(), np.random.get_state(), torch.default_generator.get_state()
+    try:
+        yield
+    finally:
+        random.setstate(states[0])
+        np.random.set_state(states[1])
+        torch.default_generator.set_state(states[2])

@@ -1,0 +1,157 @@
+"""Lists of samples: CSV and Parquet, names and numbers, what has changed, and what is refused."""
+
+from __future__ import annotations
+
+import importlib.util
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from lightning_sparse.data.cache.lists import read_list
+from lightning_sparse.data.cache.manifest import class_names, load_or_list, num_classes
+from lightning_sparse.data.cache.samples import Manifest
+from lightning_sparse.data.config import CacheConfig
+
+NEEDS_PYARROW = pytest.mark.skipif(importlib.util.find_spec("pyarrow") is None, reason="pyarrow is not installed")
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Files in folders that are no classes."""
+    for name in ("a/1.bin", "a/b/2.bin", "c/3.bin", "4.bin"):
+        path = tmp_path / "source" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(name.encode())
+    return tmp_path / "source"
+
+
+def config_of(folder: Path, text: str | None = None, **more: Any) -> CacheConfig:
+    file = folder.parent / "train.csv"
+    if text is not None:
+        file.write_text(text)
+    given = {"lists": {"train": str(file)}, "format": "bytes", "memory_gb": 0.01, **more}
+    return CacheConfig(source=str(folder), cache_dir=str(folder.parent / "cache"), **given)
+
+
+def listed(folder: Path, text: str) -> Manifest:
+    return load_or_list(config_of(folder, text), "train", quiet=True)
+
+
+def test_samples_are_in_the_order_of_the_list_and_may_repeat(folder: Path) -> None:
+    manifest = listed(folder, "path,kind\nc/3.bin,dog\na/b/2.bin,cat\n4.bin,dog\nc/3.bin,cat\n")
+    assert list(manifest.paths) == ["c/3.bin", "a/b/2.bin", "4.bin", "c/3.bin"]
+    assert manifest.classes == ("cat", "dog")
+    assert manifest.labels.tolist() == [[1], [0], [1], [0]]
+    assert manifest.strata.tolist() == [1, 0, 1, 0]
+    assert manifest.sizes.tolist() == [7, 9, 5, 7]
+    assert all(manifest.mtimes_ns > 0)
+
+
+@pytest.mark.parametrize(
+    ("text", "labels", "classes", "count"),
+    [
+        ("path,x,y\n4.bin,3,1\nc/3.bin,0,2\n", [[3, 1], [0, 2]], (), 4),
+        ("path,x,y\n4.bin,3,0.5\nc/3.bin,0,2\n", [[3.0, 0.5], [0.0, 2.0]], (), 0),
+        ("path,x,y\n4.bin,b,1\nc/3.bin,a,2\n", [[1, 1], [0, 2]], ("a", "b"), 2),
+        ("path,x\n4.bin,007\nc/3.bin,7\n", [[0], [1]], ("007", "7"), 2),
+        ("\ufeffpath,x\r\n4.bin,ä\r\nc/3.bin,ä\r\n", [[0], [0]], ("ä",), 1),
+        ("path\n4.bin\nc/3.bin\n", [[], []], (), 0),
+    ],
+)
+def test_labels_are_names_or_numbers(
+    folder: Path, text: str, labels: list[Any], classes: tuple[str, ...], count: int
+) -> None:
+    manifest = listed(folder, text)
+    assert manifest.labels.tolist() == labels
+    config = config_of(folder)
+    assert (manifest.classes, manifest.num_classes) == (classes, count)
+    assert (class_names(config, "train"), num_classes(config, "train")) == (classes, count)
+    again = Manifest.from_bytes(manifest.to_bytes())
+    assert (again.fingerprint, again.labels.tolist(), again.labels.dtype) == (
+        manifest.fingerprint,
+        labels,
+        manifest.labels.dtype,
+    )
+
+
+@NEEDS_PYARROW
+def test_parquet_gives_the_same(folder: Path) -> None:
+    import pyarrow
+    import pyarrow.parquet
+
+    file = folder.parent / "train.parquet"
+    table = pyarrow.table({"path": ["4.bin", "c/3.bin"], "kind": ["dog", "cat"], "score": [1.5, 2.0]})
+    pyarrow.parquet.write_table(table, file)
+    config = config_of(folder, lists={"train": str(file)})
+    found, expected = (
+        read_list(config, "train"),
+        listed(folder, "path,kind,score\n4.bin,dog,1.5\nc/3.bin,cat,2.0\n"),
+    )
+    assert (found.paths, found.classes) == (list(expected.paths), expected.classes)
+    np.testing.assert_array_equal(found.labels, expected.labels)
+
+
+def test_a_list_that_has_changed_is_read_again(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from lightning_sparse.data.cache import manifest as module
+
+    first = listed(folder, "path,x\n4.bin,1\n")
+    second = listed(folder, "path,x\n4.bin,2\n")
+    assert (first.labels.tolist(), second.labels.tolist()) == ([[1]], [[2]])
+    monkeypatch.setattr(module, "list_named", None)
+    assert load_or_list(config_of(folder), "train", quiet=True).fingerprint == second.fingerprint
+    monkeypatch.undo()
+    time.sleep(0.02)  # the resolution of times on this file system
+    (folder / "4.bin").unlink()
+    with pytest.raises(ValueError, match=r"lists 1 file\(s\) that .* does not have, such as '4\.bin'"):
+        load_or_list(config_of(folder), "train", quiet=True)
+
+
+def test_a_list_and_the_folder_are_not_mistaken_for_each_other(folder: Path) -> None:
+    (folder / "train").mkdir()
+    (folder / "train" / "5.bin").write_bytes(b"5")
+    named = listed(folder, "path,x\n4.bin,1\n")
+    plain = load_or_list(config_of(folder, lists=None), "train", quiet=True)
+    assert list(plain.paths) == ["train/5.bin"]
+    assert load_or_list(config_of(folder), "train", quiet=True).fingerprint == named.fingerprint
+
+
+def test_names_of_another_split_are_numbered_as_those_of_train(folder: Path) -> None:
+    val = listed(folder, "path,kind,score\n4.bin,dog,5\nc/3.bin,cow,6\n")
+    assert val.numbered_as(("cat", "cow", "dog")).labels.tolist() == [[2, 5], [1, 6]]
+    with pytest.raises(ValueError, match=r"that train/ does not have: cow"):
+        val.numbered_as(("cat", "dog"))
+    with pytest.raises(ValueError, match="the labels of train are names, and those of train are not"):
+        val.numbered_as(())
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("", "must have a first column named path"),
+        ("file,label\n4.bin,1\n", "its columns are file, label"),
+        ("path,label\n", "and a row for each sample"),
+        ("path,label\n4.bin\n", r"row 2 has 1 column\(s\), and the first row has 2"),
+        ("path,label\n4.bin,\n", "column label has rows without a value"),
+        ("path,a,b\n4.bin,1,dog\n", "column b contains 'dog', which is not a number"),
+        ("path,label\nnowhere/4.bin,1\n", "lists files of a folder that is not there"),
+        ("path,label\n4.bin,1\n5.bin,1\n", r"lists 1 file\(s\) that .* does not have, such as '5\.bin'"),
+    ],
+)
+def test_a_list_that_cannot_be_used_says_why(folder: Path, text: str, says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        listed(folder, text)
+
+
+def test_options_of_lists_are_refused_early(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ValueError, match="must give a file for train"):
+        config_of(folder, lists={"val": "val.csv"})
+    with pytest.raises(ValueError, match=r"must be a \.csv or a \.parquet file"):
+        config_of(folder, lists={"train": "train.txt"})
+    monkeypatch.setattr("lightning_sparse.data.config.find_spec", lambda name: None if name == "pyarrow" else object())
+    with pytest.raises(ValueError, match=r"needs pyarrow: `pip install pyarrow`"):
+        config_of(folder, lists={"train": "train.parquet"})
+    with pytest.raises(ValueError, match=r"the list .*train\.csv of train cannot be read"):
+        load_or_list(config_of(folder), "train", quiet=True)

@@ -1,0 +1,125 @@
+"""Files of token ids: written from text, mapped, cut into windows, and refused where they are not what they say."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from lightning_sparse.cli import main
+from lightning_sparse.data.config import DataError
+from lightning_sparse.data.tokens import prepare
+from lightning_sparse.data.tokens.datamodule import TokenDataModuleMixin
+from lightning_sparse.data.tokens.stream import TokenStream, files_of
+
+
+def counted(path: Path, count: int, first: int = 0) -> Path:
+    """A file whose ids count up from `first`."""
+    (first + np.arange(count)).astype("<u2").tofile(path)
+    path.with_suffix(".json").write_text(json.dumps({"dtype": "uint16", "vocab_size": 1000}))
+    return path
+
+
+def test_the_bytes_of_texts_are_the_ids(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("héllo")
+    (tmp_path / "b.txt").write_text("x")
+    out = prepare([tmp_path / "a.txt", tmp_path / "b.txt"], tmp_path / "made" / "train")
+    assert out == tmp_path / "made" / "train.bin"
+    assert bytes(np.fromfile(out, "<u2").astype(np.uint8)) == "héllox".encode()
+    (file,) = files_of(out)
+    assert (file.tokens, file.vocab_size, file.dtype.name) == (7, 256, "uint16")
+    assert sorted(path.name for path in out.parent.iterdir()) == ["train.bin", "train.json"]
+
+
+def test_a_tokenizer_makes_the_ids_and_large_vocabularies_take_four_bytes(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("7 70000 3")
+    out = prepare([tmp_path / "a.txt"], tmp_path / "t.bin", lambda text: [int(w) for w in text.split()], 100_000)
+    assert np.fromfile(out, "<u4").tolist() == [7, 70000, 3]
+    assert files_of(out)[0].dtype.name == "uint32"
+
+
+def test_the_command_line_writes_the_same(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "a.txt").write_text("abc")
+    assert main(["tokens", str(tmp_path / "a.bin"), str(tmp_path / "a.txt")]) == 0
+    assert "3 tokens of 256, uint16" in capsys.readouterr().out
+    given = [str(tmp_path / "b"), str(tmp_path / "a.txt"), "--tokenizer", "builtins:len", "--vocab-size", "9"]
+    with pytest.raises(TypeError):  # of the callable itself
+        main(["tokens", *given])
+    with pytest.raises(SystemExit):
+        main(["tokens", *given[:3], "no.such:function"])
+    assert "is not MODULE:FUNCTION that can be imported" in capsys.readouterr().err
+    assert not list(tmp_path.glob("b*")), "nothing half written is left"
+
+
+def test_windows_follow_one_another_in_each_shard(tmp_path: Path) -> None:
+    counted(tmp_path / "0.bin", 11)
+    counted(tmp_path / "1.bin", 4, 100)  # one window of three, and its last target
+    counted(tmp_path / "2.bin", 0, 200)
+    stream = TokenStream(tmp_path, context=3)
+    assert len(stream) == 3 + 1
+    assert stream.windows(np.array([3, 0, 2])).tolist() == [[100, 101, 102, 103], [0, 1, 2, 3], [6, 7, 8, 9]]
+    assert TokenStream(tmp_path, context=2).fingerprint != stream.fingerprint
+
+
+def test_an_id_outside_of_the_vocabulary_names_its_file(tmp_path: Path) -> None:
+    stream = TokenStream(counted(tmp_path / "0.bin", 20, 990), context=4)
+    assert stream.windows(np.array([1])).tolist() == [[994, 995, 996, 997, 998]]
+    with pytest.raises(DataError, match=r"0\.bin: id 1006 is not below vocab_size=1000"):
+        stream.windows(np.array([0, 3]))
+
+
+def test_files_that_are_not_what_they_say_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="neither a file of token ids nor a folder"):
+        files_of(tmp_path)
+    path = counted(tmp_path / "a.bin", 10)
+    with pytest.raises(ValueError, match=r"context=10 needs files of 11 tokens or more, and the longest has 10"):
+        TokenStream(path, context=10)
+    beside = path.with_suffix(".json")
+    beside.write_text('{"dtype": "int8", "vocab_size": 3}')
+    with pytest.raises(ValueError, match=r"a\.json must describe a\.bin"):
+        files_of(path)
+    beside.write_text('{"dtype": "uint16", "vocab_size": 3, "tokens": 11}')
+    with pytest.raises(ValueError, match="20 bytes, which are not the 11 tokens of uint16"):
+        files_of(path)
+    beside.write_text('{"dtype": "uint16", "vocab_size": 65537}')
+    with pytest.raises(ValueError, match="vocab_size=65537 must be between"):
+        files_of(path)
+    beside.unlink()
+    with pytest.raises(ValueError, match=r"must describe .*FileNotFoundError"):
+        files_of(path)
+    counted(tmp_path / "a.bin", 10)
+    (tmp_path / "b.txt").write_text("b")
+    prepare([tmp_path / "b.txt"], tmp_path / "b.bin")
+    with pytest.raises(ValueError, match=r"b\.bin has vocab_size 256, but .*a\.bin has 1000"):
+        files_of(tmp_path)
+
+
+def test_texts_that_cannot_become_ids_are_refused_and_leave_nothing(tmp_path: Path) -> None:
+    (tmp_path / "latin.txt").write_bytes(b"\xe9")
+    (tmp_path / "empty.txt").touch()
+    texts, out = [tmp_path / "latin.txt"], tmp_path / "out.bin"
+    with pytest.raises(ValueError, match=r"latin\.txt is not UTF-8"):
+        prepare(texts, out, lambda text: [0], 1)
+    with pytest.raises(ValueError, match=r"ids from 3 to 4, and vocab_size=4 allows 0 and up"):
+        prepare([tmp_path / "empty.txt"], out, lambda text: [3, 4], 4)
+    with pytest.raises(ValueError, match=r"1 text file\(s\) contain no tokens"):
+        prepare([tmp_path / "empty.txt"], out)
+    with pytest.raises(ValueError, match="vocab_size=0 must be between 1"):
+        prepare(texts, out, vocab_size=0)
+    assert not list(tmp_path.glob("out*"))
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"context": 0}, "context=0 must be at least 1"),
+        ({"batch_size": 0}, "batch_size=0 must be at least 1"),
+        ({"val_fraction": 1.5}, "val_fraction=1.5 must be between 0 and 1"),
+        ({"val_fraction": 0.5, "val": "x.bin"}, "exclude each other"),
+    ],
+)
+def test_bad_options_are_refused_early(tmp_path: Path, options: dict[str, object], says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        TokenDataModuleMixin(counted(tmp_path / "0.bin", 20), **options)  # type: ignore[arg-type]

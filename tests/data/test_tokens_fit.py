@@ -1,0 +1,139 @@
+"""Token streams in a real Trainer on two nodes: every window once an epoch, and exact resume in the middle of one."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from tests.data.fits import FLAVOURS, lightning_of, ours, saver, trainer
+from tests.data.test_tokens import counted
+from tests.helpers.distributed import run_ranks
+
+CONTEXT, BATCH, WINDOWS = 4, 3, 30
+Seen = list[tuple[int, list[int]]]  # epoch, windows
+
+
+@pytest.fixture(scope="module", params=[FLAVOURS[0], pytest.param(FLAVOURS[1], marks=pytest.mark.slow)])
+def flavour(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("tokens")
+    (root / "train").mkdir()
+    counted(root / "train" / "0.bin", 10 * CONTEXT + 1)
+    counted(root / "train" / "1.bin", 20 * CONTEXT + 2, 10 * CONTEXT)  # so that a window's first id says its number
+    counted(root / "val.bin", 7 * CONTEXT + 1)
+    return root
+
+
+def model_of(flavour: str) -> Any:
+    class Model(lightning_of(flavour).LightningModule):  # type: ignore[misc, name-defined]
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = nn.Embedding(1000, 1)
+            self.seen: Seen = []
+            self.val: list[int] = []
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            inputs, targets = batch
+            assert inputs.shape == targets.shape == (BATCH, CONTEXT)
+            assert inputs.dtype == targets.dtype == torch.int64
+            assert torch.equal(targets, inputs + 1)
+            self.seen.append((self.current_epoch, windows(inputs)))
+            return self.net(inputs).square().mean()
+
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            self.val += windows(batch[0])
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters(), lr=0.01)
+
+    return Model()
+
+
+def windows(inputs: torch.Tensor) -> list[int]:
+    return [each // CONTEXT for each in inputs[:, 0].tolist()]
+
+
+def fit(flavour: str, folder: Path, ckpt_path: Path | None = None, **options: Any) -> Any:
+    model = model_of(flavour)
+    given = {"val": folder / "val.bin", "context": CONTEXT, "batch_size": BATCH, **options.pop("data", {})}
+    data = ours(flavour).TokenDataModule(folder / "train", **given)
+    trainer(flavour, **options).fit(model, data, ckpt_path=ckpt_path)
+    return model
+
+
+def runs(flavour: str, folder: str) -> dict[str, Any]:
+    os.chdir(folder)
+    warnings.simplefilter("ignore")
+    root = Path(folder)
+    callback = saver(flavour, root, "{step}", every_n_train_steps=2)
+    whole = fit(flavour, root, callbacks=[callback], enable_checkpointing=True)
+    resumed = fit(flavour, root, root / "step=8.ckpt")
+    split = fit(flavour, root, max_epochs=1, data={"val": None, "val_fraction": 0.2})
+    return {"whole": (whole.seen, whole.val), "resumed": resumed.seen, "split": (split.seen, split.val)}
+
+
+@pytest.fixture(scope="module")
+def results(flavour: str, folder: Path) -> list[dict[str, Any]]:
+    return run_ranks(runs, flavour, str(folder), nodes=2, devices=1, timeout=200, init=False)
+
+
+def test_every_window_is_seen_once_an_epoch(results: list[dict[str, Any]]) -> None:
+    orders = []
+    for epoch in range(2):
+        order = [w for each in results for at, ws in each["whole"][0] if at == epoch for w in ws]
+        assert sorted(order) == list(range(WINDOWS))
+        orders.append(order)
+    assert orders[0] != orders[1]
+    val = sorted(w for each in results for w in each["whole"][1])
+    assert sorted(set(val)) == list(range(7))
+    assert len(val) == 2 * 8, "one is repeated, so that both ranks have as many batches"
+
+
+def test_a_resumed_run_sees_the_rest_of_the_epoch(results: list[dict[str, Any]]) -> None:
+    for each in results:
+        assert len(each["whole"][0]) == 2 * 5
+        assert each["resumed"] == each["whole"][0][8:]
+
+
+def test_a_fraction_is_held_out_at_the_end(results: list[dict[str, Any]]) -> None:
+    train = {w for each in results for _, ws in each["split"][0] for w in ws}
+    val = {w for each in results for w in each["split"][1]}
+    assert (train, val) == (set(range(24)), set(range(24, 30)))
+
+
+def differing(folder: str) -> str:
+    root = Path(folder) / os.environ["NODE_RANK"]
+    root.mkdir()
+    data = ours(FLAVOURS[0]).TokenDataModule(counted(root / "a.bin", 20 + int(os.environ["NODE_RANK"])), context=4)
+    with pytest.raises(ValueError, match="has other tokens on rank 1 than on rank 0") as caught:
+        data.setup("fit")
+    return str(caught.value)
+
+
+def test_other_files_on_another_node_are_refused(tmp_path: Path) -> None:
+    said = run_ranks(differing, str(tmp_path), nodes=2, devices=1, timeout=60)
+    assert all("copy the same files to all nodes" in each for each in said)
+
+
+def test_without_a_trainer_the_loaders_need_setup_and_val(tmp_path: Path) -> None:
+    data = ours(FLAVOURS[0]).TokenDataModule(counted(tmp_path / "a.bin", 41), context=4, batch_size=2)
+    with pytest.raises(ValueError, match=r"no loaders before setup\(\)"):
+        data.train_dataloader()
+    assert data.vocab_size == 1000
+    data.setup("fit")
+    firsts = np.concatenate([inputs[:, 0].numpy() for inputs, _ in data.train_dataloader()])
+    assert sorted(firsts.tolist()) == list(range(0, 40, 4))
+    with pytest.raises(ValueError, match="no tokens to validate on"):
+        data.val_dataloader()
+    data.teardown("fit")
