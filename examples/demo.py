@@ -19,7 +19,6 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
-from typing import Any
 
 from lightning_sparse.lab import Cluster, LabConfig, signals_as_exit, unavailable_reason
 
@@ -45,6 +44,7 @@ class Task:
     name: str
     metric: str
     heading: str
+    words: tuple[str, ...]  # of every way
     ways: tuple[Way, ...]
 
     def shown(self, value: float) -> str:
@@ -62,6 +62,7 @@ TASKS = (
         "pictures, SGD",
         "val_accuracy",
         "validation accuracy",
+        ("--epochs", "3"),
         (
             Way("dense (ddp)", "digits_ddp.py"),
             Way("sparse gradients (mstopk_hier)", "digits_sparse.py"),
@@ -73,6 +74,7 @@ TASKS = (
         "text, AdamW",
         "val_bits",
         "validation bits per character",
+        ("--characters", "600000"),
         (
             Way("dense (ddp)", "characters.py", words=("--strategy", "ddp")),
             Way("sparse updates (mstopk_local)", "characters.py", words=("--strategy", "mstopk_local")),
@@ -94,25 +96,49 @@ class Row:
     steps: int
 
 
-def measure(task: Task, way: Way, gbps: float, network: bool, folder: Path, words: list[str]) -> Row:
-    config = LabConfig(nodes=way.nodes, devices=DEVICES, gbps=gbps, network=network)
-    with Cluster(config) as cluster:
-        command = [sys.executable, str(HERE / way.script), "--result", str(folder), *way.words, *words]
-        result = cluster.run(command)
+@dataclass(frozen=True)
+class Run:
+    """One training, which becomes a row."""
+
+    task: Task
+    way: Way
+    folder: Path
+
+    def plan(self, number: str, links: str, words: list[str]) -> tuple[str, list[str]]:
+        """Its heading and its command, for demo_ranks.py."""
+        on = f"{self.way.nodes} nodes x {DEVICES} ranks, {links}" if self.way.nodes > 1 else f"1 node x {DEVICES} ranks"
+        heading = f"{number}, {self.task.name}, {self.way.name}: {on}"
+        return heading, [self.way.script, "--result", str(self.folder), *self.task.words, *self.way.words, *words]
+
+    def row(self) -> Row:
+        nodes = [json.loads((self.folder / f"node{node}.json").read_text()) for node in range(self.way.nodes)]
+        seconds = nodes[0]["seconds"]
+        counted = nodes[0]["bytes_sent"] is not None
+        return Row(
+            name=self.way.name,
+            metric=nodes[0][self.task.metric],
+            seconds_per_step=median(seconds[FIRST_STEPS:] or seconds),
+            bytes_per_step=sum(sum(node["bytes_sent"]) for node in nodes) / len(seconds) if counted else None,
+            bytes_in_all=sum(node["bytes_sent_in_all"] for node in nodes) if counted else None,
+            steps=len(seconds),
+        )
+
+
+def train(runs: list[Run], first: int, args: argparse.Namespace, words: list[str], network: bool) -> None:
+    """One after the other in the same ranks; all of them on as many nodes."""
+    nodes, total = runs[0].way.nodes, sum(len(task.ways) for task in TASKS)
+    links = f"links of {args.gbps:g} Gbit/s" if network else "loopback"
+    plan = []
+    for number, run in enumerate(runs, first):
+        for_pictures = ["--data", str(args.out / "digits"), *words] if run.task.metric == "val_accuracy" else []
+        plan.append(run.plan(f"{number} of {total}", links, for_pictures))
+    path = args.out / f"plan{nodes}.json"
+    path.write_text(json.dumps(plan))
+    with Cluster(LabConfig(nodes=nodes, devices=DEVICES, gbps=args.gbps, network=network)) as cluster:
+        print(f"\nstarting {nodes} node(s) of {DEVICES} ranks, which takes some seconds", flush=True)
+        result = cluster.run([sys.executable, str(HERE / "demo_ranks.py"), str(path)])
     if result.exit_code != 0:
-        raise SystemExit(f"{way.name}: training failed with {result.exit_code}; its output is above")
-    nodes: list[dict[str, Any]] = [json.loads((folder / f"node{node}.json").read_text()) for node in range(way.nodes)]
-    seconds = nodes[0]["seconds"]
-    counted = nodes[0]["bytes_sent"] is not None
-    sent = [sum(step) for step in zip(*(node["bytes_sent"] for node in nodes), strict=True)] if counted else []
-    return Row(
-        name=way.name,
-        metric=nodes[0][task.metric],
-        seconds_per_step=median(seconds[FIRST_STEPS:]),
-        bytes_per_step=sum(sent) / len(sent) if counted else None,
-        bytes_in_all=result.bytes_between_nodes,
-        steps=len(seconds),
-    )
+        raise SystemExit(f"training on {nodes} node(s) failed with {result.exit_code}; its output is above")
 
 
 def table(task: Task, rows: list[Row]) -> str:
@@ -152,18 +178,13 @@ def main() -> None:
         print(f"A rehearsal on loopback, because {reason}\n")
     shutil.rmtree(args.out, ignore_errors=True)
     args.out.mkdir(parents=True)
-    links = f"links of {args.gbps:g} Gbit/s" if reason is None else "loopback"
-    found: list[tuple[Task, list[Row]]] = []
-    number, total = 0, sum(len(task.ways) for task in TASKS)
+    ways = [(task, way) for task in TASKS for way in task.ways]
+    runs = [Run(task, way, args.out / f"run{number}") for number, (task, way) in enumerate(ways)]
+    together, alone = ([run for run in runs if run.way.nodes == nodes] for nodes in (NODES, 1))
     with signals_as_exit():
-        for task in TASKS:
-            words = ["--data", str(args.out / "digits"), *more] if task.metric == "val_accuracy" else []
-            found.append((task, []))
-            for way in task.ways:
-                folder, number = args.out / f"run{number}", number + 1
-                on = f"{way.nodes} nodes x {DEVICES} ranks, {links}" if way.nodes > 1 else f"1 node x {DEVICES} ranks"
-                print(f"\n== {number} of {total}, {task.name}, {way.name}: {on} ==", flush=True)
-                found[-1][1].append(measure(task, way, args.gbps, reason is None, folder, words))
+        train(together, 1, args, more, reason is None)
+        train(alone, 1 + len(together), args, more, reason is None)
+    found = [(task, [run.row() for run in runs if run.task is task]) for task in TASKS]
     report(found, args.gbps, reason is None)
     (args.out / "table.md").write_text("\n\n".join(table(*each) for each in found) + "\n")
 

@@ -124,7 +124,7 @@ class SmallResNet(pl.LightningModule):
 
 
 class Recorder(pl.Callback):
-    """Seconds and bytes sent of each step, and a metric, as ``node<n>.json``: one file from each node.
+    """Seconds and bytes sent of each step, bytes of the fit, and a metric, as ``node<n>.json``: one file a node.
 
     Bytes are what the kernel counted on the node's network interface while a step ran, so they need a node that is
     alone on its interface, as in the lab; elsewhere they are left out.
@@ -137,6 +137,9 @@ class Recorder(pl.Callback):
         self.counts = "LIGHTNING_SPARSE_LAB" in os.environ and interface != "lo" and self.counter.exists()
         self.seconds: list[float] = []
         self.bytes: list[int] = []
+
+    def setup(self, *_: Any, **__: Any) -> None:
+        self.sent_before = self._sent()
 
     def on_train_batch_start(self, *_: Any) -> None:
         self.started, self.sent = time.perf_counter(), self._sent()
@@ -151,6 +154,7 @@ class Recorder(pl.Callback):
                 self.metric: float(trainer.callback_metrics[self.metric]),
                 "seconds": self.seconds,
                 "bytes_sent": self.bytes if self.counts else None,
+                "bytes_sent_in_all": self._sent() - self.sent_before if self.counts else None,
                 "parameters": sum(each.numel() for each in module.parameters()),
             }
             self.folder.mkdir(parents=True, exist_ok=True)
