@@ -14,7 +14,7 @@ from digits_common import Recorder, cluster
 from pytorch_lightning.callbacks import TQDMProgressBar
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, Subset
 
 CONTEXT, WIDTH, HEADS, LAYERS = 64, 64, 4, 2
 SYMBOLS = 128  # ASCII
@@ -88,8 +88,9 @@ def main() -> None:
     parser.add_argument("--result", type=Path, default=Path("runs/result"), help="folder for what Recorder measured")
     args = parser.parse_args()
     pl.seed_everything(1, verbose=False)
-    text = library_text(args.characters)
-    train, val = Windows(text[: -len(text) // 20]), Windows(text[-len(text) // 20 :])
+    windows = Windows(library_text(args.characters))
+    held_out = range(0, len(windows), 20)  # of all files: the last ones alone may be unlike the others
+    train, val = Subset(windows, [each for each in range(len(windows)) if each % 20]), Subset(windows, held_out)
     trainer = pl.Trainer(
         **cluster(),
         strategy=args.strategy,

@@ -26,7 +26,6 @@ from typing import Any
 
 import pytorch_lightning as pl
 import torch
-from sklearn.datasets import load_digits
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
@@ -48,6 +47,8 @@ def write_digits(folder: Path) -> None:
     """Write the image folder unless it is there. A folder that is there is complete: it is renamed into place."""
     if folder.exists():
         return
+    from sklearn.datasets import load_digits  # most ranks find the folder, and importing this takes a while
+
     unfinished = folder.with_name(f"{folder.name}.{os.getpid()}")
     digits = load_digits()
     numbers = list(range(len(digits.target)))
