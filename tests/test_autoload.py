@@ -285,7 +285,11 @@ def test_strings_are_known_in_both_flavours_in_a_spawned_child(installed: Path, 
 
 @pytest.mark.parametrize(
     ("installed", "flavour"),
-    [("wheel", FLAVOURS[0]), ("wheel", FLAVOURS[1]), pytest.param("editable", FLAVOURS[1], marks=pytest.mark.slow)],
+    [
+        ("wheel", FLAVOURS[0]),
+        pytest.param("wheel", FLAVOURS[1], marks=pytest.mark.slow),
+        pytest.param("editable", FLAVOURS[1], marks=pytest.mark.slow),
+    ],
     indirect=["installed"],
 )
 def test_trainer_takes_the_string(installed: Path, tmp_path: Path, flavour: str) -> None:

@@ -3,10 +3,12 @@
 import ast
 import doctest
 import os
+import pkgutil
 import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -113,6 +115,27 @@ def test_the_forge_runs_what_people_run_and_asks_for_the_doctor() -> None:
         assert "Output of `lightning-sparse doctor`" in asked, form
 
 
+def pages_of(nav: list[Any]) -> list[str]:
+    """All files of a navigation, also of the sections in it."""
+    entries = [each for item in nav for each in (item.values() if isinstance(item, dict) else [item])]
+    return [page for each in entries for page in (pages_of(each) if isinstance(each, list) else [each])]
+
+
+def test_every_page_is_in_the_navigation() -> None:
+    yaml = pytest.importorskip("yaml")
+    pages = pages_of(yaml.safe_load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"))["nav"])
+    assert {path.name for path in (ROOT / "docs").glob("*.md")} - set(pages) == set(), "orphans"
+    assert [page for page in pages if not any((folder / page).exists() for folder in (ROOT / "docs", ROOT))] == []
+
+
+def test_names_on_the_page_of_the_api_exist() -> None:
+    names = re.findall(r"^::: (\S+)", (ROOT / "docs" / "api.md").read_text(encoding="utf-8"), re.MULTILINE)
+    assert len(names) > 10
+    for name in names:
+        assert pkgutil.resolve_name(name).__doc__, name
+
+
+@pytest.mark.slow
 def test_the_site_builds(tmp_path: Path) -> None:
     """mkdocs checks links inside the site itself, the names in the API's pages, and that no page is an orphan."""
     pytest.importorskip("material", reason="the site is built with mkdocs-material")

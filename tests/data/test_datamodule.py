@@ -37,7 +37,7 @@ from tests.data.fits import (
 from tests.data.pictures import numbered_folder
 from tests.helpers.distributed import run_ranks
 from tests.helpers.lines import Lines
-from tests.helpers.scenarios import Scenarios
+from tests.helpers.scenarios import Scenarios, returned
 
 SCENARIOS = Scenarios()
 scenario = SCENARIOS.add
@@ -78,7 +78,7 @@ def run_scenarios(flavour: str, folder: str, names: list[str]) -> dict[str, Any]
     os.chdir(folder)
     warnings.simplefilter("ignore")
     logging.getLogger(lightning_of(flavour).__name__).setLevel(logging.ERROR)
-    return {name: SCENARIOS[name](flavour, Path(folder)) for name in names}
+    return returned({name: SCENARIOS[name] for name in names}, flavour, Path(folder))
 
 
 # -- epochs ------------------------------------------------------------------------------------------------------------

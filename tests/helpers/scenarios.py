@@ -1,6 +1,6 @@
 """What ranks run of a test module in one start, because starting them costs more than most of it."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 import pytest
@@ -34,3 +34,14 @@ class Scenarios(dict[str, Callable[..., Any]]):
         tests = [each for each in request.session.items if getattr(each, "module", None) is module]
         with_slow = any(each.get_closest_marker("slow") for each in tests)
         return {name: fn for name, fn in self.items() if with_slow or name not in self._slow}
+
+
+def returned(scenarios: Mapping[str, Callable[..., Any]], *args: Any) -> dict[str, Any]:
+    """What each returned; called in a rank. The first that raises ends it, by name."""
+    found = {}
+    for name, fn in scenarios.items():
+        try:
+            found[name] = fn(*args)
+        except Exception as error:
+            raise RuntimeError(f"scenario {name} raised; those after it did not run") from error
+    return found

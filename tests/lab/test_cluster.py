@@ -15,12 +15,16 @@ from pathlib import Path
 import pytest
 
 from lightning_sparse import cli
-from lightning_sparse.lab import Cluster, LabConfig
+from lightning_sparse.lab import Cluster, LabConfig, unavailable_reason
 from lightning_sparse.lab.network import NETNS_FOLDER, Network, node_address, remove_leftovers
 from lightning_sparse.lab.processes import RunName, processes_of
 
 pytestmark = pytest.mark.timeout(120)
-WITH_AND_WITHOUT_NAMESPACES = [pytest.param(True, marks=pytest.mark.root, id="net"), pytest.param(False, id="no-net")]
+# Both ways start the same launchers: where there are namespaces, the quick run does without the rehearsals.
+WITH_AND_WITHOUT_NAMESPACES = [
+    pytest.param(True, marks=pytest.mark.root, id="net"),
+    pytest.param(False, marks=() if unavailable_reason() else pytest.mark.slow, id="no-net"),
+]
 
 RECEIVE = """
 import socket, time

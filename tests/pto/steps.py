@@ -16,7 +16,7 @@ from lightning_sparse.exchange.communicator import HierCommunicator
 from lightning_sparse.pto import ShardedStep, communicator_of
 from lightning_sparse.topology import discover
 from tests.helpers.distributed import run_ranks
-from tests.helpers.scenarios import Scenarios
+from tests.helpers.scenarios import Scenarios, returned
 
 STEPS = 20
 SHAPES = {1: (1, 1), 2: (1, 2), 3: (1, 3), 4: (2, 2)}
@@ -35,7 +35,7 @@ def results_of(scenarios: Scenarios) -> Any:
 
 def run_scenarios(scenarios: Scenarios) -> dict[str, Any]:
     topology = discover()
-    return {name: fn(communicator_of(topology, "world")) for name, fn in scenarios.items()}
+    return returned(scenarios, communicator_of(topology, "world"))
 
 
 def parameters(odd: bool = True) -> list[nn.Parameter]:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from lightning_sparse.exchange.communicator import HierCommunicator
 from tests.helpers.distributed import RanksFailed, run_ranks
 from tests.helpers.lines import Lines
-from tests.helpers.scenarios import Scenarios
+from tests.helpers.scenarios import Scenarios, returned
 from tests.pto.steps import same
 from tests.strategy.trainers import lightning_of, ours, plain_module, sparse, trainer, weights
 
@@ -145,7 +145,7 @@ def results(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureReq
 def run_scenarios(scenarios: dict[str, Any], folder: str) -> dict[str, Any]:
     os.chdir(folder)
     warnings.simplefilter("ignore")
-    return {name: fn() for name, fn in scenarios.items()}
+    return returned(scenarios)
 
 
 @scenario

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from tests.helpers.distributed import run_ranks
-from tests.helpers.scenarios import Scenarios
+from tests.helpers.scenarios import Scenarios, returned
 from tests.pto.steps import same
 from tests.strategy.trainers import Branches, ddp, gan, lightning_of, ours, plain_module, sparse, trainer
 
@@ -45,7 +45,7 @@ def run_scenarios(flavour: str, folder: str, names: list[str]) -> dict[str, Any]
 
     os.chdir(folder)
     warnings.simplefilter("ignore")
-    return {name: SCENARIOS[name](flavour) for name in names}
+    return returned({name: SCENARIOS[name] for name in names}, flavour)
 
 
 # -- what scenarios are made of ----------------------------------------------------------------------------------------

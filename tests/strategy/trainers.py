@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from tests.helpers.distributed import run_ranks
-from tests.helpers.scenarios import Scenarios
+from tests.helpers.scenarios import Scenarios, returned
 from tests.strategy.models import mlp
 
 FLAVOURS = ["pytorch_lightning", pytest.param("lightning", marks=pytest.mark.slow)]
@@ -33,7 +33,7 @@ def results_of(scenarios: Scenarios) -> Any:
 def run_scenarios(scenarios: dict[str, Any], flavour: str, folder: str) -> dict[str, Any]:
     os.chdir(folder)
     warnings.simplefilter("ignore")
-    return {name: fn(flavour) for name, fn in scenarios.items()}
+    return returned(scenarios, flavour)
 
 
 def lightning_of(flavour: str) -> Any:

@@ -1,5 +1,6 @@
 """What must always hold, on real ranks: nodes share one model, nothing is lost, and limits equal DDP."""
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -11,9 +12,11 @@ from torch.nn.parallel import DistributedDataParallel
 from lightning_sparse.topology import discover
 from lightning_sparse.updates.checkpoint import fits, restore_own, side_content
 from tests.helpers.distributed import run_ranks
+from tests.helpers.scenarios import returned
 from tests.strategy.models import flat_parameters, loss_of, mlp, train
 from tests.updates.runs import adamw, mean_over_nodes, sgd, shared_of, start, steps
 
+Results = list[dict[str, Any]]
 CLUSTERS = [(2, 2), (3, 1), (4, 1)]
 OPTIONS: list[dict[str, Any]] = [
     {"density": 0.02},
@@ -69,15 +72,30 @@ def whole_pending(updates: Any) -> Tensor:
     return total
 
 
-@pytest.mark.parametrize(("nodes", "devices"), CLUSTERS)
+@pytest.fixture(scope="module", params=CLUSTERS, ids=str)
+def results(request: pytest.FixtureRequest) -> Results:
+    """What every scenario returned, by rank; one start for each cluster."""
+    nodes, devices = request.param
+    return run_ranks(run_scenarios, nodes=nodes, devices=devices)
+
+
+def run_scenarios() -> dict[str, Any]:
+    scenarios = {str(options): partial(fifty_one_steps, options, True) for options in OPTIONS}
+    return returned({**scenarios, "like DDP": partial(with_everything_sent, 0)})
+
+
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
-def test_nodes_share_one_model_and_nothing_is_lost(nodes: int, devices: int, options: dict[str, Any]) -> None:
-    results = run_ranks(fifty_one_steps, options, True, nodes=nodes, devices=devices)
-    for shared, balance, _ in results:
-        assert torch.equal(shared, results[0][0])
+def test_nodes_share_one_model_and_nothing_is_lost(results: Results, options: dict[str, Any]) -> None:
+    for shared, balance, _ in (each[str(options)] for each in results):
+        assert torch.equal(shared, results[0][str(options)][0])
         assert balance < 2e-5
     if options.get("exchange", "sparse") != "dense":
-        assert any(pending > 0 for _, _, pending in results)
+        assert any(each[str(options)][2] > 0 for each in results), "something was pending"
+
+
+def test_everything_sent_at_once_equals_ddp(results: Results) -> None:
+    for ours, ddp in (each["like DDP"] for each in results):
+        torch.testing.assert_close(ours, ddp, rtol=1e-6, atol=1e-6)
 
 
 def whole_or_sharded() -> tuple[Tensor, Tensor]:
@@ -97,12 +115,6 @@ def with_everything_sent(delay: int) -> tuple[Tensor, Tensor]:
     reference.load_state_dict(start_weights)
     train(reference, DistributedDataParallel(reference), 20)
     return shared_of(updates), flat_parameters(reference)
-
-
-@pytest.mark.parametrize(("nodes", "devices"), CLUSTERS)
-def test_everything_sent_at_once_equals_ddp(nodes: int, devices: int) -> None:
-    for ours, ddp in run_ranks(with_everything_sent, 0, nodes=nodes, devices=devices):
-        torch.testing.assert_close(ours, ddp, rtol=1e-6, atol=1e-6)
 
 
 def on_one_node() -> tuple[Tensor, Tensor]:

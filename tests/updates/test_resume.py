@@ -72,7 +72,35 @@ CASES: list[tuple[tuple[int, int], dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.parametrize(("shape", "options"), CASES, ids=str)
+def whole_and_resumed(folder: str, cases: list[dict[str, Any]]) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+    """For each case a run, and one of which the last steps are another Trainer's."""
+    ends = []
+    for number, options in enumerate(cases):
+        whole = fit(f"{folder}/whole{number}", dict(options))
+        fit(f"{folder}/{number}", dict(options), steps=7)
+        ends.append((whole, fit(f"{folder}/{number}", dict(options))))
+    return ends
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_a_resumed_run_is_bit_identical(shape: tuple[int, int], tmp_path: Path) -> None:
+    nodes, devices = shape
+    cases = [options for each, options in CASES if each == shape]
+    many: dict[str, Any] = {"nodes": nodes, "devices": devices, "timeout": 100, "init": False}
+    for rank, ends in enumerate(run_ranks(whole_and_resumed, str(tmp_path), cases, **many)):
+        for options, (whole, resumed) in zip(cases, ends, strict=True):
+            same_ends(whole, resumed, f"rank {rank}, {options}")
+
+
+def same_ends(one: dict[str, Any], other: dict[str, Any], which: str) -> None:
+    assert one["steps"] == other["steps"] == STEPS, which
+    assert torch.equal(one["weights"], other["weights"]), which
+    assert torch.equal(one["buffers"], other["buffers"]), which
+
+
+@pytest.mark.parametrize(
+    ("shape", "options"), [CASES[0], *(pytest.param(*case, marks=pytest.mark.slow) for case in CASES[1:])], ids=str
+)
 def test_a_killed_run_goes_on_bit_identically(shape: tuple[int, int], options: dict[str, Any], tmp_path: Path) -> None:
     """Killed in a step and in the middle of a save, by a rank of chance."""
     nodes, devices = shape
@@ -86,10 +114,8 @@ def test_a_killed_run_goes_on_bit_identically(shape: tuple[int, int], options: d
             run_ranks(fit, str(tmp_path), dict(options), kill, **many)
         assert failed.value.killed.keys() == {kill["rank"]}
         assert not failed.value.hung
-    for one, other in zip(whole, run_ranks(fit, str(tmp_path), dict(options), **many), strict=True):
-        assert one["steps"] == other["steps"] == STEPS
-        assert torch.equal(one["weights"], other["weights"])
-        assert torch.equal(one["buffers"], other["buffers"])
+    for rank, resumed in enumerate(run_ranks(fit, str(tmp_path), dict(options), **many)):
+        same_ends(whole[rank], resumed, f"rank {rank}")
 
 
 def look(folder: str, resume: bool, steps: int) -> dict[str, Any]:
