@@ -1,5 +1,6 @@
 """What a machine cannot run is skipped by name, here and nowhere else."""
 
+import gc
 import signal
 
 import pytest
@@ -21,3 +22,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()  # tests that collect garbage need not walk all that was imported, a quarter of a second each time
+
+
+def pytest_unconfigure() -> None:
+    gc.unfreeze()
