@@ -2,10 +2,13 @@
 
 import gc
 import signal
+from collections.abc import Iterator
 
 import pytest
 import torch
 from hypothesis import settings
+
+from tests.helpers.distributed import KeptRanks, RunRanks
 
 # What a shell starts in the background ignores Ctrl-C, and so would the programs that tests interrupt.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -14,6 +17,14 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 # A loaded machine is no failure: pytest's own timeout bounds a test.
 settings.register_profile("patient", deadline=None)
 settings.load_profile("patient")
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[RunRanks]:
+    """`run_ranks` on processes that stay until the module's last test."""
+    kept = KeptRanks()
+    yield kept.run
+    kept.close()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

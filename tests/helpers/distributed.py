@@ -34,7 +34,8 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
@@ -48,6 +49,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import TCPStore  # torch.distributed re-exports it unannounced
 
 T = TypeVar("T")
+RunRanks = Callable[..., list[Any]]  # `KeptRanks.run`, as the fixture `ranks` gives it
 # What every rank would import again, seconds of it. Both flavours are there, so ranks cannot ask what one of them does
 # alone; tests/test_autoload.py does, in interpreters of its own.
 PRELOAD = [
@@ -92,6 +94,11 @@ class _Rank:
     def running(self) -> bool:
         return self.process.exitcode is None
 
+    def give(self, task: tuple[Callable[..., Any], tuple[Any, ...]] | None) -> None:
+        """A function and its arguments, or None: it may leave."""
+        with suppress(BrokenPipeError):  # it has left already; its exit says why
+            self.connection.send_bytes(pickle.dumps(task))
+
     def tail(self) -> str:
         text = (self.folder / f"output{self.rank}").read_text(errors="replace")[-OUTPUT_TAIL:]
         return f"\nits output ended:\n{text}" if text.strip() else ""
@@ -125,10 +132,73 @@ def run_ranks(
         placement: the global ranks of each node in device order, instead of `nodes` x `devices` contiguous ones.
         init: join the default Gloo group before the call. Without it the environment alone is prepared (a Trainer).
     """
+    places = _places(nodes, devices, placement)
+    with _started(places, env or {}, init, timeout, start_method) as ranks:
+        for each in ranks:
+            each.give((fn, args))
+            each.give(None)
+        return _watch(ranks, timeout, _has_left)
+
+
+class KeptRanks:
+    """Ranks that stay for the next call, so that the calls of a test module start them once for each cluster.
+
+    What a function leaves in its process the next one finds, groups aside: one that changes defaults of torch, patches
+    modules or reads the environment belongs into `run_ranks`. Ranks of a call that failed are stopped.
+    """
+
+    def __init__(self) -> None:
+        self._clusters: dict[str, tuple[ExitStack, list[_Rank]]] = {}
+
+    def run(
+        self,
+        fn: Callable[..., T],
+        *args: Any,
+        nodes: int = 2,
+        devices: int = 2,
+        timeout: float = 200,
+        placement: Sequence[Sequence[int]] | None = None,
+    ) -> list[T]:
+        """As `run_ranks`, in the default Gloo group."""
+        places = _places(nodes, devices, placement)
+        if str(places) not in self._clusters:
+            stack = ExitStack()
+            ranks = stack.enter_context(_started(places, {}, True, timeout, "forkserver"))
+            self._clusters[str(places)] = stack, ranks
+        _, ranks = self._clusters[str(places)]
+        try:
+            for each in ranks:
+                each.reply = None
+                each.give((fn, args))
+            return _watch(ranks, timeout, _has_answered)
+        except BaseException:
+            self._clusters.pop(str(places))[0].close()
+            raise
+
+    def close(self) -> None:
+        """Stop all of them."""
+        for stack, _ in self._clusters.values():
+            stack.close()
+        self._clusters.clear()
+
+
+def _places(nodes: int, devices: int, placement: Sequence[Sequence[int]] | None) -> list[list[int]]:
     places = [list(node) for node in placement] if placement else _contiguous(nodes, devices)
     world_size = sum(map(len, places))
     if sorted(rank for node in places for rank in node) != list(range(world_size)):
         raise ValueError(f"placement={places} must name each rank from 0 to {world_size - 1} once")
+    return places
+
+
+@contextmanager
+def _started(
+    places: list[list[int]],
+    env: Mapping[str, str | None],
+    init: bool,
+    timeout: float,
+    start_method: Literal["forkserver", "spawn"],
+) -> Iterator[list[_Rank]]:
+    """One process a rank, in the order of ranks, which waits for what it is given; stopped at the end."""
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     context = _context(start_method)
     ranks: list[_Rank] = []
@@ -136,17 +206,15 @@ def run_ranks(
         try:
             for node, members in enumerate(places):
                 for device, rank in enumerate(members):
-                    settings = _torchrun_environment(places, node, device, rank, store.port)
-                    settings.update(env or {})
-                    here, there = context.Pipe(duplex=False)
-                    payload = (fn, args, settings, dict(os.environ), folder, init, timeout)
+                    settings = {**_torchrun_environment(places, node, device, rank, store.port), **env}
+                    here, there = context.Pipe()
+                    payload = (settings, dict(os.environ), folder, init, timeout)
                     process = context.Process(target=_rank_main, args=(rank, there, payload), name=f"rank {rank}")
                     process.start()
                     there.close()
                     ranks.append(_Rank(rank, process, here, Path(folder)))
             ranks.sort(key=lambda each: each.rank)
-            _watch(ranks, timeout)
-            return [each.reply[1] for each in ranks if each.reply]
+            yield ranks
         finally:
             _stop(ranks)
 
@@ -188,11 +256,11 @@ def _torchrun_environment(
 # ---------------------------------------------------------------------------------------------- in the parent
 
 
-def _watch(ranks: list[_Rank], timeout: float) -> None:
-    """Collect replies and exits until all ranks are done; raise RanksFailed otherwise."""
+def _watch(ranks: list[_Rank], timeout: float, done: Callable[[_Rank], bool]) -> list[Any]:
+    """Collect replies and exits until all ranks are done, and return what they returned, or raise RanksFailed."""
     deadline = time.monotonic() + timeout
     failed = _Outcome()
-    while pending := [each for each in ranks if not _finished(each)]:
+    while pending := [each for each in ranks if not done(each)]:
         if time.monotonic() >= deadline:
             hung = {} if failed else {each.rank: _stack(each) for each in pending}
             stopped = [each.rank for each in pending] if failed else []
@@ -207,10 +275,15 @@ def _watch(ranks: list[_Rank], timeout: float) -> None:
                 deadline = min(deadline, time.monotonic() + GRACE_S)
     if failed:
         raise RanksFailed(failed.raised, failed.killed, {}, [])
+    return [each.reply[1] for each in ranks if each.reply]
 
 
-def _finished(each: _Rank) -> bool:
+def _has_left(each: _Rank) -> bool:
     return each.reply is not None and not each.running
+
+
+def _has_answered(each: _Rank) -> bool:
+    return each.reply is not None
 
 
 def _collect(each: _Rank, failed: _Outcome) -> None:
@@ -219,7 +292,7 @@ def _collect(each: _Rank, failed: _Outcome) -> None:
     if each.reply is None and each.connection.poll():
         try:
             each.reply = pickle.loads(each.connection.recv_bytes())
-        except EOFError:
+        except (EOFError, ConnectionResetError):  # gone; the latter, if something given to it was not read
             each.process.join(GRACE_S)
             running = each.running
         if each.reply and each.reply[0] == "raised":
@@ -262,7 +335,7 @@ def _stop(ranks: list[_Rank]) -> None:
 
 
 def _rank_main(rank: int, connection: Connection, payload: tuple[Any, ...]) -> None:
-    fn, args, settings, environment, folder, init, timeout = payload
+    settings, environment, folder, init, timeout = payload
     stack = open(f"{folder}/stack{rank}", "w")  # noqa: SIM115 - open for as long as the process lives
     faulthandler.register(signal.SIGUSR1, file=stack, all_threads=True)
     gc.freeze()  # a collection would walk, and copy, all that the fork server has imported: a quarter of a second
@@ -282,14 +355,24 @@ def _rank_main(rank: int, connection: Connection, payload: tuple[Any, ...]) -> N
         if init:
             dist.init_process_group("gloo", timeout=timedelta(seconds=timeout))
             dist.barrier()  # else a rank with nothing to say leaves while the others still connect to it
-        reply = pickle.dumps(("returned", fn(*args)))  # plain pickle: tensors by value, not by shared memory
+        while task := pickle.loads(connection.recv_bytes()):
+            fn, args = task
+            reply = pickle.dumps(("returned", fn(*args)))  # plain pickle: tensors by value, not by shared memory
+            _leave_groups()
+            connection.send_bytes(reply)
         if dist.is_initialized():
             dist.destroy_process_group()
     except BaseException:
-        reply = pickle.dumps(("raised", traceback.format_exc()))
-    connection.send_bytes(reply)
+        connection.send_bytes(pickle.dumps(("raised", traceback.format_exc())))
     connection.close()
     sys.stdout.flush()
+
+
+def _leave_groups() -> None:
+    """Those that a function made, with their threads and connections; torch keeps them until it is told."""
+    if dist.is_initialized():
+        for group in reversed([*dist.distributed_c10d._world.pg_map][1:]):
+            dist.destroy_process_group(group)
 
 
 def _leave_with_parent() -> None:

@@ -13,7 +13,7 @@ from lightning_sparse.exchange.rates import Link, Rates
 from lightning_sparse.gradients import HierConfig
 from lightning_sparse.strategy import checkpoint, side_files
 from lightning_sparse.topology import discover
-from tests.helpers.distributed import run_ranks
+from tests.helpers.distributed import RunRanks, run_ranks
 from tests.helpers.lines import Lines
 from tests.strategy.models import flat_grads, flat_parameters, loss_of, mlp, node_residual, sum_over_nodes, wrap
 
@@ -25,8 +25,8 @@ ROUNDING_IS_FAST = Rates(Link(0.0, 1e-6), Link(0.0, 0.0), select=1.0)
 
 
 @pytest.mark.parametrize(("nodes", "devices"), SHAPES)
-def test_all_ranks_measure_the_same_and_say_it_once(nodes: int, devices: int) -> None:
-    everyone = run_ranks(measure, nodes=nodes, devices=devices)
+def test_all_ranks_measure_the_same_and_say_it_once(ranks: RunRanks, nodes: int, devices: int) -> None:
+    everyone = ranks(measure, nodes=nodes, devices=devices)
     numbers, _ = everyone[0]
     assert all(each == numbers for each, _ in everyone)
     assert all(number >= 0 for number in numbers)
@@ -62,8 +62,8 @@ def measure_under(dtype: torch.dtype) -> bool:
 
 
 @pytest.mark.parametrize(("nodes", "devices"), SHAPES)
-def test_changing_paths_loses_nothing_and_keeps_ranks_equal(nodes: int, devices: int) -> None:
-    everyone = run_ranks(change_paths, nodes=nodes, devices=devices)
+def test_changing_paths_loses_nothing_and_keeps_ranks_equal(ranks: RunRanks, nodes: int, devices: int) -> None:
+    everyone = ranks(change_paths, nodes=nodes, devices=devices)
     for each in everyone:
         torch.testing.assert_close(each["given"], each["applied"] + each["waiting"], rtol=1e-5, atol=2e-5)
         assert torch.equal(each["applied"], everyone[0]["applied"])

@@ -6,7 +6,7 @@ import torch.distributed as dist
 
 from lightning_sparse.strategy import HierCommunicator
 from lightning_sparse.topology import discover
-from tests.helpers.distributed import run_ranks
+from tests.helpers.distributed import RunRanks
 
 PLACEMENTS = {
     "two": [[0], [1]],
@@ -18,8 +18,8 @@ ROUNDS, SIZES = 3, (1_001, 300_001)  # bytes: all at once, and in turns
 
 @pytest.mark.parametrize("nbytes", SIZES)
 @pytest.mark.parametrize("nodes", PLACEMENTS.values(), ids=PLACEMENTS)
-def test_messages_arrive_in_node_order(nodes: list[list[int]], nbytes: int) -> None:
-    for place, rounds in enumerate(run_ranks(travel, nbytes, placement=nodes)):
+def test_messages_arrive_in_node_order(ranks: RunRanks, nodes: list[list[int]], nbytes: int) -> None:
+    for place, rounds in enumerate(ranks(travel, nbytes, placement=nodes)):
         node, device = next((m, node.index(place)) for m, node in enumerate(nodes) if place in node)
         for number, (gathered, turned) in enumerate(rounds):
             assert gathered == [text(peer[device], number, None) for peer in nodes]

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_sparse.strategy import HierConfig, HierState
-from tests.helpers.distributed import run_ranks
+from tests.helpers.distributed import RunRanks
 from tests.strategy.models import (
     conserved,
     flat_grads,
@@ -35,8 +35,8 @@ PLAIN = {"bucket_cap_mb": 0.002}  # several buckets, rebuilt after the first rou
 
 @pytest.mark.parametrize("value_dtype", ["bfloat16", pytest.param("float32", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(("nodes", "devices"), SHAPES)
-def test_mass_is_conserved_over_rebuilt_buckets(nodes: int, devices: int, value_dtype: str) -> None:
-    for given, applied, waiting in run_ranks(conserve, value_dtype, nodes=nodes, devices=devices, timeout=120):
+def test_mass_is_conserved_over_rebuilt_buckets(ranks: RunRanks, nodes: int, devices: int, value_dtype: str) -> None:
+    for given, applied, waiting in ranks(conserve, value_dtype, nodes=nodes, devices=devices, timeout=120):
         torch.testing.assert_close(given, applied + waiting, rtol=1e-5, atol=2e-5)
         if nodes > 1:
             assert waiting.abs().max() > 1e-3, "the test would pass without error feedback"
@@ -49,8 +49,8 @@ def conserve(value_dtype: str) -> tuple[Tensor, Tensor, Tensor]:
 
 
 @pytest.mark.parametrize(("nodes", "devices"), [(2, 2), (3, 1)])
-def test_several_backwards_before_a_step_lose_nothing(nodes: int, devices: int) -> None:
-    for given, applied, waiting in run_ranks(several_backwards, nodes=nodes, devices=devices):
+def test_several_backwards_before_a_step_lose_nothing(ranks: RunRanks, nodes: int, devices: int) -> None:
+    for given, applied, waiting in ranks(several_backwards, nodes=nodes, devices=devices):
         torch.testing.assert_close(given, applied + waiting, rtol=1e-5, atol=2e-5)
 
 
@@ -71,8 +71,8 @@ def several_backwards() -> tuple[Tensor, Tensor, Tensor]:
     return given, applied, sum_over_nodes(node_residual(ddp.module, state), state)
 
 
-def test_parameter_groups_may_be_added_while_training() -> None:
-    for given, applied, waiting in run_ranks(added_groups, nodes=2, devices=1):
+def test_parameter_groups_may_be_added_while_training(ranks: RunRanks) -> None:
+    for given, applied, waiting in ranks(added_groups, nodes=2, devices=1):
         torch.testing.assert_close(given, applied + waiting, rtol=1e-5, atol=2e-5)
 
 
@@ -115,8 +115,8 @@ def mean_gradient(ddp: DistributedDataParallel, step: int) -> Tensor:
     return mean / dist.get_world_size()
 
 
-def test_a_dense_round_sends_the_residual_and_leaves_none() -> None:
-    for residual_before, residual_after, applied, expected in run_ranks(dense_flush, nodes=2, devices=2):
+def test_a_dense_round_sends_the_residual_and_leaves_none(ranks: RunRanks) -> None:
+    for residual_before, residual_after, applied, expected in ranks(dense_flush, nodes=2, devices=2):
         assert residual_before.abs().max() > 0
         assert torch.count_nonzero(residual_after) == 0
         torch.testing.assert_close(applied, expected, rtol=1e-5, atol=1e-6)
@@ -143,9 +143,9 @@ def dense_flush() -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return before, node_residual(model, state), applied, mean / dist.get_world_size() + before
 
 
-def test_without_error_feedback_mass_is_lost() -> None:
+def test_without_error_feedback_mass_is_lost(ranks: RunRanks) -> None:
     """The check that the conservation test can fail."""
-    assert all(run_ranks(no_feedback, nodes=2, devices=1))
+    assert all(ranks(no_feedback, nodes=2, devices=1))
 
 
 def no_feedback() -> bool:
@@ -158,9 +158,9 @@ def no_feedback() -> bool:
     return not state.store.current
 
 
-def test_duplicate_indices_of_several_nodes_add() -> None:
+def test_duplicate_indices_of_several_nodes_add(ranks: RunRanks) -> None:
     """All ranks have the same gradient, so all nodes choose the same entries: the mean is that gradient, not 1/M."""
-    for applied, gradient in run_ranks(duplicates, nodes=3, devices=1):
+    for applied, gradient in ranks(duplicates, nodes=3, devices=1):
         sent = applied != 0
         assert 0 < sent.sum() < sent.numel()
         torch.testing.assert_close(applied[sent], gradient[sent], rtol=1e-5, atol=1e-7)
@@ -186,8 +186,10 @@ def local_gradient() -> Tensor:
 
 
 @pytest.mark.parametrize(("exchange", "set_to_none"), [("sparse", True), ("sparse", False), ("dense16", True)])
-def test_all_rounds_of_a_gradient_that_is_thrown_away_leave_no_trace(exchange: str, set_to_none: bool) -> None:
-    for before, after in run_ranks(throw_away, exchange, set_to_none, nodes=2, devices=2):
+def test_all_rounds_of_a_gradient_that_is_thrown_away_leave_no_trace(
+    ranks: RunRanks, exchange: str, set_to_none: bool
+) -> None:
+    for before, after in ranks(throw_away, exchange, set_to_none, nodes=2, devices=2):
         assert before.abs().max() > 0
         assert torch.equal(before, after)
 
@@ -212,8 +214,10 @@ def throw_away(exchange: str, set_to_none: bool) -> tuple[Tensor, Tensor]:
 
 @pytest.mark.parametrize("how", ["none", "zero_", "assign", "zeros"])
 @pytest.mark.parametrize(("nodes", "devices"), [(2, 1), (2, 2)])
-def test_a_gradient_dropped_before_the_step_leaves_no_trace(how: str, nodes: int, devices: int) -> None:
-    for before, after, others_moved in run_ranks(drop_some, how, nodes=nodes, devices=devices):
+def test_a_gradient_dropped_before_the_step_leaves_no_trace(
+    ranks: RunRanks, how: str, nodes: int, devices: int
+) -> None:
+    for before, after, others_moved in ranks(drop_some, how, nodes=nodes, devices=devices):
         assert before.abs().max() > 0
         assert torch.equal(before, after)
         assert others_moved
@@ -251,9 +255,9 @@ def drop(parameter: nn.Parameter, how: str) -> None:
         parameter.grad = torch.zeros_like(parameter)
 
 
-def test_a_masked_row_and_clipped_gradients_lose_nothing() -> None:
+def test_a_masked_row_and_clipped_gradients_lose_nothing(ranks: RunRanks) -> None:
     """What is left of a gradient after the user worked on it was used, zeros at its head included."""
-    for given, applied, waiting in run_ranks(masked_and_clipped, nodes=2, devices=2):
+    for given, applied, waiting in ranks(masked_and_clipped, nodes=2, devices=2):
         torch.testing.assert_close(given, applied + waiting, rtol=1e-5, atol=2e-5)
 
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from lightning_sparse.exchange.rates.timing import DECISIONS, ROUNDS
 from lightning_sparse.strategy import HierConfig, checkpoint, side_files
 from lightning_sparse.topology import discover
-from tests.helpers.distributed import run_ranks
+from tests.helpers.distributed import RunRanks
 from tests.strategy.models import conserved, flat_grads, loss_of, mlp, wrap
 
 SHAPES = [(2, 2), (3, 1)]
@@ -20,8 +20,8 @@ SLOW, FAST = 1e-5, 1e3  # Gbit/s
 
 
 @pytest.mark.parametrize(("nodes", "devices"), SHAPES)
-def test_density_follows_the_link_and_is_the_same_on_all_ranks(nodes: int, devices: int) -> None:
-    everyone = run_ranks(decide, nodes=nodes, devices=devices)
+def test_density_follows_the_link_and_is_the_same_on_all_ranks(ranks: RunRanks, nodes: int, devices: int) -> None:
+    everyone = ranks(decide, nodes=nodes, devices=devices)
     assert all(each == everyone[0] for each in everyone)
     (slow, slow_counts), (fast, fast_counts), (single, _) = everyone[0]
     assert slow == 0.01
@@ -45,9 +45,9 @@ def decide() -> list[tuple[float, list[int]]]:
     return out
 
 
-def test_a_slow_rank_gives_all_of_them_time() -> None:
+def test_a_slow_rank_gives_all_of_them_time(ranks: RunRanks) -> None:
     """The slowest rank's window counts, for exchanges wait for it."""
-    densities = run_ranks(one_is_slow, nodes=2, devices=1)
+    densities = ranks(one_is_slow, nodes=2, devices=1)
     assert densities[0] == densities[1] > 0.1
 
 
@@ -63,8 +63,8 @@ def one_is_slow() -> float:
 
 
 @pytest.mark.parametrize("exchange", ["auto", "sparse", "regional"])
-def test_nothing_is_lost_when_it_changes(exchange: str) -> None:
-    for given, applied, waiting, density in run_ranks(through_a_change, exchange, nodes=2, devices=2):
+def test_nothing_is_lost_when_it_changes(ranks: RunRanks, exchange: str) -> None:
+    for given, applied, waiting, density in ranks(through_a_change, exchange, nodes=2, devices=2):
         torch.testing.assert_close(given, applied + waiting, rtol=1e-5, atol=2e-5)
         assert density == 1.0
 
@@ -75,8 +75,8 @@ def through_a_change(exchange: Any) -> tuple[Any, ...]:
     return given, applied, waiting, state.exchange.choice.density
 
 
-def test_a_resumed_run_goes_on_with_the_saved_density(tmp_path: Path) -> None:
-    for whole, resumed in run_ranks(resume, str(tmp_path), nodes=2, devices=2):
+def test_a_resumed_run_goes_on_with_the_saved_density(ranks: RunRanks, tmp_path: Path) -> None:
+    for whole, resumed in ranks(resume, str(tmp_path), nodes=2, devices=2):
         assert torch.equal(whole, resumed)
 
 
@@ -103,9 +103,11 @@ def resume(folder: str) -> tuple[Any, Any]:
 
 
 @pytest.mark.parametrize("rounds", [DECISIONS[0], DECISIONS[1] - 3])
-def test_a_resume_just_before_a_decision_goes_by_no_window_of_its_own(tmp_path: Path, rounds: int) -> None:
+def test_a_resume_just_before_a_decision_goes_by_no_window_of_its_own(
+    ranks: RunRanks, tmp_path: Path, rounds: int
+) -> None:
     """The first rounds after it say nothing yet: the saved density stays until enough were measured."""
-    for saved, after in run_ranks(resume_before_a_decision, str(tmp_path), rounds, nodes=2, devices=1):
+    for saved, after in ranks(resume_before_a_decision, str(tmp_path), rounds, nodes=2, devices=1):
         assert after[: ROUNDS - 3] == [saved] * (ROUNDS - 3)
         assert after[-1] == 1.0, "and then it is decided"
 
@@ -130,11 +132,11 @@ def resume_before_a_decision(folder: str, rounds: int) -> tuple[float, list[floa
     return manifest["density"], densities
 
 
-def test_on_another_topology_it_is_decided_again(tmp_path: Path) -> None:
+def test_on_another_topology_it_is_decided_again(ranks: RunRanks, tmp_path: Path) -> None:
     """However late the run is: the saved density was another cluster's."""
     path = str(tmp_path / "saved.ckpt")
-    run_ranks(save_late, path, nodes=2, devices=1)
-    for round_index, density in run_ranks(resume_late, path, nodes=3, devices=1):
+    ranks(save_late, path, nodes=2, devices=1)
+    for round_index, density in ranks(resume_late, path, nodes=3, devices=1):
         assert round_index > DECISIONS[-1]
         assert density == 1.0
 

@@ -19,7 +19,7 @@ from lightning_sparse.gradients.groups import Layout, ParamGroup, excluded_names
 from lightning_sparse.kernels import message_bytes
 from lightning_sparse.strategy import checkpoint, side_files
 from lightning_sparse.topology import discover
-from tests.helpers.distributed import run_ranks
+from tests.helpers.distributed import RunRanks
 from tests.strategy.models import conserved, flat_parameters, loss_of, mlp, node_residual, sum_over_nodes, wrap
 
 SPARSE: dict[str, Any] = {"density": 0.03, "exchange": "sparse", "value_dtype": "float32", "warmup_epochs": 0}
@@ -66,8 +66,8 @@ def test_a_bucket_is_cut_into_the_rest_and_the_excluded() -> None:
 
 @pytest.mark.parametrize("exchange", ["sparse", "regional", "dense16"])
 @pytest.mark.parametrize(("nodes", "devices"), [(2, 2), (3, 1)])
-def test_excluded_gradients_are_those_of_ddp(nodes: int, devices: int, exchange: str) -> None:
-    for each in run_ranks(beside_ddp, exchange, nodes=nodes, devices=devices):
+def test_excluded_gradients_are_those_of_ddp(ranks: RunRanks, nodes: int, devices: int, exchange: str) -> None:
+    for each in ranks(beside_ddp, exchange, nodes=nodes, devices=devices):
         for name, (ours, plain) in each["grads"].items():
             same = torch.allclose(ours, plain, rtol=1e-5, atol=1e-7)
             assert same == (name in BIASES), name
@@ -89,8 +89,8 @@ def beside_ddp(exchange: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(("nodes", "devices"), [(2, 2), (3, 1)])
-def test_mass_is_conserved_over_rebuilt_buckets(nodes: int, devices: int) -> None:
-    for given, applied, waiting in run_ranks(conserve, nodes=nodes, devices=devices):
+def test_mass_is_conserved_over_rebuilt_buckets(ranks: RunRanks, nodes: int, devices: int) -> None:
+    for given, applied, waiting in ranks(conserve, nodes=nodes, devices=devices):
         torch.testing.assert_close(given, applied + waiting, rtol=1e-5, atol=2e-5)
         assert waiting.abs().max() > 1e-3
 
@@ -100,8 +100,8 @@ def conserve() -> tuple[Tensor, Tensor, Tensor]:
     return conserved(config, itertools.cycle([0.002, 25.0, 0.004]), rounds=30, rewrap=8)[:3]
 
 
-def test_their_bytes_are_counted() -> None:
-    run_ranks(count_bytes, nodes=2, devices=2)
+def test_their_bytes_are_counted(ranks: RunRanks) -> None:
+    ranks(count_bytes, nodes=2, devices=2)
 
 
 def count_bytes() -> None:
@@ -117,8 +117,8 @@ def count_bytes() -> None:
     assert state.exchange.stats.density == pytest.approx((k + biases) / (weights + biases))
 
 
-def test_where_everything_is_dense_nothing_is_cut() -> None:
-    assert run_ranks(groups_when_dense, nodes=2, devices=1) == [1, 1]
+def test_where_everything_is_dense_nothing_is_cut(ranks: RunRanks) -> None:
+    assert ranks(groups_when_dense, nodes=2, devices=1) == [1, 1]
 
 
 def groups_when_dense() -> int:
@@ -129,8 +129,8 @@ def groups_when_dense() -> int:
 
 
 @pytest.mark.parametrize("exchange", ["sparse", "dense16"])
-def test_one_without_elements_is_nothing_to_send(exchange: str) -> None:
-    assert run_ranks(beside_nothing, exchange, nodes=2, devices=1) == [{"dense", exchange}] * 2
+def test_one_without_elements_is_nothing_to_send(ranks: RunRanks, exchange: str) -> None:
+    assert ranks(beside_nothing, exchange, nodes=2, devices=1) == [{"dense", exchange}] * 2
 
 
 def beside_nothing(exchange: str) -> set[str]:
@@ -142,8 +142,8 @@ def beside_nothing(exchange: str) -> set[str]:
     return set(state.exchange.stats.paths)
 
 
-def test_one_that_nobody_uses_is_left_alone() -> None:
-    for used, unused, finite in run_ranks(leave_one_unused, nodes=2, devices=2):
+def test_one_that_nobody_uses_is_left_alone(ranks: RunRanks) -> None:
+    for used, unused, finite in ranks(leave_one_unused, nodes=2, devices=2):
         assert used == [True] * 6
         assert unused
         assert finite
@@ -172,8 +172,8 @@ def leave_one_unused() -> tuple[list[bool], bool, bool]:
 # -- resumed -----------------------------------------------------------------------------------------------------------
 
 
-def test_a_resumed_run_is_bit_identical(tmp_path: Path) -> None:
-    for whole, resumed, settled in run_ranks(resume, str(tmp_path / "run.ckpt"), nodes=2, devices=2):
+def test_a_resumed_run_is_bit_identical(ranks: RunRanks, tmp_path: Path) -> None:
+    for whole, resumed, settled in ranks(resume, str(tmp_path / "run.ckpt"), nodes=2, devices=2):
         assert torch.equal(whole, resumed)
         assert settled == 2, "sparse at once, in the saved groups"
 
@@ -193,8 +193,8 @@ def resume(path: str) -> tuple[Tensor, Tensor, int]:
     return flat_parameters(model), flat_parameters(again), settled
 
 
-def test_what_waited_for_a_parameter_now_excluded_is_sent(tmp_path: Path) -> None:
-    for before, after, waiting in run_ranks(exclude_on_resume, str(tmp_path / "run.ckpt"), nodes=2, devices=2):
+def test_what_waited_for_a_parameter_now_excluded_is_sent(ranks: RunRanks, tmp_path: Path) -> None:
+    for before, after, waiting in ranks(exclude_on_resume, str(tmp_path / "run.ckpt"), nodes=2, devices=2):
         torch.testing.assert_close(after, before, rtol=1e-5, atol=1e-7)
         assert waiting == {"0.weight", "2.weight", "4.weight"}
 

@@ -17,7 +17,7 @@ from lightning_sparse.exchange.lanes import Runner
 from lightning_sparse.kernels import message_bytes
 from lightning_sparse.strategy import HierConfig, hier_hook
 from lightning_sparse.topology import discover, with_groups
-from tests.helpers.distributed import run_ranks
+from tests.helpers.distributed import RunRanks
 from tests.strategy.models import (
     PLAIN,
     flat_grads,
@@ -36,8 +36,8 @@ SHAPES = [(2, 2), (3, 1), (1, 3)]
 
 
 @pytest.mark.parametrize(("nodes", "devices", "exchange"), [(1, 3, "auto"), (1, 1, "auto"), (3, 1, "dense")])
-def test_identity_equals_ddp_exactly(nodes: int, devices: int, exchange: str) -> None:
-    for ours, ddp in run_ranks(identity_equals_ddp, exchange, nodes=nodes, devices=devices):
+def test_identity_equals_ddp_exactly(ranks: RunRanks, nodes: int, devices: int, exchange: str) -> None:
+    for ours, ddp in ranks(identity_equals_ddp, exchange, nodes=nodes, devices=devices):
         assert torch.equal(ours, ddp)
 
 
@@ -47,13 +47,13 @@ def identity_equals_ddp(exchange: str) -> tuple[Tensor, Tensor]:
     return train(ours, wrapped, 6), train(plain, DistributedDataParallel(plain, **PLAIN), 6)
 
 
-def test_unequal_nodes_take_the_identity() -> None:
-    for ours, ddp in run_ranks(identity_equals_ddp, "auto", placement=[[0, 2], [1]]):
+def test_unequal_nodes_take_the_identity(ranks: RunRanks) -> None:
+    for ours, ddp in ranks(identity_equals_ddp, "auto", placement=[[0, 2], [1]]):
         assert torch.equal(ours, ddp)
 
 
-def test_one_node_asks_nobody_which_parameters_are_unused() -> None:
-    assert run_ranks(collectives_of_one_node, nodes=1, devices=2) == [[torch.float32] * 3] * 2
+def test_one_node_asks_nobody_which_parameters_are_unused(ranks: RunRanks) -> None:
+    assert ranks(collectives_of_one_node, nodes=1, devices=2) == [[torch.float32] * 3] * 2
 
 
 def collectives_of_one_node() -> list[torch.dtype]:
@@ -72,8 +72,8 @@ def collectives_of_one_node() -> list[torch.dtype]:
 
 @pytest.mark.parametrize("exchange", ["sparse", "dense", "regional"])
 @pytest.mark.parametrize(("nodes", "devices"), SHAPES)
-def test_density_one_equals_ddp(nodes: int, devices: int, exchange: str) -> None:
-    for ours, ddp, sent in run_ranks(density_one, exchange, nodes=nodes, devices=devices):
+def test_density_one_equals_ddp(ranks: RunRanks, nodes: int, devices: int, exchange: str) -> None:
+    for ours, ddp, sent in ranks(density_one, exchange, nodes=nodes, devices=devices):
         torch.testing.assert_close(ours, ddp, rtol=1e-6, atol=1e-6)
         assert sent == 1.0
 
@@ -90,8 +90,8 @@ def density_one(exchange: str) -> tuple[Tensor, Tensor, float]:
 
 
 @pytest.mark.parametrize("nodes", [((2, 0), (1, 3)), ((3, 1), (2, 0))])
-def test_devices_in_any_order_reduce_the_same_shards(nodes: tuple[tuple[int, ...], ...]) -> None:
-    for ours, plain, place, member in run_ranks(odd_order, nodes, nodes=2, devices=2):
+def test_devices_in_any_order_reduce_the_same_shards(ranks: RunRanks, nodes: tuple[tuple[int, ...], ...]) -> None:
+    for ours, plain, place, member in ranks(odd_order, nodes, nodes=2, devices=2):
         torch.testing.assert_close(ours, plain, rtol=1e-6, atol=1e-6)
         assert place == member
 
@@ -108,8 +108,8 @@ def odd_order(nodes: tuple[tuple[int, ...], ...]) -> tuple[Tensor, Tensor, int, 
 
 @pytest.mark.parametrize("value_dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("placement", [[[0, 1], [2, 3]], [[0, 2], [1, 3]], [[2], [0], [1]], [[0, 1, 2]]])
-def test_ranks_are_bit_identical(placement: list[list[int]], value_dtype: str) -> None:
-    histories = run_ranks(gradients_of_rounds, value_dtype, placement=placement)
+def test_ranks_are_bit_identical(ranks: RunRanks, placement: list[list[int]], value_dtype: str) -> None:
+    histories = ranks(gradients_of_rounds, value_dtype, placement=placement)
     for other in histories[1:]:
         assert all(torch.equal(a, b) for a, b in zip(histories[0], other, strict=True))
 
@@ -130,8 +130,8 @@ def gradients_of_rounds(value_dtype: str) -> list[Tensor]:
     return history
 
 
-def test_overlap_changes_no_bit() -> None:
-    for at_once, overlapped, inline in run_ranks(with_and_without_overlap, nodes=2, devices=2):
+def test_overlap_changes_no_bit(ranks: RunRanks) -> None:
+    for at_once, overlapped, inline in ranks(with_and_without_overlap, nodes=2, devices=2):
         assert torch.equal(at_once, overlapped)
         assert inline == [True, False]
 
@@ -148,10 +148,10 @@ def with_and_without_overlap() -> tuple[Tensor, Tensor, list[bool]]:
 
 
 @pytest.mark.parametrize("exchange", ["dense", "auto"])
-def test_two_wrapped_modules_in_one_backward(exchange: str) -> None:
+def test_two_wrapped_modules_in_one_backward(ranks: RunRanks, exchange: str) -> None:
     """Their buckets are ready at the same time; with a thread each, ranks would differ in who reduces first. And the
     second one measures networks that the first one is using."""
-    assert run_ranks(two_modules, exchange, nodes=2, devices=1) == [0, 0]
+    assert ranks(two_modules, exchange, nodes=2, devices=1) == [0, 0]
 
 
 def two_modules(exchange: str) -> int:
@@ -185,8 +185,8 @@ def two_modules(exchange: str) -> int:
 
 
 @pytest.mark.parametrize(("nodes", "devices"), [(2, 2), (3, 1)])
-def test_messages_have_the_size_known_before(nodes: int, devices: int) -> None:
-    everyone = run_ranks(message_sizes, nodes=nodes, devices=devices)
+def test_messages_have_the_size_known_before(ranks: RunRanks, nodes: int, devices: int) -> None:
+    everyone = ranks(message_sizes, nodes=nodes, devices=devices)
     assert all(sizes == everyone[0] for sizes in everyone)
     sent, expected = everyone[0]
     assert sent == expected
@@ -224,8 +224,8 @@ class Awkward(nn.Module):
 
 
 @pytest.mark.parametrize(("nodes", "devices"), [(2, 3), (2, 2)])
-def test_buckets_smaller_than_or_not_divisible_by_the_devices(nodes: int, devices: int) -> None:
-    for given, accounted, groups in run_ranks(awkward_buckets, nodes=nodes, devices=devices):
+def test_buckets_smaller_than_or_not_divisible_by_the_devices(ranks: RunRanks, nodes: int, devices: int) -> None:
+    for given, accounted, groups in ranks(awkward_buckets, nodes=nodes, devices=devices):
         assert groups == {1, 997}
         torch.testing.assert_close(given, accounted, rtol=1e-5, atol=1e-5)
 
@@ -253,8 +253,8 @@ def awkward_buckets() -> tuple[Tensor, Tensor, set[int]]:
 # -- one hook a wrapper ------------------------------------------------------------------------------------------------
 
 
-def test_a_second_hook_is_refused() -> None:
-    assert all("can only be called once" in said for said in run_ranks(second_hook, nodes=2, devices=1))
+def test_a_second_hook_is_refused(ranks: RunRanks) -> None:
+    assert all("can only be called once" in said for said in ranks(second_hook, nodes=2, devices=1))
 
 
 def second_hook() -> str:
@@ -267,8 +267,8 @@ def second_hook() -> str:
     return ""
 
 
-def test_a_topology_of_another_world_is_refused() -> None:
-    assert all("hold 3 ranks but the world has 2" in said for said in run_ranks(other_world, nodes=2, devices=1))
+def test_a_topology_of_another_world_is_refused(ranks: RunRanks) -> None:
+    assert all("hold 3 ranks but the world has 2" in said for said in ranks(other_world, nodes=2, devices=1))
 
 
 def other_world() -> str:

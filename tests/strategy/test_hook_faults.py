@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_sparse.strategy import CommunicationError, HierConfig
-from tests.helpers.distributed import RanksFailed, run_ranks
+from tests.helpers.distributed import RanksFailed, RunRanks, run_ranks
 from tests.strategy.models import (
     PLAIN,
     flat_grads,
@@ -85,8 +85,10 @@ def _our_threads() -> int:
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
 @pytest.mark.parametrize("density", [0.02, 1.0])
-def test_a_non_finite_gradient_is_seen_by_all_and_poisons_no_residual(bad: float, density: float) -> None:
-    for seen, before, after, later in run_ranks(non_finite, bad, density, nodes=2, devices=2):
+def test_a_non_finite_gradient_is_seen_by_all_and_poisons_no_residual(
+    ranks: RunRanks, bad: float, density: float
+) -> None:
+    for seen, before, after, later in ranks(non_finite, bad, density, nodes=2, devices=2):
         assert seen, "this rank did not see the non-finite gradient in its round"
         assert torch.equal(before, after), "a thrown-away round changed the residual"
         assert later.isfinite().all()

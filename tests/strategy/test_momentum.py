@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from lightning_sparse.strategy import HierConfig, HierState, checkpoint, side_files
 from lightning_sparse.topology import Topology, discover
-from tests.helpers.distributed import run_ranks
+from tests.helpers.distributed import RunRanks, run_ranks
 from tests.strategy.models import flat_parameters, loss_of, mlp, wrap
 
 SHAPES = [(2, 2), pytest.param((3, 1), marks=pytest.mark.slow)]
@@ -195,10 +195,10 @@ def test_what_is_thrown_away_moves_no_velocity(results: list[dict[str, Any]]) ->
         assert each["discarded"] == {"skipped": True, "one": True}
 
 
-def test_sums_of_velocity_and_residual_are_what_momentum_would_have(tmp_path: Path) -> None:
+def test_sums_of_velocity_and_residual_are_what_momentum_would_have(ranks: RunRanks, tmp_path: Path) -> None:
     """Without masking nothing is lost: over constant gradients g, what was applied and what waits is the sum of SGD's
     momentum buffers; with it, less by what was stopped."""
-    for given, got, masked in run_ranks(balance, nodes=2, devices=2):
+    for given, got, masked in ranks(balance, nodes=2, devices=2):
         torch.testing.assert_close(given, got, rtol=1e-4, atol=1e-5)
         assert masked < float(given.abs().sum())
 
@@ -243,12 +243,12 @@ def balance() -> tuple[Tensor, Tensor, float]:
 @pytest.mark.parametrize("nesterov", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("options", [{}, {"momentum_correction": True}])
 def test_what_waits_moves_parameters_as_far_where_sgd_has_its_momentum(
-    tmp_path: Path, nesterov: bool, options: dict[str, Any]
+    ranks: RunRanks, tmp_path: Path, nesterov: bool, options: dict[str, Any]
 ) -> None:
     """Where it was turned off, or on one node, which has none, gradients meet SGD's own momentum."""
     path = str(tmp_path / "run.ckpt")
-    due = run_ranks(wait_for, path, nesterov, nodes=2, devices=2)[0]
-    for moved in run_ranks(go_on_without, path, nesterov, options, nodes=1 if options else 2, devices=2):
+    due = ranks(wait_for, path, nesterov, nodes=2, devices=2)[0]
+    for moved in ranks(go_on_without, path, nesterov, options, nodes=1 if options else 2, devices=2):
         torch.testing.assert_close(moved, due, rtol=1e-3, atol=1e-3)
         assert due.norm() > 1.0
 

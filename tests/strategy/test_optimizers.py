@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 
 from lightning_sparse.gradients import HierConfig
 from lightning_sparse.gradients.optimizers import objection, response_of
-from tests.helpers.distributed import run_ranks
+from tests.helpers.distributed import RunRanks
 from tests.helpers.lines import Lines
 from tests.strategy.models import loss_of, mlp, wrap
 
@@ -85,10 +85,10 @@ def train(cls: type[Optimizer], exchange: Any) -> tuple[list[str], list[str]]:
     ],
 )
 def test_auto_leaves_nothing_out_where_the_optimizer_cannot_bear_it(
-    cls: type[Optimizer], exchange: str, path: str, said: str | None
+    ranks: RunRanks, cls: type[Optimizer], exchange: str, path: str, said: str | None
 ) -> None:
     """On a link so slow that anything else would be sparse."""
-    for rank, (paths, lines) in enumerate(run_ranks(train, cls, exchange, nodes=2, devices=1)):
+    for rank, (paths, lines) in enumerate(ranks(train, cls, exchange, nodes=2, devices=1)):
         assert paths == [path]
         found = [line for line in lines if "divides by" in line]
         assert len(found) == (1 if said and rank == 0 else 0)

@@ -14,7 +14,7 @@ from lightning_sparse.exchange.paths.regional import Regions
 from lightning_sparse.kernels import message_bytes
 from lightning_sparse.strategy import HierConfig, HierState, hier_hook
 from lightning_sparse.topology import Topology
-from tests.helpers.distributed import run_ranks
+from tests.helpers.distributed import RunRanks
 from tests.helpers.threads import Exchange, ThreadCommunicator, run_threads
 from tests.strategy.models import conserved
 from tests.strategy.test_threads import Bucket
@@ -151,8 +151,10 @@ def test_a_non_finite_element_reaches_every_node_and_no_residual(nodes: int, bad
         pytest.param(4, 1, "float32", marks=pytest.mark.slow),
     ],
 )
-def test_mass_is_conserved_and_ranks_are_bit_identical(nodes: int, devices: int, value_dtype: str) -> None:
-    everyone = run_ranks(conserve, value_dtype, nodes=nodes, devices=devices, timeout=120)
+def test_mass_is_conserved_and_ranks_are_bit_identical(
+    ranks: RunRanks, nodes: int, devices: int, value_dtype: str
+) -> None:
+    everyone = ranks(conserve, value_dtype, nodes=nodes, devices=devices, timeout=120)
     for each in everyone:
         torch.testing.assert_close(each["given"], each["applied"] + each["waiting"], rtol=1e-5, atol=2e-5)
         assert torch.equal(each["applied"], everyone[0]["applied"])

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lightning_sparse.strategy import HierConfig, HierState, checkpoint, side_files
 from lightning_sparse.topology import Topology, discover
-from tests.helpers.distributed import run_ranks
+from tests.helpers.distributed import RunRanks, run_ranks
 from tests.helpers.lines import Lines
 from tests.strategy.models import flat_grads, flat_parameters, loss_of, mlp, node_residual, sum_over_nodes, wrap
 from tests.strategy.trainers import lightning_of, plain_module, sparse, trainer, weights
@@ -114,11 +114,11 @@ def back_and_on(folder: str) -> tuple[list[Tensor], bool]:
 
 @pytest.mark.parametrize(("saved", "resumed"), [((2, 2), (1, 2)), ((2, 2), (3, 1))])
 def test_another_number_of_nodes_keeps_the_mass(
-    saved: tuple[int, int], resumed: tuple[int, int], tmp_path: Path
+    ranks: RunRanks, saved: tuple[int, int], resumed: tuple[int, int], tmp_path: Path
 ) -> None:
     path = str(tmp_path / "saved.ckpt")
-    before = run_ranks(save_by_hand, path, nodes=saved[0], devices=saved[1])[0]
-    for each in run_ranks(load_by_hand, path, nodes=resumed[0], devices=resumed[1]):
+    before = ranks(save_by_hand, path, nodes=saved[0], devices=saved[1])[0]
+    for each in ranks(load_by_hand, path, nodes=resumed[0], devices=resumed[1]):
         torch.testing.assert_close(each["sum"], before, rtol=1e-6, atol=1e-9)
         assert "is kept, shared out equally" in each["said"][0]
 
@@ -151,10 +151,10 @@ def load_by_hand(path: str) -> dict[str, Any]:
     return {"sum": total, "said": said}
 
 
-def test_on_one_node_what_waited_is_applied_once(tmp_path: Path) -> None:
+def test_on_one_node_what_waited_is_applied_once(ranks: RunRanks, tmp_path: Path) -> None:
     path = str(tmp_path / "saved.ckpt")
-    waited = run_ranks(save_by_hand, path, nodes=2, devices=2)[0]
-    for thrown_away, first, second in run_ranks(apply_on_one_node, path, nodes=1, devices=2):
+    waited = ranks(save_by_hand, path, nodes=2, devices=2)[0]
+    for thrown_away, first, second in ranks(apply_on_one_node, path, nodes=1, devices=2):
         assert waited.abs().max() > 0
         torch.testing.assert_close(thrown_away, waited, rtol=1e-5, atol=1e-7)
         torch.testing.assert_close(first, waited, rtol=1e-5, atol=1e-7)
@@ -186,9 +186,9 @@ def apply_on_one_node(path: str) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("damage", ["missing", "truncated", "of another save"])
-def test_a_side_file_that_cannot_be_read_is_one_warning_and_zero(damage: str, tmp_path: Path) -> None:
+def test_a_side_file_that_cannot_be_read_is_one_warning_and_zero(ranks: RunRanks, damage: str, tmp_path: Path) -> None:
     path = tmp_path / "saved.ckpt"
-    run_ranks(save_by_hand, str(path), nodes=2, devices=2)
+    ranks(save_by_hand, str(path), nodes=2, devices=2)
     side = next((tmp_path / "saved.ckpt.residual").rglob("rank00002.pt"))
     if damage == "missing":
         side.unlink()
@@ -196,7 +196,7 @@ def test_a_side_file_that_cannot_be_read_is_one_warning_and_zero(damage: str, tm
         side.write_bytes(side.read_bytes()[:100])
     else:
         torch.save({**torch.load(side), "save_id": "older"}, side)
-    said = [each["said"] for each in run_ranks(load_by_hand, str(path), nodes=2, devices=2)]
+    said = [each["said"] for each in ranks(load_by_hand, str(path), nodes=2, devices=2)]
     assert [len(lines) for lines in said] == [0, 0, 1, 0]
     assert "rank 2: no readable residual" in said[2][0]
 
@@ -265,16 +265,16 @@ def come_and_go(folder: str) -> dict[str, Any]:
 # -- a residual that only one device of a node holds -------------------------------------------------------------------
 
 
-def test_what_one_device_alone_keeps_goes_along(tmp_path: Path) -> None:
+def test_what_one_device_alone_keeps_goes_along(ranks: RunRanks, tmp_path: Path) -> None:
     """All was sent but of one parameter, whose gradient was thrown away, and which lies on one device: neither other
     groups nor another topology may wait for the other device's share, or lose this one."""
     path = str(tmp_path / "run.ckpt")
-    everyone = run_ranks(keep_one_parameter, path, nodes=2, devices=2)
+    everyone = ranks(keep_one_parameter, path, nodes=2, devices=2)
     assert [held for held, _, _ in everyone] == [False, True] * 2
     for _, before, after in everyone:
         assert before.abs().sum() > 0
         torch.testing.assert_close(after, before)
-    for parked in run_ranks(parked_elsewhere, path, nodes=3, devices=1):
+    for parked in ranks(parked_elsewhere, path, nodes=3, devices=1):
         torch.testing.assert_close(3 * parked, everyone[0][1].float())
 
 

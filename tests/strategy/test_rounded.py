@@ -11,7 +11,7 @@ from torch import Tensor
 from lightning_sparse.exchange import Work
 from lightning_sparse.exchange.paths.dense16 import Dense16, Rounded
 from lightning_sparse.strategy import HierConfig
-from tests.helpers.distributed import run_ranks
+from tests.helpers.distributed import RunRanks
 from tests.strategy.models import conserved
 
 ONE = torch.ones(())
@@ -71,8 +71,8 @@ def test_what_is_not_finite_reaches_all_and_no_residual(bad: float) -> None:
 
 
 @pytest.mark.parametrize(("nodes", "devices"), [(2, 2), (3, 1), (5, 1)])
-def test_mass_is_conserved_and_ranks_are_bit_identical(nodes: int, devices: int) -> None:
-    everyone = run_ranks(conserve, nodes=nodes, devices=devices, timeout=120)
+def test_mass_is_conserved_and_ranks_are_bit_identical(ranks: RunRanks, nodes: int, devices: int) -> None:
+    everyone = ranks(conserve, nodes=nodes, devices=devices, timeout=120)
     for each in everyone:
         torch.testing.assert_close(each["given"], each["applied"] + each["waiting"], rtol=1e-6, atol=2e-6)
         assert torch.equal(each["applied"], everyone[0]["applied"])
@@ -80,8 +80,8 @@ def test_mass_is_conserved_and_ranks_are_bit_identical(nodes: int, devices: int)
         assert each["paths"] == {"dense", "dense16"}, "and dense until the layout was settled"
 
 
-def test_the_owner_of_a_region_keeps_its_error_whatever_the_order_of_ranks() -> None:
-    for each in run_ranks(conserve, placement=[[2], [0], [1]]):
+def test_the_owner_of_a_region_keeps_its_error_whatever_the_order_of_ranks(ranks: RunRanks) -> None:
+    for each in ranks(conserve, placement=[[2], [0], [1]]):
         torch.testing.assert_close(each["given"], each["applied"] + each["waiting"], rtol=1e-6, atol=2e-6)
 
 

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_sparse.strategy import HierConfig
-from tests.helpers.distributed import run_ranks
+from tests.helpers.distributed import RunRanks, run_ranks
 from tests.strategy.models import flat_grads, flat_parameters, loss_of, mlp, node_residual, sum_over_nodes, wrap
 from tests.strategy.trainers import plain_module, sparse, trainer, weights
 
@@ -17,8 +17,10 @@ BAD_STEPS = (5, 6, 9)
 
 @pytest.mark.parametrize(("exchange", "fused"), [("sparse", False), ("sparse", True), ("dense16", False)])
 @pytest.mark.parametrize(("nodes", "devices"), [(2, 2), (3, 1)])
-def test_a_skipped_step_leaves_everything_as_it_was(nodes: int, devices: int, exchange: str, fused: bool) -> None:
-    everyone = run_ranks(skip_steps, exchange, fused, nodes=nodes, devices=devices)
+def test_a_skipped_step_leaves_everything_as_it_was(
+    ranks: RunRanks, nodes: int, devices: int, exchange: str, fused: bool
+) -> None:
+    everyone = ranks(skip_steps, exchange, fused, nodes=nodes, devices=devices)
     for each in everyone:
         assert each["skipped"] == list(BAD_STEPS)
         assert each["unchanged"] == [True] * len(BAD_STEPS), "parameters, optimizer state or residual changed"

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_sparse.gradients import HierConfig, HierState
-from tests.helpers.distributed import run_ranks
+from tests.helpers.distributed import RunRanks
 from tests.strategy.models import node_residual, sum_over_nodes, wrap
 
 EXPERTS, ROUNDS = 3, 24
@@ -82,10 +82,10 @@ def residual_of(state: HierState, model: nn.Module) -> list[Tensor]:
         *(pytest.param(each, True, marks=pytest.mark.slow) for each in ("sparse", "regional", "dense16")),
     ],
 )
-def test_nothing_is_lost_and_what_no_rank_used_stays(exchange: str, zero: bool) -> None:
+def test_nothing_is_lost_and_what_no_rank_used_stays(ranks: RunRanks, exchange: str, zero: bool) -> None:
     """One all-reduce a round tells the ranks what none of them used."""
     for nodes, devices in ((2, 2), (3, 1)):
-        results = run_ranks(rounds, zero, {"exchange": exchange}, nodes=nodes, devices=devices)
+        results = ranks(rounds, zero, {"exchange": exchange}, nodes=nodes, devices=devices)
         for given, applied, residual, untouched, _ in results:
             torch.testing.assert_close(given, applied + residual, rtol=1e-5, atol=2e-5)
             assert untouched
@@ -102,8 +102,8 @@ def agreements() -> tuple[int, int]:
     return len(calls), len(state.layout.settled)
 
 
-def test_ranks_agree_once_a_round_however_many_buckets_there_are() -> None:
-    for calls, groups in run_ranks(agreements, nodes=2, devices=1):
+def test_ranks_agree_once_a_round_however_many_buckets_there_are(ranks: RunRanks) -> None:
+    for calls, groups in ranks(agreements, nodes=2, devices=1):
         assert groups > 1
         assert calls == 6
 
@@ -131,8 +131,8 @@ def kept_gradient(view: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 
 @pytest.mark.parametrize("view", [True, False])
-def test_a_gradient_that_is_kept_counts_once(view: bool) -> None:
-    for gradient, residual, gradient_later, residual_later in run_ranks(kept_gradient, view, nodes=2, devices=2):
+def test_a_gradient_that_is_kept_counts_once(ranks: RunRanks, view: bool) -> None:
+    for gradient, residual, gradient_later, residual_later in ranks(kept_gradient, view, nodes=2, devices=2):
         assert gradient.any()
         assert residual.any()
         assert torch.equal(gradient, gradient_later)

@@ -12,7 +12,7 @@ from lightning_sparse.exchange import CommunicationError
 from lightning_sparse.flavours.pytorch_lightning import MSTopKLocalStrategy
 from lightning_sparse.topology import discover
 from lightning_sparse.updates import LocalUpdates, UpdatesConfig
-from tests.helpers.distributed import RanksFailed, run_ranks
+from tests.helpers.distributed import RanksFailed, RunRanks, run_ranks
 from tests.strategy.models import batch, flat_parameters, mlp
 from tests.updates.runs import adamw, sgd, shared_of, start, steps
 
@@ -86,8 +86,8 @@ def wrong_parameters() -> None:
         LocalUpdates(model, sgd(model), config, topology)
 
 
-def test_parameters_that_cannot_work() -> None:
-    run_ranks(wrong_parameters, nodes=2, devices=1)
+def test_parameters_that_cannot_work(ranks: RunRanks) -> None:
+    ranks(wrong_parameters, nodes=2, devices=1)
 
 
 def ranks_differ() -> None:
@@ -103,12 +103,12 @@ def ranks_differ() -> None:
         LocalUpdates(model, sgd(model), UpdatesConfig(), topology)
 
 
-def test_ranks_that_differ() -> None:
-    run_ranks(ranks_differ, nodes=2, devices=1)
+def test_ranks_that_differ(ranks: RunRanks) -> None:
+    ranks(ranks_differ, nodes=2, devices=1)
 
 
-def test_optimizers_that_cannot_work() -> None:
-    run_ranks(refused, nodes=2, devices=1)
+def test_optimizers_that_cannot_work(ranks: RunRanks) -> None:
+    ranks(refused, nodes=2, devices=1)
 
 
 def unequal() -> None:
@@ -117,8 +117,8 @@ def unequal() -> None:
         LocalUpdates(model, sgd(model), UpdatesConfig(), discover())
 
 
-def test_nodes_of_unequal_size() -> None:
-    run_ranks(unequal, nodes=2, devices=2, placement=[[0, 1], [2]])
+def test_nodes_of_unequal_size(ranks: RunRanks) -> None:
+    ranks(unequal, nodes=2, devices=2, placement=[[0, 1], [2]])
 
 
 class Sentences(nn.Module):
@@ -154,8 +154,8 @@ def unusual() -> list[Tensor]:
     return found
 
 
-def test_sparse_gradients_and_several_dtypes() -> None:
-    results = run_ranks(unusual, nodes=2, devices=2)
+def test_sparse_gradients_and_several_dtypes(ranks: RunRanks) -> None:
+    results = ranks(unusual, nodes=2, devices=2)
     for found in results:
         assert all(torch.equal(one, other) for one, other in zip(found, results[0], strict=True))
         assert all(bool(each.isfinite().all()) for each in found)
@@ -179,8 +179,8 @@ def one_node_skips() -> tuple[Tensor, list[float]]:
     return shared_of(updates), sent
 
 
-def test_a_node_that_skips_a_step_sends_what_is_pending() -> None:
-    results = run_ranks(one_node_skips, nodes=2, devices=2)
+def test_a_node_that_skips_a_step_sends_what_is_pending(ranks: RunRanks) -> None:
+    results = ranks(one_node_skips, nodes=2, devices=2)
     for shared, sent in results:
         assert torch.equal(shared, results[0][0])
         assert shared.isfinite().all()
@@ -226,8 +226,8 @@ def used_again() -> list[Tensor]:
     return found
 
 
-def test_an_optimizer_that_is_used_again() -> None:
-    for first, second in run_ranks(used_again, nodes=2, devices=2):
+def test_an_optimizer_that_is_used_again(ranks: RunRanks) -> None:
+    for first, second in ranks(used_again, nodes=2, devices=2):
         assert torch.equal(first, second)
 
 
@@ -255,7 +255,7 @@ def added_later() -> list[Tensor]:
     return [shared, flat_parameters(model).clone()]
 
 
-def test_several_optimizers_and_parameters_that_are_added_later() -> None:
-    results = run_ranks(added_later, nodes=2, devices=2)
+def test_several_optimizers_and_parameters_that_are_added_later(ranks: RunRanks) -> None:
+    results = ranks(added_later, nodes=2, devices=2)
     for found in results:
         assert all(torch.equal(one, other) for one, other in zip(found, results[0], strict=True))

@@ -1,6 +1,5 @@
 """What must always hold, on real ranks: nodes share one model, nothing is lost, and limits equal DDP."""
 
-from functools import partial
 from typing import Any
 
 import pytest
@@ -11,12 +10,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_sparse.topology import discover
 from lightning_sparse.updates.checkpoint import fits, restore_own, side_content
-from tests.helpers.distributed import run_ranks
-from tests.helpers.scenarios import returned
+from tests.helpers.distributed import RunRanks
 from tests.strategy.models import flat_parameters, loss_of, mlp, train
 from tests.updates.runs import adamw, mean_over_nodes, sgd, shared_of, start, steps
 
-Results = list[dict[str, Any]]
 CLUSTERS = [(2, 2), (3, 1), (4, 1)]
 OPTIONS: list[dict[str, Any]] = [
     {"density": 0.02},
@@ -72,38 +69,25 @@ def whole_pending(updates: Any) -> Tensor:
     return total
 
 
-@pytest.fixture(scope="module", params=CLUSTERS, ids=str)
-def results(request: pytest.FixtureRequest) -> Results:
-    """What every scenario returned, by rank; one start for each cluster."""
-    nodes, devices = request.param
-    return run_ranks(run_scenarios, nodes=nodes, devices=devices)
-
-
-def run_scenarios() -> dict[str, Any]:
-    scenarios = {str(options): partial(fifty_one_steps, options, True) for options in OPTIONS}
-    return returned({**scenarios, "like DDP": partial(with_everything_sent, 0)})
-
-
+@pytest.mark.parametrize(("nodes", "devices"), CLUSTERS)
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
-def test_nodes_share_one_model_and_nothing_is_lost(results: Results, options: dict[str, Any]) -> None:
-    for shared, balance, _ in (each[str(options)] for each in results):
-        assert torch.equal(shared, results[0][str(options)][0])
+def test_nodes_share_one_model_and_nothing_is_lost(
+    ranks: RunRanks, nodes: int, devices: int, options: dict[str, Any]
+) -> None:
+    results = ranks(fifty_one_steps, options, True, nodes=nodes, devices=devices)
+    for shared, balance, _ in results:
+        assert torch.equal(shared, results[0][0])
         assert balance < 2e-5
     if options.get("exchange", "sparse") != "dense":
-        assert any(each[str(options)][2] > 0 for each in results), "something was pending"
-
-
-def test_everything_sent_at_once_equals_ddp(results: Results) -> None:
-    for ours, ddp in (each["like DDP"] for each in results):
-        torch.testing.assert_close(ours, ddp, rtol=1e-6, atol=1e-6)
+        assert any(pending > 0 for _, _, pending in results)
 
 
 def whole_or_sharded() -> tuple[Tensor, Tensor]:
     return fifty_one_steps({"density": 0.05}, True)[0], fifty_one_steps({"density": 0.05}, False)[0]
 
 
-def test_a_sharded_step_gives_what_a_whole_one_gives() -> None:
-    for sharded, whole_step in run_ranks(whole_or_sharded, nodes=2, devices=2):
+def test_a_sharded_step_gives_what_a_whole_one_gives(ranks: RunRanks) -> None:
+    for sharded, whole_step in ranks(whole_or_sharded, nodes=2, devices=2):
         assert torch.equal(sharded, whole_step)
 
 
@@ -115,6 +99,12 @@ def with_everything_sent(delay: int) -> tuple[Tensor, Tensor]:
     reference.load_state_dict(start_weights)
     train(reference, DistributedDataParallel(reference), 20)
     return shared_of(updates), flat_parameters(reference)
+
+
+@pytest.mark.parametrize(("nodes", "devices"), CLUSTERS)
+def test_everything_sent_at_once_equals_ddp(ranks: RunRanks, nodes: int, devices: int) -> None:
+    for ours, ddp in ranks(with_everything_sent, 0, nodes=nodes, devices=devices):
+        torch.testing.assert_close(ours, ddp, rtol=1e-6, atol=1e-6)
 
 
 def on_one_node() -> tuple[Tensor, Tensor]:
@@ -131,8 +121,8 @@ def on_one_node() -> tuple[Tensor, Tensor]:
     return flat_parameters(updates.module), flat_parameters(model)
 
 
-def test_one_node_is_plain_ddp() -> None:
-    for ours, ddp in run_ranks(on_one_node, nodes=1, devices=2):
+def test_one_node_is_plain_ddp(ranks: RunRanks) -> None:
+    for ours, ddp in ranks(on_one_node, nodes=1, devices=2):
         assert torch.equal(ours, ddp)
 
 
@@ -144,8 +134,8 @@ def finished() -> tuple[Tensor, Tensor, float]:
     return flat_parameters(updates.module).clone(), expected, float(updates.pending_norm())
 
 
-def test_finish_sends_what_is_pending() -> None:
-    results = run_ranks(finished, nodes=2, devices=2)
+def test_finish_sends_what_is_pending(ranks: RunRanks) -> None:
+    results = ranks(finished, nodes=2, devices=2)
     for weights, expected, pending in results:
         assert torch.equal(weights, results[0][0])
         torch.testing.assert_close(weights.double(), expected, rtol=1e-6, atol=1e-6)
@@ -167,8 +157,8 @@ def with_other_options(saved_with: dict[str, Any], resumed_with: dict[str, Any])
 @pytest.mark.parametrize(
     "change", [{"density": 0.1}, {"value_dtype": "float16"}, {"step_ahead": 0.5}, {"exchange": "dense16"}], ids=str
 )
-def test_a_state_goes_on_under_other_options(change: dict[str, Any]) -> None:
-    results = run_ranks(both_ways, {"density": 0.02}, change, nodes=2, devices=2)
+def test_a_state_goes_on_under_other_options(ranks: RunRanks, change: dict[str, Any]) -> None:
+    results = ranks(both_ways, {"density": 0.02}, change, nodes=2, devices=2)
     for shared, resumed, off in (case for both in results for case in both):
         assert torch.equal(shared, resumed)
         assert off < 1e-6
