@@ -64,7 +64,10 @@ def interrupt(code: str, *arguments: str) -> None:
             raise
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+TORCH, DALI = BACKENDS
+
+
+@pytest.mark.parametrize("backend", [TORCH, pytest.param("dali", marks=(*DALI.marks, pytest.mark.slow))])
 def test_ctrl_c_ends_a_run_that_waits_for_storage(tmp_path: Path, backend: str) -> None:
     numbered_folder(tmp_path / "source")
     interrupt(TRAIN, backend, str(tmp_path))
