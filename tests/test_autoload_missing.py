@@ -25,33 +25,45 @@ def said(done: subprocess.CompletedProcess[str]) -> list[str]:
     return [line for line in done.stderr.splitlines() if "lightning-sparse" in line]
 
 
-@pytest.mark.parametrize("mode", ["compat", *(pytest.param(mode, marks=pytest.mark.slow) for mode in ("", "strict"))])
-def test_a_moved_checkout_leaves_torch_importable(mode: str, tmp_path: Path) -> None:
-    python = environment_without_us(tmp_path / "environment")
-    source = copy_of_checkout(tmp_path / "source")
-    settings = ["--config-settings", f"editable_mode={mode}"] if mode else []
+MODES = ["compat", *(pytest.param(mode, marks=pytest.mark.slow) for mode in ("", "strict"))]
+
+
+@pytest.fixture(scope="module", params=MODES)
+def editable(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """An interpreter for which a checkout is installed, and the checkout."""
+    folder = tmp_path_factory.mktemp("editable")
+    python = environment_without_us(folder / "environment")
+    source = copy_of_checkout(folder / "source")
+    settings = ["--config-settings", f"editable_mode={request.param}"] if request.param else []
     pip_install(*settings, "--editable", str(source), python=python)
+    return python, source
+
+
+def test_a_moved_checkout_leaves_torch_importable(editable: tuple[Path, Path], tmp_path: Path) -> None:
+    python, source = editable
     assert run(python, KNOWN).stdout.strip() == "True"
 
     source.rename(tmp_path / "moved")
     without = run(python, "import torch; print(torch.zeros(1).sum().item())", "-W", "error::UserWarning")
+    (tmp_path / "moved").rename(source)
     assert without.returncode == 0, without.stderr
     assert without.stdout.strip() == "0.0"
     assert len(said(without)) == 1
     assert "its package cannot be imported (ModuleNotFoundError: No module named 'lightning_sparse')" in without.stderr
 
-    (tmp_path / "moved").rename(source)
     back = run(python, KNOWN)
     assert back.stdout.strip() == "True"
     assert not said(back)
 
 
-def test_a_package_that_raises_leaves_torch_importable(tmp_path: Path) -> None:
+@pytest.mark.parametrize("editable", ["compat"], indirect=True)
+def test_a_package_that_raises_leaves_torch_importable(editable: tuple[Path, Path], tmp_path: Path) -> None:
     """A checkout in the middle of an update, say."""
-    python = environment_without_us(tmp_path / "environment")
-    source = copy_of_checkout(tmp_path / "source")
-    (source / "lightning_sparse" / "_autoload.py").write_text("<<<<<<< HEAD\n")
-    pip_install("--config-settings", "editable_mode=compat", "--editable", str(source), python=python)
+    python, source = editable
+    module = source / "lightning_sparse" / "_autoload.py"
+    module.rename(tmp_path / "whole")
+    module.write_text("<<<<<<< HEAD\n")
     done = run(python, "import torch")
+    (tmp_path / "whole").replace(module)
     assert done.returncode == 0, done.stderr
     assert "cannot be imported (SyntaxError: " in done.stderr
