@@ -74,7 +74,7 @@ TASKS = (
         "text, AdamW",
         "val_bits",
         "validation bits per character",
-        ("--characters", "490000", "--batch-size", "8"),
+        ("--characters", "350000", "--batch-size", "8", "--learning-rate", "0.012"),
         (
             Way("dense (ddp)", "characters.py", words=("--strategy", "ddp")),
             Way("sparse updates (mstopk_local)", "characters.py", words=("--strategy", "mstopk_local")),
