@@ -118,11 +118,11 @@ def saved_and_resumed(
     return ends, whole(resumed.lightning_module).clone()
 
 
-CASES: list[tuple[tuple[int, int], dict[str, Any], dict[str, Any]]] = [
+CASES: list[Any] = [
     ((2, 2), {}, {}),
     ((2, 2), {"save_distributed_checkpoint": False, "step_ahead": 0.5}, {}),
     ((3, 1), {"sync_every": 4, "delay": 0}, {"precision": "bf16-true"}),
-    ((2, 2), {"exchange": "dense16"}, {"precision": "bf16-mixed"}),
+    pytest.param((2, 2), {"exchange": "dense16"}, {"precision": "bf16-mixed"}, marks=pytest.mark.slow),
 ]
 
 
@@ -177,7 +177,7 @@ def _with_everything_sent(model: nn.Module, updates: Any) -> Tensor:
     return found
 
 
-@pytest.mark.parametrize("distributed", [True, False])
+@pytest.mark.parametrize("distributed", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_on_another_cluster_shared_weights_and_the_mean_of_what_is_pending_stay(
     distributed: bool, tmp_path: Path
 ) -> None:

@@ -144,7 +144,8 @@ class KeptRanks:
     """Ranks that stay for the next call, so that the calls of a test module start them once for each cluster.
 
     What a function leaves in its process the next one finds, groups aside: one that changes defaults of torch, patches
-    modules or reads the environment belongs into `run_ranks`. Ranks of a call that failed are stopped.
+    modules or reads the environment belongs into `run_ranks`, as does one that makes a DTensor: torch keeps meshes and
+    finds their groups gone. Ranks of a call that failed are stopped.
     """
 
     def __init__(self) -> None:
