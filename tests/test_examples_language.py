@@ -1,0 +1,75 @@
+"""`examples/language_model.py` on two nodes, with each of its YAML files, resumed, and with Muon."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from lightning_sparse.data.tokens import prepare
+
+pytest.importorskip("pytorch_lightning", reason="the example is written for pytorch_lightning")
+pytest.importorskip("jsonargparse", reason="LightningCLI needs it")
+
+ROOT = Path(__file__).resolve().parents[1]
+SMALL = ["--model.layers=2", "--model.width=32", "--data.context=16", "--data.batch_size=4", "--trainer.max_steps=6"]
+CPU = ["--trainer.accelerator=cpu", "--trainer.enable_progress_bar=false", "--trainer.logger=false"]
+# Runs the example's command line on each rank of two nodes, and keeps what it ended with.
+RANK = """
+import os, sys, torch
+folder, result, *words = sys.argv[1:]
+rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+os.environ["LIGHTNING_SPARSE_NODE"] = f"node {2 * rank // world}"
+os.chdir(folder)
+from language_model import LanguageCLI, LanguageModel, TokenDataModule
+from torch.distributed.tensor import DTensor
+options = {"seed_everything_default": 42, "save_config_kwargs": {"overwrite": True}}
+cli = LanguageCLI(LanguageModel, TokenDataModule, args=words, **options)
+whole = [p.full_tensor() if isinstance(p, DTensor) else p for p in cli.model.parameters()]
+flat = torch.cat([each.detach().flatten() for each in whole])
+torch.save({"weights": flat, "bits": float(cli.trainer.callback_metrics["val_bits"])}, f"{result}-{rank}.pt")
+"""
+Ends = list[dict[str, torch.Tensor]]
+
+
+def fit(folder: Path, config: str, *more: str, ranks: int = 4) -> Ends:
+    """What each rank ended with."""
+    (folder / "rank.py").write_text(RANK)
+    name = f"{config}-{len(list(folder.iterdir()))}"
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    command += [str(folder / "rank.py"), str(folder), name, "fit"]
+    command += [f"--config={ROOT / 'examples' / 'language' / config}.yaml", "--data.train=tokens.bin"]
+    command += [f"--trainer.devices={ranks}"]
+    path = os.pathsep.join([str(ROOT), str(ROOT / "examples"), os.environ.get("PYTHONPATH", "")])
+    env = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    words = [*command, *SMALL, *CPU, "--trainer.val_check_interval=3", *more]
+    done = subprocess.run(words, env=env, capture_output=True, text=True, timeout=200, check=False)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    return [torch.load(folder / f"{name}-{rank}.pt") for rank in range(ranks)]
+
+
+@pytest.fixture
+def tokens(tmp_path: Path) -> Path:
+    prepare([Path(__file__), *(ROOT / "examples").glob("*.py")], tmp_path / "tokens.bin")
+    return tmp_path
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("config", ["ddp", "local", "fsdp", "fsdp muon"])
+def test_it_learns_and_ends_alike_on_all_ranks(config: str, tokens: Path) -> None:
+    name, *muon = config.split()
+    ends = fit(tokens, name, *(["--model.optimizer=muon", "--trainer.gradient_clip_val=null"] if muon else []))
+    for end in ends:
+        assert end["bits"] < 8, "of 256 bytes, untrained"
+        assert torch.equal(end["weights"], ends[0]["weights"])
+
+
+@pytest.mark.slow
+def test_it_resumes_bit_identically(tokens: Path) -> None:
+    often = "--trainer.callbacks.init_args.every_n_train_steps=3"
+    ends = fit(tokens, "fsdp", often, ranks=2)
+    path = next((tokens / "checkpoints").glob("*step=3*.ckpt"))
+    again = fit(tokens, "fsdp", often, f"--ckpt_path={path}", ranks=2)
+    assert all(torch.equal(one["weights"], other["weights"]) for one, other in zip(ends, again, strict=True))
