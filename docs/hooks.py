@@ -17,6 +17,7 @@ OUTSIDE = (
     "examples/imagenet/*.*",
     "examples/imagenet_resnet50.py",
     "examples/ray_train.py",
+    "examples/torchft_local.py",
     "release/c++",
 )
 

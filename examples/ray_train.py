@@ -111,8 +111,11 @@ def main() -> None:
             **{"epochs": args.epochs, "emulate": args.emulate},
         },
         torch_config=TorchConfig(backend="nccl" if args.gpu else "gloo"),
-        # SPREAD makes nodes of equal size; the default, PACK, fills one after the other
-        scaling_config=ScalingConfig(args.nodes * args.devices, use_gpu=args.gpu, placement_strategy="SPREAD"),
+        scaling_config=ScalingConfig(
+            num_workers=args.nodes * args.devices,
+            use_gpu=args.gpu,
+            placement_strategy="SPREAD",  # nodes of equal size; the default, PACK, fills one after the other
+        ),
         run_config=RunConfig(
             storage_path=str(args.storage.resolve()),
             checkpoint_config=CheckpointConfig(num_to_keep=2),

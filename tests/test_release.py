@@ -50,4 +50,5 @@ def test_an_installation_replaces_no_torch() -> None:
 def test_all_has_every_extra_of_users() -> None:
     extras = PROJECT["optional-dependencies"]
     (everything,) = extras["all"]
-    assert set(everything.split("[")[1].rstrip("]").split(",")) == set(extras) - {"all", "dev", "docs", "examples"}
+    of_developers = {"all", "dev", "docs", "examples", "test-storage"}
+    assert set(everything.split("[")[1].rstrip("]").split(",")) == set(extras) - of_developers

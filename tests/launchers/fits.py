@@ -5,6 +5,7 @@ python -m tests.launchers.fits FOLDER    # of each of `JOBS`, in order: FOLDER/<
 
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -56,12 +57,19 @@ class Seconds:
         self.saves.append(time.monotonic() - begun)
 
 
-def fit(job: Job, strategies: Any, resume: str | None, **options: Any) -> dict[str, Any]:
+def fit(
+    job: Job,
+    strategies: Any,
+    resume: str | None,
+    prepare: Callable[[Any], Any] = lambda trainer: trainer,
+    **options: Any,
+) -> dict[str, Any]:
     """On every rank.
 
     Args:
         strategies: our module for the launcher.
         resume: the checkpoint to begin with.
+        prepare: what the launcher does with a Trainer.
         options: of Trainer.
     """
     import lightning.pytorch as pl
@@ -84,7 +92,7 @@ def fit(job: Job, strategies: Any, resume: str | None, **options: Any) -> dict[s
         enable_model_summary=False,
         **options,
     )
-    trainer.fit(module, ckpt_path=resume)
+    prepare(trainer).fit(module, ckpt_path=resume)
     saves = [seconds for callback in trainer.callbacks for seconds in getattr(callback, "saves", [])]
     nodes = strategy._topology.nodes
     return {"weights": weights(module), "nodes": nodes, "saves": saves, "steps": trainer.global_step}
@@ -95,15 +103,15 @@ def fit(job: Job, strategies: Any, resume: str | None, **options: Any) -> dict[s
 
 def worker(config: dict[str, Any]) -> None:
     from ray.train import get_context
-    from ray.train.lightning import RayLightningEnvironment, RayTrainReportCallback
+    from ray.train.lightning import RayLightningEnvironment, RayTrainReportCallback, prepare_trainer
 
     from lightning_sparse.flavours import ray as strategies
 
     class Report(Seconds, RayTrainReportCallback): ...
 
     torch.set_num_threads(1)
-    plugins, callbacks = [RayLightningEnvironment()], [Report()]
-    result = fit(config["job"], strategies, config["resume"], devices="auto", plugins=plugins, callbacks=callbacks)
+    options = {"devices": "auto", "plugins": [RayLightningEnvironment()], "callbacks": [Report()]}
+    result = fit(config["job"], strategies, config["resume"], prepare_trainer, **options)
     torch.save(result, f"{config['out']}.rank{get_context().get_world_rank()}")
 
 

@@ -82,3 +82,14 @@ def test_a_save_does_not_wait_for_the_process_group(on_ray: dict[str, Any]) -> N
     saves = [seconds for job in on_ray.values() for rank in job["ranks"] for seconds in rank["saves"]]
     assert len(saves) == 4 + 4 + 2 + 4
     assert max(saves) < TIMEOUT_S / 2
+
+
+def test_the_example_trains_on_pictures(tmp_path: Path) -> None:
+    """Through the data cache of two nodes, one of which has read each picture."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "RAY_USAGE_STATS_ENABLED": "0"}
+    command = [sys.executable, str(ROOT / "examples" / "ray_train.py"), "--emulate", "--epochs", "2"]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, (done.stdout + done.stderr)[-6000:]
+    assert "2 node(s) x 2 device(s): hierarchical reduction" in done.stdout + done.stderr
+    assert "in memory: 1,438 samples" in done.stdout + done.stderr
+    assert "validation accuracy: 0." in done.stdout
