@@ -4,7 +4,7 @@
 
 For each cluster (nodes x devices, files in 1,000 classes): seconds and bytes to make the list from what storage
 answers, to write and to map it; seconds to place samples on nodes and to begin an epoch, which each rank does;
-milliseconds of a step of the sampler; and how evenly samples of other nodes fall on devices, which wait for the slowest.
+milliseconds of a step of the sampler; and how evenly samples of other nodes fall on devices: all wait for the slowest.
 
 Everything is what a run does, except that storage is not asked: its answers are made here, and take no time.
 """

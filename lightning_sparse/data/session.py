@@ -106,7 +106,9 @@ class Session:
                 return
             self.log_once("there is no test/: testing on the samples to validate on")
         if stage == "fit" or fraction is not None:
-            store = self._open_store(agreed_manifest(cache, "train"), run)
+            manifest = agreed_manifest(cache, "train")
+            self._check_labels(manifest)
+            store = self._open_store(manifest, run)
             self.train = Subset(store, np.arange(len(store.manifest)))
             if fraction is not None:
                 held_out, rest = _split(len(store.manifest), fraction)
@@ -120,11 +122,29 @@ class Session:
     def _open_evaluation(self, split: str, run: bytes) -> Subset:
         """Open a split with the class numbers of train/. A collective."""
         manifest = agreed_manifest(self.options.cache, split)
+        self._check_labels(manifest)
         if self.train is not None:
             manifest = manifest.numbered_as(self.train.store.manifest.classes)
         elif classes := on_rank_zero(partial(_classes_of_train, self.options.cache)):
             manifest = manifest.numbered_as(classes)
         return Subset(self._open_store(manifest, run), np.arange(len(manifest)))
+
+    def _check_labels(self, manifest: Manifest) -> None:
+        """Raise ValueError if samples lack labels. Those to test on need none."""
+        columns = manifest.label_columns
+        if manifest.split == "test" and not columns:
+            return
+        if not columns and isinstance(self.options.samples, ImageOptions):
+            raise ValueError(
+                f"the images of {manifest.split} have no labels. Give the list a column with labels, or each sample of "
+                "a shard a .cls member; or use CachedDataModule, which needs none."
+            )
+        expected = columns if self.train is None else self.train.store.manifest.label_columns
+        if columns != expected:
+            raise ValueError(
+                f"samples of {manifest.split} have {columns} label(s), and those of train {expected}: give all splits "
+                "the same labels."
+            )
 
     def _open_store(self, manifest: Manifest, run: bytes) -> SampleStore:
         here = self.topology

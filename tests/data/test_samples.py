@@ -275,3 +275,22 @@ def test_a_file_that_cannot_be_decoded_is_named_or_replaced(folder: Path) -> Non
 def test_bad_options_are_refused_early(folder: Path, options: dict[str, Any], says: str) -> None:
     with pytest.raises(ValueError, match=says):
         data_of(folder, **options)
+
+
+def test_splits_with_other_labels_are_refused_and_a_test_needs_none(folder: Path) -> None:
+    texts = {"train": "path,a\ntrain/even/00.txt,x\n", "val": "path\nval/even/00.txt\n"}
+    texts["test"] = "path\ntest/even/01.txt\n"
+    for name, text in texts.items():
+        (folder / f"{name}.csv").write_text(text)
+    lists = {name: str(folder / f"{name}.csv") for name in texts}
+    with pytest.raises(ValueError, match=r"samples of val have 0 label\(s\), and those of train 1"):
+        data_of(folder, lists=lists).setup("fit")
+    data = data_of(folder, lists=lists)
+    data.setup("test")
+    ((samples, indices),) = list(data.test_dataloader())
+    data.teardown("test")
+    assert (samples[:, 0].tolist(), indices.tolist()) == ([1.0], [0])
+    lists["train"] = lists["val"]
+    images = ours(FLAVOUR).CachedImageDataModule(str(folder / "source"), str(folder / "cache"), lists=lists)
+    with pytest.raises(ValueError, match="the images of train have no labels"):
+        images.setup("fit")

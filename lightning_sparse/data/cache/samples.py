@@ -166,6 +166,11 @@ class Manifest:
         return self.labels if self.labels.ndim == 1 else self.labels[:, 0]
 
     @property
+    def label_columns(self) -> int:
+        """Number of labels of a sample."""
+        return 1 if self.labels.ndim == 1 else self.labels.shape[1]
+
+    @property
     def num_classes(self) -> int:
         """Number of classes; of integer labels in a list, the largest one plus 1."""
         return count_classes(self.classes, self.labels)
@@ -184,7 +189,7 @@ class Manifest:
         Raises:
             ValueError: if this split has other classes, too.
         """
-        if classes == self.classes:
+        if classes == self.classes or not self.label_columns:
             return self
         if not (classes and self.classes):
             raise ValueError(
