@@ -68,8 +68,8 @@ def test_it_learns_and_ends_alike_on_all_ranks(config: str, tokens: Path) -> Non
 
 @pytest.mark.slow
 def test_it_resumes_bit_identically(tokens: Path) -> None:
-    often = "--trainer.callbacks.init_args.every_n_train_steps=3"
-    ends = fit(tokens, "fsdp", often, ranks=2)
+    often = [f"--trainer.callbacks.init_args.{option}" for option in ("every_n_train_steps=3", "save_top_k=-1")]
+    ends = fit(tokens, "fsdp", *often, ranks=2)
     path = next((tokens / "checkpoints").glob("*step=3*.ckpt"))
-    again = fit(tokens, "fsdp", often, f"--ckpt_path={path}", ranks=2)
+    again = fit(tokens, "fsdp", *often, f"--ckpt_path={path}", ranks=2)
     assert all(torch.equal(one["weights"], other["weights"]) for one, other in zip(ends, again, strict=True))

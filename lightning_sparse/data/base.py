@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from lightning_sparse.data.pipeline.loader import TrainLoader
+
 if TYPE_CHECKING:
 
     class _Host:
@@ -19,11 +21,41 @@ else:
 
 
 class DataModuleMixin(_Host):
-    """Where this process is in the run, and the Trainer's count of batches."""
+    """Where this process is in the run, the place in the epoch, and the Trainer's count of batches.
+
+    Lightning restores the state of a loader only if it makes the loader after it has read the checkpoint. It makes it
+    earlier where ``configure_optimizers`` asks for ``trainer.estimated_stepping_batches``, as schedules do. So the
+    place in the epoch is saved with the DataModule, too.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self._stage = "fit"
+        self._train_loader: TrainLoader | None = None
+        self._place: dict[str, Any] | None = None  # to go on from, until there is a loader
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the place in the epoch."""
+        return {} if self._train_loader is None else {"train": self._train_loader.state_dict()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on there in a fit. Called after setup, on all ranks."""
+        if self.trainer is None or self.trainer.state.fn != "fit":
+            return
+        self._place = state_dict.get("train")
+        if self._train_loader is not None:
+            self._resume(self._train_loader)
+
+    def _resume(self, loader: TrainLoader) -> TrainLoader:
+        """The loader, at the place that was loaded."""
+        self._train_loader = loader
+        if self._place is not None:
+            loader.load_state_dict(self._place)
+            self._place = None
+        return loader
+
+    def _forget_loader(self) -> None:
+        self._train_loader = None
 
     @property
     def _position(self) -> tuple[int | None, int | None]:

@@ -62,10 +62,13 @@ class CachedMixin(DataModuleMixin):
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a resumed run keeps, besides the state of its loaders."""
-        return {"formats": dict(self._session.formats)} if self._session is not None else {}
+        formats = {"formats": dict(self._session.formats)} if self._session is not None else {}
+        return {**super().state_dict(), **formats}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Keep the format of the memory tier, unless ``sample_format`` sets it. Called after setup, on all ranks."""
+        """Go on at the place in the epoch, and keep the format of the memory tier, unless ``sample_format`` sets it.
+        Called after setup, on all ranks."""
+        super().load_state_dict(state_dict)
         session, formats = self._session, state_dict.get("formats", {})
         if session is None or self._options.cache.format != "auto":
             return
@@ -74,11 +77,12 @@ class CachedMixin(DataModuleMixin):
 
     def train_dataloader(self) -> TrainLoader:
         """Random batches of this rank."""
-        return self._opened().train_loader(
+        loader = self._opened().train_loader(
             fixed=self._fixed,
             on_epoch=self._begin_epoch,
             on_resume=self._correct_batch_count,
         )
+        return self._resume(loader)
 
     def val_dataloader(self) -> EvalLoader:
         """This rank's share of the samples to validate on, in order; in a test, of those to test on."""
@@ -117,5 +121,6 @@ class CachedMixin(DataModuleMixin):
 
     def _close(self) -> None:
         session, self._session, self._epoch = self._session, None, None
+        self._forget_loader()
         if session is not None:
             session.close()

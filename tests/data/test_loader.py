@@ -118,12 +118,15 @@ def test_a_state_of_other_batches_is_counted_anew_and_saved_again() -> None:
     told: list[int] = []
     moved = loader(SamplerConfig(batch_size=2), on_resume=told.append)
     moved.load_state_dict(stopped.state_dict())
+    moved.set_epoch(0)
     assert told == [4], "two batches of four are four of two"
     assert len(moved) == 11
     batches = iter(moved)
     second = samples([next(batches) for _ in range(3)])
     again = loader(on_resume=told.append)
     again.load_state_dict(moved.state_dict())
+    again.set_epoch(0)
+    again.set_epoch(0)
     assert told == [4, 6 - 2]
     third = samples(again)
     seen = [sample for part in (first, second, third) for each in part for sample in each]
@@ -137,6 +140,9 @@ def test_another_data_set_begins_its_epoch_anew(caplog: pytest.LogCaptureFixture
     other = loader(fingerprint="another", on_resume=told.append)
     with caplog.at_level(logging.WARNING, "lightning_sparse"):
         other.load_state_dict(stopped.state_dict())
+        other.load_state_dict(stopped.state_dict())
+    other.set_epoch(0)
+    assert len(caplog.records) == 1
     assert "the data set has changed since the checkpoint was saved" in caplog.text
     assert told == [0]
     assert len(samples(other)) == 6

@@ -55,6 +55,7 @@ def model_of(flavour: str) -> Any:
             self.val += windows(batch[0])
 
         def configure_optimizers(self) -> Any:
+            assert self.trainer.estimated_stepping_batches > 0  # as schedules ask, which makes the loader at once
             return torch.optim.SGD(self.parameters(), lr=0.01)
 
     return Model()

@@ -72,7 +72,7 @@ class TrainLoader(_Loader):
         fixed: use the samples of epoch 0 in every epoch (for ``overfit_batches``).
         on_epoch: called with the number of each epoch that starts.
         on_resume: called with the number of batches of the epoch that are done, if the state was saved by a run with
-            other ranks or batches, so that its own count does not apply.
+            other ranks or batches, so that its own count does not apply; in ``set_epoch`` of that epoch.
         with_indices: end each batch with the indices of its samples.
     """
 
@@ -95,6 +95,8 @@ class TrainLoader(_Loader):
         self._epoch = 0
         self._before: tuple[EpochSegment, ...] = ()  # steps of this epoch that were done with other configs
         self._resumes = False  # the next iterator continues instead of starting over
+        self._loaded: dict[str, Any] = {}
+        self._corrected: int | None = None  # batches that are done, as this run counts them
 
     @property
     def batch_sampler(self) -> SimpleNamespace:
@@ -105,6 +107,9 @@ class TrainLoader(_Loader):
         """Set the epoch of the next iterator. Lightning calls this; a custom training loop must, too."""
         if epoch != self._epoch:
             self._epoch, self._before, self._done, self._resumes = epoch, (), 0, False
+        elif self._corrected is not None:  # now, when Lightning has restored its own count
+            self._on_resume(self._corrected)
+        self._corrected = None
         self._on_epoch(epoch)
 
     def __len__(self) -> int:
@@ -127,6 +132,9 @@ class TrainLoader(_Loader):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue where a run stopped, also with other nodes, another batch size or another shuffle."""
+        if self._resumes and state == self._loaded:
+            return  # by the DataModule and by Lightning
+        self._loaded = state
         self._epoch, segments = state["epoch"], [EpochSegment.from_state(each) for each in state["segments"]]
         if state["fingerprint"] != self._fingerprint:
             log.warning("the data set has changed since the checkpoint was saved: restarting the epoch")
@@ -135,7 +143,7 @@ class TrainLoader(_Loader):
         self._before, self._done, self._resumes = tuple(segments), own, True
         if self._before or state["fingerprint"] != self._fingerprint:
             left = self._sampler.epoch(self._epoch, self._before).steps - own
-            self._on_resume(len(self) - left)
+            self._corrected = len(self) - left
 
 
 class EvalLoader(_Loader):

@@ -138,7 +138,7 @@ class TokenDataModuleMixin(DataModuleMixin):
             fixed=self._fixed,
             on_resume=self._correct_batch_count,
         )
-        return self._replace("train", loader)
+        return self._resume(self._replace("train", loader))
 
     def val_dataloader(self) -> EvalLoader:
         """This rank's share of the windows to validate on, in order.
@@ -213,6 +213,7 @@ class TokenDataModuleMixin(DataModuleMixin):
         for loader in self._loaders.values():
             loader.close()
         self._loaders, self._streams, self._topology = {}, {}, None
+        self._forget_loader()
 
 
 class TokenPipeline:
