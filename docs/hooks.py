@@ -16,6 +16,8 @@ OUTSIDE = (
     "examples/docker/compose.yaml",
     "examples/imagenet/*.*",
     "examples/imagenet_resnet50.py",
+    "examples/language/*.*",
+    "examples/language_model.py",
     "examples/ray_train.py",
     "examples/torchft_local.py",
     "release/c++",

@@ -101,10 +101,10 @@ class HierCommunicator:
                 self._pass(messages_MB[node - step + 1], to, messages_MB[node - step], source)
         return messages_MB
 
-    def all_reduce(self, shard_S: Tensor) -> None:
+    def all_reduce(self, shard_S: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> None:
         """Sum over nodes, in place."""
         with self._named("all-reduce between nodes", self._peer_ranks()), self._timed(shard_S):
-            dist.all_reduce(shard_S, group=self.topology.inter)
+            dist.all_reduce(shard_S, op=op, group=self.topology.inter)
 
     def all_to_all(self, messages_MB: Tensor) -> Tensor:
         """Between nodes: row j goes to node j; what arrives is [M, B] in node order."""

@@ -29,15 +29,18 @@ class Managed:
 
     Args:
         name: of the module.
-        parameters: that it manages, and no module inside it, by name and in order.
+        managed: parameters that it manages, and no module inside it, by name and in order. Those that are frozen now
+            take no part.
 
     Attributes:
         numel: S, elements of this device's shards, each padded to the size of the largest of all devices.
         residual_S: fp32, what was not sent; None before the first exchange.
     """
 
-    def __init__(self, name: str, parameters: dict[str, DTensor]) -> None:
-        self.name, self.parameters = name, parameters
+    def __init__(self, name: str, managed: dict[str, DTensor]) -> None:
+        self.name = name
+        self.parameters = parameters = {key: each for key, each in managed.items() if each.requires_grad}
+        self._trained = {key: (each, each.requires_grad) for key, each in managed.items()}
         self.numel = 0
         self._begins: list[int] = []
         for each in parameters.values():
@@ -46,6 +49,21 @@ class Managed:
             self.numel += rows * prod(each.shape[1:])
         self.residual_S: Tensor | None = None
         self._spare_S: Tensor | None = None
+
+    def check(self, numel: int) -> None:
+        """Raise ValueError unless the hook was given the gradients of all parameters that were trained at set-up."""
+        changed = [name for name, (each, trained) in self._trained.items() if each.requires_grad != trained]
+        if changed:
+            raise ValueError(
+                f"{changed[0]} was frozen or unfrozen within the fit, and the places of gradients in a message were "
+                f"agreed at its start: do that between two fits, or use send='updates'."
+            )
+        if numel != self.numel:
+            raise ValueError(
+                f"{numel} of {self.numel} gradients of {self.name or 'the model'} came out of this backward pass: some "
+                f"parameters took no part in it, which this torch does not pad with zeros. Use torch 2.15 or later, "
+                f"freeze them before the fit, or use send='updates'."
+            )
 
     def views(self, flat_S: Tensor) -> Iterator[tuple[str, DTensor, Tensor]]:
         """Each parameter, and its shard in a flat tensor, without padding."""
@@ -144,6 +162,27 @@ class ShardedGradients:
         finally:
             self._accumulating = False
 
+    def take_over(self, before: ShardedGradients) -> None:
+        """Go on with the residuals of an earlier set-up of the same parameters."""
+        of = {tuple(map(id, each.parameters.values())): each for each in before.managed}
+        for each in self.managed:
+            old = of.get(tuple(map(id, each.parameters.values())))
+            if old is not None:
+                each.residual_S = old.residual_S
+
+    @torch.no_grad()
+    def average_buffers(self) -> None:
+        """Give all ranks the mean of their floating-point buffers, such as the statistics of batch norm. A collective
+        of the world, if there are any."""
+        buffers = [each for each in self.module.buffers() if each.is_floating_point() and each.numel()]
+        if not self.active or not buffers:
+            return
+        flat = torch.cat([each.flatten().double() for each in buffers])
+        self.exchange.communicator.flat_all_reduce(flat)
+        flat /= self.topology.world_size
+        for each, mean in zip(buffers, torch.split(flat, [each.numel() for each in buffers]), strict=True):
+            each.copy_(mean.view_as(each))
+
     def end_round(self) -> None:
         """After the optimizer's step, for the statistics."""
         self.steps += 1
@@ -153,12 +192,7 @@ class ShardedGradients:
     @torch.no_grad()
     def _reduce(self, managed: Managed, flat_S: Tensor) -> None:
         """The hook: the mean over nodes takes the place of this node's gradients."""
-        if flat_S.numel() != managed.numel:
-            raise ValueError(
-                f"{flat_S.numel()} of {managed.numel} gradients of {managed.name or 'the model'} came out of this "
-                f"backward pass: some parameters took no part in it, which this torch does not pad with zeros. Use "
-                f"torch 2.15 or later, freeze them, or send='updates'."
-            )
+        managed.check(flat_S.numel())
         if self._accumulating:
             return
         managed.take_accumulated(flat_S)
@@ -176,7 +210,8 @@ class ShardedGradients:
 
 
 def managed_by(module: Any, names: dict[int, str]) -> dict[str, DTensor]:
-    """The parameters that FSDP2 reduces with a module: those that it holds and no FSDP2 module inside it does.
+    """The parameters that FSDP2 manages with a module: those that it holds and no FSDP2 module inside it does, in the
+    order in which FSDP2 lays out their gradients.
 
     Raises:
         ValueError: for one that is not sharded along dim 0 over one axis.
@@ -184,6 +219,9 @@ def managed_by(module: Any, names: dict[int, str]) -> dict[str, DTensor]:
     found: dict[str, DTensor] = {}
 
     def visit(each: nn.Module) -> None:
+        for child in each.children():  # first, as in FSDP2's buffer
+            if not isinstance(child, FSDPModule):
+                visit(child)
         for parameter in each.parameters(recurse=False):
             reason = reason_against(parameter)
             if reason:
@@ -191,12 +229,8 @@ def managed_by(module: Any, names: dict[int, str]) -> dict[str, DTensor]:
                     f"parameter {names[id(parameter)]} {reason}, and what nodes exchange are shards along dim 0 over a "
                     f"node's devices: give fully_shard() the node's mesh, device_mesh['shard'], for the whole model."
                 )
-            if parameter.requires_grad:
-                assert isinstance(parameter, DTensor)
-                found.setdefault(names[id(parameter)], parameter)
-        for child in each.children():
-            if not isinstance(child, FSDPModule):
-                visit(child)
+            assert isinstance(parameter, DTensor)
+            found.setdefault(names[id(parameter)], parameter)
 
     visit(module)
     return found

@@ -1,5 +1,6 @@
 """What Fabric's strategies of updates do alike, whatever averages gradients inside the node; imports no Lightning."""
 
+from collections.abc import Mapping
 from typing import Any
 
 from torch import nn
@@ -27,6 +28,24 @@ class LocalFabricCore(LocalCore, FabricHost):
         """Send everything that is pending: all ranks hold the same weights afterwards. Every rank calls it."""
         for updates in self.local_updates:
             updates.finish()
+
+    def _loaded_by(self, state: Any) -> list[LocalUpdates]:
+        """Of the modules that a load is to fill: they hold the shared weights then, for what it leaves as it was."""
+        given = state.values() if isinstance(state, Mapping) else [state]
+        filled = {id(p) for each in given if isinstance(each, nn.Module) for p in each.parameters()}
+        found = [each for each in self.local_updates if any(id(p) in filled for p in each.module.parameters())]
+        for updates in found:
+            updates.show_shared()
+        return found
+
+    def _go_on(self, loaded: list[LocalUpdates]) -> None:
+        """After a load; the others train on."""
+        for updates in self.local_updates:
+            if any(updates is each for each in loaded):
+                updates.restart()
+                self._restore(updates)
+            elif self._saved:
+                self._saved.pop(0)
 
     def setup_optimizer(self, optimizer: Any) -> Any:
         """Exchange its updates. Its module is set up before it. A collective of the world."""

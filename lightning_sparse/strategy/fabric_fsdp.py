@@ -76,10 +76,9 @@ class MSTopKFSDPFabricMixin(FSDPCore, LocalFabricCore):
 
     def load_checkpoint(self, path: Any, state: Any = None, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Modules and optimizers that are set up go on where this device was saved; all of them are to be set up."""
+        loaded = self._loaded_by(state)
         rest = super().load_checkpoint(path, state, *args, **kwargs)
         manifests = rest.pop(side_files.KEY, []) if isinstance(rest, dict) else []
         self._load({side_files.KEY: manifests}, self.broadcast(path))
-        for updates in self.local_updates:
-            updates.restart()
-            self._restore(updates)
+        self._go_on(loaded)
         return rest

@@ -82,6 +82,7 @@ class MSTopKLocalFabricMixin(LocalFabricCore):
 
     def load_checkpoint(self, path: Any, state: Any = None, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Modules and optimizers that are set up go on where this rank was saved; all of them are to be set up."""
+        loaded = self._loaded_by(state)
         rest = super().load_checkpoint(path, state, *args, **kwargs)
         manifests = rest.pop(side_files.KEY, []) if isinstance(rest, dict) else []
         self._load({side_files.KEY: manifests}, path)
@@ -89,7 +90,5 @@ class MSTopKLocalFabricMixin(LocalFabricCore):
         for name, each in state.items() if isinstance(state, Mapping) else ():
             if isinstance(each, Optimizer) and name in own:
                 each.load_state_dict(own[name])
-        for updates in self.local_updates:
-            updates.restart()
-            self._restore(updates)
+        self._go_on(loaded)
         return rest

@@ -126,10 +126,24 @@ class MSTopKFSDPMixin(FSDPCore, LocalTrainerMixin):
             before.detach(self.optimizers)
         self.local_updates = []
         if self.send == "gradients":
+            earlier = self.gradients
             self.gradients = ShardedGradients(self.lightning_module, self.config, self._discover({}))
+            if earlier is not None:
+                self.gradients.take_over(earlier)
             return
         self._attach(self.lightning_module, self.optimizers)
         self._look_at_callbacks(trainer)
+
+    def on_validation_start(self) -> None:
+        """All ranks validate with the same buffers; with updates, the shared weights."""
+        super().on_validation_start()
+        if self.gradients is not None and self._fitting:
+            self.gradients.average_buffers()
+
+    def teardown(self) -> None:
+        """The module is the user's again."""
+        vars(self.lightning_module).pop("configure_model", None)
+        super().teardown()
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
@@ -152,6 +166,8 @@ class MSTopKFSDPMixin(FSDPCore, LocalTrainerMixin):
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """Of the shared weights. All ranks call it."""
+        if self.gradients is not None and self._fitting:
+            self.gradients.average_buffers()
         if self.updates is None or not self._fitting:
             return super().lightning_module_state_dict()
         with self.updates.shared_weights():

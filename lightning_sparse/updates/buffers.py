@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from lightning_sparse.exchange import HierCommunicator
+from lightning_sparse.fsdp.shards import local_of
 from lightning_sparse.pto.agreement import fingerprint
 
 
@@ -32,19 +33,27 @@ class Buffers:
 
     @torch.no_grad()
     def average(self) -> None:
-        """Average over all ranks, in place. A collective of the world, if there are any."""
+        """Average over all ranks, in place; what is sharded over nodes. A collective of the world, if there are any."""
         self._find_drifting()
-        self._average(list(self._tensors().values()))
+        self._average(self._tensors())
 
-    def _average(self, tensors: list[Tensor]) -> None:
-        if not tensors:
-            return
-        # fp64: an average of equal values is that value, so constants stay exact
-        flat = torch.cat([each.flatten().double() for each in tensors])
-        self._communicator.flat_all_reduce(flat)
-        flat /= self._communicator.topology.world_size
-        for tensor, mean in zip(tensors, torch.split(flat, [each.numel() for each in tensors]), strict=True):
-            tensor.copy_(mean.view_as(tensor))
+    def _average(self, tensors: Mapping[str, Tensor]) -> None:
+        sharded = self._sharded()
+        world, nodes = self._communicator.topology.world_size, self._communicator.topology.num_nodes
+        whole = [each for name, each in tensors.items() if name not in sharded]
+        shards = [each for name, each in tensors.items() if name in sharded]
+        for each, reduce, count in (
+            (whole, self._communicator.flat_all_reduce, world),
+            (shards, self._communicator.all_reduce, nodes),
+        ):
+            if not each:
+                continue
+            # fp64: an average of equal values is that value, so constants stay exact
+            flat = torch.cat([tensor.flatten().double() for tensor in each])
+            reduce(flat)
+            flat /= count
+            for tensor, mean in zip(each, torch.split(flat, [tensor.numel() for tensor in each]), strict=True):
+                tensor.copy_(mean.view_as(tensor))
 
     @torch.no_grad()
     def show_averaged(self) -> None:
@@ -52,7 +61,7 @@ class Buffers:
         self._find_drifting()
         tensors = self._tensors()
         own = {name: each.clone() for name, each in tensors.items()}
-        self._average(list(tensors.values()))
+        self._average(tensors)
         self._kept = {name: (own[name], each.clone()) for name, each in tensors.items()}
 
     @torch.no_grad()
@@ -73,7 +82,7 @@ class Buffers:
     def fit(self, saved: Mapping[str, Tensor]) -> bool:
         """Whether saved ones are of the names and shapes of these."""
         known = {**dict(self._module.named_parameters()), **self._tensors()}
-        same = all(name in known and known[name].shape == each.shape for name, each in saved.items())
+        same = all(name in known and local_of(known[name]).shape == each.shape for name, each in saved.items())
         return same and self._tensors().keys() <= saved.keys()
 
     @torch.no_grad()
@@ -85,27 +94,33 @@ class Buffers:
 
     def _tensors(self) -> dict[str, Tensor]:
         floats = {name: b for name, b in self._module.named_buffers() if b.is_floating_point() and b.numel()}
-        return {**floats, **{name: p for name, p in self._module.named_parameters() if name in self._drifting}}
+        drifting = {name: p for name, p in self._module.named_parameters() if name in self._drifting}
+        return {**floats, **{name: local_of(p.data) for name, p in drifting.items()}}
+
+    def _sharded(self) -> set[str]:
+        return {name for name, p in self._module.named_parameters() if isinstance(p, DTensor)}
 
     def _find_drifting(self) -> None:
         """Compare what no optimizer steps. A collective of the world, if there is any."""
-        stepped = self._stepped()
+        stepped, sharded = self._stepped(), self._sharded()
         names = [
             name
             for name, p in self._module.named_parameters()
-            if id(p) not in stepped
-            and name not in self._drifting
-            and p.is_floating_point()
-            and p.numel()
-            and not isinstance(p, DTensor)
+            if id(p) not in stepped and name not in self._drifting and p.is_floating_point() and p.numel()
         ]
+        whole = [name for name in names if name not in sharded]
+        self._compare(whole, self._communicator.flat_all_reduce)
+        self._compare([name for name in names if name in sharded], self._communicator.all_reduce)
+
+    def _compare(self, names: list[str], reduce: Callable[..., None]) -> None:
         if not names:
             return
         parameters = dict(self._module.named_parameters())
-        device = parameters[names[0]].device
-        sums = torch.stack([fingerprint(parameters[name]).to(device) for name in names])
+        locals_ = [local_of(parameters[name].data) for name in names]
+        device = locals_[0].device
+        sums = torch.stack([fingerprint(each).to(device) for each in locals_])
         extremes = torch.stack([sums, -sums])
-        self._communicator.flat_all_reduce(extremes, op=dist.ReduceOp.MAX)
+        reduce(extremes, op=dist.ReduceOp.MAX)
         self._drifting |= {
             name for name, differs in zip(names, (extremes[0] != -extremes[1]).tolist(), strict=True) if differs
         }

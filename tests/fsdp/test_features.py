@@ -1,6 +1,7 @@
 """What users put around a sharded model, under `MSTopKFSDPStrategy`; and what it refuses."""
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -120,6 +121,42 @@ def test_what_users_put_around_it() -> None:
             assert torch.equal(other[name][1], ended), name
     began, ended = results[0]["frozen"]
     assert torch.equal(began[: 13 * 11], ended[: 13 * 11])
+
+
+def with_a_teacher(folder: str) -> dict[str, list[Tensor]]:
+    """A run with a sharded teacher that follows each node's own model, and one resumed in its middle."""
+    found: dict[str, list[Tensor]] = {"validated": [], "ended": []}
+
+    class Taught(type(module(FLAVOUR))):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__()
+            self.teacher = Blocks(7).requires_grad_(False)
+
+        @torch.no_grad()
+        def on_after_backward(self) -> None:
+            for mine, other in zip(self.teacher.parameters(), self.net.parameters(), strict=True):
+                mine.lerp_(other, 0.1)
+
+        def on_validation_end(self) -> None:
+            found["validated"].append(whole(self.teacher).clone())
+
+    saver = lightning_of(FLAVOUR).callbacks.ModelCheckpoint(folder, "{step}", every_n_train_steps=4, save_top_k=-1)
+    options: dict[str, Any] = {"max_steps": 8, "callbacks": [saver], "enable_checkpointing": True}
+    options |= {"limit_val_batches": 1, "val_check_interval": 4, "check_val_every_n_epoch": None}
+    for path in (None, f"{folder}/step=4.ckpt"):
+        trained = Taught()
+        fitted(FLAVOUR, fsdp(FLAVOUR), trained, path, **options)
+        found["ended"].append(whole(trained).clone())
+    return found
+
+
+def test_a_teacher_that_no_optimizer_steps(tmp_path: Path) -> None:
+    results = run_ranks(with_a_teacher, str(tmp_path), nodes=2, devices=2, timeout=120, init=False)
+    for found in results:
+        assert torch.equal(found["ended"][0], found["ended"][1]), "resumed"
+        assert torch.equal(found["ended"][0], results[0]["ended"][0])
+        for mine, first in zip(found["validated"], results[0]["validated"], strict=True):
+            assert torch.equal(mine, first)
 
 
 class Tied(nn.Module):

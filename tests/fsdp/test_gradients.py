@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
@@ -14,10 +14,10 @@ from lightning_sparse.exchange import ExchangeConfig
 from lightning_sparse.fsdp import ShardedGradients, blocks, mesh_of, shard
 from lightning_sparse.fsdp.shards import part_of
 from lightning_sparse.topology import discover
-from tests.fsdp.runs import Blocks, loss_of, steps, whole
+from tests.fsdp.runs import Attention, Blocks, loss_of, steps, whole
 from tests.fsdp.test_trainer import fitted, fsdp, module
 from tests.helpers.distributed import run_ranks
-from tests.strategy.trainers import lightning_of
+from tests.strategy.trainers import lightning_of, plain_module
 from tests.updates.runs import adamw, mean_over_nodes, sgd
 
 FLAVOUR = "pytorch_lightning"
@@ -50,12 +50,12 @@ def gradients_of(model: Any) -> Tensor:
     return torch.cat([p.grad.full_tensor().flatten() for p in model.parameters()]).double()
 
 
-def balance(options: dict[str, Any]) -> tuple[Tensor, float, float]:
+def balance(options: dict[str, Any], net: type[nn.Module]) -> tuple[Tensor, float, float]:
     """Fifty steps of two micro-batches: the weights, how far applied + residual is off the gradients, and residuals."""
     topology = discover()
-    model = shard(Blocks(topology.rank), mesh_of(topology))
+    model = shard(net(topology.rank), mesh_of(topology))  # type: ignore[call-arg]
     gradients = ShardedGradients(model, ExchangeConfig(**options), topology)
-    alone = shard(Blocks(), mesh_of(topology))  # its gradients stay inside the node
+    alone = shard(net(), mesh_of(topology))  # its gradients stay inside the node
     optimizer = sgd(model)
     told = applied = torch.zeros(())
     for step in range(50):
@@ -88,30 +88,48 @@ def balance(options: dict[str, Any]) -> tuple[Tensor, float, float]:
 
 
 @pytest.mark.parametrize("options", [{"exchange": "sparse", "density": 0.05}, {"exchange": "dense16"}], ids=str)
-@pytest.mark.parametrize(("nodes", "devices"), [(2, 2), (3, 1)])
-def test_nothing_is_lost(nodes: int, devices: int, options: dict[str, Any]) -> None:
-    results = run_ranks(balance, options, nodes=nodes, devices=devices)
+@pytest.mark.parametrize(("nodes", "devices", "net"), [(2, 2, Blocks), (3, 1, Blocks), (2, 2, Attention)])
+def test_nothing_is_lost(nodes: int, devices: int, net: type[nn.Module], options: dict[str, Any]) -> None:
+    results = run_ranks(balance, options, net, nodes=nodes, devices=devices)
     for weights, off, left in results:
         assert torch.equal(weights, results[0][0])
         assert off < 1e-4
         assert left > 0
 
 
-def saved_and_resumed(folder: str, options: dict[str, Any]) -> tuple[Tensor, Tensor]:
+def attention(seed: int = 0) -> Any:
+    class Module(type(plain_module(FLAVOUR, Attention(seed), by_step=True))):  # type: ignore[misc]
+        def configure_optimizers(self) -> Any:
+            return torch.optim.AdamW(self.parameters(), lr=0.01)
+
+    return Module()
+
+
+def state_of(trainer: Any) -> Tensor:
+    """All weights and buffers."""
+    buffers = [each.flatten().float() for each in trainer.lightning_module.buffers()]
+    return torch.cat([whole(trainer.lightning_module), *buffers]).clone()
+
+
+def saved_and_resumed(folder: str, options: dict[str, Any]) -> tuple[Tensor, Tensor, bool]:
     saver = lightning_of(FLAVOUR).callbacks.ModelCheckpoint(folder, "{step}", every_n_train_steps=6, save_top_k=-1)
     given = {"accumulate_grad_batches": 2, "gradient_clip_val": 0.5}
-    t = fitted(FLAVOUR, fsdp(FLAVOUR, **options), callbacks=[saver], enable_checkpointing=True, **given)
-    ends = whole(t.lightning_module).clone()
-    resumed = fitted(FLAVOUR, fsdp(FLAVOUR, **options), module(FLAVOUR, 5), f"{folder}/step=6.ckpt", **given)
-    return ends, whole(resumed.lightning_module).clone()
+    begin = fsdp(FLAVOUR, **options)
+    t = fitted(FLAVOUR, begin, attention(), callbacks=[saver], enable_checkpointing=True, **given)
+    ends, left = state_of(t), [each.residual_S for each in begin.gradients.managed]
+    resumed = fitted(FLAVOUR, fsdp(FLAVOUR, **options), attention(5), f"{folder}/step=6.ckpt", **given)
+    t.fit(t.lightning_module)  # of no step
+    kept = all(one is each.residual_S for one, each in zip(left, begin.gradients.managed, strict=True))
+    return ends, state_of(resumed), kept
 
 
 def test_a_resumed_run_is_bit_identical(tmp_path: Path) -> None:
     many: dict[str, Any] = {"nodes": 2, "devices": 2, "timeout": 120, "init": False}
     results = run_ranks(saved_and_resumed, str(tmp_path), {"send": "gradients", "exchange": "sparse"}, **many)
-    for ends, resumed in results:
-        assert torch.equal(ends, results[0][0])
+    for ends, resumed, kept in results:
+        assert torch.equal(ends[: -2 * 12 - 1], results[0][0][: -2 * 12 - 1]), "but for the statistics of each rank"
         assert torch.equal(ends, resumed)
+        assert kept, "residuals of a second fit"
 
 
 def residuals(folder: str, begin: int | None, end: int) -> dict[str, Tensor]:
@@ -145,6 +163,23 @@ def test_on_another_cluster_the_mean_of_residuals_stays(tmp_path: Path) -> None:
         after = run_ranks(residuals, str(tmp_path), begin, begin + 3, nodes=nodes, devices=devices, **many)
         torch.testing.assert_close(after[0][str(begin)], before[str(begin)], rtol=1e-5, atol=1e-9)
         before = after[0]
+
+
+def swapped(_: None) -> str:
+    """Parameters are frozen and unfrozen within the fit, as many as were."""
+    topology = discover()
+    model = shard(Blocks(), mesh_of(topology))
+    model.blocks[0][0].requires_grad_(False)
+    ShardedGradients(model, ExchangeConfig(exchange="dense"), topology)
+    model.blocks[0][0].requires_grad_(True)
+    model.blocks[0][2].requires_grad_(False)
+    with pytest.raises(ValueError, match="was frozen or unfrozen within the fit") as raised:
+        loss_of(model, 0, topology.rank).backward()
+    return str(raised.value)
+
+
+def test_freezing_within_a_fit_is_refused() -> None:
+    assert all("send='updates'" in said for said in run_ranks(swapped, None, nodes=2, devices=1))
 
 
 def test_bad_options_are_refused() -> None:

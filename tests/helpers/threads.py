@@ -56,7 +56,7 @@ class ThreadCommunicator(HierCommunicator):
     def exchange(self, message_B: Tensor) -> Tensor:
         return torch.stack(self._gathered(self._peer_ranks(), message_B))
 
-    def all_reduce(self, shard_S: Tensor) -> None:
+    def all_reduce(self, shard_S: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> None:
         shard_S.copy_(_sum(self._gathered(self._peer_ranks(), shard_S)))
 
     def all_to_all(self, messages_MB: Tensor) -> Tensor:

@@ -40,6 +40,7 @@ def everything(flavour: str, folder: str) -> dict[str, Any]:
         fabric.strategy.finish()
         found[name] = [shared, flat_parameters(model).clone(), own]
     found["one optimizer of two modules"] = one_optimizer_of_two_modules(flavour)
+    found["loads something else"] = loads_something_else(flavour)
     found["two optimizers"] = one_optimizer_after_another(flavour)
     fabric = fabric_with(flavour, ours(flavour))
     other = mlp()
@@ -76,6 +77,20 @@ def one_optimizer_after_another(flavour: str) -> float:
     return float((flat_parameters(model) - mean / fabric.world_size).abs().max())
 
 
+def loads_something_else(flavour: str) -> Tensor:
+    """The end of a run that loads another module in its middle, and reads a file."""
+    fabric = fabric_with(flavour, ours(flavour))
+    model, optimizer = prepared(fabric)
+    train(fabric, model, optimizer, 0, 4)
+    other = nn.Linear(2, 2)
+    fabric.save("other.ckpt", {"other": other})
+    fabric.load("other.ckpt", {"other": other})
+    fabric.load("other.ckpt")
+    train(fabric, model, optimizer, 4, 6)
+    fabric.strategy.finish()
+    return flat_parameters(model).clone()
+
+
 def resumed(flavour: str) -> list[Tensor]:
     """A run, and one that goes on from its checkpoint in objects of its own."""
     fabric = fabric_with(flavour, ours(flavour))
@@ -102,6 +117,7 @@ def test_fabric(flavour: str, tmp_path: Any) -> None:
     for each in results:
         assert all(torch.equal(each["resumed"][0], end) for end in each["resumed"][1:])
         assert torch.equal(each["one optimizer of two modules"], results[0]["one optimizer of two modules"])
+        assert torch.equal(each["loads something else"], results[0]["loads something else"])
         assert each["two optimizers"] < 1e-6
         for name in ("by name", "accumulated", "bf16"):
             for ours_, first in zip(each[name][:2], results[0][name][:2], strict=True):
