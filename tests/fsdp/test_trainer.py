@@ -189,6 +189,40 @@ def test_on_another_cluster_shared_weights_and_the_mean_of_what_is_pending_stay(
             assert torch.equal(found[begin], before[begin])
             torch.testing.assert_close(found[f"mean {begin}"], before[f"mean {begin}"], rtol=1e-6, atol=1e-7)
         before = after[0]
-    ends = run_ranks(look, str(tmp_path), 13, 14, distributed, nodes=1, devices=2, **many)
-    for found in ends:
+    for devices in (2, 4):
+        found = run_ranks(look, str(tmp_path), 13, 14, distributed, nodes=1, devices=devices, **many)[0]
         torch.testing.assert_close(found[13].double(), before["mean 13"], rtol=1e-6, atol=1e-7)
+
+
+def read_by_others(folder: str) -> dict[str, Tensor]:
+    """The weights of a full checkpoint, as plain DDP, Lightning's FSDP2 and a single device read them."""
+    flavour, path = "pytorch_lightning", f"{folder}/whole.ckpt"
+    pl = lightning_of(flavour)
+    t = fitted(flavour, fsdp(flavour, save_distributed_checkpoint=False))
+    t.save_checkpoint(path)
+    found = {"saved": whole(t.lightning_module).clone()}
+
+    class Begin(pl.Callback):  # type: ignore[misc, name-defined]
+        def on_train_start(self, trainer: Any, trained: Any) -> None:
+            found[type(trainer.strategy).__name__] = whole(trained).clone()
+
+    class Sharded(type(module(flavour))):  # type: ignore[misc]
+        def configure_model(self) -> None:
+            if not any(isinstance(p, DTensor) for p in self.parameters()):
+                fully_shard(self.net, mesh=self.device_mesh["data_parallel"])
+
+    world = int(os.environ["WORLD_SIZE"])
+    plain = pl.strategies.ModelParallelStrategy(data_parallel_size=world, tensor_parallel_size=1)
+    for strategy, trained in (("ddp", module(flavour, 5)), (plain, Sharded())):
+        fitted(flavour, strategy, trained, path, callbacks=[Begin()], max_steps=11)
+    alone = Blocks(5)
+    weights = torch.load(path, weights_only=True)["state_dict"]
+    alone.load_state_dict({name.removeprefix("net."): value for name, value in weights.items()})
+    found["alone"] = whole(alone)
+    return found
+
+
+def test_others_read_a_full_checkpoint(tmp_path: Path) -> None:
+    for found in run_ranks(read_by_others, str(tmp_path), nodes=2, devices=2, timeout=120, init=False):
+        assert found.keys() == {"saved", "DDPStrategy", "ModelParallelStrategy", "alone"}
+        assert all(torch.equal(each, found["saved"]) for each in found.values())
