@@ -88,7 +88,10 @@ def balance(options: dict[str, Any], net: type[nn.Module]) -> tuple[Tensor, floa
 
 
 @pytest.mark.parametrize("options", [{"exchange": "sparse", "density": 0.05}, {"exchange": "dense16"}], ids=str)
-@pytest.mark.parametrize(("nodes", "devices", "net"), [(2, 2, Blocks), (3, 1, Blocks), (2, 2, Attention)])
+@pytest.mark.parametrize(
+    ("nodes", "devices", "net"),
+    [pytest.param(2, 2, Blocks, marks=pytest.mark.slow), (3, 1, Blocks), (2, 2, Attention)],
+)
 def test_nothing_is_lost(nodes: int, devices: int, net: type[nn.Module], options: dict[str, Any]) -> None:
     results = run_ranks(balance, options, net, nodes=nodes, devices=devices)
     for weights, off, left in results:
