@@ -115,11 +115,15 @@ class Topology:
     @cached_property
     def mesh(self) -> DeviceMesh | None:
         """The groups as a mesh of axes "node" and "device"; None where the hierarchy is not used."""
+        return self.mesh_of_axes("node", "device")
+
+    def mesh_of_axes(self, node: str, device: str) -> DeviceMesh | None:
+        """The same by names of one's own."""
         if self.intra is None or self.inter is None:
             return None
         kind = "cuda" if dist.get_backend(self.intra) == "nccl" else "cpu"
         ranks = torch.tensor(self.nodes, dtype=torch.int)
-        return DeviceMesh.from_group([self.inter, self.intra], kind, mesh=ranks, mesh_dim_names=("node", "device"))
+        return DeviceMesh.from_group([self.inter, self.intra], kind, mesh=ranks, mesh_dim_names=(node, device))
 
     def describe(self) -> str:
         """One line for the log: what was found and which path follows from it."""

@@ -19,7 +19,8 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from lightning_sparse.exchange import Exchange, ExchangeConfig, Shard
-from lightning_sparse.fsdp.shards import local_of, reason_against
+from lightning_sparse.exchange.communicator import average
+from lightning_sparse.fsdp.shards import begin_with_first, check_sharded, local_of
 from lightning_sparse.messages import LogOnce
 from lightning_sparse.topology import Topology
 
@@ -107,7 +108,7 @@ class ShardedGradients:
 
     Args:
         model: sharded along dim 0 over the devices of each node; all nodes begin with the weights of the first.
-        config: of the exchange; ``"auto"`` is for `lightning_sparse.strategy`.
+        config: of the exchange; ``"auto"`` is for DDP's buckets.
         topology: of the ranks, with its groups.
 
     Raises:
@@ -134,7 +135,9 @@ class ShardedGradients:
         for name, each in model.named_modules():
             if isinstance(each, FSDPModule) and (managed := managed_by(each, names)):
                 self._attach(each, Managed(name, managed))
-        self._begin_alike()
+        with torch.no_grad():
+            for tensor in (*model.parameters(), *model.buffers()):
+                begin_with_first(tensor, self.exchange.communicator)
 
     def _attach(self, module: FSDPModule, managed: Managed) -> None:
         module.set_all_reduce_hook(partial(self._reduce, managed))
@@ -142,16 +145,6 @@ class ShardedGradients:
         if always_all is not None:
             always_all(True)
         self.managed.append(managed)
-
-    @torch.no_grad()
-    def _begin_alike(self) -> None:
-        communicator = self.exchange.communicator
-        for parameter in self.module.parameters():
-            if isinstance(parameter, DTensor):
-                communicator.node_broadcast(local_of(parameter.data))
-        for buffer in self.module.buffers():
-            if buffer.numel():
-                communicator.world_broadcast(buffer)
 
     @contextmanager
     def accumulating(self) -> Iterator[None]:
@@ -177,11 +170,7 @@ class ShardedGradients:
         buffers = [each for each in self.module.buffers() if each.is_floating_point() and each.numel()]
         if not self.active or not buffers:
             return
-        flat = torch.cat([each.flatten().double() for each in buffers])
-        self.exchange.communicator.flat_all_reduce(flat)
-        flat /= self.topology.world_size
-        for each, mean in zip(buffers, torch.split(flat, [each.numel() for each in buffers]), strict=True):
-            each.copy_(mean.view_as(each))
+        average(buffers, self.exchange.communicator.flat_all_reduce, self.topology.world_size)
 
     def end_round(self) -> None:
         """After the optimizer's step, for the statistics."""
@@ -223,12 +212,7 @@ def managed_by(module: Any, names: dict[int, str]) -> dict[str, DTensor]:
             if not isinstance(child, FSDPModule):
                 visit(child)
         for parameter in each.parameters(recurse=False):
-            reason = reason_against(parameter)
-            if reason:
-                raise ValueError(
-                    f"parameter {names[id(parameter)]} {reason}, and what nodes exchange are shards along dim 0 over a "
-                    f"node's devices: give fully_shard() the node's mesh, device_mesh['shard'], for the whole model."
-                )
+            check_sharded(names[id(parameter)], parameter)
             assert isinstance(parameter, DTensor)
             found.setdefault(names[id(parameter)], parameter)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -26,12 +26,11 @@ def mesh_of(topology: Topology) -> DeviceMesh:
             f"nodes of {sorted({len(node) for node in topology.nodes})} devices cannot hold the same shards: start the "
             f"same number of processes on each node, or name groups of equal size with LIGHTNING_SPARSE_NODE."
         )
-    kind = "cuda" if torch.distributed.get_backend() == "nccl" else "cpu"
-    names = ("replicate", "shard")
-    if topology.intra is None or topology.inter is None:
-        return init_device_mesh(kind, (1, topology.world_size), mesh_dim_names=names)
-    ranks = torch.tensor(topology.nodes, dtype=torch.int)
-    return DeviceMesh.from_group([topology.inter, topology.intra], kind, mesh=ranks, mesh_dim_names=names)
+    mesh = topology.mesh_of_axes("replicate", "shard")
+    if mesh is not None:
+        return mesh
+    kind = "cuda" if dist.get_backend() == "nccl" else "cpu"
+    return init_device_mesh(kind, (1, topology.world_size), mesh_dim_names=("replicate", "shard"))
 
 
 def shard(model: nn.Module, mesh: DeviceMesh, **options: Any) -> nn.Module:

@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
+from lightning_sparse.exchange import HierCommunicator
 from lightning_sparse.pto.narrow import memory_of
 from lightning_sparse.pto.ownership import Part
 
@@ -34,12 +35,25 @@ def memory_of_part(parameter: Tensor, part: Part) -> Tensor:
     return memory_of(parameter)[part.begin : part.end]
 
 
-def reason_against(parameter: Tensor) -> str:
-    """Why a parameter's shards cannot be exchanged; empty where they can."""
+def check_sharded(name: str, parameter: Tensor) -> None:
+    """Raise ValueError for a parameter whose shards cannot be exchanged."""
     if not isinstance(parameter, DTensor):
-        return "is not sharded, and others are"
-    if parameter.device_mesh.ndim != 1:
-        return f"is sharded over a mesh of {parameter.device_mesh.ndim} axes"
-    if parameter.placements != (Shard(0),):
-        return f"is placed as {parameter.placements}"
-    return ""
+        reason = "is not sharded, and others are"
+    elif parameter.device_mesh.ndim != 1:
+        reason = f"is sharded over a mesh of {parameter.device_mesh.ndim} axes"
+    elif parameter.placements != (Shard(0),):
+        reason = f"is placed as {parameter.placements}"
+    else:
+        return
+    raise ValueError(
+        f"parameter {name} {reason}, and what nodes exchange are shards along dim 0 over a node's devices: give "
+        f"fully_shard() the node's mesh, device_mesh['shard'], for the whole model."
+    )
+
+
+def begin_with_first(tensor: Tensor, communicator: HierCommunicator) -> None:
+    """Give all ranks what rank 0 has of a tensor; of a sharded one all nodes what the first has."""
+    if isinstance(tensor, DTensor):
+        communicator.node_broadcast(local_of(tensor.data))
+    elif tensor.numel():
+        communicator.world_broadcast(tensor.data)

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from lightning_sparse.exchange import HierCommunicator
+from lightning_sparse.exchange.communicator import average
 from lightning_sparse.fsdp.shards import local_of
 from lightning_sparse.pto.agreement import fingerprint
 
@@ -46,14 +47,8 @@ class Buffers:
             (whole, self._communicator.flat_all_reduce, world),
             (shards, self._communicator.all_reduce, nodes),
         ):
-            if not each:
-                continue
-            # fp64: an average of equal values is that value, so constants stay exact
-            flat = torch.cat([tensor.flatten().double() for tensor in each])
-            reduce(flat)
-            flat /= count
-            for tensor, mean in zip(each, torch.split(flat, [tensor.numel() for tensor in each]), strict=True):
-                tensor.copy_(mean.view_as(tensor))
+            if each:
+                average(each, reduce, count)
 
     @torch.no_grad()
     def show_averaged(self) -> None:

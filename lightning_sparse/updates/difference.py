@@ -75,6 +75,7 @@ class DifferenceState(UpdateState):
         self._set_model()
 
     def set_pending(self, pending_S: Tensor) -> None:
+        self._messages = None
         torch.sub(self.shared_S, pending_S, out=self.own_S)
         if self._kept_S is not None:
             self._kept_S.copy_(pending_S)
@@ -83,14 +84,10 @@ class DifferenceState(UpdateState):
         assert isinstance(before, DifferenceState)
         before._catch_up()  # messages hold places in the slice as it was
         before._set_model()
-        tensors = [(self.shared_S, before.shared_S), (self.own_S, before.own_S)]
+        self._take_pieces(self.shared_S, before, before.shared_S)
+        self._take_pieces(self.own_S, before, before.own_S)
         if self._kept_S is not None and before._kept_S is not None:
-            tensors.append((self._kept_S, before._kept_S))
-        for mine_S, theirs_S in tensors:
-            old = before.slices.by_piece(theirs_S)
-            for piece, view in self.slices.by_piece(mine_S).items():
-                if piece in old:
-                    view.copy_(old[piece])
+            self._take_pieces(self._kept_S, before, before._kept_S)
 
     def state_dict(self, now_S: Tensor) -> dict[str, Tensor]:
         own_S = self.own_S.clone()

@@ -14,13 +14,13 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lightning_sparse.exchange import Exchange, HierCommunicator
-from lightning_sparse.fsdp.shards import reason_against
+from lightning_sparse.fsdp.shards import begin_with_first, check_sharded
 from lightning_sparse.messages import LogOnce
 from lightning_sparse.topology import Topology, compare
 from lightning_sparse.updates.buffers import Buffers
 from lightning_sparse.updates.config import UpdatesConfig
 from lightning_sparse.updates.division import parameters_of
-from lightning_sparse.updates.optimizer import NodeOptimizer, begin_with_first, check_optimizer
+from lightning_sparse.updates.optimizer import NodeOptimizer, check_optimizer
 
 
 class LocalUpdates:
@@ -85,7 +85,7 @@ class LocalUpdates:
     @torch.no_grad()
     def _synchronise(self) -> None:
         """Begin with what rank 0 has."""
-        for tensor in (*self.module.parameters(), *(b for b in self.module.buffers() if b.numel())):
+        for tensor in (*self.module.parameters(), *self.module.buffers()):
             begin_with_first(tensor, self.exchange.communicator)
 
     # -- training ------------------------------------------------------------------------------------------------------
@@ -214,11 +214,8 @@ def _check_parameters(names: Mapping[int, str], optimizers: Sequence[Optimizer])
                     f"parameter {name} is of {parameter.dtype}, and updates are exchanged as real numbers: hold real "
                     f"and imaginary parts in a real parameter (torch.view_as_real), or use strategy='ddp'."
                 )
-            if sharded and (reason := reason_against(parameter)):
-                raise ValueError(
-                    f"parameter {name} {reason}, and what nodes exchange are shards along dim 0 over a node's devices: "
-                    f"give fully_shard() the node's mesh, device_mesh['shard'], for the whole model."
-                )
+            if sharded:
+                check_sharded(name, parameter)
             if id(parameter) in stepped:
                 raise ValueError(
                     f"parameter {name} is stepped twice, and each update is to be sent once: give it to one optimizer, "

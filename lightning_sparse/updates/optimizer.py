@@ -7,12 +7,11 @@ from operator import is_
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lightning_sparse.exchange import Exchange, HierCommunicator
 from lightning_sparse.exchange.paths import Sparse
-from lightning_sparse.fsdp.shards import local_of
+from lightning_sparse.fsdp.shards import begin_with_first
 from lightning_sparse.updates.config import UpdatesConfig
 from lightning_sparse.updates.difference import DifferenceState
 from lightning_sparse.updates.division import division_of, parameters_of
@@ -148,14 +147,6 @@ class NodeOptimizer:
         """Of what the parameters hold, with nothing pending."""
         kind = DifferenceState if self._config.path is Sparse else PendingState  # the lean one where the path allows it
         return kind(Slices(self.parameters, self.division.mine), self._exchange, self._config)
-
-
-def begin_with_first(parameter: Tensor, communicator: HierCommunicator) -> None:
-    """Give all ranks what rank 0 has of a tensor; of a sharded one all nodes what the first has."""
-    if isinstance(parameter, DTensor):
-        communicator.node_broadcast(local_of(parameter.data))
-    else:
-        communicator.world_broadcast(parameter.data)
 
 
 def check_optimizer(optimizer: Optimizer) -> None:

@@ -67,10 +67,7 @@ class PendingState(UpdateState):
         assert isinstance(before, PendingState)
         before.receive()
         for name in ("shared_S", "_pending_S", "start_S"):
-            old = before.slices.by_piece(getattr(before, name))
-            for piece, view in self.slices.by_piece(getattr(self, name)).items():
-                if piece in old:
-                    view.copy_(old[piece])
+            self._take_pieces(getattr(self, name), before, getattr(before, name))
 
     def state_dict(self, now_S: Tensor) -> dict[str, Tensor]:
         unsent_S = self._pending_S + (self.start_S - now_S)

@@ -80,6 +80,13 @@ class UpdateState(ABC):
     def _load_own(self, saved: Mapping[str, Tensor]) -> bool:
         """The rest of the state, if it is what this one would have saved."""
 
+    def _take_pieces(self, mine_S: Tensor, before: UpdateState, theirs_S: Tensor) -> None:
+        """Copy the pieces that both divisions have."""
+        old = before.slices.by_piece(theirs_S)
+        for piece, view in self.slices.by_piece(mine_S).items():
+            if piece in old:
+                view.copy_(old[piece])
+
     def receive(self) -> None:
         """Wait until the messages under way are in the shared weights. May come at any time before the next exchange:
         the result is the same."""
