@@ -14,7 +14,7 @@ from lightning_sparse.fsdp import ShardedGradients, mesh_of
 from lightning_sparse.fsdp.shards import local_of
 from lightning_sparse.messages import show_log_lines
 from lightning_sparse.strategy import fsdp_gradients, side_files
-from lightning_sparse.strategy.local_core import LocalCore, all_agree, read_all, same_nodes
+from lightning_sparse.strategy.local_core import LocalCore, state_for
 from lightning_sparse.updates.division import parameters_of
 
 OPTIMIZERS = "local_optimizers"
@@ -75,23 +75,24 @@ class FSDPCore(LocalCore):
     def _restore_gradients(self, gradients: ShardedGradients) -> None:
         """Go on with the residuals of the loaded side files, if there are any."""
         saved = self._saved.pop(0) if self._saved else None
-        if saved is None or not gradients.active:
+        if saved is None:
             return
         side_files.check_version(saved, _VERSION)
-        own = saved.side if same_nodes(saved, gradients.topology) else None
-        if all_agree(own is not None and fsdp_gradients.fits(gradients, own)):
-            assert own is not None
+        if not gradients.active:
+            gradients.log_once(f"residuals beside {saved.path} are lost: one node has nothing to send", logging.WARNING)
+            return
+        lost = "residuals begin at zero, and what waited is lost"
+        own, by_node = state_for(
+            saved, gradients.topology, lambda own: fsdp_gradients.fits(gradients, own), gradients.log_once, lost
+        )
+        if own is not None:
             fsdp_gradients.restore_own(gradients, own)
-            return
-        by_node = read_all(saved)
-        if not all_agree(by_node is not None):
+        if by_node is not None:
+            fsdp_gradients.restore_mean(gradients, by_node)
             gradients.log_once(
-                f"no readable files of all ranks beside {saved.path}: residuals begin at zero, and what waited is lost",
-                logging.WARNING,
+                f"{len(by_node)} node(s) were saved and {gradients.topology.num_nodes} resume: the mean of the "
+                f"residuals over nodes is kept"
             )
-            return
-        assert by_node is not None
-        fsdp_gradients.restore_mean(gradients, by_node)
 
     def _restore_more(self, own: dict[str, Any]) -> None:
         for optimizer, saved in zip(self._stepped_optimizers(), own.get(OPTIMIZERS, []), strict=False):

@@ -1,7 +1,7 @@
 """What the strategies of updates for Trainer and Fabric do alike; imports no Lightning."""
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 
 from lightning_sparse.fsdp.shards import local_of
+from lightning_sparse.messages import LogOnce
 from lightning_sparse.strategy import side_files
 from lightning_sparse.strategy.base import Core
 from lightning_sparse.topology import Topology
@@ -107,21 +108,14 @@ class LocalCore(Core):
         if saved is None:
             return
         side_files.check_version(saved, _VERSION)
-        own = saved.side if updates.active and same_nodes(saved, updates.topology) else None
-        if all_agree(own is not None and files.fits(updates, own)):  # all or none: collectives follow
-            assert own is not None
+        lost = "training goes on from its weights, and updates that nodes had not sent are lost"
+        nodes = updates.topology if updates.active else None
+        own, by_node = state_for(saved, nodes, lambda own: files.fits(updates, own), updates.log_once, lost)
+        if own is not None:
             files.restore_own(updates, own)
             self._restore_more(own)
+        if by_node is None:
             return
-        by_node = read_all(saved)
-        if not all_agree(by_node is not None):
-            updates.log_once(
-                f"no readable files of all ranks beside {saved.path}: training goes on from its weights, and updates "
-                f"that nodes had not sent are lost",
-                logging.WARNING,
-            )
-            return
-        assert by_node is not None
         if updates.active:
             files.restore_mean(updates, by_node)
         else:
@@ -130,6 +124,31 @@ class LocalCore(Core):
             f"{len(by_node)} node(s) were saved and {updates.topology.num_nodes} resume: the shared weights and the "
             f"mean of the pending updates are kept; optimizers go on with the state of node 0"
         )
+
+
+def state_for(
+    saved: side_files.Saved,
+    topology: Topology | None,
+    fits: Callable[[dict[str, Any]], bool],
+    log_once: LogOnce,
+    lost: str,
+) -> tuple[dict[str, Any] | None, list[list[dict[str, Any]]] | None]:
+    """This rank's own content where every rank's fits, else that of all ranks by node, else neither, which is logged.
+    A collective of the world.
+
+    Args:
+        topology: of the ranks that go on; None where these exchange nothing.
+        fits: whether this rank can go on exactly where that content was saved.
+        lost: what follows where files are missing, for the log.
+    """
+    own = saved.side if topology is not None and same_nodes(saved, topology) else None
+    if all_agree(own is not None and fits(own)):  # all or none: collectives follow
+        return own, None
+    by_node = read_all(saved)
+    if all_agree(by_node is not None):
+        return None, by_node
+    log_once(f"no readable files of all ranks beside {saved.path}: {lost}", logging.WARNING)
+    return None, None
 
 
 def all_agree(condition: bool) -> bool:

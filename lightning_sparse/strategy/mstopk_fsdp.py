@@ -17,6 +17,7 @@ save/load_checkpoint         what a device alone knows is stored beside the chec
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
+from functools import partial
 from typing import Any, Literal, get_args
 
 import torch.distributed as dist
@@ -115,7 +116,7 @@ class MSTopKFSDPMixin(FSDPCore, LocalTrainerMixin):
         module = self.lightning_module
         module._device_mesh = mesh = self._set_mesh()
         if type(module).configure_model.__module__.partition(".")[0] in ("lightning", "pytorch_lightning"):
-            module.configure_model = lambda: _shard_children(module, mesh)
+            module.configure_model = partial(_shard_children, module, mesh)
 
     def setup(self, trainer: Any) -> None:
         """Let Lightning set up the sharded model and its optimizers, then begin to exchange updates."""
@@ -142,7 +143,8 @@ class MSTopKFSDPMixin(FSDPCore, LocalTrainerMixin):
 
     def teardown(self) -> None:
         """The module is the user's again."""
-        vars(self.lightning_module).pop("configure_model", None)
+        if isinstance(vars(self.lightning_module).get("configure_model"), partial):
+            del self.lightning_module.configure_model
         super().teardown()
 
     @contextmanager
