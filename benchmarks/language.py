@@ -2,10 +2,10 @@
 
     python benchmarks/language.py OUT [--seeds 0 1 2] [--steps 600] [--ways DDP ...]
 
-Each run is `examples/language_model.py` itself under torchrun: four ranks of this machine that are called two nodes; for
-"one node alone" two ranks under DDP, with their half of the batch. The text is Python's own library, a twentieth of it
-held out. What counts is the last validation, in bits per byte, of the shared weights. Seeds are paired: they set the
-first weights and the order of the windows. Links are not slow: this is about losses.
+Each run is `examples/language_model.py` itself under torchrun: four ranks of this machine that are called two nodes;
+for "one node alone" two ranks under DDP, with their half of the batch. The text is Python's own library, a twentieth
+of it held out. What counts is the last validation, in bits per byte, of the shared weights. Seeds are paired: they
+set the first weights and the order of the windows. Links are not slow: this is about losses.
 
 A finished run is one file in OUT/runs and is not run again. Writes OUT/language.json and OUT/language.md.
 """
