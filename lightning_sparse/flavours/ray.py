@@ -3,10 +3,20 @@
 Ray uses ``lightning.pytorch`` where that is installed, else ``pytorch_lightning``; so must the program.
 """
 
+from typing import Any
+
+import ray.train.torch
+import torch
 from ray.train.lightning import RayDDPStrategy
 
+from lightning_sparse.strategy.mstopk_fsdp import MSTopKFSDPMixin
 from lightning_sparse.strategy.mstopk_hier import MSTopKHierMixin
 from lightning_sparse.strategy.mstopk_local import MSTopKLocalMixin
+
+try:
+    from lightning.pytorch.strategies import ModelParallelStrategy
+except ModuleNotFoundError:
+    from pytorch_lightning.strategies import ModelParallelStrategy  # type: ignore[assignment]
 
 
 class RayMSTopKHierStrategy(MSTopKHierMixin, RayDDPStrategy):
@@ -15,3 +25,23 @@ class RayMSTopKHierStrategy(MSTopKHierMixin, RayDDPStrategy):
 
 class RayMSTopKLocalStrategy(MSTopKLocalMixin, RayDDPStrategy):
     __doc__ = MSTopKLocalMixin.__doc__
+
+
+class RayMSTopKFSDPStrategy(MSTopKFSDPMixin, ModelParallelStrategy):
+    """Ray has no class for FSDP2 to derive from, so ``prepare_trainer`` does not know this one. It only checks: leave
+    it out. Options are those of ``MSTopKFSDPStrategy``."""
+
+    def setup_environment(self) -> None:
+        """Lightning takes the world for the nodes and devices of its Trainer, which are one each under Ray."""
+        assert self.cluster_environment is not None
+        self._data_parallel_size, self._tensor_parallel_size = self.cluster_environment.world_size(), 1
+        super().setup_environment()
+
+    @property
+    def root_device(self) -> torch.device:  # type: ignore[override]
+        device: torch.device = ray.train.torch.get_device()
+        return device
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        return {"num_replicas": self.world_size, "rank": self.global_rank}

@@ -12,7 +12,8 @@ from typing import Any
 
 import torch
 
-from tests.strategy.trainers import plain_module, weights
+from tests.fsdp.runs import whole
+from tests.strategy.trainers import plain_module
 
 
 @dataclass(frozen=True)
@@ -40,7 +41,14 @@ JOBS = (
     Job("resumed", "MSTopKHierStrategy", workers=4, epochs=2, resume="begun"),
     Job("on two", "MSTopKHierStrategy", workers=2, epochs=2, resume="begun"),
     Job("local", "MSTopKLocalStrategy", workers=4, epochs=1),
+    Job("sharded", "MSTopKFSDPStrategy", workers=4, epochs=1),
+    Job("sharded resumed", "MSTopKFSDPStrategy", workers=4, epochs=2, resume="sharded"),
 )
+OPTIONS: dict[str, dict[str, Any]] = {
+    "MSTopKHierStrategy": {"bucket_cap_mb": 0.002, "warmup_epochs": 0},
+    "MSTopKLocalStrategy": {"bucket_cap_mb": 0.002},
+    "MSTopKFSDPStrategy": {},
+}
 TIMEOUT_S = 300  # of the process group, which a save must not wait for
 
 
@@ -75,9 +83,7 @@ def fit(
     import lightning.pytorch as pl
 
     name = job.strategy if hasattr(strategies, job.strategy) else f"Ray{job.strategy}"
-    given = {"density": 0.05, "exchange": "sparse", "bucket_cap_mb": 0.002}
-    if job.strategy == "MSTopKHierStrategy":
-        given["warmup_epochs"] = 0
+    given = {"density": 0.05, "exchange": "sparse", **OPTIONS[job.strategy]}
     strategy = getattr(strategies, name)(**given)
     module = plain_module("lightning", by_step=True)
     trainer = pl.Trainer(
@@ -95,7 +101,7 @@ def fit(
     prepare(trainer).fit(module, ckpt_path=resume)
     saves = [seconds for callback in trainer.callbacks for seconds in getattr(callback, "saves", [])]
     nodes = strategy._topology.nodes
-    return {"weights": weights(module), "nodes": nodes, "saves": saves, "steps": trainer.global_step}
+    return {"weights": whole(module), "nodes": nodes, "saves": saves, "steps": trainer.global_step}
 
 
 # ---------------------------------------------------------------------------------------------------- on Ray's workers
@@ -111,7 +117,9 @@ def worker(config: dict[str, Any]) -> None:
 
     torch.set_num_threads(1)
     options = {"devices": "auto", "plugins": [RayLightningEnvironment()], "callbacks": [Report()]}
-    result = fit(config["job"], strategies, config["resume"], prepare_trainer, **options)
+    job = config["job"]
+    prepare = {} if job.strategy == "MSTopKFSDPStrategy" else {"prepare": prepare_trainer}
+    result = fit(job, strategies, config["resume"], **prepare, **options)
     torch.save(result, f"{config['out']}.rank{get_context().get_world_rank()}")
 
 
