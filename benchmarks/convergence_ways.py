@@ -153,7 +153,7 @@ class CyclicUpdates(Updates):
     """Updates without selection."""
 
     def __init__(self, model: nn.Module, optimizer: Optimizer, topology: Topology, options: dict[str, Any]) -> None:
-        super().__init__(model, optimizer, topology, options)
+        super().__init__(model, optimizer, topology, {**options, "exchange": "regional"})  # keeps what is pending apart
         choice, steps = self.updates.exchange.choice, iter(range(10**9))
 
         def path(work: Work, density: float, **_: Any) -> Path:

@@ -6,13 +6,14 @@ alike, and call the same collectives. It rests on:
 ======== ===============================================================================================================
 rates    given, or probed before the first round, or restored from a checkpoint; probed again when rounds contradict
          them (lightning_sparse.exchange.rates.timing)
-density  given, or with ``"auto"`` the largest that hides behind backward
+density  given, or with ``"auto"`` the largest that hides behind computation
 ======== ===============================================================================================================
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
 
@@ -46,7 +47,7 @@ class PathChoice:
         rates: what ``"auto"`` decides by; None until the first round has measured them.
         density: the number given, or what ``density="auto"`` has come to.
         keeps_all: ``"auto"`` leaves no entries out: set for optimizers that cannot bear it.
-        window: of backward, for ``density="auto"``.
+        window: of backward, or between two exchanges of updates, for ``density="auto"``.
     """
 
     def __init__(self, config: ExchangeConfig, topology: Topology, numel: int, log_once: Callable[[str], None]) -> None:
@@ -120,7 +121,7 @@ class PathChoice:
         Args:
             wait: until no exchange is under way, so that nothing else uses the networks.
             paths: returns those that a round takes now.
-            hidden: returns the work that backward can hide.
+            hidden: returns the work that can hide.
         """
         if not self.config.measures or self._topology.kind != "hierarchical":
             return
@@ -136,6 +137,22 @@ class PathChoice:
         if self.config.density == "auto" and (changed or self.window.is_due(round_index)):
             wait()
             self._set_density(communicator, device, round_index, hidden())
+
+    def found(self) -> dict[str, Any]:
+        """What was measured and decided, in plain types, for a run that goes on."""
+        rates = None if self.rates is None else self.rates.to_list()
+        return {"rates": rates, "density": self.density, "decided": self.window.decided}
+
+    def go_on(self, found: Mapping[str, Any], *, auto: bool) -> None:
+        """With what an earlier run found; it may have been saved without some of it.
+
+        Args:
+            auto: that run had ``density="auto"``, too.
+        """
+        if self.rates is None and found.get("rates") is not None:
+            self.rates = Rates.from_list(found["rates"])  # measured again, they might decide otherwise
+        if self.config.density == "auto" and auto:
+            self.density, self.window.decided = found["density"], found.get("decided", 0)
 
     def _probe(self, communicator: HierCommunicator, device: torch.device) -> Rates:
         untimed = HierCommunicator(self._topology)
@@ -185,7 +202,7 @@ class PathChoice:
         if self.density != before or first:
             self._log_once(
                 f"round {round_index}: density {self.density:.2g}, the largest that hides behind {1e3 * window:.3g} ms "
-                f"of backward; the last group of each round keeps {self.config.least_density:g}"
+                f"of {self.config.hides_behind}"
             )
 
 

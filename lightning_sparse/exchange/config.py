@@ -22,8 +22,8 @@ class ExchangeConfig:
 
     Args:
         density: K / S, the share of each shard that is sent between nodes, in (0, 1]. ``"auto"``: at least 0.01, and
-            more where it is free: the largest density whose exchange hides behind backward, by the measured networks
-            and the measured backward, set a few times in a run.
+            more where it is free: the largest density whose exchange hides behind backward (with updates behind the
+            next step), by the measured networks and the measured time, set a few times in a run.
         exchange: what is sent between nodes. ``"sparse"``: each node's K largest entries, to all others;
             ``"regional"``: close to the K largest of all nodes together (for many nodes: its volume does not grow with
             their number, but it applies K entries where ``"sparse"`` applies up to M K); ``"dense"``: everything;
@@ -60,7 +60,7 @@ class ExchangeConfig:
         check_flag("overlap", self.overlap)
         if self.density == "auto" and not self.overlap:
             raise ValueError(
-                "density='auto' sends what hides behind backward, and with overlap=False nothing does: "
+                "density='auto' sends what hides behind computation, and with overlap=False nothing does: "
                 "give a number, or leave overlap on."
             )
 
@@ -73,6 +73,11 @@ class ExchangeConfig:
     def measures(self) -> bool:
         """Whether something is decided by the rates of the networks."""
         return self.exchange == "auto" or (self.density == "auto" and self.leaves_entries_out)
+
+    @property
+    def hides_behind(self) -> str:
+        """What ``density="auto"`` has time for."""
+        return f"backward; the last group of each round keeps {self.least_density:g}"
 
     @property
     def path(self) -> type[Path] | None:

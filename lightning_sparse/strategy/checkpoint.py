@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_sparse.exchange.rates import Rates
 from lightning_sparse.gradients.config import HierConfig
 from lightning_sparse.gradients.groups import ParamGroup
 from lightning_sparse.gradients.residual import ResidualStore
@@ -34,9 +33,7 @@ def manifest_of(state: HierState, run_id: str) -> dict[str, Any]:
         "save_id": f"{run_id}-{state.round}",
         "round": state.round,
         "config": state.config.to_dict(),
-        "rates": None if choice.rates is None else choice.rates.to_list(),
-        "density": choice.density,
-        "decided": choice.window.decided,
+        **choice.found(),
         "warmup": [state.warmup.epochs, state.warmup.rounds],
         "momentum": {} if state.momentum is None else state.momentum.tails(),
         "nodes": [list(node) for node in state.topology.nodes],
@@ -95,11 +92,7 @@ def apply(saved: Saved, state: HierState, device: torch.device) -> list[str]:
     complaints = _config_changes(state.config, manifest["config"])
     same = tuple(map(tuple, manifest["nodes"])) == state.topology.nodes
     if same:
-        choice = state.exchange.choice
-        if choice.rates is None and manifest.get("rates") is not None:
-            choice.rates = Rates.from_list(manifest["rates"])  # measured again, they might decide otherwise
-        if state.config.density == "auto" == manifest["config"]["density"]:
-            choice.density, choice.window.decided = manifest["density"], manifest.get("decided", 0)
+        state.exchange.choice.go_on(manifest, auto=manifest["config"]["density"] == "auto")
     if same and len(manifest["stores"]) <= len(state.feedback.stores):
         complaints += _apply_same(saved, state.feedback.stores, device, state.topology.rank)
     else:

@@ -162,9 +162,8 @@ def describe(config: UpdatesConfig, topology: Topology) -> str:
     """What is exchanged, for the log."""
     if topology.kind != "hierarchical":
         return "one node, nothing to exchange"
-    sent = (
-        f"{config.density:.2g} of each device's updates" if config.leaves_entries_out else f"{config.exchange} updates"
-    )
+    share = f"{config.least_density:.2g}{' or more' if config.density == 'auto' else ''}"
+    sent = f"{share} of each device's updates" if config.leaves_entries_out else f"{config.exchange} updates"
     every = "after each step" if config.sync_every == 1 else f"every {config.sync_every} steps"
     delay = ", received one exchange later" if config.delay else ""
     return f"{sent} {every}{delay}; step_ahead {config.ahead(topology.num_nodes):.2g}"

@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from lightning_sparse.exchange.config import ValueDtype
+from lightning_sparse.exchange.config import Density, ValueDtype
 from lightning_sparse.exchange.paths import Exchange
 from lightning_sparse.fsdp import ShardedGradients, shard
 from lightning_sparse.messages import described
@@ -50,7 +50,8 @@ class MSTopKFSDPMixin(FSDPCore, LocalTrainerMixin):
         send: ``"updates"``: what each node's own optimizers did to the shards; ``"gradients"``: the gradients,
             in FSDP2's hook, so that all nodes hold the same weights. Behind AdamW choose updates, or send gradients
             whole (``exchange="dense16"`` or ``"dense"``).
-        density: share of what each device sends to other nodes, in (0, 1].
+        density: share of what each device sends to other nodes, in (0, 1]; ``"auto"``, for updates: at least 0.01, and
+            more where that hides behind the next step.
         exchange: ``"sparse"``, ``"regional"``, ``"dense16"`` or ``"dense"``.
         value_dtype: how values are written into messages; rounding errors stay pending.
         step_ahead: share of its own pending updates that a node's model keeps, in [0, 1]; ``"auto"``: 1, for
@@ -71,7 +72,7 @@ class MSTopKFSDPMixin(FSDPCore, LocalTrainerMixin):
     def __init__(
         self,
         send: Send = "updates",
-        density: float = 0.01,
+        density: Density = 0.01,
         exchange: Exchange = "sparse",
         value_dtype: ValueDtype = "bfloat16",
         step_ahead: StepAhead = "auto",
@@ -218,6 +219,11 @@ def _check_send(send: str, config: UpdatesConfig) -> None:
         raise ValueError(f"send={send!r} must be 'updates' or 'gradients': what travels between nodes.")
     plain = UpdatesConfig()
     given = [name for name in ("step_ahead", "delay", "sync_every") if getattr(config, name) != getattr(plain, name)]
+    if send == "gradients" and config.density == "auto":
+        raise ValueError(
+            "density='auto' sends what hides behind the next step, and send='gradients' hides behind backward: give a "
+            "number in (0, 1], or use send='updates'."
+        )
     if send == "gradients" and given:
         raise ValueError(
             f"{given[0]}={getattr(config, given[0])!r} says how updates are exchanged, and send='gradients' sends "

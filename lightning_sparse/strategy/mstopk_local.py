@@ -21,7 +21,7 @@ from typing import Any
 
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_sparse.exchange.config import ValueDtype
+from lightning_sparse.exchange.config import Density, ValueDtype
 from lightning_sparse.exchange.paths import Exchange
 from lightning_sparse.messages import described
 from lightning_sparse.strategy import side_files
@@ -37,7 +37,8 @@ class MSTopKLocalMixin(LocalTrainerMixin):
     """DDP inside each node, with an optimizer of its own; between nodes travel the largest updates.
 
     Args:
-        density: share of each device's updates that is sent between nodes, in (0, 1].
+        density: share of each device's updates that is sent between nodes, in (0, 1]; ``"auto"``: at least 0.01, and
+            more where that hides behind the next step.
         exchange: ``"sparse"``, ``"regional"``, ``"dense16"`` or ``"dense"``.
         value_dtype: how values are written into messages; rounding errors stay pending.
         step_ahead: share of its own pending updates that a node's model keeps, in [0, 1]; ``"auto"``: 1, for
@@ -56,7 +57,7 @@ class MSTopKLocalMixin(LocalTrainerMixin):
 
     def __init__(
         self,
-        density: float = 0.01,
+        density: Density = 0.01,
         exchange: Exchange = "sparse",
         value_dtype: ValueDtype = "bfloat16",
         step_ahead: StepAhead = "auto",

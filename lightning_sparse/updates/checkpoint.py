@@ -37,7 +37,10 @@ def side_content(updates: LocalUpdates) -> dict[str, Any]:
         for node in updates.nodes
     ]
     buffers = {name: each.detach().cpu() for name, each in updates.buffers.own().items()}
-    return {"steps": updates.steps, "nodes": nodes, "buffers": buffers}
+    content = {"steps": updates.steps, "nodes": nodes, "buffers": buffers}
+    if updates.config.density == "auto":
+        content["found"] = updates.exchange.choice.found()
+    return content
 
 
 def fits(updates: LocalUpdates, content: dict[str, Any]) -> bool:
@@ -56,6 +59,8 @@ def fits(updates: LocalUpdates, content: dict[str, Any]) -> bool:
 def restore_own(updates: LocalUpdates, content: dict[str, Any]) -> None:
     """Go on exactly where this device was saved; its state ``fits``. Every rank calls it."""
     updates.steps = content["steps"]
+    if "found" in content:
+        updates.exchange.choice.go_on(content["found"], auto=True)
     for node, each in zip(updates.nodes, content["nodes"], strict=True):
         node.steps = each["steps"]
         node.load_state_dict(each)

@@ -44,14 +44,15 @@ class UpdatesConfig(ExchangeConfig):
                 "exchange='auto' chooses by what hides behind backward, and updates have the whole step to hide "
                 "behind: choose 'sparse', 'regional', 'dense16' or 'dense'."
             )
-        if self.density == "auto":
+        if self.density == "auto" and self.delay == 0:
             raise ValueError(
-                "density='auto' belongs to gradients, which hide behind backward: give a number in (0, 1], 0.01 for "
-                "one entry in a hundred."
+                "density='auto' sends what hides behind the next step, and with delay=0 the step waits: give a number "
+                "in (0, 1], 0.01 for one entry in a hundred, or leave delay at 1."
             )
-        if self.inter_gbps is not None:
+        if self.inter_gbps is not None and self.density != "auto":
             raise ValueError(
-                f"inter_gbps={self.inter_gbps!r} decides between paths, and updates take the one of exchange=: omit it."
+                f"inter_gbps={self.inter_gbps!r} decides between paths, and updates take the one of exchange=: omit "
+                f"it, or let it decide how much is sent, with density='auto'."
             )
         if self.step_ahead != "auto" and not (is_number(self.step_ahead) and 0 <= self.step_ahead <= 1):
             raise ValueError(
@@ -67,6 +68,11 @@ class UpdatesConfig(ExchangeConfig):
                 f"sync_every={self.sync_every!r} must be a whole number of steps, at least 1, between exchanges."
             )
         check_flag("shard_optimizer", self.shard_optimizer)
+
+    @property
+    def hides_behind(self) -> str:
+        """What ``density="auto"`` has time for."""
+        return "what is between two exchanges"
 
     def ahead(self, num_nodes: int) -> float:
         """``step_ahead`` for so many nodes.

@@ -36,6 +36,7 @@ class DifferenceState(UpdateState):
         self.own_S = self.shared_S.clone()
         self._kept_S = torch.zeros_like(self.own_S) if self._ahead != 1.0 else None
         self._messages: Tensor | None = None
+        self._wrote: Sparse | None = None  # the path of those messages; the density may have changed since
         self._minus_one = torch.tensor(-1.0, device=self.own_S.device)
 
     @property
@@ -49,8 +50,9 @@ class DifferenceState(UpdateState):
         if not self.slices.numel:
             return
         self._catch_up()
+        self._wrote = path = self._sparse
         shard = Shard(self.own_S, self.shared_S, self._kept_S, self._minus_one, on_received=self._keep)
-        job = self._run(self._sparse, shard)
+        job = self._run(path, shard)
         next(job)  # selects
         if self._config.delay:
             self._set_model()
@@ -110,6 +112,7 @@ class DifferenceState(UpdateState):
         if self._kept_S is not None:
             self._kept_S.copy_(saved["kept"])
         self._messages = None if messages is None else messages.to(self.own_S.device)
+        self._wrote = None if messages is None else self._sparse
         return True
 
     @property
@@ -135,10 +138,11 @@ class DifferenceState(UpdateState):
         """own_S += this node's message - the mean of all."""
         if self._messages is None:
             return
+        assert self._wrote is not None
         topology = self._exchange.topology
         mine = topology.node_index
-        self._sparse.add(self._messages, own_S, -1.0 / topology.num_nodes)
-        self._sparse.add(self._messages[mine : mine + 1], own_S, 1.0)
+        self._wrote.add(self._messages, own_S, -1.0 / topology.num_nodes)
+        self._wrote.add(self._messages[mine : mine + 1], own_S, 1.0)
 
     def _set_model(self) -> None:
         """x = shared_S - step_ahead * pending_S - in flight = own_S + (1 - step_ahead) * kept_S."""

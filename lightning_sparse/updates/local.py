@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from lightning_sparse.exchange import Exchange, HierCommunicator
+from lightning_sparse.exchange import Exchange, HierCommunicator, Work
 from lightning_sparse.fsdp.shards import begin_with_first, check_sharded
 from lightning_sparse.messages import LogOnce
 from lightning_sparse.topology import Topology, compare
@@ -72,6 +72,7 @@ class LocalUpdates:
         _check_ranks(module, self.names, optimizers, config)
         parameters = [p for each in optimizers for p in parameters_of(each)]
         device = next((p.device for p in (*parameters, *module.parameters())), torch.device("cpu"))
+        self._device = device
         numel = sum(p.numel() for p in parameters)
         self.exchange = Exchange(config, topology, device, numel, self.log_once)
         self.buffers = Buffers(module, self.exchange.communicator, self._stepped)
@@ -106,10 +107,36 @@ class LocalUpdates:
         if not self.active:
             return
         self.steps += 1
+        nodes = self._of(optimizer)
+        first = self.nodes[0] in nodes and self.nodes[0].exchanges_next
+        if first:
+            self._prepare()
         self._name_place(f"in step {self.steps}")
-        for node in self._of(optimizer):
+        for node in nodes:
             node.step()
         self.exchange.stats.end_round()
+        if first:
+            self.exchange.choice.window.first(self._device)
+
+    def _prepare(self) -> None:
+        """Measure what ``density="auto"`` rests on, where it is due: the time between exchanges hides them."""
+        if not self.config.measures:
+            return
+        choice, done = self.exchange.choice, self.nodes[0].steps // self.config.sync_every
+        if done:
+            choice.window.last(self._device)
+        paths = [node.state.path() for node in self.nodes if node.state.slices.numel]
+        hidden = [self._between(node) for node in self.nodes]
+        choice.prepare(self.exchange.communicator, self._device, done, self._receive, lambda: paths, lambda: hidden)
+
+    def _between(self, node: NodeOptimizer) -> Work:
+        """What an optimizer's exchange has to do between nodes: of a device's slice, the same on all ranks."""
+        numel = sum(p.numel() for p in node.parameters)
+        return Work(self.topology.num_nodes, 1, -(-numel // self.topology.num_devices))
+
+    def _receive(self) -> None:
+        for node in self.nodes:
+            node.state.receive()
 
     def finish(self) -> None:
         """Send everything that is pending; afterwards all ranks hold the same weights. Every rank calls it."""

@@ -64,6 +64,11 @@ class NodeOptimizer:
         if reused:
             self.division.release()
 
+    @property
+    def exchanges_next(self) -> bool:
+        """Whether the next step ends with an exchange."""
+        return (self.steps + 1) % self._config.sync_every == 0
+
     def step(self) -> None:
         """After the optimizer's."""
         self.follow_groups()

@@ -22,7 +22,7 @@ from tests.updates.runs import adamw, sgd, shared_of, start, steps
     [
         ({"density": 0.0}, "density=0.0"),
         ({"density": 1.5}, "density=1.5"),
-        ({"density": "auto"}, "density='auto' belongs to gradients"),
+        ({"density": "auto", "delay": 0}, "density='auto' sends what hides behind the next step"),
         ({"exchange": "auto"}, "exchange='auto' chooses by what hides behind backward"),
         ({"exchange": "flat"}, "exchange='flat'"),
         ({"value_dtype": "int8"}, "value_dtype='int8'"),

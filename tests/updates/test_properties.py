@@ -20,6 +20,7 @@ OPTIONS: list[dict[str, Any]] = [
     {"density": 0.02, "delay": 0},
     {"density": 0.05, "step_ahead": 0.3, "value_dtype": "float16"},
     {"density": 0.1, "sync_every": 3},
+    {"density": "auto", "inter_gbps": 0.01},
     {"density": 0.05, "exchange": "regional"},
     {"exchange": "dense16"},
     {"exchange": "dense", "delay": 1},
