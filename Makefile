@@ -15,6 +15,8 @@ PIP      = $(RUN) -m pip --disable-pip-version-check install --no-warn-script-lo
 KERNELS  = $(wildcard lightning_sparse/kernels/csrc/*)
 DEPENDS  = pyproject.toml constraints.txt $(wildcard setup.py)
 ARGS     =
+# Tests of one file stay together: they share ranks. Each worker's tests start up to four ranks of one thread.
+PARALLEL = --numprocesses 2 --dist loadfile
 
 # the kernel build needs ninja, which is installed in the environment
 export PATH := $(abspath $(VENV))/bin:$(PATH)
@@ -29,13 +31,13 @@ demo: $(VENV)/.built ## compare dense and sparse training, and one node alone, o
 	$(RUN) examples/demo.py --out $(OUT)/demo $(ARGS)
 
 test: $(VENV)/.built ## run the tests that are not slow; those that need root or a GPU are skipped otherwise
-	$(RUN) -m pytest -m "not slow" --durations=10 $(ARGS)
+	$(RUN) -m pytest -m "not slow" $(PARALLEL) --durations=10 $(ARGS)
 
 test-slow: $(VENV)/.built ## run the slow tests
-	$(RUN) -m pytest -m slow --durations=10 $(ARGS)
+	$(RUN) -m pytest -m slow $(PARALLEL) --durations=10 $(ARGS)
 
 test-all: $(VENV)/.built ## run all tests
-	$(RUN) -m pytest --durations=10 $(ARGS)
+	$(RUN) -m pytest $(PARALLEL) --durations=10 $(ARGS)
 
 test-oldest: ## run all tests with the oldest supported torch, in .venv-oldest
 	$(MAKE) --no-print-directory test-all VENV=.venv-oldest TORCH="$(OLDEST)"
