@@ -57,7 +57,7 @@ def run(way: str, seed: int, tokens: Path, options: argparse.Namespace) -> float
         words += [f"--trainer.max_steps={options.steps}", f"--trainer.val_check_interval={options.steps}"]
         words += ["--trainer.check_val_every_n_epoch=null", "--trainer.max_epochs=-1", "--trainer.callbacks=null"]
         words += ["--trainer.enable_progress_bar=false", "--trainer.logger=CSVLogger"]
-        words += [f"--trainer.logger.save_dir={folder}"]
+        words += [f"--trainer.logger.save_dir={folder}", *options.example]
         ran = subprocess.run(
             words, cwd=folder, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True
         )
@@ -90,8 +90,10 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=600)
     parser.add_argument("--batch", type=int, default=4, help="windows of a rank and step")
     parser.add_argument("--context", type=int, default=64)
+    parser.add_argument("--example", nargs="+", default=[], metavar="NAME=VALUE", help="options of the example, too")
     parser.add_argument("--ways", nargs="+", default=list(WAYS), choices=WAYS, metavar="WAY")
     options = parser.parse_args()
+    options.example = [f"--{each}" for each in options.example]
     runs = options.out / "runs"
     runs.mkdir(parents=True, exist_ok=True)
     tokens = (options.out / "tokens.bin").resolve()
