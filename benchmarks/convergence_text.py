@@ -94,6 +94,9 @@ CONFIGS: dict[str, Arguments] = {
     "average every 100": {"way": "average", "every": 100},
     "average every 25": {"way": "average", "every": 25},
     "average every 50": {"way": "average", "every": 50},
+    "post-local every 50": {"way": "post-local", "every": 50, "start": 60},
+    "bf16 hook": {"way": "hooked", "hook": "bf16"},
+    "PowerSGD r1": {"way": "hooked", "hook": "PowerSGD"},
     "DiLoCo every 100": {"way": "average", "every": 100, "outer_lr": 0.7, "outer_momentum": 0.9},
     "DiLoCo every 50": {"way": "average", "every": 50, "outer_lr": 0.7, "outer_momentum": 0.9},
 }

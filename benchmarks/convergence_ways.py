@@ -2,6 +2,7 @@
 
 ================ =====================================================================================================
 none             plain DDP over all ranks
+"hooked"         the same with one of torch's hooks: "bf16", or "PowerSGD" of rank 1
 "alone"          plain DDP on one node, on its ranks' share of each batch: whoever loses to that had better not talk to
                  other nodes at all
 "gradients"      DDP with `hier_hook`; the default, options are those of HierConfig
@@ -10,6 +11,7 @@ none             plain DDP over all ranks
                  all-reduce: no selection, no indices, and a volume that does not grow with the number of nodes
 "average"        DDP inside the node, and the mean of the nodes' models every ``every`` steps; with ``outer_lr`` it is
                  DiLoCo (Douillard et al. 2023): an outer SGD with Nesterov momentum takes the mean's change as gradient
+"post-local"     the same, after ``start`` steps of plain DDP (torch's post_localSGD_hook)
 ================ =====================================================================================================
 
 Validation sees what a user would get: the shared weights, or the mean of the nodes' models.
@@ -27,6 +29,7 @@ from typing import Any, ClassVar
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, post_localSGD_hook, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from typing_extensions import Self
@@ -100,6 +103,28 @@ class Way:
         # What the dense exchange of the same hierarchy would; DDP's flat ring takes half as much again.
         work = Work(self.topology.num_nodes, self.topology.num_devices, self.numel)
         return self.rounds * self.topology.num_devices * Dense(work).bytes()
+
+
+class Hooked(Way):
+    """DDP with a hook of torch's."""
+
+    def __init__(self, model: nn.Module, optimizer: Optimizer, topology: Topology, options: dict[str, Any]) -> None:
+        hook = options.pop("hook")
+        super().__init__(
+            model, optimizer, topology, {"bucket_cap_mb": 1000}
+        )  # PowerSGD crashes on Gloo with more buckets
+        self.low_rank: powerSGD_hook.PowerSGDState | None = None
+        if hook == "bf16":
+            self.ddp.register_comm_hook(None, default_hooks.bf16_compress_hook)
+        else:
+            self.low_rank = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=1, start_powerSGD_iter=2)
+            self.ddp.register_comm_hook(self.low_rank, powerSGD_hook.powerSGD_hook)
+
+    def bytes_per_node(self) -> float:
+        if self.low_rank is None:
+            return super().bytes_per_node() / 2
+        before, after = self.low_rank.total_numel_before_compression, self.low_rank.total_numel_after_compression
+        return super().bytes_per_node() * (after / before if before else 1.0)
 
 
 class Gradients(Way):
@@ -259,12 +284,33 @@ class Average(Way):
         torch._foreach_copy_(list(self.model.parameters()), self.means())
 
 
+class PostLocal(Average):
+    """Plain DDP for the first steps, then models averaged now and then."""
+
+    group = "world"
+
+    def __init__(self, model: nn.Module, optimizer: Optimizer, topology: Topology, options: dict[str, Any]) -> None:
+        self.start: int = options.pop("start")
+        super().__init__(model, optimizer, topology, options)
+        state = post_localSGD_hook.PostLocalSGDState(None, topology.intra, self.start)
+        self.ddp.register_comm_hook(state, post_localSGD_hook.post_localSGD_hook)
+
+    def after_step(self) -> None:
+        if self.steps < self.start:
+            self.steps += 1
+            self.rounds += 1
+            return
+        super().after_step()
+
+
 WAYS: dict[str, type[Way]] = {
     "ddp": Way,
+    "hooked": Hooked,
     "gradients": Gradients,
     "updates": Updates,
     "cyclic": CyclicUpdates,
     "average": Average,
+    "post-local": PostLocal,
 }
 
 

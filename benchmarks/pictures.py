@@ -42,7 +42,7 @@ PALETTE = (*DARK, *LIGHT)
 # beginning of a picture's name -> the module that draws it
 BY = {each: each for each in ("exchange", "kernels", "peers", "pto")}
 BY |= {"convergence": "convergence_report", "data-learning": "data_learning", "data-storage": "data_storage"}
-BY["data-2"] = "data"  # the date follows
+BY |= {"data-2": "data", "time-to-loss": "time_to_loss"}  # the date follows
 SUFFIXES = (".svg", ".png", "-time.png", "-bytes.png")
 
 
