@@ -110,9 +110,7 @@ class Hooked(Way):
 
     def __init__(self, model: nn.Module, optimizer: Optimizer, topology: Topology, options: dict[str, Any]) -> None:
         hook = options.pop("hook")
-        super().__init__(
-            model, optimizer, topology, {"bucket_cap_mb": 1000}
-        )  # PowerSGD crashes on Gloo with more buckets
+        super().__init__(model, optimizer, topology, {"bucket_cap_mb": 1000})  # PowerSGD on Gloo crashes with more
         self.low_rank: powerSGD_hook.PowerSGDState | None = None
         if hook == "bf16":
             self.ddp.register_comm_hook(None, default_hooks.bf16_compress_hook)
@@ -292,7 +290,7 @@ class PostLocal(Average):
     def __init__(self, model: nn.Module, optimizer: Optimizer, topology: Topology, options: dict[str, Any]) -> None:
         self.start: int = options.pop("start")
         super().__init__(model, optimizer, topology, options)
-        state = post_localSGD_hook.PostLocalSGDState(None, topology.intra, self.start)
+        state = post_localSGD_hook.PostLocalSGDState(None, topology.intra, self.start)  # type: ignore[no-untyped-call]
         self.ddp.register_comm_hook(state, post_localSGD_hook.post_localSGD_hook)
 
     def after_step(self) -> None:

@@ -2,11 +2,12 @@
 
     sudo python benchmarks/time_to_loss.py OUT [--cluster 4x1] [--gbps 0.1] [--epochs 15]
 
-The task is that of convergence_text.py, a character Transformer with AdamW, whose ranks here are the nodes of an emulated
-cluster (`lightning_sparse.lab`), and share this machine's processors. The model is small, so links are chosen that are
-slow for it: its dense gradients of 466 KB take 56 ms at 0.1 Gbit/s on four nodes. Seconds are those of training; after
-each epoch of 40 steps all ranks wait for each other and validate. Ways run one after the other. In "one node alone" all
-nodes train beside each other, so that each has its share of the processors, and the first one's model counts.
+The task is that of convergence_text.py, a character Transformer with AdamW, whose ranks here are the nodes of an
+emulated cluster (`lightning_sparse.lab`), and share this machine's processors. The model is small, so links are
+chosen that are slow for it: its dense gradients of 466 KB take 56 ms at 0.1 Gbit/s on four nodes. Seconds are those
+of training; after each epoch of 40 steps all ranks wait for each other and validate. Ways run one after the other. In
+"one node alone" all nodes train beside each other, so that each has its share of the processors, and the first one's
+model counts.
 
 Writes OUT/time-to-loss.json, .md and .png.
 """
