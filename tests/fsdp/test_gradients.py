@@ -50,15 +50,20 @@ def gradients_of(model: Any) -> Tensor:
     return torch.cat([p.grad.full_tensor().flatten() for p in model.parameters()]).double()
 
 
-def balance(options: dict[str, Any], net: type[nn.Module]) -> tuple[Tensor, float, float]:
-    """Fifty steps of two micro-batches: the weights, how far applied + residual is off the gradients, and residuals."""
+def balances(net: type[nn.Module], steps: int) -> list[tuple[Tensor, float, float]]:
+    ways: list[dict[str, Any]] = [{"exchange": "sparse", "density": 0.05}, {"exchange": "dense16"}]
+    return [balance(options, net, steps) for options in ways]
+
+
+def balance(options: dict[str, Any], net: type[nn.Module], steps: int) -> tuple[Tensor, float, float]:
+    """Steps of two micro-batches: the weights, how far applied + residual is off the gradients, and residuals."""
     topology = discover()
     model = shard(net(topology.rank), mesh_of(topology))  # type: ignore[call-arg]
     gradients = ShardedGradients(model, ExchangeConfig(**options), topology)
     alone = shard(net(), mesh_of(topology))  # its gradients stay inside the node
     optimizer = sgd(model)
     told = applied = torch.zeros(())
-    for step in range(50):
+    for step in range(steps):
         alone.load_state_dict(model.state_dict())
         alone.zero_grad()
         optimizer.zero_grad()
@@ -87,17 +92,15 @@ def balance(options: dict[str, Any], net: type[nn.Module]) -> tuple[Tensor, floa
     return whole(model).clone(), float((told - applied - left).abs().max()), float(left.abs().max())
 
 
-@pytest.mark.parametrize("options", [{"exchange": "sparse", "density": 0.05}, {"exchange": "dense16"}], ids=str)
-@pytest.mark.parametrize(
-    ("nodes", "devices", "net"),
-    [pytest.param(2, 2, Blocks, marks=pytest.mark.slow), (3, 1, Blocks), (2, 2, Attention)],
-)
-def test_nothing_is_lost(nodes: int, devices: int, net: type[nn.Module], options: dict[str, Any]) -> None:
-    results = run_ranks(balance, options, net, nodes=nodes, devices=devices)
-    for weights, off, left in results:
-        assert torch.equal(weights, results[0][0])
-        assert off < 1e-4
-        assert left > 0
+@pytest.mark.parametrize("steps", [8, pytest.param(50, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("nodes", "devices", "net"), [(2, 2, Blocks), (3, 1, Blocks), (2, 2, Attention)])
+def test_nothing_is_lost(nodes: int, devices: int, net: type[nn.Module], steps: int) -> None:
+    everyone = run_ranks(balances, net, steps, nodes=nodes, devices=devices)
+    for results in zip(*everyone, strict=True):
+        for weights, off, left in results:
+            assert torch.equal(weights, results[0][0])
+            assert off < 1e-4
+            assert left > 0
 
 
 def attention(seed: int = 0) -> Any:
