@@ -37,10 +37,10 @@ def make_environment(folder: Path, fresh: bool) -> Path:
     return folder / "bin" / "python"
 
 
-def install(python: Path, fresh: bool, *words: object) -> None:
+def install(python: Path, fresh: bool, torch: str, *words: object) -> None:
     """As a user does; without ``--fresh`` no dependencies, beside whatever the environment sees of this one."""
     pip = [python, "-m", "pip"] if fresh else [sys.executable, "-m", "pip", "--python", python]
-    tools = ["pytest", "pytest-timeout", "hypothesis", "pytorch-lightning"]
+    tools = [torch, "pytest", "pytest-timeout", "hypothesis", "pytorch-lightning"]
     more = tools if fresh else ["--no-deps", "--ignore-installed"]
     subprocess.run([str(word) for word in (*pip, "install", "--quiet", *words, *more)], check=True)
 
@@ -75,6 +75,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Try the files of a release.")
     parser.add_argument("dist", type=Path, nargs="?", default=Path("dist"))
     parser.add_argument("--fresh", action="store_true", help="with dependencies from the package index, 6 GB a file")
+    parser.add_argument("--torch", default="torch", help="with --fresh: the one to install, torch==2.11.0 for example")
     words = parser.parse_args()
     dist, fresh = words.dist.resolve(), words.fresh
     (pure,) = dist.glob("*-none-any.whl")
@@ -91,7 +92,7 @@ def main() -> None:
         print(f"\n=== {name}", flush=True)
         with tempfile.TemporaryDirectory() as folder:
             python = make_environment(Path(folder) / "environment", fresh)
-            install(python, fresh, *what)
+            install(python, fresh, words.torch, *what)
             (Path(folder) / "work").mkdir()
             check(python, Path(folder) / "work", kernels)
 
