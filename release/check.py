@@ -64,7 +64,8 @@ def check(python: Path, folder: Path, kernels: str) -> None:
     if str(ROOT) in told[0] or told[1] != kernels:
         sys.exit(f"expected {kernels} kernels outside of {ROOT}, found {told}")
     run("lightning-sparse", "doctor")
-    shutil.copytree(ROOT / "tests" / "kernels", folder / "tests" / "kernels", ignore=lambda *_: OF_THE_CHECKOUT)
+    for name in ("kernels", "helpers"):
+        shutil.copytree(ROOT / "tests" / name, folder / "tests" / name, ignore=lambda *_: OF_THE_CHECKOUT)
     for name in ("tests/__init__.py", "tests/conftest.py", "pyproject.toml"):
         shutil.copy(ROOT / name, folder / name)
     run(python, "-m", "pytest", "-q", "-m", "not slow", "tests/kernels")
