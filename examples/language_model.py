@@ -155,6 +155,8 @@ class LanguageModel(pl.LightningModule):
         else:
             made = [torch.optim.AdamW([{"params": [*other, *matrices]}, vectors], **common)]
         steps = int(self.trainer.estimated_stepping_batches)
+        if self.trainer.max_steps > 0:
+            steps = min(steps, self.trainer.max_steps // len(made))  # Trainer counts the steps of each optimizer
 
         def factor(step: int) -> float:
             rising = int(hp.warmup * steps)
