@@ -20,7 +20,7 @@ Validation sees what a user would get: the shared weights, or the mean of the no
 from __future__ import annotations
 
 import inspect
-from collections.abc import Generator, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from math import gcd
@@ -36,7 +36,7 @@ from typing_extensions import Self
 
 from lightning_sparse.exchange import HierCommunicator, Path, Shard, Work
 from lightning_sparse.exchange.density import num_selected
-from lightning_sparse.exchange.paths import Dense
+from lightning_sparse.exchange.paths import Dense, Stretches
 from lightning_sparse.strategy import HierConfig, HierState, hier_hook
 from lightning_sparse.topology import Topology
 from lightning_sparse.updates import LocalUpdates, UpdatesConfig
@@ -220,14 +220,14 @@ class Cyclic(Path):
         at = torch.arange(self.step * self.k, (self.step + 1) * self.k, device=device)
         return at % numel * stride % numel
 
-    def run(self, comm: HierCommunicator, shard: Shard) -> Generator[None, None, Tensor]:
+    def run(self, comm: HierCommunicator, shard: Shard) -> Stretches:
         assert shard.next_S is not None
         index_K = self.indices(shard.sum_S.device)
         values_K = shard.sum_S[index_K]
         shard.next_S.copy_(shard.sum_S)[index_K] = 0
-        yield
+        yield index_K, values_K, shard.sum_S
         comm.all_reduce(values_K)
-        yield
+        yield index_K, values_K, shard.sum_S
         return torch.zeros_like(shard.sum_S).index_copy_(0, index_K, values_K)
 
 

@@ -10,10 +10,10 @@ intra  (m, 0) ... (m, L-1)            reduce-scatter and all-gather over the fas
 inter  (0, l) ... (M-1, l)            the exchange over the slow network, L of them at once
 ====== ============================== ==================================================
 
-NCCL makes all groups of an axis by one split of its communicator, and needs no others. With Gloo, whose lanes are
-threads, there are two more, since two threads must not share a group: ``outward`` has intra's ranks once more, for the
-all-gather that ends one bucket while the reduce-scatter of the next begins; ``world`` has all ranks once more, for DDP
-uses the default group meanwhile.
+``outward`` has intra's ranks once more, for the all-gather that ends one bucket while the reduce-scatter of the next
+begins: two threads must not share a group of Gloo, and NCCL executes the collectives of one communicator in turn. With
+Gloo ``world`` has all ranks once more, for DDP uses the default group meanwhile. NCCL makes all groups of an axis by
+one split of its communicator.
 
 Ranks of a node need not be contiguous: SLURM's cyclic distribution and MPI's ``--map-by node`` deal them out like
 cards, and some launchers give every process the local rank 0. So nothing is computed from the rank number. Every rank
@@ -254,8 +254,8 @@ def with_groups(nodes: tuple[tuple[int, ...], ...], *, timeout: timedelta | None
             f"nodes={nodes} hold {plain.world_size} ranks but the world has {dist.get_world_size()}: "
             f"describe every rank, or leave it to topology.discover()."
         )
-    has_lanes = dist.get_backend() != "nccl"  # where lanes are threads, each needs groups of its own
-    world = own_group([tuple(range(plain.world_size))], timeout) if has_lanes else None
+    has_threads = dist.get_backend() != "nccl"
+    world = own_group([tuple(range(plain.world_size))], timeout) if has_threads else None
     if plain.kind != "hierarchical":
         return Topology(nodes, rank, world=world)
     return Topology(
@@ -264,7 +264,7 @@ def with_groups(nodes: tuple[tuple[int, ...], ...], *, timeout: timedelta | None
         intra=own_group(nodes, timeout),
         inter=own_group([tuple(sorted(peers)) for peers in zip(*nodes, strict=True)], timeout),
         world=world,
-        outward=own_group(nodes, timeout) if has_lanes else None,
+        outward=own_group(nodes, timeout),
     )
 
 

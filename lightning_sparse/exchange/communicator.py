@@ -127,12 +127,12 @@ class HierCommunicator:
 
         Args:
             into: written to instead of a new tensor where its size allows.
-            last: this is step 4, which on the CPU may run while another thread reduce-scatters the next bucket, so it
-                has a group of its own.
+            last: this is step 4, which runs while another lane reduce-scatters the next bucket, so it has a group of
+                its own.
         """
         if self.topology.num_devices == 1:
             return shard_S
-        group = self.topology.outward if last and not shard_S.is_cuda else self.topology.intra
+        group = self.topology.outward if last else self.topology.intra
         numel = self.topology.num_devices * shard_S.numel()
         grad_LS = into if into is not None and into.numel() == numel else shard_S.new_empty(numel)
         with self._named("all-gather inside the node", self._node_ranks()):

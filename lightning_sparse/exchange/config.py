@@ -33,7 +33,8 @@ class ExchangeConfig:
             are close, the one that leaves less out.
         value_dtype: dtype of the values in a message. The rounding error of a 16-bit value stays in the residual, so
             it is sent later rather than lost.
-        overlap: run the exchange beside backward, where the backend needs threads for that (Gloo).
+        overlap: run the exchange beside backward, in lanes (lightning_sparse.exchange.lanes); False runs each bucket at
+            once, on the stream of the caller.
         inter_gbps: rate of a node's link in Gbit/s. ``"auto"`` then decides by the time of the bytes on it and
             measures nothing, so that two runs always choose alike.
 

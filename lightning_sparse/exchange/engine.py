@@ -11,16 +11,15 @@ and closes each round of exchanges with ``exchange.stats.end_round()``.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
+from collections.abc import Callable
 
 import torch
-from torch import Tensor
 
 from lightning_sparse.exchange.choice import PathChoice
 from lightning_sparse.exchange.communicator import HierCommunicator
 from lightning_sparse.exchange.config import ExchangeConfig
 from lightning_sparse.exchange.lanes import Runner, runner_of
-from lightning_sparse.exchange.paths import Path, Shard
+from lightning_sparse.exchange.paths import Path, Shard, Stretches
 from lightning_sparse.exchange.stats import CommStats
 from lightning_sparse.topology import Topology
 
@@ -56,7 +55,7 @@ class Exchange:
         self.runner = runner_of(topology, device) if config.overlap else Runner()
         self.stats = CommStats()
 
-    def run(self, path: Path, shard: Shard) -> Generator[None, None, Tensor]:
+    def run(self, path: Path, shard: Shard) -> Stretches:
         """Sum the shard over nodes, and count it. Returns the sum: fp32, or for a path ``in_place`` ``shard.sum_S``; or
         adds it to ``shard.target_S``, and returns that."""
         self.stats.record(

@@ -1,7 +1,7 @@
-"""When an exchange runs: at once, on threads of its own beside backward, or on a CUDA stream.
+"""When an exchange runs: at once, or beside backward in lanes, which are CUDA streams or threads.
 
 A job is a generator of three stretches: inside the node, between nodes, inside the node (see
-lightning_sparse.exchange.paths.path). Gloo has no streams, so overlap on the CPU takes threads, one a lane:
+lightning_sparse.exchange.paths.path). Each stretch has a lane of its own:
 
     backward   bucket 0   bucket 1   bucket 2
     select                0          1          2
@@ -9,22 +9,24 @@ lightning_sparse.exchange.paths.path). Gloo has no streams, so overlap on the CP
     apply                                       0          1          2
 
 Each lane is first in, first out, in the order of DDP's buckets, which is the same on all ranks; so collectives match.
-(Started from callbacks of futures they would not: Gloo hangs.) No two lanes share a process group: the first uses those
-of the world and of the node, the second the one between nodes, the third the node's second one, while DDP uses the
-default group. Hence there is one set of lanes per topology: two modules in one backward pass share it.
+(Started from callbacks of futures they would not: Gloo hangs.) No two lanes share a group, for two threads must not,
+and NCCL executes the collectives of a communicator one after the other, on whatever streams they are: the first lane
+uses those of the world and of the node, the second the one between nodes, the third the node's second one. Hence there
+is one set of lanes per topology: two modules in one backward pass share it.
 
-An error must fail the backward pass with its own message. DDP mistakes a future with an exception for a result, so the
-error is raised by a callback at the end of backward.
+Gloo has no streams, so its lanes are threads. An error must fail the backward pass with its own message. DDP mistakes a
+future with an exception for a result, so the error is raised by a callback at the end of backward.
+
+On CUDA lanes are streams: the host queues all stretches of a job at once and never waits. A stretch yields the tensors
+that later ones use, for torch's allocator to know which streams use them.
 
 A job that is not part of a backward pass is begun by ``start``; ``finish`` waits for it and raises its error.
-
-On CUDA one side stream takes the place of the threads: the host queues all three stretches at once and never waits.
 """
 
 import queue
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -32,7 +34,8 @@ from torch import Tensor
 
 from lightning_sparse.topology import Topology
 
-Job = Iterator[None]
+Job = Iterator[Sequence[Tensor]]
+"""It yields, after each stretch but the last, the tensors made so far that later stretches use."""
 TensorFuture = torch.futures.Future[Tensor]
 LANES = 3
 
@@ -49,8 +52,12 @@ class Runner:
         future.set_result(result)
         return future
 
-    def start(self, job: Job, result: Tensor) -> TensorFuture:
-        """Run the job beside whatever the caller does until ``finish``."""
+    def start(self, job: Job, result: Tensor, handed: Sequence[Tensor] = ()) -> TensorFuture:
+        """Run the job beside whatever the caller does until ``finish``.
+
+        Args:
+            handed: what the job has yielded last, if the caller has run its first stretch.
+        """
         return self.run(job, result)
 
     def finish(self, future: TensorFuture) -> None:
@@ -71,28 +78,56 @@ class Runner:
         """Release threads; the next job starts them again."""
 
 
-class SideStream(Runner):
-    """Queues each job on a CUDA stream of its own, beside backward. The host never waits.
+class StreamLanes(Runner):
+    """Queues the stretches of each job on one CUDA stream per lane, beside backward. The host never waits.
 
-    Why no tensor is reused too early, whichever stream allocated it: each job begins by waiting for the stream that
-    filled the bucket, and DDP makes that stream wait for all jobs before backward ends. So whatever the main stream
-    does with a residual between two backward passes lies after the jobs that wrote it and before those that read it.
-    Within backward only the bucket is shared, and ``record_stream`` informs the allocator.
+    A stretch waits for the one before it, the first for what the caller has queued, and the caller for the last one:
+    DDP makes it do so before backward ends. So whatever the caller does with a residual between two backward passes
+    lies after the jobs that wrote it and before those that read it. Within backward a tensor may be freed on the host
+    while another lane has yet to use it; ``record_stream`` tells the allocator of those that were handed over.
+
+    Of high priority: a dozen small kernels would otherwise queue behind those of backward.
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._device = device
+        self._streams = [torch.cuda.Stream(device, priority=-1) for _ in range(LANES)]  # type: ignore[no-untyped-call]
 
     def run(self, job: Job, result: Tensor) -> TensorFuture:
-        """Queue the job; the future carries the side stream's event."""
-        self._stream.wait_stream(torch.cuda.current_stream(result.device))
-        result.record_stream(self._stream)
-        with torch.cuda.stream(self._stream):
+        """Queue the job; the future carries the last lane's event."""
+        return self._queue(job, result, (), self._streams)
+
+    def start(self, job: Job, result: Tensor, handed: Sequence[Tensor] = ()) -> TensorFuture:
+        """Queue the job on one lane, since there is none to share it with."""
+        return self._queue(job, result, handed, self._streams[1:2])
+
+    def _queue(
+        self, job: Job, result: Tensor, handed: Sequence[Tensor], streams: Sequence[torch.cuda.Stream]
+    ) -> TensorFuture:
+        before = torch.cuda.current_stream(self._device)
+        for stream in streams:
+            stream.wait_stream(before)
+            _record(stream, (result, *handed))
+            with torch.cuda.stream(stream):
+                handed = next(job, ())
+            before = stream
+        with torch.cuda.stream(before):
             return super().run(job, result)
+
+    def wait(self) -> None:
+        """Order the current stream after the jobs."""
+        for stream in self._streams:
+            torch.cuda.current_stream(self._device).wait_stream(stream)
 
     def drain(self) -> None:
         """Order the current stream after the jobs."""
-        torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
+        self.wait()
+
+
+def _record(stream: torch.cuda.Stream, tensors: Iterable[Tensor]) -> None:
+    for tensor in tensors:
+        if tensor.is_cuda:
+            tensor.record_stream(stream)
 
 
 _Item = tuple[Job, Tensor, TensorFuture]
@@ -134,7 +169,7 @@ class FifoLanes(Runner):
             self._backward = backward
         return self.start(job, result)
 
-    def start(self, job: Job, result: Tensor) -> TensorFuture:
+    def start(self, job: Job, result: Tensor, handed: Sequence[Tensor] = ()) -> TensorFuture:
         """Queue the job, of a backward pass or not."""
         future: TensorFuture = torch.futures.Future()
         self._pending = future
@@ -182,22 +217,19 @@ class FifoLanes(Runner):
             raise first
 
 
-_lanes: "weakref.WeakValueDictionary[Topology, FifoLanes]" = weakref.WeakValueDictionary()
-
-
-def lanes_of(topology: Topology) -> FifoLanes:
-    """The one set of lanes that uses this topology's process groups."""
-    lanes = _lanes.get(topology)
-    if lanes is None:
-        lanes = _lanes[topology] = FifoLanes()
-    return lanes
+_lanes: "weakref.WeakValueDictionary[tuple[Topology, str], Runner]" = weakref.WeakValueDictionary()
 
 
 def runner_of(topology: Topology, device: torch.device | None) -> Runner:
-    """What runs jobs beside backward, for tensors on that device; None: on several."""
-    if device is not None and device.type == "cpu":
-        return lanes_of(topology)
-    return SideStream(device) if device is not None and device.type == "cuda" else Runner()
+    """The one set of lanes that uses this topology's process groups for tensors on that device; None: on several, whose
+    jobs run at once."""
+    if device is None or device.type not in ("cpu", "cuda"):
+        return Runner()
+    key = (topology, str(device))
+    lanes = _lanes.get(key)
+    if lanes is None:
+        lanes = _lanes[key] = FifoLanes() if device.type == "cpu" else StreamLanes(device)
+    return lanes
 
 
 def _work(jobs: _Queue, onward: _Queue | None, errors: list[BaseException], threads: int) -> None:

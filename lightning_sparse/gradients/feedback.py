@@ -95,6 +95,10 @@ class ErrorFeedback:
             return None
         return self.unused.agree(communicator, bucket.flat_N.device)
 
+    def undone_by(self, used: Tensor | None) -> list[Tensor]:
+        """What ends a round with ``used``, from ``agree_on_unused``."""
+        return [] if self.unused is None or used is None else [used, *self.unused.saved]
+
     def stage(self, part: BucketGroup) -> None:
         """Propose what the round left as the group's next residual."""
         group, next_S = part.group, part.next_S

@@ -35,7 +35,7 @@ see it in the same round.
     ddp.register_comm_hook(state, hier_hook)
 """
 
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 
 import torch
 from torch import Tensor
@@ -45,8 +45,9 @@ from lightning_sparse.exchange import HierCommunicator, Shard
 from lightning_sparse.gradients.buckets import Bucket, BucketGroup
 from lightning_sparse.gradients.state import HierState
 
-Lanes = Generator[None, None, None]
-"""Work in three stretches: up to the first ``yield`` inside the node, up to the second between nodes, then inside."""
+Lanes = Generator[Sequence[Tensor], None, None]
+"""Work in three stretches: up to the first ``yield`` inside the node, up to the second between nodes, then inside. Each
+``yield`` gives the tensors made so far that later stretches use."""
 
 
 def hier_hook(state: HierState, bucket: GradBucket) -> torch.futures.Future[Tensor]:
@@ -66,14 +67,13 @@ def reduce_bucket(state: HierState, bucket: Bucket) -> Lanes:
     comm.where = where
     state.feedback.save_unused(bucket)
     jobs = [reduce_group(state, part) for part in bucket.groups]
-    for job in jobs:
-        next(job, None)
+    handed = [tensor for job in jobs for tensor in next(job)]
     used = state.feedback.agree_on_unused(comm, bucket)  # in the first lane, which alone uses the group of all ranks
-    yield
+    to_the_end = [*state.feedback.undone_by(used), *(part.grad_N for part in bucket.groups)]
+    yield [*handed, *to_the_end]
     comm.where = where
-    for job in jobs:
-        next(job, None)
-    yield
+    handed = [tensor for job in jobs for tensor in next(job)]
+    yield [*handed, *to_the_end]
     comm.where = where
     for job in jobs:
         next(job, None)

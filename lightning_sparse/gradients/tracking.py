@@ -121,6 +121,11 @@ class UnusedParameters:
         """At the end of the round restore ``target`` to ``before`` (None: zeros) if no rank used the parameter."""
         self._undo.append((name, target, before))
 
+    @property
+    def saved(self) -> list[Tensor]:
+        """What ``undo`` may restore."""
+        return [before for _, _, before in self._undo if before is not None]
+
     def agree(self, communicator: HierCommunicator, device: torch.device) -> Tensor:
         """Which parameters some rank used in this round. A collective of the world."""
         used = torch.zeros(len(self._places), dtype=torch.uint8)

@@ -53,12 +53,12 @@ class DifferenceState(UpdateState):
         self._wrote = path = self._sparse
         shard = Shard(self.own_S, self.shared_S, self._kept_S, self._minus_one, on_received=self._keep)
         job = self._run(path, shard)
-        next(job)  # selects
+        handed = next(job)  # selects
         if self._config.delay:
             self._set_model()
-            self._start(job)
+            self._start(job, handed)
             return
-        self._start(job)
+        self._start(job, handed)
         self._correct()
         self._set_model()
 

@@ -40,12 +40,12 @@ class PendingState(UpdateState):
         if path.leaves == "nothing":
             self._pending_S.zero_()
         job = self._run(path, Shard(acc_S, next_S=self._pending_S))
-        next(job)  # selects
+        handed = next(job)  # selects
         if self._config.delay:
             self._set_model(acc_S)
-            self._start(job)
+            self._start(job, handed)
             return
-        self._start(job)
+        self._start(job, handed)
         self._set_model(None)
 
     def flush(self) -> None:

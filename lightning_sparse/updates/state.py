@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Generator, Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from lightning_sparse.exchange import Exchange, Path, Shard
-from lightning_sparse.exchange.lanes import TensorFuture
+from lightning_sparse.exchange.lanes import Job, TensorFuture
 from lightning_sparse.updates.config import UpdatesConfig
 from lightning_sparse.updates.slices import Slices
 
@@ -103,19 +103,20 @@ class UpdateState(ABC):
         work = choice.work(self.shared_S.numel() * self._exchange.topology.num_devices, torch.float32)
         return choice.dense(work) if whole else choice.path(work, choice.density)
 
-    def _run(self, path: Path, shard: Shard) -> Generator[None, None, None]:
+    def _run(self, path: Path, shard: Shard) -> Job:
         """The job of exchanging a shard of updates: the shared weights get their mean."""
         exchange = self._exchange
         shard.target_S, shard.alpha = self.shared_S, -1.0 / exchange.topology.num_nodes
         where = exchange.communicator.where
-        for _ in exchange.run(path, shard):
-            yield
+        for handed in exchange.run(path, shard):
+            yield handed
             exchange.communicator.where = where  # of the thread that goes on
 
-    def _start(self, job: Generator[None, None, None]) -> None:
-        """Run the rest of a job that has selected: beside the next step, or with ``delay=0`` now."""
+    def _start(self, job: Job, handed: Sequence[Tensor]) -> None:
+        """Run the rest of a job that has selected, and yielded ``handed``: beside the next step, or with ``delay=0``
+        now."""
         if self._config.delay:
-            self._future = self._exchange.runner.start(job, self.shared_S)
+            self._future = self._exchange.runner.start(job, self.shared_S, handed)
             return
         for _ in job:
             pass

@@ -24,7 +24,7 @@ from typing import Literal
 from lightning_sparse.exchange.paths.dense import Dense
 from lightning_sparse.exchange.paths.dense16 import Dense16
 from lightning_sparse.exchange.paths.flat import Flat
-from lightning_sparse.exchange.paths.path import Path, Shard, Work
+from lightning_sparse.exchange.paths.path import Path, Shard, Stretches, Work
 from lightning_sparse.exchange.paths.regional import Regional
 from lightning_sparse.exchange.paths.sparse import Sparse
 
@@ -33,4 +33,4 @@ Exchange = Literal["auto", "sparse", "regional", "dense", "dense16"]
 PATHS: tuple[type[Path], ...] = (Dense, Flat, Dense16, Sparse, Regional)
 """What leaves less comes first."""
 
-__all__ = ["PATHS", "Dense", "Exchange", "Flat", "Path", "Shard", "Sparse", "Work"]
+__all__ = ["PATHS", "Dense", "Exchange", "Flat", "Path", "Shard", "Sparse", "Stretches", "Work"]

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator
 from dataclasses import dataclass
 
-from torch import Tensor
-
 from lightning_sparse.exchange.communicator import HierCommunicator
-from lightning_sparse.exchange.paths.path import Path, Shard
+from lightning_sparse.exchange.paths.path import Path, Shard, Stretches
 from lightning_sparse.exchange.rates import Rates
 
 
@@ -26,11 +23,11 @@ class Dense(Path):
     def seconds_between(self, rates: Rates) -> float:
         return super().seconds_between(rates) + self.bytes() / 2 * rates.add
 
-    def run(self, comm: HierCommunicator, shard: Shard) -> Generator[None, None, Tensor]:
+    def run(self, comm: HierCommunicator, shard: Shard) -> Stretches:
         sum_S = shard.sum_S
         if shard.residual_S is not None:
             sum_S.add_(shard.residual_S)
-        yield
+        yield (sum_S,)
         comm.all_reduce(sum_S)
-        yield
+        yield (sum_S,)
         return sum_S

@@ -22,14 +22,13 @@ A non-finite element travels as what it is, to every node, and leaves zero in th
 
 from __future__ import annotations
 
-from collections.abc import Generator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from lightning_sparse.exchange.communicator import HierCommunicator
-from lightning_sparse.exchange.paths.path import Path, Shard
+from lightning_sparse.exchange.paths.path import Path, Shard, Stretches
 from lightning_sparse.exchange.rates import Rates
 
 DTYPE = torch.bfloat16
@@ -48,13 +47,13 @@ class Dense16(Path):
     def seconds_of_kernels(self, rates: Rates) -> float:
         return self.work.shard_numel * rates.cast + rates.cast_call
 
-    def run(self, comm: HierCommunicator, shard: Shard) -> Generator[None, None, Tensor]:
+    def run(self, comm: HierCommunicator, shard: Shard) -> Stretches:
         rounded = Rounded(shard.sum_S.numel(), comm.topology.num_nodes)
         rows = rounded.split(shard.sum_S, shard.residual_S, shard.next_S, shard.scale)
-        yield
+        yield rows, *shard.used_to_the_end
         row = rounded.merge(comm.all_to_all(rows), comm.topology.node_index, shard.next_S)
         rows = comm.exchange(row)
-        yield
+        yield rows, *shard.used_to_the_end
         shard_S = shard.result()
         rounded.join(rows, shard_S)
         return shard_S

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator
 from dataclasses import dataclass
 
-from torch import Tensor
-
 from lightning_sparse.exchange.communicator import HierCommunicator
-from lightning_sparse.exchange.paths.path import Path, Shard
+from lightning_sparse.exchange.paths.path import Path, Shard, Stretches
 from lightning_sparse.exchange.rates import Rates
 
 
@@ -40,12 +37,12 @@ class Flat(Path):
     def seconds(self, rates: Rates) -> float:
         return self.seconds_between(rates)
 
-    def run(self, comm: HierCommunicator, shard: Shard) -> Generator[None, None, Tensor]:
+    def run(self, comm: HierCommunicator, shard: Shard) -> Stretches:
         sum_N = shard.sum_S
         if shard.residual_S is not None:
             own = sum_N[comm.topology.device_index * shard.residual_S.numel() :][: shard.residual_S.numel()]
             own.add_(shard.residual_S[: own.numel()])
         comm.flat_all_reduce(sum_N)  # in the first lane, which alone uses the group of all ranks
-        yield
-        yield
+        yield (sum_N,)
+        yield (sum_N,)
         return sum_N

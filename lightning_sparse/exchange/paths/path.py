@@ -6,13 +6,14 @@ A path knows three things of itself: the bytes that it receives between nodes, t
 With M nodes of L devices and a tensor of N elements on each rank, device l of each node holds the shard l of S = N / L
 elements: this node's sum. ``run`` is a generator of three stretches, so that several shards share the network
 (lightning_sparse.exchange.lanes): before the first ``yield`` the device works alone, between the two it communicates
-with other nodes, after the second it works alone again. It returns the sum over nodes.
+with other nodes, after the second it works alone again. It returns the sum over nodes. Each ``yield`` gives the tensors
+made so far that later stretches use: they may run on other CUDA streams.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal, NamedTuple
 
@@ -23,6 +24,7 @@ from lightning_sparse.exchange.communicator import HierCommunicator
 from lightning_sparse.exchange.rates import Rates
 
 Loss = Literal["nothing", "rounding", "entries"]
+Stretches = Generator[Sequence[Tensor], None, Tensor]
 
 
 class Work(NamedTuple):
@@ -69,6 +71,11 @@ class Shard:
         if self.factor is None:
             return torch.ones((), dtype=torch.float32, device=self.sum_S.device)
         return self.factor
+
+    @property
+    def used_to_the_end(self) -> tuple[Tensor, ...]:
+        """What any stretch may use."""
+        return (self.sum_S,) if self.next_S is None else (self.sum_S, self.next_S)
 
     def result(self) -> Tensor:
         """fp32 of S elements, uninitialised: the sums themselves if they allow it, for they are used up by then."""
@@ -141,5 +148,5 @@ class Path(ABC):
         return inside + self.seconds_between(rates) + self.seconds_of_kernels(rates)
 
     @abstractmethod
-    def run(self, comm: HierCommunicator, shard: Shard) -> Generator[None, None, Tensor]:
+    def run(self, comm: HierCommunicator, shard: Shard) -> Stretches:
         """Sum over nodes, in node order."""

@@ -27,7 +27,6 @@ Worked example: S = 10, M = 3, K = 6: regions [0, 3), [3, 6), [6, 10), two pairs
 
 from __future__ import annotations
 
-from collections.abc import Generator
 from dataclasses import dataclass
 
 import torch
@@ -35,7 +34,7 @@ from torch import Tensor
 from typing_extensions import Self
 
 from lightning_sparse.exchange.communicator import HierCommunicator
-from lightning_sparse.exchange.paths.path import Shard, Work
+from lightning_sparse.exchange.paths.path import Shard, Stretches, Work
 from lightning_sparse.exchange.paths.sparse import Sparse
 from lightning_sparse.exchange.rates import Rates
 from lightning_sparse.kernels import accumulate, compress, indices_of, message_bytes
@@ -74,15 +73,15 @@ class Regional(Sparse):
         calls = (nodes + 1) * rates.select_call  # of the node's own regions one by one, and as an owner
         return (shard + region) * (rates.select + rates.fill) + pairs * rates.scatter + calls
 
-    def run(self, comm: HierCommunicator, shard: Shard) -> Generator[None, None, Tensor]:
+    def run(self, comm: HierCommunicator, shard: Shard) -> Stretches:
         regions = self.regions
         rows = regions.select(shard.sum_S, shard.residual_S, shard.next_S, shard.scale)
         if shard.on_sent is not None and self.k < shard.sum_S.numel():
             shard.on_sent(regions.sent(rows))
-        yield
+        yield rows, *shard.used_to_the_end
         row = regions.merge(comm.all_to_all(rows), comm.topology.node_index, shard.next_S)
         rows = comm.exchange(row)
-        yield
+        yield rows, *shard.used_to_the_end
         shard_S = shard.result()
         regions.apply(rows, shard_S)
         return shard_S

@@ -16,7 +16,6 @@ A non-finite entry anywhere makes the whole result NaN on every node: the messag
 
 from __future__ import annotations
 
-from collections.abc import Generator
 from dataclasses import dataclass
 
 import torch
@@ -25,7 +24,7 @@ from typing_extensions import Self
 
 from lightning_sparse.exchange.communicator import HierCommunicator
 from lightning_sparse.exchange.density import num_selected
-from lightning_sparse.exchange.paths.path import Path, Shard, Work
+from lightning_sparse.exchange.paths.path import Path, Shard, Stretches, Work
 from lightning_sparse.exchange.rates import Rates
 from lightning_sparse.kernels import accumulate, compress, indices_of, message_bytes
 from lightning_sparse.kernels.wire import decode
@@ -64,14 +63,14 @@ class Sparse(Path):
         pairs = self.work.num_nodes * self.k
         return self.work.shard_numel * (rates.select + rates.fill) + pairs * rates.scatter + rates.select_call
 
-    def run(self, comm: HierCommunicator, shard: Shard) -> Generator[None, None, Tensor]:
+    def run(self, comm: HierCommunicator, shard: Shard) -> Stretches:
         numel = shard.sum_S.numel()
         message = compress(shard.sum_S, shard.residual_S, shard.next_S, self.k, self.value_dtype, shard.scale)
         if shard.on_sent is not None and self.k < numel:
             shard.on_sent(indices_of(message, numel, self.k, self.value_dtype))
-        yield
+        yield message, *shard.used_to_the_end
         messages = comm.exchange(message)
-        yield
+        yield messages, *shard.used_to_the_end
         if shard.target_S is not None:
             self.add(messages, shard.target_S, shard.alpha)
             if shard.on_received is not None:

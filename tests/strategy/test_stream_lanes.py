@@ -1,0 +1,275 @@
+"""Lanes as CUDA streams: who waits for whom, and which tensors the allocator must hear of.
+
+Here streams are stand-ins that keep track of what precedes what, and every operation of real ranks on the CPU is
+watched: what one stretch makes and a later one uses has to be handed over. Streams themselves are for the tests marked
+``gpu``.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from lightning_sparse.exchange.lanes import Job, Runner, StreamLanes
+from lightning_sparse.exchange.paths.sparse import Sparse
+from lightning_sparse.strategy import HierConfig
+from lightning_sparse.topology import discover
+from lightning_sparse.updates import LocalUpdates, UpdatesConfig
+from tests.helpers.distributed import RunRanks
+from tests.strategy.models import PLAIN, loss_of, mlp, wrap
+
+Names = set[str]
+
+
+class Stream:
+    """Knows what lies before what it is given next."""
+
+    def __init__(self, *_: Any, priority: int = 0) -> None:
+        self.priority, self.before = priority, Names()
+
+    def wait_stream(self, other: "Stream") -> None:
+        self.before |= other.before
+
+
+class Streams:
+    """Takes the place of torch.cuda's functions."""
+
+    def __init__(self) -> None:
+        self.caller = self.current = Stream()
+        self.seen: dict[str, Names] = {}
+
+    @contextmanager
+    def stream(self, stream: Stream) -> Iterator[None]:
+        outer, self.current = self.current, stream
+        yield
+        self.current = outer
+
+    def do(self, name: str) -> None:
+        """Work on the current stream."""
+        self.seen[name] = set(self.current.before)
+        self.current.before.add(name)
+
+    def job(self, name: str) -> Job:
+        for stretch in ("select", "exchange", "apply"):
+            self.do(f"{stretch} {name}")
+            if stretch != "apply":
+                yield ()
+
+
+@pytest.fixture
+def streams(monkeypatch: pytest.MonkeyPatch) -> Streams:
+    fake = Streams()
+    monkeypatch.setattr(torch.cuda, "Stream", Stream)
+    monkeypatch.setattr(torch.cuda, "stream", fake.stream)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda *_: fake.current)
+    return fake
+
+
+def test_a_bucket_is_exchanged_while_the_next_is_selected(streams: Streams) -> None:
+    lanes = StreamLanes(torch.device("cuda"))
+    for name in ("0", "1"):
+        streams.do(f"backward {name}")
+        lanes.run(streams.job(name), torch.tensor(0.0))
+    streams.do("backward 2")
+    seen = streams.seen
+    assert seen["select 0"] == {"backward 0"}
+    assert seen["select 1"] == {"backward 0", "backward 1", "select 0"}, "not behind the slow network"
+    assert seen["exchange 1"] == {*seen["select 1"], "select 1", "exchange 0"}, "and not behind what is applied"
+    assert seen["apply 0"] == {"backward 0", "select 0", "exchange 0"}
+    assert seen["apply 1"] == {*seen["exchange 1"], "exchange 1", "apply 0"}
+    assert seen["backward 2"] == {"backward 0", "backward 1"}, "backward waits for no lane"
+    assert all(stream.priority == -1 for stream in lanes._streams)
+
+
+@pytest.mark.parametrize("order", ["wait", "drain"])
+def test_the_caller_can_be_ordered_after_all_lanes(streams: Streams, order: str) -> None:
+    lanes = StreamLanes(torch.device("cuda"))
+    lanes.run(streams.job("0"), torch.tensor(0.0))
+    getattr(lanes, order)()
+    streams.do("after")
+    assert streams.seen["after"] == {"select 0", "exchange 0", "apply 0"}
+
+
+def test_a_started_job_has_one_lane_beside_the_caller(streams: Streams) -> None:
+    lanes = StreamLanes(torch.device("cuda"))
+    for name in ("0", "1"):
+        job = streams.job(name)
+        next(job)  # the caller selects
+        lanes.start(job, torch.tensor(0.0))
+        streams.do(f"step {name}")
+    seen = streams.seen
+    assert seen["apply 0"] == {"select 0", "exchange 0"}
+    assert seen["step 1"] == {"select 0", "step 0", "select 1"}
+    assert seen["exchange 1"] == {"select 0", "step 0", "select 1", "exchange 0", "apply 0"}
+
+
+# -- what is handed over -----------------------------------------------------------------------------------------------
+
+
+class Watch(TorchDispatchMode):
+    """Finds operations on memory that an earlier stretch allocated and did not hand over to this one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stretch = 0
+        self.faults: list[str] = []
+        self._born: dict[int, int] = {}  # by storage: the stretch that made it; -1 for what was there
+        self._handed: set[int] = set()
+        self._kept: list[Any] = []  # no storage takes the place of another
+
+    def next_stretch(self, handed: Sequence[Tensor]) -> None:
+        self.stretch += 1
+        self._handed = {self._key(each) for each in handed}
+
+    def _key(self, tensor: Tensor) -> int:
+        storage = tensor.untyped_storage()
+        self._kept.append(storage)
+        return storage._cdata
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        for tensor in tree_leaves((args, kwargs)):
+            if isinstance(tensor, Tensor):
+                key = self._key(tensor)
+                if -1 < self._born.setdefault(key, -1) < self.stretch and key not in self._handed:
+                    self.faults.append(f"{func} in stretch {self.stretch}: {tuple(tensor.shape)} {tensor.dtype}")
+        made = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(made):
+            if isinstance(tensor, Tensor):
+                self._born.setdefault(self._key(tensor), self.stretch)
+        return made
+
+
+class Watching(Runner):
+    """Runs each job at once, as if on streams."""
+
+    def __init__(self) -> None:
+        self.faults: list[str] = []
+        self.jobs = 0
+
+    def run(self, job: Job, result: Tensor) -> torch.futures.Future[Tensor]:
+        self.jobs += 1
+        watch, handed = Watch(), None
+        while True:
+            with watch:
+                handed = next(job, None)
+            if handed is None:
+                break
+            watch.next_stretch([result, *handed])
+        self.faults += watch.faults
+        return super().run(iter(()), result)
+
+
+CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    **{path: ({"exchange": path}, {}) for path in ("sparse", "regional", "dense", "dense16")},
+    "auto": ({"exchange": "auto", "inter_gbps": 1.0}, {}),
+    "momentum": ({"exchange": "sparse", "momentum_correction": True}, {}),
+    "excluded": ({"exchange": "sparse", "exclude": "vectors"}, {}),
+    "unused": ({"exchange": "dense16"}, {"find_unused_parameters": True}),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_gradients_are_handed_over(ranks: RunRanks, case: str) -> None:
+    for faults, jobs in ranks(watched_gradients, *CASES[case], nodes=2, devices=2):
+        assert faults == []
+        assert jobs > 8
+
+
+def watched_gradients(config: dict[str, Any], options: dict[str, Any]) -> tuple[list[str], int]:
+    model = mlp()
+    ddp, state = wrap(model, HierConfig(density=0.05, **config), **{**PLAIN, **options})
+    state.exchange.runner = watching = Watching()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+    state.watch([optimizer])
+    for step in range(7):
+        if step == 6:
+            ddp, _ = wrap(model, state.config, state=state, **{**PLAIN, **options})  # one bucket of all groups
+        state.before_backward()
+        optimizer.zero_grad()
+        loss_of(ddp, step, dist.get_rank()).backward()
+        optimizer.step()
+    return watching.faults, watching.jobs
+
+
+@pytest.mark.parametrize("path", ["sparse", "regional", "dense", "dense16"])
+def test_updates_are_handed_over(ranks: RunRanks, path: str) -> None:
+    for faults, jobs in ranks(watched_updates, path, nodes=2, devices=2):
+        assert faults == []
+        assert jobs == 3
+
+
+def watched_updates(path: Any) -> tuple[list[str], int]:
+    """With the selection inside the job, too."""
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    config = UpdatesConfig(density=0.05, exchange=path)
+    updates = LocalUpdates(model, optimizer, config, discover())
+    watching = Watching()
+    for _ in range(3):
+        (state,) = (node.state for node in updates.nodes)
+        job = state._run(state._path(whole=False), state_shard(state))
+        watching.run(job, state.shared_S)
+    return watching.faults, watching.jobs
+
+
+def state_shard(state: Any) -> Any:
+    from lightning_sparse.exchange import Shard
+
+    return Shard(torch.randn_like(state.shared_S), next_S=torch.empty_like(state.shared_S))
+
+
+def test_what_is_not_handed_over_is_found(ranks: RunRanks) -> None:
+    for faults, _ in ranks(watched_carelessly, nodes=2, devices=2):
+        assert any("stretch 1" in fault and "uint8" in fault for fault in faults), "the message"
+        assert any("stretch 2" in fault and "uint8" in fault for fault in faults), "the messages"
+
+
+def watched_carelessly() -> tuple[list[str], int]:
+    careful = Sparse.run
+
+    def careless(self: Any, comm: Any, shard: Any) -> Any:
+        job = careful(self, comm, shard)
+        while True:
+            try:
+                next(job)
+            except StopIteration as done:
+                return done.value
+            yield ()
+
+    with patch.object(Sparse, "run", careless):
+        return watched_gradients({"exchange": "sparse"}, {})
+
+
+# -- on a GPU ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+def test_streams_overlap_and_results_are_whole() -> None:
+    """While the first exchange lasts, the next are selected; what they allocate is freed on the host at once."""
+    device = torch.device("cuda", torch.cuda.current_device())
+    lanes, numel, marks = StreamLanes(device), 1 << 20, {}
+
+    def job(number: int, result: Tensor) -> Job:
+        made = torch.full((numel,), float(number), device=device)
+        marks[f"selected {number}"] = torch.cuda.current_stream().record_event()
+        yield (made,)
+        torch.cuda._sleep(200_000_000)  # cycles: about 0.1 s
+        sent = made * 2
+        del made
+        marks[f"exchanged {number}"] = torch.cuda.current_stream().record_event()
+        yield (sent,)
+        result.copy_(sent)
+
+    results = [torch.zeros(numel, device=device) for _ in range(8)]
+    futures = [lanes.run(job(number, result), result) for number, result in enumerate(results)]
+    marks["selected 7"].synchronize()
+    assert not marks["exchanged 1"].query(), "selection waited for the exchange, or the host did"
+    for number, future in enumerate(futures):
+        assert torch.equal(future.wait(), torch.full((numel,), 2.0 * number, device=device))
