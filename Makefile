@@ -22,7 +22,7 @@ PARALLEL = --numprocesses 2 --dist loadfile
 export PATH := $(abspath $(VENV))/bin:$(PATH)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow test-all test-oldest lint format bench docs docs-serve gpu-check gpu-check-data conformance wheel test-wheel test-ray clean
+.PHONY: help demo test test-slow test-all test-oldest lint format bench docs docs-serve gpu-check gpu-check-data gpu-session conformance wheel test-wheel test-ray clean
 
 help:
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 24
@@ -72,6 +72,9 @@ gpu-check: ## with PYTHON directly: build the kernels, run the GPU tests, time t
 	LIGHTNING_SPARSE_BUILD=cuda $(PYTHON) setup.py build_ext --inplace
 	PYTHONPATH=$(CURDIR) $(PYTHON) -m pytest -p tests.helpers.timeout_optional -m gpu $(ARGS)
 	PYTHONPATH=$(CURDIR) $(PYTHON) benchmarks/kernels.py $(OUT) --device cuda
+
+gpu-session: ## with PYTHON directly: build, test and measure on one GPU in nine minutes, a verdict a claim; ARGS=--cpu tries it without
+	$(PYTHON) benchmarks/gpu_session.py $(OUT)/gpu-session $(ARGS)
 
 conformance: $(VENV)/.built ## run Lightning's DDP tests against the strategy; LIGHTNING=path of a checkout
 	$(RUN) -m pip install --quiet cloudpickle

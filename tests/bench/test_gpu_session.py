@@ -1,0 +1,99 @@
+"""The GPU session, without a GPU: its parts run, a part that fails does not stop the others, each claim has a verdict.
+
+What a GPU would say is not looked at.
+"""
+
+import json
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(autouse=True)
+def _benchmarks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+
+
+def session(folder: Path, *words: str) -> tuple[list[str], dict[str, Any]]:
+    command = [sys.executable, str(ROOT / "benchmarks/gpu_session.py"), str(folder), *words]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=550)
+    record: dict[str, Any] = json.loads((folder / "session.json").read_text())
+    return done.stdout.splitlines(), record
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="no part fails for want of a GPU")
+def test_a_part_that_fails_stops_no_other(tmp_path: Path) -> None:
+    """Without a GPU all of them do: each claim says so."""
+    lines, record = session(tmp_path, "--parts", "sync", "build", "--minutes", "1")
+    assert record["parts"]["sync"]["ended"] == "failed with 1"
+    said = [line for line in lines if line.startswith("not run")]
+    assert len(said) == 7
+    assert all("failed with 1: " in line for line in said), "with the error's own words"
+    assert "===== build: failed" in (tmp_path / "log.txt").read_text()
+
+
+def test_a_part_that_takes_too_long_is_ended(tmp_path: Path) -> None:
+    import gpu_session
+
+    outcome = gpu_session.run("sync", gpu_session.PARTS["sync"], tmp_path, True, 0.5)
+    assert outcome.ended == "stopped after 0 s"
+    assert {verdict for verdict, _ in outcome.claims.values()} == {"not run"}
+    assert outcome.seconds < 20
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_all_parts_run_on_a_processor(tmp_path: Path) -> None:
+    import gpu_session
+
+    lines, record = session(tmp_path, "--cpu")
+    assert {name: part["ended"] for name, part in record["parts"].items()} == dict.fromkeys(gpu_session.PARTS, "whole")
+    assert {"hardware", "date", "versions", "commit", "command"} <= record.keys()
+    claims = [name for part in gpu_session.PARTS.values() for name in part.claims]
+    verdicts = Counter(line[:8].strip() for line in lines if line[:8].strip() in ("held", "not held", "not run"))
+    assert verdicts.total() == len(claims)
+    assert verdicts["not run"] == 7, "the tests marked gpu, and waits for a device"
+    assert (tmp_path / "session.md").read_text().count("\n| ") == len(claims) + len(gpu_session.PARTS) + 2
+    steps = record["parts"]["gpt"]["data"]["with a link of half a step"]
+    assert set(steps) == {"no exchange", "at once", "lanes", "updates"}
+    assert {"backward.json.gz", "updates.json.gz"} <= {path.name for path in tmp_path.iterdir()}
+
+
+def test_the_models_have_the_sizes_they_are_named_for() -> None:
+    import gpu_models
+
+    with torch.device("meta"):
+        sizes = {name: sum(p.numel() for p in task.build().parameters()) for name, task in gpu_models.FULL.items()}
+    assert sizes == {"resnet50": 25_557_032, "gpt": 124_439_808}
+
+
+def test_what_hides_is_told_from_what_does_not() -> None:
+    from gpu_trace import Lane, hidden
+
+    work, link = Lane("stream 1", work=[(0, 100)]), Lane("stream 2", link=[(50, 150)])
+    assert hidden([work, link]) == 0.5
+    assert hidden([work]) is None
+    assert hidden([Lane("both", work=[(0, 50)], link=[(50, 150)])]) == 0.0, "a lane does not hide its own link"
+
+
+def test_claims_of_steps_are_judged_by_their_own_baseline() -> None:
+    from gpu_parts import step_claims
+
+    names = ("no exchange", "at once", "lanes", "updates")
+    free = {name: {"ms": ms} for name, ms in zip(names, (100.0, 120.0, 105.0, 115.0), strict=True)}
+    slow = {name: {"ms": ms} for name, ms in zip(names, (110.0, 180.0, 125.0, 150.0), strict=True)}
+    claims = step_claims(free, slow, wire_ms=50.0)
+    assert {name: held for name, (held, _) in claims.items()} == {
+        "lanes": "held",
+        "updates": "not held",
+        "beside": "held",
+        "hides": "held",  # 10 of 50 ms
+        "hides_updates": "not held",  # 25 of 50 ms
+    }
