@@ -181,6 +181,7 @@ class ShardedGradients:
     @torch.no_grad()
     def _reduce(self, managed: Managed, flat_S: Tensor) -> None:
         """The hook: the mean over nodes takes the place of this node's gradients."""
+        self.exchange.refuse_capture()
         managed.check(flat_S.numel())
         if self._accumulating:
             return

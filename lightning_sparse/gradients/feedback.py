@@ -4,7 +4,7 @@
     residual_S = acc_S - what was sent
 
 Residuals are in unscaled units. Those of parameters that this rank did not use are withheld: DDP may not take the
-result for them (lightning_sparse.gradients.tracking.UnusedParameters).
+result for them (lightning_sparse.gradients.unused).
 """
 
 from collections.abc import Callable
@@ -17,7 +17,7 @@ from lightning_sparse.gradients.buckets import Bucket, BucketGroup
 from lightning_sparse.gradients.groups import ParamGroup
 from lightning_sparse.gradients.momentum import MomentumCorrection
 from lightning_sparse.gradients.residual import Gather, ResidualStore
-from lightning_sparse.gradients.tracking import UnusedParameters
+from lightning_sparse.gradients.unused import UnusedParameters
 
 
 class ErrorFeedback:

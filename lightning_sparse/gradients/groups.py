@@ -9,6 +9,7 @@ wrapper: one big bucket is split into the settled groups, which gives the same s
 Parameters excluded from selection are groups of their own: each bucket is cut in two, the excluded ones and the rest.
 """
 
+import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -131,6 +132,20 @@ def refuse_sparse_gradients(module: nn.Module) -> None:
         raise ValueError(
             f"the embedding(s) {', '.join(sparse)} have sparse=True: their gradients cannot be sharded over devices. "
             f"Use sparse=False (only the largest entries are sent between nodes anyway), or strategy='ddp'."
+        )
+
+
+def refuse_python_reducer() -> None:
+    """It hands gradients over one by one while they are compiled, and never a bucket.
+
+    Raises:
+        ValueError: if torch is set to use it.
+    """
+    dynamo = sys.modules.get("torch._dynamo")  # who has set it has imported it
+    if dynamo is not None and dynamo.config.optimize_ddp == "python_reducer":
+        raise ValueError(
+            "torch._dynamo.config.optimize_ddp='python_reducer' leaves no buckets to exchange, nor does compiled "
+            "autograd, which needs it: set it to True or False, and compile the model alone."
         )
 
 

@@ -113,12 +113,15 @@ class ResidualStore:
         self.staged[group] = self._copied(group, kept, before, proposed) if kept else proposed
 
     def settled_copy(self, discarded: Set[str]) -> "ResidualStore":
-        """What settle() would leave, in a store of its own."""
+        """What settle() would leave, in a store of its own that may share tensors with this one."""
         copy = ResidualStore(
             self.device_index, self.num_devices, dict(self.current), parked=dict(self.parked), spent=set(self.spent)
         )
         copy.known = set(self.known)
-        copy.staged = {group: None if t is None else t.clone() for group, t in list(self.staged.items())}
+        copy.staged = {  # where a part of it is not to count, settle() writes to it
+            group: t if t is None or discarded.isdisjoint(group.names) else t.clone()
+            for group, t in list(self.staged.items())
+        }
         copy.settle(discarded)
         return copy
 

@@ -28,13 +28,15 @@ from lightning_sparse.gradients.groups import (
     ParamGroup,
     excluded_names,
     group_of,
+    refuse_python_reducer,
     refuse_sparse_gradients,
 )
 from lightning_sparse.gradients.momentum import MomentumCorrection
 from lightning_sparse.gradients.optimizers import objection
 from lightning_sparse.gradients.residual import ResidualStore
 from lightning_sparse.gradients.schedule import Warmup
-from lightning_sparse.gradients.tracking import Parameters, StepTracker, UnusedParameters
+from lightning_sparse.gradients.tracking import Parameters, StepTracker
+from lightning_sparse.gradients.unused import UnusedParameters
 from lightning_sparse.messages import LogOnce
 from lightning_sparse.topology import Topology
 
@@ -67,6 +69,7 @@ class HierState:
         self, module: nn.Module, config: HierConfig, topology: Topology, *, find_unused_parameters: bool = False
     ) -> None:
         refuse_sparse_gradients(module)
+        refuse_python_reducer()
         self.config, self.topology = config, topology
         self.log_once = LogOnce(topology.rank)
         self.epoch, self.round = 0, 0
@@ -104,6 +107,7 @@ class HierState:
         Args:
             bypass: a reason to reduce the next round as DDP would, leaving residuals alone; empty for none.
         """
+        self.exchange.refuse_capture()
         waiting = self.settle()
         if self.momentum is not None:
             self.momentum.check(waiting)
@@ -113,6 +117,7 @@ class HierState:
 
     def receive(self, bucket: GradBucket) -> Bucket:
         """Read a bucket while it is at hand: DDP takes it back when the hook returns."""
+        self.exchange.refuse_capture()
         flat_N, last = bucket.buffer(), bucket.is_last()
         choice = self.exchange.choice
         if not self._round_is_open:

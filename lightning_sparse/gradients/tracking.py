@@ -9,7 +9,7 @@ thrown away by          how it is noticed
 no step, or ``None``    hooks of all optimizers note which parameters had a gradient when they were stepped
 a loss scaler           its optimizer is not stepped, or has ``found_inf``
 ``grad.zero_()``        the round left an entry other than zero, and at the step there is none
-no rank using it        with ``find_unused_parameters`` ranks agree, once a round (`UnusedParameters`)
+no rank using it        with ``find_unused_parameters`` ranks agree, once a round (lightning_sparse.gradients.unused)
 ======================= ===============================================================================================
 
 A gradient in which the round left nothing but zeros (no entry of the parameter was among the largest) cannot be seen to
@@ -24,6 +24,7 @@ momentum and ``foreach``).
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -31,8 +32,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from lightning_sparse.exchange.communicator import MAX, HierCommunicator
-from lightning_sparse.gradients.groups import ParamGroup, flat_numel, in_bucket_order, parameter_names
+from lightning_sparse.gradients.groups import flat_numel, in_bucket_order, parameter_names
 
 MANY_STEPS = 16
 """Steps without a round between them, after which their gradients are looked at: they are not kept for ever."""
@@ -81,74 +81,6 @@ class Parameters:
     def are_stepped_by(self, optimizer: Optimizer) -> bool:
         """Whether the optimizer steps any of them."""
         return any(map(self.name_of, stepped_by(optimizer)))
-
-
-class UnusedParameters:
-    """Which parameters took part in a backward pass, for DDP's ``find_unused_parameters``.
-
-    DDP leaves the gradient of a parameter that no rank used as it is, whatever a hook writes there. So a rank withholds
-    the residual of what it did not use, which loses nothing, and once a round all ranks agree on what none of them
-    used: there the round is undone, in the bucket and in the residual.
-
-    Args:
-        module: whose parameters to watch. With gradient accumulation, uses add up as DDP's do.
-    """
-
-    def __init__(self, module: nn.Module) -> None:
-        watched = {name: p for name, p in module.named_parameters() if p.requires_grad}
-        self._places = {name: place for place, name in enumerate(watched)}
-        self._used: set[str] = set()
-        self._used_in_round: set[str] = set()
-        self._undo: list[tuple[str, Tensor, Tensor | None]] = []
-        self._handles = [
-            p.register_post_accumulate_grad_hook(self._marker(name))  # type: ignore[no-untyped-call]
-            for name, p in watched.items()
-        ]
-
-    def close(self) -> None:
-        """Stop watching."""
-        for handle in self._handles:
-            handle.remove()
-
-    def take(self, group: ParamGroup) -> frozenset[str]:
-        """The group's parameters that this rank did not use since the last call."""
-        used = self._used.intersection(group.names)
-        self._used -= used
-        self._used_in_round |= used
-        return frozenset(group.names) - used
-
-    def save(self, name: str, target: Tensor, before: Tensor | None) -> None:
-        """At the end of the round restore ``target`` to ``before`` (None: zeros) if no rank used the parameter."""
-        self._undo.append((name, target, before))
-
-    @property
-    def saved(self) -> list[Tensor]:
-        """What ``undo`` may restore."""
-        return [before for _, _, before in self._undo if before is not None]
-
-    def agree(self, communicator: HierCommunicator, device: torch.device) -> Tensor:
-        """Which parameters some rank used in this round. A collective of the world."""
-        used = torch.zeros(len(self._places), dtype=torch.uint8)
-        used[[self._places[name] for name in self._used_in_round]] = 1
-        used = used.to(device)
-        communicator.flat_all_reduce(used, op=MAX)
-        self._used_in_round.clear()
-        return used.bool()
-
-    def undo(self, used: Tensor) -> None:
-        """End the round: undo it where no rank used the parameter. No host sync."""
-        for name, target, before in self._undo:
-            before = torch.zeros_like(target) if before is None else before
-            target.copy_(torch.where(used[self._places[name]], target, before))
-        self._undo.clear()
-
-    def abandon(self) -> None:
-        """Forget a round that was cut short."""
-        self._undo.clear()
-        self._used_in_round.clear()
-
-    def _marker(self, name: str) -> Callable[[Tensor], None]:
-        return lambda _: self._used.add(name)
 
 
 class StepTracker:
@@ -210,7 +142,7 @@ class StepTracker:
 
     def stepped(self) -> set[str]:
         """The parameters that an optimizer stepped by what the round gave it."""
-        self._stepped.update(*(step.names - step.zeroed() for step in self._steps))
+        self._stepped.update(*(step.names - step.zeroed() for step in self._steps if not step.was_skipped()))
         self._steps.clear()
         return set(self._stepped)
 
@@ -255,9 +187,8 @@ class StepTracker:
 
     def _end(self, optimizer: Optimizer, *_: Any) -> None:
         begun = self._begun.pop(id(optimizer), None)
-        # A fused optimizer is stepped even when the scaler met an inf, and skips inside.
-        found_inf = getattr(optimizer, "found_inf", None)
-        if begun is not None and (found_inf is None or not found_inf):
+        if begun is not None:
+            begun.note_skipped(getattr(optimizer, "found_inf", None))
             self._steps.append(begun)
         if len(self._steps) > MANY_STEPS:
             self.stepped()
@@ -273,22 +204,49 @@ class _Gradients:
 
     def __init__(self, grads: Mapping[str, Tensor], left: Mapping[str, tuple[Tensor, int]]) -> None:
         self.names = set(grads)
-        self._left = {name: left[name] for name in grads if name in left}
-        self._now = _have_nonzero([grads[name] for name in self._left])
-        self._event: torch.cuda.Event | None = None
-        if self._now.is_cuda:
-            pinned = torch.empty(self._now.shape, dtype=torch.bool, pin_memory=True)
-            stream = torch.cuda.current_stream(self._now.device)
-            self._now = pinned.copy_(self._now, non_blocking=True)
-            self._event = stream.record_event()
+        self._looked = [name for name in grads if name in left]
+        now = _have_nonzero([grads[name] for name in self._looked])
+        flags = {id(each): each for each, _ in map(left.__getitem__, self._looked)}
+        begins = dict(zip(flags, accumulate(map(len, flags.values()), initial=len(now)), strict=False))
+        self._places = [begins[id(left[name][0])] + left[name][1] for name in self._looked]
+        self._flags = _OnItsWay(torch.cat([now, *flags.values()]))
+        self._found_inf: _OnItsWay | None = None
+
+    def note_skipped(self, found_inf: Tensor | None) -> None:
+        """A fused optimizer is stepped even when the scaler met an inf, and skips inside."""
+        self._found_inf = None if found_inf is None else _OnItsWay(found_inf)
+
+    def was_skipped(self) -> bool:
+        """Waits for the GPU to have come this far."""
+        return self._found_inf is not None and any(self._found_inf.numbers())
 
     def zeroed(self) -> set[str]:
         """The parameters zeroed by the user; waits for the GPU to have come this far."""
+        flags = self._flags.numbers()  # of now, then of what the round left
+        return {
+            name
+            for now, (name, place) in enumerate(zip(self._looked, self._places, strict=True))
+            if flags[place] and not flags[now]
+        }
+
+
+class _OnItsWay:
+    """A tensor that is copied to the host, which goes on meanwhile."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._event: torch.cuda.Event | None = None
+        self._here = tensor
+        if tensor.is_cuda:
+            pinned = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+            self._here = pinned.copy_(tensor, non_blocking=True)
+            self._event = torch.cuda.current_stream(tensor.device).record_event()
+
+    def numbers(self) -> list[Any]:
+        """Its elements; waits until they have arrived."""
         if self._event is not None:
             self._event.synchronize()
-        now_zero = [name for name, nonzero in zip(self._left, self._now.tolist(), strict=True) if not nonzero]
-        flags = {id(each): each.tolist() for each, _ in map(self._left.__getitem__, now_zero)}
-        return {name for name in now_zero if flags[id(self._left[name][0])][self._left[name][1]]}
+        found: list[Any] = self._here.flatten().tolist()
+        return found
 
 
 def _have_nonzero(grads: Sequence[Tensor]) -> Tensor:

@@ -27,7 +27,7 @@ _READABLE = (3,)
 
 def manifest_of(state: HierState, run_id: str) -> dict[str, Any]:
     """For the main file: plain types only."""
-    stores, choice = state.settled_stores(), state.exchange.choice
+    choice = state.exchange.choice
     return {
         "version": _VERSION,
         "save_id": f"{run_id}-{state.round}",
@@ -40,7 +40,7 @@ def manifest_of(state: HierState, run_id: str) -> dict[str, Any]:
         "parameters": dict(state.parameters.numels),
         "settled": _plain(state.layout.settled),
         "previous": _plain(state.layout.previous),
-        "stores": [_plain(sorted(store.known, key=lambda group: group.names)) for store in stores],
+        "stores": [_plain(sorted(store.known, key=lambda group: group.names)) for store in state.feedback.stores],
     }
 
 

@@ -106,6 +106,7 @@ class LocalUpdates:
         """
         if not self.active:
             return
+        self.exchange.refuse_capture()
         self.steps += 1
         nodes = self._of(optimizer)
         first = self.nodes[0] in nodes and self.nodes[0].exchanges_next

@@ -352,6 +352,8 @@ def test_what_is_thrown_away_keeps_its_residual(group: ParamGroup, devices: int,
             store.current[group] = torch.full((shard,), 1.0)
         store.stage(group, None if after_is_zero else torch.full((shard,), 2.0))
         copy = store.settled_copy(frozenset(discarded))
+        staged = store.staged[group]
+        assert staged is None or (staged == 2.0).all(), "a checkpoint changes nothing"
         store.settle(frozenset(discarded))
         held = store.current.get(group, torch.zeros(shard))
         assert torch.equal(held, copy.current.get(group, torch.zeros(shard)))

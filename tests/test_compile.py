@@ -1,0 +1,100 @@
+"""torch.compile beside each strategy: whatever is compiled, and with or without DDPOptimizer, it trains as eager does.
+
+With everything sent results do not depend on how parameters are grouped, which compilation may change. Tested is how
+the exchange goes together with Dynamo and AOTAutograd; Inductor and CUDA come after them.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch._dynamo
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from lightning_sparse.exchange import ExchangeConfig
+from lightning_sparse.fsdp import ShardedGradients, mesh_of, shard
+from lightning_sparse.strategy import HierConfig, HierState, hier_hook
+from lightning_sparse.topology import discover
+from lightning_sparse.updates import LocalUpdates, UpdatesConfig
+from tests.fsdp.runs import Blocks, loss_of, whole
+from tests.helpers.distributed import RunRanks
+
+WAYS = ("eager", "model before", "blocks before", "wrapped")
+CASES = [
+    (way, backend, optimizer)
+    for way in WAYS[1:]
+    for backend in ("eager", "aot_eager")
+    for optimizer in (True, False)  # torch._dynamo.config.optimize_ddp
+]
+SEND_ALL: dict[str, Any] = {"exchange": "sparse", "density": 1.0, "value_dtype": "float32"}
+STEPS = 6
+
+
+def gradients(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[nn.Module, Callable[[], None]]:
+    """As mstopk_hier."""
+    state = HierState(model, HierConfig(**SEND_ALL, warmup_epochs=0), discover())
+    ddp = DistributedDataParallel(model, bucket_cap_mb=25)
+    ddp.register_comm_hook(state, hier_hook)
+    return ddp, lambda: None
+
+
+def updates(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[nn.Module, Callable[[], None]]:
+    """As mstopk_local."""
+    topology = discover()
+    exchanged = LocalUpdates(model, optimizer, UpdatesConfig(**SEND_ALL), topology)
+    return DistributedDataParallel(model, process_group=topology.intra), exchanged.step
+
+
+def shards(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[nn.Module, Callable[[], None]]:
+    """As mstopk_fsdp with gradients."""
+    topology = discover()
+    optimizer.param_groups.clear()
+    sharded = shard(model, mesh_of(topology))
+    exchanged = ShardedGradients(sharded, ExchangeConfig(**SEND_ALL), topology)
+    optimizer.add_param_group({"params": list(sharded.parameters())})
+    return sharded, exchanged.end_round
+
+
+STRATEGIES = {"mstopk_hier": gradients, "mstopk_local": updates, "mstopk_fsdp": shards}
+
+
+def train(strategy: str, way: str, backend: str) -> Tensor:
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    model = Blocks()
+    compiled: list[nn.Module] = {"model before": [model], "blocks before": list(model.blocks)}.get(way, [])
+    for each in compiled:
+        each.compile(backend=backend)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    wrapped, after_step = STRATEGIES[strategy](model, optimizer)
+    run: Any = torch.compile(wrapped, backend=backend) if way == "wrapped" else wrapped
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        loss_of(run, step, dist.get_rank()).backward()
+        optimizer.step()
+        after_step()
+    assert way == "eager" or torch._dynamo.utils.counters["frames"]["ok"] > 0, "nothing was compiled"
+    return whole(model).clone()
+
+
+def all_ways(strategy: str) -> dict[str, Tensor]:
+    found = {"eager": train(strategy, "eager", "")}
+    for way, backend, optimizer in CASES:
+        if strategy == "mstopk_fsdp" and not optimizer:
+            continue  # there is no DDP
+        with torch._dynamo.config.patch(optimize_ddp=optimizer):
+            found[f"{way}, {backend}, optimize_ddp={optimizer}"] = train(strategy, way, backend)
+    return found
+
+
+@pytest.mark.parametrize(
+    "strategy", ["mstopk_hier", *(pytest.param(each, marks=pytest.mark.slow) for each in list(STRATEGIES)[1:])]
+)
+def test_compiled_models_train_as_eager_ones(ranks: RunRanks, strategy: str) -> None:
+    for found in ranks(all_ways, strategy, nodes=2, devices=2):
+        assert len(found) == 1 + (len(CASES) if strategy != "mstopk_fsdp" else len(CASES) // 2)
+        for case, weights in found.items():
+            assert torch.allclose(weights, found["eager"], rtol=1e-4, atol=1e-6), case
