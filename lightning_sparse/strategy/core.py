@@ -7,7 +7,8 @@ into checkpoints and back. The two strategies call it from the methods that thei
 import gc
 import logging
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from torch import nn
@@ -19,7 +20,8 @@ from lightning_sparse.gradients.tracking import stepped_by
 from lightning_sparse.messages import show_log_lines
 from lightning_sparse.strategy import checkpoint as files
 from lightning_sparse.strategy.base import Core
-from lightning_sparse.strategy.options import check_options, loss_scale_of, with_defaults
+from lightning_sparse.strategy.options import bucket_cap_mb, check_options, loss_scale_of, with_defaults
+from lightning_sparse.topology import Topology
 
 
 class HierCore(Core):
@@ -51,7 +53,7 @@ class HierCore(Core):
         self._drop_unused_states(module, fresh)
         state = next((each for each in self.hier_states if each.parameters.are_of(module)), None)
         if state is None:
-            topology = self._discover({"find_unused_parameters": self._find_unused})
+            topology = self._place
             state = HierState(module, self.config, topology, find_unused_parameters=self._find_unused)
             state.loss_scale = lambda: loss_scale_of(precision)
             state.log_once(state.topology.describe())
@@ -61,6 +63,24 @@ class HierCore(Core):
         self._watched[state] = []  # new optimizers take the place of those before
         ddp.register_comm_hook(state, hier_hook)
         return state
+
+    @property
+    def _place(self) -> Topology:
+        """The topology. A collective of the world, the first time."""
+        return self._discover({"find_unused_parameters": self._find_unused})
+
+    @contextmanager
+    def _sized_buckets(self, module: nn.Module) -> Iterator[None]:
+        """DistributedDataParallel is given a bucket size inside, unless the user gave one. A collective."""
+        given = self._ddp_kwargs
+        nbytes = sum(p.numel() * p.element_size() for p in module.parameters() if p.requires_grad)
+        size = bucket_cap_mb(nbytes, self._place, self.root_device)
+        if size is not None and given.get("bucket_cap_mb") is None:
+            self._ddp_kwargs = {**given, "bucket_cap_mb": size}
+        try:
+            yield
+        finally:
+            self._ddp_kwargs = given
 
     @property
     def _find_unused(self) -> bool:

@@ -30,7 +30,8 @@ class MSTopKHierFabricMixin(HierCore, FabricHost):
     Args:
         node_name: the node that this process belongs to, by name, on every rank (see lightning_sparse.topology).
         **kwargs: those of ``HierConfig`` (``density``, ``exchange``, ...), of Fabric's DDPStrategy and of
-            DistributedDataParallel. ``gradient_as_bucket_view`` is True unless given.
+            DistributedDataParallel. ``gradient_as_bucket_view`` is True unless given, and on GPUs
+            ``bucket_cap_mb`` grows with the devices of a node.
 
     Raises:
         ValueError: for a bad value, an unknown option, or one that cannot be combined with this strategy.
@@ -54,7 +55,8 @@ class MSTopKHierFabricMixin(HierCore, FabricHost):
         """Wrap the module, and reduce its gradients our way. A module that is set up again goes on with its residuals;
         those of modules that are gone are dropped. A collective of the world."""
         prepare_ddp(self)
-        ddp: DistributedDataParallel = super().setup_module(module)
+        with self._sized_buckets(module):
+            ddp: DistributedDataParallel = super().setup_module(module)
         known = list(self.hier_states)
         state = self._attach(ddp, self.precision)
         if state not in known:

@@ -6,6 +6,7 @@ It overrides as little as it can, each for a reason; what Fabric needs too is in
 method                 why
 ====================== ===============================================================================================
 setup                  refuses what cannot work before anything is built
+_setup_model           sets the size of buckets
 _register_ddp_hooks    Lightning registers comm hooks on CUDA only; this one also runs on the CPU
 setup_optimizers       watches the optimizers: a residual counts only when its gradient was stepped
 on_train_start         sets the warm-up by the steps that Trainer expects
@@ -56,7 +57,8 @@ class MSTopKHierMixin(HierCore, TrainerHost):
             of their names.
         node_name: the node that this process belongs to, by name, on every rank; default: the environment variable
             LIGHTNING_SPARSE_NODE, else the host (see lightning_sparse.topology).
-        **kwargs: DDPStrategy's and DistributedDataParallel's own. ``gradient_as_bucket_view`` is True unless given.
+        **kwargs: DDPStrategy's and DistributedDataParallel's own. ``gradient_as_bucket_view`` is True unless given,
+            and on GPUs ``bucket_cap_mb`` grows with the devices of a node.
 
     Raises:
         ValueError: for a bad value, an unknown option, or one that cannot be combined with this strategy.
@@ -112,6 +114,11 @@ class MSTopKHierMixin(HierCore, TrainerHost):
             # A checkpoint that was loaded for testing does not concern the next fit.
             self._saved, self._resumes = [], False
         super().setup(trainer)
+
+    def _setup_model(self, model: torch.nn.Module) -> DistributedDataParallel:
+        """Wrap it, with buckets of a size that suits the exchange."""
+        with self._sized_buckets(model):
+            return super()._setup_model(model)
 
     def _register_ddp_hooks(self) -> None:
         state = self._attach(self.model, self.precision_plugin, fresh=self._resumes)

@@ -5,15 +5,21 @@ from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_sparse.gradients.config import HierConfig
+from lightning_sparse.topology import Topology
 from lightning_sparse.updates import UpdatesConfig
 
 OWN = tuple(field.name for field in fields(HierConfig) if field.name != "error_feedback")
 """The options that are not DDP's; without the one that only experiments use."""
 OWN_OF_UPDATES = tuple(field.name for field in fields(UpdatesConfig) if field.name != "inter_gbps")
+DDP_BUCKET_MB = 25
+"""DistributedDataParallel's own size."""
+BUCKETS = 8
+"""Of a backward pass: with fewer, little of the exchange lies beside it."""
 REFUSED = {
     **dict.fromkeys(
         ("ddp_comm_hook", "ddp_comm_state", "ddp_comm_wrapper"),
@@ -72,6 +78,22 @@ def with_defaults(ddp_kwargs: dict[str, Any]) -> dict[str, Any]:
     """DistributedDataParallel's options with what this strategy adds: gradients that lie in the buckets, so that
     neither is copied."""
     return {"gradient_as_bucket_view": True, **ddp_kwargs}
+
+
+def bucket_cap_mb(nbytes: int, topology: Topology, device: torch.device) -> int | None:
+    """The size of buckets where the user gives none, in MB; None for DDP's own.
+
+    On a GPU a bucket costs some 30 kernels and their launches at any size, and selection works on its L-th part: of
+    25 MB on 8 devices that is too little to keep a GPU busy. On a processor larger buckets gained nothing.
+
+    Args:
+        nbytes: of all gradients.
+        topology: of the ranks.
+        device: where gradients are.
+    """
+    if topology.kind != "hierarchical" or device.type != "cuda":
+        return None
+    return max(DDP_BUCKET_MB, min(DDP_BUCKET_MB * topology.num_devices, (nbytes >> 20) // BUCKETS))
 
 
 def loss_scale_of(precision: Any) -> Tensor | None:

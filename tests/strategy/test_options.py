@@ -4,9 +4,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from lightning_sparse.strategy import HierConfig
-from lightning_sparse.strategy.options import with_defaults
+from lightning_sparse.strategy.options import bucket_cap_mb, with_defaults
+from lightning_sparse.topology import Topology
 from tests.helpers.distributed import run_ranks
 from tests.strategy.trainers import FLAVOURS, lightning_of, ours, plain_module
 
@@ -86,3 +88,48 @@ def parse_options(flavour: str, given: dict[str, Any]) -> dict[str, Any]:
     parser.add_class_arguments(ours(flavour).MSTopKHierStrategy, "strategy")
     parsed = parser.parse_object({"strategy": given}).strategy
     return {name: parsed[name] for name in given}
+
+
+NODES_OF_8 = Topology(tuple(tuple(range(8 * node, 8 * node + 8)) for node in range(2)), 0)
+MB = 1 << 20
+
+
+@pytest.mark.parametrize(
+    ("device", "topology", "nbytes", "size"),
+    [
+        ("cpu", NODES_OF_8, 500 * MB, None),
+        ("cuda", Topology((tuple(range(8)),), 0), 500 * MB, None),  # one node: DDP's all-reduce
+        ("cuda", NODES_OF_8, 100 * MB, 25),
+        ("cuda", NODES_OF_8, 800 * MB, 100),  # eight buckets
+        ("cuda", NODES_OF_8, 28_000 * MB, 200),
+        ("cuda", Topology(((0,), (1,)), 0), 28_000 * MB, 25),  # a device selects in the whole bucket
+    ],
+)
+def test_buckets_on_gpus_grow_with_the_devices_of_a_node(
+    device: str, topology: Topology, nbytes: int, size: int | None
+) -> None:
+    assert bucket_cap_mb(nbytes, topology, torch.device(device)) == size
+
+
+class _Wrapped(Exception):
+    """Raised where the host wraps the module, with the options for DDP."""
+
+
+@pytest.mark.parametrize("flavour", [*FLAVOURS, "fabric", "lightning_fabric"])
+@pytest.mark.parametrize(("given", "size"), [({}, 100), ({"bucket_cap_mb": 7}, 7)])
+def test_the_size_of_buckets_is_set_while_ddp_wraps(
+    flavour: str, given: dict[str, Any], size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def wrap(self: Any, module: torch.nn.Module) -> None:
+        raise _Wrapped(self._ddp_kwargs)
+
+    cls = ours(flavour).MSTopKHierStrategy
+    method = "setup_module" if "fabric" in flavour else "_setup_model"
+    monkeypatch.setattr(cls, "root_device", torch.device("cuda"))
+    monkeypatch.setattr(cls.__bases__[1], method, wrap)
+    strategy = cls(**given)
+    strategy._topology = NODES_OF_8
+    with pytest.raises(_Wrapped) as wrapped:
+        getattr(strategy, method)(torch.nn.Linear(25 * MB, 8, device="meta"))
+    assert wrapped.value.args[0]["bucket_cap_mb"] == size
+    assert strategy._ddp_kwargs.get("bucket_cap_mb") == given.get("bucket_cap_mb"), "as the user has them"
