@@ -255,27 +255,36 @@ def with_groups(nodes: tuple[tuple[int, ...], ...], *, timeout: timedelta | None
             f"describe every rank, or leave it to topology.discover()."
         )
     has_threads = dist.get_backend() != "nccl"
-    world = own_group([tuple(range(plain.world_size))], timeout) if has_threads else None
+    world = own_group([tuple(range(plain.world_size))], timeout, "all ranks") if has_threads else None
     if plain.kind != "hierarchical":
         return Topology(nodes, rank, world=world)
     return Topology(
         nodes,
         rank,
-        intra=own_group(nodes, timeout),
-        inter=own_group([tuple(sorted(peers)) for peers in zip(*nodes, strict=True)], timeout),
+        intra=own_group(nodes, timeout, "inside the node"),
+        inter=own_group([tuple(sorted(peers)) for peers in zip(*nodes, strict=True)], timeout, "between nodes"),
         world=world,
-        outward=own_group(nodes, timeout),
+        outward=own_group(nodes, timeout, "inside the node, at the end"),
     )
 
 
-def own_group(partition: Iterable[tuple[int, ...]], timeout: timedelta | None) -> ProcessGroup | None:
-    """This rank's group, of groups that have no rank in common. A collective: every rank of the world calls it."""
+def own_group(partition: Iterable[tuple[int, ...]], timeout: timedelta | None, name: str) -> ProcessGroup | None:
+    """This rank's group, of groups that have no rank in common. A collective: every rank of the world calls it.
+
+    Args:
+        name: which NCCL's watchdog tells when a collective of the group does not end.
+    """
+    name = f"lightning_sparse: {name}"
     cells = [list(ranks) for ranks in partition]
     default = dist.group.WORLD
     if default is not None and default.bound_device_id is not None and dist.get_backend() == "nccl":
-        split = dist.split_group(split_ranks=cells, timeout=timeout)  # one split of the communicator for all of them
+        split = dist.split_group(
+            split_ranks=cells, timeout=timeout, group_desc=name
+        )  # one split of the communicator for all of them
         return split if isinstance(split, ProcessGroup) else None
-    made = [dist.new_group(cell, timeout=timeout) for cell in cells]  # all ranks create all groups, in one order
+    made = [
+        dist.new_group(cell, timeout=timeout, group_desc=name) for cell in cells
+    ]  # all ranks create all groups, in one order
     return next((group for group in made if isinstance(group, ProcessGroup)), None)
 
 

@@ -45,5 +45,5 @@ def communicator_of(topology: Topology, scope: Scope, *, timeout: timedelta | No
         return HierCommunicator(replace(topology, nodes=everyone, intra=topology.world, inter=None))
     intra = topology.intra
     if topology.kind == "unequal nodes":  # the reduction makes no groups for them
-        intra = own_group(nodes, timeout)
+        intra = own_group(nodes, timeout, "the shared step")
     return HierCommunicator(replace(topology, nodes=nodes, intra=intra, inter=None))

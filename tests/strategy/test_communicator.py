@@ -1,12 +1,16 @@
 """What travels between nodes arrives whole, in node order, for any number of nodes and any order of ranks."""
 
+from datetime import timedelta
+from unittest.mock import patch
+
 import pytest
 import torch
 import torch.distributed as dist
 
+from lightning_sparse.exchange import CommunicationError
 from lightning_sparse.strategy import HierCommunicator
-from lightning_sparse.topology import discover
-from tests.helpers.distributed import RunRanks
+from lightning_sparse.topology import Topology, discover
+from tests.helpers.distributed import RunRanks, run_ranks
 
 PLACEMENTS = {
     "two": [[0], [1]],
@@ -52,3 +56,39 @@ def read(row_B: torch.Tensor) -> str:
     """The inverse; what is not the same text throughout is not read."""
     said = bytes(row_B[:100].tolist()).split(b";")[0].decode()
     return said if torch.equal(row_B, message(said, row_B.numel())) else f"damaged: {said}"
+
+
+def test_groups_have_names_and_the_timeout_that_is_given() -> None:
+    """By the names NCCL's watchdog tells what did not end."""
+    for named in run_ranks(groups_of_a_rank, nodes=2, devices=2):
+        assert named == {
+            "intra": ("lightning_sparse: inside the node", 77.0),
+            "inter": ("lightning_sparse: between nodes", 77.0),
+            "outward": ("lightning_sparse: inside the node, at the end", 77.0),
+            "world": ("lightning_sparse: all ranks", 77.0),
+        }
+
+
+def groups_of_a_rank() -> dict[str, tuple[str, float]]:
+    topology = discover(timeout=timedelta(seconds=77))
+    found = {}
+    for name in ("intra", "inter", "outward", "world"):
+        group = getattr(topology, name)
+        timeout = group._get_backend(torch.device("cpu")).options._timeout
+        found[name] = (group.group_desc, timeout.total_seconds())
+    return found
+
+
+def test_an_error_of_the_backend_names_the_step() -> None:
+    """As NCCL raises it under TORCH_NCCL_BLOCKING_WAIT=1."""
+    comm = HierCommunicator(Topology(((0,), (1,)), 0))
+    comm.where = "in round 17, bucket 0"
+    gone = dist.DistBackendError("NCCL timeout")
+    with (
+        patch.object(dist, "all_reduce", side_effect=gone),
+        pytest.raises(
+            CommunicationError, match=r"all-reduce between nodes \(ranks 0, 1\) failed in round 17"
+        ) as failed,
+    ):
+        comm.all_reduce(torch.zeros(4))
+    assert failed.value.__cause__ is gone
