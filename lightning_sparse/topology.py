@@ -278,13 +278,11 @@ def own_group(partition: Iterable[tuple[int, ...]], timeout: timedelta | None, n
     cells = [list(ranks) for ranks in partition]
     default = dist.group.WORLD
     if default is not None and default.bound_device_id is not None and dist.get_backend() == "nccl":
-        split = dist.split_group(
-            split_ranks=cells, timeout=timeout, group_desc=name
-        )  # one split of the communicator for all of them
+        # one split of the communicator for all of them
+        split = dist.split_group(split_ranks=cells, timeout=timeout, group_desc=name)
         return split if isinstance(split, ProcessGroup) else None
-    made = [
-        dist.new_group(cell, timeout=timeout, group_desc=name) for cell in cells
-    ]  # all ranks create all groups, in one order
+    # all ranks create all groups, in one order
+    made = [dist.new_group(cell, timeout=timeout, group_desc=name) for cell in cells]
     return next((group for group in made if isinstance(group, ProcessGroup)), None)
 
 
