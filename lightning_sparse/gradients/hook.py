@@ -117,5 +117,5 @@ def _gather(comm: HierCommunicator, part: BucketGroup, shard_S: Tensor) -> None:
         own.copy_(shard_S[: own.numel()])
         return
     grad_LS = comm.gather(shard_S, last=True, into=grad_N)
-    if grad_LS.data_ptr() != grad_N.data_ptr():  # it was padded; with one device a node the shard is the bucket itself
+    if grad_LS is not grad_N:  # it was padded; with one device a node the shard is the bucket itself
         grad_N.copy_(grad_LS[: grad_N.numel()])

@@ -1,0 +1,204 @@
+"""In a settled round the host waits for no GPU: nothing reads a tensor's values, and no copy blocks.
+
+There need be no GPU: tensors are torch's fake ones of device "cuda", which have no values to read. What waits by design
+is not looked at: `_OnItsWay.numbers`, which reads what was copied in the background during the last step.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from lightning_sparse.exchange import engine
+from lightning_sparse.exchange.lanes import Runner
+from lightning_sparse.gradients import tracking
+from lightning_sparse.gradients.hook import reduce_bucket
+from lightning_sparse.gradients.residual import ResidualStore
+from lightning_sparse.strategy import HierConfig, HierState
+from lightning_sparse.topology import Topology
+from lightning_sparse.updates import LocalUpdates, UpdatesConfig
+from lightning_sparse.updates import local as local_updates
+from tests.strategy.test_threads import Bucket
+
+BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
+NODES_OF_2 = Topology(((0, 1), (2, 3)), 0)
+SETTLED = 4
+
+
+class AtOnce(Runner):
+    """Runs jobs where they are, without futures, which on "cuda" need a device."""
+
+    def start(self, job: Any, *_: Any) -> Any:
+        list(job)
+
+    def finish(self, _: Any) -> None:
+        """It is done."""
+
+
+class Event:
+    """Of CUDA; nothing is there to wait for."""
+
+    def __init__(self, **_: Any) -> None: ...
+    def record(self, *_: Any) -> None: ...
+    def synchronize(self) -> None: ...
+    def query(self) -> bool:
+        return False
+
+    def record_event(self) -> "Event":  # of a stream
+        return self
+
+
+class NoWaits(TorchDispatchMode):
+    """Refuses copies between devices that block; fake tensors refuse to be read by themselves."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        made = func(*args, **kwargs)
+        name = func.overloadpacket.__name__
+        if name in ("_to_copy", "copy_"):
+            devices = {each.device.type for each in (*args[:2], made) if isinstance(each, Tensor)}
+            blocks = not (kwargs.get("non_blocking") or (name == "copy_" and len(args) > 2 and args[2]))
+            assert len(devices) == 1 or not blocks, f"{func} between {devices} waits"
+        return made
+
+
+@pytest.fixture(autouse=True)
+def _cuda_without_a_device(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    monkeypatch.setattr(engine, "runner_of", lambda *_: AtOnce())
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda *_: Event())
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(tracking._OnItsWay, "numbers", lambda self: [0.0] * self._here.numel())
+    monkeypatch.setattr(local_updates, "_check_ranks", lambda *_: None)
+    monkeypatch.setattr(LocalUpdates, "_synchronise", lambda _: None)
+    with FakeTensorMode():
+        yield
+
+
+@contextmanager
+def watched(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    made = torch.tensor
+
+    def tensor(data: Any, **options: Any) -> Tensor:
+        assert "cuda" not in str(options.get("device", "")), "torch.tensor on a GPU waits"
+        return made(data, **options)
+
+    with monkeypatch.context() as patched, NoWaits():
+        patched.setattr(torch, "tensor", tensor)
+        yield
+
+
+def a_model() -> nn.Module:
+    with torch.device("cuda"):
+        return nn.Sequential(nn.Linear(40, 30), nn.Linear(30, 20))
+
+
+class Fused(torch.optim.Optimizer):
+    """Takes part in a loss scaler's decision, as fused optimizers do."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {})
+        self.found_inf = torch.zeros(1, device="cuda")
+
+    def step(self, closure: Any = None) -> None:
+        return None
+
+
+def gradients_of(model: nn.Module) -> Tensor:
+    """They take the place of a backward pass: autograd's engine asks for the device."""
+    for parameter in model.parameters():
+        parameter.grad = torch.empty_like(parameter)
+    return torch.cat([parameter.grad.flatten() for parameter in model.parameters() if parameter.grad is not None])
+
+
+CASES: dict[str, dict[str, Any]] = {
+    **{path: {"exchange": path} for path in ("sparse", "regional", "dense", "dense16")},
+    "auto": {"exchange": "auto", "inter_gbps": 1.0},
+    "excluded": {"exclude": "vectors", "exchange": "sparse"},
+    "momentum": {"momentum_correction": True, "exchange": "sparse"},
+    "unused": {"exchange": "sparse"},
+    "scaled": {"exchange": "sparse"},
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_round_waits_for_nothing(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from gpu_cluster import Alone
+
+    model = a_model()
+    optimizer: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    if case == "scaled":
+        optimizer = Fused(model.parameters())
+    state = HierState(model, HierConfig(**CASES[case]), NODES_OF_2, find_unused_parameters=case == "unused")
+    state.exchange.communicator = Alone(NODES_OF_2)
+    state.watch([optimizer])
+    if case == "scaled":
+        scale = torch.ones((), device="cuda")
+        state.loss_scale = lambda: scale
+
+    def step() -> None:
+        optimizer.zero_grad()
+        state.before_backward()
+        if state.feedback.unused is not None:
+            state.feedback.unused._used.add("0.weight")
+        flat = gradients_of(model)
+        for _ in reduce_bucket(state, state.receive(Bucket(flat, list(model.parameters())))):  # type: ignore[arg-type]
+            pass
+        optimizer.step()
+
+    _settle_then_watch(step, monkeypatch)
+    assert state.layout.settled
+
+
+@pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor")  # once, where slices are divided
+@pytest.mark.parametrize("path", ["sparse", "regional", "dense", "dense16"])
+def test_updates_wait_for_nothing(path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    from gpu_cluster import Alone
+
+    model = a_model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    nodes = Topology(((0,), (1,)), 0)
+    updates = LocalUpdates(model, optimizer, UpdatesConfig(exchange=path), nodes)
+    updates.exchange.communicator = Alone(nodes)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        gradients_of(model)
+        optimizer.step()
+        updates.step()
+
+    _settle_then_watch(step, monkeypatch)
+
+
+def _settle_then_watch(step: Callable[[], None], monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as settling:
+        settling.setattr(ResidualStore, "regroup", lambda *_: None)  # devices agree on what a new layout takes over
+        for _ in range(SETTLED):
+            step()
+    with watched(monkeypatch):
+        step()
+        step()
+
+
+@pytest.mark.parametrize(
+    "waits",
+    [
+        lambda x: x.sum().item(),
+        lambda x: bool(x.any()),
+        lambda x: x.cpu(),
+        lambda x: torch.ones(3).to("cuda"),
+        lambda x: torch.tensor(1.0, device="cuda"),
+        lambda x: x.tolist(),
+    ],
+)
+def test_what_waits_is_found(waits: Callable[[Tensor], object], monkeypatch: pytest.MonkeyPatch) -> None:
+    x = torch.empty(3, device="cuda")
+    with watched(monkeypatch), pytest.raises((AssertionError, RuntimeError, NotImplementedError)):
+        waits(x)
