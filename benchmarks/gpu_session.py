@@ -13,7 +13,7 @@ that fails does not stop the others. For each claim it prints held, not held or 
 | kernels | selection and compression beside the device's own sum, copy and topk |
 | resnet50, gpt | steps on two nodes of one device, without exchange and with it, on a free link and a slow one |
 | sync | steps in which a wait of the host for the device is an error |
-| trace | one backward pass and one step of updates, as lanes over time |
+| trace | one backward pass of ResNet-50 and one step of the GPT with updates, as lanes over time |
 
 There is one GPU, so the other node is a copy of this one (gpu_cluster.py): NCCL and a network take no part. The claims
 are about a GPU; on a processor the verdicts say only that all parts run. Writes session.json and session.md (hardware,
@@ -84,7 +84,7 @@ PARTS = {
         },
     ),
     "trace": Part(
-        60,
+        75,
         {
             "backward": "while the link carries gradients another lane works, 70 % of the time or more",
             "updates": "while it carries updates another lane works, 70 % of the time or more",
