@@ -38,6 +38,7 @@ class ErrorFeedback:
         self.loss_scale: Callable[[], Tensor | None] = lambda: None
         self.unused: UnusedParameters | None = None
         self._keeps = keeps
+        self._factors: dict[tuple[float, torch.device], Tensor] = {}  # one fill less a bucket
 
     @property
     def stores(self) -> list[ResidualStore]:
@@ -61,7 +62,10 @@ class ErrorFeedback:
     def contribution(self, part: BucketGroup, sum_S: Tensor, share: float) -> tuple[Tensor, Tensor]:
         """What the residual is added to: a tensor, and what it is to be multiplied by. ``share`` of ``sum_S`` is this
         node's share of the mean gradient; with momentum correction its velocity takes the place of it."""
-        factor = torch.full((), share, dtype=torch.float32, device=sum_S.device)
+        factor = self._factors.get((share, sum_S.device))
+        if factor is None:
+            factor = torch.full((), share, dtype=torch.float32, device=sum_S.device)
+            self._factors[share, sum_S.device] = factor
         scale = self.loss_scale()
         factor = factor if scale is None else factor / scale
         if self.momentum is None:
