@@ -140,7 +140,8 @@ def session(folder: Path, names: list[str], cpu: bool, minutes: float) -> dict[s
         if left < 5:
             outcomes[name] = Outcome(0.0, "no time left", dict.fromkeys(part.claims, (NOT_RUN, "no time left")))
         else:
-            outcomes[name] = run(name, part, folder, cpu, min(part.seconds, left))
+            limit = part.seconds * (3 if cpu else 1)  # of a processor, which others may use, too
+            outcomes[name] = run(name, part, folder, cpu, min(limit, left))
         for key, (said, number) in outcomes[name].claims.items():
             print(f"{said:8}  {name:8}  {part.claims[key]}: {number}", flush=True)
     return outcomes
