@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 
 from lightning_sparse.data.cache.placement import owners
 from lightning_sparse.data.config import SHUFFLES
-from lightning_sparse.data.pipeline.rng import bits, shuffled, uniform
 from lightning_sparse.data.pipeline.sampler import (
     EpochPlan,
     EpochSegment,
@@ -21,6 +20,7 @@ from lightning_sparse.data.pipeline.sampler import (
     assign,
     evaluation_batches,
 )
+from lightning_sparse.data.rng import bits, shuffled, uniform
 from tests.data.fits import global_batch
 
 configs = st.builds(
@@ -169,6 +169,24 @@ def test_nodes_take_their_own_first(seed: int, extra: list[int], draw: int) -> N
     assert np.bincount(nodes, minlength=len(capacity)).tolist() == capacity.tolist()
     kept = [int(((nodes == node) & (home == node)).sum()) for node in range(len(capacity))]
     assert kept == [min(int((home == node).sum()), int(capacity[node])) for node in range(len(capacity))]
+
+
+@pytest.mark.parametrize("skew", [0, 1], ids=["random", "a node is full early"])
+def test_large_batches_are_assigned_as_one_by_one(skew: int) -> None:
+    """Most samples of a large batch are counted and not sorted, unless a node is full already among them."""
+    capacity = np.array([100, 300, 200])
+    home = np.repeat(np.arange(3), capacity)[shuffled(np.arange(600), 3, 0)]
+    home[:200] *= 1 - skew
+    expected, left, over = home.copy(), capacity.copy(), []
+    for position, node in enumerate(home.tolist()):
+        left[node] -= 1
+        if left[node] < 0:
+            over.append(position)
+    expected[over] = np.repeat(np.arange(3), left.clip(0))
+    assert len(over) > 100 if skew else over == []
+    assert assign(home, capacity).tolist() == expected.tolist()
+    home[-40:] = 1  # the overflow of a draw: all of it at the end
+    assert np.bincount(assign(home, capacity)).tolist() == capacity.tolist()
 
 
 def test_global_batches_do_not_depend_on_the_number_of_nodes() -> None:
