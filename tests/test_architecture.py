@@ -55,14 +55,16 @@ MAY_IMPORT_IN_DATA: dict[str, set[str]] = {
     "config": set(),
     "sample": set(),
     "decode": set(),
+    "rng": set(),
     "peers": {"config", "sample"},
-    "cache": {"config", "sample", "decode", "peers"},  # the store reads from peers as from any tier
-    "pipeline": {"config", "sample", "decode"},  # reads from whatever has `get`; a test's fake store, too
+    "cache": {"config", "sample", "decode", "rng", "peers"},  # the store reads from peers as from any tier
+    "pipeline": {"config", "sample", "decode", "rng"},  # reads from whatever has `get`; a test's fake store, too
     "base": {"pipeline"},
-    "tokens": {"base", "config", "peers", "pipeline"},
-    "session": {"config", "sample", "cache", "peers", "pipeline"},
-    "cached": {"base", "cache", "pipeline", "session"},
-    "datamodule": {"cached", "config", "pipeline", "session"},
+    "tokens": {"base", "config", "peers", "pipeline", "rng"},
+    "options": {"config", "pipeline"},
+    "session": {"config", "sample", "rng", "cache", "peers", "pipeline", "options"},
+    "cached": {"base", "cache", "pipeline", "options", "session"},
+    "datamodule": {"cached", "config", "pipeline", "options"},
 }
 RULES = {PACKAGE: MAY_IMPORT, f"{PACKAGE}.data": MAY_IMPORT_IN_DATA}
 # What is heavy or optional -> the files that may import it, by the beginning of their path in the package.

@@ -12,6 +12,7 @@ keeps it in memory for later epochs and sends it to the other nodes.
 ============== ===========================================================================
 datamodule.py  the LightningDataModules: of images, and of files of any kind
 cached.py      what they share: the hooks of the Trainer
+options.py     their options
 session.py     what is open between setup and teardown
 tokens/        token streams, with a LightningDataModule of their own
 pipeline/      samples -> batches: sampler, loader, augmentation, DALI and torchvision
@@ -21,6 +22,7 @@ base.py        what all DataModules share
 config.py      options of the cache, and the errors
 sample.py      a sample, and the interface of what reads samples
 decode.py      the image decoder
+rng.py         counter-based random numbers, of which all of this is drawn
 ============== ===========================================================================
 
 Imports go downwards in this table, except that `pipeline` imports neither `cache` nor `peers`. Importing this package

@@ -10,8 +10,10 @@ from typing import Any
 from lightning_sparse.data.base import DataModuleMixin
 from lightning_sparse.data.cache.manifest import class_names, num_classes
 from lightning_sparse.data.cache.summary import metrics
+from lightning_sparse.data.options import DataOptions
+from lightning_sparse.data.pipeline.backend import ImageOptions
 from lightning_sparse.data.pipeline.loader import EvalLoader, TrainLoader
-from lightning_sparse.data.session import DataOptions, Formats, Session, open_session
+from lightning_sparse.data.session import Formats, Session, open_session
 from lightning_sparse.messages import described
 
 
@@ -47,7 +49,7 @@ class CachedMixin(DataModuleMixin):
         self._open(stage)
         self._num_classes = self._opened().check_classes(self._num_classes) or None
 
-    def _open(self, stage: str, formats: Formats | None = None) -> None:
+    def _open(self, stage: str, formats: Formats | None = None, backend: str | None = None) -> None:
         self._close()
         self._stage = stage
         node_rank, local_rank = self._position
@@ -58,22 +60,28 @@ class CachedMixin(DataModuleMixin):
             node_rank=node_rank,
             local_rank=local_rank,
             formats=formats,
+            backend=backend,
         )
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a resumed run keeps, besides the state of its loaders."""
-        formats = {"formats": dict(self._session.formats)} if self._session is not None else {}
-        return {**super().state_dict(), **formats}
+        session = self._session
+        chosen = {} if session is None else {"formats": dict(session.formats), "backend": session.backend}
+        return {**super().state_dict(), **chosen}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on at the place in the epoch, and keep the format of the memory tier, unless ``sample_format`` sets it.
-        Called after setup, on all ranks."""
+        """Go on at the place in the epoch, and keep the format of the memory tier and the backend, unless options set
+        them. Called after setup, on all ranks."""
         super().load_state_dict(state_dict)
-        session, formats = self._session, state_dict.get("formats", {})
-        if session is None or self._options.cache.format != "auto":
+        session, options = self._session, self._options
+        if session is None:
             return
-        if any(formats.get(split, own) != own for split, own in session.formats.items()):
-            self._open(self._stage, formats)
+        formats = state_dict.get("formats", {}) if options.cache.format == "auto" else {}
+        images = options.samples if isinstance(options.samples, ImageOptions) else None
+        backend = state_dict.get("backend") if images is not None and images.backend == "auto" else None
+        other = any(formats.get(split, own) != own for split, own in session.formats.items())
+        if other or backend not in (None, session.backend):
+            self._open(self._stage, formats, backend)
 
     def train_dataloader(self) -> TrainLoader:
         """Random batches of this rank."""

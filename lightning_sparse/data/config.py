@@ -5,10 +5,10 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from importlib.util import find_spec
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 Shuffle = Literal["local", "partial", "global"]
-SHUFFLES = ("local", "partial", "global")
+SHUFFLES = get_args(Shuffle)
 GB = 10**9
 
 SPLITS = ("train", "val", "test")

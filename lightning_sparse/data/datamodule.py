@@ -11,12 +11,12 @@ from typing import Any, Literal
 
 from lightning_sparse.data.cached import CachedMixin
 from lightning_sparse.data.config import CacheConfig, Shuffle
+from lightning_sparse.data.options import DataOptions
 from lightning_sparse.data.pipeline.augment import Augment
 from lightning_sparse.data.pipeline.backend import Backend, ImageOptions
 from lightning_sparse.data.pipeline.batch import MEAN, STD, Transform
 from lightning_sparse.data.pipeline.sizes import ImageSizes
 from lightning_sparse.data.pipeline.workers import SampleOptions
-from lightning_sparse.data.session import DataOptions
 
 
 class CachedDataModuleMixin(CachedMixin):
@@ -140,7 +140,7 @@ class CachedImageDataModuleMixin(CachedMixin):
         disk_gb: disk limit per split; default: all free space except a reserve.
         shuffle: ``"global"``, ``"partial"`` or ``"local"``; see `lightning_sparse.data.pipeline.sampler`.
         exchange_fraction: fraction of its samples that a node exchanges in each epoch, for ``"partial"``.
-        backend: ``"dali"``, ``"torch"``, or ``"auto"`` for the faster one.
+        backend: ``"dali"``, ``"torch"``, or ``"auto"`` for the faster one, which is kept by a resumed run.
         sample_format: ``"decoded"`` keeps pixels in memory, ``"jpeg"`` files, ``"auto"`` pixels if they fit.
         short_side: shorter side of decoded images; default: 8/7 of the largest image_size.
         on_corrupt: ``"raise"`` stops at a corrupt file and names it, ``"skip"`` replaces it by another sample.

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 # Formats found in image folders. Pillow's other parsers stay unused.
 FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF", "PPM")
 MAX_PIXELS = 178_956_970  # Pillow's own limit against decompression bombs
+DRAFT = 2  # what libjpeg scales down is at least this many times the size that is wanted, which Pillow then makes of it
 _TRANSPOSED = (5, 6, 7, 8)  # EXIF orientations that swap height and width
 _ORIENTATION = 0x0112
 
@@ -56,8 +57,8 @@ def decode(data: bytes, short_side: int | None = None) -> npt.NDArray[np.uint8]:
     with _opened(data) as image:
         size = None if short_side is None else scaled(image.size, short_side)
         if size is not None and size != image.size:
-            # libjpeg scales by 1/2, 1/4, 1/8 while decoding; keep at least twice the target size
-            image.draft(None, (2 * size[0], 2 * size[1]))
+            # libjpeg scales by 1/2, 1/4, 1/8 while it decodes, which takes less time
+            image.draft(None, (DRAFT * size[0], DRAFT * size[1]))
         orientation = _orientation(image)  # the conversion may drop it
         pixels = _rgb(image)
         if size is not None and size != pixels.size:

@@ -21,14 +21,14 @@ from lightning_sparse.data.cache.storage import MissingFolderError
 from lightning_sparse.data.cache.store import SampleStore, new_run
 from lightning_sparse.data.cache.summary import TierLog
 from lightning_sparse.data.config import CacheConfig
+from lightning_sparse.data.options import DataOptions
 from lightning_sparse.data.peers.collectives import find_topology, on_all_ranks, on_rank_zero
 from lightning_sparse.data.peers.interface import node_address, reachable
-from lightning_sparse.data.pipeline.backend import ImageOptions
+from lightning_sparse.data.pipeline.backend import ImageOptions, Known, choose_backend, installed_backends
 from lightning_sparse.data.pipeline.batch import Pipeline
 from lightning_sparse.data.pipeline.loader import EvalLoader, TrainLoader
-from lightning_sparse.data.pipeline.rng import shuffled
 from lightning_sparse.data.pipeline.sampler import Indices, Sampler, SamplerConfig, evaluation_batches
-from lightning_sparse.data.pipeline.workers import SampleOptions
+from lightning_sparse.data.rng import shuffled
 from lightning_sparse.data.sample import Format
 from lightning_sparse.messages import log, show_log_lines
 from lightning_sparse.topology import Topology
@@ -36,33 +36,6 @@ from lightning_sparse.topology import Topology
 _MAX_THREADS = 16
 Formats = dict[str, Format]
 """Format of the memory tier, by split."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class DataOptions:
-    """Options of the DataModule, validated on creation.
-
-    Args:
-        samples: how they become batches.
-        with_indices: end each batch with the indices of its samples.
-    """
-
-    cache: CacheConfig
-    batch_size: int
-    samples: ImageOptions | SampleOptions
-    val_fraction: float | None = None
-    with_indices: bool = False
-
-    def __post_init__(self) -> None:
-        SamplerConfig(batch_size=self.batch_size)
-        if self.val_fraction is not None and not 0 < self.val_fraction < 1:
-            raise ValueError(f"val_fraction={self.val_fraction} must be between 0 and 1: it is a fraction of train/.")
-        sizes = self.samples.sizes
-        if sizes is not None and self.cache.short_side < sizes.largest:
-            raise ValueError(
-                f"short_side={self.cache.short_side} is less than the largest image_size, {sizes.largest}: cached "
-                f"images would be upscaled. Omit it, or give at least {sizes.largest}."
-            )
 
 
 @dataclass
@@ -83,6 +56,7 @@ class Session:
     Attributes:
         train, val, test: samples to train, to validate and to test on; None if there are none.
         formats: format of the memory tier, by split.
+        backend: backend of images, the same for all splits; None: not chosen yet, or not images.
     """
 
     options: DataOptions
@@ -92,13 +66,19 @@ class Session:
     val: Subset | None = None
     test: Subset | None = None
     formats: Formats = field(default_factory=dict)
+    backend: str | None = None
     _no_val: str = ""  # why there are no samples to validate on
     _stores: list[SampleStore] = field(default_factory=list)
     _pipelines: dict[str, Pipeline] = field(default_factory=dict)  # by split, like the loaders
     _loaders: dict[str, TrainLoader | EvalLoader] = field(default_factory=dict)
 
     def open(self, run: bytes, stage: str) -> None:
-        """Open the stores. A collective."""
+        """Open the stores, and choose the backend. A collective."""
+        self._open_stores(run, stage)
+        if isinstance(self.options.samples, ImageOptions):
+            self._choose_backend(self.options.samples)
+
+    def _open_stores(self, run: bytes, stage: str) -> None:
         cache, fraction = self.options.cache, self.options.val_fraction
         if stage in ("test", "predict"):
             if on_rank_zero(partial(has_split, cache, "test")):
@@ -169,6 +149,16 @@ class Session:
         if endpoints:
             self._stores[-1].connect(endpoints)
         return self._stores[-1]
+
+    def _choose_backend(self, options: ImageOptions) -> None:
+        """Choose the same backend on all ranks, from what all of them know."""
+        everywhere = frozenset.intersection(*on_all_ranks(installed_backends))
+        subset = self.train or self.val or self.test
+        known = Known.of(subset.store, options.sizes, subset.store.manifest.probed) if subset is not None else Known()
+        kept, device = self.backend, self.device
+        self.backend, reason = choose_backend(options.backend, device, known, installed=everywhere, kept=kept)
+        self.log_once(f"backend={self.backend!r}: {reason}")
+        self.options = replace(self.options, samples=replace(options, backend=self.backend))
 
     def check_classes(self, used: int | None) -> int:
         """Return the number of classes. A collective.
@@ -308,6 +298,7 @@ def open_session(
     node_rank: int | None = None,
     local_rank: int | None = None,
     formats: Formats | None = None,
+    backend: str | None = None,
 ) -> Session:
     """Find the topology, list the samples and open their stores. A collective.
 
@@ -315,14 +306,14 @@ def open_session(
         device: device that the batches are for; default: the CPU.
         stage: of the Trainer: "fit", "validate", "test" or "predict".
         node_rank, local_rank: position of this process, if known.
-        formats: formats of the memory tier in the run that this one continues, by split.
+        formats, backend: those of the run that this one continues; see `Session`.
 
     Raises:
         ValueError, DataError: if the source or the cache cannot be used.
     """
     show_log_lines()
     topology = find_topology(node_rank, local_rank)
-    session = Session(options, topology, device or torch.device("cpu"), formats=dict(formats or {}))
+    session = Session(options, topology, device or torch.device("cpu"), formats=dict(formats or {}), backend=backend)
     try:
         session.open(on_rank_zero(new_run), stage)
     except BaseException:

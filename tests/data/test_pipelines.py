@@ -15,7 +15,6 @@ import numpy as np
 import pytest
 import torch
 
-from lightning_sparse.data.pipeline import backend as backends
 from lightning_sparse.data.pipeline.augment import Augment
 from lightning_sparse.data.pipeline.batch import BatchRequest, Transform, prepare
 from lightning_sparse.data.pipeline.prefetch import prefetch
@@ -347,32 +346,6 @@ def test_closing_ahead_closes_what_it_reads() -> None:
     assert next(lane) == 0
     lane.close()
     assert closed == ["inner"]
-
-
-@pytest.mark.parametrize(
-    ("wanted", "device", "installed", "chosen", "why"),
-    [
-        ("auto", "cpu", {"nvidia.dali", "torchvision"}, "torch", "on a CPU it resizes faster"),
-        ("auto", "cuda:0", {"nvidia.dali", "torchvision"}, "dali", "it runs on the GPU"),
-        ("auto", "cuda:0", {"torchvision"}, "torch", "DALI, which runs on the GPU, is not installed"),
-        ("auto", "cpu", {"nvidia.dali"}, "dali", "torchvision is not installed"),
-        ("dali", "cpu", {"nvidia.dali", "torchvision"}, "dali", "as requested"),
-    ],
-)
-def test_the_backend_is_chosen_for_a_reason(
-    monkeypatch: pytest.MonkeyPatch, wanted: Any, device: str, installed: set[str], chosen: str, why: str
-) -> None:
-    monkeypatch.setattr(backends, "is_installed", installed.__contains__)
-    name, reason = backends.choose_backend(wanted, torch.device(device))
-    assert name == chosen
-    assert why in reason
-
-
-@pytest.mark.parametrize(("wanted", "says"), [("dali", "pip install nvidia-dali"), ("auto", "needs torchvision")])
-def test_a_backend_that_is_not_installed_is_refused(monkeypatch: pytest.MonkeyPatch, wanted: Any, says: str) -> None:
-    monkeypatch.setattr(backends, "is_installed", lambda _: False)
-    with pytest.raises(ValueError, match=says):
-        backends.choose_backend(wanted, torch.device("cpu"))
 
 
 def test_memory_is_used_again_only_when_nobody_refers_to_the_batch() -> None:

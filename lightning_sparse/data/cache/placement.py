@@ -5,6 +5,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from lightning_sparse.data.rng import bits
+
 
 @dataclass(frozen=True)
 class Placement:
@@ -32,9 +34,7 @@ def owners(labels: npt.NDArray[np.int64], num_nodes: int, seed: int) -> npt.NDAr
     """
     if num_nodes < 1:
         raise ValueError(f"num_nodes={num_nodes} must be at least 1.")
-    # raw output of a counter-based generator is the same on all machines and in all versions of numpy
-    shuffled = np.random.Philox(key=seed & 0xFFFFFFFFFFFFFFFF).random_raw(len(labels))
-    dealt = np.lexsort((shuffled, labels))  # sorted by class, shuffled within each
+    dealt = np.lexsort((bits(seed, np.arange(len(labels))), labels))  # sorted by class, shuffled within each
     result = np.empty(len(labels), np.int64)
     result[dealt] = np.arange(len(labels)) % num_nodes
     return result

@@ -8,6 +8,5 @@ augment.py       random crops and flips
 backend.py       of images: choose the backend, backend_dali.py, or backend_torch.py for torchvision; sizes.py
 workers.py       of other samples: functions of the user's own, in worker processes
 prefetch.py      run an iterable ahead of time in a thread
-rng.py           counter-based random numbers
 ================ ======================================================================
 """

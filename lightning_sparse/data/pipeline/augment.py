@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_sparse.data.pipeline.rng import uniform
+from lightning_sparse.data.rng import uniform
 
 Integers = NDArray[np.int64]
 _ATTEMPTS = 10

@@ -1,17 +1,24 @@
 """Chooses and makes the backend that turns images into batches: DALI or torchvision."""
 
+from collections.abc import Set
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, get_args
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from lightning_sparse.data.config import is_installed
+from lightning_sparse.data.decode import DRAFT
 from lightning_sparse.data.pipeline.batch import Pipeline, Transform
 from lightning_sparse.data.pipeline.sizes import ImageSizes
-from lightning_sparse.data.sample import SampleReader
+from lightning_sparse.data.sample import Format, SampleReader
 
 Backend = Literal["auto", "dali", "torch"]
-BACKENDS = ("auto", "dali", "torch")
+Chosen = Literal["dali", "torch"]
+BACKENDS = get_args(Backend)
+NAMES = {"dali": "DALI", "torch": "torchvision"}
+SMALL = 40  # size of images up to which DALI is faster on a CPU, measured between 32 and 56
 
 
 class MadePipeline(NamedTuple):
@@ -45,35 +52,85 @@ class ImageOptions:
             raise ValueError(f"threads={self.threads} must be at least 1, or None for a share of the CPU cores.")
 
     def make(self, store: SampleReader, *, batch_size: int, cores: int, device: torch.device) -> MadePipeline:
-        """Choose the backend and make its pipeline. cores: default of `threads`."""
-        backend, reason = choose_backend(self.backend, device)
+        """Make the pipeline of the chosen backend. cores: default of `threads`."""
+        backend: Chosen = "dali" if self.backend == "dali" else "torch"
         threads = self.threads or cores
         pipeline = make_pipeline(backend, store, self.transform, batch_size=batch_size, threads=threads, device=device)
-        return MadePipeline(pipeline, f"samples in memory as {store.format}; backend={backend!r}: {reason}")
+        return MadePipeline(pipeline, f"samples in memory as {store.format}")
 
 
-def choose_backend(wanted: Backend, device: torch.device) -> tuple[Literal["dali", "torch"], str]:
-    """Return the backend and the reason for it.
+class Known(NamedTuple):
+    """What the choice of a backend depends on, the same on all ranks.
+
+    Attributes:
+        format: of the samples in memory.
+        size: largest height and width of the images in a batch.
+        scaled: whether libjpeg can scale files down to the short side while it decodes them, to 1/2 or less.
+    """
+
+    format: Format = "decoded"
+    size: int = 224
+    scaled: bool = False
+
+    @classmethod
+    def of(cls, store: SampleReader, sizes: ImageSizes, probed: NDArray[np.int64]) -> "Known":
+        """probed: size, height and width of some of the files."""
+        shorter = float(np.median(probed[:, 1:].min(1))) if len(probed) else 0.0
+        return cls(store.format, sizes.largest, shorter >= 2 * DRAFT * store.short_side)
+
+
+def installed_backends() -> frozenset[str]:
+    """Return the backends that this process can use."""
+    modules = {"dali": "nvidia.dali", "torch": "torchvision"}
+    return frozenset(backend for backend, module in modules.items() if is_installed(module))
+
+
+def choose_backend(
+    wanted: Backend, device: torch.device, known: Known, *, installed: Set[str], kept: str | None = None
+) -> tuple[Chosen, str]:
+    """Return the backend and the reason for it, a pure function.
+
+    Args:
+        installed: backends that all ranks have.
+        kept: backend of the run that this one continues.
 
     Raises:
         ValueError: if the backend is not installed.
     """
-    dali, vision = is_installed("nvidia.dali"), is_installed("torchvision")
-    if wanted == "dali" and not dali:
-        raise ValueError('backend="dali" needs DALI: `pip install nvidia-dali-cuda130`, or use backend="auto".')
-    if not vision and (wanted == "torch" or not dali):
-        raise ValueError(f"backend={wanted!r} needs torchvision: `pip install torchvision`.")
+    if wanted == "dali" and "dali" not in installed:
+        raise ValueError(
+            'backend="dali" needs DALI on all ranks: `pip install nvidia-dali-cuda130`, or use backend="auto".'
+        )
+    if not installed or (wanted == "torch" and "torch" not in installed):
+        raise ValueError(f"backend={wanted!r} needs torchvision on all ranks: `pip install torchvision`.")
     if wanted != "auto":
         return wanted, "as requested"
+    if kept in installed:
+        return "dali" if kept == "dali" else "torch", "as in the run that this one continues"
+    fastest, reason = _fastest(device, known)
+    if fastest not in installed:
+        fastest, missing = ("torch" if fastest == "dali" else "dali"), NAMES[fastest]
+        reason = f"{missing}, which would be faster, is not installed on all ranks"
+    if kept is not None:
+        reason = f"{NAMES[kept]}, which this run began with and which resizes slightly differently, is not installed"
+    return fastest, reason
+
+
+def _fastest(device: torch.device, known: Known) -> tuple[Chosen, str]:
+    """Return the faster backend, as measured by `benchmarks/data_backends.py`."""
     if device.type == "cuda":
-        return ("dali", "it runs on the GPU") if dali else ("torch", "DALI, which runs on the GPU, is not installed")
-    if not vision:
-        return "dali", "torchvision is not installed"
+        return "dali", "it runs on the GPU"
+    if known.format == "jpeg":
+        if known.scaled:
+            return "torch", "on a CPU it decodes large JPEG files faster than DALI, at half their size or less"
+        return "dali", "on a CPU it decodes JPEG files faster than torchvision, only the part in the crop"
+    if known.size <= SMALL:
+        return "dali", "on a CPU it is faster than torchvision for small images"
     return "torch", "on a CPU it resizes faster than DALI"
 
 
 def make_pipeline(
-    backend: Literal["dali", "torch"],
+    backend: Chosen,
     store: SampleReader,
     transform: Transform,
     *,

@@ -21,7 +21,7 @@ from lightning_sparse.data.config import DataError
 from lightning_sparse.data.pipeline.backend import MadePipeline
 from lightning_sparse.data.pipeline.batch import BatchRequest, label_tensor
 from lightning_sparse.data.pipeline.prefetch import prefetch
-from lightning_sparse.data.pipeline.rng import bits
+from lightning_sparse.data.rng import bits
 from lightning_sparse.data.sample import ReplacingReader, Sample
 
 _SEED_OFFSET = 0x5EED_0F_5A39  # so that transforms and the order of samples are independent
