@@ -27,6 +27,21 @@ def test_pixels_are_pillows_own() -> None:
     assert decode(data, 24).flags.c_contiguous
 
 
+@pytest.mark.parametrize("short_side", [32, 48, 96])
+def test_a_large_jpeg_is_scaled_while_it_is_decoded(monkeypatch: pytest.MonkeyPatch, short_side: int) -> None:
+    """It takes less time, and differs little from what Pillow makes of the whole picture."""
+    photographs = pytest.importorskip("sklearn.datasets", reason="the photographs come from it").load_sample_images()
+    for photograph in photographs.images:
+        data = encoded(Image.fromarray(photograph), "JPEG", quality=90)
+        scaled = decode(data, short_side)
+        with monkeypatch.context() as patch:
+            patch.setattr("lightning_sparse.data.decode.DRAFT", 1000)
+            whole = decode(data, short_side)
+        assert scaled.shape == whole.shape
+        difference = np.abs(scaled.astype(int) - whole)
+        assert 0 < difference.mean() < 2, "grey levels; up to 5 without the reserve of twice the size"
+
+
 @pytest.mark.parametrize("mode", ["L", "P", "CMYK", "1", "RGBA", "LA"])
 def test_every_mode_becomes_rgb(mode: str) -> None:
     image = picture(2, mode=mode)

@@ -1,4 +1,4 @@
-"""DALI on a GPU gives what it gives on the CPU: mixed decode of JPEG, and upload of cached pixels."""
+"""On a GPU, batches are those of the CPU: DALI's mixed decode of JPEG, and uploads of cached pixels."""
 
 from __future__ import annotations
 
@@ -50,3 +50,18 @@ def test_batches_outlive_the_ones_that_follow(tmp_path: Path) -> None:
     sums = [float(images.sum()) for images in kept]
     assert sums == [float(images.sum()) for images, _ in pipe.run(wanted)]
     pipe.close()
+
+
+@pytest.mark.gpu
+def test_torchvision_normalises_on_the_gpu(tmp_path: Path) -> None:
+    from lightning_sparse.data.pipeline.backend_torch import TorchPipeline
+
+    store = FolderStore(make_folder(tmp_path) / "train")
+    wanted = [*requests(len(store), epoch=1), *requests(len(store), train=False, size=40)]
+    pipes = [TorchPipeline(store, GRAY, threads=2, device=each) for each in (None, torch.device("cuda", 0))]
+    for (one, labels), (other, other_labels) in zip(*(pipe.run(wanted) for pipe in pipes), strict=True):
+        assert other.is_cuda
+        torch.testing.assert_close(one, other.cpu(), rtol=0, atol=1e-3)
+        assert torch.equal(labels, other_labels.cpu())
+    for pipe in pipes:
+        pipe.close()

@@ -163,6 +163,22 @@ def test_nothing_around_the_window_is_seen(backend: str, folder: Path) -> None:
         assert torch.equal(one, other)
 
 
+def test_pixels_that_are_normalised_on_a_device_give_the_same_batches(store: FolderStore) -> None:
+    """The CPU stands for the GPU, as the device that bytes are uploaded to."""
+    from lightning_sparse.data.pipeline.backend_torch import TorchPipeline
+
+    wanted = [*requests(len(store), epoch=1), *requests(len(store), train=False, size=40)]
+    pipe = TorchPipeline(store, TRANSFORM, threads=2, device=torch.device("cpu"))
+    try:
+        batches = list(pipe.run(wanted))
+    finally:
+        pipe.close()
+    for (one, labels), (other, other_labels) in zip(batches, made("torch", store, wanted), strict=True):
+        assert one.is_contiguous()
+        torch.testing.assert_close(one, other, rtol=0, atol=1e-6)
+        assert torch.equal(labels, other_labels)
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_augmentation_differs_between_epochs_and_repeats_with_the_seed(backend: str, folder: Path) -> None:
     store = FolderStore(folder)

@@ -146,4 +146,4 @@ def make_pipeline(
         return DaliPipeline(store, transform, batch_size=batch_size, threads=threads, device=gpu)
     from lightning_sparse.data.pipeline.backend_torch import TorchPipeline
 
-    return TorchPipeline(store, transform, threads=threads, pin=gpu is not None)
+    return TorchPipeline(store, transform, threads=threads, device=None if gpu is None else device)
