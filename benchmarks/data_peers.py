@@ -1,0 +1,235 @@
+"""Loaders of images beside each other: images per CPU-second in the first epoch, with preparation, and in later ones.
+
+    python benchmarks/data_peers.py OUT NAME=PICTURES:SIZE ...
+
+as in ``photographs=/data/imagenet:224 tiny=/data/cifar10:32``. PICTURES is an image folder with ``train/<class>/*`` on
+local disk. All rows end in the same: batches of 64, random resized crop to SIZE, flip, normalised, float32.
+
+========================== =================================================================================
+row                        what it does
+========================== =================================================================================
+ImageFolder + DataLoader   torchvision's own: open, decode, transforms v2, one worker process
+DALI file reader           DALI's own: readers.file, decoders.image_random_crop, resize, ...
+LitData                    `optimize` writes chunks; StreamingDataset, transforms v2, one worker process
+pixels in one file         as FFCV does: decoded once to a short side of 8/7 SIZE, memory-mapped, transforms v2
+CachedImageDataModule      this library, with its defaults
+========================== =================================================================================
+
+CPU time is that of the process and all its children, so a number does not depend on how many threads a row has, and
+little on what else the machine does. Each row runs in a process of its own, `ROUNDS` times in turn; shown are medians.
+LitData is left out if it is not installed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import json
+import multiprocessing
+import os
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from importlib.metadata import version
+from importlib.util import find_spec
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+import torch
+from tqdm import tqdm
+
+from lightning_sparse.bench.data import BATCH, cpu_seconds
+from lightning_sparse.bench.extras import format_table
+from lightning_sparse.bench.provenance import commit, surroundings
+from lightning_sparse.data.pipeline.batch import MEAN, STD
+
+ROUNDS, LATER_IMAGES = 3, 1500
+PARTS = ("first", "later")
+Epochs = Callable[[Path, Path, int], Iterator[Iterator[Any]]]
+"""The epochs of (image folder, folder to write to, size), each with its batches."""
+
+
+def transforms(size: int) -> Any:
+    from torchvision.transforms import v2
+
+    steps = [v2.RandomResizedCrop(size, antialias=True), v2.RandomHorizontalFlip(), v2.ToImage()]
+    return v2.Compose([*steps, v2.ToDtype(torch.float32, scale=True), v2.Normalize(MEAN, STD)])
+
+
+def loader_of(data: Any) -> Any:
+    from torch.utils.data import DataLoader
+
+    # forked, as in a script of one's own: a process that was spawned, as each row's is, would spawn its worker
+    return DataLoader(data, BATCH, shuffle=True, num_workers=1, persistent_workers=True, multiprocessing_context="fork")
+
+
+def image_folder(pictures: Path, work: Path, size: int) -> Iterator[Iterator[Any]]:
+    from torchvision.datasets import ImageFolder
+
+    loader = loader_of(ImageFolder(str(pictures / "train"), transforms(size)))
+    while True:
+        yield iter(loader)
+
+
+def dali_reader(pictures: Path, work: Path, size: int) -> Iterator[Iterator[Any]]:
+    from nvidia.dali import fn, pipeline_def
+    from nvidia.dali.plugin.pytorch import DALIGenericIterator, LastBatchPolicy
+
+    @pipeline_def  # type: ignore[untyped-decorator]
+    def graph() -> Any:
+        files, labels = fn.readers.file(file_root=str(pictures / "train"), random_shuffle=True, name="reader")
+        cut = fn.decoders.image_random_crop(files, device="cpu", random_area=[0.08, 1.0])
+        resized = fn.resize(cut, size=(size, size), antialias=True)
+        mean, std = ([255 * each for each in part] for part in (MEAN, STD))
+        flip = fn.random.coin_flip()
+        return fn.crop_mirror_normalize(resized, mirror=flip, mean=mean, std=std, output_layout="CHW"), labels
+
+    pipe = graph(batch_size=BATCH, num_threads=1, device_id=None, exec_dynamic=True)
+    batches = DALIGenericIterator(
+        pipe, ["x", "y"], reader_name="reader", last_batch_policy=LastBatchPolicy.PARTIAL, auto_reset=True
+    )
+    while True:
+        yield ((batch["x"], batch["y"]) for (batch,) in batches)
+
+
+def as_chunk(path: str) -> dict[str, Any]:
+    return {"image": Path(path).read_bytes(), "class": Path(path).parent.name}
+
+
+def litdata(pictures: Path, work: Path, size: int) -> Iterator[Iterator[Any]]:
+    from litdata import StreamingDataLoader, StreamingDataset, optimize
+    from PIL import Image
+
+    look, labels = transforms(size), {name: label for label, name in enumerate(classes_of(pictures))}
+
+    def sample(item: dict[str, Any]) -> tuple[torch.Tensor, int]:
+        with Image.open(io.BytesIO(item["image"])) as image:
+            return look(image.convert("RGB")), labels[item["class"]]
+
+    files = [str(path) for path in files_of(pictures)]
+    optimize(as_chunk, files, str(work / "chunks"), chunk_bytes="16MB", num_workers=1, verbose=False)
+    data = StreamingDataset(str(work / "chunks"), cache_dir=str(work / "cache"), shuffle=True, transform=sample)
+    loader = StreamingDataLoader(
+        data, batch_size=BATCH, num_workers=1, persistent_workers=True, multiprocessing_context="fork"
+    )
+    while True:
+        yield iter(loader)
+
+
+class Pixels(torch.utils.data.Dataset[tuple[torch.Tensor, int]]):
+    """Images in one file that is mapped into memory."""
+
+    def __init__(self, file: Path, shapes: list[tuple[int, int]], labels: list[int], look: Any) -> None:
+        self._shapes, self._labels, self._look = shapes, labels, look
+        self._ends = np.cumsum([3 * height * width for height, width in shapes])
+        self._pixels = np.memmap(file, np.uint8, "r")
+
+    def __len__(self) -> int:
+        return len(self._shapes)
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        height, width = self._shapes[index]
+        pixels = self._pixels[self._ends[index] - 3 * height * width : self._ends[index]].reshape(height, width, 3)
+        return self._look(torch.from_numpy(np.array(pixels)).permute(2, 0, 1)), self._labels[index]
+
+
+def one_file(pictures: Path, work: Path, size: int) -> Iterator[Iterator[Any]]:
+    from lightning_sparse.data.decode import decode
+
+    names, shapes, labels = classes_of(pictures), [], []
+    with (work / "pixels").open("wb") as stream:
+        for path in files_of(pictures):
+            pixels = decode(path.read_bytes(), -(-size * 8 // 7))
+            stream.write(pixels.tobytes())
+            shapes.append((pixels.shape[0], pixels.shape[1]))
+            labels.append(names.index(path.parent.name))
+    loader = loader_of(Pixels(work / "pixels", shapes, labels, transforms(size)))
+    while True:
+        yield iter(loader)
+
+
+def ours(pictures: Path, work: Path, size: int) -> Iterator[Iterator[Any]]:
+    from lightning_sparse.flavours.pytorch_lightning import CachedImageDataModule
+
+    data = CachedImageDataModule(str(pictures), str(work), BATCH, size)
+    data.setup("fit")
+    try:
+        loader, epoch = data.train_dataloader(), 0
+        while True:
+            loader.set_epoch(epoch)
+            yield iter(loader)
+            epoch += 1
+    finally:
+        data.teardown("fit")
+
+
+ROWS: dict[str, Epochs] = {
+    "ImageFolder + DataLoader": image_folder,
+    "DALI file reader": dali_reader,
+    "LitData": litdata,
+    "pixels in one file": one_file,
+    "CachedImageDataModule": ours,
+}
+
+
+def classes_of(pictures: Path) -> list[str]:
+    return sorted(each.name for each in (pictures / "train").iterdir())
+
+
+def files_of(pictures: Path) -> list[Path]:
+    return sorted(path for path in (pictures / "train").rglob("*.*") if path.is_file())
+
+
+def measure(name: str, pictures: Path, size: int) -> dict[str, float]:
+    """Images per CPU-second and per second, of the first epoch and of later ones."""
+    torch.set_num_threads(1)
+    count = len(files_of(pictures))
+    with tempfile.TemporaryDirectory(prefix="data-peers-") as work:
+        epochs = ROWS[name](pictures, Path(work), size)
+        found: dict[str, float] = {}
+        for part, wanted in zip(PARTS, (count, max(count, LATER_IMAGES)), strict=True):
+            images, cpu, wall = 0, cpu_seconds(os.getpid()), time.perf_counter()
+            while images < wanted:
+                images += sum(len(pixels) for pixels, _ in next(epochs))
+            cpu, wall = cpu_seconds(os.getpid()) - cpu, time.perf_counter() - wall
+            found |= {f"{part}_per_cpu_second": images / cpu, f"{part}_per_second": images / wall}
+        epochs.close()  # type: ignore[attr-defined]  # a generator
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Loaders of images beside each other.")
+    parser.add_argument("out", type=Path)
+    parser.add_argument("sets", nargs="+", metavar="NAME=PICTURES:SIZE")
+    options = parser.parse_args()
+    names = [name for name in ROWS if name != "LitData" or find_spec("litdata") is not None]
+    found: dict[tuple[str, str], list[dict[str, float]]] = {}
+    parts = [(each.partition("=")[0], *each.partition("=")[2].rsplit(":", 1)) for each in options.sets]
+    runs = [(part, name) for _ in range(ROUNDS) for part in parts for name in names]
+    for (label, pictures, size), name in tqdm(runs, disable=None):
+        with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
+            row = process.submit(measure, name, Path(pictures), int(size)).result()
+        found.setdefault((label, name), []).append(row)
+    rows: list[dict[str, Any]] = [
+        {"set": label, "row": name, **{key: round(median(run[key] for run in each), 1) for key in each[0]}}
+        for (label, name), each in found.items()
+    ]
+    shown = [f"{label}=PICTURES:{size}" for label, _, size in parts]
+    about: dict[str, Any] = {**surroundings(f"python benchmarks/data_peers.py OUT {' '.join(shown)}")}
+    packages = ["torchvision", "nvidia-dali-cuda130", "pillow", *(["litdata"] if "LitData" in names else [])]
+    about |= {"commit": commit(), "rounds": ROUNDS, "packages": {each: version(each) for each in packages}}
+    options.out.mkdir(parents=True, exist_ok=True)
+    (options.out / "data-peers.json").write_text(json.dumps({**about, "rows": rows}, indent=1) + "\n")
+    print(table(rows))
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    shown = [(row["set"], row["row"], *(round(row[f"{part}_per_cpu_second"]) for part in PARTS)) for row in rows]
+    return format_table(("", "images per CPU-second", "first epoch", "later"), shown)
+
+
+if __name__ == "__main__":
+    main()
