@@ -23,9 +23,9 @@ class CachedDataModuleMixin(CachedMixin):
     """DataModule for files of any kind on network storage, cached on local disks and in the memory of all nodes.
 
     The folder contains ``train/<class>/*``, ``val/<class>/*`` and ``test/<class>/*``, of which only train/ is needed;
-    without folders of classes, samples have no labels. If train/ contains tar files only, they are WebDataset shards.
-    Or `lists` name the samples and their labels. Each file is read from network storage once; later, its bytes come
-    from local disk and memory.
+    without folders of classes, samples have no labels. If train/ contains tar files only, they are WebDataset shards;
+    if Parquet files only, samples are their rows. Or `lists` name the samples and their labels. Each file is read from
+    network storage once; later, its bytes come from local disk and memory.
 
     `decode` makes a sample of these bytes in each epoch, and `transform` what is random. They run in worker processes,
     where the random generators of Python, numpy and torch are seeded from (seed, epoch, index): a sample does not
@@ -45,7 +45,7 @@ class CachedDataModuleMixin(CachedMixin):
         lists: a CSV or Parquet file per split, such as ``{"train": "train.csv", "val": "val.csv"}``, with the columns
             path (relative to the source), label and, for several labels, more. The first label may be a name.
         member: extension of the member of a WebDataset shard that is the sample, such as ``"npy"``; needed if there
-            are several besides ``.cls``, the label.
+            are several besides ``.cls``, the label. Of Parquet files, the column of samples.
         with_indices: end each batch with the indices of its samples: rows of the list, or places in the sorted folder.
             A sample that replaces a corrupt one has the index of that one.
         memory_gb: memory limit per node and split; default: half of the free memory.

@@ -15,7 +15,7 @@ import torch
 from lightning_sparse.data.cache.agreement import agreed_format, agreed_manifest
 from lightning_sparse.data.cache.counts import TierCounts
 from lightning_sparse.data.cache.manifest import class_names, has_split
-from lightning_sparse.data.cache.placement import Placement, owners
+from lightning_sparse.data.cache.placement import Placement, owners_of
 from lightning_sparse.data.cache.samples import Manifest
 from lightning_sparse.data.cache.storage import MissingFolderError
 from lightning_sparse.data.cache.store import SampleStore, new_run
@@ -187,8 +187,8 @@ class Session:
         """Return the training loader of this rank."""
         assert self.train is not None
         manifest, config = self.train.store.manifest, self.sampler_config
-        owners_of = lru_cache(lambda nodes: owners(manifest.strata, nodes, self.options.cache.seed))
-        sampler = Sampler(self.train.samples, owners_of, config)
+        placed = lru_cache(lambda nodes: owners_of(manifest, nodes, self.options.cache.seed))
+        sampler = Sampler(self.train.samples, placed, config)
         padding = sampler.epoch(0).padding
         self.log_once(
             f"{len(self.train.samples):,} samples, global batch {config.global_batch:,}, shuffle={config.shuffle!r}: "

@@ -35,11 +35,11 @@ WARM = """
 import sys, threading, time
 from pathlib import Path
 from lightning_sparse.cli import main
-from lightning_sparse.data.cache import storage
+from lightning_sparse.data.cache import storage_process
 script = Path(sys.argv[2]) / "hangs.py"
-script.write_text(Path(storage.__file__).with_name("storage_reader.py").read_text().replace(
+script.write_text(Path(storage_process.__file__).with_name("storage_reader.py").read_text().replace(
     'if kind == ord("r"):', 'if kind == ord("r"): time.sleep(600)\\n        if kind == ord("r"):', 1))
-storage._READER = script
+storage_process._READER = script
 threading.Timer(3, lambda: print("hangs", flush=True)).start()
 main(["cache", "warm", sys.argv[2] + "/source", sys.argv[2] + "/cache", "--splits", "train"])
 """

@@ -18,7 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_sparse.data.cache import manifest as listing
-from lightning_sparse.data.cache import storage
+from lightning_sparse.data.cache import storage_process
 from lightning_sparse.data.cache.folders import NETWORK_FILE_SYSTEMS, cache_folder, file_system
 from lightning_sparse.data.cache.manifest import class_names, list_source, load_or_list
 from lightning_sparse.data.cache.placement import owners
@@ -160,7 +160,7 @@ def test_a_source_that_cannot_be_asked_is_taken_as_it_was(
     first = load_or_list(cache, "train")
     if away == "silent":
         (tmp_path / "hangs.py").write_text("import time; time.sleep(60)")
-        monkeypatch.setattr(storage, "_READER", tmp_path / "hangs.py")
+        monkeypatch.setattr(storage_process, "_READER", tmp_path / "hangs.py")
         monkeypatch.setattr(listing, "CHECK_S", 0.5)
     else:
         shutil.rmtree(folder)

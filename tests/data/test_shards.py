@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import io
 import os
@@ -152,9 +153,9 @@ def test_a_compressed_shard_is_refused(tmp_path: Path) -> None:
         contents(config_of(tmp_path / "source", tmp_path / "cache"))
 
 
-@pytest.fixture
-def s3(folder: Path) -> Iterator[dict[str, Any]]:
-    """The shards, and folders of images, in a bucket of a fake server. Yields storage_options."""
+@contextlib.contextmanager
+def s3_server() -> Iterator[tuple[dict[str, Any], Any]]:
+    """A fake server. Yields storage_options, and its file system."""
     import s3fs
     from moto.server import ThreadedMotoServer
 
@@ -163,15 +164,21 @@ def s3(folder: Path) -> Iterator[dict[str, Any]]:
     host, port = server.get_host_and_port()
     options = {"key": "k", "secret": "s", "client_kwargs": {"endpoint_url": f"http://{host}:{port}"}}
     try:
-        files = s3fs.S3FileSystem(**options, skip_instance_cache=True)
+        yield options, s3fs.S3FileSystem(**options, skip_instance_cache=True)
+    finally:
+        server.stop()
+
+
+@pytest.fixture
+def s3(folder: Path) -> Iterator[dict[str, Any]]:
+    """The shards, and folders of images, in a bucket. Yields storage_options."""
+    with s3_server() as (options, files):
         files.mkdir("shards")
         for path in folder.rglob("*.tar"):
             files.pipe_file(f"shards/{path.relative_to(folder)}", path.read_bytes())
         for number in range(6):
             files.pipe_file(f"shards/pictures/train/c{number % 2}/{number}.jpg", jpeg(number))
         yield options
-    finally:
-        server.stop()
 
 
 @needs_s3

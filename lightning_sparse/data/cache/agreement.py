@@ -5,7 +5,7 @@ from __future__ import annotations
 from lightning_sparse.data.cache.budget import format_for
 from lightning_sparse.data.cache.folders import cache_folder
 from lightning_sparse.data.cache.manifest import keep, kept_manifest, load_or_list
-from lightning_sparse.data.cache.placement import Placement, owners
+from lightning_sparse.data.cache.placement import Placement, owners_of
 from lightning_sparse.data.cache.samples import Manifest
 from lightning_sparse.data.config import CacheConfig
 from lightning_sparse.data.peers.collectives import on_all_ranks, on_rank_zero
@@ -46,7 +46,7 @@ def agreed_format(config: CacheConfig, manifest: Manifest, placement: Placement)
     def own() -> Format:
         if placement.device_index != 0:
             return "decoded"
-        owned = owners(manifest.strata, placement.num_nodes, config.seed) == placement.node_index
+        owned = owners_of(manifest, placement.num_nodes, config.seed) == placement.node_index
         return format_for(config, manifest, owned, cache_folder(config))
 
     if config.format != "auto":

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -14,9 +15,9 @@ from tqdm import tqdm
 from lightning_sparse.data.cache.folders import source_name
 from lightning_sparse.data.cache.lists import SampleList
 from lightning_sparse.data.cache.samples import Manifest, Paths
-from lightning_sparse.data.cache.shards import SUFFIX, samples_of
+from lightning_sparse.data.cache.shards import PARQUET, kind_of, samples_of, samples_of_rows
 from lightning_sparse.data.cache.storage import Listed, MissingFolderError, Storage, StoredFile
-from lightning_sparse.data.config import CacheConfig
+from lightning_sparse.data.config import CacheConfig, is_installed
 from lightning_sparse.data.decode import UndecodableError, probe
 
 LIST_READERS = 16  # folders listed at the same time
@@ -126,8 +127,7 @@ def _flat(storage: Storage, source: str, split: str, images: bool, member: str |
     """List a folder without classes: shards, or files without labels; None if it contains images."""
     (listed,) = storage.listing([split], images=False)
     files = sorted(listed.files)
-    shards = [path for path, _, _ in files if path.endswith(SUFFIX)]
-    if shards and len(shards) == len(files):
+    if kind_of([path for path, _, _ in files]):
         return _of_shards(storage, source, split, Listed(files, listed.folders), images, member)
     if images:
         return None
@@ -139,13 +139,20 @@ def _flat(storage: Storage, source: str, split: str, images: bool, member: str |
 def _of_shards(storage: Storage, source: str, split: str, listed: Listed, images: bool, member: str | None) -> Manifest:
     """listed: the shards."""
     paths = [path for path, _, _ in listed.files]
-    read = tqdm(storage.members(paths), total=len(paths), desc=f"listing {split}", unit="shard", disable=None)
-    found = samples_of(paths, list(read), images=images, member=member)
+    bar = partial(tqdm, total=len(paths), desc=f"listing {split}", unit="shard", disable=None)
     mtimes = np.array([mtime for _, _, mtime in listed.files], np.int64)
+    if kind_of(paths) == PARQUET:
+        if not is_installed("pyarrow"):
+            raise ValueError(f"source={source}: the Parquet files in {split}/ need pyarrow: `pip install pyarrow`.")
+        contents = list(bar(storage.row_groups(paths, member or "")))
+        found = samples_of_rows(paths, contents)
+        mtimes = np.repeat(mtimes, [len(each["groups"]) for each in contents])
+    else:
+        found = samples_of(paths, list(bar(storage.members(paths))), images=images, member=member)
     return Manifest(
         split,
         source_name(source),
-        (),
+        found.classes,
         found.paths,
         found.labels,
         found.sizes,

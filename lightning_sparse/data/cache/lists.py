@@ -79,7 +79,7 @@ def read_list(config: CacheConfig, split: str, *, timeout: float | None = None) 
             f"{', '.join(columns) or 'none'}. As in a CSV file: path,label / train/cat/1.jpg,cat"
         )
     paths = [str(each) for each in columns.pop("path")]
-    labels, classes = _numbered(file, columns) if columns else (np.zeros((len(paths), 0), np.int64), ())
+    labels, classes = numbered(file, columns) if columns else (np.zeros((len(paths), 0), np.int64), ())
     return SampleList(file, digest, paths, labels, classes)
 
 
@@ -103,7 +103,7 @@ def _of_parquet(data: bytes) -> dict[str, Sequence[Any]]:
     return {name: table.column(name).to_pylist() for name in table.column_names}
 
 
-def _numbered(file: str, columns: Mapping[str, Sequence[Any]]) -> tuple[npt.NDArray[Any], tuple[str, ...]]:
+def numbered(file: str, columns: Mapping[str, Sequence[Any]]) -> tuple[npt.NDArray[Any], tuple[str, ...]]:
     """Return the labels as numbers [N, L], and the names of the first column."""
     arrays: list[npt.NDArray[Any]] = []
     classes: tuple[str, ...] = ()

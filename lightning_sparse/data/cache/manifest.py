@@ -15,7 +15,7 @@ from lightning_sparse.data.cache.folders import cache_folder, file_name, is_read
 from lightning_sparse.data.cache.listing import LIST_READERS, list_named, list_source
 from lightning_sparse.data.cache.lists import SampleList, read_list
 from lightning_sparse.data.cache.samples import Manifest
-from lightning_sparse.data.cache.shards import SUFFIX
+from lightning_sparse.data.cache.shards import kind_of
 from lightning_sparse.data.cache.storage import MissingFolderError, Storage
 from lightning_sparse.data.config import CacheConfig, DataError
 from lightning_sparse.messages import log
@@ -89,7 +89,7 @@ def has_split(config: CacheConfig, split: str) -> bool:
         if storage.names(split) or config.format == "bytes":
             return True
         (listed,) = storage.listing([split], images=False)
-        return any(path.endswith(SUFFIX) for path, _, _ in listed.files)
+        return bool(kind_of([path for path, _, _ in listed.files]))
     except MissingFolderError:
         return False
     except DataError:

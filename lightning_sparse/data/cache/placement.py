@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from lightning_sparse.data.cache.samples import Manifest
 from lightning_sparse.data.rng import bits
 
 
@@ -38,3 +39,13 @@ def owners(labels: npt.NDArray[np.int64], num_nodes: int, seed: int) -> npt.NDAr
     result = np.empty(len(labels), np.int64)
     result[dealt] = np.arange(len(labels)) % num_nodes
     return result
+
+
+def owners_of(manifest: Manifest, num_nodes: int, seed: int) -> npt.NDArray[np.int64]:
+    """Return the node that owns each sample of a manifest. A pure function.
+
+    All samples of a row group have one owner, so that only one node reads it; unless there are fewer groups than nodes.
+    """
+    if manifest.has_row_groups and len(manifest.shards) >= num_nodes:
+        return owners(np.zeros(len(manifest.shards), np.int64), num_nodes, seed)[manifest.shard_of]
+    return owners(manifest.strata, num_nodes, seed)

@@ -16,7 +16,7 @@ classes          uint8, int64 names
 folders          uint8, int64 paths
 folder_mtimes_ns int64        of each folder, when it was listed
 probed           int64        size, height and width of some files
-shards           uint8, int64 paths of tar files
+shards           uint8, int64 paths of tar files, or row groups of Parquet files
 shard_of,        int64        of each sample, if there are shards
 offsets
 ================ ============ ==================================================
@@ -110,9 +110,9 @@ class Manifest:
         folders: paths of the folders of the split; none if it was listed by a version that did not keep them.
         folder_mtimes_ns: int64, modification time of each folder when it was listed; 0 if unknown.
         list_digest: hash of the list that names the samples; "" if they are those of the folder.
-        shards: paths of the tar files that the samples are in; none if they are files.
+        shards: paths of the tar files, or of the row groups, that the samples are in; none if they are files.
         shard_of: int64 [N], shard of each sample. `paths` are then those of the shard and the member, joined by "/".
-        offsets: int64 [N], where each sample begins in its shard.
+        offsets: int64 [N], where each sample begins in its shard; of row groups, its row.
         probed: int64 [n, 3], size, height and width of the images in n of the files, spread over all classes.
 
     Raises:
@@ -214,6 +214,16 @@ class Manifest:
     def key(self, index: int) -> FileKey:
         """Return the file of a sample, as listed."""
         return FileKey(self.paths[index], int(self.sizes[index]), int(self.mtimes_ns[index]))
+
+    @property
+    def has_row_groups(self) -> bool:
+        """Whether the shards are row groups of Parquet files, which are read as a whole."""
+        return len(self.shards) > 0 and "#" in self.shards[0]
+
+    def row_group(self, index: int) -> tuple[str, int]:
+        """Return (file, number of the row group) of a sample."""
+        file, _, number = self.shards[int(self.shard_of[index])].rpartition("#")
+        return file, int(number)
 
     def location(self, index: int) -> str | tuple[str, int, int]:
         """Return the path of a sample's file; or (path, first byte, last byte + 1) in its shard."""

@@ -1,23 +1,28 @@
-"""Samples in shards: the tar files of WebDataset, ``<split>/*.tar``.
+"""Samples in shards: the tar files of WebDataset, ``<split>/*.tar``, or Parquet files, ``<split>/*.parquet``.
 
 Members whose names are equal up to the first dot belong to one sample: ``0001.jpg`` and ``0001.cls``. A member ``.cls``
 contains the label, a whole number; one of the others is the sample. Listing reads the headers once, and each sample is
 then read by its place in the shard.
+
+Of Parquet files, a shard is a row group, ``<file>#<number>``, because it cannot be read in parts: it is read once, for
+all samples in it that the node owns. A column of bytes, or of a struct with a field ``bytes``, as in image data sets of
+Hugging Face, contains the samples; the column ``label`` or ``labels``, or the only one of whole numbers, the labels.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
+from lightning_sparse.data.cache.lists import numbered
 from lightning_sparse.data.cache.samples import Paths
 from lightning_sparse.data.cache.storage_reader import is_image
 
-SUFFIX = ".tar"
+TAR, PARQUET = ".tar", ".parquet"
 Member = tuple[str, int, int, str]
 
 
@@ -35,10 +40,11 @@ class Shards:
 
     shards: Paths
     paths: Paths
-    labels: npt.NDArray[np.int64]
+    labels: npt.NDArray[Any]
     shard_of: npt.NDArray[np.int64]
     offsets: npt.NDArray[np.int64]
     sizes: npt.NDArray[np.int64]
+    classes: tuple[str, ...] = ()
 
 
 def samples_of(
@@ -97,3 +103,42 @@ def _is_data(name: str, images: bool, member: str | None) -> bool:
     if member is not None:
         return name.rpartition("/")[2].partition(".")[2] == member
     return is_image(name) if images else not name.endswith(".cls")
+
+
+def kind_of(paths: Sequence[str]) -> str:
+    """Return the suffix of shards that all of these files have, or ""."""
+    return next((kind for kind in (TAR, PARQUET) if paths and all(path.endswith(kind) for path in paths)), "")
+
+
+def samples_of_rows(files: Sequence[str], contents: Sequence[Mapping[str, Any]]) -> Shards:
+    """Find the samples in Parquet files.
+
+    Args:
+        contents: of each file, as `containers.row_groups`.
+
+    Raises:
+        ValueError: if the files have no rows, or only some of them have labels.
+    """
+    groups = [
+        (f"{file}#{number}", rows, nbytes)
+        for file, each in zip(files, contents, strict=True)
+        for number, (rows, nbytes) in enumerate(each["groups"])
+    ]
+    counts = np.array([rows for _, rows, _ in groups], np.int64)
+    total = int(counts.sum())
+    if not total:
+        raise ValueError(f"the files {files[0]}, ... contain no rows.")
+    labels, classes = np.zeros((total, 0), np.int64), tuple(contents[0]["names"])
+    values = [label for each in contents for label in each["labels"]]
+    if len(values) not in (0, total):
+        raise ValueError(f"only some of the files {files[0]}, ... have a column of labels: give all of them one.")
+    if values:
+        labels, named = numbered(f"{files[0]}, ...", {"label": values})
+        classes = named or classes
+    means = np.array([nbytes // max(1, rows) for _, rows, nbytes in groups], np.int64)
+    offsets = np.concatenate([np.arange(rows) for rows in counts])
+    paths = Paths.of([f"{group}/{row}" for group, rows, _ in groups for row in range(rows)])
+    shard_of = np.repeat(np.arange(len(groups)), counts)
+    return Shards(
+        Paths.of([group for group, _, _ in groups]), paths, labels, shard_of, offsets, means[shard_of], classes
+    )

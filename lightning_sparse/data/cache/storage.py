@@ -9,20 +9,16 @@ import contextlib
 import json
 import logging
 import os
-import socket
-import subprocess
-import sys
+import struct
 import threading
 import time
-import weakref
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from dataclasses import dataclass
-from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any, NamedTuple
 
+from lightning_sparse.data.cache.storage_process import ReaderProcess
 from lightning_sparse.data.cache.storage_reader import ANSWER, REQUEST
 from lightning_sparse.data.config import DataError
 from lightning_sparse.messages import log
@@ -30,9 +26,7 @@ from lightning_sparse.messages import log
 WARN_S = 5.0  # silence before a warning
 RETRY_S = 1.0
 RESTART_S = 30.0  # silence before the reader is restarted, doubling each time: its connection may never recover
-KILL_S = 1.0  # for the end of a reader; one that hangs in the kernel is left to it
 Location = str | tuple[str, int, int]  # path, or (path, first byte, last byte + 1)
-_READER = Path(__file__).with_name("storage_reader.py")
 
 
 class StorageTimeoutError(DataError):
@@ -104,7 +98,7 @@ class Storage:
         self._to_retry: list[int] = []
         self._next = 0
         self._closed = False
-        self._reader: _Reader | None = None
+        self._reader: ReaderProcess | None = None
         self._waiting = 0  # threads that wait for an answer
         self._silent_since = 0.0
         self._restart_after = self._restart_at = 0.0
@@ -118,6 +112,27 @@ class Storage:
         for request in requests:
             status, payload, size, mtime_ns = self._wait_for(request)
             yield StoredFile(payload, size, mtime_ns) if status == "k" else Unreadable(_text(payload))
+
+    def row_groups(self, paths: Sequence[str], column: str) -> Iterator[dict[str, Any]]:
+        """Yield what each Parquet file contains, as `containers.row_groups`."""
+        for path, request in [(path, self._request("p", json.dumps([column, path]))) for path in paths]:
+            status, payload, _, _ = self._wait_for(request)
+            if status != "k":
+                raise ValueError(f"source={self.source}: {path} cannot be used: {_text(payload)}.")
+            yield json.loads(payload)
+
+    def rows(self, path: str, group: int, column: str) -> list[StoredFile | Unreadable]:
+        """Return the samples in a row group of a Parquet file."""
+        status, payload, _, _ = self._wait_for(self._request("g", json.dumps([group, column, path])))
+        if status != "k":
+            raise ValueError(f"source={self.source}: {path} cannot be used: {_text(payload)}.")
+        found: list[StoredFile | Unreadable] = []
+        (count,) = struct.unpack_from("<q", payload)
+        end = 8 * (count + 1)
+        for length in struct.unpack_from(f"<{count}q", payload, 8):
+            data, end = payload[end : end + max(0, length)], end + max(0, length)
+            found.append(Unreadable("its row contains no bytes") if length < 0 else StoredFile(data, length, 0))
+        return found
 
     def members(self, paths: Sequence[str]) -> Iterator[list[tuple[str, int, int, str]]]:
         """Yield (name, offset, size, contents of a label) of the members of each tar file."""
@@ -199,13 +214,13 @@ class Storage:
         self._abandon_reader()
         self._restart_after *= 2
         self._restart_at = time.monotonic() + self._restart_after
-        self._reader = _Reader(self.source, self._readers, self)
+        self._reader = ReaderProcess(self.source, self._readers, self)
         self._reader.send(json.dumps(self.options).encode())
         self._to_retry.clear()
         for request in list(self._requests.values()):
             self._reader.send(request.message)
 
-    def _on_answer(self, message: bytes) -> None:
+    def on_answer(self, message: bytes) -> None:
         """Called by the thread that listens to a reader."""
         number, status, size, mtime_ns = ANSWER.unpack_from(message)
         payload = message[ANSWER.size :]
@@ -285,62 +300,5 @@ class Storage:
         log.log(logging.DEBUG if self._quiet else logging.WARNING, text)
 
 
-class _Reader:
-    """The reader process, and the thread that listens to it."""
-
-    def __init__(self, source: str, readers: int, owner: Storage) -> None:
-        ours, theirs = socket.socketpair()
-        command = [sys.executable, str(_READER), str(theirs.fileno()), str(readers), source]
-        # in a session of its own: Ctrl-C goes to the trainer, and the reader ends when the socket closes
-        self._process = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()], cwd="/", start_new_session=True
-        )
-        theirs.close()
-        self._connection = Connection(ours.detach())
-        self._sending = threading.Lock()
-        self._owner = weakref.ref(owner)  # the thread must not keep the Storage alive
-        self.alive = True
-        self._stop = weakref.finalize(owner, _stop, self._process, self._connection, os.getpid())
-        threading.Thread(target=self._listen, name="storage reader", daemon=True).start()
-
-    def send(self, message: bytes) -> None:
-        try:
-            with self._sending:
-                self._connection.send_bytes(message)
-        except OSError:
-            self.alive = False  # a waiting thread restarts it
-
-    def abandon(self) -> None:
-        """Kill the process without waiting for its end: it may hang in the kernel."""
-        self.alive = False
-        self._stop()
-
-    def _listen(self) -> None:
-        while True:
-            try:
-                message = self._connection.recv_bytes()
-            except (EOFError, OSError):
-                break
-            owner = self._owner()
-            if owner is None:
-                break
-            owner._on_answer(message)
-            del owner
-        self._connection.close()
-        self.alive = False
-
-
 def _text(payload: bytes) -> str:
     return payload.decode("utf-8", "replace")
-
-
-def _stop(process: subprocess.Popen[bytes], connection: Connection, pid: int) -> None:
-    if os.getpid() != pid:
-        return  # this is a forked copy; the process belongs to the parent
-    process.kill()
-    with contextlib.suppress(OSError), socket.socket(fileno=os.dup(connection.fileno())) as ours:
-        ours.shutdown(socket.SHUT_RDWR)  # ends the thread that listens, which closes the connection
-    try:
-        process.wait(timeout=KILL_S)
-    except subprocess.TimeoutExpired:
-        process.returncode = -9  # hangs in the kernel; suppresses the warning about a child that was not waited for

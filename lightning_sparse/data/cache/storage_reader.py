@@ -12,6 +12,8 @@ request    number u64, kind u8, path                     "r": read a file, or pa
                                                          "l": list the images below a folder, "f": all files
                                                          "n": list its subfolders, "m": when it changed
                                                          "t": list the members of a tar file
+                                                         "p": list the row groups of a Parquet file: column, path
+                                                         "g": the rows of a row group: number, column, path
 answer     number u64, status u8, size u64, mtime i64,   status "k": contents of the file, or JSON
            payload                                       status "s": why the file cannot be read
                                                          status "t": error of the network, may pass
@@ -29,13 +31,14 @@ import json
 import os
 import stat
 import struct
-import tarfile
 import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime
 from errno import EACCES, EISDIR, ELOOP, ENAMETOOLONG, ENOENT, ENOTDIR, ENXIO, EPERM
+from functools import cache
+from importlib.util import module_from_spec, spec_from_file_location
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -47,9 +50,6 @@ _FILE_ERRORS = (ENOENT, EACCES, EPERM, EISDIR, ENOTDIR, ELOOP, ENAMETOOLONG, ENX
 _PROGRAM_ERRORS = (AttributeError, ImportError, NotImplementedError, TypeError)
 PROGRESS_S = 1.0
 MAX_LISTING_S = 1800.0  # of one request to a URL, whose progress is not known
-
-
-MAX_LABEL_BYTES = 64  # of a member that is a label: `.cls`
 
 
 class UnreadableFileError(Exception):
@@ -232,27 +232,15 @@ def _mtime(about: "dict[str, Any]") -> int:
     return int.from_bytes(tag.encode()[-7:], "little")
 
 
-def members(file: Any, progress: "Callable[[], None]") -> list[tuple[str, int, int, str]]:
-    """Return (name, offset, size, contents of a ``.cls`` member) of each file in a tar file, from its headers.
-
-    Raises:
-        UnreadableFileError: if it is not an uncompressed tar file.
-    """
-    found, told = [], time.monotonic()
-    try:
-        with file, tarfile.open(fileobj=file, mode="r:") as tar:
-            for member in tar:
-                if member.isreg():
-                    is_label = member.name.endswith(".cls") and member.size <= MAX_LABEL_BYTES
-                    stream = tar.extractfile(member) if is_label else None
-                    label = stream.read().decode("ascii", "replace").strip() if stream else ""
-                    found.append((member.name, member.offset_data, member.size, label))
-                if time.monotonic() - told >= PROGRESS_S:
-                    progress()
-                    told = time.monotonic()
-    except tarfile.TarError as error:
-        raise UnreadableFileError(f"it is not an uncompressed tar file: {error}") from error
-    return found
+@cache
+def containers() -> Any:
+    """The module beside this file, which as a script is in no package."""
+    spec = spec_from_file_location("containers", os.path.join(os.path.dirname(__file__), "containers.py"))
+    assert spec is not None
+    assert spec.loader is not None
+    module = module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 class Source:
@@ -284,13 +272,21 @@ def answer(source: Source, kind: int, path: str, progress: "Callable[[], None]")
         if kind in b"lf":
             found: Any = storage.listing(path, is_image if kind == ord("l") else is_visible, progress)
         elif kind == ord("t"):
-            found = members(storage.opened(path), progress)
+            found = containers().members(storage.opened(path), progress)
+        elif kind == ord("p"):
+            column, file = json.loads(path)
+            found = containers().row_groups(storage.opened(file), column, progress)
+        elif kind == ord("g"):
+            group, column, file = json.loads(path)
+            return ord("k"), containers().rows(storage.opened(file), column, group, progress), 0, 0
         else:
             found = storage.names(path) if kind == ord("n") else storage.mtime(path)
         return ord("k"), json.dumps(found).encode("utf-8", "surrogatepass"), 0, 0
     except UnreadableFileError as error:
         return ord("s"), str(error).encode(), 0, 0
     except Exception as error:
+        if type(error).__name__ == "ContainerError":
+            return ord("s"), str(error).encode(), 0, 0
         if isinstance(error, _PROGRAM_ERRORS) or (kind != ord("r") and "Credentials" in type(error).__name__):
             return ord("x"), _described(error), 0, 0
         missing = isinstance(error, FileNotFoundError)

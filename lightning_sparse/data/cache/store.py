@@ -25,7 +25,8 @@ import numpy.typing as npt
 from lightning_sparse.data import decode
 from lightning_sparse.data.cache.counts import TierCounts
 from lightning_sparse.data.cache.disk import CachedFile, FileKey
-from lightning_sparse.data.cache.placement import Placement, owners
+from lightning_sparse.data.cache.folders import locked
+from lightning_sparse.data.cache.placement import Placement, owners_of
 from lightning_sparse.data.cache.samples import Manifest
 from lightning_sparse.data.cache.storage import StoredFile, Unreadable
 from lightning_sparse.data.cache.tiers import Tiers, open_tiers, store_file
@@ -36,6 +37,11 @@ from lightning_sparse.data.peers.limits import allow_connections
 from lightning_sparse.data.peers.server import PeerServer
 from lightning_sparse.data.sample import Format, Sample, View
 
+ROW_GROUPS = (
+    "the disk cache is full, so whole row groups are read from network storage for single samples of them: increase "
+    "disk_gb, or use smaller row groups."
+)
+GROUP_LOCKS = 64
 MAX_REPLACEMENTS = 100  # candidates that are tried in place of a corrupt file
 
 
@@ -62,7 +68,7 @@ class SampleStore:
     ) -> None:
         self.config, self.manifest = config, manifest
         self.placement, self._run = placement or Placement(), run or new_run()
-        self.owners = owners(manifest.strata, self.placement.num_nodes, config.seed)
+        self.owners = owners_of(manifest, self.placement.num_nodes, config.seed)
         self._owned = self.owners == self.placement.node_index
         self.hits_count_as: Literal["memory", "served"] = "memory"  # "served" in the server process
         self._corrupt: dict[int, str] = {}
@@ -142,10 +148,40 @@ class SampleStore:
                 absent.append(index)
             else:
                 yield index, found
-        if absent:
+        if absent and self.manifest.has_row_groups:
+            yield from self._from_row_groups(tiers, absent)
+        elif absent:
             answers = tiers.storage.read([self.manifest.location(index) for index in absent])
             for index, answer in zip(absent, answers, strict=True):
                 yield index, self._from_storage(tiers, index, answer)
+
+    def _from_row_groups(self, tiers: Tiers, indices: list[int]) -> Iterator[tuple[int, View | str]]:
+        """Read row groups from network storage, and keep all of their samples that this node owns."""
+        groups = self.manifest.shard_of
+        for group in np.unique(groups[indices]).tolist():
+            requested = [index for index in indices if groups[index] == group]
+            # the ranks of a node ask for the same groups
+            with locked(tiers.disk.folder.with_suffix(f".{group % GROUP_LOCKS}.lock")):
+                keys = [self.manifest.key(index) for index in requested]
+                for index, file in zip(requested, tiers.disk.get(keys), strict=True):
+                    found = None if file is None else self._from_disk(tiers, index, file)
+                    if found is not None:
+                        requested = [each for each in requested if each != index]
+                        yield index, found
+                if requested:
+                    yield from self._from_row_group(tiers, group, set(requested))
+
+    def _from_row_group(self, tiers: Tiers, group: int, requested: set[int]) -> Iterator[tuple[int, View | str]]:
+        if tiers.disk.full:
+            tiers.warn_once("row groups", ROW_GROUPS)
+        first = int(np.searchsorted(self.manifest.shard_of, group))
+        answers = tiers.storage.rows(*self.manifest.row_group(first), self.config.member or "")
+        for index, answer in enumerate(answers, start=first):
+            if index in requested or self._owned[index] or self.config.shuffle == "local":
+                found = self._from_storage(tiers, index, answer)
+                if index in requested:
+                    yield index, found
+        tiers.disk.flush()
 
     def _from_disk(self, tiers: Tiers, index: int, file: CachedFile) -> View | str | None:
         """Return the sample of a cached file; None if it has to be read from storage."""
@@ -167,7 +203,8 @@ class SampleStore:
         key = self.manifest.key(index)
         if isinstance(answer, StoredFile):
             tiers.counter.add(storage_samples=1, storage_bytes=len(answer.data))
-            self._check_unchanged(tiers, key, answer)
+            if not self.manifest.has_row_groups:  # which do not tell the size of a sample before they are read
+                self._check_unchanged(tiers, key, answer)
         found = store_file(self.config, tiers.disk, key, answer, tiers.decoder)
         return found if isinstance(found, str) else self._kept(tiers, index, *found)
 

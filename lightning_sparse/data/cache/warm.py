@@ -6,18 +6,20 @@ threads read and decode, because decoding validates each file.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 
 import numpy as np
+import numpy.typing as npt
 from tqdm import tqdm
 
 from lightning_sparse.data.cache.counts import Counter
 from lightning_sparse.data.cache.disk import DiskCache, FileKey
 from lightning_sparse.data.cache.manifest import has_split, load_or_list
-from lightning_sparse.data.cache.placement import Placement, owners
-from lightning_sparse.data.cache.storage import Location, Storage, StoredFile
+from lightning_sparse.data.cache.placement import Placement, owners_of
+from lightning_sparse.data.cache.samples import Manifest
+from lightning_sparse.data.cache.storage import Storage, StoredFile, Unreadable
 from lightning_sparse.data.cache.tiers import decoder_of, open_disk, store_file
 from lightning_sparse.data.config import SPLITS, CacheConfig
 from lightning_sparse.messages import log
@@ -57,7 +59,7 @@ def warm(config: CacheConfig, split: str, *, placement: Placement | None = None,
     """
     placement = placement or Placement()
     manifest = load_or_list(config, split, relist=True)
-    owned = np.flatnonzero(owners(manifest.strata, placement.num_nodes, config.seed) == placement.node_index)
+    owned = np.flatnonzero(owners_of(manifest, placement.num_nodes, config.seed) == placement.node_index)
     report = WarmReport(split, files=len(owned))
     disk = open_disk(config, split, Counter(), lambda topic, text: log.warning("%s", text))
     storage = Storage(
@@ -68,14 +70,10 @@ def warm(config: CacheConfig, split: str, *, placement: Placement | None = None,
     )
     try:
         keys = [manifest.key(index) for index in owned.tolist()]
-        missing = [
-            (key, manifest.location(index))
-            for index, key, has in zip(owned.tolist(), keys, disk.has(keys), strict=True)
-            if not has
-        ]
+        missing = owned[~np.array(disk.has(keys), np.bool_)]
         report.present = len(keys) - len(missing)
         with tqdm(total=len(keys), initial=report.present, desc=f"caching {split}", unit="file") as bar:
-            _fill(config, disk, storage, missing, threads, report, bar)
+            _fill(config, disk, storage, manifest, missing, threads, report, bar)
         disk.flush()
         report.full = disk.full
     finally:
@@ -99,23 +97,25 @@ def _fill(
     config: CacheConfig,
     disk: DiskCache,
     storage: Storage,
-    missing: Sequence[tuple[FileKey, Location]],
+    manifest: Manifest,
+    missing: npt.NDArray[np.int64],
     threads: int,
     report: WarmReport,
     bar: tqdm[None],
 ) -> None:
     decoder = decoder_of(config)
 
-    def fetch(chunk: Sequence[tuple[FileKey, Location]]) -> list[tuple[FileKey, int, str]]:
+    def fetch(chunk: npt.NDArray[np.int64]) -> list[tuple[FileKey, int, str]]:
         """Return (key, bytes read, reason why the file is corrupt or "") of each file."""
         done = []
-        for (key, _), answer in zip(chunk, storage.read([location for _, location in chunk]), strict=True):
+        for index, answer in zip(chunk.tolist(), _answers(config, storage, manifest, chunk), strict=True):
+            key = manifest.key(index)
             stored = store_file(config, disk, key, answer, decoder)
             nbytes = len(answer.data) if isinstance(answer, StoredFile) else 0
             done.append((key, nbytes, stored if isinstance(stored, str) else ""))
         return done
 
-    chunks = [missing[begin : begin + CHUNK] for begin in range(0, len(missing), CHUNK)][::-1]
+    chunks = _chunks(manifest, missing)[::-1]
     # Ctrl-C closes storage before it waits for the threads, which may wait for storage
     with ThreadPoolExecutor(threads) as pool, storage.closed_on_error():
         running: set[Future[list[tuple[FileKey, int, str]]]] = set()
@@ -132,3 +132,22 @@ def _fill(
                 elif not disk.full:
                     report.fetched += 1
                 bar.update()
+
+
+def _chunks(manifest: Manifest, missing: npt.NDArray[np.int64]) -> list[npt.NDArray[np.int64]]:
+    """Return what a thread reads at a time: some files, or those of a row group."""
+    if not len(missing):
+        return []
+    ends = np.arange(CHUNK, len(missing), CHUNK)
+    if manifest.has_row_groups:
+        ends = np.flatnonzero(np.diff(manifest.shard_of[missing])) + 1
+    return np.split(missing, ends)
+
+
+def _answers(
+    config: CacheConfig, storage: Storage, manifest: Manifest, chunk: npt.NDArray[np.int64]
+) -> Iterable[StoredFile | Unreadable]:
+    if not manifest.has_row_groups:
+        return storage.read([manifest.location(index) for index in chunk.tolist()])
+    found = storage.rows(*manifest.row_group(int(chunk[0])), config.member or "")
+    return [found[row] for row in manifest.offsets[chunk].tolist()]

@@ -1,0 +1,194 @@
+"""Parquet files of images as Hugging Face writes them: each row group is read once, on a mount and in a fake S3."""
+
+from __future__ import annotations
+
+import json
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from lightning_sparse.data.cache import listing
+from lightning_sparse.data.cache.manifest import class_names, has_split, load_or_list
+from lightning_sparse.data.cache.placement import Placement, owners_of
+from lightning_sparse.data.cache.store import SampleStore, new_run
+from lightning_sparse.data.cache.warm import warm
+from lightning_sparse.data.config import CacheConfig, CorruptSampleError
+from tests.data.fits import ours
+from tests.data.small import jpeg
+from tests.data.test_shards import needs_s3, s3_server
+
+pyarrow = pytest.importorskip("pyarrow", reason="it reads Parquet files")
+parquet = pytest.importorskip("pyarrow.parquet")
+FILES, ROWS, GROUP = 3, 8, 3  # rows of a file and of a row group
+
+
+def payload(number: int) -> bytes:
+    return f"{number:03} ".encode() * (100 + number)
+
+
+def write(file: Path, columns: dict[str, Any], *, names: tuple[str, ...] = (), group: int = GROUP) -> None:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    table = pyarrow.table(columns)
+    if names:
+        about = {"info": {"features": {"label": {"names": list(names), "_type": "ClassLabel"}}}}
+        table = table.replace_schema_metadata({"huggingface": json.dumps(about)})
+    parquet.write_table(table, file, row_group_size=group)
+
+
+def image_column(contents: list[bytes | None]) -> list[dict[str, Any]]:
+    return [{"bytes": each, "path": f"{number}.jpg"} for number, each in enumerate(contents)]
+
+
+def data_set(root: Path, make: Any = payload, split: str = "train") -> Path:
+    for number in range(FILES):
+        numbers = range(number * ROWS, (number + 1) * ROWS)
+        columns = {"image": image_column([make(each) for each in numbers]), "label": [each % 2 for each in numbers]}
+        write(root / split / f"{number:04}.parquet", columns, names=("cat", "dog"))
+    return root
+
+
+def config_of(folder: Path | str, cache: Path, **more: Any) -> CacheConfig:
+    return CacheConfig(
+        source=str(folder), cache_dir=str(cache), **{"format": "bytes", "memory_gb": 0.01, "shuffle": "global", **more}
+    )
+
+
+def test_rows_in_any_order_cross_the_link_once(tmp_path: Path) -> None:
+    config = config_of(data_set(tmp_path / "source"), tmp_path / "cache")
+    assert class_names(config, "train") == ("cat", "dog")
+    assert has_split(config, "train")
+    manifest = load_or_list(config, "train", quiet=True)
+    assert manifest.labels.tolist() == [[number % 2] for number in range(24)]
+    assert (len(manifest.shards), manifest.paths[4]) == (9, "train/0000.parquet#1/1")
+    store = SampleStore(config, manifest)
+    for number in np.random.default_rng(0).permutation(24).tolist():
+        (sample,) = store.get([number])
+        assert (sample.data.tobytes(), sample.label) == (payload(number), [number % 2])
+    counts = store.counters()
+    assert counts.storage_samples == 24
+    assert counts.storage_bytes == sum(len(payload(number)) for number in range(24))
+    assert counts.changed == 0
+    store.close()
+    again = SampleStore(config, load_or_list(config, "train", quiet=True))
+    assert [each.data.tobytes() for each in again.get(range(24))] == [payload(number) for number in range(24)]
+    assert again.counters().storage_samples == 0
+    again.close()
+
+
+def test_the_ranks_of_a_node_read_each_row_group_once(tmp_path: Path) -> None:
+    config, run = config_of(data_set(tmp_path / "source"), tmp_path / "cache"), new_run()
+    manifest = load_or_list(config, "train", quiet=True)
+    stores = [SampleStore(config, manifest, Placement(0, 1, rank), run) for rank in range(2)]
+    with ThreadPoolExecutor(2) as pool:
+        read = [pool.submit(store.get, range(24)) for store in stores]
+    assert [each.data.tobytes() for each in read[1].result()] == [payload(number) for number in range(24)]
+    assert stores[0].node_counters().storage_samples == 24
+    for store in stores:
+        store.close()
+
+
+def test_a_row_group_has_one_owner(tmp_path: Path) -> None:
+    config = config_of(data_set(tmp_path / "source"), tmp_path / "cache")
+    manifest = load_or_list(config, "train", quiet=True)
+    for nodes in (2, 3):
+        owners = owners_of(manifest, nodes, 0)
+        assert all(len(set(owners[manifest.shard_of == group])) == 1 for group in range(9))
+        assert set(owners) == set(range(nodes))
+    assert set(owners_of(manifest, 12, 0)) == set(range(12)), "fewer groups than nodes: by samples"
+
+
+def test_the_disk_cache_is_filled_by_row_groups(tmp_path: Path) -> None:
+    config = config_of(data_set(tmp_path / "source"), tmp_path / "cache")
+    report = warm(config, "train", placement=Placement(0, 2, 0))
+    assert 6 <= report.fetched == report.files < 24
+    report = warm(config, "train")
+    assert (report.present + report.fetched, report.present > 0, report.corrupt) == (24, True, [])
+    store = SampleStore(config, load_or_list(config, "train", quiet=True))
+    store.get(range(24))
+    assert store.counters().storage_samples == 0
+    store.close()
+
+
+def test_images_train_from_parquet(tmp_path: Path) -> None:
+    folder = data_set(data_set(tmp_path / "source", jpeg), jpeg, split="val")
+    data = ours("pytorch_lightning").CachedImageDataModule(
+        str(folder), str(tmp_path / "cache"), batch_size=4, image_size=16, backend="torch", with_indices=True
+    )
+    data.setup("fit")
+    try:
+        assert data.num_classes == 2
+        for loader in (data.train_dataloader(), data.val_dataloader()):
+            batches = list(loader)
+            assert all(images.shape == (4, 3, 16, 16) for images, _, _ in batches)
+            assert all((labels == indices % 2).all() for _, labels, indices in batches)
+            assert sorted(index for _, _, indices in batches for index in indices.tolist()) == list(range(24))
+    finally:
+        data.teardown("fit")
+
+
+def test_a_row_without_bytes_is_named(tmp_path: Path) -> None:
+    write(tmp_path / "source" / "train" / "0.parquet", {"image": image_column([b"a", None, b"c"])})
+    config = config_of(tmp_path / "source", tmp_path / "cache")
+    manifest = load_or_list(config, "train", quiet=True)
+    assert manifest.labels.shape == (3, 0)
+    store = SampleStore(config, manifest)
+    assert store.get([2])[0].data.tobytes() == b"c"
+    with pytest.raises(CorruptSampleError, match=r"train/0\.parquet#0/1 cannot be used: its row contains no bytes"):
+        store.get([1])
+    store.close()
+
+
+@pytest.mark.parametrize(
+    ("columns", "member", "says"),
+    [
+        ({"id": [1]}, None, "of its columns id, 0 contain bytes"),
+        ({"a": [b"a"], "b": [b"b"]}, None, "of its columns a, b, 2 contain bytes. Give the name"),
+        ({"a": [b"a"]}, "c", "1 contain bytes. Give the name"),
+        (None, None, "it is not a Parquet file"),
+    ],
+)
+def test_what_cannot_be_used_is_said(
+    tmp_path: Path, columns: dict[str, Any] | None, member: str | None, says: str
+) -> None:
+    file = tmp_path / "source" / "train" / "0.parquet"
+    write(file, columns or {"a": [b"a"]})
+    if columns is None:
+        file.write_bytes(b"nothing of the kind")
+    with pytest.raises(ValueError, match=says):
+        load_or_list(config_of(tmp_path / "source", tmp_path / "cache", member=member), "train", quiet=True)
+
+
+def test_the_column_can_be_chosen_and_labels_may_be_names(tmp_path: Path) -> None:
+    columns = {"left": [b"a", b"b"], "right": [b"c", b"d"], "label": ["oak", "beech"], "size": [1, 2]}
+    write(tmp_path / "source" / "train" / "0.parquet", columns)
+    config = config_of(tmp_path / "source", tmp_path / "cache", member="right")
+    manifest = load_or_list(config, "train", quiet=True)
+    assert (manifest.classes, manifest.labels.tolist()) == (("beech", "oak"), [[1], [0]])
+    store = SampleStore(config, manifest)
+    assert [each.data.tobytes() for each in store.get([0, 1])] == [b"c", b"d"]
+    store.close()
+
+
+def test_without_pyarrow_the_package_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = config_of(data_set(tmp_path / "source"), tmp_path / "cache")
+    monkeypatch.setattr(listing, "is_installed", lambda name: False)
+    with pytest.raises(ValueError, match="need pyarrow: `pip install pyarrow`"):
+        load_or_list(config, "train", quiet=True)
+
+
+@needs_s3
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::ResourceWarning")
+def test_parquet_in_s3(tmp_path: Path) -> None:
+    folder = data_set(tmp_path / "source")
+    with s3_server() as (options, files):
+        files.mkdir("pictures")
+        for path in folder.rglob("*.parquet"):
+            files.pipe_file(f"pictures/{path.relative_to(folder)}", path.read_bytes())
+        config = config_of("s3://pictures", tmp_path / "cache", storage_options=options)
+        store = SampleStore(config, load_or_list(config, "train", quiet=True))
+        assert [each.data.tobytes() for each in store.get(range(24))] == [payload(number) for number in range(24)]
+        assert store.counters().storage_samples == 24
+        store.close()
