@@ -29,6 +29,7 @@ def add(subcommands: Subcommands) -> None:
     named = "CSV or Parquet file of the samples of a split, as lists of the data modules"
     fill.add_argument("--list", dest="lists", action="append", type=_pair, metavar="SPLIT=FILE", help=named)
     fill.add_argument("--member", metavar="EXT", help="extension of the member of a shard that is the sample")
+    fill.add_argument("--prune", action="store_true", help="first remove cached files that have left the source")
     info = actions.add_parser("info", help="list the caches in a folder")
     info.add_argument("cache_dir")
     info.set_defaults(run=_info)
@@ -62,7 +63,9 @@ def _warm(arguments: argparse.Namespace) -> int:
         lists=dict(arguments.lists) if arguments.lists else None,
     )
     placement = Placement(arguments.node, arguments.nodes)
-    reports = warm_splits(config, arguments.splits, placement=placement, threads=arguments.threads)
+    reports = warm_splits(
+        config, arguments.splits, placement=placement, threads=arguments.threads, prune=arguments.prune
+    )
     for report in reports:
         print(report.describe())
         for path, reason in report.corrupt:

@@ -243,3 +243,27 @@ def test_forked_children_leave_each_other_their_reader_slots(tmp_path: Path) -> 
         child.join(30)
         assert child.exitcode == 0
     cache.close()
+
+
+def test_what_has_left_the_source_makes_room(tmp_path: Path) -> None:
+    """LMDB's file does not shrink."""
+    cache = DiskCache(tmp_path / "c", limit_bytes=5_000_000)
+
+    def fill(numbers: range) -> int:
+        for number in numbers:
+            cache.put(key(number), stored(number, 200_000))
+            cache.flush()
+        return sum(cache.has([key(number) for number in numbers]))
+
+    first = fill(range(40))
+    assert 20 < first < 25
+    assert cache.full
+    assert cache.prune([key(0), key(1), key(99)]) == first - 2
+    assert not cache.full
+    assert cache.get([key(0), key(2)]) == [stored(0, 200_000), None]
+    assert first - 8 <= fill(range(100, 140)) < first
+    assert cache.bytes() < 5_500_000
+    cache.close()
+    again = DiskCache(tmp_path / "c")
+    assert again.get([key(1), key(100)]) == [stored(1, 200_000), stored(100, 200_000)]
+    again.close()

@@ -211,3 +211,14 @@ def test_the_command_line_warms_what_a_node_owns(folder: Path, capsys: pytest.Ca
     assert "val/c1/0.jpg: the file is empty" in printed
     assert main(["cache", "warm", str(folder.parent / "nowhere"), cache]) == 2
     assert "no folder train/" in capsys.readouterr().err
+
+
+def test_the_command_line_removes_what_has_left_the_source(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["cache", "warm", str(folder), str(folder.parent / "cache"), "--splits", "train"]
+    assert main(command) == 0
+    for path in sorted((folder / "train" / "c0").iterdir())[:2]:
+        path.unlink()
+    assert main(command) == 0
+    assert "18 cached before, 0 fetched (0.0 MB)\n" in capsys.readouterr().out
+    assert main([*command, "--prune"]) == 0
+    assert "18 cached before, 0 fetched (0.0 MB), 2 removed\n" in capsys.readouterr().out

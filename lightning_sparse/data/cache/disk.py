@@ -18,7 +18,7 @@ bytes  field    meaning
 ====== ======== ====================================================================
 
 Inserting stops at the size limit or when the disk is full. Nothing is evicted: each epoch reads every sample once in
-random order, so eviction would remove samples before their next use.
+random order, so eviction would remove samples before their next use. `prune` removes what has left the source.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ import os
 import struct
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -41,6 +41,7 @@ if TYPE_CHECKING:
 FORMAT = b"lightning_sparse disk cache 1"
 BATCH_BYTES, BATCH_S = 8 << 20, 2.0  # at most this is lost when a process is killed
 RESERVE_BYTES, RESERVE_SHARE = 1 << 30, 0.05  # of the disk; stays free
+DIGEST_BYTES = 16  # of a key
 _MAGIC = b"LSd1"
 _HEADER = struct.Struct("<4sIqqIIQ")
 _UNCHECKED = _HEADER.size - 8
@@ -54,7 +55,7 @@ class FileKey(NamedTuple):
     mtime_ns: int
 
     def digest(self) -> bytes:
-        return hashlib.blake2b(os.fsencode(self.path), digest_size=16).digest()
+        return hashlib.blake2b(os.fsencode(self.path), digest_size=DIGEST_BYTES).digest()
 
 
 class CachedFile(NamedTuple):
@@ -99,6 +100,7 @@ class DiskCache:
         self._lock = threading.RLock()
         self._pending: dict[bytes, tuple[FileKey, CachedFile]] = {}
         self._pending_bytes, self._pending_since = 0, 0.0
+        self._removed = 0  # bytes of removed files whose space is not taken yet
         self.full = lmdb_env.is_read_only(folder)
         self._pid = os.getpid()
         self._environment: lmdb.Environment | None = lmdb_env.acquire(folder, FORMAT)
@@ -174,6 +176,7 @@ class DiskCache:
                 if room < 0:
                     return reason
                 transaction.put(digest, value)
+                self._removed = max(0, self._removed - len(value))
         return None
 
     def _room(self) -> tuple[int, str]:
@@ -182,8 +185,22 @@ class DiskCache:
         reserve = min(RESERVE_BYTES, int(about.f_blocks * about.f_frsize * RESERVE_SHARE))
         free = about.f_bavail * about.f_frsize - reserve
         if self._limit is not None and self._limit - self.bytes() < free:
-            return self._limit - self.bytes(), f"disk_gb={self._limit / 1e9:g} is reached"
-        return free, f"only {about.f_bavail * about.f_frsize / 1e9:.2f} GB of the disk are free"
+            return self._limit - self.bytes() + self._removed, f"disk_gb={self._limit / 1e9:g} is reached"
+        return free + self._removed, f"only {about.f_bavail * about.f_frsize / 1e9:.2f} GB of the disk are free"
+
+    def prune(self, keys: Iterable[FileKey]) -> int:
+        """Remove all files but these, in any version; return how many. LMDB's file does not shrink: later files of this
+        process take their space."""
+        assert self._environment is not None, "the cache is closed"
+        keep = {key.digest() for key in keys}
+        with self._lock, self._environment.begin(write=True, buffers=True) as transaction:
+            sizes = {bytes(name): len(value) for name, value in transaction.cursor()}
+            gone = [name for name in sizes if len(name) == DIGEST_BYTES and name not in keep]
+            for name in gone:
+                transaction.delete(name)
+            self._removed += sum(sizes[name] for name in gone)
+            self.full = self.full and not gone
+        return len(gone)
 
     def _checked(self, key: FileKey, digest: bytes, value: memoryview) -> CachedFile | None:
         if len(value) < _HEADER.size or _checksum(digest, value) != _HEADER.unpack_from(value)[-1]:

@@ -29,7 +29,10 @@ CHUNK = 16  # files per request of a thread
 
 @dataclass
 class WarmReport:
-    """Result for a split. present: files cached before. corrupt: (path, reason). full: no space for more."""
+    """Result for a split.
+
+    present: files cached before. corrupt: (path, reason). full: no space for more. pruned: files removed.
+    """
 
     split: str
     files: int = 0
@@ -38,21 +41,27 @@ class WarmReport:
     fetched_bytes: int = 0
     corrupt: list[tuple[str, str]] = field(default_factory=list)
     full: bool = False
+    pruned: int = 0
 
     def describe(self) -> str:
         left = self.files - self.present - self.fetched - len(self.corrupt)
         text = f"{self.split}: {self.files:,} files, {self.present:,} cached before, {self.fetched:,} fetched "
         text += f"({self.fetched_bytes / 1e6:,.1f} MB)"
         text += f", {len(self.corrupt):,} corrupt" if self.corrupt else ""
-        return text + (f", {left:,} did not fit" if self.full else "")
+        text += f", {left:,} did not fit" if self.full else ""
+        return text + (f", {self.pruned:,} removed" if self.pruned else "")
 
 
-def warm(config: CacheConfig, split: str, *, placement: Placement | None = None, threads: int = 4) -> WarmReport:
+def warm(
+    config: CacheConfig, split: str, *, placement: Placement | None = None, threads: int = 4, prune: bool = False
+) -> WarmReport:
     """Copy the files of a split to the disk tier of this node.
 
     Args:
         placement: with several nodes, copy only the files that the node owns.
         threads: threads that read and decode.
+        prune: first remove the files that are not listed any more, or that other nodes own. A run that uses an older
+            list reads them from storage again.
 
     Raises:
         ValueError, DataError: as `manifest.list_source`; StorageTimeoutError if storage does not respond.
@@ -70,6 +79,7 @@ def warm(config: CacheConfig, split: str, *, placement: Placement | None = None,
     )
     try:
         keys = [manifest.key(index) for index in owned.tolist()]
+        report.pruned = disk.prune(keys) if prune else 0
         missing = owned[~np.array(disk.has(keys), np.bool_)]
         report.present = len(keys) - len(missing)
         with tqdm(total=len(keys), initial=report.present, desc=f"caching {split}", unit="file") as bar:
@@ -83,13 +93,18 @@ def warm(config: CacheConfig, split: str, *, placement: Placement | None = None,
 
 
 def warm_splits(
-    config: CacheConfig, splits: Sequence[str] | None = None, *, placement: Placement | None = None, threads: int = 4
+    config: CacheConfig,
+    splits: Sequence[str] | None = None,
+    *,
+    placement: Placement | None = None,
+    threads: int = 4,
+    prune: bool = False,
 ) -> list[WarmReport]:
     """Call `warm` for several splits; None: "train", and "val" and "test" if the source has them."""
     reports = []
     for split in splits or SPLITS:
         if splits or split == "train" or has_split(config, split):
-            reports.append(warm(config, split, placement=placement, threads=threads))
+            reports.append(warm(config, split, placement=placement, threads=threads, prune=prune))
     return reports
 
 
