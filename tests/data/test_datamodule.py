@@ -128,7 +128,7 @@ def test_bytes_by_tier_reach_the_logger_and_the_summary(results: Results, folder
     assert [first["step"], second["step"]] == [6, 12]
     assert total <= first["data/storage_bytes"] <= 1.05 * total, "the data set crosses the link once"
     assert second["data/storage_bytes"] == 0
-    assert second["data/memory_hits"] > 0.9
+    assert second["data/memory_hits"] > 0.8, "each node owns 10 of a batch of 20, give or take 2"
     later = results[0]["epochs"]["sparse"]["rows"]
     assert [row["data/storage_bytes"] for row in later] == [0, 0], "a later run starts from local disk"
     assert later[0]["data/disk_bytes"] > 0
@@ -138,7 +138,7 @@ def test_bytes_by_tier_reach_the_logger_and_the_summary(results: Results, folder
 
 def test_rank_zero_says_what_it_chose_and_where_samples_came_from(results: Results) -> None:
     text = "\n".join(results[0]["epochs"]["lines"])
-    assert "backend='torch': on a CPU it resizes faster than DALI" in text
+    assert text.count("faster") == text.count("backend=") == 4, "the reason for the backend, of each fit"
     assert "120 samples, global batch 20, shuffle='global': 6 steps per epoch, with 0 samples" in text
     assert text.count("samples by tier and epoch, all nodes") == 4
     assert text.count("in memory: 120 samples, ") == 4
