@@ -55,25 +55,33 @@ BASELINES = ["ImageFolder + DataLoader", "DALI file reader"]
 # -- the rows it is compared with --------------------------------------------------------------------------------------
 
 
-def image_folder(pictures: Path, epochs: int, device: int | None) -> Iterator[Batch]:
-    from torch.utils.data import DataLoader
+def image_folder(pictures: Path, epochs: int, device: int | None, size: int = SIZE) -> Iterator[Batch]:
     from torchvision.datasets import ImageFolder
-    from torchvision.transforms import v2
 
-    transform = Transform()
-    steps = [v2.RandomResizedCrop(SIZE, antialias=True), v2.RandomHorizontalFlip(), v2.ToImage()]
-    steps += [v2.ToDtype(torch.float32, scale=True), v2.Normalize(transform.mean, transform.std)]
-    data = ImageFolder(str(pictures / "train"), v2.Compose(steps))
-    # forked, as in a script of one's own: a process that was spawned, as each row's is, would spawn its workers, and
-    # those read a fifth slower
-    loader = DataLoader(
-        data, BATCH, shuffle=True, num_workers=1, persistent_workers=True, multiprocessing_context="fork"
-    )
+    loader = loader_of(ImageFolder(str(pictures / "train"), transforms(size)))
     for _ in range(epochs):
         yield from loader
 
 
-def dali_reader(pictures: Path, epochs: int, device: int | None) -> Iterator[Batch]:
+def transforms(size: int) -> Any:
+    """torchvision's transforms that end in the batches of all rows."""
+    from torchvision.transforms import v2
+
+    transform = Transform()
+    steps = [v2.RandomResizedCrop(size, antialias=True), v2.RandomHorizontalFlip(), v2.ToImage()]
+    steps += [v2.ToDtype(torch.float32, scale=True), v2.Normalize(transform.mean, transform.std)]
+    return v2.Compose(steps)
+
+
+def loader_of(data: Any) -> Any:
+    from torch.utils.data import DataLoader
+
+    # forked, as in a script of one's own: a process that was spawned, as each row's is, would spawn its workers, and
+    # those read a fifth slower
+    return DataLoader(data, BATCH, shuffle=True, num_workers=1, persistent_workers=True, multiprocessing_context="fork")
+
+
+def dali_reader(pictures: Path, epochs: int, device: int | None, size: int = SIZE) -> Iterator[Batch]:
     from nvidia.dali import fn, pipeline_def
     from nvidia.dali.plugin.pytorch import DALIGenericIterator, LastBatchPolicy
 
@@ -82,7 +90,7 @@ def dali_reader(pictures: Path, epochs: int, device: int | None) -> Iterator[Bat
         files, labels = fn.readers.file(file_root=str(pictures / "train"), random_shuffle=True, name="reader")
         kind = "cpu" if device is None else "mixed"
         cut = fn.decoders.image_random_crop(files, device=kind, random_area=[0.08, 1.0])
-        resized = fn.resize(cut, size=(SIZE, SIZE), antialias=True)
+        resized = fn.resize(cut, size=(size, size), antialias=True)
         mean, std = ([255 * each for each in part] for part in (Transform().mean, Transform().std))
         flip = fn.random.coin_flip()
         return fn.crop_mirror_normalize(resized, mirror=flip, mean=mean, std=std, output_layout="CHW"), labels

@@ -37,6 +37,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+import data
 import numpy as np
 import torch
 from tqdm import tqdm
@@ -44,66 +45,31 @@ from tqdm import tqdm
 from lightning_sparse.bench.data import BATCH, cpu_seconds
 from lightning_sparse.bench.extras import format_table
 from lightning_sparse.bench.provenance import commit, surroundings
-from lightning_sparse.data.pipeline.batch import MEAN, STD
 
 ROUNDS, LATER_IMAGES = 3, 1500
 PARTS = ("first", "later")
-Epochs = Callable[[Path, Path, int], Iterator[Iterator[Any]]]
-"""The epochs of (image folder, folder to write to, size), each with its batches."""
+FOR_EVER = 10**6  # epochs
+Row = Callable[[Path, Path, int], Iterator[Any]]
+"""The batches of (image folder, folder to write to, size), one epoch after the other."""
 
 
-def transforms(size: int) -> Any:
-    from torchvision.transforms import v2
-
-    steps = [v2.RandomResizedCrop(size, antialias=True), v2.RandomHorizontalFlip(), v2.ToImage()]
-    return v2.Compose([*steps, v2.ToDtype(torch.float32, scale=True), v2.Normalize(MEAN, STD)])
+def image_folder(pictures: Path, work: Path, size: int) -> Iterator[Any]:
+    return data.image_folder(pictures, FOR_EVER, None, size)
 
 
-def loader_of(data: Any) -> Any:
-    from torch.utils.data import DataLoader
-
-    # forked, as in a script of one's own: a process that was spawned, as each row's is, would spawn its worker
-    return DataLoader(data, BATCH, shuffle=True, num_workers=1, persistent_workers=True, multiprocessing_context="fork")
-
-
-def image_folder(pictures: Path, work: Path, size: int) -> Iterator[Iterator[Any]]:
-    from torchvision.datasets import ImageFolder
-
-    loader = loader_of(ImageFolder(str(pictures / "train"), transforms(size)))
-    while True:
-        yield iter(loader)
-
-
-def dali_reader(pictures: Path, work: Path, size: int) -> Iterator[Iterator[Any]]:
-    from nvidia.dali import fn, pipeline_def
-    from nvidia.dali.plugin.pytorch import DALIGenericIterator, LastBatchPolicy
-
-    @pipeline_def  # type: ignore[untyped-decorator]
-    def graph() -> Any:
-        files, labels = fn.readers.file(file_root=str(pictures / "train"), random_shuffle=True, name="reader")
-        cut = fn.decoders.image_random_crop(files, device="cpu", random_area=[0.08, 1.0])
-        resized = fn.resize(cut, size=(size, size), antialias=True)
-        mean, std = ([255 * each for each in part] for part in (MEAN, STD))
-        flip = fn.random.coin_flip()
-        return fn.crop_mirror_normalize(resized, mirror=flip, mean=mean, std=std, output_layout="CHW"), labels
-
-    pipe = graph(batch_size=BATCH, num_threads=1, device_id=None, exec_dynamic=True)
-    batches = DALIGenericIterator(
-        pipe, ["x", "y"], reader_name="reader", last_batch_policy=LastBatchPolicy.PARTIAL, auto_reset=True
-    )
-    while True:
-        yield ((batch["x"], batch["y"]) for (batch,) in batches)
+def dali_reader(pictures: Path, work: Path, size: int) -> Iterator[Any]:
+    return data.dali_reader(pictures, FOR_EVER, None, size)
 
 
 def as_chunk(path: str) -> dict[str, Any]:
     return {"image": Path(path).read_bytes(), "class": Path(path).parent.name}
 
 
-def litdata(pictures: Path, work: Path, size: int) -> Iterator[Iterator[Any]]:
+def litdata(pictures: Path, work: Path, size: int) -> Iterator[Any]:
     from litdata import StreamingDataLoader, StreamingDataset, optimize
     from PIL import Image
 
-    look, labels = transforms(size), {name: label for label, name in enumerate(classes_of(pictures))}
+    look, labels = data.transforms(size), {name: label for label, name in enumerate(classes_of(pictures))}
 
     def sample(item: dict[str, Any]) -> tuple[torch.Tensor, int]:
         with Image.open(io.BytesIO(item["image"])) as image:
@@ -111,12 +77,12 @@ def litdata(pictures: Path, work: Path, size: int) -> Iterator[Iterator[Any]]:
 
     files = [str(path) for path in files_of(pictures)]
     optimize(as_chunk, files, str(work / "chunks"), chunk_bytes="16MB", num_workers=1, verbose=False)
-    data = StreamingDataset(str(work / "chunks"), cache_dir=str(work / "cache"), shuffle=True, transform=sample)
+    chunks = StreamingDataset(str(work / "chunks"), cache_dir=str(work / "cache"), shuffle=True, transform=sample)
     loader = StreamingDataLoader(
-        data, batch_size=BATCH, num_workers=1, persistent_workers=True, multiprocessing_context="fork"
+        chunks, batch_size=BATCH, num_workers=1, persistent_workers=True, multiprocessing_context="fork"
     )
     while True:
-        yield iter(loader)
+        yield from loader
 
 
 class Pixels(torch.utils.data.Dataset[tuple[torch.Tensor, int]]):
@@ -136,7 +102,7 @@ class Pixels(torch.utils.data.Dataset[tuple[torch.Tensor, int]]):
         return self._look(torch.from_numpy(np.array(pixels)).permute(2, 0, 1)), self._labels[index]
 
 
-def one_file(pictures: Path, work: Path, size: int) -> Iterator[Iterator[Any]]:
+def one_file(pictures: Path, work: Path, size: int) -> Iterator[Any]:
     from lightning_sparse.data.decode import decode
 
     names, shapes, labels = classes_of(pictures), [], []
@@ -146,27 +112,27 @@ def one_file(pictures: Path, work: Path, size: int) -> Iterator[Iterator[Any]]:
             stream.write(pixels.tobytes())
             shapes.append((pixels.shape[0], pixels.shape[1]))
             labels.append(names.index(path.parent.name))
-    loader = loader_of(Pixels(work / "pixels", shapes, labels, transforms(size)))
+    loader = data.loader_of(Pixels(work / "pixels", shapes, labels, data.transforms(size)))
     while True:
-        yield iter(loader)
+        yield from loader
 
 
-def ours(pictures: Path, work: Path, size: int) -> Iterator[Iterator[Any]]:
+def ours(pictures: Path, work: Path, size: int) -> Iterator[Any]:
     from lightning_sparse.flavours.pytorch_lightning import CachedImageDataModule
 
-    data = CachedImageDataModule(str(pictures), str(work), BATCH, size)
-    data.setup("fit")
+    module = CachedImageDataModule(str(pictures), str(work), BATCH, size)
+    module.setup("fit")
     try:
-        loader, epoch = data.train_dataloader(), 0
+        loader, epoch = module.train_dataloader(), 0
         while True:
             loader.set_epoch(epoch)
-            yield iter(loader)
+            yield from loader
             epoch += 1
     finally:
-        data.teardown("fit")
+        module.teardown("fit")
 
 
-ROWS: dict[str, Epochs] = {
+ROWS: dict[str, Row] = {
     "ImageFolder + DataLoader": image_folder,
     "DALI file reader": dali_reader,
     "LitData": litdata,
@@ -188,15 +154,15 @@ def measure(name: str, pictures: Path, size: int) -> dict[str, float]:
     torch.set_num_threads(1)
     count = len(files_of(pictures))
     with tempfile.TemporaryDirectory(prefix="data-peers-") as work:
-        epochs = ROWS[name](pictures, Path(work), size)
+        batches = ROWS[name](pictures, Path(work), size)
         found: dict[str, float] = {}
         for part, wanted in zip(PARTS, (count, max(count, LATER_IMAGES)), strict=True):
             images, cpu, wall = 0, cpu_seconds(os.getpid()), time.perf_counter()
             while images < wanted:
-                images += sum(len(pixels) for pixels, _ in next(epochs))
+                images += len(next(batches)[0])
             cpu, wall = cpu_seconds(os.getpid()) - cpu, time.perf_counter() - wall
             found |= {f"{part}_per_cpu_second": images / cpu, f"{part}_per_second": images / wall}
-        epochs.close()  # type: ignore[attr-defined]  # a generator
+        batches.close()  # type: ignore[attr-defined]  # a generator
     return found
 
 
