@@ -50,7 +50,7 @@ def folder(tmp_path: Path) -> Path:
         for sample in range(4 * number, 4 * number + 4):
             name = f"{'deep/' * 30 * (sample == 5)}{sample:06}"
             members |= {f"{name}.npy": payload(sample), f"{name}.cls": f"{sample % 3}\n".encode()}
-        shard(tmp_path / "source" / "train" / f"{number:03}.tar", members)
+        shard(tmp_path / "source" / "train" / f"{number:03}#{number}.tar", members)
     return tmp_path / "source"
 
 
@@ -72,7 +72,7 @@ def test_samples_of_shards_are_read_by_their_place(folder: Path, tmp_path: Path)
     manifest, data, counts = contents(config)
     assert data == [payload(number) for number in range(8)]
     assert manifest.labels.tolist() == [[number % 3] for number in range(8)]
-    assert list(manifest.paths)[0] == "train/000.tar/000000.npy"
+    assert list(manifest.paths)[0] == "train/000#0.tar/000000.npy"
     assert num_classes(config, "train") == manifest.num_classes == 3
     assert counts.storage_bytes == sum(map(len, data)), "only the samples, not the shards, cross the link"
     assert counts.changed == 0
