@@ -1,159 +1,114 @@
-// As much of CUDA as the kernels use, on a CPU: the threads of a block are coroutines that run one after the other from
-// one barrier to the next. It finds wrong logic (indices, scans, races with a fixed order, uninitialised scratch), not
-// wrong memory orders, and says nothing about speed. Warp collectives count as barriers of the whole block, so a kernel
-// must reach them in step, which `launch` checks.
+// As much of CUDA as the kernels use, on a CPU. emulation.py rewrites launches and `__shared__`, and compiles the kernels
+// so that each of their memory accesses calls memory.cpp, which checks it; threads.cpp runs the threads of several
+// blocks as coroutines, in an order that a seed decides.
+//
+// Found: wrong logic, results that depend on the order of blocks or warps, accesses out of bounds, misaligned or of
+// memory that nobody wrote, data races (also between blocks, where fences are missing), barriers and warp collectives
+// that not all threads reach, blocks that wait for one that may never start. Not found: what only real hardware's
+// timing brings about. It says nothing about speed.
 #pragma once
 
-#include <setjmp.h>
-#include <ucontext.h>
-
 #include <cstdint>
-#include <cstdio>
-#include <cstdlib>
 #include <cstring>
-#include <functional>
-#include <vector>
+#include <type_traits>
 
+#define UNCHECKED __attribute__((no_sanitize("thread")))
 #define __global__
 #define __device__
 #define __host__
-#define __shared__ static
-#define __launch_bounds__(threads)
+#define __launch_bounds__(...)
 
 struct Dim {
   unsigned x;
 };
-inline Dim threadIdx, blockIdx, blockDim, gridDim;
+extern Dim threadIdx, blockIdx, blockDim, gridDim;
+
+struct alignas(8) uint2 {
+  unsigned x, y;
+};
+struct alignas(16) uint4 {
+  unsigned x, y, z, w;
+};
 
 using cudaError_t = int;
 using cudaStream_t = void*;
 constexpr int cudaSuccess = 0;
 inline const char* cudaGetErrorString(cudaError_t) { return "none"; }
 inline cudaError_t cudaGetLastError() { return cudaSuccess; }
-inline cudaError_t cudaMemsetAsync(void* to, int value, size_t size, cudaStream_t) {
-  std::memset(to, value, size);
-  return cudaSuccess;
-}
+cudaError_t cudaMemsetAsync(void* to, int value, size_t size, cudaStream_t);
 
 namespace on_cpu {
 
-struct Thread {
-  ucontext_t start;
-  jmp_buf resume;
-  std::vector<char> stack = std::vector<char>(65536);
-  bool started, done;
-  unsigned collectives;
-  long barriers;
-};
+void launch(unsigned grid, unsigned block, const char* kernel, void (*call)(const void*), const void* body);
+// The calling block's variable; `site` tells one declaration from another.
+void* shared_memory(const void* site, size_t size);
+// Of 32 lanes, what each has deposited. All lanes of the warp must call it.
+const uint64_t* exchange(uint64_t deposit);
+// Checks an atomic access, and may let other threads run before it.
+void atomic(const void* at, size_t size);
 
-inline std::vector<Thread> threads(1024);
-inline jmp_buf scheduler;
-inline unsigned current;
-inline const std::function<void()>* kernel;
-inline uint32_t deposits[2][1024];  // of alternate collectives, since a fast thread may be one ahead
-inline bool backwards = false;      // the order of blocks and of threads between barriers
-
-inline void wait() {
-  Thread& self = threads[current];
-  ++self.barriers;
-  if (!_setjmp(self.resume)) _longjmp(scheduler, 1);
+// body must stay on the stack, where a std::function would not leave it: accesses to the heap are checked.
+template <typename Body>
+void launch(unsigned grid, unsigned block, const char* kernel, const Body& body) {
+  launch(grid, block, kernel, [](const void* self) { (*static_cast<const Body*>(self))(); }, &body);
 }
 
-inline void run() {
-  (*kernel)();
-  threads[current].done = true;
-  _longjmp(scheduler, 1);
+template <typename T, typename Site>
+T& shared(Site) {
+  static const char site = 0;
+  return *static_cast<T*>(shared_memory(&site, sizeof(T)));
 }
 
-inline void step(unsigned t) {
-  current = threadIdx.x = t;
-  if (_setjmp(scheduler)) return;
-  if (threads[t].started) _longjmp(threads[t].resume, 1);
-  threads[t].started = true;
-  setcontext(&threads[t].start);
-}
-
-inline void start(unsigned t) {
-  Thread& thread = threads[t];
-  thread.started = thread.done = false;
-  thread.collectives = 0;
-  thread.barriers = 0;
-  getcontext(&thread.start);
-  thread.start.uc_stack.ss_sp = thread.stack.data();
-  thread.start.uc_stack.ss_size = thread.stack.size();
-  thread.start.uc_link = nullptr;
-  makecontext(&thread.start, run, 0);
-}
-
-inline bool step_all(unsigned block) {  // false when all have returned
-  long barriers = -1;
-  for (unsigned i = 0; i < block; ++i) {
-    const unsigned t = backwards ? block - 1 - i : i;
-    if (threads[t].done) continue;
-    step(t);
-    if (threads[t].done) continue;
-    if (barriers >= 0 && barriers != threads[t].barriers) {
-      std::fprintf(stderr, "threads of one block wait at different barriers\n");
-      std::abort();
-    }
-    barriers = threads[t].barriers;
-  }
-  return barriers >= 0;
-}
-
-// alone: the kernel has no barriers, so that its threads need no coroutines.
-inline void launch(unsigned grid, unsigned block, bool alone, const std::function<void()>& body) {
-  kernel = &body;
-  gridDim.x = grid;
-  blockDim.x = block;
-  for (unsigned i = 0; i < grid; ++i) {
-    blockIdx.x = backwards ? grid - 1 - i : i;
-    if (alone) {
-      for (threadIdx.x = 0; threadIdx.x < block; ++threadIdx.x) body();
-      continue;
-    }
-    for (unsigned t = 0; t < block; ++t) start(t);
-    while (step_all(block)) {
-    }
-  }
-}
-
-inline const uint32_t* exchange(uint32_t value) {
-  const unsigned self = current, turn = threads[self].collectives++ & 1;
-  deposits[turn][self] = value;
-  wait();
-  return &deposits[turn][self / 32 * 32];
+template <typename T, typename Change>
+UNCHECKED T update(T* at, const Change& change) {
+  atomic(at, sizeof(T));
+  T old;
+  std::memcpy(&old, at, sizeof old);
+  const T changed = change(old);
+  std::memcpy(at, &changed, sizeof changed);
+  return old;
 }
 
 }  // namespace on_cpu
 
-inline void __syncthreads() { on_cpu::wait(); }
+void __syncthreads();
+int __syncthreads_count(int predicate);
+int __syncthreads_or(int predicate);
+void __threadfence();
 
-inline unsigned __ballot_sync(unsigned, bool predicate) {
-  const uint32_t* lanes = on_cpu::exchange(predicate);
+UNCHECKED inline unsigned __ballot_sync(unsigned, bool predicate) {
+  const uint64_t* lanes = on_cpu::exchange(predicate);
   unsigned ballot = 0;
-  for (int lane = 0; lane < 32; ++lane) ballot |= lanes[lane] << lane;
+  for (int lane = 0; lane < 32; ++lane) ballot |= static_cast<unsigned>(lanes[lane]) << lane;
   return ballot;
 }
 
-inline uint32_t __shfl_xor_sync(unsigned, uint32_t value, int apart) {
-  const uint32_t* lanes = on_cpu::exchange(value);
-  return lanes[on_cpu::current % 32 ^ apart];
+inline int __all_sync(unsigned mask, bool predicate) { return __ballot_sync(mask, predicate) == 0xFFFFFFFFu; }
+
+template <typename T>
+UNCHECKED T __shfl_sync(unsigned, T value, int lane) {
+  return static_cast<T>(on_cpu::exchange(static_cast<uint64_t>(value))[lane]);
+}
+
+template <typename T>
+UNCHECKED T __shfl_xor_sync(unsigned, T value, int apart) {
+  return static_cast<T>(on_cpu::exchange(static_cast<uint64_t>(value))[static_cast<int>(threadIdx.x % 32) ^ apart]);
 }
 
 inline int __popc(unsigned bits) { return __builtin_popcount(bits); }
+inline int __ffs(unsigned bits) { return __builtin_ffs(static_cast<int>(bits)); }
 
 template <typename T>
-T atomicAdd(T* to, T value) {
-  const T old = *to;
-  *to += value;
-  return old;
+UNCHECKED T atomicAdd(T* at, std::type_identity_t<T> value) {
+  return on_cpu::update(at, [&](T old) { return old + value; });
 }
-
-inline uint32_t atomicMax(uint32_t* to, uint32_t value) {
-  const uint32_t old = *to;
-  *to = value > old ? value : old;
-  return old;
+template <typename T>
+UNCHECKED T atomicMax(T* at, std::type_identity_t<T> value) {
+  return on_cpu::update(at, [&](T old) { return value > old ? value : old; });
+}
+template <typename T>
+UNCHECKED T atomicExch(T* at, std::type_identity_t<T> value) {
+  return on_cpu::update(at, [&](T) { return value; });
 }
 
 inline float __fmul_rn(float a, float b) { return a * b; }

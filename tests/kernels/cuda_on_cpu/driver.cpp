@@ -1,54 +1,97 @@
-// The three CUDA entry points for ctypes, with scratch memory that is neither zero nor a byte longer than asked for.
-#include <algorithm>
+// The entry points for ctypes. Each returns null, or what went wrong. The kernels may use the memory that they are
+// given, to the byte, and only what was written is read.
+#include "mstopk_cuda.h"
+
+#include <memory>
+#include <stdexcept>
+#include <vector>
 
 #include "cuda_runtime.h"
-#include "mstopk_cuda.h"
+#include "emulation.h"
 
 using namespace lightning_sparse;
 
 namespace {
 
-class Scratch {
- public:
-  explicit Scratch(int64_t size) : size_(size), raw_(static_cast<size_t>(size) + 512, kFill) {}
-  ~Scratch() {
-    const bool intact = std::all_of(data() + size_, raw_.data() + raw_.size(), [](char c) { return c == kFill; });
-    if (intact) return;
-    std::fprintf(stderr, "written past the end of the scratch memory\n");
-    std::abort();
-  }
-  char* data() { return raw_.data() + (256 - reinterpret_cast<uintptr_t>(raw_.data()) % 256) % 256; }
+std::string said;
 
- private:
-  static constexpr char kFill = 0x5D;
-  int64_t size_;
-  std::vector<char> raw_;
-};
+template <typename Call>
+const char* run(const Call& call) {
+  on_cpu::counts = {};
+  said.clear();
+  try {
+    call();
+  } catch (const std::exception& error) {
+    said = error.what();
+  }
+  on_cpu::forget_all_memory();
+  return said.empty() ? nullptr : said.c_str();
+}
+
+void reads(const void* data, int64_t size, const char* name) {
+  if (data) on_cpu::add_memory(data, static_cast<size_t>(size), true, name);
+}
+
+void writes(const void* data, int64_t size, const char* name) {
+  if (data) on_cpu::add_memory(data, static_cast<size_t>(size), false, name);
+}
+
+std::unique_ptr<char[]> scratch(int64_t size) {
+  std::unique_ptr<char[]> memory(new (std::align_val_t(256)) char[static_cast<size_t>(size)]);
+  std::memset(memory.get(), 0x5D, static_cast<size_t>(size));
+  writes(memory.get(), size, "the scratch memory");
+  return memory;
+}
+
+int64_t bytes_of(int dtype, int64_t numel) { return value_bytes(static_cast<Dtype>(dtype)) * numel; }
 
 }  // namespace
 
 extern "C" {
 
-void emulate_force(int whole, int backwards) {
-  cuda::force_fallback(whole);
-  on_cpu::backwards = backwards;
+void emulate_seed(uint64_t value) { on_cpu::seed(value); }
+void emulate_whole(int whole) { cuda::force_fallback(whole); }
+void emulate_counts(int* launches, int* memsets) {
+  *launches = on_cpu::counts.launches, *memsets = on_cpu::counts.memsets;
 }
 
-void emulate_mstopk(const void* x, int dtype, int64_t numel, int64_t k, void* values, void* indices) {
-  Scratch scratch(cuda::select_scratch_bytes(numel, k));
-  cuda::mstopk({x, static_cast<Dtype>(dtype), numel}, k, values, indices, scratch.data(), nullptr);
+const char* emulate_mstopk(const void* x, int dtype, int64_t numel, int64_t k, void* values, void* indices) {
+  return run([&] {
+    reads(x, bytes_of(dtype, numel), "x");
+    writes(values, bytes_of(dtype, k), "values");
+    writes(indices, 4 * k, "indices");
+    const auto memory = scratch(cuda::select_scratch_bytes(numel, k));
+    cuda::mstopk({x, static_cast<Dtype>(dtype), numel}, k, values, indices, memory.get(), nullptr);
+  });
 }
 
-void emulate_compress(const void* grad, int dtype, int64_t numel, const float* residual, float* next_residual,
-                      int64_t k, int value_code, const float* scale, uint8_t* message) {
-  Scratch scratch(cuda::select_scratch_bytes(numel, k));
-  cuda::compress({grad, static_cast<Dtype>(dtype), numel, residual, scale, next_residual}, k,
-                 static_cast<Dtype>(value_code), message, scratch.data(), nullptr);
+const char* emulate_compress(const void* grad, int dtype, int64_t numel, const float* residual, float* next_residual,
+                             int64_t k, int value_code, const float* scale, uint8_t* message) {
+  return run([&] {
+    const auto value_dtype = static_cast<Dtype>(value_code);
+    reads(grad, bytes_of(dtype, numel), "grad");
+    reads(residual, 4 * numel, "residual");
+    reads(scale, 4, "scale");
+    writes(next_residual, 4 * numel, "next_residual");
+    writes(message, MessageLayout(numel, k, value_dtype).nbytes, "message");
+    const auto memory = scratch(cuda::select_scratch_bytes(numel, k));
+    cuda::compress({grad, static_cast<Dtype>(dtype), numel, residual, scale, next_residual}, k, value_dtype, message,
+                   memory.get(), nullptr);
+  });
 }
 
-void emulate_accumulate(const uint8_t* messages, int64_t count, float* shard, int64_t numel, int64_t k, int value_code,
-                        const float* alpha) {
-  Scratch scratch(cuda::accumulate_scratch_bytes(count, numel));
-  cuda::accumulate(messages, count, shard, numel, k, static_cast<Dtype>(value_code), alpha, scratch.data(), nullptr);
+// Messages that are damaged may hold an element twice, so that two threads add to it at once, before it becomes NaN.
+const char* emulate_accumulate(const uint8_t* messages, int64_t count, float* shard, int64_t numel, int64_t k,
+                               int value_code, const float* alpha, int damaged) {
+  const char* error = run([&] {
+    const auto dtype = static_cast<Dtype>(value_code);
+    on_cpu::ignore_races(damaged);
+    reads(messages, count * MessageLayout(numel, k, dtype).nbytes, "messages");
+    alpha ? reads(shard, 4 * numel, "shard") : writes(shard, 4 * numel, "shard");
+    const auto memory = scratch(cuda::accumulate_scratch_bytes(count, numel));
+    cuda::accumulate(messages, count, shard, numel, k, dtype, alpha, memory.get(), nullptr);
+  });
+  on_cpu::ignore_races(false);
+  return error;
 }
 }

@@ -1,0 +1,50 @@
+// What threads.cpp, memory.cpp and driver.cpp share.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <string>
+#include <unordered_map>
+
+namespace on_cpu {
+
+using Epochs = std::unordered_map<unsigned, uint32_t>;  // block -> its accesses before this barrier are known about
+
+// Who accesses memory, as memory.cpp sees it.
+struct Self {
+  unsigned block, thread;
+  uint32_t epoch;       // barriers of the block that this thread has passed
+  Epochs known, heard;  // of other blocks: what happened before, and what will have after the next fence
+  Epochs fenced;        // what this thread's atomics tell others, since its last fence
+  const char* stack;
+  size_t stack_size;
+};
+
+inline void join(Epochs& into, const Epochs& from) {
+  for (const auto& [block, epoch] : from) {
+    uint32_t& mine = into[block];
+    mine = epoch > mine ? epoch : mine;
+  }
+}
+
+// memory.cpp
+void add_memory(const void* data, size_t size, bool written, const char* name);
+void remove_memory(const void* data);
+void mark_written(const void* data, size_t size);
+void forget_all_memory();
+void kernel_starts(const char* frame);  // of the launching function
+void enter(Self* self);                 // null: no kernel is running
+void fence(Self& self);
+void ignore_races(bool ignore);
+
+// threads.cpp
+void seed(uint64_t value);
+bool unlikely_coin();                             // decided by the seed
+void yield();                                     // lets other threads run
+[[noreturn]] void fail(const std::string& what);  // ends the launch, which throws
+struct Counts {
+  int launches, memsets;
+};
+extern Counts counts;
+
+}  // namespace on_cpu

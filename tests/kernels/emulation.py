@@ -1,0 +1,141 @@
+"""The CUDA kernels on a CPU: built as C++ against `cuda_on_cpu/`, which checks every access to memory.
+
+The sources are the very .cu files; only launches and `__shared__` are rewritten. A seed decides the order in which
+blocks, warps and threads run.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import re
+import subprocess
+from collections.abc import Iterable
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from lightning_sparse.kernels import wire
+
+HERE = Path(__file__).parent / "cuda_on_cpu"
+CSRC = Path(__file__).parents[2] / "lightning_sparse/kernels/csrc"
+CODES = wire.VALUE_CODES
+FLAGS = ["-O1", "-std=c++20", "-ffp-contract=off", "-fPIC", "-U_FORTIFY_SOURCE"]
+CHECKED = [
+    "-fsanitize=thread",
+    *("--param", "tsan-distinguish-volatile=1"),
+    "--param=tsan-instrument-func-entry-exit=0",
+]
+
+
+class EmulationError(Exception):
+    """What a kernel did wrong."""
+
+
+def as_cpp(source: str) -> str:
+    """CUDA's launches and shared variables as calls."""
+
+    def shared(match: re.Match[str]) -> str:
+        kind, *names = match.group(1), *match.group(2).split(", ")
+        each = [re.fullmatch(r"(\w+)((?:\[\w+\])*)", name) for name in names]
+        assert all(each), match.group(0)
+        return " ".join(f"auto& {m[1]} = on_cpu::shared<{kind}{m[2]}>([] {{}});" for m in each if m)
+
+    text, count = re.subn(
+        r"([\w:<>]+)<<<([^;]*?), (\w+), 0, \w+>>>\((.*?)\);",
+        r'on_cpu::launch(\2, \3, "\1", [&] { \1(\4); });',
+        source,
+        flags=re.DOTALL,
+    )
+    assert count == source.count("<<<"), "a launch in another form"
+    return re.sub(r"__shared__ (?:alignas\(\d+\) )?([\w:]+) ([^;]+);", shared, text)
+
+
+def build(folder: Path, csrc: Path = CSRC, kernels: Iterable[Path] = (), flags: Iterable[str] = ()) -> ctypes.CDLL:
+    """Compile the kernels of `csrc`, or `kernels` alone, into a library in `folder`."""
+    for path in [*csrc.glob("*.cu*"), *kernels]:
+        name = path.name if path.suffix == ".cuh" else f"{path.stem}.cpp"
+        (folder / name).write_text(as_cpp(path.read_text()))
+    chosen = list(kernels)
+    checked = [f"{path.stem}.cpp" for path in chosen or sorted(csrc.glob("*.cu"))]
+    plain = ["threads.cpp", "memory.cpp", *([] if chosen else ["driver.cpp"])]
+    objects = []
+    for name in [*checked, *plain]:
+        source, extra = (folder, [*CHECKED, *flags]) if name in checked else (HERE, [])
+        objects.append(f"{name}.o")
+        includes = [f"-I{folder}", f"-I{HERE}", f"-I{csrc}"]
+        _run(["g++", *FLAGS, *extra, *includes, "-c", "-o", objects[-1], str(source / name)], folder)
+    _run(["g++", "-shared", "-o", "kernels.so", *objects], folder)
+    return ctypes.CDLL(str(folder / "kernels.so"))
+
+
+def _run(command: list[str], folder: Path) -> None:
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def _at(tensor: Tensor | None) -> ctypes.c_void_p:
+    return ctypes.c_void_p(None if tensor is None else tensor.data_ptr())
+
+
+class Emulation:
+    """The operators, as `lightning_sparse.kernels` has them, on `library`; each call runs by another seed.
+
+    Attributes:
+        counts: launches and memsets of the last call.
+    """
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        self._library = library
+        self._seed = 0
+        self.counts = (0, 0)
+
+    def start(self, seed: int, whole: bool = False) -> None:
+        """Choose the seed of the next call, and whether to run as if the sample had misled."""
+        self._seed = seed
+        self._library.emulate_whole(int(whole))
+
+    def mstopk(self, x: Tensor, k: int) -> tuple[Tensor, Tensor]:
+        values, indices = torch.empty(k, dtype=x.dtype), torch.empty(k, dtype=torch.int32)
+        self._call("mstopk", _at(x), CODES[x.dtype], x.numel(), k, _at(values), _at(indices))
+        return values, indices
+
+    def compress(
+        self,
+        grad: Tensor,
+        residual: Tensor | None,
+        next_residual: Tensor | None,
+        k: int,
+        value_dtype: torch.dtype,
+        scale: Tensor | None = None,
+    ) -> Tensor:
+        message = torch.full((wire.message_bytes(grad.numel(), k, value_dtype),), 77, dtype=torch.uint8)
+        memory = _at(residual), _at(next_residual)
+        rest = CODES[value_dtype], _at(scale), _at(message)
+        self._call("compress", _at(grad), CODES[grad.dtype], grad.numel(), *memory, k, *rest)
+        return message
+
+    def accumulate(
+        self,
+        messages: Tensor,
+        shard: Tensor,
+        k: int,
+        value_dtype: torch.dtype,
+        alpha: float | None = None,
+        damaged: bool = False,
+    ) -> None:
+        factor = None if alpha is None else ctypes.byref(ctypes.c_float(alpha))
+        sizes = shard.numel(), k, CODES[value_dtype]
+        self._call("accumulate", _at(messages), messages.shape[0], _at(shard), *sizes, factor, int(damaged))
+
+    def _call(self, name: str, *arguments: object) -> None:
+        call = getattr(self._library, f"emulate_{name}")
+        call.restype = ctypes.c_char_p
+        self._library.emulate_seed(ctypes.c_uint64(self._seed))
+        self._seed += 1
+        error = call(*(ctypes.c_int64(each) if isinstance(each, int) else each for each in arguments))
+        launches, memsets = ctypes.c_int(), ctypes.c_int()
+        self._library.emulate_counts(ctypes.byref(launches), ctypes.byref(memsets))
+        self.counts = launches.value, memsets.value
+        if error is not None:
+            raise EmulationError(error.decode())
