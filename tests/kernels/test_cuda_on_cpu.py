@@ -85,6 +85,29 @@ def test_accumulate(cuda: Emulation, dtype: torch.dtype) -> None:
             assert same_bits(got, want)
 
 
+def test_more_messages_than_are_open_at_once(cuda: Emulation) -> None:
+    numel, k = 5000, 40
+    messages = messages_of(numel, k, 70, torch.bfloat16)
+    got, want = torch.full((2, numel), 0.5)
+    plain.accumulate(messages, want, k, torch.bfloat16, 3.0)
+    cuda.accumulate(messages, got, k, torch.bfloat16, 3.0)
+    assert same_bits(got, want)
+    messages[69, 4] = 1  # a count of non-finite elements
+    cuda.accumulate(messages, got, k, torch.bfloat16)
+    assert bool(got.isnan().all())
+
+
+def test_launches_do_not_depend_on_the_number_of_messages(cuda: Emulation) -> None:
+    x = torch.randn(5000)
+    message = cuda.compress(x, x, torch.empty(5000), 50, torch.bfloat16)
+    assert cuda.counts == (4, 0), "launches, memsets"
+    cuda.mstopk(x, 50)
+    assert cuda.counts == (4, 0)
+    for count in (1, 9):
+        cuda.accumulate(message.expand(count, -1).contiguous(), x, 50, torch.bfloat16)
+        assert cuda.counts == (1, 1)
+
+
 def test_damaged_messages_poison(cuda: Emulation) -> None:
     messages = messages_of(70_001, 70, 2, torch.float32)
     for name, bad in damaged(messages[1]).items():

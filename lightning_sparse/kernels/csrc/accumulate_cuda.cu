@@ -1,106 +1,201 @@
-// Sums M messages: one thread block per block of 65,536 elements adds the messages' pairs one message at a time, in row
-// order, so no two threads add to the same element concurrently. With alpha, the shard is not cleared before.
+// Sums M messages in one launch. A block owns consecutive pieces of 4,096 elements; it adds the pairs of all messages
+// to a piece in shared memory, one message at a time, in row order, so no two threads add to the same element
+// concurrently, and writes the piece once. With alpha, pieces begin as they are instead of at zero.
+//
+// Each block finds out by itself where its pairs begin in each message, and whether the message is valid, from the
+// counts: blocks need nothing of each other. Only indices out of order are found on the way, by one block; then the
+// last one to finish makes the whole shard NaN.
 #include <cuda_runtime.h>
 
 #include <algorithm>
 #include <stdexcept>
 #include <string>
 
-#include "mstopk_cuda.h"
+#include "tile.cuh"
 
 namespace lightning_sparse::cuda {
 namespace {
 
-constexpr int kThreads = 512;
+constexpr int kPiece = kTile;
+constexpr int kTogether = 64;  // messages that a block has open at a time
+
+struct Flags {
+  Count finished;  // blocks
+  uint32_t damaged;
+};
+static_assert(sizeof(Flags) <= kAccumulateScratchBytes);
 
 struct Sum {
   const uint8_t* messages;
-  int64_t num_messages, numel, k;
+  int64_t num_messages, numel, k, num_pieces;
   Dtype dtype;
   MessageLayout layout;
   float* shard;
-  bool clear;
+  bool clear, aligned;
   float alpha;
-  int64_t* starts;  // [num_messages][num_blocks + 1]: start of each block's pairs
-  int* valid;       // [num_messages]
-  int* damaged;     // one flag for all
+  Flags* flags;
 };
 
-void carve(Sum& sum, char* scratch) {
-  sum.damaged = reinterpret_cast<int*>(scratch);
-  sum.starts = reinterpret_cast<int64_t*>(scratch + 16);
-  sum.valid = reinterpret_cast<int*>(sum.starts + sum.num_messages * (sum.layout.num_blocks + 1));
+// Of a message's pairs in the current wire block: the first one, the one past the last, and the next to be added.
+struct Cursor {
+  int64_t begin, end, next;
+  int32_t exponent;
+};
+
+struct Piece {
+  int64_t base, block;
+  int start, size, block_size;  // start: within its wire block
+
+  __device__ Piece(const Sum& sum, int64_t number)
+      : base(number * kPiece),
+        block(base / kBlock),
+        start(static_cast<int>(base % kBlock)),
+        size(at_most(sum.numel - base, kPiece)),
+        block_size(at_most(sum.numel - block * kBlock, kBlock)) {}
+
+ private:
+  __device__ static int at_most(int64_t value, int64_t limit) {
+    return static_cast<int>(value < limit ? value : limit);
+  }
+};
+
+__device__ const uint8_t* message_at(const Sum& sum, int64_t m) { return sum.messages + m * sum.layout.nbytes; }
+__device__ const uint32_t* counts_of(const Sum& sum, const uint8_t* message) {
+  return reinterpret_cast<const uint32_t*>(message + sum.layout.counts);
+}
+__device__ const uint16_t* indices_of(const Sum& sum, const uint8_t* message) {
+  return reinterpret_cast<const uint16_t*>(message + sum.layout.indices);
 }
 
-// One block per message: prefix sums of its counts, and whether it is valid.
-__global__ void __launch_bounds__(kThreads) open_kernel(Sum sum) {
-  __shared__ int64_t sums[kThreads];
-  __shared__ int trusted;
-  const uint8_t* message = sum.messages + blockIdx.x * sum.layout.nbytes;
-  const auto* counts = reinterpret_cast<const uint32_t*>(message + sum.layout.counts);
-  int64_t* starts = sum.starts + blockIdx.x * (sum.layout.num_blocks + 1);
-  if (threadIdx.x == 0) {
-    trusted = header_is_valid(*reinterpret_cast<const Header*>(message), sum.numel, sum.k, sum.dtype);
-  }
-  __syncthreads();
-  const int64_t begin = sum.layout.num_blocks * threadIdx.x / kThreads;
-  const int64_t end = sum.layout.num_blocks * (threadIdx.x + 1) / kThreads;
-  int64_t total = 0;
-  for (int64_t b = begin; b < end; ++b) {
-    if (counts[b] > static_cast<uint32_t>(kBlock)) trusted = 0;  // threads only clear it
-    total += counts[b];
-  }
-  sums[threadIdx.x] = total;
-  __syncthreads();
-  int64_t before = 0;
-  for (int i = 0; i < static_cast<int>(threadIdx.x); ++i) before += sums[i];
-  for (int64_t b = begin; b < end; ++b) {
-    starts[b] = before;
-    before += counts[b];
-  }
-  if (threadIdx.x == kThreads - 1) {
-    starts[sum.layout.num_blocks] = before;
-    sum.valid[blockIdx.x] = trusted && before == sum.k;
-    if (!sum.valid[blockIdx.x]) *sum.damaged = 1;
-  }
-}
-
-__device__ float value_at(const Sum& sum, const uint8_t* message, int64_t i) {
-  const int32_t exponent = reinterpret_cast<const Header*>(message)->exponent;
+__device__ float value_at(const Sum& sum, const uint8_t* message, int64_t i, int32_t exponent) {
   const uint8_t* values = message + sum.layout.values;
   if (sum.dtype == Dtype::fp32) return reinterpret_cast<const float*>(values)[i];
   return decode_value(reinterpret_cast<const uint16_t*>(values)[i], exponent, sum.dtype);
 }
 
-__global__ void __launch_bounds__(kThreads) add_kernel(Sum sum) {
-  const int64_t block = blockIdx.x, base = block * kBlock;
-  const int64_t size = sum.numel - base < kBlock ? sum.numel - base : kBlock;
-  float* here = sum.shard + base;
-  for (int64_t i = threadIdx.x; sum.clear && i < size; i += kThreads) here[i] = 0.0f;
-  for (int64_t m = 0; m < sum.num_messages; ++m) {
-    __syncthreads();  // the previous message is done
-    if (!sum.valid[m]) continue;
-    const uint8_t* message = sum.messages + m * sum.layout.nbytes;
-    const auto* indices = reinterpret_cast<const uint16_t*>(message + sum.layout.indices);
-    const int64_t* starts = sum.starts + m * (sum.layout.num_blocks + 1);
-    const int64_t begin = starts[block], end = starts[block + 1];
-    for (int64_t i = begin + threadIdx.x; i < end; i += kThreads) {
+__device__ void damage(const Sum& sum) { atomicExch(&sum.flags->damaged, 1u); }
+
+// By one warp: false if the header or the counts are invalid.
+__device__ bool open_message(const Sum& sum, const uint8_t* message, const Piece& first, Cursor& cursor) {
+  const Header& header = *reinterpret_cast<const Header*>(message);
+  const uint32_t* counts = counts_of(sum, message);
+  bool valid = header_is_valid(header, sum.numel, sum.k, sum.dtype);
+  int64_t total = 0, before = 0;
+#pragma unroll 4
+  for (int64_t b = lane(); b < sum.layout.num_blocks; b += 32) {
+    const uint32_t count = counts[b];
+    valid = valid && count <= static_cast<uint32_t>(kBlock);
+    total += count;
+    before += b < first.block ? count : 0;
+  }
+  total = sum_of_warp(total), before = sum_of_warp(before);
+  if (!__all_sync(kAllLanes, valid) || total != sum.k) return false;
+  const uint16_t* indices = indices_of(sum, message);
+  const int64_t begin = before, end = before + counts[first.block];
+  int skipped = 0;  // pairs of pieces that another block owns
+#pragma unroll 4
+  for (int64_t i = begin + lane(); first.start > 0 && i < end; i += 32) {
+    skipped += indices[i] < first.start;
+    if (i > begin && indices[i] <= indices[i - 1]) damage(sum);
+  }
+  skipped = sum_of_warp(skipped);
+  if (lane() == 0) cursor = {begin, end, begin + skipped, header.exponent};
+  return true;
+}
+
+// To the next wire block. A thread a message.
+__device__ void advance(const Sum& sum, int64_t from, int count, int64_t block, Cursor* cursors) {
+  const int m = static_cast<int>(threadIdx.x);
+  if (m >= count) return;
+  cursors[m].begin = cursors[m].next = cursors[m].end;
+  cursors[m].end += counts_of(sum, message_at(sum, from + m))[block];
+}
+
+// acc += the message's pairs in this piece. Pairs are in order, so those of this piece are the next ones.
+__device__ void add_message(const Sum& sum, const uint8_t* message, const Piece& piece, Cursor& cursor, float* acc) {
+  const uint16_t* indices = indices_of(sum, message);
+  const Cursor at = cursor;
+  int64_t next = at.next;
+  for (int taken = kThreads; taken == kThreads; next += taken) {
+    const int64_t i = next + threadIdx.x;
+    bool mine = false;
+    if (i < at.end) {
       const int index = indices[i];
-      if (index >= size || (i > begin && index <= indices[i - 1])) {
-        *sum.damaged = 1;
-      } else {
-        here[index] = __fadd_rn(here[index], __fmul_rn(sum.alpha, value_at(sum, message, i)));
+      const bool in_order = index < piece.block_size && (i == at.begin || index > indices[i - 1]);
+      if (!in_order) damage(sum);
+      mine = in_order && index >= piece.start && index < piece.start + piece.size;
+      if (mine) {
+        float& to = acc[index - piece.start];
+        to = __fadd_rn(to, __fmul_rn(sum.alpha, value_at(sum, message, i, at.exponent)));
       }
+    }
+    taken = __syncthreads_count(mine);  // the next message may add to the same elements
+  }
+  if (threadIdx.x == 0) cursor.next = next;
+}
+
+// Each thread always moves the same elements.
+__device__ void load_piece(const Sum& sum, const Piece& piece, bool clear, float* acc) {
+  const float* from = sum.shard + piece.base;
+  for (int i = 4 * threadIdx.x; i < piece.size; i += 4 * kThreads) {
+    if (clear) {
+      *reinterpret_cast<uint4*>(acc + i) = {0, 0, 0, 0};
+    } else if (sum.aligned && i + 4 <= piece.size) {
+      *reinterpret_cast<uint4*>(acc + i) = *reinterpret_cast<const uint4*>(from + i);
+    } else {
+      for (int j = i; j < i + 4 && j < piece.size; ++j) acc[j] = from[j];
     }
   }
 }
 
-__global__ void poison_kernel(Sum sum) {
-  if (!*sum.damaged) return;
-  const int64_t stride = static_cast<int64_t>(gridDim.x) * blockDim.x;
-  for (int64_t i = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x; i < sum.numel; i += stride) {
-    sum.shard[i] = float_of(0x7FC00000u);
+__device__ void store_piece(const Sum& sum, const Piece& piece, const float* acc) {
+  float* to = sum.shard + piece.base;
+  for (int i = 4 * threadIdx.x; i < piece.size; i += 4 * kThreads) {
+    if (sum.aligned && i + 4 <= piece.size) {
+      *reinterpret_cast<uint4*>(to + i) = *reinterpret_cast<const uint4*>(acc + i);
+    } else {
+      for (int j = i; j < i + 4 && j < piece.size; ++j) to[j] = acc[j];
+    }
   }
+}
+
+// Adds the messages `from` ... `from + count - 1` to the pieces `first` ... `last - 1`; false if one is invalid.
+__device__ bool add_messages(const Sum& sum, int64_t from, int count, int64_t first, int64_t last) {
+  __shared__ alignas(16) float acc[kPiece];
+  __shared__ Cursor cursors[kTogether];
+  bool valid = true;
+  for (int m = warp(); m < count; m += kWarps) {
+    valid = open_message(sum, message_at(sum, from + m), Piece(sum, first), cursors[m]) && valid;
+  }
+  if (__syncthreads_or(!valid)) return false;
+  for (int64_t number = first; number < last; ++number) {
+    const Piece piece(sum, number);
+    load_piece(sum, piece, sum.clear && from == 0, acc);
+    if (number > first && piece.start == 0) {  // a new wire block
+      __syncthreads();                         // thread 0 may still move a cursor
+      advance(sum, from, count, piece.block, cursors);
+    }
+    __syncthreads();
+    for (int m = 0; m < count; ++m) add_message(sum, message_at(sum, from + m), piece, cursors[m], acc);
+    store_piece(sum, piece, acc);
+  }
+  __syncthreads();
+  return true;
+}
+
+__device__ void poison(const Sum& sum, int64_t begin, int64_t end) {
+  for (int64_t i = begin + threadIdx.x; i < end; i += kThreads) sum.shard[i] = float_of(0x7FC00000u);
+}
+
+__global__ void __launch_bounds__(kThreads, 4) accumulate_kernel(Sum sum) {
+  const int64_t first = sum.num_pieces * blockIdx.x / gridDim.x, last = sum.num_pieces * (blockIdx.x + 1) / gridDim.x;
+  bool valid = true;
+  for (int64_t from = 0; from < sum.num_messages && valid; from += kTogether) {
+    const int64_t left = sum.num_messages - from;
+    valid = add_messages(sum, from, static_cast<int>(left < kTogether ? left : kTogether), first, last);
+  }
+  if (!valid) poison(sum, first * kPiece, last * kPiece < sum.numel ? last * kPiece : sum.numel);  // as all blocks do
+  if (is_last(&sum.flags->finished, gridDim.x) && peek(&sum.flags->damaged)) poison(sum, 0, sum.numel);
 }
 
 void check(cudaError_t error) {
@@ -109,20 +204,25 @@ void check(cudaError_t error) {
 
 }  // namespace
 
-int64_t accumulate_scratch_bytes(int64_t num_messages, int64_t numel) {
-  return 16 + num_messages * (((numel + kBlock - 1) / kBlock + 1) * 8 + 4);
-}
-
 void accumulate(const uint8_t* messages, int64_t num_messages, float* shard, int64_t numel, int64_t k,
                 Dtype value_dtype, const float* alpha, void* scratch, void* stream) {
   const auto on = static_cast<cudaStream_t>(stream);
-  Sum sum{messages,         num_messages,         numel, k, value_dtype, MessageLayout(numel, k, value_dtype), shard,
-          alpha == nullptr, alpha ? *alpha : 1.0f};
-  carve(sum, static_cast<char*>(scratch));
-  check(cudaMemsetAsync(sum.damaged, 0, sizeof(int), on));
-  open_kernel<<<static_cast<unsigned>(num_messages), kThreads, 0, on>>>(sum);
-  add_kernel<<<static_cast<unsigned>(sum.layout.num_blocks), kThreads, 0, on>>>(sum);
-  poison_kernel<<<1024, kThreads, 0, on>>>(sum);
+  auto* flags = static_cast<Flags*>(scratch);
+  const Sum sum{.messages = messages,
+                .num_messages = num_messages,
+                .numel = numel,
+                .k = k,
+                .num_pieces = (numel + kPiece - 1) / kPiece,
+                .dtype = value_dtype,
+                .layout = MessageLayout(numel, k, value_dtype),
+                .shard = shard,
+                .clear = alpha == nullptr,
+                .aligned = reinterpret_cast<uintptr_t>(shard) % 16 == 0,
+                .alpha = alpha ? *alpha : 1.0f,
+                .flags = flags};
+  check(cudaMemsetAsync(flags, 0, sizeof(Flags), on));
+  const auto blocks = static_cast<unsigned>(std::min(kMostBlocks, sum.num_pieces));
+  accumulate_kernel<<<blocks, kThreads, 0, on>>>(sum);
   check(cudaGetLastError());
 }
 

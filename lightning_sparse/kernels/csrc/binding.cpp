@@ -208,7 +208,7 @@ void add_on_cuda(const Tensor& messages, const Tensor& shard, int64_t k, int64_t
   const torch::stable::accelerator::DeviceGuard guard(shard.get_device());
   const Dtype dtype = value_dtype(value_code);
   check_accumulate(messages, shard, k, dtype);
-  Tensor scratch = scratch_on(shard, cuda::accumulate_scratch_bytes(messages.size(0), shard.numel()));
+  Tensor scratch = scratch_on(shard, cuda::kAccumulateScratchBytes);
   cuda::accumulate(static_cast<const uint8_t*>(messages.data_ptr()), messages.size(0),
                    static_cast<float*>(shard.data_ptr()), shard.numel(), k, dtype, alpha, scratch.data_ptr(),
                    stream_of(shard));

@@ -18,11 +18,18 @@ struct Source {
   float* store = nullptr;        // optional: receives acc
 };
 
+// Of kernels whose blocks take work until none is left. Tests choose fewer, so that blocks have several turns.
+#ifdef LS_MOST_BLOCKS
+constexpr int64_t kMostBlocks = LS_MOST_BLOCKS;
+#else
+constexpr int64_t kMostBlocks = 1024;
+#endif
+
 // For tests: process all elements instead of the candidates. Results do not depend on it.
 void force_fallback(bool on);
 
 int64_t select_scratch_bytes(int64_t numel, int64_t k);
-int64_t accumulate_scratch_bytes(int64_t num_messages, int64_t numel);
+constexpr int64_t kAccumulateScratchBytes = 16;
 
 void mstopk(const Source& source, int64_t k, void* values, void* indices, void* scratch, void* stream);
 void compress(const Source& source, int64_t k, Dtype value_dtype, uint8_t* message, void* scratch, void* stream);

@@ -16,7 +16,7 @@ struct TensorSink {
     values[slot] = static_cast<const Value*>(p.source.grad)[index];
   }
   __device__ void drop(const Problem&, int64_t) const {}
-  __device__ void finish(int64_t, int) const {}
+  __device__ void finish(int64_t, int64_t) const {}
 };
 
 struct MessageSink {
@@ -39,9 +39,9 @@ struct MessageSink {
   __device__ void drop(const Problem& p, int64_t index) const {
     if (p.source.store) p.source.store[index] = 0.0f;
   }
-  __device__ void finish(int64_t tile, int total) const {
+  __device__ void finish(int64_t tile, int64_t kept) const {
     uint32_t* counts = reinterpret_cast<uint32_t*>(message + layout.counts);
-    if (total) atomicAdd(&counts[tile * kTile / kBlock], static_cast<uint32_t>(total));
+    atomicAdd(&counts[tile * kTile / kBlock], static_cast<uint32_t>(kept));
   }
 };
 

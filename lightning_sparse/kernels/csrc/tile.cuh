@@ -1,6 +1,5 @@
-// Shared by the selection kernels: the problem and its scratch memory, the elements of a tile, ordered counting.
-//
-// A warp owns 512 consecutive elements of its tile, in 16 rounds of 32, so that ballots number kept elements in order.
+// Shared by the selection kernels: the problem and its scratch memory, the elements of a tile, and how threads of a
+// warp, of a block, and blocks of one launch work together.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -12,10 +11,9 @@
 namespace lightning_sparse::cuda {
 namespace {
 
-constexpr int kThreads = 256, kWarps = kThreads / 32, kRounds = 16;
-constexpr int kTile = kThreads * kRounds;
-constexpr int kScanThreads = 1024;
-constexpr int kHistogramBlocks = 1024;
+constexpr int kThreads = 256, kWarps = kThreads / 32;
+constexpr unsigned kAllLanes = 0xFFFFFFFFu;
+constexpr int kTile = 4096;  // elements
 constexpr int kDigits = 3, kBins = 2048;
 static_assert(kBlock % kTile == 0, "a tile lies in one wire block");
 
@@ -23,27 +21,32 @@ using Count = unsigned long long;
 
 struct Control {
   uint32_t threshold;
-  uint32_t prefix;  // of the k-th largest key, so far; all of it after the last digit
-  Count cursor;     // candidates found
+  uint32_t prefix;   // of the k-th largest key, so far; all of it after the last digit
+  uint32_t digits;   // that are known
+  uint32_t largest;  // key of the largest finite; of fp16 messages only
+  int32_t exponent;
   Count remaining;  // of the k, how many share the prefix; after the last digit, how many ties are kept
   Count nonfinite;
-  uint32_t largest;  // key of the largest finite
-  int32_t exponent;
+  Count cursor;         // candidates found
+  Count items;          // of `refine`, handed out
+  Count done[kDigits];  // of `refine`, completed for each digit
+  Count groups;         // of `emit`, handed out
 };
 
 // Passed to kernels by value.
 struct Problem {
   Source source;
   int64_t k, num_tiles, capacity, target;
-  bool forced;
+  bool forced, aligned;
+  uint8_t* message;  // null where the output is tensors
+  Dtype value_dtype;
   Control* control;
-  uint32_t* sample;                        // [kSampleBins]
-  Count* bins;                             // [kDigits][kBins]
-  int64_t* start;                          // per tile: its first candidate
-  int64_t* slot;                           // per tile: its first output
-  uint32_t *count, *above, *ties, *quota;  // per tile
-  float* values;                           // candidates
-  uint16_t* offsets;                       // candidates, within their tile
+  Count* bins;          // [kDigits][kBins]
+  Count *above, *ties;  // per group of kWarps tiles; see emit.cuh
+  int64_t* start;       // per tile: its first candidate
+  uint32_t* count;      // per tile
+  float* values;        // candidates
+  uint16_t* offsets;    // candidates, within their tile
 };
 
 template <typename T>
@@ -52,42 +55,38 @@ void carve(char*& at, T*& pointer, int64_t count) {
   at += (count * static_cast<int64_t>(sizeof(T)) + 255) / 256 * 256;
 }
 
-// Lays out the arrays in the scratch memory; returns its size and the size of the part that must be zeroed.
-std::pair<int64_t, int64_t> lay_out(Problem& p, char* scratch) {
+// Lays out the arrays in the scratch memory; returns its size. The first kernels write what later ones read or add to.
+int64_t lay_out(Problem& p, char* scratch) {
   char* at = scratch;
+  const int64_t groups = (p.num_tiles + kWarps - 1) / kWarps;
   carve(at, p.control, 1);
-  carve(at, p.sample, kSampleBins);
   carve(at, p.bins, kDigits * kBins);
-  const int64_t zeroed = at - scratch;
+  carve(at, p.above, groups);
+  carve(at, p.ties, groups);
   carve(at, p.start, p.num_tiles);
-  carve(at, p.slot, p.num_tiles);
   carve(at, p.count, p.num_tiles);
-  carve(at, p.above, p.num_tiles);
-  carve(at, p.ties, p.num_tiles);
-  carve(at, p.quota, p.num_tiles);
   carve(at, p.values, p.capacity);
   carve(at, p.offsets, p.capacity);
-  return {at - scratch, zeroed};
+  return at - scratch;
 }
 
-// ------------------------------------------------------------------------------------------------------ on the device
+// -------------------------------------------------------------------------------------------------------- the elements
 
+template <Dtype dtype>
 __device__ float acc_at(const Source& source, int64_t i) {
   float acc;
-  if (source.dtype == Dtype::fp32) {
-    acc = static_cast<const float*>(source.grad)[i];
-  } else if (source.dtype == Dtype::bf16) {
-    acc = from_bf16(static_cast<const uint16_t*>(source.grad)[i]);
-  } else {
-    acc = from_fp16(static_cast<const uint16_t*>(source.grad)[i]);
-  }
+  if constexpr (dtype == Dtype::fp32) acc = static_cast<const float*>(source.grad)[i];
+  if constexpr (dtype == Dtype::bf16) acc = from_bf16(static_cast<const uint16_t*>(source.grad)[i]);
+  if constexpr (dtype == Dtype::fp16) acc = from_fp16(static_cast<const uint16_t*>(source.grad)[i]);
   if (source.scale) acc = __fmul_rn(acc, *source.scale);
   return source.residual ? __fadd_rn(source.residual[i], acc) : acc;
 }
 
 // acc, after the pass.
 __device__ float stored_at(const Source& source, int64_t i) {
-  return source.store ? source.store[i] : acc_at(source, i);
+  if (source.store) return source.store[i];
+  if (source.dtype == Dtype::fp32) return acc_at<Dtype::fp32>(source, i);
+  return source.dtype == Dtype::bf16 ? acc_at<Dtype::bf16>(source, i) : acc_at<Dtype::fp16>(source, i);
 }
 
 __device__ bool candidates_fail(const Problem& p) {
@@ -95,54 +94,111 @@ __device__ bool candidates_fail(const Problem& p) {
   return p.forced || control.cursor < static_cast<Count>(p.k) || control.cursor > static_cast<Count>(p.capacity);
 }
 
-// A tile's candidates, or all its elements if the candidates are not used.
+// A tile's candidates, or all its elements if the candidates are not used. Empty past the last tile.
 struct Tile {
   const Problem& p;
-  int64_t first, size;
+  int64_t base, first = 0, size = 0;
   bool whole;
 
-  __device__ Tile(const Problem& problem, int64_t tile, bool whole)
-      : p(problem), first(whole ? tile * kTile : problem.start[tile]), whole(whole) {
-    const int64_t left = p.source.numel - tile * kTile;
+  __device__ Tile(const Problem& problem, int64_t tile, bool whole) : p(problem), base(tile * kTile), whole(whole) {
+    if (tile >= p.num_tiles) return;
+    const int64_t left = p.source.numel - base;
+    first = whole ? base : p.start[tile];
     size = whole ? (left < kTile ? left : kTile) : p.count[tile];
-    base = tile * kTile;
   }
   __device__ float value(int64_t i) const { return whole ? stored_at(p.source, first + i) : p.values[first + i]; }
   __device__ int64_t index(int64_t i) const { return base + (whole ? i : p.offsets[first + i]); }
-
- private:
-  int64_t base;
 };
 
-__device__ int place(int round) { return (threadIdx.x / 32) * (32 * kRounds) + round * 32 + threadIdx.x % 32; }
+// ------------------------------------------------------------------------------------------------------------ a warp
 
-// The sum of the counts of the warps before this one; `total` is the sum of all. All threads of the block must call it.
+__device__ int lane() { return static_cast<int>(threadIdx.x % 32); }
+__device__ int warp() { return static_cast<int>(threadIdx.x / 32); }
+
+__device__ int below_this_lane(unsigned ballot) { return __popc(ballot & ((1u << lane()) - 1u)); }
+
+// By shuffles: __reduce_add_sync and __reduce_max_sync need sm_80, and know no 64 bits.
+template <typename T>
+__device__ T sum_of_warp(T value) {
+  for (int apart = 16; apart > 0; apart /= 2) value += __shfl_xor_sync(kAllLanes, value, apart);
+  return value;
+}
+
+__device__ uint32_t max_of_warp(uint32_t value) {
+  for (int apart = 16; apart > 0; apart /= 2) {
+    const uint32_t other = __shfl_xor_sync(kAllLanes, value, apart);
+    value = other > value ? other : value;
+  }
+  return value;
+}
+
+// ------------------------------------------------------------------------------------ a block; all its threads call it
+
+// The sum of the counts of the warps before this one; `total` is the sum of all.
 __device__ int before_this_warp(int count, int& total) {
   __shared__ int counts[kWarps];
-  __syncthreads();  // an earlier call may still be reading
-  if (threadIdx.x % 32 == 0) counts[threadIdx.x / 32] = count;
+  if (lane() == 0) counts[warp()] = count;
   __syncthreads();
   int before = 0;
   total = 0;
-  for (int warp = 0; warp < kWarps; ++warp) {
-    if (warp == static_cast<int>(threadIdx.x / 32)) before = total;
-    total += counts[warp];
+  for (int other = 0; other < kWarps; ++other) {
+    if (other == warp()) before = total;
+    total += counts[other];
   }
   return before;
 }
 
-__device__ int below_this_lane(unsigned ballot) { return __popc(ballot & ((1u << (threadIdx.x % 32)) - 1u)); }
+// ------------------------------------------------------------------------------------------------ blocks of one launch
+//
+// Blocks may run in any order, and not all at once. So a block takes its work from a counter, and waits only for work
+// that was handed out before its own: some running block has that, and does not wait for a later one.
 
-// sums[i] becomes the sum of sums[i] ... sums[size - 1]. All threads of the block must call it.
-__device__ void suffix_sums(Count* sums, int size) {
-  for (int step = 1; step < size; step *= 2) {
-    __syncthreads();
-    Count mine[2];
-    for (int i = threadIdx.x, j = 0; i < size; i += blockDim.x, ++j) mine[j] = i + step < size ? sums[i + step] : 0;
-    __syncthreads();
-    for (int i = threadIdx.x, j = 0; i < size; i += blockDim.x, ++j) sums[i] += mine[j];
+__device__ Count take(Count* counter) {
+  __shared__ Count taken;
+  __syncthreads();  // an earlier call may still be reading
+  if (threadIdx.x == 0) taken = atomicAdd(counter, 1);
+  __syncthreads();
+  return taken;
+}
+
+template <typename T>
+__device__ T peek(const T* at) {
+  return *static_cast<const volatile T*>(at);
+}
+
+template <typename T>
+__device__ void put(T* at, T value) {
+  *static_cast<volatile T*>(at) = value;
+}
+
+// Waits until *at >= value, then sees what the block that called `announce` wrote before.
+__device__ void wait_for(const uint32_t* at, uint32_t value) {
+  if (threadIdx.x == 0) {
+    while (peek(at) < value) {
+    }
+    __threadfence();
   }
   __syncthreads();
+}
+
+__device__ void announce(uint32_t* at, uint32_t value) {
+  __syncthreads();
+  if (threadIdx.x != 0) return;
+  __threadfence();
+  put(at, value);
+}
+
+// Whether this was the last of so many calls; that one sees what all blocks wrote before theirs.
+__device__ bool is_last(Count* calls, Count all) {
+  __shared__ bool last;
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    __threadfence();
+    last = atomicAdd(calls, 1) == all - 1;
+    __threadfence();
+  }
+  __syncthreads();
+  return last;
 }
 
 }  // namespace

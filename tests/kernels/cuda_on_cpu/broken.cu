@@ -115,7 +115,8 @@ std::string said;
 
 void run(void (*kernel)(Data)) {
   constexpr size_t kWords = kThreads * kBlocks, kBytes = 4 * kWords;
-  const std::unique_ptr<unsigned[]> words(new unsigned[kWords]()), fresh(new unsigned[kWords]()), count(new unsigned[2]());
+  const std::unique_ptr<unsigned[]> words(new unsigned[kWords]()), fresh(new unsigned[kWords]());
+  const std::unique_ptr<unsigned[]> count(new unsigned[2]());
   const std::unique_ptr<float> total(new float(0));
   on_cpu::add_memory(words.get(), kBytes, true, "words");
   on_cpu::add_memory(fresh.get(), kBytes, false, "fresh");

@@ -1,6 +1,6 @@
-// As much of CUDA as the kernels use, on a CPU. emulation.py rewrites launches and `__shared__`, and compiles the kernels
-// so that each of their memory accesses calls memory.cpp, which checks it; threads.cpp runs the threads of several
-// blocks as coroutines, in an order that a seed decides.
+// As much of CUDA as the kernels use, on a CPU. emulation.py rewrites launches and `__shared__`, and compiles the
+// kernels so that each of their memory accesses calls memory.cpp, which checks it; threads.cpp runs the threads of
+// several blocks as coroutines, in an order that a seed decides.
 //
 // Found: wrong logic, results that depend on the order of blocks or warps, accesses out of bounds, misaligned or of
 // memory that nobody wrote, data races (also between blocks, where fences are missing), barriers and warp collectives

@@ -88,7 +88,7 @@ const char* emulate_accumulate(const uint8_t* messages, int64_t count, float* sh
     on_cpu::ignore_races(damaged);
     reads(messages, count * MessageLayout(numel, k, dtype).nbytes, "messages");
     alpha ? reads(shard, 4 * numel, "shard") : writes(shard, 4 * numel, "shard");
-    const auto memory = scratch(cuda::accumulate_scratch_bytes(count, numel));
+    const auto memory = scratch(cuda::kAccumulateScratchBytes);
     cuda::accumulate(messages, count, shard, numel, k, dtype, alpha, memory.get(), nullptr);
   });
   on_cpu::ignore_races(false);

@@ -152,7 +152,8 @@ void add_memory(const void* data, size_t size, bool written, const char* name) {
   const char* begin = static_cast<const char*>(data);
   const size_t cells = size / kGranule + 1;
   auto* shadow = static_cast<Cell*>(std::calloc(cells, sizeof(Cell)));
-  regions.emplace(begin + size, Region{begin, begin + size, name, {shadow, std::free}, std::vector<bool>(cells, written)});
+  Region region{begin, begin + size, name, {shadow, std::free}, std::vector<bool>(cells, written)};
+  regions.emplace(begin + size, std::move(region));
 }
 
 void remove_memory(const void* data) {

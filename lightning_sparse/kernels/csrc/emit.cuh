@@ -1,0 +1,110 @@
+// Writes the output, indices ascending: a warp a tile, a block a group of kWarps tiles. Where a group's output begins
+// follows from the sums of the groups before it, by decoupled look-back (Merrill and Garland, 2016): each group
+// publishes its own sums, then adds up those of its predecessors, back to the nearest that has published a running sum.
+#pragma once
+
+#include "sinks.cuh"
+
+namespace lightning_sparse::cuda {
+namespace {
+
+struct Sums {
+  Count above, ties;  // keys above the k-th largest key, and equal to it
+};
+
+// A published sum is one 64-bit word, flag included, so that no fence is needed. 0: not published yet.
+constexpr int kFlag = 62;
+constexpr Count kOwn = Count{1} << kFlag, kRunning = Count{2} << kFlag, kSum = kOwn - 1;
+
+__device__ void publish(const Problem& p, int64_t group, Count flag, Sums sums) {
+  put(&p.above[group], flag | sums.above);
+  put(&p.ties[group], flag | sums.ties);
+}
+
+// The sums of all groups before this one. One warp calls it.
+__device__ Sums look_back(const Problem& p, int64_t group) {
+  Sums sums{0, 0};
+  for (int64_t nearest = group - 1; nearest >= 0; nearest -= 32) {
+    const int64_t other = nearest - lane();
+    Count above = kRunning, ties = kRunning;  // before the first group: a sum of zero
+    while (other >= 0) {
+      above = peek(&p.above[other]), ties = peek(&p.ties[other]);
+      if (above >> kFlag != 0 && above >> kFlag == ties >> kFlag) break;
+    }
+    const unsigned running = __ballot_sync(kAllLanes, above >> kFlag == kRunning >> kFlag);
+    const int last = running ? __ffs(running) - 1 : 31;
+    sums.above += sum_of_warp(lane() <= last ? above & kSum : 0);
+    sums.ties += sum_of_warp(lane() <= last ? ties & kSum : 0);
+    if (running) break;
+  }
+  return sums;
+}
+
+__device__ Sums tally(const Tile& tile, uint32_t kth) {
+  unsigned above = 0, ties = 0;
+#pragma unroll 4
+  for (int64_t first = 0; first < tile.size; first += 32) {
+    const int64_t i = first + lane();
+    const uint32_t key = i < tile.size ? key_of(tile.value(i)) : 0;
+    above += __popc(__ballot_sync(kAllLanes, i < tile.size && key > kth));
+    ties += __popc(__ballot_sync(kAllLanes, i < tile.size && key == kth));
+  }
+  return {above, ties};
+}
+
+// Keeps what is above the k-th key, and the first `quota` ties. Returns how many that were.
+template <typename Sink>
+__device__ int64_t emit_tile(const Problem& p, const Tile& tile, uint32_t kth, int64_t slot, int64_t quota,
+                             const Sink& sink) {
+  const int64_t begin = slot;
+#pragma unroll 2
+  for (int64_t first = 0; first < tile.size; first += 32) {
+    const int64_t i = first + lane();
+    const bool inside = i < tile.size;
+    const float value = inside ? tile.value(i) : 0.0f;
+    const uint32_t key = key_of(value);
+    const unsigned tied = __ballot_sync(kAllLanes, inside && key == kth);
+    const bool tie = inside && key == kth && below_this_lane(tied) < quota;
+    const unsigned kept = __ballot_sync(kAllLanes, tie || (inside && key > kth));
+    if (kept >> lane() & 1u) {
+      sink.keep(p, slot + below_this_lane(kept), tile.index(i), value);
+    } else if (inside && key >= kInfKey) {
+      sink.drop(p, tile.index(i));
+    }
+    slot += __popc(kept), quota -= __popc(tied);
+  }
+  return slot - begin;
+}
+
+template <typename Sink>
+__global__ void __launch_bounds__(kThreads, 4) emit_kernel(Problem p, Sink sink) {
+  __shared__ Sums of_warp[kWarps];
+  __shared__ Sums of_groups_before;
+  const auto group = static_cast<int64_t>(take(&p.control->groups));
+  const int64_t number = group * kWarps + warp();
+  const uint32_t kth = p.control->prefix;
+  const Tile tile(p, number, candidates_fail(p));
+  const Sums mine = tally(tile, kth);
+  if (lane() == 0) of_warp[warp()] = mine;
+  __syncthreads();
+  if (warp() == 0) {
+    Sums all{0, 0};
+    for (int w = 0; w < kWarps; ++w) all.above += of_warp[w].above, all.ties += of_warp[w].ties;
+    if (lane() == 0 && group > 0) publish(p, group, kOwn, all);
+    const Sums before = look_back(p, group);
+    if (lane() == 0) {
+      publish(p, group, kRunning, {before.above + all.above, before.ties + all.ties});
+      of_groups_before = before;
+    }
+  }
+  __syncthreads();
+  Sums before = of_groups_before;
+  for (int w = 0; w < warp(); ++w) before.above += of_warp[w].above, before.ties += of_warp[w].ties;
+  const Count left = p.control->remaining, used = before.ties < left ? before.ties : left;
+  const auto slot = static_cast<int64_t>(before.above + used), quota = static_cast<int64_t>(left - used);
+  const int64_t kept = emit_tile(p, tile, kth, slot, quota, sink);
+  if (lane() == 0 && kept > 0) sink.finish(number, kept);
+}
+
+}  // namespace
+}  // namespace lightning_sparse::cuda

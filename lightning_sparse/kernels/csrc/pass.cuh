@@ -1,0 +1,183 @@
+// Sample, and the one pass over memory that collects the candidates.
+#pragma once
+
+#include "tile.cuh"
+
+namespace lightning_sparse::cuda {
+namespace {
+
+// ---------------------------------------------------------------------------------------------------------- the sample
+
+constexpr int kSampleThreads = 1024;
+constexpr int64_t kSample = 32 * kSampleThreads;  // elements: 32 a thread, which fit into its registers
+
+// One block. Writes the control block and the bins, and the highest threshold, of those with 16 significant bits, that
+// enough of the sample reaches.
+template <Dtype dtype>
+__global__ void __launch_bounds__(kSampleThreads) sample_kernel(Problem p) {
+  __shared__ int reached[32];  // per bit of the threshold
+  const int64_t numel = p.source.numel, piece = threadIdx.x;  // one piece a lane, loaded by the whole warp
+  const int64_t mine = numel <= kSample ? piece * kSamplePiece : sample_piece(numel, piece, kSample / kSamplePiece);
+  uint32_t keys[32];
+#pragma unroll
+  for (int j = 0; j < 32; ++j) {
+    const int64_t at = __shfl_sync(kAllLanes, mine, j) + lane();
+    keys[j] = at < numel ? key_of(acc_at<dtype>(p.source, at)) : 0;  // 0 reaches no threshold but 0
+  }
+  for (int i = threadIdx.x; i < kDigits * kBins; i += kSampleThreads) p.bins[i] = 0;
+  if (threadIdx.x < 32) reached[threadIdx.x] = 0;
+  __syncthreads();
+  uint32_t threshold = 0;
+  for (int bit = 30; bit >= kSampleShift && p.target > 0; --bit) {
+    const uint32_t trial = threshold | 1u << bit;
+    int count = 0;
+#pragma unroll
+    for (int j = 0; j < 32; ++j) count += keys[j] >= trial;
+    count = sum_of_warp(count);
+    if (lane() == 0) atomicAdd(&reached[bit], count);
+    __syncthreads();
+    if (reached[bit] >= p.target) threshold = trial;
+  }
+  if (threadIdx.x != 0) return;
+  Control control{};
+  control.threshold = threshold < kInfKey ? threshold : kInfKey;
+  control.remaining = static_cast<Count>(p.k);
+  *p.control = control;
+}
+
+// ------------------------------------------------------------------------------------------------------------ the pass
+//
+// A warp owns 512 consecutive elements of its tile, in rounds of 32 x 16 bytes of the gradient, so that ballots number
+// kept elements in order.
+
+template <Dtype dtype>
+constexpr int kEach = dtype == Dtype::fp32 ? 4 : 8;  // elements of 16 bytes
+
+__device__ void unpack(uint4 four, float* to) {
+  to[0] = float_of(four.x), to[1] = float_of(four.y), to[2] = float_of(four.z), to[3] = float_of(four.w);
+}
+
+template <Dtype dtype>
+__device__ void load_grad(const void* grad, int64_t i, float* to) {
+  if constexpr (dtype == Dtype::fp32) {
+    unpack(*reinterpret_cast<const uint4*>(static_cast<const float*>(grad) + i), to);
+  } else {
+    const uint4 eight = *reinterpret_cast<const uint4*>(static_cast<const uint16_t*>(grad) + i);
+    const uint32_t words[] = {eight.x, eight.y, eight.z, eight.w};
+#pragma unroll
+    for (int j = 0; j < 8; ++j) {
+      const auto half = static_cast<uint16_t>(words[j / 2] >> (16 * (j % 2)));
+      to[j] = dtype == Dtype::bf16 ? from_bf16(half) : from_fp16(half);
+    }
+  }
+}
+
+// acc of kEach elements, from i on; 0 past the end.
+template <Dtype dtype>
+__device__ void load_acc(const Problem& p, int64_t i, float* acc) {
+  const Source& source = p.source;
+  if (!p.aligned || i + kEach<dtype> > source.numel) {
+#pragma unroll
+    for (int e = 0; e < kEach<dtype>; ++e) acc[e] = i + e < source.numel ? acc_at<dtype>(source, i + e) : 0.0f;
+    return;
+  }
+  load_grad<dtype>(source.grad, i, acc);
+  if (source.scale) {
+#pragma unroll
+    for (int e = 0; e < kEach<dtype>; ++e) acc[e] = __fmul_rn(acc[e], *source.scale);
+  }
+  if (source.residual == nullptr) return;
+#pragma unroll
+  for (int e = 0; e < kEach<dtype>; e += 4) {
+    float residual[4];
+    unpack(*reinterpret_cast<const uint4*>(source.residual + i + e), residual);
+#pragma unroll
+    for (int j = 0; j < 4; ++j) acc[e + j] = __fadd_rn(residual[j], acc[e + j]);
+  }
+}
+
+template <Dtype dtype>
+__device__ void store_acc(const Problem& p, int64_t i, const float* acc) {
+  float* to = p.source.store + i;
+#pragma unroll
+  for (int e = 0; e < kEach<dtype>; e += 4) {
+    if (p.aligned && i + e + 4 <= p.source.numel) {
+      const uint4 four{bits_of(acc[e]), bits_of(acc[e + 1]), bits_of(acc[e + 2]), bits_of(acc[e + 3])};
+      *reinterpret_cast<uint4*>(to + e) = four;
+      continue;
+    }
+    for (int j = e; j < e + 4; ++j) {
+      if (i + j < p.source.numel) to[j] = acc[j];
+    }
+  }
+}
+
+// What later kernels add to, or wait for.
+__device__ void clear_for_tile(const Problem& p, int64_t tile) {
+  if (tile % kWarps == 0) p.above[tile / kWarps] = p.ties[tile / kWarps] = 0;
+  if (p.message && tile % (kBlock / kTile) == 0) {
+    reinterpret_cast<uint32_t*>(p.message + kHeaderBytes)[tile / (kBlock / kTile)] = 0;
+  }
+}
+
+// Of the elements of a warp: how many are not finite, and for fp16 messages the largest that is.
+__device__ void note_extremes(const Problem& p, int nonfinite, uint32_t largest) {
+  nonfinite = sum_of_warp(nonfinite);
+  if (lane() == 0 && nonfinite > 0) atomicAdd(&p.control->nonfinite, static_cast<Count>(nonfinite));
+  if (p.message == nullptr || p.value_dtype != Dtype::fp16) return;
+  largest = max_of_warp(largest);
+  if (lane() == 0 && largest > peek(&p.control->largest)) atomicMax(&p.control->largest, largest);
+}
+
+template <Dtype dtype>
+__global__ void __launch_bounds__(kThreads, dtype == Dtype::fp32 ? 4 : 3) pass_kernel(Problem p) {
+  __shared__ Count reserved;
+  constexpr int kPer = kEach<dtype>, kRounds = kTile / kThreads / kPer;
+  const int64_t base = static_cast<int64_t>(blockIdx.x) * kTile;
+  const int place = warp() * (kTile / kWarps) + lane() * kPer;  // of this thread's first element
+  float acc[kRounds][kPer];
+  unsigned ballots[kRounds][kPer];
+#pragma unroll
+  for (int j = 0; j < kRounds; ++j) load_acc<dtype>(p, base + place + j * 32 * kPer, acc[j]);
+  if (threadIdx.x == 0) clear_for_tile(p, blockIdx.x);
+  const uint32_t threshold = p.control->threshold;
+  int count = 0, nonfinite = 0;
+  uint32_t largest = 0;
+#pragma unroll
+  for (int j = 0; j < kRounds; ++j) {
+    const int64_t i = base + place + j * 32 * kPer;
+    if (p.source.store) store_acc<dtype>(p, i, acc[j]);
+#pragma unroll
+    for (int e = 0; e < kPer; ++e) {
+      const uint32_t key = key_of(acc[j][e]);
+      nonfinite += key >= kInfKey;
+      largest = key < kInfKey && key > largest ? key : largest;
+      ballots[j][e] = __ballot_sync(kAllLanes, i + e < p.source.numel && key >= threshold);
+      count += __popc(ballots[j][e]);
+    }
+  }
+  note_extremes(p, nonfinite, largest);
+  int total, before = before_this_warp(count, total);
+  if (threadIdx.x == 0) {
+    reserved = atomicAdd(&p.control->cursor, static_cast<Count>(total));
+    p.start[blockIdx.x] = static_cast<int64_t>(reserved);
+    p.count[blockIdx.x] = static_cast<uint32_t>(total);
+  }
+  __syncthreads();
+  if (reserved + total > static_cast<Count>(p.capacity)) return;  // too many: the candidates are not used
+#pragma unroll
+  for (int j = 0; j < kRounds; ++j) {
+    int64_t to = static_cast<int64_t>(reserved) + before;
+#pragma unroll
+    for (int e = 0; e < kPer; ++e) to += below_this_lane(ballots[j][e]), before += __popc(ballots[j][e]);
+#pragma unroll
+    for (int e = 0; e < kPer; ++e) {
+      if (!(ballots[j][e] >> lane() & 1u)) continue;
+      p.values[to] = acc[j][e];
+      p.offsets[to++] = static_cast<uint16_t>(place + j * 32 * kPer + e);
+    }
+  }
+}
+
+}  // namespace
+}  // namespace lightning_sparse::cuda

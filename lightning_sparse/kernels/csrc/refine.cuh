@@ -1,0 +1,116 @@
+// The key of the k-th largest element, 11, 10 and 10 bits at a time, from the candidates or, without them, from all
+// elements. One launch: a histogram of each digit is made of items of work; whoever completes the last one chooses the
+// digit, and the items of the next digit wait for that.
+#pragma once
+
+#include "tile.cuh"
+
+namespace lightning_sparse::cuda {
+namespace {
+
+constexpr int64_t kItem = 8192;  // elements
+
+__device__ constexpr int shift_of(int digit) { return digit == 0 ? 20 : digit == 1 ? 10 : 0; }
+__device__ constexpr int width_of(int digit) { return digit == 0 ? 11 : 10; }
+
+// All lanes call it. Many equal elements, such as zeros, would queue up for one bin.
+__device__ void add_to_bin(uint32_t* bins, bool counts, uint32_t bin) {
+  const bool uniform = __all_sync(kAllLanes, counts) && __all_sync(kAllLanes, bin == __shfl_sync(kAllLanes, bin, 0));
+  if (uniform) {
+    if (lane() == 0) atomicAdd(&bins[bin], 32u);
+  } else if (counts) {
+    atomicAdd(&bins[bin], 1u);
+  }
+}
+
+__device__ void count_item(const Problem& p, bool whole, int64_t begin, int64_t end, int digit) {
+  __shared__ uint32_t bins[kBins];
+  for (int i = threadIdx.x; i < kBins; i += kThreads) bins[i] = 0;
+  __syncthreads();
+  const uint32_t prefix = p.control->prefix;
+  const int shift = shift_of(digit), width = width_of(digit);
+#pragma unroll 4
+  for (int64_t first = begin; first < end; first += kThreads) {
+    const int64_t i = first + threadIdx.x;
+    const uint32_t key = i < end ? key_of(whole ? stored_at(p.source, i) : p.values[i]) : 0;
+    add_to_bin(bins, i < end && key >> (shift + width) == prefix, key >> shift & ((1u << width) - 1u));
+  }
+  __syncthreads();
+  for (int i = threadIdx.x; i < kBins; i += kThreads) {
+    if (bins[i]) atomicAdd(&p.bins[digit * kBins + i], static_cast<Count>(bins[i]));
+  }
+}
+
+// sums[i] becomes the sum of sums[i] ... sums[kThreads - 1].
+__device__ void suffix_sums(Count* sums) {
+  for (int step = 1; step < kThreads; step *= 2) {
+    __syncthreads();
+    const Count more = threadIdx.x + step < kThreads ? sums[threadIdx.x + step] : 0;
+    __syncthreads();
+    sums[threadIdx.x] += more;
+  }
+  __syncthreads();
+}
+
+// The digit of the remaining-th largest key.
+__device__ void choose_digit(const Problem& p, int digit) {
+  __shared__ Count sums[kThreads];
+  Control& control = *p.control;
+  const int each = (1 << width_of(digit)) / kThreads;
+  const Count* mine = p.bins + digit * kBins + threadIdx.x * each;
+  const Count remaining = control.remaining;
+  const uint32_t prefix = control.prefix;
+  Count total = 0;
+  for (int i = 0; i < each; ++i) total += mine[i];
+  sums[threadIdx.x] = total;
+  suffix_sums(sums);
+  Count above = sums[threadIdx.x] - total;
+  if (above >= remaining || above + total < remaining) return;  // one thread passes
+  int i = each - 1;
+  for (; above + mine[i] < remaining; --i) above += mine[i];
+  control.prefix = prefix << width_of(digit) | static_cast<uint32_t>(threadIdx.x * each + i);
+  control.remaining = remaining - above;
+}
+
+__device__ void clear(uint8_t* begin, uint8_t* end) {
+  for (; begin < end; begin += 2) *reinterpret_cast<uint16_t*>(begin) = 0;
+}
+
+// What of a message does not depend on which elements are kept.
+__device__ void begin_message(const Problem& p) {
+  Control& control = *p.control;
+  const bool any_finite = control.nonfinite < static_cast<Count>(p.k);
+  control.exponent = message_exponent(any_finite ? control.largest : 0, p.value_dtype);
+  const Count most = 0x7FFFFFFF;
+  *reinterpret_cast<Header*>(p.message) = {
+      kMagic,           static_cast<int32_t>(control.nonfinite < most ? control.nonfinite : most),
+      control.exponent, static_cast<int32_t>(p.value_dtype),
+      p.source.numel,   p.k};
+  const MessageLayout layout(p.source.numel, p.k, p.value_dtype);
+  clear(p.message + sizeof(Header), p.message + kHeaderBytes);
+  clear(p.message + layout.counts + 4 * layout.num_blocks, p.message + layout.indices);
+  clear(p.message + layout.indices + 2 * p.k, p.message + layout.values);
+  clear(p.message + layout.values + value_bytes(p.value_dtype) * p.k, p.message + layout.nbytes);
+}
+
+__global__ void __launch_bounds__(kThreads) refine_kernel(Problem p) {
+  Control& control = *p.control;
+  const bool whole = candidates_fail(p);
+  const int64_t size = whole ? p.source.numel : static_cast<int64_t>(control.cursor);
+  const int64_t items = (size + kItem - 1) / kItem;
+  for (;;) {
+    const auto item = static_cast<int64_t>(take(&control.items));
+    if (item >= kDigits * items) return;
+    const int digit = item < items ? 0 : item < 2 * items ? 1 : 2;
+    wait_for(&control.digits, static_cast<uint32_t>(digit));
+    const int64_t begin = (item - digit * items) * kItem;
+    count_item(p, whole, begin, begin + kItem < size ? begin + kItem : size, digit);
+    if (!is_last(&control.done[digit], static_cast<Count>(items))) continue;
+    choose_digit(p, digit);
+    if (digit == kDigits - 1 && p.message && threadIdx.x == 0) begin_message(p);
+    announce(&control.digits, static_cast<uint32_t>(digit) + 1);
+  }
+}
+
+}  // namespace
+}  // namespace lightning_sparse::cuda
