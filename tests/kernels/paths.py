@@ -120,6 +120,13 @@ def inputs(numel: int, seed: int = 0) -> dict[str, Tensor]:
     }
 
 
+def nearly_equal(numel: int, shares: tuple[float, ...]) -> Tensor:
+    """1.0 and its successors in fp32, in no order: values that a histogram of high bits does not tell apart."""
+    uniform = torch.rand(numel, generator=torch.Generator().manual_seed(len(shares)))
+    bounds = torch.tensor(shares).cumsum(0)[:-1]
+    return (torch.bucketize(uniform, bounds).to(torch.int32) + 0x3F80_0000).view(torch.float32)
+
+
 def ks(numel: int) -> list[int]:
     return sorted({1, min(2, numel), -(-numel // 100), -(-numel // 10), numel // 2 + 1, max(1, numel - 1), numel})
 
@@ -145,6 +152,7 @@ __all__ = [
     "every_path",
     "inputs",
     "ks",
+    "nearly_equal",
     "nonfinite_count",
     "reference",
     "same_bits",

@@ -11,7 +11,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_sparse.kernels import compress, message_bytes, plain, reference, wire
-from tests.kernels.paths import DTYPES, PATHS, Path, decoded, every_path, inputs, nonfinite_count, same_bits
+from tests.kernels.paths import (
+    DTYPES,
+    PATHS,
+    Path,
+    decoded,
+    every_path,
+    inputs,
+    nearly_equal,
+    nonfinite_count,
+    same_bits,
+)
 
 COMPILED = [path for path in PATHS if path.name != "plain"]
 
@@ -54,6 +64,17 @@ def test_a_sample_that_misleads_changes_nothing(path: Path, value_dtype: torch.d
         x[77_777] = torch.nan
         for k in (width, 6000):
             same_as_plain(path, x, x.flip(0) * 0.1, k, value_dtype)
+
+
+@pytest.mark.parametrize("path", COMPILED, ids=lambda path: f"{path.name}{path.threads}")
+@pytest.mark.parametrize("shares", [(0.999, 0.001), (0.34, 0.33, 0.33)], ids=str)
+def test_more_ties_than_candidates_have_room_for(path: Path, shares: tuple[float, ...]) -> None:
+    x = nearly_equal(600_011, shares)
+    x[::50_000] = torch.nan
+    x[7::90_000] = 9.0
+    for value_dtype in DTYPES:
+        same_as_plain(path, x, None, 6000, value_dtype)
+    same_as_plain(path, torch.where(x == 1.0, 0.0, x), torch.zeros_like(x), 100, torch.bfloat16)
 
 
 @cache

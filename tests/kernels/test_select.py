@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from lightning_sparse.kernels import mstopk, plain, reference
-from tests.kernels.paths import DTYPES, PATHS, Path, every_path, inputs, ks, same_bits
+from tests.kernels.paths import DTYPES, PATHS, Path, every_path, inputs, ks, nearly_equal, same_bits
 
 # Around the chunk (4,096), the block (65,536), the size below which everything is sampled (65,536), and vector lengths.
 SIZES = (1, 2, 7, 64, 100, 4095, 4097, 70_001)
@@ -83,6 +83,14 @@ def test_a_sample_that_misleads_changes_nothing(path: Path) -> None:
         x[123_456 : 123_456 + width] += 1.0
         for k in (width, width + 1, 4000):
             assert_same(path.mstopk(x, k), reference.topk(x, k), (width, k))
+
+
+@every_path
+@pytest.mark.parametrize("shares", [(1.0,), (0.999, 0.001), (0.3, 0.7), (0.34, 0.33, 0.33), (0.2, 0.5, 0.3)], ids=str)
+def test_more_ties_than_candidates_have_room_for(path: Path, shares: tuple[float, ...]) -> None:
+    x = nearly_equal(600_011, shares)
+    for k in (6000, 300_000):
+        assert_same(path.mstopk(x, k), reference.topk(x, k), k)
 
 
 @cache

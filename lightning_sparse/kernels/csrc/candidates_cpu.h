@@ -111,6 +111,7 @@ struct Population {
   std::vector<Range> ranges;
   Loan workers;
   bool whole = false;
+  bool tied = false;     // the k-th key is threshold - 1; the candidates, fewer than k, are the elements above it
   bool counted = false;  // the workers' bins hold a histogram of the candidates' high bits
   uint32_t threshold = 0;
   uint32_t settled_from = kNever;  // candidates with at least this key are settled
@@ -125,11 +126,20 @@ struct Population {
   template <typename Visit>  // visit(run), ascending, runs of at most kChunk
   void each(const Range& range, const Visit& visit) const {
     if (whole) {
-      scan(source, range.begin, range.end,
-           [&](const float* x, int64_t n, int64_t first) { visit(Run{x, nullptr, n, first}); });
-      return;
+      each_element(range.begin, range.end, visit);
+    } else {
+      each_candidate(range, 0, visit);
     }
-    for (int64_t i = 0; i < range.count; i += kChunk) {
+  }
+
+  template <typename Visit>
+  void each_element(int64_t begin, int64_t end, const Visit& visit) const {
+    scan(source, begin, end, [&](const float* x, int64_t n, int64_t first) { visit(Run{x, nullptr, n, first}); });
+  }
+
+  template <typename Visit>
+  void each_candidate(const Range& range, int64_t from, const Visit& visit) const {
+    for (int64_t i = from; i < range.count; i += kChunk) {
       visit(Run{range.values + i, range.positions + i, std::min(kChunk, range.count - i), range.begin});
     }
   }
@@ -141,6 +151,7 @@ struct Sample {
   uint32_t threshold;  // slightly more than k elements should reach it
   uint32_t middle;     // about k elements should reach it
   int64_t capacity;    // maximum number of candidates
+  bool tied = false;   // probably, the k-th key is threshold - 1
 };
 
 inline void fetch(const Source& source, int64_t first) {
@@ -151,6 +162,32 @@ inline void fetch(const Source& source, int64_t first) {
   for (int64_t i = first; source.residual && i < first + kSamplePiece; i += 16) __builtin_prefetch(source.residual + i);
 }
 
+template <typename Visit>  // visit(x, n, first index)
+void scan_sample(const Source& source, int64_t pieces, const Visit& visit) {
+  constexpr int64_t kAhead = 16;  // prefetch distance, since the pieces are scattered
+  for (int64_t i = -kAhead; i < pieces; ++i) {
+    if (i + kAhead < pieces) fetch(source, sample_piece(source.numel, i + kAhead, pieces));
+    if (i < 0) continue;
+    const int64_t first = sample_piece(source.numel, i, pieces);
+    scan(source, first, first + kSamplePiece, visit);
+  }
+}
+
+// The key that most of the sampled keys in one bin share, if one does (Boyer and Moore's vote).
+inline uint32_t usual_key(const Source& source, int64_t pieces, uint32_t bin, int shift) {
+  uint32_t usual = bin << shift;
+  int64_t lead = 0;
+  scan_sample(source, pieces, [&](const float* x, int64_t n, int64_t) {
+    for (int64_t j = 0; j < n; ++j) {
+      const uint32_t key = key_of(x[j]);
+      if (key >> shift != bin) continue;
+      if (lead == 0) usual = key;
+      lead += key == usual ? 1 : -1;
+    }
+  });
+  return usual;
+}
+
 inline Sample sample(const Source& stored, int64_t k, std::vector<uint32_t>& bins) {
   const Source source = without_store(stored);
   const int64_t pieces = std::clamp<int64_t>(source.numel / 512, 128, kSampleAll / kSamplePiece);
@@ -159,15 +196,9 @@ inline Sample sample(const Source& stored, int64_t k, std::vector<uint32_t>& bin
   if (source.numel <= kSortBelow || plan.target == 0) return {0, 0, source.numel};
   const int shift = size < kSampleAll ? kSampleShift + 3 : kSampleShift;  // coarser bins suffice for a small sample
   bins.assign(static_cast<size_t>(kNanKey >> shift) + 1, 0);
-  constexpr int64_t kAhead = 16;  // prefetch distance, since the pieces are scattered
-  for (int64_t i = -kAhead; i < pieces; ++i) {
-    if (i + kAhead < pieces) fetch(source, sample_piece(source.numel, i + kAhead, pieces));
-    if (i < 0) continue;
-    const int64_t first = sample_piece(source.numel, i, pieces);
-    scan(source, first, first + kSamplePiece, [&](const float* x, int64_t n, int64_t) {
-      for (int64_t j = 0; j < n; ++j) ++bins[key_of(x[j]) >> shift];
-    });
-  }
+  scan_sample(source, pieces, [&](const float* x, int64_t n, int64_t) {
+    for (int64_t j = 0; j < n; ++j) ++bins[key_of(x[j]) >> shift];
+  });
   const auto expected =
       static_cast<int64_t>(static_cast<double>(size) * static_cast<double>(k) / static_cast<double>(source.numel));
   auto bin = static_cast<int64_t>(bins.size());
@@ -175,7 +206,13 @@ inline Sample sample(const Source& stored, int64_t k, std::vector<uint32_t>& bin
   while (bin > 0 && reached < expected) reached += bins[--bin];
   const auto middle = static_cast<uint32_t>(bin << shift);
   while (bin > 0 && reached < plan.target) reached += bins[--bin];
-  return {std::min(static_cast<uint32_t>(bin << shift), kInfKey), std::min(middle, kInfKey), plan.capacity};
+  const auto threshold = static_cast<uint32_t>(bin << shift);
+  // With so many at the threshold that they would not fit, probably equal ones, only those above them are candidates.
+  if (static_cast<double>(reached) * source.numel > static_cast<double>(plan.capacity) * size && threshold < kInfKey) {
+    const uint32_t tie = usual_key(source, pieces, static_cast<uint32_t>(bin), shift);
+    if (tie < kInfKey) return {tie + 1, kNever, plan.capacity, true};
+  }
+  return {std::min(threshold, kInfKey), std::min(middle, kInfKey), plan.capacity};
 }
 
 // --------------------------------------------------------------------------------------------------------- the pass
@@ -258,7 +295,9 @@ inline Population gather(const Source& source, int64_t k, Dtype value_dtype, boo
   parallel.run(static_cast<int64_t>(ranges.size()),
                [&](int64_t r, int64_t worker) { pack_range(source, ranges[r], workers[worker], capacity, how); });
   const bool overflow = std::any_of(ranges.begin(), ranges.end(), [](const Range& range) { return range.overflow; });
-  population.whole = overflow || population.count() < k || use_whole;
+  const int64_t found = population.count();
+  population.tied = chosen.tied && !overflow && found < k && !use_whole;
+  population.whole = !population.tied && (overflow || found < k || use_whole);
   if (population.whole && population.settled_from != kNever) unsettle(population, source, parallel);
   population.source = source.store ? Source{source.store, Dtype::fp32, source.numel} : without_store(source);
   return population;

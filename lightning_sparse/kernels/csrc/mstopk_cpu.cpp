@@ -166,6 +166,22 @@ void tally(Population& population, uint32_t kth, const Parallel& parallel) {
   });
 }
 
+// With ties that are no candidates: `ties` of a range are those that may be kept, from the first range on. False if
+// there are too few, so that the k-th key is lower.
+bool count_ties(Population& population, int64_t k) {
+  const uint32_t kth = population.threshold - 1;
+  int64_t left = k - population.count();
+  for (Range& range : population.ranges) {
+    range.tally.largest = std::max(range.tally.largest, kth);
+    for (int64_t at = range.begin; at < range.end && left > range.tally.ties; at += kChunk) {
+      population.each_element(at, std::min(range.end, at + kChunk),
+                              [&](const Run& run) { range.tally.ties += tally_of(run, kth).ties; });
+    }
+    left = std::max<int64_t>(0, left - range.tally.ties);
+  }
+  return left == 0;
+}
+
 Run part_of(const Run& run, int64_t begin, int64_t end) {
   return {run.x + begin, run.positions ? run.positions + begin : nullptr, end - begin,
           run.positions ? run.base : run.base + begin};
@@ -198,6 +214,25 @@ void emit_range(const Population& population, const Range& range, uint32_t kth, 
   });
 }
 
+// The same where ties are no candidates: all elements until the quota is used up, then candidates.
+template <typename Sink>
+void emit_tied_range(const Population& population, const Range& range, uint32_t kth, int64_t slot, int64_t quota,
+                     const Sink& sink) {
+  const int64_t end = slot + range.tally.above + quota;
+  int64_t at = range.begin;
+  while (quota > 0) {
+    population.each_element(at, std::min(range.end, at + kChunk), [&](const Run& run) {
+      const int64_t ties = tally_of(run, kth).ties, cut = ties >= quota ? cut_of(run, kth, quota) : run.n;
+      quota -= std::min(ties, quota);
+      slot = sink.take(slot, end, part_of(run, 0, cut), kth);
+      at += cut;
+    });
+  }
+  const auto* rest = std::lower_bound(range.positions, range.positions + range.count, at - range.begin);
+  population.each_candidate(range, rest - range.positions,
+                            [&](const Run& run) { slot = sink.take(slot, end, run, kth + 1); });
+}
+
 template <typename Sink>
 void emit(const Population& population, uint32_t kth, int64_t k, const Sink& sink, const Parallel& parallel) {
   const auto& ranges = population.ranges;
@@ -211,8 +246,10 @@ void emit(const Population& population, uint32_t kth, int64_t k, const Sink& sin
     left -= quotas[r];
     slot += ranges[r].tally.above + quotas[r];
   }
-  parallel.run(static_cast<int64_t>(ranges.size()),
-               [&](int64_t r, int64_t) { emit_range(population, ranges[r], kth, slots[r], quotas[r], sink); });
+  parallel.run(static_cast<int64_t>(ranges.size()), [&](int64_t r, int64_t) {
+    const auto emit_one = population.tied ? emit_tied_range<Sink> : emit_range<Sink>;
+    emit_one(population, ranges[r], kth, slots[r], quotas[r], sink);
+  });
 }
 
 // ---------------------------------------------------------------------------------------------------------- selection
@@ -236,9 +273,16 @@ const Parallel& unless_few(int64_t count, int64_t few, const Parallel& parallel)
 Choice choose(const Source& source, int64_t k, Dtype value_dtype, const Parallel& parallel) {
   const bool use_whole = (forced & kForceFallback) != 0;
   Choice choice{gather(source, k, value_dtype, use_whole, parallel), 0};
-  const Parallel& on = unless_few(choice.population.count(), kRefineAlone, parallel);
-  choice.kth = kth_key(choice.population, k, on);
-  tally(choice.population, choice.kth, on);
+  Population& population = choice.population;
+  const Parallel& on = unless_few(population.count(), kRefineAlone, parallel);
+  if (population.tied) {
+    choice.kth = population.threshold - 1;
+    tally(population, choice.kth, on);
+    if (count_ties(population, k)) return choice;
+    population.tied = false, population.whole = true;
+  }
+  choice.kth = kth_key(population, k, unless_few(population.count(), kRefineAlone, parallel));
+  tally(population, choice.kth, unless_few(population.count(), kRefineAlone, parallel));
   return choice;
 }
 
