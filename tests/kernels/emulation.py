@@ -61,7 +61,7 @@ def build(folder: Path, csrc: Path = CSRC, kernels: Iterable[Path] = (), flags: 
     plain = ["threads.cpp", "memory.cpp", *([] if chosen else ["driver.cpp"])]
     objects = []
     for name in [*checked, *plain]:
-        source, extra = (folder, [*CHECKED, *flags]) if name in checked else (HERE, [])
+        source, extra = (folder, [*CHECKED, *flags]) if name in checked else (HERE, flags)
         objects.append(f"{name}.o")
         includes = [f"-I{folder}", f"-I{HERE}", f"-I{csrc}"]
         _run(["g++", *FLAGS, *extra, *includes, "-c", "-o", objects[-1], str(source / name)], folder)
@@ -83,12 +83,14 @@ class Emulation:
 
     Attributes:
         counts: launches and memsets of the last call.
+        nbytes: of global memory that it read or wrote.
     """
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self._library = library
         self._seed = 0
         self.counts = (0, 0)
+        self.nbytes = 0
 
     def start(self, seed: int, whole: bool = False) -> None:
         """Choose the seed of the next call, and whether to run as if the sample had misled."""
@@ -134,8 +136,8 @@ class Emulation:
         self._library.emulate_seed(ctypes.c_uint64(self._seed))
         self._seed += 1
         error = call(*(ctypes.c_int64(each) if isinstance(each, int) else each for each in arguments))
-        launches, memsets = ctypes.c_int(), ctypes.c_int()
-        self._library.emulate_counts(ctypes.byref(launches), ctypes.byref(memsets))
-        self.counts = launches.value, memsets.value
+        counts = (ctypes.c_int64 * 3)()
+        self._library.emulate_counts(counts)
+        self.counts, self.nbytes = (counts[0], counts[1]), counts[2]
         if error is not None:
             raise EmulationError(error.decode())

@@ -1,6 +1,6 @@
 // Writes the output, indices ascending: a warp a tile, a block a group of kWarps tiles. Where a group's output begins
 // follows from the sums of the groups before it, by decoupled look-back (Merrill and Garland, 2016): each group
-// publishes its own sums, then adds up those of its predecessors, back to the nearest that has published a running sum.
+// publishes its own sums, then adds up those of its predecessors, back to the nearest that has published its prefix sum.
 #pragma once
 
 #include "sinks.cuh"
@@ -14,7 +14,7 @@ struct Sums {
 
 // A published sum is one 64-bit word, flag included, so that no fence is needed. 0: not published yet.
 constexpr int kFlag = 62;
-constexpr Count kOwn = Count{1} << kFlag, kRunning = Count{2} << kFlag, kSum = kOwn - 1;
+constexpr Count kAggregate = Count{1} << kFlag, kPrefix = Count{2} << kFlag, kSum = kAggregate - 1;
 
 __device__ void publish(const Problem& p, int64_t group, Count flag, Sums sums) {
   put(&p.above[group], flag | sums.above);
@@ -26,12 +26,12 @@ __device__ Sums look_back(const Problem& p, int64_t group) {
   Sums sums{0, 0};
   for (int64_t nearest = group - 1; nearest >= 0; nearest -= 32) {
     const int64_t other = nearest - lane();
-    Count above = kRunning, ties = kRunning;  // before the first group: a sum of zero
+    Count above = kPrefix, ties = kPrefix;  // before the first group: a sum of zero
     while (other >= 0) {
       above = peek(&p.above[other]), ties = peek(&p.ties[other]);
       if (above >> kFlag != 0 && above >> kFlag == ties >> kFlag) break;
     }
-    const unsigned running = __ballot_sync(kAllLanes, above >> kFlag == kRunning >> kFlag);
+    const unsigned running = __ballot_sync(kAllLanes, above >> kFlag == kPrefix >> kFlag);
     const int last = running ? __ffs(running) - 1 : 31;
     sums.above += sum_of_warp(lane() <= last ? above & kSum : 0);
     sums.ties += sum_of_warp(lane() <= last ? ties & kSum : 0);
@@ -90,10 +90,10 @@ __global__ void __launch_bounds__(kThreads, 4) emit_kernel(Problem p, Sink sink)
   if (warp() == 0) {
     Sums all{0, 0};
     for (int w = 0; w < kWarps; ++w) all.above += of_warp[w].above, all.ties += of_warp[w].ties;
-    if (lane() == 0 && group > 0) publish(p, group, kOwn, all);
+    if (lane() == 0 && group > 0) publish(p, group, kAggregate, all);
     const Sums before = look_back(p, group);
     if (lane() == 0) {
-      publish(p, group, kRunning, {before.above + all.above, before.ties + all.ties});
+      publish(p, group, kPrefix, {before.above + all.above, before.ties + all.ties});
       of_groups_before = before;
     }
   }

@@ -51,8 +51,8 @@ extern "C" {
 
 void emulate_seed(uint64_t value) { on_cpu::seed(value); }
 void emulate_whole(int whole) { cuda::force_fallback(whole); }
-void emulate_counts(int* launches, int* memsets) {
-  *launches = on_cpu::counts.launches, *memsets = on_cpu::counts.memsets;
+void emulate_counts(int64_t* to) {
+  to[0] = on_cpu::counts.launches, to[1] = on_cpu::counts.memsets, to[2] = on_cpu::counts.bytes;
 }
 
 const char* emulate_mstopk(const void* x, int dtype, int64_t numel, int64_t k, void* values, void* indices) {

@@ -28,6 +28,7 @@ inline void join(Epochs& into, const Epochs& from) {
 }
 
 // memory.cpp
+inline constexpr char kSharedMemory[] = "shared memory";
 void add_memory(const void* data, size_t size, bool written, const char* name);
 void remove_memory(const void* data);
 void mark_written(const void* data, size_t size);
@@ -43,7 +44,7 @@ bool unlikely_coin();                             // decided by the seed
 void yield();                                     // lets other threads run
 [[noreturn]] void fail(const std::string& what);  // ends the launch, which throws
 struct Counts {
-  int launches, memsets;
+  int64_t launches, memsets, bytes;  // bytes: of global memory, read or written
 };
 extern Counts counts;
 

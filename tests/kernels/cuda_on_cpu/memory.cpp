@@ -128,6 +128,7 @@ void access(const void* address, size_t size, bool write, bool atomic) {
   if (found == regions.end() || at < found->second.begin || at + size > found->second.end) {
     out_of_bounds(at, size, write ? "writes" : "reads");
   }
+  if (found->second.name != kSharedMemory) counts.bytes += static_cast<int64_t>(size);
   for (size_t i = 0; i < size; i += kGranule) access_cell(found->second, at + i, write, atomic);
 }
 

@@ -233,7 +233,7 @@ void* shared_memory(const void* site, size_t size) {
   if (!memory) {
     if ((block->shared_size += size) > kMostShared) fail("more than 48 KiB of shared memory");
     memory.reset(new char[size + 2 * kGuard]);
-    add_memory(memory.get() + kGuard, size, false, "shared memory");
+    add_memory(memory.get() + kGuard, size, false, kSharedMemory);
   }
   return memory.get() + kGuard;
 }
@@ -263,6 +263,7 @@ void __threadfence() { fence(thread->self); }
 
 cudaError_t cudaMemsetAsync(void* to, int value, size_t size, cudaStream_t) {
   ++counts.memsets;
+  counts.bytes += static_cast<int64_t>(size);
   std::memset(to, value, size);
   mark_written(to, size);
   return cudaSuccess;

@@ -1,0 +1,164 @@
+"""What can be said of the CUDA kernels without a GPU: registers, launches, bytes, and a model of time made of them.
+
+    python benchmarks/kernels_static.py OUT --before COMMIT
+
+Compiles the kernels for each architecture (nvcc, cuobjdump), and counts launches and bytes of global memory in the
+emulation of `tests/kernels/cuda_on_cpu/`, at two sizes: their difference is what an element costs. No GPU is used, and
+no time is measured. COMMIT is what it is compared with.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from lightning_sparse.bench.provenance import commit, surroundings  # noqa: E402
+from tests.kernels.emulation import CSRC, Emulation, build  # noqa: E402
+
+ARCHITECTURES = ("75", "80", "86", "90", "100", "120")
+NVCC = ["-O3", "-std=c++20", "--fmad=false"]
+SIZES = (262_144, 524_288)
+DENSITY, MESSAGES = 0.01, 8
+LAUNCH_SECONDS = 3e-6
+MODEL_SIZES = (800_000, 6_500_000, 100_000_000, 1_000_000_000)
+# Bytes a second, from NVIDIA's data sheets: A100 80GB SXM, H100 SXM, H200 SXM.
+BANDWIDTH = {"A100": 2.039e12, "H100": 3.35e12, "H200": 4.8e12}
+USAGE = re.compile(r"Function (\S+):\s*\n\s*REG:(\d+) STACK:(\d+) SHARED:(\d+) LOCAL:(\d+)")
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Of one call: launches, memsets, and bytes of global memory that do and do not grow with the elements."""
+
+    launches: int
+    memsets: int
+    fixed_bytes: float
+    bytes_an_element: float
+
+    def seconds(self, numel: int, bandwidth: float) -> float:
+        return (self.launches + self.memsets) * LAUNCH_SECONDS + (
+            self.fixed_bytes + self.bytes_an_element * numel
+        ) / bandwidth
+
+
+def cuobjdump() -> str:
+    """Of CUDA, or the one that triton brings along."""
+    found = shutil.which("cuobjdump")
+    if found is None:
+        import triton
+
+        found = str(Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump")
+    return found
+
+
+def kernel_name(mangled: str) -> str:
+    """Without namespaces and arguments."""
+    text = subprocess.run(["c++filt", mangled], capture_output=True, text=True, check=True).stdout
+    text = re.sub(r"lightning_sparse::|cuda::|\(anonymous namespace\)::|^void ", "", text.strip())
+    text = re.sub(r"\(Dtype\)(\d)", lambda match: ("fp32", "bf16", "fp16")[int(match[1])], text)
+    return re.sub(r"\([A-Za-z ,:<>]*\)$", "", text).replace("unsigned short", "16 bits").replace("unsigned int", "fp32")
+
+
+def resources(folder: Path) -> Iterator[dict[str, object]]:
+    """Registers, spills and shared memory of each kernel, compiled for each architecture."""
+    for architecture in ARCHITECTURES:
+        for source in sorted(CSRC.glob("*.cu")):
+            cubin = str(folder / f"{source.stem}.{architecture}.cubin")
+            subprocess.run(["nvcc", "-cubin", f"-arch=sm_{architecture}", *NVCC, "-o", cubin, str(source)], check=True)
+            said = [
+                subprocess.run([cuobjdump(), way, cubin], capture_output=True, text=True, check=True).stdout
+                for way in ("--dump-resource-usage", "-sass")
+            ]
+            sass = {
+                part.split()[0]: len(re.findall(r"^\s+/\*[0-9a-f]{4,}\*/", part, re.MULTILINE))
+                for part in said[1].split("Function : ")[1:]
+            }
+            for name, registers, stack, shared, local in USAGE.findall(said[0]):
+                yield {
+                    "kernel": kernel_name(name),
+                    "architecture": f"sm_{architecture}",
+                    "registers": int(registers),
+                    "spilled_bytes": int(stack) + int(local),
+                    "shared_bytes": int(shared),
+                    "instructions": sass[name],
+                }
+
+
+def costs(csrc: Path, folder: Path, flags: list[str]) -> dict[str, Cost]:
+    """What a call of each operator does, by the emulation."""
+    emulation = Emulation(build(folder, csrc, flags=flags))
+    seen: dict[str, list[tuple[int, int, int]]] = {}
+    for numel in SIZES:
+        grad, residual = torch.randn(2, numel, generator=torch.Generator().manual_seed(0))
+        left, k = torch.empty(numel), int(DENSITY * numel)
+        emulation.start(0)
+        message = emulation.compress(grad, residual, left, k, torch.bfloat16)
+        seen.setdefault("compress", []).append((*emulation.counts, emulation.nbytes))
+        emulation.mstopk(grad, k)
+        seen.setdefault("mstopk", []).append((*emulation.counts, emulation.nbytes))
+        emulation.accumulate(message.expand(MESSAGES, -1).contiguous(), left, k, torch.bfloat16)
+        seen.setdefault("accumulate", []).append((*emulation.counts, emulation.nbytes))
+    found = {}
+    for name, ((launches, memsets, small), (_, _, large)) in seen.items():
+        slope = (large - small) / (SIZES[1] - SIZES[0])
+        found[name] = Cost(launches, memsets, small - slope * SIZES[0], slope)
+    return found
+
+
+def costs_of(revision: str, folder: Path) -> dict[str, Cost]:
+    """The same of an earlier commit, whose scratch memory had another size."""
+    inside = CSRC.relative_to(ROOT)
+    archive = subprocess.run(["git", "archive", revision, str(inside)], cwd=ROOT, capture_output=True, check=True)
+    subprocess.run(["tar", "x"], cwd=folder, input=archive.stdout, check=True)
+    (folder / "build").mkdir()
+    flags = ["-DkAccumulateScratchBytes=accumulate_scratch_bytes(count, numel)"]
+    return costs(folder / inside, folder / "build", flags)
+
+
+def model(found: dict[str, Cost]) -> dict[str, dict[str, list[float]]]:
+    """Operator -> GPU -> microseconds for each size."""
+    return {
+        name: {gpu: [round(cost.seconds(n, rate) * 1e6, 1) for n in MODEL_SIZES] for gpu, rate in BANDWIDTH.items()}
+        for name, cost in found.items()
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("out", type=Path, help="folder for kernels-static.json")
+    parser.add_argument("--before", metavar="COMMIT", help="compare with the kernels of that commit")
+    options = parser.parse_args()
+    result: dict[str, object] = {**surroundings("python " + " ".join(sys.argv)), "commit": commit(), "hardware": "none"}
+    release = subprocess.run(["nvcc", "--version"], capture_output=True, text=True, check=True).stdout
+    result["versions"] = f"{result['versions']}, nvcc {re.findall(r'V([0-9.]+)', release)[0]}"
+    result["setting"] = f"density {DENSITY}, fp32 gradients with a residual, bf16 messages, {MESSAGES} messages a sum"
+    with tempfile.TemporaryDirectory() as name:
+        now = costs(CSRC, Path(name), [])
+        result["now"] = {key: vars(cost) for key, cost in now.items()}
+        result["model_us"] = {"sizes": MODEL_SIZES, "now": model(now)}
+        result["kernels"] = list(resources(Path(name)))
+    if options.before:
+        with tempfile.TemporaryDirectory() as name:
+            before = costs_of(options.before, Path(name))
+        result["before"] = {"commit": options.before, **{key: vars(cost) for key, cost in before.items()}}
+        result["model_us_before"] = model(before)
+    options.out.mkdir(parents=True, exist_ok=True)
+    (options.out / "kernels-static.json").write_text(json.dumps(result, indent=1) + "\n")
+    print(json.dumps({key: result[key] for key in result if key != "kernels"}, indent=1))
+
+
+if __name__ == "__main__":
+    main()
