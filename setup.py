@@ -35,7 +35,9 @@ MODES = ("", "required", "cuda", "cpu", "none")
 if MODE not in MODES:
     raise SystemExit(f"LIGHTNING_SPARSE_BUILD={MODE!r} must be one of {MODES[1:]}, or unset.")
 REQUIRED = MODE in ("required", "cuda")
-ARCHITECTURES = "7.5;8.0;9.0+PTX"
+# Machine code for each generation since Turing that the compiler knows (8.0 runs on 8.6 and 8.9, 10.0 on 10.3), and the
+# newest as PTX for what comes after it.
+ARCHITECTURES = ("7.5", "8.0", "9.0", "10.0", "12.0")
 
 DEFINES = ["-DTORCH_TARGET_VERSION=0x020a000000000000"]
 CXX = [*DEFINES, "-O3", "-std=c++20", "-ffp-contract=off", "-fvisibility=hidden", "-g0"]
@@ -58,10 +60,17 @@ def find_cuda() -> tuple[Path | None, str]:
     return (Path(top.group(1)).resolve() if top else Path(nvcc).resolve().parent.parent), ""
 
 
+def architectures(home: Path) -> str:
+    """Those of `ARCHITECTURES` that this nvcc compiles for: 10.0 and 12.0 since CUDA 12.8."""
+    known = subprocess.check_output([home / "bin/nvcc", "--list-gpu-arch"], text=True).split()
+    return ";".join(each for each in ARCHITECTURES if f"compute_{each.replace('.', '')}" in known) + "+PTX"
+
+
 CUDA, NO_CUDA = find_cuda()
 if CUDA is not None:
     os.environ["CUDA_HOME"] = str(CUDA)  # torch.utils.cpp_extension reads it on import
-os.environ.setdefault("TORCH_CUDA_ARCH_LIST", ARCHITECTURES)  # without it, torch raises IndexError if there is no GPU
+    # without it, torch raises IndexError if there is no GPU
+    os.environ.setdefault("TORCH_CUDA_ARCH_LIST", architectures(CUDA))
 os.environ.setdefault("MAX_JOBS", "2")
 
 try:

@@ -97,9 +97,9 @@ def resources(folder: Path) -> Iterator[dict[str, object]]:
                 }
 
 
-def costs(csrc: Path, folder: Path, flags: list[str]) -> dict[str, Cost]:
-    """What a call of each operator does, by the emulation."""
-    emulation = Emulation(build(folder, csrc, flags=flags))
+def costs(csrc: Path, folder: Path, *flags: str) -> dict[str, Cost]:
+    """What a call of each operator does, by the emulation, with few blocks, as if the tensors were large."""
+    emulation = Emulation(build(folder, csrc, flags=["-DLS_MOST_BLOCKS=8", *flags]))
     seen: dict[str, list[tuple[int, int, int]]] = {}
     for numel in SIZES:
         grad, residual = torch.randn(2, numel, generator=torch.Generator().manual_seed(0))
@@ -124,8 +124,8 @@ def costs_of(revision: str, folder: Path) -> dict[str, Cost]:
     archive = subprocess.run(["git", "archive", revision, str(inside)], cwd=ROOT, capture_output=True, check=True)
     subprocess.run(["tar", "x"], cwd=folder, input=archive.stdout, check=True)
     (folder / "build").mkdir()
-    flags = ["-DkAccumulateScratchBytes=accumulate_scratch_bytes(count, numel)"]
-    return costs(folder / inside, folder / "build", flags)
+    flag = "-DkAccumulateScratchBytes=accumulate_scratch_bytes(count, numel)"
+    return costs(folder / inside, folder / "build", flag)
 
 
 def model(found: dict[str, Cost]) -> dict[str, dict[str, list[float]]]:
@@ -146,7 +146,7 @@ def main() -> None:
     result["versions"] = f"{result['versions']}, nvcc {re.findall(r'V([0-9.]+)', release)[0]}"
     result["setting"] = f"density {DENSITY}, fp32 gradients with a residual, bf16 messages, {MESSAGES} messages a sum"
     with tempfile.TemporaryDirectory() as name:
-        now = costs(CSRC, Path(name), [])
+        now = costs(CSRC, Path(name))
         result["now"] = {key: vars(cost) for key, cost in now.items()}
         result["model_us"] = {"sizes": MODEL_SIZES, "now": model(now)}
         result["kernels"] = list(resources(Path(name)))

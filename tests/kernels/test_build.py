@@ -18,7 +18,7 @@ KERNEL_FILES = sorted([*CSRC.glob("*.cu"), *CSRC.glob("*_cpu.cpp"), *CSRC.glob("
 
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="no nvcc on PATH")
-@pytest.mark.parametrize("architecture", ["sm_75", "sm_90"])
+@pytest.mark.parametrize("architecture", ["sm_75", "sm_80", "sm_90", "sm_100", "sm_120"])
 @pytest.mark.parametrize("source", sorted(CSRC.glob("*.cu")), ids=lambda path: path.name)
 def test_cuda_compiles_without_spills(source: Path, architecture: str, tmp_path: Path) -> None:
     flags = ["-O3", "-std=c++20", "--fmad=false", "-Xptxas", "-v", "-Werror", "all-warnings"]

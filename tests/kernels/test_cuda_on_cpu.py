@@ -11,7 +11,7 @@ import shutil
 import pytest
 import torch
 
-from lightning_sparse.kernels import plain, reference
+from lightning_sparse.kernels import plain, reference, wire
 from tests.kernels.emulation import Emulation, build
 from tests.kernels.paths import DTYPES, inputs, ks, same_bits
 from tests.kernels.test_accumulate import damaged, messages_of
@@ -114,3 +114,17 @@ def test_damaged_messages_poison(cuda: Emulation) -> None:
         shard = torch.empty(70_001)
         cuda.accumulate(torch.stack([messages[0], bad]), shard, 70, torch.float32, damaged=True)
         assert bool(shard.isnan().all()), name
+
+
+def test_indices_out_of_order_are_found_wherever_they_are(cuda: Emulation) -> None:
+    numel, k = 70_001, 2000
+    messages = messages_of(numel, k, 2, torch.bfloat16)
+    start, g = wire.message_layout(numel, k, torch.bfloat16).indices // 2, torch.Generator().manual_seed(1)
+    for _ in range(8):
+        bad = messages.clone()
+        where = torch.randint(k, (2,), generator=g)
+        bad[1].view(torch.int16)[start + where] = bad[1].view(torch.int16)[start + where.flip(0)]
+        got, want = torch.empty(2, numel)
+        plain.accumulate(bad, want, k, torch.bfloat16)
+        cuda.accumulate(bad, got, k, torch.bfloat16, damaged=True)
+        assert same_bits(got, want)

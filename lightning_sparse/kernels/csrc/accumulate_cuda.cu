@@ -75,6 +75,27 @@ __device__ float value_at(const Sum& sum, const uint8_t* message, int64_t i, int
 
 __device__ void damage(const Sum& sum) { atomicExch(&sum.flags->damaged, 1u); }
 
+// By one warp: the first of a wire block's pairs that lies at `start` or beyond, the others being of pieces of another
+// block. That one stops at the same pair, also if indices are out of order, so each pair is somebody's.
+__device__ int64_t skip(const Sum& sum, const uint16_t* indices, int64_t begin, int64_t end, int start) {
+  constexpr int kLoads = 4;  // at once, to wait for memory less often
+  int64_t next = begin;
+  for (int below = 32 * kLoads; below == 32 * kLoads; next += below) {
+    below = 0;
+    bool all = true;
+#pragma unroll
+    for (int j = 0; j < kLoads; ++j) {
+      const int64_t i = next + 32 * j + lane();
+      const int index = i < end ? indices[i] : 1 << 16;
+      if (i < end && i > begin && index <= indices[i - 1]) damage(sum);
+      const unsigned beyond = __ballot_sync(kAllLanes, index >= start);
+      if (all) below += beyond ? __ffs(beyond) - 1 : 32;
+      all = all && beyond == 0;
+    }
+  }
+  return next;
+}
+
 // By one warp: false if the header or the counts are invalid.
 __device__ bool open_message(const Sum& sum, const uint8_t* message, const Piece& first, Cursor& cursor) {
   const Header& header = *reinterpret_cast<const Header*>(message);
@@ -92,14 +113,8 @@ __device__ bool open_message(const Sum& sum, const uint8_t* message, const Piece
   if (!__all_sync(kAllLanes, valid) || total != sum.k) return false;
   const uint16_t* indices = indices_of(sum, message);
   const int64_t begin = before, end = before + counts[first.block];
-  int skipped = 0;  // pairs of pieces that another block owns
-#pragma unroll 4
-  for (int64_t i = begin + lane(); first.start > 0 && i < end; i += 32) {
-    skipped += indices[i] < first.start;
-    if (i > begin && indices[i] <= indices[i - 1]) damage(sum);
-  }
-  skipped = sum_of_warp(skipped);
-  if (lane() == 0) cursor = {begin, end, begin + skipped, header.exponent};
+  const int64_t next = first.start > 0 ? skip(sum, indices, begin, end, first.start) : begin;
+  if (lane() == 0) cursor = {begin, end, next, header.exponent};
   return true;
 }
 
@@ -118,10 +133,12 @@ __device__ void add_message(const Sum& sum, const uint8_t* message, const Piece&
   int64_t next = at.next;
   for (int taken = kThreads; taken == kThreads; next += taken) {
     const int64_t i = next + threadIdx.x;
+    const int index = i < at.end ? indices[i] : -1;
+    int previous = __shfl_up_sync(kAllLanes, index, 1);
+    if (lane() == 0 && i > at.begin && i < at.end) previous = indices[i - 1];
     bool mine = false;
-    if (i < at.end) {
-      const int index = indices[i];
-      const bool in_order = index < piece.block_size && (i == at.begin || index > indices[i - 1]);
+    if (index >= 0) {
+      const bool in_order = index < piece.block_size && (i == at.begin || index > previous);
       if (!in_order) damage(sum);
       mine = in_order && index >= piece.start && index < piece.start + piece.size;
       if (mine) {

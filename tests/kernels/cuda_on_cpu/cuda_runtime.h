@@ -95,6 +95,13 @@ UNCHECKED T __shfl_xor_sync(unsigned, T value, int apart) {
   return static_cast<T>(on_cpu::exchange(static_cast<uint64_t>(value))[static_cast<int>(threadIdx.x % 32) ^ apart]);
 }
 
+template <typename T>
+UNCHECKED T __shfl_up_sync(unsigned, T value, int apart) {
+  const int from = static_cast<int>(threadIdx.x % 32) - apart;
+  const uint64_t* lanes = on_cpu::exchange(static_cast<uint64_t>(value));
+  return from < 0 ? value : static_cast<T>(lanes[from]);
+}
+
 inline int __popc(unsigned bits) { return __builtin_popcount(bits); }
 inline int __ffs(unsigned bits) { return __builtin_ffs(static_cast<int>(bits)); }
 
