@@ -79,11 +79,13 @@ class Rounded:
     def split(self, sum_S: Tensor, residual_S: Tensor | None, next_S: Tensor | None, scale: Tensor) -> Tensor:
         """Stretch 1: the rows of all regions as bytes, [M, 2 R]; ``next_S`` becomes what rounding took off."""
         acc_S = torch.empty_like(sum_S, dtype=torch.float32) if next_S is None else next_S
-        acc_S.copy_(sum_S).mul_(scale)
+        torch.mul(sum_S.float(), scale, out=acc_S)
         if residual_S is not None:
             acc_S += residual_S
-        rows = torch.zeros(self.num_nodes * self.row_numel, dtype=DTYPE, device=sum_S.device)
+        rows = torch.empty(self.num_nodes * self.row_numel, dtype=DTYPE, device=sum_S.device)
         rows[: self.shard_numel] = acc_S
+        if self.shard_numel < rows.numel():
+            rows[self.shard_numel :] = 0
         if next_S is not None:
             _take_off(acc_S, rows[: self.shard_numel])
         return rows.view(torch.uint8).view(self.num_nodes, -1)
