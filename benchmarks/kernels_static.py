@@ -56,12 +56,8 @@ class Cost:
 
 def cuobjdump() -> str:
     """Of CUDA, or the one that triton brings along."""
-    found = shutil.which("cuobjdump")
-    if found is None:
-        import triton
-
-        found = str(Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump")
-    return found
+    beside_torch = Path(torch.__file__).parents[1] / "triton/backends/nvidia/bin/cuobjdump"
+    return shutil.which("cuobjdump") or str(beside_torch)
 
 
 def kernel_name(mangled: str) -> str:

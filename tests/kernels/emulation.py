@@ -36,10 +36,9 @@ def as_cpp(source: str) -> str:
     """CUDA's launches and shared variables as calls."""
 
     def shared(match: re.Match[str]) -> str:
-        kind, *names = match.group(1), *match.group(2).split(", ")
-        each = [re.fullmatch(r"(\w+)((?:\[\w+\])*)", name) for name in names]
-        assert all(each), match.group(0)
-        return " ".join(f"auto& {m[1]} = on_cpu::shared<{kind}{m[2]}>([] {{}});" for m in each if m)
+        each = [re.fullmatch(r"(\w+)((?:\[\w+\])*)", name) for name in match[2].split(", ")]
+        assert all(each), match[0]
+        return " ".join(f"auto& {m[1]} = on_cpu::shared<{match[1]}{m[2]}>([] {{}});" for m in each if m)
 
     text, count = re.subn(
         r"([\w:<>]+)<<<([^;]*?), (\w+), 0, \w+>>>\((.*?)\);",
