@@ -1,6 +1,7 @@
 // Writes the output, indices ascending: a warp a tile, a block a group of kWarps tiles. Where a group's output begins
 // follows from the sums of the groups before it, by decoupled look-back (Merrill and Garland, 2016): each group
-// publishes its own sums, then adds up those of its predecessors, back to the nearest that has published its prefix sum.
+// publishes its own sums, then adds up those of its predecessors, back to the nearest that has published its prefix
+// sum.
 #pragma once
 
 #include "sinks.cuh"

@@ -15,7 +15,7 @@ constexpr int64_t kSample = 32 * kSampleThreads;  // elements: 32 a thread, whic
 // enough of the sample reaches.
 template <Dtype dtype>
 __global__ void __launch_bounds__(kSampleThreads) sample_kernel(Problem p) {
-  __shared__ int reached[32];  // per bit of the threshold
+  __shared__ int reached[32];                                 // per bit of the threshold
   const int64_t numel = p.source.numel, piece = threadIdx.x;  // one piece a lane, loaded by the whole warp
   const int64_t mine = numel <= kSample ? piece * kSamplePiece : sample_piece(numel, piece, kSample / kSamplePiece);
   uint32_t keys[32];
