@@ -3,8 +3,6 @@
 Ray uses ``lightning.pytorch`` where that is installed, else ``pytorch_lightning``; so must the program.
 """
 
-from typing import Any
-
 import ray.train.torch
 import torch
 from ray.train.lightning import RayDDPStrategy
@@ -41,7 +39,3 @@ class RayMSTopKFSDPStrategy(MSTopKFSDPMixin, ModelParallelStrategy):
     def root_device(self) -> torch.device:  # type: ignore[override]
         device: torch.device = ray.train.torch.get_device()
         return device
-
-    @property
-    def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        return {"num_replicas": self.world_size, "rank": self.global_rank}

@@ -39,7 +39,7 @@ def side_content(updates: LocalUpdates) -> dict[str, Any]:
     buffers = {name: each.detach().cpu() for name, each in updates.buffers.own().items()}
     content = {"steps": updates.steps, "nodes": nodes, "buffers": buffers}
     if updates.config.density == "auto":
-        content["found"] = updates.exchange.choice.found()
+        content["found"] = {**updates.exchange.choice.found(), "exchanges": updates.exchanges}
     return content
 
 
@@ -61,6 +61,7 @@ def restore_own(updates: LocalUpdates, content: dict[str, Any]) -> None:
     updates.steps = content["steps"]
     if "found" in content:
         updates.exchange.choice.go_on(content["found"], auto=True)
+        updates.exchanges = content["found"]["exchanges"]
     for node, each in zip(updates.nodes, content["nodes"], strict=True):
         node.steps = each["steps"]
         node.load_state_dict(each)

@@ -12,6 +12,7 @@ third, ``kept_S``, where the model that is trained is not own_S (``step_ahead`` 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -98,21 +99,24 @@ class DifferenceState(UpdateState):
         saved = {"shared": self.shared_S, "unsent": self.shared_S - own_S, "own": self.own_S, "now": now_S}
         if self._kept_S is not None:
             saved["kept"] = self._kept_S
-        if self._messages is not None:
-            saved["messages"] = self._messages
+        if self._messages is not None and self._wrote is not None:
+            saved["messages"], saved["sent"] = self._messages, torch.tensor(self._wrote.k)
         return saved
 
     def _load_own(self, saved: Mapping[str, Tensor]) -> bool:
         messages = saved.get("messages")
         if "own" not in saved or ("kept" in saved) != (self._kept_S is not None):
             return False
-        if messages is not None and not self._sparse.wrote(messages, self.own_S.numel()):
+        wrote = self._sparse
+        if "sent" in saved:
+            wrote = replace(wrote, k=int(saved["sent"]))
+        if messages is not None and not wrote.wrote(messages, self.own_S.numel()):
             return False
         self.own_S.copy_(saved["own"])
         if self._kept_S is not None:
             self._kept_S.copy_(saved["kept"])
         self._messages = None if messages is None else messages.to(self.own_S.device)
-        self._wrote = None if messages is None else self._sparse
+        self._wrote = None if messages is None else wrote
         return True
 
     @property

@@ -62,10 +62,11 @@ class LocalUpdates:
             check_optimizer(optimizer)
         self.module, self.config, self.topology = module, config, topology
         self.active = topology.kind == "hierarchical"
-        self.steps = 0
+        self.steps = self.exchanges = 0
         self.log_once = LogOnce(topology.rank)
         self.nodes: list[NodeOptimizer] = []
         self._shown = False
+        self._heaviest: list[Work] = []  # that one call of step() exchanged
         if not self.active:
             return
         _check_parameters(self.names, optimizers)
@@ -109,26 +110,31 @@ class LocalUpdates:
         self.exchange.refuse_capture()
         self.steps += 1
         nodes = self._of(optimizer)
-        first = self.nodes[0] in nodes and self.nodes[0].exchanges_next
-        if first:
-            self._prepare()
+        exchanging = [node for node in nodes if node.exchanges_next] if self.config.measures else []
+        if exchanging:
+            self._prepare(exchanging)
         self._name_place(f"in step {self.steps}")
         for node in nodes:
             node.step()
         self.exchange.stats.end_round()
-        if first:
+        if exchanging:
+            self.exchanges += 1
             self.exchange.choice.window.first(self._device)
 
-    def _prepare(self) -> None:
+    def _prepare(self, nodes: Sequence[NodeOptimizer]) -> None:
         """Measure what ``density="auto"`` rests on, where it is due: the time between exchanges hides them."""
-        if not self.config.measures:
-            return
-        choice, done = self.exchange.choice, self.nodes[0].steps // self.config.sync_every
-        if done:
-            choice.window.last(self._device)
-        paths = [node.state.path() for node in self.nodes if node.state.slices.numel]
-        hidden = [self._between(node) for node in self.nodes]
-        choice.prepare(self.exchange.communicator, self._device, done, self._receive, lambda: paths, lambda: hidden)
+        choice = self.exchange.choice
+        choice.window.last(self._device)
+        works = [self._between(node) for node in nodes]
+        self._heaviest = max(self._heaviest, works, key=lambda each: sum(work.numel for work in each))
+        choice.prepare(
+            self.exchange.communicator,
+            self._device,
+            self.exchanges,
+            self._receive,
+            lambda: [choice.path(work, choice.density) for work in works],  # not of slices, which differ between ranks
+            lambda: self._heaviest,
+        )
 
     def _between(self, node: NodeOptimizer) -> Work:
         """What an optimizer's exchange has to do between nodes: of a device's slice, the same on all ranks."""
@@ -138,6 +144,7 @@ class LocalUpdates:
     def _receive(self) -> None:
         for node in self.nodes:
             node.state.receive()
+        self.exchange.runner.wait()  # for others with the same topology
 
     def finish(self) -> None:
         """Send everything that is pending; afterwards all ranks hold the same weights. Every rank calls it."""

@@ -94,10 +94,6 @@ class UpdateState(ABC):
             self._exchange.runner.finish(self._future)
             self._future = None
 
-    def path(self) -> Path:
-        """Of the next exchange."""
-        return self._path(whole=False)
-
     def _path(self, *, whole: bool) -> Path:
         choice = self._exchange.choice
         work = choice.work(self.shared_S.numel() * self._exchange.topology.num_devices, torch.float32)

@@ -88,14 +88,16 @@ class Window:
     def __init__(self) -> None:
         self.decided = 0
         self._marks: deque[tuple[Any, Any]] = deque(maxlen=ROUNDS)
-        self._begin: Any = 0.0
+        self._begin: Any = None
 
     def first(self, device: torch.device) -> None:
         """The first bucket of a round is ready."""
         self._begin = _mark(device)
 
     def last(self, device: torch.device) -> None:
-        """The last bucket of a round is ready."""
+        """The last bucket of a round is ready. A run that begins, or goes on, has no round before it."""
+        if self._begin is None:
+            return
         self._marks.append((self._begin, _mark(device)))
 
     def is_due(self, round_index: int) -> bool:
