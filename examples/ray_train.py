@@ -103,7 +103,8 @@ def main() -> None:
     parser.add_argument("--emulate", action="store_true", help="two nodes on this machine")
     args = parser.parse_args()
     source = (args.source or digits(Path("runs/digits"))).resolve()
-    ray.init(address=emulated().address if args.emulate else "auto")
+    cluster = emulated() if args.emulate else None
+    ray.init(address="auto" if cluster is None else cluster.address)
     trainer = TorchTrainer(
         train,
         train_loop_config={
@@ -125,6 +126,9 @@ def main() -> None:
     result = trainer.fit()
     assert result.metrics is not None
     print(f"validation accuracy: {result.metrics['val_accuracy']:.3f}; the last checkpoint: {result.checkpoint}")
+    ray.shutdown()  # before the nodes, or it takes their end for a fault
+    if cluster is not None:
+        cluster.shutdown()
 
 
 if __name__ == "__main__":
