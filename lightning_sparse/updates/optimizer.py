@@ -72,8 +72,9 @@ class NodeOptimizer:
     def step(self) -> None:
         """After the optimizer's."""
         self.follow_groups()
+        exchanges = self.exchanges_next
         self.steps += 1
-        if self.steps % self._config.sync_every == 0:
+        if exchanges:
             self.state.advance()
         elif self.division.steps_all:
             return

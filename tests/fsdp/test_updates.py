@@ -26,13 +26,13 @@ def shared_of(updates: LocalUpdates) -> Tensor:
 
 
 def with_all_options() -> list[tuple[Tensor, Tensor, Tensor]]:
-    return [some_steps(options) for options in OPTIONS]
+    return [fifty_steps(options) for options in OPTIONS]
 
 
-def some_steps(options: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor]:
+def fifty_steps(options: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor]:
     """Shared weights, and the mean of the nodes' own ones before and after all is sent."""
     model, optimizer, updates = runs.start(adamw, discover().rank, **options)
-    runs.steps(model, optimizer, updates, 0, 24)
+    runs.steps(model, optimizer, updates, 0, 50)
     shared = shared_of(updates)
     pending = [node.state.shared_S - node.state.pending_S for node in updates.nodes]
     assert all(torch.isfinite(each).all() for each in pending)
