@@ -24,6 +24,7 @@ from lightning_sparse.data.pipeline.sampler import EpochPlan, Indices, Sampler, 
 
 FLAVOURS = ["pytorch_lightning", "lightning"]
 TRAIN, VAL, BATCH = 120, 22, 5
+LABELS = np.arange(TRAIN) * 3 // TRAIN
 Results = list[dict[str, Any]]
 
 
@@ -146,10 +147,17 @@ def segments() -> set[str]:
 
 def expected(shuffle: str, epoch: int, nodes: int = 2, devices: int = 2, batch: int = BATCH, **more: Any) -> Any:
     """[step][node][device] -> samples, from the pure function."""
-    labels = np.arange(TRAIN) * 3 // TRAIN
     config = SamplerConfig(batch_size=batch, devices=(devices,) * nodes, shuffle=shuffle, **more)  # type: ignore[arg-type]
-    plan = Sampler(np.arange(TRAIN), partial(owners, labels, seed=0), config).epoch(epoch)
+    plan = Sampler(np.arange(TRAIN), partial(owners, LABELS, seed=0), config).epoch(epoch)
     return [[[rank.tolist() for rank in node] for node in global_batch(plan, step)] for step in range(plan.steps)]
+
+
+def share_of_own(shuffle: str, epoch: int) -> float:
+    """Of the samples of an epoch on two nodes of two, those that the node which needs them holds."""
+    home = owners(LABELS, 2, seed=0)
+    steps = expected(shuffle, epoch)
+    own = [home[flat(node)] == index for step in steps for index, node in enumerate(step)]
+    return float(np.mean(np.concatenate(own)))
 
 
 def flat(nested: Any) -> list[int]:

@@ -32,6 +32,7 @@ from tests.data.fits import (
     ours,
     saver,
     segments,
+    share_of_own,
     trainer,
 )
 from tests.data.pictures import numbered_folder
@@ -128,7 +129,7 @@ def test_bytes_by_tier_reach_the_logger_and_the_summary(results: Results, folder
     assert [first["step"], second["step"]] == [6, 12]
     assert total <= first["data/storage_bytes"] <= 1.05 * total, "the data set crosses the link once"
     assert second["data/storage_bytes"] == 0
-    assert second["data/memory_hits"] > 0.8, "each node owns 10 of a batch of 20, give or take 2"
+    assert second["data/memory_hits"] == pytest.approx(share_of_own("global", 1))
     later = results[0]["epochs"]["sparse"]["rows"]
     assert [row["data/storage_bytes"] for row in later] == [0, 0], "a later run starts from local disk"
     assert later[0]["data/disk_bytes"] > 0
