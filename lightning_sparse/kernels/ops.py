@@ -12,11 +12,9 @@ LIGHTNING_SPARSE_KERNELS=torch disables the compiled library.
 from __future__ import annotations
 
 import ctypes
-import logging
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +25,6 @@ from lightning_sparse.kernels import plain, reference, wire
 
 NAMESPACE = "lightning_sparse"
 BUILD_REPORT = Path(__file__).with_name("build_report.txt")
-_FORCED = "LIGHTNING_SPARSE_KERNELS=torch is set"
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 
 # Keep a reference: garbage collection of a Library removes its schemas.
@@ -223,14 +220,6 @@ def _plain_accumulate(messages: Tensor, shard: Tensor, k: int, code: int, alpha:
     plain.accumulate(messages, shard, k, _dtype_of(code), alpha)
 
 
-@cache
-def _tell_fallback(device: str) -> None:
-    """Once for each type of device: that its kernels are missing, unless that was asked for."""
-    if device in ("cpu", "cuda") and _FORCED not in _report.reasons:
-        line = "%s tensors: no compiled kernels, plain torch selects instead, many times slower (%s)"
-        logging.getLogger(NAMESPACE).warning(line, device, "; ".join(_report.reasons))
-
-
 def _register(name: str, check: Callable[..., None], compute: Callable[..., Any], fake: Callable[..., Any]) -> None:
     def checked(call: Callable[..., Any]) -> Callable[..., Any]:
         def run(*arguments: Any) -> Any:
@@ -239,19 +228,15 @@ def _register(name: str, check: Callable[..., None], compute: Callable[..., Any]
 
         return run
 
-    def fallback(*arguments: Any) -> Any:
-        _tell_fallback(arguments[0].device.type)
-        return compute(*arguments)
-
     # Selection is not differentiable; without no_grad, autograd would record the plain-torch operations.
-    _library.impl(name, torch.no_grad()(checked(fallback)), "CompositeExplicitAutograd")
+    _library.impl(name, torch.no_grad()(checked(compute)), "CompositeExplicitAutograd")
     torch.library.register_fake(f"{NAMESPACE}::{name}", checked(fake), lib=_library)
 
 
 def _load() -> tuple[KernelReport, ctypes.CDLL | None]:
     build = BUILD_REPORT.read_text().strip() if BUILD_REPORT.exists() else "no build step ran"
     if os.environ.get("LIGHTNING_SPARSE_KERNELS", "") == "torch":
-        return _plain_report(None, _FORCED), None
+        return _plain_report(None, "LIGHTNING_SPARSE_KERNELS=torch is set"), None
     found = sorted(Path(__file__).parent.glob("_C*.so"))
     if not found:
         return _plain_report(None, f"nothing was compiled: {build}"), None
