@@ -38,6 +38,8 @@ Job = Iterator[Sequence[Tensor]]
 """It yields, after each stretch but the last, the tensors made so far that later stretches use."""
 TensorFuture = torch.futures.Future[Tensor]
 LANES = 3
+LAST_JOB_SECONDS = 10.0
+"""How long a program that ends waits for the jobs it has left."""
 
 
 class Runner:
@@ -137,7 +139,7 @@ _Queue = queue.SimpleQueue[_Item | None]
 class FifoLanes(Runner):
     """Runs the stretches of each job on one daemon thread per lane, first in, first out. After a job has failed, no
     other runs until its error was raised. Threads start with the first job after ``end``; they stop at ``end`` if they
-    are idle, and when this object is garbage collected."""
+    are idle, and when this object is garbage collected. A program that ends waits for jobs under way."""
 
     def __init__(self) -> None:
         self._errors: list[BaseException] = []
@@ -156,7 +158,8 @@ class FifoLanes(Runner):
             self._threads.append(threading.Thread(target=_work, args=arguments, name="lightning_sparse", daemon=True))
         for thread in self._threads:
             thread.start()
-        self._last_call = weakref.finalize(self, queues[0].put, None)
+            _join_at_exit(thread)
+        self._last_call = weakref.finalize(self, queues[0].put, None)  # at exit the latest runs first: before the joins
         return queues[0]
 
     def run(self, job: Job, result: Tensor) -> TensorFuture:
@@ -230,6 +233,18 @@ def runner_of(topology: Topology, device: torch.device | None) -> Runner:
     if lanes is None:
         lanes = _lanes[key] = FifoLanes() if device.type == "cpu" else StreamLanes(device)
     return lanes
+
+
+def _join_at_exit(thread: threading.Thread) -> None:
+    """Python unwinds a daemon thread that comes back from torch after the end of the program, and C++ answers that with
+    abort(). Not for ever, since the other ranks may be gone."""
+    weak = weakref.ref(thread)
+
+    def join() -> None:
+        if (alive := weak()) is not None:  # else the thread has ended, and this is its garbage collection
+            alive.join(LAST_JOB_SECONDS)
+
+    weakref.finalize(thread, join)
 
 
 def _work(jobs: _Queue, onward: _Queue | None, errors: list[BaseException], threads: int) -> None:

@@ -1,5 +1,7 @@
 """The lanes alone: who waits for whom, in which order, and what becomes of an error. No ranks, no collectives."""
 
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -163,3 +165,27 @@ def test_what_follows_a_backward_pass_that_raised_queues_behind_it() -> None:
     assert seen == ["slow", "following"]
     lanes.end()
     assert not {each for each in threading.enumerate() if each.name == "lightning_sparse"} - before
+
+
+_LEAVES = """
+import torch
+from lightning_sparse.exchange.lanes import FifoLanes
+
+def job():
+    ones = torch.ones(100_000)
+    for _ in range(3000):
+        ones.add_(1)
+    yield ()
+    yield ()
+    print("applied", flush=True)
+
+FifoLanes().start(job(), torch.zeros(1))
+lanes = FifoLanes()
+lanes.start(job(), torch.zeros(1))
+"""
+
+
+def test_a_program_may_end_while_a_job_runs() -> None:
+    """Python would unwind the thread in the middle of torch, and C++ abort: exit status 134 after a whole training."""
+    done = subprocess.run([sys.executable, "-c", _LEAVES], capture_output=True, text=True, timeout=120, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "applied\napplied\n", "")
