@@ -1,6 +1,6 @@
 """How long a training step takes on links of 0.1 and 1 Gbit/s: exchanging updates beside other ways to train.
 
-    sudo python benchmarks/updates.py OUT [--clusters 4x1] [--gbps 0.1 1] [--quick]
+    sudo python benchmarks/updates.py OUT [--clusters 4x1] [--gbps 0.1 1] [--ways DDP "updates 1 %"] [--quick]
 
 Clusters are network namespaces on this machine (`lightning_sparse.lab`), so the network is real and slow on purpose,
 and all ranks share the processors. A step is zero_grad, a backward pass that hands out random gradients of ResNet-50's
@@ -96,11 +96,12 @@ def _register(name: str, ddp: DistributedDataParallel) -> None:
         ddp.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
 
 
-def on_ranks(folder: Path, gbps: float, seconds: float, quick: bool, rate: Callable[[float], None]) -> None:
+def on_ranks(folder: Path, options: argparse.Namespace, rate: Callable[[float], None]) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     topology = discover()
-    steppers = {name: Stepper(name, options, topology, quick) for name, options in ROWS.items()}
+    gbps = options.gbps[0]
+    steppers = {name: Stepper(name, ROWS[name], topology, options.quick) for name in options.ways}
     rate(FASTEST)
     for stepper in steppers.values():
         stepper.block(4)  # layouts settle
@@ -111,7 +112,7 @@ def on_ranks(folder: Path, gbps: float, seconds: float, quick: bool, rate: Calla
             stepper.block(50 if name.startswith("average") and not repeat else BLOCK)
         spent = torch.tensor(time.perf_counter() - begin)
         dist.broadcast(spent, 0)
-        if repeat >= 2 and spent > seconds:
+        if repeat >= 2 and spent > options.seconds:
             break
     rows = []
     for name, stepper in steppers.items():
@@ -128,7 +129,7 @@ def on_ranks(folder: Path, gbps: float, seconds: float, quick: bool, rate: Calla
 
 def measure(nodes: int, devices: int, gbps: float, options: argparse.Namespace) -> list[dict[str, Any]]:
     words = [__file__, "x", "--gbps", str(gbps), "--seconds", str(options.seconds)]
-    words += ["--quick"] if options.quick else []
+    words += ["--ways", *options.ways, *(["--quick"] if options.quick else [])]
     config = LabConfig(nodes=nodes, devices=devices, gbps=gbps)
     with tempfile.TemporaryDirectory() as folder, Cluster(config) as cluster, Rates(cluster, Path(folder)):
         env = {"EXCHANGE_FOLDER": folder, "OMP_NUM_THREADS": "1"}
@@ -143,7 +144,7 @@ def table(rows: list[dict[str, Any]]) -> str:
     blocks = []
     for cluster, gbps in dict.fromkeys((row["cluster"], row["gbps"]) for row in rows):
         here = {row["way"]: row for row in rows if (row["cluster"], row["gbps"]) == (cluster, gbps)}
-        ddp = here["DDP"]["step s"]
+        ddp = here["DDP"]["step s"] if "DDP" in here else float("nan")
         lines = [
             (way, 1e3 * row["step s"], ddp / row["step s"], row["received by this node, bytes"] / 1e6)
             for way, row in here.items()
@@ -158,12 +159,13 @@ def main() -> None:
     parser.add_argument("--clusters", nargs="+", default=["4x1"], metavar="MxL")
     parser.add_argument("--gbps", type=float, nargs="+", default=[0.1, 1.0])
     parser.add_argument("--seconds", type=float, default=90.0, help="for one rate, where it allows three repeats")
+    parser.add_argument("--ways", nargs="+", choices=ROWS, default=list(ROWS), metavar="WAY")
     parser.add_argument("--quick", action="store_true", help="1 M gradients, and seconds instead of minutes")
     options = parser.parse_args()
     options.seconds = min(options.seconds, 3.0) if options.quick else options.seconds
     if "EXCHANGE_FOLDER" in os.environ:
         folder = Path(os.environ["EXCHANGE_FOLDER"])
-        return on_ranks(folder, options.gbps[0], options.seconds, options.quick, lambda gbps: ask(folder, gbps))
+        return on_ranks(folder, options, lambda gbps: ask(folder, gbps))
     options.out.mkdir(parents=True, exist_ok=True)
     rows = []
     with signals_as_exit():
