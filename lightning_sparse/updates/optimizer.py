@@ -93,9 +93,8 @@ class NodeOptimizer:
 
     def show_shared(self) -> None:
         """Put the shared weights into the parameters."""
-        self.state.receive()
         self._own_S = self.state.slices.read()
-        self.state.slices.write(self.state.shared_S)
+        self.state.slices.write(self.state.read_shared())
         self._shown_S = self.state.slices.read()  # as the parameters' dtypes hold them
         self.gather()
 

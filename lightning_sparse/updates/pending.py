@@ -39,7 +39,7 @@ class PendingState(UpdateState):
         path = self._path(whole=False)
         if path.leaves == "nothing":
             self._pending_S.zero_()
-        job = self._run(path, Shard(acc_S, next_S=self._pending_S))
+        job = self._run(path, Shard(acc_S, next_S=self._pending_S), self.shared_S)
         handed = next(job)  # selects
         if self._config.delay:
             self._set_model(acc_S)
@@ -52,7 +52,7 @@ class PendingState(UpdateState):
         if not self.slices.numel:
             return
         self.receive()
-        for _ in self._run(self._path(whole=True), Shard(self._accumulate())):
+        for _ in self._run(self._path(whole=True), Shard(self._accumulate()), self.shared_S):
             pass
         self._pending_S.zero_()
         self._set_model(None)

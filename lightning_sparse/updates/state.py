@@ -23,7 +23,7 @@ class UpdateState(ABC):
         config: of the updates.
 
     Attributes:
-        shared_S: the shared weights, bit-identical on all nodes but for messages under way.
+        shared_S: the shared weights, bit-identical on all nodes but for messages that have not been added yet.
     """
 
     def __init__(self, slices: Slices, exchange: Exchange, config: UpdatesConfig) -> None:
@@ -35,7 +35,7 @@ class UpdateState(ABC):
     @property
     @abstractmethod
     def pending_S(self) -> Tensor:
-        """This node's updates up to the last exchange that it has not sent; nothing is under way."""
+        """This node's updates up to the last exchange that it has not sent."""
 
     @abstractmethod
     def advance(self) -> None:
@@ -87,9 +87,13 @@ class UpdateState(ABC):
             if piece in old:
                 view.copy_(old[piece])
 
+    def read_shared(self) -> Tensor:
+        """The shared weights with every message; not to be written to."""
+        self.receive()
+        return self.shared_S
+
     def receive(self) -> None:
-        """Wait until the messages under way are in the shared weights. May come at any time before the next exchange:
-        the result is the same."""
+        """Wait for the messages under way. May come at any time before the next exchange: the result is the same."""
         if self._future is not None:
             self._exchange.runner.finish(self._future)
             self._future = None
@@ -99,10 +103,10 @@ class UpdateState(ABC):
         work = choice.work(self.shared_S.numel() * self._exchange.topology.num_devices, torch.float32)
         return choice.dense(work) if whole else choice.path(work, choice.density)
 
-    def _run(self, path: Path, shard: Shard) -> Job:
-        """The job of exchanging a shard of updates: the shared weights get their mean."""
+    def _run(self, path: Path, shard: Shard, target_S: Tensor | None = None) -> Job:
+        """The job of exchanging a shard of updates, whose mean ``target_S`` gets."""
         exchange = self._exchange
-        shard.target_S, shard.alpha = self.shared_S, -1.0 / exchange.topology.num_nodes
+        shard.target_S, shard.alpha = target_S, -1.0 / exchange.topology.num_nodes
         where = exchange.communicator.where
         for handed in exchange.run(path, shard):
             yield handed

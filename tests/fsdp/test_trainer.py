@@ -168,7 +168,7 @@ def _with_everything_sent(model: nn.Module, updates: Any) -> Tensor:
     for node in updates.nodes:
         state = node.state
         kept[node] = state.slices.read()
-        state.slices.write(state.shared_S - state.pending_S)
+        state.slices.write(state.read_shared() - state.pending_S)
         node.gather()
     found = whole(model).clone()
     for node, own_S in kept.items():

@@ -34,7 +34,7 @@ def fifty_steps(options: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor]:
     model, optimizer, updates = runs.start(adamw, discover().rank, **options)
     runs.steps(model, optimizer, updates, 0, 50)
     shared = shared_of(updates)
-    pending = [node.state.shared_S - node.state.pending_S for node in updates.nodes]
+    pending = [node.state.read_shared() - node.state.pending_S for node in updates.nodes]
     assert all(torch.isfinite(each).all() for each in pending)
     updates.finish()
     return shared, mean_over_nodes(runs.whole(model)), runs.whole(model).clone()

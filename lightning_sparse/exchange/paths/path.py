@@ -51,7 +51,7 @@ class Shard:
         next_S: room for what this one leaves, fp32, uninitialised; None to drop it.
         factor: what ``sum_S`` is multiplied by before the residual is added, a 0-dim fp32 tensor; None for 1.
         on_sent: called with the indices of the entries that this device sends, int64, where these are not all.
-        on_received: called with the messages of all nodes, in node order, once they are in ``target_S``; of the path
+        on_received: called with the messages of all nodes, in node order, which are not summed then; of the path
             ``sparse`` alone.
         target_S: fp32, what the engine adds the sum to, times ``alpha``; a path may do so itself, and return it.
     """

@@ -71,10 +71,11 @@ class Sparse(Path):
         yield message, *shard.used_to_the_end
         messages = comm.exchange(message)
         yield messages, *shard.used_to_the_end
+        if shard.on_received is not None:
+            shard.on_received(messages)
+            return shard.sum_S
         if shard.target_S is not None:
             self.add(messages, shard.target_S, shard.alpha)
-            if shard.on_received is not None:
-                shard.on_received(messages)
             return shard.target_S
         shard_S = shard.result()
         accumulate(messages, shard_S, self.k, self.value_dtype)
