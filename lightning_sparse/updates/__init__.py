@@ -10,8 +10,8 @@ step what                                                                    whe
 ==== ======================================================================= ==========================================
 1    gradients are averaged inside the node                                  DistributedDataParallel on its group
 2    u = x_before - x_after of the optimizer's step                          the node; or each device its slice
-3    shared_S -= 1/M * sum over nodes of the messages sent last time         they had a whole step to arrive
-4    message, pending_S = compress(pending_S + u, K)                         lightning_sparse.exchange
+3    message, pending_S = compress(pending_S + u, K)                         lightning_sparse.exchange
+4    shared_S -= 1/M * sum over nodes of the messages sent last time         they had a step and a selection to arrive
 5    the all-gather of messages between nodes begins                         beside the next forward and backward
 6    x = shared_S - step_ahead * pending_S - what is in flight; slices are   the node
      gathered

@@ -70,6 +70,13 @@ CASES: list[tuple[tuple[int, int], dict[str, Any]]] = [
     ((2, 2), {"delay": 0, "precision": "bf16-true"}),
     ((2, 2), {"exchange": "regional", "shard_optimizer": False}),
 ]
+MORE: list[tuple[tuple[int, int], dict[str, Any]]] = [
+    ((4, 1), {"step_ahead": 0.4, "value_dtype": "float32"}),
+    ((2, 2), {"density": 0.02, "value_dtype": "float16"}),
+    ((3, 1), {"exchange": "dense16"}),
+    ((2, 2), {"delay": 0, "step_ahead": 0.5, "sync_every": 2}),
+    ((4, 1), {"density": 0.2, "precision": "bf16-true"}),
+]
 
 
 def whole_and_resumed(folder: str, cases: list[dict[str, Any]]) -> list[tuple[dict[str, Any], dict[str, Any]]]:
@@ -99,7 +106,9 @@ def same_ends(one: dict[str, Any], other: dict[str, Any], which: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("shape", "options"), [CASES[0], *(pytest.param(*case, marks=pytest.mark.slow) for case in CASES[1:])], ids=str
+    ("shape", "options"),
+    [CASES[0], *(pytest.param(*case, marks=pytest.mark.slow) for case in CASES[1:] + MORE)],
+    ids=str,
 )
 def test_a_killed_run_goes_on_bit_identically(shape: tuple[int, int], options: dict[str, Any], tmp_path: Path) -> None:
     """Killed in a step and in the middle of a save, by a rank of chance."""
