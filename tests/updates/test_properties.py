@@ -83,6 +83,29 @@ def test_nodes_share_one_model_and_nothing_is_lost(
         assert any(pending > 0 for _, _, pending in results)
 
 
+def looked_at(options: dict[str, Any], looks: bool) -> tuple[Tensor, Tensor, Tensor]:
+    ddp, optimizer, updates = start(adamw, **options)
+    for step in range(12):
+        steps(ddp, optimizer, updates, step, step + 1)
+        if looks and step % 3:
+            shared_of(updates)
+            side_content(updates)
+            updates.pending_norm()
+    return shared_of(updates), flat_parameters(updates.module), whole_pending(updates)
+
+
+def looked_at_or_not(options: dict[str, Any]) -> list[tuple[Tensor, ...]]:
+    return [looked_at(options, looks) for looks in (True, False)]
+
+
+@pytest.mark.parametrize("options", [each for each in OPTIONS if each.get("density") != "auto"], ids=str)
+def test_looking_changes_nothing(ranks: RunRanks, options: dict[str, Any]) -> None:
+    """Weights that are shown or saved between two steps have the messages that arrived until then, which the state
+    takes up at the next exchange."""
+    for looked, alone in ranks(looked_at_or_not, options, nodes=2, devices=2):
+        assert all(map(torch.equal, looked, alone))
+
+
 def whole_or_sharded() -> tuple[Tensor, Tensor]:
     return fifty_one_steps({"density": 0.05}, True)[0], fifty_one_steps({"density": 0.05}, False)[0]
 
