@@ -19,8 +19,9 @@ class UpdatesConfig(ExchangeConfig):
         exchange: ``"sparse"``, ``"regional"``, ``"dense16"`` or ``"dense"``; there is no ``"auto"``, since the exchange
             has a whole step to hide behind.
         step_ahead: share of its own pending updates that a node's model keeps, in [0, 1]. 1: each node trains its own
-            model, corrected by what the others sent; 0: each node trains the shared one. ``"auto"`` is 1 up to
-            4 nodes, and 4 / M for M: 1 suits updates that agree between nodes, 1 / M independent ones.
+            model, corrected by what the others sent; 0: each node trains the shared one. ``"auto"`` is
+            min(1, 2 / M) for M nodes: 1 suits updates that agree between nodes, as at the start of a training, 1 / M
+            independent ones, as later.
         delay: 1: a message arrives one exchange later, so that sending it hides behind the whole step; 0: the step
             waits for it.
         sync_every: steps between two exchanges.
@@ -56,7 +57,7 @@ class UpdatesConfig(ExchangeConfig):
             )
         if self.step_ahead != "auto" and not (is_number(self.step_ahead) and 0 <= self.step_ahead <= 1):
             raise ValueError(
-                f"step_ahead={self.step_ahead!r} must be a number in [0, 1], or 'auto' for min(1, 4 / nodes): it is "
+                f"step_ahead={self.step_ahead!r} must be a number in [0, 1], or 'auto' for min(1, 2 / nodes): it is "
                 f"the share of its own pending updates that a node's model keeps."
             )
         if isinstance(self.delay, bool) or self.delay not in (0, 1):
@@ -78,6 +79,6 @@ class UpdatesConfig(ExchangeConfig):
         """``step_ahead`` for so many nodes.
 
         >>> UpdatesConfig().ahead(2), UpdatesConfig().ahead(4), UpdatesConfig(step_ahead=0.9).ahead(4)
-        (1.0, 1.0, 0.9)
+        (1.0, 0.5, 0.9)
         """
-        return min(1.0, 4.0 / num_nodes) if self.step_ahead == "auto" else float(self.step_ahead)
+        return min(1.0, 2.0 / num_nodes) if self.step_ahead == "auto" else float(self.step_ahead)
