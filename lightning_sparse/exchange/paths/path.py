@@ -66,13 +66,6 @@ class Shard:
     alpha: float = 1.0
 
     @property
-    def scale(self) -> Tensor:
-        """``factor`` as a tensor."""
-        if self.factor is None:
-            return torch.ones((), dtype=torch.float32, device=self.sum_S.device)
-        return self.factor
-
-    @property
     def used_to_the_end(self) -> tuple[Tensor, ...]:
         """What any stretch may use."""
         return (self.sum_S,) if self.next_S is None else (self.sum_S, self.next_S)

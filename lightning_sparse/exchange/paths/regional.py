@@ -75,7 +75,7 @@ class Regional(Sparse):
 
     def run(self, comm: HierCommunicator, shard: Shard) -> Stretches:
         regions = self.regions
-        rows = regions.select(shard.sum_S, shard.residual_S, shard.next_S, shard.scale)
+        rows = regions.select(shard.sum_S, shard.residual_S, shard.next_S, shard.factor)
         if shard.on_sent is not None and self.k < shard.sum_S.numel():
             shard.on_sent(regions.sent(rows))
         yield rows, *shard.used_to_the_end
@@ -125,7 +125,9 @@ class Regions:
         """B, the bytes of the longest message: each travels in a row of so many."""
         return max(map(self.nbytes, range(self.num_nodes)))
 
-    def select(self, sum_S: Tensor, residual_S: Tensor | None, next_S: Tensor | None, scale: Tensor) -> Tensor:
+    def select(
+        self, sum_S: Tensor, residual_S: Tensor | None, next_S: Tensor | None, scale: Tensor | None = None
+    ) -> Tensor:
         """Step 1: the messages of all regions, [M, B]; ``next_S`` becomes what is not sent."""
         rows_MB = sum_S.new_zeros(self.num_nodes, self.row_nbytes, dtype=torch.uint8)
         for node in range(self.num_nodes):

@@ -65,7 +65,7 @@ class Sparse(Path):
 
     def run(self, comm: HierCommunicator, shard: Shard) -> Stretches:
         numel = shard.sum_S.numel()
-        message = compress(shard.sum_S, shard.residual_S, shard.next_S, self.k, self.value_dtype, shard.scale)
+        message = compress(shard.sum_S, shard.residual_S, shard.next_S, self.k, self.value_dtype, shard.factor)
         if shard.on_sent is not None and self.k < numel:
             shard.on_sent(indices_of(message, numel, self.k, self.value_dtype))
         yield message, *shard.used_to_the_end
