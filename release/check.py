@@ -24,7 +24,8 @@ sys.path.insert(0, str(ROOT))
 
 from tests.helpers.installed import environment_without_us  # noqa: E402
 
-OF_THE_CHECKOUT = ("test_build.py", "test_cuda_on_cpu.py", "test_emulation.py")  # they look at its sources
+# They look at its sources.
+OF_THE_CHECKOUT = ("test_build.py", "test_cuda_on_cpu.py", "test_emulation.py", "test_rounded_on_cpu.py")
 KERNELS = "from lightning_sparse import __file__, kernels; print(__file__); print(kernels.kernel_report().cpu)"
 COMPILED, PLAIN = "compiled", "plain torch"
 

@@ -10,7 +10,7 @@
 """
 
 from lightning_sparse.kernels import reference
-from lightning_sparse.kernels.ops import KernelReport, accumulate, compress, kernel_report, mstopk
+from lightning_sparse.kernels.ops import KernelReport, accumulate, compress, kernel_report, mstopk, round_rows, sum_rows
 from lightning_sparse.kernels.wire import indices_of, message_bytes
 
 __all__ = [
@@ -22,4 +22,6 @@ __all__ = [
     "message_bytes",
     "mstopk",
     "reference",
+    "round_rows",
+    "sum_rows",
 ]

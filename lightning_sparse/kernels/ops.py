@@ -1,4 +1,4 @@
-"""The operators `torch.ops.lightning_sparse.{mstopk, compress, accumulate, add_messages}`.
+"""The operators `torch.ops.lightning_sparse.{mstopk, compress, accumulate, add_messages, round_rows, sum_rows}`.
 
     Python call -> checks (ValueError) -> dispatcher -> compiled CPU or CUDA kernel
                                                      -> plain torch, where there is none
@@ -35,6 +35,10 @@ _library.define(
 )
 _library.define("accumulate(Tensor messages, Tensor(a!) shard, int k, int value_code) -> ()")
 _library.define("add_messages(Tensor messages, Tensor(a!) shard, int k, int value_code, float alpha) -> ()")
+_library.define(
+    "round_rows(Tensor grad, Tensor? residual, Tensor(a!)? next_residual, int num_rows, Tensor? scale) -> Tensor"
+)
+_library.define("sum_rows(Tensor rows, Tensor(a!)? residual) -> Tensor")
 
 
 def mstopk(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
@@ -88,6 +92,41 @@ def accumulate(
         torch.ops.lightning_sparse.add_messages(messages_MB, shard_S, k, code, alpha)
 
 
+def round_rows(
+    grad_S: Tensor,
+    residual_S: Tensor | None,
+    next_residual_S: Tensor | None,
+    num_rows: int,
+    scale: Tensor | None = None,
+) -> Tensor:
+    """Return acc = residual + grad * scale as bfloat16[M, R]: M = num_rows, R = ceil(S / M), padded with zeros.
+
+    next_residual_S receives what rounding took off, and 0 where the rounded value is not finite: acc was not, or lies
+    beyond the largest bfloat16. residual_S defaults to 0, scale to 1; without next_residual_S, no residual is written.
+
+    >>> left = torch.empty(3)
+    >>> round_rows(torch.tensor([1.0, 256.5, -3.0]), None, left, 2)
+    tensor([[   1.,  256.],
+            [  -3.,    0.]], dtype=torch.bfloat16)
+    >>> left
+    tensor([0.0000, 0.5000, 0.0000])
+    """
+    _check_round_rows(grad_S, residual_S, next_residual_S, num_rows, scale)
+    rows: Tensor = torch.ops.lightning_sparse.round_rows(grad_S.detach(), residual_S, next_residual_S, num_rows, scale)
+    return rows
+
+
+def sum_rows(rows_MR: Tensor, residual_R: Tensor | None) -> Tensor:
+    """Return the sum of bfloat16 rows, made in fp32 and in row order, as bfloat16[R].
+
+    What rounding took off, or 0 where the sum is not finite, is added to residual_R, which may be shorter than a row:
+    the others are padding.
+    """
+    _check_sum_rows(rows_MR, residual_R)
+    row: Tensor = torch.ops.lightning_sparse.sum_rows(rows_MR, residual_R)
+    return row
+
+
 @dataclass(frozen=True)
 class KernelReport:
     """The implementation per device type, "compiled" or "plain torch", and the reasons for the latter."""
@@ -118,8 +157,12 @@ def _check_compress(
     grad: Tensor, residual: Tensor | None, next_residual: Tensor | None, k: int, code: int, scale: Tensor | None
 ) -> None:
     _dtype_of(code)
-    _check_flat("grad_S", grad, _FLOATS)
+    _check_acc(grad, residual, next_residual, scale)
     _check_k(k, grad.numel())
+
+
+def _check_acc(grad: Tensor, residual: Tensor | None, next_residual: Tensor | None, scale: Tensor | None) -> None:
+    _check_flat("grad_S", grad, _FLOATS)
     for name, other in (("residual_S", residual), ("next_residual_S", next_residual)):
         if other is not None:
             _check_flat(name, other, (torch.float32,))
@@ -138,6 +181,32 @@ def _check_compress(
             f"scale is {scale.dtype}{list(scale.shape)} on {scale.device}: it must be a 0-dim float32 tensor on "
             f"{grad.device}"
         )
+
+
+def _check_round_rows(
+    grad: Tensor, residual: Tensor | None, next_residual: Tensor | None, num_rows: int, scale: Tensor | None
+) -> None:
+    _check_acc(grad, residual, next_residual, scale)
+    if not isinstance(num_rows, (int, torch.SymInt)) or isinstance(num_rows, bool) or num_rows < 1:
+        raise ValueError(f"num_rows={num_rows!r}: it must be an integer of at least 1")
+
+
+def _check_sum_rows(rows: Tensor, residual: Tensor | None) -> None:
+    if rows.dtype != torch.bfloat16 or rows.dim() != 2 or not rows.numel() or not rows.is_contiguous():
+        raise ValueError(
+            f"rows_MR is {rows.dtype}{list(rows.shape)}: it must be contiguous bfloat16[M >= 1, R >= 1]; pass "
+            "rows_MR.contiguous()"
+        )
+    if residual is None:
+        return
+    _check_flat("residual_R", residual, (torch.float32,))
+    if residual.numel() > rows.shape[1] or residual.device != rows.device:
+        raise ValueError(
+            f"residual_R has {residual.numel()} elements on {residual.device}, rows_MR {list(rows.shape)} on "
+            f"{rows.device}: it must be on the same device, and no longer than a row"
+        )
+    if _overlap(rows, residual):
+        raise ValueError("residual_R shares memory with rows_MR: pass a separate tensor")
 
 
 def _check_accumulate(messages: Tensor, shard: Tensor, k: int, code: int, _: float | None = None) -> None:
@@ -220,6 +289,10 @@ def _plain_accumulate(messages: Tensor, shard: Tensor, k: int, code: int, alpha:
     plain.accumulate(messages, shard, k, _dtype_of(code), alpha)
 
 
+def _fake_round_rows(grad: Tensor, _: Any, __: Any, num_rows: int, ___: Any) -> Tensor:
+    return grad.new_empty(num_rows, -(-grad.numel() // num_rows), dtype=torch.bfloat16)
+
+
 def _register(name: str, check: Callable[..., None], compute: Callable[..., Any], fake: Callable[..., Any]) -> None:
     def checked(call: Callable[..., Any]) -> Callable[..., Any]:
         def run(*arguments: Any) -> Any:
@@ -259,4 +332,6 @@ _register("mstopk", _check_mstopk, plain.mstopk, _fake_mstopk)
 _register("compress", _check_compress, _plain_compress, _fake_compress)
 _register("accumulate", _check_accumulate, _plain_accumulate, lambda *_: None)
 _register("add_messages", _check_accumulate, _plain_accumulate, lambda *_: None)
+_register("round_rows", _check_round_rows, plain.round_rows, _fake_round_rows)
+_register("sum_rows", _check_sum_rows, plain.sum_rows, lambda rows, _: rows.new_empty(rows.shape[1]))
 _report, _handle = _load()

@@ -1,4 +1,4 @@
-"""The three operators in plain torch: the fallback without compiled kernels, with bit-identical results.
+"""The operators in plain torch: the fallback without compiled kernels, with bit-identical results.
 
 Nothing here synchronizes with the device.
 """
@@ -65,3 +65,41 @@ def accumulate(
         shard_S[indices_K] = shard_S[indices_K] + added_K  # indices are distinct within a message
         all_valid = all_valid & valid
     shard_S.masked_fill_(~all_valid, torch.nan)
+
+
+def round_rows(
+    grad_S: Tensor, residual_S: Tensor | None, next_residual_S: Tensor | None, num_rows: int, scale: Tensor | None
+) -> Tensor:
+    acc_S = torch.empty_like(grad_S, dtype=torch.float32) if next_residual_S is None else next_residual_S
+    if scale is None:
+        acc_S.copy_(grad_S)
+    else:
+        torch.mul(grad_S.float(), scale, out=acc_S)
+    if residual_S is not None:
+        acc_S += residual_S
+    rows_MR = grad_S.new_empty(num_rows, -(-grad_S.numel() // num_rows), dtype=torch.bfloat16)
+    rounded, padding = rows_MR.view(-1).tensor_split([grad_S.numel()])
+    _cast(acc_S, rounded, keep=next_residual_S is not None)
+    padding.zero_()
+    return rows_MR
+
+
+def sum_rows(rows_MR: Tensor, residual_R: Tensor | None) -> Tensor:
+    first, *others = rows_MR.unbind()
+    sum_R = first.float()
+    for row_R in others:
+        sum_R += row_R
+    row_R = torch.empty_like(first)
+    _cast(sum_R, row_R, keep=residual_R is not None)
+    if residual_R is not None:
+        residual_R += sum_R[: residual_R.numel()]
+    return row_R
+
+
+def _cast(exact: Tensor, rounded: Tensor, keep: bool) -> None:
+    """`exact` into `rounded`; if `keep`, it becomes what that took off, and 0 where the result is not finite."""
+    rounded.copy_(exact)
+    rounded.view(torch.int16).masked_fill_(rounded.isnan(), 0x7FC0)  # torch's NaN conversion is platform-dependent
+    if keep:
+        exact -= rounded
+        exact.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)

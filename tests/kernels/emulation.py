@@ -50,14 +50,20 @@ def as_cpp(source: str) -> str:
     return re.sub(r"__shared__ (?:alignas\(\d+\) )?([\w:]+) ([^;]+);", shared, text)
 
 
-def build(folder: Path, csrc: Path = CSRC, kernels: Iterable[Path] = (), flags: Iterable[str] = ()) -> ctypes.CDLL:
-    """Compile the kernels of `csrc`, or `kernels` alone, into a library in `folder`."""
+def build(
+    folder: Path,
+    csrc: Path = CSRC,
+    kernels: Iterable[Path] = (),
+    flags: Iterable[str] = (),
+    drivers: Iterable[str] = ("driver.cpp", "driver_rounded.cpp"),
+) -> ctypes.CDLL:
+    """Compile the kernels of `csrc`, or `kernels` alone, into a library in `folder`, with the entry points for them."""
     for path in [*csrc.glob("*.cu*"), *kernels]:
         name = path.name if path.suffix == ".cuh" else f"{path.stem}.cpp"
         (folder / name).write_text(as_cpp(path.read_text()))
     chosen = list(kernels)
     checked = [f"{path.stem}.cpp" for path in chosen or sorted(csrc.glob("*.cu"))]
-    plain = ["threads.cpp", "memory.cpp", *([] if chosen else ["driver.cpp"])]
+    plain = ["threads.cpp", "memory.cpp", *drivers]
     objects = []
     for name in [*checked, *plain]:
         source, extra = (folder, [*CHECKED, *flags]) if name in checked else (HERE, flags)
@@ -128,6 +134,25 @@ class Emulation:
         factor = None if alpha is None else ctypes.byref(ctypes.c_float(alpha))
         sizes = shard.numel(), k, CODES[value_dtype]
         self._call("accumulate", _at(messages), messages.shape[0], _at(shard), *sizes, factor, int(damaged))
+
+    def round_rows(
+        self,
+        grad: Tensor,
+        residual: Tensor | None,
+        next_residual: Tensor | None,
+        num_rows: int,
+        scale: Tensor | None = None,
+    ) -> Tensor:
+        rows = torch.full((num_rows, -(-grad.numel() // num_rows)), 77, dtype=torch.bfloat16)
+        memory = _at(residual), _at(next_residual)
+        self._call("round_rows", _at(grad), CODES[grad.dtype], grad.numel(), *memory, num_rows, _at(scale), _at(rows))
+        return rows
+
+    def sum_rows(self, rows: Tensor, residual: Tensor | None) -> Tensor:
+        row = torch.full((rows.shape[1],), 77, dtype=torch.bfloat16)
+        memory = _at(residual), 0 if residual is None else residual.numel()
+        self._call("sum_rows", _at(rows), *rows.shape, _at(row), *memory)
+        return row
 
     def _call(self, name: str, *arguments: object) -> None:
         call = getattr(self._library, f"emulate_{name}")

@@ -56,6 +56,25 @@ class Path:
         with self._running():
             return kernels.accumulate(messages, shard, k, value_dtype, alpha)
 
+    def round_rows(
+        self,
+        grad: Tensor,
+        residual: Tensor | None,
+        next_residual: Tensor | None,
+        num_rows: int,
+        scale: Tensor | None = None,
+    ) -> Tensor:
+        if self.name == "plain":
+            return plain.round_rows(grad, residual, next_residual, num_rows, scale)
+        with self._running():
+            return kernels.round_rows(grad, residual, next_residual, num_rows, scale)
+
+    def sum_rows(self, rows: Tensor, residual: Tensor | None) -> Tensor:
+        if self.name == "plain":
+            return plain.sum_rows(rows, residual)
+        with self._running():
+            return kernels.sum_rows(rows, residual)
+
     @contextmanager
     def _running(self) -> Iterator[None]:
         if ops._handle is None:

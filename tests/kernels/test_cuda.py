@@ -7,9 +7,20 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from lightning_sparse.kernels import accumulate, compress, kernel_report, mstopk, ops, plain, reference
+from lightning_sparse.kernels import (
+    accumulate,
+    compress,
+    kernel_report,
+    mstopk,
+    ops,
+    plain,
+    reference,
+    round_rows,
+    sum_rows,
+)
 from tests.kernels.paths import DTYPES, inputs, ks, same_bits
 from tests.kernels.test_accumulate import damaged, messages_of
+from tests.kernels.test_rounded import rows_of
 
 pytestmark = [
     pytest.mark.gpu,
@@ -80,6 +91,27 @@ def test_damaged_messages_poison() -> None:
         shard = torch.empty(70_001, device="cuda")
         accumulate(torch.stack([messages[0], bad]).cuda(), shard, 70, torch.float32)
         assert bool(shard.isnan().all()), name
+
+
+@pytest.mark.parametrize("numel", SIZES)
+def test_round(numel: int) -> None:
+    residual, scale = torch.randn(numel) * 0.1, torch.tensor(1 / 3)
+    for turn, (name, x) in enumerate(inputs(numel).items()):
+        grad, before, factor = x.to(DTYPES[turn % 3]), residual if turn % 4 > 1 else None, scale if turn % 2 else None
+        got, want = torch.full((numel,), 3.0, device="cuda"), torch.full((numel,), 3.0)
+        arguments = [None if t is None else t.cuda() for t in (before, factor)]
+        rows = round_rows(grad.cuda(), arguments[0], got, 3, arguments[1])
+        assert same_bits(rows.cpu(), plain.round_rows(grad, before, want, 3, factor)), name
+        assert same_bits(got.cpu(), want), name
+
+
+@pytest.mark.parametrize("numel", SIZES)
+def test_sum_rows(numel: int) -> None:
+    for num_rows in (1, 2, 9):
+        rows, own = rows_of(num_rows, numel), torch.randn(max(1, numel - 5))
+        got = own.cuda()
+        assert same_bits(sum_rows(rows.cuda(), got).cpu(), plain.sum_rows(rows, own))
+        assert same_bits(got.cpu(), own)
 
 
 def test_a_hundred_runs_give_the_same_bits() -> None:

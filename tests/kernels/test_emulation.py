@@ -30,7 +30,7 @@ FOUND = {
 
 @pytest.fixture(scope="module")
 def broken(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
-    library = build(tmp_path_factory.mktemp("broken"), kernels=[HERE / "broken.cu"])
+    library = build(tmp_path_factory.mktemp("broken"), kernels=[HERE / "broken.cu"], drivers=[])
     library.emulate_broken.restype = ctypes.c_char_p
     return library
 

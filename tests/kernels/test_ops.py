@@ -13,9 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_sparse import kernels
-from lightning_sparse.kernels import accumulate, compress, kernel_report, message_bytes, mstopk
+from lightning_sparse.kernels import accumulate, compress, kernel_report, message_bytes, mstopk, round_rows, sum_rows
 
 X = torch.randn(100)
+ROWS = torch.randn(3, 40).bfloat16()
 OPS = torch.ops.lightning_sparse
 
 
@@ -40,6 +41,18 @@ OPS = torch.ops.lightning_sparse
         (lambda: accumulate(torch.zeros(1, 5, dtype=torch.uint8), X.clone(), 1, torch.float32), "uint8"),
         (lambda: accumulate(torch.zeros(112, dtype=torch.uint8), X.clone(), 1, torch.float32), "uint8"),
         (lambda: accumulate(torch.zeros(0, 112, dtype=torch.uint8), X.clone(), 1, torch.float32), "M >= 1"),
+        (lambda: round_rows(X, None, None, 0), "num_rows=0: it must be an integer of at least 1"),
+        (lambda: round_rows(X, None, None, 1.5), "num_rows=1.5"),  # type: ignore[arg-type]
+        (lambda: round_rows(X.double(), None, None, 1), "float64"),
+        (lambda: round_rows(X, X[:50], None, 1), "must agree"),
+        (lambda: round_rows(X, X, X, 1), "shares memory"),
+        (lambda: sum_rows(X.view(10, 10), None), r"bfloat16\[M >= 1, R >= 1\]"),
+        (lambda: sum_rows(ROWS[0], None), r"bfloat16\[M >= 1, R >= 1\]"),
+        (lambda: sum_rows(ROWS[:, :0], None), r"bfloat16\[M >= 1, R >= 1\]"),
+        (lambda: sum_rows(ROWS[:, :20], None), "contiguous"),
+        (lambda: sum_rows(ROWS, X), "no longer than a row"),
+        (lambda: sum_rows(ROWS, X[:40].double()), "residual_R is torch.float64"),
+        (lambda: sum_rows(ROWS, ROWS.view(-1).view(torch.float32)[:9]), "shares memory"),
     ],
 )
 def test_what_was_given_and_the_rule(call: Any, says: str) -> None:
@@ -66,6 +79,8 @@ tensors = st.sampled_from(
         X.to_sparse(),
         X.expand(3, 100)[0],
         torch.zeros(1).expand(100),
+        ROWS,
+        ROWS.t(),
     ]
 )
 integers = st.one_of(st.integers(-3, 120), st.sampled_from([-(2**63), 2**31, 2**62, 2**63 - 1]))
@@ -84,6 +99,10 @@ def test_raw_operators_never_crash(a: Any, b: Any, c: Any, s: Any, k: int, code:
         lambda: OPS.accumulate(a, b.clone(), k, code),
         lambda: OPS.accumulate(a, a, k, code),
         lambda: OPS.add_messages(a, b.clone(), k, code, 0.5),
+        lambda: OPS.round_rows(a, b if none & 1 else None, c.clone() if none & 2 else None, min(k, 999), s),
+        lambda: OPS.round_rows(a, b, c, min(k, 999), None),
+        lambda: OPS.sum_rows(a, b.clone() if none & 1 else None),
+        lambda: OPS.sum_rows(a, a),
     ]
     for call in calls:
         try:
@@ -99,6 +118,10 @@ OPCHECKS = [
     ("compress", (X.bfloat16(), X.clone(), torch.zeros(100), 5, 1, torch.tensor(0.5))),
     ("compress", (X, X.clone(), None, 5, 0, None)),
     ("accumulate", (torch.stack([compress(X, None, None, 5, torch.float32)] * 3), torch.zeros(100), 5, 0)),
+    ("round_rows", (X, None, None, 7, None)),
+    ("round_rows", (X.bfloat16(), X.clone(), torch.zeros(100), 2, torch.tensor(0.5))),
+    ("sum_rows", (ROWS, None)),
+    ("sum_rows", (ROWS, torch.zeros(33))),
 ]
 
 
@@ -114,6 +137,7 @@ def test_compiles_in_one_graph() -> None:
         left, shard = torch.empty_like(residual), torch.empty_like(residual)
         message = compress(grad, residual, left, 7, torch.bfloat16)
         accumulate(message.unsqueeze(0), shard, 7, torch.bfloat16)
+        shard += sum_rows(round_rows(grad, residual, None, 1), None)
         return mstopk(shard, 7)[1], left, shard
 
     grad, residual = torch.randn(2, 100)
@@ -138,6 +162,9 @@ def test_fake_shapes() -> None:
     assert (values.shape, indices.dtype) == ((10,), torch.int32)
     assert mstopk(torch.empty(2**31, device="meta"), 1)[1].dtype == torch.int64
     assert compress(x, None, None, 10, torch.bfloat16).numel() == message_bytes(1000, 10, torch.bfloat16)
+    rows = round_rows(torch.empty(2**33 + 1, device="meta"), None, None, 4)
+    assert (rows.shape, rows.dtype) == ((4, 2**31 + 1), torch.bfloat16)
+    assert sum_rows(rows, None).shape == (2**31 + 1,)
 
 
 def test_report_gives_a_reason_for_what_is_missing() -> None:
@@ -151,6 +178,7 @@ def test_everything_works_with_the_library_left_out() -> None:
     program = (
         "import torch; from lightning_sparse.kernels import *; r = kernel_report(); assert r.cpu == 'plain torch', r;"
         "x = torch.arange(9.); assert mstopk(x, 2)[1].tolist() == [7, 8]; left = torch.empty(9);"
+        "assert sum_rows(round_rows(x, None, left, 3), None).tolist() == [9, 12, 15]; assert not left.any();"
         "m = compress(x, None, left, 2, torch.float32); accumulate(m[None], x, 2, torch.float32);"
         "assert x.tolist() == [0.] * 7 + [7., 8.]; print(r.reasons[0])"
     )
@@ -161,4 +189,5 @@ def test_everything_works_with_the_library_left_out() -> None:
 
 
 def test_public_names() -> None:
-    assert {"mstopk", "compress", "accumulate", "message_bytes", "reference", "kernel_report"} <= set(kernels.__all__)
+    operators = {"mstopk", "compress", "accumulate", "round_rows", "sum_rows"}
+    assert operators | {"message_bytes", "reference", "kernel_report"} <= set(kernels.__all__)

@@ -8,8 +8,6 @@
 #include <cuda_runtime.h>
 
 #include <algorithm>
-#include <stdexcept>
-#include <string>
 
 #include "tile.cuh"
 
@@ -215,10 +213,6 @@ __global__ void __launch_bounds__(kThreads, 4) accumulate_kernel(Sum sum) {
   if (is_last(&sum.flags->finished, gridDim.x) && peek(&sum.flags->damaged)) poison(sum, 0, sum.numel);
 }
 
-void check(cudaError_t error) {
-  if (error != cudaSuccess) throw std::runtime_error(std::string("CUDA: ") + cudaGetErrorString(error));
-}
-
 }  // namespace
 
 void accumulate(const uint8_t* messages, int64_t num_messages, float* shard, int64_t numel, int64_t k,
@@ -234,7 +228,7 @@ void accumulate(const uint8_t* messages, int64_t num_messages, float* shard, int
                 .layout = MessageLayout(numel, k, value_dtype),
                 .shard = shard,
                 .clear = alpha == nullptr,
-                .aligned = reinterpret_cast<uintptr_t>(shard) % 16 == 0,
+                .aligned = is_aligned(shard),
                 .alpha = alpha ? *alpha : 1.0f,
                 .flags = flags};
   check(cudaMemsetAsync(flags, 0, sizeof(Flags), on));

@@ -115,7 +115,32 @@ void check_accumulate(const Tensor& messages, const Tensor& shard, int64_t k, Dt
   check_apart(messages, shard);
 }
 
+void check_rows(const Tensor& rows, const Optional& residual) {
+  STD_TORCH_CHECK(rows.scalar_type() == ScalarType::BFloat16 && rows.dim() == 2 && rows.size(0) >= 1 &&
+                      rows.size(1) >= 1 && rows.is_contiguous(),
+                  "rows must be contiguous bfloat16[M >= 1, R >= 1]");
+  STD_TORCH_CHECK(reinterpret_cast<uintptr_t>(rows.data_ptr()) % 2 == 0, "rows are misaligned");
+  if (!residual) return;
+  check_fp32(*residual, "residual");
+  check_flat(*residual, "residual");
+  check_device(*residual, rows, "residual");
+  STD_TORCH_CHECK(residual->numel() <= rows.size(1), "residual is longer than a row");
+  check_apart(*residual, rows);
+}
+
 ScalarType index_type(int64_t numel) { return numel < (int64_t{1} << 31) ? ScalarType::Int : ScalarType::Long; }
+
+// -------------------------------------------------------------------------------------------------------------
+// rounding
+
+Tensor new_rows(const Tensor& grad, int64_t num_rows) {
+  STD_TORCH_CHECK(num_rows >= 1, "num_rows=", num_rows, " must be at least 1");
+  return torch::stable::new_empty(grad, {num_rows, row_numel(grad.numel(), num_rows)}, ScalarType::BFloat16);
+}
+
+uint16_t* halves(const Tensor& tensor) { return static_cast<uint16_t*>(tensor.data_ptr()); }
+float* floats(const Optional& tensor) { return tensor ? static_cast<float*>(tensor->data_ptr()) : nullptr; }
+int64_t length(const Optional& tensor) { return tensor ? tensor->numel() : 0; }
 
 // ---------------------------------------------------------------------------------------------------------------- CPU
 
@@ -165,6 +190,20 @@ void accumulate_cpu(Tensor messages, Tensor shard, int64_t k, int64_t value_code
 void add_messages_cpu(Tensor messages, Tensor shard, int64_t k, int64_t value_code, double alpha) {
   const auto factor = static_cast<float>(alpha);
   add_on_cpu(messages, shard, k, value_code, &factor);
+}
+
+Tensor round_rows_cpu(Tensor grad, Optional residual, Optional next_residual, int64_t num_rows, Optional scale) {
+  const auto source = source_of<cpu::Source>(grad, residual, next_residual, scale);
+  Tensor rows = new_rows(grad, num_rows);
+  cpu::round_rows(source, num_rows, halves(rows), parallel());
+  return rows;
+}
+
+Tensor sum_rows_cpu(Tensor rows, Optional residual) {
+  check_rows(rows, residual);
+  Tensor row = torch::stable::new_empty(rows, {rows.size(1)});
+  cpu::sum_rows(halves(rows), rows.size(0), rows.size(1), halves(row), floats(residual), length(residual), parallel());
+  return row;
 }
 
 // --------------------------------------------------------------------------------------------------------------- CUDA
@@ -222,6 +261,23 @@ void add_messages_cuda(Tensor messages, Tensor shard, int64_t k, int64_t value_c
   const auto factor = static_cast<float>(alpha);
   add_on_cuda(messages, shard, k, value_code, &factor);
 }
+
+Tensor round_rows_cuda(Tensor grad, Optional residual, Optional next_residual, int64_t num_rows, Optional scale) {
+  const torch::stable::accelerator::DeviceGuard guard(grad.get_device());
+  const auto source = source_of<cuda::Source>(grad, residual, next_residual, scale);
+  Tensor rows = new_rows(grad, num_rows);
+  cuda::round_rows(source, num_rows, halves(rows), stream_of(grad));
+  return rows;
+}
+
+Tensor sum_rows_cuda(Tensor rows, Optional residual) {
+  const torch::stable::accelerator::DeviceGuard guard(rows.get_device());
+  check_rows(rows, residual);
+  Tensor row = torch::stable::new_empty(rows, {rows.size(1)});
+  cuda::sum_rows(halves(rows), rows.size(0), rows.size(1), halves(row), floats(residual), length(residual),
+                 stream_of(rows));
+  return row;
+}
 #endif
 
 }  // namespace
@@ -231,6 +287,8 @@ STABLE_TORCH_LIBRARY_IMPL(lightning_sparse, CPU, library) {
   library.impl("compress", TORCH_BOX(&compress_cpu));
   library.impl("accumulate", TORCH_BOX(&accumulate_cpu));
   library.impl("add_messages", TORCH_BOX(&add_messages_cpu));
+  library.impl("round_rows", TORCH_BOX(&round_rows_cpu));
+  library.impl("sum_rows", TORCH_BOX(&sum_rows_cpu));
 }
 
 #ifdef LS_WITH_CUDA
@@ -239,6 +297,8 @@ STABLE_TORCH_LIBRARY_IMPL(lightning_sparse, CUDA, library) {
   library.impl("compress", TORCH_BOX(&compress_cuda));
   library.impl("accumulate", TORCH_BOX(&accumulate_cuda));
   library.impl("add_messages", TORCH_BOX(&add_messages_cuda));
+  library.impl("round_rows", TORCH_BOX(&round_rows_cuda));
+  library.impl("sum_rows", TORCH_BOX(&sum_rows_cuda));
 }
 #endif
 

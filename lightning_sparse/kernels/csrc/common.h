@@ -91,11 +91,28 @@ LS_HD float from_fp16(uint16_t h) {
   return float_of(sign | bits_of(denormal));
 }
 
-// Round to nearest even; x is finite, and saturates at the largest finite bf16.
-LS_HD uint16_t to_bf16(float x) {
+// Round to nearest even, beyond the largest finite bf16 to infinity; x is not NaN.
+LS_HD uint32_t nearest_bf16(float x) {
   const uint32_t bits = bits_of(x);
-  const uint32_t rounded = (bits + 0x7FFFu + ((bits >> 16) & 1u)) >> 16;
+  return (bits + 0x7FFFu + ((bits >> 16) & 1u)) >> 16;
+}
+
+// The same for finite x, saturating at the largest finite bf16.
+LS_HD uint16_t to_bf16(float x) {
+  const uint32_t rounded = nearest_bf16(x);
   return static_cast<uint16_t>((rounded & 0x7FFFu) == 0x7F80u ? rounded - 1 : rounded);
+}
+
+// The same for any x, as a cast does; every NaN becomes the same one. Masks, since branches are not vectorised.
+LS_HD uint16_t cast_bf16(float x) {
+  const uint32_t nan = -static_cast<uint32_t>((bits_of(x) & 0x7FFFFFFFu) > kInfKey);
+  return static_cast<uint16_t>((nearest_bf16(x) & ~nan) | (0x7FC0u & nan));
+}
+
+// What that cast took off, which fp32 holds exactly; 0 where its result is not finite.
+LS_HD float lost_to_bf16(float x, uint16_t rounded) {
+  const uint32_t finite = (rounded & 0x7F80u) != 0x7F80u;
+  return float_of(bits_of(x - from_bf16(rounded)) & -finite);
 }
 
 // Round to nearest even; |x| <= 32752.
@@ -118,6 +135,9 @@ LS_HD double power_of_two(int exponent) {
   return x;
 #endif
 }
+
+// Elements of each of so many rows that hold a shard; the last ones are padded.
+LS_HD int64_t row_numel(int64_t numel, int64_t num_rows) { return (numel - 1) / num_rows + 1; }
 
 // --------------------------------------------------------------------------------------------------- the message
 

@@ -29,13 +29,13 @@ void force(int flags) { forced = flags; }
 bool scalar_only() { return (forced & kForceScalar) != 0; }
 
 #if LS_HAVE_AVX2
-namespace {
-
 bool vectorised() {
   static const bool fast =
       __builtin_cpu_supports("avx2") && __builtin_cpu_supports("bmi") && __builtin_cpu_supports("popcnt");
   return fast && !scalar_only();
 }
+
+namespace {
 
 // acc of whole groups of 64 elements, where it lies or computed on the way.
 int64_t pack_groups(const Source& source, const float* x, int64_t begin, int64_t n, uint32_t first, uint32_t threshold,

@@ -1,4 +1,4 @@
-// Selection, compression and accumulation on the CPU, on raw pointers. The caller has checked every argument.
+// Selection, compression, accumulation and rounding on the CPU, on raw pointers. The caller has checked every argument.
 #pragma once
 
 #include <cstdint>
@@ -39,5 +39,12 @@ void compress(const Source& source, int64_t k, Dtype value_dtype, uint8_t* messa
 // Overwrites the shard with the sum; with alpha, adds alpha times each value instead.
 void accumulate(const uint8_t* messages, int64_t num_messages, float* shard, int64_t numel, int64_t k,
                 Dtype value_dtype, const float* alpha, const Parallel& parallel);
+// acc, of numel elements, as bf16 in so many rows of equal length, padded with zeros; `store` receives what rounding
+// took off.
+void round_rows(const Source& source, int64_t num_rows, uint16_t* rows, const Parallel& parallel);
+// The sum of bf16 rows, in row order and fp32, as bf16; what rounding took off is added to the residual, which may be
+// null, or shorter than a row.
+void sum_rows(const uint16_t* rows, int64_t num_rows, int64_t numel, uint16_t* row, float* residual,
+              int64_t residual_numel, const Parallel& parallel);
 
 }  // namespace lightning_sparse::cpu

@@ -11,8 +11,6 @@
 // result. Nothing is kept between calls.
 #include <algorithm>
 #include <atomic>
-#include <stdexcept>
-#include <string>
 
 #include "emit.cuh"
 #include "pass.cuh"
@@ -25,8 +23,6 @@ namespace {
 
 std::atomic<bool> forced{false};
 
-bool is_aligned(const void* pointer) { return reinterpret_cast<uintptr_t>(pointer) % 16 == 0; }
-
 Problem describe(const Source& source, int64_t k) {
   Problem p{};
   p.source = source;
@@ -36,10 +32,6 @@ Problem describe(const Source& source, int64_t k) {
   const SamplePlan plan = plan_sample(source.numel, k, kSample);
   p.target = plan.target, p.capacity = plan.capacity, p.forced = forced;
   return p;
-}
-
-void check(cudaError_t error) {
-  if (error != cudaSuccess) throw std::runtime_error(std::string("CUDA: ") + cudaGetErrorString(error));
 }
 
 template <Dtype dtype>

@@ -1,7 +1,7 @@
 // Sample, and the one pass over memory that collects the candidates.
 #pragma once
 
-#include "tile.cuh"
+#include "load.cuh"
 
 namespace lightning_sparse::cuda {
 namespace {
@@ -50,68 +50,6 @@ __global__ void __launch_bounds__(kSampleThreads) sample_kernel(Problem p) {
 // A warp owns 512 consecutive elements of its tile, in rounds of 32 x 16 bytes of the gradient, so that ballots number
 // kept elements in order.
 
-template <Dtype dtype>
-constexpr int kEach = dtype == Dtype::fp32 ? 4 : 8;  // elements of 16 bytes
-
-__device__ void unpack(uint4 four, float* to) {
-  to[0] = float_of(four.x), to[1] = float_of(four.y), to[2] = float_of(four.z), to[3] = float_of(four.w);
-}
-
-template <Dtype dtype>
-__device__ void load_grad(const void* grad, int64_t i, float* to) {
-  if constexpr (dtype == Dtype::fp32) {
-    unpack(*reinterpret_cast<const uint4*>(static_cast<const float*>(grad) + i), to);
-  } else {
-    const uint4 eight = *reinterpret_cast<const uint4*>(static_cast<const uint16_t*>(grad) + i);
-    const uint32_t words[] = {eight.x, eight.y, eight.z, eight.w};
-#pragma unroll
-    for (int j = 0; j < 8; ++j) {
-      const auto half = static_cast<uint16_t>(words[j / 2] >> (16 * (j % 2)));
-      to[j] = dtype == Dtype::bf16 ? from_bf16(half) : from_fp16(half);
-    }
-  }
-}
-
-// acc of kEach elements, from i on; 0 past the end.
-template <Dtype dtype>
-__device__ void load_acc(const Problem& p, int64_t i, float* acc) {
-  const Source& source = p.source;
-  if (!p.aligned || i + kEach<dtype> > source.numel) {
-#pragma unroll
-    for (int e = 0; e < kEach<dtype>; ++e) acc[e] = i + e < source.numel ? acc_at<dtype>(source, i + e) : 0.0f;
-    return;
-  }
-  load_grad<dtype>(source.grad, i, acc);
-  if (source.scale) {
-#pragma unroll
-    for (int e = 0; e < kEach<dtype>; ++e) acc[e] = __fmul_rn(acc[e], *source.scale);
-  }
-  if (source.residual == nullptr) return;
-#pragma unroll
-  for (int e = 0; e < kEach<dtype>; e += 4) {
-    float residual[4];
-    unpack(*reinterpret_cast<const uint4*>(source.residual + i + e), residual);
-#pragma unroll
-    for (int j = 0; j < 4; ++j) acc[e + j] = __fadd_rn(residual[j], acc[e + j]);
-  }
-}
-
-template <Dtype dtype>
-__device__ void store_acc(const Problem& p, int64_t i, const float* acc) {
-  float* to = p.source.store + i;
-#pragma unroll
-  for (int e = 0; e < kEach<dtype>; e += 4) {
-    if (p.aligned && i + e + 4 <= p.source.numel) {
-      const uint4 four{bits_of(acc[e]), bits_of(acc[e + 1]), bits_of(acc[e + 2]), bits_of(acc[e + 3])};
-      *reinterpret_cast<uint4*>(to + e) = four;
-      continue;
-    }
-    for (int j = e; j < e + 4; ++j) {
-      if (i + j < p.source.numel) to[j] = acc[j];
-    }
-  }
-}
-
 // What later kernels add to, or wait for.
 __device__ void clear_for_tile(const Problem& p, int64_t tile) {
   if (tile % kWarps == 0) p.above[tile / kWarps] = p.ties[tile / kWarps] = 0;
@@ -138,7 +76,7 @@ __global__ void __launch_bounds__(kThreads, dtype == Dtype::fp32 ? 4 : 3) pass_k
   float acc[kRounds][kPer];
   unsigned ballots[kRounds][kPer];
 #pragma unroll
-  for (int j = 0; j < kRounds; ++j) load_acc<dtype>(p, base + place + j * 32 * kPer, acc[j]);
+  for (int j = 0; j < kRounds; ++j) load_acc<dtype>(p.source, p.aligned, base + place + j * 32 * kPer, acc[j]);
   if (threadIdx.x == 0) clear_for_tile(p, blockIdx.x);
   const uint32_t threshold = p.control->threshold;
   int count = 0, nonfinite = 0;
@@ -146,7 +84,7 @@ __global__ void __launch_bounds__(kThreads, dtype == Dtype::fp32 ? 4 : 3) pass_k
 #pragma unroll
   for (int j = 0; j < kRounds; ++j) {
     const int64_t i = base + place + j * 32 * kPer;
-    if (p.source.store) store_acc<dtype>(p, i, acc[j]);
+    if (p.source.store) store_acc<dtype>(p.source, p.aligned, i, acc[j]);
 #pragma unroll
     for (int e = 0; e < kPer; ++e) {
       const uint32_t key = key_of(acc[j][e]);

@@ -12,6 +12,9 @@ namespace lightning_sparse::cpu {
 constexpr int64_t kChunk = 4096;
 
 bool scalar_only();  // set by `force`
+#if LS_HAVE_AVX2
+bool vectorised();  // what is marked LS_AVX2 may run
+#endif
 
 template <Dtype dtype>
 inline float load(const void* data, int64_t i) {

@@ -1,9 +1,11 @@
-// Shared by the selection kernels: the problem and its scratch memory, the elements of a tile, and how threads of a
-// warp, of a block, and blocks of one launch work together.
+// Shared by the kernels: the problem of a selection and its scratch memory, the elements of a tile, and how threads of
+// a warp, of a block, and blocks of one launch work together.
 #pragma once
 
 #include <cuda_runtime.h>
 
+#include <stdexcept>
+#include <string>
 #include <utility>
 
 #include "mstopk_cuda.h"
@@ -18,6 +20,12 @@ constexpr int kDigits = 3, kBins = 2048;
 static_assert(kBlock % kTile == 0, "a tile lies in one wire block");
 
 using Count = unsigned long long;
+
+inline bool is_aligned(const void* pointer) { return reinterpret_cast<uintptr_t>(pointer) % 16 == 0; }
+
+inline void check(cudaError_t error) {
+  if (error != cudaSuccess) throw std::runtime_error(std::string("CUDA: ") + cudaGetErrorString(error));
+}
 
 struct Control {
   uint32_t threshold;

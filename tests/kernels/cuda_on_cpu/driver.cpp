@@ -1,59 +1,9 @@
-// The entry points for ctypes. Each returns null, or what went wrong. The kernels may use the memory that they are
-// given, to the byte, and only what was written is read.
-#include "mstopk_cuda.h"
-
-#include <memory>
-#include <stdexcept>
-#include <vector>
-
-#include "cuda_runtime.h"
-#include "emulation.h"
-
-using namespace lightning_sparse;
-
-namespace {
-
-std::string said;
-
-template <typename Call>
-const char* run(const Call& call) {
-  on_cpu::counts = {};
-  said.clear();
-  try {
-    call();
-  } catch (const std::exception& error) {
-    said = error.what();
-  }
-  on_cpu::forget_all_memory();
-  return said.empty() ? nullptr : said.c_str();
-}
-
-void reads(const void* data, int64_t size, const char* name) {
-  if (data) on_cpu::add_memory(data, static_cast<size_t>(size), true, name);
-}
-
-void writes(const void* data, int64_t size, const char* name) {
-  if (data) on_cpu::add_memory(data, static_cast<size_t>(size), false, name);
-}
-
-std::unique_ptr<char[]> scratch(int64_t size) {
-  std::unique_ptr<char[]> memory(new (std::align_val_t(256)) char[static_cast<size_t>(size)]);
-  std::memset(memory.get(), 0x5D, static_cast<size_t>(size));
-  writes(memory.get(), size, "the scratch memory");
-  return memory;
-}
-
-int64_t bytes_of(int dtype, int64_t numel) { return value_bytes(static_cast<Dtype>(dtype)) * numel; }
-
-}  // namespace
+// The entry points of selection and accumulation.
+#include "driver.h"
 
 extern "C" {
 
-void emulate_seed(uint64_t value) { on_cpu::seed(value); }
 void emulate_whole(int whole) { cuda::force_fallback(whole); }
-void emulate_counts(int64_t* to) {
-  to[0] = on_cpu::counts.launches, to[1] = on_cpu::counts.memsets, to[2] = on_cpu::counts.bytes;
-}
 
 const char* emulate_mstopk(const void* x, int dtype, int64_t numel, int64_t k, void* values, void* indices) {
   return run([&] {

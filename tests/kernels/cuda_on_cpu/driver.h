@@ -1,0 +1,45 @@
+// What the entry points for ctypes share. Each returns null, or what went wrong. The kernels may use the memory that
+// they are given, to the byte, and only what was written is read.
+#pragma once
+
+#include <memory>
+#include <stdexcept>
+#include <string>
+
+#include "cuda_runtime.h"
+#include "emulation.h"
+#include "mstopk_cuda.h"
+
+using namespace lightning_sparse;  // of the drivers, which alone include this
+
+inline std::string said;
+
+template <typename Call>
+const char* run(const Call& call) {
+  on_cpu::counts = {};
+  said.clear();
+  try {
+    call();
+  } catch (const std::exception& error) {
+    said = error.what();
+  }
+  on_cpu::forget_all_memory();
+  return said.empty() ? nullptr : said.c_str();
+}
+
+inline void reads(const void* data, int64_t size, const char* name) {
+  if (data) on_cpu::add_memory(data, static_cast<size_t>(size), true, name);
+}
+
+inline void writes(const void* data, int64_t size, const char* name) {
+  if (data) on_cpu::add_memory(data, static_cast<size_t>(size), false, name);
+}
+
+inline std::unique_ptr<char[]> scratch(int64_t size) {
+  std::unique_ptr<char[]> memory(new (std::align_val_t(256)) char[static_cast<size_t>(size)]);
+  std::memset(memory.get(), 0x5D, static_cast<size_t>(size));
+  writes(memory.get(), size, "the scratch memory");
+  return memory;
+}
+
+inline int64_t bytes_of(int dtype, int64_t numel) { return value_bytes(static_cast<Dtype>(dtype)) * numel; }
