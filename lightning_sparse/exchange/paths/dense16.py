@@ -30,6 +30,7 @@ from torch import Tensor
 from lightning_sparse.exchange.communicator import HierCommunicator
 from lightning_sparse.exchange.paths.path import Path, Shard, Stretches
 from lightning_sparse.exchange.rates import Rates
+from lightning_sparse.kernels import round_rows, sum_rows
 
 DTYPE = torch.bfloat16
 
@@ -49,7 +50,7 @@ class Dense16(Path):
 
     def run(self, comm: HierCommunicator, shard: Shard) -> Stretches:
         rounded = Rounded(shard.sum_S.numel(), comm.topology.num_nodes)
-        rows = rounded.split(shard.sum_S, shard.residual_S, shard.next_S, shard.scale)
+        rows = rounded.split(shard.sum_S, shard.residual_S, shard.next_S, shard.factor)
         yield rows, *shard.used_to_the_end
         row = rounded.merge(comm.all_to_all(rows), comm.topology.node_index, shard.next_S)
         rows = comm.exchange(row)
@@ -61,7 +62,7 @@ class Dense16(Path):
 
 @dataclass(frozen=True)
 class Rounded:
-    """The sizes of a shard's rows, and the arithmetic on them.
+    """The sizes of a shard's rows, and what becomes of them.
 
     Args:
         shard_numel: S.
@@ -76,38 +77,16 @@ class Rounded:
         """R."""
         return -(-self.shard_numel // self.num_nodes)
 
-    def split(self, sum_S: Tensor, residual_S: Tensor | None, next_S: Tensor | None, scale: Tensor) -> Tensor:
+    def split(self, sum_S: Tensor, residual_S: Tensor | None, next_S: Tensor | None, scale: Tensor | None) -> Tensor:
         """Stretch 1: the rows of all regions as bytes, [M, 2 R]; ``next_S`` becomes what rounding took off."""
-        acc_S = torch.empty_like(sum_S, dtype=torch.float32) if next_S is None else next_S
-        torch.mul(sum_S.float(), scale, out=acc_S)
-        if residual_S is not None:
-            acc_S += residual_S
-        rows = torch.empty(self.num_nodes * self.row_numel, dtype=DTYPE, device=sum_S.device)
-        rows[: self.shard_numel] = acc_S
-        if self.shard_numel < rows.numel():
-            rows[self.shard_numel :] = 0
-        if next_S is not None:
-            _take_off(acc_S, rows[: self.shard_numel])
-        return rows.view(torch.uint8).view(self.num_nodes, -1)
+        grad_S = sum_S.float() if sum_S.dtype == torch.float64 else sum_S
+        return round_rows(grad_S, residual_S, next_S, self.num_nodes, scale).view(torch.uint8)
 
     def merge(self, rows_MB: Tensor, node: int, next_S: Tensor | None) -> Tensor:
         """Stretch 3, at the owner: rows of its region in node order -> its row, 2 R bytes."""
-        first, *others = rows_MB.view(-1).view(DTYPE).view(self.num_nodes, -1).unbind()
-        sum_R = first.float()
-        for row_R in others:
-            sum_R += row_R
-        row_R = sum_R.to(DTYPE)
-        if next_S is not None:
-            own_S = next_S[node * self.row_numel :][: self.row_numel]  # shorter than R, or empty, at the end
-            own_S += _take_off(sum_R, row_R)[: own_S.numel()]
-        return row_R.view(torch.uint8)
+        own_S = None if next_S is None else next_S[node * self.row_numel :][: self.row_numel]  # shorter at the end
+        return sum_rows(rows_MB.view(DTYPE), own_S if own_S is not None and own_S.numel() else None).view(torch.uint8)
 
     def join(self, rows_MB: Tensor, shard_S: Tensor) -> None:
         """After stretch 4: the sum over nodes, into ``shard_S``."""
         shard_S.copy_(rows_MB.view(-1).view(DTYPE)[: self.shard_numel])
-
-
-def _take_off(exact: Tensor, rounded: Tensor) -> Tensor:
-    """In place: what rounding took off, which fp32 holds exactly; zero where it is not finite."""
-    exact -= rounded
-    return exact.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
