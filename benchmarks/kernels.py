@@ -11,7 +11,8 @@ reading and writing it once.
 
 | row | what it is |
 |---|---|
-| sum, read, copy, add, select, compress | see lightning_sparse/bench/kernels.py |
+| sum, read, copy, add, select, compress, round | see lightning_sparse/bench/kernels.py |
+| round, torch | the same without compiled kernels |
 | topk | torch.topk(|x|, k, sorted=False) |
 | mstopk 30 | the paper's loop as it circulates, 30 counting passes; `compiled` under torch.compile |
 | argpartition | numpy, CPU only |
@@ -38,8 +39,20 @@ from pictures import picture
 from torch import Tensor
 from tqdm import tqdm
 
-from lightning_sparse.bench.kernels import BASELINES, DISTRIBUTIONS, QUICK, Case, Method, about, measure, methods, table
+from lightning_sparse.bench.kernels import (
+    BASELINES,
+    DISTRIBUTIONS,
+    NODES,
+    QUICK,
+    Case,
+    Method,
+    about,
+    measure,
+    methods,
+    table,
+)
 from lightning_sparse.bench.provenance import commit, processor
+from lightning_sparse.kernels import plain
 
 SLOW = ("topk", "mstopk 30", "mstopk 30 compiled", "argpartition", "DGC")
 SIZES = (100_000, 1_000_000, 10_000_000, 25_600_000, 100_000_000)
@@ -80,6 +93,11 @@ def dgc(x: Tensor, k: int) -> Tensor:
     return hits[torch.topk(a[hits], min(k, hits.numel()), sorted=False).indices]
 
 
+def rounded(x: Tensor, residual: Tensor, left: Tensor) -> Tensor:
+    rows = plain.round_rows(x, residual, left, NODES, None)
+    return plain.sum_rows(rows, left[: rows.shape[1]])
+
+
 def with_threads(method: Method, threads: int, usual: int) -> Method:
     def run() -> None:
         torch.set_num_threads(threads)
@@ -96,7 +114,8 @@ def others(options: argparse.Namespace) -> Callable[[Tensor, int], dict[str, Met
     compiled = None if options.no_compile else torch.compile(thirty_passes, dynamic=True)
 
     def of(x: Tensor, k: int) -> dict[str, Method]:
-        found: dict[str, Method] = {}
+        residual, left = torch.randn_like(x) * 0.1, torch.empty_like(x)
+        found: dict[str, Method] = {"round, torch": lambda: rounded(x, residual, left)}
         if options.slow_up_to is None or x.numel() <= options.slow_up_to:
             found["topk"] = lambda: torch.topk(x.abs(), k, sorted=False)
             found["mstopk 30"] = lambda: thirty_passes(x, k)

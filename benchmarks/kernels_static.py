@@ -94,8 +94,11 @@ def resources(folder: Path) -> Iterator[dict[str, object]]:
 
 
 def costs(csrc: Path, folder: Path, *flags: str) -> dict[str, Cost]:
-    """What a call of each operator does, by the emulation, with few blocks, as if the tensors were large."""
-    emulation = Emulation(build(folder, csrc, flags=["-DLS_MOST_BLOCKS=8", *flags]))
+    """What a call of each operator does, by the emulation, with few blocks, as if the tensors were large. Bytes of
+    `sum_rows` are of an element of the shard, whose rows it sums."""
+    rounds = (csrc / "rounded_cuda.cu").exists()  # earlier commits did so in torch
+    drivers = ["driver.cpp", *["driver_rounded.cpp"] * rounds]
+    emulation = Emulation(build(folder, csrc, flags=["-DLS_MOST_BLOCKS=8", *flags], drivers=drivers))
     seen: dict[str, list[tuple[int, int, int]]] = {}
     for numel in SIZES:
         grad, residual = torch.randn(2, numel, generator=torch.Generator().manual_seed(0))
@@ -107,6 +110,11 @@ def costs(csrc: Path, folder: Path, *flags: str) -> dict[str, Cost]:
         seen.setdefault("mstopk", []).append((*emulation.counts, emulation.nbytes))
         emulation.accumulate(message.expand(MESSAGES, -1).contiguous(), left, k, torch.bfloat16)
         seen.setdefault("accumulate", []).append((*emulation.counts, emulation.nbytes))
+        if rounds:
+            rows = emulation.round_rows(grad, residual, left, MESSAGES)
+            seen.setdefault("round_rows", []).append((*emulation.counts, emulation.nbytes))
+            emulation.sum_rows(rows, left[: rows.shape[1]])
+            seen.setdefault("sum_rows", []).append((*emulation.counts, emulation.nbytes))
     found = {}
     for name, ((launches, memsets, small), (_, _, large)) in seen.items():
         slope = (large - small) / (SIZES[1] - SIZES[0])

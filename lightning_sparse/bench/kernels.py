@@ -6,6 +6,7 @@
 | add | torch.add(x, y, out=z), the memory traffic of error feedback |
 | select | mstopk(x, k) |
 | compress | error feedback, selection and packing into a bf16 message |
+| round | of dense16: error feedback, rounding to bf16 rows for 8 nodes, and the sum of 8 such rows |
 
 The methods of a case take turns in one loop, so that other load affects them alike. Rows report medians. `x sum` and
 `x copy` are ratios to the baselines of the same case: reading x once, and reading and writing it.
@@ -24,13 +25,14 @@ import torch
 from torch import Tensor
 
 from lightning_sparse.bench.extras import format_table
-from lightning_sparse.kernels import compress, kernel_report, mstopk
+from lightning_sparse.kernels import compress, kernel_report, mstopk, round_rows, sum_rows
 
 Method = Callable[[], object]
 Distribution = Callable[[int, torch.Generator], Tensor]
 Case = tuple[int, float, str]
 """Elements, density, distribution."""
 
+NODES = 8
 BASELINES = ("sum", "read", "copy", "add")
 QUICK: list[Case] = [(100_000, 0.01, "gaussian"), (2_000_000, 0.01, "gaussian"), (2_000_000, 0.01, "layered")]
 FULL: list[Case] = [(n, d, "gaussian") for n in (10**5, 10**6, 10**7, 25_600_000) for d in (0.001, 0.01, 0.1)]
@@ -124,6 +126,7 @@ def methods(x: Tensor, k: int) -> dict[str, Method]:
         "add": lambda: torch.add(x, residual, out=y),
         "select": lambda: mstopk(x, k),
         "compress": lambda: compress(x, residual, left, k, torch.bfloat16),
+        "round": lambda: sum_rows(round_rows(x, residual, left, NODES), left[: -(-x.numel() // NODES)]),
     }
 
 

@@ -21,7 +21,7 @@ Rows = list[dict[str, Any]]
 def add(subcommands: Subcommands) -> None:
     parser = subcommands.add_parser("bench", help="benchmark this machine, or your cluster")
     benchmarks = parser.add_subparsers(dest="benchmark", required=True, metavar="BENCHMARK")
-    kernels = _add(benchmarks, "kernels", "time selection and compression against reading and copying memory", _kernels)
+    kernels = _add(benchmarks, "kernels", "time the kernels against reading and copying memory", _kernels)
     kernels.add_argument("--device", choices=("cpu", "cuda"), help="default: the GPU, if there is one")
     kernels.add_argument("--threads", type=int, default=1, metavar="N", help="torch threads on the CPU (default 1)")
     exchange = _add(benchmarks, "exchange", "time gradient synchronisation for each exchange", _exchange)
