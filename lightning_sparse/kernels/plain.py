@@ -99,7 +99,7 @@ def sum_rows(rows_MR: Tensor, residual_R: Tensor | None) -> Tensor:
 def _cast(exact: Tensor, rounded: Tensor, keep: bool) -> None:
     """`exact` into `rounded`; if `keep`, it becomes what that took off, and 0 where the result is not finite."""
     rounded.copy_(exact)
-    rounded.view(torch.int16).masked_fill_(rounded.isnan(), 0x7FC0)  # torch's NaN conversion is platform-dependent
+    rounded.nan_to_num_(nan=torch.nan, posinf=torch.inf, neginf=-torch.inf)  # casts make NaN of different bits
     if keep:
         exact -= rounded
         exact.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
