@@ -1,14 +1,23 @@
 """What a machine cannot run is skipped by name, here and nowhere else."""
 
+from __future__ import annotations
+
 import gc
+import os
 import signal
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import pytest
-import torch
 from hypothesis import settings
 
-from tests.helpers.distributed import KeptRanks, RunRanks
+if TYPE_CHECKING:  # pytest's own process among several runs no test, and needs no torch
+    from tests.helpers.distributed import RunRanks
+
+# Two workers share the processor. Threads of torch that one of them starts, and that wait in a loop for more to do,
+# take it from the other, and a test of kernels takes twenty times as long.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 # What a shell starts in the background ignores Ctrl-C, and so would the programs that tests interrupt.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -22,12 +31,16 @@ settings.load_profile("patient")
 @pytest.fixture(scope="module")
 def ranks() -> Iterator[RunRanks]:
     """`run_ranks` on processes that stay until the module's last test."""
+    from tests.helpers.distributed import KeptRanks
+
     kept = KeptRanks()
     yield kept.run
     kept.close()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    import torch
+
     if torch.cuda.is_available():
         return
     for item in items:
