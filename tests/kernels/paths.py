@@ -11,6 +11,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import lru_cache
+from types import ModuleType
 
 import pytest
 import torch
@@ -29,10 +31,9 @@ class Path:
     threads: int = 1
 
     def mstopk(self, x: Tensor, k: int) -> tuple[Tensor, Tensor]:
-        if self.name == "plain":
-            return plain.mstopk(x, k)
-        with self._running():
-            return kernels.mstopk(x, k)
+        with self._running() as operators:
+            found: tuple[Tensor, Tensor] = operators.mstopk(x, k)
+        return found
 
     def compress(
         self,
@@ -43,18 +44,15 @@ class Path:
         value_dtype: torch.dtype,
         scale: Tensor | None = None,
     ) -> Tensor:
-        if self.name == "plain":
-            return plain.compress(grad, residual, next_residual, k, value_dtype, scale)
-        with self._running():
-            return kernels.compress(grad, residual, next_residual, k, value_dtype, scale)
+        with self._running() as operators:
+            message: Tensor = operators.compress(grad, residual, next_residual, k, value_dtype, scale)
+        return message
 
     def accumulate(
         self, messages: Tensor, shard: Tensor, k: int, value_dtype: torch.dtype, alpha: float | None = None
     ) -> None:
-        if self.name == "plain":
-            return plain.accumulate(messages, shard, k, value_dtype, alpha)
-        with self._running():
-            return kernels.accumulate(messages, shard, k, value_dtype, alpha)
+        with self._running() as operators:
+            operators.accumulate(messages, shard, k, value_dtype, alpha)
 
     def round_rows(
         self,
@@ -76,16 +74,19 @@ class Path:
             return kernels.sum_rows(rows, residual)
 
     @contextmanager
-    def _running(self) -> Iterator[None]:
-        if ops._handle is None:
+    def _running(self) -> Iterator[ModuleType]:
+        """The module of the operators, on `threads` threads."""
+        if self.name != "plain" and ops._handle is None:
             pytest.skip(f"no compiled kernels: {kernels.kernel_report()}")
         before = torch.get_num_threads()
         torch.set_num_threads(self.threads)
-        ops._handle.lightning_sparse_force(FLAGS[self.name])
+        if ops._handle is not None:
+            ops._handle.lightning_sparse_force(FLAGS.get(self.name, 0))
         try:
-            yield
+            yield plain if self.name == "plain" else kernels
         finally:
-            ops._handle.lightning_sparse_force(0)
+            if ops._handle is not None:
+                ops._handle.lightning_sparse_force(0)
             torch.set_num_threads(before)
 
 
@@ -98,7 +99,14 @@ PATHS = [
     Path("whole"),
     Path("whole", threads=2),
 ]
-every_path = pytest.mark.parametrize("path", PATHS, ids=lambda path: f"{path.name}{path.threads}")
+
+
+def paths(*chosen: Path) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize("path", chosen, ids=lambda path: f"{path.name}{path.threads}")
+
+
+every_path = paths(*PATHS)
+with_threads = paths(*PATHS, Path("plain", threads=2))
 
 
 def same_bits(a: Tensor, b: Tensor) -> bool:
@@ -106,9 +114,10 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
     return a.dtype == b.dtype and a.shape == b.shape and torch.equal(a.view(torch.uint8), b.view(torch.uint8))
 
 
-def inputs(numel: int, seed: int = 0) -> dict[str, Tensor]:
-    """Named fp32 inputs of one length."""
-    g = torch.Generator().manual_seed(seed)
+@lru_cache(maxsize=2)
+def inputs(numel: int) -> dict[str, Tensor]:
+    """Named fp32 inputs of one length, the same tensors each time: nobody writes to them."""
+    g = torch.Generator().manual_seed(0)
     normal = torch.randn(numel, generator=g)
     uniform = torch.rand(numel, generator=g)
     position = torch.arange(numel)
@@ -137,6 +146,12 @@ def inputs(numel: int, seed: int = 0) -> dict[str, Tensor]:
         "special": special,
         "all nan": torch.full((numel,), torch.nan),
     }
+
+
+def large_input() -> Tensor:
+    """Of so many elements that threads share every phase, with ties and what is not finite among them."""
+    made = inputs(1_200_007)
+    return made["few values"] * 0.5 + made["special"]
 
 
 def nearly_equal(numel: int, shares: tuple[float, ...]) -> Tensor:
@@ -171,8 +186,11 @@ __all__ = [
     "every_path",
     "inputs",
     "ks",
+    "large_input",
     "nearly_equal",
     "nonfinite_count",
+    "paths",
     "reference",
     "same_bits",
+    "with_threads",
 ]

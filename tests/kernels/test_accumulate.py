@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -11,9 +13,17 @@ from lightning_sparse.kernels import plain, wire
 from tests.kernels.paths import DTYPES, PATHS, Path, decoded, every_path, same_bits
 
 
+@lru_cache(maxsize=4)
 def messages_of(numel: int, k: int, count: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
+    """Messages of random gradients; the same tensor each time, so that who writes to it clones it."""
     grads = torch.randn(count, numel, generator=torch.Generator().manual_seed(seed))
     return torch.stack([plain.compress(grad, None, None, k, dtype, None) for grad in grads])
+
+
+@lru_cache(maxsize=3)
+def decoded_of(numel: int, k: int, count: int, dtype: torch.dtype) -> list[torch.Tensor]:
+    """The same, dense."""
+    return [decoded(message, numel, k, dtype) for message in messages_of(numel, k, count, dtype)]
 
 
 @every_path
@@ -22,8 +32,8 @@ def messages_of(numel: int, k: int, count: int, dtype: torch.dtype, seed: int = 
 def test_sums_in_row_order(path: Path, dtype: torch.dtype, numel: int, k: int) -> None:
     messages = messages_of(numel, k, 5, dtype)
     want = torch.zeros(numel)
-    for message in messages:
-        want += decoded(message, numel, k, dtype)
+    for dense in decoded_of(numel, k, 5, dtype):
+        want += dense
     shard = torch.full((numel,), 7.0)
     path.accumulate(messages, shard, k, dtype)
     assert same_bits(shard, want)
@@ -36,8 +46,8 @@ def test_alpha_adds_to_what_is_there(path: Path, dtype: torch.dtype, alpha: floa
     numel, k = 140_000, 3_000
     messages, shard = messages_of(numel, k, 3, dtype), torch.randn(numel)
     want = shard.clone()
-    for message in messages:
-        want += decoded(message, numel, k, dtype) * alpha
+    for dense in decoded_of(numel, k, 3, dtype):
+        want += dense * alpha
     path.accumulate(messages, shard, k, dtype, alpha)
     assert same_bits(shard, want)
 
@@ -56,7 +66,7 @@ def test_the_same_index_adds_in_the_order_of_rows(path: Path) -> None:
 @every_path
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_one_count_of_non_finite_poisons_all(path: Path, dtype: torch.dtype) -> None:
-    messages = messages_of(70_001, 70, 3, dtype)
+    messages = messages_of(70_001, 70, 3, dtype).clone()
     grad = torch.ones(70_001)
     grad[9] = torch.inf
     messages[1] = plain.compress(grad, None, None, 70, dtype, None)
@@ -99,7 +109,7 @@ def test_a_damaged_message_poisons_and_never_crashes(path: Path) -> None:
 @given(data=st.data(), flips=st.lists(st.tuples(st.integers(0, 10**6), st.integers(0, 255)), min_size=1, max_size=8))
 def test_any_damage_reads_the_same_on_every_path(data: st.DataObject, flips: list[tuple[int, int]]) -> None:
     numel, k = data.draw(st.sampled_from([(70_001, 70), (5, 3)]))
-    messages = messages_of(numel, k, 2, torch.bfloat16)
+    messages = messages_of(numel, k, 2, torch.bfloat16).clone()
     for at, value in flips:
         messages[1, at % messages.shape[1]] = value
     want = torch.empty(numel)

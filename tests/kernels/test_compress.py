@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import itertools
-from functools import cache
+from dataclasses import dataclass
+from functools import lru_cache
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 
-from lightning_sparse.kernels import compress, message_bytes, plain, reference, wire
+from lightning_sparse.kernels import message_bytes, plain, reference, wire
 from tests.kernels.paths import (
     DTYPES,
     PATHS,
@@ -18,94 +20,133 @@ from tests.kernels.paths import (
     decoded,
     every_path,
     inputs,
+    large_input,
     nearly_equal,
     nonfinite_count,
+    paths,
     same_bits,
+    with_threads,
 )
 
 COMPILED = [path for path in PATHS if path.name != "plain"]
+compiled_paths = paths(*COMPILED)
 
 
-def same_as_plain(
-    path: Path,
-    grad: torch.Tensor,
-    residual: torch.Tensor | None,
-    k: int,
-    value_dtype: torch.dtype,
-    scale: torch.Tensor | None = None,
-) -> None:
+@dataclass(frozen=True)
+class Case:
+    """What is compressed, and what plain torch makes of it, computed once for all paths."""
+
+    grad: Tensor
+    residual: Tensor | None
+    k: int
+    value_dtype: torch.dtype
+    scale: Tensor | None
+    message: Tensor
+    left: Tensor
+
+
+def by_plain(
+    grad: Tensor, residual: Tensor | None, k: int, value_dtype: torch.dtype, scale: Tensor | None = None
+) -> Case:
+    left = torch.full((grad.numel(),), 123.0)
+    message = plain.compress(grad, residual, left, k, value_dtype, scale)
+    return Case(grad, residual, k, value_dtype, scale, message, left)
+
+
+def same_as_plain(path: Path, case: Case) -> None:
     """The path's message and residual are those of plain torch."""
-    got, want = torch.full((2, grad.numel()), 123.0)
-    message = path.compress(grad, residual, got, k, value_dtype, scale)
-    assert same_bits(message, plain.compress(grad, residual, want, k, value_dtype, scale))
-    assert same_bits(got, want)
+    left = torch.full((case.grad.numel(),), 123.0)
+    message = path.compress(case.grad, case.residual, left, case.k, case.value_dtype, case.scale)
+    assert same_bits(message, case.message)
+    assert same_bits(left, case.left)
 
 
-@pytest.mark.parametrize("path", COMPILED, ids=lambda path: f"{path.name}{path.threads}")
+@lru_cache(maxsize=1)
+def dealt(numel: int) -> list[Case]:
+    """36 combinations, dealt out over the inputs."""
+    residual = torch.randn(numel, generator=torch.Generator().manual_seed(9)) * 0.1
+    scale, k = torch.tensor(1 / 3), max(1, numel // 50)
+    combinations = itertools.cycle(itertools.product(DTYPES, DTYPES, (None, residual), (None, scale)))
+    cases = []
+    for x in inputs(numel).values():
+        for _ in range(5 if numel < 100_000 else 2):
+            grad_dtype, value_dtype, before, factor = next(combinations)
+            cases.append(by_plain(x.to(grad_dtype), before, k, value_dtype, factor))
+    return cases
+
+
+@compiled_paths
 @pytest.mark.parametrize("numel", [1, 9, 4097, 140_001])
 def test_same_bits_as_plain_torch(path: Path, numel: int) -> None:
-    residual = torch.randn(numel, generator=torch.Generator().manual_seed(9)) * 0.1
-    scale = torch.tensor(1 / 3)
-    names = itertools.cycle(itertools.product(DTYPES, DTYPES, (None, residual), (None, scale)))
-    for x in inputs(numel).values():
-        for _ in range(5 if numel < 100_000 else 2):  # 36 combinations, dealt out over the inputs
-            grad_dtype, value_dtype, before, factor = next(names)
-            same_as_plain(path, x.to(grad_dtype), before, max(1, numel // 50), value_dtype, factor)
+    for case in dealt(numel):
+        same_as_plain(path, case)
 
 
-@pytest.mark.parametrize("path", COMPILED, ids=lambda path: f"{path.name}{path.threads}")
-@pytest.mark.parametrize("value_dtype", DTYPES, ids=str)
-def test_a_sample_that_misleads_changes_nothing(path: Path, value_dtype: torch.dtype) -> None:
-    # Where too much or too little reaches the sample's threshold, what the pass has settled must be undone.
-    numel = 200_003
+@lru_cache(maxsize=1)
+def misleading(value_dtype: torch.dtype) -> list[Case]:
+    """Where too much or too little reaches the sample's threshold, what the pass has settled must be undone."""
+    cases, numel = [], 200_003
     for width in (1, 3000, 100_000):
         x = torch.rand(numel, generator=torch.Generator().manual_seed(width)) * 1e-3
         x[123_456 : 123_456 + width] += 1.0
         x[77_777] = torch.nan
-        for k in (width, 6000):
-            same_as_plain(path, x, x.flip(0) * 0.1, k, value_dtype)
+        cases += [by_plain(x, x.flip(0) * 0.1, k, value_dtype) for k in (width, 6000)]
+    return cases
 
 
-@pytest.mark.parametrize("path", COMPILED, ids=lambda path: f"{path.name}{path.threads}")
-@pytest.mark.parametrize("shares", [(0.999, 0.001), (0.34, 0.33, 0.33)], ids=str)
-def test_more_ties_than_candidates_have_room_for(path: Path, shares: tuple[float, ...]) -> None:
+@compiled_paths
+@pytest.mark.parametrize("value_dtype", DTYPES, ids=str)
+def test_a_sample_that_misleads_changes_nothing(path: Path, value_dtype: torch.dtype) -> None:
+    for case in misleading(value_dtype):
+        same_as_plain(path, case)
+
+
+@lru_cache(maxsize=1)
+def ties(shares: tuple[float, ...]) -> list[Case]:
     x = nearly_equal(600_011, shares)
     x[::50_000] = torch.nan
     x[7::90_000] = 9.0
-    for value_dtype in DTYPES:
-        same_as_plain(path, x, None, 6000, value_dtype)
-    same_as_plain(path, torch.where(x == 1.0, 0.0, x), torch.zeros_like(x), 100, torch.bfloat16)
+    with_zeros = by_plain(torch.where(x == 1.0, 0.0, x), torch.zeros_like(x), 100, torch.bfloat16)
+    return [*(by_plain(x, None, 6000, value_dtype) for value_dtype in DTYPES), with_zeros]
 
 
-@cache
-def large(value_dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    x = inputs(1_200_007)["few values"] * 0.5 + inputs(1_200_007)["special"]
-    left = torch.empty_like(x)
-    return x, left, plain.compress(x, None, left, 40_000, value_dtype, None)
+@compiled_paths
+@pytest.mark.parametrize("shares", [(0.999, 0.001), (0.34, 0.33, 0.33)], ids=str)
+def test_more_ties_than_candidates_have_room_for(path: Path, shares: tuple[float, ...]) -> None:
+    for case in ties(shares):
+        same_as_plain(path, case)
 
 
-@pytest.mark.parametrize("path", COMPILED, ids=lambda path: f"{path.name}{path.threads}")
+@lru_cache(maxsize=1)
+def large(value_dtype: torch.dtype) -> Case:
+    return by_plain(large_input(), None, 40_000, value_dtype)
+
+
+@with_threads
 @pytest.mark.parametrize("value_dtype", DTYPES, ids=str)
 def test_so_many_that_every_phase_is_shared_by_threads(path: Path, value_dtype: torch.dtype) -> None:
-    x, want, message = large(value_dtype)
-    got = torch.empty_like(x)
-    assert same_bits(path.compress(x, None, got, 40_000, value_dtype), message)
-    assert same_bits(got, want)
+    same_as_plain(path, large(value_dtype))
+
+
+@lru_cache(maxsize=1)
+def sums(numel: int, k: int) -> list[tuple[str, Tensor, Tensor, Tensor, Tensor]]:
+    """Name, gradient and residual, their sum, and the places of the sum's k largest."""
+    found = []
+    for name, x in inputs(numel).items():
+        if bool(x.isfinite().all()) and name != "huge":
+            residual = x.flip(0) * 0.3
+            found.append((name, x, residual, residual + x, reference.topk(residual + x, k)[1].long()))
+    return found
 
 
 @every_path
 @pytest.mark.parametrize("value_dtype", DTYPES, ids=str)
 def test_nothing_is_lost(path: Path, value_dtype: torch.dtype) -> None:
     numel, k = 70_001, 700
-    for name, x in inputs(numel).items():
-        if not bool(x.isfinite().all()) or name == "huge":
-            continue
-        residual = x.flip(0) * 0.3
+    for name, x, residual, acc, kept in sums(numel, k):
         left = torch.empty(numel)
         message = path.compress(x, residual, left, k, value_dtype)
-        acc = residual + x
         sent = decoded(message, numel, k, value_dtype)
-        kept = reference.topk(acc, k)[1].long()
         assert same_bits(sent[kept] + left[kept] + 0.0, acc[kept] + 0.0), name  # a residual of a rounding is exact
         untouched = torch.ones(numel, dtype=torch.bool)
         untouched[kept] = False
@@ -151,7 +192,7 @@ def test_the_largest_finite_stay_finite(path: Path, value_dtype: torch.dtype) ->
     grad = torch.tensor([1.0, largest, -largest, 7e4, 3.39e38] * 20)
     grad[9], grad[14] = torch.finfo(torch.bfloat16).max, -torch.finfo(torch.bfloat16).max  # these are not cut
     left = torch.empty(100)
-    same_as_plain(path, grad, None, 80, value_dtype)
+    same_as_plain(path, by_plain(grad, None, 80, value_dtype))
     message = path.compress(grad, None, left, 80, value_dtype)
     assert bool(decoded(message, 100, 80, value_dtype).isfinite().all())
     assert bool(left.isfinite().all())
@@ -168,13 +209,19 @@ def test_without_a_residual_wanted_the_message_is_the_same(path: Path) -> None:
     assert same_bits(path.compress(grad, zeros, None, 70, DTYPES[0]), path.compress(grad, None, None, 70, DTYPES[0]))
 
 
-def test_inputs_are_left_alone() -> None:
-    grad, residual = torch.randn(2, 9000)
+@every_path
+def test_inputs_are_left_alone(path: Path) -> None:
+    """Tests rely on it, too: paths are given the same tensors."""
+    grad, residual = torch.randn(2, 140_001, generator=torch.Generator().manual_seed(8))
     copies = grad.clone(), residual.clone()
-    message = compress(grad, residual, torch.empty(9000), 90, torch.bfloat16, torch.tensor(0.5))
+    message = path.compress(grad, residual, torch.empty(140_001), 90, torch.bfloat16, torch.tensor(0.5))
+    assert message.numel() == message_bytes(140_001, 90, torch.bfloat16)
+    path.mstopk(grad, 90)
+    before = message.clone()
+    path.accumulate(message[None], torch.empty(140_001), 90, torch.bfloat16)
     assert grad.equal(copies[0])
     assert residual.equal(copies[1])
-    assert message.numel() == message_bytes(9000, 90, torch.bfloat16)
+    assert message.equal(before)
 
 
 @settings(deadline=None, max_examples=60)
@@ -187,8 +234,9 @@ def test_inputs_are_left_alone() -> None:
 def test_anything(data: st.DataObject, values: list[float], repeat: int, value_dtype: torch.dtype) -> None:
     grad = torch.tensor(values * repeat, dtype=torch.float32)
     k = data.draw(st.integers(1, grad.numel()))
+    case = by_plain(grad, grad.flip(0), k, value_dtype)
     for path in COMPILED:
-        same_as_plain(path, grad, grad.flip(0), k, value_dtype)
+        same_as_plain(path, case)
 
 
 @pytest.mark.parametrize("value_dtype", DTYPES, ids=str)

@@ -96,7 +96,7 @@ def test_accumulate(cuda: Emulation, dtype: torch.dtype) -> None:
 
 def test_more_messages_than_are_open_at_once(cuda: Emulation) -> None:
     numel, k = 5000, 40
-    messages = messages_of(numel, k, 70, torch.bfloat16)
+    messages = messages_of(numel, k, 70, torch.bfloat16).clone()
     got, want = torch.full((2, numel), 0.5)
     plain.accumulate(messages, want, k, torch.bfloat16, 3.0)
     cuda.accumulate(messages, got, k, torch.bfloat16, 3.0)

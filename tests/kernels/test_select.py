@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from functools import cache
+from collections.abc import Iterable
+from functools import lru_cache
 
 import pytest
 import torch
@@ -11,18 +12,32 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from lightning_sparse.kernels import mstopk, plain, reference
-from tests.kernels.paths import DTYPES, PATHS, Path, every_path, inputs, ks, nearly_equal, same_bits
+from tests.kernels.paths import (
+    DTYPES,
+    PATHS,
+    Path,
+    every_path,
+    inputs,
+    ks,
+    large_input,
+    nearly_equal,
+    same_bits,
+    with_threads,
+)
 
 # Around the chunk (4,096), the block (65,536), the size below which everything is sampled (65,536), and vector lengths.
 SIZES = (1, 2, 7, 64, 100, 4095, 4097, 70_001)
 Pair = tuple[Tensor, Tensor]
+Case = tuple[object, int, Tensor, Pair]  # what it is, k, x, and the oracle's result, computed once for all paths
 
 
-@cache
-def cases(numel: int, dtype: torch.dtype = torch.float32) -> list[tuple[str, int, Tensor, Pair]]:
-    """Name, k, input and the oracle's result, computed once for all paths."""
-    all_inputs = {name: x.to(dtype) for name, x in inputs(numel).items()}
-    return [(name, k, x, reference.topk(x, k)) for name, x in all_inputs.items() for k in ks(numel)]
+def with_oracle(what: object, x: Tensor, counts: Iterable[int]) -> list[Case]:
+    return [(what, k, x, reference.topk(x, k)) for k in counts]
+
+
+def agree(path: Path, cases: list[Case]) -> None:
+    for what, k, x, want in cases:
+        assert_same(path.mstopk(x, k), want, (what, k))
 
 
 def assert_same(got: Pair, want: Pair, what: object) -> None:
@@ -30,7 +45,12 @@ def assert_same(got: Pair, want: Pair, what: object) -> None:
     assert same_bits(got[0], want[0]), what
 
 
-def dealt(path: Path, numel: int) -> list[tuple[str, int, Tensor, Pair]]:
+@lru_cache(maxsize=2)
+def cases(numel: int, dtype: torch.dtype = torch.float32) -> list[Case]:
+    return [case for name, x in inputs(numel).items() for case in with_oracle(name, x.to(dtype), ks(numel))]
+
+
+def dealt(path: Path, numel: int) -> list[Case]:
     """All cases; with several threads, where waking them costs more than the work, every third: each k, each input."""
     return cases(numel)[:: 3 if path.threads > 1 and numel > 65_536 else 1]
 
@@ -38,8 +58,7 @@ def dealt(path: Path, numel: int) -> list[tuple[str, int, Tensor, Pair]]:
 @every_path
 @pytest.mark.parametrize("numel", SIZES)
 def test_exact_is_top_k_with_ties_to_the_lowest_index(path: Path, numel: int) -> None:
-    for name, k, x, want in dealt(path, numel):
-        assert_same(path.mstopk(x, k), want, (name, k))
+    agree(path, dealt(path, numel))
 
 
 @pytest.mark.parametrize("numel", [1, 7, 100, 4097])
@@ -52,57 +71,68 @@ def test_both_ways_to_the_kth_largest_agree(numel: int) -> None:
 @every_path
 @pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
 def test_16_bit_inputs(path: Path, dtype: torch.dtype) -> None:
-    for name, k, x, want in cases(9001, dtype):
-        assert_same(path.mstopk(x, k), want, (name, k))
+    agree(path, cases(9001, dtype))
+
+
+@lru_cache(maxsize=1)
+def all_patterns() -> list[Case]:
+    patterns = torch.arange(65_536).to(torch.int32).to(torch.int16)
+    return [case for dtype in DTYPES[1:] for case in with_oracle(dtype, patterns.view(dtype), (3000, 40_000))]
 
 
 @every_path
 def test_every_16_bit_pattern(path: Path) -> None:
-    patterns = torch.arange(65_536).to(torch.int32).to(torch.int16)
-    for dtype in DTYPES[1:]:
-        x = patterns.view(dtype)
-        for k in (3000, 40_000):
-            assert_same(path.mstopk(x, k), reference.topk(x, k), (dtype, k))
+    agree(path, all_patterns())
+
+
+@lru_cache(maxsize=1)
+def views() -> list[Case]:
+    base = torch.randn(70_100, generator=torch.Generator().manual_seed(3))
+    bases = [base.to(dtype) for dtype in DTYPES]
+    views = [(offset, each[offset : offset + 70_000]) for each in bases for offset in (1, 3, 5)]
+    return [case for offset, x in views for case in with_oracle((x.dtype, offset), x, [701])]
 
 
 @every_path
 def test_views_at_odd_offsets(path: Path) -> None:
-    base = torch.randn(70_100, generator=torch.Generator().manual_seed(3))
-    for dtype in DTYPES:
-        for offset in (1, 3, 5):
-            x = base.to(dtype)[offset : offset + 70_000]
-            assert_same(path.mstopk(x, 701), reference.topk(x, 701), (dtype, offset))
+    agree(path, views())
+
+
+@lru_cache(maxsize=1)
+def misleading() -> list[Case]:
+    """All that is large sits in one place, far more or far less of it than any sample sees in proportion."""
+    made, numel = [], 200_003
+    for width in (1, 3000, 100_000):
+        x = torch.rand(numel, generator=torch.Generator().manual_seed(width)) * 1e-3
+        x[123_456 : 123_456 + width] += 1.0
+        made += with_oracle(width, x, (width, width + 1, 4000))
+    return made
 
 
 @every_path
 def test_a_sample_that_misleads_changes_nothing(path: Path) -> None:
-    # All that is large sits in one place, far more or far less of it than any sample sees in proportion.
-    numel = 200_003
-    for width in (1, 3000, 100_000):
-        x = torch.rand(numel, generator=torch.Generator().manual_seed(width)) * 1e-3
-        x[123_456 : 123_456 + width] += 1.0
-        for k in (width, width + 1, 4000):
-            assert_same(path.mstopk(x, k), reference.topk(x, k), (width, k))
+    agree(path, misleading())
+
+
+@lru_cache(maxsize=1)
+def ties(shares: tuple[float, ...]) -> list[Case]:
+    return with_oracle(shares, nearly_equal(600_011, shares), (6000, 300_000))
 
 
 @every_path
 @pytest.mark.parametrize("shares", [(1.0,), (0.999, 0.001), (0.3, 0.7), (0.34, 0.33, 0.33), (0.2, 0.5, 0.3)], ids=str)
 def test_more_ties_than_candidates_have_room_for(path: Path, shares: tuple[float, ...]) -> None:
-    x = nearly_equal(600_011, shares)
-    for k in (6000, 300_000):
-        assert_same(path.mstopk(x, k), reference.topk(x, k), k)
+    agree(path, ties(shares))
 
 
-@cache
-def large() -> tuple[Tensor, Pair]:
-    x = inputs(1_200_007)["few values"] * 0.5 + inputs(1_200_007)["special"]
-    return x, reference.topk(x, 90_000)
+@lru_cache(maxsize=1)
+def large() -> list[Case]:
+    return with_oracle("large", large_input(), [90_000])
 
 
-@every_path
+@with_threads
 def test_so_many_that_every_phase_is_shared_by_threads(path: Path) -> None:
-    x, want = large()
-    assert_same(path.mstopk(x, 90_000), want, path)
+    agree(path, large())
 
 
 def test_all_paths_give_the_same_bits_a_hundred_times() -> None:
