@@ -54,6 +54,8 @@ RunRanks = Callable[..., list[Any]]  # `KeptRanks.run`, as the fixture `ranks` g
 # alone; tests/test_autoload.py does, in interpreters of its own.
 PRELOAD = [
     "torch._dynamo",  # DDP's constructor imports it
+    "torch._dynamo.backends.debugging",  # the first compilation does
+    "s3fs",  # Lightning imports it, where it is installed, to save a checkpoint
     "torchmetrics",
     "pytest",
     "lightning_sparse.flavours.pytorch_lightning",
