@@ -41,8 +41,6 @@ def editable(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
 
 def test_a_moved_checkout_leaves_torch_importable(editable: tuple[Path, Path], tmp_path: Path) -> None:
     python, source = editable
-    assert run(python, KNOWN).stdout.strip() == "True"
-
     source.rename(tmp_path / "moved")
     without = run(python, "import torch; print(torch.zeros(1).sum().item())", "-W", "error::UserWarning")
     (tmp_path / "moved").rename(source)

@@ -36,11 +36,16 @@ import sys, threading, time
 from pathlib import Path
 from lightning_sparse.cli import main
 from lightning_sparse.data.cache import storage_process
-script = Path(sys.argv[2]) / "hangs.py"
+script, asked = Path(sys.argv[2]) / "hangs.py", Path(sys.argv[2]) / "asked"
 script.write_text(Path(storage_process.__file__).with_name("storage_reader.py").read_text().replace(
-    'if kind == ord("r"):', 'if kind == ord("r"): time.sleep(600)\\n        if kind == ord("r"):', 1))
+    'if kind == ord("r"):',
+    f'if kind == ord("r"): open({str(asked)!r}, "w").close(); time.sleep(600)\\n        if kind == ord("r"):', 1))
 storage_process._READER = script
-threading.Timer(3, lambda: print("hangs", flush=True)).start()
+def say():
+    while not asked.exists():
+        time.sleep(0.02)
+    print("hangs", flush=True)
+threading.Thread(target=say, daemon=True).start()
 main(["cache", "warm", sys.argv[2] + "/source", sys.argv[2] + "/cache", "--splits", "train"])
 """
 

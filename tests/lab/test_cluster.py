@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from lightning_sparse import cli
-from lightning_sparse.lab import Cluster, LabConfig, unavailable_reason
+from lightning_sparse.lab import Cluster, LabConfig, launch, unavailable_reason
 from lightning_sparse.lab.network import NETNS_FOLDER, Network, node_address, remove_leftovers
 from lightning_sparse.lab.processes import RunName, processes_of
 
@@ -197,7 +197,8 @@ def test_storage_is_read_over_its_own_link(tmp_path):
 
 
 @pytest.mark.parametrize("network", WITH_AND_WITHOUT_NAMESPACES)
-def test_one_failing_node_decides_and_stops_the_others(network, capfd):
+def test_one_failing_node_decides_and_stops_the_others(network, capfd, monkeypatch):
+    monkeypatch.setattr(launch, "GRACE_S", 1.0)  # the other node would use all of it
     script = "import os, sys, time\nif os.environ['NODE_RANK'] == '1': sys.exit(3)\ntime.sleep(100)"
     started = time.monotonic()
     words = ["lab", "--devices", "1", *([] if network else ["--no-net"]), "--", sys.executable, "-c", script]
