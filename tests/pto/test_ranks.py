@@ -65,9 +65,7 @@ LAYERWISE: list[tuple[type[Optimizer], dict[str, Any]]] = [
 ]
 
 
-@scenario
-def variants(communicator: HierCommunicator) -> dict[str, str]:
-    """By name of the variant, what is wrong with it; empty for nothing."""
+def elementwise() -> dict[str, tuple[type[Optimizer], dict[str, Any]]]:
     found = {}
     for cls, options in OPTIONS:
         for way in ({"foreach": False}, {"foreach": True}, {"fused": True}):
@@ -75,17 +73,23 @@ def variants(communicator: HierCommunicator) -> dict[str, str]:
                 continue
             which = " momentum" if "momentum" in options and cls is SGD else ""
             name = f"{cls.__name__}{which} {'' if way == {'foreach': False} else next(iter(way))}".strip()
-            found[name] = compare(cls, {**options, **way}, communicator)
-    for cls, options in LAYERWISE:
-        found[cls.__name__] = compare(cls, options, communicator, whole=True)
+            found[name] = cls, {**options, **way}
     return found
+
+
+@scenario
+def variants(communicator: HierCommunicator) -> dict[str, str]:
+    """By name of the variant, what is wrong with it; empty for nothing."""
+    found = {name: compare(cls, options, communicator) for name, (cls, options) in elementwise().items()}
+    whole = {cls.__name__: compare(cls, options, communicator, whole=True) for cls, options in LAYERWISE}
+    return {**found, **whole}
 
 
 @scenario
 def node(_: HierCommunicator) -> dict[str, str]:
     """Two of them shared inside each node."""
-    found = variants(communicator_of(discover(), "node"))
-    return {name: found[name] for name in ("SGD momentum", "AdamW fused")}
+    communicator = communicator_of(discover(), "node")
+    return {name: compare(*elementwise()[name], communicator) for name in ("SGD momentum", "AdamW fused")}
 
 
 def test_every_variant_equals_the_plain_step(results: list[dict[str, Any]]) -> None:
