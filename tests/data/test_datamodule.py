@@ -222,19 +222,36 @@ def test_an_exception_closes_the_session(results: Results) -> None:
 # -- resuming ----------------------------------------------------------------------------------------------------------
 
 
-@scenario
-def resuming(flavour: str, folder: Path) -> dict[str, Any]:
-    """A run that stops after 9 steps, the third of its second epoch, and one that stops at the end of the first."""
+def resumed_at(step: int, flavour: str, folder: Path) -> dict[str, Any]:
     out: dict[str, Any] = {}
     for shuffle in SHUFFLES:
-        options = {"shuffle": shuffle}
+        path = folder / f"{shuffle}-step={step}.ckpt"
+        resumed, t = fitted(flavour, folder, {"shuffle": shuffle}, max_epochs=3, ckpt_path=path)
+        out[shuffle] = resumed.train_seen
+        out[f"{shuffle} end"] = (t.global_step, len([1 for at, _ in resumed.val_seen if at == 2]))
+    return out
+
+
+@scenario
+def stopped_in_an_epoch(flavour: str, folder: Path) -> dict[str, Any]:
+    """A run that stops after 9 steps, the third of its second epoch."""
+    for shuffle in SHUFFLES:
         callback = saver(flavour, folder, f"{shuffle}-{{step}}", every_n_train_steps=3)
-        fitted(flavour, folder, options, max_steps=9, callbacks=[callback], enable_checkpointing=True)
-        for step in (6, 9):
-            path = folder / f"{shuffle}-step={step}.ckpt"
-            resumed, t = fitted(flavour, folder, options, max_epochs=3, ckpt_path=path)
-            out[f"{shuffle} {step}"] = resumed.train_seen
-            out[f"{shuffle} {step} end"] = (t.global_step, len([1 for at, _ in resumed.val_seen if at == 2]))
+        options = {"max_steps": 9, "callbacks": [callback], "enable_checkpointing": True}
+        fitted(flavour, folder, {"shuffle": shuffle}, **options)
+    return resumed_at(9, flavour, folder)
+
+
+@SCENARIOS.slow
+def stopped_after_an_epoch(flavour: str, folder: Path) -> dict[str, Any]:
+    """One of those at the end of its first epoch."""
+    return resumed_at(6, flavour, folder)
+
+
+@scenario
+def resuming(flavour: str, folder: Path) -> dict[str, Any]:
+    """Checkpoints of the end of an epoch, after its validation and before."""
+    out: dict[str, Any] = {}
     callback = saver(flavour, folder, "validated-{epoch}", every_n_epochs=1, save_on_train_epoch_end=False)
     fitted(flavour, folder, max_epochs=2, callbacks=[callback], enable_checkpointing=True)
     callback = saver(flavour, folder, "ended-{epoch}", every_n_epochs=1, save_on_train_epoch_end=True)
@@ -246,13 +263,17 @@ def resuming(flavour: str, folder: Path) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("shuffle", SHUFFLES)
-def test_a_resumed_run_sees_exactly_what_the_uninterrupted_one_does(results: Results, shuffle: str) -> None:
+@pytest.mark.parametrize(
+    ("stopped", "step"), [("in_an_epoch", 9), pytest.param("after_an_epoch", 6, marks=pytest.mark.slow)]
+)
+def test_a_resumed_run_sees_exactly_what_the_uninterrupted_one_does(
+    results: Results, shuffle: str, stopped: str, step: int
+) -> None:
     for rank, each in enumerate(results):
         mine = [[step[rank // 2][rank % 2] for step in expected(shuffle, epoch)] for epoch in range(3)]
         seen = [(epoch, batch, samples) for epoch in range(3) for batch, samples in enumerate(mine[epoch])]
-        for step in (6, 9):
-            assert each["resuming"][f"{shuffle} {step}"] == seen[step:]
-            assert each["resuming"][f"{shuffle} {step} end"] == (18, 2)
+        assert each[f"stopped_{stopped}"][shuffle] == seen[step:]
+        assert each[f"stopped_{stopped}"][f"{shuffle} end"] == (18, 2)
 
 
 def test_a_run_resumed_between_epochs_begins_the_next(results: Results) -> None:
@@ -332,26 +353,33 @@ def test_a_single_process_needs_no_group(flavour: str, folder: Path, backend: st
     assert set(train) == set(range(TRAIN)) - set(val)
 
 
-def parse(flavour: str, given: dict[str, Any]) -> dict[str, Any]:
+GIVEN = {"image_size": "{0: 128, 6: 224}", "crop_scale": "[0.25, 1]", "shuffle": "partial", "val_fraction": "0.1"}
+PARSED = {"image_size": {0: 128, 6: 224}, "crop_scale": (0.25, 1.0), "shuffle": "partial", "val_fraction": 0.1}
+
+
+def parse(module: str, name: str) -> dict[str, Any]:
+    """What LightningCLI would make of `GIVEN`."""
     from jsonargparse import ArgumentParser
 
     parser = ArgumentParser(exit_on_error=False)
-    parser.add_class_arguments(ours(flavour).CachedImageDataModule, "data")
-    words = [f"--data.{name}={value}" for name, value in given.items()]
+    parser.add_class_arguments(getattr(importlib.import_module(module), name), "data")
+    words = [f"--data.{name}={value}" for name, value in GIVEN.items()]
     parsed = parser.parse_args(["--data.source=/nfs", "--data.cache_dir=/local", *words]).data
-    return {name: parsed[name] for name in given}
+    return {name: parsed[name] for name in GIVEN}
 
 
-def test_lightning_cli_accepts_the_options(flavour: str) -> None:
+def test_the_options_have_types_that_can_be_parsed() -> None:
     pytest.importorskip("jsonargparse")
-    given = {"image_size": "{0: 128, 6: 224}", "crop_scale": "[0.25, 1]", "shuffle": "partial", "val_fraction": "0.1"}
-    (parsed,) = run_ranks(parse, flavour, given, nodes=1, devices=1, init=False, start_method="spawn")
-    assert parsed == {
-        "image_size": {0: 128, 6: 224},
-        "crop_scale": (0.25, 1.0),
-        "shuffle": "partial",
-        "val_fraction": 0.1,
-    }
+    mixin = "lightning_sparse.data.datamodule", "CachedImageDataModuleMixin"
+    assert run_ranks(parse, *mixin, nodes=1, devices=1, init=False) == [PARSED]
+
+
+@pytest.mark.slow
+def test_lightning_cli_accepts_the_options(flavour: str) -> None:
+    """In an interpreter that has one flavour only."""
+    pytest.importorskip("jsonargparse")
+    cls = f"lightning_sparse.flavours.{flavour}", "CachedImageDataModule"
+    assert run_ranks(parse, *cls, nodes=1, devices=1, init=False, start_method="spawn") == [PARSED]
 
 
 def to_the_other(flavour: str) -> str:

@@ -177,21 +177,35 @@ def _with_everything_sent(model: nn.Module, updates: Any) -> Tensor:
     return found
 
 
-@pytest.mark.parametrize("distributed", [True, pytest.param(False, marks=pytest.mark.slow)])
+Clusters = tuple[tuple[int, int], ...]
+ALL: Clusters = (4, 1), (2, 1), (2, 2), (1, 2), (1, 4)
+
+
+@pytest.mark.parametrize(
+    ("distributed", "clusters"),
+    [
+        (True, ((4, 1), (1, 2))),
+        pytest.param(True, ALL, marks=pytest.mark.slow),
+        pytest.param(False, ALL, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
 def test_on_another_cluster_shared_weights_and_the_mean_of_what_is_pending_stay(
-    distributed: bool, tmp_path: Path
+    distributed: bool, clusters: Clusters, tmp_path: Path
 ) -> None:
+    """Begun on 2 x 2 and taken on by each cluster of several nodes in turn; the last one's goes on alone."""
     many: dict[str, Any] = {"timeout": 120, "init": False}
     before = run_ranks(look, str(tmp_path), None, 4, distributed, nodes=2, devices=2, **many)[0]
-    for (nodes, devices), begin in (((4, 1), 4), ((2, 1), 7), ((2, 2), 10)):
+    begin = 4
+    for nodes, devices in (each for each in clusters if each[0] > 1):
         after = run_ranks(look, str(tmp_path), begin, begin + 3, distributed, nodes=nodes, devices=devices, **many)
         for found in after:
             assert torch.equal(found[begin], before[begin])
             torch.testing.assert_close(found[f"mean {begin}"], before[f"mean {begin}"], rtol=1e-6, atol=1e-7)
-        before = after[0]
-    for devices in (2, 4):
-        found = run_ranks(look, str(tmp_path), 13, 14, distributed, nodes=1, devices=devices, **many)[0]
-        torch.testing.assert_close(found[13].double(), before["mean 13"], rtol=1e-6, atol=1e-7)
+        before, begin = after[0], begin + 3
+    for nodes, devices in (each for each in clusters if each[0] == 1):
+        found = run_ranks(look, str(tmp_path), begin, begin + 1, distributed, nodes=nodes, devices=devices, **many)[0]
+        torch.testing.assert_close(found[begin].double(), before[f"mean {begin}"], rtol=1e-6, atol=1e-7)
 
 
 def read_by_others(folder: str) -> dict[str, Tensor]:

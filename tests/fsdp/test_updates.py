@@ -25,14 +25,14 @@ def shared_of(updates: LocalUpdates) -> Tensor:
         return runs.whole(updates.module).clone()
 
 
-def with_all_options() -> list[tuple[Tensor, Tensor, Tensor]]:
-    return [fifty_steps(options) for options in OPTIONS]
+def with_all_options(steps: int) -> list[tuple[Tensor, Tensor, Tensor]]:
+    return [trained(options, steps) for options in OPTIONS]
 
 
-def fifty_steps(options: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor]:
+def trained(options: dict[str, Any], steps: int) -> tuple[Tensor, Tensor, Tensor]:
     """Shared weights, and the mean of the nodes' own ones before and after all is sent."""
     model, optimizer, updates = runs.start(adamw, discover().rank, **options)
-    runs.steps(model, optimizer, updates, 0, 50)
+    runs.steps(model, optimizer, updates, 0, steps)
     shared = shared_of(updates)
     pending = [node.state.read_shared() - node.state.pending_S for node in updates.nodes]
     assert all(torch.isfinite(each).all() for each in pending)
@@ -40,9 +40,10 @@ def fifty_steps(options: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor]:
     return shared, mean_over_nodes(runs.whole(model)), runs.whole(model).clone()
 
 
+@pytest.mark.parametrize("steps", [12, pytest.param(50, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(("nodes", "devices"), [(2, 2), (3, 1)])
-def test_nodes_share_one_model(nodes: int, devices: int) -> None:
-    everyone = run_ranks(with_all_options, nodes=nodes, devices=devices)
+def test_nodes_share_one_model(nodes: int, devices: int, steps: int) -> None:
+    everyone = run_ranks(with_all_options, steps, nodes=nodes, devices=devices)
     for results in zip(*everyone, strict=True):
         for shared, mean, finished in results:
             assert torch.equal(shared, results[0][0])

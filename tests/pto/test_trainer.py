@@ -20,11 +20,11 @@ from tests.helpers.scenarios import Scenarios, returned
 from tests.pto.steps import same
 from tests.strategy.trainers import Branches, ddp, gan, lightning_of, ours, plain_module, sparse, trainer
 
-STEPS = 20
+STEPS = 12
 KEYS = ("state_dict", "optimizer_states", "lr_schedulers", "MixedPrecision", "global_step")
 SCENARIOS = Scenarios()
 scenario = SCENARIOS.add
-FEW = ("plain", "accumulation", "hierarchical")
+FEW = ("plain", "in_16_bit", "accumulation", "hierarchical")
 
 
 @pytest.fixture(scope="module")
@@ -107,7 +107,19 @@ def equal(flavour: str, make: Callable[[], Any], scope: str = "node", **options:
     found = saved(t)
     wrong = [key for key in KEYS if not same(found.get(key), expected.get(key))]
     wrong += [f"{sum(map(shared, pto.steps))} is shared"] * (not all(map(shared, pto.steps)))
+    norms = residual_norm(plain), residual_norm(t)
+    wrong += [f"residuals {norms}"] * (norms[0] != norms[1])
     return ", ".join(wrong)
+
+
+def residual_norm(t: Any) -> float:
+    """Of what waits to be sent: between nodes nothing is left out by others than `sparse`."""
+    state = getattr(t.strategy, "hier_state", None)
+    if state is None:
+        return 0.0
+    norm = float(state.residual_norm())
+    assert norm > 0 or t.num_nodes == 1
+    return norm
 
 
 def shared(step: Any) -> bool:
@@ -126,6 +138,12 @@ def plain(flavour: str) -> dict[str, str]:
     return {
         "node": equal(flavour, lambda: module_with(flavour, adamw)),
         "world": equal(flavour, lambda: module_with(flavour, momentum), scope="world"),
+    }
+
+
+@SCENARIOS.slow
+def in_16_bit(flavour: str) -> dict[str, str]:
+    return {
         "bf16-true": equal(flavour, lambda: module_with(flavour, adamw), precision="bf16-true"),
         "bf16-mixed": equal(flavour, lambda: module_with(flavour, adamw), precision="bf16-mixed"),
     }
@@ -227,17 +245,15 @@ def several(flavour: str) -> dict[str, Any]:
 @scenario
 def hierarchical(flavour: str) -> dict[str, Any]:
     """Sparse reduction: also the residuals are those of the run without the callback."""
-    norms, out = [], {}
-    for scope in ("node", "world"):
-        out[scope] = equal(flavour, lambda: module_with(flavour, adamw), scope=scope, strategy=lambda: sparse(flavour))
-    for scope in (None, "node"):
-        strategy = sparse(flavour)
-        fit(flavour, module_with(flavour, momentum), scope, strategy=strategy)
-        norms.append(float(strategy.hier_state.residual_norm()))
-    return {**out, "residual": "" if norms[0] == norms[1] > 0 else f"{norms}"}
+    makes = {"node": adamw, "world": momentum}
+    return {
+        scope: equal(flavour, lambda: module_with(flavour, make), scope=scope, strategy=lambda: sparse(flavour))  # noqa: B023
+        for scope, make in makes.items()
+    }
 
 
-SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("accumulation", "half", "schedules", "several")]
+ALL_SLOW = ("in_16_bit", "accumulation", "half", "schedules", "several")
+SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ALL_SLOW]
 
 
 @pytest.mark.parametrize("name", ["plain", "hierarchical", *SLOW])
@@ -249,7 +265,7 @@ def test_a_run_is_the_run_without_it(results: list[dict[str, Any]], name: str) -
 @pytest.mark.slow
 def test_the_other_flavour(folder: Path) -> None:
     for each in run_ranks(run_scenarios, "lightning", str(folder), FEW, nodes=1, devices=2, timeout=120, init=False):
-        assert {value for name in FEW for value in each[name].values()} <= {"", "[0.0, 0.0]"}, each
+        assert {value for name in FEW for value in each[name].values()} == {""}, each
 
 
 # -- checkpoints -------------------------------------------------------------------------------------------------------
@@ -267,7 +283,7 @@ def checkpoints(flavour: str) -> dict[str, Any]:
         each = saving(dirpath=name, filename="{step}", every_n_train_steps=3, save_top_k=-1)
         first = {"callbacks": [each], "enable_checkpointing": True, "max_steps": 6}
         path = None
-        for scope, last in zip(scopes, (first, {"max_steps": 12}, {"max_steps": STEPS}), strict=True):
+        for scope, last in zip(scopes, (first, {"max_steps": 9}, {"max_steps": STEPS}), strict=True):
             t, pto = fit(flavour, module_with(flavour, adamw), scope, resume=path, **last)
             path = f"{name}.ckpt"
             found = saved(t, path)

@@ -45,7 +45,7 @@ def ranks() -> dict[str, int]:
 def fit(
     folder: str, options: dict[str, Any], kill: dict[str, Any] | None = None, every: int = 1, steps: int = STEPS
 ) -> dict[str, Any]:
-    """Train with a checkpoint after every step, from the last one if there is one."""
+    """Train with a checkpoint after every step, or every so many, from the last one if there is one."""
     pl = lightning_of(FLAVOUR)
     saver = pl.callbacks.ModelCheckpoint(folder, "last", every_n_train_steps=every, enable_version_counter=False)
     precision = options.pop("precision", "32-true")
@@ -83,9 +83,9 @@ def whole_and_resumed(folder: str, cases: list[dict[str, Any]]) -> list[tuple[di
     """For each case a run, and one of which the last steps are another Trainer's."""
     ends = []
     for number, options in enumerate(cases):
-        whole = fit(f"{folder}/whole{number}", dict(options))
-        fit(f"{folder}/{number}", dict(options), steps=7)
-        ends.append((whole, fit(f"{folder}/{number}", dict(options))))
+        whole = fit(f"{folder}/whole{number}", dict(options), every=7)
+        fit(f"{folder}/{number}", dict(options), every=7, steps=7)
+        ends.append((whole, fit(f"{folder}/{number}", dict(options), every=7)))
     return ends
 
 
