@@ -153,7 +153,6 @@ def same_bits() -> dict[str, str]:
     return {
         "SGD": difference(momentum),
         "AdamW": difference(adamw),
-        "excluded parameters": difference(momentum, strategy=lambda: sparse(FLAVOUR, exclude="vectors")),
         "some of a bucket": difference(all_but_one, strategy=lambda: sparse(FLAVOUR, density=0.02)),
     }
 
@@ -164,6 +163,7 @@ def more_same_bits() -> dict[str, str]:
     known = {name: difference(lambda p, c=cls, g=given: c(p, **g)) for name, (cls, given) in ELEMENTWISE.items()}
     return {
         **known,
+        "excluded parameters": difference(momentum, strategy=lambda: sparse(FLAVOUR, exclude="vectors")),
         "one by one": difference(lambda p: torch.optim.AdamW(p, lr=0.01, foreach=False)),
         "groups and scheduler": difference(scheduled),
         "average of weights": difference(momentum, callbacks=lambda: [averaging(decay=0.9)]),
@@ -257,15 +257,13 @@ def traffic() -> dict[str, float]:
     """A step's bytes once everything has settled."""
     out = {}
     for name, pto in (("without", False), ("joined", True)):
+        begins: list[int] = []
         with Counted() as counted:
-            at_begin: list[int] = []
-
-            class Look(lightning_of(FLAVOUR).Callback):  # type: ignore[misc]
-                def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
-                    at_begin.append(counted.nbytes)  # noqa: B023
-
-            fit(momentum, pto, callbacks=[Look()], steps=17)
-        out[name] = (at_begin[16] - at_begin[6]) / 10
+            note = lightning_of(FLAVOUR).callbacks.LambdaCallback(
+                on_train_batch_start=lambda *_, to=begins, counted=counted: to.append(counted.nbytes)
+            )
+            fit(momentum, pto, callbacks=[note], steps=17)
+        out[name] = (begins[16] - begins[6]) / 10
     return out
 
 
