@@ -36,7 +36,7 @@ def three_ways(_: None) -> tuple[Tensor, Tensor, Tensor]:
     plain = Blocks()
     ddp = DistributedDataParallel(plain)
     for model in (mine, native, ddp):
-        steps(model, adamw(model), None, 0, 20)
+        steps(model, adamw(model), None, 0, 10)
     return whole(mine).clone(), whole(native).clone(), whole(plain).clone()
 
 
@@ -92,8 +92,17 @@ def balance(options: dict[str, Any], net: type[nn.Module], steps: int) -> tuple[
     return whole(model).clone(), float((told - applied - left).abs().max()), float(left.abs().max())
 
 
-@pytest.mark.parametrize("steps", [8, pytest.param(50, marks=pytest.mark.slow)])
-@pytest.mark.parametrize(("nodes", "devices", "net"), [(2, 2, Blocks), (3, 1, Blocks), (2, 2, Attention)])
+@pytest.mark.parametrize(
+    ("nodes", "devices", "net", "steps"),
+    [
+        (3, 1, Blocks, 8),
+        (2, 2, Attention, 6),
+        *(
+            pytest.param(*case, 50, marks=pytest.mark.slow)
+            for case in ((2, 2, Blocks), (3, 1, Blocks), (2, 2, Attention))
+        ),
+    ],
+)
 def test_nothing_is_lost(nodes: int, devices: int, net: type[nn.Module], steps: int) -> None:
     everyone = run_ranks(balances, net, steps, nodes=nodes, devices=devices)
     for results in zip(*everyone, strict=True):

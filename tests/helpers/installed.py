@@ -40,7 +40,7 @@ def pip_install(*words: str, python: Path | None = None) -> None:
         pytest.skip("needs pip in this environment, to install the project into a folder")
     target = [] if python is None else ["--python", str(python)]
     # what the environment sees of another one stays as it is
-    how = ["--quiet", "--ignore-installed", "--no-deps", "--no-build-isolation", "--no-index", *words]
+    how = ["--quiet", "--ignore-installed", "--no-deps", "--no-compile", "--no-build-isolation", "--no-index", *words]
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", *target, "install"]
     environment = {**os.environ, "LIGHTNING_SPARSE_BUILD": "none", "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
     subprocess.run([*pip, *how], env=environment, check=True, timeout=120)

@@ -268,8 +268,9 @@ def test_leftovers_of_a_killed_lab_are_removed_by_the_next(tmp_path):
         assert processes_of(run) == []
 
 
-def test_ranks_of_a_killed_rehearsal_end_with_it(tmp_path):
-    process, run = _start_sleeping_lab(tmp_path, network=False)
+@pytest.mark.parametrize("network", WITH_AND_WITHOUT_NAMESPACES[1:])
+def test_ranks_of_a_killed_rehearsal_end_with_it(tmp_path, network):
+    process, run = _start_sleeping_lab(tmp_path, network=network)
     process.kill()
     process.wait()
     with Cluster(LabConfig(nodes=1, devices=1, network=False)):

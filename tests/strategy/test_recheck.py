@@ -46,7 +46,7 @@ def test_it_looks_before_the_agreed_rounds_and_only_after_timing_some() -> None:
     assert not any(resumed.is_due(index, due) for index in range(CHECK - 3, 500)), "what it timed is not eight rounds"
 
 
-@pytest.mark.parametrize(("nodes", "devices"), [(2, 2), (3, 1)])
+@pytest.mark.parametrize(("nodes", "devices"), [(2, 2), pytest.param(3, 1, marks=pytest.mark.slow)])
 def test_wrong_rates_are_found_out_by_all_ranks_at_once(nodes: int, devices: int) -> None:
     everyone = run_ranks(start_with, NEVER_SO_SLOW, nodes=nodes, devices=devices)
     for each in everyone:

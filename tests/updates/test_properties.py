@@ -14,7 +14,7 @@ from tests.helpers.distributed import RunRanks
 from tests.strategy.models import flat_parameters, loss_of, mlp, train
 from tests.updates.runs import adamw, mean_over_nodes, sgd, shared_of, start, steps
 
-CLUSTERS = [(2, 2), (3, 1), (4, 1)]
+CLUSTERS = [(2, 2), (3, 1), pytest.param(4, 1, marks=pytest.mark.slow)]
 OPTIONS: list[dict[str, Any]] = [
     {"density": 0.02},
     {"density": 0.02, "delay": 0},
