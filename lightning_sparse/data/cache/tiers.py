@@ -80,8 +80,8 @@ def store_file(
         if config.format == "bytes":
             file = CachedFile(answer.data, 1, len(answer.data), decoder)
         else:
-            file = CachedFile(answer.data, *decode.probe(answer.data), decoder)
-            pixels = decode.decode(answer.data, config.short_side)
+            pixels, height, width = decode.decode_sized(answer.data, config.short_side)
+            file = CachedFile(answer.data, height, width, decoder)
     except decode.UndecodableError as error:
         if config.on_corrupt == "skip":
             disk.put(key, corrupt_file(str(error), decoder))
