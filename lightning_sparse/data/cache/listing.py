@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 from tqdm import tqdm
 
+from lightning_sparse.data.cache import repository
 from lightning_sparse.data.cache.folders import source_name
 from lightning_sparse.data.cache.lists import SampleList
 from lightning_sparse.data.cache.samples import Manifest, Paths
@@ -50,7 +51,13 @@ def list_source(
         raise ValueError(f"split={split!r} must be the name of a folder in {source}, such as 'train'.")
     storage = Storage(source, timeout=timeout, readers=LIST_READERS, quiet=quiet, options=options)
     try:
-        times = storage.names(split)
+        try:
+            times = storage.names(split)
+        except MissingFolderError:
+            if (files := repository.files_of(storage, split)) is None:
+                raise
+            return _of_shards(storage, source, split, files, images, member)
+        repository.check_no_files_of(storage, split)
         if not times and (flat := _flat(storage, source, split, images, member)) is not None:
             return flat
         classes = sorted(times)
