@@ -175,8 +175,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Loaders of images beside each other.")
     parser.add_argument("out", type=Path)
     parser.add_argument("sets", nargs="+", metavar="NAME=PICTURES:SIZE")
+    parser.add_argument("--rows", nargs="+", choices=list(ROWS), metavar="ROW", help="default: all that are installed")
     options = parser.parse_args()
-    names = [name for name in ROWS if name != "LitData" or find_spec("litdata") is not None]
+    names = options.rows or [name for name in ROWS if name != "LitData" or find_spec("litdata") is not None]
     found: dict[tuple[str, str], list[dict[str, float]]] = {}
     parts = [(each.partition("=")[0], *each.partition("=")[2].rsplit(":", 1)) for each in options.sets]
     runs = [(part, name) for _ in range(ROUNDS) for part in parts for name in names]
@@ -189,7 +190,9 @@ def main() -> None:
         for (label, name), each in found.items()
     ]
     shown = [f"{label}=PICTURES:{size}" for label, _, size in parts]
-    about: dict[str, Any] = {**surroundings(f"python benchmarks/data_peers.py OUT {' '.join(shown)}")}
+    command = f"python benchmarks/data_peers.py OUT {' '.join(shown)}"
+    command += f" --rows {' '.join(map(repr, options.rows))}" if options.rows else ""
+    about: dict[str, Any] = {**surroundings(command)}
     packages = ["torchvision", "nvidia-dali-cuda130", "pillow", *(["litdata"] if "LitData" in names else [])]
     about |= {"commit": commit(), "rounds": ROUNDS, "packages": {each: version(each) for each in packages}}
     options.out.mkdir(parents=True, exist_ok=True)
