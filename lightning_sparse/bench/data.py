@@ -16,6 +16,7 @@ median.
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
 import tempfile
@@ -94,9 +95,12 @@ def cpu_seconds(process: int) -> float:
     try:
         fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
         tasks = list(Path(f"/proc/{process}/task").iterdir())
-        children = [int(child) for task in tasks for child in (task / "children").read_text().split()]
     except (FileNotFoundError, ProcessLookupError):
         return 0.0
+    children: list[int] = []
+    for task in tasks:
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # a thread that has ended meanwhile
+            children += map(int, (task / "children").read_text().split())
     return sum(map(int, fields[11:15])) / os.sysconf("SC_CLK_TCK") + sum(map(cpu_seconds, children))
 
 

@@ -41,13 +41,18 @@ def decoder_id() -> int:
 
 
 def decode(data: bytes, short_side: int | None = None) -> npt.NDArray[np.uint8]:
+    """Decode an image to RGB. As `decode_sized`, without the size of the image."""
+    return decode_sized(data, short_side)[0]
+
+
+def decode_sized(data: bytes, short_side: int | None = None) -> tuple[npt.NDArray[np.uint8], int, int]:
     """Decode an image to RGB.
 
     Args:
         short_side: scale the shorter side down to this many pixels; smaller images keep their size.
 
     Returns:
-        uint8 [H, W, 3], C-contiguous, upright.
+        uint8 [H, W, 3], C-contiguous, upright, read-only; and the height and width of the upright image before scaling.
 
     Raises:
         UndecodableError: if the bytes are not a complete image.
@@ -55,15 +60,16 @@ def decode(data: bytes, short_side: int | None = None) -> npt.NDArray[np.uint8]:
     from PIL.Image import Resampling
 
     with _opened(data) as image:
+        orientation = _orientation(image)  # the conversion may drop it
+        height, width = _upright_size(image.size, orientation)
         size = None if short_side is None else scaled(image.size, short_side)
         if size is not None and size != image.size:
             # libjpeg scales by 1/2, 1/4, 1/8 while it decodes, which takes less time
             image.draft(None, (DRAFT * size[0], DRAFT * size[1]))
-        orientation = _orientation(image)  # the conversion may drop it
         pixels = _rgb(image)
         if size is not None and size != pixels.size:
             pixels = pixels.resize(size, Resampling.BILINEAR)  # Pillow always antialiases
-        return np.array(_upright(pixels, orientation))
+        return np.asarray(_upright(pixels, orientation)), height, width
 
 
 def probe(data: bytes) -> tuple[int, int]:
@@ -73,8 +79,7 @@ def probe(data: bytes) -> tuple[int, int]:
         UndecodableError: if the bytes are not an image.
     """
     with _opened(data) as image:
-        width, height = image.size
-        return (width, height) if _orientation(image) in _TRANSPOSED else (height, width)
+        return _upright_size(image.size, _orientation(image))
 
 
 def scaled(size: tuple[int, int], short_side: int) -> tuple[int, int]:
@@ -135,6 +140,11 @@ def _eight_bits(values: npt.NDArray[Any], bits: int | None) -> npt.NDArray[np.ui
     if bits is None:
         bits = max(8, -(-int(values.max()).bit_length() // 8) * 8)
     return (values.astype(np.int64) >> (bits - 8)).clip(0, 255).astype(np.uint8)
+
+
+def _upright_size(size: tuple[int, int], orientation: int) -> tuple[int, int]:
+    """Return (height, width) of an image of (width, height)."""
+    return size if orientation in _TRANSPOSED else size[::-1]
 
 
 def _upright(image: Image.Image, orientation: int) -> Image.Image:

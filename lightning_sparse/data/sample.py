@@ -7,6 +7,9 @@ import numpy as np
 import numpy.typing as npt
 
 Format = Literal["jpeg", "decoded", "bytes"]
+EXIT_PRIORITY = 30
+"""Of threads that make batches, when the program ends (`multiprocessing.util.Finalize`): what they read from ends their
+waits for storage before that, and closes after it."""
 
 
 class View(NamedTuple):

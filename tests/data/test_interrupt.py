@@ -1,4 +1,8 @@
-"""Ctrl-C while storage hangs: it ends a run at once, wherever the run waits."""
+"""Ctrl-C, or the end of the program, while storage hangs: nobody waits for it.
+
+Storage would answer after `STALL_S`, which is also its timeout; a program that does not wait for it takes seconds, most
+of them for the end of the interpreter.
+"""
 
 from __future__ import annotations
 
@@ -14,32 +18,67 @@ import pytest
 from tests.data.pictures import numbered_folder
 from tests.data.test_datamodule import BACKENDS
 
-TRAIN = """
-import os, signal, sys
+STALL_S, LIMIT_S = 600, 120
+OPENED = f"""
+import contextlib, logging, os, signal, sys, time
 from pathlib import Path
 from tests.data.fits import *
-backend, folder = sys.argv[1], Path(sys.argv[2])
-given, model = data("pytorch_lightning", folder, backend=backend, threads=1), module("pytorch_lightning")
+kind, folder = sys.argv[1], Path(sys.argv[2])
+logging.getLogger("lightning_sparse").addHandler(logging.NullHandler())
+def hang():  # as a dead mount does: the process that reads storage
+    for each in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            command = (each / "cmdline").read_bytes().split(b"\\0")
+            if command[1:2] and command[1].endswith(b"storage_reader.py") and os.fsencode(folder / "source") in command:
+                os.kill(int(each.name), signal.SIGSTOP)
+    print("hangs", flush=True)
+options = {{"memory_gb": 0.05, "storage_timeout": {STALL_S}}}
+given = data("pytorch_lightning", folder, backend=kind, threads=1, **options)
+"""
+TRAIN = """
+model = module("pytorch_lightning")
 step = type(model).training_step
 
 def training_step(self, batch, batch_idx):
-    if batch_idx == 1:  # as a dead mount stops it
-        os.kill(given._session._stores[0]._tiers().storage._reader._process.pid, signal.SIGSTOP)
-        print("hangs", flush=True)
+    if batch_idx == 1:
+        hang()
     return step(self, batch, batch_idx)
 
 type(model).training_step = training_step
 trainer("pytorch_lightning", max_epochs=1).fit(model, given)
 """
-WARM = """
+LOOP = """
+given.setup("fit")
+for number, batch in enumerate(given.train_dataloader()):
+    if number == 1:
+        hang()
+"""
+BODY = LOOP + "        time.sleep(3600)\n"
+END = """
+given.setup("fit")
+batches = iter(given.train_dataloader())
+next(batches)
+hang()
+"""
+WARM = f"""
 import sys, threading, time
 from pathlib import Path
 from lightning_sparse.cli import main
 from lightning_sparse.data.cache import storage_process
 script, asked = Path(sys.argv[2]) / "hangs.py", Path(sys.argv[2]) / "asked"
-script.write_text(Path(storage_process.__file__).with_name("storage_reader.py").read_text().replace(
-    'if kind == ord("r"):',
-    f'if kind == ord("r"): open({str(asked)!r}, "w").close(); time.sleep(600)\\n        if kind == ord("r"):', 1))
+script.write_text(f'''
+import sys, time
+sys.path.insert(0, {{str(Path(storage_process.__file__).parent)!r}})
+import storage_reader
+answer = storage_reader.answer
+def hanging(source, kind, *args):
+    if kind == ord("r"):
+        open({{str(asked)!r}}, "w").close()
+        time.sleep({STALL_S})
+    return answer(source, kind, *args)
+storage_reader.answer = hanging
+storage_reader.main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3])
+''')
 storage_process._READER = script
 def say():
     while not asked.exists():
@@ -48,36 +87,51 @@ def say():
 threading.Thread(target=say, daemon=True).start()
 main(["cache", "warm", sys.argv[2] + "/source", sys.argv[2] + "/cache", "--splits", "train"])
 """
-
-
-def interrupt(code: str, *arguments: str) -> None:
-    """Press Ctrl-C once the program says that it hangs, and wait for its end."""
-    command = [sys.executable, "-W", "ignore", "-c", code, *arguments]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)}
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as run:
-        assert run.stdout is not None
-        for line in run.stdout:
-            if line == "hangs\n":
-                break
-        time.sleep(1)  # by now it waits
-        assert run.poll() is None
-        run.send_signal(signal.SIGINT)
-        try:
-            run.wait(timeout=60)  # of 300; most of it is the end of the interpreter on a busy machine
-        except subprocess.TimeoutExpired:
-            run.kill()
-            raise
-
-
 TORCH, DALI = BACKENDS
+SLOW_DALI = pytest.param("dali", marks=(*DALI.marks, pytest.mark.slow))
 
 
-@pytest.mark.parametrize("backend", [TORCH, pytest.param("dali", marks=(*DALI.marks, pytest.mark.slow))])
-def test_ctrl_c_ends_a_run_that_waits_for_storage(tmp_path: Path, backend: str) -> None:
-    numbered_folder(tmp_path / "source")
-    interrupt(TRAIN, backend, str(tmp_path))
+def run(code: str, kind: str, folder: Path, *, interrupt: bool) -> tuple[int, str]:
+    """Run a program until it hangs, and press Ctrl-C or wait for its end. Returns its status and standard error."""
+    numbered_folder(folder / "source")
+    command = [sys.executable, "-W", "ignore", "-c", code, kind, str(folder)]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)}
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
+    ) as program:
+        assert program.stdout is not None
+        assert "hangs\n" in iter(program.stdout.readline, "")
+        if interrupt:
+            time.sleep(1)  # by now it waits
+            assert program.poll() is None
+            program.send_signal(signal.SIGINT)
+        begin = time.monotonic()
+        try:
+            _, errors = program.communicate(timeout=LIMIT_S)
+        except subprocess.TimeoutExpired:
+            program.kill()
+            raise
+    print(f"ended after {time.monotonic() - begin:.1f} s")
+    return program.returncode, errors
+
+
+@pytest.mark.parametrize("kind", [TORCH, SLOW_DALI])
+def test_ctrl_c_ends_a_fit_that_waits_for_storage(tmp_path: Path, kind: str) -> None:
+    run(OPENED + TRAIN, kind, tmp_path, interrupt=True)
+
+
+@pytest.mark.parametrize("kind", [TORCH, SLOW_DALI])
+@pytest.mark.parametrize("code", [LOOP, pytest.param(BODY, marks=pytest.mark.slow)], ids=["waiting", "computing"])
+def test_ctrl_c_ends_a_loop_of_ones_own(tmp_path: Path, kind: str, code: str) -> None:
+    """Where nobody closes anything: the loop waits for a batch, or computes while threads wait for the next one."""
+    _, errors = run(OPENED + code, kind, tmp_path, interrupt=True)
+    assert errors.rstrip().endswith("KeyboardInterrupt")
 
 
 def test_ctrl_c_ends_a_fill_that_waits_for_storage(tmp_path: Path) -> None:
-    numbered_folder(tmp_path / "source")
-    interrupt(WARM, "-", str(tmp_path))
+    run(WARM, "-", tmp_path, interrupt=True)
+
+
+@pytest.mark.parametrize("kind", [TORCH, SLOW_DALI])
+def test_a_program_may_end_while_storage_hangs(tmp_path: Path, kind: str) -> None:
+    assert run(OPENED + END, kind, tmp_path, interrupt=False) == (0, "")

@@ -17,7 +17,6 @@ import torch
 
 from lightning_sparse.data.pipeline.augment import Augment
 from lightning_sparse.data.pipeline.batch import BatchRequest, Transform, prepare
-from lightning_sparse.data.pipeline.prefetch import prefetch
 from tests.data.fake_store import FolderStore
 from tests.data.pictures import make_folder
 
@@ -204,8 +203,8 @@ def test_requests_are_made_outside_the_training_thread(backend: str, folder: Pat
     pipe = pipeline(backend, store)
     assert len(list(pipe.run(asked()))) == 5
     pipe.close()
+    assert made_in
     assert threading.current_thread() not in made_in
-    assert len(made_in) == 1
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -327,41 +326,6 @@ def test_an_error_of_the_store_arrives_in_its_place(backend: str, folder: Path) 
             next(batches)
     finally:
         pipe.close()
-
-
-def test_ahead_keeps_order_and_depth_and_passes_errors_on() -> None:
-    produced: list[int] = []
-
-    def items() -> Iterator[int]:
-        for item in range(6):
-            produced.append(item)
-            yield item
-        raise KeyError("the end")
-
-    lane = prefetch(items(), 2, "test")
-    assert produced == []
-    assert next(lane) == 0
-    time.sleep(0.05)
-    assert len(produced) <= 4, "more is made than may wait"
-    got: list[int] = []
-    with pytest.raises(KeyError, match="the end"):
-        got.extend(lane)
-    assert got == [1, 2, 3, 4, 5]
-
-
-def test_closing_ahead_closes_what_it_reads() -> None:
-    closed: list[str] = []
-
-    def items() -> Iterator[int]:
-        try:
-            yield from range(10**9)
-        finally:
-            closed.append("inner")
-
-    lane = prefetch(prefetch(items(), 1, "inner"), 1, "outer")
-    assert next(lane) == 0
-    lane.close()
-    assert closed == ["inner"]
 
 
 def test_memory_is_used_again_only_when_nobody_refers_to_the_batch() -> None:

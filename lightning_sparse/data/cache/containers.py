@@ -13,6 +13,8 @@ MAX_LABEL_BYTES = 64  # of a member that is a label: `.cls`
 PROGRESS_S = 1.0
 READ_BYTES = 4 << 20  # Parquet files are read in parts, so that slow storage is seen to answer
 
+LFS_POINTER = b"version https://git-lfs"
+
 
 class ContainerError(Exception):
     """The file cannot be used, now or later."""
@@ -93,6 +95,9 @@ def _opened(file: Any, progress: "Callable[[], None]") -> Any:
     import pyarrow
     from pyarrow.parquet import ParquetFile
 
+    if file.read(len(LFS_POINTER)) == LFS_POINTER:
+        raise ContainerError("it is a pointer of Git LFS: run `git lfs pull` in the repository")
+    file.seek(0)
     try:
         return ParquetFile(pyarrow.PythonFile(_Reporting(file, progress), "r"), buffer_size=READ_BYTES)
     except pyarrow.ArrowInvalid as error:

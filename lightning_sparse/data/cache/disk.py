@@ -203,13 +203,14 @@ class DiskCache:
         return len(gone)
 
     def _checked(self, key: FileKey, digest: bytes, value: memoryview) -> CachedFile | None:
-        if len(value) < _HEADER.size or _checksum(digest, value) != _HEADER.unpack_from(value)[-1]:
+        header, data = value[: _HEADER.size], value[_HEADER.size :]
+        if len(header) < _HEADER.size or _checksum(digest, header, data) != _HEADER.unpack(header)[-1]:
             self._counter.add(flipped_disk=1)
             return None
         magic, decoder, _, _, height, width, _ = _HEADER.unpack_from(value)
         if magic != _MAGIC or not _matches(key, value):
             return None
-        return CachedFile(bytes(value[_HEADER.size :]), height, width, decoder)
+        return CachedFile(bytes(data), height, width, decoder)
 
     def entries(self) -> int:
         """Number of cached files, including corrupt ones."""
@@ -233,18 +234,16 @@ class DiskCache:
 
 def _packed(key: FileKey, digest: bytes, stored: CachedFile) -> bytes:
     fields = (_MAGIC, stored.decoder, key.size, key.mtime_ns, stored.height, stored.width)
-    value = bytearray(_HEADER.pack(*fields, 0) + stored.data)
-    struct.pack_into("<Q", value, _UNCHECKED, _checksum(digest, value))
-    return bytes(value)
+    header = _HEADER.pack(*fields, 0)
+    return _HEADER.pack(*fields, _checksum(digest, header, stored.data)) + stored.data
 
 
-def _checksum(digest: bytes, value: memoryview | bytearray) -> int:
+def _checksum(digest: bytes, header: bytes | memoryview, data: bytes | memoryview) -> int:
     import xxhash
 
     hashed = xxhash.xxh3_64(digest)
-    view = memoryview(value)
-    hashed.update(view[:_UNCHECKED])
-    hashed.update(view[_HEADER.size :])
+    hashed.update(header[:_UNCHECKED])
+    hashed.update(data)
     return hashed.intdigest()
 
 

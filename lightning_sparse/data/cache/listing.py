@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 from tqdm import tqdm
 
+from lightning_sparse.data.cache import repository
 from lightning_sparse.data.cache.folders import source_name
 from lightning_sparse.data.cache.lists import SampleList
 from lightning_sparse.data.cache.samples import Manifest, Paths
@@ -50,18 +51,27 @@ def list_source(
         raise ValueError(f"split={split!r} must be the name of a folder in {source}, such as 'train'.")
     storage = Storage(source, timeout=timeout, readers=LIST_READERS, quiet=quiet, options=options)
     try:
-        times = storage.names(split)
-        if not times and (flat := _flat(storage, source, split, images, member)) is not None:
-            return flat
-        classes = sorted(times)
-        below = _below(storage, [f"{split}/{name}" for name in classes], split, images=images, quiet=quiet)
-        probed = _probed(storage, [path for each in below for path, _, _ in each.files] if images else [])
+        return _list(storage, source, split, images=images, quiet=quiet, member=member)
     finally:
         storage.close()
+
+
+def _list(storage: Storage, source: str, split: str, *, images: bool, quiet: bool, member: str | None) -> Manifest:
+    try:
+        times = storage.names(split)
+    except MissingFolderError:
+        if (files := repository.files_of(storage, split)) is None:
+            raise
+        return _of_shards(storage, source, split, files, images, member)
+    repository.check_no_files_of(storage, split)
+    if not times and (flat := _flat(storage, source, split, images, member)) is not None:
+        return flat
+    classes = sorted(times)
+    below = _below(storage, [f"{split}/{name}" for name in classes], split, images=images, quiet=quiet)
     found = dict(zip(classes, below, strict=True))
     _check_classes(source, split, found, "images" if images else "files")
-    manifest = manifest_of(source, split, times, found)
-    return replace(manifest, probed=probed)
+    probed = _probed(storage, [path for each in below for path, _, _ in each.files] if images else [])
+    return replace(manifest_of(source, split, times, found), probed=probed)
 
 
 def list_named(config: CacheConfig, split: str, samples: SampleList, *, quiet: bool = False) -> Manifest:

@@ -14,6 +14,7 @@ from pathlib import Path
 from lightning_sparse.data.cache.folders import cache_folder, file_name, is_read_only, locked, usable, write_private
 from lightning_sparse.data.cache.listing import LIST_READERS, list_named, list_source
 from lightning_sparse.data.cache.lists import SampleList, read_list
+from lightning_sparse.data.cache.repository import files_of
 from lightning_sparse.data.cache.samples import Manifest
 from lightning_sparse.data.cache.shards import kind_of
 from lightning_sparse.data.cache.storage import MissingFolderError, Storage
@@ -86,10 +87,7 @@ def has_split(config: CacheConfig, split: str) -> bool:
     kept = next((each for each in map(lambda name: kept_manifest(config, name), ("val", "train")) if each), None)
     storage = Storage(config.source, timeout=_patience(config, kept), readers=1, options=config.storage_options)
     try:
-        if storage.names(split) or config.format == "bytes":
-            return True
-        (listed,) = storage.listing([split], images=False)
-        return bool(kind_of([path for path, _, _ in listed.files]))
+        return _has_samples(storage, split, config.format == "bytes")
     except MissingFolderError:
         return False
     except DataError:
@@ -98,6 +96,16 @@ def has_split(config: CacheConfig, split: str) -> bool:
         return False
     finally:
         storage.close()
+
+
+def _has_samples(storage: Storage, split: str, any_files: bool) -> bool:
+    try:
+        if storage.names(split) or any_files:
+            return True
+    except MissingFolderError:
+        return files_of(storage, split) is not None
+    (listed,) = storage.listing([split], images=False)
+    return bool(kind_of([path for path, _, _ in listed.files]))
 
 
 def class_names(config: CacheConfig, split: str) -> tuple[str, ...]:
@@ -125,6 +133,8 @@ def _classes(config: CacheConfig, split: str) -> tuple[tuple[str, ...], int]:
         storage = Storage(config.source, timeout=_patience(config, kept), readers=1, options=config.storage_options)
         try:
             names = tuple(sorted(storage.names(split)))
+        except MissingFolderError:
+            names = ()
         finally:
             storage.close()
     except DataError:
@@ -133,7 +143,7 @@ def _classes(config: CacheConfig, split: str) -> tuple[tuple[str, ...], int]:
         return kept.classes, kept.num_classes
     if names:
         return names, len(names)
-    manifest = load_or_list(config, split)  # shards say their labels only when they are listed
+    manifest = load_or_list(config, split)  # shards say their labels only when they are listed; or there is no folder
     return manifest.classes, manifest.num_classes
 
 
@@ -202,10 +212,11 @@ def _change(config: CacheConfig, storage: Storage, kept: Manifest) -> str:
     digest = _list_of(config, kept.split, kept).digest if config.lists is not None else ""
     if digest != kept.list_digest:
         return f"the list of {kept.split} has changed"
-    now = {f"{kept.split}/{name}": time for name, time in ({} if digest else storage.names(kept.split)).items()}
+    by_folder = not digest and not len(kept.shards)
+    now = {f"{kept.split}/{name}": time for name, time in (storage.names(kept.split) if by_folder else {}).items()}
     if not len(kept.folders):
         return f"the list of {kept.split}/ is of an older version"
-    classes = set() if digest else {f"{kept.split}/{name}" for name in kept.classes}
+    classes = {f"{kept.split}/{name}" for name in kept.classes} if by_folder else set()
     for verb, names in (("is new", now.keys() - classes), ("is gone", classes - now.keys())):
         if names:
             return f"{min(names)}/ {verb}"

@@ -60,7 +60,7 @@ class _Header(IntEnum):
     TAIL = 4  # used bytes of payloads
     RESERVED = 5  # allocated bytes of payloads
     FULL = 6
-    CACHED = 7  # ready slots
+    CACHED = 7  # slots that are ready, or being filled
     PROCESSES = 8
     TOPICS = 64
 
@@ -129,8 +129,6 @@ class MemoryCache:
         slot["length"], slot["offset"], slot["height"], slot["width"] = len(flat), offset, height, width
         slot["checksum"] = xxh3_64_intdigest(flat.data, _seed(index, height, width))
         self._states[index] = READY
-        with self._locked():
-            self._header[_Header.CACHED] += 1
         return True
 
     def _reserve(self, index: int, length: int) -> int | None:
@@ -146,6 +144,7 @@ class MemoryCache:
                 self._header[_Header.FULL] = 1
                 return None
             self._header[_Header.TAIL] = end
+            self._header[_Header.CACHED] += 1
             self._states[index] = FILLING
         return offset
 

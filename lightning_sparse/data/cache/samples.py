@@ -208,7 +208,7 @@ class Manifest:
         numbers = np.array([number[name] for name in self.classes], np.int64)
         labels = self.labels.copy()
         first = labels if labels.ndim == 1 else labels[:, 0]
-        first[:] = numbers[first]
+        first[first >= 0] = numbers[first[first >= 0]]  # -1: it has no label, in data sets of Hugging Face
         return replace(self, classes=classes, labels=labels, fingerprint="")
 
     def key(self, index: int) -> FileKey:

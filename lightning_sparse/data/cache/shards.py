@@ -129,6 +129,9 @@ def samples_of_rows(files: Sequence[str], contents: Sequence[Mapping[str, Any]])
     if not total:
         raise ValueError(f"the files {files[0]}, ... contain no rows.")
     labels, classes = np.zeros((total, 0), np.int64), tuple(contents[0]["names"])
+    for file, each in zip(files, contents, strict=True):
+        if tuple(each["names"]) != classes:
+            raise ValueError(f"{file} has other names of classes than {files[0]}: write the files of a split together.")
     values = [label for each in contents for label in each["labels"]]
     if len(values) not in (0, total):
         raise ValueError(f"only some of the files {files[0]}, ... have a column of labels: give all of them one.")

@@ -18,8 +18,8 @@ from concurrent.futures import TimeoutError as FutureTimeoutError
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from lightning_sparse.data.cache.packets import ANSWER, REQUEST, packet
 from lightning_sparse.data.cache.storage_process import ReaderProcess
-from lightning_sparse.data.cache.storage_reader import ANSWER, REQUEST
 from lightning_sparse.data.config import DataError
 from lightning_sparse.messages import log
 
@@ -108,14 +108,16 @@ class Storage:
     def read(self, locations: Sequence[Location]) -> Iterator[StoredFile | Unreadable]:
         """Yield the contents of files, or of parts of files, in order. All are requested at once."""
         parts = [(each, "", "") if isinstance(each, str) else each for each in locations]
-        requests = [self._request("r", f"{first}:{last}:{path}") for path, first, last in parts]
+        requests = self._requested("r", [f"{first}:{last}:{path}" for path, first, last in parts])
         for request in requests:
             status, payload, size, mtime_ns = self._wait_for(request)
             yield StoredFile(payload, size, mtime_ns) if status == "k" else Unreadable(_text(payload))
 
     def row_groups(self, paths: Sequence[str], column: str) -> Iterator[dict[str, Any]]:
         """Yield what each Parquet file contains, as `containers.row_groups`."""
-        for path, request in [(path, self._request("p", json.dumps([column, path]))) for path in paths]:
+        for path, request in zip(
+            paths, self._requested("p", [json.dumps([column, each]) for each in paths]), strict=True
+        ):
             status, payload, _, _ = self._wait_for(request)
             if status != "k":
                 raise ValueError(f"source={self.source}: {path} cannot be used: {_text(payload)}.")
@@ -123,7 +125,7 @@ class Storage:
 
     def rows(self, path: str, group: int, column: str) -> list[StoredFile | Unreadable]:
         """Return the samples in a row group of a Parquet file."""
-        status, payload, _, _ = self._wait_for(self._request("g", json.dumps([group, column, path])))
+        status, payload, _, _ = self._wait_for(*self._requested("g", [json.dumps([group, column, path])]))
         if status != "k":
             raise ValueError(f"source={self.source}: {path} cannot be used: {_text(payload)}.")
         found: list[StoredFile | Unreadable] = []
@@ -136,7 +138,7 @@ class Storage:
 
     def members(self, paths: Sequence[str]) -> Iterator[list[tuple[str, int, int, str]]]:
         """Yield (name, offset, size, contents of a label) of the members of each tar file."""
-        for path, request in [(path, self._request("t", path)) for path in paths]:
+        for path, request in zip(paths, self._requested("t", paths), strict=True):
             status, payload, _, _ = self._wait_for(request)
             if status != "k":
                 raise ValueError(f"source={self.source}: the shard {path} cannot be used: {_text(payload)}.")
@@ -149,7 +151,7 @@ class Storage:
             images: only images; else all files but hidden ones.
 
         Raises:
-            MissingFolderError: if a folder cannot be listed; also `names` and `mtimes`.
+            MissingFolderError: if a folder cannot be listed; also `names`, `files` and `mtimes`.
         """
         for files, below in self._ask("l" if images else "f", folders):
             yield Listed([tuple(each) for each in files], [tuple(each) for each in below])
@@ -158,14 +160,17 @@ class Storage:
         """Return the modification times in ns of the subfolders of a folder, by name; 0 if unknown."""
         return dict(next(self._ask("n", [folder])))
 
+    def files(self, folder: str) -> list[tuple[str, int, int]]:
+        """Return (name, size, mtime in ns) of the files in a folder, not below it."""
+        return [tuple(each) for each in next(self._ask("d", [folder]))]
+
     def mtimes(self, folders: Sequence[str]) -> list[int]:
         """Return the modification time of each folder in ns; 0 if unknown."""
         return list(self._ask("m", folders))
 
     def _ask(self, kind: str, folders: Sequence[str]) -> Iterator[Any]:
         """Yield an answer in JSON for each folder. All are requested at once."""
-        requests = [self._request(kind, folder) for folder in folders]
-        for folder, request in zip(folders, requests, strict=True):
+        for folder, request in zip(folders, self._requested(kind, folders), strict=True):
             status, payload, _, _ = self._wait_for(request)
             if status != "k":
                 raise MissingFolderError(
@@ -197,17 +202,21 @@ class Storage:
             self._reader.abandon()
         self._reader = None
 
-    def _request(self, kind: str, path: str) -> _Request:
+    def _requested(self, kind: str, paths: Sequence[str]) -> list[_Request]:
+        """Send requests, in one packet."""
         with self._lock:
             self._check_open()
-            self._next += 1
-            message = REQUEST.pack(self._next, ord(kind)) + path.encode("utf-8", "surrogateescape")
-            request = self._requests[self._next] = _Request(message, Future())
+            requests = []
+            for path in paths:
+                self._next += 1
+                message = REQUEST.pack(self._next, ord(kind)) + path.encode("utf-8", "surrogateescape")
+                requests.append(_Request(message, Future()))
+                self._requests[self._next] = requests[-1]
             if self._reader is None:
                 self._restart_reader()  # sends all open requests
             else:
-                self._reader.send(message)
-            return request
+                self._reader.send(packet([each.message for each in requests]))
+            return requests
 
     def _restart_reader(self) -> None:
         """Start a reader and send it all open requests."""
@@ -217,26 +226,27 @@ class Storage:
         self._reader = ReaderProcess(self.source, self._readers, self)
         self._reader.send(json.dumps(self.options).encode())
         self._to_retry.clear()
-        for request in list(self._requests.values()):
-            self._reader.send(request.message)
+        self._reader.send(packet([each.message for each in self._requests.values()]))
 
-    def on_answer(self, message: bytes) -> None:
+    def on_answers(self, messages: Sequence[bytes]) -> None:
         """Called by the thread that listens to a reader."""
-        number, status, size, mtime_ns = ANSWER.unpack_from(message)
-        payload = message[ANSWER.size :]
+        answered = []
         with self._lock:
-            if chr(status) == "p":
+            for message in messages:
+                number, status, size, mtime_ns = ANSWER.unpack_from(message)
+                payload = message[ANSWER.size :]
+                if chr(status) == "t":  # an error of the network
+                    self._trouble = _text(payload)
+                    self._to_retry.append(number)
+                    continue
                 self._reset_timeout()
-                return
-            if chr(status) == "t":  # an error of the network
-                self._trouble = _text(payload)
-                self._to_retry.append(number)
-                return
-            request = self._requests.pop(number, None)  # None if a former reader answered it
-            self._reset_timeout()
-            self._log_recovery()
-        if request is not None:
-            request.future.set_result((chr(status), payload, size, mtime_ns))
+                request = None if chr(status) == "p" else self._requests.pop(number, None)
+                if request is not None:  # None if a former reader answered it
+                    answered.append((request, (chr(status), payload, size, mtime_ns)))
+            if answered:
+                self._log_recovery()
+        for request, answer in answered:
+            request.future.set_result(answer)
 
     def _wait_for(self, request: _Request) -> tuple[str, bytes, int, int]:
         with self._lock:
@@ -280,8 +290,9 @@ class Storage:
             reader = self._reader
             if reader is None or not reader.alive or now >= self._restart_at:
                 return self._restart_reader()
-            for request in [self._requests[number] for number in self._to_retry if number in self._requests]:
-                reader.send(request.message)
+            again = [self._requests[number].message for number in self._to_retry if number in self._requests]
+            if again:
+                reader.send(packet(again))
             return self._to_retry.clear()
 
     def _check_open(self) -> None:

@@ -9,16 +9,19 @@ import subprocess
 import sys
 import threading
 import weakref
+from collections.abc import Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Protocol
 
-KILL_S = 1.0  # for the end of a reader; one that hangs in the kernel is left to it
+from lightning_sparse.data.cache.packets import messages_of
+
+KILL_S = 0.5  # for the end of a reader; one that hangs in the kernel is left to it
 _READER = Path(__file__).with_name("storage_reader.py")
 
 
 class _Owner(Protocol):
-    def on_answer(self, message: bytes) -> None: ...
+    def on_answers(self, messages: Sequence[bytes]) -> None: ...
 
 
 class ReaderProcess:
@@ -40,6 +43,7 @@ class ReaderProcess:
         threading.Thread(target=self._listen, name="storage reader", daemon=True).start()
 
     def send(self, message: bytes) -> None:
+        """Send the options; after that, packets of requests."""
         try:
             with self._sending:
                 self._connection.send_bytes(message)
@@ -60,7 +64,7 @@ class ReaderProcess:
             owner = self._owner()
             if owner is None:
                 break
-            owner.on_answer(message)
+            owner.on_answers(list(messages_of(message)))
             del owner
         self._connection.close()
         self.alive = False

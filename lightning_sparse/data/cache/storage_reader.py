@@ -4,13 +4,15 @@ A read from a dead mount cannot be interrupted, and its process cannot be killed
 training process never reads network storage itself: this process does, and is abandoned if it hangs.
 
 It receives requests on a socket (the file descriptor in argv), answers them in any order, and ends when the socket
-closes. The first message is the options for fsspec, because other users can read argv. It imports only the standard
+closes. Requests and answers travel several in a packet: of small files, a packet costs more than what is in it. The
+first message is the options for fsspec, because other users can read argv. It imports only the standard
 library, and fsspec if the source is a URL, so that it starts fast.
 
 =========  ============================================  ============================================
 request    number u64, kind u8, path                     "r": read a file, or part of one: first, last, path
                                                          "l": list the images below a folder, "f": all files
-                                                         "n": list its subfolders, "m": when it changed
+                                                         "n": list its subfolders, "d": the files in it
+                                                         "m": when it changed
                                                          "t": list the members of a tar file
                                                          "p": list the row groups of a Parquet file: column, path
                                                          "g": the rows of a row group: number, column, path
@@ -30,19 +32,29 @@ if __name__ == "__main__":
 import json
 import os
 import stat
-import struct
 import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime
 from errno import EACCES, EISDIR, ELOOP, ENAMETOOLONG, ENOENT, ENOTDIR, ENXIO, EPERM
-from functools import cache
+from functools import cache, partial
 from importlib.util import module_from_spec, spec_from_file_location
 from multiprocessing.connection import Connection
+from queue import SimpleQueue
 from typing import Any
 
-REQUEST, ANSWER = struct.Struct("<QB"), struct.Struct("<QBQq")
+
+def beside(name: str) -> Any:
+    """Return the module `name` in the folder of this file, which as a script is in no package."""
+    spec = spec_from_file_location(name, os.path.join(os.path.dirname(__file__), f"{name}.py"))
+    assert spec is not None
+    assert spec.loader is not None
+    module = module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+packets, containers = beside("packets"), cache(lambda: beside("containers"))
 IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp", ".gif")
 # Errors of the file. All others (EIO, ENOTCONN, ESTALE, ETIMEDOUT, ...) are errors of the network and may pass.
 _FILE_ERRORS = (ENOENT, EACCES, EPERM, EISDIR, ENOTDIR, ELOOP, ENAMETOOLONG, ENXIO)
@@ -92,6 +104,12 @@ class LocalStorage:
         """Return (name, mtime in ns) of the subfolders."""
         with os.scandir(os.path.join(self.root, path)) as entries:
             return [(entry.name, entry.stat().st_mtime_ns) for entry in entries if entry.is_dir()]
+
+    def files(self, path: str) -> "list[tuple[str, int, int]]":
+        """Return (name, size, mtime in ns) of the files in a folder, not below it."""
+        with os.scandir(os.path.join(self.root, path)) as entries:
+            found = [(entry.name, _stat(entry)) for entry in entries if not entry.is_dir()]
+        return [(name, about.st_size, about.st_mtime_ns) if about else (name, 0, 0) for name, about in found]
 
     def mtime(self, path: str) -> int:
         return os.stat(os.path.join(self.root, path)).st_mtime_ns
@@ -167,6 +185,10 @@ class FsspecStorage:
         entries = self._fs.ls(self._at(path), detail=True)
         return [(e["name"].rstrip("/").rpartition("/")[2], _mtime(e)) for e in entries if e["type"] == "directory"]
 
+    def files(self, path: str) -> "list[tuple[str, int, int]]":
+        entries = [each for each in self._fs.ls(self._at(path), detail=True) if each["type"] == "file"]
+        return [(each["name"].rpartition("/")[2], each.get("size") or 0, _mtime(each)) for each in entries]
+
     def mtime(self, path: str) -> int:
         """0 if storage keeps no times of folders."""
         return _mtime(self._fs.info(self._at(path)))
@@ -232,17 +254,6 @@ def _mtime(about: "dict[str, Any]") -> int:
     return int.from_bytes(tag.encode()[-7:], "little")
 
 
-@cache
-def containers() -> Any:
-    """The module beside this file, which as a script is in no package."""
-    spec = spec_from_file_location("containers", os.path.join(os.path.dirname(__file__), "containers.py"))
-    assert spec is not None
-    assert spec.loader is not None
-    module = module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 class Source:
     """The storage, opened by the first request that succeeds: it may take several if its server does not answer."""
 
@@ -280,7 +291,7 @@ def answer(source: Source, kind: int, path: str, progress: "Callable[[], None]")
             group, column, file = json.loads(path)
             return ord("k"), containers().rows(storage.opened(file), column, group, progress), 0, 0
         else:
-            found = storage.names(path) if kind == ord("n") else storage.mtime(path)
+            found = {"n": storage.names, "d": storage.files, "m": storage.mtime}[chr(kind)](path)
         return ord("k"), json.dumps(found).encode("utf-8", "surrogatepass"), 0, 0
     except UnreadableFileError as error:
         return ord("s"), str(error).encode(), 0, 0
@@ -306,32 +317,28 @@ def _described(error: Exception) -> bytes:
 
 def main(file: int, threads: int, source: str) -> None:
     connection = Connection(file)
-    lock = threading.Lock()
+    requests: SimpleQueue[bytes] = SimpleQueue()
+    answers = packets.Answers(connection, requests)
     try:
-        options = json.loads(connection.recv_bytes())
+        storage = Source(source, json.loads(connection.recv_bytes()))
     except (EOFError, OSError):
         os._exit(0)
-    storage = Source(source, options)
 
-    def send(number: int, status: int, payload: bytes = b"", size: int = 0, mtime: int = 0) -> None:
-        with lock:
-            try:
-                connection.send_bytes(ANSWER.pack(number, status, size, mtime) + payload)
-            except OSError:
-                os._exit(0)  # the socket is closed; another thread may hang, so do not wait for it
-
-    def serve(message: bytes) -> None:
-        number, kind = REQUEST.unpack_from(message)
-        path = message[REQUEST.size :].decode("utf-8", "surrogateescape")
-        send(number, *answer(storage, kind, path, lambda: send(number, ord("p"))))
-
-    with ThreadPoolExecutor(threads) as pool:
+    def serve() -> None:
         while True:
-            try:
-                message = connection.recv_bytes()
-            except (EOFError, OSError):
-                os._exit(0)
-            pool.submit(serve, message)
+            message = requests.get()
+            number, kind = packets.REQUEST.unpack_from(message)
+            path = message[packets.REQUEST.size :].decode("utf-8", "surrogateescape")
+            answers.add(number, *answer(storage, kind, path, partial(answers.add, number, ord("p"))))
+
+    for _ in range(threads):
+        threading.Thread(target=serve, daemon=True).start()
+    while True:
+        try:
+            for message in packets.messages_of(connection.recv_bytes()):
+                requests.put(message)
+        except (EOFError, OSError):
+            os._exit(0)
 
 
 if __name__ == "__main__":

@@ -35,7 +35,7 @@ from lightning_sparse.data.peers.client import PeerClient
 from lightning_sparse.data.peers.interface import node_address
 from lightning_sparse.data.peers.limits import allow_connections
 from lightning_sparse.data.peers.server import PeerServer
-from lightning_sparse.data.sample import Format, Sample, View
+from lightning_sparse.data.sample import EXIT_PRIORITY, Format, Sample, View
 
 ROW_GROUPS = (
     "the disk cache is full, so whole row groups are read from network storage for single samples of them: increase "
@@ -89,7 +89,10 @@ class SampleStore:
             CorruptSampleError: if a file is corrupt and ``on_corrupt="raise"``.
             StorageTimeoutError: if network storage does not respond.
         """
-        tiers = self._tiers()
+        with self._tiers().reading() as tiers:
+            return self._get(tiers, indices)
+
+    def _get(self, tiers: Tiers, indices: Sequence[int]) -> list[Sample]:
         array = np.asarray(indices, np.int64)
         requested: list[int] = array.tolist()
         views, flipped = tiers.memory.get(requested)
@@ -236,7 +239,8 @@ class SampleStore:
         Raises:
             CorruptSampleError: if ``on_corrupt="raise"``, or if the samples that could replace it are corrupt, too.
         """
-        return self._replacement(self._tiers(), index, reason)
+        with self._tiers().reading() as tiers:
+            return self._replacement(tiers, index, reason)
 
     def _replacement(self, tiers: Tiers, index: int, reason: str) -> Sample:
         """Return the next valid sample of the same owner in place of a corrupt one; the same in each epoch and run."""
@@ -311,14 +315,15 @@ class SampleStore:
         self._tiers().disk.flush()
 
     def interrupt(self) -> None:
-        """End the reads of network storage. Threads that wait for it raise DataError."""
+        """As `Tiers.interrupt`."""
         if self._opened is not None and self._opened.pid == os.getpid():
-            self._opened.storage.close()
+            self._opened.interrupt()
 
     def close(self) -> None:
         """Write pending files and close the tiers. The last process of a run on a node frees its memory."""
         if self._opened is not None and self._opened.pid == os.getpid():
-            self._closer()
+            for closer in self._closers:
+                closer()
         self._opened = None
 
     def _tiers(self) -> Tiers:
@@ -331,12 +336,13 @@ class SampleStore:
                 self._opened = open_tiers(self.config, self.manifest, self.placement, self._owned, self._run)
                 if self._endpoints:
                     self._connect(self._opened)
-                # closes when this object is collected and when the process ends, also in multiprocessing children
-                self._closer = Finalize(self, self._opened.close, exitpriority=20)
+                # when this object is collected and when the process ends, also in multiprocessing children
+                ends = ((self._opened.interrupt, EXIT_PRIORITY + 1), (self._opened.close, EXIT_PRIORITY - 1))
+                self._closers = [Finalize(self, end, exitpriority=priority) for end, priority in ends]
             return self._opened
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in vars(self).items() if name not in ("_opened", "_lock", "_closer")}
+        return {name: value for name, value in vars(self).items() if name not in ("_opened", "_lock", "_closers")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)

@@ -1,8 +1,10 @@
 """The tiers that a process has open."""
 
+import contextlib
 import os
-from collections.abc import Callable
-from dataclasses import dataclass
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
@@ -22,6 +24,8 @@ from lightning_sparse.data.peers.server import PeerServer
 from lightning_sparse.data.sample import View
 from lightning_sparse.messages import log
 
+LAST_READ_S = 5.0  # without storage and other nodes, what a thread has begun to read takes less
+
 
 @dataclass
 class Tiers:
@@ -40,6 +44,20 @@ class Tiers:
     warn_once: Callable[[str, str], None]
     peers: PeerClient | None = None
     server: PeerServer | None = None
+    _reads: int = 0
+    _changed: threading.Condition = field(default_factory=threading.Condition)
+
+    @contextlib.contextmanager
+    def reading(self) -> Iterator["Tiers"]:
+        """Put off `close`, up to `LAST_READ_S`: LMDB must not be closed under a thread that reads it."""
+        with self._changed:
+            self._reads += 1
+        try:
+            yield self
+        finally:
+            with self._changed:
+                self._reads -= 1
+                self._changed.notify_all()
 
     def keep(self, index: int, view: View) -> None:
         """Keep a sample in memory if there is space."""
@@ -50,13 +68,21 @@ class Tiers:
                 "epoch reads the other samples of this node from local disk. Increase memory_gb to keep more.",
             )
 
+    def interrupt(self) -> None:
+        """End the reads of network storage. Threads that wait for it raise DataError."""
+        if self.server is not None:
+            self.server.stop()
+        self.storage.close()
+
     def close(self) -> None:
+        self.interrupt()
         if self.server is not None:
             self.server.close()
         if self.peers is not None:
             self.peers.close()
+        with self._changed:
+            self._changed.wait_for(lambda: self._reads == 0, LAST_READ_S)
         self.disk.close()
-        self.storage.close()
         self.memory.close()
 
 
@@ -80,8 +106,8 @@ def store_file(
         if config.format == "bytes":
             file = CachedFile(answer.data, 1, len(answer.data), decoder)
         else:
-            file = CachedFile(answer.data, *decode.probe(answer.data), decoder)
-            pixels = decode.decode(answer.data, config.short_side)
+            pixels, height, width = decode.decode_sized(answer.data, config.short_side)
+            file = CachedFile(answer.data, height, width, decoder)
     except decode.UndecodableError as error:
         if config.on_corrupt == "skip":
             disk.put(key, corrupt_file(str(error), decoder))

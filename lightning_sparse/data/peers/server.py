@@ -85,9 +85,13 @@ class PeerServer:
             self.close()
             raise RuntimeError(f"the sample server of this node did not start on {address}; see its error above.")
 
-    def close(self) -> None:
+    def stop(self) -> None:
+        """Begin to end the process, which takes a moment."""
         with contextlib.suppress(OSError):
             self._input.close()
+
+    def close(self) -> None:
+        self.stop()
         try:
             self._process.wait(timeout=STOP_S)
         except subprocess.TimeoutExpired:

@@ -16,8 +16,9 @@ only the crop is uploaded. A region of interest of the resize would use pixels f
 DALI reads no files and draws no random numbers: `augment` computes the crops, as for torchvision.
 """
 
+import threading
 from collections import deque
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Generator, Iterable
 from typing import Any
 
 import numpy as np
@@ -28,7 +29,7 @@ from torch.utils.dlpack import from_dlpack
 
 from lightning_sparse.data.decode import decode
 from lightning_sparse.data.pipeline.batch import Batch, BatchRequest, PreparedBatch, Transform, prepare
-from lightning_sparse.data.pipeline.prefetch import prefetch
+from lightning_sparse.data.pipeline.prefetch import prefetch_map
 from lightning_sparse.data.sample import SampleReader
 
 _PREFETCH = 2  # batches in each of the two queues: samples read, batches made
@@ -52,10 +53,13 @@ class DaliPipeline:
             transform, store.format, device is not None, **options, prefetch_queue_depth=1, exec_dynamic=True
         )
         self._pipe.build()
+        self._turn = threading.Lock()  # the thread of an iterator that was closed may still be at its last batch
+        self._in_use: deque[PreparedBatch] = deque(maxlen=_PREFETCH + 1)  # uploads may continue after run() returns
 
     def run(self, requests: Iterable[BatchRequest]) -> Generator[Batch, None, None]:
         """Yield batches in the order of requests."""
-        made = prefetch(self._made(requests), _PREFETCH, "DALI")
+        read = prefetch_map(self._read, requests, _PREFETCH, "reader")
+        made = prefetch_map(self._run, read, _PREFETCH, "DALI")
         try:
             for images, labels in made:
                 # in the consumer's thread: on a GPU this makes the consumer's stream wait for DALI's
@@ -66,16 +70,7 @@ class DaliPipeline:
     def close(self) -> None:
         """Free DALI's threads and memory."""
         self._pipe = None
-
-    def _made(self, requests: Iterable[BatchRequest]) -> Iterator[tuple[Any, torch.Tensor]]:
-        read = prefetch(map(self._read, requests), _PREFETCH, "reader")
-        in_use: deque[PreparedBatch] = deque(maxlen=_PREFETCH + 1)  # uploads may continue after run() returns
-        try:
-            for prepared in read:
-                in_use.append(prepared)
-                yield self._run(prepared), prepared.labels
-        finally:
-            read.close()
+        self._in_use.clear()
 
     def _read(self, request: BatchRequest) -> PreparedBatch:
         prepared = prepare(self._store, request, self._transform)
@@ -83,15 +78,18 @@ class DaliPipeline:
             return prepared._replace(images=cropped(prepared))
         return prepared._replace(images=[readable_by_dali(each) for each in prepared.images])
 
-    def _run(self, prepared: PreparedBatch) -> Any:
+    def _run(self, prepared: PreparedBatch) -> tuple[Any, torch.Tensor]:
+        inputs = _inputs(prepared, self._store.format)
         try:
-            (images,) = self._pipe.run(images=prepared.images, **_inputs(prepared, self._store.format))
+            with self._turn:
+                self._in_use.append(prepared)
+                (images,) = self._pipe.run(images=prepared.images, **inputs)
         except RuntimeError as error:
             raise RuntimeError(
                 f"DALI failed on one of the samples {prepared.indices.tolist()} of the manifest. Use backend='torch' "
                 f"or sample_format='decoded', which read all cached images. Error of DALI: {error}"
             ) from error
-        return images
+        return images, prepared.labels
 
 
 @pipeline_def  # type: ignore[untyped-decorator]

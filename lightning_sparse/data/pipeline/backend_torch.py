@@ -1,7 +1,7 @@
 """Batches through torchvision, in threads of this process.
 
 Reading, decoding and resizing release the GIL, the memory tier is read without a copy, and nothing is pickled. Each
-thread makes whole batches, and one more batch than threads is in progress during a training step. Whole-array work uses
+thread makes whole batches, and one more batch than threads is made ahead of the training step. Whole-array work uses
 numpy, because torch would start a team of OpenMP threads for each of these threads.
 
 For a GPU, batches are made of uint8, uploaded as such, a quarter of the bytes, and normalised there.
@@ -10,7 +10,6 @@ For a GPU, batches are made of uint8, uploaded as such, a quarter of the bytes, 
 import weakref
 from collections import deque
 from collections.abc import Callable, Generator, Iterable
-from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -20,7 +19,7 @@ from torchvision.transforms.v2 import functional as F
 
 from lightning_sparse.data.decode import decode
 from lightning_sparse.data.pipeline.batch import Batch, BatchRequest, PreparedBatch, Transform, prepare
-from lightning_sparse.data.pipeline.prefetch import prefetch
+from lightning_sparse.data.pipeline.prefetch import prefetch_map
 from lightning_sparse.data.sample import SampleReader
 
 
@@ -37,34 +36,27 @@ class TorchPipeline:
     ) -> None:
         self._store, self._transform, self._device = store, transform, device
         self._pin = device is not None and device.type == "cuda"
-        self._prefetch = threads + 1
+        self._threads = threads
+        self._open: weakref.WeakSet[Generator[Batch, None, None]] = weakref.WeakSet()
         self._buffers = BufferPool(threads + 3)
-        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="lightning_sparse batches")
         # (pixel / 255 - mean) / std = pixel * scale + shift
         self._scale = (1 / (255 * np.array(transform.std))).astype(np.float32)
         self._shift = (-np.array(transform.mean) / np.array(transform.std)).astype(np.float32)
 
     def run(self, requests: Iterable[BatchRequest]) -> Generator[Batch, None, None]:
         """Yield batches in the order of requests."""
-        # in a thread: finding the samples of a step takes milliseconds if there are a thousand ranks
-        ordered = prefetch(requests, self._prefetch, "order")
-        pending: deque[Future[Batch]] = deque()
+        batches = prefetch_map(self._make, requests, self._threads + 1, "batches", self._threads)
+        self._open.add(batches)
         try:
-            while True:
-                while len(pending) < self._prefetch and (request := next(ordered, None)) is not None:
-                    pending.append(self._pool.submit(self._make, request))
-                if not pending:
-                    return
-                batch = pending.popleft().result()
+            for batch in batches:
                 yield batch if self._device is None else self._uploaded(*batch, self._device)
         finally:
-            for each in pending:
-                each.cancel()
-            ordered.close()
+            batches.close()
 
     def close(self) -> None:
-        """Wait for running batches and end the threads."""
-        self._pool.shutdown(cancel_futures=True)
+        """End the threads of open iterators."""
+        for each in list(self._open):
+            each.close()
 
     def _make(self, request: BatchRequest) -> Batch:
         """Return float32 [B, 3, size, size], normalised; for another device, uint8 [B, size, size, 3]."""

@@ -15,7 +15,7 @@ from lightning_sparse.data.base import DataModuleMixin
 from lightning_sparse.data.peers.collectives import find_topology, on_all_ranks
 from lightning_sparse.data.pipeline.batch import BatchRequest
 from lightning_sparse.data.pipeline.loader import EvalLoader, TrainLoader
-from lightning_sparse.data.pipeline.prefetch import prefetch
+from lightning_sparse.data.pipeline.prefetch import prefetch_map
 from lightning_sparse.data.pipeline.sampler import Indices, Sampler, SamplerConfig, evaluation_batches
 from lightning_sparse.data.tokens.stream import TokenStream, files_of
 from lightning_sparse.messages import described
@@ -228,7 +228,7 @@ class TokenPipeline:
 
     def run(self, requests: Iterable[BatchRequest]) -> Generator[tuple[Tensor, Tensor], None, None]:
         """Yield (inputs, targets), int64 [B, context] each, in the order of requests."""
-        return prefetch(map(self._make, requests), _PREFETCH, "tokens")
+        return prefetch_map(self._make, requests, _PREFETCH, "tokens")
 
     def close(self) -> None:
         """There is nothing to free."""

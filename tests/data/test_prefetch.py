@@ -1,0 +1,77 @@
+"""Results made ahead of time in threads: in order, no more than asked for, and nobody waits for what takes long."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from lightning_sparse.data.pipeline import prefetch as prefetch_module
+from lightning_sparse.data.pipeline.prefetch import prefetch, prefetch_map
+
+
+def test_ahead_keeps_order_and_depth_and_passes_errors_on() -> None:
+    produced: list[int] = []
+
+    def items() -> Iterator[int]:
+        for item in range(6):
+            produced.append(item)
+            yield item
+        raise KeyError("the end")
+
+    lane = prefetch(items(), 2, "test")
+    assert produced == []
+    assert next(lane) == 0
+    time.sleep(0.05)
+    assert len(produced) <= 4, "more is made than may wait"
+    got: list[int] = []
+    with pytest.raises(KeyError, match="the end"):
+        got.extend(lane)
+    assert got == [1, 2, 3, 4, 5]
+
+
+def test_threads_that_make_results_keep_their_order_and_their_errors() -> None:
+    begun = threading.Barrier(3, timeout=30)
+
+    def make(item: int) -> int:
+        if item < 3:
+            begun.wait()  # three of them at the same time
+            time.sleep(0.02 * (3 - item))
+        if item == 7:
+            raise KeyError(item)
+        return 10 * item
+
+    made = prefetch_map(make, range(100), 4, "test", threads=3)
+    assert [next(made) for _ in range(7)] == [0, 10, 20, 30, 40, 50, 60]
+    with pytest.raises(KeyError, match="7"):
+        next(made)
+
+
+def test_closing_does_not_wait_for_what_takes_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such as storage that hangs; the thread ends when it is back."""
+    monkeypatch.setattr(prefetch_module, "CLOSE_S", 0.05)
+    hangs, thread = threading.Event(), set(threading.enumerate())
+    made = prefetch_map(lambda item: item or hangs.wait(60), [1, 0], 2, "test")
+    assert next(made) == 1
+    made.close()
+    (left,) = set(threading.enumerate()) - thread
+    hangs.set()
+    left.join(30)
+    assert not left.is_alive()
+
+
+def test_closing_ahead_closes_what_it_reads() -> None:
+    closed: list[str] = []
+
+    def items() -> Iterator[int]:
+        try:
+            yield from range(10**9)
+        finally:
+            closed.append("inner")
+
+    lane = prefetch(prefetch(items(), 1, "inner"), 1, "outer")
+    assert next(lane) == 0
+    lane.close()
+    assert closed == ["inner"]
