@@ -106,8 +106,8 @@ def round_rows(
 
     >>> left = torch.empty(3)
     >>> round_rows(torch.tensor([1.0, 256.5, -3.0]), None, left, 2)
-    tensor([[   1.,  256.],
-            [  -3.,    0.]], dtype=torch.bfloat16)
+    tensor([[  1., 256.],
+            [ -3.,   0.]], dtype=torch.bfloat16)
     >>> left
     tensor([0.0000, 0.5000, 0.0000])
     """
