@@ -76,6 +76,7 @@ CONFIGS: dict[str, Arguments] = {
     "updates 10%": {**UPDATES, "density": 0.1},
     "updates 1%, delay 0": {**UPDATES, "delay": 0},
     "updates 1%, ahead 0": {**UPDATES, "step_ahead": 0},
+    "updates 1%, ahead 0.125": {**UPDATES, "step_ahead": 0.125},
     "updates 1%, ahead 0.25": {**UPDATES, "step_ahead": 0.25},
     "updates 1%, ahead 0.5": {**UPDATES, "step_ahead": 0.5},
     "updates 1%, ahead 0.75": {**UPDATES, "step_ahead": 0.75},

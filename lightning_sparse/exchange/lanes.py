@@ -25,6 +25,7 @@ A job that is not part of a backward pass is begun by ``start``; ``finish`` wait
 
 import queue
 import threading
+import time
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
@@ -158,7 +159,7 @@ class FifoLanes(Runner):
             self._threads.append(threading.Thread(target=_work, args=arguments, name="lightning_sparse", daemon=True))
         for thread in self._threads:
             thread.start()
-            _join_at_exit(thread)
+        _join_at_exit(self._threads)
         self._last_call = weakref.finalize(self, queues[0].put, None)  # at exit the latest runs first: before the joins
         return queues[0]
 
@@ -235,16 +236,20 @@ def runner_of(topology: Topology, device: torch.device | None) -> Runner:
     return lanes
 
 
-def _join_at_exit(thread: threading.Thread) -> None:
+def _join_at_exit(threads: Sequence[threading.Thread]) -> None:
     """Python unwinds a daemon thread that comes back from torch after the end of the program, and C++ answers that with
     abort(). Not for ever, since the other ranks may be gone."""
-    weak = weakref.ref(thread)
+    weak = [weakref.ref(thread) for thread in threads]
 
     def join() -> None:
-        if (alive := weak()) is not None:  # else the thread has ended, and this is its garbage collection
-            alive.join(LAST_JOB_SECONDS)
+        until = (
+            time.monotonic() + LAST_JOB_SECONDS
+        )  # of all lanes together: where one hangs, the later ones wait for it
+        for each in weak:
+            if (alive := each()) is not None:  # else the thread has ended, and this is its garbage collection
+                alive.join(max(0.0, until - time.monotonic()))
 
-    weakref.finalize(thread, join)
+    weakref.finalize(threads[-1], join)
 
 
 def _work(jobs: _Queue, onward: _Queue | None, errors: list[BaseException], threads: int) -> None:

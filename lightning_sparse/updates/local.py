@@ -151,6 +151,7 @@ class LocalUpdates:
         if not self.active:
             return
         self.show_own()
+        self._receive()  # of all: a flush uses the group between nodes, as exchanges under way do in a thread
         self._name_place(f"after step {self.steps}")
         for node in self.nodes:
             node.flush()

@@ -5,10 +5,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_sparse.topology import discover
+from lightning_sparse.updates import LocalUpdates, UpdatesConfig
 from lightning_sparse.updates.checkpoint import fits, restore_own, side_content
 from tests.helpers.distributed import RunRanks
 from tests.strategy.models import flat_parameters, loss_of, mlp, train
@@ -164,6 +165,33 @@ def test_finish_sends_what_is_pending(ranks: RunRanks) -> None:
         assert torch.equal(weights, results[0][0])
         torch.testing.assert_close(weights.double(), expected, rtol=1e-6, atol=1e-6)
         assert pending == 0
+
+
+def two_optimizers_finish(exchange: str) -> Tensor:
+    """What 20 runs end with. While the first optimizer is flushed, the exchange of the second must not be under way."""
+    ends = []
+    for _ in range(20):
+        model = nn.Sequential(nn.Linear(50, 50), nn.Linear(50, 50))
+        first, second = (torch.optim.SGD(each.parameters(), lr=0.1) for each in model)
+        updates = LocalUpdates(model, [first, second], UpdatesConfig(exchange=exchange), discover())  # type: ignore[arg-type]
+        for step in range(3):
+            for optimizer in (first, second):
+                optimizer.zero_grad()
+            generator = torch.Generator().manual_seed(10 * step + dist.get_rank())
+            model(torch.randn(4, 50, generator=generator)).square().mean().backward()
+            for optimizer in (first, second):
+                optimizer.step()
+                updates.step(optimizer)
+        updates.finish()
+        updates.end()
+        ends.append(flat_parameters(model).clone())
+    return torch.stack(ends)
+
+
+@pytest.mark.parametrize("exchange", ["sparse", "dense", "dense16"])
+def test_two_optimizers_finish_alike(ranks: RunRanks, exchange: str) -> None:
+    one, other = ranks(two_optimizers_finish, exchange, nodes=2, devices=1, timeout=30)
+    assert torch.equal(one, other)
 
 
 def with_other_options(saved_with: dict[str, Any], resumed_with: dict[str, Any]) -> tuple[Tensor, Tensor, float]:
