@@ -28,6 +28,7 @@ def session(folder: Path, *words: str) -> tuple[list[str], dict[str, Any]]:
     return done.stdout.splitlines(), record
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="no part fails for want of a GPU")
 def test_a_part_that_fails_stops_no_other(tmp_path: Path) -> None:
     """Without a GPU all of them do: each claim says so."""

@@ -120,8 +120,9 @@ def test_ctrl_c_ends_a_fit_that_waits_for_storage(tmp_path: Path, kind: str) -> 
     run(OPENED + TRAIN, kind, tmp_path, interrupt=True)
 
 
-@pytest.mark.parametrize("kind", [TORCH, SLOW_DALI])
-@pytest.mark.parametrize("code", [LOOP, pytest.param(BODY, marks=pytest.mark.slow)], ids=["waiting", "computing"])
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [TORCH, DALI])
+@pytest.mark.parametrize("code", [LOOP, BODY], ids=["waiting", "computing"])
 def test_ctrl_c_ends_a_loop_of_ones_own(tmp_path: Path, kind: str, code: str) -> None:
     """Where nobody closes anything: the loop waits for a batch, or computes while threads wait for the next one."""
     _, errors = run(OPENED + code, kind, tmp_path, interrupt=True)
