@@ -46,7 +46,7 @@ ROWS: dict[str, dict[str, Any]] = {
     "PowerSGD r1": {"way": "ddp", "bucket_cap_mb": 1000},
     "gradients 1 %": {"way": "gradients", "exchange": "sparse"},
     "updates 1 %": {"way": "updates"},
-    "updates 1 %, ahead 0.5": {"way": "updates", "step_ahead": 0.5},
+    "updates 1 %, ahead 1": {"way": "updates", "step_ahead": 1},
     "updates 1 %, delay 0": {"way": "updates", "delay": 0},
     "average every 50": {"way": "average", "every": 50},
 }

@@ -20,7 +20,7 @@ from lightning_sparse.strategy import HierConfig, HierState, hier_hook
 from lightning_sparse.topology import discover
 from lightning_sparse.updates import LocalUpdates, UpdatesConfig
 from tests.fsdp.runs import Blocks, loss_of, whole
-from tests.helpers.distributed import RunRanks
+from tests.helpers.distributed import RunRanks, run_ranks
 
 WAYS = ("eager", "model before", "blocks before", "wrapped")
 CASES = [(way, optimizer) for way in WAYS[1:] for optimizer in (True, False)]  # torch._dynamo.config.optimize_ddp
@@ -90,7 +90,8 @@ def all_ways(strategy: str, backend: str) -> dict[str, Tensor]:
     "strategy", ["mstopk_hier", *(pytest.param(each, marks=pytest.mark.slow) for each in list(STRATEGIES)[1:])]
 )
 def test_compiled_models_train_as_eager_ones(ranks: RunRanks, strategy: str, backend: str) -> None:
-    for found in ranks(all_ways, strategy, backend, nodes=2, devices=2):
+    run = run_ranks if strategy == "mstopk_fsdp" else ranks  # torch keeps meshes of groups that are gone
+    for found in run(all_ways, strategy, backend, nodes=2, devices=2):
         assert len(found) == 1 + (len(CASES) if strategy != "mstopk_fsdp" else len(CASES) // 2)
         for case, weights in found.items():
             assert torch.allclose(weights, found["eager"], rtol=1e-4, atol=1e-6), case
