@@ -6,6 +6,7 @@ of them for the end of the interpreter.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -111,8 +112,19 @@ def run(code: str, kind: str, folder: Path, *, interrupt: bool) -> tuple[int, st
         except subprocess.TimeoutExpired:
             program.kill()
             raise
+        finally:
+            kill_reader(folder)
     print(f"ended after {time.monotonic() - begin:.1f} s")
     return program.returncode, errors
+
+
+def kill_reader(folder: Path) -> None:
+    """One that was stopped does not see that its program is gone."""
+    for each in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            command = (each / "cmdline").read_bytes()
+            if b"storage_reader.py" in command and os.fsencode(folder / "source") in command:
+                os.kill(int(each.name), signal.SIGKILL)
 
 
 @pytest.mark.parametrize("kind", [TORCH, SLOW_DALI])
