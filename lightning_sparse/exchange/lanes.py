@@ -40,7 +40,7 @@ Job = Iterator[Sequence[Tensor]]
 TensorFuture = torch.futures.Future[Tensor]
 LANES = 3
 LAST_JOB_SECONDS = 10.0
-"""How long a program that ends waits for the jobs it has left."""
+"""How long a program that ends waits for jobs under way."""
 
 
 class Runner:
@@ -242,9 +242,7 @@ def _join_at_exit(threads: Sequence[threading.Thread]) -> None:
     weak = [weakref.ref(thread) for thread in threads]
 
     def join() -> None:
-        until = (
-            time.monotonic() + LAST_JOB_SECONDS
-        )  # of all lanes together: where one hangs, the later ones wait for it
+        until = time.monotonic() + LAST_JOB_SECONDS  # for all lanes: where one hangs, the later ones wait for it
         for each in weak:
             if (alive := each()) is not None:  # else the thread has ended, and this is its garbage collection
                 alive.join(max(0.0, until - time.monotonic()))

@@ -62,16 +62,14 @@ class Path:
         num_rows: int,
         scale: Tensor | None = None,
     ) -> Tensor:
-        if self.name == "plain":
-            return plain.round_rows(grad, residual, next_residual, num_rows, scale)
-        with self._running():
-            return kernels.round_rows(grad, residual, next_residual, num_rows, scale)
+        with self._running() as operators:
+            rows: Tensor = operators.round_rows(grad, residual, next_residual, num_rows, scale)
+        return rows
 
     def sum_rows(self, rows: Tensor, residual: Tensor | None) -> Tensor:
-        if self.name == "plain":
-            return plain.sum_rows(rows, residual)
-        with self._running():
-            return kernels.sum_rows(rows, residual)
+        with self._running() as operators:
+            row: Tensor = operators.sum_rows(rows, residual)
+        return row
 
     @contextmanager
     def _running(self) -> Iterator[ModuleType]:
