@@ -20,7 +20,7 @@ from lightning_sparse.topology import Topology
 from lightning_sparse.updates import LocalUpdates, UpdatesConfig
 from lightning_sparse.updates import checkpoint as files
 
-_VERSION = 3
+_VERSION = 4
 
 
 class LocalCore(Core):

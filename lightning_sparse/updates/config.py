@@ -18,8 +18,8 @@ class UpdatesConfig(ExchangeConfig):
     Args:
         exchange: ``"sparse"``, ``"regional"``, ``"dense16"`` or ``"dense"``; there is no ``"auto"``, since the exchange
             has a whole step to hide behind.
-        step_ahead: share of its own pending updates that a node's model keeps, in [0, 1]. 1: each node trains its own
-            model, corrected by what the others sent; 0: each node trains the shared one. ``"auto"`` is
+        step_ahead: share of its own pending updates that a node's model keeps, in (0, 1]. 1: each node trains its own
+            model, corrected by what the others sent. ``"auto"`` is
             min(1, 2 / M) for M nodes: 1 suits updates that agree between nodes, as at the start of a training, 1 / M
             independent ones, as later.
         delay: 1: a message arrives one exchange later, so that sending it hides behind the whole step; 0: the step
@@ -55,9 +55,9 @@ class UpdatesConfig(ExchangeConfig):
                 f"inter_gbps={self.inter_gbps!r} decides between paths, and updates take the one of exchange=: omit "
                 f"it, or let it decide how much is sent, with density='auto'."
             )
-        if self.step_ahead != "auto" and not (is_number(self.step_ahead) and 0 <= self.step_ahead <= 1):
+        if self.step_ahead != "auto" and not (is_number(self.step_ahead) and 0 < self.step_ahead <= 1):
             raise ValueError(
-                f"step_ahead={self.step_ahead!r} must be a number in [0, 1], or 'auto' for min(1, 2 / nodes): it is "
+                f"step_ahead={self.step_ahead!r} must be a number in (0, 1], or 'auto' for min(1, 2 / nodes): it is "
                 f"the share of its own pending updates that a node's model keeps."
             )
         if isinstance(self.delay, bool) or self.delay not in (0, 1):

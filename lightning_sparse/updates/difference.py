@@ -1,12 +1,12 @@
 """Pending updates as the difference of two models: for messages of the largest entries.
 
-A node's own model lacks nothing that the node did, and the shared one lacks what it has not sent:
+A node's own model keeps the share a = ``step_ahead`` of what the node has not sent, so that is
 
-    pending_S = shared_S - own_S                                 once this node's last message is added to own_S
+    pending_S = (shared_S - own_S) / a                           once this node's last message is added to own_S
 
-So neither what is pending nor what the parameters held before the step is stored. Entries change by messages alone:
-in shared_S by the mean of all nodes', in own_S by that mean less the node's own, which it had already. Two tensors; a
-third, ``kept_S``, where the model that is trained is not own_S (``step_ahead`` below 1).
+and is not stored, nor is what the parameters held before the step: of that step's updates own_S takes the share a, and
+else it changes by messages alone, as shared_S does. Messages carry entries of shared_S - own_S, the share a of what
+they tell, and are added divided by a. Two tensors, whatever a is.
 
 What is pending does not depend on what other nodes have sent, so the next message is selected while theirs arrive:
 
@@ -33,14 +33,13 @@ class DifferenceState(UpdateState):
     """For ``exchange="sparse"``.
 
     Attributes:
-        own_S: this node's model. It and ``shared_S`` lack the messages of the last exchange until the next one: how
-            sums round must not depend on who asks for weights in between.
+        own_S: this node's model, as it was put into the parameters. It and ``shared_S`` lack the messages of the last
+            exchange until the next one: how sums round must not depend on who asks for weights in between.
     """
 
     def __init__(self, slices: Slices, exchange: Exchange, config: UpdatesConfig) -> None:
         super().__init__(slices, exchange, config)
         self.own_S = self.shared_S.clone()
-        self._kept_S = torch.zeros_like(self.own_S) if self._ahead != 1.0 else None
         self._messages: Tensor | None = None  # those, uint8 [M, B], once they are received
         self._sent: Tensor | None = None  # this node's among them, uint8 [1, B]
         self._wrote: Sparse | None = None  # their path; the density may have changed since
@@ -50,7 +49,7 @@ class DifferenceState(UpdateState):
     def pending_S(self) -> Tensor:
         own_S = self.own_S.clone()
         self._add_sent(own_S)
-        return self.shared_S - own_S
+        return self._told_by(own_S)
 
     def read_shared(self) -> Tensor:
         self.receive()
@@ -65,68 +64,61 @@ class DifferenceState(UpdateState):
             return
         self._add_own()
         path = self._sparse
-        job = self._run(path, Shard(self.own_S, self.shared_S, self._kept_S, self._minus_one, on_received=self._keep))
+        job = self._run(path, Shard(self.own_S, self.shared_S, factor=self._minus_one, on_received=self._keep))
         handed = next(job)  # selects
         self._take_messages(lambda: self._start(job, handed))
         self._wrote, self._sent = path, handed[0].view(1, -1)
+        if self._ahead != 1.0:
+            path.add(self._sent, self.own_S, 1.0 - 1.0 / self._ahead)  # what is under way is seen in full
         if not self._config.delay:
             self._add_sent(self.own_S)
             self._sent = None
             self._take_messages()
-        self._set_model()
+        self.slices.write(self.own_S)
 
     def flush(self) -> None:
         if not self.slices.numel:
             return
         self._add_own()
         self._take_messages()
-        for _ in self._run(self._path(whole=True), Shard(self.shared_S - self.own_S), self.shared_S):
+        for _ in self._run(self._path(whole=True), Shard(self._told_by(self.own_S)), self.shared_S):
             pass
         self.own_S.copy_(self.shared_S)
-        if self._kept_S is not None:
-            self._kept_S.zero_()
-        self._set_model()
+        self.slices.write(self.own_S)
 
     def begin(self) -> None:
-        self._set_model()
+        self.slices.write(self.own_S)
 
     def set_pending(self, pending_S: Tensor) -> None:
         self._messages = self._sent = None
-        torch.sub(self.shared_S, pending_S, out=self.own_S)
-        if self._kept_S is not None:
-            self._kept_S.copy_(pending_S)
+        torch.sub(self.shared_S, pending_S, alpha=self._ahead, out=self.own_S)
 
     def take_over(self, before: UpdateState) -> None:
         assert isinstance(before, DifferenceState)
         before._add_own()  # messages hold places in the slice as it was
         before._take_messages()
-        before._set_model()
+        before.begin()
         self._take_pieces(self.shared_S, before, before.shared_S)
         self._take_pieces(self.own_S, before, before.own_S)
-        if self._kept_S is not None and before._kept_S is not None:
-            self._take_pieces(self._kept_S, before, before._kept_S)
 
     def state_dict(self, now_S: Tensor) -> dict[str, Tensor]:
         shared_S, own_S = self.read_shared(), self.own_S.clone()
-        self.slices.add_change(own_S, self._kept_S, 1.0 - self._ahead, now_S)
+        self.slices.add_change(own_S, self._ahead, now_S)
         self._add_sent(own_S)
-        saved = {"shared": shared_S, "unsent": self.shared_S - own_S, "own": self.own_S, "now": now_S}
-        if self._kept_S is not None:
-            saved["kept"] = self._kept_S
+        saved = {"shared": shared_S, "unsent": self._told_by(own_S), "own": self.own_S, "now": now_S}
+        saved["ahead"] = torch.tensor(self._ahead, dtype=torch.float64)
         if self._messages is not None and self._wrote is not None:
             saved["before"], saved["messages"] = self.shared_S, self._messages
             saved["sent"] = torch.tensor(self._wrote.k)
         return saved
 
     def _load_own(self, saved: Mapping[str, Tensor]) -> bool:
-        if "own" not in saved or ("kept" in saved) != (self._kept_S is not None):
+        if "own" not in saved or saved["ahead"] != self._ahead:
             return False
         self._messages = self._sent = None
         if "messages" in saved and not self._load_messages(saved):
             return False
         self.own_S.copy_(saved["own"])
-        if self._kept_S is not None:
-            self._kept_S.copy_(saved["kept"])
         return True
 
     def _load_messages(self, saved: Mapping[str, Tensor]) -> bool:
@@ -150,13 +142,13 @@ class DifferenceState(UpdateState):
 
     def _add_own(self) -> None:
         """Add to this node's model what the parameters have changed by, and what it has sent: the rest is pending."""
-        self.slices.add_change(self.own_S, self._kept_S, 1.0 - self._ahead)
+        self.slices.add_change(self.own_S, self._ahead)
         self._add_sent(self.own_S)
         self._sent = None
 
     def _add_sent(self, own_S: Tensor) -> None:
         if self._sent is not None and self._wrote is not None:
-            self._wrote.add(self._sent, own_S, 1.0)
+            self._wrote.add(self._sent, own_S, 1.0 / self._ahead)
 
     def _take_messages(self, start_next: Callable[[], None] = lambda: None) -> None:
         """Wait for the messages under way, start the next ones, and add the mean to both models."""
@@ -169,8 +161,8 @@ class DifferenceState(UpdateState):
 
     def _add_mean(self, messages: Tensor, model_S: Tensor) -> None:
         assert self._wrote is not None
-        self._wrote.add(messages, model_S, -1.0 / self._exchange.topology.num_nodes)
+        self._wrote.add(messages, model_S, -1.0 / (self._exchange.topology.num_nodes * self._ahead))
 
-    def _set_model(self) -> None:
-        """x = shared_S - step_ahead * pending_S - in flight = own_S + (1 - step_ahead) * kept_S."""
-        self.slices.write_model(self.own_S, self._kept_S, 1.0 - self._ahead)
+    def _told_by(self, own_S: Tensor) -> Tensor:
+        """What is pending where this is the node's model."""
+        return (self.shared_S - own_S).div_(self._ahead)

@@ -68,31 +68,20 @@ class Slices:
             for here in _blocks(start):
                 start[here].add_(pending[here]).sub_(piece[here])
 
-    def add_change(self, own_S: Tensor, kept_S: Tensor | None, share: float, now_S: Tensor | None = None) -> None:
-        """own_S += the parameters - what ``write_model`` wrote, given the same tensors.
+    def add_change(self, own_S: Tensor, share: float, now_S: Tensor | None = None) -> None:
+        """own_S += share * (the parameters - what ``write(own_S)`` wrote).
 
         Args:
             now_S: taken for the parameters.
         """
         pieces = self.in_parameters()
         nows = pieces if now_S is None else self.of(now_S)
-        kept = [None] * len(pieces) if kept_S is None else self.of(kept_S)
-        for own, left, now, piece in zip(self.of(own_S), kept, nows, pieces, strict=True):
-            if left is None and piece.dtype == torch.float32:
-                own.copy_(now)  # it held own_S itself
+        for own, now, piece in zip(self.of(own_S), nows, pieces, strict=True):
+            if piece.dtype == torch.float32:
+                own.lerp_(now, share)  # it wrote own_S itself
                 continue
             for here in _blocks(own):
-                wrote = own[here] if left is None else torch.add(own[here], left[here], alpha=share)
-                own[here].add_(now[here] - wrote.to(piece.dtype).float())
-
-    def write_model(self, own_S: Tensor, kept_S: Tensor | None, share: float) -> None:
-        """Write own_S + share * kept_S into the parameters, rounded to their dtypes."""
-        if kept_S is None:
-            return self.write(own_S)
-        for own, left, piece in zip(self.of(own_S), self.of(kept_S), self.in_parameters(), strict=True):
-            for here in _blocks(own):
-                piece[here].copy_(torch.add(own[here], left[here], alpha=share))
-        return None
+                own[here].add_(now[here] - own[here].to(piece.dtype).float(), alpha=share)
 
     def write(self, flat_S: Tensor) -> None:
         """Write a flat tensor into the parameters, rounded to their dtypes."""
