@@ -31,7 +31,7 @@ The summary is results.md, results.json and accuracy.png in the same folder.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -55,6 +55,7 @@ ACCURACY = Metric(
     higher_is_better=True,
 )
 
+GROUP_NORM = {"norm": "group"}  # has no statistics of a batch
 CONFIGS: dict[str, Arguments] = {
     "dense": None,
     "one node alone": ALONE,
@@ -82,6 +83,15 @@ CONFIGS: dict[str, Arguments] = {
     "0.1%-warmup": {**SPARSE, "density": 0.001, "warmup_epochs": 2},
     "updates 1%": {"way": "updates", "density": 0.01},
     "updates 0.1%": {"way": "updates", "density": 0.001},
+    "dense, GroupNorm": {"way": "ddp", **GROUP_NORM},
+    "one node alone, GroupNorm": {**ALONE, **GROUP_NORM},
+    "updates 1%, GroupNorm": {"way": "updates", "density": 0.01, **GROUP_NORM},
+    "default-momentum, GroupNorm": {
+        "exchange": "sparse",
+        "warmup_epochs": 4,
+        "momentum_correction": True,
+        **GROUP_NORM,
+    },
 }
 
 
@@ -95,34 +105,40 @@ class PictureSettings(Settings):
 # --- the model
 
 
+Norm = Callable[[int], nn.Module]
+NORMS: dict[str, Norm] = {"batch": nn.BatchNorm2d, "group": lambda width: nn.GroupNorm(8, width)}
+
+
 class Block(nn.Module):
-    def __init__(self, width_in: int, width: int, stride: int) -> None:
+    def __init__(self, width_in: int, width: int, stride: int, norm: Norm) -> None:
         super().__init__()
         self.body = nn.Sequential(
             nn.Conv2d(width_in, width, 3, stride, 1, bias=False),
-            nn.BatchNorm2d(width),
+            norm(width),
             nn.ReLU(),
             nn.Conv2d(width, width, 3, 1, 1, bias=False),
-            nn.BatchNorm2d(width),
+            norm(width),
         )
         self.shortcut: nn.Module = nn.Identity()
         if stride != 1 or width_in != width:
-            self.shortcut = nn.Sequential(nn.Conv2d(width_in, width, 1, stride, bias=False), nn.BatchNorm2d(width))
+            self.shortcut = nn.Sequential(nn.Conv2d(width_in, width, 1, stride, bias=False), norm(width))
 
     def forward(self, x: Tensor) -> Tensor:
         return F.relu(self.body(x) + self.shortcut(x))
 
 
-def resnet8(num_classes: int, widths: tuple[int, int, int] = (16, 32, 64)) -> nn.Sequential:
+def resnet8(
+    num_classes: int, widths: tuple[int, int, int] = (16, 32, 64), norm: Norm = nn.BatchNorm2d
+) -> nn.Sequential:
     """78,042 parameters for ten classes. The stem halves the picture: a quarter of the usual cost on a CPU."""
     a, b, c = widths
     return nn.Sequential(
         nn.Conv2d(3, a, 3, 2, 1, bias=False),
-        nn.BatchNorm2d(a),
+        norm(a),
         nn.ReLU(),
-        Block(a, a, 1),
-        Block(a, b, 2),
-        Block(b, c, 2),
+        Block(a, a, 1, norm),
+        Block(a, b, 2, norm),
+        Block(b, c, 2, norm),
         nn.AdaptiveAvgPool2d(1),
         nn.Flatten(),
         nn.Linear(c, num_classes),
@@ -156,7 +172,9 @@ class PictureLearner(Learner):
     def __init__(self, run: Run, pictures: Pictures, rank: int) -> None:
         self.settings: PictureSettings = run.settings
         self.seed, self.pictures, self.rank = run.seed, pictures, rank
-        self.model = resnet8(pictures.num_classes).to(memory_format=torch.channels_last)
+        self.model = resnet8(pictures.num_classes, norm=NORMS[run.option("norm", "batch")]).to(
+            memory_format=torch.channels_last
+        )
         self.optimizer = torch.optim.SGD(
             self.model.parameters(),
             self.settings.lr,

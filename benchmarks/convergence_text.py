@@ -27,6 +27,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 
+import convergence_demo  # noqa: F401  # a way
 import torch
 import torch.distributed as dist
 from convergence_command import run_command
@@ -50,6 +51,7 @@ BITS = Metric(
 
 UPDATES = {"way": "updates", "density": 0.01}
 CYCLIC = {**UPDATES, "way": "cyclic", "step_ahead": 1}  # less is worse: it has nothing else of what is pending
+DEMO = {"way": "demo", "sgd": True, "density": 0.01, "decay": 0.999}
 CONFIGS: dict[str, Arguments] = {
     "dense": None,
     "one node alone": ALONE,
@@ -75,7 +77,6 @@ CONFIGS: dict[str, Arguments] = {
     "updates 3%": {**UPDATES, "density": 0.03},
     "updates 10%": {**UPDATES, "density": 0.1},
     "updates 1%, delay 0": {**UPDATES, "delay": 0},
-    "updates 1%, ahead 0": {**UPDATES, "step_ahead": 0},
     "updates 1%, ahead 0.125": {**UPDATES, "step_ahead": 0.125},
     "updates 1%, ahead 0.25": {**UPDATES, "step_ahead": 0.25},
     "updates 1%, ahead 0.5": {**UPDATES, "step_ahead": 0.5},
@@ -98,6 +99,8 @@ CONFIGS: dict[str, Arguments] = {
     "average every 25": {"way": "average", "every": 25},
     "average every 50": {"way": "average", "every": 50},
     "post-local every 50": {"way": "post-local", "every": 50, "start": 60},
+    "post-local every 100": {"way": "post-local", "every": 100, "start": 60},
+    **{f"DeMo, lr {lr}": {**DEMO, "lr": lr} for lr in (0.0005, 0.001, 0.002, 0.004)},
     "bf16 hook": {"way": "hooked", "hook": "bf16"},
     "PowerSGD r1": {"way": "hooked", "hook": "PowerSGD"},
     "DiLoCo every 100": {"way": "average", "every": 100, "outer_lr": 0.7, "outer_momentum": 0.9},
@@ -169,10 +172,9 @@ class TextLearner(Learner):
         self.settings: TextSettings = run.settings
         self.seed, self.corpus, self.rank = run.seed, corpus, rank
         self.model = CharacterTransformer(corpus.num_symbols)
-        lr = self.settings.lr * run.option("lr_times", 1.0)
-        self.optimizer = torch.optim.AdamW(
-            self.model.parameters(), lr, weight_decay=self.settings.weight_decay, foreach=True
-        )
+        lr = run.option("lr", self.settings.lr) * run.option("lr_times", 1.0)
+        kind = torch.optim.SGD if run.option("sgd", False) else torch.optim.AdamW
+        self.optimizer = kind(self.model.parameters(), lr, weight_decay=self.settings.weight_decay, foreach=True)
         self.steps = self.settings.steps_per_epoch
         at = partial(scale, warmup=self.settings.lr_warmup_steps, steps=self.settings.epochs * self.steps)
         self.schedule = torch.optim.lr_scheduler.LambdaLR(self.optimizer, at)

@@ -77,12 +77,13 @@ class Exchange:
     def run(self, path: Path, shard: Shard) -> Stretches:
         """Sum the shard over nodes, and count it. Returns the sum: fp32, or for a path ``in_place`` ``shard.sum_S``; or
         adds it to ``shard.target_S``, and returns that."""
+        beside = 0 if shard.beside is None else shard.beside.nbytes
         self.stats.record(
             path.name,
             sent=path.sent,
             applied=path.applied,
             total=path.work.shard_numel,
-            nbytes=path.bytes(),
+            nbytes=path.bytes() + (path.work.num_nodes - 1) * beside,
             dense_nbytes=self.choice.plain(path.work).bytes(),
         )
         return shard.deliver((yield from path.run(self.communicator, shard)))

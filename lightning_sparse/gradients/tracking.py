@@ -32,6 +32,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from lightning_sparse.exchange.host_copy import HostCopy
 from lightning_sparse.gradients.groups import flat_numel, in_bucket_order, parameter_names
 
 MANY_STEPS = 16
@@ -209,44 +210,25 @@ class _Gradients:
         flags = {id(each): each for each, _ in map(left.__getitem__, self._looked)}
         begins = dict(zip(flags, accumulate(map(len, flags.values()), initial=len(now)), strict=False))
         self._places = [begins[id(left[name][0])] + left[name][1] for name in self._looked]
-        self._flags = _OnItsWay(torch.cat([now, *flags.values()]))
-        self._found_inf: _OnItsWay | None = None
+        self._flags = HostCopy(torch.cat([now, *flags.values()]))
+        self._found_inf: HostCopy | None = None
 
     def note_skipped(self, found_inf: Tensor | None) -> None:
         """A fused optimizer is stepped even when the scaler met an inf, and skips inside."""
-        self._found_inf = None if found_inf is None else _OnItsWay(found_inf)
+        self._found_inf = None if found_inf is None else HostCopy(found_inf)
 
     def was_skipped(self) -> bool:
         """Waits for the GPU to have come this far."""
-        return self._found_inf is not None and any(self._found_inf.numbers())
+        return self._found_inf is not None and any(self._found_inf.read().flatten().tolist())
 
     def zeroed(self) -> set[str]:
         """The parameters zeroed by the user; waits for the GPU to have come this far."""
-        flags = self._flags.numbers()  # of now, then of what the round left
+        flags = self._flags.read().tolist()  # of now, then of what the round left
         return {
             name
             for now, (name, place) in enumerate(zip(self._looked, self._places, strict=True))
             if flags[place] and not flags[now]
         }
-
-
-class _OnItsWay:
-    """A tensor that is copied to the host, which goes on meanwhile."""
-
-    def __init__(self, tensor: Tensor) -> None:
-        self._event: torch.cuda.Event | None = None
-        self._here = tensor
-        if tensor.is_cuda:
-            pinned = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-            self._here = pinned.copy_(tensor, non_blocking=True)
-            self._event = torch.cuda.current_stream(tensor.device).record_event()
-
-    def numbers(self) -> list[Any]:
-        """Its elements; waits until they have arrived."""
-        if self._event is not None:
-            self._event.synchronize()
-        found: list[Any] = self._here.flatten().tolist()
-        return found
 
 
 def _have_nonzero(grads: Sequence[Tensor]) -> Tensor:

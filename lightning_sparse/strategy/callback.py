@@ -23,16 +23,17 @@ class CommStatsMixin:
     | bytes_between_nodes | bytes this device received from other nodes for the last step |
     | density | share of entries that a device sent in the last step, dense groups counted as 1 |
     | effective_density | share of entries that the last step applied, at most |
+    | step_ahead | of updates: share of its own pending ones that this device's weights keep |
     | residual_norm, pending_norm | L2 norm of what this device has not sent yet: of gradients, of updates |
     | residual_to_gradient | the same over the norm of the gradient, of the same entries: steps' worth not sent yet |
 
-    The last two are renewed every ``log_every_n_steps`` steps and at the end of an epoch.
+    The norms are renewed every ``log_every_n_steps`` steps and at the end of an epoch.
 
     At the end of fit rank 0 sums up, in the log: bytes beside those of plain DDP, the paths taken, the time in
     collectives between nodes, the residual.
 
-    There is no host sync before the end of fit: the first three are known on the host, the last two stay tensors until
-    they are logged, and times are read from events that have passed.
+    There is no host sync before the end of fit: the norms stay tensors until they are logged, the others are known on the
+    host, and times are read from events that have passed.
 
     Args:
         prog_bar: show the density in the progress bar as well.
@@ -73,6 +74,8 @@ class CommStatsMixin:
         pl_module.log("comm/bytes_between_nodes", state.exchange.stats.round_bytes)
         pl_module.log("comm/density", state.exchange.stats.density, prog_bar=self.prog_bar)
         pl_module.log("comm/effective_density", state.exchange.stats.effective_density)
+        if isinstance(state, LocalUpdates):
+            pl_module.log("comm/step_ahead", state.step_ahead)
         due = not self._norms or rounds - self._norm_round >= trainer.log_every_n_steps
         if due or trainer.is_last_batch:  # before a validation, which drops gradients
             self._norms = _norms_of(state, pl_module)

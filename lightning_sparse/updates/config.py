@@ -19,9 +19,10 @@ class UpdatesConfig(ExchangeConfig):
         exchange: ``"sparse"``, ``"regional"``, ``"dense16"`` or ``"dense"``; there is no ``"auto"``, since the exchange
             has a whole step to hide behind.
         step_ahead: share of its own pending updates that a node's model keeps, in (0, 1]. 1: each node trains its own
-            model, corrected by what the others sent. ``"auto"`` is
-            min(1, 2 / M) for M nodes: 1 suits updates that agree between nodes, as at the start of a training, 1 / M
-            independent ones, as later.
+            model, corrected by what the others sent. ``"auto"`` measures how far nodes agree on what is pending, now
+            and then, of a sample: 1 suits updates that are the same on all nodes, 1 / M independent ones of M nodes,
+            and a training goes from the one towards the other. With another ``exchange`` than ``"sparse"`` it is
+            min(1, 2 / M).
         delay: 1: a message arrives one exchange later, so that sending it hides behind the whole step; 0: the step
             waits for it.
         sync_every: steps between two exchanges.
@@ -57,8 +58,8 @@ class UpdatesConfig(ExchangeConfig):
             )
         if self.step_ahead != "auto" and not (is_number(self.step_ahead) and 0 < self.step_ahead <= 1):
             raise ValueError(
-                f"step_ahead={self.step_ahead!r} must be a number in (0, 1], or 'auto' for min(1, 2 / nodes): it is "
-                f"the share of its own pending updates that a node's model keeps."
+                f"step_ahead={self.step_ahead!r} must be a number in (0, 1], or 'auto', which measures: it is the "
+                f"share of its own pending updates that a node's model keeps."
             )
         if isinstance(self.delay, bool) or self.delay not in (0, 1):
             raise ValueError(
@@ -75,8 +76,13 @@ class UpdatesConfig(ExchangeConfig):
         """What ``density="auto"`` has time for."""
         return "what is between two exchanges"
 
+    @property
+    def measures_ahead(self) -> bool:
+        """Whether ``step_ahead`` follows what nodes agree on."""
+        return self.step_ahead == "auto" and self.exchange == "sparse"
+
     def ahead(self, num_nodes: int) -> float:
-        """``step_ahead`` for so many nodes.
+        """``step_ahead`` for so many nodes, where it is not measured.
 
         >>> UpdatesConfig().ahead(2), UpdatesConfig().ahead(4), UpdatesConfig(step_ahead=0.9).ahead(4)
         (1.0, 0.5, 0.9)

@@ -6,7 +6,7 @@ A node's own model keeps the share a = ``step_ahead`` of what the node has not s
 
 and is not stored, nor is what the parameters held before the step: of that step's updates own_S takes the share a, and
 else it changes by messages alone, as shared_S does. Messages carry entries of shared_S - own_S, the share a of what
-they tell, and are added divided by a. Two tensors, whatever a is.
+they tell, and are added divided by a. Two tensors, whatever a is, and a may change (see `agreement`).
 
 What is pending does not depend on what other nodes have sent, so the next message is selected while theirs arrive:
 
@@ -23,7 +23,9 @@ import torch
 from torch import Tensor
 
 from lightning_sparse.exchange import Exchange, Shard
+from lightning_sparse.exchange.host_copy import HostCopy
 from lightning_sparse.exchange.paths import Sparse
+from lightning_sparse.updates.agreement import Agreement
 from lightning_sparse.updates.config import UpdatesConfig
 from lightning_sparse.updates.slices import Slices
 from lightning_sparse.updates.state import UpdateState
@@ -40,9 +42,15 @@ class DifferenceState(UpdateState):
     def __init__(self, slices: Slices, exchange: Exchange, config: UpdatesConfig) -> None:
         super().__init__(slices, exchange, config)
         self.own_S = self.shared_S.clone()
+        self._agreement: Agreement | None = None
+        if config.measures_ahead:
+            self._agreement, self.ahead = Agreement(slices.numel, exchange.topology.num_nodes), 1.0
+        self._exchanges = 0
+        self._samples: HostCopy | None = None  # of what nodes had pending at the last exchange
         self._messages: Tensor | None = None  # those, uint8 [M, B], once they are received
         self._sent: Tensor | None = None  # this node's among them, uint8 [1, B]
         self._wrote: Sparse | None = None  # their path; the density may have changed since
+        self._wrote_ahead = self.ahead  # and ``ahead``
         self._minus_one = torch.tensor(-1.0, device=self.own_S.device)
 
     @property
@@ -63,13 +71,16 @@ class DifferenceState(UpdateState):
         if not self.slices.numel:
             return
         self._add_own()
-        path = self._sparse
-        job = self._run(path, Shard(self.own_S, self.shared_S, factor=self._minus_one, on_received=self._keep))
+        self._follow_agreement()
+        path, beside = self._sparse, self._sample()
+        shard = Shard(self.own_S, self.shared_S, factor=self._minus_one, beside=beside)
+        shard.on_received = lambda messages: self._keep(messages, beside)
+        job = self._run(path, shard)
         handed = next(job)  # selects
         self._take_messages(lambda: self._start(job, handed))
-        self._wrote, self._sent = path, handed[0].view(1, -1)
-        if self._ahead != 1.0:
-            path.add(self._sent, self.own_S, 1.0 - 1.0 / self._ahead)  # what is under way is seen in full
+        self._wrote, self._wrote_ahead, self._sent = path, self.ahead, handed[0].view(1, -1)
+        if self.ahead != 1.0:
+            path.add(self._sent, self.own_S, 1.0 - 1.0 / self.ahead)  # what is under way is seen in full
         if not self._config.delay:
             self._add_sent(self.own_S)
             self._sent = None
@@ -91,31 +102,40 @@ class DifferenceState(UpdateState):
 
     def set_pending(self, pending_S: Tensor) -> None:
         self._messages = self._sent = None
-        torch.sub(self.shared_S, pending_S, alpha=self._ahead, out=self.own_S)
+        torch.sub(self.shared_S, pending_S, alpha=self.ahead, out=self.own_S)
 
     def take_over(self, before: UpdateState) -> None:
         assert isinstance(before, DifferenceState)
         before._add_own()  # messages hold places in the slice as it was
         before._take_messages()
         before.begin()
+        self.ahead, self._exchanges = before.ahead, before._exchanges
         self._take_pieces(self.shared_S, before, before.shared_S)
         self._take_pieces(self.own_S, before, before.own_S)
 
     def state_dict(self, now_S: Tensor) -> dict[str, Tensor]:
         shared_S, own_S = self.read_shared(), self.own_S.clone()
-        self.slices.add_change(own_S, self._ahead, now_S)
+        self.slices.add_change(own_S, self.ahead, now_S)
         self._add_sent(own_S)
         saved = {"shared": shared_S, "unsent": self._told_by(own_S), "own": self.own_S, "now": now_S}
-        saved["ahead"] = torch.tensor(self._ahead, dtype=torch.float64)
+        saved["ahead"] = torch.tensor(self.ahead, dtype=torch.float64)
+        saved["exchanges"] = torch.tensor(self._exchanges)
+        if self._samples is not None:
+            saved["samples"] = self._samples.read()
         if self._messages is not None and self._wrote is not None:
-            saved["before"], saved["messages"] = self.shared_S, self._messages
+            saved["before"] = self.shared_S
+            saved["messages"] = self._wrote.alone(self._messages, self.own_S.numel())
             saved["sent"] = torch.tensor(self._wrote.k)
         return saved
 
     def _load_own(self, saved: Mapping[str, Tensor]) -> bool:
-        if "own" not in saved or saved["ahead"] != self._ahead:
+        if "own" not in saved or (self._agreement is None and saved["ahead"] != self.ahead):
             return False
-        self._messages = self._sent = None
+        self._messages = self._sent = self._samples = None
+        self.ahead = self._wrote_ahead = float(saved["ahead"])
+        self._exchanges = int(saved["exchanges"])
+        if "samples" in saved:
+            self._samples = HostCopy(saved["samples"])
         if "messages" in saved and not self._load_messages(saved):
             return False
         self.own_S.copy_(saved["own"])
@@ -137,18 +157,37 @@ class DifferenceState(UpdateState):
         assert isinstance(path, Sparse)
         return path
 
-    def _keep(self, messages: Tensor) -> None:
+    def _sample(self) -> Tensor | None:
+        self._exchanges += 1
+        if self._agreement is None or not self._agreement.due(self._exchanges):
+            return None
+        return self._agreement.sample(self._exchanges, self.own_S, self.shared_S)
+
+    def _follow_agreement(self) -> None:
+        """Change ``ahead``, and the model with it, to what the samples of the last exchange say, if it had any."""
+        if self._agreement is None or not self._agreement.due(self._exchanges):
+            return
+        self.receive()
+        measured = None if self._samples is None else self._agreement.measure(self._samples)
+        self._samples = None
+        if measured is not None:
+            self.own_S.lerp_(self.shared_S, 1.0 - measured / self.ahead)
+            self.ahead = measured
+
+    def _keep(self, messages: Tensor, beside: Tensor | None) -> None:
         self._messages = messages
+        if beside is not None:
+            self._samples = HostCopy(messages[:, -beside.nbytes :].contiguous())
 
     def _add_own(self) -> None:
         """Add to this node's model what the parameters have changed by, and what it has sent: the rest is pending."""
-        self.slices.add_change(self.own_S, self._ahead)
+        self.slices.add_change(self.own_S, self.ahead)
         self._add_sent(self.own_S)
         self._sent = None
 
     def _add_sent(self, own_S: Tensor) -> None:
         if self._sent is not None and self._wrote is not None:
-            self._wrote.add(self._sent, own_S, 1.0 / self._ahead)
+            self._wrote.add(self._sent, own_S, 1.0 / self._wrote_ahead)
 
     def _take_messages(self, start_next: Callable[[], None] = lambda: None) -> None:
         """Wait for the messages under way, start the next ones, and add the mean to both models."""
@@ -161,8 +200,8 @@ class DifferenceState(UpdateState):
 
     def _add_mean(self, messages: Tensor, model_S: Tensor) -> None:
         assert self._wrote is not None
-        self._wrote.add(messages, model_S, -1.0 / (self._exchange.topology.num_nodes * self._ahead))
+        self._wrote.add(messages, model_S, -1.0 / (self._exchange.topology.num_nodes * self._wrote_ahead))
 
     def _told_by(self, own_S: Tensor) -> Tensor:
         """What is pending where this is the node's model."""
-        return (self.shared_S - own_S).div_(self._ahead)
+        return (self.shared_S - own_S).div_(self.ahead)

@@ -219,6 +219,11 @@ class LocalUpdates:
     def _of(self, optimizer: Optimizer | None) -> list[NodeOptimizer]:
         return [node for node in self.nodes if optimizer is None or node.optimizer is optimizer]
 
+    @property
+    def step_ahead(self) -> float:
+        """The share of what is pending that this device's weights keep now, the mean over optimizers."""
+        return sum(node.state.ahead for node in self.nodes) / max(1, len(self.nodes))
+
     def pending_norm(self) -> Tensor:
         """L2 norm of what this device has not sent, a 0-dim tensor (no host sync)."""
         norms = [torch.linalg.vector_norm(node.state.pending_S) for node in self.nodes]

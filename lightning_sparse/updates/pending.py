@@ -97,11 +97,11 @@ class PendingState(UpdateState):
         """x = shared_S - step_ahead * pending_S - in flight. In flight is acc_S - pending_S, or nothing."""
         start_S = self.start_S
         if acc_S is None:
-            torch.add(self.shared_S, self._pending_S, alpha=-self._ahead, out=start_S)
+            torch.add(self.shared_S, self._pending_S, alpha=-self.ahead, out=start_S)
         else:
             torch.sub(self.shared_S, acc_S, out=start_S)
-            if self._ahead != 1.0:
-                start_S.add_(self._pending_S, alpha=1.0 - self._ahead)
+            if self.ahead != 1.0:
+                start_S.add_(self._pending_S, alpha=1.0 - self.ahead)
         self.slices.write(start_S)
         if self.slices.rounds:
             self.slices.copy_to(start_S)

@@ -24,11 +24,12 @@ class UpdateState(ABC):
 
     Attributes:
         shared_S: the shared weights, bit-identical on all nodes but for messages that have not been added yet.
+        ahead: share of what is pending that this node's model keeps.
     """
 
     def __init__(self, slices: Slices, exchange: Exchange, config: UpdatesConfig) -> None:
         self.slices, self._exchange, self._config = slices, exchange, config
-        self._ahead = config.ahead(exchange.topology.num_nodes)
+        self.ahead = config.ahead(exchange.topology.num_nodes)
         self.shared_S = slices.read()
         self._future: TensorFuture | None = None
 

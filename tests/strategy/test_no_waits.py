@@ -1,7 +1,7 @@
 """In a settled round the host waits for no GPU: nothing reads a tensor's values, and no copy blocks.
 
 There need be no GPU: tensors are torch's fake ones of device "cuda", which have no values to read. What waits by design
-is not looked at: `_OnItsWay.numbers`, which reads what was copied in the background during the last step.
+is not looked at: `HostCopy.read`, which reads what was copied in the background during the last step.
 """
 
 from collections.abc import Callable, Iterator
@@ -16,8 +16,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_sparse.exchange import engine
+from lightning_sparse.exchange.host_copy import HostCopy
 from lightning_sparse.exchange.lanes import Runner
-from lightning_sparse.gradients import tracking
 from lightning_sparse.gradients.hook import reduce_bucket
 from lightning_sparse.gradients.residual import ResidualStore
 from lightning_sparse.strategy import HierConfig, HierState
@@ -75,7 +75,7 @@ def _cuda_without_a_device(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda *_: Event())
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    monkeypatch.setattr(tracking._OnItsWay, "numbers", lambda self: [0.0] * self._here.numel())
+    monkeypatch.setattr(HostCopy, "read", lambda self: torch.zeros(self._here.shape, dtype=self._here.dtype))
     monkeypatch.setattr(local_updates, "_check_ranks", lambda *_: None)
     monkeypatch.setattr(LocalUpdates, "_synchronise", lambda _: None)
     with FakeTensorMode():

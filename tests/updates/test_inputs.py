@@ -215,7 +215,7 @@ def used_again() -> list[Tensor]:
     """An optimizer goes from one `LocalUpdates` to the next, and goes on with its state."""
     found = []
     for again in (False, True):
-        ddp, optimizer, updates = start(adamw, mlp(), density=0.1)
+        ddp, optimizer, updates = start(adamw, mlp(), density=0.1, step_ahead=1)  # a new one measures anew
         steps(ddp, optimizer, updates, 0, 4)
         updates.finish()
         if again:

@@ -53,6 +53,7 @@ class Shard:
         on_sent: called with the indices of the entries that this device sends, int64, where these are not all.
         on_received: called with the messages of all nodes, in node order, which are not summed then; of the path
             ``sparse`` alone.
+        beside: bytes to send along, which ``on_received`` finds at the end of each message; of that path alone, too.
         target_S: fp32, what the engine adds the sum to, times ``alpha``; a path may do so itself, and return it.
     """
 
@@ -62,6 +63,7 @@ class Shard:
     factor: Tensor | None = None
     on_sent: Callable[[Tensor], None] | None = field(default=None, repr=False)
     on_received: Callable[[Tensor], None] | None = field(default=None, repr=False)
+    beside: Tensor | None = None
     target_S: Tensor | None = None
     alpha: float = 1.0
 

@@ -68,6 +68,8 @@ class Sparse(Path):
         message = compress(shard.sum_S, shard.residual_S, shard.next_S, self.k, self.value_dtype, shard.factor)
         if shard.on_sent is not None and self.k < numel:
             shard.on_sent(indices_of(message, numel, self.k, self.value_dtype))
+        if shard.beside is not None:
+            message = torch.cat([message, shard.beside])
         yield message, *shard.used_to_the_end
         messages = comm.exchange(message)
         yield messages, *shard.used_to_the_end
@@ -83,7 +85,12 @@ class Sparse(Path):
 
     def add(self, messages_MB: Tensor, target_S: Tensor, alpha: float) -> None:
         """target_S += alpha * each of the messages, in row order."""
+        messages_MB = self.alone(messages_MB, target_S.numel())
         accumulate(messages_MB, target_S, self.k, self.value_dtype, alpha)
+
+    def alone(self, messages_MB: Tensor, numel: int) -> Tensor:
+        """Messages about shards of so many elements, without what went beside them."""
+        return messages_MB[:, : message_bytes(numel, self.k, self.value_dtype)].contiguous()
 
     def wrote(self, messages_MB: Tensor, numel: int) -> bool:
         """Whether these are messages of this path, about shards of so many elements."""

@@ -1,0 +1,59 @@
+"""How far nodes agree on what is pending: the share of it that a node's model keeps with ``step_ahead="auto"``.
+
+The model that a node would like to train is the shared one less the mean over nodes of what is pending, and of that it
+knows its own alone. The least-squares estimate of the mean from one's own is a * pending, with
+
+    a = M * sum of mean^2 / sum over nodes of the sum of pending^2           over entries; mean is of the M nodes
+
+which is 1 where all have the same pending, as at the start of a training, and 1 / M where theirs are independent noise,
+as later. It is measured of a sample of the entries, which rides along with a message now and then.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lightning_sparse.exchange.host_copy import HostCopy
+
+PLACES = 4096  # of a sample: 16 KB once in EVERY exchanges
+EVERY = 32
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """Of one slice.
+
+    Args:
+        numel: of the slice, the same on all nodes.
+        num_nodes: M.
+    """
+
+    numel: int
+    num_nodes: int
+
+    @staticmethod
+    def due(exchanges: int) -> bool:
+        """Whether a sample rides along with this one, counted from 1: often at first, when agreement falls fast."""
+        return exchanges % EVERY == 0 or (0 < exchanges < EVERY and exchanges.bit_count() == 1)
+
+    def sample(self, exchanges: int, own_S: Tensor, shared_S: Tensor) -> Tensor:
+        """What is pending, or a multiple of it, at places that differ from sample to sample; as bytes."""
+        stride = -(-self.numel // PLACES)
+        places = slice(exchanges * 7919 % stride, None, stride)
+        return (shared_S[places] - own_S[places]).view(torch.uint8)
+
+    def measure(self, samples: HostCopy) -> float | None:
+        """a, the same on all nodes; None where nothing is pending, or not finite.
+
+        Args:
+            samples: of all nodes, uint8 [M, bytes].
+        """
+        pending = samples.read().view(torch.float32).double()
+        ratio = self.num_nodes * pending.mean(0).square().sum() / pending.square().sum()
+        if not ratio.isfinite():
+            return None
+        # Rounded, since sums may differ in their last bits between processors, and nodes must not.
+        return round(min(1.0, max(1.0 / self.num_nodes, float(ratio))), 3)

@@ -1,0 +1,109 @@
+"""How far nodes agree on what is pending, and that their models follow it."""
+
+from copy import deepcopy
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from lightning_sparse.exchange.host_copy import HostCopy
+from lightning_sparse.updates.agreement import EVERY, PLACES, Agreement
+from lightning_sparse.updates.checkpoint import restore_own, side_content
+from tests.helpers.distributed import RunRanks
+from tests.strategy.models import flat_parameters
+from tests.updates.runs import adamw, shared_of, start, steps
+
+
+def measured(pending_MN: Tensor) -> float | None:
+    """Of whole tensors, which are samples here."""
+    agreement = Agreement(pending_MN.shape[1], len(pending_MN))
+    return agreement.measure(HostCopy(pending_MN.contiguous().view(torch.uint8)))
+
+
+def test_nodes_that_agree_and_nodes_that_do_not() -> None:
+    one = torch.randn(1, 4000)
+    assert measured(one.expand(4, -1)) == 1
+    assert measured(torch.eye(4)) == 0.25
+    assert measured(torch.cat([one, -one])) == 0.5, "never below 1 / M"
+
+
+@pytest.mark.parametrize("strange", [0.0, float("nan"), float("inf")])
+def test_nothing_is_known_of_nothing(strange: float) -> None:
+    assert measured(torch.full((2, 8), strange)) is None
+
+
+@given(st.integers(2, 9), st.floats(0, 4), st.integers(0, 10**6))
+def test_it_is_the_best_estimate_of_the_mean(nodes: int, common: float, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    pending = torch.randn(nodes, 300, generator=generator) + common * torch.randn(1, 300, generator=generator)
+    found = measured(pending)
+    assert found is not None
+
+    def error(ahead: float) -> float:
+        return float((pending.mean(0) - ahead * pending).double().square().sum())
+
+    assert error(found) <= min(error(found - 0.001), error(found + 0.001)) or found == round(1 / nodes, 3)
+
+
+@given(st.integers(1, 3 * PLACES), st.integers(1, 4 * EVERY))
+def test_samples_lie_all_over_the_slice(numel: int, exchanges: int) -> None:
+    values = torch.arange(numel, dtype=torch.float32)
+    places = Agreement(numel, 2).sample(exchanges, torch.zeros(numel), values).view(torch.float32)
+    assert min(numel, PLACES // 2) <= len(places) <= PLACES
+    assert places[0] < numel / len(places) + 1
+    assert places[-1] > numel - 2 * numel / len(places) - 2
+
+
+def follows(alike: bool) -> tuple[float, Tensor]:
+    ddp, optimizer, updates = start(adamw, density=0.02)
+    for step in range(40):
+        optimizer.zero_grad()
+        seed = step if alike else 10 * step + dist.get_rank()
+        ddp(torch.randn(8, 13, generator=torch.Generator().manual_seed(seed))).square().mean().backward()
+        optimizer.step()
+        updates.step()
+    return updates.step_ahead, shared_of(updates)
+
+
+def alike_and_not() -> list[tuple[float, Tensor]]:
+    return [follows(True), follows(False)]
+
+
+def test_models_follow_it(ranks: RunRanks) -> None:
+    results = ranks(alike_and_not, nodes=3, devices=1)
+    for (alike, _), (different, shared) in results:
+        assert alike == pytest.approx(1, abs=0.01)
+        assert 0.333 <= different < 0.9
+        assert different == results[0][1][0]
+        assert torch.equal(shared, results[0][1][1])
+
+
+def resumed_after(done: int, options: dict[str, Any]) -> list[Tensor]:
+    """Weights after some steps more, of a run and of one that goes on from its state."""
+    ddp, optimizer, updates = start(adamw, density=0.05, **options)
+    steps(ddp, optimizer, updates, 0, done)
+    content = side_content(updates)
+    state = deepcopy(optimizer.state_dict())
+    again, optimizer_again, resumed = start(adamw, density=0.05, **options)
+    restore_own(resumed, content)
+    optimizer_again.load_state_dict(state)
+    ends = []
+    for run in ((ddp, optimizer, updates), (again, optimizer_again, resumed)):
+        steps(*run, done, done + 5)
+        ends += [shared_of(run[2]), flat_parameters(run[2].module).clone(), torch.tensor(run[2].step_ahead)]
+    return ends
+
+
+def resumed_at_each_step(options: dict[str, Any]) -> list[list[Tensor]]:
+    return [resumed_after(done, options) for done in range(1, 10)]
+
+
+@pytest.mark.parametrize("options", [{}, {"delay": 0}, {"sync_every": 2}], ids=str)
+def test_a_resumed_run_measures_what_was_under_way(ranks: RunRanks, options: dict[str, Any]) -> None:
+    for runs in ranks(resumed_at_each_step, options, nodes=2, devices=1):
+        for ends in runs:
+            assert all(map(torch.equal, ends[:3], ends[3:]))
