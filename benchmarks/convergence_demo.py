@@ -7,6 +7,7 @@ it and sends those; all nodes step by the sign of the mean of what was sent. Mom
 from __future__ import annotations
 
 import math
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -63,25 +64,36 @@ class DeMo(Way):
     @torch.no_grad()
     def exchange(self, lr: float) -> None:
         """Put the sign of what all nodes sent where the gradients are."""
-        for parameter, momentum, chunks in self.momenta:
+        found = [self.take(parameter, momentum, chunks, lr) for parameter, momentum, chunks in self.momenta]
+        sizes = [index.numel() for index, _ in found]
+        self.sent += sum(sizes)
+        indices, values = (self.gather(torch.cat([each.flatten() for each in of])) for of in zip(*found, strict=True))
+        for (parameter, _, chunks), (index_CK, _), at, size in zip(
+            self.momenta, found, accumulate(sizes, initial=0), sizes, strict=False
+        ):
+            here = slice(at, at + size)
+            index = torch.cat([each[here].view_as(index_CK) for each in indices], 1)
+            value = torch.cat([each[here].view_as(index_CK) for each in values], 1)
+            mean_CE = torch.zeros(len(index), chunks.high * chunks.wide)
+            mean_CE.scatter_reduce_(1, index, value, "mean", include_self=False)
             assert parameter.grad is not None
-            momentum.mul_(self.decay).add_(parameter.grad, alpha=lr)
-            entries_CE = chunks.encode(momentum)
-            index_CK = entries_CE.abs().topk(max(1, round(self.density * entries_CE.shape[1]))).indices
-            values_CK = entries_CE.gather(1, index_CK)
-            momentum -= chunks.decode(torch.zeros_like(entries_CE).scatter_(1, index_CK, values_CK))
-            mean_CE = self.mean(entries_CE.shape, index_CK, values_CK)
             parameter.grad.copy_(chunks.decode(mean_CE).sign())
-            self.sent += index_CK.numel()
 
-    def mean(self, shape: torch.Size, index_CK: Tensor, values_CK: Tensor) -> Tensor:
-        """Of each entry over those who sent it. Collective."""
-        indices = [torch.empty_like(index_CK) for _ in range(self.topology.world_size)]
-        values = [torch.empty_like(values_CK) for _ in indices]
-        dist.all_gather(indices, index_CK)
-        dist.all_gather(values, values_CK)
-        zeros_CE = torch.zeros(shape)
-        return zeros_CE.scatter_reduce_(1, torch.cat(indices, 1), torch.cat(values, 1), "mean", include_self=False)
+    def take(self, parameter: Tensor, momentum: Tensor, chunks: Chunks, lr: float) -> tuple[Tensor, Tensor]:
+        """Move the largest entries out of the momentum: indices and values, [chunks, K]."""
+        assert parameter.grad is not None
+        momentum.mul_(self.decay).add_(parameter.grad, alpha=lr)
+        entries_CE = chunks.encode(momentum)
+        index_CK = entries_CE.abs().topk(max(1, round(self.density * entries_CE.shape[1]))).indices
+        values_CK = entries_CE.gather(1, index_CK)
+        momentum -= chunks.decode(torch.zeros_like(entries_CE).scatter_(1, index_CK, values_CK))
+        return index_CK, values_CK
+
+    def gather(self, flat: Tensor) -> list[Tensor]:
+        """Of all ranks. Collective."""
+        everyones = [torch.empty_like(flat) for _ in range(self.topology.world_size)]
+        dist.all_gather(everyones, flat)
+        return everyones
 
     def bytes_per_node(self) -> float:
         return float((self.topology.num_nodes - 1) * self.sent * PAIR_BYTES)

@@ -1,7 +1,8 @@
 """In a settled round the host waits for no GPU: nothing reads a tensor's values, and no copy blocks.
 
 There need be no GPU: tensors are torch's fake ones of device "cuda", which have no values to read. What waits by design
-is not looked at: `HostCopy.read`, which reads what was copied in the background during the last step.
+is not looked at: `HostCopy.read`, which reads what was copied in the background during the last step, and
+`Agreement.measure`, which reads such a copy.
 """
 
 from collections.abc import Callable, Iterator
@@ -24,6 +25,7 @@ from lightning_sparse.strategy import HierConfig, HierState
 from lightning_sparse.topology import Topology
 from lightning_sparse.updates import LocalUpdates, UpdatesConfig
 from lightning_sparse.updates import local as local_updates
+from lightning_sparse.updates.agreement import Agreement
 from tests.strategy.test_threads import Bucket
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
@@ -68,6 +70,19 @@ class NoWaits(TorchDispatchMode):
         return made
 
 
+class Zeros:
+    """What a fake tensor is read as."""
+
+    def __init__(self, numel: int) -> None:
+        self._numel = numel
+
+    def flatten(self) -> "Zeros":
+        return self
+
+    def tolist(self) -> list[float]:
+        return [0.0] * self._numel
+
+
 @pytest.fixture(autouse=True)
 def _cuda_without_a_device(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.syspath_prepend(str(BENCHMARKS))
@@ -75,7 +90,8 @@ def _cuda_without_a_device(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda *_: Event())
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    monkeypatch.setattr(HostCopy, "read", lambda self: torch.zeros(self._here.shape, dtype=self._here.dtype))
+    monkeypatch.setattr(HostCopy, "read", lambda self: Zeros(self._here.numel()))
+    monkeypatch.setattr(Agreement, "measure", lambda *_: 0.5)
     monkeypatch.setattr(local_updates, "_check_ranks", lambda *_: None)
     monkeypatch.setattr(LocalUpdates, "_synchronise", lambda _: None)
     with FakeTensorMode():

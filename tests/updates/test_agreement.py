@@ -46,7 +46,7 @@ def test_it_is_the_best_estimate_of_the_mean(nodes: int, common: float, seed: in
     def error(ahead: float) -> float:
         return float((pending.mean(0) - ahead * pending).double().square().sum())
 
-    assert error(found) <= min(error(found - 0.001), error(found + 0.001)) or found == round(1 / nodes, 3)
+    assert error(found) <= min(error(found - 0.001), error(found + 0.001)) * 1.00001 or found == round(1 / nodes, 3)
 
 
 @given(st.integers(1, 3 * PLACES), st.integers(1, 4 * EVERY))

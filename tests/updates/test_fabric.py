@@ -66,8 +66,8 @@ def one_optimizer_of_two_modules(flavour: str) -> Tensor:
 
 
 def one_optimizer_after_another(flavour: str) -> float:
-    """What the second begins with, beside the mean of what the nodes ended the first with."""
-    fabric = fabric_with(flavour, ours(flavour))
+    """What the second begins with, beside the mean of what the nodes ended the first with: models that lack nothing."""
+    fabric = fabric_with(flavour, ours(flavour, step_ahead=1))
     model, optimizer = prepared(fabric)
     train(fabric, model, optimizer, 0, 4)
     mean = flat_parameters(model).double()
