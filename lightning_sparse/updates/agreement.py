@@ -18,8 +18,8 @@ from torch import Tensor
 
 from lightning_sparse.exchange.host_copy import HostCopy
 
-PLACES = 4096  # of a sample: 16 KB once in EVERY exchanges
-EVERY = 32
+PLACES = 2048  # of a sample: 8 KB once in EVERY exchanges
+EVERY = 64
 
 
 @dataclass(frozen=True)
