@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from convergence_ways import WAYS, Way
+from convergence_ways import WAYS, Updates, Way
 from exchange import Rates
 from exchange_ranks import ask
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
@@ -51,6 +51,7 @@ ROWS: dict[str, dict[str, Any]] = {
     "average every 50": {"way": "average", "every": 50},
 }
 BLOCK = 5  # steps
+BESIDE = 25  # of ways that exchange beside the next step: the first step of a block hides nothing, and the last waits
 
 
 class Stepper:
@@ -65,6 +66,7 @@ class Stepper:
         options = dict(options)
         self.way: Way = WAYS[options.pop("way")](self.model, self.optimizer, topology, options)
         _register(name, self.way.ddp)
+        self.steps = BESIDE if isinstance(self.way, Updates) else BLOCK
         self.seconds: list[float] = []
         self.received: list[float] = []
         self._offset = 0
@@ -109,7 +111,7 @@ def on_ranks(folder: Path, options: argparse.Namespace, rate: Callable[[float], 
     begin = time.perf_counter()
     for repeat in range(20):
         for name, stepper in steppers.items():
-            stepper.block(50 if name.startswith("average") and not repeat else BLOCK)
+            stepper.block(50 if name.startswith("average") and not repeat else stepper.steps)
         spent = torch.tensor(time.perf_counter() - begin)
         dist.broadcast(spent, 0)
         if repeat >= 2 and spent > options.seconds:
