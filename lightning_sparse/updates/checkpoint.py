@@ -81,6 +81,7 @@ def restore_mean(updates: LocalUpdates, by_node: Sequence[Sequence[dict[str, Any
     for node in updates.nodes:
         node.steps = by_node[0][0]["nodes"][0]["steps"]
         state = node.state
+        state.receive()
         pending_S = torch.zeros_like(state.shared_S)
         views = state.slices.of(state.shared_S), state.slices.of(pending_S)
         for (name, begin, end), shared_view, pending_view in zip(

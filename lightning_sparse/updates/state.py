@@ -70,6 +70,7 @@ class UpdateState(ABC):
     def load_state_dict(self, saved: Mapping[str, Tensor]) -> None:
         """Go on where it was saved; the parameters are set, too. Under other options than it was saved with, with all
         that is unsent as pending."""
+        self.receive()  # what is under way would be added to what was saved
         self.shared_S.copy_(saved["shared"])
         if self._load_own(saved):
             self.slices.write(saved["now"].to(self.shared_S.device))

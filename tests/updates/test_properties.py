@@ -1,5 +1,6 @@
 """What must always hold, on real ranks: nodes share one model, nothing is lost, and limits equal DDP."""
 
+from copy import deepcopy
 from typing import Any
 
 import pytest
@@ -192,6 +193,30 @@ def two_optimizers_finish(exchange: str) -> Tensor:
 def test_two_optimizers_finish_alike(ranks: RunRanks, exchange: str) -> None:
     one, other = ranks(two_optimizers_finish, exchange, nodes=2, devices=1, timeout=30)
     assert torch.equal(one, other)
+
+
+def gone_back(options: dict[str, Any]) -> list[Tensor]:
+    """Weights after 8 steps, of a run and of one that went back to its third step after the sixth."""
+    ends = []
+    for went_back in (False, True):
+        ddp, optimizer, updates = start(adamw, density=0.05, **options)
+        steps(ddp, optimizer, updates, 0, 3)
+        saved = deepcopy((side_content(updates), optimizer.state_dict()))
+        if went_back:
+            steps(ddp, optimizer, updates, 3, 6)
+            restore_own(updates, saved[0])
+            optimizer.load_state_dict(saved[1])
+        steps(ddp, optimizer, updates, 3, 8)
+        ends += [shared_of(updates), flat_parameters(updates.module).clone()]
+    return ends
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"step_ahead": 0.5}, {"exchange": "dense16"}, {"exchange": "regional"}], ids=str
+)
+def test_a_run_can_go_back_with_an_exchange_under_way(ranks: RunRanks, options: dict[str, Any]) -> None:
+    for ends in ranks(gone_back, options, nodes=2, devices=1):
+        assert all(map(torch.equal, ends[:2], ends[2:]))
 
 
 def with_other_options(saved_with: dict[str, Any], resumed_with: dict[str, Any]) -> tuple[Tensor, Tensor, float]:
