@@ -11,7 +11,9 @@ as later. It is measured of a sample of the entries, which rides along with a me
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
+from functools import reduce
 
 import torch
 from torch import Tensor
@@ -40,20 +42,25 @@ class Agreement:
         return exchanges % EVERY == 0 or (0 < exchanges < EVERY and exchanges.bit_count() == 1)
 
     def sample(self, exchanges: int, own_S: Tensor, shared_S: Tensor) -> Tensor:
-        """What is pending, or a multiple of it, at places that differ from sample to sample; as bytes."""
+        """What is pending at places that differ from sample to sample; as bytes."""
         stride = -(-self.numel // PLACES)
         places = slice(exchanges * 7919 % stride, None, stride)
         return (shared_S[places] - own_S[places]).view(torch.uint8)
 
     def measure(self, samples: HostCopy) -> float | None:
-        """a, the same on all nodes; None where nothing is pending, or not finite.
+        """a, the same on all nodes, whatever their processors; None where nothing is pending, or not finite.
 
         Args:
             samples: of all nodes, uint8 [M, bytes].
         """
         pending = samples.read().view(torch.float32).double()
-        ratio = self.num_nodes * pending.mean(0).square().sum() / pending.square().sum()
-        if not ratio.isfinite():
+        together = _total(reduce(torch.add, pending).square())
+        apart = _total(reduce(torch.add, pending.square()))
+        if not 0 < apart < math.inf:
             return None
-        # Rounded, since sums may differ in their last bits between processors, and nodes must not.
-        return round(min(1.0, max(1.0 / self.num_nodes, float(ratio))), 3)
+        return round(min(1.0, max(1.0, together / apart) / self.num_nodes), 3)
+
+
+def _total(values: Tensor) -> float:
+    """The sum, rounded once: torch's depends on the processor, and nodes that differ here drift apart."""
+    return math.fsum(values.tolist())

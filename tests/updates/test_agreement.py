@@ -36,6 +36,14 @@ def test_nothing_is_known_of_nothing(strange: float) -> None:
     assert measured(torch.full((2, 8), strange)) is None
 
 
+def test_the_order_of_a_processor_does_not_matter() -> None:
+    """16 nodes with nothing in common agree by 1 / 16, in the middle between two of the numbers that are told apart."""
+    pending = torch.zeros(16, PLACES)
+    pending[torch.arange(PLACES) % 16, torch.arange(PLACES)] = torch.randn(PLACES)
+    orders = [torch.randperm(PLACES, generator=torch.Generator().manual_seed(seed)) for seed in range(50)]
+    assert len({measured(pending[:, order]) for order in orders}) == 1
+
+
 @given(st.integers(2, 9), st.floats(0, 4), st.integers(0, 10**6))
 def test_it_is_the_best_estimate_of_the_mean(nodes: int, common: float, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
