@@ -1,12 +1,14 @@
 """Pending updates as the difference of two models: for messages of the largest entries.
 
-A node's own model keeps the share a = ``step_ahead`` of what the node has not sent, so that is
+A node's own model lacks nothing that the node did, and the shared one lacks what it has not sent:
 
-    pending_S = (shared_S - own_S) / a                           once this node's last message is added to own_S
+    pending_S = shared_S - own_S                                 once this node's last message is added to own_S
+    x         = shared_S - a * (shared_S - own_S)                what the parameters hold; a = ``step_ahead``
 
-and is not stored, nor is what the parameters held before the step: of that step's updates own_S takes the share a, and
-else it changes by messages alone, as shared_S does. Messages carry entries of shared_S - own_S, the share a of what
-they tell, and are added divided by a. Two tensors, whatever a is, and a may change (see `agreement`).
+So neither what is pending nor what the parameters held before the step is stored: two tensors, whatever a is, and a may
+change (see `agreement`). Entries change by messages alone: in shared_S by the mean of all nodes', in own_S by that mean
+less the node's own, which it had already. A model that took the share a of each update would round it away where it is
+small beside the weight.
 
 What is pending does not depend on what other nodes have sent, so the next message is selected while theirs arrive:
 
@@ -35,8 +37,8 @@ class DifferenceState(UpdateState):
     """For ``exchange="sparse"``.
 
     Attributes:
-        own_S: this node's model, as it was put into the parameters. It and ``shared_S`` lack the messages of the last
-            exchange until the next one: how sums round must not depend on who asks for weights in between.
+        own_S: this node's model. It and ``shared_S`` lack the messages of the last exchange until the next one: how
+            sums round must not depend on who asks for weights in between.
     """
 
     def __init__(self, slices: Slices, exchange: Exchange, config: UpdatesConfig) -> None:
@@ -50,14 +52,13 @@ class DifferenceState(UpdateState):
         self._messages: Tensor | None = None  # those, uint8 [M, B], once they are received
         self._sent: Tensor | None = None  # this node's among them, uint8 [1, B]
         self._wrote: Sparse | None = None  # their path; the density may have changed since
-        self._wrote_ahead = self.ahead  # and ``ahead``
         self._minus_one = torch.tensor(-1.0, device=self.own_S.device)
 
     @property
     def pending_S(self) -> Tensor:
         own_S = self.own_S.clone()
         self._add_sent(own_S)
-        return self._told_by(own_S)
+        return self.shared_S - own_S
 
     def read_shared(self) -> Tensor:
         self.receive()
@@ -78,31 +79,31 @@ class DifferenceState(UpdateState):
         job = self._run(path, shard)
         handed = next(job)  # selects
         self._take_messages(lambda: self._start(job, handed))
-        self._wrote, self._wrote_ahead, self._sent = path, self.ahead, handed[0].view(1, -1)
-        if self.ahead != 1.0:
-            path.add(self._sent, self.own_S, 1.0 - 1.0 / self.ahead)  # what is under way is seen in full
+        self._wrote, self._sent = path, handed[0].view(1, -1)
         if not self._config.delay:
-            self._add_sent(self.own_S)
+            path.add(self._sent, self.own_S, 1.0)
             self._sent = None
             self._take_messages()
-        self.slices.write(self.own_S)
+        elif self.ahead != 1.0:
+            path.add(self._sent, self.own_S, 1.0 - 1.0 / self.ahead)  # what is under way is seen in full
+        self._set_model()
 
     def flush(self) -> None:
         if not self.slices.numel:
             return
         self._add_own()
         self._take_messages()
-        for _ in self._run(self._path(whole=True), Shard(self._told_by(self.own_S)), self.shared_S):
+        for _ in self._run(self._path(whole=True), Shard(self.shared_S - self.own_S), self.shared_S):
             pass
         self.own_S.copy_(self.shared_S)
-        self.slices.write(self.own_S)
+        self._set_model()
 
     def begin(self) -> None:
-        self.slices.write(self.own_S)
+        self._set_model()
 
     def set_pending(self, pending_S: Tensor) -> None:
         self._messages = self._sent = None
-        torch.sub(self.shared_S, pending_S, alpha=self.ahead, out=self.own_S)
+        torch.sub(self.shared_S, pending_S, out=self.own_S)
 
     def take_over(self, before: UpdateState) -> None:
         assert isinstance(before, DifferenceState)
@@ -115,9 +116,9 @@ class DifferenceState(UpdateState):
 
     def state_dict(self, now_S: Tensor) -> dict[str, Tensor]:
         shared_S, own_S = self.read_shared(), self.own_S.clone()
-        self.slices.add_change(own_S, self.ahead, now_S)
+        self.slices.add_change(own_S, self.shared_S, self.ahead, now_S)
         self._add_sent(own_S)
-        saved = {"shared": shared_S, "unsent": self._told_by(own_S), "own": self.own_S, "now": now_S}
+        saved = {"shared": shared_S, "unsent": self.shared_S - own_S, "own": self.own_S, "now": now_S}
         saved["ahead"] = torch.tensor(self.ahead, dtype=torch.float64)
         saved["exchanges"] = torch.tensor(self._exchanges)
         if self._samples is not None:
@@ -132,9 +133,9 @@ class DifferenceState(UpdateState):
         if "own" not in saved or (self._agreement is None and saved["ahead"] != self.ahead):
             return False
         self._messages = self._sent = self._samples = None
-        self.ahead = self._wrote_ahead = float(saved["ahead"])
+        self.ahead = float(saved["ahead"])
         self._exchanges = int(saved["exchanges"])
-        if "samples" in saved:
+        if "samples" in saved and self._agreement is not None:
             self._samples = HostCopy(saved["samples"])
         if "messages" in saved and not self._load_messages(saved):
             return False
@@ -164,14 +165,13 @@ class DifferenceState(UpdateState):
         return self._agreement.sample(self._exchanges, self.own_S, self.shared_S)
 
     def _follow_agreement(self) -> None:
-        """Change ``ahead``, and the model with it, to what the samples of the last exchange say, if it had any."""
+        """Change ``ahead`` to what the samples of the last exchange say, if it had any."""
         if self._agreement is None or not self._agreement.due(self._exchanges):
             return
         self.receive()
         measured = None if self._samples is None else self._agreement.measure(self._samples)
         self._samples = None
         if measured is not None:
-            self.own_S.lerp_(self.shared_S, 1.0 - measured / self.ahead)
             self.ahead = measured
 
     def _keep(self, messages: Tensor, beside: Tensor | None) -> None:
@@ -181,13 +181,13 @@ class DifferenceState(UpdateState):
 
     def _add_own(self) -> None:
         """Add to this node's model what the parameters have changed by, and what it has sent: the rest is pending."""
-        self.slices.add_change(self.own_S, self.ahead)
+        self.slices.add_change(self.own_S, self.shared_S, self.ahead)
         self._add_sent(self.own_S)
         self._sent = None
 
     def _add_sent(self, own_S: Tensor) -> None:
         if self._sent is not None and self._wrote is not None:
-            self._wrote.add(self._sent, own_S, 1.0 / self._wrote_ahead)
+            self._wrote.add(self._sent, own_S, 1.0 / self.ahead)
 
     def _take_messages(self, start_next: Callable[[], None] = lambda: None) -> None:
         """Wait for the messages under way, start the next ones, and add the mean to both models."""
@@ -200,8 +200,8 @@ class DifferenceState(UpdateState):
 
     def _add_mean(self, messages: Tensor, model_S: Tensor) -> None:
         assert self._wrote is not None
-        self._wrote.add(messages, model_S, -1.0 / (self._exchange.topology.num_nodes * self._wrote_ahead))
+        self._wrote.add(messages, model_S, -1.0 / self._exchange.topology.num_nodes)
 
-    def _told_by(self, own_S: Tensor) -> Tensor:
-        """What is pending where this is the node's model."""
-        return (self.shared_S - own_S).div_(self.ahead)
+    def _set_model(self) -> None:
+        """x = shared_S - step_ahead * pending_S - in flight, which own_S holds for that."""
+        self.slices.write_between(self.own_S, self.shared_S, self.ahead)

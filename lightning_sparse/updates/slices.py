@@ -68,20 +68,30 @@ class Slices:
             for here in _blocks(start):
                 start[here].add_(pending[here]).sub_(piece[here])
 
-    def add_change(self, own_S: Tensor, share: float, now_S: Tensor | None = None) -> None:
-        """own_S += share * (the parameters - what ``write(own_S)`` wrote).
+    def add_change(self, own_S: Tensor, shared_S: Tensor, ahead: float, now_S: Tensor | None = None) -> None:
+        """own_S += the parameters - what ``write_between`` wrote, given the same.
 
         Args:
             now_S: taken for the parameters.
         """
         pieces = self.in_parameters()
         nows = pieces if now_S is None else self.of(now_S)
-        for own, now, piece in zip(self.of(own_S), nows, pieces, strict=True):
-            if piece.dtype == torch.float32:
-                own.lerp_(now, share)  # it wrote own_S itself
+        for own, shared, now, piece in zip(self.of(own_S), self.of(shared_S), nows, pieces, strict=True):
+            if ahead == 1.0 and piece.dtype == torch.float32:
+                own.copy_(now)  # it held own_S itself
                 continue
             for here in _blocks(own):
-                own[here].add_(now[here] - own[here].to(piece.dtype).float(), alpha=share)
+                wrote = _between(own[here], shared[here], ahead)
+                own[here].add_(now[here] - wrote.to(piece.dtype).float())
+
+    def write_between(self, own_S: Tensor, shared_S: Tensor, ahead: float) -> None:
+        """Write shared_S - ahead * (shared_S - own_S) into the parameters, rounded to their dtypes."""
+        if ahead == 1.0:
+            return self.write(own_S)
+        for own, shared, piece in zip(self.of(own_S), self.of(shared_S), self.in_parameters(), strict=True):
+            for here in _blocks(own):
+                piece[here].copy_(_between(own[here], shared[here], ahead))
+        return None
 
     def write(self, flat_S: Tensor) -> None:
         """Write a flat tensor into the parameters, rounded to their dtypes."""
@@ -92,6 +102,10 @@ class Slices:
     def rounds(self) -> bool:
         """Whether some parameter holds less than fp32."""
         return any(parameter.dtype != torch.float32 for parameter, _ in self._pieces)
+
+
+def _between(own: Tensor, shared: Tensor, ahead: float) -> Tensor:
+    return own if ahead == 1.0 else torch.lerp(shared, own, ahead)
 
 
 def _blocks(piece: Tensor) -> Iterator[slice]:

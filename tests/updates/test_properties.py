@@ -195,6 +195,27 @@ def test_two_optimizers_finish_alike(ranks: RunRanks, exchange: str) -> None:
     assert torch.equal(one, other)
 
 
+def tiny_steps(step_ahead: float) -> tuple[Tensor, Tensor]:
+    """How far shared weights of about 1 went in 50 steps of two units in their last place, and how far they should."""
+    ddp, optimizer, updates = start(sgd, nn.Linear(100, 1, bias=False), density=0.1, step_ahead=step_ahead)
+    weight = updates.module.weight
+    with torch.no_grad():
+        weight.fill_(0.75)
+    updates.restart()
+    for _ in range(50):
+        weight.grad = torch.full_like(weight, 1.2e-6)
+        optimizer.step()
+        updates.step()
+    updates.finish()
+    return 0.75 - weight.detach(), torch.full_like(weight.detach(), 50 * 2 * 2**-24)
+
+
+@pytest.mark.parametrize("step_ahead", [1, 0.1])
+def test_updates_near_the_last_place_of_a_weight_are_not_lost(ranks: RunRanks, step_ahead: float) -> None:
+    for went, told in ranks(tiny_steps, step_ahead, nodes=2, devices=1):
+        torch.testing.assert_close(went, told, rtol=0.01, atol=0)
+
+
 def gone_back(options: dict[str, Any]) -> list[Tensor]:
     """Weights after 8 steps, of a run and of one that went back to its third step after the sixth."""
     ends = []
