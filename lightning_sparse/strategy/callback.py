@@ -32,8 +32,8 @@ class CommStatsMixin:
     At the end of fit rank 0 sums up, in the log: bytes beside those of plain DDP, the paths taken, the time in
     collectives between nodes, the residual.
 
-    There is no host sync before the end of fit: the norms stay tensors until they are logged, the others are known on the
-    host, and times are read from events that have passed.
+    There is no host sync before the end of fit: the norms stay tensors until they are logged, the others are known on
+    the host, and times are read from events that have passed.
 
     Args:
         prog_bar: show the density in the progress bar as well.
