@@ -166,7 +166,8 @@ def describe(config: UpdatesConfig, topology: Topology) -> str:
     sent = f"{share} of each device's updates" if config.leaves_entries_out else f"{config.exchange} updates"
     every = "after each step" if config.sync_every == 1 else f"every {config.sync_every} steps"
     delay = ", received one exchange later" if config.delay else ""
-    ahead = "measured" if config.measures_ahead else f"{config.ahead(topology.num_nodes):.2g}"
+    nodes = topology.num_nodes
+    ahead = "measured" if config.measures_ahead(nodes) else f"{config.ahead(nodes):.2g}"
     return f"{sent} {every}{delay}; step_ahead {ahead}"
 
 

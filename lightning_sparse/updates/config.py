@@ -21,8 +21,8 @@ class UpdatesConfig(ExchangeConfig):
         step_ahead: share of its own pending updates that a node's model keeps, in (0, 1]. 1: each node trains its own
             model, corrected by what the others sent. ``"auto"`` measures how far nodes agree on what is pending, now
             and then, of a sample: 1 suits updates that are the same on all nodes, 1 / M independent ones of M nodes,
-            and a training goes from the one towards the other. With another ``exchange`` than ``"sparse"`` it is
-            min(1, 2 / M).
+            and a training goes from the one towards the other. On two nodes it is 1, and with another ``exchange`` than
+            ``"sparse"`` min(1, 2 / M).
         delay: 1: a message arrives one exchange later, so that sending it hides behind the whole step; 0: the step
             waits for it.
         sync_every: steps between two exchanges.
@@ -76,10 +76,9 @@ class UpdatesConfig(ExchangeConfig):
         """What ``density="auto"`` has time for."""
         return "what is between two exchanges"
 
-    @property
-    def measures_ahead(self) -> bool:
-        """Whether ``step_ahead`` follows what nodes agree on."""
-        return self.step_ahead == "auto" and self.exchange == "sparse"
+    def measures_ahead(self, num_nodes: int) -> bool:
+        """Whether ``step_ahead`` follows what so many nodes agree on."""
+        return self.step_ahead == "auto" and self.exchange == "sparse" and num_nodes > 2
 
     def ahead(self, num_nodes: int) -> float:
         """``step_ahead`` for so many nodes, where it is not measured.

@@ -45,8 +45,9 @@ class DifferenceState(UpdateState):
         super().__init__(slices, exchange, config)
         self.own_S = self.shared_S.clone()
         self._agreement: Agreement | None = None
-        if config.measures_ahead:
-            self._agreement, self.ahead = Agreement(slices.numel, exchange.topology.num_nodes), 1.0
+        nodes = exchange.topology.num_nodes
+        if config.measures_ahead(nodes):
+            self._agreement, self.ahead = Agreement(slices.numel, nodes), 1.0
         self._exchanges = 0
         self._samples: HostCopy | None = None  # of what nodes had pending at the last exchange
         self._messages: Tensor | None = None  # those, uint8 [M, B], once they are received

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from lightning_sparse.exchange.host_copy import HostCopy
+from lightning_sparse.updates import UpdatesConfig
 from lightning_sparse.updates.agreement import EVERY, PLACES, Agreement
 from lightning_sparse.updates.checkpoint import restore_own, side_content
 from tests.helpers.distributed import RunRanks
@@ -77,6 +78,16 @@ def follows(alike: bool) -> tuple[float, Tensor]:
     return updates.step_ahead, shared_of(updates)
 
 
+def test_two_nodes_keep_what_they_have() -> None:
+    """The estimate gained nothing there, and lost where much is sent."""
+    config = UpdatesConfig()
+    assert not config.measures_ahead(2)
+    assert config.ahead(2) == 1
+    assert config.measures_ahead(3)
+    assert not UpdatesConfig(step_ahead=0.5).measures_ahead(3)
+    assert not UpdatesConfig(exchange="regional").measures_ahead(3)
+
+
 def alike_and_not() -> list[tuple[float, Tensor]]:
     return [follows(True), follows(False)]
 
@@ -112,6 +123,6 @@ def resumed_at_each_step(options: dict[str, Any]) -> list[list[Tensor]]:
 
 @pytest.mark.parametrize("options", [{}, {"delay": 0}, {"sync_every": 2}], ids=str)
 def test_a_resumed_run_measures_what_was_under_way(ranks: RunRanks, options: dict[str, Any]) -> None:
-    for runs in ranks(resumed_at_each_step, options, nodes=2, devices=1):
+    for runs in ranks(resumed_at_each_step, options, nodes=3, devices=1):
         for ends in runs:
             assert all(map(torch.equal, ends[:3], ends[3:]))
