@@ -64,9 +64,9 @@ class Slices:
 
     def add_progress(self, start_S: Tensor, pending_S: Tensor) -> None:
         """start_S += pending_S - the parameters."""
-        for start, pending, piece in zip(self.of(start_S), self.of(pending_S), self.in_parameters(), strict=True):
-            for here in _blocks(start):
-                start[here].add_(pending[here]).sub_(piece[here])
+        for start, pending, piece in _batches(self.of(start_S), self.of(pending_S), self.in_parameters()):
+            torch._foreach_add_(start, pending)
+            torch._foreach_sub_(start, piece)
 
     def add_change(self, own_S: Tensor, shared_S: Tensor, ahead: float, now_S: Tensor | None = None) -> None:
         """own_S += the parameters - what ``write_between`` wrote, given the same.
@@ -76,21 +76,25 @@ class Slices:
         """
         pieces = self.in_parameters()
         nows = pieces if now_S is None else self.of(now_S)
-        for own, shared, now, piece in zip(self.of(own_S), self.of(shared_S), nows, pieces, strict=True):
-            if ahead == 1.0 and piece.dtype == torch.float32:
-                own.copy_(now)  # it held own_S itself
-                continue
-            for here in _blocks(own):
-                wrote = _between(own[here], shared[here], ahead)
-                own[here].add_(now[here] - wrote.to(piece.dtype).float())
+        if ahead == 1.0 and not self.rounds:
+            torch._foreach_copy_(self.of(own_S), nows)  # they held own_S itself
+            return
+        for own, shared, now, piece in _batches(self.of(own_S), self.of(shared_S), nows, pieces):
+            wrote = _rounded(torch._foreach_lerp(shared, own, ahead), piece)
+            torch._foreach_sub_(wrote, now)
+            torch._foreach_sub_(own, wrote)
 
     def write_between(self, own_S: Tensor, shared_S: Tensor, ahead: float) -> None:
         """Write shared_S - ahead * (shared_S - own_S) into the parameters, rounded to their dtypes."""
         if ahead == 1.0:
             return self.write(own_S)
+        if own_S.is_cuda:  # few launches
+            return self.write(torch.lerp(shared_S, own_S, ahead))
         for own, shared, piece in zip(self.of(own_S), self.of(shared_S), self.in_parameters(), strict=True):
-            for here in _blocks(own):
-                piece[here].copy_(_between(own[here], shared[here], ahead))
+            if piece.dtype == torch.float32:
+                torch.lerp(shared, own, ahead, out=piece)
+            else:
+                piece.copy_(torch.lerp(shared, own, ahead))
         return None
 
     def write(self, flat_S: Tensor) -> None:
@@ -104,11 +108,19 @@ class Slices:
         return any(parameter.dtype != torch.float32 for parameter, _ in self._pieces)
 
 
-def _between(own: Tensor, shared: Tensor, ahead: float) -> Tensor:
-    return own if ahead == 1.0 else torch.lerp(shared, own, ahead)
+def _rounded(values: Sequence[Tensor], like: Sequence[Tensor]) -> list[Tensor]:
+    """As tensors of those dtypes hold them, in fp32."""
+    return [
+        each if to.dtype == each.dtype else each.to(to.dtype).float() for each, to in zip(values, like, strict=True)
+    ]
 
 
-def _blocks(piece: Tensor) -> Iterator[slice]:
-    """So that on the CPU the second pass reads the cache."""
-    size = piece.numel() if piece.is_cuda else _CACHED
-    return (slice(at, at + size) for at in range(0, piece.numel(), size))
+def _batches(*lists: list[Tensor]) -> Iterator[Sequence[list[Tensor]]]:
+    """The same elements of all lists: on the CPU few at a time, so that the second pass reads the cache; on CUDA all,
+    for few launches."""
+    if lists[0] and lists[0][0].is_cuda:
+        yield lists
+        return
+    for tensors in zip(*lists, strict=True):
+        for blocks in zip(*(torch.split(each, _CACHED) for each in tensors), strict=True):
+            yield [[block] for block in blocks]
