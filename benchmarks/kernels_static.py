@@ -1,10 +1,10 @@
 """What can be said of the CUDA kernels without a GPU: registers, launches, bytes, and a model of time made of them.
 
-    python benchmarks/kernels_static.py OUT --before COMMIT
+    python benchmarks/kernels_static.py OUT
 
 Compiles the kernels for each architecture (nvcc, cuobjdump), and counts launches and bytes of global memory in the
 emulation of `tests/kernels/cuda_on_cpu/`, at two sizes: their difference is what an element costs. No GPU is used, and
-no time is measured. COMMIT is what it is compared with.
+no time is measured.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from tests.kernels.emulation import CSRC, Emulation, build  # noqa: E402
 ARCHITECTURES = ("75", "80", "86", "90", "100", "120")
 NVCC = ["-O3", "-std=c++20", "--fmad=false"]
 SIZES = (262_144, 524_288)
-DENSITY, MESSAGES = 0.01, 8
+DENSITY, MESSAGES, REGIONS = 0.01, 8, 8
 LAUNCH_SECONDS = 3e-6
 MODEL_SIZES = (800_000, 6_500_000, 100_000_000, 1_000_000_000)
 # Bytes a second, from NVIDIA's data sheets: A100 80GB SXM, H100 SXM, H200 SXM.
@@ -93,43 +93,39 @@ def resources(folder: Path) -> Iterator[dict[str, object]]:
                 }
 
 
-def costs(csrc: Path, folder: Path, *flags: str) -> dict[str, Cost]:
+def costs(folder: Path) -> dict[str, Cost]:
     """What a call of each operator does, by the emulation, with few blocks, as if the tensors were large. Bytes of
     `sum_rows` are of an element of the shard, whose rows it sums."""
-    rounds = (csrc / "rounded_cuda.cu").exists()  # earlier commits did so in torch
-    drivers = ["driver.cpp", *["driver_rounded.cpp"] * rounds]
-    emulation = Emulation(build(folder, csrc, flags=["-DLS_MOST_BLOCKS=8", *flags], drivers=drivers))
+    emulation = Emulation(build(folder, flags=["-DLS_MOST_BLOCKS=8"]))
+    emulation.start(0)
     seen: dict[str, list[tuple[int, int, int]]] = {}
+
+    def see(name: str) -> None:
+        seen.setdefault(name, []).append((*emulation.counts, emulation.nbytes))
+
     for numel in SIZES:
         grad, residual = torch.randn(2, numel, generator=torch.Generator().manual_seed(0))
         left, k = torch.empty(numel), int(DENSITY * numel)
-        emulation.start(0)
         message = emulation.compress(grad, residual, left, k, torch.bfloat16)
-        seen.setdefault("compress", []).append((*emulation.counts, emulation.nbytes))
+        see("compress")
         emulation.mstopk(grad, k)
-        seen.setdefault("mstopk", []).append((*emulation.counts, emulation.nbytes))
+        see("mstopk")
         emulation.accumulate(message.expand(MESSAGES, -1).contiguous(), left, k, torch.bfloat16)
-        seen.setdefault("accumulate", []).append((*emulation.counts, emulation.nbytes))
-        if rounds:
-            rows = emulation.round_rows(grad, residual, left, MESSAGES)
-            seen.setdefault("round_rows", []).append((*emulation.counts, emulation.nbytes))
-            emulation.sum_rows(rows, left[: rows.shape[1]])
-            seen.setdefault("sum_rows", []).append((*emulation.counts, emulation.nbytes))
+        see("accumulate")
+        pairs = k // REGIONS
+        messages = emulation.compress_regions(grad, residual, left, pairs, REGIONS, torch.bfloat16)
+        see("compress_regions")
+        emulation.accumulate_regions(messages, left, pairs, torch.bfloat16)
+        see("accumulate_regions")
+        rows = emulation.round_rows(grad, residual, left, MESSAGES)
+        see("round_rows")
+        emulation.sum_rows(rows, left[: rows.shape[1]])
+        see("sum_rows")
     found = {}
     for name, ((launches, memsets, small), (_, _, large)) in seen.items():
         slope = (large - small) / (SIZES[1] - SIZES[0])
         found[name] = Cost(launches, memsets, small - slope * SIZES[0], slope)
     return found
-
-
-def costs_of(revision: str, folder: Path) -> dict[str, Cost]:
-    """The same of an earlier commit, whose scratch memory had another size."""
-    inside = CSRC.relative_to(ROOT)
-    archive = subprocess.run(["git", "archive", revision, str(inside)], cwd=ROOT, capture_output=True, check=True)
-    subprocess.run(["tar", "x"], cwd=folder, input=archive.stdout, check=True)
-    (folder / "build").mkdir()
-    flag = "-DkAccumulateScratchBytes=accumulate_scratch_bytes(count, numel)"
-    return costs(folder / inside, folder / "build", flag)
 
 
 def model(found: dict[str, Cost]) -> dict[str, dict[str, list[float]]]:
@@ -143,22 +139,19 @@ def model(found: dict[str, Cost]) -> dict[str, dict[str, list[float]]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path, help="folder for kernels-static.json")
-    parser.add_argument("--before", metavar="COMMIT", help="compare with the kernels of that commit")
     options = parser.parse_args()
     result: dict[str, object] = {**surroundings("python " + " ".join(sys.argv)), "commit": commit(), "hardware": "none"}
     release = subprocess.run(["nvcc", "--version"], capture_output=True, text=True, check=True).stdout
     result["versions"] = f"{result['versions']}, nvcc {re.findall(r'V([0-9.]+)', release)[0]}"
-    result["setting"] = f"density {DENSITY}, fp32 gradients with a residual, bf16 messages, {MESSAGES} messages a sum"
+    result["setting"] = (
+        f"density {DENSITY}, fp32 gradients with a residual, bf16 messages, {MESSAGES} messages a sum; "
+        f"{REGIONS} regions"
+    )
     with tempfile.TemporaryDirectory() as name:
-        now = costs(CSRC, Path(name))
-        result["now"] = {key: vars(cost) for key, cost in now.items()}
-        result["model_us"] = {"sizes": MODEL_SIZES, "now": model(now)}
+        found = costs(Path(name))
+        result["costs"] = {key: vars(cost) for key, cost in found.items()}
+        result["model_us"] = {"sizes": MODEL_SIZES, **model(found)}
         result["kernels"] = list(resources(Path(name)))
-    if options.before:
-        with tempfile.TemporaryDirectory() as name:
-            before = costs_of(options.before, Path(name))
-        result["before"] = {"commit": options.before, **{key: vars(cost) for key, cost in before.items()}}
-        result["model_us_before"] = model(before)
     options.out.mkdir(parents=True, exist_ok=True)
     (options.out / "kernels-static.json").write_text(json.dumps(result, indent=1) + "\n")
     print(json.dumps({key: result[key] for key in result if key != "kernels"}, indent=1))

@@ -5,18 +5,31 @@
 | reference.py | MSTopK and an exact top-k in plain torch, the test oracles |
 | wire.py | message layout, encode and decode |
 | plain.py | the operators in plain torch |
-| ops.py | schemas, argument checks, loading of the compiled library |
+| checks.py | what arguments must be |
+| ops.py | schemas, loading of the compiled library |
 | csrc/ | the compiled CPU and CUDA kernels |
 """
 
 from lightning_sparse.kernels import reference
-from lightning_sparse.kernels.ops import KernelReport, accumulate, compress, kernel_report, mstopk, round_rows, sum_rows
+from lightning_sparse.kernels.ops import (
+    KernelReport,
+    accumulate,
+    accumulate_regions,
+    compress,
+    compress_regions,
+    kernel_report,
+    mstopk,
+    round_rows,
+    sum_rows,
+)
 from lightning_sparse.kernels.wire import indices_of, message_bytes
 
 __all__ = [
     "KernelReport",
     "accumulate",
+    "accumulate_regions",
     "compress",
+    "compress_regions",
     "indices_of",
     "kernel_report",
     "message_bytes",

@@ -53,6 +53,25 @@ def compress(
     return wire.encode(values_K, indices_K, grad_S.numel(), value_dtype, nonfinite.sum())
 
 
+def compress_regions(
+    grad_S: Tensor,
+    residual_S: Tensor | None,
+    next_residual_S: Tensor | None,
+    k: int,
+    num_regions: int,
+    value_dtype: torch.dtype,
+    scale: Tensor | None,
+) -> Tensor:
+    regions = wire.Regions(grad_S.numel(), num_regions, k, value_dtype)
+    rows_MB = grad_S.new_zeros(num_regions, regions.row_nbytes, dtype=torch.uint8)
+    for region in range(num_regions):
+        place = regions.place(region)
+        residual, left = (None if each is None else each[place] for each in (residual_S, next_residual_S))
+        message = compress(grad_S[place], residual, left, regions.pairs(region), value_dtype, scale)
+        rows_MB[region, : message.numel()] = message
+    return rows_MB
+
+
 def accumulate(
     messages_MB: Tensor, shard_S: Tensor, k: int, value_dtype: torch.dtype, alpha: float | None = None
 ) -> None:
@@ -65,6 +84,13 @@ def accumulate(
         shard_S[indices_K] = shard_S[indices_K] + added_K  # indices are distinct within a message
         all_valid = all_valid & valid
     shard_S.masked_fill_(~all_valid, torch.nan)
+
+
+def accumulate_regions(messages_MB: Tensor, shard_S: Tensor, k: int, value_dtype: torch.dtype) -> None:
+    regions = wire.Regions(shard_S.numel(), messages_MB.shape[0], k, value_dtype)
+    for region in range(regions.num_regions):
+        row = messages_MB[region : region + 1, : regions.nbytes(region)]
+        accumulate(row, shard_S[regions.place(region)], regions.pairs(region), value_dtype)
 
 
 def round_rows(

@@ -41,6 +41,7 @@ BLOCK = 65_536
 ALIGN = 16
 VALUE_CODES: dict[torch.dtype, int] = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 VALUE_DTYPES: tuple[torch.dtype, ...] = tuple(VALUE_CODES)
+MAX_REGIONS = 65_535  # a dimension of a CUDA grid
 
 INF_BITS = 0x7F80_0000
 _BF16_MAX = torch.finfo(torch.bfloat16).max
@@ -79,6 +80,47 @@ def message_layout(numel: int, k: int, value_dtype: torch.dtype) -> MessageLayou
 def message_bytes(numel: int, k: int, value_dtype: torch.dtype) -> int:
     """Size in bytes of a message with k pairs of a shard of `numel` elements."""
     return message_layout(numel, k, value_dtype).nbytes
+
+
+@dataclass(frozen=True)
+class Regions:
+    """A shard cut into regions, as equal as whole numbers allow, with a message for each.
+
+    Args:
+        numel: S, elements of the shard.
+        num_regions: M, at most S.
+        k: pairs of a region; a smaller region sends all of its elements.
+        value_dtype: of the messages.
+
+    Worked example: S = 10, M = 3: [0, 3), [3, 6), [6, 10).
+    """
+
+    numel: int
+    num_regions: int
+    k: int
+    value_dtype: torch.dtype
+
+    def place(self, region: int) -> slice:
+        """Where a region lies in the shard."""
+        return slice(region * self.numel // self.num_regions, (region + 1) * self.numel // self.num_regions)
+
+    def size(self, region: int) -> int:
+        """R, elements of that region."""
+        place = self.place(region)
+        return int(place.stop - place.start)
+
+    def pairs(self, region: int) -> int:
+        """Of its message."""
+        return min(self.k, self.size(region))
+
+    def nbytes(self, region: int) -> int:
+        """Of its message."""
+        return message_bytes(self.size(region), self.pairs(region), self.value_dtype)
+
+    @property
+    def row_nbytes(self) -> int:
+        """B, the bytes of the longest message: each travels in a row of so many. The last region is the largest."""
+        return self.nbytes(self.num_regions - 1)
 
 
 def encode(
@@ -135,6 +177,29 @@ def decode(message: Tensor, numel: int, k: int, value_dtype: torch.dtype) -> tup
 def indices_of(message: Tensor, numel: int, k: int, value_dtype: torch.dtype) -> Tensor:
     """The ascending int64 indices in a message, without device synchronisation."""
     return decode(message, numel, k, value_dtype)[1]
+
+
+def indices_of_regions(messages_MB: Tensor, regions: Regions) -> Tensor:
+    """Where in the shard the messages' pairs lie, int64[M * k], without device synchronisation.
+
+    A region of fewer than k elements sends all of them, and one of them is named twice.
+    """
+    of_small, of_large = (
+        message_layout(regions.size(region), regions.pairs(region), regions.value_dtype)
+        for region in (0, regions.num_regions - 1)
+    )
+    device, k = messages_MB.device, of_large.k
+    starts = torch.arange(regions.num_regions + 1, device=device) * regions.numel // regions.num_regions
+    starts_M1, sizes_M1 = starts[:-1, None], starts.diff()[:, None]
+    small_M1 = sizes_M1 < of_large.numel
+
+    counts = messages_MB[:, HEADER_BYTES : HEADER_BYTES + 4 * of_large.num_blocks].contiguous().view(torch.int32).long()
+    counts[:, of_small.num_blocks :].masked_fill_(small_M1, 0)
+    pairs = torch.arange(k, device=device)
+    block_Mk = torch.searchsorted(counts.cumsum(1), pairs.repeat(regions.num_regions, 1), right=True)
+    begin_M1 = torch.where(small_M1, of_small.indices // 2, of_large.indices // 2)
+    low_Mk = messages_MB.view(torch.int16).gather(1, begin_M1 + pairs).long() & (BLOCK - 1)
+    return (starts_M1 + (block_Mk * BLOCK + low_Mk).minimum(sizes_M1 - 1)).flatten()
 
 
 def round_trip(values_K: Tensor, value_dtype: torch.dtype) -> Tensor:

@@ -47,7 +47,7 @@ def as_cpp(source: str) -> str:
         flags=re.DOTALL,
     )
     assert count == source.count("<<<"), "a launch in another form"
-    return re.sub(r"__shared__ (?:alignas\(\d+\) )?([\w:]+) ([^;]+);", shared, text)
+    return re.sub(r"(?:alignas\(\d+\) )?__shared__ ([\w:]+) ([^;]+);", shared, text)
 
 
 def build(
@@ -116,11 +116,24 @@ class Emulation:
         value_dtype: torch.dtype,
         scale: Tensor | None = None,
     ) -> Tensor:
-        message = torch.full((wire.message_bytes(grad.numel(), k, value_dtype),), 77, dtype=torch.uint8)
+        return self.compress_regions(grad, residual, next_residual, k, 1, value_dtype, scale)[0]
+
+    def compress_regions(
+        self,
+        grad: Tensor,
+        residual: Tensor | None,
+        next_residual: Tensor | None,
+        k: int,
+        num_regions: int,
+        value_dtype: torch.dtype,
+        scale: Tensor | None = None,
+    ) -> Tensor:
+        regions = wire.Regions(grad.numel(), num_regions, k, value_dtype)
+        messages = torch.full((num_regions, regions.row_nbytes), 77, dtype=torch.uint8)
         memory = _at(residual), _at(next_residual)
-        rest = CODES[value_dtype], _at(scale), _at(message)
-        self._call("compress", _at(grad), CODES[grad.dtype], grad.numel(), *memory, k, *rest)
-        return message
+        rest = CODES[value_dtype], _at(scale), _at(messages)
+        self._call("compress", _at(grad), CODES[grad.dtype], grad.numel(), *memory, k, num_regions, *rest)
+        return messages
 
     def accumulate(
         self,
@@ -132,8 +145,12 @@ class Emulation:
         damaged: bool = False,
     ) -> None:
         factor = None if alpha is None else ctypes.byref(ctypes.c_float(alpha))
-        sizes = shard.numel(), k, CODES[value_dtype]
-        self._call("accumulate", _at(messages), messages.shape[0], _at(shard), *sizes, factor, int(damaged))
+        rest = _at(shard), shard.numel(), k, CODES[value_dtype], factor, int(damaged)
+        self._call("accumulate", _at(messages), messages.shape[0], 1, *rest)
+
+    def accumulate_regions(self, messages: Tensor, shard: Tensor, k: int, value_dtype: torch.dtype) -> None:
+        rest = _at(shard), shard.numel(), k, CODES[value_dtype], None, 0
+        self._call("accumulate", _at(messages), 1, messages.shape[0], *rest)
 
     def round_rows(
         self,

@@ -48,6 +48,24 @@ class Path:
             message: Tensor = operators.compress(grad, residual, next_residual, k, value_dtype, scale)
         return message
 
+    def compress_regions(
+        self,
+        grad: Tensor,
+        residual: Tensor | None,
+        next_residual: Tensor | None,
+        k: int,
+        num_regions: int,
+        value_dtype: torch.dtype,
+        scale: Tensor | None = None,
+    ) -> Tensor:
+        with self._running() as operators:
+            rows: Tensor = operators.compress_regions(grad, residual, next_residual, k, num_regions, value_dtype, scale)
+        return rows
+
+    def accumulate_regions(self, rows: Tensor, shard: Tensor, k: int, value_dtype: torch.dtype) -> None:
+        with self._running() as operators:
+            operators.accumulate_regions(rows, shard, k, value_dtype)
+
     def accumulate(
         self, messages: Tensor, shard: Tensor, k: int, value_dtype: torch.dtype, alpha: float | None = None
     ) -> None:

@@ -9,7 +9,9 @@ import torch
 
 from lightning_sparse.kernels import (
     accumulate,
+    accumulate_regions,
     compress,
+    compress_regions,
     kernel_report,
     mstopk,
     ops,
@@ -73,6 +75,24 @@ def test_compress(numel: int, value_dtype: torch.dtype) -> None:
                 message = compress(grad.cuda(), arguments[0], got, k, value_dtype, arguments[1])
                 assert same_bits(message.cpu(), plain.compress(grad, before, want, k, value_dtype, factor)), name
                 assert same_bits(got.cpu(), want), name
+
+
+@pytest.mark.usefixtures("_path")
+@pytest.mark.parametrize("value_dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("numel", "num_regions"), [(5, 5), (100, 7), (4097, 1), (70_001, 64), (1_000_003, 3)])
+def test_regions(numel: int, num_regions: int, value_dtype: torch.dtype) -> None:
+    k = max(1, numel // num_regions // 20)
+    residual = torch.randn(numel, generator=torch.Generator().manual_seed(9)) * 0.1
+    for turn, (name, x) in enumerate(inputs(numel).items()):
+        grad = x.to(DTYPES[turn % 3])
+        got, want = torch.full((numel,), 3.0, device="cuda"), torch.full((numel,), 3.0)
+        rows = compress_regions(grad.cuda(), residual.cuda(), got, k, num_regions, value_dtype)
+        expected = plain.compress_regions(grad, residual, want, k, num_regions, value_dtype, None)
+        assert same_bits(rows.cpu(), expected), name
+        assert same_bits(got.cpu(), want), name
+        accumulate_regions(rows, got, k, value_dtype)
+        plain.accumulate_regions(expected, want, k, value_dtype)
+        assert same_bits(got.cpu(), want), name
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -149,6 +169,25 @@ def test_captured_in_a_graph() -> None:
         plain.accumulate(message.unsqueeze(0), want, k, torch.bfloat16)
         assert same_bits(left.cpu(), want_left)
         assert same_bits(shard.cpu(), want)
+
+
+def test_the_regions_are_captured_in_one_graph() -> None:
+    numel, num_regions, k = 300_001, 64, 47
+    grad = torch.zeros(numel, device="cuda")
+    residual, left, shard = torch.zeros_like(grad), torch.empty_like(grad), torch.empty_like(grad)
+    graph = torch.cuda.CUDAGraph()
+    accumulate_regions(compress_regions(grad, residual, left, k, num_regions, torch.bfloat16), shard, k, torch.bfloat16)
+    with torch.cuda.graph(graph):
+        rows = compress_regions(grad, residual, left, k, num_regions, torch.bfloat16)
+        accumulate_regions(rows, shard, k, torch.bfloat16)
+    x = torch.randn(numel)
+    grad.copy_(x)
+    graph.replay()
+    want = torch.empty(numel)
+    messages = plain.compress_regions(x, torch.zeros(numel), want, k, num_regions, torch.bfloat16, None)
+    assert same_bits(left.cpu(), want)
+    plain.accumulate_regions(messages, want, k, torch.bfloat16)
+    assert same_bits(shard.cpu(), want)
 
 
 def test_waits_for_nothing() -> None:

@@ -63,7 +63,7 @@ def test_a_seed_is_repeatable(broken: ctypes.CDLL) -> None:
 
 
 def test_every_launch_and_shared_variable_is_rewritten() -> None:
-    text = as_cpp("__shared__ alignas(16) float a[kN];\n__shared__ int b;\nf<T><<<n, 32, 0, stream>>>(x, y);")
+    text = as_cpp("alignas(16) __shared__ float a[kN];\n__shared__ int b;\nf<T><<<n, 32, 0, stream>>>(x, y);")
     assert text == (
         "auto& a = on_cpu::shared<float[kN]>([] {});\nauto& b = on_cpu::shared<int>([] {});\n"
         'on_cpu::launch(n, 32, "f<T>", [&] { f<T>(x, y); });'

@@ -13,7 +13,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_sparse import kernels
-from lightning_sparse.kernels import accumulate, compress, kernel_report, message_bytes, mstopk, round_rows, sum_rows
+from lightning_sparse.kernels import (
+    accumulate,
+    accumulate_regions,
+    compress,
+    compress_regions,
+    kernel_report,
+    message_bytes,
+    mstopk,
+    round_rows,
+    sum_rows,
+)
 
 X = torch.randn(100)
 ROWS = torch.randn(3, 40).bfloat16()
@@ -41,6 +51,19 @@ OPS = torch.ops.lightning_sparse
         (lambda: accumulate(torch.zeros(1, 5, dtype=torch.uint8), X.clone(), 1, torch.float32), "uint8"),
         (lambda: accumulate(torch.zeros(112, dtype=torch.uint8), X.clone(), 1, torch.float32), "uint8"),
         (lambda: accumulate(torch.zeros(0, 112, dtype=torch.uint8), X.clone(), 1, torch.float32), "M >= 1"),
+        (lambda: compress_regions(X, None, None, 1, 0, torch.float32), "num_regions=0: it must be an integer"),
+        (lambda: compress_regions(X, None, None, 1, 2.0, torch.float32), "num_regions=2.0"),  # type: ignore[arg-type]
+        (lambda: compress_regions(X, None, None, 1, 101, torch.float32), "num_regions=101 of 100 elements"),
+        (lambda: compress_regions(X.new_zeros(70_000), None, None, 1, 65_536, torch.float32), "65535 at most"),
+        (lambda: accumulate_regions(torch.zeros(112, dtype=torch.uint8), X.clone(), 1, torch.float32), "uint8"),
+        (
+            lambda: accumulate_regions(torch.zeros(0, 9, dtype=torch.uint8), X.clone(), 1, torch.float32),
+            "num_regions=0",
+        ),
+        (
+            lambda: accumulate_regions(torch.zeros(2, 9, dtype=torch.uint8), X.clone(), 1, torch.float32),
+            r"uint8\[2, 112",
+        ),
         (lambda: round_rows(X, None, None, 0), "num_rows=0: it must be an integer of at least 1"),
         (lambda: round_rows(X, None, None, 1.5), "num_rows=1.5"),  # type: ignore[arg-type]
         (lambda: round_rows(X.double(), None, None, 1), "float64"),
@@ -93,11 +116,13 @@ def test_raw_operators_never_crash(a: Any, b: Any, c: Any, s: Any, k: int, code:
     calls = [
         lambda: OPS.mstopk(a, k),
         lambda: OPS.compress(
-            a, b if none & 1 else None, c.clone() if none & 2 else None, k, code, s if none & 4 else None
+            a, b if none & 1 else None, c.clone() if none & 2 else None, k, 1, code, s if none & 4 else None
         ),
-        lambda: OPS.compress(a, b, c, k, code, None),
-        lambda: OPS.accumulate(a, b.clone(), k, code),
-        lambda: OPS.accumulate(a, a, k, code),
+        lambda: OPS.compress(a, b, c, k, min(k, 999), code, None),
+        lambda: OPS.compress(a, None, c.clone(), 2, k, code, None),
+        lambda: OPS.accumulate(a, b.clone(), k, 1, code),
+        lambda: OPS.accumulate(a, b.clone(), 2, k, code),
+        lambda: OPS.accumulate(a, a, k, 1, code),
         lambda: OPS.add_messages(a, b.clone(), k, code, 0.5),
         lambda: OPS.round_rows(a, b if none & 1 else None, c.clone() if none & 2 else None, min(k, 999), s),
         lambda: OPS.round_rows(a, b, c, min(k, 999), None),
@@ -114,10 +139,11 @@ def test_raw_operators_never_crash(a: Any, b: Any, c: Any, s: Any, k: int, code:
 OPCHECKS = [
     ("mstopk", (X, 5)),
     ("mstopk", (X.half(), 100)),
-    ("compress", (X, None, torch.zeros(100), 5, 2, None)),
-    ("compress", (X.bfloat16(), X.clone(), torch.zeros(100), 5, 1, torch.tensor(0.5))),
-    ("compress", (X, X.clone(), None, 5, 0, None)),
-    ("accumulate", (torch.stack([compress(X, None, None, 5, torch.float32)] * 3), torch.zeros(100), 5, 0)),
+    ("compress", (X, None, torch.zeros(100), 5, 1, 2, None)),
+    ("compress", (X.bfloat16(), X.clone(), torch.zeros(100), 5, 3, 1, torch.tensor(0.5))),
+    ("compress", (X, X.clone(), None, 5, 1, 0, None)),
+    ("accumulate", (torch.stack([compress(X, None, None, 5, torch.float32)] * 3), torch.zeros(100), 5, 1, 0)),
+    ("accumulate", (compress_regions(X, None, None, 5, 3, torch.float32), torch.zeros(100), 5, 3, 0)),
     ("round_rows", (X, None, None, 7, None)),
     ("round_rows", (X.bfloat16(), X.clone(), torch.zeros(100), 2, torch.tensor(0.5))),
     ("sum_rows", (ROWS, None)),
@@ -189,5 +215,5 @@ def test_everything_works_with_the_library_left_out() -> None:
 
 
 def test_public_names() -> None:
-    operators = {"mstopk", "compress", "accumulate", "round_rows", "sum_rows"}
+    operators = {"mstopk", "compress", "compress_regions", "accumulate", "accumulate_regions", "round_rows", "sum_rows"}
     assert operators | {"message_bytes", "reference", "kernel_report"} <= set(kernels.__all__)

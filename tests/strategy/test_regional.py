@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from lightning_sparse.exchange import ExchangeConfig, Work
 from lightning_sparse.exchange.choice import PathChoice
-from lightning_sparse.exchange.paths.regional import Regions
+from lightning_sparse.exchange.paths.regional import Regional
 from lightning_sparse.kernels import message_bytes
 from lightning_sparse.strategy import HierConfig, HierState, hier_hook
 from lightning_sparse.topology import Topology
@@ -28,13 +28,14 @@ NODES = [3, 4, 5]
 @given(st.integers(1, 12), st.integers(0, 300), st.data())
 def test_regions_hold_each_element_once(nodes: int, more: int, data: st.DataObject) -> None:
     shard = nodes + more
-    regions = Regions(shard, nodes, data.draw(st.integers(1, shard)), torch.bfloat16)
+    total = data.draw(st.integers(1, shard))
+    regions = Regional(Work(nodes, 1, shard), total, torch.bfloat16).regions
     places = [regions.place(node) for node in range(nodes)]
     assert [i for place in places for i in range(shard)[place]] == list(range(shard))
     for node, place in enumerate(places):
         assert 1 <= regions.pairs(node) <= place.stop - place.start
         assert regions.nbytes(node) <= regions.row_nbytes
-    assert regions.total <= sum(regions.pairs(node) for node in range(nodes)) < regions.total + nodes
+    assert total <= sum(regions.pairs(node) for node in range(nodes)) < total + nodes
 
 
 @pytest.mark.parametrize("path", ["sparse", "regional"])
@@ -121,7 +122,7 @@ def test_what_arrives_is_what_was_planned_and_flat() -> None:
     for nodes in (2, 4, 8):
         results = exchange_once(nodes, torch.randn(nodes, 50_000), density=0.05)
         (received,) = {received for _, _, received in results}
-        regions = Regions(50_000, nodes, 2500, torch.bfloat16)
+        regions = Regional(Work(nodes, 1, 50_000), 2500, torch.bfloat16).regions
         assert received == 2 * (nodes - 1) * regions.row_nbytes
         volumes.append(received)
     pairs = message_bytes(50_000, 2500, torch.bfloat16)

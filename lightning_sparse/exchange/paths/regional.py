@@ -37,7 +37,8 @@ from lightning_sparse.exchange.communicator import HierCommunicator
 from lightning_sparse.exchange.paths.path import Shard, Stretches, Work
 from lightning_sparse.exchange.paths.sparse import Sparse
 from lightning_sparse.exchange.rates import Rates
-from lightning_sparse.kernels import accumulate, compress, indices_of, message_bytes
+from lightning_sparse.kernels import accumulate, accumulate_regions, compress, compress_regions
+from lightning_sparse.kernels.wire import Regions, indices_of_regions
 
 
 @dataclass(frozen=True)
@@ -62,7 +63,8 @@ class Regional(Sparse):
     @property
     def regions(self) -> Regions:
         """Which node owns what of the shard."""
-        return Regions(self.work.shard_numel, self.work.num_nodes, self.k, self.value_dtype)
+        nodes = self.work.num_nodes
+        return Regions(self.work.shard_numel, nodes, -(-self.k // nodes), self.value_dtype)
 
     def bytes(self) -> float:
         return 2.0 * (self.work.num_nodes - 1) * self.regions.row_nbytes
@@ -70,98 +72,39 @@ class Regional(Sparse):
     def seconds_of_kernels(self, rates: Rates) -> float:
         nodes, shard = self.work.num_nodes, self.work.shard_numel
         region, pairs = -(-shard // nodes), 2 * nodes * -(-self.k // nodes)
-        calls = (nodes + 1) * rates.select_call  # of the node's own regions one by one, and as an owner
+        calls = 2 * rates.select_call  # of the shard, and of the region that the node owns
         return (shard + region) * (rates.select + rates.fill) + pairs * rates.scatter + calls
 
     def run(self, comm: HierCommunicator, shard: Shard) -> Stretches:
         regions = self.regions
-        rows = regions.select(shard.sum_S, shard.residual_S, shard.next_S, shard.factor)
+        rows = compress_regions(
+            shard.sum_S,
+            shard.residual_S,
+            shard.next_S,
+            regions.k,
+            regions.num_regions,
+            self.value_dtype,
+            shard.factor,
+        )
         if shard.on_sent is not None and self.k < shard.sum_S.numel():
-            shard.on_sent(regions.sent(rows))
+            shard.on_sent(indices_of_regions(rows, regions))
         yield rows, *shard.used_to_the_end
-        row = regions.merge(comm.all_to_all(rows), comm.topology.node_index, shard.next_S)
+        row = merge(comm.all_to_all(rows), regions, comm.topology.node_index, shard.next_S)
         rows = comm.exchange(row)
         yield rows, *shard.used_to_the_end
         shard_S = shard.result()
-        regions.apply(rows, shard_S)
+        accumulate_regions(rows, shard_S, regions.k, self.value_dtype)
         return shard_S
 
 
-@dataclass(frozen=True)
-class Regions:
-    """Who owns what of a shard, and the sizes that follow.
-
-    Args:
-        shard_numel: S, at least M.
-        num_nodes: M.
-        total: K, pairs of the whole shard.
-        value_dtype: of the messages.
-    """
-
-    shard_numel: int
-    num_nodes: int
-    total: int
-    value_dtype: torch.dtype
-
-    def place(self, node: int) -> slice:
-        """The region that a node owns."""
-        return slice(node * self.shard_numel // self.num_nodes, (node + 1) * self.shard_numel // self.num_nodes)
-
-    def size(self, node: int) -> int:
-        """R, elements of that region."""
-        place = self.place(node)
-        return int(place.stop - place.start)
-
-    def pairs(self, node: int) -> int:
-        """k of a node's region: ceil(K / M), or all of a region that is smaller."""
-        return min(-(-self.total // self.num_nodes), self.size(node))
-
-    def nbytes(self, node: int) -> int:
-        """Bytes of a message about a node's region."""
-        return message_bytes(self.size(node), self.pairs(node), self.value_dtype)
-
-    @property
-    def row_nbytes(self) -> int:
-        """B, the bytes of the longest message: each travels in a row of so many."""
-        return max(map(self.nbytes, range(self.num_nodes)))
-
-    def select(
-        self, sum_S: Tensor, residual_S: Tensor | None, next_S: Tensor | None, scale: Tensor | None = None
-    ) -> Tensor:
-        """Step 1: the messages of all regions, [M, B]; ``next_S`` becomes what is not sent."""
-        rows_MB = sum_S.new_zeros(self.num_nodes, self.row_nbytes, dtype=torch.uint8)
-        for node in range(self.num_nodes):
-            place = self.place(node)
-            residual, left = (None if each is None else each[place] for each in (residual_S, next_S))
-            message = compress(sum_S[place], residual, left, self.pairs(node), self.value_dtype, scale)
-            rows_MB[node, : message.numel()] = message
-        return rows_MB
-
-    def sent(self, rows_MB: Tensor) -> Tensor:
-        """Which elements of the shard the rows of ``select`` hold, int64."""
-        sizes = [(self.nbytes(node), self.size(node), self.pairs(node)) for node in range(self.num_nodes)]
-        return torch.cat(
-            [
-                indices_of(rows_MB[node, :nbytes], numel, k, self.value_dtype) + self.place(node).start
-                for node, (nbytes, numel, k) in enumerate(sizes)
-            ]
-        )
-
-    def merge(self, rows_MB: Tensor, node: int, next_S: Tensor | None) -> Tensor:
-        """Step 3, at the owner: messages about its region in node order -> its message, B bytes."""
-        place = self.place(node)
-        sum_R = rows_MB.new_empty(self.size(node), dtype=torch.float32)
-        accumulate(rows_MB[:, : self.nbytes(node)].contiguous(), sum_R, self.pairs(node), self.value_dtype)
-        dropped_R = None if next_S is None else torch.empty_like(sum_R)
-        message = compress(sum_R, None, dropped_R, self.pairs(node), self.value_dtype)
-        if next_S is not None and dropped_R is not None:
-            next_S[place].add_(dropped_R)
-        row_B = rows_MB.new_zeros(self.row_nbytes)
-        row_B[: message.numel()] = message
-        return row_B
-
-    def apply(self, rows_MB: Tensor, shard_S: Tensor) -> None:
-        """Step 5: each region from its owner's message, in place."""
-        for node in range(self.num_nodes):
-            row = rows_MB[node : node + 1, : self.nbytes(node)]
-            accumulate(row, shard_S[self.place(node)], self.pairs(node), self.value_dtype)
+def merge(rows_MB: Tensor, regions: Regions, node: int, next_S: Tensor | None) -> Tensor:
+    """Step 3, at the owner: messages about its region in node order -> its message, B bytes."""
+    sum_R = rows_MB.new_empty(regions.size(node), dtype=torch.float32)
+    accumulate(rows_MB[:, : regions.nbytes(node)].contiguous(), sum_R, regions.pairs(node), regions.value_dtype)
+    dropped_R = None if next_S is None else torch.empty_like(sum_R)
+    message = compress(sum_R, None, dropped_R, regions.pairs(node), regions.value_dtype)
+    if next_S is not None and dropped_R is not None:
+        next_S[regions.place(node)].add_(dropped_R)
+    row_B = rows_MB.new_zeros(regions.row_nbytes)
+    row_B[: message.numel()] = message
+    return row_B

@@ -59,19 +59,12 @@ bool add(const Message& message, int64_t block, float* shard, int64_t size, floa
   return add<Dtype::fp16>(message, block, shard, size, alpha);
 }
 
-}  // namespace
-
-void accumulate(const uint8_t* messages, int64_t num_messages, float* shard, int64_t numel, int64_t k,
-                Dtype value_dtype, const float* alpha, const Parallel& parallel) {
-  const MessageLayout layout(numel, k, value_dtype);
-  std::vector<Message> opened;
-  for (int64_t m = 0; m < num_messages; ++m) {
-    opened.push_back(open(messages + m * layout.nbytes, numel, k, value_dtype));
-  }
+void accumulate_region(const std::vector<Message>& opened, float* shard, int64_t numel, Dtype value_dtype,
+                       const float* alpha, const Parallel& parallel) {
   std::atomic<bool> valid =
       std::none_of(opened.begin(), opened.end(), [](const Message& message) { return message.starts.empty(); });
   if (valid) {
-    parallel.run(layout.num_blocks, [&](int64_t block, int64_t) {
+    parallel.run((numel + kBlock - 1) / kBlock, [&](int64_t block, int64_t) {
       float* here = shard + block * kBlock;
       const int64_t size = std::min(kBlock, numel - block * kBlock);
       if (!alpha) std::fill_n(here, size, 0.0f);
@@ -81,6 +74,21 @@ void accumulate(const uint8_t* messages, int64_t num_messages, float* shard, int
     });
   }
   if (!valid) std::fill_n(shard, numel, std::numeric_limits<float>::quiet_NaN());
+}
+
+}  // namespace
+
+void accumulate(const uint8_t* messages, int64_t num_messages, const Regions& regions, float* shard, int64_t k,
+                Dtype value_dtype, const float* alpha, const Parallel& parallel) {
+  const int64_t nbytes = row_nbytes(regions, k, value_dtype);
+  for (uint32_t region = 0; region < regions.count; ++region) {
+    const int64_t numel = regions.numel(region);
+    std::vector<Message> opened;
+    for (int64_t m = 0; m < num_messages; ++m, messages += nbytes) {
+      opened.push_back(open(messages, numel, std::min(k, numel), value_dtype));
+    }
+    accumulate_region(opened, shard + regions.start(region), numel, value_dtype, alpha, parallel);
+  }
 }
 
 }  // namespace lightning_sparse::cpu

@@ -1,13 +1,12 @@
-// Sums M messages in one launch. A block owns consecutive pieces of 4,096 elements; it adds the pairs of all messages
-// to a piece in shared memory, one message at a time, in row order, so no two threads add to the same element
-// concurrently, and writes the piece once. With alpha, pieces begin as they are instead of at zero.
+// Sums M messages in one launch, or those of each region of a shard, which has a row of blocks. A block owns
+// consecutive pieces of 4,096 elements; it adds the pairs of all messages to a piece in shared memory, one message at a
+// time, in row order, so no two threads add to the same element concurrently, and writes the piece once. With alpha,
+// pieces begin as they are instead of at zero.
 //
 // Each block finds out by itself where its pairs begin in each message, and whether the message is valid, from the
 // counts: blocks need nothing of each other. Only indices out of order are found on the way, by one block; then the
-// last one to finish makes the whole shard NaN.
+// last one to finish makes the whole region NaN.
 #include <cuda_runtime.h>
-
-#include <algorithm>
 
 #include "tile.cuh"
 
@@ -23,15 +22,43 @@ struct Flags {
 };
 static_assert(sizeof(Flags) <= kAccumulateScratchBytes);
 
-struct Sum {
+// Of all regions, passed to the kernel by value.
+struct Sums {
+  Regions regions;
   const uint8_t* messages;
-  int64_t num_messages, numel, k, num_pieces;
+  int64_t num_messages, row_nbytes, k;
+  Dtype dtype;
+  float* shard;
+  bool clear;
+  float alpha;
+  Flags* flags;
+};
+
+// Of one region.
+struct Sum {
+  int64_t numel, k, num_pieces, num_messages, row_nbytes;
+  const uint8_t* messages;
   Dtype dtype;
   MessageLayout layout;
   float* shard;
   bool clear, aligned;
   float alpha;
   Flags* flags;
+
+  __device__ Sum(const Sums& all, uint32_t region)
+      : numel(all.regions.numel(region)),
+        k(all.k < numel ? all.k : numel),
+        num_pieces((numel + kPiece - 1) / kPiece),
+        num_messages(all.num_messages),
+        row_nbytes(all.row_nbytes),
+        messages(all.messages + region * num_messages * row_nbytes),
+        dtype(all.dtype),
+        layout(numel, k, dtype),
+        shard(all.shard + all.regions.start(region)),
+        clear(all.clear),
+        aligned(is_aligned(shard)),
+        alpha(all.alpha),
+        flags(all.flags + region) {}
 };
 
 // Of a message's pairs in the current wire block: the first one, the one past the last, and the next to be added.
@@ -57,7 +84,7 @@ struct Piece {
   }
 };
 
-__device__ const uint8_t* message_at(const Sum& sum, int64_t m) { return sum.messages + m * sum.layout.nbytes; }
+__device__ const uint8_t* message_at(const Sum& sum, int64_t m) { return sum.messages + m * sum.row_nbytes; }
 __device__ const uint32_t* counts_of(const Sum& sum, const uint8_t* message) {
   return reinterpret_cast<const uint32_t*>(message + sum.layout.counts);
 }
@@ -176,7 +203,7 @@ __device__ void store_piece(const Sum& sum, const Piece& piece, const float* acc
 
 // Adds the messages `from` ... `from + count - 1` to the pieces `first` ... `last - 1`; false if one is invalid.
 __device__ bool add_messages(const Sum& sum, int64_t from, int count, int64_t first, int64_t last) {
-  __shared__ alignas(16) float acc[kPiece];
+  alignas(16) __shared__ float acc[kPiece];
   __shared__ Cursor cursors[kTogether];
   bool valid = true;
   for (int m = warp(); m < count; m += kWarps) {
@@ -202,7 +229,8 @@ __device__ void poison(const Sum& sum, int64_t begin, int64_t end) {
   for (int64_t i = begin + threadIdx.x; i < end; i += kThreads) sum.shard[i] = float_of(0x7FC00000u);
 }
 
-__global__ void __launch_bounds__(kThreads, 4) accumulate_kernel(Sum sum) {
+__global__ void __launch_bounds__(kThreads, 4) accumulate_kernel(Sums sums) {
+  const Sum sum(sums, blockIdx.y);
   const int64_t first = sum.num_pieces * blockIdx.x / gridDim.x, last = sum.num_pieces * (blockIdx.x + 1) / gridDim.x;
   bool valid = true;
   for (int64_t from = 0; from < sum.num_messages && valid; from += kTogether) {
@@ -215,25 +243,22 @@ __global__ void __launch_bounds__(kThreads, 4) accumulate_kernel(Sum sum) {
 
 }  // namespace
 
-void accumulate(const uint8_t* messages, int64_t num_messages, float* shard, int64_t numel, int64_t k,
+void accumulate(const uint8_t* messages, int64_t num_messages, const Regions& regions, float* shard, int64_t k,
                 Dtype value_dtype, const float* alpha, void* scratch, void* stream) {
   const auto on = static_cast<cudaStream_t>(stream);
   auto* flags = static_cast<Flags*>(scratch);
-  const Sum sum{.messages = messages,
-                .num_messages = num_messages,
-                .numel = numel,
-                .k = k,
-                .num_pieces = (numel + kPiece - 1) / kPiece,
-                .dtype = value_dtype,
-                .layout = MessageLayout(numel, k, value_dtype),
-                .shard = shard,
-                .clear = alpha == nullptr,
-                .aligned = is_aligned(shard),
-                .alpha = alpha ? *alpha : 1.0f,
-                .flags = flags};
-  check(cudaMemsetAsync(flags, 0, sizeof(Flags), on));
-  const auto blocks = static_cast<unsigned>(std::min(kMostBlocks, sum.num_pieces));
-  accumulate_kernel<<<blocks, kThreads, 0, on>>>(sum);
+  const Sums sums{.regions = regions,
+                  .messages = messages,
+                  .num_messages = num_messages,
+                  .row_nbytes = row_nbytes(regions, k, value_dtype),
+                  .k = k,
+                  .dtype = value_dtype,
+                  .shard = shard,
+                  .clear = alpha == nullptr,
+                  .alpha = alpha ? *alpha : 1.0f,
+                  .flags = flags};
+  check(cudaMemsetAsync(flags, 0, regions.count * sizeof(Flags), on));
+  accumulate_kernel<<<dim3(blocks_of_region(regions, kPiece), regions.count), kThreads, 0, on>>>(sums);
   check(cudaGetLastError());
 }
 

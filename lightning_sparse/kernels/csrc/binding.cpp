@@ -103,16 +103,26 @@ Source source_of(const Tensor& grad, const Optional& residual, const Optional& s
   return source;
 }
 
-void check_accumulate(const Tensor& messages, const Tensor& shard, int64_t k, Dtype dtype) {
+// With several regions, k may exceed the elements of one, whose message then holds all of them.
+Regions regions_of(int64_t numel, int64_t k, int64_t num_regions) {
+  STD_TORCH_CHECK(num_regions >= 1 && num_regions <= std::min(numel, kMostRegions), "num_regions=", num_regions, " of ",
+                  numel, " elements: 1 <= num_regions <= min(numel, ", kMostRegions, ")");
+  check_k(k, numel);
+  return Regions(numel, num_regions);
+}
+
+Regions check_accumulate(const Tensor& messages, const Tensor& shard, int64_t k, int64_t num_regions, Dtype dtype) {
   check_flat(shard, "shard");
   check_fp32(shard, "shard");
-  check_k(k, shard.numel());
+  const Regions regions = regions_of(shard.numel(), k, num_regions);
   check_device(messages, shard, "messages");
   STD_TORCH_CHECK(messages.scalar_type() == ScalarType::Byte && messages.dim() == 2 && messages.size(0) >= 1 &&
-                      messages.is_contiguous() && messages.size(1) == MessageLayout(shard.numel(), k, dtype).nbytes,
+                      messages.is_contiguous() && messages.size(1) == row_nbytes(regions, k, dtype),
                   "messages must be contiguous uint8[M >= 1, message_bytes]");
+  STD_TORCH_CHECK(num_regions == 1 || num_regions == messages.size(0), "messages must be one a region");
   STD_TORCH_CHECK(reinterpret_cast<uintptr_t>(messages.data_ptr()) % 16 == 0, "messages must be aligned to 16 bytes");
   check_apart(messages, shard);
+  return regions;
 }
 
 void check_rows(const Tensor& rows, const Optional& residual) {
@@ -130,8 +140,11 @@ void check_rows(const Tensor& rows, const Optional& residual) {
 
 ScalarType index_type(int64_t numel) { return numel < (int64_t{1} << 31) ? ScalarType::Int : ScalarType::Long; }
 
-// -------------------------------------------------------------------------------------------------------------
-// rounding
+// ------------------------------------------------------------------------------------------------------------ outputs
+
+Tensor new_messages(const Tensor& like, const Regions& regions, int64_t k, Dtype dtype) {
+  return torch::stable::new_empty(like, {regions.count, row_nbytes(regions, k, dtype)}, ScalarType::Byte);
+}
 
 Tensor new_rows(const Tensor& grad, int64_t num_rows) {
   STD_TORCH_CHECK(num_rows >= 1, "num_rows=", num_rows, " must be at least 1");
@@ -166,30 +179,31 @@ std::tuple<Tensor, Tensor> mstopk_cpu(Tensor x, int64_t k) {
   return {values, indices};
 }
 
-Tensor compress_cpu(Tensor grad, Optional residual, Optional next_residual, int64_t k, int64_t value_code,
-                    Optional scale) {
+Tensor compress_cpu(Tensor grad, Optional residual, Optional next_residual, int64_t k, int64_t num_regions,
+                    int64_t value_code, Optional scale) {
   const Dtype dtype = value_dtype(value_code);
   const auto source = source_of<cpu::Source>(grad, residual, next_residual, scale);
-  check_k(k, source.numel);
-  Tensor message = torch::stable::new_empty(grad, {MessageLayout(source.numel, k, dtype).nbytes}, ScalarType::Byte);
-  cpu::compress(source, k, dtype, static_cast<uint8_t*>(message.data_ptr()), parallel());
-  return message;
+  const Regions regions = regions_of(source.numel, k, num_regions);
+  Tensor messages = new_messages(grad, regions, k, dtype);
+  cpu::compress(source, k, regions, dtype, static_cast<uint8_t*>(messages.data_ptr()), parallel());
+  return messages;
 }
 
-void add_on_cpu(const Tensor& messages, const Tensor& shard, int64_t k, int64_t value_code, const float* alpha) {
+void add_on_cpu(const Tensor& messages, const Tensor& shard, int64_t k, int64_t num_regions, int64_t value_code,
+                const float* alpha) {
   const Dtype dtype = value_dtype(value_code);
-  check_accumulate(messages, shard, k, dtype);
-  cpu::accumulate(static_cast<const uint8_t*>(messages.data_ptr()), messages.size(0),
-                  static_cast<float*>(shard.data_ptr()), shard.numel(), k, dtype, alpha, parallel());
+  const Regions regions = check_accumulate(messages, shard, k, num_regions, dtype);
+  cpu::accumulate(static_cast<const uint8_t*>(messages.data_ptr()), messages.size(0) / num_regions, regions,
+                  static_cast<float*>(shard.data_ptr()), k, dtype, alpha, parallel());
 }
 
-void accumulate_cpu(Tensor messages, Tensor shard, int64_t k, int64_t value_code) {
-  add_on_cpu(messages, shard, k, value_code, nullptr);
+void accumulate_cpu(Tensor messages, Tensor shard, int64_t k, int64_t num_regions, int64_t value_code) {
+  add_on_cpu(messages, shard, k, num_regions, value_code, nullptr);
 }
 
 void add_messages_cpu(Tensor messages, Tensor shard, int64_t k, int64_t value_code, double alpha) {
   const auto factor = static_cast<float>(alpha);
-  add_on_cpu(messages, shard, k, value_code, &factor);
+  add_on_cpu(messages, shard, k, 1, value_code, &factor);
 }
 
 Tensor round_rows_cpu(Tensor grad, Optional residual, Optional next_residual, int64_t num_rows, Optional scale) {
@@ -226,40 +240,41 @@ std::tuple<Tensor, Tensor> mstopk_cuda(Tensor x, int64_t k) {
   check_k(k, source.numel);
   Tensor values = torch::stable::new_empty(x, {k});
   Tensor indices = torch::stable::new_empty(x, {k}, index_type(source.numel));
-  Tensor scratch = scratch_on(x, cuda::select_scratch_bytes(source.numel, k));
+  Tensor scratch = scratch_on(x, cuda::select_scratch_bytes(Regions(source.numel, 1), k));
   cuda::mstopk(source, k, values.data_ptr(), indices.data_ptr(), scratch.data_ptr(), stream_of(x));
   return {values, indices};
 }
 
-Tensor compress_cuda(Tensor grad, Optional residual, Optional next_residual, int64_t k, int64_t value_code,
-                     Optional scale) {
+Tensor compress_cuda(Tensor grad, Optional residual, Optional next_residual, int64_t k, int64_t num_regions,
+                     int64_t value_code, Optional scale) {
   const torch::stable::accelerator::DeviceGuard guard(grad.get_device());
   const Dtype dtype = value_dtype(value_code);
   const auto source = source_of<cuda::Source>(grad, residual, next_residual, scale);
-  check_k(k, source.numel);
-  Tensor message = torch::stable::new_empty(grad, {MessageLayout(source.numel, k, dtype).nbytes}, ScalarType::Byte);
-  Tensor scratch = scratch_on(grad, cuda::select_scratch_bytes(source.numel, k));
-  cuda::compress(source, k, dtype, static_cast<uint8_t*>(message.data_ptr()), scratch.data_ptr(), stream_of(grad));
-  return message;
+  const Regions regions = regions_of(source.numel, k, num_regions);
+  Tensor messages = new_messages(grad, regions, k, dtype);
+  Tensor scratch = scratch_on(grad, cuda::select_scratch_bytes(regions, k));
+  cuda::compress(source, k, regions, dtype, static_cast<uint8_t*>(messages.data_ptr()), scratch.data_ptr(),
+                 stream_of(grad));
+  return messages;
 }
 
-void add_on_cuda(const Tensor& messages, const Tensor& shard, int64_t k, int64_t value_code, const float* alpha) {
+void add_on_cuda(const Tensor& messages, const Tensor& shard, int64_t k, int64_t num_regions, int64_t value_code,
+                 const float* alpha) {
   const torch::stable::accelerator::DeviceGuard guard(shard.get_device());
   const Dtype dtype = value_dtype(value_code);
-  check_accumulate(messages, shard, k, dtype);
-  Tensor scratch = scratch_on(shard, cuda::kAccumulateScratchBytes);
-  cuda::accumulate(static_cast<const uint8_t*>(messages.data_ptr()), messages.size(0),
-                   static_cast<float*>(shard.data_ptr()), shard.numel(), k, dtype, alpha, scratch.data_ptr(),
-                   stream_of(shard));
+  const Regions regions = check_accumulate(messages, shard, k, num_regions, dtype);
+  Tensor scratch = scratch_on(shard, num_regions * cuda::kAccumulateScratchBytes);
+  cuda::accumulate(static_cast<const uint8_t*>(messages.data_ptr()), messages.size(0) / num_regions, regions,
+                   static_cast<float*>(shard.data_ptr()), k, dtype, alpha, scratch.data_ptr(), stream_of(shard));
 }
 
-void accumulate_cuda(Tensor messages, Tensor shard, int64_t k, int64_t value_code) {
-  add_on_cuda(messages, shard, k, value_code, nullptr);
+void accumulate_cuda(Tensor messages, Tensor shard, int64_t k, int64_t num_regions, int64_t value_code) {
+  add_on_cuda(messages, shard, k, num_regions, value_code, nullptr);
 }
 
 void add_messages_cuda(Tensor messages, Tensor shard, int64_t k, int64_t value_code, double alpha) {
   const auto factor = static_cast<float>(alpha);
-  add_on_cuda(messages, shard, k, value_code, &factor);
+  add_on_cuda(messages, shard, k, 1, value_code, &factor);
 }
 
 Tensor round_rows_cuda(Tensor grad, Optional residual, Optional next_residual, int64_t num_rows, Optional scale) {

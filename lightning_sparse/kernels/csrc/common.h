@@ -136,6 +136,38 @@ LS_HD double power_of_two(int exponent) {
 #endif
 }
 
+// A shard in regions as equal as whole numbers allow: region r begins at floor(r * numel / count).
+constexpr int64_t kMostRegions = 65535;  // so that products of two of these numbers have 32 bits
+
+struct Regions {
+  int64_t each;          // elements of the smallest region; others have one more
+  uint32_t rest, count;  // rest: how many have one more
+
+  Regions(int64_t numel, int64_t num_regions)
+      : each(numel / num_regions),
+        rest(static_cast<uint32_t>(numel % num_regions)),
+        count(static_cast<uint32_t>(num_regions)) {}
+  LS_HD int64_t start(uint32_t region) const { return each * region + rest * region / count; }
+  LS_HD int64_t numel(uint32_t region) const { return each + (rest * region % count + rest >= count); }
+  int64_t most() const { return each + (rest > 0); }
+};
+
+template <typename T>
+LS_HD T* moved(T* pointer, int64_t by) {
+  return pointer ? pointer + by : nullptr;
+}
+
+// What of a source, of a CPU or CUDA, lies in a region.
+template <typename Source>
+LS_HD Source part_of(Source source, const Regions& regions, uint32_t region) {
+  const int64_t start = regions.start(region);
+  source.grad = static_cast<const char*>(source.grad) + start * (source.dtype == Dtype::fp32 ? 4 : 2);
+  source.numel = regions.numel(region);
+  source.residual = moved(source.residual, start);
+  source.store = moved(source.store, start);
+  return source;
+}
+
 // Elements of each of so many rows that hold a shard; the last ones are padded.
 LS_HD int64_t row_numel(int64_t numel, int64_t num_rows) { return (numel - 1) / num_rows + 1; }
 
@@ -169,6 +201,11 @@ struct MessageLayout {
         values(indices + round_up16(2 * k)),
         nbytes(values + round_up16(value_bytes(dtype) * k)) {}
 };
+
+// Of the messages of all regions, each in a row as long as the longest.
+inline int64_t row_nbytes(const Regions& regions, int64_t k, Dtype dtype) {
+  return MessageLayout(regions.most(), k < regions.most() ? k : regions.most(), dtype).nbytes;
+}
 
 LS_HD bool header_is_valid(const Header& header, int64_t numel, int64_t k, Dtype dtype) {
   return header.magic == kMagic && header.nonfinite == 0 && header.value_code == static_cast<int32_t>(dtype) &&

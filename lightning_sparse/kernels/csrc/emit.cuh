@@ -78,7 +78,9 @@ __device__ int64_t emit_tile(const Problem& p, const Tile& tile, uint32_t kth, i
 }
 
 template <typename Sink>
-__global__ void __launch_bounds__(kThreads, 4) emit_kernel(Problem p, Sink sink) {
+__global__ void __launch_bounds__(kThreads, 4) emit_kernel(Problems all) {
+  const Problem p = problem_of_block(all);
+  const Sink sink(p);
   __shared__ Sums of_warp[kWarps];
   __shared__ Sums of_groups_before;
   const auto group = static_cast<int64_t>(take(&p.control->groups));

@@ -308,6 +308,31 @@ void emit_message(const Choice& choice, int64_t k, uint8_t* message, const Messa
   emit(choice.population, choice.kth, k, sink, parallel);
 }
 
+void compress_region(const Source& source, int64_t k, Dtype value_dtype, uint8_t* message, int64_t row_nbytes,
+                     const Parallel& parallel) {
+  const Choice choice = choose(source, k, value_dtype, parallel);
+  int64_t nonfinite = 0;
+  uint32_t largest = 0;
+  for (const Range& range : choice.population.ranges) {
+    nonfinite += range.tally.nonfinite;
+    largest = std::max(largest, range.tally.largest);
+  }
+  if (nonfinite >= k) largest = 0;  // the message holds no finite element
+  const MessageLayout layout(source.numel, k, value_dtype);
+  std::memset(message, 0, static_cast<size_t>(layout.indices));
+  std::memset(message + layout.values - 16, 0, 16);  // padding; the values then overwrite their part
+  std::memset(message + layout.nbytes - 16, 0, static_cast<size_t>(row_nbytes - layout.nbytes + 16));
+  const int32_t exponent = message_exponent(largest, value_dtype);
+  const Header header{kMagic,       static_cast<int32_t>(std::min<int64_t>(nonfinite, INT32_MAX)),
+                      exponent,     static_cast<int32_t>(value_dtype),
+                      source.numel, k};
+  std::memcpy(message, &header, sizeof header);
+  const auto send = value_dtype == Dtype::fp32   ? emit_message<Dtype::fp32>
+                    : value_dtype == Dtype::bf16 ? emit_message<Dtype::bf16>
+                                                 : emit_message<Dtype::fp16>;
+  send(choice, k, message, layout, exponent, source.store, unless_few(choice.population.count(), kEmitAlone, parallel));
+}
+
 }  // namespace
 
 void mstopk(const Source& source, int64_t k, void* values, void* indices, const Parallel& parallel) {
@@ -320,28 +345,13 @@ void mstopk(const Source& source, int64_t k, void* values, void* indices, const 
   }
 }
 
-void compress(const Source& source, int64_t k, Dtype value_dtype, uint8_t* message, const Parallel& parallel) {
-  const Choice choice = choose(source, k, value_dtype, parallel);
-  int64_t nonfinite = 0;
-  uint32_t largest = 0;
-  for (const Range& range : choice.population.ranges) {
-    nonfinite += range.tally.nonfinite;
-    largest = std::max(largest, range.tally.largest);
+void compress(const Source& source, int64_t k, const Regions& regions, Dtype value_dtype, uint8_t* messages,
+              const Parallel& parallel) {
+  const int64_t nbytes = row_nbytes(regions, k, value_dtype);
+  for (uint32_t region = 0; region < regions.count; ++region) {
+    const Source part = part_of(source, regions, region);
+    compress_region(part, std::min(k, part.numel), value_dtype, messages + region * nbytes, nbytes, parallel);
   }
-  if (nonfinite >= k) largest = 0;  // the message holds no finite element
-  const MessageLayout layout(source.numel, k, value_dtype);
-  std::memset(message, 0, static_cast<size_t>(layout.indices));
-  std::memset(message + layout.values - 16, 0, 16);  // padding; the values then overwrite their part
-  std::memset(message + layout.nbytes - 16, 0, 16);
-  const int32_t exponent = message_exponent(largest, value_dtype);
-  const Header header{kMagic,       static_cast<int32_t>(std::min<int64_t>(nonfinite, INT32_MAX)),
-                      exponent,     static_cast<int32_t>(value_dtype),
-                      source.numel, k};
-  std::memcpy(message, &header, sizeof header);
-  const auto send = value_dtype == Dtype::fp32   ? emit_message<Dtype::fp32>
-                    : value_dtype == Dtype::bf16 ? emit_message<Dtype::bf16>
-                                                 : emit_message<Dtype::fp16>;
-  send(choice, k, message, layout, exponent, source.store, unless_few(choice.population.count(), kEmitAlone, parallel));
 }
 
 }  // namespace lightning_sparse::cpu

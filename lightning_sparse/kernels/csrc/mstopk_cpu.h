@@ -35,9 +35,12 @@ void force(int flags);
 
 // indices: int32_t while numel < 2^31, else int64_t. values: of the source's type.
 void mstopk(const Source& source, int64_t k, void* values, void* indices, const Parallel& parallel);
-void compress(const Source& source, int64_t k, Dtype value_dtype, uint8_t* message, const Parallel& parallel);
-// Overwrites the shard with the sum; with alpha, adds alpha times each value instead.
-void accumulate(const uint8_t* messages, int64_t num_messages, float* shard, int64_t numel, int64_t k,
+// A message of k pairs for each region, or of all elements of a smaller one, in rows of `row_nbytes`.
+void compress(const Source& source, int64_t k, const Regions& regions, Dtype value_dtype, uint8_t* messages,
+              const Parallel& parallel);
+// Overwrites each region of the shard with the sum of its `num_messages` messages; with alpha, adds alpha times each
+// value instead.
+void accumulate(const uint8_t* messages, int64_t num_messages, const Regions& regions, float* shard, int64_t k,
                 Dtype value_dtype, const float* alpha, const Parallel& parallel);
 // acc, of numel elements, as bf16 in so many rows of equal length, padded with zeros; `store` receives what rounding
 // took off.

@@ -1,6 +1,6 @@
 // The algorithm of mstopk_cpu.cpp as four launches without read-back, which a CUDA graph can capture.
 //
-//   sample   one block: choose a threshold that slightly more than k of the elements should reach
+//   sample   one block a region: choose a threshold that slightly more than k of the elements should reach
 //   pass     read all elements once, compact those that reach it (candidates), store acc if needed
 //   refine   the k-th largest key: histograms of 11, 10 and 10 bits of the candidates' keys
 //   emit     count per tile what is above the k-th key or equal to it, and write the output, indices ascending
@@ -8,8 +8,8 @@
 // A tile is 4,096 elements. An atomic reserves the memory of a tile's candidates, so their order differs between runs;
 // the results do not, since each tile records its start. All other atomics add or take the maximum of integers, or hand
 // out work. With too few or too many candidates, the kernels after the pass read all elements: same launches, same
-// result. Nothing is kept between calls.
-#include <algorithm>
+// result. Each region of a shard has a row of blocks, and its part of the scratch memory. Nothing is kept between
+// calls.
 #include <atomic>
 
 #include "emit.cuh"
@@ -23,44 +23,43 @@ namespace {
 
 std::atomic<bool> forced{false};
 
-Problem describe(const Source& source, int64_t k) {
-  Problem p{};
+Problems describe(const Source& source, int64_t k, const Regions& regions) {
+  Problems all{{}, regions, 0};
+  Problem& p = all.first;
   p.source = source;
   p.k = k;
-  p.num_tiles = (source.numel + kTile - 1) / kTile;
-  p.aligned = is_aligned(source.grad) && is_aligned(source.residual) && is_aligned(source.store);
-  const SamplePlan plan = plan_sample(source.numel, k, kSample);
+  p.num_tiles = (regions.most() + kTile - 1) / kTile;
+  const SamplePlan plan = plan_sample(regions.most(), k, kSample);
   p.target = plan.target, p.capacity = plan.capacity, p.forced = forced;
-  return p;
+  return all;
 }
 
 template <Dtype dtype>
-void launch_pass(const Problem& p, cudaStream_t stream) {
-  sample_kernel<dtype><<<1, kSampleThreads, 0, stream>>>(p);
-  pass_kernel<dtype><<<static_cast<unsigned>(p.num_tiles), kThreads, 0, stream>>>(p);
+void launch_pass(const Problems& all, cudaStream_t stream) {
+  const unsigned tiles = static_cast<unsigned>(all.first.num_tiles), regions = all.regions.count;
+  sample_kernel<dtype><<<dim3(1, regions), kSampleThreads, 0, stream>>>(all);
+  pass_kernel<dtype><<<dim3(tiles, regions), kThreads, 0, stream>>>(all);
 }
 
 template <typename Sink>
-void launch(Problem p, void* scratch, cudaStream_t stream, Sink sink) {
-  lay_out(p, static_cast<char*>(scratch));
-  const Dtype dtype = p.source.dtype;
-  if (dtype == Dtype::fp32) launch_pass<Dtype::fp32>(p, stream);
-  if (dtype == Dtype::bf16) launch_pass<Dtype::bf16>(p, stream);
-  if (dtype == Dtype::fp16) launch_pass<Dtype::fp16>(p, stream);
-  const auto blocks = static_cast<unsigned>(std::min(kMostBlocks, (p.source.numel + kItem - 1) / kItem));
-  const auto groups = static_cast<unsigned>((p.num_tiles + kWarps - 1) / kWarps);
-  refine_kernel<<<blocks, kThreads, 0, stream>>>(p);
-  emit_kernel<Sink><<<groups, kThreads, 0, stream>>>(p, sink);
+void launch(Problems all, void* scratch, cudaStream_t stream) {
+  lay_out(all, static_cast<char*>(scratch));
+  const Dtype dtype = all.first.source.dtype;
+  if (dtype == Dtype::fp32) launch_pass<Dtype::fp32>(all, stream);
+  if (dtype == Dtype::bf16) launch_pass<Dtype::bf16>(all, stream);
+  if (dtype == Dtype::fp16) launch_pass<Dtype::fp16>(all, stream);
+  const unsigned regions = all.regions.count, groups = static_cast<unsigned>(groups_of(all.first));
+  refine_kernel<<<dim3(blocks_of_region(all.regions, kItem), regions), kThreads, 0, stream>>>(all);
+  emit_kernel<Sink><<<dim3(groups, regions), kThreads, 0, stream>>>(all);
   check(cudaGetLastError());
 }
 
 template <typename Index>
-void launch_mstopk(const Problem& p, void* values, void* indices, void* scratch, cudaStream_t stream) {
-  auto* to = static_cast<Index*>(indices);
-  if (p.source.dtype == Dtype::fp32) {
-    launch(p, scratch, stream, TensorSink<Index, uint32_t>{static_cast<uint32_t*>(values), to});
+void launch_mstopk(const Problems& all, void* scratch, cudaStream_t stream) {
+  if (all.first.source.dtype == Dtype::fp32) {
+    launch<TensorSink<Index, uint32_t>>(all, scratch, stream);
   } else {
-    launch(p, scratch, stream, TensorSink<Index, uint16_t>{static_cast<uint16_t*>(values), to});
+    launch<TensorSink<Index, uint16_t>>(all, scratch, stream);
   }
 }
 
@@ -68,26 +67,28 @@ void launch_mstopk(const Problem& p, void* values, void* indices, void* scratch,
 
 void force_fallback(bool on) { forced = on; }
 
-int64_t select_scratch_bytes(int64_t numel, int64_t k) {
-  Problem p = describe({nullptr, Dtype::fp32, numel}, k);
+int64_t select_scratch_bytes(const Regions& regions, int64_t k) {
+  Problems all = describe({}, k, regions);
   alignas(256) static char origin[256];  // only distances are taken
-  return lay_out(p, origin);
+  return lay_out(all, origin);
 }
 
 void mstopk(const Source& source, int64_t k, void* values, void* indices, void* scratch, void* stream) {
-  const Problem p = describe(source, k);
+  Problems all = describe(source, k, Regions(source.numel, 1));
+  all.first.kept_values = values, all.first.kept_indices = indices;
   if (source.numel < (int64_t{1} << 31)) {
-    launch_mstopk<int32_t>(p, values, indices, scratch, static_cast<cudaStream_t>(stream));
+    launch_mstopk<int32_t>(all, scratch, static_cast<cudaStream_t>(stream));
   } else {
-    launch_mstopk<int64_t>(p, values, indices, scratch, static_cast<cudaStream_t>(stream));
+    launch_mstopk<int64_t>(all, scratch, static_cast<cudaStream_t>(stream));
   }
 }
 
-void compress(const Source& source, int64_t k, Dtype value_dtype, uint8_t* message, void* scratch, void* stream) {
-  Problem p = describe(source, k);
-  p.message = message, p.value_dtype = value_dtype;
-  const MessageSink sink{message, MessageLayout(source.numel, k, value_dtype), value_dtype};
-  launch(p, scratch, static_cast<cudaStream_t>(stream), sink);
+void compress(const Source& source, int64_t k, const Regions& regions, Dtype value_dtype, uint8_t* messages,
+              void* scratch, void* stream) {
+  Problems all = describe(source, k, regions);
+  all.first.message = messages, all.first.value_dtype = value_dtype;
+  all.row_nbytes = row_nbytes(regions, k, value_dtype);
+  launch<MessageSink>(all, scratch, static_cast<cudaStream_t>(stream));
 }
 
 }  // namespace lightning_sparse::cuda

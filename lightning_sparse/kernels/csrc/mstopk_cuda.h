@@ -28,13 +28,16 @@ constexpr int64_t kMostBlocks = 1024;
 // For tests: process all elements instead of the candidates. Results do not depend on it.
 void force_fallback(bool on);
 
-int64_t select_scratch_bytes(int64_t numel, int64_t k);
-constexpr int64_t kAccumulateScratchBytes = 16;
+int64_t select_scratch_bytes(const Regions& regions, int64_t k);
+constexpr int64_t kAccumulateScratchBytes = 16;  // a region
 
 void mstopk(const Source& source, int64_t k, void* values, void* indices, void* scratch, void* stream);
-void compress(const Source& source, int64_t k, Dtype value_dtype, uint8_t* message, void* scratch, void* stream);
-// Overwrites the shard with the sum; with alpha, on the host, adds alpha times each value instead.
-void accumulate(const uint8_t* messages, int64_t num_messages, float* shard, int64_t numel, int64_t k,
+// A message of k pairs for each region, or of all elements of a smaller one, in rows of `row_nbytes`.
+void compress(const Source& source, int64_t k, const Regions& regions, Dtype value_dtype, uint8_t* messages,
+              void* scratch, void* stream);
+// Overwrites each region of the shard with the sum of its `num_messages` messages; with alpha, on the host, adds alpha
+// times each value instead.
+void accumulate(const uint8_t* messages, int64_t num_messages, const Regions& regions, float* shard, int64_t k,
                 Dtype value_dtype, const float* alpha, void* scratch, void* stream);
 // acc, of numel elements, as bf16 in so many rows of equal length, padded with zeros; `store` receives what rounding
 // took off.

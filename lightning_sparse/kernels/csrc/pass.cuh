@@ -11,10 +11,11 @@ namespace {
 constexpr int kSampleThreads = 1024;
 constexpr int64_t kSample = 32 * kSampleThreads;  // elements: 32 a thread, which fit into its registers
 
-// One block. Writes the control block and the bins, and the highest threshold, of those with 16 significant bits, that
-// enough of the sample reaches.
+// One block a region. Writes the control block and the bins, and the highest threshold, of those with 16 significant
+// bits, that enough of the sample reaches.
 template <Dtype dtype>
-__global__ void __launch_bounds__(kSampleThreads) sample_kernel(Problem p) {
+__global__ void __launch_bounds__(kSampleThreads) sample_kernel(Problems all) {
+  const Problem p = problem_of_block(all);
   __shared__ int reached[32];                                 // per bit of the threshold
   const int64_t numel = p.source.numel, piece = threadIdx.x;  // one piece a lane, loaded by the whole warp
   const int64_t mine = numel <= kSample ? piece * kSamplePiece : sample_piece(numel, piece, kSample / kSamplePiece);
@@ -53,7 +54,7 @@ __global__ void __launch_bounds__(kSampleThreads) sample_kernel(Problem p) {
 // What later kernels add to, or wait for.
 __device__ void clear_for_tile(const Problem& p, int64_t tile) {
   if (tile % kWarps == 0) p.above[tile / kWarps] = p.ties[tile / kWarps] = 0;
-  if (p.message && tile % (kBlock / kTile) == 0) {
+  if (p.message && tile % (kBlock / kTile) == 0 && tile * kTile < p.source.numel) {
     reinterpret_cast<uint32_t*>(p.message + kHeaderBytes)[tile / (kBlock / kTile)] = 0;
   }
 }
@@ -68,7 +69,8 @@ __device__ void note_extremes(const Problem& p, int nonfinite, uint32_t largest)
 }
 
 template <Dtype dtype>
-__global__ void __launch_bounds__(kThreads, dtype == Dtype::fp32 ? 4 : 3) pass_kernel(Problem p) {
+__global__ void __launch_bounds__(kThreads, dtype == Dtype::fp32 ? 4 : 3) pass_kernel(Problems all) {
+  const Problem p = problem_of_block(all);
   __shared__ Count reserved;
   constexpr int kPer = kEach<dtype>, kRounds = kTile / kThreads / kPer;
   const int64_t base = static_cast<int64_t>(blockIdx.x) * kTile;

@@ -77,7 +77,7 @@ __device__ void clear(uint8_t* begin, uint8_t* end) {
 }
 
 // What of a message does not depend on which elements are kept.
-__device__ void begin_message(const Problem& p) {
+__device__ void begin_message(const Problem& p, int64_t row_nbytes) {
   Control& control = *p.control;
   const bool any_finite = control.nonfinite < static_cast<Count>(p.k);
   control.exponent = message_exponent(any_finite ? control.largest : 0, p.value_dtype);
@@ -90,10 +90,11 @@ __device__ void begin_message(const Problem& p) {
   clear(p.message + sizeof(Header), p.message + kHeaderBytes);
   clear(p.message + layout.counts + 4 * layout.num_blocks, p.message + layout.indices);
   clear(p.message + layout.indices + 2 * p.k, p.message + layout.values);
-  clear(p.message + layout.values + value_bytes(p.value_dtype) * p.k, p.message + layout.nbytes);
+  clear(p.message + layout.values + value_bytes(p.value_dtype) * p.k, p.message + row_nbytes);
 }
 
-__global__ void __launch_bounds__(kThreads) refine_kernel(Problem p) {
+__global__ void __launch_bounds__(kThreads, 4) refine_kernel(Problems all) {
+  const Problem p = problem_of_block(all);
   Control& control = *p.control;
   const bool whole = candidates_fail(p);
   const int64_t size = whole ? p.source.numel : static_cast<int64_t>(control.cursor);
@@ -107,7 +108,7 @@ __global__ void __launch_bounds__(kThreads) refine_kernel(Problem p) {
     count_item(p, whole, begin, begin + kItem < size ? begin + kItem : size, digit);
     if (!is_last(&control.done[digit], static_cast<Count>(items))) continue;
     choose_digit(p, digit);
-    if (digit == kDigits - 1 && p.message && threadIdx.x == 0) begin_message(p);
+    if (digit == kDigits - 1 && p.message && threadIdx.x == 0) begin_message(p, all.row_nbytes);
     announce(&control.digits, static_cast<uint32_t>(digit) + 1);
   }
 }

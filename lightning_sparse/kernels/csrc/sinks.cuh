@@ -8,12 +8,11 @@ namespace {
 
 template <typename Index, typename Value>
 struct TensorSink {
-  Value* values;
-  Index* indices;
+  __device__ explicit TensorSink(const Problem&) {}
 
   __device__ void keep(const Problem& p, int64_t slot, int64_t index, float) const {
-    indices[slot] = static_cast<Index>(index);
-    values[slot] = static_cast<const Value*>(p.source.grad)[index];
+    static_cast<Index*>(p.kept_indices)[slot] = static_cast<Index>(index);
+    static_cast<Value*>(p.kept_values)[slot] = static_cast<const Value*>(p.source.grad)[index];
   }
   __device__ void drop(const Problem&, int64_t) const {}
   __device__ void finish(int64_t, int64_t) const {}
@@ -21,8 +20,11 @@ struct TensorSink {
 
 struct MessageSink {
   uint8_t* message;
-  MessageLayout layout;
   Dtype dtype;
+  MessageLayout layout;
+
+  __device__ explicit MessageSink(const Problem& p)
+      : message(p.message), dtype(p.value_dtype), layout(p.source.numel, p.k, dtype) {}
 
   __device__ void keep(const Problem& p, int64_t slot, int64_t index, float acc) const {
     const int32_t exponent = p.control->exponent;

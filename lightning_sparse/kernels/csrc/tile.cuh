@@ -4,6 +4,7 @@
 
 #include <cuda_runtime.h>
 
+#include <algorithm>
 #include <stdexcept>
 #include <string>
 #include <utility>
@@ -21,7 +22,9 @@ static_assert(kBlock % kTile == 0, "a tile lies in one wire block");
 
 using Count = unsigned long long;
 
-inline bool is_aligned(const void* pointer) { return reinterpret_cast<uintptr_t>(pointer) % 16 == 0; }
+__host__ __device__ inline bool is_aligned(const void* pointer) {
+  return reinterpret_cast<uintptr_t>(pointer) % 16 == 0;
+}
 
 inline void check(cudaError_t error) {
   if (error != cudaSuccess) throw std::runtime_error(std::string("CUDA: ") + cudaGetErrorString(error));
@@ -41,13 +44,13 @@ struct Control {
   Count groups;         // of `emit`, handed out
 };
 
-// Passed to kernels by value.
 struct Problem {
   Source source;
   int64_t k, num_tiles, capacity, target;
   bool forced, aligned;
-  uint8_t* message;  // null where the output is tensors
+  uint8_t* message;  // the output; null where that is tensors
   Dtype value_dtype;
+  void *kept_values, *kept_indices;
   Control* control;
   Count* bins;          // [kDigits][kBins]
   Count *above, *ties;  // per group of kWarps tiles; see emit.cuh
@@ -63,19 +66,52 @@ void carve(char*& at, T*& pointer, int64_t count) {
   at += (count * static_cast<int64_t>(sizeof(T)) + 255) / 256 * 256;
 }
 
+// A selection in each region of a shard, passed to kernels by value. `first` is that of the first region, with the
+// number of tiles and candidates of the largest; the arrays of the others follow its own.
+struct Problems {
+  Problem first;
+  Regions regions;
+  int64_t row_nbytes;  // from one message to the next
+};
+
+__host__ __device__ int64_t groups_of(const Problem& p) { return (p.num_tiles + kWarps - 1) / kWarps; }
+
 // Lays out the arrays in the scratch memory; returns its size. The first kernels write what later ones read or add to.
-int64_t lay_out(Problem& p, char* scratch) {
+int64_t lay_out(Problems& all, char* scratch) {
   char* at = scratch;
-  const int64_t groups = (p.num_tiles + kWarps - 1) / kWarps;
-  carve(at, p.control, 1);
-  carve(at, p.bins, kDigits * kBins);
-  carve(at, p.above, groups);
-  carve(at, p.ties, groups);
-  carve(at, p.start, p.num_tiles);
-  carve(at, p.count, p.num_tiles);
-  carve(at, p.values, p.capacity);
-  carve(at, p.offsets, p.capacity);
+  Problem& p = all.first;
+  const int64_t count = all.regions.count, groups = groups_of(p);
+  carve(at, p.control, count);
+  carve(at, p.bins, count * kDigits * kBins);
+  carve(at, p.above, count * groups);
+  carve(at, p.ties, count * groups);
+  carve(at, p.start, count * p.num_tiles);
+  carve(at, p.count, count * p.num_tiles);
+  carve(at, p.values, count * p.capacity);
+  carve(at, p.offsets, count * p.capacity);
   return at - scratch;
+}
+
+// Of a kernel whose blocks share out the work of a region, in items of so many elements.
+unsigned blocks_of_region(const Regions& regions, int64_t item) {
+  return static_cast<unsigned>(
+      std::min((kMostBlocks + regions.count - 1) / regions.count, (regions.most() + item - 1) / item));
+}
+
+// That of this block's region.
+__device__ Problem problem_of_block(const Problems& all) {
+  const unsigned region = blockIdx.y;
+  Problem p = all.first;
+  p.source = part_of(p.source, all.regions, region);
+  p.aligned = is_aligned(p.source.grad) && is_aligned(p.source.residual) && is_aligned(p.source.store);
+  p.k = p.k < p.source.numel ? p.k : p.source.numel;
+  p.message = moved(p.message, region * all.row_nbytes);
+  p.control += region;
+  p.bins += region * (kDigits * kBins);
+  p.above += region * groups_of(p), p.ties += region * groups_of(p);
+  p.start += region * p.num_tiles, p.count += region * p.num_tiles;
+  p.values += region * p.capacity, p.offsets += region * p.capacity;
+  return p;
 }
 
 // -------------------------------------------------------------------------------------------------------- the elements
@@ -109,8 +145,8 @@ struct Tile {
   bool whole;
 
   __device__ Tile(const Problem& problem, int64_t tile, bool whole) : p(problem), base(tile * kTile), whole(whole) {
-    if (tile >= p.num_tiles) return;
     const int64_t left = p.source.numel - base;
+    if (left <= 0) return;
     first = whole ? base : p.start[tile];
     size = whole ? (left < kTile ? left : kTile) : p.count[tile];
   }

@@ -18,16 +18,40 @@
 #define __host__
 #define __launch_bounds__(...)
 
-struct Dim {
-  unsigned x;
+struct dim3 {
+  unsigned x, y;
+  constexpr dim3(unsigned x = 1, unsigned y = 1) : x(x), y(y) {}
 };
-extern Dim threadIdx, blockIdx, blockDim, gridDim;
+extern dim3 threadIdx, blockIdx, blockDim, gridDim;
 
+namespace on_cpu {
+void check_alignment(const void* at, size_t size);
+}
+
+// Compilers copy them word by word, which alone would not show that they are misaligned.
 struct alignas(8) uint2 {
   unsigned x, y;
+
+  uint2(unsigned x, unsigned y) : x(x), y(y) {}
+  uint2(const uint2& from) : x(from.x), y(from.y) { on_cpu::check_alignment(&from, sizeof from); }
+  uint2& operator=(const uint2& from) {
+    on_cpu::check_alignment(this, sizeof from);
+    x = from.x, y = from.y;
+    return *this;
+  }
 };
 struct alignas(16) uint4 {
   unsigned x, y, z, w;
+
+  uint4(unsigned x, unsigned y, unsigned z, unsigned w) : x(x), y(y), z(z), w(w) {}
+  uint4(const uint4& from) : x(from.x), y(from.y), z(from.z), w(from.w) {
+    on_cpu::check_alignment(&from, sizeof from);
+  }
+  uint4& operator=(const uint4& from) {
+    on_cpu::check_alignment(this, sizeof from);
+    x = from.x, y = from.y, z = from.z, w = from.w;
+    return *this;
+  }
 };
 
 using cudaError_t = int;
@@ -39,7 +63,7 @@ cudaError_t cudaMemsetAsync(void* to, int value, size_t size, cudaStream_t);
 
 namespace on_cpu {
 
-void launch(unsigned grid, unsigned block, const char* kernel, void (*call)(const void*), const void* body);
+void launch(dim3 grid, unsigned block, const char* kernel, void (*call)(const void*), const void* body);
 // The calling block's variable; `site` tells one declaration from another.
 void* shared_memory(const void* site, size_t size);
 // Of 32 lanes, what each has deposited. All lanes of the warp must call it.
@@ -49,7 +73,7 @@ void atomic(const void* at, size_t size);
 
 // body must stay on the stack, where a std::function would not leave it: accesses to the heap are checked.
 template <typename Body>
-void launch(unsigned grid, unsigned block, const char* kernel, const Body& body) {
+void launch(dim3 grid, unsigned block, const char* kernel, const Body& body) {
   launch(grid, block, kernel, [](const void* self) { (*static_cast<const Body*>(self))(); }, &body);
 }
 

@@ -37,6 +37,7 @@ void kernel_starts(const char* frame);  // of the launching function
 void enter(Self* self);                 // null: no kernel is running
 void fence(Self& self);
 void ignore_races(bool ignore);
+void check_alignment(const void* at, size_t size);
 
 // threads.cpp
 void seed(uint64_t value);

@@ -123,7 +123,7 @@ void access_cell(Region& region, const char* at, bool write, bool atomic) {
 void access(const void* address, size_t size, bool write, bool atomic) {
   const char* at = static_cast<const char*>(address);
   if (self == nullptr || is_private(at)) return;
-  if (reinterpret_cast<uintptr_t>(at) % size != 0) fail("misaligned access of " + std::to_string(size) + " bytes");
+  check_alignment(at, size);
   const auto found = regions.upper_bound(at);
   if (found == regions.end() || at < found->second.begin || at + size > found->second.end) {
     out_of_bounds(at, size, write ? "writes" : "reads");
@@ -148,6 +148,11 @@ void volatile_access(const void* address, size_t size, bool write) {
 }
 
 }  // namespace
+
+void check_alignment(const void* at, size_t size) {
+  if (self == nullptr || reinterpret_cast<uintptr_t>(at) % size == 0) return;
+  fail("misaligned access of " + std::to_string(size) + " bytes");
+}
 
 void add_memory(const void* data, size_t size, bool written, const char* name) {
   const char* begin = static_cast<const char*>(data);

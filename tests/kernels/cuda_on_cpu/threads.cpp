@@ -14,7 +14,7 @@
 #include "cuda_runtime.h"
 #include "emulation.h"
 
-Dim threadIdx, blockIdx, blockDim, gridDim;
+dim3 threadIdx, blockIdx, blockDim, gridDim;
 
 namespace on_cpu {
 
@@ -150,7 +150,7 @@ void pass_collective(unsigned w) {
 void step(size_t choice) {
   const unsigned t = block->ready[choice];
   thread = block->threads[t].get();
-  threadIdx.x = t, blockIdx.x = block->index;
+  threadIdx.x = t, blockIdx = {block->index % gridDim.x, block->index / gridDim.x};
   enter(&thread->self);
   if (!_setjmp(scheduler)) {
     if (thread->started) _longjmp(thread->resume, 1);
@@ -210,16 +210,16 @@ void yield() {
 }
 
 void fail(const std::string& what) {
-  error = what + " (block " + std::to_string(blockIdx.x) + ", thread " + std::to_string(threadIdx.x) + ")";
+  error = what + " (block " + std::to_string(block->index) + ", thread " + std::to_string(threadIdx.x) + ")";
   _longjmp(scheduler, 1);
 }
 
-void launch(unsigned grid, unsigned threads, const char* kernel, void (*kernel_call)(const void*),
+void launch(dim3 grid, unsigned threads, const char* kernel, void (*kernel_call)(const void*),
             const void* kernel_body) {
   ++counts.launches;
   call = kernel_call, body = kernel_body, yields = 0;
-  gridDim.x = grid, blockDim.x = threads;
-  std::vector<unsigned> order(grid);
+  gridDim = grid, blockDim.x = threads;
+  std::vector<unsigned> order(grid.x * grid.y);
   std::iota(order.begin(), order.end(), 0);
   std::shuffle(order.begin(), order.end(), random_source);
   kernel_starts(static_cast<const char*>(__builtin_frame_address(0)));

@@ -1,0 +1,154 @@
+"""What arguments of the operators must be: each check raises a ValueError with what was given and the rule.
+
+Python's calls are checked before the dispatcher, direct calls of plain torch's implementations by these, too.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from lightning_sparse.kernels import wire
+
+FLOATS = (torch.float32, torch.float16, torch.bfloat16)
+
+
+def check_mstopk(x: Tensor, k: int) -> None:
+    check_flat("x", x, FLOATS)
+    check_k(k, x.numel())
+
+
+def check_compress(
+    grad: Tensor,
+    residual: Tensor | None,
+    next_residual: Tensor | None,
+    k: int,
+    num_regions: int,
+    code: int,
+    scale: Tensor | None,
+) -> None:
+    dtype_of(code)
+    check_acc(grad, residual, next_residual, scale)
+    check_k(k, grad.numel())
+    check_regions(num_regions, grad.numel())
+
+
+def check_acc(grad: Tensor, residual: Tensor | None, next_residual: Tensor | None, scale: Tensor | None) -> None:
+    check_flat("grad_S", grad, FLOATS)
+    for name, other in (("residual_S", residual), ("next_residual_S", next_residual)):
+        if other is not None:
+            check_flat(name, other, (torch.float32,))
+            if other.numel() != grad.numel() or other.device != grad.device:
+                raise ValueError(
+                    f"{name} has {other.numel()} elements on {other.device}, grad_S {grad.numel()} on {grad.device}: "
+                    "they must agree"
+                )
+    if next_residual is not None and any(overlap(next_residual, other) for other in (grad, residual)):
+        raise ValueError(
+            "next_residual_S shares memory with grad_S or residual_S, which must stay intact until the optimizer has "
+            "stepped: pass a separate tensor"
+        )
+    if scale is not None and (scale.dtype != torch.float32 or scale.dim() != 0 or scale.device != grad.device):
+        raise ValueError(
+            f"scale is {scale.dtype}{list(scale.shape)} on {scale.device}: it must be a 0-dim float32 tensor on "
+            f"{grad.device}"
+        )
+
+
+def check_round_rows(
+    grad: Tensor, residual: Tensor | None, next_residual: Tensor | None, num_rows: int, scale: Tensor | None
+) -> None:
+    check_acc(grad, residual, next_residual, scale)
+    if not isinstance(num_rows, (int, torch.SymInt)) or isinstance(num_rows, bool) or num_rows < 1:
+        raise ValueError(f"num_rows={num_rows!r}: it must be an integer of at least 1")
+
+
+def check_sum_rows(rows: Tensor, residual: Tensor | None) -> None:
+    if rows.dtype != torch.bfloat16 or rows.dim() != 2 or not rows.numel() or not rows.is_contiguous():
+        raise ValueError(
+            f"rows_MR is {rows.dtype}{list(rows.shape)}: it must be contiguous bfloat16[M >= 1, R >= 1]; pass "
+            "rows_MR.contiguous()"
+        )
+    if residual is None:
+        return
+    check_flat("residual_R", residual, (torch.float32,))
+    if residual.numel() > rows.shape[1] or residual.device != rows.device:
+        raise ValueError(
+            f"residual_R has {residual.numel()} elements on {residual.device}, rows_MR {list(rows.shape)} on "
+            f"{rows.device}: it must be on the same device, and no longer than a row"
+        )
+    if overlap(rows, residual):
+        raise ValueError("residual_R shares memory with rows_MR: pass a separate tensor")
+
+
+def check_accumulate(messages: Tensor, shard: Tensor, k: int, num_regions: int, code: int) -> None:
+    check_flat("shard_S", shard, (torch.float32,))
+    check_k(k, shard.numel())
+    check_regions(num_regions, shard.numel())
+    nbytes = wire.Regions(shard.numel(), num_regions, k, dtype_of(code)).row_nbytes
+    fits = messages.dtype == torch.uint8 and messages.dim() == 2 and messages.shape[0] >= 1
+    fits = fits and messages.shape[1] == nbytes and messages.is_contiguous() and messages.device == shard.device
+    if not fits or num_regions not in (1, messages.shape[0]):
+        rows = "M >= 1" if num_regions == 1 else num_regions
+        raise ValueError(
+            f"messages_MB is {messages.dtype}{list(messages.shape)} on {messages.device}: numel={shard.numel()}, k={k} "
+            f"and {dtype_of(code)} need contiguous uint8[{rows}, {nbytes}] on {shard.device}"
+        )
+    if not is_traced(messages) and messages.data_ptr() % wire.ALIGN:
+        raise ValueError(f"messages_MB must be aligned to {wire.ALIGN} bytes: pass messages_MB.clone()")
+    if overlap(messages, shard):
+        raise ValueError("shard_S shares memory with messages_MB: pass a separate tensor")
+
+
+def check_flat(name: str, tensor: Tensor, dtypes: tuple[torch.dtype, ...]) -> None:
+    if tensor.dtype not in dtypes:
+        raise ValueError(f"{name} is {tensor.dtype}: it must be one of {list(dtypes)}")
+    if tensor.layout != torch.strided or tensor.dim() != 1 or not tensor.is_contiguous() or tensor.numel() < 1:
+        raise ValueError(
+            f"{name} has shape {list(tensor.shape)}: it must be flat, contiguous and not empty; "
+            f"pass {name}.contiguous().view(-1)"
+        )
+
+
+def check_k(k: int, numel: int) -> None:
+    if not isinstance(k, (int, torch.SymInt)) or isinstance(k, bool) or not 1 <= k <= numel:
+        raise ValueError(f"k={k!r} of {numel} elements: k must be an integer with 1 <= k <= {numel}")
+
+
+def check_regions(num_regions: int, numel: int) -> None:
+    most = min(numel, wire.MAX_REGIONS)
+    if not isinstance(num_regions, (int, torch.SymInt)) or isinstance(num_regions, bool) or num_regions < 1:
+        raise ValueError(f"num_regions={num_regions!r}: it must be an integer of at least 1")
+    if num_regions > most:
+        raise ValueError(f"num_regions={num_regions} of {numel} elements: there can be {most} at most")
+
+
+def value_code(value_dtype: torch.dtype) -> int:
+    code = wire.VALUE_CODES.get(value_dtype)
+    if code is None:
+        raise ValueError(f"value_dtype={value_dtype} must be one of {list(wire.VALUE_DTYPES)}")
+    return code
+
+
+def dtype_of(code: int) -> torch.dtype:
+    if not 0 <= code < len(wire.VALUE_DTYPES):
+        raise ValueError(f"value_code={code}: 0 is fp32, 1 bf16, 2 fp16")
+    return wire.VALUE_DTYPES[code]
+
+
+def overlap(a: Tensor, b: Tensor | None) -> bool:
+    if b is None or a is b:
+        return b is not None
+    if is_traced(a) or is_traced(b):
+        return False
+    first, second = a.data_ptr(), b.data_ptr()
+    return first < second + b.numel() * b.element_size() and second < first + a.numel() * a.element_size()
+
+
+def is_traced(tensor: Tensor) -> bool:
+    """Whether the tensor has no storage to inspect; the implementations check again at run time."""
+    return torch.compiler.is_compiling() or tensor.is_meta or type(tensor) not in (Tensor, torch.nn.Parameter)
+
+
+def check_add_messages(messages: Tensor, shard: Tensor, k: int, code: int, _: float) -> None:
+    check_accumulate(messages, shard, k, 1, code)
