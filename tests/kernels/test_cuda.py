@@ -43,10 +43,12 @@ def _path(request: pytest.FixtureRequest) -> Iterator[None]:
 @pytest.mark.usefixtures("_path")
 @pytest.mark.parametrize("numel", SIZES)
 def test_exact(numel: int) -> None:
-    for name, x in inputs(numel).items():
+    for turn, (name, x) in enumerate(inputs(numel).items()):
         for dtype in DTYPES:
             y = x.to(dtype)
-            for k in ks(numel):
+            for k in (
+                ks(numel) if numel < 100_000 else ks(numel)[turn % 4 :: 4]
+            ):  # what is expected takes a processor long
                 values, indices = mstopk(y.cuda(), k)
                 want = reference.topk(y, k)
                 assert same_bits(indices.cpu(), want[1]), (name, dtype, k)
@@ -79,7 +81,7 @@ def test_compress(numel: int, value_dtype: torch.dtype) -> None:
 
 @pytest.mark.usefixtures("_path")
 @pytest.mark.parametrize("value_dtype", DTYPES, ids=str)
-@pytest.mark.parametrize(("numel", "num_regions"), [(5, 5), (100, 7), (4097, 1), (70_001, 64), (1_000_003, 3)])
+@pytest.mark.parametrize(("numel", "num_regions"), [(5, 5), (100, 7), (4097, 1), (70_001, 64), (300_003, 4)])
 def test_regions(numel: int, num_regions: int, value_dtype: torch.dtype) -> None:
     k = max(1, numel // num_regions // 20)
     residual = torch.randn(numel, generator=torch.Generator().manual_seed(9)) * 0.1
