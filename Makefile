@@ -70,7 +70,8 @@ docs-serve: $(VENV)/.installed ## serve the documentation at http://127.0.0.1:80
 # Without .venv: GPU machines often have no access to package indexes.
 gpu-check: ## with PYTHON directly: build the kernels, run the GPU tests, time the kernels
 	LIGHTNING_SPARSE_BUILD=cuda $(PYTHON) setup.py build_ext --inplace
-	PYTHONPATH=$(CURDIR) $(PYTHON) -m pytest -p tests.helpers.timeout_optional -m gpu $(ARGS)
+	PYTHONPATH=$(CURDIR) $(PYTHON) -m pytest -p tests.helpers.timeout_optional -m gpu \
+		$$(grep -l mark.gpu tests/kernels/test_*.py tests/strategy/test_*.py) $(ARGS)
 	PYTHONPATH=$(CURDIR) $(PYTHON) benchmarks/kernels.py $(OUT) --device cuda
 
 gpu-session: ## with PYTHON directly: build, test and measure on one GPU in nine minutes, a verdict a claim; ARGS=--cpu tries it without
@@ -92,7 +93,7 @@ test-ray: $(VENV)/.built ## install Ray, run the tests that need it
 	$(RUN) -m pytest tests/launchers/test_ray.py $(ARGS)
 
 gpu-check-data: ## with PYTHON directly: compare DALI on the GPU with the CPU
-	PYTHONPATH=$(CURDIR) $(PYTHON) -m pytest -p tests.helpers.timeout_optional -m gpu tests/data $(ARGS)
+	PYTHONPATH=$(CURDIR) $(PYTHON) -m pytest -p tests.helpers.timeout_optional -m gpu tests/data/test_gpu.py $(ARGS)
 	PYTHONPATH=$(CURDIR) $(PYTHON) benchmarks/data.py $(OUT) --device cuda
 
 clean: ## remove environments and build outputs

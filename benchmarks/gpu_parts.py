@@ -1,6 +1,6 @@
 """The parts of the GPU session, each a process of its own: `python benchmarks/gpu_parts.py PART FOLDER [--cpu]`.
 
-A part prints what it does, and ends with a line of JSON: its claims with a verdict and a number each, and its data.
+A part prints what it does, then a line of JSON after `RESULT`: its claims with a verdict and a number each, its data.
 See benchmarks/gpu_session.py.
 """
 
@@ -19,7 +19,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from gpu_models import FULL, SMALL
+from gpu_session import RESULT
 from gpu_trace import draw, hidden, lanes_of, length, record
 from gpu_ways import LANES, NONE, ONE_STREAM, SETTLING, UPDATES, Way, begin, times
 
@@ -50,9 +52,11 @@ def build(folder: Path, device: torch.device) -> Result:
 
 
 def tests(folder: Path, device: torch.device) -> Result:
-    """The tests marked ``gpu``."""
-    where = ["tests/kernels", "tests/strategy"]
+    """The tests marked ``gpu``, by file: what other tests import may be missing here."""
+    files = [path for part in ("kernels", "strategy") for path in sorted((ROOT / "tests" / part).glob("test_*.py"))]
+    where = [str(path.relative_to(ROOT)) for path in files if "mark.gpu" in path.read_text(encoding="utf-8")]
     words = [sys.executable, "-m", "pytest", "-p", "tests.helpers.timeout_optional", "-m", "gpu", "-q", *where]
+    words += ["--continue-on-collection-errors", "--durations=5"]
     said = _run(words, check=False)
     counts = {name: int(n) for n, name in re.findall(r"(\d+) (passed|failed|errors?|skipped)", said)}
     number = ", ".join(f"{count} {name}" for name, count in counts.items()) or (said.splitlines() or ["nothing"])[-1]
@@ -240,8 +244,21 @@ def main() -> None:
     parser.add_argument("--cpu", action="store_true")
     options = parser.parse_args()
     device = torch.device("cpu") if options.cpu else torch.device("cuda", 0)
+    if device.type == "cuda" and options.part != "build":
+        _needs_kernels()
     claims, data = PARTS[options.part](options.folder, device)
-    print("\n" + json.dumps({"claims": claims, "data": data}))
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    print("\n" + RESULT + json.dumps({"claims": claims, "data": data}))
+
+
+def _needs_kernels() -> None:
+    """Numbers of plain torch would pass for those of the kernels."""
+    from lightning_sparse.kernels import kernel_report
+
+    report = kernel_report()
+    if report.cuda != "compiled":
+        raise SystemExit(f"no CUDA kernels: {'; '.join(report.reasons)}")
 
 
 if __name__ == "__main__":

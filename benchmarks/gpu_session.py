@@ -36,6 +36,8 @@ from typing import Any
 HERE = Path(__file__).resolve().parent
 MINUTES = 8.5
 NOT_RUN = "not run"
+RESULT = "RESULT "
+"""What a part's line of results begins with; libraries may print after it, when the process ends."""
 
 
 @dataclass(frozen=True)
@@ -122,16 +124,17 @@ def run(name: str, part: Part, folder: Path, cpu: bool, seconds: float) -> Outco
     with (folder / "log.txt").open("a") as log:
         log.write(f"\n===== {name}: {ended}\n{said}")
     taken = time.monotonic() - begin
-    if ended != "whole":
-        last = (said.strip().splitlines() or [""])[-1][:200]
-        return Outcome(taken, ended, {each: (NOT_RUN, f"{ended}: {last}") for each in part.claims})
-    result = json.loads(said.strip().splitlines()[-1])
+    lines = said.strip().splitlines() or [""]
+    found = [line.removeprefix(RESULT) for line in lines if line.startswith(RESULT)]
+    if ended != "whole" or not found:
+        return Outcome(taken, ended, {each: (NOT_RUN, f"{ended}: {lines[-1][:200]}") for each in part.claims})
+    result = json.loads(found[-1])
     claims = {each: tuple(result["claims"].get(each, (NOT_RUN, ""))) for each in part.claims}
     return Outcome(taken, ended, claims, result["data"])
 
 
-def session(folder: Path, names: list[str], cpu: bool, minutes: float) -> dict[str, Outcome]:
-    """All parts, one after the other; what does not fit the time is not run."""
+def session(folder: Path, names: list[str], cpu: bool, minutes: float, about: dict[str, str]) -> None:
+    """All parts, one after the other, each written when it ends; what does not fit the time is not run."""
     until = time.monotonic() + 60 * minutes
     outcomes: dict[str, Outcome] = {}
     for name in names:
@@ -144,7 +147,7 @@ def session(folder: Path, names: list[str], cpu: bool, minutes: float) -> dict[s
             outcomes[name] = run(name, part, folder, cpu, min(limit, left))
         for key, (said, number) in outcomes[name].claims.items():
             print(f"{said:8}  {name:8}  {part.claims[key]}: {number}", flush=True)
-    return outcomes
+        write(folder, outcomes, about)
 
 
 def write(folder: Path, outcomes: dict[str, Outcome], about: dict[str, str]) -> None:
@@ -175,8 +178,8 @@ def main() -> None:
     sys.path.insert(0, str(HERE.parent))
     from lightning_sparse.bench.provenance import commit, surroundings
 
-    outcomes = session(options.folder, options.parts, options.cpu, options.minutes)
-    write(options.folder, outcomes, {**surroundings(" ".join(sys.argv)), "commit": commit()})
+    about = {**surroundings(" ".join(sys.argv)), "commit": commit()}
+    session(options.folder, options.parts, options.cpu, options.minutes, about)
     print(f"\nwrote {options.folder / 'session.md'}")
 
 

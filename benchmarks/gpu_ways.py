@@ -101,8 +101,17 @@ class Way:
 
 def begin(device: torch.device) -> None:
     """A process group of this rank alone, which DistributedDataParallel needs."""
-    backend = "nccl" if device.type == "cuda" else "gloo"
-    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
+
+    def start(backend: str) -> None:
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
+
+    start("nccl" if device.type == "cuda" else "gloo")
+    try:
+        dist.all_reduce(torch.zeros(1, device=device))
+    except dist.DistBackendError as error:
+        print(f"NCCL does not start here, so Gloo takes its place: {error}")
+        dist.destroy_process_group()
+        start("gloo")
 
 
 def finish(device: torch.device) -> None:

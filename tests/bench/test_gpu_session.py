@@ -40,6 +40,24 @@ def test_a_part_that_fails_stops_no_other(tmp_path: Path) -> None:
     assert "===== build: failed" in (tmp_path / "log.txt").read_text()
 
 
+def test_what_is_printed_when_a_process_ends_hides_no_result(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """NCCL warns there, for one; and what a part found is on disk before the next one begins."""
+    import gpu_session
+
+    (tmp_path / "gpu_parts.py").write_text(
+        "import sys, atexit; atexit.register(print, 'a warning', file=sys.stderr)\n"
+        "if sys.argv[1] == 'sync': print(open(sys.argv[2] + '/session.json').read()); sys.exit(3)\n"
+        """print('RESULT {"claims": {"compiled": ["held", "cuda: compiled"]}, "data": 7}')"""
+    )
+    monkeypatch.setattr(gpu_session, "HERE", tmp_path)
+    gpu_session.session(tmp_path, ["build", "sync"], False, 1.0, {"commit": "none"})
+    record = json.loads((tmp_path / "session.json").read_text())
+    assert record["parts"]["build"]["claims"] == {"compiled": ["held", "cuda: compiled"]}
+    assert record["parts"]["build"]["data"] == 7
+    assert record["parts"]["sync"]["ended"] == "failed with 3"
+    assert '"cuda: compiled"' in (tmp_path / "log.txt").read_text(), "written when the second part began"
+
+
 def test_a_part_that_takes_too_long_is_ended(tmp_path: Path) -> None:
     import gpu_session
 

@@ -9,16 +9,18 @@ import pytest
 import torch
 
 from lightning_sparse.data.pipeline.augment import Augment
+from lightning_sparse.data.pipeline.backend import installed_backends
 from lightning_sparse.data.pipeline.batch import Transform
 from tests.data.fake_store import FolderStore
 from tests.data.pictures import make_folder
 from tests.data.test_pipelines import requests
 
-pytest.importorskip("nvidia.dali", reason="DALI is not installed")
+needs_dali = pytest.mark.skipif("dali" not in installed_backends(), reason="DALI is not installed")
 GRAY = Transform(augment=Augment(seed=3), mean=(0, 0, 0), std=(1 / 255,) * 3)  # levels of gray
 
 
 @pytest.mark.gpu
+@needs_dali
 @pytest.mark.parametrize("store_format", ["decoded", "jpeg"])
 def test_the_gpu_shows_the_same_pictures(tmp_path: Path, store_format: Any) -> None:
     from lightning_sparse.data.pipeline.backend_dali import DaliPipeline
@@ -39,6 +41,7 @@ def test_the_gpu_shows_the_same_pictures(tmp_path: Path, store_format: Any) -> N
 
 
 @pytest.mark.gpu
+@needs_dali
 def test_batches_outlive_the_ones_that_follow(tmp_path: Path) -> None:
     """DALI hands its memory over without a copy: it must not be written again while a batch is in use."""
     from lightning_sparse.data.pipeline.backend_dali import DaliPipeline
