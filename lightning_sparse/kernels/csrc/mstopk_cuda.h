@@ -9,13 +9,14 @@
 
 namespace lightning_sparse::cuda {
 
+// The pointers after `numel` may be null. No defaults: it lies in shared memory, too, which nobody initialises.
 struct Source {
   const void* grad;
   Dtype dtype;
   int64_t numel;
-  const float* residual = nullptr;
-  const float* scale = nullptr;  // on the device
-  float* store = nullptr;        // optional: receives acc
+  const float* residual;
+  const float* scale;  // on the device
+  float* store;        // optional: receives acc
 };
 
 // Of kernels whose blocks take work until none is left. Tests choose fewer, so that blocks have several turns.

@@ -93,8 +93,10 @@ __device__ void begin_message(const Problem& p, int64_t row_nbytes) {
   clear(p.message + layout.values + value_bytes(p.value_dtype) * p.k, p.message + row_nbytes);
 }
 
-__global__ void __launch_bounds__(kThreads, 4) refine_kernel(Problems all) {
-  const Problem p = problem_of_block(all);
+__global__ void __launch_bounds__(kThreads) refine_kernel(Problems all) {
+  __shared__ Problem p;  // it would take more registers than there are
+  if (threadIdx.x == 0) p = problem_of_block(all);
+  __syncthreads();
   Control& control = *p.control;
   const bool whole = candidates_fail(p);
   const int64_t size = whole ? p.source.numel : static_cast<int64_t>(control.cursor);
