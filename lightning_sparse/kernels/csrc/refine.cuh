@@ -95,7 +95,8 @@ __device__ void begin_message(const Problem& p, int64_t row_nbytes) {
 
 __global__ void __launch_bounds__(kThreads) refine_kernel(Problems all) {
   __shared__ Problem p;  // it would take more registers than there are
-  if (threadIdx.x == 0) p = problem_of_block(all);
+  const Problem mine = problem_of_block(all);
+  if (threadIdx.x == 0) p = mine;
   __syncthreads();
   Control& control = *p.control;
   const bool whole = candidates_fail(p);
