@@ -100,7 +100,7 @@ CONFIGS: dict[str, Arguments] = {
     "average every 50": {"way": "average", "every": 50},
     "post-local every 50": {"way": "post-local", "every": 50, "start": 60},
     "post-local every 100": {"way": "post-local", "every": 100, "start": 60},
-    **{f"DeMo, lr {lr}": {**DEMO, "lr": lr} for lr in (0.0002, 0.0005, 0.001, 0.002)},
+    **{f"DeMo, lr {lr}": {**DEMO, "lr": lr} for lr in (0.001, 0.002, 0.004, 0.008, 0.016)},
     "bf16 hook": {"way": "hooked", "hook": "bf16"},
     "PowerSGD r1": {"way": "hooked", "hook": "PowerSGD"},
     "DiLoCo every 100": {"way": "average", "every": 100, "outer_lr": 0.7, "outer_momentum": 0.9},
