@@ -41,7 +41,7 @@ class MSTopKLocalMixin(LocalTrainerMixin):
             more where that hides behind the next step.
         exchange: ``"sparse"``, ``"regional"``, ``"dense16"`` or ``"dense"``.
         value_dtype: how values are written into messages; rounding errors stay pending.
-        step_ahead: share of its own pending updates that a node's model keeps, in (0, 1]; ``"auto"``: 1 on
+        step_ahead: share of its own pending updates that a node's model keeps, from 0.001 to 1; ``"auto"``: 1 on
             two nodes, on more as much as they agree, which is measured now and then.
         delay: 1: a message arrives one step later, and the exchange hides behind the whole step; 0: the step waits.
         sync_every: steps between two exchanges.

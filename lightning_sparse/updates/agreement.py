@@ -58,7 +58,7 @@ class Agreement:
         apart = _total(reduce(torch.add, pending.square()))
         if not 0 < apart < math.inf:
             return None
-        return round(min(1.0, max(1.0, together / apart) / self.num_nodes), 3)
+        return min(1.0, max(1.0 / self.num_nodes, round(together / apart / self.num_nodes, 3)))
 
 
 def _total(values: Tensor) -> float:

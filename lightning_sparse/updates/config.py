@@ -9,6 +9,7 @@ from lightning_sparse.exchange.config import ExchangeConfig, check_flag, is_numb
 from lightning_sparse.exchange.paths import Exchange
 
 StepAhead = float | Literal["auto"]
+LEAST_AHEAD = 0.001  # its inverse multiplies how sums round: what is under way is seen in full, the rest by this
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,11 +19,11 @@ class UpdatesConfig(ExchangeConfig):
     Args:
         exchange: ``"sparse"``, ``"regional"``, ``"dense16"`` or ``"dense"``; there is no ``"auto"``, since the exchange
             has a whole step to hide behind.
-        step_ahead: share of its own pending updates that a node's model keeps, in (0, 1]. 1: each node trains its own
-            model, corrected by what the others sent. ``"auto"`` measures how far nodes agree on what is pending, now
-            and then, of a sample: 1 suits updates that are the same on all nodes, 1 / M independent ones of M nodes,
-            and a training goes from the one towards the other. On two nodes it is 1, and with another ``exchange`` than
-            ``"sparse"`` min(1, 2 / M).
+        step_ahead: share of its own pending updates that a node's model keeps, from 0.001 to 1. 1: each node trains its
+            own model, corrected by what the others sent. ``"auto"`` measures how far nodes agree on what is pending,
+            now and then, of a sample: 1 suits updates that are the same on all nodes, 1 / M independent ones of M
+            nodes, and a training goes from the one towards the other. On two nodes it is 1, and with another
+            ``exchange`` than ``"sparse"`` min(1, 2 / M).
         delay: 1: a message arrives one exchange later, so that sending it hides behind the whole step; 0: the step
             waits for it.
         sync_every: steps between two exchanges.
@@ -56,10 +57,10 @@ class UpdatesConfig(ExchangeConfig):
                 f"inter_gbps={self.inter_gbps!r} decides between paths, and updates take the one of exchange=: omit "
                 f"it, or let it decide how much is sent, with density='auto'."
             )
-        if self.step_ahead != "auto" and not (is_number(self.step_ahead) and 0 < self.step_ahead <= 1):
+        if self.step_ahead != "auto" and not (is_number(self.step_ahead) and LEAST_AHEAD <= self.step_ahead <= 1):
             raise ValueError(
-                f"step_ahead={self.step_ahead!r} must be a number in (0, 1], or 'auto', which measures: it is the "
-                f"share of its own pending updates that a node's model keeps."
+                f"step_ahead={self.step_ahead!r} must be a number from {LEAST_AHEAD} to 1, or 'auto', which measures: "
+                f"it is the share of its own pending updates that a node's model keeps."
             )
         if isinstance(self.delay, bool) or self.delay not in (0, 1):
             raise ValueError(

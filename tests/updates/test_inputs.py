@@ -27,6 +27,8 @@ from tests.updates.runs import adamw, sgd, shared_of, start, steps
         ({"exchange": "flat"}, "exchange='flat'"),
         ({"value_dtype": "int8"}, "value_dtype='int8'"),
         ({"step_ahead": 1.1}, "step_ahead=1.1"),
+        ({"step_ahead": 0}, "must be a number from 0.001 to 1"),
+        ({"step_ahead": 1e-6}, "must be a number from 0.001 to 1"),
         ({"step_ahead": "half"}, "step_ahead='half'"),
         ({"delay": 2}, "delay=2"),
         ({"delay": True}, "delay=True"),

@@ -9,9 +9,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from lightning_sparse.pto.ownership import Part
 from lightning_sparse.topology import discover
 from lightning_sparse.updates import LocalUpdates, UpdatesConfig
 from lightning_sparse.updates.checkpoint import fits, restore_own, side_content
+from lightning_sparse.updates.slices import Slices
 from tests.helpers.distributed import RunRanks
 from tests.strategy.models import flat_parameters, loss_of, mlp, train
 from tests.updates.runs import adamw, mean_over_nodes, sgd, shared_of, start, steps
@@ -214,6 +216,20 @@ def tiny_steps(step_ahead: float) -> tuple[Tensor, Tensor]:
 def test_updates_near_the_last_place_of_a_weight_are_not_lost(ranks: RunRanks, step_ahead: float) -> None:
     for went, told in ranks(tiny_steps, step_ahead, nodes=2, devices=1):
         torch.testing.assert_close(went, told, rtol=0.01, atol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("ahead", [1, 0.7, 0.3, 0.001])
+def test_a_model_that_is_not_stepped_has_not_changed(ahead: float, dtype: torch.dtype) -> None:
+    """The passes that write a model and that find what was done to it divide a tensor in different ways."""
+    sizes = [1, 13, 70_001, 200_003]
+    slices = Slices([torch.empty(n, dtype=dtype) for n in sizes], [Part(owner=0, begin=0, end=n) for n in sizes])
+    shared_S, pending_S = torch.randn(2, slices.numel, generator=torch.Generator().manual_seed(0))
+    own_S = shared_S - 0.01 * pending_S
+    before_S = own_S.clone()
+    slices.write_between(own_S, shared_S, ahead)
+    slices.add_change(own_S, shared_S, ahead)
+    assert torch.equal(own_S, before_S)
 
 
 def gone_back(options: dict[str, Any]) -> list[Tensor]:
