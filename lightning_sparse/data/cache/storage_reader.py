@@ -322,7 +322,7 @@ def main(file: int, threads: int, source: str) -> None:
     try:
         storage = Source(source, json.loads(connection.recv_bytes()))
     except (EOFError, OSError):
-        os._exit(0)
+        packets.leave()
 
     def serve() -> None:
         while True:
@@ -338,7 +338,7 @@ def main(file: int, threads: int, source: str) -> None:
             for message in packets.messages_of(connection.recv_bytes()):
                 requests.put(message)
         except (EOFError, OSError):
-            os._exit(0)
+            packets.leave()
 
 
 if __name__ == "__main__":
