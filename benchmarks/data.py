@@ -15,8 +15,9 @@ TIER, BACKEND              see lightning_sparse/bench/data.py
 
 CPU time is that of the process and all its children, so a row's number does not depend on how many threads it has or
 what else the machine does (as long as that leaves caches and clock alone). Each row runs in a process of its own,
-`ROUNDS` times in turn; its number is the median. With ``--device cuda`` DALI's rows run on the GPU, where images per
-second say more, and are compared with the CPU pipeline pixel by pixel.
+`ROUNDS` times in turn; its number is the median. With ``--quick`` all rows share a process and run once. With
+``--device cuda`` DALI's rows run on the GPU, where images per second say more, and are compared with the CPU pipeline
+pixel by pixel.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ import multiprocessing
 import os
 import platform
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from datetime import date
 from functools import partial
 from importlib.metadata import version
@@ -49,7 +50,7 @@ from lightning_sparse.data.config import CacheConfig
 from lightning_sparse.data.pipeline.backend import installed_backends
 from lightning_sparse.data.pipeline.batch import Batch, Transform
 
-RANKS = 4
+RANKS, RANKS_QUICK = 4, 2
 BASELINES = ["ImageFolder + DataLoader", "DALI file reader"]
 
 
@@ -131,20 +132,20 @@ def hold(rank: int, config: CacheConfig, run: bytes, ready: Any, go_on: Any, out
     store.close()
 
 
-def memory_of_ranks(pictures: Path, start: Callable[..., Any], context: Any) -> dict[str, float]:
+def memory_of_ranks(pictures: Path, count: int, context: Any) -> dict[str, float]:
     with tempfile.TemporaryDirectory(prefix="data-benchmark-") as cache:
         config = config_of("memory decoded", pictures, Path(cache))
         load_or_list(config, "train", quiet=True)
-        ready, go_on, out = context.Barrier(RANKS), context.Barrier(RANKS), context.Queue()
+        ready, go_on, out = context.Barrier(count), context.Barrier(count), context.Queue()
         run = new_run()
-        ranks = [start(target=hold, args=(rank, config, run, ready, go_on, out)) for rank in range(RANKS)]
+        ranks = [context.Process(target=hold, args=(rank, config, run, ready, go_on, out)) for rank in range(count)]
         for each in ranks:
             each.start()
         answers = [out.get(timeout=300) for _ in ranks]
         for each in ranks:
             each.join()
     return {
-        "ranks": RANKS,
+        "ranks": count,
         "samples_mb": answers[0][3] / 1e6,
         "resident_mb_of_each_rank": max(sizes["Rss"] for _, sizes, _, _ in answers) / 1e6,
         "resident_mb_of_all_ranks_together": sum(sizes["Pss"] for _, sizes, _, _ in answers) / 1e6,
@@ -179,12 +180,13 @@ def measure(pictures: Path, quick: bool, device: int | None) -> dict[str, Any]:
         pictures,
         device=device,
         rounds=1 if quick else 3,
+        apart=not quick,
         images=images,
         others=dict(zip(BASELINES, (image_folder, dali_reader), strict=True)),
         progress=partial(tqdm, disable=None, desc="rows"),
     )
-    context = multiprocessing.get_context("spawn")
-    record: dict[str, Any] = {"rows": rows, "memory": memory_of_ranks(pictures, context.Process, context)}
+    memory = memory_of_ranks(pictures, RANKS_QUICK if quick else RANKS, multiprocessing.get_context("spawn"))
+    record: dict[str, Any] = {"rows": rows, "memory": memory}
     if device is not None:
         record["difference_to_cpu"] = compare_with_cpu(pictures, device)
         record["gpu"] = torch.cuda.get_device_name(device)
@@ -215,7 +217,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="What a picture costs, by tier and backend.")
     parser.add_argument("out", type=Path)
     parser.add_argument("pictures", type=Path, nargs="?")
-    parser.add_argument("--quick", action="store_true", help="one round of fewer images")
+    parser.add_argument("--quick", action="store_true", help="one round of fewer images, in one process")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     options = parser.parse_args()
     if options.device == "cuda" and not torch.cuda.is_available():

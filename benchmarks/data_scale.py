@@ -4,7 +4,8 @@
 
 For each cluster (nodes x devices, files in 1,000 classes): seconds and bytes to make the list from what storage
 answers, to write and to map it; seconds to place samples on nodes and to begin an epoch, which each rank does;
-milliseconds of a step of the sampler; and how evenly samples of other nodes fall on devices: all wait for the slowest.
+milliseconds of a step of the sampler, and of CPU time in it, which other load changes less; and how evenly samples of
+other nodes fall on devices: all wait for the slowest.
 
 Everything is what a run does, except that storage is not asked: its answers are made here, and take no time.
 """
@@ -84,10 +85,11 @@ def steps(manifest: Manifest, nodes: int, devices: int) -> dict[str, Any]:
         plan = sampler.epoch(0)
         plan.batch(0, 0, 0)
     count = min(STEPS, plan.steps)
-    begin = time.perf_counter()
+    begin, cpu = time.perf_counter(), time.thread_time()
     for step in range(count):
         plan.batch(step, 0, 0)
     row["step_ms"] = round((time.perf_counter() - begin) / count * 1e3, 2)
+    row["step_cpu_ms"] = round((time.thread_time() - cpu) / count * 1e3, 2)
     return row | foreign(plan, placed, count)
 
 

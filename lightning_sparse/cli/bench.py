@@ -129,6 +129,7 @@ def _data(arguments: argparse.Namespace) -> int:
             arguments.pictures or data.generated(Path(folder), 64 if arguments.quick else 96),
             device=torch.cuda.current_device() if arguments.device == "cuda" else None,
             rounds=1 if arguments.quick else data.ROUNDS,
+            apart=not arguments.quick,
             images=192 if arguments.quick else 640,
             progress=lambda names: tqdm(names, unit="row", disable=None),
         )

@@ -124,7 +124,7 @@ def _rgb(image: Image.Image) -> Image.Image:
         image = Image.fromarray(_eight_bits(np.asarray(image), 16 if has_16_bits else None))
     if image.mode == "P" and "transparency" in image.info:
         image = image.convert("RGBA")
-    return image.convert("RGB")
+    return image if image.mode == "RGB" else image.convert("RGB")  # which would copy it
 
 
 def _eight_bits(values: npt.NDArray[Any], bits: int | None) -> npt.NDArray[np.uint8]:

@@ -47,6 +47,7 @@ class SampleReader(Protocol):
 
 
 class ReplacingReader(SampleReader, Protocol):
-    """A reader that knows what takes the place of a sample that cannot be decoded."""
+    """A reader that knows what takes the place of a sample that cannot be decoded. interrupt: end waits for storage."""
 
     def replacement(self, index: int, reason: str) -> Sample: ...
+    def interrupt(self) -> None: ...

@@ -22,7 +22,7 @@ def unavailable_reason() -> str | None:
     """Why this machine cannot serve and mount a folder; None if it can."""
     if shutil.which("sshfs") is None:
         return "sshfs not found: install it (apt-get install sshfs), or omit --storage."
-    if _sftp_server() is None:
+    if sftp_server() is None:
         return "sftp-server not found: install openssh-sftp-server, or omit --storage."
     if not Path("/dev/fuse").exists():
         return "/dev/fuse not found: load the fuse module, or omit --storage."
@@ -42,12 +42,12 @@ def mount_prefix(address: str, folder: Path) -> list[str]:
     return ["sh", "-c", f'here=$(pwd); cd / && {mount} && cd "$here" && exec "$@"', "sh"]
 
 
-def _sftp_server() -> str | None:
+def sftp_server() -> str | None:
     return next((path for path in SFTP_SERVERS if Path(path).exists()), None)
 
 
 def serve(address: str, port: int) -> None:
-    server = _sftp_server()
+    server = sftp_server()
     assert server is not None
     sessions: list[subprocess.Popen[bytes]] = []
     with socket.create_server((address, port)) as listener:

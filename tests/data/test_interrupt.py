@@ -9,13 +9,17 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from lightning_sparse.lab.storage import sftp_server
+from lightning_sparse.lab.storage import unavailable_reason as why_no_mount
 from tests.data.pictures import numbered_folder
 from tests.data.test_datamodule import BACKENDS
 
@@ -26,15 +30,27 @@ from pathlib import Path
 from tests.data.fits import *
 kind, folder = sys.argv[1], Path(sys.argv[2])
 logging.getLogger("lightning_sparse").addHandler(logging.NullHandler())
-def hang():  # as a dead mount does: the process that reads storage
-    for each in Path("/proc").glob("[0-9]*"):
+def hang():
+    if "SERVER" in os.environ:  # of a mount
+        os.kill(int(os.environ["SERVER"]), signal.SIGSTOP)
+        return print("hangs", flush=True)
+    for each in Path("/proc").glob("[0-9]*"):  # else what a dead mount stops: the process that reads storage
         with contextlib.suppress(OSError):
             command = (each / "cmdline").read_bytes().split(b"\\0")
             if command[1:2] and command[1].endswith(b"storage_reader.py") and os.fsencode(folder / "source") in command:
                 os.kill(int(each.name), signal.SIGSTOP)
     print("hangs", flush=True)
 options = {{"memory_gb": 0.05, "storage_timeout": {STALL_S}}}
+"""
+IMAGES = """
 given = data("pytorch_lightning", folder, backend=kind, threads=1, **options)
+"""
+WORKERS = """
+def picture(data: bytes):
+    return torch.from_numpy(decode(data).copy()).permute(2, 0, 1).float()
+from lightning_sparse.data.decode import decode
+cache = str(folder / "cache0")
+given = ours("pytorch_lightning").CachedDataModule(str(folder / "source"), cache, picture, BATCH, workers=1, **options)
 """
 TRAIN = """
 model = module("pytorch_lightning")
@@ -92,20 +108,22 @@ TORCH, DALI = BACKENDS
 SLOW_DALI = pytest.param("dali", marks=(*DALI.marks, pytest.mark.slow))
 
 
-def run(code: str, kind: str, folder: Path, *, interrupt: bool) -> tuple[int, str]:
-    """Run a program until it hangs, and press Ctrl-C or wait for its end. Returns its status and standard error."""
-    numbered_folder(folder / "source")
+def run(code: str, kind: str, folder: Path, *, send: int | None = None, **environment: str) -> tuple[int, str]:
+    """Run a program until it hangs, and send a signal or wait for its end. Returns its status and standard error."""
+    if not (folder / "source").exists():
+        numbered_folder(folder / "source")
     command = [sys.executable, "-W", "ignore", "-c", code, kind, str(folder)]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)}
+    path = os.pathsep.join(path or os.getcwd() for path in sys.path)
+    environment = {**os.environ, "PYTHONPATH": path, **environment}
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
     ) as program:
         assert program.stdout is not None
         assert "hangs\n" in iter(program.stdout.readline, "")
-        if interrupt:
+        if send is not None:
             time.sleep(1)  # by now it waits
             assert program.poll() is None
-            program.send_signal(signal.SIGINT)
+            program.send_signal(send)
         begin = time.monotonic()
         try:
             _, errors = program.communicate(timeout=LIMIT_S)
@@ -127,9 +145,36 @@ def kill_reader(folder: Path) -> None:
                 os.kill(int(each.name), signal.SIGKILL)
 
 
-@pytest.mark.parametrize("kind", [TORCH, SLOW_DALI])
-def test_ctrl_c_ends_a_fit_that_waits_for_storage(tmp_path: Path, kind: str) -> None:
-    run(OPENED + TRAIN, kind, tmp_path, interrupt=True)
+@contextlib.contextmanager
+def mounted(folder: Path) -> Iterator[str]:
+    """Mount a source on folder/source through sshfs. Yields the process that serves it."""
+    if (reason := why_no_mount()) is not None:
+        pytest.skip(reason)
+    source, server = folder / "source", sftp_server()
+    numbered_folder(folder / "real")
+    source.mkdir()
+    ours, theirs = socket.socketpair()
+    with contextlib.ExitStack() as stack, ours, theirs:
+        serves = stack.enter_context(subprocess.Popen([str(server)], stdin=theirs, stdout=theirs))
+        command = ["sshfs", "-f", "-o", "passive", f"here:{folder / 'real'}", str(source)]
+        mounts = stack.enter_context(subprocess.Popen(command, stdin=ours, stdout=ours))
+        try:
+            while not (source / "train").exists():
+                assert mounts.poll() is None
+                time.sleep(0.02)
+            yield str(serves.pid)
+        finally:
+            serves.kill()  # what hangs fails
+            mounts.terminate()  # unmounts
+
+
+@pytest.mark.parametrize(
+    ("program", "kind"),
+    [(IMAGES, TORCH), pytest.param(IMAGES, "dali", marks=SLOW_DALI.marks), (WORKERS, "-")],
+    ids=["torch", "dali", "workers"],
+)
+def test_ctrl_c_ends_a_fit_that_waits_for_storage(tmp_path: Path, program: str, kind: str) -> None:
+    run(OPENED + program + TRAIN, kind, tmp_path, send=signal.SIGINT)
 
 
 @pytest.mark.slow
@@ -137,14 +182,33 @@ def test_ctrl_c_ends_a_fit_that_waits_for_storage(tmp_path: Path, kind: str) -> 
 @pytest.mark.parametrize("code", [LOOP, BODY], ids=["waiting", "computing"])
 def test_ctrl_c_ends_a_loop_of_ones_own(tmp_path: Path, kind: str, code: str) -> None:
     """Where nobody closes anything: the loop waits for a batch, or computes while threads wait for the next one."""
-    _, errors = run(OPENED + code, kind, tmp_path, interrupt=True)
+    _, errors = run(OPENED + IMAGES + code, kind, tmp_path, send=signal.SIGINT)
     assert errors.rstrip().endswith("KeyboardInterrupt")
 
 
+@pytest.mark.parametrize(
+    ("program", "code"),
+    [
+        pytest.param(IMAGES, BODY, marks=pytest.mark.slow, id="images"),
+        pytest.param(WORKERS, LOOP, marks=pytest.mark.slow, id="workers, waiting"),
+        pytest.param(WORKERS, BODY, id="workers, computing"),
+    ],
+)
+def test_ctrl_c_ends_a_loop_on_a_mount_that_hangs(tmp_path: Path, program: str, code: str) -> None:
+    """The process that reads it hangs in the kernel, where nothing ends it."""
+    with mounted(tmp_path) as server:
+        _, errors = run(OPENED + program + code, "torch", tmp_path, send=signal.SIGINT, SERVER=server)
+    assert errors.rstrip().endswith("KeyboardInterrupt")
+
+
+def test_workers_end_with_a_program_that_is_killed(tmp_path: Path) -> None:
+    run(OPENED + WORKERS + LOOP, "-", tmp_path, send=signal.SIGKILL)
+
+
 def test_ctrl_c_ends_a_fill_that_waits_for_storage(tmp_path: Path) -> None:
-    run(WARM, "-", tmp_path, interrupt=True)
+    run(WARM, "-", tmp_path, send=signal.SIGINT)
 
 
 @pytest.mark.parametrize("kind", [TORCH, SLOW_DALI])
 def test_a_program_may_end_while_storage_hangs(tmp_path: Path, kind: str) -> None:
-    assert run(OPENED + END, kind, tmp_path, interrupt=False) == (0, "")
+    assert run(OPENED + IMAGES + END, kind, tmp_path) == (0, "")

@@ -7,8 +7,10 @@ from typing import Any
 
 import pytest
 
+from lightning_sparse.data.cache.manifest import list_source
+from lightning_sparse.data.config import DataError
 from tests.data.fits import FLAVOURS, ours
-from tests.data.small import jpeg, make_folder
+from tests.data.small import jpeg, make_folder, picture
 
 image_folder = pytest.importorskip("torchvision.datasets", reason="the labels are compared with it").ImageFolder
 
@@ -69,3 +71,39 @@ def test_a_subset_of_links(tmp_path: Path) -> None:
     assert found == {i: label for i, (_, label) in enumerate(expected.samples)}
     assert data.class_names == tuple(expected.classes)
     data.teardown("fit")
+
+
+def test_odd_names(tmp_path: Path) -> None:
+    """In all formats, and in folders below those of the classes."""
+    source, suffixes = tmp_path / "source", [".JPG", ".png", ".webp", ".TIFF", ".bmp"]
+    for label, name in enumerate(["Kätzchen 猫", "#1 100%", "10", "2", "it's", "[a]", "Upper", "upper", "-dash"]):
+        for number, suffix in enumerate(suffixes):
+            path = source / "train" / name / ("deep er" if number % 2 else ".") / f"ü {number}{suffix}"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            picture(len(suffixes) * label + number).save(path)
+    expected = image_folder(str(source / "train"))
+    data = data_of(source, tmp_path / "cache", batch_size=5)
+    assert data.class_names == tuple(expected.classes)
+    assert labels_of(data.train_dataloader()) == {i: label for i, (_, label) in enumerate(expected.samples)}
+    data.teardown("fit")
+
+
+@pytest.mark.parametrize("scheme", ["", "file://"])
+def test_what_is_hidden_is_left_out(tmp_path: Path, scheme: str) -> None:
+    """What macOS, Jupyter and git leave in folders; as classes and images they would shift labels, or be damaged."""
+    make_folder(tmp_path / "source", classes=2)
+    train = tmp_path / "source" / "train"
+    for path in (train / ".git" / "x.jpg", train / "c0" / ".ipynb_checkpoints" / "1.jpg", train / "c1" / "._0.jpg"):
+        path.parent.mkdir(exist_ok=True)
+        path.write_bytes(b"no image")
+    listed = list_source(f"{scheme}{tmp_path / 'source'}", "train", quiet=True)
+    assert listed.classes == ("c0", "c1")
+    assert listed.labels.ravel().tolist() == [0] * 4 + [1] * 4
+    assert not [path for path in listed.paths if "/." in path]
+
+
+def test_a_folder_that_is_missing_is_compared_with_what_is_there(tmp_path: Path) -> None:
+    for name in ("Train", "valid"):
+        make_folder(tmp_path / "source", split=name)
+    with pytest.raises(DataError, match=r"has no folder train/ to read \(.*; it has Train, valid\)"):
+        list_source(str(tmp_path / "source"), "train", quiet=True)

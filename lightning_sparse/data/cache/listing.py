@@ -100,7 +100,7 @@ def list_named(config: CacheConfig, split: str, samples: SampleList, *, quiet: b
     if absent:
         raise ValueError(
             f"{samples.file} lists {len(absent):,} file(s) that {config.source} does not have, such as {absent[0]!r}. "
-            "Paths are relative to the source: correct the list, or remove these rows."
+            "Paths are relative to the source, and hidden files are left out: correct the list, or remove these rows."
         )
     named = Listed(
         [(path, *about[path]) for path in samples.paths], [folder for each in below for folder in each.folders]

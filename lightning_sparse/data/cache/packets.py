@@ -4,13 +4,14 @@ Of small files, a packet costs more than what is in it. `storage_reader.py` load
 standard library only.
 """
 
+import contextlib
 import os
 import struct
 import threading
 import time
 from collections.abc import Iterator, Sequence
 from queue import SimpleQueue
-from typing import Any
+from typing import Any, NoReturn
 
 REQUEST, ANSWER, LENGTH = struct.Struct("<QB"), struct.Struct("<QBQq"), struct.Struct("<Q")
 SEND_BYTES, SEND_S = 1 << 16, 0.02  # answers wait for others up to these
@@ -54,5 +55,14 @@ class Answers:
         try:
             self._connection.send_bytes(packet(self._made))
         except OSError:
-            os._exit(0)  # the socket is closed; another thread may hang, so do not wait for it
+            leave()  # the socket is closed
         self._made, self._size, self._sent = [], 0, time.monotonic()
+
+
+def leave() -> NoReturn:
+    """End this process without waiting for other threads. One that hangs in the kernel keeps what the process has open,
+    so close what a shell may wait for: the output of the program."""
+    for each in range(3):
+        with contextlib.suppress(OSError):
+            os.close(each)
+    os._exit(0)

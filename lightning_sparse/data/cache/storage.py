@@ -174,10 +174,16 @@ class Storage:
             status, payload, _, _ = self._wait_for(request)
             if status != "k":
                 raise MissingFolderError(
-                    f"source={self.source} has no folder {folder}/ to read ({_text(payload)}). Expected "
-                    f"train/<class>/<image> and val/<class>/<image>: check the path, and that it is mounted."
+                    f"source={self.source} has no folder {folder}/ to read ({_text(payload)}{self._instead()}). "
+                    f"Expected train/<class>/<image> and val/<class>/<image>: check the path, and that it is mounted."
                 )
             yield json.loads(payload)
+
+    def _instead(self) -> str:
+        """What the source has in place of a folder that is missing: its name may be spelled in another way."""
+        status, payload, _, _ = self._wait_for(*self._requested("n", [""]))
+        names = [name for name, _ in json.loads(payload)] if status == "k" else []
+        return f"; it has {', '.join(sorted(names)[:10])}" if names else ""
 
     def close(self) -> None:
         """End the reader process. Threads that wait for an answer raise DataError."""

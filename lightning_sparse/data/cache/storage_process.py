@@ -16,7 +16,7 @@ from typing import Protocol
 
 from lightning_sparse.data.cache.packets import messages_of
 
-KILL_S = 0.5  # for the end of a reader; one that hangs in the kernel is left to it
+END_S = 0.5  # for the end of a reader; one that hangs in the kernel is left to it
 _READER = Path(__file__).with_name("storage_reader.py")
 
 
@@ -73,10 +73,18 @@ class ReaderProcess:
 def _stop(process: subprocess.Popen[bytes], connection: Connection, pid: int) -> None:
     if os.getpid() != pid:
         return  # this is a forked copy; the process belongs to the parent
-    process.kill()
     with contextlib.suppress(OSError), socket.socket(fileno=os.dup(connection.fileno())) as ours:
-        ours.shutdown(socket.SHUT_RDWR)  # ends the thread that listens, which closes the connection
-    try:
-        process.wait(timeout=KILL_S)
-    except subprocess.TimeoutExpired:
+        ours.shutdown(socket.SHUT_RDWR)  # ends the process, and the thread that listens, which closes the connection
+    if _ended(process):
+        return
+    process.kill()
+    if not _ended(process):
         process.returncode = -9  # hangs in the kernel; suppresses the warning about a child that was not waited for
+
+
+def _ended(process: subprocess.Popen[bytes]) -> bool:
+    try:
+        process.wait(timeout=END_S)
+    except subprocess.TimeoutExpired:
+        return False
+    return True

@@ -101,9 +101,10 @@ class LocalStorage:
         return open(os.path.join(self.root, path), "rb")
 
     def names(self, path: str) -> "list[tuple[str, int]]":
-        """Return (name, mtime in ns) of the subfolders."""
+        """Return (name, mtime in ns) of the subfolders, without hidden ones."""
         with os.scandir(os.path.join(self.root, path)) as entries:
-            return [(entry.name, entry.stat().st_mtime_ns) for entry in entries if entry.is_dir()]
+            folders = [entry for entry in entries if is_visible(entry.name) and entry.is_dir()]
+            return [(entry.name, entry.stat().st_mtime_ns) for entry in folders]
 
     def files(self, path: str) -> "list[tuple[str, int, int]]":
         """Return (name, size, mtime in ns) of the files in a folder, not below it."""
@@ -117,7 +118,8 @@ class LocalStorage:
     def listing(
         self, path: str, wanted: "Callable[[str], bool]", progress: "Callable[[], None]"
     ) -> "tuple[list[tuple[str, int, int]], list[tuple[str, int]]]":
-        """Return (path relative to the root, size, mtime) of each file below `path`, (path, mtime) of each folder.
+        """Return (path relative to the root, size, mtime) of each file below `path`, (path, mtime) of each folder;
+        hidden ones are left out, and what they contain.
 
         wanted: whether to list a file of this name.
         progress: called every `PROGRESS_S` seconds, if entries are read.
@@ -146,7 +148,7 @@ class LocalStorage:
             return
         yield [], [(folder, about.st_mtime_ns)]
         with os.scandir(os.path.join(self.root, folder)) as entries:
-            for entry in entries:
+            for entry in (each for each in entries if is_visible(each.name)):
                 name = f"{folder}/{entry.name}" if folder else entry.name
                 if entry.is_dir():
                     yield from self._walk(name, wanted, (*parents, own))
@@ -182,8 +184,9 @@ class FsspecStorage:
         return self._fs.open(self._at(path), "rb", block_size=1 << 20)
 
     def names(self, path: str) -> "list[tuple[str, int]]":
-        entries = self._fs.ls(self._at(path), detail=True)
-        return [(e["name"].rstrip("/").rpartition("/")[2], _mtime(e)) for e in entries if e["type"] == "directory"]
+        entries = [each for each in self._fs.ls(self._at(path), detail=True) if each["type"] == "directory"]
+        found = [(each["name"].rstrip("/").rpartition("/")[2], _mtime(each)) for each in entries]
+        return [(name, mtime) for name, mtime in found if is_visible(name)]
 
     def files(self, path: str) -> "list[tuple[str, int, int]]":
         entries = [each for each in self._fs.ls(self._at(path), detail=True) if each["type"] == "file"]
@@ -214,9 +217,10 @@ class FsspecStorage:
         skip = len(self._root) + 1 if self._root else 0
         found, folders = [], []
         for name, about in self._fs.find(self._at(path), detail=True, withdirs=True).items():
-            if about["type"] == "directory":
+            visible = all(map(is_visible, name[len(self._at(path)) :].split("/")))
+            if visible and about["type"] == "directory":
                 folders.append((name.rstrip("/")[skip:], _mtime(about)))
-            elif wanted(name.rpartition("/")[2]):
+            elif visible and wanted(name.rpartition("/")[2]):
                 found.append((name[skip:], about.get("size") or 0, _mtime(about)))
         return found, folders
 
@@ -322,7 +326,7 @@ def main(file: int, threads: int, source: str) -> None:
     try:
         storage = Source(source, json.loads(connection.recv_bytes()))
     except (EOFError, OSError):
-        os._exit(0)
+        packets.leave()
 
     def serve() -> None:
         while True:
@@ -338,7 +342,7 @@ def main(file: int, threads: int, source: str) -> None:
             for message in packets.messages_of(connection.recv_bytes()):
                 requests.put(message)
         except (EOFError, OSError):
-            os._exit(0)
+            packets.leave()
 
 
 if __name__ == "__main__":

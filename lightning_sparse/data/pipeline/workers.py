@@ -8,9 +8,14 @@ epoch, index), so a sample does not depend on the number of workers or ranks, or
 from __future__ import annotations
 
 import contextlib
+import multiprocessing
+import os
 import random
+import threading
 from collections.abc import Callable, Generator, Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
+from multiprocessing.synchronize import Event
 from typing import Any
 
 import numpy as np
@@ -26,6 +31,7 @@ from lightning_sparse.data.sample import ReplacingReader, Sample
 
 _SEED_OFFSET = 0x5EED_0F_5A39  # so that transforms and the order of samples are independent
 _PREFETCH = 2  # batches per worker
+_PARENT_S = 1.0  # between looks at whether the training process is alive
 _ATTEMPTS = 100  # samples that are tried in place of one that cannot be decoded
 
 
@@ -81,6 +87,7 @@ class WorkerPipeline:
 
     def __init__(self, store: ReplacingReader, options: SampleOptions, *, workers: int = 1, pin: bool = False) -> None:
         self._requests: Iterable[BatchRequest] = ()
+        self._closed = multiprocessing.Event()
         self._loader: DataLoader[Any] | None = DataLoader(
             _Batches(store, options),
             sampler=_Current(self),
@@ -89,6 +96,7 @@ class WorkerPipeline:
             prefetch_factor=_PREFETCH if workers else None,
             persistent_workers=workers > 0,
             pin_memory=pin,
+            worker_init_fn=partial(_watch, store, self._closed),
             generator=torch.Generator(),  # the global one is the training's
         )
 
@@ -111,6 +119,7 @@ class WorkerPipeline:
 
     def close(self) -> None:
         """End the workers."""
+        self._closed.set()
         self._loader = None
 
 
@@ -158,6 +167,18 @@ class _Batches(Dataset[Any]):
                 reason = f"decode raised {type(error).__name__}: {error}"
                 sample = self._store.replacement(sample.index, reason)
         raise DataError(f"decode failed on {_ATTEMPTS} samples in a row, which it cannot read: {reason}")
+
+
+def _watch(store: ReplacingReader, closed: Event, _: int) -> None:
+    """In a worker: end its waits for storage when it has to end, or when the training process is gone."""
+    parent = os.getppid()
+
+    def watch() -> None:
+        while os.getppid() == parent and not closed.wait(_PARENT_S):
+            pass
+        store.interrupt()
+
+    threading.Thread(target=watch, name="lightning_sparse watch", daemon=True).start()
 
 
 def _seed(number: int) -> None:
