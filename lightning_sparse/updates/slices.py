@@ -88,8 +88,10 @@ class Slices:
         """Write shared_S - ahead * (shared_S - own_S) into the parameters, rounded to their dtypes."""
         if ahead == 1.0:
             return self.write(own_S)
-        if own_S.is_cuda:  # few launches
-            return self.write(torch.lerp(shared_S, own_S, ahead))
+        if own_S.is_cuda:  # few launches, of the kernel that `add_change` runs: an update of zero stays zero
+            between = torch._foreach_lerp(self.of(shared_S), self.of(own_S), ahead)
+            torch._foreach_copy_(self.in_parameters(), between)
+            return None
         for own, shared, piece in zip(self.of(own_S), self.of(shared_S), self.in_parameters(), strict=True):
             if piece.dtype == torch.float32:
                 torch.lerp(shared, own, ahead, out=piece)

@@ -174,13 +174,15 @@ def test_a_round_waits_for_nothing(case: str, monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor")  # once, where slices are divided
-@pytest.mark.parametrize("path", ["sparse", "regional", "dense", "dense16"])
-def test_updates_wait_for_nothing(path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("path", "count"), [("sparse", 2), ("sparse", 3), ("regional", 2), ("dense", 2), ("dense16", 2)]
+)
+def test_updates_wait_for_nothing(path: Any, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
     from gpu_cluster import Alone
 
     model = a_model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-    nodes = Topology(((0,), (1,)), 0)
+    nodes = Topology(tuple((rank,) for rank in range(count)), 0)
     updates = LocalUpdates(model, optimizer, UpdatesConfig(exchange=path), nodes)
     updates.exchange.communicator = Alone(nodes)
 
@@ -191,6 +193,7 @@ def test_updates_wait_for_nothing(path: Any, monkeypatch: pytest.MonkeyPatch) ->
         updates.step()
 
     _settle_then_watch(step, monkeypatch)
+    assert updates.step_ahead == (1 if count == 2 else 0.5), "measured on three nodes"
 
 
 def _settle_then_watch(step: Callable[[], None], monkeypatch: pytest.MonkeyPatch) -> None:
