@@ -15,12 +15,14 @@ from lightning_sparse.kernels.ops import (
     KernelReport,
     accumulate,
     accumulate_regions,
+    add_change,
     compress,
     compress_regions,
     kernel_report,
     mstopk,
     round_rows,
     sum_rows,
+    write_between,
 )
 from lightning_sparse.kernels.wire import indices_of, message_bytes
 
@@ -28,6 +30,7 @@ __all__ = [
     "KernelReport",
     "accumulate",
     "accumulate_regions",
+    "add_change",
     "compress",
     "compress_regions",
     "indices_of",
@@ -37,4 +40,5 @@ __all__ = [
     "reference",
     "round_rows",
     "sum_rows",
+    "write_between",
 ]

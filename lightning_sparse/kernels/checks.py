@@ -5,6 +5,8 @@ Python's calls are checked before the dispatcher, direct calls of plain torch's 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -152,3 +154,21 @@ def is_traced(tensor: Tensor) -> bool:
 
 def check_add_messages(messages: Tensor, shard: Tensor, k: int, code: int, _: float) -> None:
     check_accumulate(messages, shard, k, 1, code)
+
+
+def check_models(own: Tensor, shared: Tensor, model: Sequence[Tensor], ahead: float) -> None:
+    check_flat("own_S", own, (torch.float32,))
+    check_flat("shared_S", shared, (torch.float32,))
+    for piece in model:
+        check_flat("a piece of the model", piece, FLOATS)
+    numels = [shared.numel(), sum(piece.numel() for piece in model)]
+    devices = {each.device for each in (shared, *model)}
+    if numels != [own.numel()] * 2 or devices != {own.device}:
+        raise ValueError(
+            f"own_S has {own.numel()} elements on {own.device}, shared_S {numels[0]} and the pieces of the model "
+            f"{numels[1]}, on {sorted(map(str, devices))}: they must agree"
+        )
+    if overlap(own, shared) or any(overlap(flat, piece) for flat in (own, shared) for piece in model):
+        raise ValueError("own_S, shared_S and the pieces of the model share memory: pass separate tensors")
+    if not 0.0 < ahead <= 1.0:
+        raise ValueError(f"ahead={ahead}: it must be more than 0, and at most 1")

@@ -1,4 +1,5 @@
-"""The operators `torch.ops.lightning_sparse.{mstopk, compress, accumulate, add_messages, round_rows, sum_rows}`.
+"""The operators `torch.ops.lightning_sparse.{mstopk, compress, accumulate, add_messages, round_rows, sum_rows,
+add_change, write_between}`.
 
     Python call -> checks (ValueError) -> dispatcher -> compiled CPU or CUDA kernel
                                                      -> plain torch, where there is none
@@ -13,7 +14,7 @@ from __future__ import annotations
 
 import ctypes
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -39,6 +40,8 @@ _library.define(
     "round_rows(Tensor grad, Tensor? residual, Tensor(a!)? next_residual, int num_rows, Tensor? scale) -> Tensor"
 )
 _library.define("sum_rows(Tensor rows, Tensor(a!)? residual) -> Tensor")
+_library.define("add_change(Tensor(a!) own, Tensor shared, Tensor[] model, float ahead) -> ()")
+_library.define("write_between(Tensor own, Tensor shared, Tensor(a!)[] model, float ahead) -> ()")
 
 
 def mstopk(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
@@ -161,6 +164,25 @@ def sum_rows(rows_MR: Tensor, residual_R: Tensor | None) -> Tensor:
     return row
 
 
+def write_between(own_S: Tensor, shared_S: Tensor, model: Sequence[Tensor], ahead: float) -> None:
+    """Write shared_S + (own_S - shared_S) * ahead into the flat pieces of a model, one behind the other, rounded to
+    their dtypes; with ``ahead`` 1, own_S itself."""
+    checks.check_models(own_S, shared_S, model, ahead)
+    torch.ops.lightning_sparse.write_between(own_S, shared_S, model, ahead)
+
+
+def add_change(own_S: Tensor, shared_S: Tensor, model: Sequence[Tensor], ahead: float) -> None:
+    """Add to own_S what the model has changed by since `write_between` wrote it, given the same.
+
+    >>> own, shared, model = torch.tensor([2.0]), torch.tensor([0.0]), torch.tensor([1.5])
+    >>> add_change(own, shared, [model], 0.5)  # it held 1
+    >>> own
+    tensor([2.5000])
+    """
+    checks.check_models(own_S, shared_S, model, ahead)
+    torch.ops.lightning_sparse.add_change(own_S, shared_S, model, ahead)
+
+
 @dataclass(frozen=True)
 class KernelReport:
     """The implementation per device type, "compiled" or "plain torch", and the reasons for the latter."""
@@ -259,4 +281,6 @@ _register("accumulate", checks.check_accumulate, _plain_accumulate, lambda *_: N
 _register("add_messages", checks.check_add_messages, _plain_add_messages, lambda *_: None)
 _register("round_rows", checks.check_round_rows, plain.round_rows, _fake_round_rows)
 _register("sum_rows", checks.check_sum_rows, plain.sum_rows, lambda rows, _: rows.new_empty(rows.shape[1]))
+_register("add_change", checks.check_models, plain.add_change, lambda *_: None)
+_register("write_between", checks.check_models, plain.write_between, lambda *_: None)
 _report, _handle = _load()

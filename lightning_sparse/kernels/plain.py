@@ -5,6 +5,8 @@ Nothing here synchronizes with the device.
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+
 import torch
 from torch import Tensor
 
@@ -120,6 +122,32 @@ def sum_rows(rows_MR: Tensor, residual_R: Tensor | None) -> Tensor:
     if residual_R is not None:
         residual_R += sum_R[: residual_R.numel()]
     return row_R
+
+
+def add_change(own_S: Tensor, shared_S: Tensor, model: Sequence[Tensor], ahead: float) -> None:
+    for own, shared, piece in _by_piece(own_S, shared_S, model):
+        if ahead == 1.0 and piece.dtype == torch.float32:
+            own.copy_(piece)  # which held own itself
+            continue
+        had = torch.empty_like(piece)
+        _write_between(own, shared, had, ahead)
+        own += piece - had.float()
+
+
+def write_between(own_S: Tensor, shared_S: Tensor, model: Sequence[Tensor], ahead: float) -> None:
+    for own, shared, piece in _by_piece(own_S, shared_S, model):
+        _write_between(own, shared, piece, ahead)
+
+
+def _by_piece(own_S: Tensor, shared_S: Tensor, model: Sequence[Tensor]) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    sizes = [piece.numel() for piece in model]
+    return zip(torch.split(own_S, sizes), torch.split(shared_S, sizes), model, strict=True)
+
+
+def _write_between(own: Tensor, shared: Tensor, piece: Tensor, ahead: float) -> None:
+    piece.copy_(own if ahead == 1.0 else (own - shared) * ahead + shared)
+    if piece.dtype != torch.float32:
+        piece.nan_to_num_(nan=torch.nan, posinf=torch.inf, neginf=-torch.inf)  # casts make NaN of different bits
 
 
 def _cast(exact: Tensor, rounded: Tensor, keep: bool) -> None:

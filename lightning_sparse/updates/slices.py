@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from types import ModuleType
 
 import torch
 from torch import Tensor
 
+from lightning_sparse import kernels
 from lightning_sparse.fsdp.shards import memory_of_part
+from lightning_sparse.kernels import plain
 from lightning_sparse.pto.ownership import Part
 
 _CACHED = 1 << 16  # elements that stay in a core's cache
@@ -72,32 +75,21 @@ class Slices:
         """own_S += the parameters - what ``write_between`` wrote, given the same.
 
         Args:
-            now_S: taken for the parameters.
+            now_S: taken for the parameters; what they can hold.
         """
-        pieces = self.in_parameters()
-        nows = pieces if now_S is None else self.of(now_S)
-        if ahead == 1.0 and not self.rounds:
-            torch._foreach_copy_(self.of(own_S), nows)  # they held own_S itself
-            return
-        for own, shared, now, piece in _batches(self.of(own_S), self.of(shared_S), nows, pieces):
-            wrote = _rounded(torch._foreach_lerp(shared, own, ahead), piece)
-            torch._foreach_sub_(wrote, now)
-            torch._foreach_sub_(own, wrote)
+        model = self.in_parameters()
+        if now_S is not None:
+            model = [now.to(piece.dtype) for now, piece in zip(self.of(now_S), model, strict=True)]
+        self._kernels.add_change(own_S, shared_S, model, ahead)
 
     def write_between(self, own_S: Tensor, shared_S: Tensor, ahead: float) -> None:
         """Write shared_S - ahead * (shared_S - own_S) into the parameters, rounded to their dtypes."""
-        if ahead == 1.0:
-            return self.write(own_S)
-        if own_S.is_cuda:  # few launches, of the kernel that `add_change` runs: an update of zero stays zero
-            between = torch._foreach_lerp(self.of(shared_S), self.of(own_S), ahead)
-            torch._foreach_copy_(self.in_parameters(), between)
-            return None
-        for own, shared, piece in zip(self.of(own_S), self.of(shared_S), self.in_parameters(), strict=True):
-            if piece.dtype == torch.float32:
-                torch.lerp(shared, own, ahead, out=piece)
-            else:
-                piece.copy_(torch.lerp(shared, own, ahead))
-        return None
+        self._kernels.write_between(own_S, shared_S, self.in_parameters(), ahead)
+
+    @property
+    def _kernels(self) -> ModuleType:
+        """Compiled ones take no float64."""
+        return plain if any(parameter.dtype == torch.float64 for parameter, _ in self._pieces) else kernels
 
     def write(self, flat_S: Tensor) -> None:
         """Write a flat tensor into the parameters, rounded to their dtypes."""
@@ -108,13 +100,6 @@ class Slices:
     def rounds(self) -> bool:
         """Whether some parameter holds less than fp32."""
         return any(parameter.dtype != torch.float32 for parameter, _ in self._pieces)
-
-
-def _rounded(values: Sequence[Tensor], like: Sequence[Tensor]) -> list[Tensor]:
-    """As tensors of those dtypes hold them, in fp32."""
-    return [
-        each if to.dtype == each.dtype else each.to(to.dtype).float() for each, to in zip(values, like, strict=True)
-    ]
 
 
 def _batches(*lists: list[Tensor]) -> Iterator[Sequence[list[Tensor]]]:

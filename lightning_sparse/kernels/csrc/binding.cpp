@@ -16,6 +16,7 @@
 #include <atomic>
 #include <optional>
 #include <tuple>
+#include <vector>
 
 #include "mstopk_cpu.h"
 #ifdef LS_WITH_CUDA
@@ -138,6 +139,29 @@ void check_rows(const Tensor& rows, const Optional& residual) {
   check_apart(*residual, rows);
 }
 
+// Pieces lie one behind the other in the flat models.
+Model model_of(const std::vector<Tensor>& pieces, const Tensor& own, const Tensor& shared) {
+  for (const Tensor* flat : {&own, &shared}) {
+    check_flat(*flat, "a model");
+    check_fp32(*flat, "a model");
+    check_device(*flat, own, "a model");
+    STD_TORCH_CHECK(flat->numel() == own.numel(), "own and shared differ in length");
+  }
+  check_apart(own, shared);
+  Model model;
+  int64_t begin = 0;
+  for (const Tensor& piece : pieces) {
+    check_flat(piece, "a piece of the model");
+    check_device(piece, own, "a piece of the model");
+    check_apart(piece, own);
+    check_apart(piece, shared);
+    model.push_back({piece.data_ptr(), source_dtype(piece), begin, piece.numel()});
+    begin += piece.numel();
+  }
+  STD_TORCH_CHECK(begin == own.numel(), "pieces of ", begin, " elements, and models of ", own.numel());
+  return model;
+}
+
 ScalarType index_type(int64_t numel) { return numel < (int64_t{1} << 31) ? ScalarType::Int : ScalarType::Long; }
 
 // ------------------------------------------------------------------------------------------------------------ outputs
@@ -152,7 +176,9 @@ Tensor new_rows(const Tensor& grad, int64_t num_rows) {
 }
 
 uint16_t* halves(const Tensor& tensor) { return static_cast<uint16_t*>(tensor.data_ptr()); }
-float* floats(const Optional& tensor) { return tensor ? static_cast<float*>(tensor->data_ptr()) : nullptr; }
+const float* floats(const Tensor& tensor) { return static_cast<const float*>(tensor.data_ptr()); }
+float* mutable_floats(const Tensor& tensor) { return static_cast<float*>(tensor.data_ptr()); }
+float* mutable_floats(const Optional& tensor) { return tensor ? mutable_floats(*tensor) : nullptr; }
 int64_t length(const Optional& tensor) { return tensor ? tensor->numel() : 0; }
 
 // ---------------------------------------------------------------------------------------------------------------- CPU
@@ -216,8 +242,19 @@ Tensor round_rows_cpu(Tensor grad, Optional residual, Optional next_residual, in
 Tensor sum_rows_cpu(Tensor rows, Optional residual) {
   check_rows(rows, residual);
   Tensor row = torch::stable::new_empty(rows, {rows.size(1)});
-  cpu::sum_rows(halves(rows), rows.size(0), rows.size(1), halves(row), floats(residual), length(residual), parallel());
+  cpu::sum_rows(halves(rows), rows.size(0), rows.size(1), halves(row), mutable_floats(residual), length(residual),
+                parallel());
   return row;
+}
+
+void add_change_cpu(Tensor own, Tensor shared, std::vector<Tensor> model, double ahead) {
+  const Model pieces = model_of(model, own, shared);
+  cpu::add_change(mutable_floats(own), floats(shared), pieces, static_cast<float>(ahead), parallel());
+}
+
+void write_between_cpu(Tensor own, Tensor shared, std::vector<Tensor> model, double ahead) {
+  const Model pieces = model_of(model, own, shared);
+  cpu::write_between(floats(own), floats(shared), pieces, static_cast<float>(ahead), parallel());
 }
 
 // --------------------------------------------------------------------------------------------------------------- CUDA
@@ -289,9 +326,21 @@ Tensor sum_rows_cuda(Tensor rows, Optional residual) {
   const torch::stable::accelerator::DeviceGuard guard(rows.get_device());
   check_rows(rows, residual);
   Tensor row = torch::stable::new_empty(rows, {rows.size(1)});
-  cuda::sum_rows(halves(rows), rows.size(0), rows.size(1), halves(row), floats(residual), length(residual),
+  cuda::sum_rows(halves(rows), rows.size(0), rows.size(1), halves(row), mutable_floats(residual), length(residual),
                  stream_of(rows));
   return row;
+}
+
+void add_change_cuda(Tensor own, Tensor shared, std::vector<Tensor> model, double ahead) {
+  const torch::stable::accelerator::DeviceGuard guard(own.get_device());
+  const Model pieces = model_of(model, own, shared);
+  cuda::add_change(mutable_floats(own), floats(shared), pieces, static_cast<float>(ahead), stream_of(own));
+}
+
+void write_between_cuda(Tensor own, Tensor shared, std::vector<Tensor> model, double ahead) {
+  const torch::stable::accelerator::DeviceGuard guard(own.get_device());
+  const Model pieces = model_of(model, own, shared);
+  cuda::write_between(floats(own), floats(shared), pieces, static_cast<float>(ahead), stream_of(own));
 }
 #endif
 
@@ -304,6 +353,8 @@ STABLE_TORCH_LIBRARY_IMPL(lightning_sparse, CPU, library) {
   library.impl("add_messages", TORCH_BOX(&add_messages_cpu));
   library.impl("round_rows", TORCH_BOX(&round_rows_cpu));
   library.impl("sum_rows", TORCH_BOX(&sum_rows_cpu));
+  library.impl("add_change", TORCH_BOX(&add_change_cpu));
+  library.impl("write_between", TORCH_BOX(&write_between_cpu));
 }
 
 #ifdef LS_WITH_CUDA
@@ -314,6 +365,8 @@ STABLE_TORCH_LIBRARY_IMPL(lightning_sparse, CUDA, library) {
   library.impl("add_messages", TORCH_BOX(&add_messages_cuda));
   library.impl("round_rows", TORCH_BOX(&round_rows_cuda));
   library.impl("sum_rows", TORCH_BOX(&sum_rows_cuda));
+  library.impl("add_change", TORCH_BOX(&add_change_cuda));
+  library.impl("write_between", TORCH_BOX(&write_between_cuda));
 }
 #endif
 

@@ -8,6 +8,7 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <vector>
 
 #if defined(__CUDACC__)
 #define LS_HD __host__ __device__ __forceinline__
@@ -125,6 +126,36 @@ LS_HD uint16_t to_fp16(float x) {
   return static_cast<uint16_t>(sign | ((rebased + 0x0FFFu + ((rebased >> 13) & 1u)) >> 13));
 }
 
+// The same for any x, as a cast does: beyond the largest finite fp16 to infinity, and every NaN becomes the same one.
+LS_HD uint16_t cast_fp16(float x) {
+  const uint32_t bits = bits_of(x), sign = (bits >> 16) & 0x8000u, magnitude = bits & 0x7FFFFFFFu;
+  if (magnitude > kInfKey) return 0x7E00u;
+  if (magnitude >= 0x47800000u) return static_cast<uint16_t>(sign | 0x7C00u);
+  return to_fp16(x);
+}
+
+template <Dtype dtype>
+LS_HD float load_as(const void* data, int64_t i) {
+  if constexpr (dtype == Dtype::fp32) return static_cast<const float*>(data)[i];
+  if constexpr (dtype == Dtype::bf16) return from_bf16(static_cast<const uint16_t*>(data)[i]);
+  if constexpr (dtype == Dtype::fp16) return from_fp16(static_cast<const uint16_t*>(data)[i]);
+}
+
+// What a tensor of that type holds of it.
+template <Dtype dtype>
+LS_HD float rounded_to(float x) {
+  if constexpr (dtype == Dtype::fp32) return x;
+  if constexpr (dtype == Dtype::bf16) return from_bf16(cast_bf16(x));
+  if constexpr (dtype == Dtype::fp16) return from_fp16(cast_fp16(x));
+}
+
+template <Dtype dtype>
+LS_HD void store_as(void* data, int64_t i, float x) {
+  if constexpr (dtype == Dtype::fp32) static_cast<float*>(data)[i] = x;
+  if constexpr (dtype == Dtype::bf16) static_cast<uint16_t*>(data)[i] = cast_bf16(x);
+  if constexpr (dtype == Dtype::fp16) static_cast<uint16_t*>(data)[i] = cast_fp16(x);
+}
+
 LS_HD double power_of_two(int exponent) {
   const uint64_t bits = static_cast<uint64_t>(1023 + exponent) << 52;
 #if defined(__CUDA_ARCH__)
@@ -170,6 +201,27 @@ LS_HD Source part_of(Source source, const Regions& regions, uint32_t region) {
 
 // Elements of each of so many rows that hold a shard; the last ones are padded.
 LS_HD int64_t row_numel(int64_t numel, int64_t num_rows) { return (numel - 1) / num_rows + 1; }
+
+// ---------------------------------------------------------------------------------------------- models of a node
+
+// A part of the model that an optimizer steps: elements [begin, begin + numel) of the flat models.
+struct Piece {
+  void* data;
+  Dtype dtype;
+  int64_t begin, numel;
+};
+using Model = std::vector<Piece>;  // one behind the other
+
+// What such a part holds: what lies between the shared model and the node's own.
+LS_HD float between(float shared, float own, float ahead) {
+  return ahead == 1.0f ? own : shared + (own - shared) * ahead;
+}
+
+// own, once what a part has changed by since it held `had` is added. In fp32 it is `now` itself where it held own.
+template <Dtype dtype>
+LS_HD float with_change(float own, float had, float now, float ahead) {
+  return dtype == Dtype::fp32 && ahead == 1.0f ? now : own + (now - had);
+}
 
 // --------------------------------------------------------------------------------------------------- the message
 

@@ -1,4 +1,5 @@
-// Selection, compression, accumulation and rounding on the CPU, on raw pointers. The caller has checked every argument.
+// Selection, compression, accumulation, rounding and a node's models on the CPU, on raw pointers. The caller has
+// checked every argument.
 #pragma once
 
 #include <cstdint>
@@ -49,5 +50,8 @@ void round_rows(const Source& source, int64_t num_rows, uint16_t* rows, const Pa
 // null, or shorter than a row.
 void sum_rows(const uint16_t* rows, int64_t num_rows, int64_t numel, uint16_t* row, float* residual,
               int64_t residual_numel, const Parallel& parallel);
+// Adds to `own` what the model has changed by since it held what lies between own and `shared`.
+void add_change(float* own, const float* shared, const Model& model, float ahead, const Parallel& parallel);
+void write_between(const float* own, const float* shared, const Model& model, float ahead, const Parallel& parallel);
 
 }  // namespace lightning_sparse::cpu

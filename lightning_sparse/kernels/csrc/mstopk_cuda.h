@@ -1,6 +1,6 @@
-// Selection, compression, accumulation and rounding on CUDA, on raw pointers. The caller has checked every argument,
-// has made the device current, and provides scratch memory. All work goes to `stream`; nothing waits for the device, so
-// every call can be captured in a graph. Throws std::runtime_error when a launch fails.
+// Selection, compression, accumulation, rounding and a node's models on CUDA, on raw pointers. The caller has checked
+// every argument, has made the device current, and provides scratch memory. All work goes to `stream`; nothing waits
+// for the device, so every call can be captured in a graph. Throws std::runtime_error when a launch fails.
 #pragma once
 
 #include <cstdint>
@@ -47,5 +47,8 @@ void round_rows(const Source& source, int64_t num_rows, uint16_t* rows, void* st
 // null, or shorter than a row.
 void sum_rows(const uint16_t* rows, int64_t num_rows, int64_t numel, uint16_t* row, float* residual,
               int64_t residual_numel, void* stream);
+// Adds to `own` what the model has changed by since it held what lies between own and `shared`.
+void add_change(float* own, const float* shared, const Model& model, float ahead, void* stream);
+void write_between(const float* own, const float* shared, const Model& model, float ahead, void* stream);
 
 }  // namespace lightning_sparse::cuda

@@ -16,13 +16,6 @@ bool scalar_only();  // set by `force`
 bool vectorised();  // what is marked LS_AVX2 may run
 #endif
 
-template <Dtype dtype>
-inline float load(const void* data, int64_t i) {
-  if constexpr (dtype == Dtype::fp32) return static_cast<const float*>(data)[i];
-  if constexpr (dtype == Dtype::bf16) return from_bf16(static_cast<const uint16_t*>(data)[i]);
-  if constexpr (dtype == Dtype::fp16) return from_fp16(static_cast<const uint16_t*>(data)[i]);
-}
-
 #if LS_HAVE_AVX2
 // Differs from from_fp16 in the payload of signalling NaN, which does not affect results.
 __attribute__((target("avx2,f16c"))) inline void upcast_f16c(const uint16_t* half, int64_t n, float* out) {
@@ -43,7 +36,7 @@ void upcast(const void* grad, int64_t begin, int64_t n, float* __restrict out) {
     return upcast_f16c(static_cast<const uint16_t*>(grad) + begin, n, out);
   }
 #endif
-  for (int64_t i = 0; i < n; ++i) out[i] = load<dtype>(grad, begin + i);
+  for (int64_t i = 0; i < n; ++i) out[i] = load_as<dtype>(grad, begin + i);
 }
 
 template <Dtype dtype>

@@ -1,0 +1,105 @@
+// The model that an optimizer steps lies between the shared model and the node's own. One kernel adds what the
+// optimizer has changed to the node's own model, or writes the model again, with a launch for up to kMostPieces pieces
+// of it. Every element is read once and written once; nothing is shared between threads.
+#include <cuda_runtime.h>
+
+#include "tile.cuh"
+
+namespace lightning_sparse::cuda {
+namespace {
+
+constexpr int kPerThread = 8;                 // elements, kThreads apart, so that those of a warp are neighbours
+constexpr int kSpan = kPerThread * kThreads;  // elements of a block, all of one piece
+constexpr int kMostPieces = 96;               // whose table fits into the 4 KB of a launch's parameters
+
+struct Part {
+  Piece piece;
+  uint32_t end;  // the block after the piece's last one
+};
+
+struct Move {
+  float* own;
+  const float* shared;
+  float ahead;
+  int count;
+  Part parts[kMostPieces];
+};
+static_assert(sizeof(Move) <= 4096);
+
+template <Dtype dtype, bool add>
+__device__ void move_span(const Move& m, const Piece& piece, int64_t first) {
+  float own[kPerThread], shared[kPerThread], now[kPerThread];
+#pragma unroll
+  for (int e = 0; e < kPerThread; ++e) {
+    const int64_t i = first + threadIdx.x + kThreads * e;
+    const bool inside = i < piece.numel;
+    own[e] = inside ? m.own[piece.begin + i] : 0.0f;
+    shared[e] = inside ? m.shared[piece.begin + i] : 0.0f;
+    if constexpr (add) now[e] = inside ? load_as<dtype>(piece.data, i) : 0.0f;
+  }
+#pragma unroll
+  for (int e = 0; e < kPerThread; ++e) {
+    const int64_t i = first + threadIdx.x + kThreads * e;
+    if (i >= piece.numel) return;
+    const float lies = between(shared[e], own[e], m.ahead);
+    if constexpr (add) {
+      m.own[piece.begin + i] = with_change<dtype>(own[e], rounded_to<dtype>(lies), now[e], m.ahead);
+    } else {
+      store_as<dtype>(piece.data, i, lies);
+    }
+  }
+}
+
+template <bool add>
+__global__ void __launch_bounds__(kThreads, 4) move_kernel(const Move m) {
+  int low = 0, high = m.count - 1;  // the first part that ends after this block
+  while (low < high) {
+    const int middle = (low + high) / 2;
+    if (m.parts[middle].end > blockIdx.x) {
+      high = middle;
+    } else {
+      low = middle + 1;
+    }
+  }
+  const Piece piece = m.parts[low].piece;
+  const uint32_t begin = low ? m.parts[low - 1].end : 0;
+  const int64_t first = static_cast<int64_t>(blockIdx.x - begin) * kSpan;
+  if (piece.dtype == Dtype::fp32) move_span<Dtype::fp32, add>(m, piece, first);
+  if (piece.dtype == Dtype::bf16) move_span<Dtype::bf16, add>(m, piece, first);
+  if (piece.dtype == Dtype::fp16) move_span<Dtype::fp16, add>(m, piece, first);
+}
+
+template <bool add>
+void launch(const Move& m, void* stream) {
+  const auto on = static_cast<cudaStream_t>(stream);
+  const unsigned blocks = m.parts[m.count - 1].end;
+  move_kernel<add><<<blocks, kThreads, 0, on>>>(m);
+  check(cudaGetLastError());
+}
+
+template <bool add>
+void move(float* own, const float* shared, const Model& model, float ahead, void* stream) {
+  Move m{.own = own, .shared = shared, .ahead = ahead, .count = 0, .parts = {}};
+  uint32_t blocks = 0;
+  for (const Piece& piece : model) {
+    blocks += static_cast<uint32_t>((piece.numel + kSpan - 1) / kSpan);
+    m.parts[m.count++] = {piece, blocks};
+    if (m.count == kMostPieces) {
+      launch<add>(m, stream);
+      m.count = 0, blocks = 0;
+    }
+  }
+  if (m.count > 0) launch<add>(m, stream);
+}
+
+}  // namespace
+
+void add_change(float* own, const float* shared, const Model& model, float ahead, void* stream) {
+  move<true>(own, shared, model, ahead, stream);
+}
+
+void write_between(const float* own, const float* shared, const Model& model, float ahead, void* stream) {
+  move<false>(const_cast<float*>(own), shared, model, ahead, stream);  // reads it
+}
+
+}  // namespace lightning_sparse::cuda
