@@ -121,6 +121,10 @@ def costs(folder: Path) -> dict[str, Cost]:
         see("round_rows")
         emulation.sum_rows(rows, left[: rows.shape[1]])
         see("sum_rows")
+        emulation.write_between(grad, residual, [left], 0.5)
+        see("write_between")
+        emulation.add_change(grad, residual, [left], 0.5)
+        see("add_change")
     found = {}
     for name, ((launches, memsets, small), (_, _, large)) in seen.items():
         slope = (large - small) / (SIZES[1] - SIZES[0])

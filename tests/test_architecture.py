@@ -40,7 +40,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "gradients": {"exchange", "kernels", "topology", "messages"},
     "pto": {"exchange", "topology", "messages"},
     "fsdp": {"pto", "exchange", "topology", "messages"},
-    "updates": {"fsdp", "pto", "exchange", "topology", "messages"},
+    "updates": {"fsdp", "pto", "exchange", "kernels", "topology", "messages"},
     "strategy": {"gradients", "updates", "fsdp", "exchange", "pto", "topology", "messages"},
     "data": {"topology", "messages"},
     "flavours": {"strategy", "data", "pto"},

@@ -80,11 +80,13 @@ class Slices:
         model = self.in_parameters()
         if now_S is not None:
             model = [now.to(piece.dtype) for now, piece in zip(self.of(now_S), model, strict=True)]
-        self._kernels.add_change(own_S, shared_S, model, ahead)
+        if model:
+            self._kernels.add_change(own_S, shared_S, model, ahead)
 
     def write_between(self, own_S: Tensor, shared_S: Tensor, ahead: float) -> None:
         """Write shared_S - ahead * (shared_S - own_S) into the parameters, rounded to their dtypes."""
-        self._kernels.write_between(own_S, shared_S, self.in_parameters(), ahead)
+        if self._pieces:
+            self._kernels.write_between(own_S, shared_S, self.in_parameters(), ahead)
 
     @property
     def _kernels(self) -> ModuleType:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 import re
 import subprocess
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import torch
@@ -55,7 +55,7 @@ def build(
     csrc: Path = CSRC,
     kernels: Iterable[Path] = (),
     flags: Iterable[str] = (),
-    drivers: Iterable[str] = ("driver.cpp", "driver_rounded.cpp"),
+    drivers: Iterable[str] = ("driver.cpp", "driver_rounded.cpp", "driver_models.cpp"),
 ) -> ctypes.CDLL:
     """Compile the kernels of `csrc`, or `kernels` alone, into a library in `folder`, with the entry points for them."""
     for path in [*csrc.glob("*.cu*"), *kernels]:
@@ -170,6 +170,19 @@ class Emulation:
         memory = _at(residual), 0 if residual is None else residual.numel()
         self._call("sum_rows", _at(rows), *rows.shape, _at(row), *memory)
         return row
+
+    def add_change(self, own: Tensor, shared: Tensor, model: Sequence[Tensor], ahead: float) -> None:
+        self._move("add_change", own, shared, model, ahead)
+
+    def write_between(self, own: Tensor, shared: Tensor, model: Sequence[Tensor], ahead: float) -> None:
+        self._move("write_between", own, shared, model, ahead)
+
+    def _move(self, name: str, own: Tensor, shared: Tensor, model: Sequence[Tensor], ahead: float) -> None:
+        count = len(model)
+        data = (ctypes.c_void_p * count)(*(piece.data_ptr() for piece in model))
+        dtypes = (ctypes.c_int * count)(*(CODES[piece.dtype] for piece in model))
+        numels = (ctypes.c_int64 * count)(*(piece.numel() for piece in model))
+        self._call(name, _at(own), _at(shared), data, dtypes, numels, count, ctypes.c_float(ahead))
 
     def _call(self, name: str, *arguments: object) -> None:
         call = getattr(self._library, f"emulate_{name}")

@@ -8,7 +8,7 @@ whole      compiled, as if the sample had misled: refine and emit run over all e
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
@@ -88,6 +88,14 @@ class Path:
         with self._running() as operators:
             row: Tensor = operators.sum_rows(rows, residual)
         return row
+
+    def add_change(self, own: Tensor, shared: Tensor, model: Sequence[Tensor], ahead: float) -> None:
+        with self._running() as operators:
+            operators.add_change(own, shared, model, ahead)
+
+    def write_between(self, own: Tensor, shared: Tensor, model: Sequence[Tensor], ahead: float) -> None:
+        with self._running() as operators:
+            operators.write_between(own, shared, model, ahead)
 
     @contextmanager
     def _running(self) -> Iterator[ModuleType]:

@@ -10,6 +10,7 @@ import torch
 from lightning_sparse.kernels import (
     accumulate,
     accumulate_regions,
+    add_change,
     compress,
     compress_regions,
     kernel_report,
@@ -19,9 +20,12 @@ from lightning_sparse.kernels import (
     reference,
     round_rows,
     sum_rows,
+    write_between,
 )
 from tests.kernels.paths import DTYPES, inputs, ks, same_bits
 from tests.kernels.test_accumulate import damaged, messages_of
+from tests.kernels.test_models import SHARES, models, pieces_of
+from tests.kernels.test_models import SIZES as PIECES
 from tests.kernels.test_rounded import rows_of
 
 pytestmark = [
@@ -134,6 +138,23 @@ def test_sum_rows(numel: int) -> None:
         got = own.cuda()
         assert same_bits(sum_rows(rows.cuda(), got).cpu(), plain.sum_rows(rows, own))
         assert same_bits(got.cpu(), own)
+
+
+@pytest.mark.parametrize("ahead", SHARES)
+@pytest.mark.parametrize("sizes", PIECES, ids=len)
+def test_models_of_a_node(sizes: tuple[int, ...], ahead: float) -> None:
+    own, shared = models(sum(sizes))
+    want = pieces_of(torch.zeros(sum(sizes)), sizes, mixed=True)
+    got, on_device = [piece.cuda() for piece in want], [own.cuda(), shared.cuda()]
+    write_between(*on_device, got, ahead)
+    plain.write_between(own, shared, want, ahead)
+    assert all(same_bits(a.cpu(), b) for a, b in zip(got, want, strict=True))
+    for a, b in zip(got, want, strict=True):
+        a += 0.5
+        b += 0.5
+    add_change(*on_device, got, ahead)
+    plain.add_change(own, shared, want, ahead)
+    assert same_bits(on_device[0].cpu(), own)
 
 
 def test_a_hundred_runs_give_the_same_bits() -> None:

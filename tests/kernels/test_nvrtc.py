@@ -28,6 +28,7 @@ SINKS = [
 ]
 KERNELS = {
     "accumulate_cuda.cu": ["accumulate_kernel"],
+    "models_cuda.cu": [f"move_kernel<{adds}>" for adds in ("true", "false")],
     "mstopk_cuda.cu": [
         *(kernel + dtype for kernel in ("sample_kernel", "pass_kernel") for dtype in EACH),
         "refine_kernel",

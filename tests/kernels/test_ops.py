@@ -128,6 +128,10 @@ def test_raw_operators_never_crash(a: Any, b: Any, c: Any, s: Any, k: int, code:
         lambda: OPS.round_rows(a, b, c, min(k, 999), None),
         lambda: OPS.sum_rows(a, b.clone() if none & 1 else None),
         lambda: OPS.sum_rows(a, a),
+        lambda: OPS.add_change(a.clone(), b, [c], 0.5),
+        lambda: OPS.add_change(a.clone(), b, [c, s], 1.0),
+        lambda: OPS.write_between(a, b, [c.clone()], 1.0),
+        lambda: OPS.write_between(a, b, [a] * (none % 3), 0.5),
     ]
     for call in calls:
         try:
@@ -148,6 +152,8 @@ OPCHECKS = [
     ("round_rows", (X.bfloat16(), X.clone(), torch.zeros(100), 2, torch.tensor(0.5))),
     ("sum_rows", (ROWS, None)),
     ("sum_rows", (ROWS, torch.zeros(33))),
+    ("add_change", (X.clone(), X + 1, [torch.zeros(60), torch.zeros(40).half()], 0.5)),
+    ("write_between", (X.clone(), X + 1, [torch.zeros(60), torch.zeros(40).half()], 0.5)),
 ]
 
 
@@ -216,4 +222,5 @@ def test_everything_works_with_the_library_left_out() -> None:
 
 def test_public_names() -> None:
     operators = {"mstopk", "compress", "compress_regions", "accumulate", "accumulate_regions", "round_rows", "sum_rows"}
+    operators |= {"add_change", "write_between"}
     assert operators | {"message_bytes", "reference", "kernel_report"} <= set(kernels.__all__)

@@ -140,7 +140,7 @@ void check_rows(const Tensor& rows, const Optional& residual) {
 }
 
 // Pieces lie one behind the other in the flat models.
-Model model_of(const std::vector<Tensor>& pieces, const Tensor& own, const Tensor& shared) {
+std::vector<Piece> pieces_of(const std::vector<Tensor>& model, const Tensor& own, const Tensor& shared) {
   for (const Tensor* flat : {&own, &shared}) {
     check_flat(*flat, "a model");
     check_fp32(*flat, "a model");
@@ -148,19 +148,21 @@ Model model_of(const std::vector<Tensor>& pieces, const Tensor& own, const Tenso
     STD_TORCH_CHECK(flat->numel() == own.numel(), "own and shared differ in length");
   }
   check_apart(own, shared);
-  Model model;
+  std::vector<Piece> pieces;
   int64_t begin = 0;
-  for (const Tensor& piece : pieces) {
+  for (const Tensor& piece : model) {
     check_flat(piece, "a piece of the model");
     check_device(piece, own, "a piece of the model");
     check_apart(piece, own);
     check_apart(piece, shared);
-    model.push_back({piece.data_ptr(), source_dtype(piece), begin, piece.numel()});
+    pieces.push_back({piece.data_ptr(), source_dtype(piece), begin, piece.numel()});
     begin += piece.numel();
   }
   STD_TORCH_CHECK(begin == own.numel(), "pieces of ", begin, " elements, and models of ", own.numel());
-  return model;
+  return pieces;
 }
+
+Model model_of(const std::vector<Piece>& pieces) { return {pieces.data(), static_cast<int64_t>(pieces.size())}; }
 
 ScalarType index_type(int64_t numel) { return numel < (int64_t{1} << 31) ? ScalarType::Int : ScalarType::Long; }
 
@@ -248,13 +250,13 @@ Tensor sum_rows_cpu(Tensor rows, Optional residual) {
 }
 
 void add_change_cpu(Tensor own, Tensor shared, std::vector<Tensor> model, double ahead) {
-  const Model pieces = model_of(model, own, shared);
-  cpu::add_change(mutable_floats(own), floats(shared), pieces, static_cast<float>(ahead), parallel());
+  const auto pieces = pieces_of(model, own, shared);
+  cpu::add_change(mutable_floats(own), floats(shared), model_of(pieces), static_cast<float>(ahead), parallel());
 }
 
 void write_between_cpu(Tensor own, Tensor shared, std::vector<Tensor> model, double ahead) {
-  const Model pieces = model_of(model, own, shared);
-  cpu::write_between(floats(own), floats(shared), pieces, static_cast<float>(ahead), parallel());
+  const auto pieces = pieces_of(model, own, shared);
+  cpu::write_between(floats(own), floats(shared), model_of(pieces), static_cast<float>(ahead), parallel());
 }
 
 // --------------------------------------------------------------------------------------------------------------- CUDA
@@ -333,14 +335,14 @@ Tensor sum_rows_cuda(Tensor rows, Optional residual) {
 
 void add_change_cuda(Tensor own, Tensor shared, std::vector<Tensor> model, double ahead) {
   const torch::stable::accelerator::DeviceGuard guard(own.get_device());
-  const Model pieces = model_of(model, own, shared);
-  cuda::add_change(mutable_floats(own), floats(shared), pieces, static_cast<float>(ahead), stream_of(own));
+  const auto pieces = pieces_of(model, own, shared);
+  cuda::add_change(mutable_floats(own), floats(shared), model_of(pieces), static_cast<float>(ahead), stream_of(own));
 }
 
 void write_between_cuda(Tensor own, Tensor shared, std::vector<Tensor> model, double ahead) {
   const torch::stable::accelerator::DeviceGuard guard(own.get_device());
-  const Model pieces = model_of(model, own, shared);
-  cuda::write_between(floats(own), floats(shared), pieces, static_cast<float>(ahead), stream_of(own));
+  const auto pieces = pieces_of(model, own, shared);
+  cuda::write_between(floats(own), floats(shared), model_of(pieces), static_cast<float>(ahead), stream_of(own));
 }
 #endif
 

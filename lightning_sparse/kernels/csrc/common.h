@@ -8,7 +8,6 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
-#include <vector>
 
 #if defined(__CUDACC__)
 #define LS_HD __host__ __device__ __forceinline__
@@ -210,7 +209,14 @@ struct Piece {
   Dtype dtype;
   int64_t begin, numel;
 };
-using Model = std::vector<Piece>;  // one behind the other
+
+struct Model {
+  const Piece* pieces;  // one behind the other
+  int64_t count;
+
+  const Piece* begin() const { return pieces; }
+  const Piece* end() const { return pieces + count; }
+};
 
 // What such a part holds: what lies between the shared model and the node's own.
 LS_HD float between(float shared, float own, float ahead) {

@@ -79,7 +79,7 @@ void move_range(const Move& move, const Model& model, int64_t begin, int64_t end
   }
 }
 
-int64_t numel_of(const Model& model) { return model.back().begin + model.back().numel; }
+int64_t numel_of(const Model& model) { return model.end()[-1].begin + model.end()[-1].numel; }
 
 template <typename Move>
 void move_all(const Move& move, const Model& model, const Parallel& parallel) {
