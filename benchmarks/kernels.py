@@ -11,7 +11,7 @@ reading and writing it once.
 
 | row | what it is |
 |---|---|
-| sum, read, copy, add, select, compress, round | see lightning_sparse/bench/kernels.py |
+| sum, read, copy, add, select, compress, round, change, write | see lightning_sparse/bench/kernels.py |
 | round, torch | the same without compiled kernels |
 | topk | torch.topk(|x|, k, sorted=False) |
 | mstopk 30 | the paper's loop as it circulates, 30 counting passes; `compiled` under torch.compile |

@@ -7,6 +7,8 @@
 | select | mstopk(x, k) |
 | compress | error feedback, selection and packing into a bf16 message |
 | round | of dense16: error feedback, rounding to bf16 rows for 8 nodes, and the sum of 8 such rows |
+| change | of updates: what the optimizer changed is added to the node's model (add_change, step_ahead 0.5) |
+| write | of updates: the model is written between the shared one and the node's (write_between) |
 
 The methods of a case take turns in one loop, so that other load affects them alike. Rows report medians. `x sum` and
 `x copy` are ratios to the baselines of the same case: reading x once, and reading and writing it.
@@ -25,7 +27,15 @@ import torch
 from torch import Tensor
 
 from lightning_sparse.bench.extras import format_table
-from lightning_sparse.kernels import compress, kernel_report, mstopk, round_rows, sum_rows
+from lightning_sparse.kernels import (
+    add_change,
+    compress,
+    kernel_report,
+    mstopk,
+    round_rows,
+    sum_rows,
+    write_between,
+)
 
 Method = Callable[[], object]
 Distribution = Callable[[int, torch.Generator], Tensor]
@@ -127,6 +137,8 @@ def methods(x: Tensor, k: int) -> dict[str, Method]:
         "select": lambda: mstopk(x, k),
         "compress": lambda: compress(x, residual, left, k, torch.bfloat16),
         "round": lambda: sum_rows(round_rows(x, residual, left, NODES), left[: -(-x.numel() // NODES)]),
+        "change": lambda: add_change(left, residual, [y], 0.5),
+        "write": lambda: write_between(left, residual, [y], 0.5),
     }
 
 
