@@ -5,7 +5,8 @@
 Clusters are network namespaces on this machine (`lightning_sparse.lab`), so the network is real and slow on purpose,
 and all ranks share the processors. A step is zero_grad, a backward pass that hands out random gradients of ResNet-50's
 shapes (25.6 M in fp32; no other compute), SGD, and the way's exchange. Ways take turns in blocks of steps, so that what
-hides behind the next step can; a block ends when nothing is under way. "no exchange" is DDP inside the node alone.
+hides behind the next step can; a block ends when nothing is under way. "no exchange" is DDP inside the node alone,
+"messages alone" the all-gather of messages of 1 % and nothing else: what the link takes.
 
 Writes OUT/updates.json and OUT/updates.md.
 """
@@ -18,7 +19,7 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,12 +36,17 @@ from lightning_sparse.bench.exchange import FASTEST, QUICK, SPARE, received_byte
 from lightning_sparse.bench.extras import format_table
 from lightning_sparse.bench.gradients import Gradients
 from lightning_sparse.bench.provenance import commit, surroundings
+from lightning_sparse.exchange import HierCommunicator
+from lightning_sparse.exchange.density import num_selected
+from lightning_sparse.kernels import message_bytes
 from lightning_sparse.lab import Cluster, LabConfig, signals_as_exit
 from lightning_sparse.topology import Topology, discover
 
 NONE = "no exchange"
+ALONE = "messages alone"
 ROWS: dict[str, dict[str, Any]] = {
     NONE: {"way": "average", "every": 10**9},
+    ALONE: {},
     "DDP": {"way": "ddp"},
     "bf16 hook": {"way": "ddp"},
     "PowerSGD r1": {"way": "ddp", "bucket_cap_mb": 1000},
@@ -54,40 +60,80 @@ BLOCK = 5  # steps
 BESIDE = 25  # of ways that exchange beside the next step: the first step of a block hides nothing, and the last waits
 
 
-class Stepper:
+class Turns:
+    """What takes turns: blocks of steps, timed, and their bytes counted."""
+
+    def __init__(self, steps: int) -> None:
+        self.steps = steps
+        self.seconds: list[float] = []
+        self.received: list[float] = []
+
+    def block(self, steps: int) -> None:
+        dist.barrier()
+        before, begin = received_bytes(), time.perf_counter()
+        for _ in range(steps):
+            self.step()
+        self.finish()
+        self.seconds.append((time.perf_counter() - begin) / steps)
+        self.received.append((received_bytes() - before) / steps)
+
+    def step(self) -> None:
+        raise NotImplementedError
+
+    def finish(self) -> None:
+        """Wait for what is under way."""
+
+
+class Messages(Turns):
+    """The all-gather of messages between nodes, one after the other."""
+
+    def __init__(self, topology: Topology, quick: bool) -> None:
+        super().__init__(BESIDE)
+        numel = -(-_numel(_shapes(quick)) // topology.num_devices)
+        self._message = torch.zeros(message_bytes(numel, num_selected(0.01, numel), torch.bfloat16), dtype=torch.uint8)
+        self._communicator = HierCommunicator(topology)
+
+    def step(self) -> None:
+        self._communicator.exchange(self._message)
+
+
+class Stepper(Turns):
     """One way on one rank, with a model and an optimizer of its own."""
 
     def __init__(self, name: str, options: dict[str, Any], topology: Topology, quick: bool) -> None:
-        shapes = QUICK if quick else models.find("resnet50").shapes
-        numel = sum(shape.numel() for shape in shapes)
+        shapes = _shapes(quick)
+        numel = _numel(shapes)
         torch.manual_seed(dist.get_rank())
         self.model = Gradients(shapes, torch.zeros(numel), SOURCE.setdefault(numel, torch.randn(numel + SPARE)))
         self.optimizer = torch.optim.SGD(self.model.parameters(), 1e-3, foreach=True)
         options = dict(options)
         self.way: Way = WAYS[options.pop("way")](self.model, self.optimizer, topology, options)
         _register(name, self.way.ddp)
-        self.steps = BESIDE if isinstance(self.way, Updates) else BLOCK
-        self.seconds: list[float] = []
-        self.received: list[float] = []
+        super().__init__(BESIDE if isinstance(self.way, Updates) else BLOCK)
         self._offset = 0
 
-    def block(self, steps: int) -> None:
-        dist.barrier()
-        before, begin = received_bytes(), time.perf_counter()
-        for _ in range(steps):
-            self._offset = (self._offset + 4099) % SPARE
-            self.optimizer.zero_grad()
-            loss = self.way.ddp(self._offset)
-            self.way.before_backward()
-            loss.backward()
-            self.optimizer.step()
-            self.way.after_step()
+    def step(self) -> None:
+        self._offset = (self._offset + 4099) % SPARE
+        self.optimizer.zero_grad()
+        loss = self.way.ddp(self._offset)
+        self.way.before_backward()
+        loss.backward()
+        self.optimizer.step()
+        self.way.after_step()
+
+    def finish(self) -> None:
         self.way.receive()
-        self.seconds.append((time.perf_counter() - begin) / steps)
-        self.received.append((received_bytes() - before) / steps)
 
 
 SOURCE: dict[int, torch.Tensor] = {}
+
+
+def _shapes(quick: bool) -> Sequence[torch.Size]:
+    return QUICK if quick else models.find("resnet50").shapes
+
+
+def _numel(shapes: Sequence[torch.Size]) -> int:
+    return sum(shape.numel() for shape in shapes)
 
 
 def _register(name: str, ddp: DistributedDataParallel) -> None:
@@ -103,7 +149,10 @@ def on_ranks(folder: Path, options: argparse.Namespace, rate: Callable[[float], 
     dist.init_process_group("gloo")
     topology = discover()
     gbps = options.gbps[0]
-    steppers = {name: Stepper(name, ROWS[name], topology, options.quick) for name in options.ways}
+    steppers: dict[str, Turns] = {
+        name: Messages(topology, options.quick) if name == ALONE else Stepper(name, ROWS[name], topology, options.quick)
+        for name in options.ways
+    }
     rate(FASTEST)
     for stepper in steppers.values():
         stepper.block(4)  # layouts settle
