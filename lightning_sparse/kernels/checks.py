@@ -143,8 +143,24 @@ def overlap(a: Tensor, b: Tensor | None) -> bool:
         return b is not None
     if is_traced(a) or is_traced(b):
         return False
-    first, second = a.data_ptr(), b.data_ptr()
-    return first < second + b.numel() * b.element_size() and second < first + a.numel() * a.element_size()
+    (first, first_end), (second, second_end) = _memory(a), _memory(b)
+    return first < second_end and second < first_end
+
+
+def _memory(tensor: Tensor) -> tuple[int, int]:
+    begin = tensor.data_ptr()
+    return begin, begin + tensor.numel() * tensor.element_size()
+
+
+def _any_overlap(own: Tensor, shared: Tensor, model: Sequence[Tensor]) -> bool:
+    """A model has hundreds of pieces, which are checked in every step: so in few calls for each."""
+    (own_begin, own_end), (shared_begin, shared_end) = _memory(own), _memory(shared)
+    if own_begin < shared_end and shared_begin < own_end:
+        return True
+    spans = map(_memory, model)
+    return any(
+        (begin < own_end and own_begin < end) or (begin < shared_end and shared_begin < end) for begin, end in spans
+    )
 
 
 def is_traced(tensor: Tensor) -> bool:
@@ -168,7 +184,7 @@ def check_models(own: Tensor, shared: Tensor, model: Sequence[Tensor], ahead: fl
             f"own_S has {own.numel()} elements on {own.device}, shared_S {numels[0]} and the pieces of the model "
             f"{numels[1]}, on {sorted(map(str, devices))}: they must agree"
         )
-    if overlap(own, shared) or any(overlap(flat, piece) for flat in (own, shared) for piece in model):
+    if not is_traced(own) and _any_overlap(own, shared, model):
         raise ValueError("own_S, shared_S and the pieces of the model share memory: pass separate tensors")
     if not 0.0 < ahead <= 1.0:
         raise ValueError(f"ahead={ahead}: it must be more than 0, and at most 1")
