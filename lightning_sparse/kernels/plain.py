@@ -12,6 +12,8 @@ from torch import Tensor
 
 from lightning_sparse.kernels import reference, wire
 
+CACHED = 1 << 15  # elements of a few tensors that stay in a core's cache
+
 
 def mstopk(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
     return reference.gather(x, select(reference.magnitude_bits(x), k))
@@ -125,29 +127,39 @@ def sum_rows(rows_MR: Tensor, residual_R: Tensor | None) -> Tensor:
 
 
 def add_change(own_S: Tensor, shared_S: Tensor, model: Sequence[Tensor], ahead: float) -> None:
-    for own, shared, piece in _by_piece(own_S, shared_S, model):
+    for own, shared, piece in _blocks(own_S, shared_S, model):
         if ahead == 1.0 and piece.dtype == torch.float32:
             own.copy_(piece)  # which held own itself
             continue
-        had = torch.empty_like(piece)
-        _write_between(own, shared, had, ahead)
-        own += piece - had.float()
+        had = _between(own, shared, ahead)
+        if piece.dtype != torch.float32:
+            had = _stored(had, piece.dtype).float()
+        own += torch.sub(piece, had, out=had) if piece.dtype == torch.float32 else piece - had
 
 
 def write_between(own_S: Tensor, shared_S: Tensor, model: Sequence[Tensor], ahead: float) -> None:
-    for own, shared, piece in _by_piece(own_S, shared_S, model):
-        _write_between(own, shared, piece, ahead)
+    for own, shared, piece in _blocks(own_S, shared_S, model):
+        piece.copy_(_stored(own if ahead == 1.0 else _between(own, shared, ahead), piece.dtype))
 
 
-def _by_piece(own_S: Tensor, shared_S: Tensor, model: Sequence[Tensor]) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+def _blocks(own_S: Tensor, shared_S: Tensor, model: Sequence[Tensor]) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    """The pieces, with their places in the flat models; on a CPU few elements at a time, which its cache holds."""
     sizes = [piece.numel() for piece in model]
-    return zip(torch.split(own_S, sizes), torch.split(shared_S, sizes), model, strict=True)
+    for tensors in zip(torch.split(own_S, sizes), torch.split(shared_S, sizes), model, strict=True):
+        if own_S.is_cuda:
+            yield tensors
+        else:
+            yield from zip(*(torch.split(each, CACHED) for each in tensors), strict=True)
 
 
-def _write_between(own: Tensor, shared: Tensor, piece: Tensor, ahead: float) -> None:
-    piece.copy_(own if ahead == 1.0 else (own - shared) * ahead + shared)
-    if piece.dtype != torch.float32:
-        piece.nan_to_num_(nan=torch.nan, posinf=torch.inf, neginf=-torch.inf)  # casts make NaN of different bits
+def _between(own: Tensor, shared: Tensor, ahead: float) -> Tensor:
+    return own.clone() if ahead == 1.0 else (own - shared).mul_(ahead).add_(shared)
+
+
+def _stored(values: Tensor, dtype: torch.dtype) -> Tensor:
+    if dtype == torch.float32:
+        return values
+    return values.to(dtype).nan_to_num_(nan=torch.nan, posinf=torch.inf, neginf=-torch.inf)  # casts make other NaN
 
 
 def _cast(exact: Tensor, rounded: Tensor, keep: bool) -> None:
