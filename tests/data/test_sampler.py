@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections import Counter
 from functools import partial
 
@@ -169,6 +170,16 @@ def test_nodes_take_their_own_first(seed: int, extra: list[int], draw: int) -> N
     assert np.bincount(nodes, minlength=len(capacity)).tolist() == capacity.tolist()
     kept = [int(((nodes == node) & (home == node)).sum()) for node in range(len(capacity))]
     assert kept == [min(int((home == node).sum()), int(capacity[node])) for node in range(len(capacity))]
+
+
+@pytest.mark.parametrize(
+    ("devices", "digest"), [((3, 1, 2), "ae91995c103224c9"), ((2,) * 300, "146c94e91866413b")], ids=["3", "300"]
+)
+def test_what_is_dealt_is_what_it_was(devices: tuple[int, ...], digest: str) -> None:
+    """A checkpoint relies on it. Owners of 3 nodes are numbers of 8 bits, of 300 of 16."""
+    plan = sampler_of(100_000, SamplerConfig(batch_size=70, devices=devices)).epoch(1)
+    dealt = np.concatenate([plan.batch(plan.steps - 2, node, 0) for node in (0, 1, len(devices) - 1)])
+    assert hashlib.sha256(dealt.astype("<i8").tobytes()).hexdigest().startswith(digest)
 
 
 @pytest.mark.parametrize("skew", [0, 1], ids=["random", "a node is full early"])
