@@ -26,12 +26,10 @@ from __future__ import annotations
 import argparse
 import io
 import json
-import multiprocessing
 import os
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ProcessPoolExecutor
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
@@ -45,6 +43,7 @@ from tqdm import tqdm
 
 from lightning_sparse.bench.data import BATCH, cpu_seconds
 from lightning_sparse.bench.extras import format_table
+from lightning_sparse.bench.process import own_process
 from lightning_sparse.bench.provenance import commit, surroundings
 
 ROUNDS, LATER_IMAGES = 3, 1500
@@ -182,8 +181,8 @@ def main() -> None:
     parts = [(each.partition("=")[0], *each.partition("=")[2].rsplit(":", 1)) for each in options.sets]
     runs = [(part, name) for _ in range(ROUNDS) for part in parts for name in names]
     for (label, pictures, size), name in tqdm(runs, disable=None):
-        with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
-            row = process.submit(measure, name, Path(pictures), int(size)).result()
+        with own_process() as call:
+            row = call(f"the row {name!r} of {label}", measure, name, Path(pictures), int(size))
         found.setdefault((label, name), []).append(row)
     rows: list[dict[str, Any]] = [
         {"set": label, "row": name, **{key: round(median(run[key] for run in each), 2) for key in each[0]}}

@@ -17,14 +17,14 @@ import json
 import resource
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from lightning_sparse.bench.process import own_process
 from lightning_sparse.bench.provenance import commit, surroundings
 from lightning_sparse.data.cache.listing import manifest_of
 from lightning_sparse.data.cache.placement import owners
@@ -104,17 +104,18 @@ def foreign(plan: EpochPlan, placed: np.ndarray[Any, Any], count: int) -> dict[s
     }
 
 
-def alone(work: Callable[..., dict[str, Any]], *arguments: int) -> dict[str, Any]:
-    """Call a function in a process of its own, whose memory is measured."""
-    with get_context("spawn").Pool(1) as pool:
-        return pool.apply(work, arguments)
+def alone(files: int, nodes: int, devices: int) -> dict[str, Any]:
+    """`measure` in a process of its own, whose memory is measured."""
+    with own_process() as call:
+        row: dict[str, Any] = call(f"{files:,} files on {nodes} x {devices}", measure, files, nodes, devices)
+    return row
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="What the list of samples and the sampler cost at scale.")
     parser.add_argument("out", type=Path)
     options = parser.parse_args()
-    rows = [alone(measure, *cluster) for cluster in CLUSTERS]
+    rows = [alone(*cluster) for cluster in CLUSTERS]
     about: dict[str, Any] = {**surroundings("python benchmarks/data_scale.py OUT"), "commit": commit()}
     about["versions"] += f", numpy {np.__version__}"
     options.out.mkdir(parents=True, exist_ok=True)

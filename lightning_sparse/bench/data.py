@@ -17,12 +17,10 @@ median.
 from __future__ import annotations
 
 import contextlib
-import multiprocessing
 import os
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
@@ -34,6 +32,7 @@ import numpy as np
 import torch
 
 from lightning_sparse.bench.extras import format_table, need
+from lightning_sparse.bench.process import own_process
 from lightning_sparse.data.cache.manifest import load_or_list
 from lightning_sparse.data.cache.store import SampleStore
 from lightning_sparse.data.config import CacheConfig
@@ -167,13 +166,12 @@ def measure(
     others = others or {}
     names = [*others, *(f"{tier}, {backend}" for tier in TIERS for backend in backends(device))]
     found: dict[str, list[Timed]] = {name: [] for name in names}
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(1, context) as shared:  # starts its process with the first row, if any
+    with own_process() as shared:  # starts its process with the first row, if any
         for name in progress(names * rounds):
             wanted = (4 if "decoded" in name else 1) * images
             row = partial(one_row, name, others, pictures, wanted, device)
-            with ProcessPoolExecutor(1, context) if apart else contextlib.nullcontext(shared) as process:
-                found[name].append(process.submit(row).result())
+            with own_process() if apart else contextlib.nullcontext(shared) as call:
+                found[name].append(call(f"the row {name!r}", row))
     return [
         {"row": name, **{key: median(each[key] for each in runs) for key in runs[0]}, "rounds": len(runs)}
         for name, runs in found.items()

@@ -4,6 +4,8 @@ The order is by cost: rows, then files and pictures, then ranks, then a cluster 
 """
 
 import json
+import os
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ import torch
 
 from lightning_sparse import cli
 from lightning_sparse.bench import data, exchange, kernels, provenance, ranks
+from lightning_sparse.bench.process import own_process
 from tests.helpers.distributed import run_ranks
 
 TINY: list[kernels.Case] = [(10_000, 0.01, "gaussian"), (10_000, 0.01, "layered")]
@@ -77,6 +80,28 @@ def test_data_times_every_tier(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 def test_pictures_that_are_no_image_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["bench", "data", "--pictures", str(tmp_path)]) == 2
     assert "no folder train/" in capsys.readouterr().err
+
+
+def end(how: int) -> None:
+    """As the kernel ends a process (a signal, below 0), or as a library that calls exit()."""
+    os.kill(os.getpid(), -how) if how < 0 else os._exit(how)
+
+
+@pytest.mark.parametrize(
+    ("how", "said"), [(-signal.SIGKILL, "SIGKILL.*memory is short"), (-signal.SIGSEGV, "SIGSEGV"), (3, "status 3")]
+)
+def test_a_process_that_dies_is_named_with_how_it_ended(how: int, said: str) -> None:
+    with own_process() as call, pytest.raises(RuntimeError, match=rf"process of the row 'x' \(pid \d+\).*{said}"):
+        call("the row 'x'", end, how)
+
+
+def test_a_process_serves_until_it_dies() -> None:
+    with own_process() as call:
+        assert call("a sum", sum, (1, 2)) == 3
+        with pytest.raises(TypeError):  # the error of the work itself
+            call("a sum", sum, 1)
+        with pytest.raises(RuntimeError, match="process of the end .* SIGKILL"):
+            call("the end", end, -signal.SIGKILL)
 
 
 # -- ranks -------------------------------------------------------------------------------------------------------------
