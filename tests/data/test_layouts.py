@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -107,3 +108,44 @@ def test_a_folder_that_is_missing_is_compared_with_what_is_there(tmp_path: Path)
         make_folder(tmp_path / "source", split=name)
     with pytest.raises(DataError, match=r"has no folder train/ to read \(.*; it has Train, valid\)"):
         list_source(str(tmp_path / "source"), "train", quiet=True)
+
+
+def test_shards_in_the_source_itself_are_named(tmp_path: Path) -> None:
+    (tmp_path / "000000.tar").write_bytes(b"")
+    with pytest.raises(DataError, match=r"no folder train/ .*; it has 000000.tar\).*train/<shard>.tar"):
+        list_source(str(tmp_path), "train", quiet=True)
+
+
+def test_shards_in_a_folder_of_a_class_are_told_their_place(tmp_path: Path) -> None:
+    shard = make_folder(tmp_path, classes=1) / "train" / "shards" / "000000.tar"
+    shard.parent.mkdir()
+    shard.write_bytes(b"")
+    with pytest.raises(ValueError, match=r"train/shards contains no images.*\.tar.* belong into train/ itself"):
+        list_source(str(tmp_path), "train", quiet=True)
+
+
+@pytest.mark.parametrize("classes", [1, 2])
+def test_classes_one_level_too_deep_are_not_taken_for_one(tmp_path: Path, classes: int) -> None:
+    """One folder below the only class, as tiny ImageNet has, may be meant."""
+    make_folder(tmp_path, split="train/images", classes=classes)
+    if classes == 1:
+        assert list_source(str(tmp_path), "train", quiet=True).classes == ("images",)
+        return
+    with pytest.raises(ValueError, match=r"train/images/ would be the only class.*train/images/c0/.*move them into"):
+        list_source(str(tmp_path), "train", quiet=True)
+
+
+def test_a_link_of_a_class_that_leads_nowhere_is_no_class_less(tmp_path: Path) -> None:
+    """The data set that it leads to is not mounted."""
+    (make_folder(tmp_path) / "train" / "c3").symlink_to(tmp_path / "nowhere")
+    with pytest.raises(ValueError, match="train/c3 is a link that leads nowhere"):
+        list_source(str(tmp_path), "train", quiet=True)
+
+
+def test_images_beside_the_classes_are_said_to_be_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    train = make_folder(tmp_path) / "train"
+    for name in ("stray.JPG", "README", "._stray.jpg"):
+        (train / name).write_bytes(jpeg(1))
+    with caplog.at_level(logging.WARNING):
+        assert len(list_source(str(tmp_path), "train", quiet=True)) == 12
+    assert "1 image(s) beside the folders of classes in train/ are left out, such as stray.JPG" in caplog.text

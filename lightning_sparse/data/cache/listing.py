@@ -18,8 +18,10 @@ from lightning_sparse.data.cache.lists import SampleList
 from lightning_sparse.data.cache.samples import Manifest, Paths
 from lightning_sparse.data.cache.shards import PARQUET, kind_of, samples_of, samples_of_rows
 from lightning_sparse.data.cache.storage import Listed, MissingFolderError, Storage, StoredFile
+from lightning_sparse.data.cache.storage_reader import is_image, is_visible
 from lightning_sparse.data.config import CacheConfig, is_installed
 from lightning_sparse.data.decode import UndecodableError, probe
+from lightning_sparse.messages import log
 
 LIST_READERS = 16  # folders listed at the same time
 PROBES = 64  # files that are read to estimate the size of decoded images
@@ -70,6 +72,9 @@ def _list(storage: Storage, source: str, split: str, *, images: bool, quiet: boo
     below = _below(storage, [f"{split}/{name}" for name in classes], split, images=images, quiet=quiet)
     found = dict(zip(classes, below, strict=True))
     _check_classes(source, split, found, "images" if images else "files")
+    if images:
+        _check_depth(source, split, found)
+        _check_beside(storage, source, split)
     probed = _probed(storage, [path for each in below for path, _, _ in each.files] if images else [])
     return replace(manifest_of(source, split, times, found), probed=probed)
 
@@ -195,12 +200,48 @@ def _check_classes(source: str, split: str, below: Mapping[str, Listed], what: s
     empty = [name for name, each in below.items() if not each.files]
     if empty:
         raise ValueError(
-            f"source={source}: folder {split}/{empty[0]} contains no {what}. Remove it, or add {what} to it."
+            f"source={source}: folder {split}/{empty[0]} contains no {what}. Remove it, or add {what} to it; "
+            f"shards (.tar, .parquet) belong into {split}/ itself."
         )
     if not below:
         raise ValueError(
             f"source={source}: {split}/ contains no class folders. Expected {split}/<class>/<image>: put each image "
-            "into the folder of its class."
+            "into the folder of its class"
+            + (", give lists, or remove val/ and set val_fraction=0.05." if split == "val" else ", or give lists.")
+        )
+
+
+def _check_depth(source: str, split: str, below: Mapping[str, Listed]) -> None:
+    """Raise ValueError if the classes seem to be in a folder of `split`, which would be the only class."""
+    if len(below) > 1:
+        return
+    ((name, listed),) = below.items()
+    folders = sorted({path.rpartition("/")[0] for path, _, _ in listed.files})
+    if len(folders) > 1 and f"{split}/{name}" not in folders:
+        raise ValueError(
+            f"source={source}: {split}/{name}/ would be the only class, and its images are in folders below it, such "
+            f"as {folders[0]}/. If those are the classes, move them into {split}/ itself; if {name} is one class, move "
+            f"its images into {split}/{name}/ itself, or give lists."
+        )
+
+
+def _check_beside(storage: Storage, source: str, split: str) -> None:
+    """Say which images lie beside the folders of classes, and raise ValueError for a link of a class that is broken."""
+    files = storage.files(split)
+    broken = [name for name, size, mtime in files if not (size or mtime or "://" in source or not is_visible(name))]
+    if broken:
+        raise ValueError(
+            f"source={source}: {split}/{min(broken)} is a link that leads nowhere, and may be that of a class. Mount "
+            "what it leads to, or correct or remove the link."
+        )
+    beside = [name for name, _, _ in files if is_image(name) and is_visible(name)]
+    if beside:
+        log.warning(
+            "%d image(s) beside the folders of classes in %s/ are left out, such as %s: put each into the folder of "
+            "its class",
+            len(beside),
+            split,
+            min(beside),
         )
 
 

@@ -175,15 +175,18 @@ class Storage:
             if status != "k":
                 raise MissingFolderError(
                     f"source={self.source} has no folder {folder}/ to read ({_text(payload)}{self._instead()}). "
-                    f"Expected train/<class>/<image> and val/<class>/<image>: check the path, and that it is mounted."
+                    f"Expected train/<class>/<image> or train/<shard>.tar, and the same in val/: check the path, and "
+                    "that it is mounted."
                 )
             yield json.loads(payload)
 
     def _instead(self) -> str:
         """What the source has in place of a folder that is missing: its name may be spelled in another way."""
-        status, payload, _, _ = self._wait_for(*self._requested("n", [""]))
-        names = [name for name, _ in json.loads(payload)] if status == "k" else []
-        return f"; it has {', '.join(sorted(names)[:10])}" if names else ""
+        names = []
+        for kind in ("n", "d"):  # folders, then files: shards may lie in the source itself
+            status, payload, _, _ = self._wait_for(*self._requested(kind, [""]))
+            names += sorted(entry[0] for entry in json.loads(payload)) if status == "k" else []
+        return f"; it has {', '.join(names[:10])}" if names else ""
 
     def close(self) -> None:
         """End the reader process. Threads that wait for an answer raise DataError."""
