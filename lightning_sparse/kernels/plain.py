@@ -5,6 +5,7 @@ Nothing here synchronizes with the device.
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -127,6 +128,7 @@ def sum_rows(rows_MR: Tensor, residual_R: Tensor | None) -> Tensor:
 
 
 def add_change(own_S: Tensor, shared_S: Tensor, model: Sequence[Tensor], ahead: float) -> None:
+    ahead = ctypes.c_float(ahead).value  # as kernels take it: what rounds to 1 is 1
     for own, shared, piece in _blocks(own_S, shared_S, model):
         if ahead == 1.0 and piece.dtype == torch.float32:
             own.copy_(piece)  # which held own itself
@@ -138,6 +140,7 @@ def add_change(own_S: Tensor, shared_S: Tensor, model: Sequence[Tensor], ahead: 
 
 
 def write_between(own_S: Tensor, shared_S: Tensor, model: Sequence[Tensor], ahead: float) -> None:
+    ahead = ctypes.c_float(ahead).value
     for own, shared, piece in _blocks(own_S, shared_S, model):
         piece.copy_(_stored(own if ahead == 1.0 else _between(own, shared, ahead), piece.dtype))
 

@@ -85,8 +85,10 @@ class Slices:
 
     def write_between(self, own_S: Tensor, shared_S: Tensor, ahead: float) -> None:
         """Write shared_S - ahead * (shared_S - own_S) into the parameters, rounded to their dtypes."""
-        if self._pieces:
-            self._kernels.write_between(own_S, shared_S, self.in_parameters(), ahead)
+        model = self.in_parameters()
+        if model:
+            self._kernels.write_between(own_S, shared_S, model, ahead)
+            torch.autograd.graph.increment_version(model)  # kernels do not: a graph may have saved what was there
 
     @property
     def _kernels(self) -> ModuleType:

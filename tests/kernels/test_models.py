@@ -15,6 +15,7 @@ from tests.kernels.paths import DTYPES, Path, every_path, inputs, same_bits
 
 SIZES = [(1,), (3, 70_001, 1, 64, 5), (4096, 1, 200_003), tuple(range(1, 120))]
 SHARES = (1.0, 0.5, 0.3, 0.001)
+NEARLY_ONE = 1 - 1e-9  # which fp32 does not tell from 1
 
 
 def pieces_of(flat: Tensor, sizes: Sequence[int], mixed: bool = False) -> list[Tensor]:
@@ -85,6 +86,19 @@ def test_whatever_numbers_come(path: Path) -> None:
                 assert torch.equal(got[0].nan_to_num(7e37), want[0].nan_to_num(7e37)), name  # a NaN may be any one
 
 
+@every_path
+def test_a_share_is_taken_as_fp32_holds_it(path: Path) -> None:
+    own, shared = models(4099)
+    for mixed in (False, True):
+        model = pieces_of(torch.zeros(4099), (99, 1000, 3000), mixed)
+        path.write_between(own, shared, model, NEARLY_ONE)
+        for piece, want in zip(model, torch.split(own, [99, 1000, 3000]), strict=True):
+            assert same_bits(piece, want.to(piece.dtype))
+    now = [torch.randn(4099)]
+    path.add_change(own, shared, now, NEARLY_ONE)
+    assert same_bits(own, now[0])
+
+
 @settings(deadline=None, max_examples=60)
 @given(
     sizes=st.lists(st.integers(1, 300), min_size=1, max_size=8),
@@ -127,3 +141,10 @@ def test_what_cannot_be(arguments: tuple[Tensor, Tensor, list[Tensor], float], s
     for operator in (add_change, write_between):
         with pytest.raises(ValueError, match=said):
             operator(*arguments)
+
+
+@pytest.mark.parametrize("ahead", [0.0, -1.0, 1.5, float("nan"), float("inf")])
+def test_a_share_that_cannot_be_given_to_the_operators_themselves(ahead: float) -> None:
+    for name in ("add_change", "write_between"):
+        with pytest.raises((ValueError, RuntimeError), match="ahead="):
+            getattr(torch.ops.lightning_sparse, name)(torch.ones(4), torch.zeros(4), [torch.ones(4)], ahead)

@@ -232,6 +232,16 @@ def test_a_model_that_is_not_stepped_has_not_changed(ahead: float, dtype: torch.
     assert torch.equal(own_S, before_S)
 
 
+@pytest.mark.parametrize("ahead", [1.0, 0.5])
+def test_a_graph_knows_that_the_model_was_written(ahead: float) -> None:
+    """Backward through weights that are no longer there is an error of autograd's, not a wrong gradient."""
+    weight = nn.Parameter(torch.ones(4))
+    loss = weight.square().sum()
+    Slices([weight], [Part(0, 0, 4)]).write_between(torch.zeros(4), torch.ones(4), ahead)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
 def gone_back(options: dict[str, Any]) -> list[Tensor]:
     """Weights after 8 steps, of a run and of one that went back to its third step after the sixth."""
     ends = []

@@ -162,6 +162,11 @@ std::vector<Piece> pieces_of(const std::vector<Tensor>& model, const Tensor& own
   return pieces;
 }
 
+float check_ahead(double ahead) {
+  STD_TORCH_CHECK(ahead > 0.0 && ahead <= 1.0, "ahead=", ahead, ": 0 < ahead <= 1");
+  return static_cast<float>(ahead);
+}
+
 Model model_of(const std::vector<Piece>& pieces) { return {pieces.data(), static_cast<int64_t>(pieces.size())}; }
 
 ScalarType index_type(int64_t numel) { return numel < (int64_t{1} << 31) ? ScalarType::Int : ScalarType::Long; }
@@ -251,12 +256,12 @@ Tensor sum_rows_cpu(Tensor rows, Optional residual) {
 
 void add_change_cpu(Tensor own, Tensor shared, std::vector<Tensor> model, double ahead) {
   const auto pieces = pieces_of(model, own, shared);
-  cpu::add_change(mutable_floats(own), floats(shared), model_of(pieces), static_cast<float>(ahead), parallel());
+  cpu::add_change(mutable_floats(own), floats(shared), model_of(pieces), check_ahead(ahead), parallel());
 }
 
 void write_between_cpu(Tensor own, Tensor shared, std::vector<Tensor> model, double ahead) {
   const auto pieces = pieces_of(model, own, shared);
-  cpu::write_between(floats(own), floats(shared), model_of(pieces), static_cast<float>(ahead), parallel());
+  cpu::write_between(floats(own), floats(shared), model_of(pieces), check_ahead(ahead), parallel());
 }
 
 // --------------------------------------------------------------------------------------------------------------- CUDA
@@ -336,13 +341,13 @@ Tensor sum_rows_cuda(Tensor rows, Optional residual) {
 void add_change_cuda(Tensor own, Tensor shared, std::vector<Tensor> model, double ahead) {
   const torch::stable::accelerator::DeviceGuard guard(own.get_device());
   const auto pieces = pieces_of(model, own, shared);
-  cuda::add_change(mutable_floats(own), floats(shared), model_of(pieces), static_cast<float>(ahead), stream_of(own));
+  cuda::add_change(mutable_floats(own), floats(shared), model_of(pieces), check_ahead(ahead), stream_of(own));
 }
 
 void write_between_cuda(Tensor own, Tensor shared, std::vector<Tensor> model, double ahead) {
   const torch::stable::accelerator::DeviceGuard guard(own.get_device());
   const auto pieces = pieces_of(model, own, shared);
-  cuda::write_between(floats(own), floats(shared), model_of(pieces), static_cast<float>(ahead), stream_of(own));
+  cuda::write_between(floats(own), floats(shared), model_of(pieces), check_ahead(ahead), stream_of(own));
 }
 #endif
 
