@@ -24,8 +24,12 @@ sys.path.insert(0, str(ROOT))
 
 from tests.helpers.installed import environment_without_us  # noqa: E402
 
-# They look at its sources.
-OF_THE_CHECKOUT = ("test_build.py", "test_cuda_on_cpu.py", "test_emulation.py", "test_rounded_on_cpu.py")
+LOOKS_AT_SOURCES = ("CSRC", "tests.kernels.emulation")
+OF_THE_CHECKOUT = tuple(
+    path.name
+    for path in (ROOT / "tests" / "kernels").glob("test_*.py")
+    if any(word in path.read_text() for word in LOOKS_AT_SOURCES)
+)
 KERNELS = "from lightning_sparse import __file__, kernels; print(__file__); print(kernels.kernel_report().cpu)"
 COMPILED, PLAIN = "compiled", "plain torch"
 
