@@ -47,7 +47,7 @@ from lightning_sparse.data.cache.manifest import load_or_list
 from lightning_sparse.data.cache.placement import Placement
 from lightning_sparse.data.cache.store import SampleStore, new_run
 from lightning_sparse.data.config import CacheConfig
-from lightning_sparse.data.pipeline.backend import installed_backends
+from lightning_sparse.data.pipeline.backend import has_dali
 from lightning_sparse.data.pipeline.batch import Batch, Transform
 
 RANKS, RANKS_QUICK = 4, 2
@@ -222,7 +222,7 @@ def main() -> None:
     options = parser.parse_args()
     if options.device == "cuda" and not torch.cuda.is_available():
         raise SystemExit("--device cuda: there is no CUDA device here")
-    if "dali" not in installed_backends():
+    if not has_dali():
         raise SystemExit("DALI is not installed, which this compares with: pip install nvidia-dali-cuda130")
     device = torch.cuda.current_device() if options.device == "cuda" else None
     with tempfile.TemporaryDirectory(prefix="data-benchmark-") as folder:

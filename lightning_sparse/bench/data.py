@@ -161,8 +161,6 @@ def measure(
         progress: wraps the names of the rows, for a progress bar.
     """
     need("lmdb", "the disk tier")
-    if device is None:
-        need("torchvision", "the backend torch")
     others = others or {}
     names = [*others, *(f"{tier}, {backend}" for tier in TIERS for backend in backends(device))]
     found: dict[str, list[Timed]] = {name: [] for name in names}

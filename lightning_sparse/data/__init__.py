@@ -15,7 +15,7 @@ cached.py      what they share: the hooks of the Trainer
 options.py     their options
 session.py     what is open between setup and teardown
 tokens/        token streams, with a LightningDataModule of their own
-pipeline/      samples -> batches: sampler, loader, augmentation, DALI and torchvision
+pipeline/      samples -> batches: sampler, loader, augmentation, DALI and torch
 cache/         the tiers of a node, and the store that reads a sample from the nearest one
 peers/         between nodes: server, client, addresses, collectives
 base.py        what all DataModules share

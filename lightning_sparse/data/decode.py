@@ -1,8 +1,9 @@
 """The image decoder: bytes -> RGB uint8. The cache decodes every file before it keeps it, which also validates it.
 
-It uses Pillow, which reads all formats found in image folders and decodes JPEG to the same bits as DALI and
-libjpeg-turbo. The result depends on the bytes and the arguments only: gray, palette, CMYK and 16-bit images become RGB,
-images with an EXIF orientation are turned upright, transparency is dropped.
+Pillow reads all formats found in image folders and decodes JPEG to the same bits as DALI and libjpeg-turbo. torch
+resizes, in less time than Pillow and to the same bits with and without vector instructions. The result depends on the
+bytes and the arguments only: gray, palette, CMYK and 16-bit images become RGB, images with an EXIF orientation are
+turned upright, transparency is dropped.
 
 The disk tier stores `decoder_id()` with each file, because resizing differs between versions.
 """
@@ -17,6 +18,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
+import torch
+from torch.nn.functional import interpolate
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -24,7 +27,7 @@ if TYPE_CHECKING:
 # Formats found in image folders. Pillow's other parsers stay unused.
 FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF", "PPM")
 MAX_PIXELS = 178_956_970  # Pillow's own limit against decompression bombs
-DRAFT = 2  # what libjpeg scales down is at least this many times the size that is wanted, which Pillow then makes of it
+DRAFT = 2  # what libjpeg scales down is at least this many times the size that is wanted, which is resized then
 _TRANSPOSED = (5, 6, 7, 8)  # EXIF orientations that swap height and width
 _ORIENTATION = 0x0112
 
@@ -37,7 +40,7 @@ def decoder_id() -> int:
     """Return a number that identifies the decoder and its version, stored with cached files."""
     import PIL
 
-    return zlib.crc32(f"pillow {PIL.__version__}, draft 2x, bilinear".encode())
+    return zlib.crc32(f"pillow {PIL.__version__}, torch {torch.__version__}, draft 2x, bilinear".encode())
 
 
 def decode(data: bytes, short_side: int | None = None) -> npt.NDArray[np.uint8]:
@@ -57,19 +60,26 @@ def decode_sized(data: bytes, short_side: int | None = None) -> tuple[npt.NDArra
     Raises:
         UndecodableError: if the bytes are not a complete image.
     """
-    from PIL.Image import Resampling
-
     with _opened(data) as image:
-        orientation = _orientation(image)  # the conversion may drop it
-        height, width = _upright_size(image.size, orientation)
-        size = None if short_side is None else scaled(image.size, short_side)
-        if size is not None and size != image.size:
+        orientation, stored = _orientation(image), image.size  # the conversion may drop the orientation
+        wanted = stored if short_side is None else scaled(stored, short_side)
+        if wanted != stored:
             # libjpeg scales by 1/2, 1/4, 1/8 while it decodes, which takes less time
-            image.draft(None, (DRAFT * size[0], DRAFT * size[1]))
-        pixels = _rgb(image)
-        if size is not None and size != pixels.size:
-            pixels = pixels.resize(size, Resampling.BILINEAR)  # Pillow always antialiases
-        return np.asarray(_upright(pixels, orientation)), height, width
+            image.draft(None, (DRAFT * wanted[0], DRAFT * wanted[1]))
+        pixels = resized(np.array(_upright(_rgb(image), orientation)), *_upright_size(wanted, orientation))
+        pixels.flags.writeable = False
+        return pixels, *_upright_size(stored, orientation)
+
+
+def resized(pixels: npt.NDArray[np.uint8], height: int, width: int) -> npt.NDArray[np.uint8]:
+    """Resize an image, uint8 [H, W, 3], bilinear and antialiased."""
+    if pixels.shape[:2] == (height, width):
+        return pixels
+    # channels last: torch resizes uint8 with vector instructions in this layout
+    batch = torch.from_numpy(pixels)[None].permute(0, 3, 1, 2)
+    batch = interpolate(batch, (height, width), mode="bilinear", antialias=True)
+    result: npt.NDArray[np.uint8] = batch[0].permute(1, 2, 0).contiguous().numpy()
+    return result
 
 
 def probe(data: bytes) -> tuple[int, int]:

@@ -140,7 +140,7 @@ def test_bytes_by_tier_reach_the_logger_and_the_summary(results: Results, folder
 _BACKEND_OF_16_PIXELS = (
     "backend='torch': DALI, which would be faster, is not installed on all ranks"
     if importlib.util.find_spec("nvidia") is None
-    else "backend='dali': on a CPU it is faster than torchvision for small images"
+    else "backend='dali': on a CPU it is faster than torch for small images"
 )
 
 

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import io
+import os
+import subprocess
+import sys
+import zlib
 
 import numpy as np
 import pytest
 from PIL import Image
 
-from lightning_sparse.data.decode import UndecodableError, decode, decoder_id, probe
+from lightning_sparse.data.decode import UndecodableError, decode, decoder_id, probe, scaled
 from tests.data.small import jpeg, picture
 
 
@@ -19,12 +23,26 @@ def encoded(image: Image.Image, format: str = "PNG", **options: object) -> bytes
 
 
 def test_pixels_are_pillows_own() -> None:
-    data = jpeg(1)
+    """Exactly; scaled, to within the rounding of weights."""
+    data = jpeg(1, 300, 400)
     with Image.open(io.BytesIO(data)) as image:
         assert np.array_equal(decode(data), np.asarray(image))
-        resized = np.asarray(image.resize((36, 24), Image.Resampling.BILINEAR))
-    assert np.array_equal(decode(data, 24), resized)
-    assert decode(data, 24).flags.c_contiguous
+        resized = np.asarray(image.resize((340, 255), Image.Resampling.BILINEAR))
+    assert np.abs(decode(data, 255).astype(int) - resized).max() <= 1
+
+
+@pytest.mark.parametrize("shape", [(40, 60), (41, 1), (1, 61), (256, 300), (900, 3)])
+@pytest.mark.parametrize("short_side", [None, 1, 24, 256])
+def test_pixels_are_an_array_of_their_own(shape: tuple[int, int], short_side: int | None) -> None:
+    image = picture(2, *shape)
+    pixels = decode(encoded(image), short_side)
+    assert pixels.flags.c_contiguous
+    assert not pixels.flags.writeable
+    if short_side is None or min(shape) <= short_side:
+        assert np.array_equal(pixels, np.asarray(image))
+    else:
+        expected = image.resize(scaled(image.size, short_side), Image.Resampling.BILINEAR)
+        assert np.abs(pixels.astype(int) - np.asarray(expected)).max() <= 1
 
 
 @pytest.mark.parametrize("short_side", [32, 48, 96])
@@ -136,3 +154,14 @@ def test_the_decoder_has_a_version(monkeypatch: pytest.MonkeyPatch) -> None:
     before = decoder_id()
     monkeypatch.setattr(PIL, "__version__", "another")
     assert decoder_id() != before
+
+
+@pytest.mark.parametrize("capability", ["default", "avx2"])
+def test_scaling_gives_the_same_bits_without_vector_instructions(capability: str) -> None:
+    """Nodes of different processors keep the same pixels."""
+    code = "import sys, zlib; from lightning_sparse.data.decode import decode as d; "
+    code += "print(zlib.crc32(d(sys.stdin.buffer.read(), 100)))"
+    data = jpeg(9, 300, 401)
+    environment = {**os.environ, "ATEN_CPU_CAPABILITY": capability}
+    found = subprocess.run([sys.executable, "-c", code], input=data, capture_output=True, env=environment, check=True)
+    assert int(found.stdout) == zlib.crc32(decode(data, 100))

@@ -9,13 +9,13 @@ import pytest
 import torch
 
 from lightning_sparse.data.pipeline.augment import Augment
-from lightning_sparse.data.pipeline.backend import installed_backends
+from lightning_sparse.data.pipeline.backend import has_dali
 from lightning_sparse.data.pipeline.batch import Transform
 from tests.data.fake_store import FolderStore
 from tests.data.pictures import make_folder
 from tests.data.test_pipelines import requests
 
-needs_dali = pytest.mark.skipif("dali" not in installed_backends(), reason="DALI is not installed")
+needs_dali = pytest.mark.skipif(not has_dali(), reason="DALI is not installed")
 GRAY = Transform(augment=Augment(seed=3), mean=(0, 0, 0), std=(1 / 255,) * 3)  # levels of gray
 
 
@@ -56,7 +56,7 @@ def test_batches_outlive_the_ones_that_follow(tmp_path: Path) -> None:
 
 
 @pytest.mark.gpu
-def test_torchvision_normalises_on_the_gpu(tmp_path: Path) -> None:
+def test_torch_normalises_on_the_gpu(tmp_path: Path) -> None:
     from lightning_sparse.data.pipeline.backend_torch import TorchPipeline
 
     store = FolderStore(make_folder(tmp_path) / "train")

@@ -1,4 +1,4 @@
-"""DALI and torchvision: the same samples, labels and crops; nothing frozen, nothing left behind."""
+"""DALI and torch: the same samples, labels and crops; nothing frozen, nothing left behind."""
 
 from __future__ import annotations
 
@@ -20,7 +20,6 @@ from lightning_sparse.data.pipeline.batch import BatchRequest, Transform, prepar
 from tests.data.fake_store import FolderStore
 from tests.data.pictures import make_folder
 
-pytest.importorskip("torchvision", reason="one of the two backends")
 FORMATS = ["decoded", "jpeg"]
 BACKENDS = [
     "torch",

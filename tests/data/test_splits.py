@@ -22,8 +22,6 @@ from tests.data.small import jpeg, make_folder
 from tests.data.stores import config_of
 from tests.helpers.distributed import run_ranks
 
-pytest.importorskip("torchvision", reason="makes the batches")
-
 
 @pytest.fixture
 def sessions() -> Iterator[list[Session]]:

@@ -1,6 +1,6 @@
 """Random crops and flips for a batch, as a pure function of (seed, epoch, index).
 
-Both backends use these crops, so DALI and torchvision cut the same region of a sample, and the augmentation does not
+Both backends use these crops, so DALI and torch cut the same region of a sample, and the augmentation does not
 depend on the batch, the rank or the number of nodes. The distribution is that of torchvision's RandomResizedCrop: ten
 attempts to draw an area and an aspect ratio that fit, else the largest crop in the centre.
 """

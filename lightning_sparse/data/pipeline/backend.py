@@ -1,6 +1,5 @@
-"""Chooses and makes the backend that turns images into batches: DALI or torchvision."""
+"""Chooses and makes the backend that turns images into batches: DALI or torch."""
 
-from collections.abc import Set
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, get_args
 
@@ -17,7 +16,6 @@ from lightning_sparse.data.sample import Format, SampleReader
 Backend = Literal["auto", "dali", "torch"]
 Chosen = Literal["dali", "torch"]
 BACKENDS = get_args(Backend)
-NAMES = {"dali": "DALI", "torch": "torchvision"}
 SMALL = 40  # size of images up to which DALI is faster on a CPU, measured between 32 and 56
 
 
@@ -79,40 +77,36 @@ class Known(NamedTuple):
         return cls(store.format, sizes.largest, shorter >= 2 * DRAFT * store.short_side)
 
 
-def installed_backends() -> frozenset[str]:
-    """Return the backends that this process can use."""
-    modules = {"dali": "nvidia.dali", "torch": "torchvision"}
-    return frozenset(backend for backend, module in modules.items() if is_installed(module))
+def has_dali() -> bool:
+    """Whether this process can use DALI."""
+    return is_installed("nvidia.dali")
 
 
 def choose_backend(
-    wanted: Backend, device: torch.device, known: Known, *, installed: Set[str], kept: str | None = None
+    wanted: Backend, device: torch.device, known: Known, *, has_dali: bool, kept: str | None = None
 ) -> tuple[Chosen, str]:
     """Return the backend and the reason for it, a pure function.
 
     Args:
-        installed: backends that all ranks have.
+        has_dali: whether all ranks have DALI.
         kept: backend of the run that this one continues.
 
     Raises:
-        ValueError: if the backend is not installed.
+        ValueError: if DALI is wanted and not installed.
     """
-    if wanted == "dali" and "dali" not in installed:
+    if wanted == "dali" and not has_dali:
         raise ValueError(
             'backend="dali" needs DALI on all ranks: `pip install nvidia-dali-cuda130`, or use backend="auto".'
         )
-    if not installed or (wanted == "torch" and "torch" not in installed):
-        raise ValueError(f"backend={wanted!r} needs torchvision on all ranks: `pip install torchvision`.")
     if wanted != "auto":
         return wanted, "as requested"
-    if kept in installed:
+    if kept == "dali" and not has_dali:
+        return "torch", "DALI, which this run began with and which resizes slightly differently, is not installed"
+    if kept is not None:
         return "dali" if kept == "dali" else "torch", "as in the run that this one continues"
     fastest, reason = _fastest(device, known)
-    if fastest not in installed:
-        fastest, missing = ("torch" if fastest == "dali" else "dali"), NAMES[fastest]
-        reason = f"{missing}, which would be faster, is not installed on all ranks"
-    if kept is not None:
-        reason = f"{NAMES[kept]}, which this run began with and which resizes slightly differently, is not installed"
+    if fastest == "dali" and not has_dali:
+        return "torch", "DALI, which would be faster, is not installed on all ranks"
     return fastest, reason
 
 
@@ -123,9 +117,9 @@ def _fastest(device: torch.device, known: Known) -> tuple[Chosen, str]:
     if known.format == "jpeg":
         if known.scaled:
             return "torch", "on a CPU it decodes large JPEG files faster than DALI, at half their size or less"
-        return "dali", "on a CPU it decodes JPEG files faster than torchvision, only the part in the crop"
+        return "dali", "on a CPU it decodes JPEG files faster than torch, only the part in the crop"
     if known.size <= SMALL:
-        return "dali", "on a CPU it is faster than torchvision for small images"
+        return "dali", "on a CPU it is faster than torch for small images"
     return "torch", "on a CPU it resizes faster than DALI"
 
 

@@ -13,7 +13,7 @@ JPEG                 decode only the crop -> the same           mixed decode of 
 For decoded images, the reading thread copies the crop out of the store. This is faster than DALI's slice, and on a GPU
 only the crop is uploaded. A region of interest of the resize would use pixels from outside the crop at its edges.
 
-DALI reads no files and draws no random numbers: `augment` computes the crops, as for torchvision.
+DALI reads no files and draws no random numbers: `augment` computes the crops, as for torch.
 """
 
 import threading

@@ -1,4 +1,4 @@
-"""Batches through torchvision, in threads of this process.
+"""Batches through torch, in threads of this process.
 
 Reading, decoding and resizing release the GIL, the memory tier is read without a copy, and nothing is pickled. Each
 thread makes whole batches, and one more batch than threads is made ahead of the training step. Whole-array work uses
@@ -15,16 +15,15 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torchvision.transforms.v2 import functional as F
 
-from lightning_sparse.data.decode import decode
+from lightning_sparse.data.decode import decode, resized
 from lightning_sparse.data.pipeline.batch import Batch, BatchRequest, PreparedBatch, Transform, prepare
 from lightning_sparse.data.pipeline.prefetch import prefetch_map
 from lightning_sparse.data.sample import SampleReader
 
 
 class TorchPipeline:
-    """Makes batches with torchvision.
+    """Makes batches with torch.
 
     Args:
         threads: number of batches made at the same time.
@@ -68,7 +67,7 @@ class TorchPipeline:
         else:
             images, put = torch.empty((count, size, size, 3), dtype=torch.uint8, pin_memory=self._pin), _copy
         for position, target in enumerate(images.numpy()):
-            image = resized(prepared, position, self._store.format)
+            image = cropped(prepared, position, self._store.format)
             put(image[:, ::-1] if prepared.crops.flip[position] else image, target)
         return images, prepared.labels.pin_memory() if self._pin else prepared.labels
 
@@ -117,14 +116,10 @@ class BufferPool:
         return array
 
 
-def resized(prepared: PreparedBatch, position: int, store_format: str) -> NDArray[np.uint8]:
+def cropped(prepared: PreparedBatch, position: int, store_format: str) -> NDArray[np.uint8]:
     """Return the crop of an image at its final size, not flipped, uint8 [size, size, 3]."""
     image = prepared.images[position]
     if store_format == "jpeg":
         image = decode(image.tobytes(), prepared.short_side)
     top, left, height, width = (each[position] for each in prepared.crops[:4])
-    crop = image[top : top + height, left : left + width].copy()
-    # channels last: torch resizes uint8 with vector instructions in this layout
-    tensor = F.resize(torch.from_numpy(crop).permute(2, 0, 1), [prepared.size, prepared.size], antialias=True)
-    pixels: NDArray[np.uint8] = tensor.permute(1, 2, 0).contiguous().numpy()
-    return pixels
+    return resized(image[top : top + height, left : left + width].copy(), prepared.size, prepared.size)
