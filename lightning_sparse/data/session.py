@@ -154,7 +154,7 @@ class Session:
         """Choose the same backend on all ranks, from what all of them know."""
         everywhere = all(on_all_ranks(has_dali))
         subset = self.train or self.val or self.test
-        known = Known.of(subset.store, options.sizes, subset.store.manifest.probed) if subset is not None else Known()
+        known = Known.of(subset.store, subset.store.manifest.probed) if subset is not None else Known()
         kept, device = self.backend, self.device
         self.backend, reason = choose_backend(options.backend, device, known, has_dali=everywhere, kept=kept)
         self.log_once(f"backend={self.backend!r}: {reason}")

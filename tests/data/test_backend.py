@@ -13,31 +13,28 @@ import torch
 
 from lightning_sparse.data import session
 from lightning_sparse.data.pipeline.backend import Known, choose_backend
-from lightning_sparse.data.pipeline.sizes import ImageSizes
 from tests.data.fake_store import FolderStore
 from tests.data.fits import data, fitted, module, saver, trainer
 from tests.data.pictures import numbered_folder
 from tests.helpers.distributed import run_ranks
 
 FLAVOUR = "pytorch_lightning"
-SMALL, PHOTOGRAPHS = Known("decoded", 32), Known("decoded", 224)
-FILES, LARGE_FILES = Known("jpeg", 224), Known("jpeg", 224, scaled=True)
+PIXELS, FILES, LARGE_FILES = Known("decoded"), Known("jpeg"), Known("jpeg", scaled=True)
 
 
 @pytest.mark.parametrize(
     ("wanted", "device", "known", "has_dali", "kept", "chosen", "why"),
     [
-        ("auto", "cpu", PHOTOGRAPHS, True, None, "torch", "it resizes faster than DALI"),
-        ("auto", "cpu", SMALL, True, None, "dali", "faster than torch for small images"),
+        ("auto", "cpu", PIXELS, True, None, "torch", "it resizes faster than DALI"),
         ("auto", "cpu", FILES, True, None, "dali", "only the part in the crop"),
         ("auto", "cpu", LARGE_FILES, True, None, "torch", "at half their size or less"),
-        ("auto", "cuda:0", PHOTOGRAPHS, True, None, "dali", "it runs on the GPU"),
-        ("auto", "cuda:0", PHOTOGRAPHS, False, None, "torch", "DALI, which would be faster, is not installed"),
-        ("auto", "cpu", PHOTOGRAPHS, False, None, "torch", "it resizes faster than DALI"),
-        ("torch", "cuda:0", PHOTOGRAPHS, True, "dali", "torch", "as requested"),
-        ("auto", "cpu", PHOTOGRAPHS, True, "dali", "dali", "as in the run that this one continues"),
-        ("auto", "cpu", PHOTOGRAPHS, False, "dali", "torch", "DALI, which this run began with"),
-        ("dali", "cpu", PHOTOGRAPHS, True, "torch", "dali", "as requested"),
+        ("auto", "cuda:0", PIXELS, True, None, "dali", "it runs on the GPU"),
+        ("auto", "cuda:0", PIXELS, False, None, "torch", "DALI, which would be faster, is not installed"),
+        ("auto", "cpu", FILES, False, None, "torch", "DALI, which would be faster, is not installed"),
+        ("torch", "cuda:0", PIXELS, True, "dali", "torch", "as requested"),
+        ("auto", "cpu", PIXELS, True, "dali", "dali", "as in the run that this one continues"),
+        ("auto", "cpu", PIXELS, False, "dali", "torch", "DALI, which this run began with"),
+        ("dali", "cpu", PIXELS, True, "torch", "dali", "as requested"),
     ],
 )
 def test_the_backend_is_chosen_for_a_reason(
@@ -50,25 +47,25 @@ def test_the_backend_is_chosen_for_a_reason(
 
 def test_what_is_known_of_files_says_whether_libjpeg_scales_them(tmp_path: Path) -> None:
     store, probed = FolderStore(tmp_path, "jpeg", 64), np.array([[1, 255, 900], [1, 256, 300], [1, 900, 256]])
-    assert Known.of(store, ImageSizes({0: 32, 2: 56}), probed) == Known("jpeg", 56, True)
-    assert Known.of(store, ImageSizes(56), probed[:1]) == Known("jpeg", 56, False)
-    assert Known.of(store, ImageSizes(56), probed[:0]) == Known("jpeg", 56, False)
+    assert Known.of(store, probed) == Known("jpeg", True)
+    assert Known.of(store, probed[:1]) == Known("jpeg", False)
+    assert Known.of(store, probed[:0]) == Known("jpeg", False)
 
 
 def test_dali_is_refused_if_it_is_not_installed() -> None:
     with pytest.raises(ValueError, match="pip install nvidia-dali"):
-        choose_backend("dali", torch.device("cpu"), PHOTOGRAPHS, has_dali=False)
+        choose_backend("dali", torch.device("cpu"), PIXELS, has_dali=False)
 
 
 def chosen(folder: str, without: list[int]) -> list[Any]:
-    """The backends of a run and of one that goes on. `without`: ranks that have no DALI."""
+    """The backends of a run that continues one with DALI, and of a new one. `without`: ranks that lack DALI by then."""
     root, rank = Path(folder), int(os.environ["RANK"])
-    session.has_dali = lambda: rank not in without  # type: ignore[assignment]
     callback = saver(FLAVOUR, root, "first", every_n_epochs=1)
-    _, t = fitted(FLAVOUR, root, max_epochs=1, callbacks=[callback], enable_checkpointing=True)
+    fitted(FLAVOUR, root, {"backend": "dali"}, max_epochs=1, callbacks=[callback], enable_checkpointing=True)
+    session.has_dali = lambda: rank not in without  # type: ignore[assignment]
     used = []
     for path in (root / "first.ckpt", None):
-        given = data(FLAVOUR, root, image_size={0: 16, 5: 224})
+        given = data(FLAVOUR, root)
         begin = given.train_dataloader
         given.train_dataloader = lambda given=given, begin=begin: used.append(given._session.backend) or begin()
         trainer(FLAVOUR, max_epochs=2).fit(module(FLAVOUR), given, ckpt_path=path)
@@ -84,6 +81,6 @@ def chosen(folder: str, without: list[int]) -> list[Any]:
 def test_all_ranks_choose_alike_and_a_resumed_run_keeps_the_choice(
     tmp_path: Path, without: list[int], expected: list[str]
 ) -> None:
-    """Of images of 16 pixels, DALI; of those of 224, torch."""
+    """A new run would use torch on a CPU."""
     numbered_folder(tmp_path / "source")
     assert run_ranks(chosen, str(tmp_path), without, nodes=1, devices=2, timeout=120, init=False) == [expected] * 2

@@ -16,7 +16,6 @@ from lightning_sparse.data.sample import Format, SampleReader
 Backend = Literal["auto", "dali", "torch"]
 Chosen = Literal["dali", "torch"]
 BACKENDS = get_args(Backend)
-SMALL = 40  # size of images up to which DALI is faster on a CPU, measured between 32 and 56
 
 
 class MadePipeline(NamedTuple):
@@ -62,19 +61,17 @@ class Known(NamedTuple):
 
     Attributes:
         format: of the samples in memory.
-        size: largest height and width of the images in a batch.
         scaled: whether libjpeg can scale files down to the short side while it decodes them, to 1/2 or less.
     """
 
     format: Format = "decoded"
-    size: int = 224
     scaled: bool = False
 
     @classmethod
-    def of(cls, store: SampleReader, sizes: ImageSizes, probed: NDArray[np.int64]) -> "Known":
+    def of(cls, store: SampleReader, probed: NDArray[np.int64]) -> "Known":
         """probed: size, height and width of some of the files."""
         shorter = float(np.median(probed[:, 1:].min(1))) if len(probed) else 0.0
-        return cls(store.format, sizes.largest, shorter >= 2 * DRAFT * store.short_side)
+        return cls(store.format, shorter >= 2 * DRAFT * store.short_side)
 
 
 def has_dali() -> bool:
@@ -114,13 +111,11 @@ def _fastest(device: torch.device, known: Known) -> tuple[Chosen, str]:
     """Return the faster backend, as measured by `benchmarks/data_backends.py`."""
     if device.type == "cuda":
         return "dali", "it runs on the GPU"
-    if known.format == "jpeg":
-        if known.scaled:
-            return "torch", "on a CPU it decodes large JPEG files faster than DALI, at half their size or less"
-        return "dali", "on a CPU it decodes JPEG files faster than torch, only the part in the crop"
-    if known.size <= SMALL:
-        return "dali", "on a CPU it is faster than torch for small images"
-    return "torch", "on a CPU it resizes faster than DALI"
+    if known.format != "jpeg":
+        return "torch", "on a CPU it resizes faster than DALI"
+    if known.scaled:
+        return "torch", "on a CPU it decodes large JPEG files faster than DALI, at half their size or less"
+    return "dali", "on a CPU it decodes JPEG files faster than torch, only the part in the crop"
 
 
 def make_pipeline(
