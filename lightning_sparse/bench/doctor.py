@@ -29,6 +29,7 @@ EXTRAS = {
     "lmdb": "the disk cache",
     "pyzmq": "samples from other nodes' memory",
     "xxhash": "cache checksums",
+    "simplejpeg": "faster JPEG decoding",
 }
 SLOW_SETTINGS = {
     "CUDA_LAUNCH_BLOCKING": "every kernel launch blocks, so nothing overlaps; unset it unless debugging",

@@ -7,12 +7,13 @@ import os
 import subprocess
 import sys
 import zlib
+from typing import Any
 
 import numpy as np
 import pytest
 from PIL import Image
 
-from lightning_sparse.data.decode import UndecodableError, decode, decoder_id, probe, scaled
+from lightning_sparse.data.decode import UndecodableError, _plain_jpeg, decode, decoder_id, probe, scaled
 from tests.data.small import jpeg, picture
 
 
@@ -154,6 +155,50 @@ def test_the_decoder_has_a_version(monkeypatch: pytest.MonkeyPatch) -> None:
     before = decoder_id()
     monkeypatch.setattr(PIL, "__version__", "another")
     assert decoder_id() != before
+
+
+def without_simplejpeg(monkeypatch: pytest.MonkeyPatch, data: bytes) -> Any:
+    """The pixels that Pillow makes, or what it says."""
+    with monkeypatch.context() as patch:
+        patch.setattr("lightning_sparse.data.decode.HAS_SIMPLEJPEG", False)
+        return decoded(data)
+
+
+def decoded(data: bytes) -> Any:
+    try:
+        return decode(data, 100).tobytes()
+    except UndecodableError as error:
+        return str(error)
+
+
+@pytest.mark.parametrize("mode", ["RGB", "L", "CMYK"])
+@pytest.mark.parametrize("progressive", [False, True])
+@pytest.mark.parametrize("subsampling", [0, 1, 2])
+@pytest.mark.parametrize("shape", [(1, 1), (17, 33), (251, 250), (500, 700)])
+def test_simplejpeg_gives_the_pixels_of_pillow(
+    monkeypatch: pytest.MonkeyPatch, shape: tuple[int, int], subsampling: int, progressive: bool, mode: str
+) -> None:
+    pytest.importorskip("simplejpeg", reason="it is compared with Pillow")
+    image = picture(1, *shape, mode)
+    data = encoded(image, "JPEG", quality=85, subsampling=subsampling, progressive=progressive, restart_marker_blocks=2)
+    assert decoded(data) == without_simplejpeg(monkeypatch, data)
+    assert (_plain_jpeg(Image.open(io.BytesIO(data)), data) is None) == (mode == "CMYK")
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_simplejpeg_refuses_and_accepts_what_pillow_does(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
+    """Damaged files: cut, changed, with bytes inserted. Pillow shows some of them, with a part gray."""
+    random = np.random.default_rng(seed)
+    whole = jpeg(seed, 120, 160)
+    for _ in range(50):
+        data, place = bytearray(whole), int(random.integers(2, len(whole)))
+        if random.random() < 0.3:
+            del data[place:]
+        elif random.random() < 0.5:
+            data[place : place + 1] = random.bytes(3)
+        else:
+            data[place] ^= 1 << int(random.integers(8))
+        assert decoded(bytes(data)) == without_simplejpeg(monkeypatch, bytes(data))
 
 
 @pytest.mark.parametrize("capability", ["default", "avx2"])
