@@ -19,6 +19,7 @@ import os
 import sys
 import tempfile
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -60,7 +61,7 @@ BLOCK = 5  # steps
 BESIDE = 25  # of ways that exchange beside the next step: the first step of a block hides nothing, and the last waits
 
 
-class Turns:
+class Turns(ABC):
     """What takes turns: blocks of steps, timed, and their bytes counted."""
 
     def __init__(self, steps: int) -> None:
@@ -77,10 +78,10 @@ class Turns:
         self.seconds.append((time.perf_counter() - begin) / steps)
         self.received.append((received_bytes() - before) / steps)
 
-    def step(self) -> None:
-        raise NotImplementedError
+    @abstractmethod
+    def step(self) -> None: ...
 
-    def finish(self) -> None:
+    def finish(self) -> None:  # noqa: B027  # most have nothing under way
         """Wait for what is under way."""
 
 

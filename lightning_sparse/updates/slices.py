@@ -81,19 +81,14 @@ class Slices:
         if now_S is not None:
             model = [now.to(piece.dtype) for now, piece in zip(self.of(now_S), model, strict=True)]
         if model:
-            self._kernels.add_change(own_S, shared_S, model, ahead)
+            _kernels_for(model).add_change(own_S, shared_S, model, ahead)
 
     def write_between(self, own_S: Tensor, shared_S: Tensor, ahead: float) -> None:
         """Write shared_S - ahead * (shared_S - own_S) into the parameters, rounded to their dtypes."""
         model = self.in_parameters()
         if model:
-            self._kernels.write_between(own_S, shared_S, model, ahead)
+            _kernels_for(model).write_between(own_S, shared_S, model, ahead)
             torch.autograd.graph.increment_version(model)  # kernels do not: a graph may have saved what was there
-
-    @property
-    def _kernels(self) -> ModuleType:
-        """Compiled ones take no float64."""
-        return plain if any(parameter.dtype == torch.float64 for parameter, _ in self._pieces) else kernels
 
     def write(self, flat_S: Tensor) -> None:
         """Write a flat tensor into the parameters, rounded to their dtypes."""
@@ -104,6 +99,12 @@ class Slices:
     def rounds(self) -> bool:
         """Whether some parameter holds less than fp32."""
         return any(parameter.dtype != torch.float32 for parameter, _ in self._pieces)
+
+
+def _kernels_for(model: Sequence[Tensor]) -> ModuleType:
+    """Compiled kernels take no float64, and no memory that is not aligned to its elements, such as a mapped file's."""
+    odd = any(piece.dtype == torch.float64 or piece.data_ptr() % piece.element_size() for piece in model)
+    return plain if odd else kernels
 
 
 def _batches(*lists: list[Tensor]) -> Iterator[Sequence[list[Tensor]]]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import re
+import shutil
 import subprocess
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -72,6 +73,15 @@ def build(
         _run(["g++", *FLAGS, *extra, *includes, "-c", "-o", objects[-1], str(source / name)], folder)
     _run(["g++", "-shared", "-o", "kernels.so", *objects], folder)
     return ctypes.CDLL(str(folder / "kernels.so"))
+
+
+def with_fault(folder: Path, file: str, line: str, instead: str) -> Path:
+    """A copy of the sources in `folder`, with one line changed."""
+    shutil.copytree(CSRC, folder / "csrc")
+    text = (CSRC / file).read_text()
+    assert line in text
+    (folder / "csrc" / file).write_text(text.replace(line, instead))
+    return folder / "csrc"
 
 
 def _run(command: list[str], folder: Path) -> None:

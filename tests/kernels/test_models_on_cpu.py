@@ -10,12 +10,11 @@ import pytest
 import torch
 
 from lightning_sparse.kernels import plain
-from tests.kernels.emulation import CSRC, Emulation, EmulationError, build
+from tests.kernels.emulation import CSRC, Emulation, EmulationError, build, with_fault
 from tests.kernels.paths import same_bits
 from tests.kernels.test_models import SHARES, models, pieces_of
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="no g++ on PATH")
-SOURCE = CSRC / "models_cuda.cu"
 MOST = 96  # pieces of a launch
 # What is wrong -> the line, what it becomes, and what is said of it.
 WRONG = {
@@ -29,8 +28,8 @@ WRONG = {
 }
 
 
-def moving(folder: Path, source: Path = SOURCE) -> Emulation:
-    return Emulation(build(folder, kernels=[source], drivers=["driver_models.cpp"]))
+def moving(folder: Path, csrc: Path = CSRC) -> Emulation:
+    return Emulation(build(folder, csrc, kernels=[csrc / "models_cuda.cu"], drivers=["driver_models.cpp"]))
 
 
 @pytest.fixture(scope="module")
@@ -91,10 +90,6 @@ QUICK = ("a piece ends too late", "pieces begin at 0")
 )
 def test_what_is_wrong_is_found(name: str, tmp_path: Path) -> None:
     line, instead, said = WRONG[name]
-    text = SOURCE.read_text()
-    assert line in text
-    (tmp_path / "wrong").mkdir()
-    (tmp_path / "wrong/models_cuda.cu").write_text(text.replace(line, instead))
-    wrong = moving(tmp_path, tmp_path / "wrong/models_cuda.cu")
+    wrong = moving(tmp_path, with_fault(tmp_path, "models_cuda.cu", line, instead))
     with pytest.raises((AssertionError, EmulationError), match=said):
         try_everything(wrong)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from lightning_sparse.kernels import plain
-from tests.kernels.emulation import CSRC, Emulation, EmulationError, build
+from tests.kernels.emulation import Emulation, EmulationError, build, with_fault
 from tests.kernels.paths import DTYPES, inputs, same_bits
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="no g++ on PATH")
@@ -163,11 +163,7 @@ def test_what_finds_the_wrong_ones_passes(emulation: Emulation) -> None:
 )
 def test_what_is_wrong_is_found(name: str, tmp_path: Path) -> None:
     file, line, instead, said = WRONG[name]
-    shutil.copytree(CSRC, tmp_path / "csrc")
-    text = (CSRC / file).read_text()
-    assert line in text
-    (tmp_path / "csrc" / file).write_text(text.replace(line, instead))
-    (tmp_path / "build").mkdir()
-    wrong = Emulation(build(tmp_path / "build", tmp_path / "csrc", flags=["-DLS_MOST_BLOCKS=7"]))
+    csrc = with_fault(tmp_path, file, line, instead)
+    wrong = Emulation(build(tmp_path, csrc, flags=["-DLS_MOST_BLOCKS=7"]))
     with pytest.raises((AssertionError, EmulationError), match=said):
         try_everything(wrong)

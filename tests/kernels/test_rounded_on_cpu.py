@@ -11,12 +11,11 @@ import torch
 from torch import Tensor
 
 from lightning_sparse.kernels import plain
-from tests.kernels.emulation import CSRC, Emulation, EmulationError, build
+from tests.kernels.emulation import CSRC, Emulation, EmulationError, build, with_fault
 from tests.kernels.paths import DTYPES, inputs, same_bits
 from tests.kernels.test_rounded import rows_of
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="no g++ on PATH")
-SOURCE = CSRC / "rounded_cuda.cu"
 # What is wrong -> the line, what it becomes, and what is said of it.
 WRONG = {
     "padding is left out": ("blocks_of(r.padded, kTile)", "blocks_of(source.numel, kTile)", "other bits"),
@@ -39,8 +38,8 @@ WRONG = {
 }
 
 
-def rounding(folder: Path, source: Path = SOURCE) -> Emulation:
-    return Emulation(build(folder, kernels=[source], drivers=["driver_rounded.cpp"]))
+def rounding(folder: Path, csrc: Path = CSRC) -> Emulation:
+    return Emulation(build(folder, csrc, kernels=[csrc / "rounded_cuda.cu"], drivers=["driver_rounded.cpp"]))
 
 
 @pytest.fixture(scope="module")
@@ -123,10 +122,6 @@ QUICK = ("rows end too late", "rows in another order")  # one of each kernel
 )
 def test_what_is_wrong_is_found(name: str, tmp_path: Path) -> None:
     line, instead, said = WRONG[name]
-    text = SOURCE.read_text()
-    assert line in text
-    (tmp_path / "wrong").mkdir()
-    (tmp_path / "wrong/rounded_cuda.cu").write_text(text.replace(line, instead))
-    wrong = rounding(tmp_path, tmp_path / "wrong/rounded_cuda.cu")
+    wrong = rounding(tmp_path, with_fault(tmp_path, "rounded_cuda.cu", line, instead))
     with pytest.raises((AssertionError, EmulationError), match=said):
         try_everything(wrong)

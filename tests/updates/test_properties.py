@@ -232,6 +232,20 @@ def test_a_model_that_is_not_stepped_has_not_changed(ahead: float, dtype: torch.
     assert torch.equal(own_S, before_S)
 
 
+@pytest.mark.parametrize("odd", ["float64", "misaligned"])
+def test_parameters_that_compiled_kernels_refuse(odd: str) -> None:
+    weight = torch.ones(6, dtype=torch.float64)
+    if odd == "misaligned":  # as of a file that is mapped
+        weight = torch.frombuffer(bytearray(25), dtype=torch.float32, offset=1)
+        assert weight.data_ptr() % 4, "the test tests nothing"
+    slices, shared_S, own_S = Slices([weight], [Part(0, 0, 6)]), torch.zeros(6), torch.full((6,), 2.0)
+    slices.write_between(own_S, shared_S, 0.5)
+    assert weight.eq(1).all()
+    weight += 1
+    slices.add_change(own_S, shared_S, 0.5)
+    assert own_S.eq(3).all()
+
+
 @pytest.mark.parametrize("ahead", [1.0, 0.5])
 def test_a_graph_knows_that_the_model_was_written(ahead: float) -> None:
     """Backward through weights that are no longer there is an error of autograd's, not a wrong gradient."""
