@@ -24,7 +24,7 @@ from lightning_sparse.data.config import CacheConfig
 from lightning_sparse.data.options import DataOptions
 from lightning_sparse.data.peers.collectives import find_topology, on_all_ranks, on_rank_zero
 from lightning_sparse.data.peers.interface import node_address, reachable
-from lightning_sparse.data.pipeline.backend import ImageOptions, Known, choose_backend, has_dali
+from lightning_sparse.data.pipeline.backend import ImageOptions, choose_backend, has_dali
 from lightning_sparse.data.pipeline.batch import Pipeline
 from lightning_sparse.data.pipeline.loader import EvalLoader, TrainLoader
 from lightning_sparse.data.pipeline.sampler import Indices, Sampler, SamplerConfig, evaluation_batches
@@ -151,12 +151,9 @@ class Session:
         return self._stores[-1]
 
     def _choose_backend(self, options: ImageOptions) -> None:
-        """Choose the same backend on all ranks, from what all of them know."""
+        """Choose the same backend on all ranks."""
         everywhere = all(on_all_ranks(has_dali))
-        subset = self.train or self.val or self.test
-        known = Known.of(subset.store, subset.store.manifest.probed) if subset is not None else Known()
-        kept, device = self.backend, self.device
-        self.backend, reason = choose_backend(options.backend, device, known, has_dali=everywhere, kept=kept)
+        self.backend, reason = choose_backend(options.backend, self.device, has_dali=everywhere, kept=self.backend)
         self.log_once(f"backend={self.backend!r}: {reason}")
         self.options = replace(self.options, samples=replace(options, backend=self.backend))
 

@@ -7,54 +7,43 @@ import os
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
 from lightning_sparse.data import session
-from lightning_sparse.data.pipeline.backend import Known, choose_backend
-from tests.data.fake_store import FolderStore
+from lightning_sparse.data.pipeline.backend import choose_backend
 from tests.data.fits import data, fitted, module, saver, trainer
 from tests.data.pictures import numbered_folder
 from tests.helpers.distributed import run_ranks
 
 FLAVOUR = "pytorch_lightning"
-PIXELS, FILES, LARGE_FILES = Known("decoded"), Known("jpeg"), Known("jpeg", scaled=True)
 
 
 @pytest.mark.parametrize(
-    ("wanted", "device", "known", "has_dali", "kept", "chosen", "why"),
+    ("wanted", "device", "has_dali", "kept", "chosen", "why"),
     [
-        ("auto", "cpu", PIXELS, True, None, "torch", "it resizes faster than DALI"),
-        ("auto", "cpu", FILES, True, None, "dali", "only the part in the crop"),
-        ("auto", "cpu", LARGE_FILES, True, None, "torch", "at half their size or less"),
-        ("auto", "cuda:0", PIXELS, True, None, "dali", "it runs on the GPU"),
-        ("auto", "cuda:0", PIXELS, False, None, "torch", "DALI, which would be faster, is not installed"),
-        ("auto", "cpu", FILES, False, None, "torch", "DALI, which would be faster, is not installed"),
-        ("torch", "cuda:0", PIXELS, True, "dali", "torch", "as requested"),
-        ("auto", "cpu", PIXELS, True, "dali", "dali", "as in the run that this one continues"),
-        ("auto", "cpu", PIXELS, False, "dali", "torch", "DALI, which this run began with"),
-        ("dali", "cpu", PIXELS, True, "torch", "dali", "as requested"),
+        ("auto", "cpu", True, None, "torch", "on a CPU it is faster than DALI"),
+        ("auto", "cpu", False, None, "torch", "on a CPU it is faster than DALI"),
+        ("auto", "cuda:0", True, None, "dali", "it runs on the GPU"),
+        ("auto", "cuda:0", False, None, "torch", "DALI, which runs on the GPU, is not installed"),
+        ("auto", "cpu", True, "dali", "dali", "as in the run that this one continues"),
+        ("auto", "cuda:0", True, "torch", "torch", "as in the run that this one continues"),
+        ("auto", "cpu", False, "dali", "torch", "DALI, which this run began with"),
+        ("dali", "cpu", True, "torch", "dali", "as requested"),
+        ("torch", "cuda:0", True, "dali", "torch", "as requested"),
     ],
 )
 def test_the_backend_is_chosen_for_a_reason(
-    wanted: Any, device: str, known: Known, has_dali: bool, kept: str | None, chosen: str, why: str
+    wanted: Any, device: str, has_dali: bool, kept: str | None, chosen: str, why: str
 ) -> None:
-    name, reason = choose_backend(wanted, torch.device(device), known, has_dali=has_dali, kept=kept)
+    name, reason = choose_backend(wanted, torch.device(device), has_dali=has_dali, kept=kept)
     assert name == chosen
     assert why in reason
 
 
-def test_what_is_known_of_files_says_whether_libjpeg_scales_them(tmp_path: Path) -> None:
-    store, probed = FolderStore(tmp_path, "jpeg", 64), np.array([[1, 255, 900], [1, 256, 300], [1, 900, 256]])
-    assert Known.of(store, probed) == Known("jpeg", True)
-    assert Known.of(store, probed[:1]) == Known("jpeg", False)
-    assert Known.of(store, probed[:0]) == Known("jpeg", False)
-
-
 def test_dali_is_refused_if_it_is_not_installed() -> None:
     with pytest.raises(ValueError, match="pip install nvidia-dali"):
-        choose_backend("dali", torch.device("cpu"), PIXELS, has_dali=False)
+        choose_backend("dali", torch.device("cpu"), has_dali=False)
 
 
 def chosen(folder: str, without: list[int]) -> list[Any]:

@@ -140,7 +140,7 @@ def test_bytes_by_tier_reach_the_logger_and_the_summary(results: Results, folder
 def test_rank_zero_says_what_it_chose_and_where_samples_came_from(results: Results) -> None:
     text = "\n".join(results[0]["epochs"]["lines"])
     assert [line for line in results[0]["epochs"]["lines"] if line.startswith("backend=")] == [
-        "backend='torch': on a CPU it resizes faster than DALI"
+        "backend='torch': on a CPU it is faster than DALI"
     ] * 4
     assert "120 samples, global batch 20, shuffle='global': 6 steps per epoch, with 0 samples" in text
     assert text.count("samples by tier and epoch, all nodes") == 4

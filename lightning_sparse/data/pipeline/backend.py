@@ -3,15 +3,12 @@
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, get_args
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from lightning_sparse.data.config import is_installed
-from lightning_sparse.data.decode import DRAFT
 from lightning_sparse.data.pipeline.batch import Pipeline, Transform
 from lightning_sparse.data.pipeline.sizes import ImageSizes
-from lightning_sparse.data.sample import Format, SampleReader
+from lightning_sparse.data.sample import SampleReader
 
 Backend = Literal["auto", "dali", "torch"]
 Chosen = Literal["dali", "torch"]
@@ -56,33 +53,17 @@ class ImageOptions:
         return MadePipeline(pipeline, f"samples in memory as {store.format}")
 
 
-class Known(NamedTuple):
-    """What the choice of a backend depends on, the same on all ranks.
-
-    Attributes:
-        format: of the samples in memory.
-        scaled: whether libjpeg can scale files down to the short side while it decodes them, to 1/2 or less.
-    """
-
-    format: Format = "decoded"
-    scaled: bool = False
-
-    @classmethod
-    def of(cls, store: SampleReader, probed: NDArray[np.int64]) -> "Known":
-        """probed: size, height and width of some of the files."""
-        shorter = float(np.median(probed[:, 1:].min(1))) if len(probed) else 0.0
-        return cls(store.format, shorter >= 2 * DRAFT * store.short_side)
-
-
 def has_dali() -> bool:
     """Whether this process can use DALI."""
     return is_installed("nvidia.dali")
 
 
 def choose_backend(
-    wanted: Backend, device: torch.device, known: Known, *, has_dali: bool, kept: str | None = None
+    wanted: Backend, device: torch.device, *, has_dali: bool, kept: str | None = None
 ) -> tuple[Chosen, str]:
     """Return the backend and the reason for it, a pure function.
+
+    On a CPU torch is faster (`benchmarks/data_backends.py`).
 
     Args:
         has_dali: whether all ranks have DALI.
@@ -101,21 +82,11 @@ def choose_backend(
         return "torch", "DALI, which this run began with and which resizes slightly differently, is not installed"
     if kept is not None:
         return "dali" if kept == "dali" else "torch", "as in the run that this one continues"
-    fastest, reason = _fastest(device, known)
-    if fastest == "dali" and not has_dali:
-        return "torch", "DALI, which would be faster, is not installed on all ranks"
-    return fastest, reason
-
-
-def _fastest(device: torch.device, known: Known) -> tuple[Chosen, str]:
-    """Return the faster backend, as measured by `benchmarks/data_backends.py`."""
-    if device.type == "cuda":
-        return "dali", "it runs on the GPU"
-    if known.format != "jpeg":
-        return "torch", "on a CPU it resizes faster than DALI"
-    if known.scaled:
-        return "torch", "on a CPU it decodes large JPEG files faster than DALI, at half their size or less"
-    return "dali", "on a CPU it decodes JPEG files faster than torch, only the part in the crop"
+    if device.type != "cuda":
+        return "torch", "on a CPU it is faster than DALI"
+    if not has_dali:
+        return "torch", "DALI, which runs on the GPU, is not installed on all ranks"
+    return "dali", "it runs on the GPU"
 
 
 def make_pipeline(
