@@ -69,7 +69,7 @@ def decode_sized(data: bytes, short_side: int | None = None) -> tuple[npt.NDArra
         if wanted != stored:
             # libjpeg scales by 1/2, 1/4, 1/8 while it decodes, which takes less time
             image.draft(None, (DRAFT * wanted[0], DRAFT * wanted[1]))
-        pixels = _plain_jpeg(image, data) if image.size == stored and orientation == 1 else None
+        pixels = _plain_jpeg(image, data) if orientation == 1 else None
         if pixels is None:
             pixels = np.array(_upright(_rgb(image), orientation))
         pixels = resized(pixels, *_upright_size(wanted, orientation))
@@ -133,16 +133,17 @@ def _opened(data: bytes) -> Iterator[Image.Image]:
 
 
 def _plain_jpeg(image: Image.Image, data: bytes) -> npt.NDArray[np.uint8] | None:
-    """Decode a JPEG file that Pillow has opened without its streams and copies; None if only Pillow can."""
+    """Decode a JPEG file to the size that Pillow would, without its streams and copies; None if only Pillow can."""
     if not HAS_SIMPLEJPEG or image.format != "JPEG" or image.mode not in ("L", "RGB"):
         return None
     import simplejpeg
 
     try:
-        pixels: npt.NDArray[np.uint8] = simplejpeg.decode_jpeg(data, "RGB")
+        width, height = image.size  # what draft() made of it
+        pixels: npt.NDArray[np.uint8] = simplejpeg.decode_jpeg(data, "RGB", min_height=height, min_width=width)
     except ValueError:  # also of what libjpeg only warns of, which Pillow accepts
         return None
-    return pixels
+    return pixels if pixels.shape == (height, width, 3) else None
 
 
 def _rgb(image: Image.Image) -> Image.Image:

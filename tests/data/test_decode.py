@@ -157,16 +157,16 @@ def test_the_decoder_has_a_version(monkeypatch: pytest.MonkeyPatch) -> None:
     assert decoder_id() != before
 
 
-def without_simplejpeg(monkeypatch: pytest.MonkeyPatch, data: bytes) -> Any:
+def without_simplejpeg(monkeypatch: pytest.MonkeyPatch, data: bytes, short_side: int = 100) -> Any:
     """The pixels that Pillow makes, or what it says."""
     with monkeypatch.context() as patch:
         patch.setattr("lightning_sparse.data.decode.HAS_SIMPLEJPEG", False)
-        return decoded(data)
+        return decoded(data, short_side)
 
 
-def decoded(data: bytes) -> Any:
+def decoded(data: bytes, short_side: int = 100) -> Any:
     try:
-        return decode(data, 100).tobytes()
+        return decode(data, short_side).tobytes()
     except UndecodableError as error:
         return str(error)
 
@@ -181,7 +181,8 @@ def test_simplejpeg_gives_the_pixels_of_pillow(
     pytest.importorskip("simplejpeg", reason="it is compared with Pillow")
     image = picture(1, *shape, mode)
     data = encoded(image, "JPEG", quality=85, subsampling=subsampling, progressive=progressive, restart_marker_blocks=2)
-    assert decoded(data) == without_simplejpeg(monkeypatch, data)
+    for short_side in (10, 30, 60, 100, 1000):  # scaled to 1/8, 1/4 and 1/2 while they are decoded, or not
+        assert decoded(data, short_side) == without_simplejpeg(monkeypatch, data, short_side)
     assert (_plain_jpeg(Image.open(io.BytesIO(data)), data) is None) == (mode == "CMYK")
 
 
