@@ -7,6 +7,7 @@ from types import ModuleType
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from lightning_sparse import kernels
 from lightning_sparse.fsdp.shards import memory_of_part
@@ -35,6 +36,8 @@ class Slices:
         ]
         self._sizes = [part.end - part.begin for _, part in self._pieces]
         self.numel = sum(self._sizes)
+        self._views: list[Tensor] = []
+        self._seen: list[object] = []  # where the parameters of the views were
 
     def named(self, names: dict[int, str]) -> list[tuple[str, int, int]]:
         """The pieces as (name, begin, end), given the parameters' names by ``id()``."""
@@ -50,8 +53,13 @@ class Slices:
         return list(torch.split(flat_S, self._sizes)) if self._sizes else []
 
     def in_parameters(self) -> list[Tensor]:
-        """Views of the parameters' memory, one a piece."""
-        return [memory_of_part(parameter, part) for parameter, part in self._pieces]
+        """Views of the parameters' memory, one a piece. Kept while the parameters stay where they are: to make them
+        takes longer than to use them, for models of many small parameters."""
+        places = [_place_of(parameter) for parameter, _ in self._pieces]
+        if places != self._seen or None in places:
+            self._views = [memory_of_part(parameter, part) for parameter, part in self._pieces]
+            self._seen = places
+        return self._views
 
     def read(self) -> Tensor:
         """The parameters as they are, fp32."""
@@ -99,6 +107,13 @@ class Slices:
     def rounds(self) -> bool:
         """Whether some parameter holds less than fp32."""
         return any(parameter.dtype != torch.float32 for parameter, _ in self._pieces)
+
+
+def _place_of(parameter: Tensor) -> object:
+    """What a view of its memory depends on; None of a sharded parameter, which tells it as slowly as it makes one."""
+    if isinstance(parameter, DTensor):
+        return None
+    return parameter.data_ptr(), parameter.dtype, parameter.shape, parameter.stride()
 
 
 def _kernels_for(model: Sequence[Tensor]) -> ModuleType:

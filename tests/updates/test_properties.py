@@ -232,6 +232,25 @@ def test_a_model_that_is_not_stepped_has_not_changed(ahead: float, dtype: torch.
     assert torch.equal(own_S, before_S)
 
 
+@pytest.mark.parametrize("change", ["other memory", "bfloat16", "swapped"])
+def test_parameters_that_move_are_followed(change: str) -> None:
+    weight, flat_S = nn.Parameter(torch.zeros(4, 6)), torch.arange(24.0)
+    slices = Slices([weight], [Part(0, 0, 24)])
+    slices.write(flat_S + 1)
+    if change == "other memory":
+        weight.data = torch.zeros(4, 6)
+    elif change == "bfloat16":
+        weight.data = weight.data.bfloat16()
+    else:
+        torch.utils.swap_tensors(weight, nn.Parameter(torch.zeros(4, 6)))
+    slices.write(flat_S)
+    assert torch.equal(weight.detach().flatten().float(), flat_S)
+    assert torch.equal(slices.read(), flat_S)
+    weight.data = torch.zeros(4, 12)[:, ::2]
+    with pytest.raises(ValueError, match="has gaps or overlaps"):
+        slices.read()
+
+
 @pytest.mark.parametrize("odd", ["float64", "misaligned"])
 def test_parameters_that_compiled_kernels_refuse(odd: str) -> None:
     weight = torch.ones(6, dtype=torch.float64)
