@@ -11,7 +11,6 @@ The disk tier stores `decoder_id()` with each file, because resizing differs bet
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import io
 import zlib
 from collections.abc import Iterator
@@ -22,6 +21,11 @@ import numpy.typing as npt
 import torch
 from torch.nn.functional import interpolate
 
+try:
+    import simplejpeg
+except ImportError:  # not installed, or compiled for another numpy
+    simplejpeg = None
+
 if TYPE_CHECKING:
     from PIL import Image
 
@@ -31,7 +35,6 @@ MAX_PIXELS = 178_956_970  # Pillow's own limit against decompression bombs
 DRAFT = 2  # what libjpeg scales down is at least this many times the size that is wanted, which is resized then
 _TRANSPOSED = (5, 6, 7, 8)  # EXIF orientations that swap height and width
 _ORIENTATION = 0x0112
-HAS_SIMPLEJPEG = importlib.util.find_spec("simplejpeg") is not None
 
 
 class UndecodableError(ValueError):
@@ -124,7 +127,7 @@ def _opened(data: bytes) -> Iterator[Image.Image]:
             if image.width * image.height > MAX_PIXELS:
                 raise UndecodableError(f"{image.width} x {image.height} pixels, over the limit of {MAX_PIXELS:,}")
             yield image
-    except UndecodableError:
+    except (UndecodableError, MemoryError):  # a file is not corrupt because memory is short
         raise
     except UnidentifiedImageError:
         raise UndecodableError(f"the file is not an image ({len(data):,} bytes)") from None
@@ -134,10 +137,8 @@ def _opened(data: bytes) -> Iterator[Image.Image]:
 
 def _plain_jpeg(image: Image.Image, data: bytes) -> npt.NDArray[np.uint8] | None:
     """Decode a JPEG file to the size that Pillow would, without its streams and copies; None if only Pillow can."""
-    if not HAS_SIMPLEJPEG or image.format != "JPEG" or image.mode not in ("L", "RGB"):
+    if simplejpeg is None or image.format != "JPEG" or image.mode not in ("L", "RGB"):
         return None
-    import simplejpeg
-
     try:
         width, height = image.size  # what draft() made of it
         pixels: npt.NDArray[np.uint8] = simplejpeg.decode_jpeg(data, "RGB", min_height=height, min_width=width)

@@ -149,6 +149,15 @@ def test_what_is_no_picture_is_refused(data: bytes, said: str) -> None:
         decode(data)
 
 
+def test_a_file_is_not_corrupt_because_memory_is_short(monkeypatch: pytest.MonkeyPatch) -> None:
+    def short(image: object) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr("lightning_sparse.data.decode._rgb", short)
+    with pytest.raises(MemoryError):
+        decode(encoded(picture(1)))
+
+
 def test_the_decoder_has_a_version(monkeypatch: pytest.MonkeyPatch) -> None:
     import PIL
 
@@ -160,7 +169,7 @@ def test_the_decoder_has_a_version(monkeypatch: pytest.MonkeyPatch) -> None:
 def without_simplejpeg(monkeypatch: pytest.MonkeyPatch, data: bytes, short_side: int = 100) -> Any:
     """The pixels that Pillow makes, or what it says."""
     with monkeypatch.context() as patch:
-        patch.setattr("lightning_sparse.data.decode.HAS_SIMPLEJPEG", False)
+        patch.setattr("lightning_sparse.data.decode.simplejpeg", None)
         return decoded(data, short_side)
 
 
