@@ -31,6 +31,11 @@ EXTRAS = {
     "xxhash": "cache checksums",
     "simplejpeg": "faster JPEG decoding",
 }
+BUILT_FOR = {
+    # "operator nms does not exist": a CPU-only torch with a CUDA torchvision
+    "torchvision": "install torch and torchvision from the same index",
+    "simplejpeg": "install one that was built for this NumPy, or none",
+}
 SLOW_SETTINGS = {
     "CUDA_LAUNCH_BLOCKING": "every kernel launch blocks, so nothing overlaps; unset it unless debugging",
     "NCCL_P2P_DISABLE": "GPUs of a node communicate through the host, which slows steps 1 and 4; unset it if possible",
@@ -100,12 +105,12 @@ def _extras() -> Iterator[Finding]:
             yield Finding("note", package, f"not installed, needed for {use}: pip install {package}")
         else:
             yield Finding("ok", package, f"{installed}: {use}")
-    if _version("torchvision") is not None:
-        try:
-            importlib.import_module("torchvision")
-        except Exception as error:  # "operator nms does not exist": a CPU-only torch with a CUDA torchvision
-            message = f"cannot be imported ({error}): install torch and torchvision from the same index"
-            yield Finding("bad", "torchvision", message)
+    for package, cure in BUILT_FOR.items():
+        if _version(package) is not None:
+            try:
+                importlib.import_module(package)
+            except Exception as error:
+                yield Finding("bad", package, f"cannot be imported ({error}): {cure}")
 
 
 def _kernels() -> Iterator[Finding]:

@@ -75,8 +75,8 @@ class CacheConfig:
         missing = [name for name in needed if not is_installed(name)]
         if missing:
             raise ValueError(
-                f"the data cache needs {', '.join(missing)}: `pip install 'lightning-sparse[data,vision]'`, or in a "
-                f"checkout `pip install '.[data,vision]'`."
+                f"the data cache needs {', '.join(missing)}: `pip install 'lightning-sparse[data]'`, or in a checkout "
+                f"`pip install '.[data]'`."
             )
         for name in ("source", "cache_dir"):
             if not getattr(self, name):

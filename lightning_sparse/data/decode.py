@@ -5,7 +5,7 @@ if it is installed, makes these bits in less time, and torch resizes faster than
 without vector instructions. The result depends on the bytes and the arguments only: gray, palette, CMYK and 16-bit
 images become RGB, images with an EXIF orientation are turned upright, transparency is dropped.
 
-The disk tier stores `decoder_id()` with each file, because resizing differs between versions.
+The disk tier stores `decoder_id()` with each file, because what can be decoded differs between versions.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torch.nn.functional import interpolate
 
 try:
     import simplejpeg
-except ImportError:  # not installed, or compiled for another numpy
+except (ImportError, ValueError):  # not installed, or compiled for another numpy ("dtype size changed")
     simplejpeg = None
 
 if TYPE_CHECKING:
@@ -42,11 +42,11 @@ class UndecodableError(ValueError):
 
 
 def decoder_id() -> int:
-    """Return a number that identifies the decoder and its version, stored with cached files."""
+    """Return a number that identifies what decides whether a file is an image, stored with cached files."""
     import PIL
 
-    # without simplejpeg's, whose bits are Pillow's
-    return zlib.crc32(f"pillow {PIL.__version__}, torch {torch.__version__}, draft 2x, bilinear".encode())
+    # Not simplejpeg's, whose bits are Pillow's, nor torch's: pixels are not on disk.
+    return zlib.crc32(f"pillow {PIL.__version__}, draft 2x, bilinear".encode())
 
 
 def decode(data: bytes, short_side: int | None = None) -> npt.NDArray[np.uint8]:
@@ -75,16 +75,17 @@ def decode_sized(data: bytes, short_side: int | None = None) -> tuple[npt.NDArra
         pixels = _plain_jpeg(image, data) if orientation == 1 else None
         if pixels is None:
             pixels = np.array(_upright(_rgb(image), orientation))
-        pixels = resized(pixels, *_upright_size(wanted, orientation))
-        pixels.flags.writeable = False
-        return pixels, *_upright_size(stored, orientation)
+    pixels = resized(pixels, *_upright_size(wanted, orientation))  # an error of torch's is not the image's
+    pixels.flags.writeable = False
+    return pixels, *_upright_size(stored, orientation)
 
 
 def resized(pixels: npt.NDArray[np.uint8], height: int, width: int) -> npt.NDArray[np.uint8]:
     """Resize an image, uint8 [H, W, 3], bilinear and antialiased."""
     if pixels.shape[:2] == (height, width):
         return pixels
-    # channels last: torch resizes uint8 with vector instructions in this layout
+    # channels last: torch resizes uint8 with vector instructions in this layout, in the calling thread; on a processor
+    # without AVX2 or NEON it takes longer than Pillow, and starts OpenMP threads
     batch = torch.from_numpy(pixels)[None].permute(0, 3, 1, 2)
     batch = interpolate(batch, (height, width), mode="bilinear", antialias=True)
     result: npt.NDArray[np.uint8] = batch[0].permute(1, 2, 0).contiguous().numpy()

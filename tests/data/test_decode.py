@@ -7,10 +7,12 @@ import os
 import subprocess
 import sys
 import zlib
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 
 from lightning_sparse.data.decode import UndecodableError, _plain_jpeg, decode, decoder_id, probe, scaled
@@ -162,8 +164,21 @@ def test_the_decoder_has_a_version(monkeypatch: pytest.MonkeyPatch) -> None:
     import PIL
 
     before = decoder_id()
+    monkeypatch.setattr(torch, "__version__", "another")  # scales pixels, which the disk tier does not keep
+    assert decoder_id() == before
     monkeypatch.setattr(PIL, "__version__", "another")
     assert decoder_id() != before
+
+
+def test_an_error_of_torch_is_not_the_fault_of_the_image(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else a shortage of memory would mark the file as corrupt on disk."""
+
+    def full(*_: object, **__: object) -> None:
+        raise RuntimeError("can't allocate memory")
+
+    monkeypatch.setattr("lightning_sparse.data.decode.interpolate", full)
+    with pytest.raises(RuntimeError, match="can't allocate memory"):
+        decode(jpeg(1), 20)
 
 
 def without_simplejpeg(monkeypatch: pytest.MonkeyPatch, data: bytes, short_side: int = 100) -> Any:
@@ -220,3 +235,14 @@ def test_scaling_gives_the_same_bits_without_vector_instructions(capability: str
     environment = {**os.environ, "ATEN_CPU_CAPABILITY": capability}
     found = subprocess.run([sys.executable, "-c", code], input=data, capture_output=True, env=environment, check=True)
     assert int(found.stdout) == zlib.crc32(decode(data, 100))
+
+
+@pytest.mark.parametrize("error", ["ImportError('numpy.core.multiarray')", "ValueError('numpy.dtype size changed')"])
+def test_a_simplejpeg_for_another_numpy_is_left_alone(tmp_path: Path, error: str) -> None:
+    (tmp_path / "simplejpeg.py").write_text(f"raise {error}")
+    code = "import sys, zlib; from lightning_sparse.data.decode import decode as d; "
+    code += "print(zlib.crc32(d(sys.stdin.buffer.read())))"
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
+    data = jpeg(3)
+    found = subprocess.run([sys.executable, "-c", code], input=data, capture_output=True, env=environment, check=True)
+    assert int(found.stdout) == zlib.crc32(decode(data))

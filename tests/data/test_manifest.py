@@ -320,7 +320,7 @@ def test_options_are_checked(option: str, value: object, said: str) -> None:
 
 def test_missing_packages_are_named_together(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lightning_sparse.data.config.is_installed", lambda name: name not in ("lmdb", "xxhash"))
-    with pytest.raises(ValueError, match=r"needs lmdb, xxhash: `pip install .*\[data,vision\]"):
+    with pytest.raises(ValueError, match=r"needs lmdb, xxhash: `pip install .*\[data\]"):
         CacheConfig(source="/there", cache_dir="/here")
 
 

@@ -1,8 +1,8 @@
 """Batches through torch, in threads of this process.
 
 Reading, decoding and resizing release the GIL, the memory tier is read without a copy, and nothing is pickled. Each
-thread makes whole batches, and one more batch than threads is made ahead of the training step. Whole-array work uses
-numpy, because torch would start a team of OpenMP threads for each of these threads.
+thread makes whole batches, and one more batch than threads is made ahead of the training step. Whole-array work but
+resizing uses numpy, because torch would start a team of OpenMP threads for each of these threads.
 
 For a GPU, batches are made of uint8, uploaded as such, a quarter of the bytes, and normalised there.
 """
