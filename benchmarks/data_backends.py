@@ -1,4 +1,4 @@
-"""Where DALI is faster than torch on a CPU: images per CPU-second by format and size, for `backend="auto"`.
+"""torch and DALI on a CPU, which `backend="auto"` decides between: images per CPU-second by format and size.
 
     python benchmarks/data_backends.py OUT PICTURES
 
@@ -91,7 +91,7 @@ def measure(files: Sequence[Path], format: Format, shorter: int, size: int) -> d
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Where DALI is faster than torch on a CPU.")
+    parser = argparse.ArgumentParser(description="torch and DALI on a CPU.")
     parser.add_argument("out", type=Path)
     parser.add_argument("pictures", type=Path)
     options = parser.parse_args()
