@@ -39,6 +39,14 @@ class CorruptSampleError(DataError):
         )
 
 
+def no_address_space(what: str, size: int) -> str:
+    """Say that a mapping of `size` bytes was refused."""
+    return (
+        f"{what} maps {size / GB:,.2f} GB of address space, which is not memory, and this process may not: remove its "
+        "limit (ulimit -v unlimited, or that of the scheduler), or lower memory_gb if it is the memory tier."
+    )
+
+
 @dataclass(frozen=True, kw_only=True)
 class CacheConfig:
     """Options of the data cache, a subset of those of `CachedImageDataModule`, which documents them.

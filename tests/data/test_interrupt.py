@@ -50,7 +50,7 @@ def picture(data: bytes):
     return torch.from_numpy(decode(data).copy()).permute(2, 0, 1).float()
 from lightning_sparse.data.decode import decode
 cache = str(folder / "cache0")
-given = ours("pytorch_lightning").CachedDataModule(str(folder / "source"), cache, picture, BATCH, workers=1, **options)
+given = ours("pytorch_lightning").CachedDataModule(str(folder / "source"), cache, picture, BATCH, workers=2, **options)
 """
 TRAIN = """
 model = module("pytorch_lightning")

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lightning_sparse.data.cache.folders import private_folder
-from lightning_sparse.data.config import DataError
+from lightning_sparse.data.config import DataError, no_address_space
 
 if TYPE_CHECKING:
     import lmdb
@@ -91,6 +91,8 @@ def _opened(folder: Path, format: bytes) -> lmdb.Environment:
             environment.close()
             raise
     except (lmdb.Error, OSError) as error:
+        if os.strerror(errno.ENOMEM) in str(error):
+            raise DataError(no_address_space(f"the disk cache {folder}", MAP_BYTES)) from error
         raise _unusable(folder, f"cannot be opened: {error}") from error
     return environment
 

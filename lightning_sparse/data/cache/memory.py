@@ -19,6 +19,7 @@ is read from the next tier.
 """
 
 import contextlib
+import errno
 import fcntl
 import mmap
 import os
@@ -34,7 +35,7 @@ import numpy.typing as npt
 
 from lightning_sparse.data.cache import shared_memory
 from lightning_sparse.data.cache.counts import NAMES
-from lightning_sparse.data.config import DataError
+from lightning_sparse.data.config import DataError, no_address_space
 from lightning_sparse.data.sample import Format, View
 
 MAGIC = 0x4C53_4D45_4D30_3031  # "LSMEM001"
@@ -75,7 +76,13 @@ class MemoryCache:
 
     def __init__(self, path: Path, file: int) -> None:
         self.path, self._file, self._pid = path, file, os.getpid()
-        self._map = mmap.mmap(file, os.fstat(file).st_size)
+        size = os.fstat(file).st_size
+        try:
+            self._map = mmap.mmap(file, size)
+        except OSError as error:
+            if error.errno != errno.ENOMEM:
+                raise
+            raise DataError(no_address_space(f"the memory tier {path}", size)) from error
         self._header = np.frombuffer(self._map, np.int64, 512)
         if self._header[_Header.MAGIC] != MAGIC:
             raise DataError(f"{path} is not a segment of this version; remove it.")

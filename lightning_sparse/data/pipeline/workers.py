@@ -11,27 +11,34 @@ import contextlib
 import multiprocessing
 import os
 import random
+import signal
 import threading
+import weakref
 from collections.abc import Callable, Generator, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from multiprocessing.synchronize import Event
+from multiprocessing.connection import Connection
+from multiprocessing.util import Finalize
 from typing import Any
 
 import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset, default_collate
+from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from lightning_sparse.data.config import DataError
 from lightning_sparse.data.pipeline.backend import MadePipeline
 from lightning_sparse.data.pipeline.batch import BatchRequest, label_tensor
 from lightning_sparse.data.pipeline.prefetch import prefetch
 from lightning_sparse.data.rng import bits
-from lightning_sparse.data.sample import ReplacingReader, Sample
+from lightning_sparse.data.sample import EXIT_PRIORITY, ReplacingReader, Sample
+from lightning_sparse.messages import log
 
 _SEED_OFFSET = 0x5EED_0F_5A39  # so that transforms and the order of samples are independent
 _PREFETCH = 2  # batches per worker
 _PARENT_S = 1.0  # between looks at whether the training process is alive
+_END_S = 5.0  # for the end of a worker
+_NO_MEMORY = "decode ran out of memory: use fewer workers or smaller samples, or raise the limit (ulimit -v)."
 _ATTEMPTS = 100  # samples that are tried in place of one that cannot be decoded
 
 
@@ -87,7 +94,8 @@ class WorkerPipeline:
 
     def __init__(self, store: ReplacingReader, options: SampleOptions, *, workers: int = 1, pin: bool = False) -> None:
         self._requests: Iterable[BatchRequest] = ()
-        self._closed = multiprocessing.Event()
+        # not an Event, whose set() waits for each process that waits for it, for ever if one was killed
+        self._closed, self._closing = multiprocessing.Pipe(duplex=False)
         self._loader: DataLoader[Any] | None = DataLoader(
             _Batches(store, options),
             sampler=_Current(self),
@@ -99,6 +107,8 @@ class WorkerPipeline:
             worker_init_fn=partial(_watch, store, self._closed),
             generator=torch.Generator(),  # the global one is the training's
         )
+        # workers that outlive the tiers of a program that ends would leave its memory behind
+        Finalize(self, _close, (weakref.ref(self),), exitpriority=EXIT_PRIORITY)
 
     def run(self, requests: Iterable[BatchRequest]) -> Generator[tuple[Any, ...], None, None]:
         """Yield (samples,), or (samples, labels) if there are labels, in the order of requests."""
@@ -110,6 +120,11 @@ class WorkerPipeline:
                 if isinstance(batch, Exception):
                     raise batch
                 yield batch
+        except (RuntimeError, OSError, EOFError) as error:
+            if not _is_loss(error):
+                raise
+            self.close()
+            raise DataError("a process that makes batches has ended; the log says how, and what to do.") from error
         finally:
             ordered.close()
 
@@ -118,9 +133,21 @@ class WorkerPipeline:
         return iter(self._requests)
 
     def close(self) -> None:
-        """End the workers."""
-        self._closed.set()
-        self._loader = None
+        """End the workers. Waits for them, so that the last one to close the memory tier is the training."""
+        loader, self._loader = self._loader, None
+        iterator = None if loader is None else loader._iterator
+        workers = iterator._workers if isinstance(iterator, _MultiProcessingDataLoaderIter) else []
+        for _ in range(2):  # where a worker was killed, torch's handler of SIGCHLD raises here, once
+            with contextlib.suppress(RuntimeError):
+                self._closing.send_bytes(b"")  # nobody reads it, so that all see it
+                if isinstance(iterator, _MultiProcessingDataLoaderIter):
+                    iterator._shutdown_workers()
+                for each in workers:
+                    each.join(_END_S)
+                break
+        for each in workers:
+            if each.exitcode not in (None, 0, -signal.SIGTERM):
+                log.error("%s", _loss(each.pid, each.exitcode))
 
 
 class _Current:
@@ -163,18 +190,45 @@ class _Batches(Dataset[Any]):
             _seed(int(bits(self._options.seed + _SEED_OFFSET, epoch, sample.index)[0]))
             try:
                 return self._options.decode(sample.data.tobytes()), sample.label
+            except MemoryError as error:
+                raise DataError(_NO_MEMORY) from error  # not the fault of the file
             except Exception as error:
                 reason = f"decode raised {type(error).__name__}: {error}"
                 sample = self._store.replacement(sample.index, reason)
         raise DataError(f"decode failed on {_ATTEMPTS} samples in a row, which it cannot read: {reason}")
 
 
-def _watch(store: ReplacingReader, closed: Event, _: int) -> None:
+def _close(pipeline: weakref.ref[WorkerPipeline]) -> None:
+    if (alive := pipeline()) is not None:
+        alive.close()
+
+
+def _is_loss(error: Exception) -> bool:
+    """Whether the DataLoader raised it for a worker that is gone: of one that raises it gives the traceback."""
+    text = str(error)
+    unreachable = isinstance(error, (OSError, EOFError))  # a batch is fetched from the process that made it
+    return "Traceback" not in text and (unreachable or "DataLoader worker (pid" in text)
+
+
+def _loss(pid: int | None, status: int) -> str:
+    """Describe the end of a worker."""
+    if status == -signal.SIGKILL:
+        return (
+            f"process {pid}, which made batches, was killed, mostly because the node or the job ran out of memory: use "
+            "fewer workers, smaller batches or a lower memory_gb."
+        )
+    return (
+        f"process {pid}, which made batches, ended with status {status} inside decode, transform or collate: with "
+        "workers=0 they run in the training process, where a debugger sees them."
+    )
+
+
+def _watch(store: ReplacingReader, closed: Connection, _: int) -> None:
     """In a worker: end its waits for storage when it has to end, or when the training process is gone."""
     parent = os.getppid()
 
     def watch() -> None:
-        while os.getppid() == parent and not closed.wait(_PARENT_S):
+        while os.getppid() == parent and not closed.poll(_PARENT_S):
             pass
         store.interrupt()
 

@@ -1,0 +1,93 @@
+"""A process that makes batches is killed, exits or has no memory left: the program ends and says why."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.data.pictures import numbered_folder
+
+PROGRAM = """
+import logging, os, resource, signal, sys, time
+from pathlib import Path
+from lightning_sparse.data.decode import decode
+from tests.data.fits import *
+folder, main, seen = Path(sys.argv[1]), os.getpid(), []
+lost = folder / "lost"
+
+def picture(data):
+    seen.append(1)
+    if len(seen) == 12 and os.getpid() != main and not lost.exists():
+        lost.touch()
+        LOSS
+    return torch.from_numpy(decode(data).copy()).permute(2, 0, 1).float()
+
+given = ours("pytorch_lightning").CachedDataModule(
+    str(folder / "source"), str(folder / "cache0"), picture, BATCH, workers=2, memory_gb=0.05, on_corrupt="skip"
+)
+"""
+KILLED, EXITS = "os.kill(os.getpid(), signal.SIGKILL)", "os._exit(3)"
+NO_MEMORY = """now = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+        resource.setrlimit(resource.RLIMIT_AS, (now + (64 << 20),) * 2)
+        bytearray(1 << 30)"""
+FIT = 'trainer("pytorch_lightning").fit(module("pytorch_lightning"), given)\n'
+LOOP = """
+given.setup("fit")
+print("segment", given._opened().train.store._tiers().memory.path, flush=True)
+for batch in given.train_dataloader():
+    time.sleep(0.05)
+"""
+WAS_KILLED = "was killed, mostly because the node or the job ran out of memory"
+
+
+@pytest.mark.parametrize(
+    ("loss", "code", "says"),
+    [
+        (KILLED, FIT, WAS_KILLED),
+        (KILLED, LOOP, WAS_KILLED),
+        pytest.param(EXITS, FIT, "ended with status 3 inside decode", marks=pytest.mark.slow),
+        (NO_MEMORY, LOOP, "decode ran out of memory"),
+    ],
+    ids=["killed, fit", "killed, loop", "exits, fit", "out of memory, loop"],
+)
+def test_a_worker_that_is_lost_ends_the_program(tmp_path: Path, loss: str, code: str, says: str) -> None:
+    numbered_folder(tmp_path / "source")
+    path = os.pathsep.join(path or os.getcwd() for path in sys.path)
+    command = [sys.executable, "-W", "ignore", "-c", PROGRAM.replace("LOSS", loss) + code, str(tmp_path)]
+    with subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env={**os.environ, "PYTHONPATH": path},
+        start_new_session=True,
+    ) as program:
+        try:
+            output, _ = program.communicate(timeout=60)
+        finally:
+            left = members(program.pid)
+            program.kill()
+    assert program.returncode == 1
+    assert says in output
+    assert "replaced by another sample" not in output
+    assert left == []
+    segments = [Path(line.split()[1]) for line in output.splitlines() if line.startswith("segment ")]
+    assert len(segments) == (code == LOOP)
+    assert not any(each.exists() for each in segments)
+
+
+def members(session: int) -> list[str]:
+    """The processes of a session."""
+    found = []
+    for each in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            name, _, rest = each.read_text().rpartition(")")
+        except OSError:  # ended
+            continue
+        if rest.split()[3] == str(session) and rest.split()[0] != "Z":
+            found.append(name)
+    return found
