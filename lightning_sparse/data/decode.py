@@ -132,8 +132,6 @@ def _opened(data: bytes) -> Iterator[Image.Image]:
         raise
     except UnidentifiedImageError:
         raise UndecodableError(f"the file is not an image ({len(data):,} bytes)") from None
-    except MemoryError:  # not the fault of the file, which would be kept as corrupt
-        raise
     except Exception as error:  # Pillow's parsers raise struct.error, SyntaxError, KeyError, ... on corrupt files
         raise UndecodableError(f"the image is corrupt: {error}") from error
 

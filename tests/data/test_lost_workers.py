@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -70,7 +72,8 @@ def test_a_worker_that_is_lost_ends_the_program(tmp_path: Path, loss: str, code:
             output, _ = program.communicate(timeout=60)
         finally:
             left = members(program.pid)
-            program.kill()
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(program.pid, signal.SIGKILL)
     assert program.returncode == 1
     assert says in output
     assert "replaced by another sample" not in output
