@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from lightning_sparse.data.cache import free_memory
 from lightning_sparse.data.cache import manifest as listing
-from lightning_sparse.data.cache import shared_memory
 from lightning_sparse.data.cache.agreement import agreed_format, agreed_manifest
 from lightning_sparse.data.cache.manifest import load_or_list
 from lightning_sparse.data.cache.placement import Placement
@@ -69,7 +69,7 @@ def formats(folder: str, little: dict[int, int]) -> tuple[str, str]:
     """`little`: free bytes by node, where memory is scarce."""
     node, device = int(os.environ["NODE_RANK"]), int(os.environ["LOCAL_RANK"])
     if node in little:
-        shared_memory.available_memory = lambda folder: little[node]  # type: ignore[assignment]
+        free_memory.available_memory = lambda folder: little[node]  # type: ignore[assignment]
     config, place = config_of_node(folder), Placement(node, 2, device)
     manifest = agreed_manifest(config, "train")
     chosen = agreed_format(config, manifest, place)

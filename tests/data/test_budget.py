@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
-from lightning_sparse.data.cache import budget, listing, shared_memory
+from lightning_sparse.data.cache import budget, free_memory, listing
 from lightning_sparse.data.cache.listing import list_source
 from lightning_sparse.data.cache.memory import MemoryCache
 from lightning_sparse.data.cache.samples import Manifest
 from lightning_sparse.data.config import CacheConfig
 from tests.data.small import make_folder
-from tests.data.test_memory import NAME, pixels
+from tests.data.test_memory import pixels
+
+RUN = b"a run"
 
 
 def manifest(count: int = 100, size: int = 100_000) -> Manifest:
@@ -25,46 +30,61 @@ def manifest(count: int = 100, size: int = 100_000) -> Manifest:
     return Manifest("train", "/somewhere", ("c",), paths, zeros, zeros + size, zeros)
 
 
-def open_memory(tmp_path: Path, shared_memory: Path, **options: object) -> MemoryCache:
-    config = CacheConfig(source="/somewhere", cache_dir=str(tmp_path), **options)  # type: ignore[arg-type]
-    (tmp_path / "cache").mkdir(exist_ok=True)
-    return budget.open_memory(config, manifest(), np.ones(100, np.bool_), NAME, tmp_path / "cache", shared_memory)
+@pytest.fixture
+def open_memory(tmp_path: Path) -> Iterator[Callable[..., MemoryCache]]:
+    """Opens the memory tier of a run."""
+    (tmp_path / "cache").mkdir()
+    with contextlib.ExitStack() as stack:
+
+        def opened(shared_memory: Path, run: bytes = b"a run", **options: Any) -> MemoryCache:
+            config = CacheConfig(source="/somewhere", cache_dir=str(tmp_path), **options)
+            owned = np.ones(100, np.bool_)
+            memory, counters = budget.open_memory(config, manifest(), owned, run, 0, tmp_path / "cache", shared_memory)
+            stack.callback(counters.close)
+            stack.callback(memory.close)
+            return memory
+
+        yield opened
 
 
-def test_a_budget_that_is_too_small_is_said_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_budget_that_is_too_small_is_said_once(
+    tmp_path: Path, open_memory: Callable[..., MemoryCache], caplog: pytest.LogCaptureFixture
+) -> None:
     shared = tmp_path / "shm"
     shared.mkdir()
-    first = open_memory(tmp_path, shared, memory_gb=0.005, format="jpeg")
-    second = open_memory(tmp_path, shared, memory_gb=7, format="decoded")  # joins what is there
-    assert (second.capacity, second.format) == (5_000_000, "jpeg")
+    for _ in range(2):
+        assert open_memory(shared, memory_gb=0.005, format="jpeg").capacity == 5_000_000
     assert [record.getMessage() for record in caplog.records] == [
         "memory tier of train: 100 samples of this node need 0.01 GB as jpeg, but memory_gb=0.005 allows 0.01 GB. "
         "50 % of them stay in memory; every epoch reads the others from local disk."
     ]
-    first.close()
-    second.close()
 
 
 def test_no_more_is_taken_than_there_is(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    tmp_path: Path,
+    open_memory: Callable[..., MemoryCache],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    monkeypatch.setattr(shared_memory, "available_memory", lambda folder: 1_000_000)
+    monkeypatch.setattr(free_memory, "available_memory", lambda folder: 1_000_000)
     for gigabytes, capacity, said in (
         (7.0, 1_000_000, "of which 0.00 GB are free"),
         (None, 500_000, "half of the free memory"),
     ):
         caplog.clear()
-        memory = open_memory(tmp_path, tmp_path / "none", memory_gb=gigabytes, format="jpeg")
+        memory = open_memory(tmp_path / "none", run=said.encode(), memory_gb=gigabytes, format="jpeg")
         assert memory.capacity == capacity
         assert said in caplog.text
         memory.close()
 
 
 @pytest.mark.parametrize(("gigabytes", "format"), [(0.1, "decoded"), (0.02, "jpeg"), (0.001, "jpeg"), (0.0, "jpeg")])
-def test_pixels_are_kept_where_they_fit(tmp_path: Path, gigabytes: float, format: str) -> None:
+def test_pixels_are_kept_where_they_fit(
+    tmp_path: Path, open_memory: Callable[..., MemoryCache], gigabytes: float, format: str
+) -> None:
     shared = tmp_path / "shm"
     shared.mkdir()
-    memory = open_memory(tmp_path, shared, memory_gb=gigabytes)
+    memory = open_memory(shared, memory_gb=gigabytes)
     assert memory.format == format
     assert memory.path.parent.parent == shared
     memory.close()
@@ -85,25 +105,29 @@ def test_small_images_are_not_taken_for_photographs(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("small", [False, True])
 def test_without_enough_shared_memory_the_slab_lies_on_disk(
-    tmp_path: Path, small: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    tmp_path: Path,
+    open_memory: Callable[..., MemoryCache],
+    small: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     shared = tmp_path / "shm"
     if small:
         shared.mkdir()
-        available = shared_memory.available_memory
+        available = free_memory.available_memory
         limit = 1_000_000
         monkeypatch.setattr(
-            shared_memory, "available_memory", lambda folder: limit if shared in folder.parents else available(folder)
+            free_memory, "available_memory", lambda folder: limit if shared in folder.parents else available(folder)
         )
-    memory = open_memory(tmp_path, shared, memory_gb=0.05)
+    memory = open_memory(shared, memory_gb=0.05)
     assert memory.path.parent == tmp_path / "cache" / "memory"
     assert memory.put(0, pixels(0), 20, 30)
     assert ("--shm-size" in caplog.text) == small
-    again = open_memory(tmp_path, shared, memory_gb=0.05)
+    again = open_memory(shared, memory_gb=0.05)
     assert again.get([0])[0][0] is not None
     memory.close()
     again.close()
-    assert list((tmp_path / "cache" / "memory").iterdir()) == []
+    assert [path for path in (tmp_path / "cache" / "memory").iterdir() if "decoded" in path.name] == []
 
 
 GROUPS = {
@@ -126,7 +150,7 @@ def test_the_tightest_control_group_counts(tmp_path: Path, version: str) -> None
         (root / path / used).write_text("3000\n")
         (root / path / "memory.stat").write_text(f"anon 10\n{inactive} 1000\n")
     (tmp_path / "cgroup" / "cgroup.controllers").touch()
-    left = shared_memory._left_to_control_groups(tmp_path / "cgroup", tmp_path / "own")
+    left = free_memory._left_to_control_groups(tmp_path / "cgroup", tmp_path / "own")
     assert left == [9000 - 3000 + 1000, 5000 - 3000 + 1000]
 
 
@@ -139,7 +163,7 @@ def test_a_limit_of_a_real_control_group_is_seen(tmp_path: Path) -> None:
     code = f"""
 import os
 from pathlib import Path
-from lightning_sparse.data.cache.shared_memory import available_memory
+from lightning_sparse.data.cache.free_memory import available_memory
 group = Path({str(group)!r})
 (group / "memory.limit_in_bytes").write_text("500000000")
 (group / "cgroup.procs").write_text(str(os.getpid()))

@@ -100,7 +100,7 @@ def test_a_small_memory_keeps_a_part(folder: Path, stores: Open, caplog: pytest.
 
 
 def test_two_runs_at_once_share_a_cache(folder: Path) -> None:
-    """Each has memory of its own, both fill one disk cache, and neither removes what the other uses."""
+    """Both fill one disk cache and one memory tier, and neither removes what the other uses."""
     code = f"""
 import hashlib, sys
 from pathlib import Path
@@ -132,7 +132,8 @@ store.close()
         run.stdout.close()
     (first, first_name), (second, second_name) = answers
     assert first == second
-    assert first_name != second_name
+    assert first_name == second_name
+    assert not (Path("/dev/shm") / f"lightning_sparse-{os.geteuid()}" / first_name).exists()
 
 
 def test_a_killed_run_is_cleaned_up_after(folder: Path, stores: Open) -> None:
@@ -151,9 +152,10 @@ os.kill(os.getpid(), signal.SIGKILL)
     done = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
     assert done.returncode == -signal.SIGKILL
     left = Path(done.stdout.strip())
-    assert left.exists()
+    inode = left.stat().st_ino
     store = store_of(folder, stores)
-    assert not left.exists()
+    assert (store._tiers().memory.path, store._tiers().memory.cached) == (left, 0)
+    assert left.stat().st_ino != inode
     assert len(contents(store)) == 20
     assert (store.counters().disk_samples, store.counters().storage_samples) == (12, 8)
 

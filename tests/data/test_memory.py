@@ -16,8 +16,8 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
+from lightning_sparse.data.cache import free_memory, shared_memory
 from lightning_sparse.data.cache import memory as memory_tier
-from lightning_sparse.data.cache import shared_memory
 from lightning_sparse.data.cache.memory import EMPTY, FILLING, READY, MemoryCache
 from lightning_sparse.data.config import DataError
 
@@ -33,9 +33,9 @@ def slab(tmp_path: Path, slots: int = 10, capacity: int = 100_000, name: str = N
 
 
 def joined(tmp_path: Path, name: str = NAME) -> MemoryCache:
-    file = shared_memory.attach(tmp_path / name)
-    assert file is not None
-    return MemoryCache(tmp_path / name, file)
+    segment = shared_memory.attach(tmp_path / name)
+    assert segment is not None
+    return MemoryCache(segment)
 
 
 def put(memory: MemoryCache, number: int) -> bool:
@@ -151,7 +151,7 @@ def test_room_is_taken_by_one_process_at_a_time(tmp_path: Path) -> None:
 import sys
 from tests.data.test_memory import *
 memory = joined(Path({str(tmp_path)!r}))
-with memory._locked():
+with memory._segment.locked():
     print("held", flush=True)
     sys.stdin.read()
 """
@@ -177,7 +177,7 @@ from tests.data.test_memory import *
 memory = joined(Path({str(tmp_path)!r}))
 memory._reserve(3, 1800)
 memory._payloads[:900] = 1
-with memory._locked():  # and with the lock in its hands
+with memory._segment.locked():  # and with the lock in its hands
     os.kill(os.getpid(), signal.SIGKILL)
 """
     assert subprocess.run([sys.executable, "-c", code]).returncode == -signal.SIGKILL
@@ -278,7 +278,7 @@ def test_four_ranks_hold_one_copy() -> None:
         # the ranks join by name
         path = folder / NAME
         os.rename(memory.path, path)
-        memory.path = path
+        memory._segment.path = path
         parts = run_ranks(_shared_bytes, folder, nodes=1, devices=4)
     finally:
         memory.close()
@@ -287,9 +287,9 @@ def test_four_ranks_hold_one_copy() -> None:
 
 
 def test_what_is_promised_to_one_split_is_not_given_to_another(tmp_path: Path) -> None:
-    before = shared_memory.available_memory(tmp_path)
+    before = free_memory.available_memory(tmp_path)
     memory = slab(tmp_path, capacity=before // 2)
-    assert shared_memory.available_memory(tmp_path) < 0.6 * before
+    assert free_memory.available_memory(tmp_path) < 0.6 * before
     memory.close()
 
 

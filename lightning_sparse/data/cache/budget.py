@@ -1,5 +1,7 @@
 """Size, format and folder of a node's memory tier: the first process of the node writes them to the segment.
 
+Its name says what is in it, so all runs on a node that want the same find it: one copy, however many runs.
+
 If the samples do not fit, the tier keeps as many as fit, and every epoch reads the others from local disk.
 """
 
@@ -11,13 +13,15 @@ from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
-from lightning_sparse.data.cache import memory, shared_memory
-from lightning_sparse.data.cache.folders import file_name, is_read_only, locked, private_folder, usable
-from lightning_sparse.data.cache.memory import ALIGN, MemoryCache
+from lightning_sparse.data import decode
+from lightning_sparse.data.cache import free_memory, memory, shared_memory
+from lightning_sparse.data.cache.folders import file_name, is_read_only, locked, private_folder, source_name, usable
+from lightning_sparse.data.cache.memory import ALIGN, MAGIC, MemoryCache
+from lightning_sparse.data.cache.run_counters import RunCounters, open_counters
 from lightning_sparse.data.cache.samples import Manifest
 from lightning_sparse.data.config import GB, CacheConfig, DataError
-from lightning_sparse.data.decode import scaled
 from lightning_sparse.data.sample import Format
 from lightning_sparse.messages import log
 
@@ -31,7 +35,7 @@ def needed_bytes(manifest: Manifest, owned: npt.NDArray[np.bool_], format: Forma
     """Return the bytes that the node's samples need in memory: an estimate for "decoded", else exact."""
     sizes = manifest.sizes[owned]
     if format == "decoded" and len(manifest.probed):
-        decoded = np.array([3 * np.prod(scaled((w, h), short_side)) for _, h, w in manifest.probed.tolist()])
+        decoded = np.array([3 * np.prod(decode.scaled((w, h), short_side)) for _, h, w in manifest.probed.tolist()])
         mean = decoded.mean() + 2 * decoded.std() / np.sqrt(len(decoded))  # likely above that of all files
         return int(len(sizes) * (mean + ALIGN))
     if format == "decoded":
@@ -53,9 +57,13 @@ def format_for(
     cache: Path,
     shm: Path = shared_memory.SHARED_MEMORY,
 ) -> Format:
-    """Return the format in which this node would keep its samples. Arguments: as `open_memory`."""
+    """Return the format in which this node keeps its samples, or would keep them. Arguments: as `open_memory`."""
     with _folders(cache, shm) as folders:
         shared_memory.remove_stale(folders)
+        for format in _formats(config):
+            name = content_name(config, manifest, owned, format)
+            if any((folder / name).exists() for folder in folders):
+                return format
         return _plans(config, manifest, owned, folders)[0].format
 
 
@@ -63,28 +71,58 @@ def open_memory(
     config: CacheConfig,
     manifest: Manifest,
     owned: npt.NDArray[np.bool_],
-    name: str,
+    run: bytes,
+    node_index: int,
     cache: Path,
     shm: Path = shared_memory.SHARED_MEMORY,
-) -> MemoryCache:
-    """Attach the segment `name`, or create it. Remove the segments of runs that have ended.
+) -> tuple[MemoryCache, RunCounters]:
+    """Open the memory tier, which a run on this node may have filled, and the counters of this run.
+
+    Remove the segments of runs that have ended.
 
     Args:
         owned: bool [samples], samples that this node keeps.
-        cache: folder of the disk tier. The segment is created there if shared memory is missing or too small.
+        run: secret of the run.
+        cache: folder of the disk tier. Segments are created there if shared memory is missing or too small.
         shm: folder of shared memory.
     """
     with _folders(cache, shm) as folders:
-        for folder in folders:
-            if (file := shared_memory.attach(folder / name)) is not None:
-                return MemoryCache(folder / name, file)
         shared_memory.remove_stale(folders)
-        return _create(config, manifest, owned, name, folders)
+        counters = open_counters(folders, run_name(run, node_index, manifest.split))
+        try:
+            tier = _attach(config, manifest, owned, folders)
+            if tier is None:
+                tier = _create(config, manifest, owned, folders, counters)
+            elif counters.is_first:
+                log.info(
+                    "memory tier of %s: %s samples are there, of another run on this node",
+                    manifest.split,
+                    f"{tier.cached:,}",
+                )
+        except BaseException:
+            counters.close()
+            raise
+        return tier, counters
+
+
+def _attach(
+    config: CacheConfig, manifest: Manifest, owned: npt.NDArray[np.bool_], folders: list[Path]
+) -> MemoryCache | None:
+    for format in _formats(config):
+        name = content_name(config, manifest, owned, format)
+        for folder in folders:
+            if (segment := shared_memory.attach(folder / name)) is not None:
+                return MemoryCache(segment)
+    return None
+
+
+def _formats(config: CacheConfig) -> tuple[Format, ...]:
+    return ("decoded", "jpeg") if config.format == "auto" else (config.format,)
 
 
 @contextlib.contextmanager
 def _folders(cache: Path, shm: Path) -> Iterator[list[Path]]:
-    """Lock and yield the folders for segments, the preferred one first.
+    """Lock and yield the folders for segments, the preferred one first. Runs with other caches use the first one, too.
 
     Raises:
         DataError: if there is neither shared memory nor a folder that can be written.
@@ -94,13 +132,16 @@ def _folders(cache: Path, shm: Path) -> Iterator[list[Path]]:
     if is_read_only(cache):
         if shared is None:
             raise DataError(f"there is no shared memory ({shm}), and cache_dir={cache.parent} cannot be written.")
-        with locked(shared / "memory.lock"):
+        with locked(shared / ".lock"):
             yield [shared]
         return
     with usable(cache.parent):
         private_folder(fallback)
-        with locked(cache / "memory.lock"):
-            yield [shared, fallback] if shared is not None else [fallback]
+        folders = [shared, fallback] if shared is not None else [fallback]
+        with contextlib.ExitStack() as stack:
+            for folder in folders:
+                stack.enter_context(locked(folder / ".lock"))
+            yield folders
 
 
 class _Plan(NamedTuple):
@@ -118,7 +159,7 @@ class _Plan(NamedTuple):
 
 
 def _plan(config: CacheConfig, manifest: Manifest, owned: npt.NDArray[np.bool_], folder: Path) -> _Plan:
-    free = shared_memory.available_memory(folder)
+    free = free_memory.available_memory(folder)
     if config.memory_gb is None:
         allowed, limit = int(free * DEFAULT_SHARE), "half of the free memory"
     elif config.memory_gb * GB <= free:
@@ -138,7 +179,7 @@ def _plans(config: CacheConfig, manifest: Manifest, owned: npt.NDArray[np.bool_]
 
 
 def _create(
-    config: CacheConfig, manifest: Manifest, owned: npt.NDArray[np.bool_], name: str, folders: list[Path]
+    config: CacheConfig, manifest: Manifest, owned: npt.NDArray[np.bool_], folders: list[Path], counters: RunCounters
 ) -> MemoryCache:
     plans = _plans(config, manifest, owned, folders)
     if len(plans) < len(folders):
@@ -148,13 +189,14 @@ def _create(
             "the page cache of the local disk. In a container, increase shared memory (docker run --shm-size)."
         )
     for plan in plans:
+        path = plan.folder / content_name(config, manifest, owned, plan.format)
         try:
-            tier = memory.create(plan.folder / name, plan.format, len(manifest), plan.capacity)
+            tier = memory.create(path, plan.format, len(manifest), plan.capacity)
             break
         except OSError:
             if plan is plans[-1]:
                 raise
-    if plan.needed > plan.capacity > 0 and tier.claim_topic("memory full"):
+    if plan.needed > plan.capacity > 0 and counters.claim_topic("memory full"):
         log.warning("%s", _too_small(manifest.split, int(owned.sum()), plan))
     return tier
 
@@ -169,6 +211,15 @@ def _too_small(split: str, samples: int, plan: _Plan) -> str:
     )
 
 
-def segment_name(run: bytes, node_index: int, split: str) -> str:
-    """Return the name of a run's segment. It contains a hash of the run's secret, because names are public."""
+def run_name(run: bytes, node_index: int, split: str) -> str:
+    """Return the name of a run's counters. It contains a hash of the run's secret, because names are public."""
     return f"{hashlib.blake2b(run, digest_size=8, person=b'segment').hexdigest()}-n{node_index}-{file_name(split)}"
+
+
+def content_name(config: CacheConfig, manifest: Manifest, owned: npt.NDArray[np.bool_], format: Format) -> str:
+    """Return the name of a segment of samples: a hash of all that decides what is in it, and of its limit."""
+    pixels = (config.short_side, decode.decoder_id(), torch.__version__) if format == "decoded" else None
+    content = (MAGIC, source_name(config.source), manifest.fingerprint, config.member, pixels, config.memory_gb)
+    digest = hashlib.blake2b(repr(content).encode("utf-8", "surrogateescape"), digest_size=16)
+    digest.update(np.packbits(owned).tobytes())
+    return f"{digest.hexdigest()}-{format}-{file_name(manifest.split)}"

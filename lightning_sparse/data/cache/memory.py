@@ -1,32 +1,27 @@
-"""Memory tier: one shared-memory segment per run, node and split, used by all ranks of the node.
+"""Memory tier: one shared-memory segment per node and split, used by all ranks of the node.
+
+Runs that want the same samples in the same format use the same segment.
 
 ====================  =====================  ==========================================================
 part of the segment   size                   contents
 ====================  =====================  ==========================================================
 header                4096                   numbers, see `_Header`
-counters              256 x 16 x 8           one row per process
 slots                 32 per sample          state, length, offset, height, width, checksum
 payloads              up to the budget       one after the other; never moved or evicted
 ====================  =====================  ==========================================================
 
 A writer reserves space under a lock that the kernel releases when its holder dies, writes without the lock, and sets
-*ready* last, so a slot whose writer was killed is never read. Memory is allocated (fallocate) before it is written, so
-that a full /dev/shm raises OSError instead of SIGBUS.
+*ready* last, so a slot whose writer was killed is never read. A run does not wait for one that was suspended with the
+lock: it does not keep the sample then. Memory is allocated (fallocate) before it is written, so that a full /dev/shm
+raises OSError instead of SIGBUS.
 
 Reads take no lock and copy nothing: a sample is a read-only view of the segment, valid as long as it is referenced.
 Each read verifies a checksum of the payload, its shape and its index. If it fails, the slot is emptied, and the sample
 is read from the next tier.
 """
 
-import contextlib
-import errno
-import fcntl
-import mmap
 import os
-import struct
-import threading
-import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from enum import IntEnum
 from pathlib import Path
 
@@ -34,25 +29,24 @@ import numpy as np
 import numpy.typing as npt
 
 from lightning_sparse.data.cache import shared_memory
-from lightning_sparse.data.cache.counts import NAMES
-from lightning_sparse.data.config import DataError, no_address_space
+from lightning_sparse.data.cache.shared_memory import Segment
+from lightning_sparse.data.config import DataError
 from lightning_sparse.data.sample import Format, View
 
-MAGIC = 0x4C53_4D45_4D30_3031  # "LSMEM001"
+MAGIC = 0x4C53_4D45_4D30_3032  # "LSMEM002"
 EMPTY, FILLING, READY = 0, 1, 2
 ALIGN = 64
 RESERVE_BYTES = 64 << 20
-_ROWS, _ROW = 256, 16
-_SLOTS_AT = 4096 + _ROWS * _ROW * 8
+LOCK_S = 2.0
+_SLOTS_AT = 4096
 _SLOT = np.dtype(
     [("state", "u4"), ("length", "u4"), ("offset", "u8"), ("height", "u4"), ("width", "u4"), ("checksum", "u8")]
 )
 _FORMATS: tuple[Format, ...] = ("jpeg", "decoded", "bytes")
-assert len(NAMES) <= _ROW
 
 
 class _Header(IntEnum):
-    """Positions in the header, int64 each. TOPICS: topics that were logged, up to the end of the page."""
+    """Positions in the header, int64 each."""
 
     MAGIC = 0
     FORMAT = 1
@@ -62,46 +56,30 @@ class _Header(IntEnum):
     RESERVED = 5  # allocated bytes of payloads
     FULL = 6
     CACHED = 7  # slots that are ready, or being filled
-    PROCESSES = 8
-    TOPICS = 64
 
 
 class MemoryCache:
-    """The memory tier of a run, node and split.
+    """The memory tier of a node and split.
 
     Args:
-        path: path of the segment.
-        file: its locked descriptor, from `shared_memory.attach` or `shared_memory.create`.
+        segment: from `shared_memory.attach`, or prepared by `create`.
     """
 
-    def __init__(self, path: Path, file: int) -> None:
-        self.path, self._file, self._pid = path, file, os.getpid()
-        size = os.fstat(file).st_size
-        try:
-            self._map = mmap.mmap(file, size)
-        except OSError as error:
-            if error.errno != errno.ENOMEM:
-                raise
-            raise DataError(no_address_space(f"the memory tier {path}", size)) from error
-        self._header = np.frombuffer(self._map, np.int64, 512)
+    def __init__(self, segment: Segment) -> None:
+        self.path, self._segment = segment.path, segment
+        self._header = np.frombuffer(segment.map, np.int64, 512)
         if self._header[_Header.MAGIC] != MAGIC:
-            raise DataError(f"{path} is not a segment of this version; remove it.")
+            raise DataError(f"{self.path} is not a segment of this version; remove it.")
         slots = int(self._header[_Header.SLOTS])
-        self._slots = np.frombuffer(self._map, _SLOT, slots, offset=_SLOTS_AT)
+        self._slots = np.frombuffer(segment.map, _SLOT, slots, offset=_SLOTS_AT)
         self._states = self._slots["state"]
         self._payloads_at = _payloads_at(slots)
-        self._payloads = np.frombuffer(self._map, np.uint8, offset=self._payloads_at)
+        self._payloads = np.frombuffer(segment.map, np.uint8, offset=self._payloads_at)
         self._readable = self._payloads.view()
         self._readable.flags.writeable = False
-        self._thread_lock = threading.Lock()
+        self._patience_s = LOCK_S
         self.format: Format = _FORMATS[int(self._header[_Header.FORMAT])]
         self.capacity = int(self._header[_Header.CAPACITY])
-        with self._locked():
-            row = int(self._header[_Header.PROCESSES])
-            self._header[_Header.PROCESSES] += 1
-        rows = np.frombuffer(self._map, np.int64, _ROWS * _ROW, offset=4096).reshape(_ROWS, _ROW)
-        self._rows = rows
-        self.row = rows[min(row, _ROWS - 1), : len(NAMES)]  # from the 256th process on, rows are shared and less exact
 
     def get(self, indices: Sequence[int]) -> tuple[list[View | None], int]:
         """Return (views in order, None for missing samples; number of checksum failures)."""
@@ -124,7 +102,7 @@ class MemoryCache:
         return found, flipped
 
     def put(self, index: int, data: npt.NDArray[np.uint8], height: int, width: int) -> bool:
-        """Keep a sample unless it is already there. Return False if the cache is full."""
+        """Keep a sample, unless it is already there or the lock is not free. Return False if the cache is full."""
         from xxhash import xxh3_64_intdigest
 
         flat = data.reshape(-1)
@@ -139,10 +117,13 @@ class MemoryCache:
         return True
 
     def _reserve(self, index: int, length: int) -> int | None:
-        """Reserve space for a payload; None if the slot is taken or the cache is full."""
+        """Reserve space for a payload; None if the slot is taken, the cache is full, or the lock is not free."""
         if self.full or self._states[index] != EMPTY:
             return None
-        with self._locked():
+        with self._segment.locked(self._patience_s) as held:
+            self._patience_s = LOCK_S if held else 0.0  # wait once, not for each sample
+            if not held:
+                return None
             offset = int(self._header[_Header.TAIL])
             end = -(-(offset + length) // ALIGN) * ALIGN
             if self._states[index] != EMPTY:
@@ -162,7 +143,7 @@ class MemoryCache:
             return True
         wanted = min(self.capacity, max(end, reserved + RESERVE_BYTES))
         try:
-            os.posix_fallocate(self._file, self._payloads_at + reserved, wanted - reserved)
+            os.posix_fallocate(self._segment.file, self._payloads_at + reserved, wanted - reserved)
         except OSError:  # ENOSPC: memory that was free when the budget was set is in use now
             return False
         self._header[_Header.RESERVED] = wanted
@@ -182,37 +163,9 @@ class MemoryCache:
         """Used bytes of payloads."""
         return int(self._header[_Header.TAIL])
 
-    def rows(self) -> npt.NDArray[np.int64]:
-        """Return the counters of all processes of the run on this node, int64 [processes, len(NAMES)]."""
-        return self._rows[: int(self._header[_Header.PROCESSES]), : len(NAMES)].copy()
-
-    def claim_topic(self, topic: str) -> bool:
-        """Return True for the first process of the run on this node that asks for this topic, to log it once."""
-        number = zlib.crc32(topic.encode()) + 1
-        with self._locked():
-            logged = self._header[_Header.TOPICS :]
-            if number in logged or 0 not in logged:
-                return False
-            logged[int(np.argmin(logged != 0))] = number
-            return True
-
     def close(self) -> None:
-        """Release the segment; the last process of the run removes it. Views stay valid."""
-        if self._pid == os.getpid() and self._file >= 0:
-            shared_memory.remove_if_last(self.path, self._file)
-            os.close(self._file)
-            self._file = -1
-
-    @contextlib.contextmanager
-    def _locked(self) -> Iterator[None]:
-        """Exclude other threads and processes. An open file description lock: the kernel releases it when its holder
-        dies, but unlike a POSIX lock not when another descriptor of the file is closed."""
-        with self._thread_lock:
-            fcntl.fcntl(self._file, fcntl.F_OFD_SETLKW, struct.pack("hhqqi", fcntl.F_WRLCK, os.SEEK_SET, 0, 1, 0))
-            try:
-                yield
-            finally:
-                fcntl.fcntl(self._file, fcntl.F_OFD_SETLK, struct.pack("hhqqi", fcntl.F_UNLCK, os.SEEK_SET, 0, 1, 0))
+        """Release the segment; the last process that uses it removes it. Views stay valid."""
+        self._segment.close()
 
 
 def create(path: Path, format: Format, slots: int, capacity: int) -> MemoryCache:
@@ -231,7 +184,7 @@ def create(path: Path, format: Format, slots: int, capacity: int) -> MemoryCache
         header[_Header.FULL] = capacity == 0
         os.pwrite(file, header.tobytes(), 0)
 
-    return MemoryCache(path, shared_memory.create(path, _payloads_at(slots) + room, prepare))
+    return MemoryCache(shared_memory.create(path, _payloads_at(slots) + room, prepare))
 
 
 def _payloads_at(slots: int) -> int:

@@ -1,24 +1,97 @@
-"""Shared-memory segments: files in /dev/shm that end with their run, however it ends.
+"""Shared-memory segments: files in /dev/shm that end with the last run that uses them, however it ends.
 
-All processes of a run on a node map the file, and each holds a shared lock (flock) on it. The kernel releases the lock
+All processes that use a segment map the file, and each holds a shared lock (flock) on it. The kernel releases the lock
 when the process dies, also by SIGKILL. If a process gets an exclusive lock without waiting, no other process uses the
-file, and it may be removed: the last process to close a segment removes it, and each run removes the segments of killed
-runs. A process that gets the shared lock checks that the file was not removed meanwhile. The name contains the random
-identity of the run, so runs never share a segment.
+file, and it may be removed: the last process to close a segment removes it, and each run removes what killed runs have
+left. A process that gets the shared lock checks that the file was not removed meanwhile.
+
+Segments are created, attached and cleaned up under a lock of their folder. So one that is left after `remove_stale` is
+complete: a process that died while it prepared the segment does not hold it.
 """
 
 import contextlib
+import errno
 import fcntl
+import mmap
 import os
 import re
-from collections.abc import Callable, Sequence
+import struct
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from lightning_sparse.data.cache.folders import private_folder
+from lightning_sparse.data.config import DataError, no_address_space
 from lightning_sparse.messages import log
 
 SHARED_MEMORY = Path("/dev/shm")
-_NAME = re.compile(r"[0-9a-f]{16,}-n\d+-[^/]+")
+_NAME = re.compile(r"[0-9a-f]{16,}-[^/]+")
+_POLL_S = 0.0005
+
+
+class Segment:
+    """A mapped segment. Belongs to the process that opened it.
+
+    Args:
+        path: path of the segment.
+        file: its locked descriptor.
+
+    Raises:
+        DataError: if the process may not map as much.
+    """
+
+    def __init__(self, path: Path, file: int) -> None:
+        self.path, self.file, self._pid = path, file, os.getpid()
+        size = os.fstat(file).st_size
+        try:
+            self.map = mmap.mmap(file, size)
+        except OSError as error:
+            if error.errno != errno.ENOMEM:
+                raise
+            raise DataError(no_address_space(f"the memory tier {path}", size)) from error
+        self._thread_lock = threading.Lock()
+
+    @contextlib.contextmanager
+    def locked(self, patience_s: float | None = None) -> Iterator[bool]:
+        """Exclude other threads and processes; yield whether that was possible within `patience_s`.
+
+        An open file description lock: the kernel releases it when its holder dies, but unlike a POSIX lock not when
+        another descriptor of the file is closed.
+        """
+        if not self._thread_lock.acquire(timeout=-1 if patience_s is None else patience_s):
+            yield False
+            return
+        try:
+            held = self._lock(patience_s)
+            try:
+                yield held
+            finally:
+                if held:
+                    fcntl.fcntl(self.file, fcntl.F_OFD_SETLK, _first_byte(fcntl.F_UNLCK))
+        finally:
+            self._thread_lock.release()
+
+    def _lock(self, patience_s: float | None) -> bool:
+        if patience_s is None:
+            fcntl.fcntl(self.file, fcntl.F_OFD_SETLKW, _first_byte(fcntl.F_WRLCK))
+            return True
+        end = time.monotonic() + patience_s
+        while True:
+            try:
+                fcntl.fcntl(self.file, fcntl.F_OFD_SETLK, _first_byte(fcntl.F_WRLCK))
+                return True
+            except BlockingIOError:
+                if time.monotonic() >= end:
+                    return False
+                time.sleep(_POLL_S)
+
+    def close(self) -> None:
+        """Release the segment; the last process that uses it removes it. Views of the map stay valid."""
+        if self._pid == os.getpid() and self.file >= 0:
+            _remove_if_last(self.path, self.file)
+            os.close(self.file)
+            self.file = -1
 
 
 def memory_folder(shared_memory: Path = SHARED_MEMORY) -> Path | None:
@@ -30,22 +103,28 @@ def memory_folder(shared_memory: Path = SHARED_MEMORY) -> Path | None:
     return folder
 
 
-def attach(path: Path) -> int | None:
-    """Open and lock an existing segment; None if there is none."""
+def attach(path: Path) -> Segment | None:
+    """Open an existing segment; None if there is none."""
     while True:
         try:
             file = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
         except FileNotFoundError:
             return None
-        if _lock(file):
-            return file
+        if not _lock(file):
+            continue
+        try:
+            return Segment(path, file)
+        except BaseException:
+            os.close(file)
+            raise
 
 
-def create(path: Path, size: int, prepare: Callable[[int], None]) -> int:
-    """Create and lock a segment of `size` bytes, without allocating memory, and call `prepare` on its descriptor.
+def create(path: Path, size: int, prepare: Callable[[int], None]) -> Segment:
+    """Create a segment of `size` bytes, without allocating memory, and call `prepare` on its descriptor.
 
     Raises:
         OSError: if there is not enough memory for `prepare`.
+        DataError: as `Segment`.
     """
     while True:
         file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
@@ -54,14 +133,14 @@ def create(path: Path, size: int, prepare: Callable[[int], None]) -> int:
     try:
         os.ftruncate(file, size)
         prepare(file)
+        return Segment(path, file)
     except BaseException:
         path.unlink(missing_ok=True)
         os.close(file)
         raise
-    return file
 
 
-def remove_if_last(path: Path, file: int) -> bool:
+def _remove_if_last(path: Path, file: int) -> bool:
     """Remove the segment if no other process holds it."""
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -83,67 +162,13 @@ def remove_stale(folders: Sequence[Path]) -> int:
             file = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
             try:
                 size = os.fstat(file).st_blocks * 512
-                if remove_if_last(path, file):
+                if _remove_if_last(path, file):
                     removed, freed = removed + 1, freed + size
             finally:
                 os.close(file)
     if removed:
         log.info("freed %.2f GB of memory: removed %d segment(s) of runs that have ended", freed / 1e9, removed)
     return removed
-
-
-def available_memory(folder: Path) -> int:
-    """Return the available bytes: the least of free memory, what the control groups allow and free space in `folder`.
-
-    Space that existing segments in `folder` may still allocate is subtracted.
-    """
-    about = os.statvfs(folder)
-    amounts = [about.f_bavail * about.f_frsize]
-    promised = 0
-    for path in folder.iterdir():
-        with contextlib.suppress(OSError):
-            segment = path.stat()
-            promised += max(0, segment.st_size - segment.st_blocks * 512)
-    with contextlib.suppress(OSError, StopIteration, ValueError):
-        lines = Path("/proc/meminfo").read_text().splitlines()
-        amounts.append(int(next(line.split()[1] for line in lines if line.startswith("MemAvailable"))) * 1024)
-    amounts += _left_to_control_groups()
-    return max(0, min(amounts) - promised)
-
-
-def _left_to_control_groups(mounted: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> list[int]:
-    """Return the bytes that each control group of this process may still use, from the innermost to the outermost.
-
-    Groups are nested: SLURM limits the memory of a job, and within it that of a step. What a group uses includes file
-    pages, of which the kernel drops the inactive ones before it refuses memory.
-    """
-    found = []
-    with contextlib.suppress(OSError):
-        for line in own.read_text().splitlines():
-            _, kinds, path = line.split(":", 2)
-            if kinds == "":  # version 2
-                root, limit, used = mounted, "memory.max", "memory.current"
-                if not (root / "cgroup.controllers").exists():
-                    root = mounted / "unified"
-            elif "memory" in kinds.split(","):
-                root, limit, used = mounted / "memory", "memory.limit_in_bytes", "memory.usage_in_bytes"
-            else:
-                continue
-            inner = root / path.lstrip("/")
-            for group in (inner, *inner.parents):
-                with contextlib.suppress(OSError, ValueError):  # "max" means no limit
-                    found.append(int((group / limit).read_text()) - int((group / used).read_text()) + _inactive(group))
-                if group == root:
-                    break
-    return found
-
-
-def _inactive(group: Path) -> int:
-    """Return the bytes of inactive file pages of a control group."""
-    with contextlib.suppress(OSError, ValueError):
-        numbers = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
-        return int(numbers.get("total_inactive_file", numbers.get("inactive_file", 0)))
-    return 0
 
 
 def _lock(file: int) -> bool:
@@ -153,3 +178,7 @@ def _lock(file: int) -> bool:
         return True
     os.close(file)
     return False
+
+
+def _first_byte(kind: int) -> bytes:
+    return struct.pack("hhqqi", kind, os.SEEK_SET, 0, 1, 0)

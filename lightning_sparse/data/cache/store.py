@@ -303,7 +303,7 @@ class SampleStore:
 
     def node_counters(self) -> TierCounts:
         """Return what all processes of the run on this node have read, including workers and ended processes."""
-        return TierCounts(*self._tiers().memory.rows().sum(0).tolist())
+        return TierCounts(*self._tiers().run.rows().sum(0).tolist())
 
     def sizes(self) -> tuple[int, ...]:
         """Return (samples in memory, bytes in memory, files on disk, bytes on disk) of this node now."""
@@ -320,7 +320,7 @@ class SampleStore:
             self._opened.interrupt()
 
     def close(self) -> None:
-        """Write pending files and close the tiers. The last process of a run on a node frees its memory."""
+        """Write pending files and close the tiers. The last process on a node that uses the memory tier frees it."""
         if self._opened is not None and self._opened.pid == os.getpid():
             for closer in self._closers:
                 closer()

@@ -10,12 +10,13 @@ import numpy as np
 import numpy.typing as npt
 
 from lightning_sparse.data import decode
-from lightning_sparse.data.cache.budget import open_memory, segment_name
+from lightning_sparse.data.cache.budget import open_memory
 from lightning_sparse.data.cache.counts import Counter
 from lightning_sparse.data.cache.disk import CachedFile, DiskCache, FileKey, corrupt_file
 from lightning_sparse.data.cache.folders import cache_folder, file_name
 from lightning_sparse.data.cache.memory import MemoryCache
 from lightning_sparse.data.cache.placement import Placement
+from lightning_sparse.data.cache.run_counters import RunCounters
 from lightning_sparse.data.cache.samples import Manifest
 from lightning_sparse.data.cache.storage import Storage, StoredFile, Unreadable
 from lightning_sparse.data.config import GB, CacheConfig
@@ -36,6 +37,7 @@ class Tiers:
     """
 
     pid: int
+    run: RunCounters
     memory: MemoryCache
     disk: DiskCache
     storage: Storage
@@ -84,6 +86,7 @@ class Tiers:
             self._changed.wait_for(lambda: self._reads == 0, LAST_READ_S)
         self.disk.close()
         self.memory.close()
+        self.run.close()
 
 
 def decoder_of(config: CacheConfig) -> int:
@@ -131,11 +134,11 @@ def open_tiers(
 ) -> Tiers:
     """Open all tiers of a split. owned: bool [samples], samples that this node owns."""
     folder = cache_folder(config)
-    memory = open_memory(config, manifest, owned, segment_name(run, placement.node_index, manifest.split), folder)
-    counter = Counter(memory.row)
+    memory, shared = open_memory(config, manifest, owned, run, placement.node_index, folder)
+    counter = Counter(shared.row)
 
     def warn_once(topic: str, text: str) -> None:
-        if memory.claim_topic(topic):
+        if shared.claim_topic(topic):
             log.warning("%s", text)
 
     disk = open_disk(config, manifest.split, counter, warn_once)
@@ -147,4 +150,4 @@ def open_tiers(
         quiet=quiet,
         options=config.storage_options,
     )
-    return Tiers(os.getpid(), memory, disk, storage, counter, decoder_of(config), warn_once)
+    return Tiers(os.getpid(), shared, memory, disk, storage, counter, decoder_of(config), warn_once)

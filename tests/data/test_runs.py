@@ -1,0 +1,278 @@
+"""Several runs on a node share one copy of the samples in memory, and nothing else: counts and log lines are each run's
+own, and what happens to one of them does not happen to the others."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from lightning_sparse.data.cache import free_memory, memory, shared_memory
+from lightning_sparse.data.cache.agreement import agreed_format
+from lightning_sparse.data.cache.budget import content_name
+from lightning_sparse.data.cache.manifest import load_or_list
+from lightning_sparse.data.cache.placement import Placement
+from lightning_sparse.data.cache.store import SampleStore
+from lightning_sparse.data.cache.warm import warm
+from lightning_sparse.data.config import CacheConfig
+from tests.data.stores import Open, config_of, contents, store_of, warnings_of
+from tests.data.test_memory import joined, put, slab
+
+SAMPLES = 20  # of `folder`
+
+
+def segments(store: SampleStore) -> list[str]:
+    """Names of the segments of samples beside that of a store."""
+    found = [path.name for path in store._tiers().memory.path.parent.iterdir()]
+    return [name for name in found if re.fullmatch(r"[0-9a-f]{32}-\w+-train", name)]
+
+
+# ------------------------------------------------------------------------------------------------- one copy
+
+
+@pytest.mark.parametrize("format", ["decoded", "jpeg"])
+def test_a_second_run_reads_what_the_first_one_has_read(
+    folder: Path, stores: Open, format: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "lightning_sparse")
+    first = store_of(folder, stores, format=format)
+    expected = contents(first)
+    before = segments(first)
+    assert "another run" not in caplog.text
+    second = store_of(folder, stores, format=format)
+    assert "memory tier of train: 20 samples are there, of another run on this node" in caplog.text
+    assert contents(second) == expected
+    assert segments(second) == before
+    counts = second.counters()
+    assert (counts.memory_samples, counts.disk_samples, counts.storage_samples) == (SAMPLES, 0, 0)
+    for store, read in ((first, (0, SAMPLES)), (second, (SAMPLES, 0))):
+        counted = store.node_counters()
+        assert (counted.memory_samples, counted.storage_samples) == read
+    assert first.sizes()[:2] == second.sizes()[:2]
+
+
+def test_it_ends_with_the_last_run(folder: Path, stores: Open) -> None:
+    first, second = store_of(folder, stores), store_of(folder, stores)
+    path = first._tiers().memory.path
+    expected = contents(first)
+    first.close()
+    assert path.exists()
+    assert contents(second) == expected
+    assert second.counters().memory_samples == SAMPLES
+    second.close()
+    assert not path.exists()
+
+
+def test_another_cache_of_the_same_source_makes_no_second_copy(folder: Path, stores: Open, tmp_path: Path) -> None:
+    first = store_of(folder, stores)
+    contents(first)
+    second = store_of(folder, stores, cache_dir=str(tmp_path / "other"), on_corrupt="skip", storage_readers=1)
+    assert contents(second) == contents(first)
+    assert second.counters().storage_samples == 0
+
+
+def test_the_format_is_that_of_the_copy_that_is_there(
+    folder: Path, stores: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By free memory alone, the first run would take half of it for pixels, and the second one find too little."""
+    first = store_of(folder, stores, format="decoded", memory_gb=None)
+    config = config_of(folder, memory_gb=None)
+    monkeypatch.setattr(free_memory, "available_memory", lambda folder: 10_000)
+    assert agreed_format(config, first.manifest, Placement()) == "decoded"
+    assert store_of(folder, stores, memory_gb=None).format == "decoded"
+    for store in stores:
+        store.close()
+    assert agreed_format(config, first.manifest, Placement()) == "jpeg"
+
+
+OTHERS: dict[str, dict[str, Any]] = {
+    "size": {"short_side": 20},
+    "format": {"format": "jpeg"},
+    "limit": {"memory_gb": 0.02},
+}
+
+
+@pytest.mark.parametrize("other", OTHERS.values(), ids=OTHERS)
+def test_runs_that_want_something_else_have_a_copy_of_their_own(
+    folder: Path, stores: Open, other: dict[str, Any]
+) -> None:
+    first = store_of(folder, stores, format="decoded")
+    contents(first)
+    second = store_of(folder, stores, **{"format": "decoded", **other})
+    assert second._tiers().memory.path != first._tiers().memory.path
+    assert second._tiers().memory.cached == 0
+
+
+def test_a_name_says_all_that_decides_what_is_kept(folder: Path, tmp_path: Path, monkeypatch: Any) -> None:
+    config = config_of(folder, format="decoded")
+    manifest = load_or_list(config, "train", quiet=True)
+    everything = np.ones(SAMPLES, np.bool_)
+
+    def name(config: CacheConfig = config, **changed: Any) -> str:
+        other = dataclasses.replace(manifest, fingerprint="", **changed)
+        return content_name(config, other, everything, "decoded")
+
+    names = [name(), content_name(config, manifest, everything, "jpeg")]
+    names.append(content_name(config, manifest, np.arange(SAMPLES) % 2 == 0, "decoded"))  # as with another node
+    names += [name(dataclasses.replace(config, **each)) for each in ({"source": "/other"}, {"member": "png"})]
+    names += [name(sizes=manifest.sizes + 1), name(mtimes_ns=manifest.mtimes_ns + 1), name(split="val")]
+    for version in ("torch.__version__", "PIL.__version__"):
+        with monkeypatch.context() as patch:
+            patch.setattr(version, "0.1")
+            names.append(name())
+    assert len({*names}) == len(names)
+    same = ({"cache_dir": str(tmp_path)}, {"storage_timeout": 1.0}, {"disk_gb": 1.0}, {"seed": 1})
+    assert {name(dataclasses.replace(config, **each)) for each in same} == {name()}
+
+
+# -------------------------------------------------------------------------------------- what stays each run's own
+
+
+def test_each_run_says_for_itself_that_memory_is_full(
+    folder: Path, stores: Open, caplog: pytest.LogCaptureFixture
+) -> None:
+    for number in range(2):
+        store = store_of(folder, stores, format="jpeg", memory_gb=0.00001)
+        for _ in range(2):
+            contents(store)
+        said = [each for each in warnings_of(caplog) if each.startswith("memory tier")]
+        assert len(said) == number + 1
+
+
+def test_a_sample_that_was_damaged_is_repaired_for_all(folder: Path, stores: Open) -> None:
+    first, second = store_of(folder, stores), store_of(folder, stores)
+    expected = contents(first)
+    first.flush()
+    first._tiers().memory._payloads[100] ^= 1
+    assert contents(second) == expected
+    assert (second.counters().flipped_memory, second.counters().disk_samples) == (1, 1)
+    assert contents(first) == expected
+    assert first.counters().flipped_memory == 0
+
+
+# ---------------------------------------------------------------------------------------- real runs, and their ends
+
+RUN = """
+import sys
+from pathlib import Path
+from tests.data.stores import *
+stores = []
+store = store_of(Path(sys.argv[1]), stores, format="decoded")
+first = contents(store)
+counts = store.node_counters()
+print(counts.memory_samples, counts.disk_samples, counts.storage_samples, hash(b"".join(first)), flush=True)
+sys.stdin.readline()
+print(contents(store) == first, flush=True)
+"""
+
+
+@pytest.fixture
+def runs(folder: Path) -> Iterator[list[subprocess.Popen[str]]]:
+    started: list[subprocess.Popen[str]] = []
+    yield started
+    for run in started:
+        run.kill()
+        run.communicate()
+
+
+def start(folder: Path, runs: list[subprocess.Popen[str]]) -> subprocess.Popen[str]:
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    environment = {**os.environ, "PYTHONHASHSEED": "0"}
+    runs.append(subprocess.Popen([sys.executable, "-c", RUN, str(folder)], text=True, env=environment, **pipes))  # type: ignore[call-overload]
+    return runs[-1]
+
+
+def line_of(run: subprocess.Popen[str]) -> str:
+    assert run.stdout is not None
+    return run.stdout.readline().strip()
+
+
+def test_a_killed_run_takes_nothing_from_the_others(folder: Path, runs: list[subprocess.Popen[str]]) -> None:
+    """Three runs; the one that made the segment is killed, then one ends; at last the next run starts anew."""
+    warm(config_of(folder), "train")
+    lines = [line_of(start(folder, runs)).rsplit(" ", 1) for _ in range(3)]
+    assert [counts for counts, _ in lines] == ["0 20 0", "20 0 0", "20 0 0"]
+    assert len({pixels for _, pixels in lines}) == 1
+    runs[0].kill()
+    runs[0].wait()
+    for run in runs[1:]:
+        assert run.communicate("\n", timeout=60)[0] == "True\n"
+        assert run.returncode == 0
+    assert line_of(start(folder, runs)).startswith("0 20 0 ")
+
+
+def test_runs_that_start_at_once_make_one_segment(
+    folder: Path, runs: list[subprocess.Popen[str]], stores: Open
+) -> None:
+    warm(config_of(folder), "train")
+    for _ in range(4):
+        start(folder, runs)
+    counts = [[int(number) for number in line_of(run).split()[:3]] for run in runs]
+    assert all(sum(each) == SAMPLES and each[2] == 0 for each in counts)
+    store = store_of(folder, stores, format="decoded")
+    assert len(contents(store)) == SAMPLES
+    assert store.counters().memory_samples == SAMPLES
+    for run in runs:
+        run.kill()
+        run.wait()
+    assert shared_memory.remove_stale([store._tiers().memory.path.parent]) >= len(runs)  # their counters
+    assert store._tiers().memory.path.exists()
+
+
+def test_a_run_that_died_while_it_made_the_segment_leaves_none(tmp_path: Path, folder: Path, stores: Open) -> None:
+    code = f"""
+import os, signal
+from pathlib import Path
+from lightning_sparse.data.cache import shared_memory
+from tests.data.stores import *
+create = shared_memory.create
+def killed(path, size, prepare):
+    kill = lambda file: os.kill(os.getpid(), signal.SIGKILL)
+    return create(path, size, kill if "decoded" in path.name else prepare)
+shared_memory.create = killed
+store_of(Path({str(folder)!r}), [], format="decoded")
+"""
+    load_or_list(config_of(folder), "train", quiet=True)
+    assert subprocess.run([sys.executable, "-c", code], timeout=120).returncode == -signal.SIGKILL
+    store = store_of(folder, stores, format="decoded")
+    assert len(contents(store)) == SAMPLES
+    contents(store)
+    assert store.counters().memory_samples == SAMPLES
+
+
+def test_a_run_that_is_suspended_does_not_stop_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As SLURM suspends jobs (SIGSTOP): it may hold the lock of the segment, for hours."""
+    monkeypatch.setattr(memory, "LOCK_S", 0.3)
+    tier = slab(tmp_path)
+    code = f"""
+import os, signal
+from tests.data.test_memory import *
+tier = joined(Path({str(tmp_path)!r}))
+with tier._segment.locked():
+    print("held", flush=True)
+    os.kill(os.getpid(), signal.SIGSTOP)
+put(tier, 5)
+print("done", flush=True)
+"""
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as other:
+        assert other.stdout is not None
+        assert other.stdout.readline() == b"held\n"
+        for number in range(4):
+            assert put(tier, number)  # not kept, and not said to be full
+            assert tier._patience_s == 0  # it waits once, not for each sample
+        assert tier.cached == 0
+        other.send_signal(signal.SIGCONT)
+        assert other.stdout.readline() == b"done\n"
+    assert all(put(tier, number) for number in range(4))
+    assert joined(tmp_path).cached == 5
+    tier.close()
