@@ -33,10 +33,11 @@ class DataModuleMixin(_Host):
         self._stage = "fit"
         self._train_loader: TrainLoader | None = None
         self._place: dict[str, Any] | None = None  # to go on from, until there is a loader
+        self._last: dict[str, Any] = {}  # state at the end of the last run
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the place in the epoch."""
-        return {} if self._train_loader is None else {"train": self._train_loader.state_dict()}
+        """Return the place in the epoch; after a fit, that of its end, for ``trainer.save_checkpoint``."""
+        return self._last if self._train_loader is None else {"train": self._train_loader.state_dict()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on there in a fit. Called after setup, on all ranks."""
@@ -55,6 +56,7 @@ class DataModuleMixin(_Host):
         return loader
 
     def _forget_loader(self) -> None:
+        self._last = self.state_dict()
         self._train_loader = None
 
     @property

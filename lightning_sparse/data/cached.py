@@ -64,10 +64,12 @@ class CachedMixin(DataModuleMixin):
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a resumed run keeps, besides the state of its loaders."""
+        """Return what a resumed run keeps, besides the state of its loaders; after a run, what that one had."""
         session = self._session
-        chosen = {} if session is None else {"formats": dict(session.formats), "backend": session.backend}
-        return {**super().state_dict(), **chosen}
+        if session is None:
+            return super().state_dict()
+        formats = {**self._last.get("formats", {}), **session.formats}
+        return {**super().state_dict(), "formats": formats, "backend": session.backend}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on at the place in the epoch, and keep the format of the memory tier and the backend, unless options set
@@ -128,7 +130,7 @@ class CachedMixin(DataModuleMixin):
                 logger.log_metrics(metrics(counts), step=self.trainer.global_step)
 
     def _close(self) -> None:
-        session, self._session, self._epoch = self._session, None, None
         self._forget_loader()
+        session, self._session, self._epoch = self._session, None, None
         if session is not None:
             session.close()

@@ -136,9 +136,9 @@ def left_behind() -> list[str]:
 
 
 def segments() -> set[str]:
-    """In shared memory, and held by nobody: other runs on this machine hold theirs."""
+    """In shared memory, and held by nobody: other runs on this machine hold theirs. Folders keep their lock."""
     found = set()
-    for path in Path("/dev/shm").glob("lightning_sparse-*/*"):
+    for path in Path("/dev/shm").glob("lightning_sparse-*/*-*"):
         with contextlib.suppress(OSError), path.open("rb") as file:  # gone, or held
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             found.add(path.name)

@@ -84,12 +84,14 @@ def test_all_nodes_keep_the_same_format(tmp_path: Path, little: dict[int, int], 
 
 
 def resumed(folder: str) -> list[Any]:
-    """A run with little memory, then two with much: one that goes on, and a new one; and one that sets the format."""
+    """A run with little memory, then some with much: two that go on, one that is new, and one that sets the format."""
     root = Path(folder)
     callback = saver(FLAVOUR, root, "first", every_n_epochs=1)
     _, t = fitted(FLAVOUR, root, {"memory_gb": 0.0}, max_epochs=1, callbacks=[callback], enable_checkpointing=True)
+    t.save_checkpoint(root / "after.ckpt")
     used, seen = [], []
-    for path, options in ((root / "first.ckpt", {}), (None, {}), (root / "first.ckpt", {"sample_format": "decoded"})):
+    first, after = root / "first.ckpt", root / "after.ckpt"
+    for path, options in ((first, {}), (after, {}), (None, {}), (first, {"sample_format": "decoded"})):
         given = data(FLAVOUR, root, **options)
         begin = given.train_dataloader
 
@@ -101,11 +103,11 @@ def resumed(folder: str) -> list[Any]:
         model = module(FLAVOUR)
         trainer(FLAVOUR, max_epochs=2).fit(model, given, ckpt_path=path)
         seen.append([samples for epoch, _, samples in model.train_seen if epoch == 1])
-    assert seen[0] == seen[1] == seen[2]
+    assert all(each == seen[0] for each in seen)
     return used
 
 
 def test_a_resumed_run_keeps_the_format(tmp_path: Path) -> None:
     numbered_folder(tmp_path / "source")
     (used,) = run_ranks(resumed, str(tmp_path), nodes=1, devices=1, timeout=90, init=False)
-    assert used == [{"train": each, "val": each} for each in ("jpeg", "decoded", "decoded")]
+    assert used == [{"train": each, "val": each} for each in ("jpeg", "jpeg", "decoded", "decoded")]

@@ -40,6 +40,7 @@ from tests.helpers.distributed import run_ranks
 from tests.helpers.lines import Lines
 from tests.helpers.scenarios import Scenarios, returned
 
+pytestmark = pytest.mark.timeout(600)  # the scenarios take a third of it on two cores that do other work, too
 SCENARIOS = Scenarios()
 scenario = SCENARIOS.add
 
@@ -72,7 +73,7 @@ def segments_before(flavour: str) -> set[str]:
 def results(flavour: str, folder: Path, segments_before: set[str], request: pytest.FixtureRequest) -> Results:
     """What every scenario returned, by rank."""
     names = list(SCENARIOS.wanted(request))
-    return run_ranks(run_scenarios, flavour, str(folder), names, timeout=280, init=False)
+    return run_ranks(run_scenarios, flavour, str(folder), names, timeout=550, init=False)
 
 
 def run_scenarios(flavour: str, folder: str, names: list[str]) -> dict[str, Any]:

@@ -245,6 +245,21 @@ def test_forked_children_leave_each_other_their_reader_slots(tmp_path: Path) -> 
     cache.close()
 
 
+def test_files_that_another_decoder_has_validated_take_no_more_room(tmp_path: Path) -> None:
+    """A new version of Pillow writes all of them again: nearly the limit is no reason to stop."""
+    keys, said = [key(number) for number in range(100)], list[str]()
+    for decoder in (7, 8):
+        cache = DiskCache(tmp_path / "c", limit_bytes=5_700_000, warn_once=lambda topic, text: said.append(text))
+        for number, each in enumerate(keys):
+            cache.put(each, stored(number, 50_000)._replace(decoder=decoder))
+            if number % 10 == 9:
+                cache.flush()
+        assert said == []
+        assert [each and each.decoder for each in cache.get(keys)] == [decoder] * 100
+        cache.close()
+    assert (tmp_path / "c" / "data.mdb").stat().st_size < 5_700_000 + 2 * 10 * 54_000
+
+
 def test_what_has_left_the_source_makes_room(tmp_path: Path) -> None:
     """LMDB's file does not shrink."""
     cache = DiskCache(tmp_path / "c", limit_bytes=5_000_000)

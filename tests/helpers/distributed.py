@@ -314,7 +314,8 @@ def _stack(each: _Rank) -> str:
     """What a rank that does not answer is doing: faulthandler writes its stacks to a file on SIGUSR1."""
     path = each.folder / f"stack{each.rank}"
     if each.process.pid is not None and path.exists():
-        os.kill(each.process.pid, signal.SIGUSR1)
+        with suppress(ProcessLookupError):  # it has just left
+            os.kill(each.process.pid, signal.SIGUSR1)
         deadline = time.monotonic() + STACK_S
         while not path.stat().st_size and time.monotonic() < deadline:
             time.sleep(0.02)

@@ -172,9 +172,12 @@ class DiskCache:
         with environment.begin(write=True) as transaction:
             for digest, (key, stored) in batch.items():
                 value = _packed(key, digest, stored)
-                room -= len(value) + 4096  # LMDB rounds up to pages
-                if room < 0:
+                former = transaction.get(digest)  # its pages are reused by later transactions
+                grows = len(value) + 4096 if former is None else len(value) - len(former)  # LMDB rounds up to pages
+                room -= grows
+                if grows > 0 and room < 0:
                     return reason
+                self._removed += len(former or b"")
                 transaction.put(digest, value)
                 self._removed = max(0, self._removed - len(value))
         return None
