@@ -19,7 +19,7 @@ import torch
 
 from lightning_sparse.exchange.choice import MARGIN
 from lightning_sparse.exchange.paths import PATHS, Dense, Flat, Path, Work
-from lightning_sparse.exchange.rates import Link, Rates
+from lightning_sparse.exchange.rates import Link, Rates, rate
 
 _OURS = {kind.name: kind for kind in PATHS if kind.by_shard}
 UPDATES = "updates"
@@ -280,6 +280,5 @@ def assumptions(scenario: Scenario) -> list[str]:
         f"{scenario.devices} devices per node",
         f"between nodes {scenario.inter_gbps:g} Gbit/s per node, inside {scenario.intra_gbps:g} Gbit/s per device; "
         f"latency {1e6 * scenario.inter_latency:g} and {1e6 * scenario.intra_latency:g} us (assumed)",
-        f"selection at {1e-9 / rates.select:.3g} G elements/s, scatter at {1e-9 / rates.scatter:.3g} G pairs/s: "
-        f"{host.source}",
+        f"selection {rate(rates.select, 'elements')}, scatter {rate(rates.scatter, 'pairs')}: {host.source}",
     ]

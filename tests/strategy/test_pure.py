@@ -374,3 +374,12 @@ def test_a_residual_follows_its_parameters_into_new_groups() -> None:
     held = {group.names: shard.tolist() for group, shard in store.current.items()}
     assert held == {("b", "c"): [2.0, 3.0, 4.0, 0.0, 0.0], ("a",): [0.0, 1.0]}
     assert store.parked["frozen"].tolist() == [5.0]
+
+
+def test_what_was_measured_is_said_for_small_models_too() -> None:
+    """Of few elements the call takes all of the time: a rate cannot be told then, and is not made up."""
+    said = [dataclasses.replace(HOST, select=select).describe(1) for select in (1e-9, 0.0)]
+    assert [each.rpartition(", ")[2] for each in said] == [
+        "selection at 1 G elements/s",
+        "selection at no measurable cost",
+    ]

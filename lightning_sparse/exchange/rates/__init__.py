@@ -64,7 +64,7 @@ class Rates:
         parts = [f"{between * num_devices:.3g} Gbit/s and {1e3 * self.inter.latency:.2g} ms between nodes"]
         if num_devices > 1:
             parts.append(f"{inside:.3g} Gbit/s and {1e3 * self.intra.latency:.2g} ms between devices of one")
-        return f"{', '.join(parts)}, selection at {1e-9 / max(self.select, 1e-15):.2g} G elements/s"
+        return ", ".join([*parts, f"selection {rate(self.select, 'elements')}"])
 
     def to_list(self) -> list[float]:
         """Plain numbers, for a checkpoint and for agreement between ranks."""
@@ -77,6 +77,11 @@ class Rates:
         if len(numbers) != len(fields(Rates)) + 2:
             return None
         return Rates(Link(*numbers[0:2]), Link(*numbers[2:4]), *numbers[4:])
+
+
+def rate(seconds: float, what: str) -> str:
+    """For the log, from the seconds that each takes: 0 where few of them were timed, and the call takes all of it."""
+    return f"at {1e-9 / seconds:.2g} G {what}/s" if seconds > 0 else "at no measurable cost"
 
 
 def differ(one: float, other: float, factor: float) -> bool:
