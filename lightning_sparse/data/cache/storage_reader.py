@@ -78,13 +78,18 @@ class LocalStorage:
         """Return (contents, size, mtime in ns) of a file. Links are followed, as torchvision's ImageFolder does."""
         # non-blocking: open() of a named pipe would wait for a writer
         file = os.open(os.path.join(self.root, path), os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-        with open(file, "rb", buffering=0) as stream:
+        try:
             about = os.fstat(file)
             if not stat.S_ISREG(about.st_mode):
                 raise UnreadableFileError("it is not a regular file")
-            parts = []
-            while part := stream.read(1 << 24):
+            parts, most = (
+                [],
+                min(about.st_size + 1, 1 << 24),
+            )  # a read allocates as much, however little it gives
+            while part := os.read(file, most):
                 parts.append(part)
+        finally:
+            os.close(file)
         return b"".join(parts), about.st_size, about.st_mtime_ns
 
     def part(self, path: str, first: int, last: int) -> tuple[bytes, int, int]:
