@@ -82,10 +82,8 @@ class LocalStorage:
             about = os.fstat(file)
             if not stat.S_ISREG(about.st_mode):
                 raise UnreadableFileError("it is not a regular file")
-            parts, most = (
-                [],
-                min(about.st_size + 1, 1 << 24),
-            )  # a read allocates as much, however little it gives
+            parts = []
+            most = min(about.st_size + 1, 1 << 24)  # a read allocates as much, however little it gives
             while part := os.read(file, most):
                 parts.append(part)
         finally:
