@@ -4,9 +4,9 @@ own, and what happens to one of them does not happen to the others."""
 from __future__ import annotations
 
 import dataclasses
+import errno
 import logging
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -22,19 +22,12 @@ from lightning_sparse.data.cache.agreement import agreed_format
 from lightning_sparse.data.cache.budget import content_name
 from lightning_sparse.data.cache.manifest import load_or_list
 from lightning_sparse.data.cache.placement import Placement
-from lightning_sparse.data.cache.store import SampleStore
 from lightning_sparse.data.cache.warm import warm
 from lightning_sparse.data.config import CacheConfig
 from tests.data.stores import Open, config_of, contents, store_of, warnings_of
 from tests.data.test_memory import joined, put, slab
 
 SAMPLES = 20  # of `folder`
-
-
-def segments(store: SampleStore) -> list[str]:
-    """Names of the segments of samples beside that of a store."""
-    found = [path.name for path in store._tiers().memory.path.parent.iterdir()]
-    return [name for name in found if re.fullmatch(r"[0-9a-f]{32}-\w+-train", name)]
 
 
 # ------------------------------------------------------------------------------------------------- one copy
@@ -47,12 +40,11 @@ def test_a_second_run_reads_what_the_first_one_has_read(
     caplog.set_level(logging.INFO, "lightning_sparse")
     first = store_of(folder, stores, format=format)
     expected = contents(first)
-    before = segments(first)
     assert "another run" not in caplog.text
     second = store_of(folder, stores, format=format)
     assert "memory tier of train: 20 samples are there, of another run on this node" in caplog.text
     assert contents(second) == expected
-    assert segments(second) == before
+    assert second._tiers().memory.path == first._tiers().memory.path
     counts = second.counters()
     assert (counts.memory_samples, counts.disk_samples, counts.storage_samples) == (SAMPLES, 0, 0)
     for store, read in ((first, (0, SAMPLES)), (second, (SAMPLES, 0))):
@@ -147,6 +139,37 @@ def test_each_run_says_for_itself_that_memory_is_full(
             contents(store)
         said = [each for each in warnings_of(caplog) if each.startswith("memory tier")]
         assert len(said) == number + 1
+
+
+def test_a_run_that_joins_a_small_copy_says_so(
+    folder: Path, stores: Open, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It was made when there was little memory."""
+    with monkeypatch.context() as patch:
+        patch.setattr(free_memory, "available_memory", lambda folder: 160_000)
+        store_of(folder, stores, format="decoded", memory_gb=None)
+    caplog.clear()
+    for _ in range(2):
+        contents(store_of(folder, stores, format="decoded", memory_gb=None))
+    assert len(warnings_of(caplog)) == 2
+    for said in warnings_of(caplog):
+        assert "but the copy of another run on this node allows 0.00 GB. About 55 % of them stay in memory" in said
+
+
+def test_memory_that_was_short_for_one_run_may_be_there_for_the_next(
+    folder: Path, stores: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    first = store_of(folder, stores, format="decoded")
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "posix_fallocate", refused)
+        contents(first)
+    assert first.sizes()[0] == 0
+    second = store_of(folder, stores, format="decoded")
+    contents(second)
+    assert first.sizes()[0] == second.sizes()[0] == SAMPLES
 
 
 def test_a_sample_that_was_damaged_is_repaired_for_all(folder: Path, stores: Open) -> None:

@@ -94,11 +94,7 @@ def open_memory(
             if tier is None:
                 tier = _create(config, manifest, owned, folders, counters)
             elif counters.is_first:
-                log.info(
-                    "memory tier of %s: %s samples are there, of another run on this node",
-                    manifest.split,
-                    f"{tier.cached:,}",
-                )
+                _join(config, manifest, owned, tier, counters)
         except BaseException:
             counters.close()
             raise
@@ -114,6 +110,17 @@ def _attach(
             if (segment := shared_memory.attach(folder / name)) is not None:
                 return MemoryCache(segment)
     return None
+
+
+def _join(
+    config: CacheConfig, manifest: Manifest, owned: npt.NDArray[np.bool_], tier: MemoryCache, counters: RunCounters
+) -> None:
+    """Use the segment of another run, in the first process of this one."""
+    log.info(f"memory tier of {manifest.split}: {tier.cached:,} samples are there, of another run on this node")
+    tier.retry()
+    needed = needed_bytes(manifest, owned, tier.format, config.short_side)
+    plan = _Plan(tier.path.parent, tier.format, needed, tier.capacity, "the copy of another run on this node")
+    _warn_if_too_small(manifest.split, int(owned.sum()), plan, counters)
 
 
 def _formats(config: CacheConfig) -> tuple[Format, ...]:
@@ -196,14 +203,15 @@ def _create(
         except OSError:
             if plan is plans[-1]:
                 raise
-    if plan.needed > plan.capacity > 0 and counters.claim_topic("memory full"):
-        log.warning("%s", _too_small(manifest.split, int(owned.sum()), plan))
+    _warn_if_too_small(manifest.split, int(owned.sum()), plan, counters)
     return tier
 
 
-def _too_small(split: str, samples: int, plan: _Plan) -> str:
+def _warn_if_too_small(split: str, samples: int, plan: _Plan, counters: RunCounters) -> None:
+    if not (plan.needed > plan.capacity > 0 and counters.claim_topic("memory full")):
+        return
     about = "about " if plan.format == "decoded" else ""
-    return (
+    log.warning(
         f"memory tier of {split}: {samples:,} samples of this node need {about}{plan.needed / GB:.2f} GB as "
         f"{plan.format}, but {plan.limit} allows {plan.capacity / GB:.2f} GB. {about.capitalize()}"
         f"{100 * plan.capacity / plan.needed:.0f} % of them stay in memory; every epoch reads the others from local "

@@ -149,6 +149,10 @@ class MemoryCache:
         self._header[_Header.RESERVED] = wanted
         return True
 
+    def retry(self) -> None:
+        """Keep samples again: if there was not enough memory for all, some may be free now."""
+        self._header[_Header.FULL] = self.capacity == 0
+
     @property
     def full(self) -> bool:
         return bool(self._header[_Header.FULL])

@@ -83,8 +83,7 @@ class LocalStorage:
             if not stat.S_ISREG(about.st_mode):
                 raise UnreadableFileError("it is not a regular file")
             parts = []
-            most = min(about.st_size + 1, 1 << 24)  # a read allocates as much, however little it gives
-            while part := os.read(file, most):
+            while part := os.read(file, min(about.st_size + 1, 1 << 24)):  # a read allocates what it asks for
                 parts.append(part)
         finally:
             os.close(file)
@@ -97,8 +96,7 @@ class LocalStorage:
             while first < last and (part := os.pread(stream.fileno(), min(last - first, 1 << 24), first)):
                 parts.append(part)
                 first += len(part)
-        data = b"".join(parts)
-        return data, len(data), mtime
+        return (data := b"".join(parts)), len(data), mtime
 
     def opened(self, path: str) -> Any:
         return open(os.path.join(self.root, path), "rb")
