@@ -76,6 +76,7 @@ def groups_of_a_rank() -> dict[str, tuple[str, float]]:
         group = getattr(topology, name)
         timeout = group._get_backend(torch.device("cpu")).options._timeout
         found[name] = (group.group_desc, timeout.total_seconds())
+    dist.barrier()  # else a rank leaves while others still connect to it
     return found
 
 
