@@ -74,6 +74,7 @@ def refused() -> None:
     one_step.consolidate_state_dict = lambda to=0: None  # type: ignore[attr-defined]
     with pytest.raises(ValueError, match="is shared already"):
         LocalUpdates(model, one_step, UpdatesConfig(), topology)
+    dist.barrier()  # else a rank leaves while others still connect to it
 
 
 def wrong_parameters() -> None:
@@ -86,6 +87,7 @@ def wrong_parameters() -> None:
     model[0].weight = nn.Parameter(torch.zeros(37, 13, dtype=torch.complex64))
     with pytest.raises(ValueError, match=r"parameter 0\.weight is of torch\.complex64"):
         LocalUpdates(model, sgd(model), config, topology)
+    dist.barrier()  # else a rank leaves while others still connect to it
 
 
 def test_parameters_that_cannot_work(ranks: RunRanks) -> None:
@@ -117,6 +119,7 @@ def unequal() -> None:
     model = mlp()
     with pytest.raises(ValueError, match=r"nodes of \[1, 2\] devices cannot exchange slices"):
         LocalUpdates(model, sgd(model), UpdatesConfig(), discover())
+    dist.barrier()  # else a rank leaves while others still connect to it
 
 
 def test_nodes_of_unequal_size(ranks: RunRanks) -> None:
