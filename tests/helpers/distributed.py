@@ -138,8 +138,6 @@ def run_ranks(
     with _started(places, env or {}, init, timeout, start_method) as ranks:
         for each in ranks:
             each.give((fn, args))
-        _watch(ranks, timeout, _has_answered)
-        for each in ranks:
             each.give(None)
         return _watch(ranks, timeout, _has_left)
 
@@ -362,11 +360,10 @@ def _rank_main(rank: int, connection: Connection, payload: tuple[Any, ...]) -> N
             dist.init_process_group("gloo", timeout=timedelta(seconds=timeout))
             dist.barrier()  # else a rank with nothing to say leaves while the others still connect to it
         while task := pickle.loads(connection.recv_bytes()):
-            _leave_groups()  # all ranks have answered: none of them still connects to this one
             fn, args = task
             reply = pickle.dumps(("returned", fn(*args)))  # plain pickle: tensors by value, not by shared memory
+            _leave_groups()
             connection.send_bytes(reply)
-        _leave_groups()
         if dist.is_initialized():
             dist.destroy_process_group()
     except BaseException:
