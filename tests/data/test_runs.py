@@ -123,6 +123,7 @@ def test_a_name_says_all_that_decides_what_is_kept(folder: Path, tmp_path: Path,
             patch.setattr(version, "0.1")
             names.append(name())
     assert len({*names}) == len(names)
+    assert name(dataclasses.replace(config, memory_gb=1)) == name(dataclasses.replace(config, memory_gb=1.0))
     same = ({"cache_dir": str(tmp_path)}, {"storage_timeout": 1.0}, {"disk_gb": 1.0}, {"seed": 1})
     assert {name(dataclasses.replace(config, **each)) for each in same} == {name()}
 

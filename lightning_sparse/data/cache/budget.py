@@ -227,7 +227,8 @@ def run_name(run: bytes, node_index: int, split: str) -> str:
 def content_name(config: CacheConfig, manifest: Manifest, owned: npt.NDArray[np.bool_], format: Format) -> str:
     """Return the name of a segment of samples: a hash of all that decides what is in it, and of its limit."""
     pixels = (config.short_side, decode.decoder_id(), torch.__version__) if format == "decoded" else None
-    content = (MAGIC, source_name(config.source), manifest.fingerprint, config.member, pixels, config.memory_gb)
+    limit = None if config.memory_gb is None else float(config.memory_gb)
+    content = (MAGIC, source_name(config.source), manifest.fingerprint, config.member, pixels, limit)
     digest = hashlib.blake2b(repr(content).encode("utf-8", "surrogateescape"), digest_size=16)
     digest.update(np.packbits(owned).tobytes())
     return f"{digest.hexdigest()}-{format}-{file_name(manifest.split)}"
