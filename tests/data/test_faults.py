@@ -146,16 +146,16 @@ store = store_of(Path({str(folder)!r}), [])
 store.get(range(12))
 store.flush()
 store.get(range(12, 16))
-print(store._tiers().memory.path, flush=True)
+path = store._tiers().memory.path
+print(path, path.stat().st_ino, flush=True)
 os.kill(os.getpid(), signal.SIGKILL)
 """
     done = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
     assert done.returncode == -signal.SIGKILL
-    left = Path(done.stdout.strip())
-    inode = left.stat().st_ino
+    left, inode = done.stdout.split()
     store = store_of(folder, stores)
-    assert (store._tiers().memory.path, store._tiers().memory.cached) == (left, 0)
-    assert left.stat().st_ino != inode
+    assert (str(store._tiers().memory.path), store._tiers().memory.cached) == (left, 0)
+    assert Path(left).stat().st_ino != int(inode)
     assert len(contents(store)) == 20
     assert (store.counters().disk_samples, store.counters().storage_samples) == (12, 8)
 
