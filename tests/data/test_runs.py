@@ -4,6 +4,7 @@ own, and what happens to one of them does not happen to the others."""
 from __future__ import annotations
 
 import dataclasses
+import json
 import logging
 import os
 import re
@@ -125,6 +126,8 @@ def test_a_name_says_all_that_decides_what_is_kept(folder: Path, tmp_path: Path,
     names = [name(), content_name(config, manifest, everything, "jpeg")]
     names.append(content_name(config, manifest, np.arange(SAMPLES) % 2 == 0, "decoded"))  # as with another node
     names += [name(dataclasses.replace(config, **each)) for each in ({"source": "/other"}, {"member": "png"})]
+    there = dataclasses.replace(config, source="s3://there")
+    names += [name(dataclasses.replace(there, storage_options={"endpoint_url": each})) for each in ("here", "there")]
     names += [name(sizes=manifest.sizes + 1), name(mtimes_ns=manifest.mtimes_ns + 1), name(split="val")]
     for version in ("torch.__version__", "PIL.__version__"):
         with monkeypatch.context() as patch:
@@ -133,6 +136,21 @@ def test_a_name_says_all_that_decides_what_is_kept(folder: Path, tmp_path: Path,
     assert len({*names}) == len(names)
     same = ({"cache_dir": str(tmp_path)}, {"storage_timeout": 1.0}, {"disk_gb": 1.0}, {"seed": 1})
     assert {name(dataclasses.replace(config, **each)) for each in same} == {name()}
+
+
+def test_what_options_make_of_a_url_is_not_shared(stores: Open, tmp_path: Path) -> None:
+    """Another version of files that have the same sizes, on storage that tells no times: a commit of Git, for example."""
+    found = []
+    for number in range(2):
+        files = {f"train/c/{file}.bin": f"content {number} of {file}" for file in range(4)}
+        references = tmp_path / f"{number}.json"
+        references.write_text(json.dumps({"version": 1, "refs": files}))
+        options = {"fo": str(references), "remote_protocol": "file"}
+        cache = str(tmp_path / f"cache {number}")
+        config = CacheConfig(source="reference://", cache_dir=cache, format="bytes", storage_options=options)
+        stores.append(SampleStore(config, load_or_list(config, "train", quiet=True)))
+        found.append(contents(stores[-1]))
+    assert found == [[f"content {number} of {file}".encode() for file in range(4)] for number in range(2)]
 
 
 # -------------------------------------------------------------------------------------- what stays each run's own

@@ -7,6 +7,7 @@ If the samples do not fit, the tier keeps as many as fit, and every epoch reads 
 
 import contextlib
 import hashlib
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -219,7 +220,9 @@ def run_name(run: bytes, node_index: int, split: str) -> str:
 def content_name(config: CacheConfig, manifest: Manifest, owned: npt.NDArray[np.bool_], format: Format) -> str:
     """Return the name of a segment of samples: a hash of all that decides what is in it, and of its limit."""
     pixels = (config.short_side, decode.decoder_id(), torch.__version__) if format == "decoded" else None
-    content = (MAGIC, source_name(config.source), manifest.fingerprint, config.member, pixels, config.memory_gb)
+    # options choose the server or the version of a URL, and not all storage tells times, which tell files apart
+    source = (source_name(config.source), json.dumps(config.storage_options, sort_keys=True))
+    content = (MAGIC, *source, manifest.fingerprint, config.member, pixels, config.memory_gb)
     digest = hashlib.blake2b(repr(content).encode("utf-8", "surrogateescape"), digest_size=16)
     digest.update(np.packbits(owned).tobytes())
     return f"{digest.hexdigest()}-{format}-{file_name(manifest.split)}"
