@@ -96,6 +96,15 @@ def test_the_format_is_that_of_the_copy_that_is_there(
     assert agreed_format(config, first.manifest, Placement()) == "jpeg"
 
 
+def test_pixels_that_do_not_fit_are_not_taken_for_the_best_format(folder: Path, stores: Open) -> None:
+    """The run that keeps them was told to, or goes on with the format of a larger node."""
+    limit = {"memory_gb": 0.00005}
+    first = store_of(folder, stores, format="decoded", **limit)
+    contents(first)
+    assert 0 < first._tiers().memory.cached < SAMPLES
+    assert agreed_format(config_of(folder, **limit), first.manifest, Placement()) == "jpeg"
+
+
 OTHERS: dict[str, dict[str, Any]] = {
     "size": {"short_side": 20},
     "format": {"format": "jpeg"},

@@ -63,8 +63,11 @@ def format_for(
         shared_memory.remove_stale(folders)
         for format in _formats(config):
             name = content_name(config, manifest, owned, format)
-            if any((folder / name).exists() for folder in folders):
-                return format
+            for folder in folders:
+                with contextlib.suppress(FileNotFoundError):
+                    size = (folder / name).stat().st_size
+                    # pixels of some samples only, of a run that was told their format: of files, more fit
+                    return format if size >= needed_bytes(manifest, owned, format, config.short_side) else "jpeg"
         return _plans(config, manifest, owned, folders)[0].format
 
 
