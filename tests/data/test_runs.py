@@ -148,13 +148,13 @@ def test_a_name_says_all_that_decides_what_is_kept(folder: Path, tmp_path: Path,
 
 
 def test_what_options_make_of_a_url_is_not_shared(stores: Open, tmp_path: Path) -> None:
-    """Another version of files that have the same sizes, on storage that tells no times: a commit of Git, for example."""
+    """Another version of files of the same sizes, on storage that tells no times: a commit of Git, for example."""
     found = []
     for number in range(2):
         files = {f"train/c/{file}.bin": f"content {number} of {file}" for file in range(4)}
         references = tmp_path / f"{number}.json"
         references.write_text(json.dumps({"version": 1, "refs": files}))
-        options = {"fo": str(references), "remote_protocol": "file"}
+        options = {"fo": str(references), "remote_protocol": "file"}  # codespell:ignore fo
         cache = str(tmp_path / f"cache {number}")
         config = CacheConfig(source="reference://", cache_dir=cache, format="bytes", storage_options=options)
         stores.append(SampleStore(config, load_or_list(config, "train", quiet=True)))
