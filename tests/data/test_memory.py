@@ -104,6 +104,21 @@ def test_shared_memory_that_is_full_is_an_error_that_is_handled(
     memory.close()
 
 
+def test_the_last_free_memory_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory is reserved in large pieces. The last one is larger than what is left."""
+    memory = slab(tmp_path, capacity=1 << 30)
+    begin, free, reserve = memory._payloads_at, 5 * 1800 + 1000, os.posix_fallocate
+
+    def limited(file: int, offset: int, length: int) -> None:
+        if offset + length > begin + free:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        reserve(file, offset, length)
+
+    monkeypatch.setattr(os, "posix_fallocate", limited)
+    assert [put(memory, number) for number in range(7)] == [True] * 5 + [False] * 2
+    memory.close()
+
+
 @pytest.mark.parametrize("field", ["length", "offset", "height", "width", "checksum", "payload"])
 def test_a_flipped_bit_is_found_wherever_it_is(tmp_path: Path, field: str) -> None:
     memory = slab(tmp_path)

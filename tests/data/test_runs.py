@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import errno
+import json
 import logging
 import os
 import signal
@@ -22,6 +23,7 @@ from lightning_sparse.data.cache.agreement import agreed_format
 from lightning_sparse.data.cache.budget import content_name
 from lightning_sparse.data.cache.manifest import load_or_list
 from lightning_sparse.data.cache.placement import Placement
+from lightning_sparse.data.cache.store import SampleStore
 from lightning_sparse.data.cache.warm import warm
 from lightning_sparse.data.config import CacheConfig
 from tests.data.stores import Open, config_of, contents, store_of, warnings_of
@@ -87,6 +89,15 @@ def test_the_format_is_that_of_the_copy_that_is_there(
     assert agreed_format(config, first.manifest, Placement()) == "jpeg"
 
 
+def test_pixels_that_do_not_fit_are_not_taken_for_the_best_format(folder: Path, stores: Open) -> None:
+    """The run that keeps them was told to, or goes on with the format of a larger node."""
+    limit = {"memory_gb": 0.00005}
+    first = store_of(folder, stores, format="decoded", **limit)
+    contents(first)
+    assert 0 < first._tiers().memory.cached < SAMPLES
+    assert agreed_format(config_of(folder, **limit), first.manifest, Placement()) == "jpeg"
+
+
 OTHERS: dict[str, dict[str, Any]] = {
     "size": {"short_side": 20},
     "format": {"format": "jpeg"},
@@ -117,6 +128,8 @@ def test_a_name_says_all_that_decides_what_is_kept(folder: Path, tmp_path: Path,
     names = [name(), content_name(config, manifest, everything, "jpeg")]
     names.append(content_name(config, manifest, np.arange(SAMPLES) % 2 == 0, "decoded"))  # as with another node
     names += [name(dataclasses.replace(config, **each)) for each in ({"source": "/other"}, {"member": "png"})]
+    there = dataclasses.replace(config, source="s3://there")
+    names += [name(dataclasses.replace(there, storage_options={"endpoint_url": each})) for each in ("here", "there")]
     names += [name(sizes=manifest.sizes + 1), name(mtimes_ns=manifest.mtimes_ns + 1), name(split="val")]
     for version in ("torch.__version__", "PIL.__version__"):
         with monkeypatch.context() as patch:
@@ -126,6 +139,21 @@ def test_a_name_says_all_that_decides_what_is_kept(folder: Path, tmp_path: Path,
     assert name(dataclasses.replace(config, memory_gb=1)) == name(dataclasses.replace(config, memory_gb=1.0))
     same = ({"cache_dir": str(tmp_path)}, {"storage_timeout": 1.0}, {"disk_gb": 1.0}, {"seed": 1})
     assert {name(dataclasses.replace(config, **each)) for each in same} == {name()}
+
+
+def test_what_options_make_of_a_url_is_not_shared(stores: Open, tmp_path: Path) -> None:
+    """Another version of files of the same sizes, on storage that tells no times: a commit of Git, for example."""
+    found = []
+    for number in range(2):
+        files = {f"train/c/{file}.bin": f"content {number} of {file}" for file in range(4)}
+        references = tmp_path / f"{number}.json"
+        references.write_text(json.dumps({"version": 1, "refs": files}))
+        options = {"fo": str(references), "remote_protocol": "file"}  # codespell:ignore fo
+        cache = str(tmp_path / f"cache {number}")
+        config = CacheConfig(source="reference://", cache_dir=cache, format="bytes", storage_options=options)
+        stores.append(SampleStore(config, load_or_list(config, "train", quiet=True)))
+        found.append(contents(stores[-1]))
+    assert found == [[f"content {number} of {file}".encode() for file in range(4)] for number in range(2)]
 
 
 # -------------------------------------------------------------------------------------- what stays each run's own

@@ -7,6 +7,7 @@ If the samples do not fit, the tier keeps as many as fit, and every epoch reads 
 
 import contextlib
 import hashlib
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -62,8 +63,11 @@ def format_for(
         shared_memory.remove_stale(folders)
         for format in _formats(config):
             name = content_name(config, manifest, owned, format)
-            if any((folder / name).exists() for folder in folders):
-                return format
+            for folder in folders:
+                with contextlib.suppress(FileNotFoundError):
+                    size = (folder / name).stat().st_size
+                    # pixels of some samples only, of a run that was told their format: of files, more fit
+                    return format if size >= needed_bytes(manifest, owned, format, config.short_side) else "jpeg"
         return _plans(config, manifest, owned, folders)[0].format
 
 
@@ -227,8 +231,10 @@ def run_name(run: bytes, node_index: int, split: str) -> str:
 def content_name(config: CacheConfig, manifest: Manifest, owned: npt.NDArray[np.bool_], format: Format) -> str:
     """Return the name of a segment of samples: a hash of all that decides what is in it, and of its limit."""
     pixels = (config.short_side, decode.decoder_id(), torch.__version__) if format == "decoded" else None
+    # options choose the server or the version of a URL, and not all storage tells times, which tell files apart
+    source = (source_name(config.source), json.dumps(config.storage_options, sort_keys=True))
     limit = None if config.memory_gb is None else float(config.memory_gb)
-    content = (MAGIC, source_name(config.source), manifest.fingerprint, config.member, pixels, limit)
+    content = (MAGIC, *source, manifest.fingerprint, config.member, pixels, limit)
     digest = hashlib.blake2b(repr(content).encode("utf-8", "surrogateescape"), digest_size=16)
     digest.update(np.packbits(owned).tobytes())
     return f"{digest.hexdigest()}-{format}-{file_name(manifest.split)}"

@@ -137,15 +137,19 @@ class MemoryCache:
         return offset
 
     def _allocate(self, end: int) -> bool:
-        """Allocate memory for the first `end` bytes of payloads."""
+        """Allocate memory for the first `end` bytes of payloads, and for some that follow while there is enough."""
         reserved = int(self._header[_Header.RESERVED])
         if end <= reserved:
             return True
         wanted = min(self.capacity, max(end, reserved + RESERVE_BYTES))
-        try:
-            os.posix_fallocate(self._segment.file, self._payloads_at + reserved, wanted - reserved)
-        except OSError:  # ENOSPC: memory that was free when the budget was set is in use now
-            return False
+        while True:
+            try:
+                os.posix_fallocate(self._segment.file, self._payloads_at + reserved, wanted - reserved)
+                break
+            except OSError:  # ENOSPC: memory that was free when the budget was set is in use now
+                if wanted == end:
+                    return False
+                wanted = max(end, (reserved + wanted) // 2)
         self._header[_Header.RESERVED] = wanted
         return True
 
