@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import errno
+import fcntl
 import json
 import logging
 import os
@@ -21,6 +22,7 @@ import pytest
 from lightning_sparse.data.cache import free_memory, memory, shared_memory
 from lightning_sparse.data.cache.agreement import agreed_format
 from lightning_sparse.data.cache.budget import content_name
+from lightning_sparse.data.cache.folders import locked
 from lightning_sparse.data.cache.manifest import load_or_list
 from lightning_sparse.data.cache.placement import Placement
 from lightning_sparse.data.cache.store import SampleStore
@@ -210,6 +212,40 @@ def test_a_sample_that_was_damaged_is_repaired_for_all(folder: Path, stores: Ope
     assert (second.counters().flipped_memory, second.counters().disk_samples) == (1, 1)
     assert contents(first) == expected
     assert first.counters().flipped_memory == 0
+
+
+# ------------------------------------------------------------------------------------------ what a run leaves behind
+
+
+def test_a_run_that_opens_what_is_being_removed_does_not_wait(tmp_path: Path) -> None:
+    """The map, which lives as long as views of it, has a duplicate of the descriptor that had the exclusive lock."""
+    tier = slab(tmp_path)
+    put(tier, 0)
+    view = tier.get([0])[0]
+    opened = os.open(tier.path, os.O_RDWR)  # by another run, which locks it next
+    tier.close()
+    assert not tier.path.exists()
+    fcntl.flock(opened, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    assert os.fstat(opened).st_nlink == 0  # so that it looks again
+    os.close(opened)
+    assert view[0] is not None
+
+
+def test_a_forked_process_does_not_keep_the_lock_of_a_folder(tmp_path: Path) -> None:
+    lock = tmp_path / ".lock"
+    ends, end = os.pipe()
+    with locked(lock):
+        if (child := os.fork()) == 0:  # by another thread
+            os.close(end)
+            os.read(ends, 1)
+            os._exit(0)
+    try:
+        with open(lock) as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    finally:
+        os.close(end)
+        os.waitpid(child, 0)
+        os.close(ends)
 
 
 # ---------------------------------------------------------------------------------------- real runs, and their ends

@@ -234,7 +234,8 @@ def content_name(config: CacheConfig, manifest: Manifest, owned: npt.NDArray[np.
     # options choose the server or the version of a URL, and not all storage tells times, which tell files apart
     source = (source_name(config.source), json.dumps(config.storage_options, sort_keys=True))
     limit = None if config.memory_gb is None else float(config.memory_gb)
-    content = (MAGIC, *source, manifest.fingerprint, config.member, pixels, limit)
+    others = config.shuffle == "local"  # keeps samples of other nodes, too, which would take the room of this one's
+    content = (MAGIC, *source, manifest.fingerprint, config.member, pixels, limit, others)
     digest = hashlib.blake2b(repr(content).encode("utf-8", "surrogateescape"), digest_size=16)
     digest.update(np.packbits(owned).tobytes())
     return f"{digest.hexdigest()}-{format}-{file_name(manifest.split)}"

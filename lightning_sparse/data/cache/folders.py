@@ -129,6 +129,7 @@ def locked(path: Path) -> Iterator[None]:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
     finally:
+        fcntl.flock(file, fcntl.LOCK_UN)  # a process that another thread forked meanwhile would go on to hold it
         os.close(file)
 
 

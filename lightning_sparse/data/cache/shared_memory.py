@@ -90,6 +90,8 @@ class Segment:
         """Release the segment; the last process that uses it removes it. Views of the map stay valid."""
         if self._pid == os.getpid() and self.file >= 0:
             _remove_if_last(self.path, self.file)
+            # the map has a duplicate of the descriptor, and so has a forked process: they would go on to hold the lock
+            fcntl.flock(self.file, fcntl.LOCK_UN)
             os.close(self.file)
             self.file = -1
 
