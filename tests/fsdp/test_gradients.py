@@ -76,7 +76,7 @@ def balance(options: dict[str, Any], net: type[nn.Module], steps: int) -> tuple[
         applied = applied + gradients_of(model)
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
-        gradients.end_round()
+        gradients.step()
     left = torch.zeros_like(applied)
     names = [name for name, _ in model.named_parameters()]
     ends = torch.tensor([0] + [p.numel() for p in model.parameters()]).cumsum(0).tolist()
