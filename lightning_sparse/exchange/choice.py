@@ -17,7 +17,8 @@ from typing import Any
 
 import torch
 
-from lightning_sparse.exchange.communicator import MAX, HierCommunicator
+from lightning_sparse.agree import largest
+from lightning_sparse.exchange.communicator import HierCommunicator
 from lightning_sparse.exchange.config import ExchangeConfig
 from lightning_sparse.exchange.density import free_density
 from lightning_sparse.exchange.paths import PATHS, Dense, Flat, Path, Work
@@ -165,7 +166,7 @@ class PathChoice:
         """Compare the last rounds with the rates, and probe again where they differ; True if that changed the rates."""
 
         def least(seconds: float) -> float:
-            return -_largest(communicator, device, -seconds)
+            return -largest(-seconds, communicator.flat_all_reduce, device)
 
         assert self.rates is not None
         measured = self._recheck.measured(communicator.stopwatch, least)
@@ -188,7 +189,7 @@ class PathChoice:
     def _set_density(
         self, communicator: HierCommunicator, device: torch.device, round_index: int, hidden: Sequence[Work]
     ) -> None:
-        window = _largest(communicator, device, self.window.seconds())
+        window = largest(self.window.seconds(), communicator.flat_all_reduce, device)
         before, first = self.density, not self.window.decided
         self.window.decided = round_index
         rates = self.rates
@@ -204,10 +205,3 @@ class PathChoice:
                 f"round {round_index}: density {self.density:.2g}, the largest that hides behind {1e3 * window:.3g} ms "
                 f"of {self.config.hides_behind}"
             )
-
-
-def _largest(communicator: HierCommunicator, device: torch.device, number: float) -> float:
-    """Of all ranks. A collective of the world."""
-    numbers = torch.tensor([number], dtype=torch.float64, device=device)
-    communicator.flat_all_reduce(numbers, op=MAX)
-    return float(numbers)

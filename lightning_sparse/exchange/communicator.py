@@ -25,8 +25,10 @@ from contextlib import AbstractContextManager, contextmanager
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from lightning_sparse.exchange.rates.timing import Stopwatch
+from lightning_sparse.sharding import local_of
 from lightning_sparse.topology import Topology
 
 # torch renamed these two; the old names warn from 2.13 on and the new ones do not exist before it.
@@ -198,6 +200,13 @@ class HierCommunicator:
         peers = self._peer_ranks()
         with self._named("broadcast to all nodes", peers):
             dist.broadcast(tensor, src=peers[0], group=self.topology.inter)
+
+    def begin_with_first(self, tensor: Tensor) -> None:
+        """Give all ranks what rank 0 has of a tensor; of a sharded one all nodes what the first has."""
+        if isinstance(tensor, DTensor):
+            self.node_broadcast(local_of(tensor.data))
+        elif tensor.numel():
+            self.world_broadcast(tensor.data)
 
     def _node_ranks(self) -> tuple[int, ...]:
         return self.topology.nodes[self.topology.node_index]

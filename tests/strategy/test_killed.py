@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_sparse.strategy import side_files
-from lightning_sparse.strategy.barrier import StoreBarrier
+from lightning_sparse.strategy import saves
+from lightning_sparse.strategy.saves import StoreBarrier
 from tests.helpers.distributed import RanksFailed, run_ranks
 from tests.helpers.lines import Lines
 from tests.strategy.models import node_residual
@@ -56,11 +56,11 @@ def Killer(kill: dict[str, Any]) -> Any:
             if kill["point"] == "in a step":
                 die()
             elif kill["point"] == "before its side file":
-                side_files.write_side_file = die
+                saves.write_side_file = die
             elif kill["point"] == "before the main file":
                 trainer.strategy.checkpoint_io.save_checkpoint = die
             else:
-                side_files.remove_side_files = die
+                saves.remove_side_files = die
 
     return _Killer()
 

@@ -17,7 +17,7 @@ from lightning_sparse.exchange import CommunicationError, choice
 from lightning_sparse.exchange.rates import Link, Rates, differ, timing
 from lightning_sparse.exchange.rates.timing import DECISIONS, Stopwatch
 from lightning_sparse.gradients import HierConfig
-from lightning_sparse.lab import Cluster, LabConfig, unavailable_reason
+from lightning_sparse.lab import Cluster, LabConfig
 from tests.helpers.distributed import run_ranks
 from tests.helpers.lines import Lines
 from tests.strategy.models import flat_grads, loss_of, mlp, wrap
@@ -183,8 +183,6 @@ answer = {"before": before, "after": state.exchange.choice.rates.to_list(), "pat
 @pytest.mark.root
 @pytest.mark.timeout(120)
 def test_a_link_that_gets_slow_is_noticed(tmp_path: Path) -> None:
-    if reason := unavailable_reason():
-        pytest.skip(reason)
     script, output = tmp_path / "train.py", io.StringIO()
     script.write_text(SCRIPT.replace("FOLDER", str(tmp_path)))
     root = str(Path(__file__).resolve().parents[2])

@@ -8,7 +8,7 @@ import torch
 
 from lightning_sparse.exchange.rates.timing import Stopwatch
 from lightning_sparse.exchange.stats import CommStats
-from lightning_sparse.strategy.summary import table
+from lightning_sparse.strategy.callback import table
 
 
 class Events:

@@ -1,28 +1,92 @@
-"""Gradients of shards, summed over nodes in the hook that FSDP2 calls after each reduce-scatter.
+"""FSDP2 inside each node, for models that one device cannot hold: its mesh, what to shard, and gradients between nodes.
 
 FSDP2 is given the mesh of one node. In the backward pass of each module that it manages it averages the gradients over
-the node's devices, and hands this device's shard S to the hook, padded parameter by parameter; the hook replaces it by
-the mean over nodes, by a path of `lightning_sparse.exchange`. What is not sent stays in the residual of the module.
+the node's devices, and hands this device's shard S to a hook, padded parameter by parameter; `ShardedGradients`
+replaces it by the mean over nodes, by a path of `lightning_sparse.exchange`. What is not sent stays in the residual of
+the module. `lightning_sparse.updates.LocalUpdates` exchanges updates of shards as it does those of whole parameters.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import logging
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from math import prod
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
 
+from lightning_sparse.engine import Engine, Piece, State, flattened, layout_of, mean_of
 from lightning_sparse.exchange import Exchange, ExchangeConfig, Shard
 from lightning_sparse.exchange.communicator import average
-from lightning_sparse.fsdp.shards import begin_with_first, check_sharded, local_of
 from lightning_sparse.messages import LogOnce
+from lightning_sparse.sharding import check_sharded, local_of, part_of
 from lightning_sparse.topology import Topology
+
+
+def mesh_of(topology: Topology) -> DeviceMesh:
+    """The ranks as a mesh of axes "replicate" (the nodes) and "shard" (the devices of a node), over the topology's
+    groups; on one node, of one row.
+
+    Raises:
+        ValueError: for nodes of unequal size.
+    """
+    if topology.kind == "unequal nodes":
+        raise ValueError(
+            f"nodes of {sorted({len(node) for node in topology.nodes})} devices cannot hold the same shards: start the "
+            f"same number of processes on each node, or name groups of equal size with LIGHTNING_SPARSE_NODE."
+        )
+    mesh = topology.mesh_of_axes("replicate", "shard")
+    if mesh is not None:
+        return mesh
+    kind = "cuda" if dist.get_backend() == "nccl" else "cpu"
+    return init_device_mesh(kind, (1, topology.world_size), mesh_dim_names=("replicate", "shard"))
+
+
+def shard(model: nn.Module, mesh: DeviceMesh, **options: Any) -> nn.Module:
+    """Shard a model over the devices of each node: each block that repeats, then the whole.
+
+    Blocks are the children of the outermost ``ModuleList`` and ``Sequential`` whose class occurs there more than once,
+    as the layers of a Transformer do. A model that is sharded already stays as it is.
+
+    Args:
+        model: on the CPU, a device, or the meta device.
+        mesh: from ``mesh_of``, or its axis "shard".
+        **options: of ``fully_shard``.
+    """
+    if any(isinstance(p, DTensor) for p in model.parameters()):
+        return model
+    names = mesh.mesh_dim_names
+    inside = mesh["shard"] if names is not None and len(names) > 1 else mesh
+    for block in blocks(model):
+        fully_shard(block, mesh=inside, **options)
+    for each in model.children() if isinstance(model, (nn.ModuleList, nn.ModuleDict)) else [model]:
+        fully_shard(each, mesh=inside, **options)  # a list has no forward() of its own
+    return model
+
+
+def blocks(model: nn.Module) -> Iterator[nn.Module]:
+    """The blocks that repeat.
+
+    >>> layers = nn.Sequential(*(nn.Sequential(nn.Linear(2, 2), nn.ReLU()) for _ in range(3)), nn.Linear(2, 1))
+    >>> [type(block).__name__ for block in blocks(nn.ModuleDict({"layers": layers}))]
+    ['Sequential', 'Sequential', 'Sequential']
+    """
+    for child in model.children():
+        if isinstance(child, (nn.ModuleList, nn.Sequential)):
+            kinds = [type(each) for each in child]
+            repeated = [each for each in child if kinds.count(type(each)) > 1 and any(True for _ in each.parameters())]
+            if repeated:
+                yield from repeated
+                continue
+        yield from blocks(child)
 
 
 class Managed:
@@ -96,7 +160,7 @@ class Managed:
         self.residual_S, self._spare_S = self._spare_S, self.residual_S
 
 
-class ShardedGradients:
+class ShardedGradients(Engine):
     """Averages the gradients of a sharded model over nodes::
 
         topology = discover()
@@ -115,13 +179,17 @@ class ShardedGradients:
         ValueError: for parameters that are sharded otherwise, or an exchange that has to measure first.
     """
 
+    kind = "gradients of shards"
+    kept = "the mean of the residuals over nodes is kept"
+    lost = "residuals begin at zero, and what waited is lost"
+
     def __init__(self, model: nn.Module, config: ExchangeConfig, topology: Topology) -> None:
         if config.path is None or config.density == "auto":
             raise ValueError(
                 f"exchange={config.exchange!r} and density={config.density!r} are measured in DDP's buckets: choose "
                 f"'sparse', 'regional', 'dense16' or 'dense', and a number."
             )
-        self.module, self.topology = model, topology
+        self.module, self.config, self.topology = model, config, topology
         self.active = topology.kind == "hierarchical"
         self.managed: list[Managed] = []
         self.steps = 0
@@ -137,7 +205,7 @@ class ShardedGradients:
                 self._attach(each, Managed(name, managed))
         with torch.no_grad():
             for tensor in (*model.parameters(), *model.buffers()):
-                begin_with_first(tensor, self.exchange.communicator)
+                self.exchange.communicator.begin_with_first(tensor)
 
     def _attach(self, module: FSDPModule, managed: Managed) -> None:
         module.set_all_reduce_hook(partial(self._reduce, managed))
@@ -164,19 +232,79 @@ class ShardedGradients:
                 each.residual_S = old.residual_S
 
     @torch.no_grad()
-    def average_buffers(self) -> None:
-        """Give all ranks the mean of their floating-point buffers, such as the statistics of batch norm. A collective
-        of the world, if there are any."""
+    def show_shared(self) -> None:
+        """Give all ranks the mean of their floating-point buffers, such as the statistics of batch norm; weights are
+        the same anyway. A collective of the world, if there are any."""
         buffers = [each for each in self.module.buffers() if each.is_floating_point() and each.numel()]
         if not self.active or not buffers:
             return
         average(buffers, self.exchange.communicator.flat_all_reduce, self.topology.world_size)
 
-    def end_round(self) -> None:
-        """After the optimizer's step, for the statistics."""
+    def step(self, optimizer: Optimizer | None = None) -> None:
+        """Call it after the optimizer's step, for the statistics."""
         self.steps += 1
         if self.active:
             self.exchange.stats.end_round()
+
+    def norms(self) -> dict[str, Tensor]:
+        """Return the norm of the residuals of this device."""
+        held = [torch.linalg.vector_norm(each.residual_S) for each in self.managed if each.residual_S is not None]
+        return {"residual_norm": torch.stack(held).norm() if held else torch.zeros(())}
+
+    # -- checkpoints: residuals, by pieces of parameters and without padding -------------------------------------------
+
+    @property
+    def rounds(self) -> int:
+        """Steps so far."""
+        return self.steps
+
+    def holds(self, parameters: Collection[int]) -> bool:
+        """Return whether one of these parameters, given by ``id()``, is of the model."""
+        return any(id(p) in parameters for p in self.module.parameters())
+
+    def manifest(self) -> dict[str, Any]:
+        """Return what all ranks know alike, in plain types."""
+        return {"steps": self.steps}
+
+    def state(self) -> State:
+        """Return the residuals of this device."""
+        pieces, layouts = [], {}
+        for managed in self.managed:
+            for name, parameter, view in managed.views(managed.residual_S) if managed.residual_S is not None else ():
+                pieces.append(Piece(name, *part_of(parameter)[1:], view.to("cpu", copy=True)))
+                layouts[name] = layout_of(parameter)
+        return State({"residual": pieces}, layouts)
+
+    def fits(self, manifest: Mapping[str, Any], state: State) -> bool:
+        """Return whether this device held the same pieces of the parameters when it was saved."""
+        saved = [piece.place for piece in state.pieces["residual"]]
+        mine = [(name, *part_of(p)[1:]) for managed in self.managed for name, p in managed.parameters.items()]
+        return self.active and (not saved or saved == mine)
+
+    @torch.no_grad()
+    def load(self, manifest: Mapping[str, Any], state: State | None) -> None:
+        """Go on exactly where this device was saved; its state ``fits``."""
+        self.steps = manifest["steps"]
+        found = {piece.name: piece.tensor for piece in state.pieces["residual"]} if state is not None else {}
+        for managed in self.managed:
+            for name, _, view in managed.views(managed.new_residual()):
+                if name in found:
+                    view.copy_(found[name])
+
+    @torch.no_grad()
+    def load_from(self, manifest: Mapping[str, Any], nodes: Sequence[Sequence[State]]) -> None:
+        """Start every node with the mean over the old ones."""
+        if not self.active:
+            if manifest["config"]["exchange"] != "dense":  # which leaves nothing
+                self.log_once("the saved residuals are lost: one node has nothing to send", logging.WARNING)
+            return
+        mean = mean_of(nodes, "residual")
+        self.steps = manifest["steps"]
+        for managed in self.managed:
+            for name, parameter, view in managed.views(managed.new_residual()):
+                if name in mean:
+                    part = part_of(parameter)
+                    view.copy_(flattened(mean[name], layout_of(parameter))[part.begin : part.end])
 
     @torch.no_grad()
     def _reduce(self, managed: Managed, flat_S: Tensor) -> None:
