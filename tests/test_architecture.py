@@ -202,7 +202,7 @@ def test_no_file_beside_the_package_is_too_long(folder: str) -> None:
         ("pto.py", "from .gradients.hook import hier_hook", "pto may import exchange"),
         ("exchange/engine.py", "from lightning_sparse.gradients import HierState", "exchange may import kernels"),
         ("exchange/engine.py", "from torch.nn.parallel import DistributedDataParallel", "which only"),
-        ("exchange/paths/sparse.py", "import torch.optim", "which only"),
+        ("exchange/paths.py", "import torch.optim", "which only"),
         ("data/config.py", "from ..kernels import mstopk", "data may import messages, topology"),
         ("data/peers/server.py", "from ..cache.store import SampleStore", "peers may import config, sample"),
         ("data/pipeline/batch.py", "from lightning_sparse.data.cache import store", "pipeline may import config"),

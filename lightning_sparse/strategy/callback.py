@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_sparse.exchange.stats import CommStats
+from lightning_sparse.exchange import CommStats
 from lightning_sparse.gradients.state import HierState
 from lightning_sparse.messages import log
 from lightning_sparse.strategy.local_trainer import LocalTrainerMixin

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor, nn
 
-from lightning_sparse.exchange.stats import CommStats
+from lightning_sparse.exchange import CommStats
 from lightning_sparse.gradients.groups import in_bucket_order
 from lightning_sparse.gradients.state import HierState
 

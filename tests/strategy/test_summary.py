@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_sparse.exchange.rates.timing import Stopwatch
-from lightning_sparse.exchange.stats import CommStats
+from lightning_sparse.exchange import CommStats
+from lightning_sparse.exchange.host import Stopwatch
 from lightning_sparse.strategy.summary import table
 
 

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from lightning_sparse.exchange.communicator import MAX, HierCommunicator
-from lightning_sparse.exchange.paths.dense16 import Rounded
+from lightning_sparse.exchange.paths import Rounded
 from lightning_sparse.exchange.rates import Link, Rates
 from lightning_sparse.kernels import accumulate, compress
 
