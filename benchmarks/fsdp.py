@@ -34,8 +34,8 @@ from lightning_sparse.bench.extras import format_table
 from lightning_sparse.bench.provenance import commit, surroundings
 from lightning_sparse.exchange import ExchangeConfig
 from lightning_sparse.fsdp import ShardedGradients, blocks, mesh_of, shard
-from lightning_sparse.fsdp.shards import local_of
 from lightning_sparse.lab import Cluster, LabConfig, signals_as_exit
+from lightning_sparse.sharding import local_of
 from lightning_sparse.topology import Topology, discover
 from lightning_sparse.updates import LocalUpdates, UpdatesConfig
 

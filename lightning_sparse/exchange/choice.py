@@ -17,7 +17,8 @@ from typing import Any
 
 import torch
 
-from lightning_sparse.exchange.communicator import MAX, HierCommunicator
+from lightning_sparse.agree import largest
+from lightning_sparse.exchange.communicator import HierCommunicator
 from lightning_sparse.exchange.config import ExchangeConfig
 from lightning_sparse.exchange.host import Window
 from lightning_sparse.exchange.paths import PATHS, Dense, Flat, Path, Work
@@ -159,9 +160,8 @@ class PathChoice:
         hidden: Sequence[Work],
         behind: str,
     ) -> None:
-        slowest = torch.tensor([self.window.seconds()], dtype=torch.float64, device=device)
-        communicator.flat_all_reduce(slowest, op=MAX)
-        window, before, first = float(slowest), self.density, not self.window.decided
+        window = largest(self.window.seconds(), communicator.flat_all_reduce, device)
+        before, first = self.density, not self.window.decided
         self.window.decided = round_index
         rates = self.rates
         assert rates is not None

@@ -26,8 +26,10 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from lightning_sparse.exchange.host import Stopwatch
+from lightning_sparse.sharding import local_of
 from lightning_sparse.topology import Topology
 
 # torch renamed these two; the old names warn from 2.13 on and the new ones do not exist before it.
@@ -271,6 +273,13 @@ class HierCommunicator:
         """What this device's peer on the first node has, to all its peers, in place."""
         with self._named("broadcast to all nodes", self.peers):
             dist.broadcast(tensor, src=self.peers.ranks[0], group=self.peers.handle)
+
+    def begin_with_first(self, tensor: Tensor) -> None:
+        """Give all ranks what rank 0 has of a tensor; of a sharded one all nodes what the first has."""
+        if isinstance(tensor, DTensor):
+            self.node_broadcast(local_of(tensor.data))
+        elif tensor.numel():
+            self.world_broadcast(tensor.data)
 
     def _timed(self, tensor: Tensor) -> AbstractContextManager[None]:
         return self.stopwatch.running(tensor.device)

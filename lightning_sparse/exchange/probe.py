@@ -21,7 +21,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from lightning_sparse.exchange.communicator import MAX, HierCommunicator
+from lightning_sparse.agree import largest
+from lightning_sparse.exchange.communicator import HierCommunicator
 from lightning_sparse.exchange.paths import Rounded
 from lightning_sparse.exchange.rates import Link, Rates
 from lightning_sparse.kernels import accumulate, compress
@@ -148,6 +149,4 @@ class _AgreedTimer:
         return self._slowest(time.perf_counter() - begin)
 
     def _slowest(self, number: float) -> float:
-        numbers = torch.tensor([number], dtype=torch.float64, device=self.device)
-        self._comm.flat_all_reduce(numbers, op=MAX)
-        return float(numbers)
+        return largest(number, self._comm.flat_all_reduce, self.device)

@@ -7,9 +7,9 @@ from torch.nn.parallel import DistributedDataParallel
 from lightning_sparse.exchange.communicator import HierCommunicator
 from lightning_sparse.messages import log
 from lightning_sparse.pto.joined import Joined, fallback_reason
-from lightning_sparse.pto.narrow import sparse_parameters
 from lightning_sparse.pto.scope import Scope, check_scope, communicator_of
 from lightning_sparse.pto.sharded_step import ShardedStep
+from lightning_sparse.sharding import sparse_parameters
 from lightning_sparse.topology import discover
 
 

@@ -10,17 +10,17 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lightning_sparse.agree import all_agree, differing
 from lightning_sparse.exchange.communicator import HierCommunicator
 from lightning_sparse.messages import log
-from lightning_sparse.pto.agreement import all_agree, differing
 from lightning_sparse.pto.choice import STEPS, Choice
 from lightning_sparse.pto.closure import Replay, closure_first
 from lightning_sparse.pto.consolidate import State, collect
 from lightning_sparse.pto.gather import FlatGather
 from lightning_sparse.pto.narrow import OwnShare, cut_state, join_states, placed_like
 from lightning_sparse.pto.optimizers import is_elementwise, is_tested, refuse, step_cost
-from lightning_sparse.pto.ownership import Part, Parts, divide, loads_of
-from lightning_sparse.pto.trial import Trial, parameters_of
+from lightning_sparse.pto.trial import Trial
+from lightning_sparse.sharding import Part, Parts, divide, loads_of, parameters_of
 
 
 class ShardedStep:
@@ -186,7 +186,9 @@ class ShardedStep:
     def _compare_ranks(self) -> None:
         if self._compared:
             return
-        for index, what in differing(self.parameters, self.communicator):
+        both = [tensor for p in self.parameters for tensor in (p, p.grad)]
+        for place in differing(both, self.communicator.flat_all_reduce, self.parameters[0].device):
+            index, what = place // 2, ("parameter", "gradient")[place % 2]
             name = self._names.get(id(self.parameters[index]), f"number {index}")
             raise ValueError(
                 f"parameter {name}: its {what} differs between ranks, and a shared step needs the same on all. Let "
@@ -271,7 +273,7 @@ class ShardedStep:
                 state[parameter] = placed_like(whole, like, parameter.device)
 
     def _all_agree(self, condition: bool) -> bool:
-        return all_agree(condition, self.communicator, self.device)
+        return all_agree(condition, self.communicator.flat_all_reduce, self.device)
 
     # -- state and checkpoints -----------------------------------------------------------------------------------------
 

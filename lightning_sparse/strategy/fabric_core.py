@@ -6,10 +6,10 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
+from lightning_sparse.sharding import parameters_of
 from lightning_sparse.strategy.hosts import FabricHost
 from lightning_sparse.strategy.local_core import LocalCore
 from lightning_sparse.updates import LocalUpdates
-from lightning_sparse.updates.division import parameters_of
 
 
 class LocalFabricCore(LocalCore, FabricHost):

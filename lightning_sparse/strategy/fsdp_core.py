@@ -11,11 +11,10 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lightning_sparse.fsdp import ShardedGradients, mesh_of
-from lightning_sparse.fsdp.shards import local_of
 from lightning_sparse.messages import show_log_lines
+from lightning_sparse.sharding import local_of, parameters_of
 from lightning_sparse.strategy import fsdp_gradients, side_files
 from lightning_sparse.strategy.local_core import LocalCore, state_for
-from lightning_sparse.updates.division import parameters_of
 
 OPTIMIZERS = "local_optimizers"
 _VERSION = 1  # of what is beside a checkpoint where gradients are sent

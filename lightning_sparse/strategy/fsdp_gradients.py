@@ -10,8 +10,7 @@ from typing import Any
 import torch
 
 from lightning_sparse.fsdp import ShardedGradients
-from lightning_sparse.fsdp.shards import part_of
-from lightning_sparse.pto.narrow import in_order_of
+from lightning_sparse.sharding import in_order_of, part_of
 from lightning_sparse.updates.checkpoint import layouts_of, mean_of
 
 

@@ -12,8 +12,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 
-from lightning_sparse.fsdp.shards import local_of
 from lightning_sparse.messages import LogOnce
+from lightning_sparse.sharding import local_of
 from lightning_sparse.strategy import side_files
 from lightning_sparse.strategy.base import Core
 from lightning_sparse.topology import Topology

@@ -13,8 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from lightning_sparse.fsdp.shards import memory_of_part, part_of
-from lightning_sparse.pto.narrow import dims_in_memory, in_order_of
+from lightning_sparse.sharding import dims_in_memory, in_order_of, memory_of_part, part_of
 from lightning_sparse.updates.local import LocalUpdates
 
 Piece = tuple[str, int, int]

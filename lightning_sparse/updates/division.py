@@ -12,12 +12,10 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lightning_sparse.exchange import HierCommunicator
-from lightning_sparse.fsdp.shards import part_of
 from lightning_sparse.pto import ShardedStep
 from lightning_sparse.pto.gather import FlatGather
-from lightning_sparse.pto.narrow import sparse_parameters
 from lightning_sparse.pto.optimizers import is_tested
-from lightning_sparse.pto.ownership import Part, Parts, divide, loads_of
+from lightning_sparse.sharding import Part, Parts, divide, loads_of, parameters_of, part_of, sparse_parameters
 
 
 class Division(ABC):
@@ -163,8 +161,3 @@ def owned(parts: Sequence[Parts], index: int) -> list[Part | None]:
 def gather_of(parameters: list[Tensor], parts: list[Parts], inside: HierCommunicator) -> FlatGather:
     """The gather inside the node."""
     return FlatGather(parameters, parts, inside.topology.device_index, inside.topology.num_devices)
-
-
-def parameters_of(optimizer: Optimizer) -> list[Tensor]:
-    """In the order of its groups."""
-    return [p for group in optimizer.param_groups for p in group["params"]]

@@ -8,18 +8,17 @@ from contextlib import contextmanager
 from dataclasses import replace
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from lightning_sparse.agree import same_options
 from lightning_sparse.exchange import Exchange, HierCommunicator, Work
-from lightning_sparse.fsdp.shards import begin_with_first, check_sharded
 from lightning_sparse.messages import LogOnce
-from lightning_sparse.topology import Topology, compare
+from lightning_sparse.sharding import check_sharded, parameters_of
+from lightning_sparse.topology import Topology
 from lightning_sparse.updates.buffers import Buffers
 from lightning_sparse.updates.config import UpdatesConfig
-from lightning_sparse.updates.division import parameters_of
 from lightning_sparse.updates.optimizer import NodeOptimizer, check_optimizer
 
 
@@ -88,7 +87,7 @@ class LocalUpdates:
     def _synchronise(self) -> None:
         """Begin with what rank 0 has."""
         for tensor in (*self.module.parameters(), *self.module.buffers()):
-            begin_with_first(tensor, self.exchange.communicator)
+            self.exchange.communicator.begin_with_first(tensor)
 
     # -- training ------------------------------------------------------------------------------------------------------
 
@@ -270,6 +269,4 @@ def _check_ranks(
     told = repr((stepped, [(name, tuple(t.shape), t.stride(), t.dtype) for name, t in held]))
     digest = hashlib.sha256(told.encode()).hexdigest()[:8]
     mine = {**config.to_dict(), "module": f"{len(held)} tensors, their order and shapes with digest {digest}"}
-    stated = [mine] * dist.get_world_size()
-    dist.all_gather_object(stated, mine)
-    compare(stated)
+    same_options(mine)

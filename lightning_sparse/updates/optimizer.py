@@ -11,10 +11,10 @@ from torch.optim import Optimizer
 
 from lightning_sparse.exchange import Exchange, HierCommunicator
 from lightning_sparse.exchange.paths import Sparse
-from lightning_sparse.fsdp.shards import begin_with_first
+from lightning_sparse.sharding import parameters_of
 from lightning_sparse.updates.config import UpdatesConfig
 from lightning_sparse.updates.difference import DifferenceState
-from lightning_sparse.updates.division import division_of, parameters_of
+from lightning_sparse.updates.division import division_of
 from lightning_sparse.updates.pending import PendingState
 from lightning_sparse.updates.slices import Slices
 from lightning_sparse.updates.state import UpdateState
@@ -142,7 +142,7 @@ class NodeOptimizer:
         self.division.follow_groups()
         for parameter in now:
             if id(parameter) not in ids:
-                begin_with_first(parameter, self._exchange.communicator)
+                self._exchange.communicator.begin_with_first(parameter)
         before = self.state
         self.state = self._new_state()
         self.state.take_over(before)

@@ -10,9 +10,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from lightning_sparse import kernels
-from lightning_sparse.fsdp.shards import memory_of_part
 from lightning_sparse.kernels import plain
-from lightning_sparse.pto.ownership import Part
+from lightning_sparse.sharding import Part, memory_of_part
 
 _CACHED = 1 << 16  # elements that stay in a core's cache
 

@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_sparse.exchange import ExchangeConfig
 from lightning_sparse.fsdp import ShardedGradients, blocks, mesh_of, shard
-from lightning_sparse.fsdp.shards import part_of
+from lightning_sparse.sharding import part_of
 from lightning_sparse.topology import discover
 from tests.fsdp.runs import Attention, Blocks, loss_of, steps, whole
 from tests.fsdp.test_trainer import fitted, fsdp, module

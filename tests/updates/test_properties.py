@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_sparse.pto.ownership import Part
+from lightning_sparse.sharding import Part
 from lightning_sparse.topology import discover
 from lightning_sparse.updates import LocalUpdates, UpdatesConfig
 from lightning_sparse.updates.checkpoint import fits, restore_own, side_content

@@ -1,8 +1,9 @@
-"""Gradients of shards, summed over nodes in the hook that FSDP2 calls after each reduce-scatter.
+"""FSDP2 inside each node, for models that one device cannot hold: its mesh, what to shard, and gradients between nodes.
 
 FSDP2 is given the mesh of one node. In the backward pass of each module that it manages it averages the gradients over
-the node's devices, and hands this device's shard S to the hook, padded parameter by parameter; the hook replaces it by
-the mean over nodes, by a path of `lightning_sparse.exchange`. What is not sent stays in the residual of the module.
+the node's devices, and hands this device's shard S to a hook, padded parameter by parameter; `ShardedGradients`
+replaces it by the mean over nodes, by a path of `lightning_sparse.exchange`. What is not sent stays in the residual of
+the module. `lightning_sparse.updates.LocalUpdates` exchanges updates of shards as it does those of whole parameters.
 """
 
 from __future__ import annotations
@@ -14,15 +15,75 @@ from math import prod
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
 from lightning_sparse.exchange import Exchange, ExchangeConfig, Shard
 from lightning_sparse.exchange.communicator import average
-from lightning_sparse.fsdp.shards import begin_with_first, check_sharded, local_of
 from lightning_sparse.messages import LogOnce
+from lightning_sparse.sharding import check_sharded, local_of
 from lightning_sparse.topology import Topology
+
+
+def mesh_of(topology: Topology) -> DeviceMesh:
+    """The ranks as a mesh of axes "replicate" (the nodes) and "shard" (the devices of a node), over the topology's
+    groups; on one node, of one row.
+
+    Raises:
+        ValueError: for nodes of unequal size.
+    """
+    if topology.kind == "unequal nodes":
+        raise ValueError(
+            f"nodes of {sorted({len(node) for node in topology.nodes})} devices cannot hold the same shards: start the "
+            f"same number of processes on each node, or name groups of equal size with LIGHTNING_SPARSE_NODE."
+        )
+    mesh = topology.mesh_of_axes("replicate", "shard")
+    if mesh is not None:
+        return mesh
+    kind = "cuda" if dist.get_backend() == "nccl" else "cpu"
+    return init_device_mesh(kind, (1, topology.world_size), mesh_dim_names=("replicate", "shard"))
+
+
+def shard(model: nn.Module, mesh: DeviceMesh, **options: Any) -> nn.Module:
+    """Shard a model over the devices of each node: each block that repeats, then the whole.
+
+    Blocks are the children of the outermost ``ModuleList`` and ``Sequential`` whose class occurs there more than once,
+    as the layers of a Transformer do. A model that is sharded already stays as it is.
+
+    Args:
+        model: on the CPU, a device, or the meta device.
+        mesh: from ``mesh_of``, or its axis "shard".
+        **options: of ``fully_shard``.
+    """
+    if any(isinstance(p, DTensor) for p in model.parameters()):
+        return model
+    names = mesh.mesh_dim_names
+    inside = mesh["shard"] if names is not None and len(names) > 1 else mesh
+    for block in blocks(model):
+        fully_shard(block, mesh=inside, **options)
+    for each in model.children() if isinstance(model, (nn.ModuleList, nn.ModuleDict)) else [model]:
+        fully_shard(each, mesh=inside, **options)  # a list has no forward() of its own
+    return model
+
+
+def blocks(model: nn.Module) -> Iterator[nn.Module]:
+    """The blocks that repeat.
+
+    >>> layers = nn.Sequential(*(nn.Sequential(nn.Linear(2, 2), nn.ReLU()) for _ in range(3)), nn.Linear(2, 1))
+    >>> [type(block).__name__ for block in blocks(nn.ModuleDict({"layers": layers}))]
+    ['Sequential', 'Sequential', 'Sequential']
+    """
+    for child in model.children():
+        if isinstance(child, (nn.ModuleList, nn.Sequential)):
+            kinds = [type(each) for each in child]
+            repeated = [each for each in child if kinds.count(type(each)) > 1 and any(True for _ in each.parameters())]
+            if repeated:
+                yield from repeated
+                continue
+        yield from blocks(child)
 
 
 class Managed:
@@ -137,7 +198,7 @@ class ShardedGradients:
                 self._attach(each, Managed(name, managed))
         with torch.no_grad():
             for tensor in (*model.parameters(), *model.buffers()):
-                begin_with_first(tensor, self.exchange.communicator)
+                self.exchange.communicator.begin_with_first(tensor)
 
     def _attach(self, module: FSDPModule, managed: Managed) -> None:
         module.set_all_reduce_hook(partial(self._reduce, managed))
