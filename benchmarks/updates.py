@@ -38,7 +38,7 @@ from lightning_sparse.bench.extras import format_table
 from lightning_sparse.bench.gradients import Gradients
 from lightning_sparse.bench.provenance import commit, surroundings
 from lightning_sparse.exchange import HierCommunicator
-from lightning_sparse.exchange.density import num_selected
+from lightning_sparse.exchange.paths import num_selected
 from lightning_sparse.kernels import message_bytes
 from lightning_sparse.lab import Cluster, LabConfig, signals_as_exit
 from lightning_sparse.topology import Topology, discover

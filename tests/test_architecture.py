@@ -190,7 +190,7 @@ def test_file_keeps_the_rules(path: str) -> None:
         ("pto.py", "from .gradients.hook import hier_hook", "pto may import agree"),
         ("exchange/engine.py", "from lightning_sparse.gradients import HierState", "exchange may import agree"),
         ("exchange/engine.py", "from torch.nn.parallel import DistributedDataParallel", "which only"),
-        ("exchange/paths/sparse.py", "import torch.optim", "which only"),
+        ("exchange/paths.py", "import torch.optim", "which only"),
         ("data/config.py", "from ..kernels import mstopk", "data may import messages, topology"),
         ("data/peers/server.py", "from ..cache.store import SampleStore", "peers may import config, sample"),
         ("data/pipeline/batch.py", "from lightning_sparse.data.cache import store", "pipeline may import config"),

@@ -9,8 +9,7 @@ from unittest.mock import patch
 
 import torch.distributed as dist
 
-from lightning_sparse.exchange import HierCommunicator
-from lightning_sparse.exchange.paths import sparse
+from lightning_sparse.exchange import HierCommunicator, paths
 from lightning_sparse.topology import Topology
 
 
@@ -38,5 +37,5 @@ class TakenApart(HierCommunicator):
         self.seconds.clear()
         with ExitStack() as patched:
             for name in ("compress", "accumulate"):
-                patched.enter_context(patch.object(sparse, name, partial(self.timed, name, getattr(sparse, name))))
+                patched.enter_context(patch.object(paths, name, partial(self.timed, name, getattr(paths, name))))
             yield

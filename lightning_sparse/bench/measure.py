@@ -12,7 +12,7 @@ import torch
 from lightning_sparse.bench.models import Model
 from lightning_sparse.bench.plan import VALUES, HostCosts
 from lightning_sparse.bench.provenance import processor
-from lightning_sparse.exchange.rates.probe import kernel_costs
+from lightning_sparse.exchange.probe import kernel_costs
 
 ADDED = 1 << 22  # elements of the test vectors
 

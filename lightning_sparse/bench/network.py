@@ -17,8 +17,8 @@ from lightning_sparse.bench.plan import VALUES
 from lightning_sparse.exchange import ExchangeConfig, HierCommunicator
 from lightning_sparse.exchange.choice import MARGIN, PathChoice
 from lightning_sparse.exchange.paths import PATHS
+from lightning_sparse.exchange.probe import probe
 from lightning_sparse.exchange.rates import Rates
-from lightning_sparse.exchange.rates.probe import probe
 from lightning_sparse.kernels import kernel_report
 from lightning_sparse.topology import Topology
 
