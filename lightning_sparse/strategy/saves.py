@@ -242,8 +242,8 @@ def remove_side_files(checkpoint_path: Any, *, but: Collection[str] = ()) -> Non
 
 
 def _clean_own_folder(checkpoint_path: str, *, but: Collection[str]) -> None:
-    """Remove what rank 0 does not see: earlier saves in a folder that nodes do not share. It has no files of rank 0, and
-    this node's last save stays, for rank 0 may not have replaced the main file yet."""
+    """Remove what rank 0 does not see: earlier saves in a folder that nodes do not share, which has no files of rank 0.
+    This node's last save stays, for rank 0 may not have replaced the main file yet."""
     fs, folder = _folder(checkpoint_path)
     with contextlib.suppress(FileNotFoundError):
         earlier = [each for each in fs.ls(folder, detail=False) if os.path.basename(each) not in but]
