@@ -25,10 +25,9 @@ EXEMPT = {
     "_autoload.py": ("Hierarchical top-k gradient communication",),  # a description in Lightning's registry
     "bench/doctor.py": ("models and data", "image decoding", "samples from"),  # what packages are for
     "data/cache/disk.py": ("the cache is closed",),  # assertions
-    "data/cache/inventory.py": (" (version", "  "),  # the table of `cache info`
-    "data/cache/storage_reader.py": ("tuple[", "Iterator["),
-    "data/cache/summary.py": ("  epoch",),
-    "data/cache/warm.py": (HOLE, ", "),  # what `cache warm` reports
+    "data/cache/commands.py": (HOLE, ", ", " (version", "  "),  # what `cache warm` and `cache info` report
+    "data/sources/storage_reader.py": ("tuple[", "Iterator["),
+    "data/cache/counts.py": ("  epoch",),
     "data/decode.py": ("pillow ",),  # a name in the cache
     "kernels/ops.py": (  # schemas
         *("mstopk(", "compress(", "accumulate(", "add_messages(", "round_rows(", "sum_rows("),

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 from lightning_sparse.data.cache import free_memory
-from lightning_sparse.data.cache import manifest as listing
-from lightning_sparse.data.cache.agreement import agreed_format, agreed_manifest
-from lightning_sparse.data.cache.manifest import load_or_list
-from lightning_sparse.data.cache.placement import Placement
+from lightning_sparse.data.cache.store import Placement
 from lightning_sparse.data.config import CacheConfig
+from lightning_sparse.data.session import agreed_format, agreed_manifest
+from lightning_sparse.data.sources import listing
+from lightning_sparse.data.sources.listing import load_or_list
 from tests.data.fits import data, fitted, module, saver, trainer
 from tests.data.pictures import numbered_folder
 from tests.data.small import jpeg, make_folder

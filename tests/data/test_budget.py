@@ -13,11 +13,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from lightning_sparse.data.cache import budget, free_memory, listing
-from lightning_sparse.data.cache.listing import list_source
+from lightning_sparse.data.cache import budget, free_memory
 from lightning_sparse.data.cache.memory import MemoryCache
-from lightning_sparse.data.cache.samples import Manifest
 from lightning_sparse.data.config import CacheConfig
+from lightning_sparse.data.sources import listing
+from lightning_sparse.data.sources.listing import list_source
+from lightning_sparse.data.sources.manifest import Manifest
 from tests.data.small import make_folder
 from tests.data.test_memory import pixels
 

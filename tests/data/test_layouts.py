@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from lightning_sparse.data.cache.manifest import list_source
 from lightning_sparse.data.config import DataError
+from lightning_sparse.data.sources.listing import list_source
 from tests.data.fits import FLAVOURS, ours
 from tests.data.small import jpeg, make_folder, picture
 

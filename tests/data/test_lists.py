@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from lightning_sparse.data.cache.lists import read_list
-from lightning_sparse.data.cache.manifest import class_names, load_or_list, num_classes
-from lightning_sparse.data.cache.samples import Manifest
 from lightning_sparse.data.config import CacheConfig
+from lightning_sparse.data.sources.listing import class_names, load_or_list, num_classes
+from lightning_sparse.data.sources.lists import read_list
+from lightning_sparse.data.sources.manifest import Manifest
 
 NEEDS_PYARROW = pytest.mark.skipif(importlib.util.find_spec("pyarrow") is None, reason="pyarrow is not installed")
 
@@ -95,7 +95,7 @@ def test_parquet_gives_the_same(folder: Path) -> None:
 
 
 def test_a_list_that_has_changed_is_read_again(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from lightning_sparse.data.cache import manifest as module
+    from lightning_sparse.data.sources import listing as module
 
     first = listed(folder, "path,x\n4.bin,1\n")
     second = listed(folder, "path,x\n4.bin,2\n")

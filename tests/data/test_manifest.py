@@ -17,14 +17,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_sparse.data.cache import manifest as listing
-from lightning_sparse.data.cache import storage_process
-from lightning_sparse.data.cache.folders import NETWORK_FILE_SYSTEMS, cache_folder, file_system
-from lightning_sparse.data.cache.manifest import class_names, list_source, load_or_list
-from lightning_sparse.data.cache.placement import owners
-from lightning_sparse.data.cache.samples import Manifest, Paths
-from lightning_sparse.data.cache.storage import Storage, StoredFile
+from lightning_sparse.data.cache.store import owners
 from lightning_sparse.data.config import CacheConfig, DataError
+from lightning_sparse.data.folders import NETWORK_FILE_SYSTEMS, cache_folder, file_system
+from lightning_sparse.data.sources import listing, storage
+from lightning_sparse.data.sources.listing import class_names, list_source, load_or_list
+from lightning_sparse.data.sources.manifest import Manifest, Paths
+from lightning_sparse.data.sources.storage import Storage, StoredFile
 from tests.data.small import jpeg, make_folder
 
 
@@ -160,7 +159,7 @@ def test_a_source_that_cannot_be_asked_is_taken_as_it_was(
     first = load_or_list(cache, "train")
     if away == "silent":
         (tmp_path / "hangs.py").write_text("import time; time.sleep(60)")
-        monkeypatch.setattr(storage_process, "_READER", tmp_path / "hangs.py")
+        monkeypatch.setattr(storage, "_READER", tmp_path / "hangs.py")
         monkeypatch.setattr(listing, "CHECK_S", 0.5)
     else:
         shutil.rmtree(folder)

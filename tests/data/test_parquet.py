@@ -10,12 +10,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from lightning_sparse.data.cache import listing
-from lightning_sparse.data.cache.manifest import class_names, has_split, load_or_list
-from lightning_sparse.data.cache.placement import Placement, owners_of
-from lightning_sparse.data.cache.store import SampleStore, new_run
-from lightning_sparse.data.cache.warm import warm
+from lightning_sparse.data.cache.commands import warm
+from lightning_sparse.data.cache.store import Placement, SampleStore, new_run, owners_of
 from lightning_sparse.data.config import CacheConfig, CorruptSampleError
+from lightning_sparse.data.sources import listing
+from lightning_sparse.data.sources.listing import class_names, has_split, load_or_list
 from tests.data.fits import ours
 from tests.data.small import jpeg
 from tests.data.test_shards import needs_s3, s3_server

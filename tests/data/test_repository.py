@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from lightning_sparse.data.cache.manifest import class_names, has_split, load_or_list
+from lightning_sparse.data.cache.commands import warm_splits
 from lightning_sparse.data.cache.store import SampleStore
-from lightning_sparse.data.cache.warm import warm_splits
 from lightning_sparse.data.config import CacheConfig, DataError
+from lightning_sparse.data.sources.listing import class_names, has_split, load_or_list
 from tests.data.fits import ours
 from tests.data.small import jpeg
 from tests.data.test_parquet import config_of, image_column, payload, write

@@ -15,10 +15,10 @@ from typing import Any
 import pytest
 
 from lightning_sparse.cli import main
-from lightning_sparse.data.cache.manifest import has_split, load_or_list, num_classes
-from lightning_sparse.data.cache.samples import Manifest
 from lightning_sparse.data.cache.store import SampleStore
 from lightning_sparse.data.config import CacheConfig
+from lightning_sparse.data.sources.listing import has_split, load_or_list, num_classes
+from lightning_sparse.data.sources.manifest import Manifest
 from tests.data.fits import FLAVOURS, ours
 from tests.data.small import jpeg
 

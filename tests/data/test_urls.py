@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 from lightning_sparse.cli import main
-from lightning_sparse.data.cache.manifest import class_names, load_or_list
 from lightning_sparse.data.cache.store import SampleStore
 from lightning_sparse.data.config import CacheConfig, DataError
+from lightning_sparse.data.sources.listing import class_names, load_or_list
 from tests.data.small import make_folder
 
 KEY = {"client_kwargs": {"headers": {"X-Key": "secret"}}}

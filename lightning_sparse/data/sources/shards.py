@@ -18,9 +18,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from lightning_sparse.data.cache.lists import numbered
-from lightning_sparse.data.cache.samples import Paths
-from lightning_sparse.data.cache.storage_reader import is_image
+from lightning_sparse.data.sources.lists import numbered
+from lightning_sparse.data.sources.manifest import Paths
+from lightning_sparse.data.sources.storage_reader import is_image
 
 TAR, PARQUET = ".tar", ".parquet"
 Member = tuple[str, int, int, str]

@@ -9,8 +9,8 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 
-from lightning_sparse.data.cache.storage import Listed, MissingFolderError, Storage
 from lightning_sparse.data.config import SPLITS
+from lightning_sparse.data.sources.storage import Listed, MissingFolderError, Storage
 
 _FOLDERS = ("data", "")
 _NAMED = {"val": ("validation", "val")}  # what names of its files begin with; else the split

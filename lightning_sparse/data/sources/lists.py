@@ -16,9 +16,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from lightning_sparse.data.cache.samples import count_classes
-from lightning_sparse.data.cache.storage import Storage, Unreadable
 from lightning_sparse.data.config import CacheConfig
+from lightning_sparse.data.sources.manifest import count_classes
+from lightning_sparse.data.sources.storage import Storage, Unreadable
 
 
 @dataclass(frozen=True, eq=False)

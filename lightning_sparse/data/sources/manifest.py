@@ -40,8 +40,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from lightning_sparse.data.cache.disk import FileKey
 from lightning_sparse.data.config import DataError
+from lightning_sparse.data.sample import FileKey
 
 _MAGIC = b"lightning_sparse manifest 2 "
 _ALIGN = 64
