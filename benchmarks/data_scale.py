@@ -28,7 +28,7 @@ from lightning_sparse.bench.process import own_process
 from lightning_sparse.bench.provenance import commit, surroundings
 from lightning_sparse.data.cache.store import owners
 from lightning_sparse.data.pipeline.sampler import EpochPlan, Sampler, SamplerConfig
-from lightning_sparse.data.sources.listing import manifest_of
+from lightning_sparse.data.sources.folders import manifest_of
 from lightning_sparse.data.sources.manifest import Manifest
 from lightning_sparse.data.sources.storage import Listed
 

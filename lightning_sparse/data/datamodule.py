@@ -14,7 +14,7 @@ from lightning_sparse.data.pipeline.images import Backend, ImageOptions
 from lightning_sparse.data.pipeline.loader import EvalLoader, TrainLoader
 from lightning_sparse.data.pipeline.workers import SampleOptions
 from lightning_sparse.data.session import DataOptions, Formats, Session, open_session
-from lightning_sparse.data.sources.listing import class_names, num_classes
+from lightning_sparse.data.sources.listing import classes_of
 from lightning_sparse.messages import described
 
 
@@ -37,13 +37,13 @@ class CachedMixin(DataModuleMixin):
         """Number of folders in train/; with a list, of names in its first column of labels, or the largest number plus
         1. Available before setup, to create the model. `setup` checks that it is the same on all ranks."""
         if self._num_classes is None:
-            self._num_classes = num_classes(self._options.cache, "train")
+            self._num_classes = classes_of(self._options.cache, "train")[1]
         return self._num_classes
 
     @property
     def class_names(self) -> tuple[str, ...]:
         """Names of the classes: label i is that of the i-th. Empty if labels are numbers. Available before setup."""
-        return class_names(self._options.cache, "train")
+        return classes_of(self._options.cache, "train")[0]
 
     def setup(self, stage: str) -> None:
         """Open the session. The process group exists, if the run uses one."""

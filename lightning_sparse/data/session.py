@@ -24,7 +24,7 @@ from lightning_sparse.data.pipeline.sampler import Indices, Sampler, SamplerConf
 from lightning_sparse.data.pipeline.workers import SampleOptions
 from lightning_sparse.data.rng import shuffled
 from lightning_sparse.data.sample import Format
-from lightning_sparse.data.sources.listing import class_names, has_split, keep, kept_manifest, load_or_list
+from lightning_sparse.data.sources.listing import classes_of, has_split, keep, kept_manifest, load_or_list
 from lightning_sparse.data.sources.manifest import Manifest
 from lightning_sparse.data.sources.storage import MissingFolderError
 from lightning_sparse.messages import log, show_log_lines
@@ -389,7 +389,7 @@ def open_session(
 def _classes_of_train(config: CacheConfig) -> tuple[str, ...]:
     """Return the classes of train/; none if a source to test on has no train/."""
     try:
-        return class_names(config, "train")
+        return classes_of(config, "train")[0]
     except MissingFolderError:
         return ()
 

@@ -17,6 +17,7 @@ from lightning_sparse.data.sources.listing import load_or_list
 from tests.data.fits import data, fitted, module, saver, trainer
 from tests.data.pictures import numbered_folder
 from tests.data.small import jpeg, make_folder
+from tests.data.stores import listed
 from tests.helpers.distributed import run_ranks
 
 FLAVOUR = "pytorch_lightning"
@@ -45,7 +46,7 @@ def open_files() -> str:
 def test_all_ranks_map_the_list_of_rank_zero(tmp_path: Path) -> None:
     make_folder(tmp_path / "pictures")
     answers = run_ranks(mapped, str(tmp_path))
-    fresh = listing.list_source(str(tmp_path / "pictures"), "train", quiet=True)
+    fresh = listed(tmp_path / "pictures")
     assert answers == [(fresh.fingerprint, list(fresh.paths), False, True)] * 4
 
 

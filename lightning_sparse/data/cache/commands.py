@@ -76,12 +76,7 @@ def warm(
     owned = np.flatnonzero(owners_of(manifest, placement.num_nodes, config.seed) == placement.node_index)
     report = WarmReport(split, files=len(owned))
     disk = open_disk(config, split, Counter(), lambda topic, text: log.warning("%s", text))
-    storage = Storage(
-        config.source,
-        timeout=config.storage_timeout,
-        readers=config.storage_readers,
-        options=config.storage_options,
-    )
+    storage = Storage.of(config)
     try:
         keys = [manifest.key(index) for index in owned.tolist()]
         report.pruned = disk.prune(keys) if prune else 0
@@ -137,7 +132,7 @@ def _fill(
 
     chunks = _chunks(manifest, missing)[::-1]
     # Ctrl-C closes storage before it waits for the threads, which may wait for storage
-    with ThreadPoolExecutor(threads) as pool, storage.closed_on_error():
+    with ThreadPoolExecutor(threads) as pool, storage:
         running: set[Future[list[tuple[FileKey, int, str]]]] = set()
         while chunks or running:
             while chunks and len(running) < 2 * threads and not disk.full:

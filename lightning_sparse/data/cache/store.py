@@ -189,13 +189,7 @@ def open_tiers(
 
     disk = open_disk(config, manifest.split, counter, warn_once)
     quiet = placement.device_index != 0  # one rank per node logs interruptions of storage
-    storage = Storage(
-        config.source,
-        timeout=config.storage_timeout,
-        readers=config.storage_readers,
-        quiet=quiet,
-        options=config.storage_options,
-    )
+    storage = Storage.of(config, quiet=quiet)
     return Tiers(os.getpid(), shared, memory, disk, storage, counter, decoder_of(config), warn_once)
 
 

@@ -1,4 +1,4 @@
-"""Reads a list of samples: a CSV or Parquet file with the columns path, label and, if a sample has several, more.
+"""Samples that a list names: a CSV or Parquet file with the columns path, label and, if a sample has several, more.
 
 Paths are relative to the source. The first column of labels may contain names, which are numbered in alphabetical
 order; whole numbers are used as they are. The order of the list is that of the samples.
@@ -16,9 +16,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from lightning_sparse.data.config import CacheConfig
-from lightning_sparse.data.sources.manifest import count_classes
-from lightning_sparse.data.sources.storage import Storage, Unreadable
+from lightning_sparse.data.sources.layout import Split, manifest_of_files
+from lightning_sparse.data.sources.manifest import Manifest, count_classes
+from lightning_sparse.data.sources.storage import Listed, MissingFolderError, Storage, Unreadable
 
 
 @dataclass(frozen=True, eq=False)
@@ -30,57 +30,72 @@ class SampleList:
         digest: hash of its contents.
         paths: of the samples, relative to the source.
         labels: int64 or float64 [N, L].
-        classes: names of the first label, in order; empty if it is a number.
+        names: names of the first label, in order; empty if it is a number.
     """
 
+    split: Split
     file: str
     digest: str
     paths: list[str]
     labels: npt.NDArray[Any]
-    classes: tuple[str, ...]
+    names: tuple[str, ...]
 
-    @property
-    def num_classes(self) -> int:
-        """Number of classes; of integer labels, the largest one plus 1."""
-        return count_classes(self.classes, self.labels)
+    @classmethod
+    def find(cls, split: Split) -> SampleList | None:
+        """Read the list of a split.
 
+        Raises:
+            MissingFolderError: if there are lists, but none of this split.
+            ValueError: if the list cannot be read, or is not a list of samples.
+            DataError: if storage does not respond.
+        """
+        lists = split.config.lists
+        if lists is None:
+            return None
+        if split.name not in lists:
+            raise MissingFolderError(f"lists={lists} has no list of {split.name!r}.")
+        file = lists[split.name]
+        folder, _, name = file.rpartition("/")
+        options = split.config.storage_options if "://" in file else None
+        source = folder or ("/" if file.startswith("/") else ".")
+        with Storage(source, timeout=split.timeout, readers=1, options=options) as storage:
+            (answer,) = storage.read([name])
+        if isinstance(answer, Unreadable):
+            raise ValueError(f"the list {file} of {split.name} cannot be read: {answer.reason}.")
+        columns = _of_parquet(answer.data) if name.endswith(".parquet") else _of_csv(file, answer.data)
+        digest = hashlib.blake2b(answer.data, digest_size=16).hexdigest()
+        if next(iter(columns), None) != "path" or not len(columns["path"]):
+            raise ValueError(
+                f"{file} must have a first column named path, and a row for each sample; its columns are "
+                f"{', '.join(columns) or 'none'}. As in a CSV file: path,label / train/cat/1.jpg,cat"
+            )
+        paths = [str(each) for each in columns.pop("path")]
+        labels, names = numbered(file, columns) if columns else (np.zeros((len(paths), 0), np.int64), ())
+        return cls(split, file, digest, paths, labels, names)
 
-def read_list(config: CacheConfig, split: str, *, timeout: float | None = None) -> SampleList:
-    """Read the list of a split.
+    def classes(self) -> tuple[tuple[str, ...], int]:
+        return self.names, count_classes(self.names, self.labels)
 
-    Args:
-        timeout: seconds to wait for storage; default: `storage_timeout`.
-
-    Raises:
-        ValueError: if the list cannot be read, or is not a list of samples.
-        DataError: if storage does not respond.
-    """
-    assert config.lists is not None
-    file = config.lists[split]
-    folder, _, name = file.rpartition("/")
-    options = config.storage_options if "://" in file else None
-    storage = Storage(
-        folder or ("/" if file.startswith("/") else "."),
-        timeout=config.storage_timeout if timeout is None else timeout,
-        readers=1,
-        options=options,
-    )
-    try:
-        (answer,) = storage.read([name])
-    finally:
-        storage.close()
-    if isinstance(answer, Unreadable):
-        raise ValueError(f"the list {file} of {split} cannot be read: {answer.reason}.")
-    columns = _of_parquet(answer.data) if name.endswith(".parquet") else _of_csv(file, answer.data)
-    digest = hashlib.blake2b(answer.data, digest_size=16).hexdigest()
-    if next(iter(columns), None) != "path" or not len(columns["path"]):
-        raise ValueError(
-            f"{file} must have a first column named path, and a row for each sample; its columns are "
-            f"{', '.join(columns) or 'none'}. As in a CSV file: path,label / train/cat/1.jpg,cat"
+    def manifest(self) -> Manifest:
+        """Find the files, in the order of the list. Raises: ValueError: if the source does not have all of them."""
+        split, source = self.split, self.split.source
+        try:
+            below = split.below(_highest(self.paths), images=False)
+            probed = split.probed(self.paths if split.images else [])
+        except MissingFolderError as error:
+            raise ValueError(f"{self.file} lists files of a folder that is not there: {error}") from error
+        about = {path: (size, mtime) for each in below for path, size, mtime in each.files}
+        absent = [path for path in self.paths if path not in about]
+        if absent:
+            raise ValueError(
+                f"{self.file} lists {len(absent):,} file(s) that {source} does not have, such as {absent[0]!r}. Paths "
+                "are relative to the source, and hidden files are left out: correct the list, or remove these rows."
+            )
+        folders = [folder for each in below for folder in each.folders]
+        named = Listed([(path, *about[path]) for path in self.paths], folders)
+        return manifest_of_files(
+            source, split.name, named, self.labels, self.names, list_digest=self.digest, probed=probed
         )
-    paths = [str(each) for each in columns.pop("path")]
-    labels, classes = numbered(file, columns) if columns else (np.zeros((len(paths), 0), np.int64), ())
-    return SampleList(file, digest, paths, labels, classes)
 
 
 def _of_csv(file: str, data: bytes) -> dict[str, Sequence[Any]]:
@@ -139,3 +154,21 @@ def _converted(array: npt.NDArray[Any], dtype: type) -> npt.NDArray[Any] | None:
         return array.astype(dtype)
     except ValueError:
         return None
+
+
+def _highest(paths: Sequence[str]) -> list[str]:
+    """Return the folders of `paths` that are not in another one of them.
+
+    >>> _highest(["a/b/1.jpg", "a/b/c/2.jpg", "d/3.jpg"])
+    ['a/b', 'd']
+    """
+    folders = {path.rpartition("/")[0] for path in paths}
+    if "" in folders:
+        return [""]
+    parts = ([folder, *_parents(folder)] for folder in sorted(folders))
+    return [folder for folder, *above in parts if not folders.intersection(above)]
+
+
+def _parents(folder: str) -> list[str]:
+    parts = folder.split("/")
+    return ["/".join(parts[:end]) for end in range(1, len(parts))]

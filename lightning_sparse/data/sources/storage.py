@@ -26,7 +26,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
-from lightning_sparse.data.config import DataError
+from lightning_sparse.data.config import CacheConfig, DataError
 from lightning_sparse.data.sources.storage_reader import ANSWER, REQUEST, messages_of, packet
 from lightning_sparse.messages import log
 
@@ -112,6 +112,25 @@ class Storage:
         self._warned_since: float | None = None  # when the silence that was logged began
         self._trouble = ""
 
+    @classmethod
+    def of(
+        cls, config: CacheConfig, *, timeout: float | None = None, readers: int | None = None, quiet: bool = False
+    ) -> Storage:
+        """Return the storage of a source. timeout, readers: default: those of the config."""
+        return cls(
+            config.source,
+            timeout=config.storage_timeout if timeout is None else timeout,
+            readers=readers or config.storage_readers,
+            quiet=quiet,
+            options=config.storage_options,
+        )
+
+    def __enter__(self) -> Storage:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
     def read(self, locations: Sequence[Location]) -> Iterator[StoredFile | Unreadable]:
         """Yield the contents of files, or of parts of files, in order. All are requested at once."""
         parts = [(each, "", "") if isinstance(each, str) else each for each in locations]
@@ -121,20 +140,14 @@ class Storage:
             yield StoredFile(payload, size, mtime_ns) if status == "k" else Unreadable(_text(payload))
 
     def row_groups(self, paths: Sequence[str], column: str) -> Iterator[dict[str, Any]]:
-        """Yield what each Parquet file contains, as `containers.row_groups`."""
-        for path, request in zip(
-            paths, self._requested("p", [json.dumps([column, each]) for each in paths]), strict=True
-        ):
-            status, payload, _, _ = self._wait_for(request)
-            if status != "k":
-                raise ValueError(f"source={self.source}: {path} cannot be used: {_text(payload)}.")
-            yield json.loads(payload)
+        """Yield what each Parquet file contains, as `storage_reader.row_groups`."""
+        requests = self._requested("p", [json.dumps([column, path]) for path in paths])
+        for path, request in zip(paths, requests, strict=True):
+            yield json.loads(self._contents(path, request))
 
     def rows(self, path: str, group: int, column: str) -> list[StoredFile | Unreadable]:
         """Return the samples in a row group of a Parquet file."""
-        status, payload, _, _ = self._wait_for(*self._requested("g", [json.dumps([group, column, path])]))
-        if status != "k":
-            raise ValueError(f"source={self.source}: {path} cannot be used: {_text(payload)}.")
+        payload = self._contents(path, *self._requested("g", [json.dumps([group, column, path])]))
         found: list[StoredFile | Unreadable] = []
         (count,) = struct.unpack_from("<q", payload)
         end = 8 * (count + 1)
@@ -146,10 +159,13 @@ class Storage:
     def members(self, paths: Sequence[str]) -> Iterator[list[tuple[str, int, int, str]]]:
         """Yield (name, offset, size, contents of a label) of the members of each tar file."""
         for path, request in zip(paths, self._requested("t", paths), strict=True):
-            status, payload, _, _ = self._wait_for(request)
-            if status != "k":
-                raise ValueError(f"source={self.source}: the shard {path} cannot be used: {_text(payload)}.")
-            yield [tuple(each) for each in json.loads(payload)]
+            yield [tuple(each) for each in json.loads(self._contents(f"the shard {path}", request))]
+
+    def _contents(self, what: str, request: _Request) -> bytes:
+        status, payload, _, _ = self._wait_for(request)
+        if status != "k":
+            raise ValueError(f"source={self.source}: {what} cannot be used: {_text(payload)}.")
+        return payload
 
     def listing(self, folders: Sequence[str], *, images: bool = True) -> Iterator[Listed]:
         """Yield the files and the folders below each folder.
@@ -203,15 +219,6 @@ class Storage:
             waiting, self._requests = list(self._requests.values()), {}
         for request in waiting:
             request.future.set_exception(self._was_closed())
-
-    @contextlib.contextmanager
-    def closed_on_error(self) -> Iterator[None]:
-        """Close if the block is left by an exception."""
-        try:
-            yield
-        except BaseException:
-            self.close()
-            raise
 
     def _abandon_reader(self) -> None:
         if self._reader is not None:
