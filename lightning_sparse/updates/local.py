@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -77,7 +76,7 @@ class LocalUpdates:
         self.exchange = Exchange(config, topology, device, numel, self.log_once)
         self.buffers = Buffers(module, self.exchange.communicator, self._stepped)
         self._synchronise()
-        self._inside = inside = HierCommunicator(replace(topology, world=topology.intra, inter=None))
+        self._inside = inside = HierCommunicator(topology, world=self.exchange.communicator.node)
         self.nodes = [NodeOptimizer(each, module, self.names, self.exchange, inside, config) for each in optimizers]
 
     def _stepped(self) -> set[int]:
