@@ -88,6 +88,12 @@ class Net(nn.Module):
         return y + self.side(x).tanh() if side else y
 
 
+def raw(tensor: Tensor) -> bytes:
+    """In the order of dims, -0.0 as 0.0."""
+    flat = (tensor.detach() + 0.0).reshape(-1).contiguous()
+    return flat.view(torch.uint8).numpy().tobytes()
+
+
 def batch(step: int, part: int, rank: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """The same in every run."""
     generator = torch.Generator().manual_seed(10_000 * step + 100 * part + rank)

@@ -8,7 +8,8 @@ the module. `lightning_sparse.updates.LocalUpdates` exchanges updates of shards 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import logging
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from math import prod
@@ -20,11 +21,13 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
 
+from lightning_sparse.engine import Engine, Piece, State, flattened, layout_of, mean_of
 from lightning_sparse.exchange import Exchange, ExchangeConfig, Shard
 from lightning_sparse.exchange.communicator import average
 from lightning_sparse.messages import LogOnce
-from lightning_sparse.sharding import check_sharded, local_of
+from lightning_sparse.sharding import check_sharded, local_of, part_of
 from lightning_sparse.topology import Topology
 
 
@@ -157,7 +160,7 @@ class Managed:
         self.residual_S, self._spare_S = self._spare_S, self.residual_S
 
 
-class ShardedGradients:
+class ShardedGradients(Engine):
     """Averages the gradients of a sharded model over nodes::
 
         topology = discover()
@@ -176,13 +179,17 @@ class ShardedGradients:
         ValueError: for parameters that are sharded otherwise, or an exchange that has to measure first.
     """
 
+    kind = "gradients of shards"
+    kept = "the mean of the residuals over nodes is kept"
+    lost = "residuals begin at zero, and what waited is lost"
+
     def __init__(self, model: nn.Module, config: ExchangeConfig, topology: Topology) -> None:
         if config.path is None or config.density == "auto":
             raise ValueError(
                 f"exchange={config.exchange!r} and density={config.density!r} are measured in DDP's buckets: choose "
                 f"'sparse', 'regional', 'dense16' or 'dense', and a number."
             )
-        self.module, self.topology = model, topology
+        self.module, self.config, self.topology = model, config, topology
         self.active = topology.kind == "hierarchical"
         self.managed: list[Managed] = []
         self.steps = 0
@@ -225,19 +232,79 @@ class ShardedGradients:
                 each.residual_S = old.residual_S
 
     @torch.no_grad()
-    def average_buffers(self) -> None:
-        """Give all ranks the mean of their floating-point buffers, such as the statistics of batch norm. A collective
-        of the world, if there are any."""
+    def show_shared(self) -> None:
+        """Give all ranks the mean of their floating-point buffers, such as the statistics of batch norm; weights are
+        the same anyway. A collective of the world, if there are any."""
         buffers = [each for each in self.module.buffers() if each.is_floating_point() and each.numel()]
         if not self.active or not buffers:
             return
         average(buffers, self.exchange.communicator.flat_all_reduce, self.topology.world_size)
 
-    def end_round(self) -> None:
-        """After the optimizer's step, for the statistics."""
+    def step(self, optimizer: Optimizer | None = None) -> None:
+        """Call it after the optimizer's step, for the statistics."""
         self.steps += 1
         if self.active:
             self.exchange.stats.end_round()
+
+    def norms(self) -> dict[str, Tensor]:
+        """Return the norm of the residuals of this device."""
+        held = [torch.linalg.vector_norm(each.residual_S) for each in self.managed if each.residual_S is not None]
+        return {"residual_norm": torch.stack(held).norm() if held else torch.zeros(())}
+
+    # -- checkpoints: residuals, by pieces of parameters and without padding -------------------------------------------
+
+    @property
+    def rounds(self) -> int:
+        """Steps so far."""
+        return self.steps
+
+    def holds(self, parameters: Collection[int]) -> bool:
+        """Return whether one of these parameters, given by ``id()``, is of the model."""
+        return any(id(p) in parameters for p in self.module.parameters())
+
+    def manifest(self) -> dict[str, Any]:
+        """Return what all ranks know alike, in plain types."""
+        return {"steps": self.steps}
+
+    def state(self) -> State:
+        """Return the residuals of this device."""
+        pieces, layouts = [], {}
+        for managed in self.managed:
+            for name, parameter, view in managed.views(managed.residual_S) if managed.residual_S is not None else ():
+                pieces.append(Piece(name, *part_of(parameter)[1:], view.to("cpu", copy=True)))
+                layouts[name] = layout_of(parameter)
+        return State({"residual": pieces}, layouts)
+
+    def fits(self, manifest: Mapping[str, Any], state: State) -> bool:
+        """Return whether this device held the same pieces of the parameters when it was saved."""
+        saved = [piece.place for piece in state.pieces["residual"]]
+        mine = [(name, *part_of(p)[1:]) for managed in self.managed for name, p in managed.parameters.items()]
+        return self.active and (not saved or saved == mine)
+
+    @torch.no_grad()
+    def load(self, manifest: Mapping[str, Any], state: State | None) -> None:
+        """Go on exactly where this device was saved; its state ``fits``."""
+        self.steps = manifest["steps"]
+        found = {piece.name: piece.tensor for piece in state.pieces["residual"]} if state is not None else {}
+        for managed in self.managed:
+            for name, _, view in managed.views(managed.new_residual()):
+                if name in found:
+                    view.copy_(found[name])
+
+    @torch.no_grad()
+    def load_from(self, manifest: Mapping[str, Any], nodes: Sequence[Sequence[State]]) -> None:
+        """Start every node with the mean over the old ones."""
+        if not self.active:
+            if manifest["config"]["exchange"] != "dense":  # which leaves nothing
+                self.log_once("the saved residuals are lost: one node has nothing to send", logging.WARNING)
+            return
+        mean = mean_of(nodes, "residual")
+        self.steps = manifest["steps"]
+        for managed in self.managed:
+            for name, parameter, view in managed.views(managed.new_residual()):
+                if name in mean:
+                    part = part_of(parameter)
+                    view.copy_(flattened(mean[name], layout_of(parameter))[part.begin : part.end])
 
     @torch.no_grad()
     def _reduce(self, managed: Managed, flat_S: Tensor) -> None:

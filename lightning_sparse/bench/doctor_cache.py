@@ -8,9 +8,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from lightning_sparse.bench.doctor import Finding
-from lightning_sparse.data.cache.folders import NETWORK_FILE_SYSTEMS, VERSION, file_system
+from lightning_sparse.data.cache.commands import caches
 from lightning_sparse.data.cache.free_memory import available_memory
-from lightning_sparse.data.cache.inventory import caches
+from lightning_sparse.data.folders import NETWORK_FILE_SYSTEMS, VERSION, file_system
 
 MIN_FREE = 10e9
 """Free bytes below which an image data set is unlikely to fit."""

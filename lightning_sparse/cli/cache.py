@@ -47,8 +47,8 @@ def _pair(text: str) -> tuple[str, str]:
 
 
 def _warm(arguments: argparse.Namespace) -> int:
-    from lightning_sparse.data.cache.placement import Placement
-    from lightning_sparse.data.cache.warm import warm_splits
+    from lightning_sparse.data.cache.commands import warm_splits
+    from lightning_sparse.data.cache.store import Placement
     from lightning_sparse.data.config import CacheConfig
 
     config = CacheConfig(
@@ -74,14 +74,14 @@ def _warm(arguments: argparse.Namespace) -> int:
 
 
 def _info(arguments: argparse.Namespace) -> int:
-    from lightning_sparse.data.cache.inventory import caches
+    from lightning_sparse.data.cache.commands import caches
 
     print("\n".join(each.describe() for each in caches(arguments.cache_dir)) or "no caches found")
     return 0
 
 
 def _clear(arguments: argparse.Namespace) -> int:
-    from lightning_sparse.data.cache.inventory import clear
+    from lightning_sparse.data.cache.commands import clear
 
     for each in clear(arguments.cache_dir, arguments.source):
         print(f"removed {each.folder}, the cache of {each.source}")

@@ -33,8 +33,8 @@ def _named(text: str) -> Callable[[str], Sequence[int]]:
 
 
 def _prepare(arguments: argparse.Namespace) -> int:
+    from lightning_sparse.data.tokens.datamodule import files_of
     from lightning_sparse.data.tokens.prepare import prepare
-    from lightning_sparse.data.tokens.stream import files_of
 
     (file,) = files_of(prepare(arguments.texts, arguments.out, arguments.tokenizer, arguments.vocab_size))
     print(f"{file.path}: {file.tokens:,} tokens of {file.vocab_size:,}, {file.dtype.name}")

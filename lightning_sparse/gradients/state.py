@@ -12,13 +12,16 @@ Without a strategy before_backward() need not be called: then a round counts as 
 """
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch._C._distributed_c10d import GradBucket  # torch.distributed re-exports it unannounced
 
+from lightning_sparse.engine import Engine, State
 from lightning_sparse.exchange import Exchange, Path, Work
+from lightning_sparse.gradients import checkpoint
 from lightning_sparse.gradients.buckets import Bucket, BucketGroup
 from lightning_sparse.gradients.config import HierConfig
 from lightning_sparse.gradients.feedback import ErrorFeedback
@@ -28,6 +31,7 @@ from lightning_sparse.gradients.groups import (
     ParamGroup,
     excluded_names,
     group_of,
+    in_bucket_order,
     refuse_python_reducer,
     refuse_sparse_gradients,
 )
@@ -41,7 +45,7 @@ from lightning_sparse.messages import LogOnce
 from lightning_sparse.topology import Topology
 
 
-class HierState:
+class HierState(Engine):
     """State of ``hier_hook``.
 
     Args:
@@ -65,6 +69,10 @@ class HierState:
         log_once: logs a line once, on rank 0.
     """
 
+    kind = "gradients"
+    kept = "the sum of residuals over nodes is kept, shared out equally"
+    lost = "what waited in their residuals is lost"
+
     def __init__(
         self, module: nn.Module, config: HierConfig, topology: Topology, *, find_unused_parameters: bool = False
     ) -> None:
@@ -75,7 +83,7 @@ class HierState:
         self.epoch, self.round = 0, 0
         self.warmup = Warmup(config.warmup_epochs, config.warmup_steps)
         self.parameters = Parameters(module)
-        self.is_hierarchical = topology.kind == "hierarchical"
+        self.active = self.is_hierarchical = topology.kind == "hierarchical"
         devices = {parameter.device for parameter in module.parameters()}
         numel = sum(parameter.numel() for parameter in module.parameters())
         self.exchange = Exchange(config, topology, devices.pop() if len(devices) == 1 else None, numel, self.log_once)
@@ -227,7 +235,7 @@ class HierState:
                 logging.WARNING,
             )
 
-    def detach(self) -> None:
+    def end(self) -> None:
         """Take all hooks off module and optimizers, and end the runner's threads. The last round is settled when the
         next one begins: only then is it known whether its gradient was stepped, and after an exception its buckets may
         still be under way."""
@@ -306,6 +314,76 @@ class HierState:
     def residual_norm(self) -> Tensor:
         """L2 norm of what this device has not sent yet, a 0-dim tensor on its device (no host sync)."""
         return self.feedback.norm()
+
+    def norms(self) -> dict[str, Tensor]:
+        """Return the norm of the residual, and that over the norm of the gradient of the same entries: steps' worth."""
+        residual = self.residual_norm()
+        gradient = self.gradient_norm().to(residual.device)
+        ratio = torch.where(gradient > 0, residual / gradient, 0.0)  # a user may have dropped the gradient by now
+        return {"residual_norm": residual, "residual_to_gradient": ratio}
+
+    def gradient_norm(self) -> Tensor:
+        """L2 norm of this device's shards of the gradients that the module has now, a 0-dim tensor (no host sync).
+
+        It is the counterpart of ``residual_norm()``: both are of the same shards. Gradients that the user clips or
+        scales are met as they are then; of parameters without one nothing is counted.
+        """
+        module = self.parameters.module
+        named = () if module is None else module.named_parameters()
+        grads = {name: p.grad.detach() for name, p in named if p.grad is not None and not p.grad.is_complex()}
+        pieces = [
+            in_bucket_order(grads[name])[there]
+            for group in self.layout.settled
+            for name, _, there in group.shard_slices(group.names, self.topology.device_index, self.topology.num_devices)
+            if name in grads
+        ]
+        norms = [torch.linalg.vector_norm(each).float() for each in pieces]
+        return torch.stack(norms).norm() if norms else torch.zeros(())
+
+    # -- checkpoints ---------------------------------------------------------------------------------------------------
+
+    @property
+    def rounds(self) -> int:
+        """Rounds that are over."""
+        return self.round
+
+    def holds(self, parameters: Collection[int]) -> bool:
+        """Return whether one of these parameters, given by ``id()``, is of the module."""
+        return not self.parameters.names.keys().isdisjoint(parameters)
+
+    @property
+    def stores(self) -> list[ResidualStore]:
+        """Of the residuals, and of the velocities if there are."""
+        return self.feedback.stores
+
+    @property
+    def saves(self) -> bool:
+        """One node has nothing to send, and a warm-up to go on with."""
+        return True
+
+    def manifest(self) -> dict[str, Any]:
+        """Return what all ranks know alike, in plain types."""
+        return checkpoint.manifest_of(self)
+
+    def state(self) -> State:
+        """Return this device's residuals as settle() would leave them now, without settling."""
+        return checkpoint.state_of(self)
+
+    def fits(self, manifest: Mapping[str, Any], state: State) -> bool:
+        """Return whether it was saved for these parameters, with no more quantities than are kept here."""
+        return manifest["parameters"] == self.parameters.numels and len(manifest["stores"]) <= len(self.stores)
+
+    def load(self, manifest: Mapping[str, Any], state: State | None) -> None:
+        """Go on where this device was saved; what the state holds is forgotten."""
+        checkpoint.load(self, manifest, state)
+
+    def load_from(self, manifest: Mapping[str, Any], nodes: Sequence[Sequence[State]]) -> None:
+        """Go on with an equal share of what all nodes had not sent."""
+        checkpoint.load_from(self, manifest, nodes)
+
+    def restart(self) -> None:
+        """Drop all residuals, and the round that may be open."""
+        self.forget()
 
     def _open_names(self) -> set[str]:
         """The parameters whose residual depends on the fate of their gradient."""

@@ -45,7 +45,7 @@ class PTOMixin:
             log.info("PTOCallback: one rank, nothing to share")
             return
         strategy = trainer.strategy
-        if hasattr(strategy, "local_updates"):
+        if hasattr(strategy, "updates"):
             raise ValueError(
                 f"PTOCallback shares a step whose gradients are the same on every rank, and with "
                 f"{type(strategy).__name__} they are a node's own. Remove the callback: the strategy shares the step "

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -12,16 +13,18 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lightning_sparse.agree import same_options
+from lightning_sparse.engine import Engine, State
 from lightning_sparse.exchange import Exchange, HierCommunicator, Work
 from lightning_sparse.messages import LogOnce
 from lightning_sparse.sharding import check_sharded, parameters_of
 from lightning_sparse.topology import Topology
+from lightning_sparse.updates import checkpoint
 from lightning_sparse.updates.buffers import Buffers
 from lightning_sparse.updates.config import UpdatesConfig
 from lightning_sparse.updates.optimizer import NodeOptimizer, check_optimizer
 
 
-class LocalUpdates:
+class LocalUpdates(Engine):
     """Exchanges, after each step, what the optimizers of this node did to the parameters.
 
     All ranks begin with the parameters and buffers of rank 0. With one node this does nothing. In a loop::
@@ -46,6 +49,11 @@ class LocalUpdates:
         ValueError: for nodes of unequal size, an optimizer or parameters that cannot work, or ranks that differ in
             options or in what their optimizers step.
     """
+
+    kind = "updates"
+    kept = "the shared weights and the mean of the pending updates are kept; optimizers go on with the state of node 0"
+    lost = "training goes on from its weights, and updates that nodes had not sent are lost"
+    needs_all = has_own_weights = True
 
     def __init__(
         self,
@@ -156,13 +164,11 @@ class LocalUpdates:
     @contextmanager
     def shared_weights(self) -> Iterator[None]:
         """The module holds the shared weights inside, and averaged buffers. Every rank enters it."""
-        was_shown = self._shown
-        self.show_shared()
-        try:
+        if self._shown:
             yield
-        finally:
-            if not was_shown:
-                self.show_own()
+            return
+        with super().shared_weights():
+            yield
 
     @torch.no_grad()
     def show_shared(self) -> None:
@@ -196,13 +202,63 @@ class LocalUpdates:
         for node in self.nodes:
             node.restart()
 
+    # -- checkpoints ---------------------------------------------------------------------------------------------------
+
+    @property
+    def rounds(self) -> int:
+        """Steps so far."""
+        return self.steps
+
+    def holds(self, parameters: Collection[int]) -> bool:
+        """Return whether one of these parameters, given by ``id()``, is of the module."""
+        return any(id(p) in parameters for p in self.module.parameters())
+
+    def follows(self, optimizer: Optimizer) -> bool:
+        """Return whether its updates are exchanged."""
+        return bool(self._of(optimizer))
+
+    def manifest(self) -> dict[str, Any]:
+        """Return what all ranks know alike, in plain types."""
+        measured = self.config.density == "auto"
+        found = {**self.exchange.choice.found(), "exchanges": self.exchanges} if measured else {}
+        return {"steps": self.steps, "found": found}
+
+    def state(self) -> State:
+        """Return what this device alone knows; waits for messages under way."""
+        return checkpoint.state_of(self)
+
+    def fits(self, manifest: Mapping[str, Any], state: State) -> bool:
+        """Return whether this device held the same pieces of the parameters when it was saved."""
+        return self.active and checkpoint.fits(self, state)
+
+    def load(self, manifest: Mapping[str, Any], state: State | None) -> None:
+        """Go on exactly where this device was saved."""
+        if state is not None:
+            checkpoint.load(self, manifest, state)
+
+    def load_from(self, manifest: Mapping[str, Any], nodes: Sequence[Sequence[State]]) -> None:
+        """Go on with the global weights and the mean of what was pending."""
+        if self.active:
+            checkpoint.load_from(self, manifest, nodes)
+        else:
+            checkpoint.load_alone(self, nodes)
+
+    def norms(self) -> dict[str, Tensor]:
+        """Return the norm of what this device has not sent."""
+        return {"pending_norm": self.pending_norm()}
+
+    def gauges(self) -> dict[str, float]:
+        """Return the share of its pending updates that this device's weights keep."""
+        return {"step_ahead": self.step_ahead}
+
     def end(self) -> None:
         """End the threads of the exchange, if they are idle; the next step starts them again."""
         if self.active:
             self.exchange.runner.end()
 
     def detach(self, reused: Sequence[Optimizer] = ()) -> None:
-        """Leave the optimizers alone. Those that are used again get all their state: collectives of the node."""
+        """Leave the optimizers alone and end threads. Those used again get all their state: collectives of the node."""
+        self.end()
         for node in self.nodes:
             node.detach(any(node.optimizer is each for each in reused))
 

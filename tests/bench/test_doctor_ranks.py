@@ -13,8 +13,8 @@ from lightning_sparse import cli
 from lightning_sparse.bench import doctor, doctor_cache
 from lightning_sparse.bench.doctor import Finding
 from lightning_sparse.bench.doctor_cache import examine_cache
-from lightning_sparse.data.cache.folders import cache_folder
 from lightning_sparse.data.config import CacheConfig
+from lightning_sparse.data.folders import cache_folder
 from tests.helpers.distributed import run_ranks
 
 

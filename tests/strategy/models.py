@@ -1,13 +1,15 @@
 """Small models and step helpers that every rank builds alike; only the data differs by rank."""
 
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_sparse.strategy import HierConfig, HierState, hier_hook
+from lightning_sparse.engine import Engine
+from lightning_sparse.strategy import HierConfig, HierState, hier_hook, saves
 from lightning_sparse.topology import Topology, discover
 
 PLAIN = {"bucket_cap_mb": 0.002}  # several buckets, rebuilt after the first round
@@ -111,3 +113,22 @@ def conserved(
     assert state is not None
     state.settle()
     return given, applied, sum_over_nodes(node_residual(model, state), state), state
+
+
+def save(engine: Engine, path: str) -> dict[str, Any]:
+    """Save an engine as a strategy does, and return its manifest. A collective."""
+    manifest = saves.Saves(engine.kind).manifest_of(engine)
+    saves.write_side_file(engine.state().to_dict(), manifest["save_id"], path, dist.get_rank())
+    if dist.get_rank() == 0:
+        torch.save({saves.KEY: [manifest]}, path)
+    dist.barrier()
+    return manifest
+
+
+def go_on(engine: Engine, path: str) -> list[str]:
+    """Let an engine go on from what was saved, and return what it says. A collective."""
+    said: list[str] = []
+    engine.log_once = lambda line, *_, **__: said.append(line)  # type: ignore[assignment]
+    (saved,) = saves.load(torch.load(path, weights_only=True), path, dist.get_rank())
+    saves.restore(engine, saved, torch.device("cpu"))
+    return said
