@@ -8,7 +8,7 @@ tells the shard of a parameter that FSDP2 has sharded.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from math import prod
 from typing import NamedTuple
 
@@ -101,6 +101,28 @@ def divide(numels: Sequence[int], costs: Sequence[int], loads: Sequence[int], cu
         if not whole or max(totals) * len(loads) <= BALANCED * sum(totals):
             return parts
         cut.add(max(whole, key=lambda i: costs[i]))
+
+
+def divide_new(
+    parameters: Sequence[Tensor],
+    known: Mapping[int, Parts],
+    size: int,
+    cost: Callable[[Tensor], int],
+    cuttable: Callable[[Tensor], bool],
+) -> list[Parts]:
+    """Return the parts of all parameters: those known, by ``id()``, keep theirs, and the others are divided.
+
+    Args:
+        size: number of ranks.
+        cost: returns the cost of a parameter's step.
+        cuttable: returns whether a parameter's parts can be stepped separately.
+    """
+    kept = [p for p in parameters if id(p) in known]
+    new = [p for p in parameters if id(p) not in known]
+    loads = loads_of([known[id(p)] for p in kept], list(map(cost, kept)), size)
+    divided = divide([p.numel() for p in new], list(map(cost, new)), loads, list(map(cuttable, new)))
+    parts = {**known, **dict(zip(map(id, new), divided, strict=True))}
+    return [parts[id(p)] for p in parameters]
 
 
 def assign(costs: Sequence[int], loads: Sequence[int]) -> list[int]:

@@ -289,7 +289,7 @@ def _work(lane: int, jobs: _Queue, onward: _Queue | None, errors: list[BaseExcep
                     item[0][lane]()
             except BaseException as error:
                 errors.append(error)
-        _, result, future = item
+        result, future = item[1:]
         if onward is not None:
             onward.put(item)
         del item  # hold no reference to the model while idle, nor once the future is done

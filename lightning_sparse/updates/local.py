@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -85,7 +84,7 @@ class LocalUpdates(Engine):
         self.exchange = Exchange(config, topology, device, numel, self.log_once)
         self.buffers = Buffers(module, self.exchange.communicator, self._stepped)
         self._synchronise()
-        self._inside = inside = HierCommunicator(replace(topology, world=topology.intra, inter=None))
+        self._inside = inside = HierCommunicator(topology, world=self.exchange.communicator.node)
         self.nodes = [NodeOptimizer(each, module, self.names, self.exchange, inside, config) for each in optimizers]
 
     def _stepped(self) -> set[int]:
