@@ -24,8 +24,8 @@ from typing import Any
 
 import numpy as np
 
-from lightning_sparse.bench.process import own_process
-from lightning_sparse.bench.provenance import commit, surroundings
+from lightning_sparse.bench.processes import own_process
+from lightning_sparse.bench.report import commit, surroundings
 from lightning_sparse.data.cache.listing import manifest_of
 from lightning_sparse.data.cache.placement import owners
 from lightning_sparse.data.cache.samples import Manifest

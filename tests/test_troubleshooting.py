@@ -23,7 +23,10 @@ PLACEHOLDER = re.compile(r"%(?:\.\d+)?[sdrf]")
 # For people who develop the library, and what is no message: parts of files whose texts begin so.
 EXEMPT = {
     "_autoload.py": ("Hierarchical top-k gradient communication",),  # a description in Lightning's registry
-    "bench/doctor.py": ("models and data", "image decoding", "samples from"),  # what packages are for
+    "cli/doctor.py": (  # what packages are for, options, and what is well
+        *("models and data", "image decoding", "samples from"),
+        *("Check versions", "can emulate", HOLE + "; or use --no-net"),
+    ),
     "data/cache/disk.py": ("the cache is closed",),  # assertions
     "data/cache/inventory.py": (" (version", "  "),  # the table of `cache info`
     "data/cache/storage_reader.py": ("tuple[", "Iterator["),
@@ -40,7 +43,7 @@ EXEMPT = {
     "strategy/summary.py": (": ", "  ", ", "),  # rows of a table
 }
 ONLY_RAISED = ("bench/", "cli/")
-FINDINGS = ("bench/doctor.py", "bench/doctor_cache.py", "bench/network.py")
+FINDINGS = ("cli/doctor.py",)
 UNITS = (" Gbit/s", " ms, predicted", " GB", " GiB")
 NO_OBJECTION = ("ok", "none: training", "25 MiB", *(HOLE + unit for unit in UNITS))
 
