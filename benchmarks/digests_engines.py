@@ -41,6 +41,11 @@ def found(name: str, *modules: str) -> Any:
     raise LookupError(f"no {name} in {modules}")
 
 
+def method(held: Any, *names: str) -> Any:
+    """A method of an object by the first name that it has."""
+    return getattr(held, next(name for name in names if hasattr(held, name)))
+
+
 class Trail:
     """Digest of what is added to it."""
 
@@ -257,9 +262,9 @@ def train_fsdp(case: EngineCase, topology: Any, trail: Trail) -> None:
                 loss_of(10 * step + part).backward()  # type: ignore[no-untyped-call]
         trail.add(*(p.grad for p in trained))
         optimizer.step()
-        gradients.end_round()
+        method(gradients, "step", "end_round")()
         trail.add(*model.parameters())
-    gradients.average_buffers()
+    method(gradients, "show_shared", "average_buffers")()
     trail.add(*model.buffers())
     check_finite(model)
 

@@ -30,8 +30,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_sparse.bench.exchange import received_bytes
-from lightning_sparse.bench.extras import format_table
-from lightning_sparse.bench.provenance import commit, surroundings
+from lightning_sparse.bench.report import commit, format_table, surroundings
 from lightning_sparse.exchange import ExchangeConfig
 from lightning_sparse.fsdp import ShardedGradients, blocks, mesh_of, shard
 from lightning_sparse.lab import Cluster, LabConfig, signals_as_exit
@@ -84,7 +83,7 @@ class Way:
         if "gradients" in name:
             config = ExchangeConfig(exchange="dense16") if "16" in name else ExchangeConfig(exchange="sparse")
             self.gradients = ShardedGradients(self.module, config, topology)
-            self.after = self.gradients.end_round
+            self.after = self.gradients.step
         self.called: nn.Module = self.module
         if name == "DDP":
             self.called = DistributedDataParallel(self.module, gradient_as_bucket_view=True)

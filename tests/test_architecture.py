@@ -58,7 +58,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "flavours": {"strategy", "data", "pto"},
     "bench": {"strategy", "gradients", "updates", "exchange", "data", "pto", "kernels", "topology"},
     "lab": set(),
-    "cli": {"bench", "data", "lab", "flavours"},
+    "cli": {"bench", "data", "lab", "flavours", "exchange", "kernels", "topology"},
 }
 PARTS = ["topology", "kernels", "exchange", "gradients", "strategy", "data", "pto", "bench", "lab"]
 # The same inside data/: the parts of the data half -> the parts of it that they may import.

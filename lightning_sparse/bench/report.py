@@ -1,12 +1,15 @@
-"""The provenance of a measurement: hardware, date, versions, commit and command."""
+"""What reports of measurements have alike: tables, optional packages, and where a number comes from."""
 
 from __future__ import annotations
 
+import importlib
 import os
 import platform
 import subprocess
+from collections.abc import Sequence
 from datetime import date
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -46,3 +49,34 @@ def _git(*words: str) -> str:
         return subprocess.run(["git", "-C", str(HERE.parent), *words], capture_output=True, text=True).stdout.strip()
     except OSError:
         return ""
+
+
+def need(package: str, use: str, *, module: str | None = None) -> Any:
+    """Import an optional module.
+
+    Raises:
+        ValueError: if it is not installed.
+    """
+    try:
+        return importlib.import_module(module or package)
+    except ImportError as error:
+        raise ValueError(f"{use} needs {package}, which cannot be imported ({error}): pip install {package}") from None
+
+
+def format_table(head: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
+    """Format rows as columns: the first left-aligned, the others right-aligned. None is an empty cell.
+
+    >>> print(format_table(["", "ms"], [["sum", 1.5], ["select", None]]))
+              ms
+    sum     1.50
+    select
+    """
+    lines = [head, *([_cell(each) for each in row] for row in rows)]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    return "\n".join(
+        "  ".join([first.ljust(widths[0]), *map(str.rjust, others, widths[1:])]).rstrip() for first, *others in lines
+    )
+
+
+def _cell(value: object) -> str:
+    return "" if value is None else f"{value:.2f}" if isinstance(value, float) else str(value)
