@@ -71,6 +71,7 @@ class LocalUpdates(Engine):
         self.steps = self.exchanges = 0
         self.log_once = LogOnce(topology.rank)
         self.nodes: list[NodeOptimizer] = []
+        self._names: dict[int, str] = {}
         self._shown = False
         self._heaviest: list[Work] = []  # that one call of step() exchanged
         if not self.active:
@@ -192,8 +193,10 @@ class LocalUpdates(Engine):
 
     @property
     def names(self) -> dict[int, str]:
-        """Names of the module's parameters by ``id()``."""
-        return {id(p): name for name, p in self.module.named_parameters()}
+        """Names of the module's parameters by ``id()``: also of shards while FSDP2 has put what it gathered for an
+        evaluation in their place."""
+        self._names.update({id(p): name for name, p in self.module.named_parameters()})
+        return self._names
 
     @torch.no_grad()
     def restart(self) -> None:
