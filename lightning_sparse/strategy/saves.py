@@ -37,6 +37,9 @@ from lightning_sparse.topology import Topology
 
 KEY = "lightning_sparse"
 VERSION = 5
+FAILED = "failed: "  # what a rank arrives with that could not write
+PATIENCE = timedelta(seconds=10)
+"""After so long rank 0 says what it waits for."""
 
 
 @dataclass
@@ -106,11 +109,18 @@ class Saves:
         manifests = [self.manifest_of(engine, index) for index, engine in enumerate(engines)]
         ids = [manifest["save_id"] for manifest in manifests]
         rank = dist.get_rank() if engines else 0
-        for index, (engine, save_id) in enumerate(zip(engines, ids, strict=True)):
-            more = {"entries": dict(entries)} if index == 0 else {}
-            write_side_file({**engine.state().to_dict(), **more}, save_id, path, rank)
         if manifests:
-            _wait_for_all("/".join(ids), path, timeout)
+            barrier = StoreBarrier(f"lightning_sparse/{'/'.join(ids)}", dist.get_world_size())
+            try:
+                for index, (engine, save_id) in enumerate(zip(engines, ids, strict=True)):
+                    more = {"entries": dict(entries)} if index == 0 else {}
+                    write_side_file({**engine.state().to_dict(), **more}, save_id, path, rank)
+            except Exception as error:
+                barrier.arrive(rank, f"{FAILED}{type(error).__name__}: {error}")  # else rank 0 would wait in vain
+                raise
+            barrier.arrive(rank, os.path.basename(path))
+            if rank == 0:
+                _wait_for_all(barrier, path, timeout)
             if rank > 0 and engines[0].topology.device_index == 0:
                 _clean_own_folder(path, but=ids)
         yield manifests or None
@@ -317,24 +327,37 @@ class StoreBarrier:
         Returns:
             The ranks that have not arrived; empty when all have.
         """
-        try:
-            self._store.wait(self._keys, timeout or default_pg_timeout)
-            missing = []
-        except RuntimeError:  # it took longer than that
-            missing = [rank for rank, key in enumerate(self._keys) if not self._store.check([key])]
+        timeout = timeout or default_pg_timeout
+        missing = self._wait(min(timeout, PATIENCE))
+        if missing and timeout > PATIENCE:
+            log.warning("waiting for rank(s) %s to write what they know beside a checkpoint", _listed(missing))
+            missing = self._wait(timeout - PATIENCE)
         for rank, key in enumerate(self._keys):
             if rank not in missing:
                 self.names.append(self._store.get(key).decode())
             self._store.delete_key(key)
         return missing
 
+    def _wait(self, timeout: timedelta) -> list[int]:
+        try:
+            self._store.wait(self._keys, timeout)
+        except RuntimeError:  # it took longer than that
+            return [rank for rank, key in enumerate(self._keys) if not self._store.check([key])]
+        return []
 
-def _wait_for_all(save_id: str, path: str, timeout: timedelta | None) -> None:
+
+def _listed(ranks: Sequence[int]) -> str:
+    return ", ".join(map(str, ranks))
+
+
+def _wait_for_all(barrier: StoreBarrier, path: str, timeout: timedelta | None) -> None:
     """On rank 0, wait for the side files of all ranks: a main file without some of them would not be whole."""
-    # Not by the path, which may differ between ranks (Ray gives each worker a folder of its own).
-    rank, barrier = dist.get_rank(), StoreBarrier(f"lightning_sparse/{save_id}", dist.get_world_size())
-    barrier.arrive(rank, os.path.basename(path))
-    missing = barrier.wait(timeout) if rank == 0 else []
+    missing = barrier.wait(timeout)
+    failed = [name.removeprefix(FAILED) for name in barrier.names if name.startswith(FAILED)]
+    if failed:
+        raise RuntimeError(
+            f"a rank could not write its residuals of {path} ({failed[0]}): a checkpoint of that name stays as it was."
+        )
     if len(set(barrier.names)) > 1:
         log.warning(
             "ranks save a checkpoint by different names (%s): a resume will not find all residuals. Log what is in the "
@@ -343,7 +366,7 @@ def _wait_for_all(save_id: str, path: str, timeout: timedelta | None) -> None:
         )
     if not missing:
         return
-    said = f"rank(s) {', '.join(map(str, missing))} did not write their residuals of {path} in time"
+    said = f"rank(s) {_listed(missing)} did not write their residuals of {path} in time"
     fs, main = fsspec.core.url_to_fs(path)
     if fs.exists(main):
         raise RuntimeError(f"{said}: the checkpoint of that name stays as it was. Look for what stopped them.")

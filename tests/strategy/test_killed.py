@@ -147,6 +147,36 @@ def late_rank(folder: str) -> str:
     return "saved"
 
 
+def test_a_rank_that_cannot_write_tells_the_others(tmp_path: Path) -> None:
+    """Long before the timeout of 100 s, and the checkpoint that was there stays."""
+    said = run_ranks(full_disk, str(tmp_path), nodes=2, devices=1, timeout=60, init=False)
+    assert "a rank could not write its residuals" in said[0]
+    assert "OSError: no space left" in said[0]
+    assert said[1] == "no space left"
+
+
+def full_disk(folder: str) -> str:
+    fit(folder, "32-true", None)
+    path = Path(folder) / "last.ckpt"
+    before = path.read_bytes()
+    t = trainer(
+        "pytorch_lightning", sparse("pytorch_lightning", timeout=timedelta(seconds=100)), max_steps=2, **_ranks()
+    )
+    t.fit(plain_module("pytorch_lightning"))
+    if t.global_rank == 1:
+        saves.write_side_file = no_space
+    try:
+        t.strategy.save_checkpoint(t._checkpoint_connector.dump_checkpoint(), path)
+    except (RuntimeError, OSError) as error:
+        assert path.read_bytes() == before
+        return str(error)
+    return "saved"
+
+
+def no_space(*_: Any) -> None:
+    raise OSError("no space left")
+
+
 def test_paths_may_differ_by_rank(tmp_path: Path) -> None:
     """Ray gives each worker a folder of its own; rank 0 must not wait for a path that no other rank knows, and does not
     see what is to be removed there."""
