@@ -84,7 +84,7 @@ class Way:
         if "gradients" in name:
             config = ExchangeConfig(exchange="dense16") if "16" in name else ExchangeConfig(exchange="sparse")
             self.gradients = ShardedGradients(self.module, config, topology)
-            self.after = self.gradients.end_round
+            self.after = self.gradients.step
         self.called: nn.Module = self.module
         if name == "DDP":
             self.called = DistributedDataParallel(self.module, gradient_as_bucket_view=True)
