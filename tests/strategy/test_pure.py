@@ -180,7 +180,6 @@ def test_what_the_user_fixes_is_not_decided() -> None:
     assert _path(4, 2, 10**7, fast, exchange="sparse").name == "sparse"
     assert _path(4, 2, 10**7, HOST, exchange="dense").name == "dense"
     given = _choice(4, 2, HOST, exchange="sparse")
-    assert given.path(Work(4, 2, 10**7), 0.01, keeps_all=True).name == "dense"
     given.keeps_all = True
     assert given.path(Work(4, 2, 10**7), 0.01).name == "sparse", "an objection is for 'auto' alone"
 
