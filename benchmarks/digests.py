@@ -200,11 +200,7 @@ def drop(case: Case, module: nn.Module, step: int) -> bool:
         return False
     assert isinstance(module, Net)
     weight = module.wide.weight
-    if "drop zero_" in events:
-        assert weight.grad is not None
-        assert weight.grad.count_nonzero()
-        weight.grad.zero_()
-    elif "drop none" in events:
+    if "drop none" in events:
         weight.grad = None
     return True
 

@@ -71,22 +71,21 @@ class PathChoice:
         """Everything, by shards."""
         return Dense(work)
 
-    def path(self, work: Work, density: float, *, exact: bool = False, keeps_all: bool = False) -> Path:
+    def path(self, work: Work, density: float, *, exact: bool = False) -> Path:
         """The path of a shard.
 
         Args:
             density: share of its entries that a path which selects sends.
             exact: nothing may be left, not even rounding errors, whatever the configuration says.
-            keeps_all: no entries may be left out this time.
         """
         if exact:
             return self._fastest(work, density, rounded=False, keeps_all=True)
         given = self.config.path
         if given is None:
             rounded = self.config.may_round and work.itemsize >= 4
-            return self._fastest(work, density, rounded=rounded, keeps_all=keeps_all or self.keeps_all)
+            return self._fastest(work, density, rounded=rounded, keeps_all=self.keeps_all)
         path = given.of(work, density, self.config.dtype)
-        return Dense(work) if path is None or (keeps_all and path.leaves == "entries") else path
+        return Dense(work) if path is None else path
 
     def _fastest(self, work: Work, density: float, *, rounded: bool, keeps_all: bool) -> Path:
         rates = self.rates or Rates.of_link(1.0, work.num_devices)  # probed for "auto" alone

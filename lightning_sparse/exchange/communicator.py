@@ -1,6 +1,6 @@
 """The collectives of the exchange over a topology. Knows process groups, and nothing of DDP or of compression.
 
-With a tensor of N elements padded to L * S (see lightning_sparse.gradients.hook for the whole step):
+With a tensor of N elements padded to L * S (see lightning_sparse.gradients.reduction for the whole step):
 
 =============== ============== =========================== ==========================================
 method          group          in -> out                   step

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from lightning_sparse.engine import Piece, State, flattened, layout_of, whole_of
+from lightning_sparse.gradients.config import Warmup
 from lightning_sparse.gradients.groups import ParamGroup
 from lightning_sparse.gradients.residual import ResidualStore
-from lightning_sparse.gradients.schedule import Warmup
 
 if TYPE_CHECKING:
     from lightning_sparse.gradients.state import HierState

@@ -13,8 +13,8 @@ from lightning_sparse.gradients.config import HierConfig
 from lightning_sparse.topology import Topology
 from lightning_sparse.updates import UpdatesConfig
 
-OWN = tuple(field.name for field in fields(HierConfig) if field.name != "error_feedback")
-"""The options that are not DDP's; without the one that only experiments use."""
+OWN = tuple(field.name for field in fields(HierConfig))
+"""The options that are not DDP's."""
 OWN_OF_UPDATES = tuple(field.name for field in fields(UpdatesConfig) if field.name != "inter_gbps")
 OWN_OF_FSDP = ("send", *(name for name in OWN_OF_UPDATES if name != "shard_optimizer"))
 Send = Literal["updates", "gradients"]

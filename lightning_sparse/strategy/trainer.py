@@ -39,8 +39,7 @@ from lightning_sparse.exchange.config import Density, ValueDtype
 from lightning_sparse.exchange.paths import Exchange
 from lightning_sparse.fsdp import ShardedGradients, mesh_of, shard
 from lightning_sparse.gradients import HierConfig, HierState
-from lightning_sparse.gradients.config import Exclude
-from lightning_sparse.gradients.schedule import DEFAULT_EPOCHS, DEFAULT_SHARE, Warmup
+from lightning_sparse.gradients.config import DEFAULT_EPOCHS, DEFAULT_SHARE, Exclude, Warmup
 from lightning_sparse.messages import described
 from lightning_sparse.sharding import parameters_of
 from lightning_sparse.strategy.adapter import (

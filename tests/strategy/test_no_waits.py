@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from lightning_sparse.exchange import engine
 from lightning_sparse.exchange.host import HostCopy
 from lightning_sparse.exchange.lanes import Runner
-from lightning_sparse.gradients.hook import Reduction
+from lightning_sparse.gradients.reduction import Reduction
 from lightning_sparse.gradients.residual import ResidualStore
 from lightning_sparse.strategy import HierConfig, HierState
 from lightning_sparse.topology import Topology
@@ -162,8 +162,8 @@ def test_a_round_waits_for_nothing(case: str, monkeypatch: pytest.MonkeyPatch) -
     def step() -> None:
         optimizer.zero_grad()
         state.before_backward()
-        if state.feedback.unused is not None:
-            state.feedback.unused._used.add("0.weight")
+        if state.unused is not None:
+            state.unused._used.add("0.weight")
         flat = gradients_of(model)
         received = state.receive(Bucket(flat, list(model.parameters())))  # type: ignore[arg-type]
         state.exchange.runner.run(Reduction(state, received), received.flat_N)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_sparse.gradients.schedule import Warmup
+from lightning_sparse.gradients.config import Warmup
 from tests.helpers.distributed import run_ranks
 from tests.helpers.lines import Lines
 from tests.strategy.models import mlp
