@@ -21,7 +21,16 @@ from lightning_sparse.exchange import Exchange, HierCommunicator
 from lightning_sparse.pto import ShardedStep
 from lightning_sparse.pto.gather import FlatGather
 from lightning_sparse.pto.optimizers import is_tested
-from lightning_sparse.sharding import Part, Parts, divide_new, parameters_of, part_of, sparse_parameters
+from lightning_sparse.sharding import (
+    Part,
+    Parts,
+    divide_new,
+    in_order_of,
+    local_of,
+    parameters_of,
+    part_of,
+    sparse_parameters,
+)
 from lightning_sparse.updates.config import UpdatesConfig
 from lightning_sparse.updates.slices import Slices
 from lightning_sparse.updates.state import UpdateState, state_of
@@ -59,6 +68,7 @@ class LocalOptimizer:
         self.state = self._new_state()
         self._shown_S: Tensor | None = None
         self._own_S: Tensor | None = None
+        self._looked = type(optimizer).__module__.startswith("torch.optim")  # which step the parameters themselves
 
     @property
     def parameters(self) -> list[Tensor]:
@@ -77,8 +87,15 @@ class LocalOptimizer:
         return (self.steps + 1) % self._config.sync_every == 0
 
     def step(self) -> None:
-        """After the optimizer's."""
+        """After the optimizer's.
+
+        Raises:
+            ValueError: at the first one, for an optimizer that keeps weights of its own.
+        """
         self.follow_groups()
+        if not self._looked:
+            self._looked = True
+            refuse_own_weights(self.optimizer, self.state.slices, self.state.shared_S)
         exchanges = self.exchanges_next
         self.steps += 1
         if exchanges:
@@ -297,3 +314,24 @@ def division_of(
     if share and inside.node.size > 1 and dense and exact:
         return SharedStep(optimizer, inside, names)
     return WholeStep(optimizer, inside)
+
+
+def refuse_own_weights(optimizer: Optimizer, slices: Slices, shared_S: Tensor) -> None:
+    """Raise ValueError for an optimizer that steps a copy of the weights (fp32 master weights, say) and overwrites the
+    parameters with it: it would undo what other nodes sent.
+
+    Such a copy equals the parameter as its dtype rounds it, after the step or before it.
+    """
+    for (parameter, part), now, before in zip(slices.pieces, slices.in_parameters(), slices.of(shared_S), strict=True):
+        for name, value in optimizer.state.get(parameter, {}).items():
+            if not isinstance(value, Tensor) or not value.is_floating_point():
+                continue
+            if value.shape == parameter.shape and not isinstance(value, DTensor):
+                value = in_order_of(parameter, value)[part.begin : part.end]
+            copy = local_of(value).detach().reshape(-1).to(now.device, now.dtype)
+            if now.any() and (torch.equal(copy, now) or torch.equal(copy, before.to(now.dtype))):
+                raise ValueError(
+                    f"{type(optimizer).__name__} keeps weights of its own (its state {name!r} equals a parameter of "
+                    f"shape {tuple(parameter.shape)}), so its next step would undo what other nodes sent: use an "
+                    f"optimizer that steps the parameters themselves (master_weights=False), or strategy='mstopk_hier'."
+                )
