@@ -156,7 +156,7 @@ class Updates(Way):
         self.updates.step()
 
     def receive(self) -> None:
-        for node in self.updates.nodes:
+        for node in self.updates.optimizers:
             node.state.receive()
 
     @contextmanager

@@ -104,7 +104,7 @@ class Way:
             if parameter.grad is not None:
                 yield local_of(parameter.grad)
             yield from (local_of(each) for each in self.optimizer.state[parameter].values() if isinstance(each, Tensor))
-        for node in self.updates.nodes if self.updates is not None else ():
+        for node in self.updates.optimizers if self.updates is not None else ():
             yield from (each for each in vars(node.state).values() if isinstance(each, Tensor))
         for managed in self.gradients.managed if self.gradients is not None else ():
             yield from (each for each in vars(managed).values() if isinstance(each, Tensor))

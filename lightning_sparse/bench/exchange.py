@@ -143,7 +143,7 @@ class Way:
         with nullcontext() if synchronised else self.ddp.no_sync():
             self.ddp(offset).backward()
         if self.updates is not None:
-            for node in self.updates.nodes:
+            for node in self.updates.optimizers:
                 node.optimizer.step()
             self.updates.step()
 

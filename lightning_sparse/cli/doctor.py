@@ -30,7 +30,7 @@ from lightning_sparse.data.cache.free_memory import available_memory
 from lightning_sparse.data.folders import NETWORK_FILE_SYSTEMS, VERSION, file_system
 from lightning_sparse.exchange import ExchangeConfig, HierCommunicator
 from lightning_sparse.exchange.choice import MARGIN, PathChoice
-from lightning_sparse.exchange.paths import PATHS
+from lightning_sparse.exchange.paths import PATHS, Flat
 from lightning_sparse.exchange.probe import probe
 from lightning_sparse.exchange.rates import Rates
 from lightning_sparse.kernels import kernel_report
@@ -286,7 +286,7 @@ def advice(topology: Topology, rates: Rates) -> Finding:
     times = ", ".join(f"{path.name} {1e3 * path.seconds(rates):.3g}" for path in paths if path is not None)
     chosen = choice.path(work, config.least_density)
     said = chosen.name
-    if MARGIN * choice.plain(work).seconds(rates) <= chosen.seconds(rates):
+    if MARGIN * Flat(work).seconds(rates) <= chosen.seconds(rates):
         said += ": plain DDP is as fast"
     return Finding("ok", "25 MiB bucket at 1 %", f"{times} ms, predicted; with SGD exchange='auto' chooses {said}")
 

@@ -21,7 +21,7 @@ from lightning_sparse.agree import largest
 from lightning_sparse.exchange.communicator import HierCommunicator
 from lightning_sparse.exchange.config import ExchangeConfig
 from lightning_sparse.exchange.host import Window
-from lightning_sparse.exchange.paths import PATHS, Dense, Flat, Path, Work
+from lightning_sparse.exchange.paths import PATHS, Dense, Path, Work
 from lightning_sparse.exchange.probe import probe
 from lightning_sparse.exchange.rates import Rates
 from lightning_sparse.topology import Topology
@@ -62,14 +62,6 @@ class PathChoice:
     def work(self, numel: int, dtype: torch.dtype) -> Work:
         """A tensor of so many elements on this cluster."""
         return Work(self._topology.num_nodes, self._topology.num_devices, numel, dtype.itemsize)
-
-    def plain(self, work: Work) -> Path:
-        """What DDP does."""
-        return Flat(work)
-
-    def dense(self, work: Work) -> Path:
-        """Everything, by shards."""
-        return Dense(work)
 
     def path(self, work: Work, density: float, *, exact: bool = False) -> Path:
         """The path of a shard.

@@ -25,7 +25,7 @@ from lightning_sparse.exchange.choice import PathChoice
 from lightning_sparse.exchange.communicator import HierCommunicator
 from lightning_sparse.exchange.config import ExchangeConfig
 from lightning_sparse.exchange.lanes import Runner, runner_of
-from lightning_sparse.exchange.paths import Path, Shard
+from lightning_sparse.exchange.paths import Flat, Path, Shard
 from lightning_sparse.kernels import kernel_report
 from lightning_sparse.topology import Topology
 
@@ -87,7 +87,7 @@ class Exchange:
             applied=path.applied,
             total=path.work.shard_numel,
             nbytes=path.bytes(),
-            dense_nbytes=self.choice.plain(path.work).bytes(),
+            dense_nbytes=Flat(path.work).bytes(),
         )
         return Transfer(path, shard, self.communicator)
 

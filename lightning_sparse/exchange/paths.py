@@ -274,56 +274,35 @@ class Dense16(Path):
     leaves = "rounding"
 
     def bytes(self) -> float:
-        return 4.0 * (self.work.num_nodes - 1) * Rounded(self.work.shard_numel, self.work.num_nodes).row_numel
+        return 4.0 * (self.work.num_nodes - 1) * self.row_numel
 
     def seconds_of_kernels(self, rates: Rates) -> float:
         return self.work.shard_numel * rates.cast + rates.cast_call
 
-    def select(self, comm: HierCommunicator, shard: Shard) -> Tensor:
-        return self._rounded.split(shard.sum_S, shard.residual_S, shard.next_S, shard.factor)
-
-    def transfer(self, comm: HierCommunicator, sent: Tensor, shard: Shard) -> Tensor:
-        return comm.exchange(self._rounded.merge(comm.all_to_all(sent), comm.topology.node_index, shard.next_S))
-
-    def apply(self, arrived: Tensor, shard: Shard) -> Tensor:
-        return self._rounded.join(arrived, shard.result())
-
-    @property
-    def _rounded(self) -> Rounded:
-        return Rounded(self.work.shard_numel, self.work.num_nodes)
-
-
-@dataclass(frozen=True)
-class Rounded:
-    """The sizes of a shard's rows, and what becomes of them.
-
-    Args:
-        shard_numel: S.
-        num_nodes: M.
-    """
-
-    shard_numel: int
-    num_nodes: int
-
     @property
     def row_numel(self) -> int:
         """R."""
-        return -(-self.shard_numel // self.num_nodes)
+        return -(-self.work.shard_numel // self.work.num_nodes)
 
-    def split(self, sum_S: Tensor, residual_S: Tensor | None, next_S: Tensor | None, scale: Tensor | None) -> Tensor:
-        """The rows of all regions as bytes, [M, 2 R]; ``next_S`` becomes what rounding took off."""
-        grad_S = sum_S.float() if sum_S.dtype == torch.float64 else sum_S
-        return round_rows(grad_S, residual_S, next_S, self.num_nodes, scale).view(torch.uint8)
+    def select(self, comm: HierCommunicator, shard: Shard) -> Tensor:
+        return self.split(shard)
+
+    def transfer(self, comm: HierCommunicator, sent: Tensor, shard: Shard) -> Tensor:
+        return comm.exchange(self.merge(comm.all_to_all(sent), comm.topology.node_index, shard.next_S))
+
+    def apply(self, arrived: Tensor, shard: Shard) -> Tensor:
+        return shard.result().copy_(arrived.view(-1).view(torch.bfloat16)[: self.work.shard_numel])
+
+    def split(self, shard: Shard) -> Tensor:
+        """Return the rows of all regions as bytes, [M, 2 R]; ``next_S`` becomes what rounding took off."""
+        grad_S = shard.sum_S.float() if shard.sum_S.dtype == torch.float64 else shard.sum_S
+        return round_rows(grad_S, shard.residual_S, shard.next_S, self.work.num_nodes, shard.factor).view(torch.uint8)
 
     def merge(self, rows_MB: Tensor, node: int, next_S: Tensor | None) -> Tensor:
         """At the owner: rows of its region in node order -> its row, 2 R bytes."""
         own_S = None if next_S is None else next_S[node * self.row_numel :][: self.row_numel]  # shorter at the end
         own_S = own_S if own_S is not None and own_S.numel() else None
         return sum_rows(rows_MB.view(torch.bfloat16), own_S).view(torch.uint8)
-
-    def join(self, rows_MB: Tensor, shard_S: Tensor) -> Tensor:
-        """Write the sum over nodes into ``shard_S``, and return it."""
-        return shard_S.copy_(rows_MB.view(-1).view(torch.bfloat16)[: self.shard_numel])
 
 
 @dataclass(frozen=True)

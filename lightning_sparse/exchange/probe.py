@@ -23,7 +23,7 @@ from torch import Tensor
 
 from lightning_sparse.agree import largest
 from lightning_sparse.exchange.communicator import HierCommunicator
-from lightning_sparse.exchange.paths import Rounded
+from lightning_sparse.exchange.paths import Dense16, Shard, Work
 from lightning_sparse.exchange.rates import Link, Rates
 from lightning_sparse.kernels import accumulate, compress
 
@@ -95,12 +95,13 @@ def _kernel_times(
     grad_S, residual_S, next_S = shards
     message = compress(grad_S, residual_S, next_S, pairs, value_dtype)
     few, many = (message.expand(count, -1).contiguous() for count in (1, 9))
-    rounded, one = Rounded(numel, 2), torch.ones((), dtype=torch.float32, device=device)
+    rounded, one = Dense16(Work(2, 1, numel)), torch.ones((), dtype=torch.float32, device=device)
+    shard = Shard(grad_S, residual_S, next_S, one)
 
     def cast() -> None:  # S elements in each of the three, however many nodes share them
-        rows = rounded.split(grad_S, residual_S, next_S, one)
+        rows = rounded.split(shard)
         rounded.merge(rows, 0, next_S)
-        rounded.join(rows, grad_S)
+        rounded.apply(rows, shard)
 
     return (
         seconds(lambda: compress(grad_S, residual_S, next_S, pairs, value_dtype)),

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from lightning_sparse.exchange import Path, Work
 from lightning_sparse.exchange.choice import PathChoice
+from lightning_sparse.exchange.paths import Dense, Flat
 from lightning_sparse.gradients.config import Exclude, HierConfig
 from lightning_sparse.topology import Topology
 
@@ -277,9 +278,9 @@ class GroupPaths:
         """
         work = self._work(group)
         if not self.is_sharded(group):
-            return self._choice.plain(work)
+            return Flat(work)
         if not self._layout.is_settled(group):
-            return self._choice.dense(work)
+            return Dense(work)
         if self._layout.is_excluded(group):
             return self._choice.path(work, 1.0, exact=True)
         hidden = group != self._layout.selected[-1]  # with density="auto": behind the rest of backward
@@ -287,7 +288,7 @@ class GroupPaths:
 
     def plain(self, group: ParamGroup) -> Path:
         """Return the path of a group that is reduced as DDP does."""
-        return self._choice.plain(self._work(group))
+        return Flat(self._work(group))
 
     def hidden(self) -> list[Work]:
         """Return the work that can hide behind backward: all but that of the last group."""

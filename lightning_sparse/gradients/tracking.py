@@ -11,7 +11,8 @@ a loss scaler           its optimizer is not stepped, or has ``found_inf``
 no rank using it        with ``find_unused_parameters`` ranks agree, once a round
 ======================= ===============================================================================================
 
-A gradient that is set to zero in place and stepped counts: set it to None to throw it away. Steps of *any* optimizer
+A gradient that is set to zero in place and stepped counts: set it to None to throw it away. Where nothing was stepped
+and all gradients are zero, ``zero_grad(set_to_none=False)`` has thrown them away. Steps of *any* optimizer
 are noted, since the one that a user hands over may leave the step to another inside it (SAM, Lookahead).
 """
 
@@ -144,7 +145,10 @@ class StepTracker:
         if not self.watching or module is None:
             return set(), set()
         left = self._open_names() - self.stepped()
-        waiting = left & self._with_gradient(module.parameters())
+        grads = {self._parameters.name_of(p): p.grad for p in module.parameters() if p.grad is not None}
+        waiting = left & grads.keys()
+        if not any(bool(grads[name].any()) for name in waiting):  # zero_grad(set_to_none=False): no step is to come
+            waiting = set()
         return left - waiting, waiting
 
     def _with_gradient(self, parameters: Iterable[Tensor]) -> set[str]:

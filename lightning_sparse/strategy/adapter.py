@@ -245,9 +245,9 @@ def leave_gradients(ddp: Any, topology: Topology) -> None:
 def optimizer_state(engines: Iterable[Engine], optimizer: Any) -> dict[str, Any] | None:
     """Return the state of one node's optimizer, on the first device of the node; None for one that no engine has. A
     collective of the node."""
-    nodes = (node for each in engines if isinstance(each, LocalUpdates) for node in each.nodes)
-    node = next((node for node in nodes if node.optimizer is optimizer), None)
-    return None if node is None else node.division.optimizer_state()
+    exchanged = (one for each in engines if isinstance(each, LocalUpdates) for one in each.optimizers)
+    found = next((one for one in exchanged if one.optimizer is optimizer), None)
+    return None if found is None else found.division.optimizer_state()
 
 
 def plain(value: Any) -> Any:
@@ -308,7 +308,7 @@ def load_local_states(engines: Iterable[Engine], saved: list[list[dict[str, Any]
 
 
 def _optimizers(engines: Iterable[Engine]) -> list[Optimizer]:
-    return [node.optimizer for each in engines if isinstance(each, LocalUpdates) for node in each.nodes]
+    return [one.optimizer for each in engines if isinstance(each, LocalUpdates) for one in each.optimizers]
 
 
 def _sharded_as(parameter: Tensor, value: Any) -> Any:

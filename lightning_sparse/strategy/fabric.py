@@ -283,7 +283,7 @@ class UpdatesFabricAdapter(FabricAdapter):
         """Another set-up of its parameters takes the place of the one before, which sends what is pending."""
         stepped = set(map(id, parameters_of(optimizer)))
         for engine in list(self.engines):
-            if any(id(p) in stepped for node in engine.nodes for p in node.parameters):
+            if any(id(p) in stepped for one in engine.optimizers for p in one.parameters):
                 engine.finish()
                 engine.detach([optimizer])
                 self.engines.remove(engine)

@@ -24,16 +24,16 @@ def state_of(updates: LocalUpdates) -> State:
     """Return what this device alone knows between two steps; waits for messages under way."""
     names, state = updates.names, State(layouts=_layouts(updates))
     optimizers = []
-    for node in updates.nodes:
-        places, more = node.state.slices.named(names), {}
-        for quantity, tensor in node.state_dict().items():
-            if places and tensor.dtype == torch.float32 and tensor.shape == (node.state.slices.numel,):
+    for one in updates.optimizers:
+        places, more = one.state.slices.named(names), {}
+        for quantity, tensor in one.state_dict().items():
+            if places and tensor.dtype == torch.float32 and tensor.shape == (one.state.slices.numel,):
                 cut = torch.split(tensor, [end - begin for _, begin, end in places])
                 found = [Piece(*place, piece) for place, piece in zip(places, cut, strict=True)]
                 state.pieces.setdefault(quantity, []).extend(found)
             else:
                 more[quantity] = tensor
-        optimizers.append({"steps": node.steps, **more})
+        optimizers.append({"steps": one.steps, **more})
     buffers = {name: each.detach().cpu() for name, each in updates.buffers.own().items()}
     state.own = {"optimizers": optimizers, "buffers": buffers}
     return state
@@ -41,10 +41,10 @@ def state_of(updates: LocalUpdates) -> State:
 
 def fits(updates: LocalUpdates, state: State) -> bool:
     """Return whether this device held the same pieces of the parameters when it was saved."""
-    places = [place for node in updates.nodes for place in node.state.slices.named(updates.names)]
+    places = [place for one in updates.optimizers for place in one.state.slices.named(updates.names)]
     return (
         [piece.place for piece in state.pieces.get("shared", ())] == places
-        and len(state.own["optimizers"]) == len(updates.nodes)
+        and len(state.own["optimizers"]) == len(updates.optimizers)
         and _layouts(updates) == state.layouts
         and updates.buffers.fit(state.own["buffers"])
     )
@@ -58,12 +58,12 @@ def load(updates: LocalUpdates, manifest: Mapping[str, Any], state: State) -> No
         updates.exchange.choice.go_on(manifest["found"], auto=True)
         updates.exchanges = manifest["found"]["exchanges"]
     pieces = {quantity: {each.place: each.tensor for each in found} for quantity, found in state.pieces.items()}
-    for node, saved in zip(updates.nodes, state.own["optimizers"], strict=True):
-        node.steps = saved["steps"]
-        places = node.state.slices.named(updates.names)
+    for one, saved in zip(updates.optimizers, state.own["optimizers"], strict=True):
+        one.steps = saved["steps"]
+        places = one.state.slices.named(updates.names)
         there = {quantity: found for quantity, found in pieces.items() if places and places[0] in found}
         flat = {quantity: torch.cat([found[place] for place in places]) for quantity, found in there.items()}
-        node.load_state_dict({**saved, **flat})
+        one.load_state_dict({**saved, **flat})
     updates.buffers.load(state.own["buffers"])
 
 
@@ -73,9 +73,9 @@ def load_from(updates: LocalUpdates, manifest: Mapping[str, Any], nodes: Sequenc
     shared, pending = whole_of(nodes[0], "shared"), mean_of(nodes, "unsent")
     parameters = dict(updates.module.named_parameters())
     updates.steps = manifest["steps"]
-    for node in updates.nodes:
-        node.steps = nodes[0][0].own["optimizers"][0]["steps"]
-        state = node.state
+    for one in updates.optimizers:
+        one.steps = nodes[0][0].own["optimizers"][0]["steps"]
+        state = one.state
         state.receive()
         pending_S = torch.zeros_like(state.shared_S)
         views = state.slices.of(state.shared_S), state.slices.of(pending_S)
@@ -88,7 +88,7 @@ def load_from(updates: LocalUpdates, manifest: Mapping[str, Any], nodes: Sequenc
                 pending_view.copy_(flattened(pending[name], layout)[begin:end])
         state.set_pending(pending_S)
         state.begin()
-        node.gather()
+        one.gather()
 
 
 @torch.no_grad()
@@ -107,5 +107,5 @@ def load_alone(updates: LocalUpdates, nodes: Sequence[Sequence[State]]) -> None:
 
 
 def _layouts(updates: LocalUpdates) -> dict[str, Layout]:
-    parameters = chain.from_iterable(node.parameters for node in updates.nodes)
+    parameters = chain.from_iterable(one.parameters for one in updates.optimizers)
     return {updates.names[id(each)]: layout_of(each) for each in parameters}

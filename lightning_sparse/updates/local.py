@@ -21,7 +21,7 @@ from lightning_sparse.topology import Topology
 from lightning_sparse.updates import checkpoint
 from lightning_sparse.updates.buffers import Buffers
 from lightning_sparse.updates.config import UpdatesConfig
-from lightning_sparse.updates.optimizer import NodeOptimizer, check_optimizer
+from lightning_sparse.updates.optimizer import LocalOptimizer, check_optimizer
 
 
 class LocalUpdates(Engine):
@@ -70,7 +70,7 @@ class LocalUpdates(Engine):
         self.active = topology.kind == "hierarchical"
         self.steps = self.exchanges = 0
         self.log_once = LogOnce(topology.rank)
-        self.nodes: list[NodeOptimizer] = []
+        self.optimizers: list[LocalOptimizer] = []
         self._names: dict[int, str] = {}
         self._shown = False
         self._heaviest: list[Work] = []  # that one call of step() exchanged
@@ -86,10 +86,12 @@ class LocalUpdates(Engine):
         self.buffers = Buffers(module, self.exchange.communicator, self._stepped)
         self._synchronise()
         self._inside = inside = HierCommunicator(topology, world=self.exchange.communicator.node)
-        self.nodes = [NodeOptimizer(each, module, self.names, self.exchange, inside, config) for each in optimizers]
+        self.optimizers = [
+            LocalOptimizer(each, module, self.names, self.exchange, inside, config) for each in optimizers
+        ]
 
     def _stepped(self) -> set[int]:
-        return {id(p) for node in self.nodes for p in node.parameters}
+        return {id(p) for one in self.optimizers for p in one.parameters}
 
     @torch.no_grad()
     def _synchronise(self) -> None:
@@ -102,8 +104,8 @@ class LocalUpdates(Engine):
     def before_step(self, optimizer: Optimizer | None = None) -> None:
         """Follow parameters that were added to an optimizer. It is called before each step by the optimizer itself;
         call it where a step may be skipped on some nodes."""
-        for node in self._of(optimizer):
-            node.follow_groups()
+        for one in self._of(optimizer):
+            one.follow_groups()
 
     @torch.no_grad()
     def step(self, optimizer: Optimizer | None = None) -> None:
@@ -116,37 +118,37 @@ class LocalUpdates(Engine):
             return
         self.exchange.refuse_capture()
         self.steps += 1
-        nodes = self._of(optimizer)
-        exchanging = [node for node in nodes if node.exchanges_next] if self.config.measures else []
+        stepped = self._of(optimizer)
+        exchanging = [one for one in stepped if one.exchanges_next] if self.config.measures else []
         if exchanging:
             self._prepare(exchanging)
         self._name_place(f"in step {self.steps}")
-        for node in nodes:
-            node.step()
+        for one in stepped:
+            one.step()
         self.exchange.stats.end_round()
         if exchanging:
             self.exchanges += 1
             self.exchange.choice.window.first(self._device)
 
-    def _prepare(self, nodes: Sequence[NodeOptimizer]) -> None:
+    def _prepare(self, exchanging: Sequence[LocalOptimizer]) -> None:
         """Measure what ``density="auto"`` rests on, where it is due: the time between exchanges hides them."""
         choice = self.exchange.choice
         choice.window.last(self._device)
-        works = [self._between(node) for node in nodes]
+        works = [self._between(one) for one in exchanging]
         self._heaviest = max(self._heaviest, works, key=lambda each: sum(work.numel for work in each))
         if choice.is_due(self.exchanges):
             self._receive()
             behind = "what is between two exchanges"
             choice.prepare(self.exchange.communicator, self._device, self.exchanges, self._heaviest, behind)
 
-    def _between(self, node: NodeOptimizer) -> Work:
+    def _between(self, one: LocalOptimizer) -> Work:
         """What an optimizer's exchange has to do between nodes: of a device's slice, the same on all ranks."""
-        numel = sum(p.numel() for p in node.parameters)
+        numel = sum(p.numel() for p in one.parameters)
         return Work(self.topology.num_nodes, 1, -(-numel // self.topology.num_devices))
 
     def _receive(self) -> None:
-        for node in self.nodes:
-            node.state.receive()
+        for one in self.optimizers:
+            one.state.receive()
         self.exchange.runner.wait()  # for others with the same topology
 
     def finish(self) -> None:
@@ -156,8 +158,8 @@ class LocalUpdates(Engine):
         self.show_own()
         self._receive()  # of all: a flush uses the group between nodes, as exchanges under way do in a thread
         self._name_place(f"after step {self.steps}")
-        for node in self.nodes:
-            node.flush()
+        for one in self.optimizers:
+            one.flush()
         self.buffers.average()
 
     # -- weights that the world sees -----------------------------------------------------------------------------------
@@ -177,8 +179,8 @@ class LocalUpdates(Engine):
         if not self.active or self._shown:
             return
         self._shown = True
-        for node in self.nodes:
-            node.show_shared()
+        for one in self.optimizers:
+            one.show_shared()
         self.buffers.show_averaged()
 
     @torch.no_grad()
@@ -187,8 +189,8 @@ class LocalUpdates(Engine):
         if not self._shown:
             return
         self._shown = False
-        for node in self.nodes:
-            node.show_own()
+        for one in self.optimizers:
+            one.show_own()
         self.buffers.show_own()
 
     @property
@@ -202,8 +204,8 @@ class LocalUpdates(Engine):
     def restart(self) -> None:
         """Go on from the weights that the module holds now, with nothing pending. Every rank calls it."""
         self._shown = False
-        for node in self.nodes:
-            node.restart()
+        for one in self.optimizers:
+            one.restart()
 
     # -- checkpoints ---------------------------------------------------------------------------------------------------
 
@@ -262,24 +264,24 @@ class LocalUpdates(Engine):
     def detach(self, reused: Sequence[Optimizer] = ()) -> None:
         """Leave the optimizers alone and end threads. Those used again get all their state: collectives of the node."""
         self.end()
-        for node in self.nodes:
-            node.detach(any(node.optimizer is each for each in reused))
+        for one in self.optimizers:
+            one.detach(any(one.optimizer is each for each in reused))
 
     def _name_place(self, where: str) -> None:
         """For errors of the collectives that follow."""
         self.exchange.communicator.where = self._inside.where = where
 
-    def _of(self, optimizer: Optimizer | None) -> list[NodeOptimizer]:
-        return [node for node in self.nodes if optimizer is None or node.optimizer is optimizer]
+    def _of(self, optimizer: Optimizer | None) -> list[LocalOptimizer]:
+        return [one for one in self.optimizers if optimizer is None or one.optimizer is optimizer]
 
     @property
     def step_ahead(self) -> float:
         """The share of what is pending that this device's weights keep now, the mean over optimizers."""
-        return sum(node.state.ahead for node in self.nodes) / max(1, len(self.nodes))
+        return sum(one.state.ahead for one in self.optimizers) / max(1, len(self.optimizers))
 
     def pending_norm(self) -> Tensor:
         """L2 norm of what this device has not sent, a 0-dim tensor (no host sync)."""
-        norms = [torch.linalg.vector_norm(node.state.pending_S) for node in self.nodes]
+        norms = [torch.linalg.vector_norm(one.state.pending_S) for one in self.optimizers]
         return torch.stack(norms).norm() if norms else torch.zeros(())
 
 

@@ -36,7 +36,7 @@ from lightning_sparse.updates.slices import Slices
 from lightning_sparse.updates.state import UpdateState, state_of
 
 
-class NodeOptimizer:
+class LocalOptimizer:
     """Exchanges the updates of one optimizer.
 
     Args:

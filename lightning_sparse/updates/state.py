@@ -38,7 +38,7 @@ from typing_extensions import Self
 from lightning_sparse.exchange import Exchange, Path, Shard, Transfer
 from lightning_sparse.exchange.host import HostCopy
 from lightning_sparse.exchange.lanes import TensorFuture
-from lightning_sparse.exchange.paths import Sparse
+from lightning_sparse.exchange.paths import Dense, Sparse
 from lightning_sparse.updates.agreement import Agreement
 from lightning_sparse.updates.config import UpdatesConfig
 from lightning_sparse.updates.slices import Slices
@@ -147,7 +147,7 @@ class UpdateState(ABC):
     def _path(self, *, whole: bool) -> Path:
         choice = self._exchange.choice
         work = choice.work(self.shared_S.numel() * self._exchange.topology.num_devices, torch.float32)
-        return choice.dense(work) if whole else choice.path(work, choice.density)
+        return Dense(work) if whole else choice.path(work, choice.density)
 
     def _start(self, delivery: Delivery) -> None:
         """Run a job that has selected: beside the next step, or with ``delay=0`` now."""

@@ -1,5 +1,6 @@
 """Small models and step helpers that every rank builds alike; only the data differs by rank."""
 
+import copy
 from collections.abc import Iterable
 from typing import Any
 
@@ -86,6 +87,28 @@ def sum_over_nodes(tensor: Tensor, state: HierState) -> Tensor:
     return total / state.topology.num_devices
 
 
+def mean_gradient(ddp: DistributedDataParallel, step: int) -> Tensor:
+    """What plain DDP would compute, fp64."""
+    copied = copy.deepcopy(ddp.module)
+    copied.zero_grad()
+    loss_of(copied, step, dist.get_rank()).backward()
+    mean = flat_grads(copied).double()
+    dist.all_reduce(mean)
+    return mean / dist.get_world_size()
+
+
+def watched(
+    density: float, parameters: int | None = None, exchange: Any = "sparse"
+) -> tuple[DistributedDataParallel, HierState, torch.optim.SGD]:
+    """A model whose state knows the optimizer, of the first few parameters or of all."""
+    model = mlp()
+    config = HierConfig(density=density, exchange=exchange, value_dtype="float32", warmup_epochs=0)
+    ddp, state = wrap(model, config, **PLAIN)
+    optimizer = torch.optim.SGD(list(model.parameters())[:parameters], lr=0.1)
+    state.watch([optimizer])
+    return ddp, state, optimizer
+
+
 def conserved(
     config: HierConfig, caps: Iterable[float], rounds: int, rewrap: int
 ) -> tuple[Tensor, Tensor, Tensor, HierState]:
@@ -101,12 +124,7 @@ def conserved(
     for step in range(rounds):
         if step % rewrap == 0:
             ddp, state = wrap(model, config, state=state, bucket_cap_mb=next(sizes))
-        model.zero_grad()
-        with ddp.no_sync():
-            loss_of(ddp, step, dist.get_rank()).backward()
-        local = flat_grads(model).double()
-        dist.all_reduce(local)
-        given += local / dist.get_world_size()
+        given += mean_gradient(ddp, step)
         model.zero_grad()
         loss_of(ddp, step, dist.get_rank()).backward()
         applied += flat_grads(model)

@@ -6,7 +6,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from lightning_sparse.exchange import choice
 from lightning_sparse.exchange.rates import Link, Rates
@@ -19,6 +18,7 @@ from tests.strategy.models import (
     flat_parameters,
     go_on,
     loss_of,
+    mean_gradient,
     mlp,
     node_residual,
     save,
@@ -102,15 +102,6 @@ def change_paths() -> dict[str, Any]:
     ours.settle()
     waiting = sum_over_nodes(node_residual(model, ours), ours)
     return {"given": given, "applied": applied, "waiting": waiting, "paths": paths, "left by dense": left}
-
-
-def mean_gradient(ddp: Any, step: int) -> Tensor:
-    ddp.zero_grad()
-    with ddp.no_sync():
-        loss_of(ddp, step, dist.get_rank()).backward()
-    local = flat_grads(ddp).double()
-    dist.all_reduce(local)
-    return local / dist.get_world_size()
 
 
 def test_a_resumed_run_decides_by_what_the_saved_one_measured(tmp_path: Path) -> None:

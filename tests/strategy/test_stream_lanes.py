@@ -214,7 +214,7 @@ def watched_updates(path: Any) -> tuple[list[str], int]:
     updates = LocalUpdates(model, optimizer, config, discover())
     watching = Watching()
     for _ in range(3):
-        (state,) = (node.state for node in updates.nodes)
+        (state,) = (node.state for node in updates.optimizers)
         watching.run(SelectedLate(updates, state), state.shared_S)
     return watching.faults, watching.jobs
 

@@ -69,7 +69,7 @@ def unequal_slices() -> tuple[int, float]:
         optimizer.step()
         updates.step()
     updates.finish()
-    return updates.nodes[0].state.slices.numel, updates.exchange.choice.density
+    return updates.optimizers[0].state.slices.numel, updates.exchange.choice.density
 
 
 def muon(model: nn.Module) -> torch.optim.Optimizer:

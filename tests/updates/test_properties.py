@@ -53,14 +53,14 @@ def fifty_one_steps(options: dict[str, Any], sharded: bool) -> tuple[Tensor, flo
 
 def whole(updates: Any) -> None:
     """After a sharded step each device has its own slice alone: share them."""
-    for node in updates.nodes:
+    for node in updates.optimizers:
         if not node.division.steps_all:
             node.gather()
 
 
 def whole_pending(updates: Any) -> Tensor:
     """This node's pending updates, in the order of the model's parameters. A collective of the node."""
-    (node,) = updates.nodes
+    (node,) = updates.optimizers
     total = torch.zeros(sum(p.numel() for p in node.parameters))
     at, places = 0, {}
     for parameter in node.parameters:
