@@ -15,8 +15,8 @@ begins: two threads must not share a group of Gloo, and NCCL executes the collec
 Gloo ``world`` has all ranks once more, for DDP uses the default group meanwhile. NCCL makes all groups of an axis by
 one split of its communicator.
 
-Ranks of a node need not be contiguous: SLURM's cyclic distribution and MPI's ``--map-by node`` deal them out like
-cards, and some launchers give every process the local rank 0. So nothing is computed from the rank number. Every rank
+Ranks of a node need not be contiguous: SLURM's cyclic distribution and MPI's ``--map-by node`` assign them
+round-robin, and some launchers give every process the local rank 0. So nothing is computed from the rank number. Every rank
 states its node rank, host name and local rank, and a node is what agrees in the first two; or each names its node
 (``LIGHTNING_SPARSE_NODE``), for racks with fast links between hosts, for sites, or for several nodes on one machine.
 Devices of a node are ordered by global rank, as torch orders the members of a group.
@@ -167,7 +167,7 @@ def nodes_from_places(places: Iterable[tuple[int, str, int] | Place]) -> tuple[t
     Raises:
         ValueError: when some ranks name their node and others do not.
 
-    >>> nodes_from_places([(0, "a", 0), (1, "b", 0), (0, "a", 1), (1, "b", 1)])  # dealt out like cards
+    >>> nodes_from_places([(0, "a", 0), (1, "b", 0), (0, "a", 1), (1, "b", 1)])  # assigned round-robin
     ((0, 2), (1, 3))
     >>> nodes_from_places([Place(0, "a", 0, "rack 2"), Place(1, "b", 0, "rack 2"), Place(2, "c", 0, "rack 1")])
     ((0, 1), (2,))

@@ -21,7 +21,7 @@ def declare(parser: argparse.ArgumentParser) -> None:
     fill.add_argument("--node", type=int, default=0, metavar="I", help="index of this node (SLURM: $SLURM_NODEID)")
     fill.add_argument("--seed", type=int, default=0, help="seed of the run, which places samples on nodes")
     fill.add_argument("--disk-gb", type=float, metavar="GB", help="size limit per split")
-    fill.add_argument("--threads", type=int, default=4, metavar="N", help="that read and decode (default %(default)s)")
+    fill.add_argument("--threads", type=int, default=4, metavar="N", help="reader threads (default %(default)s)")
     skip = "skip: record corrupt files, which runs with on_corrupt='skip' then do not read again"
     fill.add_argument("--on-corrupt", choices=("raise", "skip"), default="raise", help=skip)
     options = "arguments for fsspec to open the source, as the option of CachedImageDataModule"

@@ -97,4 +97,4 @@ class Warmup:
         ends = [] if self.rounds is None else [f"round {self.rounds}"]
         ends += [] if self.epochs is None else [f"epoch {self.epochs}"]
         first = ", whichever comes first" if len(ends) > 1 else ""
-        return f"the density falls to its value until {' or '.join(ends)}{first}"
+        return f"density warm-up ends at {' or '.join(ends)}{first}"

@@ -1,7 +1,7 @@
 """How far nodes agree on what is pending: the share of it that a node's model keeps with ``step_ahead="auto"``.
 
-The model that a node would like to train is the shared one less the mean over nodes of what is pending, and of that it
-knows its own alone. The least-squares estimate of the mean from one's own is a * pending, with
+Ideally, a node subtracts from the shared weights the mean over nodes of what is pending, and of that it knows its own
+alone. The least-squares estimate of the mean from one's own is a * pending, with
 
     a = M * sum of mean^2 / sum over nodes of the sum of pending^2           over entries; mean is of the M nodes
 
