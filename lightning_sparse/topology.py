@@ -16,8 +16,8 @@ Gloo ``world`` has all ranks once more, for DDP uses the default group meanwhile
 one split of its communicator.
 
 Ranks of a node need not be contiguous: SLURM's cyclic distribution and MPI's ``--map-by node`` assign them
-round-robin, and some launchers give every process the local rank 0. So nothing is computed from the rank number. Every rank
-states its node rank, host name and local rank, and a node is what agrees in the first two; or each names its node
+round-robin, and some launchers give every process the local rank 0. So nothing is computed from the rank number. Every
+rank states its node rank, host name and local rank, and a node is what agrees in the first two; or each names its node
 (``LIGHTNING_SPARSE_NODE``), for racks with fast links between hosts, for sites, or for several nodes on one machine.
 Devices of a node are ordered by global rank, as torch orders the members of a group.
 """

@@ -92,7 +92,7 @@ class MomentumCorrection:
                 f"{way_out}"
             )
         if not any(group["momentum"] for group in optimizer.param_groups):
-            raise ValueError(f"momentum_correction=True with SGD(momentum=0): momentum correction needs momentum > 0. {way_out}")
+            raise ValueError(f"momentum_correction=True with SGD(momentum=0), which must be more than 0. {way_out}")
         if any(group["dampening"] for group in optimizer.param_groups):
             raise ValueError(f"momentum_correction=True with SGD(dampening=...), which must be 0. {way_out}")
         self.unwatch()

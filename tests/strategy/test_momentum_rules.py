@@ -35,7 +35,7 @@ def test_a_new_optimizer_begins_without_momentum() -> None:
     ("optimizers", "message"),
     [
         (lambda p: [torch.optim.AdamW(p)], "with AdamW: the correction is that of torch.optim.SGD"),
-        (lambda p: [torch.optim.SGD(p, lr=0.1)], r"SGD\(momentum=0\): momentum correction needs momentum > 0"),
+        (lambda p: [torch.optim.SGD(p, lr=0.1)], r"SGD\(momentum=0\), which must be more than 0"),
         (lambda p: [torch.optim.SGD(p, lr=0.1, momentum=0.9, dampening=0.1)], "dampening"),
         (lambda p: [torch.optim.SGD(p, lr=0.1, momentum=0.9)] * 2, "with 2 optimizers; it needs one"),
     ],
