@@ -1,7 +1,7 @@
 """The scope of a shared step: the ranks of a node, or all ranks.
 
-The step uses the communicator class of the reduction; the ranks that count as its node are the scope. Its process groups
-are separate, so that its collectives never run on a group that a reduction uses in another thread.
+The step uses the communicator class of the reduction; the ranks that count as its node are the scope. Its process
+groups are separate, so that its collectives never run on a group that a reduction uses in another thread.
 """
 
 from datetime import timedelta
