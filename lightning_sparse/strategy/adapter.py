@@ -24,7 +24,7 @@ from torch.optim import Optimizer
 from lightning_sparse.engine import Engine
 from lightning_sparse.exchange import ExchangeConfig
 from lightning_sparse.gradients import HierConfig, HierState, hier_hook
-from lightning_sparse.messages import show_log_lines
+from lightning_sparse.messages import described, show_log_lines
 from lightning_sparse.sharding import local_of, parameters_of
 from lightning_sparse.strategy.options import bucket_cap_mb, loss_scale_of, with_defaults
 from lightning_sparse.strategy.saves import Saves, new_run_id
@@ -62,6 +62,11 @@ class Adapter:
         self._node_name = node_name
         self._topology: Topology | None = None
         self._saves = Saves(kind)
+
+    def __repr__(self) -> str:
+        default = type(self.config)().to_dict()
+        given = {name: value for name, value in self.config.to_dict().items() if value != default[name]}
+        return described(type(self), {"density": self.config.density, **given})
 
     @property
     def _place(self) -> Topology:

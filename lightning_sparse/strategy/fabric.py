@@ -27,7 +27,7 @@ from torch.optim import Optimizer
 from lightning_sparse.engine import Engine
 from lightning_sparse.fsdp import ShardedGradients, mesh_of, shard
 from lightning_sparse.gradients import HierConfig, HierState
-from lightning_sparse.messages import described, log
+from lightning_sparse.messages import log
 from lightning_sparse.sharding import parameters_of
 from lightning_sparse.strategy.adapter import (
     Adapter,
@@ -84,9 +84,6 @@ Parallelize = Callable[[nn.Module, DeviceMesh], nn.Module]
 
 class FabricAdapter(Adapter, Host):
     """Fabric's methods, as calls of engines."""
-
-    def __repr__(self) -> str:
-        return described(type(self), f"density={self.config.density}")
 
     # -- training ------------------------------------------------------------------------------------------------------
 

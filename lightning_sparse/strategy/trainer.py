@@ -40,7 +40,6 @@ from lightning_sparse.exchange.paths import Exchange
 from lightning_sparse.fsdp import ShardedGradients, mesh_of, shard
 from lightning_sparse.gradients import HierConfig, HierState
 from lightning_sparse.gradients.config import DEFAULT_EPOCHS, DEFAULT_SHARE, Exclude, Warmup
-from lightning_sparse.messages import described
 from lightning_sparse.sharding import parameters_of
 from lightning_sparse.strategy.adapter import (
     Adapter,
@@ -113,9 +112,6 @@ class TrainerAdapter(Adapter, Host):
     """Trainer's hooks, as calls of an engine."""
 
     _shows_each_step = _flushes_each_epoch = False
-
-    def __repr__(self) -> str:
-        return described(type(self), f"density={self.config.density}")
 
     @property
     def engine(self) -> Engine | None:
