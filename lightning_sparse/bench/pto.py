@@ -167,7 +167,7 @@ def _make_free(step: ShardedStep) -> None:
     """After the first steps, replace the gather by one that returns cached memory."""
     if step.steps == SETTLING:
         kept: dict[int, Tensor] = {}
-        size = step.topology.num_devices
+        size = step.group.size
         step.communicator.gather = lambda share: kept.setdefault(share.numel(), share.repeat(size))  # type: ignore
         step.communicator.broadcast = lambda *_: lambda: None  # type: ignore
 

@@ -166,9 +166,9 @@ class Path(ABC):
     def transfer(self, comm: HierCommunicator, sent: Tensor, shard: Shard) -> Tensor:
         """Return what arrives from all nodes."""
 
-    @abstractmethod
     def apply(self, arrived: Tensor, shard: Shard) -> Tensor:
-        """Return the sum over nodes: fp32 of S elements, or for a path ``in_place`` ``shard.sum_S``."""
+        """Return the sum over nodes: fp32 of S elements, or for a path ``in_place`` ``shard.sum_S``, which this is."""
+        return arrived
 
     def indices(self, sent: Tensor) -> Tensor | None:
         """Indices of the entries that ``select`` sent, int64; None where these are all."""
@@ -215,9 +215,6 @@ class Flat(Path):
     def transfer(self, comm: HierCommunicator, sent: Tensor, shard: Shard) -> Tensor:
         return sent
 
-    def apply(self, arrived: Tensor, shard: Shard) -> Tensor:
-        return arrived
-
 
 @dataclass(frozen=True)
 class Dense(Path):
@@ -240,9 +237,6 @@ class Dense(Path):
     def transfer(self, comm: HierCommunicator, sent: Tensor, shard: Shard) -> Tensor:
         comm.all_reduce(sent)
         return sent
-
-    def apply(self, arrived: Tensor, shard: Shard) -> Tensor:
-        return arrived
 
 
 @dataclass(frozen=True)

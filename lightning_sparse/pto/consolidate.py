@@ -11,52 +11,52 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from lightning_sparse.exchange.communicator import Group
 from lightning_sparse.pto.gather import aligned
-from lightning_sparse.topology import Topology
 
 State = dict[tuple[int, int], Any]
 """State by (index of the parameter in the optimizer, first element of the part)."""
 
 
-def collect(state: State, topology: Topology, device: torch.device, to: int) -> State | None:
+def collect(state: State, group: Group, device: torch.device, to: int) -> State | None:
     """Collect the state of all ranks. A collective of the ranks of the scope.
 
     Args:
         state: state that this rank owns.
-        topology: topology whose ``intra`` group spans the scope.
+        group: the ranks of the scope, ascending.
         device: device of the group's collectives.
         to: rank that receives.
 
     Returns:
         All state, on the CPU, on rank `to`; None elsewhere.
     """
-    ranks = topology.nodes[topology.node_index]
-    if topology.rank != to:
+    ranks = group.ranks
+    if group.rank != to:
         described = tree_map_only(Tensor, lambda t: torch.empty_like(t, device="meta"), state)
-        dist.gather_object(described, None, dst=to, group=topology.intra)
+        dist.gather_object(described, None, dst=to, group=group.handle)
         tensors = _tensors(state)
         flat_B = _buffer(tensors, device)
         for tensor, piece in zip(tensors, _pieces(flat_B, tensors), strict=True):
             piece.copy_(tensor.detach())
         if flat_B.numel():
-            dist.send(flat_B, dst=to, group=topology.intra)
+            dist.send(flat_B, dst=to, group=group.handle)
         return None
     whole: State = tree_map_only(Tensor, lambda t: t.detach().to("cpu", copy=True), state)
     if len(ranks) == 1:
         return whole
     descriptions: list[State] = [{} for _ in ranks]
-    dist.gather_object({}, descriptions, dst=to, group=topology.intra)
+    dist.gather_object({}, descriptions, dst=to, group=group.handle)
     for rank, description in zip(ranks, descriptions, strict=True):
         if rank != to:
-            whole.update(_received(description, rank, topology, device))
+            whole.update(_received(description, rank, group, device))
     return dict(sorted(whole.items()))
 
 
-def _received(description: State, rank: int, topology: Topology, device: torch.device) -> State:
+def _received(description: State, rank: int, group: Group, device: torch.device) -> State:
     stubs = _tensors(description)
     flat_B = _buffer(stubs, device)
     if flat_B.numel():
-        dist.recv(flat_B, src=rank, group=topology.intra)
+        dist.recv(flat_B, src=rank, group=group.handle)
     pieces = iter(_pieces(flat_B.cpu(), stubs))
     # copy: the owner's memory format (such as channels last), and separate storage
     filled: State = tree_map_only(Tensor, lambda t: torch.empty_like(t, device="cpu").copy_(next(pieces)), description)

@@ -40,7 +40,7 @@ def fallback_reason(trainer: Any, module: Any, communicator: HierCommunicator, o
     state = getattr(trainer.strategy, "hier_state", None)
     if state is None or state.topology.kind != "hierarchical" or state.topology.num_devices == 1:
         return "no gradients are gathered inside a node"
-    if communicator.topology.nodes != state.topology.nodes:
+    if communicator.node.size != state.topology.num_devices:
         return "the scope spans several nodes"
     if not module.automatic_optimization or len(trainer.optimizers) != 1:
         return "it needs automatic optimization with one optimizer"

@@ -1,14 +1,13 @@
 """The scope of a shared step: the ranks of a node, or all ranks.
 
-The step uses the communicator class of the reduction, with a topology whose "node" is the scope. Its process groups are
-separate, so that its collectives never run on a group that a reduction uses in another thread.
+The step uses the communicator class of the reduction; the ranks that count as its node are the scope. Its process
+groups are separate, so that its collectives never run on a group that a reduction uses in another thread.
 """
 
-from dataclasses import replace
 from datetime import timedelta
 from typing import Literal, get_args
 
-from lightning_sparse.exchange.communicator import HierCommunicator
+from lightning_sparse.exchange.communicator import Group, HierCommunicator
 from lightning_sparse.topology import Topology, own_group
 
 Scope = Literal["auto", "node", "world"]
@@ -37,13 +36,12 @@ def communicator_of(topology: Topology, scope: Scope, *, timeout: timedelta | No
         ValueError: if the scope is unknown.
     """
     check_scope(scope)
+    alone = all(len(node) == 1 for node in topology.nodes)
+    if scope == "world" or (scope == "auto" and alone) or topology.kind in ("one node", "one rank"):
+        return HierCommunicator(topology, node=Group(tuple(range(topology.world_size)), topology.rank, topology.world))
     # a group gathers in ascending order of ranks, whatever the order of a node's devices
     nodes = tuple(tuple(sorted(node)) for node in topology.nodes)
-    alone = all(len(node) == 1 for node in nodes)
-    if scope == "world" or (scope == "auto" and alone) or topology.kind in ("one node", "one rank"):
-        everyone = (tuple(range(topology.world_size)),)
-        return HierCommunicator(replace(topology, nodes=everyone, intra=topology.world, inter=None))
-    intra = topology.intra
+    handle = topology.intra
     if topology.kind == "unequal nodes":  # the reduction makes no groups for them
-        intra = own_group(nodes, timeout, "the shared step")
-    return HierCommunicator(replace(topology, nodes=nodes, intra=intra, inter=None))
+        handle = own_group(nodes, timeout, "the shared step")
+    return HierCommunicator(topology, node=Group(nodes[topology.node_index], topology.rank, handle))

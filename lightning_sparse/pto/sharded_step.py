@@ -52,7 +52,7 @@ class ShardedStep:
         refuse(optimizer)
         self.optimizer = optimizer
         self.communicator = communicator
-        self.topology = communicator.topology
+        self.group = communicator.node
         self.active = True
         self.steps = 0
         self.parameters: list[Tensor] = []
@@ -85,12 +85,12 @@ class ShardedStep:
     @property
     def mine(self) -> list[Part | None]:
         """The part of each parameter that this rank steps, or None."""
-        here = self.topology.device_index
+        here = self.group.place
         return [next((part for part in parts if part.owner == here), None) for parts in self.parts]
 
     def describe(self) -> str:
         """Return a line for the log."""
-        size = self.topology.num_devices
+        size = self.group.size
         loads = loads_of(self.parts, list(map(self._cost, self.parameters)), size)
         unbalance = max(loads) * size / max(1, sum(loads))
         cut = sum(len(parts) > 1 for parts in self.parts)
@@ -161,20 +161,20 @@ class ShardedStep:
         parameters = parameters_of(self.optimizer)
         if len(parameters) == len(self.parameters) and all(map(is_, parameters, self.parameters)):
             return
-        size = self.topology.num_devices
+        size = self.group.size
         known = {id(p): parts for p, parts in zip(self.parameters, self.parts, strict=True)}
         elementwise = is_elementwise(self.optimizer)
         self.parts = divide_new(
             parameters, known, size, self._cost, lambda parameter: elementwise and id(parameter) not in self._uncut
         )
         self.parameters = parameters
-        self._gather = FlatGather(self.parameters, self.parts, self.topology.device_index, size)
+        self._gather = FlatGather(self.parameters, self.parts, self.group.place, size)
 
     def take_over(self, parts: list[Parts]) -> None:
         """Step other parts from now on, with their state from the previous owners. Collectives of the scope."""
         self._return_state()
         self.parts = parts
-        self._gather = FlatGather(self.parameters, self.parts, self.topology.device_index, self.topology.num_devices)
+        self._gather = FlatGather(self.parameters, self.parts, self.group.place, self.group.size)
         self._drop_unowned_state()
 
     def _cost(self, parameter: Tensor) -> int:
@@ -233,7 +233,7 @@ class ShardedStep:
     def _turn_off(self, reason: str, level: int = logging.WARNING) -> None:
         self.active, self._trial, self._choice = False, None, None
         del self.optimizer.consolidate_state_dict  # type: ignore[attr-defined]
-        if self.topology.rank == 0:
+        if self.group.rank == 0:
             name = type(self.optimizer).__name__
             log.log(level, "PTO is off for %s; every rank runs the full step: %s.", name, reason)
 
@@ -249,7 +249,7 @@ class ShardedStep:
         found = choice.verdict(self.communicator, self.device)
         if found.shared < found.plain:
             self._choice = None
-            if self.topology.rank == 0:
+            if self.group.rank == 0:
                 log.info("PTO is on for %s: %s", type(self.optimizer).__name__, found)
         else:
             self._return_state()
@@ -260,7 +260,7 @@ class ShardedStep:
         state = self.optimizer.state
         like = next((dict(state[p]) for p in self.parameters if state.get(p)), {})
         mine: dict[int, Any] = {}
-        for rank in self.topology.nodes[self.topology.node_index]:
+        for rank in self.group.ranks:
             self.consolidate_state_dict(to=rank)
             mine = mine or self._consolidated or {}
             self._consolidated = None
@@ -277,12 +277,12 @@ class ShardedStep:
     def consolidate_state_dict(self, to: int = 0) -> None:
         """Collect all state on rank `to`, for ``state_dict()`` before the next step. All ranks call it."""
         self._refuse_if_unfinished()
-        if not self.sharing or to not in self.topology.nodes[self.topology.node_index]:
+        if not self.sharing or to not in self.group.ranks:
             return  # every rank, or another scope, has all state
         state = self.optimizer.state
         owned = [(i, part) for i, part in enumerate(self.mine) if part is not None and self.parameters[i] in state]
         mine = {(i, part.begin): state[self.parameters[i]] for i, part in owned}
-        collected = collect(mine, self.topology, self.device, to)
+        collected = collect(mine, self.group, self.device, to)
         self._consolidated = None if collected is None else self._joined(collected)
 
     def _joined(self, collected: State) -> dict[int, Any]:

@@ -113,6 +113,6 @@ def compare(cls: type[Optimizer], options: dict[str, Any], communicator: HierCom
         id(p): max([0, *(t.numel() for t in s.values() if isinstance(t, Tensor))]) for p, s in sharded.state.items()
     }
     wrong += [] if all(n <= max(1, own[i].end - own[i].begin) for i, n in sizes.items()) else ["state of others' parts"]
-    alone = communicator.topology.num_devices == 1
+    alone = communicator.node.size == 1
     wrong += [] if alone or whole != any(len(parts) > 1 for parts in step.parts) else ["cut, or not"]
     return ", ".join(wrong)

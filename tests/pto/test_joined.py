@@ -237,11 +237,11 @@ class Counted:
         counted, kept = self, self._kept
 
         def gather(self: HierCommunicator, shard_S: Tensor, **options: bool) -> Tensor:
-            counted.nbytes += (self.topology.num_devices - 1) * shard_S.nbytes
+            counted.nbytes += (self.node.size - 1) * shard_S.nbytes
             return kept["gather"](self, shard_S, **options)
 
         def broadcast(self: HierCommunicator, tensor: Tensor, device_index: int) -> Any:
-            counted.nbytes += tensor.nbytes * (device_index != self.topology.device_index)
+            counted.nbytes += tensor.nbytes * (device_index != self.node.place)
             return kept["broadcast"](self, tensor, device_index)
 
         HierCommunicator.gather, HierCommunicator.broadcast = gather, broadcast  # type: ignore[method-assign]

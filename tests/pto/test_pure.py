@@ -260,14 +260,14 @@ def test_a_fingerprint_sees_one_bit(dtype: torch.dtype) -> None:
 def test_scopes_in_ascending_order_of_ranks() -> None:
     """A group gathers in the order of its ranks, whatever the order of a node's devices."""
     topology = Topology(((2, 0), (3, 1)), rank=2)
-    node, world = communicator_of(topology, "node").topology, communicator_of(topology, "world").topology
-    assert (node.nodes, node.device_index) == (((0, 2), (1, 3)), 1)
-    assert (world.nodes, world.device_index) == (((0, 1, 2, 3),), 2)
+    node, world = communicator_of(topology, "node").node, communicator_of(topology, "world").node
+    assert (node.ranks, node.place) == ((0, 2), 1)
+    assert (world.ranks, world.place) == ((0, 1, 2, 3), 2)
 
 
 @pytest.mark.parametrize(("nodes", "tried"), [(((0, 1), (2, 3)), (0, 1)), (((0,), (1,)), (0, 1)), (((0, 1),), (0, 1))])
 def test_auto_tries_the_node_or_else_the_world(nodes: tuple[tuple[int, ...], ...], tried: tuple[int, ...]) -> None:
-    assert communicator_of(Topology(nodes, rank=0), "auto").topology.nodes[0] == tried
+    assert communicator_of(Topology(nodes, rank=0), "auto").node.ranks == tried
 
 
 @pytest.mark.parametrize("scope", ["all", "rank", None])
