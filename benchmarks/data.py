@@ -43,12 +43,11 @@ from tqdm import tqdm
 from lightning_sparse.bench.data import BATCH, SIZE, config_of, generated, table, tier_row
 from lightning_sparse.bench.data import measure as measure_rows
 from lightning_sparse.bench.report import commit, processor
-from lightning_sparse.data.cache.manifest import load_or_list
-from lightning_sparse.data.cache.placement import Placement
-from lightning_sparse.data.cache.store import SampleStore, new_run
+from lightning_sparse.data.cache.store import Placement, SampleStore, new_run
 from lightning_sparse.data.config import CacheConfig
-from lightning_sparse.data.pipeline.backend import has_dali
 from lightning_sparse.data.pipeline.batch import Batch, Transform
+from lightning_sparse.data.pipeline.images import has_dali
+from lightning_sparse.data.sources.listing import load_or_list
 
 RANKS, RANKS_QUICK = 4, 2
 BASELINES = ["ImageFolder + DataLoader", "DALI file reader"]

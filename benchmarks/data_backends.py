@@ -69,8 +69,8 @@ def per_cpu_second(pipeline: Pipeline, size: int, batches: int) -> float:
 
 
 def measure(files: Sequence[Path], format: Format, shorter: int, size: int) -> dict[str, Any]:
-    from lightning_sparse.data.pipeline.backend_dali import DaliPipeline
-    from lightning_sparse.data.pipeline.backend_torch import TorchPipeline
+    from lightning_sparse.data.pipeline.dali import DaliPipeline
+    from lightning_sparse.data.pipeline.images import TorchPipeline
 
     store = Samples(files, format, shorter, size)
     pipelines: dict[str, Pipeline] = {

@@ -26,11 +26,11 @@ import numpy as np
 
 from lightning_sparse.bench.processes import own_process
 from lightning_sparse.bench.report import commit, surroundings
-from lightning_sparse.data.cache.listing import manifest_of
-from lightning_sparse.data.cache.placement import owners
-from lightning_sparse.data.cache.samples import Manifest
-from lightning_sparse.data.cache.storage import Listed
+from lightning_sparse.data.cache.store import owners
 from lightning_sparse.data.pipeline.sampler import EpochPlan, Sampler, SamplerConfig
+from lightning_sparse.data.sources.folders import manifest_of
+from lightning_sparse.data.sources.manifest import Manifest
+from lightning_sparse.data.sources.storage import Listed
 
 CLUSTERS = ((1_281_167, 16, 8), (14_197_122, 128, 8))  # ImageNet-1k on 16 x 8, the whole of ImageNet on 128 x 8
 CLASSES, BATCH, STEPS = 1000, 256, 20

@@ -117,12 +117,10 @@ def _mark(work: Path, number: int, **about: Any) -> None:
 
 def _ours(source: str, work: Path, shuffle: str) -> tuple[Any, Any]:
     from lightning_sparse.data.config import CacheConfig
-    from lightning_sparse.data.options import DataOptions
     from lightning_sparse.data.pipeline.augment import Augment
-    from lightning_sparse.data.pipeline.backend import ImageOptions
-    from lightning_sparse.data.pipeline.batch import Transform
-    from lightning_sparse.data.pipeline.sizes import ImageSizes
-    from lightning_sparse.data.session import open_session
+    from lightning_sparse.data.pipeline.batch import ImageSizes, Transform
+    from lightning_sparse.data.pipeline.images import ImageOptions
+    from lightning_sparse.data.session import DataOptions, open_session
 
     cache_dir = work / f"local-disk-of-node{os.environ['NODE_RANK']}"
     cache = CacheConfig(source=source, cache_dir=str(cache_dir), memory_gb=1.5, shuffle=shuffle)  # type: ignore[arg-type]

@@ -36,7 +36,7 @@ from lightning_sparse.bench import models
 from lightning_sparse.bench.exchange import FASTEST, QUICK, SPARE, Gradients, received_bytes
 from lightning_sparse.bench.report import commit, format_table, surroundings
 from lightning_sparse.exchange import HierCommunicator
-from lightning_sparse.exchange.density import num_selected
+from lightning_sparse.exchange.paths import num_selected
 from lightning_sparse.kernels import message_bytes
 from lightning_sparse.lab import Cluster, LabConfig, signals_as_exit
 from lightning_sparse.topology import Topology, discover

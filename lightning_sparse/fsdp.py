@@ -319,7 +319,7 @@ class ShardedGradients(Engine):
         work = exchange.choice.work(managed.numel * self.topology.num_devices, flat_S.dtype)
         path = exchange.choice.path(work, exchange.choice.density)
         residual_S, next_S = managed.residuals() if path.leaves != "nothing" else (None, None)
-        total_S = _result_of(exchange.run(path, Shard(flat_S, residual_S, next_S)))
+        total_S = exchange.sum(path, Shard(flat_S, residual_S, next_S))
         if next_S is not None:
             managed.swap()
         if total_S is not flat_S:
@@ -347,12 +347,3 @@ def managed_by(module: Any, names: dict[int, str]) -> dict[str, DTensor]:
 
     visit(module)
     return found
-
-
-def _result_of(job: Any) -> Tensor:
-    while True:
-        try:
-            next(job)
-        except StopIteration as done:
-            result: Tensor = done.value
-            return result

@@ -7,7 +7,7 @@ import pytest
 
 MODULES = [
     "lightning_sparse.topology",
-    "lightning_sparse.exchange.density",
+    "lightning_sparse.exchange.paths",
     "lightning_sparse.gradients.schedule",
     "lightning_sparse.kernels.ops",
 ]

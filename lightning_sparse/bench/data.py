@@ -33,11 +33,11 @@ import torch
 
 from lightning_sparse.bench.processes import own_process
 from lightning_sparse.bench.report import format_table, need
-from lightning_sparse.data.cache.manifest import load_or_list
 from lightning_sparse.data.cache.store import SampleStore
 from lightning_sparse.data.config import CacheConfig
 from lightning_sparse.data.pipeline.batch import Batch, BatchRequest, Pipeline, Transform
 from lightning_sparse.data.pipeline.sampler import Sampler, SamplerConfig
+from lightning_sparse.data.sources.listing import load_or_list
 
 BATCH, SIZE, ROUNDS = 64, 224, 3
 TIERS = ["storage", "disk", "memory jpeg", "memory decoded"]
@@ -61,10 +61,10 @@ def config_of(tier: str, pictures: Path, cache: Path) -> CacheConfig:
 
 def pipeline_of(backend: str, store: SampleStore, device: int | None) -> Pipeline:
     if backend == "dali":
-        from lightning_sparse.data.pipeline.backend_dali import DaliPipeline
+        from lightning_sparse.data.pipeline.dali import DaliPipeline
 
         return DaliPipeline(store, Transform(), batch_size=BATCH, threads=1, device=device)
-    from lightning_sparse.data.pipeline.backend_torch import TorchPipeline
+    from lightning_sparse.data.pipeline.images import TorchPipeline
 
     return TorchPipeline(store, Transform(), threads=1)
 

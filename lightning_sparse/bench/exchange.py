@@ -33,8 +33,7 @@ from torch._C._distributed_c10d import GradBucket  # torch.distributed re-export
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_sparse.bench.report import format_table
-from lightning_sparse.exchange import HierCommunicator
-from lightning_sparse.exchange.paths import sparse
+from lightning_sparse.exchange import HierCommunicator, paths
 from lightning_sparse.strategy import HierConfig, HierState, hier_hook
 from lightning_sparse.topology import Topology, with_groups
 from lightning_sparse.updates import LocalUpdates, UpdatesConfig
@@ -114,14 +113,14 @@ class TakenApart(HierCommunicator):
     def kernels_too(self) -> Iterator[None]:
         """Also time the sparse path's compress and accumulate."""
         self.seconds.clear()
-        kernels = {name: getattr(sparse, name) for name in ("compress", "accumulate")}
+        kernels = {name: getattr(paths, name) for name in ("compress", "accumulate")}
         for name, kernel in kernels.items():
-            setattr(sparse, name, partial(self.timed, name, kernel))
+            setattr(paths, name, partial(self.timed, name, kernel))
         try:
             yield
         finally:
             for name, kernel in kernels.items():
-                setattr(sparse, name, kernel)
+                setattr(paths, name, kernel)
 
 
 @dataclass

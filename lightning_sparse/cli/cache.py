@@ -5,9 +5,8 @@ from __future__ import annotations
 import argparse
 import json
 
-from lightning_sparse.data.cache.inventory import caches, clear
-from lightning_sparse.data.cache.placement import Placement
-from lightning_sparse.data.cache.warm import warm_splits
+from lightning_sparse.data.cache.commands import caches, clear, warm_splits
+from lightning_sparse.data.cache.store import Placement
 from lightning_sparse.data.config import CacheConfig
 
 

@@ -25,14 +25,14 @@ import torch
 import torch.distributed as dist
 
 from lightning_sparse.bench.processes import join, launched, leave
-from lightning_sparse.data.cache.folders import NETWORK_FILE_SYSTEMS, VERSION, file_system
+from lightning_sparse.data.cache.commands import caches
 from lightning_sparse.data.cache.free_memory import available_memory
-from lightning_sparse.data.cache.inventory import caches
+from lightning_sparse.data.folders import NETWORK_FILE_SYSTEMS, VERSION, file_system
 from lightning_sparse.exchange import ExchangeConfig, HierCommunicator
 from lightning_sparse.exchange.choice import MARGIN, PathChoice
 from lightning_sparse.exchange.paths import PATHS
+from lightning_sparse.exchange.probe import probe
 from lightning_sparse.exchange.rates import Rates
-from lightning_sparse.exchange.rates.probe import probe
 from lightning_sparse.kernels import kernel_report
 from lightning_sparse.lab import unavailable_reason
 from lightning_sparse.topology import Topology

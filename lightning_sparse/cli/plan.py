@@ -29,8 +29,8 @@ from lightning_sparse.bench.report import format_table, need, processor
 from lightning_sparse.exchange import paths
 from lightning_sparse.exchange.choice import MARGIN
 from lightning_sparse.exchange.paths import PATHS, Dense, Flat, Work
+from lightning_sparse.exchange.probe import kernel_costs
 from lightning_sparse.exchange.rates import Link, Rates, rate
-from lightning_sparse.exchange.rates.probe import kernel_costs
 
 _OURS = {kind.name: kind for kind in PATHS if kind.by_shard}
 UPDATES = "updates"

@@ -1,5 +1,7 @@
 """A sample, and the interface of what reads samples: the contract between the tiers, the peer server and pipelines."""
 
+import hashlib
+import os
 from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple, Protocol
 
@@ -10,6 +12,20 @@ Format = Literal["jpeg", "decoded", "bytes"]
 EXIT_PRIORITY = 30
 """Of threads that make batches, when the program ends (`multiprocessing.util.Finalize`): what they read from ends their
 waits for storage before that, and closes after it."""
+
+
+DIGEST_BYTES = 16  # of a key
+
+
+class FileKey(NamedTuple):
+    """A file, as listed."""
+
+    path: str
+    size: int
+    mtime_ns: int
+
+    def digest(self) -> bytes:
+        return hashlib.blake2b(os.fsencode(self.path), digest_size=DIGEST_BYTES).digest()
 
 
 class View(NamedTuple):

@@ -1,8 +1,6 @@
-"""What is open between setup and teardown: manifests, stores, pipelines and loaders. Does not import Lightning.
+"""What all ranks of a run agree on before they open a store: the samples, and the format of the memory tier."""
 
-To open a session, all ranks share the topology, the secret of the run, the manifests that rank 0 lists, the format of
-the memory tier, and the addresses of the servers, in this order.
-"""
+from __future__ import annotations
 
 import os
 from collections.abc import Callable
@@ -12,30 +10,99 @@ from functools import cached_property, lru_cache, partial
 import numpy as np
 import torch
 
-from lightning_sparse.data.cache.agreement import agreed_format, agreed_manifest
-from lightning_sparse.data.cache.counts import TierCounts
-from lightning_sparse.data.cache.manifest import class_names, has_split
-from lightning_sparse.data.cache.placement import Placement, owners_of
-from lightning_sparse.data.cache.samples import Manifest
-from lightning_sparse.data.cache.storage import MissingFolderError
-from lightning_sparse.data.cache.store import SampleStore, new_run
-from lightning_sparse.data.cache.summary import TierLog
+from lightning_sparse.data.cache.budget import format_for
+from lightning_sparse.data.cache.counts import TierCounts, TierLog
+from lightning_sparse.data.cache.store import Placement, SampleStore, new_run, owners_of
 from lightning_sparse.data.config import CacheConfig
-from lightning_sparse.data.options import DataOptions
+from lightning_sparse.data.folders import cache_folder
 from lightning_sparse.data.peers.collectives import find_topology, on_all_ranks, on_rank_zero
-from lightning_sparse.data.peers.interface import node_address, reachable
-from lightning_sparse.data.pipeline.backend import ImageOptions, choose_backend, has_dali
+from lightning_sparse.data.peers.protocol import node_address, reachable
 from lightning_sparse.data.pipeline.batch import Pipeline
+from lightning_sparse.data.pipeline.images import ImageOptions, choose_backend, has_dali
 from lightning_sparse.data.pipeline.loader import EvalLoader, TrainLoader
 from lightning_sparse.data.pipeline.sampler import Indices, Sampler, SamplerConfig, evaluation_batches
+from lightning_sparse.data.pipeline.workers import SampleOptions
 from lightning_sparse.data.rng import shuffled
 from lightning_sparse.data.sample import Format
+from lightning_sparse.data.sources.listing import classes_of, has_split, keep, kept_manifest, load_or_list
+from lightning_sparse.data.sources.manifest import Manifest
+from lightning_sparse.data.sources.storage import MissingFolderError
 from lightning_sparse.messages import log, show_log_lines
 from lightning_sparse.topology import Topology
+
+
+def agreed_manifest(config: CacheConfig, split: str) -> Manifest:
+    """Return the samples of a split, as rank 0 lists them. A collective.
+
+    Each node keeps the list in its cache, where its ranks map it. It is sent only if it is missing on a node.
+
+    Raises:
+        ValueError, DataError: on all ranks, as `manifest.load_or_list` on rank 0.
+    """
+    own: list[Manifest] = []  # on rank 0
+
+    def lead() -> str:
+        own.append(load_or_list(config, split))
+        return own[0].fingerprint
+
+    fingerprint = on_rank_zero(lead)
+    found = own[0] if own else kept_manifest(config, split)
+    if found is not None and found.fingerprint != fingerprint:
+        found = None
+    if all(on_all_ranks(lambda: found is not None)):
+        assert found is not None
+        return found
+    sent = on_rank_zero(lambda: own[0].to_bytes())
+    return found or keep(config, split, sent)
+
+
+def agreed_format(config: CacheConfig, manifest: Manifest, placement: Placement) -> Format:
+    """Return the format of the memory tier: "decoded" if the samples of each node fit. A collective.
+
+    Nodes with different formats could not read each other's samples.
+    """
+
+    def own() -> Format:
+        if placement.device_index != 0:
+            return "decoded"
+        owned = owners_of(manifest, placement.num_nodes, config.seed) == placement.node_index
+        return format_for(config, manifest, owned, cache_folder(config))
+
+    if config.format != "auto":
+        return config.format
+    return "decoded" if all(each == "decoded" for each in on_all_ranks(own)) else "jpeg"
+
 
 _MAX_THREADS = 16
 Formats = dict[str, Format]
 """Format of the memory tier, by split."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataOptions:
+    """Options of the DataModule, validated on creation.
+
+    Args:
+        samples: how they become batches.
+        with_indices: end each batch with the indices of its samples.
+    """
+
+    cache: CacheConfig
+    batch_size: int
+    samples: ImageOptions | SampleOptions
+    val_fraction: float | None = None
+    with_indices: bool = False
+
+    def __post_init__(self) -> None:
+        SamplerConfig(batch_size=self.batch_size)
+        if self.val_fraction is not None and not 0 < self.val_fraction < 1:
+            raise ValueError(f"val_fraction={self.val_fraction} must be between 0 and 1: it is a fraction of train/.")
+        sizes = self.samples.sizes
+        if sizes is not None and self.cache.short_side < sizes.largest:
+            raise ValueError(
+                f"short_side={self.cache.short_side} is less than the largest image_size, {sizes.largest}: cached "
+                f"images would be upscaled. Omit it, or give at least {sizes.largest}."
+            )
 
 
 @dataclass
@@ -322,7 +389,7 @@ def open_session(
 def _classes_of_train(config: CacheConfig) -> tuple[str, ...]:
     """Return the classes of train/; none if a source to test on has no train/."""
     try:
-        return class_names(config, "train")
+        return classes_of(config, "train")[0]
     except MissingFolderError:
         return ()
 

@@ -56,11 +56,6 @@ class HierConfig(ExchangeConfig):
         """Whether ``exchange="auto"`` may round values to 16 bits: only where a residual keeps the error."""
         return super().may_round and self.error_feedback
 
-    @property
-    def needs_node_sums(self) -> bool:
-        """A velocity moves by its node's sum."""
-        return self.momentum_correction
-
 
 def _check_exclude(value: object) -> None:
     if value in ("none", "vectors"):

@@ -14,7 +14,6 @@ from torch import Tensor
 
 from lightning_sparse.exchange import HierCommunicator
 from lightning_sparse.gradients.buckets import Bucket, BucketGroup
-from lightning_sparse.gradients.groups import ParamGroup
 from lightning_sparse.gradients.momentum import MomentumCorrection
 from lightning_sparse.gradients.residual import Gather, ResidualStore
 from lightning_sparse.gradients.unused import UnusedParameters
@@ -81,10 +80,6 @@ class ErrorFeedback:
     def next_residual(self, part: BucketGroup) -> Tensor | None:
         """Room for what the round leaves, uninitialised; None when error feedback is off."""
         return self.store.buffer(part.group, part.grad_N.device) if self._keeps else None
-
-    def on_sent(self, group: ParamGroup) -> Callable[[Tensor], None] | None:
-        """Called with the entries that were selected: their velocity stops."""
-        return None if self.momentum is None else self.momentum.mask_of(group)
 
     def save_unused(self, bucket: Bucket) -> None:
         """Before the reduction: keep the gradients that DDP will keep if no rank used their parameters."""

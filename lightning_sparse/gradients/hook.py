@@ -19,9 +19,9 @@ Steps 2 and 3 are a path of the engine (lightning_sparse.exchange.paths): the on
 shard_S + residual_S, which leaves a zero residual, or another. All ranks choose the same one. Dense is what a layout
 that is not settled takes.
 
-A reduction is a generator that yields where the work changes place: inside the node, between nodes, inside the node
-again. The runner (lightning_sparse.exchange.lanes) may give each of the three a lane of its own, so that one bucket is
-on the slow network while the next is selected; written down, it stays one algorithm.
+A reduction has three stages, where the work changes place: inside the node, between nodes, inside the node again. The
+runner (lightning_sparse.exchange.lanes) may give each of the three a lane of its own, so that one bucket is on the slow
+network while the next is selected.
 
 With a loss scaler the gradients arrive scaled. Residuals are kept in unscaled units, so a change of the scale means
 nothing to them: step 2 divides by the scale and the result is multiplied by it again, both exact for powers of two.
@@ -35,19 +35,15 @@ see it in the same round.
     ddp.register_comm_hook(state, hier_hook)
 """
 
-from collections.abc import Generator, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 from torch._C._distributed_c10d import GradBucket  # torch.distributed re-exports it unannounced
 
-from lightning_sparse.exchange import HierCommunicator, Shard
+from lightning_sparse.exchange import HierCommunicator, Shard, Transfer
 from lightning_sparse.gradients.buckets import Bucket, BucketGroup
 from lightning_sparse.gradients.state import HierState
-
-Lanes = Generator[Sequence[Tensor], None, None]
-"""Work in three stretches: up to the first ``yield`` inside the node, up to the second between nodes, then inside. Each
-``yield`` gives the tensors made so far that later stretches use."""
 
 
 def hier_hook(state: HierState, bucket: GradBucket) -> torch.futures.Future[Tensor]:
@@ -58,34 +54,66 @@ def hier_hook(state: HierState, bucket: GradBucket) -> torch.futures.Future[Tens
             it is raised at the end of the backward pass.
     """
     received = state.receive(bucket)
-    return state.exchange.runner.run(reduce_bucket(state, received), received.flat_N)
+    return state.exchange.runner.run(Reduction(state, received), received.flat_N)
 
 
-def reduce_bucket(state: HierState, bucket: Bucket) -> Lanes:
-    """Reduce what a bucket holds, in place."""
-    comm, where = state.exchange.communicator, f"in round {state.round}, bucket {bucket.index}"
-    comm.where = where
-    state.feedback.save_unused(bucket)
-    jobs = [reduce_group(state, part) for part in bucket.groups]
-    handed = [tensor for job in jobs for tensor in next(job)]
-    used = state.feedback.agree_on_unused(comm, bucket)  # in the first lane, which alone uses the group of all ranks
-    to_the_end = [*state.feedback.undone_by(used), *(part.grad_N for part in bucket.groups)]
-    yield [*handed, *to_the_end]
-    comm.where = where
-    handed = [tensor for job in jobs for tensor in next(job)]
-    yield [*handed, *to_the_end]
-    comm.where = where
-    for job in jobs:
-        next(job, None)
-    state.close(bucket, used)
+class Reduction:
+    """The job of reducing what a bucket holds, in place.
+
+    Args:
+        state: of the hook.
+        bucket: with its groups, each of which has a path.
+    """
+
+    def __init__(self, state: HierState, bucket: Bucket) -> None:
+        self._state, self._bucket = state, bucket
+        self._where = f"in round {state.round}, bucket {bucket.index}"
+        self._transfers: list[Transfer] = []
+        self._used: Tensor | None = None
+
+    def select(self) -> Sequence[Tensor]:
+        """Steps 1 and 2, and with the last bucket an agreement on what was used."""
+        state, comm = self._state, self._state.exchange.communicator
+        comm.where = self._where
+        state.feedback.save_unused(self._bucket)
+        self._transfers = [_begin(state, part) for part in self._bucket.groups]
+        self._used = state.feedback.agree_on_unused(comm, self._bucket)  # in the lane that alone uses that group
+        return self._used_later()
+
+    def transfer(self) -> Sequence[Tensor]:
+        """Step 3."""
+        self._state.exchange.communicator.where = self._where
+        for each in self._transfers:
+            each.transfer()
+        return self._used_later()
+
+    def apply(self) -> Sequence[Tensor]:
+        """The end of step 3, step 4, and what the round leaves."""
+        self._state.exchange.communicator.where = self._where
+        for part, each in zip(self._bucket.groups, self._transfers, strict=True):
+            _apply(self._state, part, each)
+        self._state.close(self._bucket, self._used)
+        return ()
+
+    def _used_later(self) -> list[Tensor]:
+        tensors = [tensor for each in self._transfers for tensor in each.tensors]
+        return [*tensors, *self._state.feedback.undone_by(self._used), *(part.grad_N for part in self._bucket.groups)]
 
 
-def reduce_group(state: HierState, part: BucketGroup) -> Lanes:
-    """Steps 1 to 4."""
+def _begin(state: HierState, part: BucketGroup) -> Transfer:
+    """Steps 1 and 2 of a group."""
     part.read()
-    shard = _contribution(state, part)
-    sum_S = yield from state.exchange.run(part.path, shard)
-    part.next_S = shard.next_S
+    transfer = state.exchange.begin(part.path, _contribution(state, part))
+    momentum = state.feedback.momentum
+    if momentum is not None and (sent := part.path.indices(transfer.carried)) is not None:
+        momentum.stop(part.group, sent)
+    return transfer
+
+
+def _apply(state: HierState, part: BucketGroup, transfer: Transfer) -> None:
+    """Steps 3, once messages are there, and 4 of a group."""
+    sum_S = transfer.apply()
+    part.next_S = transfer.shard.next_S
     if part.path.by_shard:
         shard_S = sum_S if part.path.in_place else state.feedback.rescale(sum_S).to(part.grad_N.dtype)
         _gather(state.exchange.communicator, part, shard_S)
@@ -103,7 +131,7 @@ def _contribution(state: HierState, part: BucketGroup) -> Shard:
     sum_S = comm.reduce_scatter(grad_N) if path.by_shard else grad_N
     if not path.in_place:
         sum_S, factor = feedback.contribution(part, sum_S, share)
-        return Shard(sum_S, residual_S, feedback.next_residual(part), factor, feedback.on_sent(part.group))
+        return Shard(sum_S, residual_S, feedback.next_residual(part), factor)
     if feedback.momentum is not None and path.by_shard:
         sum_S = feedback.rescale(feedback.contribution(part, sum_S, share)[0]).to(grad_N.dtype)
     return Shard(sum_S, None if residual_S is None else feedback.rescale(residual_S.clone()))

@@ -92,6 +92,7 @@ class HierState(Engine):
         self.kept_sharded: frozenset[ParamGroup] = frozenset()
         self.store = ResidualStore(topology.device_index, topology.num_devices)
         self.momentum = self._momentum() if config.momentum_correction else None
+        self.exchange.choice.by_shard = self.momentum is not None  # a velocity moves by its node's sum
         self.feedback = ErrorFeedback(self.store, self.momentum, keeps=config.error_feedback)
         if find_unused_parameters:
             self.track_unused(module)
@@ -130,14 +131,7 @@ class HierState(Engine):
         choice = self.exchange.choice
         if not self._round_is_open:
             self.settle()
-            choice.prepare(
-                self.exchange.communicator,
-                flat_N.device,
-                self.round,
-                self.exchange.runner.wait,
-                lambda: map(self.path, self.layout.settled),
-                self._hidden_work,
-            )
+            self._prepare(flat_N.device)
             choice.window.first(flat_N.device)
             self._round_is_open = self._is_reducing = True
         group = group_of(bucket.parameters(), self.parameters.names)
@@ -149,6 +143,14 @@ class HierState(Engine):
             choice.window.last(flat_N.device)
             self._round_is_open = False
         return received
+
+    def _prepare(self, device: torch.device) -> None:
+        """Measure what paths are chosen by, where that is due. A collective of the world then."""
+        exchange, least = self.exchange, self.config.least_density
+        if exchange.choice.is_due(self.round):
+            exchange.runner.wait()  # for another module, wrapped with the same topology
+            behind = f"backward; the last group of each round keeps {least:g}"
+            exchange.choice.prepare(exchange.communicator, device, self.round, self._hidden_work(), behind)
 
     def _cut(self, bucket: Bucket, group: ParamGroup) -> BucketGroup:
         if self._bypass:

@@ -32,7 +32,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from lightning_sparse.exchange.host_copy import HostCopy
+from lightning_sparse.exchange.host import HostCopy
 from lightning_sparse.gradients.groups import flat_numel, in_bucket_order, parameter_names
 
 MANY_STEPS = 16

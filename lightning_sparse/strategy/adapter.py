@@ -10,7 +10,7 @@ import gc
 import logging
 import weakref
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -81,6 +81,15 @@ class Adapter:
     def _shared_options(self) -> dict[str, Any]:
         """Options of the host that must be the same on all ranks."""
         return {}
+
+    @contextmanager
+    def shared_weights(self) -> Iterator[None]:
+        """Modules hold the global weights inside, and buffers averaged over ranks, as in validation and checkpoints.
+        Every rank enters it."""
+        with ExitStack() as stack:
+            for engine in self.engines:
+                stack.enter_context(engine.shared_weights())
+            yield
 
     def _saved_engines(self) -> list[Engine]:
         return [engine for engine in self.engines if engine.saves]

@@ -15,7 +15,7 @@ Fabric has no epochs and no estimate of its steps, so ``"mstopk_hier"`` has no d
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
@@ -104,15 +104,6 @@ class FabricAdapter(Adapter, Host):
         """Send everything that is pending: all ranks hold the same weights afterwards. Every rank calls it."""
         for engine in self.engines:
             engine.finish()
-
-    @contextmanager
-    def shared_weights(self) -> Iterator[None]:
-        """Modules hold the global weights inside, and buffers averaged over ranks, as in validation and checkpoints.
-        Every rank enters it."""
-        with ExitStack() as stack:
-            for engine in self.engines:
-                stack.enter_context(engine.shared_weights())
-            yield
 
     # -- checkpoints ---------------------------------------------------------------------------------------------------
 

@@ -111,6 +111,8 @@ class Saves:
             write_side_file({**engine.state().to_dict(), **more}, save_id, path, rank)
         if manifests:
             _wait_for_all("/".join(ids), path, timeout)
+            if rank > 0 and engines[0].topology.device_index == 0:
+                _clean_own_folder(path, but=ids)
         yield manifests or None
         if not dist.is_initialized() or dist.get_rank() == 0:
             remove_side_files(path, but=ids)
@@ -237,6 +239,17 @@ def remove_side_files(checkpoint_path: Any, *, but: Collection[str] = ()) -> Non
                 fs.rm(each, recursive=True)
         if not but:
             fs.rm(folder, recursive=True)
+
+
+def _clean_own_folder(checkpoint_path: str, *, but: Collection[str]) -> None:
+    """Remove what rank 0 does not see: earlier saves in a folder that nodes do not share, which has no files of rank 0.
+    This node's last save stays, for rank 0 may not have replaced the main file yet."""
+    fs, folder = _folder(checkpoint_path)
+    with contextlib.suppress(FileNotFoundError):
+        earlier = [each for each in fs.ls(folder, detail=False) if os.path.basename(each) not in but]
+        own = [each for each in earlier if not fs.exists(f"{each}/rank00000.pt")]
+        for each in sorted(own, key=fs.modified)[:-1]:
+            fs.rm(each, recursive=True)
 
 
 def load(checkpoint: Mapping[str, Any], checkpoint_path: str, rank: int) -> list[Saved]:

@@ -72,11 +72,6 @@ class UpdatesConfig(ExchangeConfig):
             )
         check_flag("shard_optimizer", self.shard_optimizer)
 
-    @property
-    def hides_behind(self) -> str:
-        """What ``density="auto"`` has time for."""
-        return "what is between two exchanges"
-
     def measures_ahead(self, num_nodes: int) -> bool:
         """Whether ``step_ahead`` follows what so many nodes agree on."""
         return self.step_ahead == "auto" and self.exchange == "sparse" and num_nodes > 2

@@ -25,12 +25,12 @@ import torch
 from torch import Tensor
 
 from lightning_sparse.exchange import Exchange, Shard
-from lightning_sparse.exchange.host_copy import HostCopy
+from lightning_sparse.exchange.host import HostCopy
 from lightning_sparse.exchange.paths import Sparse
 from lightning_sparse.updates.agreement import Agreement
 from lightning_sparse.updates.config import UpdatesConfig
 from lightning_sparse.updates.slices import Slices
-from lightning_sparse.updates.state import UpdateState
+from lightning_sparse.updates.state import Delivery, UpdateState
 
 
 class DifferenceState(UpdateState):
@@ -74,13 +74,12 @@ class DifferenceState(UpdateState):
             return
         self._add_own()
         self._follow_agreement()
-        path, beside = self._sparse, self._sample()
-        shard = Shard(self.own_S, self.shared_S, factor=self._minus_one, beside=beside)
-        shard.on_received = lambda messages: self._keep(messages, beside)
-        job = self._run(path, shard)
-        handed = next(job)  # selects
-        self._take_messages(lambda: self._start(job, handed))
-        self._wrote, self._sent = path, handed[0].view(1, -1)
+        path, sample = self._sparse, self._sample()
+        transfer = self._exchange.begin(path, Shard(self.own_S, self.shared_S, factor=self._minus_one))
+        sent = transfer.carried.view(1, -1)
+        delivery = Delivery(self._exchange, transfer, sample_B=sample)
+        self._take_messages(lambda: self._start(delivery))
+        self._wrote, self._sent = path, sent
         if not self._config.delay:
             path.add(self._sent, self.own_S, 1.0)
             self._sent = None
@@ -94,8 +93,8 @@ class DifferenceState(UpdateState):
             return
         self._add_own()
         self._take_messages()
-        for _ in self._run(self._path(whole=True), Shard(self.shared_S - self.own_S), self.shared_S):
-            pass
+        pending_S = self.shared_S - self.own_S
+        self.shared_S.add_(self._exchange.sum(self._path(whole=True), Shard(pending_S)), alpha=self._mean)
         self.own_S.copy_(self.shared_S)
         self._set_model()
 
@@ -126,7 +125,7 @@ class DifferenceState(UpdateState):
             saved["samples"] = self._samples.read()
         if self._messages is not None and self._wrote is not None:
             saved["before"] = self.shared_S
-            saved["messages"] = self._wrote.alone(self._messages, self.own_S.numel())
+            saved["messages"] = self._messages
             saved["sent"] = torch.tensor(self._wrote.k)
         return saved
 
@@ -146,7 +145,7 @@ class DifferenceState(UpdateState):
     def _load_messages(self, saved: Mapping[str, Tensor]) -> bool:
         messages = saved["messages"].to(self.own_S.device)
         wrote = replace(self._sparse, k=int(saved["sent"]))
-        if not wrote.wrote(messages, self.own_S.numel()):
+        if not wrote.wrote(messages):
             return False
         mine = self._exchange.topology.node_index
         self._messages, self._sent, self._wrote = messages, messages[mine : mine + 1], wrote
@@ -175,10 +174,8 @@ class DifferenceState(UpdateState):
         if measured is not None:
             self.ahead = measured
 
-    def _keep(self, messages: Tensor, beside: Tensor | None) -> None:
-        self._messages = messages
-        if beside is not None:
-            self._samples = HostCopy(messages[:, -beside.nbytes :].contiguous())
+    def _keep(self, delivery: Delivery) -> None:
+        self._messages, self._samples = delivery.messages, delivery.samples
 
     def _add_own(self) -> None:
         """Add to this node's model what the parameters have changed by, and what it has sent: the rest is pending."""
@@ -201,7 +198,7 @@ class DifferenceState(UpdateState):
 
     def _add_mean(self, messages: Tensor, model_S: Tensor) -> None:
         assert self._wrote is not None
-        self._wrote.add(messages, model_S, -1.0 / self._exchange.topology.num_nodes)
+        self._wrote.add(messages, model_S, self._mean)
 
     def _set_model(self) -> None:
         """x = shared_S - step_ahead * pending_S - in flight, which own_S holds for that."""

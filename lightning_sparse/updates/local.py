@@ -134,14 +134,10 @@ class LocalUpdates(Engine):
         choice.window.last(self._device)
         works = [self._between(node) for node in nodes]
         self._heaviest = max(self._heaviest, works, key=lambda each: sum(work.numel for work in each))
-        choice.prepare(
-            self.exchange.communicator,
-            self._device,
-            self.exchanges,
-            self._receive,
-            lambda: [choice.path(work, choice.density) for work in works],  # not of slices, which differ between ranks
-            lambda: self._heaviest,
-        )
+        if choice.is_due(self.exchanges):
+            self._receive()
+            behind = "what is between two exchanges"
+            choice.prepare(self.exchange.communicator, self._device, self.exchanges, self._heaviest, behind)
 
     def _between(self, node: NodeOptimizer) -> Work:
         """What an optimizer's exchange has to do between nodes: of a device's slice, the same on all ranks."""

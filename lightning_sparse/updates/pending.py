@@ -10,7 +10,7 @@ from torch import Tensor
 from lightning_sparse.exchange import Exchange, Shard
 from lightning_sparse.updates.config import UpdatesConfig
 from lightning_sparse.updates.slices import Slices
-from lightning_sparse.updates.state import UpdateState
+from lightning_sparse.updates.state import Delivery, UpdateState
 
 
 class PendingState(UpdateState):
@@ -39,21 +39,20 @@ class PendingState(UpdateState):
         path = self._path(whole=False)
         if path.leaves == "nothing":
             self._pending_S.zero_()
-        job = self._run(path, Shard(acc_S, next_S=self._pending_S), self.shared_S)
-        handed = next(job)  # selects
+        transfer = self._exchange.begin(path, Shard(acc_S, next_S=self._pending_S))
+        delivery = Delivery(self._exchange, transfer, self.shared_S, self._mean)
         if self._config.delay:
             self._set_model(acc_S)
-            self._start(job, handed)
+            self._start(delivery)
             return
-        self._start(job, handed)
+        self._start(delivery)
         self._set_model(None)
 
     def flush(self) -> None:
         if not self.slices.numel:
             return
         self.receive()
-        for _ in self._run(self._path(whole=True), Shard(self._accumulate()), self.shared_S):
-            pass
+        self.shared_S.add_(self._exchange.sum(self._path(whole=True), Shard(self._accumulate())), alpha=self._mean)
         self._pending_S.zero_()
         self._set_model(None)
 

@@ -8,10 +8,65 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from lightning_sparse.exchange import Exchange, Path, Shard
-from lightning_sparse.exchange.lanes import Job, TensorFuture
+from lightning_sparse.exchange import Exchange, Path, Transfer
+from lightning_sparse.exchange.host import HostCopy
+from lightning_sparse.exchange.lanes import TensorFuture
 from lightning_sparse.updates.config import UpdatesConfig
 from lightning_sparse.updates.slices import Slices
+
+
+class Delivery:
+    """The job of carrying what was selected of an update to the shared weights.
+
+    Args:
+        exchange: between nodes.
+        transfer: that has selected.
+        target_S: the sum over nodes is added to it, times ``alpha``; None keeps the messages.
+        sample_B: bytes that ride along with the message, of a path whose messages are kept.
+
+    Attributes:
+        messages: of all nodes, uint8 [M, B], if they are kept.
+        samples: of all nodes, uint8 [M, bytes].
+    """
+
+    def __init__(
+        self,
+        exchange: Exchange,
+        transfer: Transfer,
+        target_S: Tensor | None = None,
+        alpha: float = 1.0,
+        sample_B: Tensor | None = None,
+    ) -> None:
+        self._communicator, self._where = exchange.communicator, exchange.communicator.where
+        self._transfer, self._target_S, self._alpha = transfer, target_S, alpha
+        self._sample_bytes = 0
+        self.messages: Tensor | None = None
+        self.samples: HostCopy | None = None
+        if sample_B is not None:
+            self._sample_bytes = sample_B.numel()
+            transfer.carried = torch.cat([transfer.carried, sample_B])
+            exchange.stats.count_bytes((exchange.topology.num_nodes - 1) * sample_B.nbytes)
+
+    def select(self) -> Sequence[Tensor]:
+        """It is done."""
+        return self._transfer.tensors
+
+    def transfer(self) -> Sequence[Tensor]:
+        """Communicate between nodes."""
+        self._communicator.where = self._where  # of this thread
+        self._transfer.transfer()
+        return self._transfer.tensors
+
+    def apply(self) -> Sequence[Tensor]:
+        """Add the sum over nodes, or keep the messages."""
+        if self._target_S is not None:
+            self._target_S.add_(self._transfer.apply(), alpha=self._alpha)
+            return ()
+        self.messages, beside = self._transfer.carried, self._sample_bytes
+        if beside:
+            self.samples = HostCopy(self.messages[:, -beside:].contiguous())
+            self.messages = self.messages[:, :-beside].contiguous()
+        return ()
 
 
 class UpdateState(ABC):
@@ -31,7 +86,7 @@ class UpdateState(ABC):
         self.slices, self._exchange, self._config = slices, exchange, config
         self.ahead = config.ahead(exchange.topology.num_nodes)
         self.shared_S = slices.read()
-        self._future: TensorFuture | None = None
+        self._under_way: tuple[TensorFuture, Delivery] | None = None
 
     @property
     @abstractmethod
@@ -96,29 +151,32 @@ class UpdateState(ABC):
 
     def receive(self) -> None:
         """Wait for the messages under way. May come at any time before the next exchange: the result is the same."""
-        if self._future is not None:
-            self._exchange.runner.finish(self._future)
-            self._future = None
+        if self._under_way is not None:
+            future, delivery = self._under_way
+            self._exchange.runner.finish(future)
+            self._under_way = None
+            self._keep(delivery)
 
     def _path(self, *, whole: bool) -> Path:
         choice = self._exchange.choice
         work = choice.work(self.shared_S.numel() * self._exchange.topology.num_devices, torch.float32)
         return choice.dense(work) if whole else choice.path(work, choice.density)
 
-    def _run(self, path: Path, shard: Shard, target_S: Tensor | None = None) -> Job:
-        """The job of exchanging a shard of updates, whose mean ``target_S`` gets."""
-        exchange = self._exchange
-        shard.target_S, shard.alpha = target_S, -1.0 / exchange.topology.num_nodes
-        where = exchange.communicator.where
-        for handed in exchange.run(path, shard):
-            yield handed
-            exchange.communicator.where = where  # of the thread that goes on
+    @property
+    def _mean(self) -> float:
+        """What makes a sum over nodes the mean that is taken off weights."""
+        return -1.0 / self._exchange.topology.num_nodes
 
-    def _start(self, job: Job, handed: Sequence[Tensor]) -> None:
-        """Run the rest of a job that has selected, and yielded ``handed``: beside the next step, or with ``delay=0``
-        now."""
+    def _start(self, delivery: Delivery) -> None:
+        """Run a job that has selected: beside the next step, or with ``delay=0`` now."""
         if self._config.delay:
-            self._future = self._exchange.runner.start(job, self.shared_S, handed)
+            selected = delivery.select()
+            self._under_way = self._exchange.runner.start(delivery, self.shared_S, selected), delivery
             return
-        for _ in job:
-            pass
+        delivery.transfer()
+        delivery.apply()
+        self._keep(delivery)
+
+    def _keep(self, delivery: Delivery) -> None:
+        """Take what a delivery that is done has not added to the shared weights."""
+        return  # nothing, unless messages are kept

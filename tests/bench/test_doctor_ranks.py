@@ -12,8 +12,8 @@ import torch
 from lightning_sparse import cli
 from lightning_sparse.cli import doctor
 from lightning_sparse.cli.doctor import Finding, examine_cache
-from lightning_sparse.data.cache.folders import cache_folder
 from lightning_sparse.data.config import CacheConfig
+from lightning_sparse.data.folders import cache_folder
 from tests.helpers.distributed import run_ranks
 
 

@@ -13,10 +13,7 @@ from lightning_sparse.bench import models
 from lightning_sparse.cli import plan
 from lightning_sparse.cli.plan import WAYS, Row, Scenario, predict, recommend_for_adam
 from lightning_sparse.exchange import Work
-from lightning_sparse.exchange.density import num_selected
-from lightning_sparse.exchange.paths import Dense, Flat
-from lightning_sparse.exchange.paths.regional import Regional
-from lightning_sparse.exchange.paths.sparse import Sparse
+from lightning_sparse.exchange.paths import Dense, Flat, Regional, Sparse, num_selected
 from lightning_sparse.kernels import message_bytes
 
 RESNET50 = 25_557_032

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from lightning_sparse.data.cache.placement import owners
+from lightning_sparse.data.cache.store import owners
 from lightning_sparse.data.pipeline.sampler import EpochPlan, Indices, Sampler, SamplerConfig
 
 FLAVOURS = ["pytorch_lightning", "lightning"]

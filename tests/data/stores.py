@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from lightning_sparse.data.cache.manifest import load_or_list
 from lightning_sparse.data.cache.store import SampleStore
 from lightning_sparse.data.config import CacheConfig
+from lightning_sparse.data.sources.listing import list_source, load_or_list
+from lightning_sparse.data.sources.manifest import Manifest
 
 Open = list[SampleStore]
 
@@ -17,6 +18,10 @@ Open = list[SampleStore]
 def config_of(folder: Path, **more: object) -> CacheConfig:
     options = {"source": str(folder), "cache_dir": str(folder.parent / "cache"), "memory_gb": 0.01, **more}
     return CacheConfig(**options)  # type: ignore[arg-type]
+
+
+def listed(source: str | Path, split: str = "train", **more: object) -> Manifest:
+    return list_source(CacheConfig(source=str(source), cache_dir="none", **more), split, quiet=True)  # type: ignore[arg-type]
 
 
 def store_of(folder: Path, stores: Open, **more: object) -> SampleStore:

@@ -13,11 +13,11 @@ OPEN = """
 import resource, sys
 from pathlib import Path
 import lmdb
-from lightning_sparse.data.cache import lmdb_env, memory
+from lightning_sparse.data.cache import disk, memory
 used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
 resource.setrlimit(resource.RLIMIT_AS, (used + (256 << 20),) * 2)
 """
-DISK = "lmdb_env.acquire(Path(sys.argv[1]) / 'train.lmdb', b'1')"
+DISK = "disk.acquire(Path(sys.argv[1]) / 'train.lmdb', b'1')"
 MEMORY = "memory.create(Path(sys.argv[1]) / 'segment', 'bytes', 10, 1 << 30)"
 
 

@@ -9,14 +9,15 @@ from typing import Any
 import pytest
 
 from lightning_sparse.data.cache import free_memory
-from lightning_sparse.data.cache import manifest as listing
-from lightning_sparse.data.cache.agreement import agreed_format, agreed_manifest
-from lightning_sparse.data.cache.manifest import load_or_list
-from lightning_sparse.data.cache.placement import Placement
+from lightning_sparse.data.cache.store import Placement
 from lightning_sparse.data.config import CacheConfig
+from lightning_sparse.data.session import agreed_format, agreed_manifest
+from lightning_sparse.data.sources import listing
+from lightning_sparse.data.sources.listing import load_or_list
 from tests.data.fits import data, fitted, module, saver, trainer
 from tests.data.pictures import numbered_folder
 from tests.data.small import jpeg, make_folder
+from tests.data.stores import listed
 from tests.helpers.distributed import run_ranks
 
 FLAVOUR = "pytorch_lightning"
@@ -45,7 +46,7 @@ def open_files() -> str:
 def test_all_ranks_map_the_list_of_rank_zero(tmp_path: Path) -> None:
     make_folder(tmp_path / "pictures")
     answers = run_ranks(mapped, str(tmp_path))
-    fresh = listing.list_source(str(tmp_path / "pictures"), "train", quiet=True)
+    fresh = listed(tmp_path / "pictures")
     assert answers == [(fresh.fingerprint, list(fresh.paths), False, True)] * 4
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from lightning_sparse.data import session
-from lightning_sparse.data.pipeline.backend import choose_backend
+from lightning_sparse.data.pipeline.images import choose_backend
 from tests.data.fits import data, fitted, module, saver, trainer
 from tests.data.pictures import numbered_folder
 from tests.helpers.distributed import run_ranks

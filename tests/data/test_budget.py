@@ -13,12 +13,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from lightning_sparse.data.cache import budget, free_memory, listing
-from lightning_sparse.data.cache.listing import list_source
+from lightning_sparse.data.cache import budget, free_memory
 from lightning_sparse.data.cache.memory import MemoryCache
-from lightning_sparse.data.cache.samples import Manifest
 from lightning_sparse.data.config import CacheConfig
+from lightning_sparse.data.sources import layout
+from lightning_sparse.data.sources.manifest import Manifest
 from tests.data.small import make_folder
+from tests.data.stores import listed
 from tests.data.test_memory import pixels
 
 RUN = b"a run"
@@ -94,8 +95,8 @@ def test_small_images_are_not_taken_for_photographs(tmp_path: Path) -> None:
     """Their decoded size is known from some of them: estimated from the files it would be ten times too high."""
     folder = make_folder(tmp_path / "pictures", per_class=50, classes=2)  # of 40 x 60 pixels
     (folder / "train" / "c0" / "0.jpg").write_bytes(b"corrupt")
-    small = list_source(str(folder), "train", quiet=True)
-    assert len(small.probed) == listing.PROBES - 1
+    small = listed(folder)
+    assert len(small.probed) == layout.PROBES - 1
     owned = np.ones(100, np.bool_)
     for short_side, true in ((256, 100 * (40 * 60 * 3 + 64)), (20, 100 * (20 * 30 * 3 + 64))):
         assert true <= budget.needed_bytes(small, owned, "decoded", short_side) <= 1.01 * true

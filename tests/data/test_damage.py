@@ -9,10 +9,10 @@ import lmdb
 import numpy as np
 import pytest
 
-from lightning_sparse.data.cache.folders import cache_folder
-from lightning_sparse.data.cache.manifest import load_or_list
-from lightning_sparse.data.cache.warm import warm
+from lightning_sparse.data.cache.commands import warm
 from lightning_sparse.data.config import CorruptSampleError
+from lightning_sparse.data.folders import cache_folder
+from lightning_sparse.data.sources.listing import load_or_list
 from tests.data.small import jpeg
 from tests.data.stores import Open, config_of, contents, store_of, warnings_of
 

@@ -17,8 +17,8 @@ import pytest
 from lightning_sparse.data.cache import disk
 from lightning_sparse.data.cache.counts import Counter
 from lightning_sparse.data.cache.disk import CachedFile, DiskCache, FileKey, corrupt_file
-from lightning_sparse.data.cache.folders import cache_folder
 from lightning_sparse.data.config import CacheConfig, DataError
+from lightning_sparse.data.folders import cache_folder
 
 
 def key(number: int, size: int = 100, mtime: int = 5) -> FileKey:

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from lightning_sparse.data.pipeline.augment import Augment
-from lightning_sparse.data.pipeline.backend import has_dali
 from lightning_sparse.data.pipeline.batch import Transform
+from lightning_sparse.data.pipeline.images import has_dali
 from tests.data.fake_store import FolderStore
 from tests.data.pictures import make_folder
 from tests.data.test_pipelines import requests
@@ -23,7 +23,7 @@ GRAY = Transform(augment=Augment(seed=3), mean=(0, 0, 0), std=(1 / 255,) * 3)  #
 @needs_dali
 @pytest.mark.parametrize("store_format", ["decoded", "jpeg"])
 def test_the_gpu_shows_the_same_pictures(tmp_path: Path, store_format: Any) -> None:
-    from lightning_sparse.data.pipeline.backend_dali import DaliPipeline
+    from lightning_sparse.data.pipeline.dali import DaliPipeline
 
     store = FolderStore(make_folder(tmp_path) / "train", store_format)
     wanted = [*requests(len(store), epoch=1), *requests(len(store), train=False, size=40)]
@@ -44,7 +44,7 @@ def test_the_gpu_shows_the_same_pictures(tmp_path: Path, store_format: Any) -> N
 @needs_dali
 def test_batches_outlive_the_ones_that_follow(tmp_path: Path) -> None:
     """DALI hands its memory over without a copy: it must not be written again while a batch is in use."""
-    from lightning_sparse.data.pipeline.backend_dali import DaliPipeline
+    from lightning_sparse.data.pipeline.dali import DaliPipeline
 
     store = FolderStore(make_folder(tmp_path) / "train")
     pipe = DaliPipeline(store, GRAY, batch_size=4, threads=2, device=torch.cuda.current_device())
@@ -57,7 +57,7 @@ def test_batches_outlive_the_ones_that_follow(tmp_path: Path) -> None:
 
 @pytest.mark.gpu
 def test_torch_normalises_on_the_gpu(tmp_path: Path) -> None:
-    from lightning_sparse.data.pipeline.backend_torch import TorchPipeline
+    from lightning_sparse.data.pipeline.images import TorchPipeline
 
     store = FolderStore(make_folder(tmp_path) / "train")
     wanted = [*requests(len(store), epoch=1), *requests(len(store), train=False, size=40)]

@@ -81,11 +81,11 @@ WARM = f"""
 import sys, threading, time
 from pathlib import Path
 from lightning_sparse.cli import main
-from lightning_sparse.data.cache import storage_process
+from lightning_sparse.data.sources import storage
 script, asked = Path(sys.argv[2]) / "hangs.py", Path(sys.argv[2]) / "asked"
 script.write_text(f'''
 import sys, time
-sys.path.insert(0, {{str(Path(storage_process.__file__).parent)!r}})
+sys.path.insert(0, {{str(Path(storage.__file__).parent)!r}})
 import storage_reader
 answer = storage_reader.answer
 def hanging(source, kind, *args):
@@ -96,7 +96,7 @@ def hanging(source, kind, *args):
 storage_reader.answer = hanging
 storage_reader.main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3])
 ''')
-storage_process._READER = script
+storage._READER = script
 def say():
     while not asked.exists():
         time.sleep(0.02)

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from lightning_sparse.data.cache.manifest import list_source
 from lightning_sparse.data.config import DataError
 from tests.data.fits import FLAVOURS, ours
 from tests.data.small import jpeg, make_folder, picture
+from tests.data.stores import listed
 
 image_folder = pytest.importorskip("torchvision.datasets", reason="the labels are compared with it").ImageFolder
 
@@ -97,23 +97,23 @@ def test_what_is_hidden_is_left_out(tmp_path: Path, scheme: str) -> None:
     for path in (train / ".git" / "x.jpg", train / "c0" / ".ipynb_checkpoints" / "1.jpg", train / "c1" / "._0.jpg"):
         path.parent.mkdir(exist_ok=True)
         path.write_bytes(b"no image")
-    listed = list_source(f"{scheme}{tmp_path / 'source'}", "train", quiet=True)
-    assert listed.classes == ("c0", "c1")
-    assert listed.labels.ravel().tolist() == [0] * 4 + [1] * 4
-    assert not [path for path in listed.paths if "/." in path]
+    manifest = listed(f"{scheme}{tmp_path / 'source'}")
+    assert manifest.classes == ("c0", "c1")
+    assert manifest.labels.ravel().tolist() == [0] * 4 + [1] * 4
+    assert not [path for path in manifest.paths if "/." in path]
 
 
 def test_a_folder_that_is_missing_is_compared_with_what_is_there(tmp_path: Path) -> None:
     for name in ("Train", "valid"):
         make_folder(tmp_path / "source", split=name)
     with pytest.raises(DataError, match=r"has no folder train/ to read \(.*; it has Train, valid\)"):
-        list_source(str(tmp_path / "source"), "train", quiet=True)
+        listed(tmp_path / "source")
 
 
 def test_shards_in_the_source_itself_are_named(tmp_path: Path) -> None:
     (tmp_path / "000000.tar").write_bytes(b"")
     with pytest.raises(DataError, match=r"no folder train/ .*; it has 000000.tar\).*train/<shard>.tar"):
-        list_source(str(tmp_path), "train", quiet=True)
+        listed(tmp_path)
 
 
 def test_shards_in_a_folder_of_a_class_are_told_their_place(tmp_path: Path) -> None:
@@ -121,7 +121,7 @@ def test_shards_in_a_folder_of_a_class_are_told_their_place(tmp_path: Path) -> N
     shard.parent.mkdir()
     shard.write_bytes(b"")
     with pytest.raises(ValueError, match=r"train/shards contains no images.*\.tar.* belong into train/ itself"):
-        list_source(str(tmp_path), "train", quiet=True)
+        listed(tmp_path)
 
 
 @pytest.mark.parametrize("classes", [1, 2])
@@ -129,17 +129,17 @@ def test_classes_one_level_too_deep_are_not_taken_for_one(tmp_path: Path, classe
     """One folder below the only class, as tiny ImageNet has, may be meant."""
     make_folder(tmp_path, split="train/images", classes=classes)
     if classes == 1:
-        assert list_source(str(tmp_path), "train", quiet=True).classes == ("images",)
+        assert listed(tmp_path).classes == ("images",)
         return
     with pytest.raises(ValueError, match=r"train/images/ would be the only class.*train/images/c0/.*move them into"):
-        list_source(str(tmp_path), "train", quiet=True)
+        listed(tmp_path)
 
 
 def test_a_link_of_a_class_that_leads_nowhere_is_no_class_less(tmp_path: Path) -> None:
     """The data set that it leads to is not mounted."""
     (make_folder(tmp_path) / "train" / "c3").symlink_to(tmp_path / "nowhere")
     with pytest.raises(ValueError, match="train/c3 is a link that leads nowhere"):
-        list_source(str(tmp_path), "train", quiet=True)
+        listed(tmp_path)
 
 
 def test_images_beside_the_classes_are_said_to_be_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -147,5 +147,5 @@ def test_images_beside_the_classes_are_said_to_be_left_out(tmp_path: Path, caplo
     for name in ("stray.JPG", "README", "._stray.jpg"):
         (train / name).write_bytes(jpeg(1))
     with caplog.at_level(logging.WARNING):
-        assert len(list_source(str(tmp_path), "train", quiet=True)) == 12
+        assert len(listed(tmp_path)) == 12
     assert "1 image(s) beside the folders of classes in train/ are left out, such as stray.JPG" in caplog.text

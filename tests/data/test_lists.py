@@ -10,10 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from lightning_sparse.data.cache.lists import read_list
-from lightning_sparse.data.cache.manifest import class_names, load_or_list, num_classes
-from lightning_sparse.data.cache.samples import Manifest
 from lightning_sparse.data.config import CacheConfig
+from lightning_sparse.data.sources.listing import classes_of, load_or_list
+from lightning_sparse.data.sources.manifest import Manifest
 
 NEEDS_PYARROW = pytest.mark.skipif(importlib.util.find_spec("pyarrow") is None, reason="pyarrow is not installed")
 
@@ -68,7 +67,7 @@ def test_labels_are_names_or_numbers(
     assert manifest.labels.tolist() == labels
     config = config_of(folder)
     assert (manifest.classes, manifest.num_classes) == (classes, count)
-    assert (class_names(config, "train"), num_classes(config, "train")) == (classes, count)
+    assert classes_of(config, "train") == (classes, count)
     again = Manifest.from_bytes(manifest.to_bytes())
     assert (again.fingerprint, again.labels.tolist(), again.labels.dtype) == (
         manifest.fingerprint,
@@ -87,20 +86,20 @@ def test_parquet_gives_the_same(folder: Path) -> None:
     pyarrow.parquet.write_table(table, file)
     config = config_of(folder, lists={"train": str(file)})
     found, expected = (
-        read_list(config, "train"),
+        load_or_list(config, "train"),
         listed(folder, "path,kind,score\n4.bin,dog,1.5\nc/3.bin,cat,2.0\n"),
     )
-    assert (found.paths, found.classes) == (list(expected.paths), expected.classes)
+    assert (list(found.paths), found.classes) == (list(expected.paths), expected.classes)
     np.testing.assert_array_equal(found.labels, expected.labels)
 
 
 def test_a_list_that_has_changed_is_read_again(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from lightning_sparse.data.cache import manifest as module
+    from lightning_sparse.data.sources import listing as module
 
     first = listed(folder, "path,x\n4.bin,1\n")
     second = listed(folder, "path,x\n4.bin,2\n")
     assert (first.labels.tolist(), second.labels.tolist()) == ([[1]], [[2]])
-    monkeypatch.setattr(module, "list_named", None)
+    monkeypatch.setattr(module, "list_source", None)
     assert load_or_list(config_of(folder), "train", quiet=True).fingerprint == second.fingerprint
     monkeypatch.undo()
     time.sleep(0.02)  # the resolution of times on this file system

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import logging
 import os
 import pickle
@@ -17,15 +16,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_sparse.data.cache import manifest as listing
-from lightning_sparse.data.cache import storage_process
-from lightning_sparse.data.cache.folders import NETWORK_FILE_SYSTEMS, cache_folder, file_system
-from lightning_sparse.data.cache.manifest import class_names, list_source, load_or_list
-from lightning_sparse.data.cache.placement import owners
-from lightning_sparse.data.cache.samples import Manifest, Paths
-from lightning_sparse.data.cache.storage import Storage, StoredFile
+from lightning_sparse.data.cache.store import owners
 from lightning_sparse.data.config import CacheConfig, DataError
+from lightning_sparse.data.folders import NETWORK_FILE_SYSTEMS, cache_folder, file_system
+from lightning_sparse.data.sources import listing, storage
+from lightning_sparse.data.sources.listing import classes_of, load_or_list
+from lightning_sparse.data.sources.manifest import Manifest, Paths
+from lightning_sparse.data.sources.storage import Storage, StoredFile
 from tests.data.small import jpeg, make_folder
+from tests.data.stores import listed
 
 
 @pytest.fixture
@@ -49,7 +48,7 @@ def test_a_folder_is_listed_as_imagefolder_lists_it(folder: Path) -> None:
     (folder / "train" / "c1" / "notes.txt").write_text("no picture")
     (folder / "train" / "c1" / "deeper").mkdir()
     os.rename(folder / "train" / "c1" / "0.jpg", folder / "train" / "c1" / "deeper" / "0.JPEG")
-    manifest = list_source(str(folder), "train")
+    manifest = listed(folder)
     datasets = pytest.importorskip("torchvision.datasets")
     expected = datasets.ImageFolder(folder / "train")
     assert manifest.classes == tuple(expected.classes)
@@ -67,7 +66,7 @@ def test_links_are_followed_as_imagefolder_follows_them(folder: Path, tmp_path: 
     (folder / "train" / "c0" / "linked").symlink_to(outside)
     (folder / "train" / "c1" / "sibling").symlink_to(folder / "train" / "c2")
     (folder / "train" / "zoo").symlink_to(outside)
-    manifest = list_source(str(folder), "train")
+    manifest = listed(folder)
     datasets = pytest.importorskip("torchvision.datasets")
     expected = [
         (os.path.relpath(path, folder), label) for path, label in datasets.ImageFolder(folder / "train").samples
@@ -82,10 +81,10 @@ def test_links_are_followed_as_imagefolder_follows_them(folder: Path, tmp_path: 
 
 
 def test_a_loop_of_links_is_left_out(folder: Path) -> None:
-    before = list(list_source(str(folder), "train").paths)
+    before = list(listed(folder).paths)
     (folder / "train" / "c1" / "up").symlink_to(folder / "train")
     (folder / "train" / "c1" / "self").symlink_to(folder / "train" / "c1")
-    found = list(list_source(str(folder), "train").paths)
+    found = list(listed(folder).paths)
     assert set(before) < set(found)
     assert "train/c1/up/c0/0.jpg" in found  # as ImageFolder lists it
     assert not [path for path in found if "up/c1/up" in path or "self" in path.split("/")[2]]
@@ -96,8 +95,8 @@ def test_a_url_is_listed_through_fsspec(folder: Path, tmp_path: Path) -> None:
     with zipfile.ZipFile(archive, "w") as file:
         for path in sorted(folder.rglob("*.jpg")):
             file.write(path, path.relative_to(folder))
-    manifest = list_source(f"zip://::{archive}", "train")
-    local = list_source(str(folder), "train")
+    manifest = listed(f"zip://::{archive}")
+    local = listed(folder)
     assert list(manifest.paths) == list(local.paths)
     assert manifest.classes == local.classes
     assert manifest.sizes.tolist() == local.sizes.tolist()
@@ -127,13 +126,13 @@ def test_a_change_of_the_source_is_noticed(
 ) -> None:
     cache = config(deep(folder), tmp_path / "cache")
     first = load_or_list(cache, "train")
-    assert class_names(cache, "train") == first.classes
+    assert classes_of(cache, "train")[0] == first.classes
     time.sleep(0.02)  # the resolution of times on this file system
     CHANGES[change](folder)
     caplog.set_level(logging.INFO, "lightning_sparse")
-    again, fresh = load_or_list(cache, "train"), list_source(str(folder), "train")
+    again, fresh = load_or_list(cache, "train"), listed(folder)
     assert again.fingerprint == fresh.fingerprint != first.fingerprint
-    assert again.classes == class_names(cache, "train") == fresh.classes
+    assert again.classes == classes_of(cache, "train")[0] == fresh.classes
     assert ["listing train/ again" in record.getMessage() for record in caplog.records] == [True]
 
 
@@ -160,47 +159,15 @@ def test_a_source_that_cannot_be_asked_is_taken_as_it_was(
     first = load_or_list(cache, "train")
     if away == "silent":
         (tmp_path / "hangs.py").write_text("import time; time.sleep(60)")
-        monkeypatch.setattr(storage_process, "_READER", tmp_path / "hangs.py")
+        monkeypatch.setattr(storage, "_READER", tmp_path / "hangs.py")
         monkeypatch.setattr(listing, "CHECK_S", 0.5)
     else:
         shutil.rmtree(folder)
     if away == "not mounted":
         folder.mkdir()
     assert load_or_list(cache, "train").fingerprint == first.fingerprint
-    assert class_names(cache, "train") == first.classes
+    assert classes_of(cache, "train")[0] == first.classes
     assert "using the list of train/ in the cache, because storage cannot be asked" in caplog.text
-
-
-def test_a_list_of_an_older_version_is_made_again_or_used_as_it_is(folder: Path, tmp_path: Path) -> None:
-    """It has the same fingerprint, so that its checkpoints go on, but no times of folders."""
-    cache = config(folder, tmp_path / "cache")
-    fresh = load_or_list(cache, "train")
-    kept, old = (cache_folder(cache) / f"train.manifest{suffix}" for suffix in ("", ".npz"))
-    old.write_bytes(in_old_form(fresh))
-    for there in (False, True):
-        kept.unlink(missing_ok=True)
-        folder.rename(folder.with_name("away")) if not there else folder.with_name("away").rename(folder)
-        manifest = load_or_list(cache, "train")
-        assert manifest.fingerprint == fresh.fingerprint
-        assert list(manifest.paths) == list(fresh.paths)
-        assert (len(manifest.folders) > 0, kept.exists(), old.exists()) == (there, there, not there)
-
-
-def in_old_form(manifest: Manifest) -> bytes:
-    """As version 0.1 wrote it."""
-    buffer, classes = io.BytesIO(), Paths.of(manifest.classes)
-    np.savez(
-        buffer,
-        about=np.array([manifest.split, manifest.root, manifest.fingerprint]),
-        class_bytes=classes.joined,
-        class_ends=classes.ends,
-        path_bytes=manifest.paths.joined,
-        path_ends=manifest.paths.ends,
-        labels=manifest.labels,
-        sizes=manifest.sizes,
-        mtimes_ns=manifest.mtimes_ns,
-    )
-    return buffer.getvalue()
 
 
 def test_a_damaged_list_is_made_again(folder: Path, tmp_path: Path) -> None:
@@ -225,7 +192,7 @@ def test_a_damaged_list_is_made_again(folder: Path, tmp_path: Path) -> None:
 def test_a_folder_that_is_no_image_folder_is_named(folder: Path, spoil, said: str) -> None:
     spoil(folder)
     with pytest.raises((ValueError, DataError), match=said):
-        list_source(str(folder), "train")
+        listed(folder)
 
 
 @pytest.mark.parametrize("path", ["../x.jpg", "/etc/passwd", "a/../../x.jpg", "a\0b"])
@@ -233,7 +200,7 @@ def test_a_manifest_cannot_lead_outside_the_source(path: str) -> None:
     with pytest.raises(DataError, match="outside the source"):
         manifest_of("train/c/0.jpg", path)
     with pytest.raises(ValueError, match="split="):
-        list_source("/somewhere", "../train")
+        listed("/somewhere", "../train")
 
 
 def test_a_manifest_survives_its_travels() -> None:

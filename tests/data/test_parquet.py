@@ -10,12 +10,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from lightning_sparse.data.cache import listing
-from lightning_sparse.data.cache.manifest import class_names, has_split, load_or_list
-from lightning_sparse.data.cache.placement import Placement, owners_of
-from lightning_sparse.data.cache.store import SampleStore, new_run
-from lightning_sparse.data.cache.warm import warm
+from lightning_sparse.data.cache.commands import warm
+from lightning_sparse.data.cache.store import Placement, SampleStore, new_run, owners_of
 from lightning_sparse.data.config import CacheConfig, CorruptSampleError
+from lightning_sparse.data.sources import parquet as parquet_files
+from lightning_sparse.data.sources.listing import classes_of, has_split, load_or_list
 from tests.data.fits import ours
 from tests.data.small import jpeg
 from tests.data.test_shards import needs_s3, s3_server
@@ -58,7 +57,7 @@ def config_of(folder: Path | str, cache: Path, **more: Any) -> CacheConfig:
 
 def test_rows_in_any_order_cross_the_link_once(tmp_path: Path) -> None:
     config = config_of(data_set(tmp_path / "source"), tmp_path / "cache")
-    assert class_names(config, "train") == ("cat", "dog")
+    assert classes_of(config, "train")[0] == ("cat", "dog")
     assert has_split(config, "train")
     manifest = load_or_list(config, "train", quiet=True)
     assert manifest.labels.tolist() == [[number % 2] for number in range(24)]
@@ -174,7 +173,7 @@ def test_the_column_can_be_chosen_and_labels_may_be_names(tmp_path: Path) -> Non
 
 def test_without_pyarrow_the_package_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = config_of(data_set(tmp_path / "source"), tmp_path / "cache")
-    monkeypatch.setattr(listing, "is_installed", lambda name: False)
+    monkeypatch.setattr(parquet_files, "is_installed", lambda name: False)
     with pytest.raises(ValueError, match="need pyarrow: `pip install pyarrow`"):
         load_or_list(config, "train", quiet=True)
 

@@ -20,14 +20,13 @@ import numpy as np
 import pytest
 import zmq
 
-from lightning_sparse.data.cache.manifest import load_or_list
-from lightning_sparse.data.cache.placement import Placement
-from lightning_sparse.data.cache.store import SampleStore, new_run
+from lightning_sparse.data.cache.store import Placement, SampleStore, new_run
 from lightning_sparse.data.config import CacheConfig, CorruptSampleError, DataError
-from lightning_sparse.data.peers import client, interface
-from lightning_sparse.data.peers.limits import RESERVE, allow_connections
-from lightning_sparse.data.peers.protocol import Keys
+from lightning_sparse.data.peers import client
+from lightning_sparse.data.peers import protocol as interface
+from lightning_sparse.data.peers.protocol import RESERVE, Keys, allow_connections
 from lightning_sparse.data.sample import Format
+from lightning_sparse.data.sources.listing import load_or_list
 from tests.data.small import make_folder
 
 Nodes = tuple[list[SampleStore], dict[int, str]]

@@ -50,10 +50,10 @@ def _no_threads_left() -> Iterator[None]:
 
 def pipeline(backend: str, store: FolderStore, transform: Transform = TRANSFORM) -> Any:
     if backend == "torch":
-        from lightning_sparse.data.pipeline.backend_torch import TorchPipeline
+        from lightning_sparse.data.pipeline.images import TorchPipeline
 
         return TorchPipeline(store, transform, threads=2)
-    from lightning_sparse.data.pipeline.backend_dali import DaliPipeline
+    from lightning_sparse.data.pipeline.dali import DaliPipeline
 
     return DaliPipeline(store, transform, batch_size=4, threads=1)
 
@@ -163,7 +163,7 @@ def test_nothing_around_the_window_is_seen(backend: str, folder: Path) -> None:
 
 def test_pixels_that_are_normalised_on_a_device_give_the_same_batches(store: FolderStore) -> None:
     """The CPU stands for the GPU, as the device that bytes are uploaded to."""
-    from lightning_sparse.data.pipeline.backend_torch import TorchPipeline
+    from lightning_sparse.data.pipeline.images import TorchPipeline
 
     wanted = [*requests(len(store), epoch=1), *requests(len(store), train=False, size=40)]
     pipe = TorchPipeline(store, TRANSFORM, threads=2, device=torch.device("cpu"))
@@ -328,7 +328,7 @@ def test_an_error_of_the_store_arrives_in_its_place(backend: str, folder: Path) 
 
 
 def test_memory_is_used_again_only_when_nobody_refers_to_the_batch() -> None:
-    from lightning_sparse.data.pipeline.backend_torch import BufferPool
+    from lightning_sparse.data.pipeline.images import BufferPool
 
     memory = BufferPool(2)
     batch = torch.from_numpy(memory.take((2, 3)))

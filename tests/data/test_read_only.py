@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from lightning_sparse.cli import main
-from lightning_sparse.data.cache.folders import cache_folder
-from lightning_sparse.data.cache.warm import warm
+from lightning_sparse.data.cache.commands import warm
 from lightning_sparse.data.config import DataError
+from lightning_sparse.data.folders import cache_folder
 from tests.data.stores import Open, config_of, contents, store_of
 
 

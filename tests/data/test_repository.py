@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from lightning_sparse.data.cache.manifest import class_names, has_split, load_or_list
+from lightning_sparse.data.cache.commands import warm_splits
 from lightning_sparse.data.cache.store import SampleStore
-from lightning_sparse.data.cache.warm import warm_splits
 from lightning_sparse.data.config import CacheConfig, DataError
+from lightning_sparse.data.sources.listing import classes_of, has_split, load_or_list
 from tests.data.fits import ours
 from tests.data.small import jpeg
 from tests.data.test_parquet import config_of, image_column, payload, write
@@ -59,7 +59,7 @@ def contents(config: CacheConfig, split: str) -> tuple[list[bytes], list[Any]]:
 
 def check(config: CacheConfig) -> None:
     """All splits are what load_dataset() of this repository gives, row by row."""
-    assert class_names(config, "train") == NAMES
+    assert classes_of(config, "train")[0] == NAMES
     assert [has_split(config, split) for split in ("train", "val", "test")] == [True] * 3
     rows = range(3 * ROWS)
     assert contents(config, "train") == ([payload(each) for each in rows], [[each % 3] for each in rows])

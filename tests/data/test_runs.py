@@ -20,14 +20,13 @@ import numpy as np
 import pytest
 
 from lightning_sparse.data.cache import free_memory, memory, shared_memory
-from lightning_sparse.data.cache.agreement import agreed_format
 from lightning_sparse.data.cache.budget import content_name
-from lightning_sparse.data.cache.folders import locked
-from lightning_sparse.data.cache.manifest import load_or_list
-from lightning_sparse.data.cache.placement import Placement
-from lightning_sparse.data.cache.store import SampleStore
-from lightning_sparse.data.cache.warm import warm
+from lightning_sparse.data.cache.commands import warm
+from lightning_sparse.data.cache.store import Placement, SampleStore
 from lightning_sparse.data.config import CacheConfig
+from lightning_sparse.data.folders import locked
+from lightning_sparse.data.session import agreed_format
+from lightning_sparse.data.sources.listing import load_or_list
 from tests.data.stores import Open, config_of, contents, store_of, warnings_of
 from tests.data.test_memory import joined, put, slab
 

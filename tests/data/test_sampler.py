@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_sparse.data.cache.placement import owners
+from lightning_sparse.data.cache.store import owners
 from lightning_sparse.data.config import SHUFFLES
 from lightning_sparse.data.pipeline.sampler import (
     EpochPlan,

@@ -15,10 +15,10 @@ from typing import Any
 import pytest
 
 from lightning_sparse.cli import main
-from lightning_sparse.data.cache.manifest import has_split, load_or_list, num_classes
-from lightning_sparse.data.cache.samples import Manifest
 from lightning_sparse.data.cache.store import SampleStore
 from lightning_sparse.data.config import CacheConfig
+from lightning_sparse.data.sources.listing import classes_of, has_split, load_or_list
+from lightning_sparse.data.sources.manifest import Manifest
 from tests.data.fits import FLAVOURS, ours
 from tests.data.small import jpeg
 
@@ -73,7 +73,7 @@ def test_samples_of_shards_are_read_by_their_place(folder: Path, tmp_path: Path)
     assert data == [payload(number) for number in range(8)]
     assert manifest.labels.tolist() == [[number % 3] for number in range(8)]
     assert list(manifest.paths)[0] == "train/000#0.tar/000000.npy"
-    assert num_classes(config, "train") == manifest.num_classes == 3
+    assert classes_of(config, "train")[1] == manifest.num_classes == 3
     assert counts.storage_bytes == sum(map(len, data)), "only the samples, not the shards, cross the link"
     assert counts.changed == 0
     assert Manifest.from_bytes(manifest.to_bytes()).location(7) == manifest.location(7)

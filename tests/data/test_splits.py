@@ -11,13 +11,11 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from lightning_sparse.data.cache.manifest import load_or_list
 from lightning_sparse.data.config import CacheConfig
-from lightning_sparse.data.options import DataOptions
-from lightning_sparse.data.pipeline.backend import ImageOptions
-from lightning_sparse.data.pipeline.batch import Transform
-from lightning_sparse.data.pipeline.sizes import ImageSizes
-from lightning_sparse.data.session import Session, open_session
+from lightning_sparse.data.pipeline.batch import ImageSizes, Transform
+from lightning_sparse.data.pipeline.images import ImageOptions
+from lightning_sparse.data.session import DataOptions, Session, open_session
+from lightning_sparse.data.sources.listing import load_or_list
 from tests.data.small import jpeg, make_folder
 from tests.data.stores import config_of
 from tests.helpers.distributed import run_ranks

@@ -13,14 +13,13 @@ from pathlib import Path
 
 import pytest
 
-from lightning_sparse.data.cache import storage, storage_process
-from lightning_sparse.data.cache.manifest import list_source
-from lightning_sparse.data.cache.storage import StorageTimeoutError
 from lightning_sparse.data.cache.store import SampleStore
 from lightning_sparse.data.config import DataError
+from lightning_sparse.data.sources import storage
+from lightning_sparse.data.sources.storage import StorageTimeoutError
 from lightning_sparse.lab import Cluster, LabConfig, unavailable_reason
 from lightning_sparse.lab.storage import unavailable_reason as why_no_storage
-from tests.data.stores import Open, contents, store_of, warnings_of
+from tests.data.stores import Open, contents, listed, store_of, warnings_of
 
 
 def reader_of(store: SampleStore) -> int:
@@ -90,10 +89,10 @@ storage_reader.LocalStorage._walk = slowly
 open({str(tmp_path / "starts")!r}, "a").write("started ")
 storage_reader.main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3])
 """)
-    monkeypatch.setattr(storage_process, "_READER", slow)
+    monkeypatch.setattr(storage, "_READER", slow)
     monkeypatch.setattr(storage, "RETRY_S", 0.1)
     monkeypatch.setattr(storage, "RESTART_S", 1.0)
-    assert len(list_source(str(folder), "train", timeout=1.5, quiet=True)) == 20
+    assert len(listed(folder, storage_timeout=1.5)) == 20
     assert (tmp_path / "starts").read_text() == "started "
 
 
@@ -136,9 +135,8 @@ _READ_IN_LAB = """
 import logging, sys, time
 from pathlib import Path
 from lightning_sparse.data.config import CacheConfig
-from lightning_sparse.data.cache import storage, storage_process
-from lightning_sparse.data.cache.manifest import list_source
-from lightning_sparse.data.cache.manifest import load_or_list
+from lightning_sparse.data.sources import storage
+from lightning_sparse.data.sources.listing import load_or_list
 from lightning_sparse.data.cache.store import SampleStore
 logging.basicConfig(format="%(message)s")
 storage.WARN_S = 1.0

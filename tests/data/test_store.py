@@ -11,10 +11,9 @@ import numpy as np
 import pytest
 
 from lightning_sparse.data import decode
-from lightning_sparse.data.cache.manifest import load_or_list
-from lightning_sparse.data.cache.placement import Placement
-from lightning_sparse.data.cache.store import SampleStore, new_run
+from lightning_sparse.data.cache.store import Placement, SampleStore, new_run
 from lightning_sparse.data.config import CacheConfig
+from lightning_sparse.data.sources.listing import load_or_list
 from tests.data.small import make_folder
 
 

@@ -11,8 +11,7 @@ import pytest
 from lightning_sparse.cli import main
 from lightning_sparse.data.config import DataError
 from lightning_sparse.data.tokens import prepare
-from lightning_sparse.data.tokens.datamodule import TokenDataModuleMixin
-from lightning_sparse.data.tokens.stream import TokenStream, files_of
+from lightning_sparse.data.tokens.datamodule import TokenDataModuleMixin, TokenStream, files_of
 
 
 def counted(path: Path, count: int, first: int = 0) -> Path:

@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 from lightning_sparse.cli import main
-from lightning_sparse.data.cache.manifest import class_names, load_or_list
 from lightning_sparse.data.cache.store import SampleStore
 from lightning_sparse.data.config import CacheConfig, DataError
+from lightning_sparse.data.sources.listing import classes_of, load_or_list
 from tests.data.small import make_folder
 
 KEY = {"client_kwargs": {"headers": {"X-Key": "secret"}}}
@@ -62,7 +62,7 @@ def config_of(source: str, tmp_path: Path, **more: object) -> CacheConfig:
 
 def test_a_file_is_one_request(server: Server, tmp_path: Path) -> None:
     config = config_of(server.url, tmp_path, storage_options=KEY, format="jpeg")
-    assert class_names(config, "train") == ("c0", "c1")
+    assert classes_of(config, "train")[0] == ("c0", "c1")
     store = SampleStore(config, load_or_list(config, "train", quiet=True))
     server.requests.clear()
     samples = store.get(range(6))

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_sparse.exchange.rates.timing import DECISIONS, ROUNDS
+from lightning_sparse.exchange.host import DECISIONS, ROUNDS
 from lightning_sparse.strategy import HierConfig
 from lightning_sparse.topology import discover
 from tests.helpers.distributed import RunRanks

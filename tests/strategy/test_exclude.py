@@ -11,9 +11,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_sparse.exchange import Work
-from lightning_sparse.exchange.density import num_selected
-from lightning_sparse.exchange.paths import Dense
-from lightning_sparse.exchange.paths.sparse import Sparse
+from lightning_sparse.exchange.paths import Dense, Sparse, num_selected
 from lightning_sparse.gradients import HierConfig, HierState
 from lightning_sparse.gradients.groups import Layout, ParamGroup, excluded_names
 from lightning_sparse.kernels import message_bytes

@@ -211,7 +211,7 @@ def balance() -> tuple[Tensor, Tensor, float]:
         state.watch([optimizer])
         assert state.momentum is not None
         if not masking:
-            state.momentum.mask_of = lambda _: None  # type: ignore[assignment, method-assign, return-value]
+            state.momentum.stop = lambda *_: None  # type: ignore[method-assign]
         x = torch.randn(1, 64, generator=torch.Generator().manual_seed(dist.get_rank()))
         mean = x.clone()
         dist.all_reduce(mean)
@@ -278,7 +278,7 @@ def wait_for(path: str, nesterov: bool) -> Tensor:
         optimizer.zero_grad()
     save(state, path)
     assert state.momentum is not None
-    state.momentum.mask_of = lambda _: None  # type: ignore[assignment, method-assign, return-value]
+    state.momentum.stop = lambda *_: None  # type: ignore[method-assign]
     return still(ddp, state, optimizer, model)
 
 

@@ -11,9 +11,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 from lightning_sparse.exchange import ExchangeConfig, Path, Work
-from lightning_sparse.exchange.choice import PathChoice
-from lightning_sparse.exchange.density import free_density, num_selected
-from lightning_sparse.exchange.paths import PATHS, Exchange
+from lightning_sparse.exchange.choice import PathChoice, free_density
+from lightning_sparse.exchange.paths import PATHS, Exchange, num_selected
 from lightning_sparse.exchange.rates import Link, Rates
 from lightning_sparse.gradients import HierConfig, HierState
 from lightning_sparse.gradients.groups import Layout, ParamGroup, group_of, parameter_names, refuse_sparse_gradients

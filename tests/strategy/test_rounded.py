@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from lightning_sparse.exchange import Work
-from lightning_sparse.exchange.paths.dense16 import Dense16, Rounded
+from lightning_sparse.exchange.paths import Dense16, Rounded
 from lightning_sparse.strategy import HierConfig
 from tests.helpers.distributed import RunRanks
 from tests.strategy.models import conserved

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_sparse.exchange.rates.timing import CHECKS, DECISIONS, ROUNDS
+from lightning_sparse.exchange.host import DECISIONS, ROUNDS
 from lightning_sparse.topology import discover
 from lightning_sparse.updates import LocalUpdates, UpdatesConfig
 from tests.helpers.distributed import RunRanks, run_ranks
@@ -59,11 +59,11 @@ def resume(exchange: Any) -> tuple[Tensor, Tensor, tuple[float, float]]:
 
 
 def unequal_slices() -> tuple[int, float]:
-    """Elements of this device, and the density, after the networks were looked at again."""
+    """Elements of this device, and the density, after it was decided."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(600, 600, bias=False), nn.Linear(600, 8, bias=False))
     ddp, optimizer, updates = start(muon, model, density="auto")
-    for _ in range(CHECKS[0] + 2):
+    for _ in range(DECISIONS[0] + 2):
         optimizer.zero_grad()
         ddp(torch.randn(2, 600)).square().mean().backward()
         optimizer.step()

@@ -18,12 +18,12 @@ import torch
 
 from lightning_sparse.data import decode
 from lightning_sparse.data.cache import free_memory, memory, shared_memory
-from lightning_sparse.data.cache.folders import file_name, is_read_only, locked, private_folder, source_name, usable
+from lightning_sparse.data.cache.counts import RunCounters, open_counters
 from lightning_sparse.data.cache.memory import ALIGN, MAGIC, MemoryCache
-from lightning_sparse.data.cache.run_counters import RunCounters, open_counters
-from lightning_sparse.data.cache.samples import Manifest
 from lightning_sparse.data.config import GB, CacheConfig, DataError
+from lightning_sparse.data.folders import file_name, is_read_only, locked, private_folder, source_name, usable
 from lightning_sparse.data.sample import Format
+from lightning_sparse.data.sources.manifest import Manifest
 from lightning_sparse.messages import log
 
 # Without probed files: bytes of an average photograph whose shorter side is 1, measured on ImageNet: 271,617 at 256.

@@ -21,8 +21,8 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from lightning_sparse.data.cache.folders import private_folder
 from lightning_sparse.data.config import DataError, no_address_space
+from lightning_sparse.data.folders import private_folder
 from lightning_sparse.messages import log
 
 SHARED_MEMORY = Path("/dev/shm")

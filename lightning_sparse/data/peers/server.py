@@ -22,8 +22,7 @@ from typing import Any
 import numpy as np
 
 from lightning_sparse.data.config import CorruptSampleError, DataError
-from lightning_sparse.data.peers.limits import allow_connections
-from lightning_sparse.data.peers.protocol import Keys
+from lightning_sparse.data.peers.protocol import Keys, allow_connections
 from lightning_sparse.data.sample import Sample, SampleReader
 
 THREADS = 4

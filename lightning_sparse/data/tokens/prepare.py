@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_sparse.data.tokens.stream import DTYPES
+from lightning_sparse.data.tokens.datamodule import DTYPES
 
 BYTES = 256  # ids without a tokenizer
 _BLOCK = 1 << 24

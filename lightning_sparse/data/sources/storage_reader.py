@@ -29,32 +29,21 @@ import sys
 if __name__ == "__main__":
     sys.path.pop(0)  # the folder of this file: its modules must not shadow others
 
+import contextlib
 import json
 import os
 import stat
+import struct
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from datetime import datetime
 from errno import EACCES, EISDIR, ELOOP, ENAMETOOLONG, ENOENT, ENOTDIR, ENXIO, EPERM
-from functools import cache, partial
-from importlib.util import module_from_spec, spec_from_file_location
+from functools import partial
 from multiprocessing.connection import Connection
 from queue import SimpleQueue
-from typing import Any
+from typing import Any, NoReturn
 
-
-def beside(name: str) -> Any:
-    """Return the module `name` in the folder of this file, which as a script is in no package."""
-    spec = spec_from_file_location(name, os.path.join(os.path.dirname(__file__), f"{name}.py"))
-    assert spec is not None
-    assert spec.loader is not None
-    module = module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-packets, containers = beside("packets"), cache(lambda: beside("containers"))
 IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp", ".gif")
 # Errors of the file. All others (EIO, ENOTCONN, ESTALE, ETIMEDOUT, ...) are errors of the network and may pass.
 _FILE_ERRORS = (ENOENT, EACCES, EPERM, EISDIR, ENOTDIR, ELOOP, ENAMETOOLONG, ENXIO)
@@ -62,6 +51,11 @@ _FILE_ERRORS = (ENOENT, EACCES, EPERM, EISDIR, ENOTDIR, ELOOP, ENAMETOOLONG, ENX
 _PROGRAM_ERRORS = (AttributeError, ImportError, NotImplementedError, TypeError)
 PROGRESS_S = 1.0
 MAX_LISTING_S = 1800.0  # of one request to a URL, whose progress is not known
+MAX_LABEL_BYTES = 64  # of a member that is a label: `.cls`
+READ_BYTES = 4 << 20  # Parquet files are read in parts, so that slow storage is seen to answer
+LFS_POINTER = b"version https://git-lfs"
+REQUEST, ANSWER, LENGTH = struct.Struct("<QB"), struct.Struct("<QBQq"), struct.Struct("<Q")
+SEND_BYTES, SEND_S = 1 << 16, 0.02  # answers wait for others up to these
 
 
 class UnreadableFileError(Exception):
@@ -288,21 +282,19 @@ def answer(source: Source, kind: int, path: str, progress: "Callable[[], None]")
         if kind in b"lf":
             found: Any = storage.listing(path, is_image if kind == ord("l") else is_visible, progress)
         elif kind == ord("t"):
-            found = containers().members(storage.opened(path), progress)
+            found = members(storage.opened(path), progress)
         elif kind == ord("p"):
             column, file = json.loads(path)
-            found = containers().row_groups(storage.opened(file), column, progress)
+            found = row_groups(storage.opened(file), column, progress)
         elif kind == ord("g"):
             group, column, file = json.loads(path)
-            return ord("k"), containers().rows(storage.opened(file), column, group, progress), 0, 0
+            return ord("k"), rows(storage.opened(file), column, group, progress), 0, 0
         else:
             found = {"n": storage.names, "d": storage.files, "m": storage.mtime}[chr(kind)](path)
         return ord("k"), json.dumps(found).encode("utf-8", "surrogatepass"), 0, 0
     except UnreadableFileError as error:
         return ord("s"), str(error).encode(), 0, 0
     except Exception as error:
-        if type(error).__name__ == "ContainerError":
-            return ord("s"), str(error).encode(), 0, 0
         if isinstance(error, _PROGRAM_ERRORS) or (kind != ord("r") and "Credentials" in type(error).__name__):
             return ord("x"), _described(error), 0, 0
         missing = isinstance(error, FileNotFoundError)
@@ -320,30 +312,196 @@ def _described(error: Exception) -> bytes:
     return f"{type(error).__name__}: {error}".encode("utf-8", "replace")
 
 
+def packet(messages: Sequence[bytes]) -> bytes:
+    """Join messages, each after its length."""
+    return b"".join(part for each in messages for part in (LENGTH.pack(len(each)), each))
+
+
+def messages_of(data: bytes) -> Iterator[bytes]:
+    """Inverse of `packet`."""
+    position = 0
+    while position < len(data):
+        (length,) = LENGTH.unpack_from(data, position)
+        position += LENGTH.size + length
+        yield data[position - length : position]
+
+
+class Answers:
+    """Sends answers, together with those that are made at the same time.
+
+    Args:
+        requests: what is left to answer.
+    """
+
+    def __init__(self, connection: Any, requests: SimpleQueue[bytes]) -> None:
+        self._connection, self._requests, self._lock = connection, requests, threading.Lock()
+        self._made: list[bytes] = []
+        self._size, self._sent = 0, 0.0
+
+    def add(self, number: int, status: int, payload: bytes = b"", size: int = 0, mtime: int = 0) -> None:
+        with self._lock:
+            self._made.append(ANSWER.pack(number, status, size, mtime) + payload)
+            self._size += len(payload)
+            late = time.monotonic() - self._sent >= SEND_S
+            if late or self._size >= SEND_BYTES or self._requests.empty() or status == ord("p"):
+                self._send()
+
+    def _send(self) -> None:
+        try:
+            self._connection.send_bytes(packet(self._made))
+        except OSError:
+            leave()  # the socket is closed
+        self._made, self._size, self._sent = [], 0, time.monotonic()
+
+
+def leave() -> NoReturn:
+    """End this process without waiting for other threads. One that hangs in the kernel keeps what the process has open,
+    so close what a shell may wait for: the output of the program."""
+    for each in range(3):
+        with contextlib.suppress(OSError):
+            os.close(each)
+    os._exit(0)
+
+
+def members(file: Any, progress: "Callable[[], None]") -> list[tuple[str, int, int, str]]:
+    """Return (name, offset, size, contents of a ``.cls`` member) of each file in a tar file, from its headers.
+
+    Raises:
+        UnreadableFileError: if it is not an uncompressed tar file.
+    """
+    import tarfile
+
+    found, told = [], time.monotonic()
+    try:
+        with file, tarfile.open(fileobj=file, mode="r:") as tar:
+            for member in tar:
+                if member.isreg():
+                    is_label = member.name.endswith(".cls") and member.size <= MAX_LABEL_BYTES
+                    stream = tar.extractfile(member) if is_label else None
+                    label = stream.read().decode("ascii", "replace").strip() if stream else ""
+                    found.append((member.name, member.offset_data, member.size, label))
+                if time.monotonic() - told >= PROGRESS_S:
+                    progress()
+                    told = time.monotonic()
+    except tarfile.TarError as error:
+        raise UnreadableFileError(f"it is not an uncompressed tar file: {error}") from error
+    return found
+
+
+def row_groups(file: Any, column: str, progress: "Callable[[], None]") -> dict[str, Any]:
+    """Return what a Parquet file contains: (rows, bytes of the samples) of each row group, labels, names of classes.
+
+    Args:
+        column: of the samples; "": the only one of bytes, or of a struct with a field `bytes`.
+
+    Raises:
+        UnreadableFileError: if it is not a Parquet file, or its columns do not tell what the samples are.
+    """
+    with file:
+        parquet = _opened(file, progress)
+        schema = parquet.schema_arrow
+        sample, label = _columns(schema, column)
+        groups = []
+        for number in range(parquet.metadata.num_row_groups):
+            about = parquet.metadata.row_group(number)
+            parts = (about.column(each) for each in range(about.num_columns))
+            groups.append((about.num_rows, sum(p.total_uncompressed_size for p in parts if p.path_in_schema == sample)))
+        labels = parquet.read(columns=[label]).column(0).to_pylist() if label else []
+    return {"groups": groups, "labels": labels, "names": _names(schema, label)}
+
+
+def rows(file: Any, column: str, group: int, progress: "Callable[[], None]") -> bytes:
+    """Return the samples of a row group: their number and lengths, int64, -1 if there is none; and their bytes."""
+    with file:
+        parquet = _opened(file, progress)
+        sample, _ = _columns(parquet.schema_arrow, column)
+        values = parquet.read_row_group(group, columns=[sample]).column(0).to_pylist()
+    found = [each.get("bytes") if isinstance(each, dict) else each for each in values]
+    lengths = [-1 if each is None else len(each) for each in found]
+    return struct.pack(f"<{len(found) + 1}q", len(found), *lengths) + b"".join(each or b"" for each in found)
+
+
+class _Reporting:
+    """A file that reports each read."""
+
+    def __init__(self, file: Any, progress: "Callable[[], None]") -> None:
+        self._file, self._progress = file, progress
+
+    def read(self, size: int = -1) -> bytes:
+        data: bytes = self._file.read(size)
+        self._progress()
+        return data
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._file, name)
+
+
+def _opened(file: Any, progress: "Callable[[], None]") -> Any:
+    import pyarrow
+    from pyarrow.parquet import ParquetFile
+
+    if file.read(len(LFS_POINTER)) == LFS_POINTER:
+        raise UnreadableFileError("it is a pointer of Git LFS: run `git lfs pull` in the repository")
+    file.seek(0)
+    try:
+        return ParquetFile(pyarrow.PythonFile(_Reporting(file, progress), "r"), buffer_size=READ_BYTES)
+    except pyarrow.ArrowInvalid as error:
+        raise UnreadableFileError(f"it is not a Parquet file: {error}") from error
+
+
+def _columns(schema: Any, wanted: str) -> tuple[str, str]:
+    """Return the path of the column of samples, and the name of that of labels, "" if there is none."""
+    from pyarrow import types
+
+    samples, numbers = {}, []
+    for field in schema:
+        inner = {each.name for each in field.type} if types.is_struct(field.type) else set()
+        if types.is_binary(field.type) or types.is_large_binary(field.type):
+            samples[field.name] = field.name
+        elif "bytes" in inner:
+            samples[field.name] = f"{field.name}.bytes"
+        elif types.is_integer(field.type):
+            numbers.append(field.name)
+    chosen = [wanted] if wanted in samples else list(samples)
+    if len(chosen) != 1 or (wanted and wanted not in samples):
+        raise UnreadableFileError(
+            f"of its columns {', '.join(schema.names)}, {len(samples)} contain bytes. Give the name of the one that is "
+            "the sample, as in member='image'"
+        )
+    labels = [name for name in ("label", "labels") if name in schema.names] or (numbers if len(numbers) == 1 else [])
+    return samples[chosen[0]], labels[0] if labels else ""
+
+
+def _names(schema: Any, label: str) -> list[str]:
+    """Return the names of the classes, if the data set library of Hugging Face wrote them; else none."""
+    about = json.loads((schema.metadata or {}).get(b"huggingface", b"{}"))
+    return list(about.get("info", {}).get("features", {}).get(label, {}).get("names") or [])
+
+
 def main(file: int, threads: int, source: str) -> None:
     connection = Connection(file)
     requests: SimpleQueue[bytes] = SimpleQueue()
-    answers = packets.Answers(connection, requests)
+    answers = Answers(connection, requests)
     try:
         storage = Source(source, json.loads(connection.recv_bytes()))
     except (EOFError, OSError):
-        packets.leave()
+        leave()
 
     def serve() -> None:
         while True:
             message = requests.get()
-            number, kind = packets.REQUEST.unpack_from(message)
-            path = message[packets.REQUEST.size :].decode("utf-8", "surrogateescape")
+            number, kind = REQUEST.unpack_from(message)
+            path = message[REQUEST.size :].decode("utf-8", "surrogateescape")
             answers.add(number, *answer(storage, kind, path, partial(answers.add, number, ord("p"))))
 
     for _ in range(threads):
         threading.Thread(target=serve, daemon=True).start()
     while True:
         try:
-            for message in packets.messages_of(connection.recv_bytes()):
+            for message in messages_of(connection.recv_bytes()):
                 requests.put(message)
         except (EOFError, OSError):
-            packets.leave()
+            leave()
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
 A collective of n steps that receives b bytes takes ``n * latency + b * seconds_per_byte``. Kernels cost a constant for
 each call and a price for each element; the constant decides for small shards, such as those of 25 MB buckets on eight
-devices. `probe` measures the numbers, `timing` notices when they no longer hold.
+devices. `probe` measures the numbers.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class Link:
     seconds_per_byte: float
 
     def seconds(self, steps: int, nbytes: float) -> float:
-        """Of a collective."""
+        """Time of a collective."""
         return steps * self.latency + nbytes * self.seconds_per_byte
 
 
@@ -82,8 +82,3 @@ class Rates:
 def rate(seconds: float, what: str) -> str:
     """For the log, from the seconds that each takes: 0 where few of them were timed, and the call takes all of it."""
     return f"at {1e-9 / seconds:.2g} G {what}/s" if seconds > 0 else "at no measurable cost"
-
-
-def differ(one: float, other: float, factor: float) -> bool:
-    """Whether one time is at least ``factor`` times the other."""
-    return max(one, other) >= factor * min(one, other)

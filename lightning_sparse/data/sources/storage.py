@@ -5,22 +5,29 @@ server restarting) is retried until storage answers, or until `timeout` seconds 
 file itself (missing, no permission) are returned at once.
 """
 
+from __future__ import annotations
+
 import contextlib
 import json
 import logging
 import os
+import socket
 import struct
+import subprocess
+import sys
 import threading
 import time
+import weakref
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
 
-from lightning_sparse.data.cache.packets import ANSWER, REQUEST, packet
-from lightning_sparse.data.cache.storage_process import ReaderProcess
-from lightning_sparse.data.config import DataError
+from lightning_sparse.data.config import CacheConfig, DataError
+from lightning_sparse.data.sources.storage_reader import ANSWER, REQUEST, messages_of, packet
 from lightning_sparse.messages import log
 
 WARN_S = 5.0  # silence before a warning
@@ -105,6 +112,25 @@ class Storage:
         self._warned_since: float | None = None  # when the silence that was logged began
         self._trouble = ""
 
+    @classmethod
+    def of(
+        cls, config: CacheConfig, *, timeout: float | None = None, readers: int | None = None, quiet: bool = False
+    ) -> Storage:
+        """Return the storage of a source. timeout, readers: default: those of the config."""
+        return cls(
+            config.source,
+            timeout=config.storage_timeout if timeout is None else timeout,
+            readers=readers or config.storage_readers,
+            quiet=quiet,
+            options=config.storage_options,
+        )
+
+    def __enter__(self) -> Storage:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
     def read(self, locations: Sequence[Location]) -> Iterator[StoredFile | Unreadable]:
         """Yield the contents of files, or of parts of files, in order. All are requested at once."""
         parts = [(each, "", "") if isinstance(each, str) else each for each in locations]
@@ -114,20 +140,14 @@ class Storage:
             yield StoredFile(payload, size, mtime_ns) if status == "k" else Unreadable(_text(payload))
 
     def row_groups(self, paths: Sequence[str], column: str) -> Iterator[dict[str, Any]]:
-        """Yield what each Parquet file contains, as `containers.row_groups`."""
-        for path, request in zip(
-            paths, self._requested("p", [json.dumps([column, each]) for each in paths]), strict=True
-        ):
-            status, payload, _, _ = self._wait_for(request)
-            if status != "k":
-                raise ValueError(f"source={self.source}: {path} cannot be used: {_text(payload)}.")
-            yield json.loads(payload)
+        """Yield what each Parquet file contains, as `storage_reader.row_groups`."""
+        requests = self._requested("p", [json.dumps([column, path]) for path in paths])
+        for path, request in zip(paths, requests, strict=True):
+            yield json.loads(self._contents(path, request))
 
     def rows(self, path: str, group: int, column: str) -> list[StoredFile | Unreadable]:
         """Return the samples in a row group of a Parquet file."""
-        status, payload, _, _ = self._wait_for(*self._requested("g", [json.dumps([group, column, path])]))
-        if status != "k":
-            raise ValueError(f"source={self.source}: {path} cannot be used: {_text(payload)}.")
+        payload = self._contents(path, *self._requested("g", [json.dumps([group, column, path])]))
         found: list[StoredFile | Unreadable] = []
         (count,) = struct.unpack_from("<q", payload)
         end = 8 * (count + 1)
@@ -139,10 +159,13 @@ class Storage:
     def members(self, paths: Sequence[str]) -> Iterator[list[tuple[str, int, int, str]]]:
         """Yield (name, offset, size, contents of a label) of the members of each tar file."""
         for path, request in zip(paths, self._requested("t", paths), strict=True):
-            status, payload, _, _ = self._wait_for(request)
-            if status != "k":
-                raise ValueError(f"source={self.source}: the shard {path} cannot be used: {_text(payload)}.")
-            yield [tuple(each) for each in json.loads(payload)]
+            yield [tuple(each) for each in json.loads(self._contents(f"the shard {path}", request))]
+
+    def _contents(self, what: str, request: _Request) -> bytes:
+        status, payload, _, _ = self._wait_for(request)
+        if status != "k":
+            raise ValueError(f"source={self.source}: {what} cannot be used: {_text(payload)}.")
+        return payload
 
     def listing(self, folders: Sequence[str], *, images: bool = True) -> Iterator[Listed]:
         """Yield the files and the folders below each folder.
@@ -196,15 +219,6 @@ class Storage:
             waiting, self._requests = list(self._requests.values()), {}
         for request in waiting:
             request.future.set_exception(self._was_closed())
-
-    @contextlib.contextmanager
-    def closed_on_error(self) -> Iterator[None]:
-        """Close if the block is left by an exception."""
-        try:
-            yield
-        except BaseException:
-            self.close()
-            raise
 
     def _abandon_reader(self) -> None:
         if self._reader is not None:
@@ -322,3 +336,77 @@ class Storage:
 
 def _text(payload: bytes) -> str:
     return payload.decode("utf-8", "replace")
+
+
+END_S = 0.5  # for the end of a reader; one that hangs in the kernel is left to it
+_READER = Path(__file__).with_name("storage_reader.py")
+
+
+class _Owner(Protocol):
+    def on_answers(self, messages: Sequence[bytes]) -> None: ...
+
+
+class ReaderProcess:
+    """The reader process, and the thread that listens to it."""
+
+    def __init__(self, source: str, readers: int, owner: _Owner) -> None:
+        ours, theirs = socket.socketpair()
+        command = [sys.executable, str(_READER), str(theirs.fileno()), str(readers), source]
+        # in a session of its own: Ctrl-C goes to the trainer, and the reader ends when the socket closes
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()], cwd="/", start_new_session=True
+        )
+        theirs.close()
+        self._connection = Connection(ours.detach())
+        self._sending = threading.Lock()
+        self._owner = weakref.ref(owner)  # the thread must not keep the Storage alive
+        self.alive = True
+        self._stop = weakref.finalize(owner, _stop, self._process, self._connection, os.getpid())
+        threading.Thread(target=self._listen, name="storage reader", daemon=True).start()
+
+    def send(self, message: bytes) -> None:
+        """Send the options; after that, packets of requests."""
+        try:
+            with self._sending:
+                self._connection.send_bytes(message)
+        except OSError:
+            self.alive = False  # a waiting thread restarts it
+
+    def abandon(self) -> None:
+        """Kill the process without waiting for its end: it may hang in the kernel."""
+        self.alive = False
+        self._stop()
+
+    def _listen(self) -> None:
+        while True:
+            try:
+                message = self._connection.recv_bytes()
+            except (EOFError, OSError):
+                break
+            owner = self._owner()
+            if owner is None:
+                break
+            owner.on_answers(list(messages_of(message)))
+            del owner
+        self._connection.close()
+        self.alive = False
+
+
+def _stop(process: subprocess.Popen[bytes], connection: Connection, pid: int) -> None:
+    if os.getpid() != pid:
+        return  # this is a forked copy; the process belongs to the parent
+    with contextlib.suppress(OSError), socket.socket(fileno=os.dup(connection.fileno())) as ours:
+        ours.shutdown(socket.SHUT_RDWR)  # ends the process, and the thread that listens, which closes the connection
+    if _ended(process):
+        return
+    process.kill()
+    if not _ended(process):
+        process.returncode = -9  # hangs in the kernel; suppresses the warning about a child that was not waited for
+
+
+def _ended(process: subprocess.Popen[bytes]) -> bool:
+    try:
+        process.wait(timeout=END_S)
+    except subprocess.TimeoutExpired:
+        return False
+    return True

@@ -1,30 +1,41 @@
-"""Times what a run does anyway: exchanges between nodes, and the window of backward that hides them.
+"""What the host learns of a device without waiting for it: values, and times.
 
-Networks are probed once, while nothing else runs, but neighbours' traffic comes and goes. So collectives between nodes
-are timed all along, and before a few rounds, the same on all ranks, their time is compared with what the rates predict.
-A rank that comes late to a collective finds it fast, and the others wait for it: the least time of all ranks is the
-network's.
-
-Nothing here makes the host wait for a GPU: there, times lie between events that are read once the device has passed
-them. (The CUDA half has not run on a GPU yet.)
+Nothing here makes the host wait for a GPU before it asks: values are copied in the background, and times lie between
+events that are read once the device has passed them. (The CUDA half has not run on a GPU yet.)
 """
 
 import statistics
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch import Tensor
 
 ROUNDS = 8
-"""Rounds timed for each comparison and each decision."""
-CHECKS = (64, 512, 4096, 32768)
-"""Rounds before which times are compared with the rates; at most so many decisions are revised."""
+"""Rounds timed for each decision."""
 DECISIONS = (16, 128, 1024)
 """Rounds before which the density is set: soon, and again when caches are warm and clocks have settled."""
+
+
+class HostCopy:
+    """Copies a tensor to the host, which goes on meanwhile, and waits when it reads it."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._here, self._copied = tensor, None
+        if tensor.is_cuda:
+            pinned = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+            self._here = pinned.copy_(tensor, non_blocking=True)
+            self._copied = torch.cuda.current_stream(tensor.device).record_event()
+
+    def read(self) -> Tensor:
+        """Return the tensor, on the CPU."""
+        if self._copied is not None:
+            self._copied.synchronize()
+        return self._here
 
 
 class Stopwatch:
@@ -46,7 +57,7 @@ class Stopwatch:
             self._read()
 
     def seconds(self) -> float:
-        """So far; on CUDA without the stretches that are under way."""
+        """So far; on CUDA without what is under way."""
         with self._lock:
             self._read()
             return self._seconds
@@ -54,26 +65,6 @@ class Stopwatch:
     def _read(self) -> None:
         while self._open and _has_passed(self._open[0][1]):
             self._seconds += _between(*self._open.popleft())
-
-
-class Recheck:
-    """Times the rounds before each of `CHECKS`."""
-
-    def __init__(self) -> None:
-        self._begin: float | None = None
-
-    def is_due(self, round_index: int, stopwatch: Stopwatch) -> bool:
-        """Whether to compare before this round; call it before each. The same on all ranks, for those that resumed
-        within the last few rounds all did."""
-        if round_index + ROUNDS in CHECKS:
-            self._begin = stopwatch.seconds()
-        return round_index in CHECKS and self._begin is not None
-
-    def measured(self, stopwatch: Stopwatch, least: Callable[[float], float]) -> float:
-        """Seconds that collectives between nodes took in a round, by ``least`` of all ranks."""
-        assert self._begin is not None
-        taken, self._begin = stopwatch.seconds() - self._begin, None
-        return least(taken / ROUNDS)
 
 
 class Window:

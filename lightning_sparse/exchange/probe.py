@@ -23,7 +23,7 @@ from torch import Tensor
 
 from lightning_sparse.agree import largest
 from lightning_sparse.exchange.communicator import HierCommunicator
-from lightning_sparse.exchange.paths.dense16 import Rounded
+from lightning_sparse.exchange.paths import Rounded
 from lightning_sparse.exchange.rates import Link, Rates
 from lightning_sparse.kernels import accumulate, compress
 

@@ -1,5 +1,10 @@
-"""Data set repositories of Hugging Face, as they are cloned or downloaded: Parquet files of all splits in one folder.
+"""Parquet files: those of the folder of a split, ``<split>/*.parquet``, and those of a repository of Hugging Face.
 
+A shard is a row group, ``<file>#<number>``, because it cannot be read in parts: it is read once, for all samples in it
+that the node owns. A column of bytes, or of a struct with a field ``bytes``, as in image data sets of Hugging Face,
+contains the samples; the column ``label`` or ``labels``, or the only one of whole numbers, the labels.
+
+A repository, as it is cloned or downloaded, has the files of all splits in one folder:
 ``data/train-00000-of-00004.parquet``, ``data/validation-00000-of-00001.parquet``; those of one configuration are in the
 folder of its name, which is then the source itself. The split is what a name begins with.
 """
@@ -8,9 +13,18 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
 
-from lightning_sparse.data.cache.storage import Listed, MissingFolderError, Storage
-from lightning_sparse.data.config import SPLITS
+import numpy as np
+import numpy.typing as npt
+
+from lightning_sparse.data.config import SPLITS, is_installed
+from lightning_sparse.data.folders import source_name
+from lightning_sparse.data.sources.layout import Split, folder_times
+from lightning_sparse.data.sources.lists import numbered
+from lightning_sparse.data.sources.manifest import Manifest, Paths
+from lightning_sparse.data.sources.storage import Listed, MissingFolderError, Storage
 
 _FOLDERS = ("data", "")
 _NAMED = {"val": ("validation", "val")}  # what names of its files begin with; else the split
@@ -19,7 +33,83 @@ _MAX_CONFIGURATIONS = 64  # folders that are looked into for them
 File = tuple[str, int, int]
 
 
-def files_of(storage: Storage, split: str) -> Listed | None:
+@dataclass
+class ParquetFiles:
+    """The rows of Parquet files, in order of files and rows."""
+
+    split: Split
+    listed: Listed
+
+    @classmethod
+    def find(cls, split: Split) -> ParquetFiles | None:
+        """Raises: ValueError, MissingFolderError: as `files_of_repository` and `check_no_files_of`."""
+        if isinstance(split.folders, MissingFolderError):
+            files = files_of_repository(split.storage, split.name)
+        else:
+            check_no_files_of(split.storage, split.name)
+            files = split.shards(".parquet")
+        return None if files is None else cls(split, files)
+
+    def classes(self) -> None:
+        return None
+
+    def manifest(self) -> Manifest:
+        split, files = self.split, [path for path, _, _ in self.listed.files]
+        if not is_installed("pyarrow"):
+            raise ValueError(
+                f"source={split.source}: the Parquet files in {split.name}/ need pyarrow: `pip install pyarrow`."
+            )
+        found = split.storage.row_groups(files, split.config.member or "")
+        contents = list(split.progress(found, len(files), "shard"))
+        groups = [
+            (f"{file}#{number}", rows, nbytes, mtime)
+            for (file, _, mtime), each in zip(self.listed.files, contents, strict=True)
+            for number, (rows, nbytes) in enumerate(each["groups"])
+        ]
+        counts, sizes, mtimes = (np.array([group[column] for group in groups], np.int64) for column in (1, 2, 3))
+        total = int(counts.sum())
+        if not total:
+            raise ValueError(f"the files {files[0]}, ... contain no rows.")
+        labels, classes = self._labels(files, contents, total)
+        shard_of = np.repeat(np.arange(len(groups)), counts)
+        return Manifest(
+            split.name,
+            source_name(split.source),
+            classes,
+            [f"{group}/{row}" for group, rows, *_ in groups for row in range(rows)],
+            labels,
+            (sizes // counts.clip(1))[shard_of],
+            mtimes[shard_of],
+            shards=Paths.of([group for group, *_ in groups]),
+            shard_of=shard_of,
+            offsets=np.concatenate([np.arange(rows) for rows in counts]),
+            **folder_times(self.listed.folders),
+        )
+
+    def _labels(
+        self, files: list[str], contents: list[dict[str, Any]], total: int
+    ) -> tuple[npt.NDArray[Any], tuple[str, ...]]:
+        """Return the labels [N, L] and the names of the classes.
+
+        Raises:
+            ValueError: if files differ in the names, or only some of them have labels.
+        """
+        names = tuple(contents[0]["names"])
+        for file, each in zip(files, contents, strict=True):
+            if tuple(each["names"]) != names:
+                raise ValueError(
+                    f"{file} has other names of classes than {files[0]}: write the files of a split together."
+                )
+        values = [label for each in contents for label in each["labels"]]
+        if len(values) not in (0, total):
+            raise ValueError(f"only some of the files {files[0]}, ... have a column of labels: give all of them one.")
+        if not values:
+            return np.zeros((total, 0), np.int64), names
+        labels, found = numbered(f"{files[0]}, ...", {"label": values})
+        return labels, found or names
+
+
+def files_of_repository(storage: Storage, split: str) -> Listed | None:
     """Return the Parquet files of a split that has no folder, and the folder that they are in.
 
     Returns:

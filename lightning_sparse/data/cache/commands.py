@@ -6,22 +6,27 @@ threads read and decode, because decoding validates each file.
 
 from __future__ import annotations
 
+import json
+import re
+import shutil
 from collections.abc import Iterable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 from tqdm import tqdm
 
 from lightning_sparse.data.cache.counts import Counter
-from lightning_sparse.data.cache.disk import DiskCache, FileKey
-from lightning_sparse.data.cache.manifest import has_split, load_or_list
-from lightning_sparse.data.cache.placement import Placement, owners_of
-from lightning_sparse.data.cache.samples import Manifest
-from lightning_sparse.data.cache.storage import Storage, StoredFile, Unreadable
-from lightning_sparse.data.cache.tiers import decoder_of, open_disk, store_file
-from lightning_sparse.data.config import SPLITS, CacheConfig
+from lightning_sparse.data.cache.disk import DiskCache
+from lightning_sparse.data.cache.store import Placement, decoder_of, open_disk, owners_of, store_file
+from lightning_sparse.data.config import SPLITS, CacheConfig, DataError
+from lightning_sparse.data.folders import VERSION, source_name
+from lightning_sparse.data.sample import FileKey
+from lightning_sparse.data.sources.listing import has_split, listed_splits, load_or_list
+from lightning_sparse.data.sources.manifest import Manifest
+from lightning_sparse.data.sources.storage import Storage, StoredFile, Unreadable
 from lightning_sparse.messages import log
 
 CHUNK = 16  # files per request of a thread
@@ -71,12 +76,7 @@ def warm(
     owned = np.flatnonzero(owners_of(manifest, placement.num_nodes, config.seed) == placement.node_index)
     report = WarmReport(split, files=len(owned))
     disk = open_disk(config, split, Counter(), lambda topic, text: log.warning("%s", text))
-    storage = Storage(
-        config.source,
-        timeout=config.storage_timeout,
-        readers=config.storage_readers,
-        options=config.storage_options,
-    )
+    storage = Storage.of(config)
     try:
         keys = [manifest.key(index) for index in owned.tolist()]
         report.pruned = disk.prune(keys) if prune else 0
@@ -132,7 +132,7 @@ def _fill(
 
     chunks = _chunks(manifest, missing)[::-1]
     # Ctrl-C closes storage before it waits for the threads, which may wait for storage
-    with ThreadPoolExecutor(threads) as pool, storage.closed_on_error():
+    with ThreadPoolExecutor(threads) as pool, storage:
         running: set[Future[list[tuple[FileKey, int, str]]]] = set()
         while chunks or running:
             while chunks and len(running) < 2 * threads and not disk.full:
@@ -166,3 +166,79 @@ def _answers(
         return storage.read([manifest.location(index) for index in chunk.tolist()])
     found = storage.rows(*manifest.row_group(int(chunk[0])), config.member or "")
     return [found[row] for row in manifest.offsets[chunk].tolist()]
+
+
+_FOLDER = re.compile(r"v(\d+)-[0-9a-f]{16}")
+
+
+@dataclass(frozen=True)
+class CachedSource:
+    """The cache of a source. splits: (name, cached files, listed files, bytes); empty if of another version."""
+
+    folder: Path
+    source: str
+    version: int
+    splits: tuple[tuple[str, int, int, int], ...] = ()
+
+    @property
+    def bytes(self) -> int:
+        return sum(path.stat().st_blocks * 512 for path in self.folder.rglob("*") if path.is_file())
+
+    def describe(self) -> str:
+        other = "" if self.version == VERSION else f" (version {self.version}, which this version does not use)"
+        lines = [f"{self.source}{other}: {self.bytes / 1e9:,.2f} GB in {self.folder}"]
+        for split, kept, listed, nbytes in self.splits:
+            lines.append(f"  {split}: {kept:,} of {listed:,} files, {nbytes / 1e9:,.2f} GB")
+        return "\n".join(lines)
+
+
+def caches(cache_dir: str) -> list[CachedSource]:
+    """Return the caches of all sources and versions.
+
+    Raises:
+        ValueError: if there is no such folder.
+    """
+    root = Path(cache_dir)
+    if not root.is_dir():
+        raise ValueError(f"cache_dir={root} is not a folder. Give the cache_dir of your runs.")
+    found = []
+    for folder in sorted(root.iterdir()):
+        match = _FOLDER.fullmatch(folder.name)
+        if match is None or folder.is_symlink() or not (folder / "cache.json").is_file():
+            continue
+        version = int(match[1])
+        try:
+            source = str(json.loads((folder / "cache.json").read_text())["source"])
+        except (OSError, ValueError, KeyError, TypeError):
+            source = "an unknown source (its cache.json is corrupt)"
+        splits = _splits(folder) if version == VERSION else ()
+        found.append(CachedSource(folder, source, version, splits))
+    return found
+
+
+def clear(cache_dir: str, source: str | None = None) -> list[CachedSource]:
+    """Remove the cache of a source, or of all sources; return what was removed. Running jobs keep their open files.
+
+    Raises:
+        ValueError: if there is no such folder.
+    """
+    removed = [each for each in caches(cache_dir) if source is None or each.source == source_name(source)]
+    for each in removed:
+        shutil.rmtree(each.folder)
+    return removed
+
+
+def _splits(folder: Path) -> tuple[tuple[str, int, int, int], ...]:
+    rows = []
+    for split, files in listed_splits(folder).items():
+        store = folder / f"{split}.lmdb"
+        kept, nbytes = 0, 0
+        try:
+            if store.is_dir():
+                disk = DiskCache(store)
+                kept, nbytes = disk.entries(), disk.bytes()
+                disk.close()
+        except DataError:
+            continue  # corrupt; the run that uses it reports it
+        rows.append((split, kept, files, nbytes))
+    return tuple(rows)

@@ -27,7 +27,6 @@ Processes map the file, so that all processes of a node share one copy.
 from __future__ import annotations
 
 import hashlib
-import io
 import json
 import mmap
 import os
@@ -40,8 +39,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from lightning_sparse.data.cache.disk import FileKey
 from lightning_sparse.data.config import DataError
+from lightning_sparse.data.sample import FileKey
 
 _MAGIC = b"lightning_sparse manifest 2 "
 _ALIGN = 64
@@ -107,7 +106,7 @@ class Manifest:
         sizes: int64, size of each file when it was listed.
         mtimes_ns: int64, modification time of each file when it was listed; 0 if unknown.
         fingerprint: hash of all of these; computed if "".
-        folders: paths of the folders of the split; none if it was listed by a version that did not keep them.
+        folders: paths of the folders of the split.
         folder_mtimes_ns: int64, modification time of each folder when it was listed; 0 if unknown.
         list_digest: hash of the list that names the samples; "" if they are those of the folder.
         shards: paths of the tar files, or of the row groups, that the samples are in; none if they are files.
@@ -240,10 +239,11 @@ class Manifest:
             "labels": _as_int64(self.labels),
             "sizes": self.sizes,
             "mtimes_ns": self.mtimes_ns,
+            "folder_mtimes_ns": self.folder_mtimes_ns,
+            "probed": self.probed.reshape(-1),
+            "shard_of": self.shard_of,
+            "offsets": self.offsets,
         }
-        arrays |= {"folder_mtimes_ns": self.folder_mtimes_ns, "probed": self.probed.reshape(-1)}
-        if len(self.shards):
-            arrays |= {"shard_of": self.shard_of, "offsets": self.offsets}
         for name, paths in zip(_STRINGS, (self.paths, classes, self.folders, self.shards), strict=True):
             arrays |= {name: paths.joined, f"{name}_ends": paths.ends}
         lengths = {name: len(array) for name, array in arrays.items()}
@@ -256,16 +256,21 @@ class Manifest:
     def from_bytes(cls, data: bytes | mmap.mmap) -> Manifest:
         """Inverse of `to_bytes`. The arrays share the memory of `data`. Raises DataError if the data is corrupt."""
         try:
-            if data[: len(_MAGIC)] != _MAGIC:
-                return cls(**_arguments_of_npz(data))
             first = data[: data.find(b"\n") + 1]
+            if not first.startswith(_MAGIC):
+                raise ValueError("it is of another version")
             about = json.loads(first[len(_MAGIC) :])
-            arrays, offset = {}, len(first) + -len(first) % _ALIGN
+            arrays: dict[str, Any] = {}
+            offset = len(first) + -len(first) % _ALIGN
             for name, length in about.pop("arrays").items():
                 kind = np.dtype(np.uint8 if name in _STRINGS else np.int64)
                 arrays[name] = np.frombuffer(data, kind, length, offset)
                 offset += length * kind.itemsize + -length * kind.itemsize % _ALIGN
-            return cls(**_arguments(about, arrays))
+            if columns := about.pop("columns"):
+                arrays["labels"] = arrays["labels"].view(columns[0]).reshape(len(arrays["sizes"]), columns[1])
+            paths = {name: Paths(arrays.pop(name), arrays.pop(f"{name}_ends")) for name in _STRINGS}
+            about |= {**paths, "classes": tuple(paths["classes"]), "probed": arrays.pop("probed").reshape(-1, 3)}
+            return cls(**about, **arrays)
         except DataError:
             raise
         except Exception as error:
@@ -292,23 +297,3 @@ def count_classes(classes: tuple[str, ...], labels: npt.NDArray[Any]) -> int:
 def _as_int64(labels: npt.NDArray[Any]) -> npt.NDArray[np.int64]:
     """Return the bits of labels, int64 [N * L]."""
     return np.ascontiguousarray(labels).reshape(-1).view(np.int64)
-
-
-def _arguments(about: dict[str, Any], arrays: dict[str, npt.NDArray[Any]]) -> dict[str, Any]:
-    """Return the arguments of a Manifest."""
-    if columns := about.pop("columns", None):
-        arrays["labels"] = arrays["labels"].view(columns[0]).reshape(len(arrays["sizes"]), columns[1])
-    there = [name for name in _STRINGS if name in arrays]  # earlier versions had no shards
-    paths = {name: Paths(arrays.pop(name), arrays.pop(f"{name}_ends")) for name in there}
-    probed = arrays.pop("probed").reshape(-1, 3)
-    return {**about, **arrays, **paths, "classes": tuple(paths["classes"]), "probed": probed}
-
-
-def _arguments_of_npz(data: bytes | mmap.mmap) -> dict[str, Any]:
-    """Return the arguments of a Manifest of an earlier version, which did not keep the times of folders."""
-    with np.load(io.BytesIO(data), allow_pickle=False) as file:
-        about = dict(zip(("split", "root", "fingerprint"), file["about"].tolist(), strict=True))
-        arrays = {name: file[name] for name in ("labels", "sizes", "mtimes_ns")}
-        for new, old in (("paths", "path"), ("classes", "class")):
-            arrays |= {new: file[f"{old}_bytes"], f"{new}_ends": file[f"{old}_ends"]}
-    return _arguments(about, {**arrays, "folders": _NONE.joined, "folders_ends": _NONE.ends, "probed": _NONE.ends})

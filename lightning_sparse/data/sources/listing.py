@@ -1,0 +1,203 @@
+"""The samples of a split: found in the source, kept in the cache, and found again when the source has changed.
+
+Listing takes minutes over a network, so a run uses the list in the cache if the folders on storage have not changed
+since: it compares the names of the classes and the modification times of all folders, which change when a file is
+added, removed or renamed. A file that is overwritten in place does not change its folder, and object stores keep no
+times of folders: there, `lightning-sparse cache warm` lists again. Without an answer from storage, the run uses the
+list in the cache.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+
+from lightning_sparse.data.config import CacheConfig, DataError
+from lightning_sparse.data.folders import cache_folder, file_name, is_read_only, locked, usable, write_private
+from lightning_sparse.data.sources.folders import ClassFolders, Files
+from lightning_sparse.data.sources.layout import Layout, Split
+from lightning_sparse.data.sources.lists import SampleList
+from lightning_sparse.data.sources.manifest import Manifest
+from lightning_sparse.data.sources.parquet import ParquetFiles
+from lightning_sparse.data.sources.storage import MissingFolderError
+from lightning_sparse.data.sources.tar import TarShards
+from lightning_sparse.messages import log
+
+LAYOUTS: tuple[type[Layout], ...] = (SampleList, ParquetFiles, TarShards, Files, ClassFolders)  # the first one found
+CHECK_S = 10.0  # without an answer, a list in the cache is used as it is
+
+
+@contextlib.contextmanager
+def _asked(config: CacheConfig, split: str, kept: Manifest | None = None, *, quiet: bool = True) -> Iterator[Split]:
+    """Yield a split whose storage can be asked, for a short time if there is a list in the cache."""
+    timeout = config.storage_timeout if kept is None else min(CHECK_S, config.storage_timeout)
+    asked = Split(config, split, timeout, quiet)
+    with asked.storage:
+        yield asked
+
+
+def layout_of(split: Split) -> Layout:
+    """Return the layout of a split.
+
+    Raises:
+        MissingFolderError: if the source does not have the split.
+        ValueError: if it is not clear which samples are meant.
+    """
+    return next(found for kind in LAYOUTS if (found := kind.find(split)) is not None)
+
+
+def list_source(config: CacheConfig, split: str, *, quiet: bool = False) -> Manifest:
+    """List the samples of a split on network storage, with a progress bar unless `quiet`.
+
+    Raises:
+        ValueError: if the split could lead outside the source, or its samples cannot be used.
+        DataError: if storage cannot be listed.
+    """
+    with _asked(config, split, quiet=quiet) as asked:
+        return layout_of(asked).manifest()
+
+
+def load_or_list(config: CacheConfig, split: str, *, relist: bool = False, quiet: bool = False) -> Manifest:
+    """Return the manifest from the cache if the source has not changed, or list the source and keep the list.
+
+    One process per node lists.
+
+    Args:
+        relist: list the source in any case.
+        quiet: show no progress bar.
+
+    Raises:
+        ValueError, DataError: as `list_source`.
+    """
+    file = _file(config, split)
+    with usable(file.parent), locked(file.with_suffix(".lock")):
+        kept = None if relist else kept_manifest(config, split)
+        if kept is not None and not _has_changed(config, kept):
+            return kept
+        fixed = kept is not None and is_read_only(file.parent)
+        if kept is not None and fixed and not (config.lists or kept.list_digest):
+            log.warning("using the list of %s/ in %s, which cannot be written", split, file.parent)
+            return kept
+        manifest = list_source(config, split, quiet=quiet)
+        if not fixed:
+            write_private(file, manifest.to_bytes())
+        return manifest
+
+
+def has_split(config: CacheConfig, split: str) -> bool:
+    """Whether the source has a split with classes, or with any files if they are not images.
+
+    Raises:
+        DataError: if storage does not respond, and the cache has no other split.
+    """
+    if config.lists is not None:
+        return split in config.lists
+    if kept_manifest(config, split) is not None:
+        return True
+    kept = next((each for each in map(lambda name: kept_manifest(config, name), ("val", "train")) if each), None)
+    try:
+        with _asked(config, split, kept, quiet=False) as asked:
+            layout = layout_of(asked)
+            return not isinstance(layout, ClassFolders) or layout.classes() is not None
+    except MissingFolderError:
+        return False
+    except DataError:
+        if kept is None:
+            raise
+        return False
+
+
+def classes_of(config: CacheConfig, split: str) -> tuple[tuple[str, ...], int]:
+    """Return the names of the classes, none if labels are numbers, and the number of classes: those on storage, or if
+    storage does not answer, those in the cache.
+
+    Raises:
+        ValueError: as `list_source`.
+        DataError: if there are neither.
+    """
+    kept = kept_manifest(config, split)
+    try:
+        with _asked(config, split, kept, quiet=False) as asked:
+            found = layout_of(asked).classes()
+    except DataError:
+        if kept is None:
+            raise
+        return kept.classes, kept.num_classes
+    if found is not None:
+        return found
+    manifest = load_or_list(config, split)  # shards say their labels only when they are listed
+    return manifest.classes, manifest.num_classes
+
+
+def kept_manifest(config: CacheConfig, split: str) -> Manifest | None:
+    """Return the list in the cache; None if there is none, or if it is corrupt."""
+    file = _file(config, split)
+    with contextlib.suppress(DataError):
+        return Manifest.load(file) if file.exists() else None
+    return None
+
+
+def keep(config: CacheConfig, split: str, data: bytes) -> Manifest:
+    """Keep a list of another node (`Manifest.to_bytes`) in the cache, unless a process of this node has done so."""
+    sent, file = Manifest.from_bytes(data), _file(config, split)
+    if is_read_only(file.parent):
+        return sent
+    with usable(file.parent), locked(file.with_suffix(".lock")):
+        kept = kept_manifest(config, split)
+        if kept is not None and kept.fingerprint == sent.fingerprint:
+            return kept
+        write_private(file, data)
+        return Manifest.load(file)
+
+
+def listed_splits(folder: Path) -> dict[str, int]:
+    """Return the number of listed samples of each split, of the lists in a cache folder that can be read."""
+    found = {}
+    for file in sorted(folder.glob("*.manifest")):
+        with contextlib.suppress(DataError):  # corrupt; the run that uses it lists again
+            found[file.stem] = len(Manifest.load(file))
+    return found
+
+
+def _has_changed(config: CacheConfig, kept: Manifest) -> bool:
+    """Whether the source has changed since it was listed. False if storage does not answer."""
+    try:
+        with _asked(config, kept.split, kept) as asked:
+            change = _change(asked, kept)
+    except DataError as error:
+        log.warning("using the list of %s/ in the cache, because storage cannot be asked: %s", kept.split, error)
+        return False
+    if change:
+        log.info("%s: listing %s/ again", change, kept.split)
+    return bool(change)
+
+
+def _change(split: Split, kept: Manifest) -> str:
+    """Return what has changed on storage since it was listed, or "".
+
+    Raises:
+        DataError: if storage does not answer, or does not have the split.
+    """
+    named = SampleList.find(split)
+    if (named.digest if named is not None else "") != kept.list_digest:
+        return f"the list of {split.name} has changed"
+    by_folder = named is None and not len(kept.shards)
+    times = split.storage.names(split.name) if by_folder else {}
+    now = {f"{split.name}/{name}": time for name, time in times.items()}
+    classes = {f"{split.name}/{name}" for name in kept.classes} if by_folder else set()
+    for verb, names in (("is new", now.keys() - classes), ("is gone", classes - now.keys())):
+        if names:
+            return f"{min(names)}/ {verb}"
+    listed = dict(zip(kept.folders, kept.folder_mtimes_ns.tolist(), strict=True))
+    deeper = sorted(listed.keys() - classes)
+    try:
+        now |= dict(zip(deeper, split.storage.mtimes(deeper), strict=True))
+    except MissingFolderError:
+        return f"a folder below {split.name}/ is gone"
+    changed = [name for name, time in now.items() if time and listed[name] and time != listed[name]]
+    return f"{min(changed)}/ has changed" if changed else ""
+
+
+def _file(config: CacheConfig, split: str) -> Path:
+    return cache_folder(config) / f"{file_name(split)}.manifest"
