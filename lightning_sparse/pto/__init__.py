@@ -8,9 +8,9 @@ gradients and all-gathers the parameters in flat, padded buffers.
 Each rank keeps optimizer state only for its own parameters. State is collected for a checkpoint, whose format is the
 same as without sharing.
 
-It rests on three requirements: parameters and gradients are bit-identical on all ranks, which the first step checks; the
-optimizer treats parameters independently, which tests show for the known ones and a user states of others; and every
-step completes, without which the next one is refused.
+It rests on three requirements: parameters and gradients are bit-identical on all ranks, which the first step checks;
+the optimizer treats parameters independently, which tests show for the known ones and a user states of others; and
+every step completes, without which the next one is refused.
 
     step = ShardedStep(optimizer, communicator_of(topology.discover(), "node"))  # on all ranks, after creating DDP
 """
