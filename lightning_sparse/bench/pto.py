@@ -29,7 +29,8 @@ from torch.optim import Optimizer
 
 from lightning_sparse.bench import models
 from lightning_sparse.bench.report import format_table
-from lightning_sparse.pto import ShardedStep, choice, communicator_of
+from lightning_sparse.pto import ShardedStep, communicator_of
+from lightning_sparse.pto.step import STEPS
 from lightning_sparse.topology import Topology
 
 Make = Callable[[type[Optimizer], dict[str, Any], list[nn.Parameter]], Optimizer]
@@ -91,7 +92,7 @@ def measure(
         gc.collect()  # break the cycle of optimizer and hooks; two copies of VGG-19 exceed the memory
         parameters = _parameters(shapes, device)
         made = make(*optimizer, parameters)
-        for _ in range(2 * choice.STEPS if way == "pto auto" else SETTLING):
+        for _ in range(2 * STEPS if way == "pto auto" else SETTLING):
             made.step()
         taken: list[float] = []
         while len(taken) < repeats and sum(taken) < seconds:

@@ -8,13 +8,13 @@ gradients and all-gathers the parameters in flat, padded buffers.
 Each rank keeps optimizer state only for its own parameters. State is collected for a checkpoint, whose format is the
 same as without sharing.
 
-The first steps check three requirements: parameters and gradients are bit-identical on all ranks, the optimizer treats
-parameters independently, and every step completes.
+It rests on three requirements: parameters and gradients are bit-identical on all ranks, which the first step checks;
+the optimizer treats parameters independently, which tests show for the known ones and a user states of others; and
+every step completes, without which the next one is refused.
 
     step = ShardedStep(optimizer, communicator_of(topology.discover(), "node"))  # on all ranks, after creating DDP
 """
 
-from lightning_sparse.pto.scope import Scope, communicator_of
-from lightning_sparse.pto.sharded_step import ShardedStep
+from lightning_sparse.pto.step import Scope, ShardedStep, communicator_of
 
 __all__ = ["Scope", "ShardedStep", "communicator_of"]

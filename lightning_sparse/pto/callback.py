@@ -1,5 +1,6 @@
 """The callback, as a mixin that does not import Lightning. It makes each optimizer share its step."""
 
+from collections.abc import Sequence
 from typing import Any
 
 from torch.nn.parallel import DistributedDataParallel
@@ -7,8 +8,7 @@ from torch.nn.parallel import DistributedDataParallel
 from lightning_sparse.exchange.communicator import HierCommunicator
 from lightning_sparse.messages import log
 from lightning_sparse.pto.joined import Joined, fallback_reason
-from lightning_sparse.pto.scope import Scope, check_scope, communicator_of
-from lightning_sparse.pto.sharded_step import ShardedStep
+from lightning_sparse.pto.step import Scope, ShardedStep, check_scope, communicator_of
 from lightning_sparse.sharding import sparse_parameters
 from lightning_sparse.topology import discover
 
@@ -20,21 +20,27 @@ class PTOMixin:
     gathering the parameters, or if the optimizer state does not fit in memory.
 
     With the hierarchical strategy and several devices per node, the callback steps the gradient shards of the reduction
-    (`lightning_sparse.pto.joined`) unless something reads whole gradients. This adds no traffic. Clipping by norm and
-    fused optimizers then differ by rounding.
+    (`lightning_sparse.pto.joined`) unless something reads whole gradients. This adds no traffic. Fused optimizers then
+    differ by rounding.
 
     Args:
         scope: ``"node"`` shares the step inside each node, over fast links; ``"world"`` shares it among all ranks.
             ``"auto"`` times a few full steps and a few shared ones, inside the node or, with one rank per node, among
             all ranks, and keeps the faster. Choose ``"node"`` or ``"world"`` if the state does not fit otherwise.
+        also: names of optimizer classes to share besides those that are tested (torch's SGD, Adam, AdamW, Adagrad,
+            RMSprop, NAdam and Muon, timm's LARS and LAMB), such as ``["Lion"]``. Name one only if its step computes
+            each parameter from that parameter's gradient and state alone. Every rank runs the full step of others.
 
     Raises:
         ValueError: if the scope is unknown; at the start of fit, if the strategy or an optimizer is not supported.
     """
 
-    def __init__(self, scope: Scope = "auto") -> None:
+    def __init__(self, scope: Scope = "auto", also: Sequence[str] = ()) -> None:
         check_scope(scope)
+        if isinstance(also, str):
+            raise ValueError(f"also={also!r} must be a list of names of optimizer classes: also=[{also!r}].")
         self.scope: Scope = scope
+        self.also = tuple(also)
         self.steps: list[ShardedStep] = []
         self._communicator: HierCommunicator | None = None
         self._joined: Joined | None = None
@@ -62,14 +68,17 @@ class PTOMixin:
         shared = {id(step.optimizer): step for step in self.steps}  # a second fit may reuse optimizers
         reason = fallback_reason(trainer, pl_module, comm, self)
         auto = self.scope == "auto" and bool(reason)  # the joined form adds no traffic
-        self.steps = [shared.get(id(o)) or ShardedStep(o, comm, names, uncut, auto=auto) for o in trainer.optimizers]
+        self.steps = [
+            shared.get(id(o)) or ShardedStep(o, comm, names, uncut, auto=auto, trusted=type(o).__name__ in self.also)
+            for o in trainer.optimizers
+        ]
         self._leave()  # after a fit that raised
         if not reason and (self.steps[0].choosing or not self.steps[0].sharing):  # an optimizer of an earlier fit
             reason = "an earlier fit started timing this optimizer's steps, or found the full step faster"
         if not reason:
-            self._joined = Joined(self.steps[0], strategy.hier_state, names, trainer.precision_plugin)
+            self._joined = Joined(self.steps[0], strategy.hier_state, names)
         if trainer.is_global_zero:
-            for step in self.steps:
+            for step in filter(lambda each: each.active, self.steps):
                 log.info("PTOCallback(scope=%r): %s", self.scope, step.describe())
             form = f"not joined with the reduction: {reason}" if reason else "joined with the reduction"
             log.info("PTOCallback: %s", form)
@@ -83,12 +92,6 @@ class PTOMixin:
         """Keep this rank's shard of gradients that were not gathered."""
         if self._joined is not None:
             self._joined.after_backward()
-
-    def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
-        """Share the loss scaler's inf check, which covers only this rank's shard."""
-        scaler = getattr(trainer.precision_plugin, "scaler", None)
-        if self._joined is not None and scaler is not None:
-            self._joined.share_found_inf(scaler)
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Undo the changes to the strategy: the next fit may run without this callback."""

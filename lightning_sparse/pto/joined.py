@@ -9,8 +9,6 @@ gathers gradients and the sharded step gathers parameters: the same bytes twice.
 reduction, step 4  all-gather of gradients inside the node none
 ownership          balanced by cost                        the shards of the reduction's groups
 gradients          whole on every rank                     this rank's part; the rest is zero or None
-clipping by norm   of the whole                            partial norms, summed over the node
-inf of a scaler    found by all devices                    found by one device, reduced over the node
 ================== ======================================= ===========================================
 
 The joined form is not used if something may read whole gradients; see `fallback_reason`.
@@ -19,13 +17,12 @@ The joined form is not used if something may read whole gradients; see `fallback
 from typing import Any
 
 import torch
-import torch.distributed as dist
+from torch import Tensor
 
 from lightning_sparse.exchange.communicator import HierCommunicator
-from lightning_sparse.pto.narrow import keep_part, part_of_grad
 from lightning_sparse.pto.optimizers import is_elementwise
-from lightning_sparse.pto.sharded_step import ShardedStep
-from lightning_sparse.sharding import Part, Parts
+from lightning_sparse.pto.step import ShardedStep
+from lightning_sparse.sharding import Part, Parts, in_order_of, memory_of
 
 _CALLBACK_HOOKS = ("on_after_backward", "on_before_optimizer_step", "on_before_zero_grad")
 _MODULE_HOOKS = (*_CALLBACK_HOOKS, "configure_gradient_clipping", "optimizer_step", "optimizer_zero_grad", "backward")
@@ -52,9 +49,10 @@ def fallback_reason(trainer: Any, module: Any, communicator: HierCommunicator, o
     hooks = [*optimizer._optimizer_step_pre_hooks.values(), *optimizer._optimizer_step_post_hooks.values()]
     if any(not type(getattr(hook, "__self__", None)).__module__.startswith("lightning_sparse.") for hook in hooks):
         return "a hook of the optimizer's step may read whole gradients"
-    scaler = getattr(trainer.precision_plugin, "scaler", None)
-    if scaler is not None and any(group.get("fused") for group in optimizer.param_groups):
-        return "a fused optimizer checks only the gradients of its own rank for inf"
+    if getattr(trainer.precision_plugin, "scaler", None) is not None:
+        return "a loss scaler looks for inf in whole gradients"
+    if trainer.gradient_clip_val and str(trainer.gradient_clip_algorithm or "norm").endswith("norm"):
+        return "clipping by norm reads whole gradients"
     base = next(cls for cls in type(module).__mro__ if cls.__name__ == "LightningModule")
     seen = [name for name in _MODULE_HOOKS if getattr(type(module), name) is not getattr(base, name)]
     for callback in trainer.callbacks:
@@ -71,16 +69,12 @@ class Joined:
         step: sharded step of the only optimizer.
         state: state of the reduction.
         names: names of the parameters by ``id()``.
-        precision: Lightning's precision plugin. Its clipping by norm is replaced until end().
     """
 
-    def __init__(self, step: ShardedStep, state: Any, names: dict[int, str], precision: Any) -> None:
-        self._step, self._state, self._names, self._precision = step, state, names, precision
+    def __init__(self, step: ShardedStep, state: Any, names: dict[int, str]) -> None:
+        self._step, self._state, self._names = step, state, names
         self._seen: tuple[Any, ...] = ()
         self._round = state.round
-        self._in_parts = False  # whether gradients are sharded now
-        self._clip_whole = precision.clip_grad_by_norm
-        precision.clip_grad_by_norm = self._clip_by_norm
 
     def before_batch(self) -> None:
         """Take over the reduction's groups when they or the optimizer's parameters change. All ranks call it."""
@@ -99,7 +93,7 @@ class Joined:
         groups = [g for g in seen[0] if self._state.is_sharded(g) and set(named).issuperset(g.names)]
         shards = self._shards(groups)
         devices = {part.owner for parts in shards.values() for part in parts}
-        if len(devices) < self._state.topology.num_devices:  # a device without gradients cannot check for inf
+        if len(devices) < self._state.topology.num_devices:  # shards so small that a device would step nothing
             groups, shards = [], {}
         self._step.take_over([shards.get(name, parts) for name, parts in zip(named, self._step.parts, strict=True)])
         self._state.kept_sharded = frozenset(groups)
@@ -109,8 +103,7 @@ class Joined:
         if self._state.round == self._round:
             return  # gradients are still accumulating
         self._round = self._state.round
-        self._in_parts = bool(self._state.kept_sharded) and self._step.sharing
-        if not self._in_parts:
+        if not self._step.sharing:
             return
         kept = {name for group in self._state.kept_sharded for name in group.names}
         for parameter, part in zip(self._step.parameters, self._step.mine, strict=True):
@@ -121,37 +114,9 @@ class Joined:
             elif part.end - part.begin < parameter.numel():
                 keep_part(parameter, part)
 
-    def share_found_inf(self, scaler: Any) -> None:
-        """Reduce the scaler's inf flag over the node. A collective of the node."""
-        if not self._in_parts:
-            return
-        found = list(scaler._per_optimizer_states[id(self._step.optimizer)]["found_inf_per_device"].values())
-        worst = torch.stack(found).amax(0) if found else torch.zeros(1, device=self._step.device)
-        self._step.communicator.node_all_reduce(worst, op=dist.ReduceOp.MAX)
-        for each in found:
-            each.copy_(worst)
-
-    @torch.no_grad()
-    def _clip_by_norm(self, optimizer: Any, clip_val: float) -> None:
-        """Clip as ``clip_grad_norm_`` clips whole gradients. A collective of the node."""
-        if not self._in_parts:
-            self._clip_whole(optimizer, clip_val)
-            return
-        held = [(p, part) for p, part in zip(self._step.parameters, self._step.mine, strict=True) if p.grad is not None]
-        own = [part_of_grad(p, part) for p, part in held if part is not None]
-        squares = torch.zeros((), dtype=torch.float32, device=self._step.device)
-        if own:
-            squares += torch.stack([norm.float() for norm in torch._foreach_norm(own)]).square().sum()
-        self._step.communicator.node_all_reduce(squares, op=dist.ReduceOp.SUM)
-        factor = (clip_val / (squares.sqrt() + 1e-6)).clamp(max=1.0)
-        for parameter, _ in held:
-            assert parameter.grad is not None
-            parameter.grad.mul_(factor.to(parameter.grad.dtype))
-
     def end(self) -> None:
-        """Undo the changes to the reduction and the precision plugin."""
+        """Let the reduction gather all gradients again."""
         self._state.kept_sharded = frozenset()
-        del self._precision.clip_grad_by_norm  # the instance attribute, which hid the method
 
     def _shards(self, groups: list[Any]) -> dict[str, Parts]:
         """Return the parts of each parameter by name."""
@@ -162,3 +127,13 @@ class Joined:
                 for name, _, there in group.shard_slices(group.names, device, topology.num_devices):
                     parts.setdefault(name, []).append(Part(device, there.start, there.stop))
         return {name: tuple(each) for name, each in parts.items()}
+
+
+def keep_part(parameter: Tensor, part: Part) -> None:
+    """Zero the gradient outside the part, in place. Its memory layout may differ from that of the parameter."""
+    grad = parameter.grad
+    assert grad is not None
+    kept = torch.empty_strided(parameter.shape, parameter.stride(), dtype=grad.dtype, device=grad.device).zero_()
+    here = slice(part.begin, part.end)
+    memory_of(kept)[here] = in_order_of(parameter, grad)[here]
+    grad.copy_(kept)

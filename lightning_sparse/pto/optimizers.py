@@ -1,4 +1,4 @@
-"""Properties of known optimizers: supported, tested, elementwise, and the cost of a step."""
+"""What is known of optimizers: which cannot be shared, which are tested, which are elementwise, and a step's cost."""
 
 from collections.abc import Callable
 

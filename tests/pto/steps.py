@@ -98,11 +98,13 @@ def train(params: list[nn.Parameter], optimizer: Optimizer, first: int = 0, last
         scheduler.step()
 
 
-def compare(cls: type[Optimizer], options: dict[str, Any], communicator: HierCommunicator, whole: bool = False) -> str:
+def compare(
+    cls: type[Optimizer], options: dict[str, Any], communicator: HierCommunicator, whole: bool = False, **more: bool
+) -> str:
     """What differs from the plain step. Whole: no parameter may be stepped in parts."""
     ours, theirs = [[p for p in parameters() if cls is not Muon or p.dim() == 2] for _ in range(2)]
     sharded, plain = cls(groups(ours), **options), cls(groups(theirs), **options)
-    step = ShardedStep(sharded, communicator)
+    step = ShardedStep(sharded, communicator, **more)
     train(ours, sharded)
     train(theirs, plain)
     wrong = [] if same(list(ours), list(theirs)) else ["parameters differ"]

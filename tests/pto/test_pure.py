@@ -15,13 +15,14 @@ from lightning_sparse import sharding
 from lightning_sparse.agree import fingerprint
 from lightning_sparse.flavours.pytorch_lightning import PTOCallback
 from lightning_sparse.pto import communicator_of
-from lightning_sparse.pto.callback import sparse_parameters
 from lightning_sparse.pto.gather import ALIGN, FlatGather
-from lightning_sparse.pto.narrow import OwnShare, cut_state, join_states, keep_part
+from lightning_sparse.pto.joined import keep_part
 from lightning_sparse.pto.optimizers import refuse, step_cost
-from lightning_sparse.pto.sharded_step import ShardedStep
-from lightning_sparse.sharding import BALANCED, GRAIN, Part, Parts, divide, loads_of, memory_of
+from lightning_sparse.pto.state import cut_state, join_states
+from lightning_sparse.pto.step import OwnShare, ShardedStep
+from lightning_sparse.sharding import BALANCED, GRAIN, Part, Parts, divide, loads_of, memory_of, sparse_parameters
 from lightning_sparse.topology import Topology
+from tests.helpers.lines import Lines
 
 SIZES = st.lists(st.integers(0, 10_000), max_size=40)
 
@@ -318,3 +319,24 @@ def test_a_step_is_shared_once_and_hooks_come_first() -> None:
     assert next(iter(hooks.values())) == step._after
     with pytest.raises(ValueError, match="is already shared"):
         ShardedStep(optimizer, communicator)
+
+
+class Unknown(torch.optim.SGD):
+    """Of a class that nobody has tested."""
+
+
+def test_an_untested_optimizer_is_left_alone_with_the_way_out() -> None:
+    lines = Lines()
+    optimizer = Unknown([nn.Parameter(torch.ones(2))])
+    step = ShardedStep(optimizer, communicator_of(Topology(((0,),), rank=0), "node"))
+    assert not step.active
+    assert not optimizer._optimizer_step_pre_hooks
+    assert not hasattr(optimizer, "consolidate_state_dict")
+    (said,) = lines.lines
+    assert "PTO is off for Unknown; every rank runs the full step" in said
+    assert "name it: PTOCallback(also=['Unknown'])" in said
+
+
+def test_a_single_name_is_no_list() -> None:
+    with pytest.raises(ValueError, match=r"also='Lion' must be a list .* also=\['Lion'\]"):
+        PTOCallback(also="Lion")

@@ -17,10 +17,11 @@ from torch.optim import SGD, Adagrad, Adam, AdamW, Muon, NAdam, Optimizer, RMSpr
 
 from lightning_sparse.exchange.communicator import CommunicationError, HierCommunicator
 from lightning_sparse.pto import ShardedStep, communicator_of
+from lightning_sparse.pto import step as timing
 from lightning_sparse.topology import discover
 from tests.helpers.distributed import RanksFailed, run_ranks
 from tests.helpers.scenarios import Scenarios
-from tests.pto.steps import compare, parameters, results_of, same, set_gradients, train, whole_state
+from tests.pto.steps import STEPS, compare, groups, parameters, results_of, same, set_gradients, train, whole_state
 
 SCENARIOS = Scenarios()
 scenario = SCENARIOS.add
@@ -261,6 +262,130 @@ def test_ranks_that_differ_are_refused(results: list[dict[str, Any]]) -> None:
         said = "" if len(results) == 1 else "parameter head.weight: its gradient differs between ranks"
         assert said in each["different_ranks"]
         assert bool(said) == bool(each["different_ranks"])
+
+
+# -- "auto" ------------------------------------------------------------------------------------------------------------
+
+
+@scenario
+def auto(communicator: HierCommunicator) -> dict[str, Any]:
+    """Either way chosen: the bits of the plain run, and checkpoints from every phase."""
+    found = {}
+    for way in ("plain", "shared"):
+        ours, theirs = parameters(), parameters()
+        optimizer, plain = AdamW(groups(ours), lr=0.01), AdamW(groups(theirs), lr=0.01)
+        sharded = ShardedStep(optimizer, communicator, auto=True)
+        states = []
+        with Clock(communicator, gather=0.0 if way == "shared" else 1e9) as clock:
+            optimizer.register_step_pre_hook(clock.step)  # after the other, so that its time is the step's
+            for first in range(0, STEPS, 5):
+                train(ours, optimizer, first, first + 5)
+                train(theirs, plain, first, first + 5)
+                held = whole_state(optimizer) if sharded.active else optimizer.state_dict()
+                states.append(same(held, plain.state_dict()))
+                optimizer.load_state_dict(held)
+        found[way] = (sharded.sharing == (way == "shared"), same(ours, theirs), *states)
+    return found
+
+
+class Clock:
+    """A clock that only the step and the gather move."""
+
+    def __init__(self, communicator: HierCommunicator, gather: float) -> None:
+        self.now, self.seconds = 0.0, gather
+        self._gather, self._communicator = communicator.gather, communicator
+
+    def __enter__(self) -> "Clock":
+        self._read, timing._now = timing._now, lambda _: self.now
+        self._communicator.gather = self.late  # type: ignore[method-assign]
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        timing._now = self._read
+        self._communicator.gather = self._gather  # type: ignore[method-assign]
+
+    def step(self, optimizer: Optimizer, *_: Any) -> None:
+        """In proportion to what is stepped."""
+        self.now += sum(p.numel() for group in optimizer.param_groups for p in group["params"] if p.grad is not None)
+
+    def late(self, share: Tensor) -> Tensor:
+        self.now += self.seconds
+        return self._gather(share)
+
+
+def test_auto_keeps_what_is_faster(results: list[dict[str, Any]]) -> None:
+    for each in results:
+        for way, (chosen, *equal) in each["auto"].items():
+            assert all(equal), (way, equal)
+            assert chosen or len(results) == 1, way
+
+
+# -- optimizers that a user names --------------------------------------------------------------------------------------
+
+
+class Own(SGD):
+    """A step around torch's, which torch wraps with hooks, too."""
+
+    fails = False
+
+    def step(self, closure: Any = None) -> Any:
+        loss = super().step(closure)
+        if self.fails:
+            raise KeyError("after the inner step")
+        return loss
+
+
+class Twice(SGD):
+    """Evaluates its closure again at other parameters."""
+
+    def step(self, closure: Any = None) -> Any:
+        loss = super().step(closure)
+        with torch.enable_grad():
+            closure()
+        super().step()
+        return loss
+
+
+@scenario
+def named(communicator: HierCommunicator) -> dict[str, Any]:
+    """Shared whole, once a step; an exception leaves nothing behind that a later step takes for a nested one."""
+    SGD(parameters())  # torch wraps the step of a class when it makes the first one
+    out: dict[str, Any] = {"equal": compare(Own, {"lr": 0.1, "momentum": 0.9}, communicator, whole=True, trusted=True)}
+    params = parameters(odd=False)
+    optimizer = Own(params, lr=0.1)
+    sharded = ShardedStep(optimizer, communicator, trusted=True)
+    train(params, optimizer, last=2)
+    out["steps"] = sharded.steps
+    optimizer.fails = True
+    set_gradients(params, 2)
+    said = []
+    for _ in range(2):
+        try:
+            optimizer.step()
+        except Exception as error:
+            said.append(str(error))
+    return {**out, "said": said}
+
+
+@scenario
+def a_second_evaluation(communicator: HierCommunicator) -> str:
+    params = parameters(odd=False)
+    optimizer = Twice(params, lr=0.1)
+    ShardedStep(optimizer, communicator, trusted=True)
+    try:
+        optimizer.step(lambda: set_gradients(params, 0))
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+def test_a_named_optimizer_is_shared_whole_and_steps_once(results: list[dict[str, Any]]) -> None:
+    for each in results:
+        assert (each["named"]["equal"], each["named"]["steps"]) == ("", 2)
+        first, second = each["named"]["said"]
+        assert "after the inner step" in first
+        assert "before the parameters were gathered" in second
+        assert "Twice evaluates its closure more than once per step" in each["a_second_evaluation"]
 
 
 # -- ranks that die ----------------------------------------------------------------------------------------------------

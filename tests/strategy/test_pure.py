@@ -110,9 +110,7 @@ def test_warm_up_in_rounds_ends_in_a_run_of_one_epoch(density: float, rounds: in
 def test_the_default_warm_up_is_the_smaller_of_epochs_and_a_share_of_the_run() -> None:
     assert _default_warmup(1000) == Warmup(4, 50)
     assert _default_warmup(float("inf")) == _default_warmup(-1) == Warmup(4, None)
-    assert _default_warmup(1000).describe() == (
-        "density warm-up ends at round 50 or epoch 4, whichever comes first"
-    )
+    assert _default_warmup(1000).describe() == ("density warm-up ends at round 50 or epoch 4, whichever comes first")
     assert Warmup().describe() == Warmup(0, 8).describe() == ""
 
 

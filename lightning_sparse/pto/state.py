@@ -1,18 +1,21 @@
-"""Collect optimizer state from all ranks on one rank, for a checkpoint.
+"""State of a shared optimizer: the part of a parameter's state that a rank keeps, and all of it on one rank.
 
-Optimizer state is any nesting of dicts, lists and tuples of tensors and plain values. Each rank sends it as a pickled
-object with meta tensors, then all tensors in one flat buffer. The receiving rank assembles them on the CPU.
+State is any nesting of dicts, lists and tuples of tensors and plain values. For a checkpoint, each rank sends its own
+as a pickled object with meta tensors, then all tensors in one flat buffer. The receiving rank assembles them on the
+CPU.
 """
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 from lightning_sparse.exchange.communicator import Group
 from lightning_sparse.pto.gather import aligned
+from lightning_sparse.sharding import Part, in_order_of, memory_of
 
 State = dict[tuple[int, int], Any]
 """State by (index of the parameter in the optimizer, first element of the part)."""
@@ -81,3 +84,42 @@ def _room(tensor: Tensor) -> int:
 
 def _tensors(state: State) -> list[Tensor]:
     return [leaf for leaf in tree_leaves(state) if isinstance(leaf, Tensor)]
+
+
+# -- parts of a state --------------------------------------------------------------------------------------------------
+
+
+def cut_state(state: Any, parameter: Tensor, part: Part) -> Any:
+    """Slice the state of a whole parameter; tensors of other shapes, such as step counts, stay."""
+
+    def cut(leaf: Tensor) -> Tensor:
+        if leaf.shape != parameter.shape:
+            return leaf
+        return in_order_of(parameter, leaf)[part.begin : part.end].clone()
+
+    return tree_map_only(Tensor, cut, state)
+
+
+def join_states(states: Sequence[Any], parameter: Tensor, parts: Sequence[Part]) -> Any:
+    """Concatenate the states of all parts, in the memory layout of the parameter."""
+
+    def join(*leaves: Any) -> Any:
+        first = leaves[0]
+        if not isinstance(first, Tensor) or first.shape != (parts[0].end - parts[0].begin,):
+            return first
+        whole = torch.empty_strided(parameter.shape, parameter.stride(), dtype=first.dtype, device=first.device)
+        torch.cat(leaves, out=memory_of(whole))
+        return whole
+
+    return tree_map(join, *states)
+
+
+def placed_like(state: Any, like: Mapping[str, Any], device: torch.device) -> Any:
+    """Move state to `device`; scalar entries go to the device that they have in `like`, another parameter's state."""
+
+    def place(key: Any, value: Any) -> Any:
+        known = like.get(key)
+        where = known.device if isinstance(known, Tensor) and known.dim() == 0 else device
+        return tree_map_only(Tensor, lambda tensor: tensor.to(where), value)
+
+    return {key: place(key, value) for key, value in state.items()} if isinstance(state, dict) else state
