@@ -134,11 +134,11 @@ def _gpus() -> Iterator[Finding]:
 def _memory() -> Iterator[Finding]:
     shared = Path("/dev/shm")
     if not shared.is_dir():
-        yield Finding("note", "shared memory", f"no /dev/shm on {sys.platform}: the memory cache uses files")
+        yield Finding("note", "shared memory", f"no /dev/shm on {sys.platform}: DataLoader workers and NCCL need it")
         return
     usage = shutil.disk_usage(shared)
     status: Status = "ok" if usage.free > 2**30 else "note"
-    small = "" if status == "ok" else "; start the container with --shm-size, or the memory cache uses files"
+    small = "" if status == "ok" else "; start the container with --shm-size: workers and NCCL need it"
     yield Finding(status, "shared memory", f"{usage.free / 2**30:.1f} GiB free in /dev/shm{small}")
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from lightning_sparse.bench.doctor import Finding
 from lightning_sparse.data.cache.commands import caches
-from lightning_sparse.data.cache.free_memory import available_memory
+from lightning_sparse.data.cache.segment import available_memory
 from lightning_sparse.data.folders import NETWORK_FILE_SYSTEMS, VERSION, file_system
 
 MIN_FREE = 10e9
@@ -38,7 +38,5 @@ def examine_cache(cache_dir: str) -> Iterator[Finding]:
             old = "" if each.version == VERSION else f"version {each.version}, unused: run lightning-sparse cache clear"
             said = f"{each.source}: {each.bytes / 1e9:,.2f} GB, {old or splits or 'empty'}"
             yield Finding("note" if old else "ok", "cached", said)
-    shared = Path("/dev/shm")
-    if shared.is_dir():
-        said = f"{available_memory(shared) / 1e9:,.1f} GB of this node's memory are available for samples"
-        yield Finding("ok", "memory cache", said)
+    said = f"{available_memory() / 1e9:,.1f} GB of this node's memory are available for samples"
+    yield Finding("ok", "memory cache", said)

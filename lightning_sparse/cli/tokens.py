@@ -33,8 +33,7 @@ def _named(text: str) -> Callable[[str], Sequence[int]]:
 
 
 def _prepare(arguments: argparse.Namespace) -> int:
-    from lightning_sparse.data.tokens.datamodule import files_of
-    from lightning_sparse.data.tokens.prepare import prepare
+    from lightning_sparse.data.tokens import files_of, prepare
 
     (file,) = files_of(prepare(arguments.texts, arguments.out, arguments.tokenizer, arguments.vocab_size))
     print(f"{file.path}: {file.tokens:,} tokens of {file.vocab_size:,}, {file.dtype.name}")
