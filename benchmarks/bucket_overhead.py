@@ -32,7 +32,7 @@ from digests import library, paths_of
 from torch import Tensor, nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from lightning_sparse.bench.provenance import commit, surroundings
+from lightning_sparse.bench.report import commit, surroundings
 from lightning_sparse.topology import with_groups
 
 NUMEL, SETTLING = 64, 4

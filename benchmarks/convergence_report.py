@@ -13,7 +13,7 @@ from typing import Any
 
 from pictures import GREY, colour, picture
 
-from lightning_sparse.bench.provenance import surroundings
+from lightning_sparse.bench.report import surroundings
 
 # Two-sided 95 % quantiles of Student's t for 1, 2, ... degrees of freedom.
 T_95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131)

@@ -30,7 +30,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from tqdm import tqdm
 
-from lightning_sparse.bench.provenance import commit
+from lightning_sparse.bench.report import commit
 from lightning_sparse.topology import Topology, with_groups
 
 # What differs between rows of a table: the way (convergence_ways.py; "gradients" unless given) with its options, and

@@ -57,7 +57,6 @@ CONFIGS: dict[str, Arguments] = {
     "one node alone": ALONE,
     "dense16": {"exchange": "dense16"},
     "1%": {**SPARSE, "density": 0.01},
-    "1%-no-feedback": {**SPARSE, "density": 0.01, "error_feedback": False},
     "1%-warmup": {**SPARSE, "density": 0.01, "warmup_epochs": 2},
     "1%-warmup4": {**SPARSE, "density": 0.01, "warmup_epochs": 4},
     "1%-exclude": {**SPARSE, "density": 0.01, "exclude": "vectors"},

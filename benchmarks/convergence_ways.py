@@ -35,8 +35,7 @@ from torch.optim import Optimizer
 from typing_extensions import Self
 
 from lightning_sparse.exchange import HierCommunicator, Path, Shard, Work
-from lightning_sparse.exchange.density import num_selected
-from lightning_sparse.exchange.paths import Dense, Stretches
+from lightning_sparse.exchange.paths import Dense, num_selected
 from lightning_sparse.strategy import HierConfig, HierState, hier_hook
 from lightning_sparse.topology import Topology
 from lightning_sparse.updates import LocalUpdates, UpdatesConfig
@@ -157,7 +156,7 @@ class Updates(Way):
         self.updates.step()
 
     def receive(self) -> None:
-        for node in self.updates.nodes:
+        for node in self.updates.optimizers:
             node.state.receive()
 
     @contextmanager
@@ -211,7 +210,7 @@ class Cyclic(Path):
         nodes = self.work.num_nodes
         return 2 * (nodes - 1) / nodes * self.k * 2  # as 16-bit values, though Gloo adds fp32 here
 
-    def indices(self, device: torch.device) -> Tensor:
+    def next_indices(self, device: torch.device) -> Tensor:
         """i * stride mod S visits each entry once before it repeats one, if the two have no common divisor."""
         numel = self.work.shard_numel
         stride = int(numel * 0.6180339887) | 1
@@ -220,15 +219,19 @@ class Cyclic(Path):
         at = torch.arange(self.step * self.k, (self.step + 1) * self.k, device=device)
         return at % numel * stride % numel
 
-    def run(self, comm: HierCommunicator, shard: Shard) -> Stretches:
+    def select(self, comm: HierCommunicator, shard: Shard) -> Tensor:
         assert shard.next_S is not None
-        index_K = self.indices(shard.sum_S.device)
-        values_K = shard.sum_S[index_K]
+        index_K = self.next_indices(shard.sum_S.device)
         shard.next_S.copy_(shard.sum_S)[index_K] = 0
-        yield index_K, values_K, shard.sum_S
-        comm.all_reduce(values_K)
-        yield index_K, values_K, shard.sum_S
-        return torch.zeros_like(shard.sum_S).index_copy_(0, index_K, values_K)
+        return shard.sum_S[index_K]
+
+    def transfer(self, comm: HierCommunicator, sent: Tensor, shard: Shard) -> Tensor:
+        comm.all_reduce(sent)
+        return sent
+
+    def apply(self, arrived: Tensor, shard: Shard) -> Tensor:
+        index_K = self.next_indices(shard.sum_S.device)
+        return torch.zeros_like(shard.sum_S).index_copy_(0, index_K, arrived)
 
 
 class Average(Way):

@@ -42,7 +42,7 @@ from tqdm import tqdm
 
 from lightning_sparse.bench.data import BATCH, SIZE, config_of, generated, table, tier_row
 from lightning_sparse.bench.data import measure as measure_rows
-from lightning_sparse.bench.provenance import commit, processor
+from lightning_sparse.bench.report import commit, processor
 from lightning_sparse.data.cache.store import Placement, SampleStore, new_run
 from lightning_sparse.data.config import CacheConfig
 from lightning_sparse.data.pipeline.batch import Batch, Transform

@@ -23,8 +23,7 @@ import torch
 from tqdm import tqdm
 
 from lightning_sparse.bench.data import BATCH
-from lightning_sparse.bench.extras import format_table
-from lightning_sparse.bench.provenance import commit, surroundings
+from lightning_sparse.bench.report import commit, format_table, surroundings
 from lightning_sparse.data.decode import decode
 from lightning_sparse.data.pipeline.batch import BatchRequest, Pipeline, Transform
 from lightning_sparse.data.sample import Format, Sample

@@ -34,7 +34,7 @@ from torchvision.datasets import ImageFolder
 from torchvision.transforms import v2
 from tqdm import tqdm
 
-from lightning_sparse.bench.provenance import surroundings
+from lightning_sparse.bench.report import surroundings
 from lightning_sparse.data.config import SHUFFLES, Shuffle
 from lightning_sparse.flavours.pytorch_lightning import CachedImageDataModule
 

@@ -42,9 +42,8 @@ import torch
 from tqdm import tqdm
 
 from lightning_sparse.bench.data import BATCH, cpu_seconds
-from lightning_sparse.bench.extras import format_table
-from lightning_sparse.bench.process import own_process
-from lightning_sparse.bench.provenance import commit, surroundings
+from lightning_sparse.bench.processes import own_process
+from lightning_sparse.bench.report import commit, format_table, surroundings
 
 ROUNDS, LATER_IMAGES = 3, 1500
 PARTS = ("first", "later")

@@ -24,8 +24,8 @@ from typing import Any
 
 import numpy as np
 
-from lightning_sparse.bench.process import own_process
-from lightning_sparse.bench.provenance import commit, surroundings
+from lightning_sparse.bench.processes import own_process
+from lightning_sparse.bench.report import commit, surroundings
 from lightning_sparse.data.cache.store import owners
 from lightning_sparse.data.pipeline.sampler import EpochPlan, Sampler, SamplerConfig
 from lightning_sparse.data.sources.folders import manifest_of

@@ -43,7 +43,7 @@ from pictures import GREY, picture
 from PIL import Image
 from tqdm import tqdm
 
-from lightning_sparse.bench.provenance import commit, processor
+from lightning_sparse.bench.report import commit, processor
 from lightning_sparse.lab import Cluster, LabConfig, signals_as_exit
 
 NODES, DEVICES, BATCH, SIZE, CLASSES = 2, 2, 50, 224, 10

@@ -2,13 +2,13 @@
 
     python benchmarks/digests.py before.json                          # with the code as it was; some minutes
     python benchmarks/digests.py after.json --compare before.json     # names the cases that differ; exit code 1 if any
-    python benchmarks/digests.py some.json --only "2x2 sparse"        # cases whose names begin so
+    python benchmarks/digests.py some.json --only "2x2 sparse"        # cases whose names begin so; or updates, pto, ...
 
 Real Gloo ranks train a small model for 20 steps through DDP and the hook, once a case of digests_cases.py: each path,
 dtype, topology, and each thing that may become of a round. The digest of a case is of all parameters after each step
 and of the optimizer's state at the end, of all ranks; ``CASE / residual`` is that of what waits in residuals then,
 where the code as it is lets them be found. -0.0 counts as 0.0. A case that all ranks refuse has what they said for a
-digest.
+digest. Cases of digests_engines.py do as much with updates, FSDP2, the shared step, and checkpoints of a Trainer.
 
 Digests are those of one kind of processor and one version of torch: both runs on one machine. ``_paths`` says, for
 information, how many entries took which path.
@@ -35,16 +35,18 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from digests_cases import SMALL_MB, TOPOLOGIES, Case, Net, batch, cases, optimizer_of
+from digests_cases import SMALL_MB, TOPOLOGIES, Case, Net, batch, cases, optimizer_of, raw
+from digests_engines import EngineCase, engine_cases
 from torch import Tensor, nn
 from torch._C._distributed_c10d import FileStore  # torch.distributed re-exports it unannounced
 from torch.multiprocessing.spawn import spawn
 from torch.nn.parallel import DistributedDataParallel
 
 STEPS, BAD_STEP = 20, 8
-TIMEOUT = timedelta(seconds=60)
+TIMEOUT = timedelta(minutes=5)  # machines may be busy
 RESIDUAL = " / residual"
 Digests = dict[str, Any]
+AnyCase = Case | EngineCase
 
 
 # -- the code under test, by whatever names it has ---------------------------------------------------------------------
@@ -125,12 +127,6 @@ def make_inside_slow(state: Any) -> None:
 # -- one run -----------------------------------------------------------------------------------------------------------
 
 
-def raw(tensor: Tensor) -> bytes:
-    """In the order of dims, -0.0 as 0.0."""
-    flat = (tensor.detach() + 0.0).reshape(-1).contiguous()
-    return flat.view(torch.uint8).numpy().tobytes()
-
-
 def train(case: Case, topology: Any) -> tuple[str, str, dict[str, int]]:
     """Digests of this rank, and the entries by path."""
     code, rank = library(), dist.get_rank()
@@ -204,11 +200,7 @@ def drop(case: Case, module: nn.Module, step: int) -> bool:
         return False
     assert isinstance(module, Net)
     weight = module.wide.weight
-    if "drop zero_" in events:
-        assert weight.grad is not None
-        assert weight.grad.count_nonzero()
-        weight.grad.zero_()
-    elif "drop none" in events:
+    if "drop none" in events:
         weight.grad = None
     return True
 
@@ -216,7 +208,12 @@ def drop(case: Case, module: nn.Module, step: int) -> bool:
 # -- worlds ------------------------------------------------------------------------------------------------------------
 
 
-def rank_main(rank: int, world_size: int, chosen: list[Case], folder: str) -> None:
+def run_case(case: AnyCase, topology: Any) -> tuple[str, str, dict[str, int]]:
+    """Digests of this rank, and the entries by path."""
+    return train(case, topology) if isinstance(case, Case) else (case.run(topology), "", {})
+
+
+def rank_main(rank: int, world_size: int, chosen: list[AnyCase], folder: str) -> None:
     torch.set_num_threads(1)
     logging.disable(logging.INFO)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
@@ -229,7 +226,7 @@ def rank_main(rank: int, world_size: int, chosen: list[Case], folder: str) -> No
         if case.topology not in topologies:
             topologies[case.topology] = with_groups(TOPOLOGIES[case.topology])
         try:
-            told: tuple[str, str, dict[str, int]] = train(case, topologies[case.topology])
+            told = run_case(case, topologies[case.topology])
         except (TypeError, ValueError, ArithmeticError, LookupError, AttributeError) as error:
             told = f"{type(error).__name__}: {error}", "", {}
         everyone: list[Any] = [None] * world_size
@@ -247,7 +244,7 @@ def rank_main(rank: int, world_size: int, chosen: list[Case], folder: str) -> No
     dist.destroy_process_group()
 
 
-def run(chosen: list[Case]) -> Digests:
+def run(chosen: list[AnyCase]) -> Digests:
     """All cases of a world size in one start of its ranks."""
     results: Digests = {"_paths": {}, "_of": f"torch {torch.__version__}, {platform.machine()}"}
     with tempfile.TemporaryDirectory(prefix="digests-") as folder:
@@ -287,7 +284,8 @@ def main() -> None:
     os.environ.setdefault(
         "TORCH_CPP_LOG_LEVEL", "ERROR"
     )  # DDP warns of find_unused_parameters in the ranks' first step
-    chosen = [case for case in cases() if case.title.startswith(given.only)]
+    every: list[AnyCase] = [*cases(), *engine_cases()]
+    chosen = [case for case in every if case.title.startswith(given.only)]
     if not chosen:
         parser.error(f"no case begins with {given.only!r}")
     results = run(chosen)

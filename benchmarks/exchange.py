@@ -25,7 +25,7 @@ import exchange_ranks
 from pictures import colour, picture
 
 from lightning_sparse.bench.exchange import NONE, NOTHING
-from lightning_sparse.bench.provenance import commit, surroundings
+from lightning_sparse.bench.report import commit, surroundings
 from lightning_sparse.lab import Cluster, LabConfig, signals_as_exit
 
 HIDDEN = (NONE, NOTHING, "ours 1 %, taken apart")

@@ -30,12 +30,11 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_sparse.bench.exchange import received_bytes
-from lightning_sparse.bench.extras import format_table
-from lightning_sparse.bench.provenance import commit, surroundings
+from lightning_sparse.bench.report import commit, format_table, surroundings
 from lightning_sparse.exchange import ExchangeConfig
 from lightning_sparse.fsdp import ShardedGradients, blocks, mesh_of, shard
-from lightning_sparse.fsdp.shards import local_of
 from lightning_sparse.lab import Cluster, LabConfig, signals_as_exit
+from lightning_sparse.sharding import local_of
 from lightning_sparse.topology import Topology, discover
 from lightning_sparse.updates import LocalUpdates, UpdatesConfig
 
@@ -84,7 +83,7 @@ class Way:
         if "gradients" in name:
             config = ExchangeConfig(exchange="dense16") if "16" in name else ExchangeConfig(exchange="sparse")
             self.gradients = ShardedGradients(self.module, config, topology)
-            self.after = self.gradients.end_round
+            self.after = self.gradients.step
         self.called: nn.Module = self.module
         if name == "DDP":
             self.called = DistributedDataParallel(self.module, gradient_as_bucket_view=True)
@@ -105,7 +104,7 @@ class Way:
             if parameter.grad is not None:
                 yield local_of(parameter.grad)
             yield from (local_of(each) for each in self.optimizer.state[parameter].values() if isinstance(each, Tensor))
-        for node in self.updates.nodes if self.updates is not None else ():
+        for node in self.updates.optimizers if self.updates is not None else ():
             yield from (each for each in vars(node.state).values() if isinstance(each, Tensor))
         for managed in self.gradients.managed if self.gradients is not None else ():
             yield from (each for each in vars(managed).values() if isinstance(each, Tensor))

@@ -176,7 +176,7 @@ def main() -> None:
     options.folder.mkdir(parents=True, exist_ok=True)
     (options.folder / "log.txt").unlink(missing_ok=True)
     sys.path.insert(0, str(HERE.parent))
-    from lightning_sparse.bench.provenance import commit, surroundings
+    from lightning_sparse.bench.report import commit, surroundings
 
     about = {**surroundings(" ".join(sys.argv)), "commit": commit()}
     session(options.folder, options.parts, options.cpu, options.minutes, about)

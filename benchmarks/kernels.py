@@ -51,7 +51,7 @@ from lightning_sparse.bench.kernels import (
     methods,
     table,
 )
-from lightning_sparse.bench.provenance import commit, processor
+from lightning_sparse.bench.report import commit, processor
 from lightning_sparse.kernels import plain
 
 SLOW = ("topk", "mstopk 30", "mstopk 30 compiled", "argpartition", "DGC")

@@ -25,7 +25,7 @@ import torch
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from lightning_sparse.bench.provenance import commit, surroundings  # noqa: E402
+from lightning_sparse.bench.report import commit, surroundings  # noqa: E402
 from tests.kernels.emulation import CSRC, Emulation, build  # noqa: E402
 
 ARCHITECTURES = ("75", "80", "86", "90", "100", "120")

@@ -26,8 +26,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from lightning_sparse.bench.extras import format_table
-from lightning_sparse.bench.provenance import commit, surroundings
+from lightning_sparse.bench.report import commit, format_table, surroundings
 from lightning_sparse.data.tokens import prepare
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"

@@ -38,7 +38,7 @@ from torch.nn.parallel import DistributedDataParallel
 from tqdm import tqdm
 
 from lightning_sparse.bench.exchange import FASTEST
-from lightning_sparse.bench.provenance import commit, surroundings
+from lightning_sparse.bench.report import commit, surroundings
 from lightning_sparse.kernels import message_bytes
 from lightning_sparse.lab import Cluster, LabConfig
 from lightning_sparse.strategy import HierConfig, HierState, hier_hook

@@ -35,7 +35,7 @@ from peers_ways import WAYS, Recipe, available
 from pictures import GREY, picture
 from pictures import colour as colour_of
 
-from lightning_sparse.bench.provenance import commit, surroundings
+from lightning_sparse.bench.report import commit, surroundings
 from lightning_sparse.lab import Cluster, LabConfig, signals_as_exit
 
 BUDGET = "ours 1 %"  # whose bytes all are given

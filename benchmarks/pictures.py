@@ -16,7 +16,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from lightning_sparse.bench.extras import need
+from lightning_sparse.bench.report import need
 
 WIDTH = 10.0
 GREY = "#808080"

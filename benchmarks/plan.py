@@ -22,8 +22,8 @@ from typing import Any
 import torch
 
 from lightning_sparse.bench.exchange import NOTHING
-from lightning_sparse.bench.plan import V100, path_of
-from lightning_sparse.bench.provenance import commit, surroundings
+from lightning_sparse.bench.report import commit, surroundings
+from lightning_sparse.cli.plan import V100, path_of
 from lightning_sparse.exchange import Work
 from lightning_sparse.exchange.choice import PathChoice
 from lightning_sparse.exchange.rates import Link, Rates

@@ -13,8 +13,8 @@ import argparse
 from pathlib import Path
 
 from lightning_sparse.bench import models
-from lightning_sparse.bench.plan import Row, Scenario, assumptions, predict
-from lightning_sparse.bench.provenance import commit, surroundings
+from lightning_sparse.bench.report import commit, surroundings
+from lightning_sparse.cli.plan import Row, Scenario, assumptions, predict
 
 NODES, DEVICES, INTER, INTRA = 16, 8, 25.0, 1200.0  # NVLink of a V100: six links of 25 GB/s each way
 NVIDIA = "NVIDIA DeepLearningExamples, README of"

@@ -30,8 +30,8 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.optim import Optimizer
 from tqdm import tqdm
 
-from lightning_sparse.bench.provenance import commit, processor
 from lightning_sparse.bench.pto import OPTIMIZERS, compare, measure_cases, table, ways
+from lightning_sparse.bench.report import commit, processor
 from lightning_sparse.topology import discover
 
 WORLDS = {1: (1, 1), 2: (1, 2), 4: (2, 2)}  # ranks -> nodes, devices

@@ -35,8 +35,7 @@ from convergence_ways import WAYS, Way
 from pictures import GREY, colour, picture
 from torch import Tensor
 
-from lightning_sparse.bench.extras import format_table
-from lightning_sparse.bench.provenance import commit, surroundings
+from lightning_sparse.bench.report import commit, format_table, surroundings
 from lightning_sparse.lab import Cluster, LabConfig, signals_as_exit
 from lightning_sparse.topology import discover
 

@@ -33,12 +33,10 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_sparse.bench import models
-from lightning_sparse.bench.exchange import FASTEST, QUICK, SPARE, received_bytes
-from lightning_sparse.bench.extras import format_table
-from lightning_sparse.bench.gradients import Gradients
-from lightning_sparse.bench.provenance import commit, surroundings
+from lightning_sparse.bench.exchange import FASTEST, QUICK, SPARE, Gradients, received_bytes
+from lightning_sparse.bench.report import commit, format_table, surroundings
 from lightning_sparse.exchange import HierCommunicator
-from lightning_sparse.exchange.density import num_selected
+from lightning_sparse.exchange.paths import num_selected
 from lightning_sparse.kernels import message_bytes
 from lightning_sparse.lab import Cluster, LabConfig, signals_as_exit
 from lightning_sparse.topology import Topology, discover

@@ -33,7 +33,7 @@ from torch import Tensor
 
 from lightning_sparse.bench import models
 from lightning_sparse.bench.exchange import received_bytes
-from lightning_sparse.bench.provenance import commit
+from lightning_sparse.bench.report import commit
 from lightning_sparse.kernels import message_bytes
 from lightning_sparse.lab import Cluster, LabConfig, signals_as_exit
 from lightning_sparse.strategy import HierCommunicator

@@ -1,6 +1,9 @@
 """How the package speaks to its user: its logger, and what is said where the flavours of Lightning meet."""
 
 import logging
+import sys
+from collections.abc import Mapping
+from typing import Any
 
 log = logging.getLogger("lightning_sparse")
 
@@ -12,12 +15,16 @@ def show_log_lines() -> None:
         log.setLevel(logging.INFO)
 
 
-def described(cls: type, details: str) -> str:
-    """What an object of a flavour's class is printed as. Lightning prints it when it is given one of the other flavour,
-    so it names the way out."""
-    other = {"pytorch_lightning": "lightning", "lightning": "pytorch_lightning"}.get(cls.__module__.rpartition(".")[2])
-    way_out = f", not for {other}: there use lightning_sparse.flavours.{other}.{cls.__name__}" if other else ""
-    return f"<{cls.__module__}.{cls.__name__}({details}){way_out}>"
+_OTHER = {"pytorch_lightning": ("lightning", "lightning.pytorch"), "lightning": ("pytorch_lightning",) * 2}
+
+
+def described(cls: type, options: Mapping[str, Any]) -> str:
+    """Return what an object of a flavour's class is printed as. Lightning prints it when it is given one of the other
+    flavour, so it names the way out where that is imported."""
+    other, root = _OTHER.get(cls.__module__.rpartition(".")[2], ("", ""))
+    way_out = f", not for {other}: there use lightning_sparse.flavours.{other}.{cls.__name__}"
+    said = ", ".join(f"{name}={value!r}" for name, value in options.items())
+    return f"<{cls.__module__}.{cls.__name__}({said}){way_out if root in sys.modules else ''}>"
 
 
 class LogOnce:

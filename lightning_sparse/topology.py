@@ -24,7 +24,7 @@ Devices of a node are ordered by global rank, as torch orders the members of a g
 
 import os
 import socket
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cached_property
@@ -34,6 +34,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
+
+from lightning_sparse.agree import compare
 
 Kind = Literal["hierarchical", "one node", "one rank", "unequal nodes"]
 
@@ -228,16 +230,6 @@ def locate(
     dist.all_gather_object(stated, (place, dict(config or {})))
     compare([each for _, each in stated])
     return Topology(nodes_from_places(each for each, _ in stated), dist.get_rank())
-
-
-def compare(configs: Sequence[Mapping[str, Any]]) -> None:
-    """Raise ValueError for ranks that were configured differently: they would call different collectives, and hang."""
-    first = configs[0]
-    for rank, config in enumerate(configs):
-        different = [name for name in {**first, **config} if config.get(name) != first.get(name)]
-        if different:
-            said = ", ".join(f"{name}={config.get(name)!r}, rank 0 has {first.get(name)!r}" for name in different)
-            raise ValueError(f"ranks differ in their options: rank {rank} has {said}. Give all ranks the same.")
 
 
 def with_groups(nodes: tuple[tuple[int, ...], ...], *, timeout: timedelta | None = None) -> Topology:

@@ -38,14 +38,34 @@ def ranks() -> Iterator[RunRanks]:
     kept.close()
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def _no_gpu() -> str | None:
     import torch
 
-    if torch.cuda.is_available():
-        return
-    for item in items:
-        if item.get_closest_marker("gpu"):
-            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+    return None if torch.cuda.is_available() else "needs a CUDA device"
+
+
+def _no_namespaces() -> str | None:
+    from lightning_sparse.lab import unavailable_reason
+
+    return unavailable_reason()
+
+
+def _no_sshfs() -> str | None:
+    from lightning_sparse.lab import storage
+
+    return storage.unavailable_reason()
+
+
+# Marker of a test -> why this machine cannot run it, None if it can.
+NEEDS = {"gpu": _no_gpu, "root": _no_namespaces, "sshfs": _no_sshfs}
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for marker, why_not in NEEDS.items():
+        marked = [item for item in items if item.get_closest_marker(marker)]
+        if marked and (reason := why_not()) is not None:
+            for item in marked:
+                item.add_marker(pytest.mark.skip(reason=reason))
 
 
 def pytest_collection_finish() -> None:

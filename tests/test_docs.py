@@ -98,10 +98,33 @@ def test_examples_in_documents(name: str) -> None:
 
 def test_the_readme_is_a_first_page() -> None:
     text = (ROOT / "README.md").read_text(encoding="utf-8")
-    assert len(text) <= 7000, "what is more belongs into docs/"
-    assert text.count("\n```diff\n") == 1
+    assert len(text) <= 6000, "what is more belongs into docs/"
     for command in ("make demo", "make test", "lightning-sparse doctor"):
         assert command in text
+    (code,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    assert (ROOT / "examples" / "quickstart.py").read_text(encoding="utf-8").endswith(code), "it is the example, whole"
+
+
+def test_commands_of_the_readme() -> None:
+    """Those that look and predict; the others are run by tests of their own."""
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    for command in re.findall(r"`lightning-sparse (plan [^`]*)`", text):
+        words = [sys.executable, "-m", "lightning_sparse.cli", *command.split()]
+        done = subprocess.run(words, capture_output=True, text=True, timeout=100, check=False)
+        assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.slow
+def test_the_quick_start(tmp_path: Path) -> None:
+    pytest.importorskip("pytorch_lightning")
+    (command,) = re.findall(r"`lightning-sparse (lab [^`]*)`", (ROOT / "README.md").read_text(encoding="utf-8"))
+    script = str(ROOT / "examples" / "quickstart.py")
+    words = [sys.executable, "-m", "lightning_sparse.cli", *command.replace("examples/quickstart.py", script).split()]
+    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=200, check=False)
+    said = done.stdout + done.stderr
+    assert done.returncode == 0, said
+    assert "2 node(s) x 1 device(s): 0.01 of each device's updates after each step" in said
+    assert "`max_epochs=3` reached" in said
 
 
 def test_the_forge_runs_what_people_run_and_asks_for_the_doctor() -> None:

@@ -7,8 +7,8 @@ import pytest
 
 MODULES = [
     "lightning_sparse.topology",
-    "lightning_sparse.exchange.density",
-    "lightning_sparse.gradients.schedule",
+    "lightning_sparse.exchange.paths",
+    "lightning_sparse.gradients.config",
     "lightning_sparse.kernels.ops",
 ]
 

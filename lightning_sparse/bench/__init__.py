@@ -1,1 +1,1 @@
-"""Diagnostics and benchmarks. Functions return findings and rows, and print nothing."""
+"""Benchmarks of the library alone. Functions return rows, and print nothing."""

@@ -31,8 +31,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from lightning_sparse.bench.extras import format_table, need
-from lightning_sparse.bench.process import own_process
+from lightning_sparse.bench.processes import own_process
+from lightning_sparse.bench.report import format_table, need
 from lightning_sparse.data.cache.store import SampleStore
 from lightning_sparse.data.config import CacheConfig
 from lightning_sparse.data.pipeline.batch import Batch, BatchRequest, Pipeline, Transform

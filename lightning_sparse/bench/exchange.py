@@ -18,22 +18,22 @@ updates                 SGD, then ``LocalUpdates``: the time includes SGD, and t
 
 # No "from __future__ import annotations": DDP looks at the annotations of a hook.
 import time
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch._C._distributed_c10d import GradBucket  # torch.distributed re-exports it unannounced
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_sparse.bench.apart import TakenApart
-from lightning_sparse.bench.extras import format_table
-from lightning_sparse.bench.gradients import Gradients
+from lightning_sparse.bench.report import format_table
+from lightning_sparse.exchange import HierCommunicator, paths
 from lightning_sparse.strategy import HierConfig, HierState, hier_hook
 from lightning_sparse.topology import Topology, with_groups
 from lightning_sparse.updates import LocalUpdates, UpdatesConfig
@@ -59,6 +59,70 @@ OURS: dict[str, dict[str, Any]] = {
 UPDATES = "updates 1 %"
 
 
+class _HandOut(torch.autograd.Function):
+    """Backward returns slices of ``source``, starting at an offset, as the gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, source: Tensor, offset: int, *parameters: Tensor) -> Tensor:
+        ctx.source, ctx.offset, ctx.shapes = source, offset, [p.shape for p in parameters]
+        return source.new_zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, _: Tensor) -> tuple[Tensor | None, ...]:
+        begin, gradients = ctx.offset, []
+        for shape in ctx.shapes:
+            gradients.append(ctx.source[begin : begin + shape.numel()].view(shape))
+            begin += shape.numel()
+        return None, None, *gradients
+
+
+class Gradients(nn.Module):
+    """Parameters over a shared storage; forward(offset) is a scalar whose gradients are slices of ``source``."""
+
+    def __init__(self, shapes: Sequence[torch.Size], storage: Tensor, source: Tensor) -> None:
+        super().__init__()
+        ends = torch.tensor([shape.numel() for shape in shapes]).cumsum(0).tolist()
+        views = [storage[end - shape.numel() : end].view(shape) for end, shape in zip(ends, shapes, strict=True)]
+        self.all = nn.ParameterList([nn.Parameter(view) for view in views])
+        self.source = source
+
+    def forward(self, offset: int) -> Tensor:
+        loss: Tensor = _HandOut.apply(self.source, offset, *self.all)
+        return loss
+
+
+class TakenApart(HierCommunicator):
+    """Times the steps of a reduction separately. A barrier before it excludes the wait for other ranks."""
+
+    def __init__(self, topology: Topology) -> None:
+        super().__init__(topology)
+        self.seconds: dict[str, float] = {}
+
+    def timed(self, name: str, call: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+        dist.barrier(group=self.topology.world)
+        begin = time.perf_counter()
+        result = call(*arguments, **options)
+        self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - begin
+        return result
+
+    def __getattribute__(self, name: str) -> Any:
+        found = super().__getattribute__(name)
+        return partial(self.timed, name, found) if name in ("reduce_scatter", "exchange", "gather") else found
+
+    @contextmanager
+    def kernels_too(self) -> Iterator[None]:
+        """Also time the sparse path's compress and accumulate."""
+        self.seconds.clear()
+        kernels = {name: getattr(paths, name) for name in ("compress", "accumulate")}
+        for name, kernel in kernels.items():
+            setattr(paths, name, partial(self.timed, name, kernel))
+        try:
+            yield
+        finally:
+            for name, kernel in kernels.items():
+                setattr(paths, name, kernel)
+
+
 @dataclass
 class Way:
     """One way to reduce gradients, with its measurements."""
@@ -79,7 +143,7 @@ class Way:
         with nullcontext() if synchronised else self.ddp.no_sync():
             self.ddp(offset).backward()
         if self.updates is not None:
-            for node in self.updates.nodes:
+            for node in self.updates.optimizers:
                 node.optimizer.step()
             self.updates.step()
 

@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_sparse.bench.extras import format_table
+from lightning_sparse.bench.report import format_table
 from lightning_sparse.kernels import (
     add_change,
     compress,

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_sparse.bench import models
-from lightning_sparse.bench.extras import format_table
+from lightning_sparse.bench.report import format_table
 from lightning_sparse.pto import ShardedStep, choice, communicator_of
 from lightning_sparse.topology import Topology
 

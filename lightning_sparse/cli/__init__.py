@@ -1,8 +1,8 @@
 """The `lightning-sparse` command.
 
-Each module defines one subcommand: its ``add`` declares the arguments and sets ``run``, the function that executes
-them. Subcommands import the library only when they run, so the command starts fast. Words after ``--`` are passed to
-the subcommand as they are.
+Each subcommand is a module: its ``declare`` adds the options to a parser, and sets ``run``, the function that executes
+them. Only the module of the subcommand that is named is imported, so that the command starts fast. Words after ``--``
+are passed to the subcommand as they are.
 """
 
 from __future__ import annotations
@@ -10,8 +10,16 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from importlib import import_module
 
-from lightning_sparse.cli import bench, cache, doctor, lab, plan, tokens
+COMMANDS = {
+    "doctor": "check this machine, or this cluster, for problems",
+    "plan": "predict step time and scaling on a cluster, and recommend an exchange",
+    "bench": "benchmark this machine, or your cluster",
+    "lab": "run a command on an emulated cluster with slow links, on this machine",
+    "cache": "fill, list and remove local disk caches",
+    "tokens": "write the token ids of text files, for TokenDataModule",
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -21,8 +29,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser("lightning-sparse", description="Data-parallel training on slow networks.")
     parser.add_argument("--version", action=_Version, nargs=0, help="print the versions of lightning-sparse and torch")
     subcommands = parser.add_subparsers(dest="subcommand", required=True, metavar="COMMAND")
-    for each in (doctor, plan, bench, lab, cache, tokens):
-        each.add(subcommands)
+    chosen = next((word for word in words if word in COMMANDS), None)
+    for name, summary in COMMANDS.items():
+        subparser = subcommands.add_parser(name, help=summary)
+        if name == chosen:
+            import_module(f"{__name__}.{name}").declare(subparser)
     arguments, unknown = parser.parse_known_args(words[:split])
     if unknown:
         hint = "; put the command after --, for example: lightning-sparse lab --nodes 2 -- python train.py"

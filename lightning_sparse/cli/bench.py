@@ -8,38 +8,46 @@ import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from lightning_sparse.cli.common import Subcommands, add_cluster
+import torch
+from tqdm import tqdm
 
-if TYPE_CHECKING:
-    import torch
+from lightning_sparse.bench import data, exchange, kernels, models, pto
+from lightning_sparse.bench.processes import join, launched, leave
+from lightning_sparse.bench.report import commit, surroundings
+from lightning_sparse.cli.lab import add_cluster
+from lightning_sparse.lab import Cluster, LabConfig, signals_as_exit, unavailable_reason
 
 Rows = list[dict[str, Any]]
 
 
-def add(subcommands: Subcommands) -> None:
-    parser = subcommands.add_parser("bench", help="benchmark this machine, or your cluster")
+def declare(parser: argparse.ArgumentParser) -> None:
+    """The command's options."""
     benchmarks = parser.add_subparsers(dest="benchmark", required=True, metavar="BENCHMARK")
-    kernels = _add(benchmarks, "kernels", "time the kernels against reading and copying memory", _kernels)
-    kernels.add_argument("--device", choices=("cpu", "cuda"), help="default: the GPU, if there is one")
-    kernels.add_argument("--threads", type=int, default=1, metavar="N", help="torch threads on the CPU (default 1)")
-    exchange = _add(benchmarks, "exchange", "time gradient synchronisation for each exchange", _exchange)
-    _add_ranks(exchange, nodes=2, devices=1)
-    exchange.add_argument("--model", default="resnet50", metavar="NAME", help="default: %(default)s")
-    pto = _add(benchmarks, "pto", "time the optimizer step, replicated and sharded across ranks", _pto)
-    _add_ranks(pto, nodes=1, devices=2)
-    pto.add_argument("--models", nargs="+", default=["resnet50", "Transformer"], metavar="NAME")
-    pto.add_argument("--optimizers", nargs="+", default=["SGD", "AdamW", "Muon"], choices=("SGD", "AdamW", "Muon"))
-    data = _add(benchmarks, "data", "measure images per CPU-second for each tier of the data cache", _data)
-    data.add_argument("--pictures", type=Path, metavar="DIR", help="a folder with train/<class>/*; default: generated")
-    data.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="cuda decodes with DALI (default cpu)")
+    command = _add(benchmarks, "kernels", "time the kernels against reading and copying memory", _kernels)
+    command.add_argument("--device", choices=("cpu", "cuda"), help="default: the GPU, if there is one")
+    command.add_argument("--threads", type=int, default=1, metavar="N", help="torch threads on the CPU (default 1)")
+    command = _add(benchmarks, "exchange", "time gradient synchronisation for each exchange", _exchange)
+    _add_ranks(command, nodes=2, devices=1)
+    command.add_argument("--model", default="resnet50", metavar="NAME", help="default: %(default)s")
+    command = _add(benchmarks, "pto", "time the optimizer step, replicated and sharded across ranks", _pto)
+    _add_ranks(command, nodes=1, devices=2)
+    command.add_argument("--models", nargs="+", default=["resnet50", "Transformer"], metavar="NAME")
+    command.add_argument("--optimizers", nargs="+", default=["SGD", "AdamW", "Muon"], choices=("SGD", "AdamW", "Muon"))
+    command = _add(benchmarks, "data", "measure images per CPU-second for each tier of the data cache", _data)
+    command.add_argument(
+        "--pictures", type=Path, metavar="DIR", help="a folder with train/<class>/*; default: generated"
+    )
+    command.add_argument(
+        "--device", choices=("cpu", "cuda"), default="cpu", help="cuda decodes with DALI (default cpu)"
+    )
 
 
-def _add(
-    benchmarks: Subcommands, name: str, summary: str, run: Callable[[argparse.Namespace], int]
-) -> argparse.ArgumentParser:
-    parser = benchmarks.add_parser(name, help=summary, description=summary[0].upper() + summary[1:] + ".")
+def _add(benchmarks: Any, name: str, summary: str, run: Callable[[argparse.Namespace], int]) -> argparse.ArgumentParser:
+    parser: argparse.ArgumentParser = benchmarks.add_parser(
+        name, help=summary, description=summary[0].upper() + summary[1:] + "."
+    )
     parser.add_argument("--quick", action="store_true", help="small sizes; takes less than two minutes")
     parser.add_argument("--out", type=Path, default=Path("runs/bench"), metavar="DIR", help="default: %(default)s")
     parser.set_defaults(run=run)
@@ -56,11 +64,6 @@ def _add_ranks(parser: argparse.ArgumentParser, *, nodes: int, devices: int) -> 
 
 
 def _kernels(arguments: argparse.Namespace) -> int:
-    import torch
-    from tqdm import tqdm
-
-    from lightning_sparse.bench import kernels
-
     _prepare(arguments)
     device = arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")
     torch.set_num_threads(arguments.threads)
@@ -72,8 +75,6 @@ def _kernels(arguments: argparse.Namespace) -> int:
 
 
 def _exchange(arguments: argparse.Namespace) -> int:
-    from lightning_sparse.bench import exchange, models
-
     _prepare(arguments)
     shapes = exchange.QUICK if arguments.quick else models.find(arguments.model).shapes
     seconds = 3.0 if arguments.quick else 40.0
@@ -92,10 +93,6 @@ def _exchange(arguments: argparse.Namespace) -> int:
 
 
 def _pto(arguments: argparse.Namespace) -> int:
-    from tqdm import tqdm
-
-    from lightning_sparse.bench import pto
-
     _prepare(arguments)
     cases = [(m, o) for m in arguments.models for o in arguments.optimizers if o != "Muon" or m == "Transformer"]
     limits = {"repeats": 15, "seconds": 20.0}
@@ -116,11 +113,6 @@ def _pto(arguments: argparse.Namespace) -> int:
 
 
 def _data(arguments: argparse.Namespace) -> int:
-    import torch
-    from tqdm import tqdm
-
-    from lightning_sparse.bench import data
-
     _prepare(arguments)
     if arguments.pictures is not None and not (arguments.pictures / "train").is_dir():
         raise ValueError(f"--pictures {arguments.pictures} has no folder train/. Pass an image folder.")
@@ -140,8 +132,6 @@ def _data(arguments: argparse.Namespace) -> int:
 
 def _on_ranks(arguments: argparse.Namespace, measure: Callable[[Any, torch.device], Rows]) -> tuple[Rows, str] | None:
     """(rows, description of the cluster) on the process that reports; None on all others."""
-    from lightning_sparse.bench.ranks import join, launched, leave
-
     if not launched():
         return _emulated(arguments)
     topology, device = join()
@@ -156,8 +146,6 @@ def _on_ranks(arguments: argparse.Namespace, measure: Callable[[Any, torch.devic
 
 def _emulated(arguments: argparse.Namespace) -> tuple[Rows, str]:
     """Run the same command on an emulated cluster on this machine."""
-    from lightning_sparse.lab import Cluster, LabConfig, signals_as_exit, unavailable_reason
-
     reason = unavailable_reason()
     config = LabConfig(nodes=arguments.nodes, devices=arguments.devices, gbps=arguments.gbps, network=reason is None)
     cluster = f"{config.nodes} x {config.devices} processes on one machine, "
@@ -177,8 +165,6 @@ def _emulated(arguments: argparse.Namespace) -> tuple[Rows, str]:
 
 def _prepare(arguments: argparse.Namespace) -> None:
     """Fail before the measurement rather than after it."""
-    import torch
-
     if getattr(arguments, "device", None) == "cuda" and not torch.cuda.is_available():
         raise ValueError("--device cuda: torch finds no GPU. Omit --device to use the CPU.")
     arguments.out.mkdir(parents=True, exist_ok=True)
@@ -186,8 +172,6 @@ def _prepare(arguments: argparse.Namespace) -> None:
 
 def _write(arguments: argparse.Namespace, about: dict[str, Any], rows: Rows) -> int:
     """Write the record of a benchmark."""
-    from lightning_sparse.bench.provenance import commit, surroundings
-
     file = arguments.out / f"{arguments.benchmark}.json"
     command = " ".join(["lightning-sparse", *arguments.words])
     record = {**surroundings(command), "commit": commit(), **about, "rows": rows}

@@ -5,11 +5,13 @@ from __future__ import annotations
 import argparse
 import json
 
-from lightning_sparse.cli.common import Subcommands
+from lightning_sparse.data.cache.commands import caches, clear, warm_splits
+from lightning_sparse.data.cache.store import Placement
+from lightning_sparse.data.config import CacheConfig
 
 
-def add(subcommands: Subcommands) -> None:
-    parser = subcommands.add_parser("cache", help="fill, list and remove local disk caches")
+def declare(parser: argparse.ArgumentParser) -> None:
+    """The command's options."""
     actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
     fill = actions.add_parser("warm", help="copy a data set to local disk before a run; continues if interrupted")
     fill.add_argument("source", help="folder on network storage: a path or an fsspec URL")
@@ -33,10 +35,10 @@ def add(subcommands: Subcommands) -> None:
     info = actions.add_parser("info", help="list the caches in a folder")
     info.add_argument("cache_dir")
     info.set_defaults(run=_info)
-    clear = actions.add_parser("clear", help="remove the caches in a folder")
-    clear.add_argument("cache_dir")
-    clear.add_argument("--source", help="remove only the cache of this data set")
-    clear.set_defaults(run=_clear)
+    remove = actions.add_parser("clear", help="remove the caches in a folder")
+    remove.add_argument("cache_dir")
+    remove.add_argument("--source", help="remove only the cache of this data set")
+    remove.set_defaults(run=_clear)
 
 
 def _pair(text: str) -> tuple[str, str]:
@@ -47,10 +49,6 @@ def _pair(text: str) -> tuple[str, str]:
 
 
 def _warm(arguments: argparse.Namespace) -> int:
-    from lightning_sparse.data.cache.commands import warm_splits
-    from lightning_sparse.data.cache.store import Placement
-    from lightning_sparse.data.config import CacheConfig
-
     config = CacheConfig(
         source=arguments.source,
         cache_dir=arguments.cache_dir,
@@ -74,15 +72,11 @@ def _warm(arguments: argparse.Namespace) -> int:
 
 
 def _info(arguments: argparse.Namespace) -> int:
-    from lightning_sparse.data.cache.commands import caches
-
     print("\n".join(each.describe() for each in caches(arguments.cache_dir)) or "no caches found")
     return 0
 
 
 def _clear(arguments: argparse.Namespace) -> int:
-    from lightning_sparse.data.cache.commands import clear
-
     for each in clear(arguments.cache_dir, arguments.source):
         print(f"removed {each.folder}, the cache of {each.source}")
     return 0

@@ -8,17 +8,21 @@ import sys
 from dataclasses import asdict
 from pathlib import Path
 
-from lightning_sparse.cli.common import Subcommands, add_cluster
+from lightning_sparse.lab import Cluster, LabConfig, signals_as_exit
 
 
-def add(subcommands: Subcommands) -> None:
-    parser = subcommands.add_parser(
-        "lab",
-        help="run a command on an emulated cluster with slow links, on this machine",
-        description="Run a command on every node of a cluster of network namespaces with rate-limited links.",
-        usage="lightning-sparse lab [options] -- COMMAND [ARGUMENTS...]",
-        epilog="Example: lightning-sparse lab --nodes 4 --devices 1 --gbps 1 -- python train.py",
-    )
+def add_cluster(parser: argparse.ArgumentParser, *, nodes: int, devices: int) -> None:
+    """The size and link rate of an emulated cluster."""
+    parser.add_argument("--nodes", type=int, default=nodes, metavar="M", help="nodes to emulate (default %(default)s)")
+    parser.add_argument("--devices", type=int, default=devices, metavar="L", help="per node (default %(default)s)")
+    parser.add_argument("--gbps", type=float, default=1.0, metavar="R", help="Gbit/s of a link each way (default 1)")
+
+
+def declare(parser: argparse.ArgumentParser) -> None:
+    """The command's options."""
+    parser.description = "Run a command on every node of a cluster of network namespaces with rate-limited links."
+    parser.usage = "lightning-sparse lab [options] -- COMMAND [ARGUMENTS...]"
+    parser.epilog = "Example: lightning-sparse lab --nodes 4 --devices 1 --gbps 1 -- python train.py"
     add_cluster(parser, nodes=2, devices=2)
     parser.add_argument("--no-net", action="store_true", help="use loopback: needs no root, limits no rates")
     parser.add_argument("--storage", type=Path, metavar="DIR", help="a folder that nodes access only over the network")
@@ -28,8 +32,6 @@ def add(subcommands: Subcommands) -> None:
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    from lightning_sparse.lab import Cluster, LabConfig, signals_as_exit
-
     config = LabConfig(
         nodes=arguments.nodes,
         devices=arguments.devices,

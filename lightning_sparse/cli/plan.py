@@ -1,29 +1,428 @@
-"""`lightning-sparse plan`."""
+"""`lightning-sparse plan`: predict the step time of each path on a given cluster, and recommend one. Pure arithmetic.
+
+The synchronisation time comes from `exchange.paths`, for buckets of DDP's default size. With C the time of forward and
+backward on one device and R that of synchronisation, a step takes C + R if communication starts after backward (no
+overlap), and max(C, R) if it overlaps compute completely (perfect overlap).
+
+Scaling efficiency is C / step: the throughput of P devices relative to P times that of one. It excludes the optimizer
+step and data loading. A ring of P ranks has 2 (P - 1) latencies. NCCL's trees have fewer, so with hundreds of ranks DDP
+is faster than predicted.
+"""
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
-from dataclasses import asdict
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from statistics import median
+from typing import Any
 
-from lightning_sparse.bench.extras import format_table
-from lightning_sparse.cli.common import Subcommands
+import torch
 
-if TYPE_CHECKING:
-    from lightning_sparse.bench.plan import Row, Scenario
+from lightning_sparse.bench import models
+from lightning_sparse.bench.report import format_table, need, processor
+from lightning_sparse.exchange import paths
+from lightning_sparse.exchange.choice import MARGIN
+from lightning_sparse.exchange.paths import PATHS, Dense, Flat, Work
+from lightning_sparse.exchange.probe import kernel_costs
+from lightning_sparse.exchange.rates import Link, Rates, rate
+
+_OURS = {kind.name: kind for kind in PATHS if kind.by_shard}
+UPDATES = "updates"
+WAYS = ("ddp", "ddp16", *_OURS, UPDATES)
+"""The simplest first; the last one exchanges updates, after the optimizer, and the others gradients."""
+_NAMES = {"ddp": "DDP", "ddp16": "DDP, 16-bit hook", "dense": "2-D dense", "dense16": "2-D dense, 16-bit"}
+FIRST_BUCKET, BUCKET = 1 << 20, 25 << 20  # bytes, DDP's defaults
+VALUES = torch.bfloat16  # of a message, as in the default of HierConfig
+ADDED = 1 << 22  # elements of the vectors that --measure adds
+
+COLOURS = {
+    "ddp": "#8a8a8a",
+    "ddp16": "#c9a227",
+    "dense": "#3a6ea5",
+    "dense16": "#7fb2dd",
+    "sparse": "#d1495b",
+    "regional": "#2e7d32",
+}
 
 
-def add(subcommands: Subcommands) -> None:
-    parser = subcommands.add_parser(
-        "plan",
-        help="predict step time and scaling on a cluster, and recommend an exchange",
-        description="Predict the step time, scaling efficiency and inter-node traffic of DDP, of 2-D dense, sparse and "
-        "regional reduction, and of exchanging updates. Runs nothing unless --measure is given.",
-        epilog="Example: lightning-sparse plan --model resnet50 --nodes 16 --devices 8 --inter-gbps 25 "
-        "--intra-gbps 1200 --compute-ms 107",
+@dataclass(frozen=True)
+class HostCosts:
+    """Computation costs, with free links, and their source."""
+
+    rates: Rates
+    source: str
+
+
+_GPU_BYTE = 1 / 600e9  # seconds
+V100 = HostCosts(
+    Rates(
+        Link(0.0, 0.0),
+        Link(0.0, 0.0),
+        add=_GPU_BYTE,
+        select=13 * _GPU_BYTE,  # reads gradient and residual, writes residual
+        scatter=64 * _GPU_BYTE,  # reads and writes a sector
+        fill=4 * _GPU_BYTE,
+        cast=30 * _GPU_BYTE,  # rounding: 18 bytes; summing and decoding: 12
+        select_call=100e-6,
+        cast_call=50e-6,
+    ),
+    source="assumed, not measured: 600 GB/s of GPU memory, 2/3 of a V100's, and 0.1 ms of launches per bucket",
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scenario:
+    """A model and a cluster.
+
+    Args:
+        numel: number of gradients.
+        devices: devices per node.
+        inter_gbps: rate of a node's link in Gbit/s per direction, shared by its devices.
+        intra_gbps: rate at which a device receives inside its node, in Gbit/s.
+        itemsize: bytes of a gradient; 4 also under automatic mixed precision.
+        compute_s: time of forward and backward of one device's batch; None if unknown.
+        inter_latency, intra_latency: latency of one step of a collective, in seconds.
+    """
+
+    numel: int
+    devices: int
+    inter_gbps: float
+    intra_gbps: float
+    itemsize: int = 4
+    compute_s: float | None = None
+    inter_latency: float = 30e-6
+    intra_latency: float = 10e-6
+    host: HostCosts = V100
+
+    def __post_init__(self) -> None:
+        for name in ("numel", "devices"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)} must be an integer of at least 1.")
+        for name in ("inter_gbps", "intra_gbps"):
+            if not 0 < getattr(self, name) < math.inf:
+                raise ValueError(f"{name}={getattr(self, name)} must be a rate in Gbit/s, above 0.")
+        if self.itemsize not in (2, 4):
+            raise ValueError(f"itemsize={self.itemsize}: gradients have 4 bytes (fp32) or 2 (fp16, bf16).")
+        if self.compute_s is not None and not 0 < self.compute_s < math.inf:
+            raise ValueError(f"compute_s={self.compute_s} must be above 0; omit it if unknown.")
+
+    @property
+    def rates(self) -> Rates:
+        """The rates for `exchange.paths`."""
+        inter = Link(self.inter_latency, 8e-9 * self.devices / self.inter_gbps)
+        intra = Link(self.intra_latency, 8e-9 / self.intra_gbps)
+        return replace(self.host.rates, inter=inter, intra=intra)
+
+    @property
+    def buckets(self) -> int:
+        """Number of DDP buckets."""
+        return 1 + max(0, math.ceil((self.numel * self.itemsize - FIRST_BUCKET) / BUCKET))
+
+
+@dataclass(frozen=True)
+class Row:
+    """One path on a number of nodes. The last four fields are None if compute time is unknown."""
+
+    nodes: int
+    path: str
+    """One of `WAYS`."""
+    selects: bool
+    """Whether it sends only the largest entries."""
+    density: float
+    effective_density: float
+    """Upper bound of the share of entries that a step applies."""
+    sync_s: float
+    node_bytes: float
+    """Bytes that a node receives from other nodes per step."""
+    step_s: float | None = None
+    overlapped_step_s: float | None = None
+    efficiency: float | None = None
+    overlapped_efficiency: float | None = None
+
+    @property
+    def name(self) -> str:
+        return _NAMES.get(self.path, self.path) + (f" {100 * self.density:.3g} %" if self.selects else "")
+
+
+def predict(scenario: Scenario, nodes: int, way: str, density: float = 1.0) -> Row:
+    """Predict one way. On one node, every way is an all-reduce.
+
+    Raises:
+        ValueError: if there is no node, or the density is not in (0, 1].
+    """
+    if nodes < 1:
+        raise ValueError(f"nodes={nodes} must be at least 1.")
+    if not 0 < density <= 1:
+        raise ValueError(f"density={density} must be in (0, 1], the share of entries to send.")
+    if way == UPDATES and nodes > 1:
+        return _of_updates(scenario, nodes, density)
+    work = Work(nodes, scenario.devices, -(-scenario.numel // scenario.buckets), scenario.itemsize)
+    path = path_of(way, work, density)
+    sync_s, node_bytes = scenario.buckets * path.seconds(scenario.rates), 0.0
+    if nodes > 1:
+        node_bytes = scenario.devices * scenario.buckets * path.bytes()
+    row = (nodes, way, _selects(way), density, path.applied / work.shard_numel, sync_s, node_bytes)
+    if scenario.compute_s is None:
+        return Row(*row)
+    steps = scenario.compute_s + sync_s, max(scenario.compute_s, sync_s)
+    return Row(*row, *steps, *(scenario.compute_s / step for step in steps))
+
+
+def _of_updates(scenario: Scenario, nodes: int, density: float) -> Row:
+    """Updates of all parameters in one exchange, which hides behind the whole next step. Inside the node gradients are
+    averaged, and updated slices are gathered once more."""
+    rates, devices = scenario.rates, scenario.devices
+    path = _OURS["sparse"].of(Work(nodes, devices, scenario.numel), density, VALUES)
+    assert path is not None
+    between = path.seconds_between(rates)
+    sliced = rates.intra.seconds(devices - 1, (devices - 1) * path.work.shard_numel * 4)
+    inside = path.seconds(rates) - between + sliced
+    row = (nodes, UPDATES, True, density, path.applied / path.work.shard_numel)
+    compute = scenario.compute_s
+    if compute is None:
+        return Row(*row, inside + between, devices * path.bytes())
+    after_backward = path.seconds_of_kernels(rates) + sliced
+    steps = max(compute + inside, between), max(max(compute, inside - after_backward) + after_backward, between)
+    return Row(*row, inside + between, devices * path.bytes(), *steps, *(compute / step for step in steps))
+
+
+def path_of(way: str, work: Work, density: float) -> paths.Path:
+    """The path of each bucket."""
+    if work.num_nodes == 1:
+        return Dense(work)  # one ring, inside the node
+    if way in _OURS:
+        return _OURS[way].of(work, density, VALUES) or Dense(work)
+    return Flat(work._replace(itemsize=2) if way == "ddp16" else work)
+
+
+def rows(scenario: Scenario, counts: Iterable[int], densities: Sequence[float]) -> list[Row]:
+    """Predict every way for every node count, and those that select for every density."""
+    ways = [(way, density) for way in WAYS for density in (densities if _selects(way) else [1.0])]
+    return [predict(scenario, nodes, way, density) for nodes in counts for way, density in ways]
+
+
+def node_counts(nodes: int) -> list[int]:
+    """Powers of two up to four times ``nodes``, and ``nodes`` itself.
+
+    >>> node_counts(6)
+    [1, 2, 4, 6, 8, 16]
+    """
+    return sorted({*(1 << i for i in range((4 * nodes).bit_length()) if 1 << i <= 4 * nodes), nodes})
+
+
+def simplest(found: Sequence[Row], *, overlap: bool) -> Row:
+    """The simplest path that no other beats by more than the strategy's margin.
+
+    In order of simplicity: DDP, its 16-bit hook, 2-D dense, the same with 16-bit values, sparse. Excludes regional,
+    which applies fewer entries than sparse at the same density, so that their times are not comparable, and updates,
+    which are another algorithm.
+    """
+    order = [row for way in WAYS for row in found if row.path == way and _is_comparable(way)]
+    best = min(_seconds(row, overlap) for row in order)
+    return next(row for row in order if MARGIN * _seconds(row, overlap) <= best)
+
+
+def recommend(found: Sequence[Row], compute_s: float | None) -> str:
+    """Recommend a path, from the rows of one node count and one density."""
+    nodes = found[0].nodes
+    if nodes == 1:
+        return "Use plain DDP: a single node has no inter-node traffic."
+    plain, least = simplest(found, overlap=False), simplest(found, overlap=True)
+    gain = _gain(found, plain, overlap=False)
+    if compute_s is None:
+        return f"Use {_advice(plain)}: its synchronisation {gain} (what that saves depends on the compute of a step)."
+    if plain.path == least.path:
+        hidden = _gain(found, plain, overlap=True)
+        bounds = gain if gain == hidden else f"{gain} without overlap and {hidden} with perfect overlap"
+        return f"Use {_advice(plain)} on {nodes} nodes: its step {bounds}."
+    return (
+        f"Use {_advice(least)} on {nodes} nodes if synchronisation overlaps with backward. If not, use "
+        f"{_advice(plain)}: its step without overlap {gain}. Measure both."
+    )
+
+
+def recommend_for_adam(found: Sequence[Row]) -> str:
+    """What to use with Adam and other optimizers that divide by the size of recent gradients, from the same rows."""
+    gradients, updates = simplest(found, overlap=True), next(row for row in found if row.path == UPDATES)
+    exact = min((row for row in found if not row.selects), key=lambda row: _seconds(row, True))
+    if not gradients.selects or MARGIN * _seconds(exact, True) <= _seconds(updates, True):
+        return f"With AdamW: {_advice(exact if gradients.selects else gradients)}."
+    return (
+        f"With AdamW a sparse exchange of gradients ends worse than one node alone: use {_advice(updates)}, whose step "
+        f"is {_seconds(exact, True) / _seconds(updates, True):.2g} times as fast as that of {exact.name}."
+    )
+
+
+def _selects(way: str) -> bool:
+    return way == UPDATES or (way in _OURS and _OURS[way].leaves == "entries")
+
+
+def _is_comparable(way: str) -> bool:
+    return way != UPDATES and (way not in _OURS or _OURS[way].automatic)
+
+
+def _advice(row: Row) -> str:
+    return {
+        "ddp": "plain DDP",
+        "ddp16": "DDP with the bf16 hook",
+        "dense": "strategy='mstopk_hier' with exchange='dense'",
+        "dense16": "strategy='mstopk_hier' with exchange='dense16'",
+        UPDATES: f"strategy='mstopk_local' with density={row.density:g}",
+    }.get(row.path, f"strategy='mstopk_hier' with density={row.density:g}")
+
+
+def _gain(found: Sequence[Row], row: Row, *, overlap: bool) -> str:
+    """Compare the row with DDP, or DDP with the best other path."""
+    if row.path != "ddp":
+        ddp = next(each for each in found if each.path == "ddp")
+        return f"is {_seconds(ddp, overlap) / _seconds(row, overlap):.2g} times as fast as DDP's"
+    others = [each for each in found if each.path != "ddp" and _is_comparable(each.path)]
+    best = min(others, key=lambda each: _seconds(each, overlap))
+    factor = _seconds(row, overlap) / _seconds(best, overlap)
+    return "is as fast as any" if factor < 1.005 else f"is within {100 * factor - 100:.0f} % of the best ({best.name})"
+
+
+def _seconds(row: Row, overlap: bool) -> float:
+    step = row.overlapped_step_s if overlap else row.step_s
+    return row.sync_s if step is None else step
+
+
+def assumptions(scenario: Scenario) -> list[str]:
+    """The assumptions of a prediction, one per line."""
+    host, rates = scenario.host, scenario.host.rates
+    return [
+        f"{scenario.numel:,} gradients of {scenario.itemsize} bytes in {scenario.buckets} buckets; "
+        f"{scenario.devices} devices per node",
+        f"between nodes {scenario.inter_gbps:g} Gbit/s per node, inside {scenario.intra_gbps:g} Gbit/s per device; "
+        f"latency {1e6 * scenario.inter_latency:g} and {1e6 * scenario.intra_latency:g} us (assumed)",
+        f"selection {rate(rates.select, 'elements')}, scatter {rate(rates.scatter, 'pairs')}: {host.source}",
+    ]
+
+
+# -- measured on this machine ------------------------------------------------------------------------------------------
+
+
+def device_here() -> torch.device:
+    """The current GPU if there is one, otherwise the CPU."""
+    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+
+
+def describe(device: torch.device) -> str:
+    """Name of a device."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"{processor()}, {torch.get_num_threads()} thread(s)"
+
+
+def seconds(call: Callable[[], object], device: torch.device, repeats: int = 5, limit_s: float = 20.0) -> float:
+    """Median time of `repeats` calls after a warm-up call. Stops early after `limit_s` seconds."""
+    taken: list[float] = []
+    for _ in range(repeats + 1):
+        begin = time.perf_counter()
+        call()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        taken.append(time.perf_counter() - begin)
+        if sum(taken) > limit_s:
+            break
+    return median(taken[1:] or taken)
+
+
+def compute_seconds(model: models.Model, batch: int, device: torch.device) -> float:
+    """Time forward and backward of random samples, in fp32 on a CPU and with 16-bit autocast on a GPU.
+
+    Raises:
+        ValueError: if the batch is empty.
+    """
+    if batch < 1:
+        raise ValueError(f"batch={batch} must be at least 1, the number of samples per device.")
+    with device:
+        network = model.build()
+        samples = torch.randn(batch, *model.input_shape)
+    dtype = torch.bfloat16 if device.type == "cuda" and torch.cuda.is_bf16_supported() else torch.float16
+
+    def step() -> None:
+        with torch.autocast(device.type, dtype, enabled=device.type == "cuda"):
+            out = network(samples)
+            loss = sum(part.float().mean() for part in (out if isinstance(out, tuple) else (out,)))
+        network.zero_grad()
+        loss.backward()
+
+    return seconds(step, device)
+
+
+def host_costs(device: torch.device) -> HostCosts:
+    """Measure selection, scatter and add on this device."""
+    x, y = torch.ones(ADDED, device=device), torch.ones(ADDED, device=device)
+    add = seconds(lambda: x.add_(y), device) / (4 * ADDED)
+    costs = kernel_costs(lambda call: seconds(call, device), device, VALUES, ADDED)
+    rates = replace(costs, add=add, scatter=max(costs.scatter, 1e-12))
+    return HostCosts(rates, f"measured on {describe(device)}")
+
+
+# -- a plot ------------------------------------------------------------------------------------------------------------
+
+
+def draw(rows: Sequence[Row], title: str, file: Path) -> None:
+    """Plot the rows of one density, or synchronisation alone if compute time is unknown.
+
+    Raises ValueError if matplotlib is not installed, or does not support the file's suffix.
+    """
+    timed = all(row.step_s is not None for row in rows)
+    need("matplotlib", "a plot")
+    from matplotlib.figure import Figure
+
+    drawn = Figure(figsize=(11 if timed else 6.5, 4.8), layout="constrained")
+    axes = drawn.subplots(1, 1 + timed, squeeze=False)[0]
+    if timed:
+        _lines(axes[0], rows, "-", lambda row: 1e3 * (row.step_s or 0))
+        _lines(axes[0], rows, ":", lambda row: 1e3 * (row.overlapped_step_s or 0))
+        _lines(axes[1], rows, "-", lambda row: 100 * (row.efficiency or 0))
+        _lines(axes[1], rows, ":", lambda row: 100 * (row.overlapped_efficiency or 0))
+        axes[0].set(ylabel="ms per step", ylim=(0, None), title="step time (lower is better)")
+        axes[1].set(ylabel="% of devices' own throughput", ylim=(0, 103), title="scaling efficiency (higher is better)")
+        for style, label in (("-", "without overlap"), (":", "perfect overlap with backward")):
+            axes[0].plot([], [], style, color="black", label=label)
+    else:
+        _lines(axes[0], rows, "-", lambda row: 1e3 * row.sync_s)
+        axes[0].set(ylabel="synchronisation, ms per step", yscale="log", title="without compute, lower is better")
+    counts = sorted({row.nodes for row in rows})
+    for each in axes:
+        each.set_xscale("log", base=2)
+        each.set_xticks(counts, [f"{nodes}" for nodes in counts])
+        each.set_xlabel("nodes")
+        each.grid(alpha=0.3)
+    drawn.legend(*axes[0].get_legend_handles_labels(), frameon=False, loc="outside lower center", ncols=4)
+    drawn.suptitle(f"predicted: {title}", fontsize="medium")
+    drawn.savefig(file)
+
+
+def _lines(axes: Any, rows: Sequence[Row], style: str, value: Callable[[Row], float]) -> None:
+    for path, colour in COLOURS.items():
+        own = sorted((row for row in rows if row.path == path), key=lambda row: row.nodes)
+        label = own[0].name if style == "-" else None
+        values = list(map(value, own))
+        axes.plot([row.nodes for row in own], values, style, marker="o", markersize=3, color=colour, label=label)
+
+
+# -- the command -------------------------------------------------------------------------------------------------------
+
+
+def declare(parser: argparse.ArgumentParser) -> None:
+    """The command's options."""
+    parser.description = (
+        "Predict the step time, scaling efficiency and inter-node traffic of DDP, of 2-D dense, sparse and regional "
+        "reduction, and of exchanging updates. Runs nothing unless --measure is given."
+    )
+    parser.epilog = (
+        "Example: lightning-sparse plan --model resnet50 --nodes 16 --devices 8 --inter-gbps 25 --intra-gbps 1200 "
+        "--compute-ms 107"
     )
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--model", metavar="NAME", help="a torchvision or timm model")
@@ -43,19 +442,15 @@ def add(subcommands: Subcommands) -> None:
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    from lightning_sparse.bench import plan
-
     scenario, notes = _scenario(arguments)
-    rows = plan.rows(scenario, plan.node_counts(arguments.nodes), arguments.density)
-    here = [row for row in rows if row.nodes == arguments.nodes]
-    shown = [row for row in rows if not row.selects or row.density == arguments.density[0]]
+    found = rows(scenario, node_counts(arguments.nodes), arguments.density)
+    here = [row for row in found if row.nodes == arguments.nodes]
+    shown = [row for row in found if not row.selects or row.density == arguments.density[0]]
     compared = [row for row in shown if row.nodes == arguments.nodes]
-    advice = plan.recommend(compared, scenario.compute_s)
+    advice = recommend(compared, scenario.compute_s)
     if arguments.nodes > 1:
-        advice += "\n" + plan.recommend_for_adam(compared)
+        advice += "\n" + recommend_for_adam(compared)
     if arguments.plot is not None:
-        from lightning_sparse.bench.plan_plot import draw
-
         what = arguments.model or f"{scenario.numel:,} gradients"
         compute = "" if scenario.compute_s is None else f", {1e3 * scenario.compute_s:.4g} ms of compute"
         title = f"{what}{compute}, {arguments.devices} devices per node, {arguments.inter_gbps:g} Gbit/s between nodes"
@@ -63,7 +458,7 @@ def _run(arguments: argparse.Namespace) -> int:
         print(f"wrote {arguments.plot}", file=sys.stderr)
     if arguments.json:
         result = {"scenario": asdict(scenario), "assumptions": notes, "recommendation": advice}
-        print(json.dumps({**result, "rows": [asdict(row) for row in rows]}, indent=2))
+        print(json.dumps({**result, "rows": [asdict(row) for row in found]}, indent=2))
         return 0
     print("\n".join(notes))
     print(f"\n{arguments.nodes} nodes, per step:\n{_by_path(here)}")
@@ -76,25 +471,23 @@ def _run(arguments: argparse.Namespace) -> int:
 
 def _scenario(arguments: argparse.Namespace) -> tuple[Scenario, list[str]]:
     """The scenario and its assumptions."""
-    from lightning_sparse.bench import measure, models, plan
-
     model = None if arguments.model is None else models.find(arguments.model)
-    host, compute_s, note = plan.V100, None, "compute time unknown: synchronisation only"
+    host, compute_s, note = V100, None, "compute time unknown: synchronisation only"
     if arguments.compute_ms is not None:
         compute_s, note = 1e-3 * arguments.compute_ms, f"forward and backward {arguments.compute_ms:g} ms (given)"
     if arguments.measure:
-        device = measure.device_here()
-        print(f"measuring on {measure.describe(device)} ...", file=sys.stderr)
-        host = measure.host_costs(device)
+        device = device_here()
+        print(f"measuring on {describe(device)} ...", file=sys.stderr)
+        host = host_costs(device)
         if compute_s is None and model is not None:
-            compute_s = measure.compute_seconds(model, arguments.batch, device)
-            note = f"forward and backward {1e3 * compute_s:.4g} ms, measured on {measure.describe(device)}, "
+            compute_s = compute_seconds(model, arguments.batch, device)
+            note = f"forward and backward {1e3 * compute_s:.4g} ms, measured on {describe(device)}, "
             note += f"batch {arguments.batch}"
             if device.type == "cpu":
                 note += "; for nodes with GPUs, pass --compute-ms instead"
     if compute_s is None:
         note += "; scaling efficiency needs --compute-ms" + (" or --measure" if model is not None else "")
-    scenario = plan.Scenario(
+    scenario = Scenario(
         numel=int(arguments.parameters) if model is None else model.numel,
         devices=arguments.devices,
         inter_gbps=arguments.inter_gbps,
@@ -103,7 +496,7 @@ def _scenario(arguments: argparse.Namespace) -> tuple[Scenario, list[str]]:
         compute_s=compute_s,
         host=host,
     )
-    return scenario, [*plan.assumptions(scenario), note]
+    return scenario, [*assumptions(scenario), note]
 
 
 def _by_path(rows: list[Row]) -> str:

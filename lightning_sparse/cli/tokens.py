@@ -7,16 +7,18 @@ from collections.abc import Callable, Sequence
 from importlib import import_module
 from pathlib import Path
 
-from lightning_sparse.cli.common import Subcommands
+from lightning_sparse.data.tokens import files_of, prepare
 
 
-def add(subcommands: Subcommands) -> None:
-    parser = subcommands.add_parser("tokens", help="write the token ids of text files, for TokenDataModule")
+def declare(parser: argparse.ArgumentParser) -> None:
+    """The command's options."""
     parser.add_argument("out", type=Path, help="file to write, such as train.bin; its description goes to train.json")
     parser.add_argument("texts", type=Path, nargs="+", metavar="TEXT", help="text file; the ids follow in this order")
     called = "called with the text of a file, returns its ids; default: the bytes of the file"
     parser.add_argument("--tokenizer", type=_named, metavar="MODULE:FUNCTION", help=called)
-    parser.add_argument("--vocab-size", type=int, default=256, metavar="N", help="ids of it (default %(default)s)")
+    parser.add_argument(
+        "--vocab-size", type=int, default=256, metavar="N", help="vocabulary size (default %(default)s)"
+    )
     parser.set_defaults(run=_prepare)
 
 
@@ -33,8 +35,6 @@ def _named(text: str) -> Callable[[str], Sequence[int]]:
 
 
 def _prepare(arguments: argparse.Namespace) -> int:
-    from lightning_sparse.data.tokens import files_of, prepare
-
     (file,) = files_of(prepare(arguments.texts, arguments.out, arguments.tokenizer, arguments.vocab_size))
     print(f"{file.path}: {file.tokens:,} tokens of {file.vocab_size:,}, {file.dtype.name}")
     return 0

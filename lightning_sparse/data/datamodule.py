@@ -35,7 +35,7 @@ class CachedMixin(DataModuleMixin):
         self._num_classes: int | None = None
 
     def __str__(self) -> str:
-        return described(type(self), repr(self._options.cache.source))
+        return described(type(self), {"source": self._options.cache.source})
 
     @property
     def num_classes(self) -> int:

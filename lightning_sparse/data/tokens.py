@@ -288,7 +288,7 @@ class TokenDataModuleMixin(DataModuleMixin):
         self._loaders: dict[str, TrainLoader | EvalLoader] = {}
 
     def __str__(self) -> str:
-        return described(type(self), repr(self._paths["train"]))
+        return described(type(self), {"train": self._paths["train"]})
 
     def setup(self, stage: str) -> None:
         """Map the files. A collective.

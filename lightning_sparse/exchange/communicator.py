@@ -1,6 +1,6 @@
 """The collectives of the exchange over a topology. Knows process groups, and nothing of DDP or of compression.
 
-With a tensor of N elements padded to L * S (see lightning_sparse.gradients.hook for the whole step):
+With a tensor of N elements padded to L * S (see lightning_sparse.gradients.reduction for the whole step):
 
 =============== ============== =========================== ==========================================
 method          group          in -> out                   step
@@ -21,12 +21,15 @@ node_broadcast  inter          shard_S -> shard_S          none: the same of a s
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
-from lightning_sparse.exchange.rates.timing import Stopwatch
+from lightning_sparse.exchange.host import Stopwatch
+from lightning_sparse.sharding import local_of
 from lightning_sparse.topology import Topology
 
 # torch renamed these two; the old names warn from 2.13 on and the new ones do not exist before it.
@@ -43,18 +46,148 @@ class CommunicationError(RuntimeError):
     """A collective failed: a rank died, a link is down, or a rank stalled past the group's timeout."""
 
 
+class Group(NamedTuple):
+    """Ranks that communicate with each other.
+
+    Args:
+        ranks: in our order, that of nodes or of a node's devices.
+        rank: this one.
+        handle: their process group, whose own order is that of ranks; None stands for the default group.
+    """
+
+    ranks: tuple[int, ...]
+    rank: int
+    handle: dist.ProcessGroup | None = None
+
+    @property
+    def size(self) -> int:
+        """Number of ranks."""
+        return len(self.ranks)
+
+    @property
+    def place(self) -> int:
+        """Index of this rank among them."""
+        return self.ranks.index(self.rank)
+
+    def by_rank(self, rows_MB: Tensor) -> Tensor:
+        """Rows from our order to that of ranks."""
+        order = sorted(range(self.size), key=self.ranks.__getitem__)
+        return rows_MB if order == sorted(order) else torch.stack([rows_MB[place] for place in order])
+
+    def by_place(self, rows_MB: Tensor) -> Tensor:
+        """Rows from the order of ranks to ours."""
+        places = [sorted(self.ranks).index(rank) for rank in self.ranks]
+        return rows_MB if places == sorted(places) else torch.stack([rows_MB[place] for place in places])
+
+
+class Collectives:
+    """The collectives of a group, as the backend has them. Rows are in the group's order."""
+
+    def reduce_scatter(self, grad_LS: Tensor, group: Group) -> Tensor:
+        """Sum over the group; each rank keeps its shard."""
+        shard_S = grad_LS.new_empty(grad_LS.numel() // group.size)
+        _reduce_scatter_single(shard_S, grad_LS, group=group.handle)
+        return shard_S
+
+    def gather(self, shard_S: Tensor, grad_LS: Tensor, group: Group) -> None:
+        """Write the shards of all ranks to one tensor; the group's order is that of ranks."""
+        _all_gather_single(grad_LS, shard_S, group=group.handle)
+
+    def all_gather(self, row_B: Tensor, group: Group) -> Tensor:
+        """Return the rows of all ranks."""
+        rows_MB = row_B.new_empty(group.size, row_B.numel())
+        _all_gather_single(rows_MB.view(-1), row_B, group=group.handle)
+        return group.by_place(rows_MB)
+
+    def all_to_all(self, rows_MB: Tensor, group: Group) -> Tensor:
+        """Send each rank its row, and return those that arrive."""
+        arrived_MB, sent_MB = torch.empty_like(rows_MB), group.by_rank(rows_MB)
+        dist.all_to_all_single(arrived_MB.view(-1), sent_MB.view(-1), group=group.handle)
+        return group.by_place(arrived_MB)
+
+
+class GlooCollectives(Collectives):
+    """The same for tensors on the CPU, where most of Gloo's own are slower than others that it has."""
+
+    def reduce_scatter(self, grad_LS: Tensor, group: Group) -> Tensor:
+        """Gloo's own all-reduces everything and throws most of it away: 2.5 times slower with two devices."""
+        shard, pieces_LS = grad_LS.numel() // group.size, torch.empty_like(grad_LS)
+        dist.all_to_all_single(pieces_LS, grad_LS, group=group.handle)
+        sum_S = pieces_LS[:shard]
+        for device in range(1, group.size):
+            sum_S += pieces_LS[device * shard : (device + 1) * shard]
+        return sum_S
+
+    def gather(self, shard_S: Tensor, grad_LS: Tensor, group: Group) -> None:
+        """Gloo's own copies more than once: of 100 MB, two devices wait 97 ms for it and 32 ms for these."""
+        shards = grad_LS.view(group.size, -1).unbind()
+        shards[group.place].copy_(shard_S)
+        under_way = [
+            dist.broadcast(shard, src=rank, group=group.handle, async_op=True)
+            for rank, shard in zip(group.ranks, shards, strict=True)
+        ]
+        for work in under_way:
+            _wait(work)
+
+    def all_gather(self, row_B: Tensor, group: Group) -> Tensor:
+        """Give each chunk on as soon as it is there, so that no link waits for the end of a message: a ring of whole
+        messages of 1 MB, and Gloo's own of halves, took up to a tenth longer at 0.1 Gbit/s."""
+        ranks, own = group.ranks, group.place
+        rows_MB = row_B.new_empty(group.size, row_B.numel())
+        rows_MB[own].copy_(row_B)
+        to, source = ranks[(own + 1) % group.size], ranks[own - 1]
+        arriving, last = [], group.size - 1
+        for step in range(1, group.size):
+            for chunk in torch.split(rows_MB[own - step], CHUNK):
+                arriving.append((step < last, chunk, dist.irecv(chunk, src=source, group=group.handle)))
+        chunks = torch.split(rows_MB[own], CHUNK) if last else ()
+        sending = [dist.isend(chunk, dst=to, group=group.handle) for chunk in chunks]
+        for goes_on, chunk, work in arriving:
+            _wait(work)
+            if goes_on:
+                sending.append(dist.isend(chunk, dst=to, group=group.handle))
+        for sent in sending:
+            _wait(sent)
+        return rows_MB
+
+    def all_to_all(self, rows_MB: Tensor, group: Group) -> Tensor:
+        """Gloo's own sends to all at once: where long messages meet at a slow link, packets are lost."""
+        if rows_MB[0].nbytes < LONG:
+            return super().all_to_all(rows_MB, group)
+        arrived_MB, own = torch.empty_like(rows_MB), group.place
+        arrived_MB[own].copy_(rows_MB[own])
+        for step in range(1, group.size):
+            to, source = (own + step) % group.size, own - step
+            arriving = dist.irecv(arrived_MB[source], src=group.ranks[source], group=group.handle)
+            sending = dist.isend(rows_MB[to], dst=group.ranks[to], group=group.handle)
+            _wait(arriving)
+            _wait(sending)
+        return arrived_MB
+
+
+def _collectives(tensor: Tensor) -> Collectives:
+    return Collectives() if tensor.is_cuda else GlooCollectives()
+
+
 class HierCommunicator:
     """The four steps, each a method of a few lines.
 
     Args:
         topology: where this rank stands, with its groups.
+        node: the ranks that count as a node; default: those of this rank's node.
+        world: the ranks that count as all; default: all.
 
     Attributes:
         stopwatch: times what goes between nodes.
     """
 
-    def __init__(self, topology: Topology) -> None:
+    def __init__(self, topology: Topology, *, node: Group | None = None, world: Group | None = None) -> None:
+        rank = topology.rank
+        peers = tuple(each[topology.device_index] for each in topology.nodes if len(each) > topology.device_index)
         self.topology = topology
+        self.node = node or Group(topology.nodes[topology.node_index], rank, topology.intra)
+        self.peers = Group(peers, rank, topology.inter)
+        self.world = world or Group(tuple(range(topology.world_size)), rank, topology.world)
         self.stopwatch = Stopwatch()
         self._place = threading.local()
 
@@ -69,73 +202,27 @@ class HierCommunicator:
 
     def reduce_scatter(self, grad_N: Tensor) -> Tensor:
         """Sum over the node's devices; each keeps its shard_S. With one device that is the input itself."""
-        devices = self.topology.num_devices
-        if devices == 1:
+        if self.node.size == 1:
             return grad_N
-        shard = -(-grad_N.numel() // devices)
-        grad_LS = grad_N if shard * devices == grad_N.numel() else _padded(grad_N, shard * devices)
-        with self._named("reduce-scatter inside the node", self._node_ranks()):
-            if grad_LS.is_cuda:
-                shard_S = grad_N.new_empty(shard)
-                _reduce_scatter_single(shard_S, grad_LS, group=self.topology.intra)
-                return shard_S
-            # Gloo's own all-reduces everything and throws most of it away: 2.5 times slower with two devices.
-            pieces_LS = torch.empty_like(grad_LS)
-            dist.all_to_all_single(pieces_LS, grad_LS, group=self.topology.intra)
-        sum_S = pieces_LS[:shard]
-        for device in range(1, devices):
-            sum_S += pieces_LS[device * shard : (device + 1) * shard]
-        return sum_S
+        numel = self.node.size * -(-grad_N.numel() // self.node.size)
+        grad_LS = grad_N if numel == grad_N.numel() else _padded(grad_N, numel)
+        with self._named("reduce-scatter inside the node", self.node):
+            return _collectives(grad_N).reduce_scatter(grad_LS, self.node)
 
     def exchange(self, message_B: Tensor) -> Tensor:
         """All-gather between nodes: messages of B bytes -> [M, B] in node order."""
-        peers, node = self._peer_ranks(), self.topology.node_index
-        messages_MB = message_B.new_empty(len(peers), message_B.numel())
-        with self._named("all-gather between nodes", peers), self._timed(message_B):
-            if message_B.is_cuda:
-                _all_gather_single(messages_MB.view(-1), message_B, group=self.topology.inter)
-                return self._by_node(messages_MB)
-            messages_MB[node].copy_(message_B)
-            self._ring(messages_MB)
-        return messages_MB
-
-    def _ring(self, messages_MB: Tensor) -> None:
-        """Give each chunk on as soon as it is there, so that no link waits for the end of a message: a ring of whole
-        messages of 1 MB, and Gloo's own of halves, took up to a tenth longer at 0.1 Gbit/s."""
-        peers, node, group = self._peer_ranks(), self.topology.node_index, self.topology.inter
-        to, source = peers[(node + 1) % len(peers)], peers[node - 1]
-        arriving, last = [], len(peers) - 1
-        for step in range(1, len(peers)):
-            for chunk in torch.split(messages_MB[node - step], CHUNK):
-                arriving.append((step < last, chunk, dist.irecv(chunk, src=source, group=group)))
-        sending = [dist.isend(chunk, dst=to, group=group) for chunk in torch.split(messages_MB[node], CHUNK) if last]
-        for goes_on, chunk, work in arriving:
-            _wait(work)
-            if goes_on:
-                sending.append(dist.isend(chunk, dst=to, group=group))
-        for sent in sending:
-            _wait(sent)
+        with self._named("all-gather between nodes", self.peers), self._timed(message_B):
+            return _collectives(message_B).all_gather(message_B, self.peers)
 
     def all_reduce(self, shard_S: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> None:
         """Sum over nodes, in place."""
-        with self._named("all-reduce between nodes", self._peer_ranks()), self._timed(shard_S):
-            dist.all_reduce(shard_S, op=op, group=self.topology.inter)
+        with self._named("all-reduce between nodes", self.peers), self._timed(shard_S):
+            dist.all_reduce(shard_S, op=op, group=self.peers.handle)
 
     def all_to_all(self, messages_MB: Tensor) -> Tensor:
         """Between nodes: row j goes to node j; what arrives is [M, B] in node order."""
-        peers, node = self._peer_ranks(), self.topology.node_index
-        arrived_MB = torch.empty_like(messages_MB)
-        with self._named("all-to-all between nodes", peers), self._timed(messages_MB):
-            if messages_MB.is_cuda or messages_MB[0].nbytes < LONG:
-                sent_MB = self._by_rank(messages_MB)
-                dist.all_to_all_single(arrived_MB.view(-1), sent_MB.view(-1), group=self.topology.inter)
-                return self._by_node(arrived_MB)
-            # Gloo's own sends to all at once: where long messages meet at a slow link, packets are lost.
-            arrived_MB[node].copy_(messages_MB[node])
-            for step in range(1, len(peers)):
-                to = (node + step) % len(peers)
-                self._pass(messages_MB[to], peers[to], arrived_MB[node - step], peers[node - step])
-        return arrived_MB
+        with self._named("all-to-all between nodes", self.peers), self._timed(messages_MB):
+            return _collectives(messages_MB).all_to_all(messages_MB, self.peers)
 
     def gather(self, shard_S: Tensor, *, last: bool = False, into: Tensor | None = None) -> Tensor:
         """All-gather inside the node: shard_S -> flat tensor of L * S elements.
@@ -145,95 +232,65 @@ class HierCommunicator:
             last: this is step 4, which runs while another lane reduce-scatters the next bucket, so it has a group of
                 its own.
         """
-        if self.topology.num_devices == 1:
+        if self.node.size == 1:
             return shard_S
-        group = self.topology.outward if last else self.topology.intra
-        numel = self.topology.num_devices * shard_S.numel()
+        group = self.node._replace(handle=self.topology.outward) if last else self.node
+        numel = group.size * shard_S.numel()
         grad_LS = into if into is not None and into.numel() == numel else shard_S.new_empty(numel)
-        with self._named("all-gather inside the node", self._node_ranks()):
-            if grad_LS.is_cuda:
-                _all_gather_single(grad_LS, shard_S, group=group)
-                return grad_LS
-            # Gloo's own copies more than once: of 100 MB, two devices wait 97 ms for it and 32 ms for these.
-            shards = grad_LS.view(self.topology.num_devices, -1).unbind()
-            shards[self.topology.device_index].copy_(shard_S)
-            under_way = [
-                dist.broadcast(shard, src=rank, group=group, async_op=True)
-                for rank, shard in zip(self._node_ranks(), shards, strict=True)
-            ]
-            for work in under_way:
-                _wait(work)
+        with self._named("all-gather inside the node", group):
+            _collectives(shard_S).gather(shard_S, grad_LS, group)
         return grad_LS
 
     def broadcast(self, tensor: Tensor, device_index: int) -> Callable[[], None]:
         """Start a broadcast to the devices of the node, in place, and return a function that waits for it."""
-        source, where = self._node_ranks()[device_index], self.where
-        with self._named("broadcast inside the node", self._node_ranks()):
-            work = dist.broadcast(tensor, src=source, group=self.topology.intra, async_op=True)
+        source, where = self.node.ranks[device_index], self.where
+        with self._named("broadcast inside the node", self.node):
+            work = dist.broadcast(tensor, src=source, group=self.node.handle, async_op=True)
 
         def wait() -> None:
             self.where = where
-            with self._named("broadcast inside the node", self._node_ranks()):
+            with self._named("broadcast inside the node", self.node):
                 _wait(work)
 
         return wait
 
     def node_all_reduce(self, tensor: Tensor, op: dist.ReduceOp.RedOpType) -> None:
         """Reduce over the node's devices, in place."""
-        with self._named("all-reduce inside the node", self._node_ranks()):
-            dist.all_reduce(tensor, op=op, group=self.topology.intra)
+        with self._named("all-reduce inside the node", self.node):
+            dist.all_reduce(tensor, op=op, group=self.node.handle)
 
     def flat_all_reduce(self, tensor: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> None:
         """Reduce over all ranks, in place."""
-        with self._named("all-reduce over all ranks", tuple(range(self.topology.world_size))), self._timed(tensor):
-            dist.all_reduce(tensor, op=op, group=self.topology.world)
+        with self._named("all-reduce over all ranks", self.world), self._timed(tensor):
+            dist.all_reduce(tensor, op=op, group=self.world.handle)
 
     def world_broadcast(self, tensor: Tensor) -> None:
         """What rank 0 has, to all ranks, in place."""
-        with self._named("broadcast to all ranks", tuple(range(self.topology.world_size))):
-            dist.broadcast(tensor, src=0, group=self.topology.world)
+        with self._named("broadcast to all ranks", self.world):
+            dist.broadcast(tensor, src=0, group=self.world.handle)
 
     def node_broadcast(self, tensor: Tensor) -> None:
         """What this device's peer on the first node has, to all its peers, in place."""
-        peers = self._peer_ranks()
-        with self._named("broadcast to all nodes", peers):
-            dist.broadcast(tensor, src=peers[0], group=self.topology.inter)
+        with self._named("broadcast to all nodes", self.peers):
+            dist.broadcast(tensor, src=self.peers.ranks[0], group=self.peers.handle)
 
-    def _node_ranks(self) -> tuple[int, ...]:
-        return self.topology.nodes[self.topology.node_index]
-
-    def _peer_ranks(self) -> tuple[int, ...]:
-        device = self.topology.device_index
-        return tuple(node[device] for node in self.topology.nodes)
-
-    def _pass(self, sent_B: Tensor, to: int, arrived_B: Tensor, source: int) -> None:
-        """Send a message to one rank while another's arrives."""
-        group = self.topology.inter
-        for work in (dist.irecv(arrived_B, src=source, group=group), dist.isend(sent_B, dst=to, group=group)):
-            _wait(work)
-
-    def _by_rank(self, rows_MB: Tensor) -> Tensor:
-        """From node order to that of ranks, which is a group's."""
-        peers = self._peer_ranks()
-        order = sorted(range(len(peers)), key=peers.__getitem__)
-        return rows_MB if order == sorted(order) else torch.stack([rows_MB[node] for node in order])
-
-    def _by_node(self, rows_MB: Tensor) -> Tensor:
-        """The inverse."""
-        peers = self._peer_ranks()
-        places = [sorted(peers).index(rank) for rank in peers]
-        return rows_MB if places == sorted(places) else torch.stack([rows_MB[place] for place in places])
+    def begin_with_first(self, tensor: Tensor) -> None:
+        """Give all ranks what rank 0 has of a tensor; of a sharded one all nodes what the first has."""
+        if isinstance(tensor, DTensor):
+            self.node_broadcast(local_of(tensor.data))
+        elif tensor.numel():
+            self.world_broadcast(tensor.data)
 
     def _timed(self, tensor: Tensor) -> AbstractContextManager[None]:
         return self.stopwatch.running(tensor.device)
 
     @contextmanager
-    def _named(self, step: str, ranks: tuple[int, ...]) -> Iterator[None]:
+    def _named(self, step: str, group: Group) -> Iterator[None]:
         try:
             yield
         except RuntimeError as error:
             raise CommunicationError(
-                f"rank {self.topology.rank}: {step} (ranks {', '.join(map(str, ranks))}) failed {self.where}. "
+                f"rank {self.topology.rank}: {step} (ranks {', '.join(map(str, group.ranks))}) failed {self.where}. "
                 f"A rank died, its link is down, or it stalled past the process group's timeout: look for the first "
                 f"error among those ranks. The backend said: {error}"
             ) from error

@@ -76,11 +76,6 @@ class ExchangeConfig:
         return self.exchange == "auto" or (self.density == "auto" and self.leaves_entries_out)
 
     @property
-    def hides_behind(self) -> str:
-        """What ``density="auto"`` has time for."""
-        return f"backward; the last group of each round keeps {self.least_density:g}"
-
-    @property
     def path(self) -> type[Path] | None:
         """The path that is asked for; None for ``"auto"``."""
         return next((kind for kind in PATHS if kind.name == self.exchange), None)
@@ -94,11 +89,6 @@ class ExchangeConfig:
     def may_round(self) -> bool:
         """Whether ``exchange="auto"`` may round values to 16 bits."""
         return self.value_dtype != "float32"
-
-    @property
-    def needs_node_sums(self) -> bool:
-        """Whether something is kept with the sums of a node, which an all-reduce over all ranks never forms."""
-        return False
 
     @property
     def dtype(self) -> torch.dtype:

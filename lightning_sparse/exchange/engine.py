@@ -3,24 +3,29 @@
 It is given a shard and a path, and knows no optimizer, no bucket and no Lightning. A front end
 
     path = exchange.choice.path(work, density)       the same on all ranks
-    job = exchange.run(path, shard)                  a generator of three stretches, see `paths.path`
-    exchange.runner.run(job, result)                 beside what the caller does next
+    transfer = exchange.begin(path, shard)           selects what is sent
+    transfer.transfer()                              between nodes
+    sum_S = transfer.apply()
 
-and closes each round of exchanges with ``exchange.stats.end_round()``.
+calls these in the three methods of a job (see `lanes`), beside what the caller does next, or all at once with
+``exchange.sum(path, shard)``; and closes each round of exchanges with ``exchange.stats.end_round()``.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
+from copy import deepcopy
+from dataclasses import dataclass, field
 
 import torch
+from torch import Tensor
 
 from lightning_sparse.exchange.choice import PathChoice
 from lightning_sparse.exchange.communicator import HierCommunicator
 from lightning_sparse.exchange.config import ExchangeConfig
 from lightning_sparse.exchange.lanes import Runner, runner_of
-from lightning_sparse.exchange.paths import Path, Shard, Stretches
-from lightning_sparse.exchange.stats import CommStats
+from lightning_sparse.exchange.paths import Flat, Path, Shard
 from lightning_sparse.kernels import kernel_report
 from lightning_sparse.topology import Topology
 
@@ -29,10 +34,10 @@ class Exchange:
     """Exchanges shards between the nodes of a topology.
 
     Args:
-        config: of the exchange.
+        config: options of the exchange.
         topology: of the ranks, with its groups.
         device: where the shards are.
-        numel: of all tensors together, on one rank.
+        numel: elements of all tensors together, on one rank.
         log_once: logs a line once, on rank 0.
 
     Attributes:
@@ -74,19 +79,120 @@ class Exchange:
                 "torch.compile with mode='reduce-overhead')."
             )
 
-    def run(self, path: Path, shard: Shard) -> Stretches:
-        """Sum the shard over nodes, and count it. Returns the sum: fp32, or for a path ``in_place`` ``shard.sum_S``; or
-        adds it to ``shard.target_S``, and returns that."""
-        beside = 0 if shard.beside is None else shard.beside.nbytes
+    def begin(self, path: Path, shard: Shard) -> Transfer:
+        """Select what is sent of a shard, and count it."""
         self.stats.record(
             path.name,
             sent=path.sent,
             applied=path.applied,
             total=path.work.shard_numel,
-            nbytes=path.bytes() + (path.work.num_nodes - 1) * beside,
-            dense_nbytes=self.choice.plain(path.work).bytes(),
+            nbytes=path.bytes(),
+            dense_nbytes=Flat(path.work).bytes(),
         )
-        return shard.deliver((yield from path.run(self.communicator, shard)))
+        return Transfer(path, shard, self.communicator)
+
+    def sum(self, path: Path, shard: Shard) -> Tensor:
+        """Sum a shard over nodes, now. Returns fp32, or for a path ``in_place`` ``shard.sum_S``."""
+        transfer = self.begin(path, shard)
+        transfer.transfer()
+        return transfer.apply()
+
+
+class Transfer:
+    """A shard on its way between nodes.
+
+    Args:
+        path: that it takes.
+        shard: what this device contributes.
+        communicator: the collectives.
+
+    Attributes:
+        carried: what this device sends; once that was transferred, what has arrived.
+    """
+
+    def __init__(self, path: Path, shard: Shard, communicator: HierCommunicator) -> None:
+        self.path, self.shard, self._communicator = path, shard, communicator
+        self.carried = path.select(communicator, shard)
+
+    def transfer(self) -> None:
+        """Communicate with other nodes."""
+        self.carried = self.path.transfer(self._communicator, self.carried, self.shard)
+
+    def apply(self) -> Tensor:
+        """Return the sum over nodes: fp32, or for a path ``in_place`` ``shard.sum_S``."""
+        return self.path.apply(self.carried, self.shard)
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """What the methods to come use."""
+        return (self.carried, *self.shard.used_to_the_end)
+
+
+@dataclass
+class CommStats:
+    """What one rank has communicated so far. Everything but the residual's norm is known without looking at a tensor.
+
+    Attributes:
+        rounds: reductions of the whole model so far.
+        bytes_between_nodes: bytes received by this device from other nodes so far (see exchange.paths).
+        round_bytes: the same, of the last whole round.
+        dense_equivalent_bytes: what a dense all-reduce of everything would have received so far.
+        density: share of the entries that a device sent in the last whole round, dense groups counted as 1.
+        effective_density: share of the entries that the last whole round applied, at most: what several nodes select
+            of different entries adds up.
+        sent, applied: entries so far that a device sent, and that were applied at most.
+        paths: entries so far by the path they took (see lightning_sparse.exchange.paths).
+    """
+
+    rounds: int = 0
+    bytes_between_nodes: float = 0.0
+    round_bytes: float = 0.0
+    dense_equivalent_bytes: float = 0.0
+    density: float = 1.0
+    effective_density: float = 1.0
+    sent: int = 0
+    applied: float = 0.0
+    paths: Counter[str] = field(default_factory=Counter)
+    _running_bytes: float = 0.0
+    _sent: int = 0
+    _applied: float = 0.0
+    _total: int = 0
+
+    def record(self, path: str, *, sent: int, applied: float, total: int, nbytes: float, dense_nbytes: float) -> None:
+        """Count one group: ``sent`` of ``total`` entries of its shard, and its bytes on the slow link."""
+        self.paths[path] += total
+        self.sent += sent
+        self.applied += applied
+        self._sent += sent
+        self._applied += applied
+        self._total += total
+        self.count_bytes(nbytes)
+        self.dense_equivalent_bytes += dense_nbytes
+
+    def count_bytes(self, nbytes: float) -> None:
+        """Count bytes received from other nodes."""
+        self._running_bytes += nbytes
+        self.bytes_between_nodes += nbytes
+
+    def abandon_round(self) -> None:
+        """Forget a round that was cut short; its bytes were sent all the same."""
+        self._running_bytes, self._applied, self._sent, self._total = 0.0, 0.0, 0, 0
+
+    def end_round(self) -> None:
+        """Close the round."""
+        self.rounds += 1
+        self.round_bytes, self._running_bytes = self._running_bytes, 0.0
+        self.density = self._sent / self._total if self._total else 0.0
+        self.effective_density = self._applied / self._total if self._total else 0.0
+        self._sent, self._applied, self._total = 0, 0.0, 0
+
+    def since(self, earlier: CommStats) -> CommStats:
+        """What was counted after ``earlier``, a deep copy of this; densities are the last round's still."""
+        late = deepcopy(self)
+        for name in ("rounds", "bytes_between_nodes", "dense_equivalent_bytes", "sent", "applied"):
+            setattr(late, name, getattr(self, name) - getattr(earlier, name))
+        late.paths = self.paths - earlier.paths
+        return late
 
 
 def _without_kernels(device: torch.device | None) -> str:

@@ -1,11 +1,11 @@
 """When an exchange runs: at once, or beside backward in lanes, which are CUDA streams or threads.
 
-A job is a generator of three stretches: inside the node, between nodes, inside the node (see
-lightning_sparse.exchange.paths.path). Each stretch has a lane of its own:
+A job has three methods: `select` works inside the node, `transfer` between nodes, `apply` inside the node. Each has a
+lane of its own:
 
     backward   bucket 0   bucket 1   bucket 2
     select                0          1          2
-    exchange                         0          1          2        the slow network is never idle while there is work
+    transfer                         0          1          2        the slow network is never idle while there is work
     apply                                       0          1          2
 
 Each lane is first in, first out, in the order of DDP's buckets, which is the same on all ranks; so collectives match.
@@ -17,30 +17,43 @@ is one set of lanes per topology: two modules in one backward pass share it.
 Gloo has no streams, so its lanes are threads. An error must fail the backward pass with its own message. DDP mistakes a
 future with an exception for a result, so the error is raised by a callback at the end of backward.
 
-On CUDA lanes are streams: the host queues all stretches of a job at once and never waits. A stretch yields the tensors
+On CUDA lanes are streams: the host queues all methods of a job at once and never waits. A method returns the tensors
 that later ones use, for torch's allocator to know which streams use them.
 
-A job that is not part of a backward pass is begun by ``start``; ``finish`` waits for it and raises its error.
+A job that is not part of a backward pass has been selected by its caller, and goes on with ``start``; ``finish`` waits
+for it and raises its error.
 """
 
 import queue
 import threading
 import time
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from lightning_sparse.topology import Topology
 
-Job = Iterator[Sequence[Tensor]]
-"""It yields, after each stretch but the last, the tensors made so far that later stretches use."""
 TensorFuture = torch.futures.Future[Tensor]
+_Stage = Callable[[], Sequence[Tensor]]
 LANES = 3
 LAST_JOB_SECONDS = 10.0
 """How long a program that ends waits for jobs under way."""
+
+
+class Job(Protocol):
+    """Work in three stages. Each returns the tensors made so far that later ones use."""
+
+    def select(self) -> Sequence[Tensor]:
+        """Work inside the node, and choose what is sent."""
+
+    def transfer(self) -> Sequence[Tensor]:
+        """Communicate between nodes."""
+
+    def apply(self) -> Sequence[Tensor]:
+        """Work inside the node with what has arrived."""
 
 
 class Runner:
@@ -48,20 +61,24 @@ class Runner:
 
     def run(self, job: Job, result: Tensor) -> TensorFuture:
         """Run the job. The future completes with ``result``; on CUDA it carries the current stream, for DDP to wait."""
-        for _ in job:
-            pass
+        job.select()
+        return Runner.start(self, job, result)
+
+    def start(self, job: Job, result: Tensor, selected: Sequence[Tensor] = ()) -> TensorFuture:
+        """Run a job whose ``select`` the caller has called, beside whatever the caller does until ``finish``.
+
+        Args:
+            selected: what ``select`` returned.
+        """
+        job.transfer()
+        job.apply()
+        return self._done(result)
+
+    def _done(self, result: Tensor) -> TensorFuture:
         devices: list[int | str | torch.device] | None = [result.device] if result.is_cuda else None
         future: TensorFuture = torch.futures.Future(devices=devices)
         future.set_result(result)
         return future
-
-    def start(self, job: Job, result: Tensor, handed: Sequence[Tensor] = ()) -> TensorFuture:
-        """Run the job beside whatever the caller does until ``finish``.
-
-        Args:
-            handed: what the job has yielded last, if the caller has run its first stretch.
-        """
-        return self.run(job, result)
 
     def finish(self, future: TensorFuture) -> None:
         """Wait for a job that was started; on CUDA the current stream does, not the host.
@@ -82,9 +99,9 @@ class Runner:
 
 
 class StreamLanes(Runner):
-    """Queues the stretches of each job on one CUDA stream per lane, beside backward. The host never waits.
+    """Queues the stages of each job on one CUDA stream per lane, beside backward. The host never waits.
 
-    A stretch waits for the one before it, the first for what the caller has queued, and the caller for the last one:
+    A stage waits for the one before it, the first for what the caller has queued, and the caller for the last one:
     DDP makes it do so before backward ends. So whatever the caller does with a residual between two backward passes
     lies after the jobs that wrote it and before those that read it. Within backward a tensor may be freed on the host
     while another lane has yet to use it; ``record_stream`` tells the allocator of those that were handed over.
@@ -98,24 +115,27 @@ class StreamLanes(Runner):
 
     def run(self, job: Job, result: Tensor) -> TensorFuture:
         """Queue the job; the future carries the last lane's event."""
-        return self._queue(job, result, (), self._streams)
+        stages = (job.select, job.transfer, job.apply)
+        return self._queue(zip(self._streams, stages, strict=True), result, ())
 
-    def start(self, job: Job, result: Tensor, handed: Sequence[Tensor] = ()) -> TensorFuture:
+    def start(self, job: Job, result: Tensor, selected: Sequence[Tensor] = ()) -> TensorFuture:
         """Queue the job on one lane, since there is none to share it with."""
-        return self._queue(job, result, handed, self._streams[1:2])
+        stream = self._streams[1]
+        return self._queue(((stream, job.transfer), (stream, job.apply)), result, selected)
 
     def _queue(
-        self, job: Job, result: Tensor, handed: Sequence[Tensor], streams: Sequence[torch.cuda.Stream]
+        self, stages: Iterable[tuple[torch.cuda.Stream, _Stage]], result: Tensor, handed: Sequence[Tensor]
     ) -> TensorFuture:
         before = torch.cuda.current_stream(self._device)
-        for stream in streams:
-            stream.wait_stream(before)
-            _record(stream, (result, *handed))
+        for stream, stage in stages:
+            if stream is not before:
+                stream.wait_stream(before)
+                _record(stream, (result, *handed))
             with torch.cuda.stream(stream):
-                handed = next(job, ())
+                handed = stage()
             before = stream
         with torch.cuda.stream(before):
-            return super().run(job, result)
+            return self._done(result)
 
     def wait(self) -> None:
         """Order the current stream after the jobs."""
@@ -133,12 +153,12 @@ def _record(stream: torch.cuda.Stream, tensors: Iterable[Tensor]) -> None:
             tensor.record_stream(stream)
 
 
-_Item = tuple[Job, Tensor, TensorFuture]
+_Item = tuple[Sequence[_Stage], Tensor, TensorFuture]
 _Queue = queue.SimpleQueue[_Item | None]
 
 
 class FifoLanes(Runner):
-    """Runs the stretches of each job on one daemon thread per lane, first in, first out. After a job has failed, no
+    """Runs the stages of each job on one daemon thread per lane, first in, first out. After a job has failed, no
     other runs until its error was raised. Threads start with the first job after ``end``; they stop at ``end`` if they
     are idle, and when this object is garbage collected. A program that ends waits for jobs under way."""
 
@@ -155,7 +175,13 @@ class FifoLanes(Runner):
         threads = torch.get_num_threads()  # OpenMP has a number of threads for each calling thread
         for lane, jobs in enumerate(queues):
             onward = queues[lane + 1] if lane + 1 < LANES else None
-            arguments = (jobs, onward, self._errors, threads)  # not self: the thread would keep alive what ends it
+            arguments = (
+                lane,
+                jobs,
+                onward,
+                self._errors,
+                threads,
+            )  # not self: the thread would keep alive what ends it
             self._threads.append(threading.Thread(target=_work, args=arguments, name="lightning_sparse", daemon=True))
         for thread in self._threads:
             thread.start()
@@ -171,15 +197,18 @@ class FifoLanes(Runner):
         if backward != self._backward:  # by its id: a backward that raised never ran its callbacks
             torch.autograd.Variable._execution_engine.queue_callback(self._join)
             self._backward = backward
-        return self.start(job, result)
+        return self._queue((job.select, job.transfer, job.apply), result)
 
-    def start(self, job: Job, result: Tensor, handed: Sequence[Tensor] = ()) -> TensorFuture:
-        """Queue the job, of a backward pass or not."""
+    def start(self, job: Job, result: Tensor, selected: Sequence[Tensor] = ()) -> TensorFuture:
+        """Queue the job."""
+        return self._queue((tuple, job.transfer, job.apply), result)
+
+    def _queue(self, stages: Sequence[_Stage], result: Tensor) -> TensorFuture:
         future: TensorFuture = torch.futures.Future()
         self._pending = future
         if self._first is None:
             self._first = self._start()
-        self._first.put((job, result, future))
+        self._first.put((stages, result, future))
         return future
 
     def wait(self) -> None:
@@ -250,20 +279,22 @@ def _join_at_exit(threads: Sequence[threading.Thread]) -> None:
     weakref.finalize(threads[-1], join)
 
 
-def _work(jobs: _Queue, onward: _Queue | None, errors: list[BaseException], threads: int) -> None:
-    """One lane: a stretch of each job, which then goes on to the next lane."""
+def _work(lane: int, jobs: _Queue, onward: _Queue | None, errors: list[BaseException], threads: int) -> None:
+    """One lane: a stage of each job, which then goes on to the next lane."""
     torch.set_num_threads(threads)
     while (item := jobs.get()) is not None:
         if not errors:
             try:
                 with torch.no_grad():
-                    next(item[0], None)
+                    item[0][lane]()
             except BaseException as error:
                 errors.append(error)
+        result, future = item[1:]
         if onward is not None:
             onward.put(item)
-        else:
-            item[2].set_result(item[1])
-        del item  # hold no reference to the model while idle
+        del item  # hold no reference to the model while idle, nor once the future is done
+        if onward is None:
+            future.set_result(result)
+        del result, future
     if onward is not None:
         onward.put(None)

@@ -8,9 +8,7 @@ from lightning_sparse.data.datamodule import CachedDataModuleMixin, CachedImageD
 from lightning_sparse.data.tokens import TokenDataModuleMixin
 from lightning_sparse.pto.callback import PTOMixin
 from lightning_sparse.strategy.callback import CommStatsMixin
-from lightning_sparse.strategy.mstopk_fsdp import MSTopKFSDPMixin
-from lightning_sparse.strategy.mstopk_hier import MSTopKHierMixin
-from lightning_sparse.strategy.mstopk_local import MSTopKLocalMixin
+from lightning_sparse.strategy.trainer import MSTopKFSDPMixin, MSTopKHierMixin, MSTopKLocalMixin
 
 
 class MSTopKHierStrategy(MSTopKHierMixin, DDPStrategy):

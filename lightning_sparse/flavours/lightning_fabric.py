@@ -3,9 +3,7 @@
 from lightning_fabric.strategies.ddp import DDPStrategy
 from lightning_fabric.strategies.model_parallel import ModelParallelStrategy
 
-from lightning_sparse.strategy.fabric import MSTopKHierFabricMixin
-from lightning_sparse.strategy.fabric_fsdp import MSTopKFSDPFabricMixin
-from lightning_sparse.strategy.fabric_local import MSTopKLocalFabricMixin
+from lightning_sparse.strategy.fabric import MSTopKFSDPFabricMixin, MSTopKHierFabricMixin, MSTopKLocalFabricMixin
 
 
 class MSTopKHierStrategy(MSTopKHierFabricMixin, DDPStrategy):

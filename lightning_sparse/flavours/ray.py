@@ -7,9 +7,7 @@ import ray.train.torch
 import torch
 from ray.train.lightning import RayDDPStrategy
 
-from lightning_sparse.strategy.mstopk_fsdp import MSTopKFSDPMixin
-from lightning_sparse.strategy.mstopk_hier import MSTopKHierMixin
-from lightning_sparse.strategy.mstopk_local import MSTopKLocalMixin
+from lightning_sparse.strategy.trainer import MSTopKFSDPMixin, MSTopKHierMixin, MSTopKLocalMixin
 
 try:
     from lightning.pytorch.strategies import ModelParallelStrategy

@@ -1,4 +1,4 @@
-"""What a user chooses about the reduction of gradients, checked when it is chosen."""
+"""What a user chooses about the reduction of gradients, checked when it is chosen, and the density warm-up."""
 
 from __future__ import annotations
 
@@ -8,6 +8,11 @@ from typing import Literal
 from lightning_sparse.exchange.config import ExchangeConfig, check_flag
 
 Exclude = Literal["none", "vectors"] | tuple[str, ...]
+
+STAGES = 4
+"""Number of stages of a warm-up counted in rounds."""
+DEFAULT_EPOCHS, DEFAULT_SHARE = 4, 0.05
+"""The warm-up where none is given: whichever ends first."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,13 +24,11 @@ class HierConfig(ExchangeConfig):
             section 3.3); 0 for none. None leaves it to ``warmup_steps``.
         warmup_steps: the same in rounds. With both the warm-up ends with whichever is over first. With neither, Trainer
             takes the smaller of 4 epochs and 5 % of the steps that it expects; elsewhere there is no warm-up.
-        dense_rounds: this many rounds at the start send everything.
         momentum_correction: for torch.optim.SGD with momentum: keep the momentum with the residuals, and stop it where
             an entry was sent (lightning_sparse.gradients.momentum).
         exclude: parameters that are always reduced densely, for their entries are few and matter much. ``"vectors"``:
             those of at most one dimension, which are biases and norms; or patterns of names, such as
             ``("*.bias", "head.*")``, in which ``*`` stands for anything.
-        error_feedback: keep what was not sent and add it to the next gradient. Only experiments turn it off.
 
     Raises:
         ValueError: naming the value, the rule and the way out.
@@ -33,33 +36,17 @@ class HierConfig(ExchangeConfig):
 
     warmup_epochs: int | None = None
     warmup_steps: int | None = None
-    dense_rounds: int = 0
     momentum_correction: bool = False
     exclude: Exclude = "none"
-    error_feedback: bool = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("warmup_epochs", "warmup_steps", "dense_rounds"):
+        for name in ("warmup_epochs", "warmup_steps"):
             value = getattr(self, name)
-            optional = value is None and name != "dense_rounds"
-            if not optional and (isinstance(value, bool) or not isinstance(value, int) or value < 0):
+            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 0):
                 raise ValueError(f"{name}={value!r} must be a whole number, 0 or more; 0 turns it off.")
         _check_exclude(self.exclude)
-        for name in ("momentum_correction", "error_feedback"):
-            check_flag(name, getattr(self, name))
-        if self.momentum_correction and not self.error_feedback:
-            raise ValueError("momentum_correction=True needs error_feedback: velocities add up in the residual.")
-
-    @property
-    def may_round(self) -> bool:
-        """Whether ``exchange="auto"`` may round values to 16 bits: only where a residual keeps the error."""
-        return super().may_round and self.error_feedback
-
-    @property
-    def needs_node_sums(self) -> bool:
-        """A velocity moves by its node's sum."""
-        return self.momentum_correction
+        check_flag("momentum_correction", self.momentum_correction)
 
 
 def _check_exclude(value: object) -> None:
@@ -70,3 +57,44 @@ def _check_exclude(value: object) -> None:
             f"exclude={value!r} must be 'none', 'vectors' (parameters of at most one dimension), or a tuple of "
             f"patterns of parameter names such as ('*.bias', 'head.*')."
         )
+
+
+@dataclass(frozen=True)
+class Warmup:
+    """The exponential density warm-up of Deep Gradient Compression (Lin et al., ICLR 2018, section 3.3).
+
+    A pure function of round and epoch: the same on all ranks, and after a resume. In stage s of S, counted from 0, the
+    density is ``density ** ((s + 1) / (S + 1))``; afterwards ``density``. A stage is an epoch, or a quarter of
+    ``rounds``. With both, whichever is ahead counts, so the shorter one ends it.
+
+    Args:
+        epochs: length of the warm-up; None for no such limit.
+        rounds: length of the warm-up; None for no such limit. With neither there is none.
+
+    >>> [round(Warmup(epochs=2).density(0.001, epoch, 0), 6) for epoch in range(4)]
+    [0.1, 0.01, 0.001, 0.001]
+    >>> [round(Warmup(rounds=8).density(0.00001, 0, index), 6) for index in (0, 1, 2, 7, 8)]
+    [0.1, 0.1, 0.01, 0.0001, 1e-05]
+    """
+
+    epochs: int | None = None
+    rounds: int | None = None
+
+    def density(self, density: float, epoch: int, round_index: int) -> float:
+        """Return the density of a round, on the way to ``density``."""
+        exponents = [1.0] if (self.epochs, self.rounds) == (None, None) else []
+        if self.epochs is not None:
+            exponents.append((min(epoch, self.epochs) + 1) / (self.epochs + 1))
+        if self.rounds is not None:
+            stage = round_index * STAGES // self.rounds if round_index < self.rounds else STAGES
+            exponents.append((stage + 1) / (STAGES + 1))
+        return float(density ** max(exponents))
+
+    def describe(self) -> str:
+        """Return when it ends, for the log; empty for no warm-up."""
+        if 0 in (self.epochs, self.rounds) or (self.epochs, self.rounds) == (None, None):
+            return ""
+        ends = [] if self.rounds is None else [f"round {self.rounds}"]
+        ends += [] if self.epochs is None else [f"epoch {self.epochs}"]
+        first = ", whichever comes first" if len(ends) > 1 else ""
+        return f"the density falls to its value until {' or '.join(ends)}{first}"

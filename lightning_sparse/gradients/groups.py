@@ -1,4 +1,4 @@
-"""Compression groups: which parameters are reduced together, independent of the buckets they arrive in.
+"""Compression groups: which parameters are reduced together and by which path, independent of DDP's buckets.
 
 DDP's buckets change: round 0 is one bucket, round 1 brings buckets rebuilt in the order in which gradients became
 ready, and every new wrap (a second fit, a resumed run) starts over. State kept by bucket index would silently go to
@@ -9,9 +9,11 @@ wrapper: one big bucket is split into the settled groups, which gives the same s
 Parameters excluded from selection are groups of their own: each bucket is cut in two, the excluded ones and the rest.
 """
 
+from __future__ import annotations
+
 import sys
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from functools import cached_property
 from itertools import accumulate
@@ -19,7 +21,11 @@ from itertools import accumulate
 import torch
 from torch import Tensor, nn
 
-from lightning_sparse.gradients.config import Exclude
+from lightning_sparse.exchange import Path, Work
+from lightning_sparse.exchange.choice import PathChoice
+from lightning_sparse.exchange.paths import Dense, Flat
+from lightning_sparse.gradients.config import Exclude, HierConfig
+from lightning_sparse.topology import Topology
 
 BY_SHARD = (torch.float32, torch.float16, torch.bfloat16)
 """Gradients of other dtypes are all-reduced whole."""
@@ -35,7 +41,7 @@ class ParamGroup:
     def __hash__(self) -> int:
         return self._hash
 
-    def __reduce__(self) -> tuple[type["ParamGroup"], tuple[tuple[str, ...], tuple[int, ...]]]:
+    def __reduce__(self) -> tuple[type[ParamGroup], tuple[tuple[str, ...], tuple[int, ...]]]:
         return ParamGroup, (self.names, self.numels)  # strings hash differently in each process
 
     @cached_property
@@ -53,7 +59,7 @@ class ParamGroup:
         ends = accumulate(self.numels)
         return {n: slice(end - numel, end) for n, numel, end in zip(self.names, self.numels, ends, strict=True)}
 
-    def only(self, names: Iterable[str]) -> "ParamGroup":
+    def only(self, names: Iterable[str]) -> ParamGroup:
         """The group's parameters of these names, in its order."""
         wanted = set(names)
         kept = [(n, numel) for n, numel in zip(self.names, self.numels, strict=True) if n in wanted]
@@ -236,3 +242,119 @@ class Layout:
             return False
         self.settle(current)
         return True
+
+
+class GroupPaths:
+    """Which path each group takes in a round that is not bypassed.
+
+    Args:
+        config: the user's choices.
+        topology: of the ranks.
+        dtypes: of parameters, by name.
+        layout: the groups.
+        choice: of the exchange.
+    """
+
+    def __init__(
+        self,
+        config: HierConfig,
+        topology: Topology,
+        dtypes: Mapping[str, torch.dtype],
+        layout: Layout,
+        choice: PathChoice,
+    ) -> None:
+        self._config, self._dtypes, self._layout, self._choice = config, dtypes, layout, choice
+        self._hierarchical = topology.kind == "hierarchical"
+
+    def is_sharded(self, group: ParamGroup) -> bool:
+        """Whether devices reduce the group by shards, in settled rounds."""
+        return self._hierarchical and bool(group.numel) and self._dtypes[group.names[0]] in BY_SHARD
+
+    def of(self, group: ParamGroup, warmed: Callable[[float], float]) -> Path:
+        """Return the path of a group.
+
+        Args:
+            warmed: returns the density of this round, on the way to a density.
+        """
+        work = self._work(group)
+        if not self.is_sharded(group):
+            return Flat(work)
+        if not self._layout.is_settled(group):
+            return Dense(work)
+        if self._layout.is_excluded(group):
+            return self._choice.path(work, 1.0, exact=True)
+        hidden = group != self._layout.selected[-1]  # with density="auto": behind the rest of backward
+        return self._choice.path(work, warmed(self._choice.density if hidden else self._config.least_density))
+
+    def plain(self, group: ParamGroup) -> Path:
+        """Return the path of a group that is reduced as DDP does."""
+        return Flat(self._work(group))
+
+    def hidden(self) -> list[Work]:
+        """Return the work that can hide behind backward: all but that of the last group."""
+        return [self._work(group) for group in self._layout.selected[:-1] if self.is_sharded(group)]
+
+    def _work(self, group: ParamGroup) -> Work:
+        return self._choice.work(group.numel, self._dtypes[group.names[0]])
+
+
+# -- a DDP bucket as groups --------------------------------------------------------------------------------------------
+
+
+class BucketGroup:
+    """One group of a bucket; what is written to ``grad_N`` reaches the bucket with write_back().
+
+    Mostly a bucket *is* a group. It is several when the whole model comes as one bucket again (a second fit, a resumed
+    run): then each group is a copy that is written back.
+
+    Args:
+        bucket: that holds it.
+        group: a settled group inside it, or its own.
+        path: that it takes in this round.
+        has_residual: False where it is reduced as DDP does.
+        keeps_shard: its gradient is not gathered inside the node: each device's shard is in its place, the rest of the
+            bucket means nothing.
+
+    Attributes:
+        unused: those of its parameters that this rank did not use.
+    """
+
+    def __init__(self, bucket: Bucket, group: ParamGroup, path: Path, *, has_residual: bool, keeps_shard: bool) -> None:
+        self.group, self.path = group, path
+        self.has_residual, self.keeps_shard = has_residual, keeps_shard
+        self.unused = bucket.unused.intersection(group.names)
+        self.grad_N = bucket.flat_N
+        self._pieces = [bucket.gradient(name) for name in group.names] if group != bucket.group else []
+
+    def read(self) -> None:
+        """Before the reduction, on its thread or stream: take a copy where the group is a part of the bucket."""
+        if self._pieces:
+            self.grad_N = torch.cat(self._pieces)
+
+    def write_back(self) -> None:
+        """After the reduction: a copy is written to the bucket."""
+        if self._pieces:
+            torch._foreach_copy_(self._pieces, list(torch.split(self.grad_N, list(self.group.numels))))
+
+
+@dataclass
+class Bucket:
+    """What a bucket holds; DDP takes its own object back when the hook returns.
+
+    Attributes:
+        unused: those of its parameters that this rank did not use; empty unless DDP looks for them.
+        spends_parked: residuals of a run on several nodes join the sum, for there are no shards.
+        groups: that are reduced.
+    """
+
+    group: ParamGroup
+    flat_N: Tensor
+    index: int
+    last: bool
+    unused: frozenset[str] = frozenset()
+    spends_parked: bool = False
+    groups: list[BucketGroup] = field(default_factory=list)
+
+    def gradient(self, name: str) -> Tensor:
+        """Return a parameter's gradient, flat; a view of the bucket."""
+        return self.flat_N[self.group.slices[name]]

@@ -20,7 +20,6 @@ What callbacks, loggers and clipping see as gradient is the velocity. Parameters
 
 import logging
 from collections.abc import Callable, Iterable, Set
-from functools import partial
 from itertools import groupby
 from typing import Any, NamedTuple
 
@@ -41,10 +40,6 @@ class _Terms(NamedTuple):
     keep: float
     own: float
     velocity: float
-
-
-def _stop(velocity_S: Tensor, sent: Tensor) -> None:
-    velocity_S.index_fill_(0, sent, 0.0)
 
 
 _UNKNOWN = _Terms(0.0, 0.0, 1.0)
@@ -174,11 +169,9 @@ class MomentumCorrection:
         self._proposed[group] = next_S
         return sum_S
 
-    def mask_of(self, group: ParamGroup) -> Callable[[Tensor], None]:
-        """To be called with the indices that were sent: stops the velocity there (section 3.3), for what it carried has
-        been applied."""
-        velocity_S = self._proposed[group]
-        return partial(_stop, velocity_S)
+    def stop(self, group: ParamGroup, sent: Tensor) -> None:
+        """Stop the velocity at the indices that are sent (section 3.3), for what it carried will be applied."""
+        self._proposed[group].index_fill_(0, sent, 0.0)
 
     def stage(self, group: ParamGroup) -> Tensor:
         """Propose the velocity of this round, and return it."""

@@ -5,43 +5,45 @@ One *round* is one reduction of all buckets:
     before_backward()            the last round's residuals are settled: kept, or dropped with a gradient thrown away,
                                  or left open while the gradient accumulates further before the step
     receive(bucket)              once a bucket, while backward runs: it is cut into groups, each with its path
-    close(bucket)                once a bucket, on the runner's threads: what the groups leave is staged as residual
+    end_round(used)              with the last bucket, on the runner's threads
     optimizer.step()             watch() notes which parameters were stepped, hence whose residual counts
 
 Without a strategy before_backward() need not be called: then a round counts as used when the next one begins.
 """
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch._C._distributed_c10d import GradBucket  # torch.distributed re-exports it unannounced
 
-from lightning_sparse.exchange import Exchange, Path, Work
-from lightning_sparse.gradients.buckets import Bucket, BucketGroup
-from lightning_sparse.gradients.config import HierConfig
-from lightning_sparse.gradients.feedback import ErrorFeedback
+from lightning_sparse.engine import Engine, State
+from lightning_sparse.exchange import Exchange, Path
+from lightning_sparse.gradients import checkpoint
+from lightning_sparse.gradients.config import HierConfig, Warmup
 from lightning_sparse.gradients.groups import (
-    BY_SHARD,
+    Bucket,
+    BucketGroup,
+    GroupPaths,
     Layout,
     ParamGroup,
     excluded_names,
     group_of,
+    in_bucket_order,
     refuse_python_reducer,
     refuse_sparse_gradients,
 )
 from lightning_sparse.gradients.momentum import MomentumCorrection
 from lightning_sparse.gradients.optimizers import objection
 from lightning_sparse.gradients.residual import ResidualStore
-from lightning_sparse.gradients.schedule import Warmup
-from lightning_sparse.gradients.tracking import Parameters, StepTracker
-from lightning_sparse.gradients.unused import UnusedParameters
+from lightning_sparse.gradients.tracking import Parameters, StepTracker, UnusedParameters
 from lightning_sparse.messages import LogOnce
 from lightning_sparse.topology import Topology
 
 
-class HierState:
+class HierState(Engine):
     """State of ``hier_hook``.
 
     Args:
@@ -58,12 +60,18 @@ class HierState:
         layout: the groups of parameters that are reduced together.
         store: the residuals.
         momentum: of SGD, where the hook has taken it over.
-        feedback: what joins a sum before the exchange, and what is left.
+        unused: of DDP's ``find_unused_parameters``.
+        loss_scale: returns the scale of a loss scaler, a 0-dim tensor, or None; called in each round. Residuals are in
+            unscaled units.
         parameters: of the module.
         kept_sharded: groups whose gradients are not gathered inside the node after the exchange: each device's shard is
             in its place in the bucket, the rest of the bucket means nothing.
         log_once: logs a line once, on rank 0.
     """
+
+    kind = "gradients"
+    kept = "the sum of residuals over nodes is kept, shared out equally"
+    lost = "what waited in their residuals is lost"
 
     def __init__(
         self, module: nn.Module, config: HierConfig, topology: Topology, *, find_unused_parameters: bool = False
@@ -75,7 +83,7 @@ class HierState:
         self.epoch, self.round = 0, 0
         self.warmup = Warmup(config.warmup_epochs, config.warmup_steps)
         self.parameters = Parameters(module)
-        self.is_hierarchical = topology.kind == "hierarchical"
+        self.active = self.is_hierarchical = topology.kind == "hierarchical"
         devices = {parameter.device for parameter in module.parameters()}
         numel = sum(parameter.numel() for parameter in module.parameters())
         self.exchange = Exchange(config, topology, devices.pop() if len(devices) == 1 else None, numel, self.log_once)
@@ -84,7 +92,11 @@ class HierState:
         self.kept_sharded: frozenset[ParamGroup] = frozenset()
         self.store = ResidualStore(topology.device_index, topology.num_devices)
         self.momentum = self._momentum() if config.momentum_correction else None
-        self.feedback = ErrorFeedback(self.store, self.momentum, keeps=config.error_feedback)
+        self.exchange.choice.by_shard = self.momentum is not None  # a velocity moves by its node's sum
+        self.paths = GroupPaths(config, topology, self.parameters.dtypes, self.layout, self.exchange.choice)
+        self.loss_scale: Callable[[], Tensor | None] = lambda: None
+        self.unused: UnusedParameters | None = None
+        self._shares: dict[tuple[float, torch.device], Tensor] = {}  # one fill less a bucket
         if find_unused_parameters:
             self.track_unused(module)
         self._steps = StepTracker(self.parameters, self._open_names)
@@ -122,51 +134,42 @@ class HierState:
         choice = self.exchange.choice
         if not self._round_is_open:
             self.settle()
-            choice.prepare(
-                self.exchange.communicator,
-                flat_N.device,
-                self.round,
-                self.exchange.runner.wait,
-                lambda: map(self.path, self.layout.settled),
-                self._hidden_work,
-            )
+            self._prepare(flat_N.device)
             choice.window.first(flat_N.device)
             self._round_is_open = self._is_reducing = True
         group = group_of(bucket.parameters(), self.parameters.names)
-        unused = self._take_unused(group)
+        unused = frozenset[str]() if self.unused is None else self.unused.take(group)
         received = Bucket(group, flat_N, bucket.index(), last, frozenset() if self._bypass else unused)
+        received.spends_parked = not self.is_hierarchical and not self._bypass
         self.layout.record(group)
-        received.groups = [self._cut(received, each) for each in self.layout.parts(group) if each.numel]
+        received.groups = [self._part(received, each) for each in self.layout.parts(group) if each.numel]
         if last:
             choice.window.last(flat_N.device)
             self._round_is_open = False
         return received
 
-    def _cut(self, bucket: Bucket, group: ParamGroup) -> BucketGroup:
+    def _prepare(self, device: torch.device) -> None:
+        """Measure what paths are chosen by, where that is due. A collective of the world then."""
+        exchange, least = self.exchange, self.config.least_density
+        if exchange.choice.is_due(self.round):
+            exchange.runner.wait()  # for another module, wrapped with the same topology
+            behind = f"backward; the last group of each round keeps {least:g}"
+            exchange.choice.prepare(exchange.communicator, device, self.round, self.paths.hidden(), behind)
+
+    def _part(self, bucket: Bucket, group: ParamGroup) -> BucketGroup:
         if self._bypass:
-            return BucketGroup(bucket, group, self._plain(group), has_residual=False, keeps_shard=False)
+            return BucketGroup(bucket, group, self.paths.plain(group), has_residual=False, keeps_shard=False)
         sharded, keeps_shard = self.is_sharded(group), group in self.kept_sharded
         return BucketGroup(bucket, group, self.path(group), has_residual=sharded, keeps_shard=keeps_shard)
 
-    def close(self, bucket: Bucket, used: Tensor | None) -> None:
-        """After the bucket was reduced; the last bucket ends the round.
+    def end_round(self, used: Tensor | None) -> None:
+        """After the last bucket was reduced.
 
         Args:
-            used: from ``feedback.agree_on_unused``.
+            used: which parameters any rank used, where DDP looks for unused ones.
         """
-        topology = self.topology
-        for part in bucket.groups:
-            if part.has_residual:
-                self.feedback.stage(part)
-            elif not self.is_hierarchical and not self._bypass:
-                self.feedback.spend_parked(part, topology.num_nodes)
-            if part.group in self.store.staged or not self.store.spent.isdisjoint(part.group.names):
-                self._steps.reduced(part.gradients(topology.device_index, topology.num_devices))
-            part.write_back()
-        if not bucket.last:
-            return
-        if self.feedback.unused is not None and used is not None:
-            self.feedback.unused.undo(used)
+        if self.unused is not None and used is not None:
+            self.unused.undo(used)
         if self.layout.end_round() and self.is_hierarchical:
             self._describe_layout()
         self.exchange.stats.end_round()
@@ -181,16 +184,16 @@ class HierState:
             self.exchange.runner.drain()
             self._is_reducing = False
         if self.layout.abandon_round() or self._round_is_open:
-            for store in self.feedback.stores:
+            for store in self.stores:
                 store.staged.clear()
-            if self.feedback.unused is not None:
-                self.feedback.unused.abandon()
+            if self.unused is not None:
+                self.unused.abandon()
             self.exchange.stats.abandon_round()
             self._round_is_open = False
         waiting: set[str] = set()
         if self.store.staged or self.store.spent:
             discarded, waiting = self._steps.not_stepped()
-            for store in self.feedback.stores:
+            for store in self.stores:
                 store.settle(discarded, waiting)
         self._steps.clear()
         return waiting
@@ -225,7 +228,7 @@ class HierState:
                 logging.WARNING,
             )
 
-    def detach(self) -> None:
+    def end(self) -> None:
         """Take all hooks off module and optimizers, and end the runner's threads. The last round is settled when the
         next one begins: only then is it known whether its gradient was stepped, and after an exception its buckets may
         still be under way."""
@@ -234,76 +237,132 @@ class HierState:
         if self.momentum is not None:
             self.momentum.unwatch()
         self.kept_sharded = frozenset()
-        if self.feedback.unused is not None:
-            self.feedback.unused.close()
-            self.feedback.unused = None
+        if self.unused is not None:
+            self.unused.close()
+            self.unused = None
 
     def forget(self) -> None:
         """Drop all residuals, and the round that may be open."""
         self.settle()
-        for store in self.feedback.stores:
+        for store in self.stores:
             store.clear()
 
     def track_unused(self, module: nn.Module) -> None:
         """Watch from now on which parameters are used; call it again where other ones may be frozen."""
-        if self.feedback.unused is not None:
-            self.feedback.unused.close()
-        self.feedback.unused = UnusedParameters(module) if self.is_hierarchical else None
+        if self.unused is not None:
+            self.unused.close()
+        self.unused = UnusedParameters(module) if self.is_hierarchical else None
 
-    # -- paths ---------------------------------------------------------------------------------------------------------
+    # -- paths and units -----------------------------------------------------------------------------------------------
 
     def is_sharded(self, group: ParamGroup) -> bool:
         """Whether devices reduce the group by shards, in settled rounds."""
-        return self.is_hierarchical and bool(group.numel) and self.parameters.dtypes[group.names[0]] in BY_SHARD
+        return self.paths.is_sharded(group)
 
     def path(self, group: ParamGroup) -> Path:
         """The group's path in a round that is not bypassed."""
-        choice, work = self.exchange.choice, self._work(group)
-        if not self.is_sharded(group):
-            return choice.plain(work)
-        if not self.layout.is_settled(group):
-            return choice.dense(work)
-        if self.layout.is_excluded(group):
-            return choice.path(work, 1.0, exact=True)
-        hidden = group != self.layout.selected[-1]  # with density="auto": behind the rest of backward
-        density = choice.density if hidden else self.config.least_density
-        return choice.path(work, self.density(density), keeps_all=self.round < self.config.dense_rounds)
+        return self.paths.of(group, self._warmed)
 
-    def density(self, density: float) -> float:
+    def _warmed(self, density: float) -> float:
         """In this round, on the way to that density."""
         return self.warmup.density(density, self.epoch, self.round)
 
-    def _plain(self, group: ParamGroup) -> Path:
-        return self.exchange.choice.plain(self._work(group))
+    def unscaled(self, share: float, device: torch.device) -> Tensor:
+        """Return ``share`` over the loss scale, a 0-dim tensor."""
+        factor = self._shares.get((share, device))
+        if factor is None:
+            factor = self._shares[share, device] = torch.full((), share, dtype=torch.float32, device=device)
+        scale = self.loss_scale()
+        return factor if scale is None else factor / scale
 
-    def _take_unused(self, group: ParamGroup) -> frozenset[str]:
-        return frozenset() if self.feedback.unused is None else self.feedback.unused.take(group)
+    def rescale(self, shard_S: Tensor) -> Tensor:
+        """Multiply by the loss scale, in place."""
+        scale = self.loss_scale()
+        return shard_S if scale is None else shard_S.mul_(scale)
 
-    def _work(self, group: ParamGroup) -> Work:
-        return self.exchange.choice.work(group.numel, self.parameters.dtypes[group.names[0]])
-
-    def _hidden_work(self) -> list[Work]:
-        return [self._work(group) for group in self.layout.selected[:-1] if self.is_sharded(group)]
+    # -- residuals -----------------------------------------------------------------------------------------------------
 
     def settled_stores(self) -> list[ResidualStore]:
         """Residuals, and velocities if there are, as settle() would leave them now, without settling: what a checkpoint
         holds. Gradients that wait to be stepped do not survive a restart, so their round is as if it had not been."""
         pending = self._open_names() - self._steps.stepped()
         discarded = frozenset(pending) if self._steps.watching else frozenset()
-        return [store.settled_copy(discarded) for store in self.feedback.stores]
-
-    @property
-    def loss_scale(self) -> Callable[[], Tensor | None]:
-        """Set it to a function that returns the scale of a loss scaler, a 0-dim tensor, or None."""
-        return self.feedback.loss_scale
-
-    @loss_scale.setter
-    def loss_scale(self, scale: Callable[[], Tensor | None]) -> None:
-        self.feedback.loss_scale = scale
+        return [store.settled_copy(discarded) for store in self.stores]
 
     def residual_norm(self) -> Tensor:
         """L2 norm of what this device has not sent yet, a 0-dim tensor on its device (no host sync)."""
-        return self.feedback.norm()
+        shards = [t for t in (self.store.current | self.store.staged).values() if t is not None]
+        return torch.stack([torch.linalg.vector_norm(t) for t in shards]).norm() if shards else torch.zeros(())
+
+    def norms(self) -> dict[str, Tensor]:
+        """Return the norm of the residual, and that over the norm of the gradient of the same entries: steps' worth."""
+        residual = self.residual_norm()
+        gradient = self.gradient_norm().to(residual.device)
+        ratio = torch.where(gradient > 0, residual / gradient, 0.0)  # a user may have dropped the gradient by now
+        return {"residual_norm": residual, "residual_to_gradient": ratio}
+
+    def gradient_norm(self) -> Tensor:
+        """L2 norm of this device's shards of the gradients that the module has now, a 0-dim tensor (no host sync).
+
+        It is the counterpart of ``residual_norm()``: both are of the same shards. Gradients that the user clips or
+        scales are met as they are then; of parameters without one nothing is counted.
+        """
+        module = self.parameters.module
+        named = () if module is None else module.named_parameters()
+        grads = {name: p.grad.detach() for name, p in named if p.grad is not None and not p.grad.is_complex()}
+        pieces = [
+            in_bucket_order(grads[name])[there]
+            for group in self.layout.settled
+            for name, _, there in group.shard_slices(group.names, self.topology.device_index, self.topology.num_devices)
+            if name in grads
+        ]
+        norms = [torch.linalg.vector_norm(each).float() for each in pieces]
+        return torch.stack(norms).norm() if norms else torch.zeros(())
+
+    # -- checkpoints ---------------------------------------------------------------------------------------------------
+
+    @property
+    def rounds(self) -> int:
+        """Rounds that are over."""
+        return self.round
+
+    def holds(self, parameters: Collection[int]) -> bool:
+        """Return whether one of these parameters, given by ``id()``, is of the module."""
+        return not self.parameters.names.keys().isdisjoint(parameters)
+
+    @property
+    def stores(self) -> list[ResidualStore]:
+        """Those of the residuals, and of the velocities if there are."""
+        return [self.store] if self.momentum is None else [self.store, self.momentum.store]
+
+    @property
+    def saves(self) -> bool:
+        """One node has nothing to send, and a warm-up to go on with."""
+        return True
+
+    def manifest(self) -> dict[str, Any]:
+        """Return what all ranks know alike, in plain types."""
+        return checkpoint.manifest_of(self)
+
+    def state(self) -> State:
+        """Return this device's residuals as settle() would leave them now, without settling."""
+        return checkpoint.state_of(self)
+
+    def fits(self, manifest: Mapping[str, Any], state: State) -> bool:
+        """Return whether it was saved for these parameters, with no more quantities than are kept here."""
+        return manifest["parameters"] == self.parameters.numels and len(manifest["stores"]) <= len(self.stores)
+
+    def load(self, manifest: Mapping[str, Any], state: State | None) -> None:
+        """Go on where this device was saved; what the state holds is forgotten."""
+        checkpoint.load(self, manifest, state)
+
+    def load_from(self, manifest: Mapping[str, Any], nodes: Sequence[Sequence[State]]) -> None:
+        """Go on with an equal share of what all nodes had not sent."""
+        checkpoint.load_from(self, manifest, nodes)
+
+    def restart(self) -> None:
+        """Drop all residuals, and the round that may be open."""
+        self.forget()
 
     def _open_names(self) -> set[str]:
         """The parameters whose residual depends on the fate of their gradient."""
@@ -314,5 +373,5 @@ class HierState:
         counted = ", ".join(f"{paths.count(path)} {path}" for path in dict.fromkeys(paths))
         self.log_once(
             f"round {self.round + 1}: {len(paths)} group(s) of parameters, {counted}, at density "
-            f"{self.density(self.exchange.choice.density):g} (exchange={self.config.exchange!r})"
+            f"{self._warmed(self.exchange.choice.density):g} (exchange={self.config.exchange!r})"
         )

@@ -1,4 +1,4 @@
-"""Which gradients of a round count: those of parameters that were used, stepped, and not zeroed by the user.
+"""Which gradients of a round count: those of parameters that were used and stepped.
 
 A residual may neither add nor spend what a user throws away. So it is noted which parameters an optimizer steps with
 the gradient of the round; residuals of the others return to what they were (lightning_sparse.gradients.residual).
@@ -8,23 +8,18 @@ thrown away by          how it is noticed
 ======================= ===============================================================================================
 no step, or ``None``    hooks of all optimizers note which parameters had a gradient when they were stepped
 a loss scaler           its optimizer is not stepped, or has ``found_inf``
-``grad.zero_()``        the round left an entry other than zero, and at the step there is none
-no rank using it        with ``find_unused_parameters`` ranks agree, once a round (lightning_sparse.gradients.unused)
+no rank using it        with ``find_unused_parameters`` ranks agree, once a round
 ======================= ===============================================================================================
 
-A gradient in which the round left nothing but zeros (no entry of the parameter was among the largest) cannot be seen to
-be zeroed; it counts. What the user meant to throw away then stays in the residual until an entry is selected, which
-bounds it by the size that selection takes. By value such a zero is the reduction's own, and dropping it would lose
-gradients of every small parameter.
-
-Steps of *any* optimizer are noted, since the one that a user hands over may leave the step to another inside it (SAM,
-Lookahead), and gradients are looked at before the step, since some optimizers write to them (SGD with Nesterov's
-momentum and ``foreach``).
+A gradient that is set to zero in place and stepped counts: set it to None to throw it away. Where nothing was stepped
+and all gradients are zero, ``zero_grad(set_to_none=False)`` has thrown them away. Steps of *any* optimizer
+are noted, since the one that a user hands over may leave the step to another inside it (SAM, Lookahead).
 """
 
+from __future__ import annotations
+
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from itertools import accumulate
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -32,11 +27,13 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from lightning_sparse.exchange.host_copy import HostCopy
-from lightning_sparse.gradients.groups import flat_numel, in_bucket_order, parameter_names
+from lightning_sparse.exchange.communicator import MAX, HierCommunicator
+from lightning_sparse.exchange.host import HostCopy
+from lightning_sparse.gradients.groups import ParamGroup, flat_numel, parameter_names
+from lightning_sparse.sharding import parameters_of
 
 MANY_STEPS = 16
-"""Steps without a round between them, after which their gradients are looked at: they are not kept for ever."""
+"""Steps without a round between them, after which they are looked at: they are not kept for ever."""
 
 
 class Parameters:
@@ -81,11 +78,11 @@ class Parameters:
 
     def are_stepped_by(self, optimizer: Optimizer) -> bool:
         """Whether the optimizer steps any of them."""
-        return any(map(self.name_of, stepped_by(optimizer)))
+        return any(map(self.name_of, parameters_of(optimizer)))
 
 
 class StepTracker:
-    """Notes which parameters optimizers step, and with a gradient that the user has not zeroed.
+    """Notes which parameters optimizers step.
 
     Args:
         parameters: those that are watched.
@@ -96,10 +93,9 @@ class StepTracker:
         self.watching = False
         self._parameters, self._open_names = parameters, open_names
         self._hooks: list[Callable[[], Any]] = []  # each takes one off
-        self._begun: dict[int, _Gradients] = {}  # by the optimizer's id()
-        self._steps: list[_Gradients] = []
+        self._begun: dict[int, set[str]] = {}  # by the optimizer's id(): what had a gradient
+        self._steps: list[tuple[set[str], HostCopy | None]] = []  # with what a scaler found
         self._stepped: set[str] = set()  # by steps that were looked at since the last clear()
-        self._left: dict[str, tuple[Tensor, int]] = {}  # by parameter: where the round left an entry other than zero
 
     def watch(self, optimizers: Iterable[Optimizer]) -> None:
         """Note steps from now on. Where there is no optimizer nothing can be noted, and every round counts.
@@ -128,13 +124,6 @@ class StepTracker:
             remove()
         self._hooks.clear()
 
-    def reduced(self, grads: Mapping[str, Tensor]) -> None:
-        """Note what the round left in these gradients, none of them empty."""
-        if not self.watching:
-            return
-        flags = _have_nonzero(list(grads.values()))
-        self._left.update({name: (flags, place) for place, name in enumerate(grads)})
-
     def clear(self) -> None:
         """Forget the steps so far: what they decided is settled."""
         self._begun.clear()
@@ -142,115 +131,49 @@ class StepTracker:
         self._stepped.clear()
 
     def stepped(self) -> set[str]:
-        """The parameters that an optimizer stepped by what the round gave it."""
-        self._stepped.update(*(step.names - step.zeroed() for step in self._steps if not step.was_skipped()))
+        """Return the parameters that an optimizer stepped by what the round gave it. Where a loss scaler is left to a
+        fused optimizer, which is stepped even when the scaler met an inf and skips inside, this waits for the GPU."""
+        for names, found_inf in self._steps:
+            if found_inf is None or not any(found_inf.read().flatten().tolist()):
+                self._stepped |= names
         self._steps.clear()
         return set(self._stepped)
 
     def not_stepped(self) -> tuple[set[str], set[str]]:
-        """The parameters that were not stepped: those without their gradient, and those that may yet be stepped."""
+        """Return the parameters that were not stepped: those without their gradient, and those that may yet be."""
         module = self._parameters.module
         if not self.watching or module is None:
             return set(), set()
         left = self._open_names() - self.stepped()
-        grads = {self._parameters.name_of(p): p.grad for p in module.parameters()}
-        there = {name: grad for name in left if (grad := grads.get(name)) is not None}
-        waiting = there.keys() - _Gradients(there, self._left).zeroed()
+        grads = {self._parameters.name_of(p): p.grad for p in module.parameters() if p.grad is not None}
+        waiting = left & grads.keys()
+        if not any(bool(grads[name].any()) for name in waiting):  # zero_grad(set_to_none=False): no step is to come
+            waiting = set()
         return left - waiting, waiting
 
-    def _begin(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if not self._parameters.are_stepped_by(optimizer):
-            return None  # of another module
-        if id(optimizer) in self._begun:
-            return None  # its step calls the one it overrides; what it was given has been seen
-        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
-        if not callable(closure):
-            self._look(optimizer)
-            return None
+    def _with_gradient(self, parameters: Iterable[Tensor]) -> set[str]:
+        return {self._parameters.name_of(p) for p in parameters if p.grad is not None}
 
-        def looking(*given: Any, **options: Any) -> Any:  # the gradients are the closure's
-            result = closure(*given, **options)
-            self._look(optimizer)
-            return result
+    def _begin(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Note gradients before the step, for it may drop them; those of a closure are there after it."""
+        nested = id(optimizer) in self._begun  # its step calls the one it overrides
+        if not nested and not _has_closure(args, kwargs) and self._parameters.are_stepped_by(optimizer):
+            self._begun[id(optimizer)] = self._with_gradient(parameters_of(optimizer))
 
-        if "closure" in kwargs:
-            return args, {**kwargs, "closure": looking}
-        return (args[0], looking, *args[2:]), kwargs
-
-    def _look(self, optimizer: Optimizer) -> None:
-        open_names = self._open_names() - self._stepped
-        if not open_names:
-            return
-        # a dropped gradient holds its parameter still
-        grads = {self._parameters.name_of(p): p.grad for p in stepped_by(optimizer) if p.grad is not None}
-        grads = {name: grad for name, grad in grads.items() if name in open_names}
-        self._begun[id(optimizer)] = _Gradients(grads, self._left)
-
-    def _end(self, optimizer: Optimizer, *_: Any) -> None:
-        begun = self._begun.pop(id(optimizer), None)
-        if begun is not None:
-            begun.note_skipped(getattr(optimizer, "found_inf", None))
-            self._steps.append(begun)
+    def _end(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        names = self._begun.pop(id(optimizer), set())
+        if _has_closure(args, kwargs):
+            names = self._with_gradient(parameters_of(optimizer))
+        names &= self._open_names() - self._stepped
+        if names:
+            found_inf = getattr(optimizer, "found_inf", None)
+            self._steps.append((names, None if found_inf is None else HostCopy(found_inf)))
         if len(self._steps) > MANY_STEPS:
             self.stepped()
 
 
-class _Gradients:
-    """Gradients as they are now; which of them were zeroed is looked at later, so that a GPU is not waited for.
-
-    Args:
-        grads: by parameter name.
-        left: where the round had left an entry other than zero.
-    """
-
-    def __init__(self, grads: Mapping[str, Tensor], left: Mapping[str, tuple[Tensor, int]]) -> None:
-        self.names = set(grads)
-        self._looked = [name for name in grads if name in left]
-        now = _have_nonzero([grads[name] for name in self._looked])
-        flags = {id(each): each for each, _ in map(left.__getitem__, self._looked)}
-        begins = dict(zip(flags, accumulate(map(len, flags.values()), initial=len(now)), strict=False))
-        self._places = [begins[id(left[name][0])] + left[name][1] for name in self._looked]
-        self._flags = HostCopy(torch.cat([now, *flags.values()]))
-        self._found_inf: HostCopy | None = None
-
-    def note_skipped(self, found_inf: Tensor | None) -> None:
-        """A fused optimizer is stepped even when the scaler met an inf, and skips inside."""
-        self._found_inf = None if found_inf is None else HostCopy(found_inf)
-
-    def was_skipped(self) -> bool:
-        """Waits for the GPU to have come this far."""
-        return self._found_inf is not None and any(self._found_inf.read().flatten().tolist())
-
-    def zeroed(self) -> set[str]:
-        """The parameters zeroed by the user; waits for the GPU to have come this far."""
-        flags = self._flags.read().tolist()  # of now, then of what the round left
-        return {
-            name
-            for now, (name, place) in enumerate(zip(self._looked, self._places, strict=True))
-            if flags[place] and not flags[now]
-        }
-
-
-def _have_nonzero(grads: Sequence[Tensor]) -> Tensor:
-    """For each gradient, whether any entry is not zero (NaN is not), as bools on their device; no host sync."""
-    if grads and grads[0].is_cuda:
-        return torch.stack(torch._foreach_norm(list(grads), float("inf"))) != 0
-    return torch.tensor([_has_nonzero(in_bucket_order(grad)) for grad in grads], dtype=torch.bool)
-
-
-def _has_nonzero(flat: Tensor) -> bool:
-    """Looks at ever longer pieces: mostly the first one has an entry."""
-    begin, length = 0, 1 << 10
-    while begin < flat.numel():
-        if flat[begin : begin + length].any():
-            return True
-        begin, length = begin + length, 8 * length
-    return False
-
-
-def stepped_by(optimizer: Optimizer) -> Iterator[Tensor]:
-    """The parameters that an optimizer has now: groups are added while training."""
-    return (p for group in optimizer.param_groups for p in group["params"])
+def _has_closure(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    return callable(kwargs.get("closure", args[1] if len(args) > 1 else None))
 
 
 def _weak(method: Callable[..., Any]) -> Callable[..., Any]:
@@ -262,3 +185,71 @@ def _weak(method: Callable[..., Any]) -> Callable[..., Any]:
         return bound(*args) if bound is not None else None
 
     return call
+
+
+class UnusedParameters:
+    """Which parameters took part in a backward pass, for DDP's ``find_unused_parameters``.
+
+    DDP leaves the gradient of a parameter that no rank used as it is, whatever a hook writes there. So a rank withholds
+    the residual of what it did not use, which loses nothing, and once a round all ranks agree on what none of them
+    used: there the round is undone, in the bucket and in the residual.
+
+    Args:
+        module: whose parameters to watch. With gradient accumulation, uses add up as DDP's do.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        watched = {name: p for name, p in module.named_parameters() if p.requires_grad}
+        self._places = {name: place for place, name in enumerate(watched)}
+        self._used: set[str] = set()
+        self._used_in_round: set[str] = set()
+        self._undo: list[tuple[str, Tensor, Tensor | None]] = []
+        self._handles = [
+            p.register_post_accumulate_grad_hook(self._marker(name))  # type: ignore[no-untyped-call]
+            for name, p in watched.items()
+        ]
+
+    def close(self) -> None:
+        """Stop watching."""
+        for handle in self._handles:
+            handle.remove()
+
+    def take(self, group: ParamGroup) -> frozenset[str]:
+        """The group's parameters that this rank did not use since the last call."""
+        used = self._used.intersection(group.names)
+        self._used -= used
+        self._used_in_round |= used
+        return frozenset(group.names) - used
+
+    def save(self, name: str, target: Tensor, before: Tensor | None) -> None:
+        """At the end of the round restore ``target`` to ``before`` (None: zeros) if no rank used the parameter."""
+        self._undo.append((name, target, before))
+
+    @property
+    def saved(self) -> list[Tensor]:
+        """What ``undo`` may restore."""
+        return [before for _, _, before in self._undo if before is not None]
+
+    def agree(self, communicator: HierCommunicator, device: torch.device) -> Tensor:
+        """Which parameters some rank used in this round. A collective of the world."""
+        used = torch.zeros(len(self._places), dtype=torch.uint8, pin_memory=device.type == "cuda")
+        used[[self._places[name] for name in self._used_in_round]] = 1
+        used = used.to(device, non_blocking=True)
+        communicator.flat_all_reduce(used, op=MAX)
+        self._used_in_round.clear()
+        return used.bool()
+
+    def undo(self, used: Tensor) -> None:
+        """End the round: undo it where no rank used the parameter. No host sync."""
+        for name, target, before in self._undo:
+            before = torch.zeros_like(target) if before is None else before
+            target.copy_(torch.where(used[self._places[name]], target, before))
+        self._undo.clear()
+
+    def abandon(self) -> None:
+        """Forget a round that was cut short."""
+        self._undo.clear()
+        self._used_in_round.clear()
+
+    def _marker(self, name: str) -> Callable[[Tensor], None]:
+        return lambda _: self._used.add(name)

@@ -53,12 +53,12 @@ def unavailable_reason() -> str | None:
     """Why this process cannot create a lab, and how to fix it, without a full stop; None if it can."""
     if platform.system() != "Linux":
         return f"network namespaces need Linux, and this is {platform.system()}"
+    if os.geteuid() != 0:  # first: /usr/sbin, where the tools are, is not on the PATH of every user
+        with_path = 'sudo -E env "PATH=$PATH" COMMAND'  # sudo resets PATH, which drops the virtual environment
+        return f"network namespaces need root, and this is user {os.geteuid()}: {with_path}"
     missing = [tool for tool in ("ip", "tc", "unshare") if shutil.which(tool) is None]
     if missing:
         return f"{', '.join(missing)} not found: install them (apt-get install iproute2 util-linux)"
-    if os.geteuid() != 0:
-        with_path = 'sudo -E env "PATH=$PATH" COMMAND'  # sudo resets PATH, which drops the virtual environment
-        return f"network namespaces need root, and this is user {os.geteuid()}: {with_path}"
     probe = ["unshare", "--net", "tc", "qdisc", "add", "dev", "lo", "root", *_shape(1.0)]
     done = subprocess.run(probe, capture_output=True, text=True)
     if done.returncode != 0:

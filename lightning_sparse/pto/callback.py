@@ -7,9 +7,9 @@ from torch.nn.parallel import DistributedDataParallel
 from lightning_sparse.exchange.communicator import HierCommunicator
 from lightning_sparse.messages import log
 from lightning_sparse.pto.joined import Joined, fallback_reason
-from lightning_sparse.pto.narrow import sparse_parameters
 from lightning_sparse.pto.scope import Scope, check_scope, communicator_of
 from lightning_sparse.pto.sharded_step import ShardedStep
+from lightning_sparse.sharding import sparse_parameters
 from lightning_sparse.topology import discover
 
 
@@ -45,7 +45,7 @@ class PTOMixin:
             log.info("PTOCallback: one rank, nothing to share")
             return
         strategy = trainer.strategy
-        if hasattr(strategy, "local_updates"):
+        if hasattr(strategy, "updates"):
             raise ValueError(
                 f"PTOCallback shares a step whose gradients are the same on every rank, and with "
                 f"{type(strategy).__name__} they are a node's own. Remove the callback: the strategy shares the step "

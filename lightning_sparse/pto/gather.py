@@ -20,8 +20,7 @@ import torch
 from torch import Tensor
 
 from lightning_sparse.exchange.communicator import HierCommunicator
-from lightning_sparse.pto.narrow import memory_of
-from lightning_sparse.pto.ownership import Parts
+from lightning_sparse.sharding import Parts, memory_of
 
 ALIGN = 16
 PIECE = 16 * 2**20

@@ -24,8 +24,8 @@ import torch.distributed as dist
 from lightning_sparse.exchange.communicator import HierCommunicator
 from lightning_sparse.pto.narrow import keep_part, part_of_grad
 from lightning_sparse.pto.optimizers import is_elementwise
-from lightning_sparse.pto.ownership import Part, Parts
 from lightning_sparse.pto.sharded_step import ShardedStep
+from lightning_sparse.sharding import Part, Parts
 
 _CALLBACK_HOOKS = ("on_after_backward", "on_before_optimizer_step", "on_before_zero_grad")
 _MODULE_HOOKS = (*_CALLBACK_HOOKS, "configure_gradient_clipping", "optimizer_step", "optimizer_zero_grad", "backward")

@@ -8,31 +8,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils._pytree import tree_map, tree_map_only
 
-from lightning_sparse.pto.ownership import Part
-
-
-def sparse_parameters(module: nn.Module) -> set[int]:
-    """Return the ``id()`` of each embedding weight with sparse gradients. These cannot be divided."""
-    embeddings = (nn.Embedding, nn.EmbeddingBag)
-    return {id(each.weight) for each in module.modules() if isinstance(each, embeddings) and each.sparse}
-
-
-def memory_of(tensor: Tensor) -> Tensor:
-    """Return a flat view of the tensor's memory, for any order of dims.
-
-    Raises:
-        ValueError: if its elements do not fill its memory.
-    """
-    in_memory = tensor.detach().permute(dims_in_memory(tensor))
-    if not in_memory.is_contiguous():
-        raise ValueError(
-            f"a parameter of shape {tuple(tensor.shape)} and strides {tensor.stride()} has gaps or overlaps in "
-            f"its memory and cannot be gathered: make it contiguous()."
-        )
-    return in_memory.view(-1)
+from lightning_sparse.sharding import Part, in_order_of, memory_of
 
 
 class OwnShare:
@@ -122,14 +101,3 @@ def placed_like(state: Any, like: Mapping[str, Any], device: torch.device) -> An
         return tree_map_only(Tensor, lambda tensor: tensor.to(where), value)
 
     return {key: place(key, value) for key, value in state.items()} if isinstance(state, dict) else state
-
-
-def dims_in_memory(tensor: Tensor) -> list[int]:
-    """Return the dims as they are in memory, the outermost first."""
-    strides = tensor.stride()
-    return sorted(range(tensor.dim()), key=lambda dim: -strides[dim])
-
-
-def in_order_of(parameter: Tensor, tensor: Tensor) -> Tensor:
-    """Flatten the tensor in the order of the parameter's memory; a view if the layouts match."""
-    return tensor.detach().permute(dims_in_memory(parameter)).reshape(-1)

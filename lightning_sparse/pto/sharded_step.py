@@ -10,17 +10,17 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lightning_sparse.agree import all_agree, differing
 from lightning_sparse.exchange.communicator import HierCommunicator
 from lightning_sparse.messages import log
-from lightning_sparse.pto.agreement import all_agree, differing
 from lightning_sparse.pto.choice import STEPS, Choice
 from lightning_sparse.pto.closure import Replay, closure_first
 from lightning_sparse.pto.consolidate import State, collect
 from lightning_sparse.pto.gather import FlatGather
 from lightning_sparse.pto.narrow import OwnShare, cut_state, join_states, placed_like
 from lightning_sparse.pto.optimizers import is_elementwise, is_tested, refuse, step_cost
-from lightning_sparse.pto.ownership import Part, Parts, divide, loads_of
-from lightning_sparse.pto.trial import Trial, parameters_of
+from lightning_sparse.pto.trial import Trial
+from lightning_sparse.sharding import Part, Parts, divide_new, loads_of, parameters_of
 
 
 class ShardedStep:
@@ -91,7 +91,7 @@ class ShardedStep:
     def describe(self) -> str:
         """Return a line for the log."""
         size = self.topology.num_devices
-        loads = loads_of(self.parts, self._costs(self.parameters), size)
+        loads = loads_of(self.parts, list(map(self._cost, self.parameters)), size)
         unbalance = max(loads) * size / max(1, sum(loads))
         cut = sum(len(parts) > 1 for parts in self.parts)
         return (
@@ -162,15 +162,12 @@ class ShardedStep:
         if len(parameters) == len(self.parameters) and all(map(is_, parameters, self.parameters)):
             return
         size = self.topology.num_devices
-        parts_of = {id(p): parts for p, parts in zip(self.parameters, self.parts, strict=True)}
-        kept = [p for p in parameters if id(p) in parts_of]
-        new = [p for p in parameters if id(p) not in parts_of]
-        loads = loads_of([parts_of[id(p)] for p in kept], self._costs(kept), size)
+        known = {id(p): parts for p, parts in zip(self.parameters, self.parts, strict=True)}
         elementwise = is_elementwise(self.optimizer)
-        cuttable = [elementwise and id(p) not in self._uncut for p in new]
-        divided = divide([p.numel() for p in new], self._costs(new), loads, cuttable)
-        parts_of.update({id(p): parts for p, parts in zip(new, divided, strict=True)})
-        self.parameters, self.parts = parameters, [parts_of[id(p)] for p in parameters]
+        self.parts = divide_new(
+            parameters, known, size, self._cost, lambda parameter: elementwise and id(parameter) not in self._uncut
+        )
+        self.parameters = parameters
         self._gather = FlatGather(self.parameters, self.parts, self.topology.device_index, size)
 
     def take_over(self, parts: list[Parts]) -> None:
@@ -180,13 +177,15 @@ class ShardedStep:
         self._gather = FlatGather(self.parameters, self.parts, self.topology.device_index, self.topology.num_devices)
         self._drop_unowned_state()
 
-    def _costs(self, parameters: list[Tensor]) -> list[int]:
-        return [step_cost(self.optimizer, p) for p in parameters]
+    def _cost(self, parameter: Tensor) -> int:
+        return step_cost(self.optimizer, parameter)
 
     def _compare_ranks(self) -> None:
         if self._compared:
             return
-        for index, what in differing(self.parameters, self.communicator):
+        both = [tensor for p in self.parameters for tensor in (p, p.grad)]
+        for place in differing(both, self.communicator.flat_all_reduce, self.parameters[0].device):
+            index, what = place // 2, ("parameter", "gradient")[place % 2]
             name = self._names.get(id(self.parameters[index]), f"number {index}")
             raise ValueError(
                 f"parameter {name}: its {what} differs between ranks, and a shared step needs the same on all. Let "
@@ -271,7 +270,7 @@ class ShardedStep:
                 state[parameter] = placed_like(whole, like, parameter.device)
 
     def _all_agree(self, condition: bool) -> bool:
-        return all_agree(condition, self.communicator, self.device)
+        return all_agree(condition, self.communicator.flat_all_reduce, self.device)
 
     # -- state and checkpoints -----------------------------------------------------------------------------------------
 

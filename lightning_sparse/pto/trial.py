@@ -16,6 +16,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
+from lightning_sparse.sharding import parameters_of
+
 STEPS = 3
 
 
@@ -62,11 +64,6 @@ class Trial:
         for name, value in vars(self._twin).items():
             if name not in ("state", "param_groups") and not name.startswith("_optimizer_"):
                 setattr(optimizer, name, deepcopy(value, memo))
-
-
-def parameters_of(optimizer: Optimizer) -> list[Tensor]:
-    """Return all parameters, in the order of the optimizer's state_dict()."""
-    return [p for group in optimizer.param_groups for p in group["params"]]
 
 
 def _twin_of(optimizer: Optimizer) -> Optimizer:

@@ -1,18 +1,18 @@
-"""Logs what the reduction does, and sums it up at the end of fit, as a mixin that imports no Lightning."""
+"""Logs what an engine exchanges, and sums it up at the end of fit, as a mixin that imports no Lightning."""
+
+from __future__ import annotations
 
 from copy import deepcopy
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from lightning_sparse.exchange.stats import CommStats
-from lightning_sparse.gradients.state import HierState
+from lightning_sparse.engine import Engine
+from lightning_sparse.exchange import CommStats
 from lightning_sparse.messages import log
-from lightning_sparse.strategy.local_trainer import LocalTrainerMixin
-from lightning_sparse.strategy.mstopk_hier import MSTopKHierMixin
-from lightning_sparse.strategy.summary import shard_gradient_norm, table
-from lightning_sparse.updates import LocalUpdates
+from lightning_sparse.strategy.trainer import TrainerAdapter
+
+_MB = 1e6
 
 
 class CommStatsMixin:
@@ -51,61 +51,73 @@ class CommStatsMixin:
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
         """Check that there is something to report, and count from here on."""
-        if not isinstance(trainer.strategy, (MSTopKHierMixin, LocalTrainerMixin)):
+        if not isinstance(trainer.strategy, TrainerAdapter):
             raise ValueError(
                 f"CommStatsCallback reports on the strategies of lightning_sparse, but the strategy is "
                 f"{type(trainer.strategy).__name__}: use strategy='mstopk_hier', 'mstopk_local' or 'mstopk_fsdp', or "
                 f"leave the callback out."
             )
         self._norms = {}  # the last fit's may be of another module, on another device
-        state = _reporting(trainer.strategy)
-        if state is not None:
-            self._before, self._seconds_before = (
-                deepcopy(state.exchange.stats),
-                state.exchange.communicator.stopwatch.seconds(),
-            )
+        engine = _reporting(trainer.strategy)
+        if engine is not None:
+            self._before = deepcopy(engine.exchange.stats)
+            self._seconds_before = engine.exchange.communicator.stopwatch.seconds()
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
         """Log the last round."""
-        state = _reporting(trainer.strategy)
-        if state is None or state.exchange.stats.rounds == 0:
+        engine = _reporting(trainer.strategy)
+        if engine is None or engine.exchange.stats.rounds == 0:
             return
-        rounds = state.exchange.stats.rounds
-        pl_module.log("comm/bytes_between_nodes", state.exchange.stats.round_bytes)
-        pl_module.log("comm/density", state.exchange.stats.density, prog_bar=self.prog_bar)
-        pl_module.log("comm/effective_density", state.exchange.stats.effective_density)
-        if isinstance(state, LocalUpdates):
-            pl_module.log("comm/step_ahead", state.step_ahead)
-        due = not self._norms or rounds - self._norm_round >= trainer.log_every_n_steps
+        stats = engine.exchange.stats
+        pl_module.log("comm/bytes_between_nodes", stats.round_bytes)
+        pl_module.log("comm/density", stats.density, prog_bar=self.prog_bar)
+        pl_module.log("comm/effective_density", stats.effective_density)
+        for name, value in engine.gauges().items():
+            pl_module.log(f"comm/{name}", value)
+        due = not self._norms or stats.rounds - self._norm_round >= trainer.log_every_n_steps
         if due or trainer.is_last_batch:  # before a validation, which drops gradients
-            self._norms = _norms_of(state, pl_module)
-            self._norm_round = rounds
+            self._norms = {f"comm/{name}": norm for name, norm in engine.norms().items()}
+            self._norm_round = stats.rounds
         pl_module.log_dict(self._norms)
 
     def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
         """Sum the fit up."""
-        state = _reporting(trainer.strategy)
-        if state is None:
+        engine = _reporting(trainer.strategy)
+        if engine is None:
             return
-        stats = state.exchange.stats.since(self._before)
-        seconds = state.exchange.communicator.stopwatch.seconds() - self._seconds_before
-        if trainer.is_global_zero and self._norms and state.topology.num_nodes > 1:
+        stats = engine.exchange.stats.since(self._before)
+        seconds = engine.exchange.communicator.stopwatch.seconds() - self._seconds_before
+        if trainer.is_global_zero and self._norms and engine.topology.num_nodes > 1:
             log.info("%s", table(stats, seconds, *map(float, self._norms.values())))
 
 
-def _reporting(strategy: Any) -> HierState | LocalUpdates | None:
-    """What the strategy exchanges with; None before there is anything to exchange."""
-    if isinstance(strategy, MSTopKHierMixin):
-        return strategy.hier_state
-    updates: LocalUpdates | None = strategy.updates
-    return updates if updates is not None and updates.active else None
+def _reporting(strategy: Any) -> Engine | None:
+    """The engine of the module that is trained; None before there is anything to exchange."""
+    engine: Engine | None = strategy.engine
+    return engine if engine is not None and hasattr(engine, "exchange") else None
 
 
-def _norms_of(state: HierState | LocalUpdates, module: Any) -> dict[str, Tensor]:
-    """Of what has not been sent; no host sync."""
-    if isinstance(state, LocalUpdates):
-        return {"comm/pending_norm": state.pending_norm()}
-    residual = state.residual_norm()
-    gradient = shard_gradient_norm(state, module).to(residual.device)
-    ratio = torch.where(gradient > 0, residual / gradient, 0.0)  # a user may have dropped the gradient by now
-    return {"comm/residual_norm": residual, "comm/residual_to_gradient": ratio}
+def table(stats: CommStats, seconds: float, unsent: float, ratio: float = 0.0) -> str:
+    """What one device exchanged with other nodes, which speaks for the others: a heading, and a line for each thing.
+
+    Args:
+        stats: of the fit.
+        seconds: that this device spent in collectives between nodes.
+        unsent: norm of what was not sent at the end, of gradients or updates.
+        ratio: the same over the norm of the gradient; 0 where that is not known.
+    """
+    rounds, total = max(1, stats.rounds), max(1, sum(stats.paths.values()))
+    here, ddp = stats.bytes_between_nodes / rounds / _MB, stats.dense_equivalent_bytes / rounds / _MB
+    more = f"; plain DDP {ddp:,.3f} MB, {ddp / here:,.1f} times as much" if here else f"; plain DDP {ddp:,.3f} MB"
+    paths = ", ".join(f"{count / total:.1%} {path}" for path, count in stats.paths.most_common())
+    lines = [
+        f"what one device exchanged with other nodes, in {stats.rounds:,} rounds:",
+        f"  received a round    {here:,.3f} MB{more}",
+        f"  paths               {paths} (share of entries)",
+        f"  density             {stats.sent / total:.2%} sent, at most {stats.applied / total:.2%} applied",
+        f"  between nodes       {1e3 * seconds / rounds:,.1f} ms a round, waiting for other nodes included",
+    ]
+    if unsent:
+        compared = f", {ratio:.1f} times that of the gradient" if ratio else ""
+        lines.append(f"  not sent yet        norm {unsent:.3g}{compared}")
+    return "\n".join(lines)

@@ -1,30 +1,152 @@
-"""The strategy for Lightning Fabric, as a mixin that imports no Lightning.
+"""The strategies for Fabric, as mixins that import no Lightning: engines of the modules that were set up.
 
-    fabric = Fabric(accelerator="cpu", devices=2, num_nodes=2, strategy="mstopk_hier")
+    fabric = Fabric(accelerator="cpu", devices=2, num_nodes=2, strategy="mstopk_local")
     fabric.launch()
     model, optimizer = fabric.setup(model, optimizer)
+    ...
+    with fabric.strategy.shared_weights():      # all ranks, for validation
+        validate(model)
+    fabric.strategy.finish()                    # at the end: what is pending is sent
 
-Fabric has no epochs and no estimate of its steps, so there is no density warm-up by default. Set ``warmup_steps``, or
-``warmup_epochs`` and call ``set_epoch``.
+Fabric has no epochs and no estimate of its steps, so ``"mstopk_hier"`` has no density warm-up by default here. Set
+``warmup_steps``, or ``warmup_epochs`` and call ``set_epoch``.
 """
 
-import weakref
-from collections.abc import Mapping
-from typing import Any
+from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from lightning_sparse.gradients import HierConfig
+from lightning_sparse.engine import Engine
+from lightning_sparse.fsdp import ShardedGradients, mesh_of, shard
+from lightning_sparse.gradients import HierConfig, HierState
 from lightning_sparse.messages import log
-from lightning_sparse.strategy import side_files
-from lightning_sparse.strategy.core import HierCore, prepare_ddp
-from lightning_sparse.strategy.hosts import FabricHost
-from lightning_sparse.strategy.options import OWN
+from lightning_sparse.sharding import parameters_of
+from lightning_sparse.strategy.adapter import (
+    Adapter,
+    GradientEngines,
+    average_inside_the_node,
+    detached,
+    leave_gradients,
+    load_local_states,
+    local_states,
+    new_updates,
+    optimizer_state,
+    plain,
+    prepare_ddp,
+    sized_buckets,
+)
+from lightning_sparse.strategy.options import (
+    OWN,
+    OWN_OF_FSDP,
+    OWN_OF_UPDATES,
+    REFUSED_BY_FSDP,
+    REFUSED_BY_UPDATES,
+    Send,
+    check_options,
+    check_send,
+)
+from lightning_sparse.strategy.saves import KEY, Saved, restore
+from lightning_sparse.updates import LocalUpdates, UpdatesConfig
+
+if TYPE_CHECKING:
+
+    class Host:
+        """The part of Fabric's strategies that is relied upon; flavours bring the class itself."""
+
+        precision: Any
+        _save_distributed_checkpoint: bool
+
+        def __init__(self, **kwargs: Any) -> None: ...
+        def setup_environment(self) -> None: ...
+        def broadcast(self, obj: Any, src: int = 0) -> Any: ...
+        def setup_module(self, module: nn.Module) -> Any: ...
+        def setup_optimizer(self, optimizer: Any) -> Any: ...
+        def backward(self, tensor: Tensor, module: Any, *args: Any, **kwargs: Any) -> None: ...
+        def save_checkpoint(self, path: Any, state: Any, storage_options: Any = None, filter: Any = None) -> None: ...
+        def load_checkpoint(self, path: Any, state: Any = None, *args: Any, **kwargs: Any) -> dict[str, Any]: ...
+        def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any: ...
+        def get_module_state_dict(self, module: nn.Module) -> dict[str, Any]: ...
+        def get_optimizer_state(self, optimizer: Any) -> dict[str, Any]: ...
+
+else:
+    Host = object
+
+Parallelize = Callable[[nn.Module, DeviceMesh], nn.Module]
 
 
-class MSTopKHierFabricMixin(HierCore, FabricHost):
+class FabricAdapter(Adapter, Host):
+    """Fabric's methods, as calls of engines."""
+
+    # -- training ------------------------------------------------------------------------------------------------------
+
+    def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
+        """Step, and tell the engine, whether or not a loss scaler skipped it."""
+        engines = [engine for engine in self.engines if engine.follows(optimizer)]
+        for engine in engines:
+            engine.before_step(optimizer)
+        output = super().optimizer_step(optimizer, **kwargs)
+        for engine in engines:
+            engine.step(optimizer)
+        return output
+
+    def finish(self) -> None:
+        """Send everything that is pending: all ranks hold the same weights afterwards. Every rank calls it."""
+        for engine in self.engines:
+            engine.finish()
+
+    # -- checkpoints ---------------------------------------------------------------------------------------------------
+
+    def _own_entries(self, optimizers: Mapping[str, Any]) -> dict[str, Any]:
+        """What this rank, or its node, has of its own besides the engines' state."""
+        return {}
+
+    def _main_path(self, path: Any) -> Any:
+        """Where all ranks look for what is beside a main file."""
+        return path
+
+    @contextmanager
+    def _saving(self, path: Any, state: Any) -> Iterator[Any]:
+        """What each rank alone knows first, then the main file, with the state that is yielded. Weights without an
+        optimizer, or the state of one, are taken for weights alone."""
+        optimizers = {name: each for name, each in state.items() if isinstance(each, Optimizer)}
+        engines = self._saved_engines() if _has_optimizer(state) else []
+        entries = self._own_entries(optimizers) if engines else {}  # a collective of the node
+        with self._saves.saving(path, engines, self._timeout, entries) as manifests:
+            yield state if manifests is None else {**state, KEY: manifests}
+
+    def save_checkpoint(self, path: Any, state: Any, storage_options: Any = None, filter: Any = None) -> None:
+        """What each rank alone knows first, then the main file. All ranks call it, as ``fabric.save``."""
+        with self._saving(path, state) as whole:
+            super().save_checkpoint(path, whole, storage_options, filter)
+
+    def _load_main(self, path: Any, state: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """Load the main file, and read what is beside it."""
+        rest = super().load_checkpoint(path, state, *args, **kwargs)
+        manifests = rest.pop(KEY, []) if isinstance(rest, dict) else []
+        self._saves.load({KEY: manifests}, self._main_path(path), self.global_rank)
+        return rest
+
+    def _restore(self, engine: Engine, saved: Saved) -> None:
+        side = restore(engine, saved, self.root_device)
+        if side is not None:
+            self._take_entries(side.get("entries", {}))
+
+    def _take_entries(self, entries: dict[str, Any]) -> None:
+        """Go on with what this rank had of its own."""
+
+
+# -- gradients ---------------------------------------------------------------------------------------------------------
+
+
+class MSTopKHierFabricMixin(FabricAdapter):
     """DDP whose gradients travel hierarchically, and between nodes only the largest of them, for Fabric.
 
     Args:
@@ -39,82 +161,81 @@ class MSTopKHierFabricMixin(HierCore, FabricHost):
 
     def __init__(self, node_name: str | None = None, **kwargs: Any) -> None:
         config = HierConfig(**{name: kwargs.pop(name) for name in OWN if name in kwargs})
-        self._configure(config, node_name, kwargs)
+        check_options(type(self), kwargs)
+        self._begin(config, node_name, HierState.kind)
+        self._gradients = GradientEngines(config)
+        self.engines = self._gradients.states
         super().__init__(**kwargs)
         self._epoch = 0
+
+    def _shared_options(self) -> dict[str, Any]:
+        return {"find_unused_parameters": bool(self._ddp_kwargs.get("find_unused_parameters", False))}
 
     def set_epoch(self, epoch: int) -> None:
         """Tell the density warm-up which epoch begins, counted from 0."""
         self._epoch = epoch
-        for state in self.hier_states:
+        for state in self.engines:
             state.epoch = epoch
-
-    # -- set-up --------------------------------------------------------------------------------------------------------
 
     def setup_module(self, module: nn.Module) -> DistributedDataParallel:
         """Wrap the module, and reduce its gradients our way. A module that is set up again goes on with its residuals;
         those of modules that are gone are dropped. A collective of the world."""
         prepare_ddp(self)
-        with self._sized_buckets(module):
+        with sized_buckets(self, module):
             ddp: DistributedDataParallel = super().setup_module(module)
-        known = list(self.hier_states)
-        state = self._attach(ddp, self.precision)
+        known, unused = list(self.engines), self._shared_options()["find_unused_parameters"]
+        state = self._gradients.attach(ddp, self._place, self.precision, find_unused=unused)
         if state not in known:
             state.epoch = self._epoch
-            self._restore(state)
-            self._watch([each for found in self._seen_optimizers if (each := found()) is not None])
+            self._restore_first(state)
+            self._gradients.watch_seen()
         return ddp
 
     def setup_optimizer(self, optimizer: Any) -> Any:
         """Watch whose parameters it steps: their residuals count. Its module may be set up before or after it; where
         both are set up a second time, the module comes first."""
         optimizer = super().setup_optimizer(optimizer)
-        self._seen_optimizers = [each for each in self._seen_optimizers if each() is not None] + [
-            weakref.ref(optimizer)
-        ]
-        self._watch([optimizer])
+        self._gradients.watch_also(optimizer)
         return optimizer
 
     def backward(self, tensor: Tensor, module: Any, *args: Any, **kwargs: Any) -> None:
         """Settle the last round, then go backward."""
         self._drop_what_fits_no_module()
-        for state in self.hier_states:
+        for state in self.engines:
             state.before_backward()
         super().backward(tensor, module, *args, **kwargs)
 
-    # -- checkpoints ---------------------------------------------------------------------------------------------------
-
-    def save_checkpoint(self, path: Any, state: Any, storage_options: Any = None, filter: Any = None) -> None:
-        """The residuals of all ranks first, then the main file. All ranks call it, as ``fabric.save``. A dict without
-        an optimizer, or the state of one, is taken for weights alone."""
-        with self._saving(path, whole=isinstance(state, Mapping) and _has_optimizer(state)) as manifests:
-            if manifests is not None:
-                state = {**state, side_files.KEY: manifests}
-            super().save_checkpoint(path, state, storage_options, filter)
-
     def load_checkpoint(self, path: Any, state: Any = None, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Modules that are set up get their residuals back now, others when they are, before the next backward pass:
-        each the first that fit it, in the order of set-up. Weights loaded without an optimizer leave residuals
+        each the first that fits it, in the order of set-up. Weights loaded without an optimizer leave residuals
         alone."""
-        rest = super().load_checkpoint(path, state, *args, **kwargs)
-        manifests = rest.pop(side_files.KEY, []) if isinstance(rest, dict) else []
+        waiting = self._saves.loaded
+        rest = self._load_main(path, state, *args, **kwargs)
         if state and not _has_optimizer(state):  # what was loaded is in it by now
+            self._saves.loaded = waiting
             return rest
-        self._load({side_files.KEY: manifests}, path)
-        for hier_state in self.hier_states:
-            self._restore(hier_state)
+        for each in self.engines:
+            self._restore_first(each)
         return rest
+
+    def _restore_first(self, state: HierState) -> None:
+        """Give a state the first of the loaded residuals that fits its parameters."""
+        numels = state.parameters.numels
+        found = next((each for each in self._saves.loaded if each.manifest["parameters"] == numels), None)
+        if found is not None:
+            self._saves.loaded.remove(found)
+            self._restore(state, found)
 
     def _drop_what_fits_no_module(self) -> None:
         """Modules that are to be restored are set up before the first backward pass."""
-        left = [each for each in self._saved if any(each.manifest["stores"])]  # in the others there was no residual
+        left = [each for each in self._saves.loaded if any(each.manifest["stores"])]  # in the others nothing waited
         if left and self.is_global_zero:
             log.warning(
                 "%d residual(s) of %s were saved for modules with other parameters than those set up: they are lost",
                 len(left),
                 left[0].path,
             )
-        self._saved = []
+        self._saves.loaded = []
 
 
 def _has_optimizer(entry: Any) -> bool:
@@ -122,3 +243,193 @@ def _has_optimizer(entry: Any) -> bool:
     if isinstance(entry, Mapping):
         return "param_groups" in entry or any(map(_has_optimizer, entry.values()))
     return isinstance(entry, Optimizer) or (isinstance(entry, (list, tuple)) and any(map(_has_optimizer, entry)))
+
+
+# -- updates -----------------------------------------------------------------------------------------------------------
+
+
+class UpdatesFabricAdapter(FabricAdapter):
+    """An engine of updates for each optimizer, whatever averages gradients inside the node."""
+
+    send: Send = "updates"
+    _modules: list[nn.Module]  # that were set up
+
+    def _remember(self, module: nn.Module) -> None:
+        self._modules = [each for each in self._modules if each is not module] + [module]
+
+    def setup_optimizer(self, optimizer: Any) -> Any:
+        """Exchange its updates, if these are sent. Its module is set up before it. A collective of the world."""
+        optimizer = super().setup_optimizer(optimizer)
+        if self.send == "updates":
+            self._exchange_updates(optimizer)
+        return optimizer
+
+    def _exchange_updates(self, optimizer: Optimizer) -> None:
+        stepped = set(map(id, parameters_of(optimizer)))
+        modules = [m for m in self._modules if any(id(p) in stepped for p in m.parameters())]
+        if not modules:
+            raise ValueError(
+                f"{type(optimizer).__name__} steps parameters of no module that was set up: call fabric.setup_module() "
+                f"of its module first, or fabric.setup(module, optimizer)."
+            )
+        self._drop(optimizer)
+        module = modules[0] if len(modules) == 1 else nn.ModuleList(modules)
+        engine = new_updates(module, [optimizer], self.config, self._place)
+        self.engines.append(engine)
+        if self._saves.loaded:
+            self._restore(engine, self._saves.loaded.pop(0))
+
+    def _drop(self, optimizer: Optimizer) -> None:
+        """Another set-up of its parameters takes the place of the one before, which sends what is pending."""
+        stepped = set(map(id, parameters_of(optimizer)))
+        for engine in list(self.engines):
+            if any(id(p) in stepped for one in engine.optimizers for p in one.parameters):
+                engine.finish()
+                engine.detach([optimizer])
+                self.engines.remove(engine)
+
+    def load_checkpoint(self, path: Any, state: Any = None, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """Modules and optimizers that are set up go on where this rank was saved; all of them are to be set up."""
+        given = state.values() if isinstance(state, Mapping) else [state]
+        filled = [p for each in given if isinstance(each, nn.Module) for p in each.parameters()]
+        loaded = [engine for engine in self.engines if engine.holds(set(map(id, filled)))]
+        for engine in loaded:
+            engine.show_shared()  # for what the load leaves as it was
+        rest = self._load_main(path, state, *args, **kwargs)
+        self._load_own_optimizers(state)
+        for engine in self.engines:
+            saved = self._saves.loaded.pop(0) if self._saves.loaded else None
+            if not any(engine is each for each in loaded):
+                continue  # it trains on
+            engine.restart()
+            if saved is not None:
+                self._restore(engine, saved)
+        return rest
+
+    def _load_own_optimizers(self, state: Any) -> None:
+        """Optimizers whose state the main file has of node 0 alone."""
+
+
+class MSTopKLocalFabricMixin(UpdatesFabricAdapter):
+    """DDP inside each node, with an optimizer of its own; between nodes travel the largest updates. For Fabric.
+
+    Args:
+        node_name: the node that this process belongs to, by name, on every rank (see lightning_sparse.topology).
+        **kwargs: those of ``UpdatesConfig`` (``density``, ``step_ahead``, ...), of Fabric's DDPStrategy and of
+            DistributedDataParallel. ``gradient_as_bucket_view`` is True unless given.
+
+    Raises:
+        ValueError: for a bad value, an unknown option, or one that cannot be combined with this strategy.
+    """
+
+    def __init__(self, node_name: str | None = None, **kwargs: Any) -> None:
+        config = UpdatesConfig(**{name: kwargs.pop(name) for name in OWN_OF_UPDATES if name in kwargs})
+        check_options(type(self), kwargs, OWN_OF_UPDATES, REFUSED_BY_UPDATES)
+        self._begin(config, node_name, LocalUpdates.kind)
+        super().__init__(**kwargs)
+        self._modules = []
+
+    def setup_module(self, module: nn.Module) -> DistributedDataParallel:
+        """Wrap the module inside its node. A collective of the world."""
+        prepare_ddp(self)
+        average_inside_the_node(self)
+        ddp: DistributedDataParallel = super().setup_module(module)
+        leave_gradients(ddp, self._place)
+        self._remember(module)
+        return ddp
+
+    def get_module_state_dict(self, module: nn.Module) -> dict[str, Any]:
+        """Of the global weights. All ranks call it."""
+        with self.shared_weights():
+            return detached(super().get_module_state_dict(module))
+
+    def get_optimizer_state(self, optimizer: Any) -> dict[str, Any]:
+        """Of this node's optimizer, on the first device of each node; all ranks call it."""
+        state = optimizer_state(self.engines, optimizer)
+        return super().get_optimizer_state(optimizer) if state is None else state
+
+    def _own_entries(self, optimizers: Mapping[str, Any]) -> dict[str, Any]:
+        """Each node has optimizer states of its own."""
+        states = {name: self.get_optimizer_state(each) for name, each in optimizers.items()}
+        return plain(states) if self._place.device_index == 0 else {}
+
+    def _load_own_optimizers(self, state: Any) -> None:
+        own = self._saves.entries(self._place)
+        for name, each in state.items() if isinstance(state, Mapping) else ():
+            if isinstance(each, Optimizer) and name in own:
+                each.load_state_dict(own[name])
+
+
+# -- shards ------------------------------------------------------------------------------------------------------------
+
+
+class MSTopKFSDPFabricMixin(UpdatesFabricAdapter):
+    """FSDP2 inside each node, for models that one device cannot hold; between nodes travel the largest updates. For
+    Fabric.
+
+    Args:
+        send: ``"updates"``: what each node's own optimizers did to the shards; ``"gradients"``: the gradients, in
+            FSDP2's hook, so that all nodes hold the same weights.
+        parallelize_fn: shards a module, given it and the mesh of axes "replicate" and "shard"; default: the blocks that
+            repeat, then the whole.
+        node_name: the node that this process belongs to, by name, on every rank (see lightning_sparse.topology).
+        **kwargs: those of ``UpdatesConfig`` (``density``, ``step_ahead``, ...) and of Fabric's ModelParallelStrategy.
+
+    Raises:
+        ValueError: for a bad value, an unknown option, or one that this strategy sets itself.
+    """
+
+    _device_mesh: DeviceMesh | None
+
+    def __init__(self, parallelize_fn: Parallelize = shard, node_name: str | None = None, **kwargs: Any) -> None:
+        self.send = kwargs.pop("send", "updates")
+        config = UpdatesConfig(**{name: kwargs.pop(name) for name in OWN_OF_FSDP if name in kwargs})
+        check_options(type(self), kwargs, OWN_OF_FSDP, REFUSED_BY_FSDP, type(self))
+        check_send(self.send, config)
+        self._begin(config, node_name, LocalUpdates.kind if self.send == "updates" else ShardedGradients.kind)
+        super().__init__(parallelize_fn=parallelize_fn, **kwargs)
+        self._modules = []
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        """All ranks have samples of their own."""
+        return {"num_replicas": self.world_size, "rank": self.global_rank}
+
+    def setup_environment(self) -> None:
+        """The mesh, which ``parallelize_fn`` is given."""
+        super().setup_environment()
+        self._device_mesh = mesh_of(self._place)
+
+    def setup_module(self, module: nn.Module) -> nn.Module:
+        """Shard the module inside its node, and exchange its gradients if these are sent. A collective of the world."""
+        module = super().setup_module(module)
+        self._remember(module)
+        if self.send == "gradients":
+            engine = ShardedGradients(module, self.config, self._place)
+            before = next((each for each in self.engines if each.module is module), None)
+            if before is not None:
+                engine.take_over(before)
+                self.engines.remove(before)
+            self.engines.append(engine)
+        return module
+
+    # -- checkpoints ---------------------------------------------------------------------------------------------------
+
+    def _own_entries(self, optimizers: Mapping[str, Any]) -> dict[str, Any]:
+        """Each device has its part of optimizer states, which differ between nodes."""
+        return {"optimizers": local_states(self.engines)}
+
+    def _take_entries(self, entries: dict[str, Any]) -> None:
+        load_local_states(self.engines, entries.get("optimizers", []))
+
+    def _main_path(self, path: Any) -> Any:
+        return self.broadcast(path)
+
+    @contextmanager
+    def _saving(self, path: Any, state: Any) -> Iterator[Any]:
+        """All ranks write a folder of the global weights, and its optimizer states are those of the first node."""
+        with super()._saving(path, state) as whole, self.shared_weights():
+            if self._save_distributed_checkpoint and self._place.node_index > 0:
+                whole = {name: each for name, each in whole.items() if not isinstance(each, Optimizer)}
+            yield whole
+            dist.barrier()  # before files of earlier saves are removed

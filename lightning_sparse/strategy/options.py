@@ -3,7 +3,7 @@
 import inspect
 from collections.abc import Mapping
 from dataclasses import fields
-from typing import Any
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -13,9 +13,12 @@ from lightning_sparse.gradients.config import HierConfig
 from lightning_sparse.topology import Topology
 from lightning_sparse.updates import UpdatesConfig
 
-OWN = tuple(field.name for field in fields(HierConfig) if field.name != "error_feedback")
-"""The options that are not DDP's; without the one that only experiments use."""
+OWN = tuple(field.name for field in fields(HierConfig))
+"""The options that are not DDP's."""
 OWN_OF_UPDATES = tuple(field.name for field in fields(UpdatesConfig) if field.name != "inter_gbps")
+OWN_OF_FSDP = ("send", *(name for name in OWN_OF_UPDATES if name != "shard_optimizer"))
+Send = Literal["updates", "gradients"]
+"""What travels between nodes under FSDP2."""
 DDP_BUCKET_MB = 25
 """DistributedDataParallel's own size."""
 BUCKETS = 8
@@ -27,10 +30,13 @@ REFUSED = {
     ),
     "model_averaging_period": "averaging parameters now and then replaces the gradient exchange that this strategy is",
 }
-REFUSED_BY_FSDP = dict.fromkeys(
-    ("data_parallel_size", "tensor_parallel_size"),
-    "the mesh has one row a node, so that what is sharded stays inside; name nodes with node_name",
-)
+REFUSED_BY_FSDP = {
+    **dict.fromkeys(
+        ("data_parallel_size", "tensor_parallel_size"),
+        "the mesh has one row a node, so that what is sharded stays inside; name nodes with node_name",
+    ),
+    "shard_optimizer": "FSDP2 shards the optimizer's state along with the parameters",
+}
 REFUSED_BY_UPDATES = {
     "model_averaging_period": "averaging parameters now and then replaces the exchange of updates",
     "process_group": "this strategy lets DistributedDataParallel average inside each node; name nodes with node_name",
@@ -71,6 +77,29 @@ def check_options(
         raise ValueError(
             f"{cls.__name__} does not know the option(s) {', '.join(unknown)}: its own are {', '.join(own)}, and "
             f"those of Lightning's {wrapper.__name__.removesuffix('Strategy')} strategy are passed on."
+        )
+
+
+def chosen(config: type, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of a config among a constructor's arguments."""
+    return {field.name: given[field.name] for field in fields(config) if field.name in given}
+
+
+def check_send(send: str, config: UpdatesConfig) -> None:
+    """Raise ValueError for a ``send`` that is unknown, or options that say nothing to it."""
+    if send not in get_args(Send):
+        raise ValueError(f"send={send!r} must be 'updates' or 'gradients': what travels between nodes.")
+    plain = UpdatesConfig()
+    given = [name for name in ("step_ahead", "delay", "sync_every") if getattr(config, name) != getattr(plain, name)]
+    if send == "gradients" and config.density == "auto":
+        raise ValueError(
+            "density='auto' sends what hides behind the next step, and send='gradients' hides behind backward: give a "
+            "number in (0, 1], or use send='updates'."
+        )
+    if send == "gradients" and given:
+        raise ValueError(
+            f"{given[0]}={getattr(config, given[0])!r} says how updates are exchanged, and send='gradients' sends "
+            f"none: leave it out, or use send='updates'."
         )
 
 

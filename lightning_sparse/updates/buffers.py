@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from lightning_sparse.agree import differing
 from lightning_sparse.exchange import HierCommunicator
 from lightning_sparse.exchange.communicator import average
-from lightning_sparse.fsdp.shards import local_of
-from lightning_sparse.pto.agreement import fingerprint
+from lightning_sparse.sharding import local_of
 
 
 class Buffers:
@@ -111,11 +110,5 @@ class Buffers:
         if not names:
             return
         parameters = dict(self._module.named_parameters())
-        locals_ = [local_of(parameters[name].data) for name in names]
-        device = locals_[0].device
-        sums = torch.stack([fingerprint(each).to(device) for each in locals_])
-        extremes = torch.stack([sums, -sums])
-        reduce(extremes, op=dist.ReduceOp.MAX)
-        self._drifting |= {
-            name for name, differs in zip(names, (extremes[0] != -extremes[1]).tolist(), strict=True) if differs
-        }
+        held = [local_of(parameters[name].data) for name in names]
+        self._drifting |= {names[place] for place in differing(held, reduce, held[0].device)}

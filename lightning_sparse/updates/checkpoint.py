@@ -1,86 +1,81 @@
 """The state of `LocalUpdates` for a checkpoint, and back, also on another cluster.
 
-On the same cluster a device goes on with its own state, bit-identically. On another one the shared weights are kept,
+On the same cluster a device goes on with its own state, bit-identically. On another one the global weights are kept,
 and every new node starts with the mean of what the old nodes had pending, so the mean over nodes is kept, too.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from itertools import chain
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from lightning_sparse.fsdp.shards import memory_of_part, part_of
-from lightning_sparse.pto.narrow import dims_in_memory, in_order_of
-from lightning_sparse.updates.local import LocalUpdates
+from lightning_sparse.engine import Layout, Piece, State, flattened, layout_of, mean_of, whole_of
+from lightning_sparse.sharding import memory_of_part, part_of
 
-Piece = tuple[str, int, int]
-"""A part of a parameter: its name, and the first element and the last one plus 1, in memory order."""
-
-Layout = tuple[list[int], list[int]]
-"""A parameter's shape, and its dims as they are in memory, the outermost first."""
+if TYPE_CHECKING:
+    from lightning_sparse.updates.local import LocalUpdates
 
 
-def side_content(updates: LocalUpdates) -> dict[str, Any]:
-    """What this device alone knows between two steps, on the CPU; waits for messages under way."""
-    names = updates.names
-    nodes = [
-        {
-            "steps": node.steps,
-            "pieces": node.state.slices.named(names),
-            "layouts": layouts_of(node.parameters, names),
-            **node.state_dict(),
-        }
-        for node in updates.nodes
-    ]
+def state_of(updates: LocalUpdates) -> State:
+    """Return what this device alone knows between two steps; waits for messages under way."""
+    names, state = updates.names, State(layouts=_layouts(updates))
+    optimizers = []
+    for one in updates.optimizers:
+        places, more = one.state.slices.named(names), {}
+        for quantity, tensor in one.state_dict().items():
+            if places and tensor.dtype == torch.float32 and tensor.shape == (one.state.slices.numel,):
+                cut = torch.split(tensor, [end - begin for _, begin, end in places])
+                found = [Piece(*place, piece) for place, piece in zip(places, cut, strict=True)]
+                state.pieces.setdefault(quantity, []).extend(found)
+            else:
+                more[quantity] = tensor
+        optimizers.append({"steps": one.steps, **more})
     buffers = {name: each.detach().cpu() for name, each in updates.buffers.own().items()}
-    content = {"steps": updates.steps, "nodes": nodes, "buffers": buffers}
-    if updates.config.density == "auto":
-        content["found"] = {**updates.exchange.choice.found(), "exchanges": updates.exchanges}
-    return content
+    state.own = {"optimizers": optimizers, "buffers": buffers}
+    return state
 
 
-def fits(updates: LocalUpdates, content: dict[str, Any]) -> bool:
-    """Whether this device held the same pieces of the parameters when it was saved."""
-    names = updates.names
-    saved = content["nodes"]
-    same_pieces = len(saved) == len(updates.nodes) and all(
-        node.state.slices.named(names) == [tuple(piece) for piece in each["pieces"]]
-        and layouts_of(node.parameters, names) == each["layouts"]
-        for node, each in zip(updates.nodes, saved, strict=True)
+def fits(updates: LocalUpdates, state: State) -> bool:
+    """Return whether this device held the same pieces of the parameters when it was saved."""
+    places = [place for one in updates.optimizers for place in one.state.slices.named(updates.names)]
+    return (
+        [piece.place for piece in state.pieces.get("shared", ())] == places
+        and len(state.own["optimizers"]) == len(updates.optimizers)
+        and _layouts(updates) == state.layouts
+        and updates.buffers.fit(state.own["buffers"])
     )
-    return same_pieces and updates.buffers.fit(content["buffers"])
 
 
 @torch.no_grad()
-def restore_own(updates: LocalUpdates, content: dict[str, Any]) -> None:
+def load(updates: LocalUpdates, manifest: Mapping[str, Any], state: State) -> None:
     """Go on exactly where this device was saved; its state ``fits``. Every rank calls it."""
-    updates.steps = content["steps"]
-    if "found" in content:
-        updates.exchange.choice.go_on(content["found"], auto=True)
-        updates.exchanges = content["found"]["exchanges"]
-    for node, each in zip(updates.nodes, content["nodes"], strict=True):
-        node.steps = each["steps"]
-        node.load_state_dict(each)
-    updates.buffers.load(content["buffers"])
+    updates.steps = manifest["steps"]
+    if manifest["found"]:
+        updates.exchange.choice.go_on(manifest["found"], auto=True)
+        updates.exchanges = manifest["found"]["exchanges"]
+    pieces = {quantity: {each.place: each.tensor for each in found} for quantity, found in state.pieces.items()}
+    for one, saved in zip(updates.optimizers, state.own["optimizers"], strict=True):
+        one.steps = saved["steps"]
+        places = one.state.slices.named(updates.names)
+        there = {quantity: found for quantity, found in pieces.items() if places and places[0] in found}
+        flat = {quantity: torch.cat([found[place] for place in places]) for quantity, found in there.items()}
+        one.load_state_dict({**saved, **flat})
+    updates.buffers.load(state.own["buffers"])
 
 
 @torch.no_grad()
-def restore_mean(updates: LocalUpdates, by_node: Sequence[Sequence[dict[str, Any]]]) -> None:
-    """Start from the shared weights and the mean of what was pending.
-
-    Args:
-        by_node: what ``side_content`` gave, of all devices of all nodes.
-    """
-    shared, pending = _shared(by_node), mean_of(by_node, "unsent")
+def load_from(updates: LocalUpdates, manifest: Mapping[str, Any], nodes: Sequence[Sequence[State]]) -> None:
+    """Start from the global weights and the mean of what was pending."""
+    shared, pending = whole_of(nodes[0], "shared"), mean_of(nodes, "unsent")
     parameters = dict(updates.module.named_parameters())
-    updates.steps = by_node[0][0]["steps"]
-    for node in updates.nodes:
-        node.steps = by_node[0][0]["nodes"][0]["steps"]
-        state = node.state
+    updates.steps = manifest["steps"]
+    for one in updates.optimizers:
+        one.steps = nodes[0][0].own["optimizers"][0]["steps"]
+        state = one.state
         state.receive()
         pending_S = torch.zeros_like(state.shared_S)
         views = state.slices.of(state.shared_S), state.slices.of(pending_S)
@@ -88,62 +83,29 @@ def restore_mean(updates: LocalUpdates, by_node: Sequence[Sequence[dict[str, Any
             state.slices.named(updates.names), *views, strict=True
         ):
             if name in shared:
-                shared_view.copy_(in_order_of(parameters[name], shared[name])[begin:end])
-                pending_view.copy_(in_order_of(parameters[name], pending[name])[begin:end])
+                layout = layout_of(parameters[name])
+                shared_view.copy_(flattened(shared[name], layout)[begin:end])
+                pending_view.copy_(flattened(pending[name], layout)[begin:end])
         state.set_pending(pending_S)
         state.begin()
-        node.gather()
+        one.gather()
 
 
 @torch.no_grad()
-def restore_alone(module: nn.Module, by_node: Sequence[Sequence[dict[str, Any]]]) -> None:
-    """On one node nothing is exchanged: its weights are the shared ones, and the mean of what was pending is in them.
-
-    Args:
-        module: that goes on.
-        by_node: what ``side_content`` gave, of all devices of all nodes.
-    """
-    shared, pending = _shared(by_node), mean_of(by_node, "unsent")
-    for name, parameter in module.named_parameters():
+def load_alone(updates: LocalUpdates, nodes: Sequence[Sequence[State]]) -> None:
+    """On one node nothing is exchanged: its weights are the global ones, with the mean of what was pending in them."""
+    shared, pending = whole_of(nodes[0], "shared"), mean_of(nodes, "unsent")
+    for name, parameter in updates.module.named_parameters():
         if name not in shared:
             continue
         if isinstance(parameter, DTensor):
             part = part_of(parameter)
-            whole = in_order_of(parameter, shared[name] - pending[name])
+            whole = flattened(shared[name] - pending[name], layout_of(parameter))
             memory_of_part(parameter, part).copy_(whole[part.begin : part.end])
         else:
             parameter.copy_(shared[name] - pending[name])
 
 
-def _shared(by_node: Sequence[Sequence[dict[str, Any]]]) -> dict[str, Tensor]:
-    return whole_of(by_node[0], "shared")
-
-
-def mean_of(by_node: Sequence[Sequence[dict[str, Any]]], key: str) -> dict[str, Tensor]:
-    """The mean over nodes of their tensors of that name, by parameter."""
-    nodes = [whole_of(contents, key) for contents in by_node]
-    return {name: torch.stack([each[name] for each in nodes]).mean(0) for name in nodes[0]}
-
-
-def whole_of(contents: Sequence[dict[str, Any]], key: str) -> dict[str, Tensor]:
-    """One node's tensors of that name by parameter, from the pieces of its devices."""
-    pieces: dict[str, list[tuple[int, Tensor]]] = {}
-    layouts: dict[str, Layout] = {}
-    for content in contents:
-        for node in content["nodes"]:
-            layouts.update(node["layouts"])
-            sizes = [end - begin for _, begin, end in node["pieces"]]
-            for (name, begin, _), piece in zip(node["pieces"], torch.split(node[key], sizes), strict=True):
-                pieces.setdefault(name, []).append((begin, piece))
-    whole = {}
-    for name, parts in pieces.items():
-        flat = torch.cat([piece for _, piece in sorted(parts, key=lambda part: part[0])])
-        shape, dims = layouts[name]
-        in_memory = flat.view([shape[dim] for dim in dims])
-        whole[name] = in_memory.permute([dims.index(dim) for dim in range(len(dims))])
-    return whole
-
-
-def layouts_of(parameters: Sequence[Tensor], names: dict[int, str]) -> dict[str, Layout]:
-    """By name: pieces are in memory order, and a resumed model may have another (channels_last)."""
-    return {names[id(each)]: (list(each.shape), dims_in_memory(each)) for each in parameters}
+def _layouts(updates: LocalUpdates) -> dict[str, Layout]:
+    parameters = chain.from_iterable(one.parameters for one in updates.optimizers)
+    return {updates.names[id(each)]: layout_of(each) for each in parameters}

@@ -72,11 +72,6 @@ class UpdatesConfig(ExchangeConfig):
             )
         check_flag("shard_optimizer", self.shard_optimizer)
 
-    @property
-    def hides_behind(self) -> str:
-        """What ``density="auto"`` has time for."""
-        return "what is between two exchanges"
-
     def measures_ahead(self, num_nodes: int) -> bool:
         """Whether ``step_ahead`` follows what so many nodes agree on."""
         return self.step_ahead == "auto" and self.exchange == "sparse" and num_nodes > 2
@@ -88,3 +83,12 @@ class UpdatesConfig(ExchangeConfig):
         (1.0, 0.5, 0.9)
         """
         return min(1.0, 2.0 / num_nodes) if self.step_ahead == "auto" else float(self.step_ahead)
+
+    def describe(self, num_nodes: int) -> str:
+        """What so many nodes exchange, for the log."""
+        share = f"{self.least_density:.2g}{' or more' if self.density == 'auto' else ''}"
+        sent = f"{share} of each device's updates" if self.leaves_entries_out else f"{self.exchange} updates"
+        every = "after each step" if self.sync_every == 1 else f"every {self.sync_every} steps"
+        delay = ", received one exchange later" if self.delay else ""
+        ahead = "measured" if self.measures_ahead(num_nodes) else f"{self.ahead(num_nodes):.2g}"
+        return f"{sent} {every}{delay}; step_ahead {ahead}"

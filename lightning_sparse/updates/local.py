@@ -3,27 +3,28 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from lightning_sparse.agree import same_options
+from lightning_sparse.engine import Engine, State
 from lightning_sparse.exchange import Exchange, HierCommunicator, Work
-from lightning_sparse.fsdp.shards import begin_with_first, check_sharded
 from lightning_sparse.messages import LogOnce
-from lightning_sparse.topology import Topology, compare
+from lightning_sparse.sharding import check_sharded, parameters_of
+from lightning_sparse.topology import Topology
+from lightning_sparse.updates import checkpoint
 from lightning_sparse.updates.buffers import Buffers
 from lightning_sparse.updates.config import UpdatesConfig
-from lightning_sparse.updates.division import parameters_of
-from lightning_sparse.updates.optimizer import NodeOptimizer, check_optimizer
+from lightning_sparse.updates.optimizer import LocalOptimizer, check_optimizer
 
 
-class LocalUpdates:
+class LocalUpdates(Engine):
     """Exchanges, after each step, what the optimizers of this node did to the parameters.
 
     All ranks begin with the parameters and buffers of rank 0. With one node this does nothing. In a loop::
@@ -49,6 +50,11 @@ class LocalUpdates:
             options or in what their optimizers step.
     """
 
+    kind = "updates"
+    kept = "the shared weights and the mean of the pending updates are kept; optimizers go on with the state of node 0"
+    lost = "training goes on from its weights, and updates that nodes had not sent are lost"
+    needs_all = has_own_weights = True
+
     def __init__(
         self,
         module: nn.Module,
@@ -64,7 +70,8 @@ class LocalUpdates:
         self.active = topology.kind == "hierarchical"
         self.steps = self.exchanges = 0
         self.log_once = LogOnce(topology.rank)
-        self.nodes: list[NodeOptimizer] = []
+        self.optimizers: list[LocalOptimizer] = []
+        self._names: dict[int, str] = {}
         self._shown = False
         self._heaviest: list[Work] = []  # that one call of step() exchanged
         if not self.active:
@@ -78,25 +85,27 @@ class LocalUpdates:
         self.exchange = Exchange(config, topology, device, numel, self.log_once)
         self.buffers = Buffers(module, self.exchange.communicator, self._stepped)
         self._synchronise()
-        self._inside = inside = HierCommunicator(replace(topology, world=topology.intra, inter=None))
-        self.nodes = [NodeOptimizer(each, module, self.names, self.exchange, inside, config) for each in optimizers]
+        self._inside = inside = HierCommunicator(topology, world=self.exchange.communicator.node)
+        self.optimizers = [
+            LocalOptimizer(each, module, self.names, self.exchange, inside, config) for each in optimizers
+        ]
 
     def _stepped(self) -> set[int]:
-        return {id(p) for node in self.nodes for p in node.parameters}
+        return {id(p) for one in self.optimizers for p in one.parameters}
 
     @torch.no_grad()
     def _synchronise(self) -> None:
         """Begin with what rank 0 has."""
         for tensor in (*self.module.parameters(), *self.module.buffers()):
-            begin_with_first(tensor, self.exchange.communicator)
+            self.exchange.communicator.begin_with_first(tensor)
 
     # -- training ------------------------------------------------------------------------------------------------------
 
     def before_step(self, optimizer: Optimizer | None = None) -> None:
         """Follow parameters that were added to an optimizer. It is called before each step by the optimizer itself;
         call it where a step may be skipped on some nodes."""
-        for node in self._of(optimizer):
-            node.follow_groups()
+        for one in self._of(optimizer):
+            one.follow_groups()
 
     @torch.no_grad()
     def step(self, optimizer: Optimizer | None = None) -> None:
@@ -109,41 +118,37 @@ class LocalUpdates:
             return
         self.exchange.refuse_capture()
         self.steps += 1
-        nodes = self._of(optimizer)
-        exchanging = [node for node in nodes if node.exchanges_next] if self.config.measures else []
+        stepped = self._of(optimizer)
+        exchanging = [one for one in stepped if one.exchanges_next] if self.config.measures else []
         if exchanging:
             self._prepare(exchanging)
         self._name_place(f"in step {self.steps}")
-        for node in nodes:
-            node.step()
+        for one in stepped:
+            one.step()
         self.exchange.stats.end_round()
         if exchanging:
             self.exchanges += 1
             self.exchange.choice.window.first(self._device)
 
-    def _prepare(self, nodes: Sequence[NodeOptimizer]) -> None:
+    def _prepare(self, exchanging: Sequence[LocalOptimizer]) -> None:
         """Measure what ``density="auto"`` rests on, where it is due: the time between exchanges hides them."""
         choice = self.exchange.choice
         choice.window.last(self._device)
-        works = [self._between(node) for node in nodes]
+        works = [self._between(one) for one in exchanging]
         self._heaviest = max(self._heaviest, works, key=lambda each: sum(work.numel for work in each))
-        choice.prepare(
-            self.exchange.communicator,
-            self._device,
-            self.exchanges,
-            self._receive,
-            lambda: [choice.path(work, choice.density) for work in works],  # not of slices, which differ between ranks
-            lambda: self._heaviest,
-        )
+        if choice.is_due(self.exchanges):
+            self._receive()
+            behind = "what is between two exchanges"
+            choice.prepare(self.exchange.communicator, self._device, self.exchanges, self._heaviest, behind)
 
-    def _between(self, node: NodeOptimizer) -> Work:
+    def _between(self, one: LocalOptimizer) -> Work:
         """What an optimizer's exchange has to do between nodes: of a device's slice, the same on all ranks."""
-        numel = sum(p.numel() for p in node.parameters)
+        numel = sum(p.numel() for p in one.parameters)
         return Work(self.topology.num_nodes, 1, -(-numel // self.topology.num_devices))
 
     def _receive(self) -> None:
-        for node in self.nodes:
-            node.state.receive()
+        for one in self.optimizers:
+            one.state.receive()
         self.exchange.runner.wait()  # for others with the same topology
 
     def finish(self) -> None:
@@ -153,8 +158,8 @@ class LocalUpdates:
         self.show_own()
         self._receive()  # of all: a flush uses the group between nodes, as exchanges under way do in a thread
         self._name_place(f"after step {self.steps}")
-        for node in self.nodes:
-            node.flush()
+        for one in self.optimizers:
+            one.flush()
         self.buffers.average()
 
     # -- weights that the world sees -----------------------------------------------------------------------------------
@@ -162,13 +167,11 @@ class LocalUpdates:
     @contextmanager
     def shared_weights(self) -> Iterator[None]:
         """The module holds the shared weights inside, and averaged buffers. Every rank enters it."""
-        was_shown = self._shown
-        self.show_shared()
-        try:
+        if self._shown:
             yield
-        finally:
-            if not was_shown:
-                self.show_own()
+            return
+        with super().shared_weights():
+            yield
 
     @torch.no_grad()
     def show_shared(self) -> None:
@@ -176,8 +179,8 @@ class LocalUpdates:
         if not self.active or self._shown:
             return
         self._shown = True
-        for node in self.nodes:
-            node.show_shared()
+        for one in self.optimizers:
+            one.show_shared()
         self.buffers.show_averaged()
 
     @torch.no_grad()
@@ -186,21 +189,72 @@ class LocalUpdates:
         if not self._shown:
             return
         self._shown = False
-        for node in self.nodes:
-            node.show_own()
+        for one in self.optimizers:
+            one.show_own()
         self.buffers.show_own()
 
     @property
     def names(self) -> dict[int, str]:
-        """Names of the module's parameters by ``id()``."""
-        return {id(p): name for name, p in self.module.named_parameters()}
+        """Names of the module's parameters by ``id()``: also of shards while FSDP2 has put what it gathered for an
+        evaluation in their place."""
+        self._names.update({id(p): name for name, p in self.module.named_parameters()})
+        return self._names
 
     @torch.no_grad()
     def restart(self) -> None:
         """Go on from the weights that the module holds now, with nothing pending. Every rank calls it."""
         self._shown = False
-        for node in self.nodes:
-            node.restart()
+        for one in self.optimizers:
+            one.restart()
+
+    # -- checkpoints ---------------------------------------------------------------------------------------------------
+
+    @property
+    def rounds(self) -> int:
+        """Steps so far."""
+        return self.steps
+
+    def holds(self, parameters: Collection[int]) -> bool:
+        """Return whether one of these parameters, given by ``id()``, is of the module."""
+        return any(id(p) in parameters for p in self.module.parameters())
+
+    def follows(self, optimizer: Optimizer) -> bool:
+        """Return whether its updates are exchanged."""
+        return bool(self._of(optimizer))
+
+    def manifest(self) -> dict[str, Any]:
+        """Return what all ranks know alike, in plain types."""
+        measured = self.config.density == "auto"
+        found = {**self.exchange.choice.found(), "exchanges": self.exchanges} if measured else {}
+        return {"steps": self.steps, "found": found}
+
+    def state(self) -> State:
+        """Return what this device alone knows; waits for messages under way."""
+        return checkpoint.state_of(self)
+
+    def fits(self, manifest: Mapping[str, Any], state: State) -> bool:
+        """Return whether this device held the same pieces of the parameters when it was saved."""
+        return self.active and checkpoint.fits(self, state)
+
+    def load(self, manifest: Mapping[str, Any], state: State | None) -> None:
+        """Go on exactly where this device was saved."""
+        if state is not None:
+            checkpoint.load(self, manifest, state)
+
+    def load_from(self, manifest: Mapping[str, Any], nodes: Sequence[Sequence[State]]) -> None:
+        """Go on with the global weights and the mean of what was pending."""
+        if self.active:
+            checkpoint.load_from(self, manifest, nodes)
+        else:
+            checkpoint.load_alone(self, nodes)
+
+    def norms(self) -> dict[str, Tensor]:
+        """Return the norm of what this device has not sent."""
+        return {"pending_norm": self.pending_norm()}
+
+    def gauges(self) -> dict[str, float]:
+        """Return the share of its pending updates that this device's weights keep."""
+        return {"step_ahead": self.step_ahead}
 
     def end(self) -> None:
         """End the threads of the exchange, if they are idle; the next step starts them again."""
@@ -208,25 +262,26 @@ class LocalUpdates:
             self.exchange.runner.end()
 
     def detach(self, reused: Sequence[Optimizer] = ()) -> None:
-        """Leave the optimizers alone. Those that are used again get all their state: collectives of the node."""
-        for node in self.nodes:
-            node.detach(any(node.optimizer is each for each in reused))
+        """Leave the optimizers alone and end threads. Those used again get all their state: collectives of the node."""
+        self.end()
+        for one in self.optimizers:
+            one.detach(any(one.optimizer is each for each in reused))
 
     def _name_place(self, where: str) -> None:
         """For errors of the collectives that follow."""
         self.exchange.communicator.where = self._inside.where = where
 
-    def _of(self, optimizer: Optimizer | None) -> list[NodeOptimizer]:
-        return [node for node in self.nodes if optimizer is None or node.optimizer is optimizer]
+    def _of(self, optimizer: Optimizer | None) -> list[LocalOptimizer]:
+        return [one for one in self.optimizers if optimizer is None or one.optimizer is optimizer]
 
     @property
     def step_ahead(self) -> float:
         """The share of what is pending that this device's weights keep now, the mean over optimizers."""
-        return sum(node.state.ahead for node in self.nodes) / max(1, len(self.nodes))
+        return sum(one.state.ahead for one in self.optimizers) / max(1, len(self.optimizers))
 
     def pending_norm(self) -> Tensor:
         """L2 norm of what this device has not sent, a 0-dim tensor (no host sync)."""
-        norms = [torch.linalg.vector_norm(node.state.pending_S) for node in self.nodes]
+        norms = [torch.linalg.vector_norm(one.state.pending_S) for one in self.optimizers]
         return torch.stack(norms).norm() if norms else torch.zeros(())
 
 
@@ -274,6 +329,4 @@ def _check_ranks(
     told = repr((stepped, [(name, tuple(t.shape), t.stride(), t.dtype) for name, t in held]))
     digest = hashlib.sha256(told.encode()).hexdigest()[:8]
     mine = {**config.to_dict(), "module": f"{len(held)} tensors, their order and shapes with digest {digest}"}
-    stated = [mine] * dist.get_world_size()
-    dist.all_gather_object(stated, mine)
-    compare(stated)
+    same_options(mine)

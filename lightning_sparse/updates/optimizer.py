@@ -1,26 +1,42 @@
-"""One optimizer of a node: replicated on the node's devices, or each steps its slice of the parameters."""
+"""One optimizer of a node: how the node's devices divide its step, and the exchange of its updates.
+
+Each device exchanges its slice of the parameters, whatever it steps: it does the whole step, or its part alone, or the
+parameters are sharded themselves (FSDP2).
+"""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from operator import is_
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lightning_sparse.exchange import Exchange, HierCommunicator
-from lightning_sparse.exchange.paths import Sparse
-from lightning_sparse.fsdp.shards import begin_with_first
+from lightning_sparse.pto import ShardedStep
+from lightning_sparse.pto.gather import FlatGather
+from lightning_sparse.pto.optimizers import is_tested
+from lightning_sparse.sharding import (
+    Part,
+    Parts,
+    divide_new,
+    in_order_of,
+    local_of,
+    parameters_of,
+    part_of,
+    sparse_parameters,
+)
 from lightning_sparse.updates.config import UpdatesConfig
-from lightning_sparse.updates.difference import DifferenceState
-from lightning_sparse.updates.division import division_of, parameters_of
-from lightning_sparse.updates.pending import PendingState
 from lightning_sparse.updates.slices import Slices
-from lightning_sparse.updates.state import UpdateState
+from lightning_sparse.updates.state import UpdateState, state_of
 
 
-class NodeOptimizer:
+class LocalOptimizer:
     """Exchanges the updates of one optimizer.
 
     Args:
@@ -52,6 +68,7 @@ class NodeOptimizer:
         self.state = self._new_state()
         self._shown_S: Tensor | None = None
         self._own_S: Tensor | None = None
+        self._looked = type(optimizer).__module__.startswith("torch.optim")  # which step the parameters themselves
 
     @property
     def parameters(self) -> list[Tensor]:
@@ -70,8 +87,15 @@ class NodeOptimizer:
         return (self.steps + 1) % self._config.sync_every == 0
 
     def step(self) -> None:
-        """After the optimizer's."""
+        """After the optimizer's.
+
+        Raises:
+            ValueError: at the first one, for an optimizer that keeps weights of its own.
+        """
         self.follow_groups()
+        if not self._looked:
+            self._looked = True
+            refuse_own_weights(self.optimizer, self.state.slices, self.state.shared_S)
         exchanges = self.exchanges_next
         self.steps += 1
         if exchanges:
@@ -142,16 +166,14 @@ class NodeOptimizer:
         self.division.follow_groups()
         for parameter in now:
             if id(parameter) not in ids:
-                begin_with_first(parameter, self._exchange.communicator)
+                self._exchange.communicator.begin_with_first(parameter)
         before = self.state
         self.state = self._new_state()
         self.state.take_over(before)
         self.gather()
 
     def _new_state(self) -> UpdateState:
-        """Of what the parameters hold, with nothing pending."""
-        kind = DifferenceState if self._config.path is Sparse else PendingState  # the lean one where the path allows it
-        return kind(Slices(self.parameters, self.division.mine), self._exchange, self._config)
+        return state_of(Slices(self.parameters, self.division.mine), self._exchange, self._config)
 
 
 def check_optimizer(optimizer: Optimizer) -> None:
@@ -166,3 +188,150 @@ def check_optimizer(optimizer: Optimizer) -> None:
             f"the step of {type(optimizer).__name__} is shared already (PTOCallback, ZeroRedundancyOptimizer): remove "
             f"that; with shard_optimizer=True each device steps its slice anyway."
         )
+
+
+# -- the division of the step ------------------------------------------------------------------------------------------
+
+
+class Division(ABC):
+    """How the devices of a node divide the step of one optimizer.
+
+    Attributes:
+        parameters: in the order of the optimizer's groups.
+        mine: of each parameter the part that this device exchanges, or None.
+        steps_all: each device does the whole step, so that they hold the same after it.
+    """
+
+    steps_all = False
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self.optimizer = optimizer
+        self.parameters: list[Tensor] = []
+        self.mine: list[Part | None] = []
+
+    @abstractmethod
+    def follow_groups(self) -> None:
+        """Take up what the optimizer steps now."""
+
+    @abstractmethod
+    def gather(self) -> None:
+        """Bring the parts of all devices to all devices. A collective of the node."""
+
+    def optimizer_state(self) -> dict[str, Any]:
+        """Return the optimizer's ``state_dict()``, at least on the node's first device. A collective of the node."""
+        return dict(self.optimizer.state_dict())
+
+    def release(self) -> None:
+        """The optimizer steps everything again. A collective of the node."""
+        return  # as it does but for `SharedStep`
+
+
+class WholeStep(Division):
+    """Each device does the whole step, and exchanges any part of the result."""
+
+    steps_all = True
+
+    def __init__(self, optimizer: Optimizer, inside: HierCommunicator) -> None:
+        super().__init__(optimizer)
+        self._inside = inside
+        self._parts: list[Parts] = []
+        self.follow_groups()
+
+    def follow_groups(self) -> None:
+        known = {id(p): parts for p, parts in zip(self.parameters, self._parts, strict=True)}
+        now, size = parameters_of(self.optimizer), self._inside.node.size
+        self._divide(now, divide_new(now, known, size, cost=Tensor.numel, cuttable=lambda _: True))
+
+    def gather(self) -> None:
+        self._gather(self._inside)
+
+    def _divide(self, parameters: list[Tensor], parts: list[Parts]) -> None:
+        here, size = self._inside.node.place, self._inside.node.size
+        self.parameters, self._parts = parameters, parts
+        self.mine = [next((part for part in of if part.owner == here), None) for of in parts]
+        self._gather = FlatGather(parameters, parts, here, size)
+
+
+class SharedStep(WholeStep):
+    """Each device steps its part alone, and keeps the optimizer's state of that alone."""
+
+    steps_all = False
+
+    def __init__(self, optimizer: Optimizer, inside: HierCommunicator, names: Mapping[int, str]) -> None:
+        self._step = ShardedStep(optimizer, inside, names, gather=False)
+        super().__init__(optimizer, inside)
+
+    def follow_groups(self) -> None:
+        self._step.follow_groups()
+        self._divide(self._step.parameters, self._step.parts)
+
+    def optimizer_state(self) -> dict[str, Any]:
+        """On the first device of the node; empty on the others."""
+        node = self._inside.node
+        self._step.consolidate_state_dict(to=node.ranks[0])
+        return dict(self.optimizer.state_dict()) if node.place == 0 else {}
+
+    def release(self) -> None:
+        self._step.release()
+
+
+class Shards(Division):
+    """The parameters are sharded themselves (FSDP2): each device has its part alone."""
+
+    def __init__(self, optimizer: Optimizer, module: nn.Module) -> None:
+        super().__init__(optimizer)
+        self._module = module
+        self.follow_groups()
+
+    def follow_groups(self) -> None:
+        self.parameters = parameters_of(self.optimizer)
+        self.mine = [part_of(p) for p in self.parameters]
+
+    def gather(self) -> None:
+        """FSDP2 does that in the next forward pass, unless it kept what an evaluation gathered: drop that."""
+        for each in self._module.modules():
+            if isinstance(each, FSDPModule):
+                each.reshard()
+
+
+def division_of(
+    optimizer: Optimizer, module: nn.Module, inside: HierCommunicator, names: Mapping[int, str], share: bool
+) -> Division:
+    """Return how the step of an optimizer is divided.
+
+    Args:
+        optimizer: of this node.
+        module: whose parameters it steps; an optimizer that steps one with sparse gradients is not shared.
+        inside: collectives of the node.
+        names: of parameters by ``id()``.
+        share: let each device step its part, if the optimizer allows it with the result of a whole step.
+    """
+    parameters = parameters_of(optimizer)
+    if any(isinstance(p, DTensor) for p in parameters):
+        return Shards(optimizer, module)
+    dense = sparse_parameters(module).isdisjoint(map(id, parameters))
+    exact = is_tested(optimizer) and not any(group.get("max_grad_norm") for group in optimizer.param_groups)
+    if share and inside.node.size > 1 and dense and exact:
+        return SharedStep(optimizer, inside, names)
+    return WholeStep(optimizer, inside)
+
+
+def refuse_own_weights(optimizer: Optimizer, slices: Slices, shared_S: Tensor) -> None:
+    """Raise ValueError for an optimizer that steps a copy of the weights (fp32 master weights, say) and overwrites the
+    parameters with it: it would undo what other nodes sent.
+
+    Such a copy equals the parameter as its dtype rounds it, after the step or before it.
+    """
+    for (parameter, part), now, before in zip(slices.pieces, slices.in_parameters(), slices.of(shared_S), strict=True):
+        for name, value in optimizer.state.get(parameter, {}).items():
+            if not isinstance(value, Tensor) or not value.is_floating_point():
+                continue
+            if value.shape == parameter.shape and not isinstance(value, DTensor):
+                value = in_order_of(parameter, value)[part.begin : part.end]
+            copy = local_of(value).detach().reshape(-1).to(now.device, now.dtype)
+            if now.any() and (torch.equal(copy, now) or torch.equal(copy, before.to(now.dtype))):
+                raise ValueError(
+                    f"{type(optimizer).__name__} keeps weights of its own (its state {name!r} equals a parameter of "
+                    f"shape {tuple(parameter.shape)}), so its next step would undo what other nodes sent: use an "
+                    f"optimizer that steps the parameters themselves (master_weights=False), or strategy='mstopk_hier'."
+                )

@@ -10,9 +10,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from lightning_sparse import kernels
-from lightning_sparse.fsdp.shards import memory_of_part
 from lightning_sparse.kernels import plain
-from lightning_sparse.pto.ownership import Part
+from lightning_sparse.sharding import Part, memory_of_part
 
 _CACHED = 1 << 16  # elements that stay in a core's cache
 
@@ -25,27 +24,28 @@ class Slices:
         mine: the part of each that this device owns, or None.
 
     Attributes:
+        pieces: the parameters and their parts.
         numel: S, elements of all pieces together.
     """
 
     def __init__(self, parameters: Sequence[Tensor], mine: Sequence[Part | None]) -> None:
-        self._pieces = [
+        self.pieces = [
             (parameter, part)
             for parameter, part in zip(parameters, mine, strict=True)
             if part is not None and part.end > part.begin
         ]
-        self._sizes = [part.end - part.begin for _, part in self._pieces]
+        self._sizes = [part.end - part.begin for _, part in self.pieces]
         self.numel = sum(self._sizes)
         self._views: list[Tensor] = []
         self._seen: list[object] = []  # where the parameters of the views were
 
     def named(self, names: dict[int, str]) -> list[tuple[str, int, int]]:
         """The pieces as (name, begin, end), given the parameters' names by ``id()``."""
-        return [(names[id(parameter)], part.begin, part.end) for parameter, part in self._pieces]
+        return [(names[id(parameter)], part.begin, part.end) for parameter, part in self.pieces]
 
     def by_piece(self, flat_S: Tensor) -> dict[tuple[int, Part], Tensor]:
         """The views of ``of`` by parameter, as its ``id()``, and part."""
-        keys = [(id(parameter), part) for parameter, part in self._pieces]
+        keys = [(id(parameter), part) for parameter, part in self.pieces]
         return dict(zip(keys, self.of(flat_S), strict=True))
 
     def of(self, flat_S: Tensor) -> list[Tensor]:
@@ -55,22 +55,22 @@ class Slices:
     def in_parameters(self) -> list[Tensor]:
         """Views of the parameters' memory, one a piece. Kept while the parameters stay where they are: to make them
         takes longer than to use them, for models of many small parameters."""
-        places = [_place_of(parameter) for parameter, _ in self._pieces]
+        places = [_place_of(parameter) for parameter, _ in self.pieces]
         if places != self._seen or None in places:
-            self._views = [memory_of_part(parameter, part) for parameter, part in self._pieces]
+            self._views = [memory_of_part(parameter, part) for parameter, part in self.pieces]
             self._seen = places
         return self._views
 
     def read(self) -> Tensor:
         """The parameters as they are, fp32."""
-        device = self._pieces[0][0].device if self._pieces else torch.device("cpu")
+        device = self.pieces[0][0].device if self.pieces else torch.device("cpu")
         flat_S = torch.empty(self.numel, dtype=torch.float32, device=device)
         self.copy_to(flat_S)
         return flat_S
 
     def copy_to(self, flat_S: Tensor) -> None:
         """Read the parameters into a flat tensor."""
-        if self._pieces:
+        if self.pieces:
             torch._foreach_copy_(self.of(flat_S), self.in_parameters())
 
     def add_progress(self, start_S: Tensor, pending_S: Tensor) -> None:
@@ -100,13 +100,13 @@ class Slices:
 
     def write(self, flat_S: Tensor) -> None:
         """Write a flat tensor into the parameters, rounded to their dtypes."""
-        if self._pieces:
+        if self.pieces:
             torch._foreach_copy_(self.in_parameters(), self.of(flat_S))
 
     @property
     def rounds(self) -> bool:
         """Whether some parameter holds less than fp32."""
-        return any(parameter.dtype != torch.float32 for parameter, _ in self._pieces)
+        return any(parameter.dtype != torch.float32 for parameter, _ in self.pieces)
 
 
 def _place_of(parameter: Tensor) -> object:

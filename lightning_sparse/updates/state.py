@@ -1,37 +1,71 @@
-"""What a device knows of one optimizer's parameters: the shared weights, and its node's updates that they lack."""
+"""What a device knows of one optimizer's parameters: the global weights, and its node's updates that they lack.
+
+Of a slice S, all fp32. What the parameters hold is this node's model x, with *pending* what the node has not sent, *in
+flight* what it has sent and other nodes have not received, and a = ``step_ahead``:
+
+    x = shared_S - a * pending - in flight
+
+Two states keep that, as their path allows.
+
+`Difference`, for messages of the largest entries, keeps a second model, which lacks nothing that the node did:
+
+    pending_S = shared_S - own_S                                 once this node's last message is added to own_S
+
+So neither what is pending nor what the parameters held before the step is stored: two tensors, whatever a is, and a may
+change (see `agreement`). Entries change by messages alone: in shared_S by the mean of all nodes', in own_S by that mean
+less the node's own, which it had already. A model that took the share a of each update would round it away where it is
+small beside the weight. What is pending does not depend on what other nodes have sent, so the next message is selected
+while theirs arrive:
+
+    link       messages t                 messages t+1
+    device     step t+1, select t+1       add t, step t+2, select t+2
+
+`Pending`, for paths that send everything or leave it to others what is sent, keeps it in a tensor of its own, to which
+such a path adds to the end, beside what the parameters held after the last exchange.
+"""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import ClassVar
 
 import torch
 from torch import Tensor
+from typing_extensions import Self
 
-from lightning_sparse.exchange import Exchange, Path, Shard
-from lightning_sparse.exchange.lanes import Job, TensorFuture
+from lightning_sparse.exchange import Exchange, Path, Shard, Transfer
+from lightning_sparse.exchange.host import HostCopy
+from lightning_sparse.exchange.lanes import TensorFuture
+from lightning_sparse.exchange.paths import Dense, Sparse
+from lightning_sparse.updates.agreement import Agreement
 from lightning_sparse.updates.config import UpdatesConfig
 from lightning_sparse.updates.slices import Slices
 
 
 class UpdateState(ABC):
-    """Of one device's slice S, all fp32.
+    """What both states have in common.
 
     Args:
-        slices: the slice; its parameters hold the shared weights.
+        slices: the slice; its parameters hold the global weights.
         exchange: between nodes.
         config: of the updates.
 
     Attributes:
-        shared_S: the shared weights, bit-identical on all nodes but for messages that have not been added yet.
+        shared_S: the global weights, bit-identical on all nodes but for messages that have not been added yet.
         ahead: share of what is pending that this node's model keeps.
     """
+
+    _MODELS: ClassVar[Sequence[str]]
+    """Names of the tensors of S elements that another division of the parameters goes on with."""
 
     def __init__(self, slices: Slices, exchange: Exchange, config: UpdatesConfig) -> None:
         self.slices, self._exchange, self._config = slices, exchange, config
         self.ahead = config.ahead(exchange.topology.num_nodes)
         self.shared_S = slices.read()
-        self._future: TensorFuture | None = None
+        self._mean = -1.0 / exchange.topology.num_nodes  # makes a sum over nodes the mean that weights lose
+        self._under_way: tuple[TensorFuture, Delivery] | None = None
 
     @property
     @abstractmethod
@@ -43,29 +77,48 @@ class UpdateState(ABC):
         """Exchange what the parameters have changed by since the last time, and set them to this node's model."""
 
     @abstractmethod
-    def flush(self) -> None:
-        """Send everything that is pending: afterwards the parameters hold the shared weights, on all nodes."""
+    def set_pending(self, pending_S: Tensor) -> None:
+        """Set what this node has not sent, and forget what is in flight."""
 
     @abstractmethod
     def begin(self) -> None:
-        """Put this node's model into the parameters, after ``shared_S`` and ``set_pending`` have been given."""
+        """Put this node's model into the parameters; nothing is in flight."""
 
     @abstractmethod
-    def set_pending(self, pending_S: Tensor) -> None:
-        """What this node has not sent, in a state without a past."""
-
-    @abstractmethod
-    def take_over(self, before: UpdateState) -> None:
-        """Go on with the pieces that another division of the same parameters had."""
+    def _collect(self) -> Tensor:
+        """Return all that this node has not sent, with nothing in flight; ``begin`` is to follow."""
 
     @abstractmethod
     def state_dict(self, now_S: Tensor) -> dict[str, Tensor]:
-        """What a resumed run needs: ``shared`` and ``unsent`` (all that the shared weights lack) on any cluster, the
-        rest on the same one. Nothing is under way.
+        """Return what a resumed run needs: ``shared`` and ``unsent`` (all that the global weights lack) on any cluster,
+        the rest on the same one. Nothing is under way.
 
         Args:
             now_S: what the parameters hold.
         """
+
+    @abstractmethod
+    def _load_own(self, saved: Mapping[str, Tensor]) -> bool:
+        """Load the rest of the state, if it is what this one would have saved."""
+
+    def flush(self) -> None:
+        """Send everything that is pending: afterwards the parameters hold the global weights, on all nodes."""
+        if not self.slices.numel:
+            return
+        unsent_S = self._collect()
+        self.shared_S.add_(self._exchange.sum(self._path(whole=True), Shard(unsent_S)), alpha=self._mean)
+        self.set_pending(torch.zeros_like(unsent_S))
+        self.begin()
+
+    def take_over(self, before: Self) -> None:
+        """Go on with the pieces that another division of the same parameters had."""
+        before.receive()
+        self.ahead = before.ahead
+        for name in self._MODELS:
+            old = before.slices.by_piece(getattr(before, name))
+            for piece, view in self.slices.by_piece(getattr(self, name)).items():
+                if piece in old:
+                    view.copy_(old[piece])
 
     def load_state_dict(self, saved: Mapping[str, Tensor]) -> None:
         """Go on where it was saved; the parameters are set, too. Under other options than it was saved with, with all
@@ -78,47 +131,334 @@ class UpdateState(ABC):
         self.set_pending(saved["unsent"].to(self.shared_S.device))
         self.begin()
 
-    @abstractmethod
-    def _load_own(self, saved: Mapping[str, Tensor]) -> bool:
-        """The rest of the state, if it is what this one would have saved."""
-
-    def _take_pieces(self, mine_S: Tensor, before: UpdateState, theirs_S: Tensor) -> None:
-        """Copy the pieces that both divisions have."""
-        old = before.slices.by_piece(theirs_S)
-        for piece, view in self.slices.by_piece(mine_S).items():
-            if piece in old:
-                view.copy_(old[piece])
-
     def read_shared(self) -> Tensor:
-        """The shared weights with every message; not to be written to."""
+        """Return the global weights with every message; not to be written to."""
         self.receive()
         return self.shared_S
 
     def receive(self) -> None:
         """Wait for the messages under way. May come at any time before the next exchange: the result is the same."""
-        if self._future is not None:
-            self._exchange.runner.finish(self._future)
-            self._future = None
+        if self._under_way is not None:
+            future, delivery = self._under_way
+            self._exchange.runner.finish(future)
+            self._under_way = None
+            self._keep(delivery)
 
     def _path(self, *, whole: bool) -> Path:
         choice = self._exchange.choice
         work = choice.work(self.shared_S.numel() * self._exchange.topology.num_devices, torch.float32)
-        return choice.dense(work) if whole else choice.path(work, choice.density)
+        return Dense(work) if whole else choice.path(work, choice.density)
 
-    def _run(self, path: Path, shard: Shard, target_S: Tensor | None = None) -> Job:
-        """The job of exchanging a shard of updates, whose mean ``target_S`` gets."""
-        exchange = self._exchange
-        shard.target_S, shard.alpha = target_S, -1.0 / exchange.topology.num_nodes
-        where = exchange.communicator.where
-        for handed in exchange.run(path, shard):
-            yield handed
-            exchange.communicator.where = where  # of the thread that goes on
-
-    def _start(self, job: Job, handed: Sequence[Tensor]) -> None:
-        """Run the rest of a job that has selected, and yielded ``handed``: beside the next step, or with ``delay=0``
-        now."""
+    def _start(self, delivery: Delivery) -> None:
+        """Run a job that has selected: beside the next step, or with ``delay=0`` now."""
         if self._config.delay:
-            self._future = self._exchange.runner.start(job, self.shared_S, handed)
+            selected = delivery.select()
+            self._under_way = self._exchange.runner.start(delivery, self.shared_S, selected), delivery
             return
-        for _ in job:
-            pass
+        delivery.transfer()
+        delivery.apply()
+        self._keep(delivery)
+
+    def _keep(self, delivery: Delivery) -> None:
+        """Take what a delivery that is done has not added to the global weights."""
+        return  # nothing, unless messages are kept
+
+
+class Difference(UpdateState):
+    """For ``exchange="sparse"``.
+
+    Attributes:
+        own_S: this node's model. It and ``shared_S`` lack the messages of the last exchange until the next one: how
+            sums round must not depend on who asks for weights in between.
+    """
+
+    _MODELS = ("shared_S", "own_S")
+
+    def __init__(self, slices: Slices, exchange: Exchange, config: UpdatesConfig) -> None:
+        super().__init__(slices, exchange, config)
+        self.own_S = self.shared_S.clone()
+        self._agreement: Agreement | None = None
+        nodes = exchange.topology.num_nodes
+        if config.measures_ahead(nodes):
+            self._agreement, self.ahead = Agreement(slices.numel, nodes), 1.0
+        self._exchanges = 0
+        self._samples: HostCopy | None = None  # of what nodes had pending at the last exchange
+        self._messages: Tensor | None = None  # those, uint8 [M, B], once they are received
+        self._sent: Tensor | None = None  # this node's among them, uint8 [1, B]
+        self._wrote: Sparse | None = None  # their path; the density may have changed since
+        self._minus_one = torch.tensor(-1.0, device=self.own_S.device)
+
+    @property
+    def pending_S(self) -> Tensor:
+        own_S = self.own_S.clone()
+        self._add_sent(own_S)
+        return self.shared_S - own_S
+
+    def read_shared(self) -> Tensor:
+        self.receive()
+        if self._messages is None:
+            return self.shared_S
+        shared_S = self.shared_S.clone()
+        self._add(self._messages, shared_S, self._mean)
+        return shared_S
+
+    def advance(self) -> None:
+        if not self.slices.numel:
+            return
+        self._add_own()
+        self._follow_agreement()
+        path, sample = self._sparse, self._sample()
+        transfer = self._exchange.begin(path, Shard(self.own_S, self.shared_S, factor=self._minus_one))
+        sent, delivery = transfer.carried.view(1, -1), Delivery(self._exchange, transfer, sample_B=sample)
+        self.receive()
+        messages, self._messages = self._messages, None
+        self._start(delivery)
+        self._add_mean(messages)
+        self._wrote, self._sent = path, sent
+        if not self._config.delay:
+            self._add(sent, self.own_S, 1.0)
+            self._sent = None
+            self._take_messages()
+        elif self.ahead != 1.0:
+            self._add(sent, self.own_S, 1.0 - 1.0 / self.ahead)  # what is under way is seen in full
+        self.begin()
+
+    def begin(self) -> None:
+        self.slices.write_between(self.own_S, self.shared_S, self.ahead)
+
+    def set_pending(self, pending_S: Tensor) -> None:
+        self._messages = self._sent = None
+        torch.sub(self.shared_S, pending_S, out=self.own_S)
+
+    def take_over(self, before: Self) -> None:
+        before._collect()  # messages hold places in the slice as it was
+        before.begin()
+        super().take_over(before)
+        self._exchanges = before._exchanges
+
+    def state_dict(self, now_S: Tensor) -> dict[str, Tensor]:
+        shared_S, own_S = self.read_shared(), self.own_S.clone()
+        self.slices.add_change(own_S, self.shared_S, self.ahead, now_S)
+        self._add_sent(own_S)
+        saved = {"shared": shared_S, "unsent": self.shared_S - own_S, "own": self.own_S, "now": now_S}
+        saved["ahead"] = torch.tensor(self.ahead, dtype=torch.float64)
+        saved["exchanges"] = torch.tensor(self._exchanges)
+        if self._samples is not None:
+            saved["samples"] = self._samples.read()
+        if self._messages is not None and self._wrote is not None:
+            saved["before"], saved["messages"] = self.shared_S, self._messages
+            saved["sent"] = torch.tensor(self._wrote.k)
+        return saved
+
+    def _load_own(self, saved: Mapping[str, Tensor]) -> bool:
+        if "own" not in saved or (self._agreement is None and saved["ahead"] != self.ahead):
+            return False
+        self._messages = self._sent = self._samples = None
+        self.ahead = float(saved["ahead"])
+        self._exchanges = int(saved["exchanges"])
+        if "samples" in saved and self._agreement is not None:
+            self._samples = HostCopy(saved["samples"])
+        if "messages" in saved and not self._load_messages(saved):
+            return False
+        self.own_S.copy_(saved["own"])
+        return True
+
+    def _load_messages(self, saved: Mapping[str, Tensor]) -> bool:
+        messages = saved["messages"].to(self.own_S.device)
+        wrote = replace(self._sparse, k=int(saved["sent"]))
+        if not wrote.wrote(messages):
+            return False
+        mine = self._exchange.topology.node_index
+        self._messages, self._sent, self._wrote = messages, messages[mine : mine + 1], wrote
+        self.shared_S.copy_(saved["before"])
+        return True
+
+    @property
+    def _sparse(self) -> Sparse:
+        path = self._path(whole=False)
+        assert isinstance(path, Sparse)
+        return path
+
+    def _sample(self) -> Tensor | None:
+        self._exchanges += 1
+        if self._agreement is None or not self._agreement.due(self._exchanges):
+            return None
+        return self._agreement.sample(self._exchanges, self.own_S, self.shared_S)
+
+    def _follow_agreement(self) -> None:
+        """Change ``ahead`` to what the samples of the last exchange say, if it had any."""
+        if self._agreement is None or not self._agreement.due(self._exchanges):
+            return
+        self.receive()
+        measured = None if self._samples is None else self._agreement.measure(self._samples)
+        self._samples = None
+        if measured is not None:
+            self.ahead = measured
+
+    def _keep(self, delivery: Delivery) -> None:
+        self._messages, self._samples = delivery.messages, delivery.samples
+
+    def _collect(self) -> Tensor:
+        self._add_own()
+        self._take_messages()
+        return self.shared_S - self.own_S
+
+    def _add_own(self) -> None:
+        """Add to this node's model what the parameters have changed by, and what it has sent: the rest is pending."""
+        self.slices.add_change(self.own_S, self.shared_S, self.ahead)
+        self._add_sent(self.own_S)
+        self._sent = None
+
+    def _take_messages(self) -> None:
+        self.receive()
+        self._add_mean(self._messages)
+        self._messages = None
+
+    def _add_sent(self, own_S: Tensor) -> None:
+        if self._sent is not None:
+            self._add(self._sent, own_S, 1.0 / self.ahead)
+
+    def _add_mean(self, messages: Tensor | None) -> None:
+        """Add the messages of all nodes to both models."""
+        if messages is not None:
+            self._add(messages, self.shared_S, self._mean)
+            self._add(messages, self.own_S, self._mean)
+
+    def _add(self, messages: Tensor, model_S: Tensor, alpha: float) -> None:
+        assert self._wrote is not None
+        self._wrote.add(messages, model_S, alpha)
+
+
+class Pending(UpdateState):
+    """For every path.
+
+    Attributes:
+        start_S: what the parameters held after the last exchange.
+    """
+
+    _MODELS = ("shared_S", "_pending_S", "start_S")
+
+    def __init__(self, slices: Slices, exchange: Exchange, config: UpdatesConfig) -> None:
+        super().__init__(slices, exchange, config)
+        self._pending_S = torch.zeros_like(self.shared_S)
+        self.start_S = self.shared_S.clone()
+        self._spare_S = torch.empty_like(self.shared_S)
+
+    @property
+    def pending_S(self) -> Tensor:
+        self.receive()
+        return self._pending_S
+
+    def advance(self) -> None:
+        if not self.slices.numel:
+            return
+        acc_S, path = self._collect(), self._path(whole=False)
+        if path.leaves == "nothing":
+            self._pending_S.zero_()
+        transfer = self._exchange.begin(path, Shard(acc_S, next_S=self._pending_S))
+        delivery = Delivery(self._exchange, transfer, self.shared_S, self._mean)
+        if self._config.delay:
+            self._set_model(acc_S)
+            self._start(delivery)
+        else:
+            self._start(delivery)
+            self.begin()
+
+    def begin(self) -> None:
+        torch.add(self.shared_S, self._pending_S, alpha=-self.ahead, out=self.start_S)
+        self._write_start()
+
+    def set_pending(self, pending_S: Tensor) -> None:
+        self._pending_S.copy_(pending_S)
+
+    def state_dict(self, now_S: Tensor) -> dict[str, Tensor]:
+        unsent_S = self._pending_S + (self.start_S - now_S)
+        rest = {"pending": self._pending_S, "start": self.start_S, "now": now_S}
+        return {"shared": self.shared_S, "unsent": unsent_S, **rest}
+
+    def _load_own(self, saved: Mapping[str, Tensor]) -> bool:
+        if not {"pending", "start"} <= saved.keys():
+            return False
+        self._pending_S.copy_(saved["pending"])
+        self.start_S.copy_(saved["start"])
+        return True
+
+    def _collect(self) -> Tensor:
+        """acc_S = pending_S + (what the parameters held after the last exchange - what they hold now)."""
+        self.receive()  # first: some paths add to what is pending to the end
+        acc_S = self.start_S
+        self.slices.add_progress(acc_S, self._pending_S)
+        self.start_S, self._spare_S = self._spare_S, acc_S
+        return acc_S
+
+    def _set_model(self, acc_S: Tensor) -> None:
+        """Set the model with acc_S - pending_S in flight."""
+        torch.sub(self.shared_S, acc_S, out=self.start_S)
+        if self.ahead != 1.0:
+            self.start_S.add_(self._pending_S, alpha=1.0 - self.ahead)
+        self._write_start()
+
+    def _write_start(self) -> None:
+        self.slices.write(self.start_S)
+        if self.slices.rounds:
+            self.slices.copy_to(self.start_S)
+
+
+def state_of(slices: Slices, exchange: Exchange, config: UpdatesConfig) -> UpdateState:
+    """Return the state of what the parameters hold, with nothing pending: the lean one where the path allows it."""
+    kind = Difference if config.path is Sparse else Pending
+    return kind(slices, exchange, config)
+
+
+class Delivery:
+    """The job of carrying what was selected of an update to the shared weights.
+
+    Args:
+        exchange: between nodes.
+        transfer: that has selected.
+        target_S: the sum over nodes is added to it, times ``alpha``; None keeps the messages.
+        sample_B: bytes that ride along with the message, of a path whose messages are kept.
+
+    Attributes:
+        messages: of all nodes, uint8 [M, B], if they are kept.
+        samples: of all nodes, uint8 [M, bytes].
+    """
+
+    def __init__(
+        self,
+        exchange: Exchange,
+        transfer: Transfer,
+        target_S: Tensor | None = None,
+        alpha: float = 1.0,
+        sample_B: Tensor | None = None,
+    ) -> None:
+        self._communicator, self._where = exchange.communicator, exchange.communicator.where
+        self._transfer, self._target_S, self._alpha = transfer, target_S, alpha
+        self._sample_bytes = 0
+        self.messages: Tensor | None = None
+        self.samples: HostCopy | None = None
+        if sample_B is not None:
+            self._sample_bytes = sample_B.numel()
+            transfer.carried = torch.cat([transfer.carried, sample_B])
+            exchange.stats.count_bytes((exchange.topology.num_nodes - 1) * sample_B.nbytes)
+
+    def select(self) -> Sequence[Tensor]:
+        """It is done."""
+        return self._transfer.tensors
+
+    def transfer(self) -> Sequence[Tensor]:
+        """Communicate between nodes."""
+        self._communicator.where = self._where  # of this thread
+        self._transfer.transfer()
+        return self._transfer.tensors
+
+    def apply(self) -> Sequence[Tensor]:
+        """Add the sum over nodes, or keep the messages."""
+        if self._target_S is not None:
+            self._target_S.add_(self._transfer.apply(), alpha=self._alpha)
+            return ()
+        self.messages, beside = self._transfer.carried, self._sample_bytes
+        if beside:
+            self.samples = HostCopy(self.messages[:, -beside:].contiguous())
+            self.messages = self.messages[:, :-beside].contiguous()
+        return ()

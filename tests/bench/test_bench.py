@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from lightning_sparse import cli
-from lightning_sparse.bench import data, exchange, kernels, provenance, ranks
-from lightning_sparse.bench.process import own_process
+from lightning_sparse.bench import data, exchange, kernels, processes, report
+from lightning_sparse.bench.processes import own_process
 from tests.helpers.distributed import run_ranks
 
 TINY: list[kernels.Case] = [(10_000, 0.01, "gaussian"), (10_000, 0.01, "layered")]
@@ -60,8 +60,8 @@ def test_kernels_command_writes_a_record(
 
 def test_an_installed_copy_has_no_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It may lie inside a repository of the user's, whose commit says nothing."""
-    monkeypatch.setattr(provenance, "HERE", tmp_path / "provenance.py")
-    assert provenance.commit() == "unknown"
+    monkeypatch.setattr(report, "HERE", tmp_path / "report.py")
+    assert report.commit() == "unknown"
 
 
 @pytest.mark.slow
@@ -121,14 +121,14 @@ def test_launchers_are_recognised(environment: dict[str, str], launched: bool, m
         monkeypatch.delenv(name, raising=False)
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    assert ranks.launched() == launched
+    assert processes.launched() == launched
 
 
 def test_ranks_that_cannot_meet_are_told_how(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "", "MASTER_PORT": ""}.items():
         monkeypatch.setenv(name, value) if value else monkeypatch.delenv(name, raising=False)
     with pytest.raises(ValueError, match=r"MASTER_ADDR, MASTER_PORT is not set.*torchrun"):
-        ranks.join()
+        processes.join()
 
 
 def _exchange(folder: str) -> int:
@@ -156,7 +156,7 @@ def test_exchange_emulates_a_cluster_without_root(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.delenv("RANK", raising=False)
-    monkeypatch.setattr("lightning_sparse.lab.unavailable_reason", lambda: "this user is not root")
+    monkeypatch.setattr("lightning_sparse.cli.bench.unavailable_reason", lambda: "this user is not root")
     assert cli.main(["bench", "exchange", "--quick", "--out", str(tmp_path)]) == 0
     said = capfd.readouterr()
     assert "note: cannot limit link rates (this user is not root)" in said.err

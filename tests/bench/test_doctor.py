@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from lightning_sparse import cli
-from lightning_sparse.bench import doctor, network
-from lightning_sparse.bench.doctor import Finding, examine, report
+from lightning_sparse.cli import doctor
+from lightning_sparse.cli.doctor import Finding, examine, report
 from lightning_sparse.exchange.rates import Link, Rates
 from lightning_sparse.topology import Topology
 
@@ -30,7 +30,7 @@ def said(findings: list[Finding], subject: str) -> str:
 def test_what_is_said_of_a_network_is_what_auto_does(cast: float, choice: str) -> None:
     topology = Topology(((0,), (1,), (2,), (3,)), 0)
     rates = Rates(Link(0.0, 8e-9), Link(0.0, 0.0), select=1.0, cast=cast)
-    assert network.advice(topology, rates).message.endswith(choice)
+    assert doctor.advice(topology, rates).message.endswith(choice)
 
 
 def test_the_command() -> None:
@@ -84,7 +84,7 @@ def test_a_package_that_breaks_on_import_is_bad(monkeypatch: pytest.MonkeyPatch)
 
 @pytest.mark.slow
 def test_kernels_that_were_not_compiled_are_told_with_the_reason() -> None:
-    code = "from lightning_sparse.bench.doctor import *; print(report(examine()))"
+    code = "from lightning_sparse.cli.doctor import *; print(report(examine()))"
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120, check=True,
         env={**os.environ, "LIGHTNING_SPARSE_KERNELS": "torch"},

@@ -10,9 +10,8 @@ import pytest
 import torch
 
 from lightning_sparse import cli
-from lightning_sparse.bench import doctor, doctor_cache
-from lightning_sparse.bench.doctor import Finding
-from lightning_sparse.bench.doctor_cache import examine_cache
+from lightning_sparse.cli import doctor
+from lightning_sparse.cli.doctor import Finding, examine_cache
 from lightning_sparse.data.config import CacheConfig
 from lightning_sparse.data.folders import cache_folder
 from tests.helpers.distributed import run_ranks
@@ -78,7 +77,7 @@ def test_what_is_cached_is_listed(tmp_path: Path) -> None:
 
 
 def test_a_network_file_system_is_bad(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor_cache, "file_system", lambda _: "nfs4")
+    monkeypatch.setattr(doctor, "file_system", lambda _: "nfs4")
     assert by_subject(tmp_path)["disk cache"].status == "bad"
 
 

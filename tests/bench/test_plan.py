@@ -9,13 +9,11 @@ import pytest
 import torch
 
 from lightning_sparse import cli
-from lightning_sparse.bench import measure, models, plan
-from lightning_sparse.bench.plan import WAYS, Row, Scenario, predict, recommend_for_adam
+from lightning_sparse.bench import models
+from lightning_sparse.cli import plan
+from lightning_sparse.cli.plan import WAYS, Row, Scenario, predict, recommend_for_adam
 from lightning_sparse.exchange import Work
-from lightning_sparse.exchange.density import num_selected
-from lightning_sparse.exchange.paths import Dense, Flat
-from lightning_sparse.exchange.paths.regional import Regional
-from lightning_sparse.exchange.paths.sparse import Sparse
+from lightning_sparse.exchange.paths import Dense, Flat, Regional, Sparse, num_selected
 from lightning_sparse.kernels import message_bytes
 
 RESNET50 = 25_557_032
@@ -63,7 +61,7 @@ def test_bytes_into_a_node() -> None:
 
 
 @pytest.mark.parametrize("path", WAYS)
-def test_it_costs_more_with_more_nodes_and_less_with_a_faster_link(path: plan.Path) -> None:
+def test_it_costs_more_with_more_nodes_and_less_with_a_faster_link(path: plan.paths.Path) -> None:
     by_nodes = [predict(scenario(), nodes, path, 0.01).sync_s for nodes in (1, 2, 4, 16, 64)]
     assert by_nodes == sorted(by_nodes)
     by_rate = [predict(scenario(inter_gbps=gbps), 16, path, 0.01).sync_s for gbps in (1.0, 10.0, 100.0)]
@@ -202,7 +200,7 @@ def test_json_is_json_alone(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_measuring_names_the_machine(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(measure, "compute_seconds", lambda model, batch, device: 0.125 * batch * (model.numel > 1e6))
+    monkeypatch.setattr(plan, "compute_seconds", lambda model, batch, device: 0.125 * batch * (model.numel > 1e6))
     words = ["plan", "--model", "squeezenet1_1", "--nodes", "2", *CLUSTER, "--measure", "--batch", "1", "--json"]
     assert cli.main(words) == 0
     found = json.loads(capsys.readouterr().out)
@@ -213,9 +211,9 @@ def test_measuring_names_the_machine(capsys: pytest.CaptureFixture[str], monkeyp
 
 def test_forward_and_backward_are_timed() -> None:
     tiny = models.Model("tiny", (), (3, 8, 8), lambda: torch.nn.Conv2d(3, 4, 3))
-    assert measure.compute_seconds(tiny, 2, torch.device("cpu")) > 0
+    assert plan.compute_seconds(tiny, 2, torch.device("cpu")) > 0
     with pytest.raises(ValueError, match="batch=0"):
-        measure.compute_seconds(tiny, 0, torch.device("cpu"))
+        plan.compute_seconds(tiny, 0, torch.device("cpu"))
 
 
 @pytest.mark.parametrize("words", [[], ["--compute-ms", "100"]])

@@ -44,11 +44,14 @@ def by_name(flavour: str) -> tuple[Tensor, Tensor, Tensor]:
     return shared, own, whole(model).clone()
 
 
-def resumed(flavour: str, folder: str, distributed: bool) -> tuple[Tensor, Tensor]:
+def resumed(flavour: str, folder: str, options: dict[str, Any]) -> tuple[Tensor, Tensor]:
     os.chdir(folder)
-    options = {"save_distributed_checkpoint": distributed}
     fabric, model, optimizer = prepared(flavour, ours(flavour, **options))
     train(fabric, model, optimizer, 0, 5)
+    with torch.no_grad():
+        loss_of(model, 0, fabric.global_rank)  # which leaves the root gathered
+    with fabric.strategy.shared_weights():
+        fabric.save("validated", {"model": model, "optimizer": optimizer})
     fabric.save("saved", {"model": model, "optimizer": optimizer, "step": 5})
     train(fabric, model, optimizer, 5, STEPS)
     other, again, its = prepared(flavour, ours(flavour, **options), seed=7)
@@ -59,6 +62,13 @@ def resumed(flavour: str, folder: str, distributed: bool) -> tuple[Tensor, Tenso
     return whole(model).clone(), whole(again).clone()
 
 
+SAVED: list[dict[str, Any]] = [
+    {},
+    {"save_distributed_checkpoint": False},
+    {"send": "gradients", "exchange": "sparse"},
+]
+
+
 @pytest.mark.parametrize("flavour", [list(FLAVOURS)[0], pytest.param(list(FLAVOURS)[1], marks=pytest.mark.slow)])
 def test_fabric(flavour: str, tmp_path: Path) -> None:
     many: dict[str, Any] = {"nodes": 2, "devices": 2, "timeout": 120, "init": False}
@@ -67,8 +77,20 @@ def test_fabric(flavour: str, tmp_path: Path) -> None:
         assert torch.equal(shared, results[0][0])
         assert torch.equal(ends, results[0][2])
     assert not torch.equal(results[0][1], results[2][1])
-    for distributed in (True, False):
-        folder = tmp_path / str(distributed)
+    for number, options in enumerate(SAVED):
+        folder = tmp_path / str(number)
         folder.mkdir()
-        for ends, again in run_ranks(resumed, flavour, str(folder), distributed, **many):
+        found = run_ranks(resumed, flavour, str(folder), options, **many)
+        for ends, again in found:
             assert torch.equal(ends, again)
+        same = torch.equal(found[0][0], found[2][0])
+        assert same == (options.get("send") == "gradients"), "nodes hold the same weights where gradients are sent"
+
+
+def test_options_are_checked() -> None:
+    with pytest.raises(ValueError, match="send='both' must be 'updates' or 'gradients'"):
+        ours("lightning_fabric", send="both")
+    with pytest.raises(ValueError, match="delay=0 says how updates are exchanged"):
+        ours("lightning_fabric", send="gradients", delay=0)
+    with pytest.raises(ValueError, match="shard_optimizer=True cannot be combined with .*FSDP2 shards the optimizer"):
+        ours("lightning_fabric", shard_optimizer=True)

@@ -12,12 +12,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_sparse.exchange import ExchangeConfig
 from lightning_sparse.fsdp import ShardedGradients, blocks, mesh_of, shard
-from lightning_sparse.fsdp.shards import part_of
+from lightning_sparse.sharding import part_of
 from lightning_sparse.topology import discover
 from tests.fsdp.runs import Attention, Blocks, loss_of, steps, whole
 from tests.fsdp.test_trainer import fitted, fsdp, module
 from tests.helpers.distributed import run_ranks
-from tests.strategy.trainers import lightning_of, plain_module
+from tests.strategy.trainers import lightning_of, ours, plain_module
 from tests.updates.runs import adamw, mean_over_nodes, sgd
 
 FLAVOUR = "pytorch_lightning"
@@ -76,7 +76,7 @@ def balance(options: dict[str, Any], net: type[nn.Module], steps: int) -> tuple[
         applied = applied + gradients_of(model)
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
-        gradients.end_round()
+        gradients.step()
     left = torch.zeros_like(applied)
     names = [name for name, _ in model.named_parameters()]
     ends = torch.tensor([0] + [p.numel() for p in model.parameters()]).cumsum(0).tolist()
@@ -126,25 +126,30 @@ def state_of(trainer: Any) -> Tensor:
     return torch.cat([whole(trainer.lightning_module), *buffers]).clone()
 
 
-def saved_and_resumed(folder: str, options: dict[str, Any]) -> tuple[Tensor, Tensor, bool]:
+def saved_and_resumed(folder: str, options: dict[str, Any]) -> tuple[Tensor, Tensor, bool, dict[str, float]]:
+    reports = ours(FLAVOUR).CommStatsCallback()
     saver = lightning_of(FLAVOUR).callbacks.ModelCheckpoint(folder, "{step}", every_n_train_steps=6, save_top_k=-1)
     given = {"accumulate_grad_batches": 2, "gradient_clip_val": 0.5}
     begin = fsdp(FLAVOUR, **options)
-    t = fitted(FLAVOUR, begin, attention(), callbacks=[saver], enable_checkpointing=True, **given)
+    t = fitted(FLAVOUR, begin, attention(), callbacks=[saver, reports], enable_checkpointing=True, **given)
+    logged = {name: float(value) for name, value in t.callback_metrics.items() if name.startswith("comm/")}
     ends, left = state_of(t), [each.residual_S for each in begin.gradients.managed]
     resumed = fitted(FLAVOUR, fsdp(FLAVOUR, **options), attention(5), f"{folder}/step=6.ckpt", **given)
     t.fit(t.lightning_module)  # of no step
     kept = all(one is each.residual_S for one, each in zip(left, begin.gradients.managed, strict=True))
-    return ends, state_of(resumed), kept
+    return ends, state_of(resumed), kept, logged
 
 
 def test_a_resumed_run_is_bit_identical(tmp_path: Path) -> None:
     many: dict[str, Any] = {"nodes": 2, "devices": 2, "timeout": 120, "init": False}
     results = run_ranks(saved_and_resumed, str(tmp_path), {"send": "gradients", "exchange": "sparse"}, **many)
-    for ends, resumed, kept in results:
+    for ends, resumed, kept, logged in results:
         assert torch.equal(ends[: -2 * 12 - 1], results[0][0][: -2 * 12 - 1]), "but for the statistics of each rank"
         assert torch.equal(ends, resumed)
         assert kept, "residuals of a second fit"
+        assert 0 < logged["comm/density"] < 0.1
+        assert logged["comm/bytes_between_nodes"] > 0
+        assert logged["comm/residual_norm"] > 0
 
 
 def residuals(folder: str, begin: int | None, end: int) -> dict[str, Tensor]:

@@ -165,7 +165,7 @@ def look(folder: str, begin: int | None, end: int, distributed: bool) -> dict[st
 def _with_everything_sent(model: nn.Module, updates: Any) -> Tensor:
     """What this node's weights would be with all of its own updates and none of the others' in flight."""
     kept = {}
-    for node in updates.nodes:
+    for node in updates.optimizers:
         state = node.state
         kept[node] = state.slices.read()
         state.slices.write(state.read_shared() - state.pending_S)

@@ -34,7 +34,7 @@ def trained(options: dict[str, Any], steps: int) -> tuple[Tensor, Tensor, Tensor
     model, optimizer, updates = runs.start(adamw, discover().rank, **options)
     runs.steps(model, optimizer, updates, 0, steps)
     shared = shared_of(updates)
-    pending = [node.state.read_shared() - node.state.pending_S for node in updates.nodes]
+    pending = [node.state.read_shared() - node.state.pending_S for node in updates.optimizers]
     assert all(torch.isfinite(each).all() for each in pending)
     updates.finish()
     return shared, mean_over_nodes(runs.whole(model)), runs.whole(model).clone()

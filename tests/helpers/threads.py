@@ -50,20 +50,20 @@ class ThreadCommunicator(HierCommunicator):
         devices, index = self.topology.num_devices, self.topology.device_index
         shard = -(-grad_N.numel() // devices)
         padded = torch.nn.functional.pad(grad_N, (0, shard * devices - grad_N.numel()))
-        pieces = [each[index * shard : (index + 1) * shard] for each in self._gathered(self._node_ranks(), padded)]
+        pieces = [each[index * shard : (index + 1) * shard] for each in self._gathered(self.node.ranks, padded)]
         return _sum(pieces)
 
     def exchange(self, message_B: Tensor) -> Tensor:
-        return torch.stack(self._gathered(self._peer_ranks(), message_B))
+        return torch.stack(self._gathered(self.peers.ranks, message_B))
 
     def all_reduce(self, shard_S: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> None:
-        shard_S.copy_(_sum(self._gathered(self._peer_ranks(), shard_S)))
+        shard_S.copy_(_sum(self._gathered(self.peers.ranks, shard_S)))
 
     def all_to_all(self, messages_MB: Tensor) -> Tensor:
-        return torch.stack([each[self.topology.node_index] for each in self._gathered(self._peer_ranks(), messages_MB)])
+        return torch.stack([each[self.topology.node_index] for each in self._gathered(self.peers.ranks, messages_MB)])
 
     def gather(self, shard_S: Tensor, *, last: bool = False, into: Tensor | None = None) -> Tensor:
-        return torch.cat(self._gathered(self._node_ranks(), shard_S))
+        return torch.cat(self._gathered(self.node.ranks, shard_S))
 
     def flat_all_reduce(self, tensor: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> None:
         everyone = self._gathered(range(self.topology.world_size), tensor)

@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 
-from lightning_sparse.lab import unavailable_reason
 from lightning_sparse.lab.processes import RunName
 
 NETNS = Path("/run/netns")
@@ -32,14 +31,3 @@ def _read(path: Path) -> str:
         return path.read_text(errors="replace")
     except OSError:
         return ""
-
-
-@pytest.fixture(scope="session")
-def why_no_namespaces() -> str | None:
-    return unavailable_reason()
-
-
-@pytest.fixture(autouse=True)
-def _root_means_namespaces(request, why_no_namespaces):
-    if request.node.get_closest_marker("root") and why_no_namespaces is not None:
-        pytest.skip(why_no_namespaces)

@@ -180,6 +180,7 @@ def test_two_labs_at_once_and_what_the_report_says(tmp_path):
 
 
 @pytest.mark.root
+@pytest.mark.sshfs
 def test_storage_is_read_over_its_own_link(tmp_path):
     (tmp_path / "sample").write_bytes(os.urandom(300_000))
     command = ["sh", "-c", f"cat {tmp_path}/sample > /dev/null && touch {tmp_path}/written"]

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_sparse.strategy import side_files
+from lightning_sparse.strategy import saves
 from tests.helpers.distributed import run_ranks
 from tests.launchers.fits import JOBS, TIMEOUT_S, Job, fit
 
@@ -72,7 +72,7 @@ def test_a_resumed_run_takes_what_was_not_sent(on_ray: dict[str, Any]) -> None:
     """The checkpoint has the side files of all workers, each of which saved into a folder of its own."""
     path = f"{on_ray['begun']['checkpoint']}/checkpoint.ckpt"
     checkpoint = torch.load(path, weights_only=False)
-    sides = [side_files.load(checkpoint, path, rank)[0].side for rank in range(4)]
+    sides = [saves.load(checkpoint, path, rank)[0].side for rank in range(4)]
     assert all(sides)
     resumed = torch.load(f"{on_ray['resumed']['checkpoint']}/checkpoint.ckpt", weights_only=False)
     assert resumed["lightning_sparse"][0]["save_id"].endswith("-12")  # rounds go on where they were

@@ -11,15 +11,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from lightning_sparse import sharding
+from lightning_sparse.agree import fingerprint
 from lightning_sparse.flavours.pytorch_lightning import PTOCallback
-from lightning_sparse.pto import communicator_of, ownership
-from lightning_sparse.pto.agreement import fingerprint
+from lightning_sparse.pto import communicator_of
 from lightning_sparse.pto.callback import sparse_parameters
 from lightning_sparse.pto.gather import ALIGN, FlatGather
-from lightning_sparse.pto.narrow import OwnShare, cut_state, join_states, keep_part, memory_of
+from lightning_sparse.pto.narrow import OwnShare, cut_state, join_states, keep_part
 from lightning_sparse.pto.optimizers import refuse, step_cost
-from lightning_sparse.pto.ownership import BALANCED, GRAIN, Part, Parts, divide, loads_of
 from lightning_sparse.pto.sharded_step import ShardedStep
+from lightning_sparse.sharding import BALANCED, GRAIN, Part, Parts, divide, loads_of, memory_of
 from lightning_sparse.topology import Topology
 
 SIZES = st.lists(st.integers(0, 10_000), max_size=40)
@@ -141,7 +142,7 @@ def test_a_sparse_gradient_is_not_cut() -> None:
 
 
 def test_docstring_examples() -> None:
-    result = doctest.testmod(ownership)
+    result = doctest.testmod(sharding)
     assert result.attempted > 0
     assert result.failed == 0
 

@@ -1,13 +1,16 @@
 """Small models and step helpers that every rank builds alike; only the data differs by rank."""
 
+import copy
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_sparse.strategy import HierConfig, HierState, hier_hook
+from lightning_sparse.engine import Engine
+from lightning_sparse.strategy import HierConfig, HierState, hier_hook, saves
 from lightning_sparse.topology import Topology, discover
 
 PLAIN = {"bucket_cap_mb": 0.002}  # several buckets, rebuilt after the first round
@@ -84,6 +87,28 @@ def sum_over_nodes(tensor: Tensor, state: HierState) -> Tensor:
     return total / state.topology.num_devices
 
 
+def mean_gradient(ddp: DistributedDataParallel, step: int) -> Tensor:
+    """What plain DDP would compute, fp64."""
+    copied = copy.deepcopy(ddp.module)
+    copied.zero_grad()
+    loss_of(copied, step, dist.get_rank()).backward()
+    mean = flat_grads(copied).double()
+    dist.all_reduce(mean)
+    return mean / dist.get_world_size()
+
+
+def watched(
+    density: float, parameters: int | None = None, exchange: Any = "sparse"
+) -> tuple[DistributedDataParallel, HierState, torch.optim.SGD]:
+    """A model whose state knows the optimizer, of the first few parameters or of all."""
+    model = mlp()
+    config = HierConfig(density=density, exchange=exchange, value_dtype="float32", warmup_epochs=0)
+    ddp, state = wrap(model, config, **PLAIN)
+    optimizer = torch.optim.SGD(list(model.parameters())[:parameters], lr=0.1)
+    state.watch([optimizer])
+    return ddp, state, optimizer
+
+
 def conserved(
     config: HierConfig, caps: Iterable[float], rounds: int, rewrap: int
 ) -> tuple[Tensor, Tensor, Tensor, HierState]:
@@ -99,15 +124,29 @@ def conserved(
     for step in range(rounds):
         if step % rewrap == 0:
             ddp, state = wrap(model, config, state=state, bucket_cap_mb=next(sizes))
-        model.zero_grad()
-        with ddp.no_sync():
-            loss_of(ddp, step, dist.get_rank()).backward()
-        local = flat_grads(model).double()
-        dist.all_reduce(local)
-        given += local / dist.get_world_size()
+        given += mean_gradient(ddp, step)
         model.zero_grad()
         loss_of(ddp, step, dist.get_rank()).backward()
         applied += flat_grads(model)
     assert state is not None
     state.settle()
     return given, applied, sum_over_nodes(node_residual(model, state), state), state
+
+
+def save(engine: Engine, path: str) -> dict[str, Any]:
+    """Save an engine as a strategy does, and return its manifest. A collective."""
+    manifest = saves.Saves(engine.kind).manifest_of(engine)
+    saves.write_side_file(engine.state().to_dict(), manifest["save_id"], path, dist.get_rank())
+    if dist.get_rank() == 0:
+        torch.save({saves.KEY: [manifest]}, path)
+    dist.barrier()
+    return manifest
+
+
+def go_on(engine: Engine, path: str) -> list[str]:
+    """Let an engine go on from what was saved, and return what it says. A collective."""
+    said: list[str] = []
+    engine.log_once = lambda line, *_, **__: said.append(line)  # type: ignore[assignment]
+    (saved,) = saves.load(torch.load(path, weights_only=True), path, dist.get_rank())
+    saves.restore(engine, saved, torch.device("cpu"))
+    return said

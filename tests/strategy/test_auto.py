@@ -6,16 +6,25 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from lightning_sparse.exchange import choice
 from lightning_sparse.exchange.rates import Link, Rates
 from lightning_sparse.gradients import HierConfig
-from lightning_sparse.strategy import checkpoint, side_files
 from lightning_sparse.topology import discover
 from tests.helpers.distributed import RunRanks, run_ranks
 from tests.helpers.lines import Lines
-from tests.strategy.models import flat_grads, flat_parameters, loss_of, mlp, node_residual, sum_over_nodes, wrap
+from tests.strategy.models import (
+    flat_grads,
+    flat_parameters,
+    go_on,
+    loss_of,
+    mean_gradient,
+    mlp,
+    node_residual,
+    save,
+    sum_over_nodes,
+    wrap,
+)
 
 SHAPES = [(2, 2), (3, 1)]
 SLOW = Rates(Link(0.0, 1e-3), Link(0.0, 1e-9))
@@ -95,15 +104,6 @@ def change_paths() -> dict[str, Any]:
     return {"given": given, "applied": applied, "waiting": waiting, "paths": paths, "left by dense": left}
 
 
-def mean_gradient(ddp: Any, step: int) -> Tensor:
-    ddp.zero_grad()
-    with ddp.no_sync():
-        loss_of(ddp, step, dist.get_rank()).backward()
-    local = flat_grads(ddp).double()
-    dist.all_reduce(local)
-    return local / dist.get_world_size()
-
-
 def test_a_resumed_run_decides_by_what_the_saved_one_measured(tmp_path: Path) -> None:
     for saved, resumed, probed in run_ranks(resume, str(tmp_path), nodes=2, devices=1):
         assert saved == resumed
@@ -118,14 +118,10 @@ def resume(folder: str) -> tuple[list[float], list[float], int]:
         model = mlp()
         ddp, ours = wrap(model, HierConfig(), discover())
         if resuming:
-            manifest = torch.load(f"{path}.{dist.get_rank()}", weights_only=True)
-            (saved,) = side_files.load({side_files.KEY: [manifest]}, path, dist.get_rank())
-            assert checkpoint.apply(saved, ours, torch.device("cpu")) == []
+            assert go_on(ours, path) == []
         for step in range(3):
             loss_of(ddp, step, dist.get_rank()).backward()
         assert ours.exchange.choice.rates is not None
         rates.append(ours.exchange.choice.rates.to_list())
-        manifest = checkpoint.manifest_of(ours, "run")
-        checkpoint.save_side_file(ours, manifest["save_id"], path)
-        torch.save(manifest, f"{path}.{dist.get_rank()}")
+        save(ours, path)
     return rates[0], rates[1], len(probed)

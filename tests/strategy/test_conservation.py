@@ -3,31 +3,30 @@
 Every test runs the worker below it (named after the test) in P processes and compares what the ranks return.
 """
 
-import copy
 import itertools
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 
-from lightning_sparse.strategy import HierConfig, HierState
+from lightning_sparse.strategy import HierConfig
 from tests.helpers.distributed import RunRanks
 from tests.strategy.models import (
+    PLAIN,
     conserved,
     flat_grads,
     flat_parameters,
     loss_of,
+    mean_gradient,
     mlp,
     node_residual,
     sum_over_nodes,
+    watched,
     wrap,
 )
 
 SHAPES = [(2, 2), (3, 1), (1, 3)]
-PLAIN = {"bucket_cap_mb": 0.002}  # several buckets, rebuilt after the first round
 
 
 # -- 3: nothing is lost ------------------------------------------------------------------------------------------------
@@ -48,71 +47,39 @@ def conserve(value_dtype: str) -> tuple[Tensor, Tensor, Tensor]:
     return conserved(config, itertools.cycle([0.002, 25.0, 0.004]), rounds=50, rewrap=13)[:3]
 
 
-@pytest.mark.parametrize(("nodes", "devices"), [(2, 2), (3, 1)])
-def test_several_backwards_before_a_step_lose_nothing(ranks: RunRanks, nodes: int, devices: int) -> None:
-    for given, applied, waiting in ranks(several_backwards, nodes=nodes, devices=devices):
+@pytest.mark.parametrize(
+    ("life", "nodes", "devices"),
+    [("several backwards", 2, 2), ("several backwards", 3, 1), ("added groups", 2, 1), ("masked and clipped", 2, 2)],
+)
+def test_nothing_is_lost_in_a_loop_of_ones_own(ranks: RunRanks, life: str, nodes: int, devices: int) -> None:
+    """Several backward passes before a step, each of which is a round; parameters added to the optimizer; gradients
+    that the user works on, zeros included: what is left of them was used."""
+    for given, applied, waiting in ranks(live, life, nodes=nodes, devices=devices):
         torch.testing.assert_close(given, applied + waiting, rtol=1e-5, atol=2e-5)
 
 
-def several_backwards() -> tuple[Tensor, Tensor, Tensor]:
-    """Each backward is a round. Of a small parameter often nothing is sent: its zeros are no zero_grad."""
-    ddp, state, optimizer = watched(density=0.03)
+def live(life: str) -> tuple[Tensor, Tensor, Tensor]:
+    ddp, state, optimizer = watched(density=0.03, parameters=2 if life == "added groups" else None)
+    if life == "added groups":
+        optimizer.add_param_group({"params": list(ddp.parameters())[2:]})
     given = torch.zeros_like(flat_parameters(ddp)).double()
     applied = given.clone()
-    for step in range(0, 30, 2):
+    passes = 2 if life == "several backwards" else 1
+    for step in range(15):
         optimizer.zero_grad()
-        for each in (step, step + 1):
+        for each in range(passes * step, passes * (step + 1)):
             given += mean_gradient(ddp, each)
             state.before_backward()
             loss_of(ddp, each, dist.get_rank()).backward()
         applied += flat_grads(ddp)
-        optimizer.step()
-    state.settle()
-    return given, applied, sum_over_nodes(node_residual(ddp.module, state), state)
-
-
-def test_parameter_groups_may_be_added_while_training(ranks: RunRanks) -> None:
-    for given, applied, waiting in ranks(added_groups, nodes=2, devices=1):
-        torch.testing.assert_close(given, applied + waiting, rtol=1e-5, atol=2e-5)
-
-
-def added_groups() -> tuple[Tensor, Tensor, Tensor]:
-    ddp, state, optimizer = watched(density=0.03, parameters=2)
-    optimizer.add_param_group({"params": list(ddp.parameters())[2:]})
-    given = torch.zeros_like(flat_parameters(ddp)).double()
-    applied = given.clone()
-    for step in range(12):
-        optimizer.zero_grad()
-        given += mean_gradient(ddp, step)
-        state.before_backward()
-        loss_of(ddp, step, dist.get_rank()).backward()
-        applied += flat_grads(ddp)
+        if life == "masked and clipped":
+            nn.utils.clip_grad_norm_(ddp.parameters(), 0.01)
+            nn.utils.clip_grad_value_(ddp.parameters(), 0.001)
+            ddp.module[0].weight.grad[0] = 0.0
         optimizer.step()
     optimizer.zero_grad()
     state.settle()
     return given, applied, sum_over_nodes(node_residual(ddp.module, state), state)
-
-
-def watched(
-    density: float, parameters: int | None = None, exchange: Any = "sparse"
-) -> tuple[DistributedDataParallel, HierState, torch.optim.SGD]:
-    """A model whose state knows the optimizer, of the first few parameters or of all."""
-    model = mlp()
-    config = HierConfig(density=density, exchange=exchange, value_dtype="float32", warmup_epochs=0)
-    ddp, state = wrap(model, config, **PLAIN)
-    optimizer = torch.optim.SGD(list(model.parameters())[:parameters], lr=0.1)
-    state.watch([optimizer])
-    return ddp, state, optimizer
-
-
-def mean_gradient(ddp: DistributedDataParallel, step: int) -> Tensor:
-    """What plain DDP would compute."""
-    copied = copy.deepcopy(ddp.module)
-    copied.zero_grad()
-    loss_of(copied, step, dist.get_rank()).backward()
-    mean = flat_grads(copied).double()
-    dist.all_reduce(mean)
-    return mean / dist.get_world_size()
 
 
 def test_a_dense_round_sends_the_residual_and_leaves_none(ranks: RunRanks) -> None:
@@ -130,32 +97,13 @@ def dense_flush() -> tuple[Tensor, Tensor, Tensor, Tensor]:
         loss_of(ddp, step, dist.get_rank()).backward()
     state.settle()
     before = sum_over_nodes(node_residual(model, state), state)
-    model.zero_grad()
-    with ddp.no_sync():
-        loss_of(ddp, 6, dist.get_rank()).backward()
-    mean = flat_grads(model).double()
-    dist.all_reduce(mean)
+    expected = mean_gradient(ddp, 6) + before
     model.zero_grad()
     state.config = state.exchange.choice.config = HierConfig(exchange="dense")
     loss_of(ddp, 6, dist.get_rank()).backward()
     state.settle()
     applied = flat_grads(model).double()
-    return before, node_residual(model, state), applied, mean / dist.get_world_size() + before
-
-
-def test_without_error_feedback_mass_is_lost(ranks: RunRanks) -> None:
-    """The check that the conservation test can fail."""
-    assert all(ranks(no_feedback, nodes=2, devices=1))
-
-
-def no_feedback() -> bool:
-    model = mlp()
-    ddp, state = wrap(model, HierConfig(density=0.05, exchange="sparse", error_feedback=False), **PLAIN)
-    for step in range(6):
-        model.zero_grad()
-        loss_of(ddp, step, dist.get_rank()).backward()
-    state.settle()
-    return not state.store.current
+    return before, node_residual(model, state), applied, expected
 
 
 def test_duplicate_indices_of_several_nodes_add(ranks: RunRanks) -> None:
@@ -212,20 +160,16 @@ def throw_away(exchange: str, set_to_none: bool) -> tuple[Tensor, Tensor]:
     return before, node_residual(ddp.module, state)
 
 
-@pytest.mark.parametrize("how", ["none", "zero_", "assign", "zeros"])
 @pytest.mark.parametrize(("nodes", "devices"), [(2, 1), (2, 2)])
-def test_a_gradient_dropped_before_the_step_leaves_no_trace(
-    ranks: RunRanks, how: str, nodes: int, devices: int
-) -> None:
-    for before, after, others_moved in ranks(drop_some, how, nodes=nodes, devices=devices):
+def test_a_gradient_dropped_before_the_step_leaves_no_trace(ranks: RunRanks, nodes: int, devices: int) -> None:
+    for before, after, others_moved in ranks(drop_some, nodes=nodes, devices=devices):
         assert before.abs().max() > 0
         assert torch.equal(before, after)
         assert others_moved
 
 
-def drop_some(how: str) -> tuple[Tensor, Tensor, bool]:
-    """As one holds a last layer still at first: its gradients are taken away, the others are stepped. Of the bias
-    nothing is among the largest in most rounds, so that its gradient is zero before and after."""
+def drop_some() -> tuple[Tensor, Tensor, bool]:
+    """As one holds a last layer still at first: its gradients are taken away, the others are stepped."""
     ddp, state, optimizer = watched(density=0.05)
     last = sum(p.numel() for p in ddp.module[4].parameters())
     for step in range(10):
@@ -236,44 +180,8 @@ def drop_some(how: str) -> tuple[Tensor, Tensor, bool]:
         loss_of(ddp, step, dist.get_rank()).backward()
         if step >= 5:
             for parameter in ddp.module[4].parameters():
-                drop(parameter, how)
+                parameter.grad = None
         optimizer.step()
     state.settle()
     after = node_residual(ddp.module, state)
     return before[-last:], after[-last:], not torch.equal(before[:-last], after[:-last])
-
-
-def drop(parameter: nn.Parameter, how: str) -> None:
-    assert parameter.grad is not None
-    if how == "none":
-        parameter.grad = None
-    elif how == "zero_":
-        parameter.grad.zero_()
-    elif how == "assign":
-        parameter.grad[...] = 0.0
-    else:
-        parameter.grad = torch.zeros_like(parameter)
-
-
-def test_a_masked_row_and_clipped_gradients_lose_nothing(ranks: RunRanks) -> None:
-    """What is left of a gradient after the user worked on it was used, zeros at its head included."""
-    for given, applied, waiting in ranks(masked_and_clipped, nodes=2, devices=2):
-        torch.testing.assert_close(given, applied + waiting, rtol=1e-5, atol=2e-5)
-
-
-def masked_and_clipped() -> tuple[Tensor, Tensor, Tensor]:
-    ddp, state, optimizer = watched(density=0.03)
-    given = torch.zeros_like(flat_parameters(ddp)).double()
-    applied = given.clone()
-    for step in range(20):
-        optimizer.zero_grad()
-        given += mean_gradient(ddp, step)
-        state.before_backward()
-        loss_of(ddp, step, dist.get_rank()).backward()
-        applied += flat_grads(ddp)
-        nn.utils.clip_grad_norm_(ddp.parameters(), 0.01)
-        nn.utils.clip_grad_value_(ddp.parameters(), 0.001)
-        ddp.module[0].weight.grad[0] = 0.0
-        optimizer.step()
-    state.settle()
-    return given, applied, sum_over_nodes(node_residual(ddp.module, state), state)

@@ -8,11 +8,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_sparse.exchange.rates.timing import DECISIONS, ROUNDS
-from lightning_sparse.strategy import HierConfig, checkpoint, side_files
+from lightning_sparse.exchange.host import DECISIONS, ROUNDS
+from lightning_sparse.strategy import HierConfig
 from lightning_sparse.topology import discover
 from tests.helpers.distributed import RunRanks
-from tests.strategy.models import conserved, flat_grads, loss_of, mlp, wrap
+from tests.strategy.models import conserved, flat_grads, go_on, loss_of, mlp, save, wrap
 
 SHAPES = [(2, 2), (3, 1)]
 SMALL_BUCKETS = 0.001  # MB; several groups, so that all but the last can hide
@@ -87,17 +87,14 @@ def resume(folder: str) -> tuple[Any, Any]:
     ddp, ours = wrap(model, config, topology, bucket_cap_mb=SMALL_BUCKETS)
     for step in range(DECISIONS[0] + 2):
         loss_of(ddp, step, dist.get_rank()).backward()
-    manifest = checkpoint.manifest_of(ours, "run")
-    checkpoint.save_side_file(ours, manifest["save_id"], path)
+    save(ours, path)
     ddp.zero_grad()
     loss_of(ddp, 99, dist.get_rank()).backward()
     whole = flat_grads(model)
 
     model = mlp()
     ddp, again = wrap(model, config, topology, bucket_cap_mb=SMALL_BUCKETS)
-    (saved,) = side_files.load({side_files.KEY: manifest}, path, dist.get_rank())
-    assert saved is not None
-    assert checkpoint.apply(saved, again, torch.device("cpu")) == []
+    assert go_on(again, path) == []
     loss_of(ddp, 99, dist.get_rank()).backward()
     return whole, flat_grads(model)
 
@@ -119,12 +116,9 @@ def resume_before_a_decision(folder: str, rounds: int) -> tuple[float, list[floa
     ddp, ours = wrap(mlp(), config, topology, bucket_cap_mb=SMALL_BUCKETS)
     for step in range(rounds):
         loss_of(ddp, step, dist.get_rank()).backward()
-    manifest = checkpoint.manifest_of(ours, "run")
-    checkpoint.save_side_file(ours, manifest["save_id"], path)
+    manifest = save(ours, path)
     ddp, again = wrap(mlp(), config, topology, bucket_cap_mb=SMALL_BUCKETS)
-    (saved,) = side_files.load({side_files.KEY: manifest}, path, dist.get_rank())
-    assert saved is not None
-    checkpoint.apply(saved, again, torch.device("cpu"))
+    go_on(again, path)
     densities = []
     for step in range(ROUNDS + 2):
         loss_of(ddp, step, dist.get_rank()).backward()
@@ -147,18 +141,13 @@ def save_late(path: str) -> None:
     for step in range(4):
         loss_of(ddp, step, dist.get_rank()).backward()
     ours.round = ours.exchange.choice.window.decided = DECISIONS[-1] + 1
-    manifest = checkpoint.manifest_of(ours, "run")
-    checkpoint.save_side_file(ours, manifest["save_id"], path)
-    if dist.get_rank() == 0:
-        torch.save({side_files.KEY: manifest}, path)
+    save(ours, path)
 
 
 def resume_late(path: str) -> tuple[int, float]:
     config = HierConfig(density="auto", exchange="sparse", inter_gbps=FAST, warmup_epochs=0)
     ddp, ours = wrap(mlp(), config, bucket_cap_mb=SMALL_BUCKETS)
-    (saved,) = side_files.load(torch.load(path, weights_only=True), path, dist.get_rank())
-    assert saved is not None
-    checkpoint.apply(saved, ours, torch.device("cpu"))
+    go_on(ours, path)
     for step in range(ROUNDS + 2):
         loss_of(ddp, step, dist.get_rank()).backward()
     return ours.round, ours.exchange.choice.density

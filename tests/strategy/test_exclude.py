@@ -11,16 +11,23 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_sparse.exchange import Work
-from lightning_sparse.exchange.density import num_selected
-from lightning_sparse.exchange.paths import Dense
-from lightning_sparse.exchange.paths.sparse import Sparse
+from lightning_sparse.exchange.paths import Dense, Sparse, num_selected
 from lightning_sparse.gradients import HierConfig, HierState
 from lightning_sparse.gradients.groups import Layout, ParamGroup, excluded_names
 from lightning_sparse.kernels import message_bytes
-from lightning_sparse.strategy import checkpoint, side_files
 from lightning_sparse.topology import discover
 from tests.helpers.distributed import RunRanks
-from tests.strategy.models import conserved, flat_parameters, loss_of, mlp, node_residual, sum_over_nodes, wrap
+from tests.strategy.models import (
+    conserved,
+    flat_parameters,
+    go_on,
+    loss_of,
+    mlp,
+    node_residual,
+    save,
+    sum_over_nodes,
+    wrap,
+)
 
 SPARSE: dict[str, Any] = {"density": 0.03, "exchange": "sparse", "value_dtype": "float32", "warmup_epochs": 0}
 BIASES = {"0.bias", "2.bias", "4.bias"}
@@ -182,12 +189,14 @@ def resume(path: str) -> tuple[Tensor, Tensor, int]:
     model, config = mlp(), HierConfig(**SPARSE, exclude="vectors")
     ddp, state = wrap(model, config)
     steps(model, ddp, range(6))
-    saved, weights = save(state, path), {name: value.clone() for name, value in model.state_dict().items()}
+    state.settle()
+    save(state, path)
+    weights = {name: value.clone() for name, value in model.state_dict().items()}
     steps(model, ddp, range(6, 10))
     again = mlp()
     again.load_state_dict(weights)
     fresh = HierState(again, config, discover())
-    checkpoint.apply(saved, fresh, torch.device("cpu"))
+    go_on(fresh, path)
     settled = len(fresh.layout.settled)
     steps(again, wrap(again, config, state=fresh)[0], range(6, 10))
     return flat_parameters(model), flat_parameters(again), settled
@@ -204,11 +213,12 @@ def exclude_on_resume(path: str) -> tuple[Tensor, Tensor, set[str]]:
     model = mlp()
     ddp, state = wrap(model, HierConfig(**SPARSE))
     steps(model, ddp, range(6), lr=0.0)
-    saved = save(state, path)
+    state.settle()
+    save(state, path)
     before = sum_over_nodes(node_residual(model, state), state)
     again = mlp()
     fresh = HierState(again, HierConfig(**SPARSE, exclude="vectors"), discover())
-    checkpoint.apply(saved, fresh, torch.device("cpu"))
+    go_on(fresh, path)
     ddp, _ = wrap(again, fresh.config, state=fresh)
     (0.0 * loss_of(ddp, 0, dist.get_rank())).backward()
     applied = torch.cat([p.grad.flatten() for p in again.parameters() if p.grad is not None])
@@ -223,15 +233,3 @@ def steps(model: nn.Module, ddp: nn.Module, which: range, lr: float = 0.1) -> No
         optimizer.zero_grad()
         loss_of(ddp, step, dist.get_rank()).backward()
         optimizer.step()
-
-
-def save(state: HierState, path: str) -> checkpoint.Saved:
-    """Written and read again."""
-    state.settle()
-    manifest = checkpoint.manifest_of(state, "run")
-    checkpoint.save_side_file(state, manifest["save_id"], path)
-    dist.barrier()
-    (saved,) = side_files.load({side_files.KEY: manifest}, path, dist.get_rank())
-    assert saved is not None
-    assert saved.side is not None
-    return saved

@@ -70,7 +70,7 @@ def everything(flavour: str, folder: str) -> dict[str, Any]:
     by_string = fabric_with(flavour, "mstopk_hier")
     model, optimizer = prepared(by_string)
     train(by_string, model, optimizer, 0, STEPS)
-    state = by_string.strategy.hier_states[0]
+    state = by_string.strategy.engines[0]
     found["string"] = (type(by_string.strategy).__module__, state.round, state.exchange.stats.rounds)
     return found
 
@@ -125,7 +125,7 @@ def skipped(flavour: str) -> bool:
     fabric = fabric_with(flavour, ours(flavour), plugins=[precision("16-mixed", "cpu", scaler=scaler)])
     model, optimizer = prepared(fabric)
     train(fabric, model, optimizer, 0, 5)
-    state = fabric.strategy.hier_states[0]
+    state = fabric.strategy.engines[0]
     state.settle()
     before = {group: shard.clone() for group, shard in state.store.current.items()}
     weights = flat_parameters(model)
@@ -146,17 +146,17 @@ def set_up_again(flavour: str) -> dict[str, Any]:
     model = mlp()
     wrapped, optimizer = fabric.setup(model, torch.optim.SGD(model.parameters(), lr=0.1))
     train(fabric, wrapped, optimizer, 0, 6)
-    (state,) = fabric.strategy.hier_states
+    (state,) = fabric.strategy.engines
     before, waits = state.round, float(state.residual_norm())
     optimizer = fabric.setup_optimizers(torch.optim.SGD(model.parameters(), lr=0.1))
     wrapped = fabric.setup_module(model)
     train(fabric, wrapped, optimizer, 6, 9)
-    goes_on = fabric.strategy.hier_states == [state] and state.round == before + 3 and waits > 0
+    goes_on = fabric.strategy.engines == [state] and state.round == before + 3 and waits > 0
     other = mlp(1)
     optimizer = fabric.setup_optimizers(torch.optim.SGD(other.parameters(), lr=0.1))
     wrapped = fabric.setup_module(other)  # after its optimizer, whose steps count nevertheless
     train(fabric, wrapped, optimizer, 0, 5)
-    second = fabric.strategy.hier_states[1]
+    second = fabric.strategy.engines[1]
     second.settle()
     waited = {group: shard.clone() for group, shard in second.store.current.items()}
     x, y = batch(5, fabric.global_rank)
@@ -178,13 +178,13 @@ def gone(flavour: str) -> dict[str, Any]:
     model, optimizer = prepared(fabric)
     train(fabric, model, optimizer, 0, 6)
     fabric.save("two.ckpt", {"model": model, "optimizers": [optimizer.state_dict()]})
-    waits = fabric.strategy.hier_states[2].residual_norm()
+    waits = fabric.strategy.engines[2].residual_norm()
     del small, wrapped, stepper
     pairs = [prepared(fabric), (model, optimizer), idle]
     other = fabric_with(flavour, ours(flavour))
     resumed, _ = prepared(other)
     other.load("two.ckpt", {"model": resumed, "optimizers": []})
-    (state,) = other.strategy.hier_states
+    (state,) = other.strategy.engines
     lines, third = Lines(), fabric_with(flavour, ours(flavour))
     narrow = nn.Linear(13, 5, bias=False)
     unlike, stepper = third.setup(narrow, torch.optim.SGD(narrow.parameters(), lr=0.1))
@@ -193,7 +193,7 @@ def gone(flavour: str) -> dict[str, Any]:
     told = [line for line in lines.lines if line.startswith("2 residual(s) of")]
     return {
         "told": len(told) == (third.global_rank == 0),
-        "states": len(fabric.strategy.hier_states) == len(pairs),
+        "states": len(fabric.strategy.engines) == len(pairs),
         "own": torch.equal(state.residual_norm(), waits) and bool(waits > 0),
     }
 
@@ -204,7 +204,7 @@ def weights_alone(flavour: str) -> bool:
     model, optimizer = prepared(fabric)
     fabric.save("early.ckpt", {"model": model, "optimizer": optimizer})
     train(fabric, model, optimizer, 0, 6)
-    (state,) = fabric.strategy.hier_states
+    (state,) = fabric.strategy.engines
     before = state.residual_norm()
     fabric.load("early.ckpt", {"model": mlp()}, strict=False)
     return bool(before > 0) and torch.equal(before, state.residual_norm()) and state.round == 6
@@ -268,7 +268,7 @@ def test_options_are_checked() -> None:
 
 def test_the_epoch_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     strategy = ours("lightning_fabric", warmup_epochs=2)
-    strategy.hier_states.append(type("State", (), {})())
+    strategy.engines.append(type("State", (), {})())
     strategy.set_epoch(3)
-    assert strategy.hier_states[0].epoch == 3
+    assert strategy.engines[0].epoch == 3
     assert dist.is_initialized() is False

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from lightning_sparse.lab import Cluster, LabConfig, unavailable_reason
+from lightning_sparse.lab import Cluster, LabConfig
 from lightning_sparse.strategy import CommunicationError, HierConfig
 from lightning_sparse.topology import discover
 from tests.helpers.distributed import run_ranks
@@ -88,8 +88,6 @@ for step in range({BAD_STEP} + 1):
 @pytest.mark.root
 @pytest.mark.timeout(120)
 def test_a_link_that_goes_down_is_told_on_both_sides(tmp_path: Path) -> None:
-    if reason := unavailable_reason():
-        pytest.skip(reason)
     script, plug, output = tmp_path / "train.py", tmp_path / "plug", io.StringIO()
     script.write_text(SCRIPT.replace("PLUG", str(plug)))
     with Cluster(LabConfig(nodes=2, devices=1)) as cluster:

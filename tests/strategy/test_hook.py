@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_sparse.exchange.density import num_selected
 from lightning_sparse.exchange.lanes import Runner
+from lightning_sparse.exchange.paths import num_selected
 from lightning_sparse.kernels import message_bytes
 from lightning_sparse.strategy import HierConfig, hier_hook
 from lightning_sparse.topology import discover, with_groups

@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_sparse.strategy import side_files
-from lightning_sparse.strategy.barrier import StoreBarrier
+from lightning_sparse.strategy import saves
+from lightning_sparse.strategy.saves import StoreBarrier
 from tests.helpers.distributed import RanksFailed, run_ranks
 from tests.helpers.lines import Lines
 from tests.strategy.models import node_residual
@@ -56,11 +56,11 @@ def Killer(kill: dict[str, Any]) -> Any:
             if kill["point"] == "in a step":
                 die()
             elif kill["point"] == "before its side file":
-                side_files.write_side_file = die
+                saves.write_side_file = die
             elif kill["point"] == "before the main file":
                 trainer.strategy.checkpoint_io.save_checkpoint = die
             else:
-                side_files.remove_side_files = die
+                saves.remove_side_files = die
 
     return _Killer()
 
@@ -147,12 +147,44 @@ def late_rank(folder: str) -> str:
     return "saved"
 
 
+def test_a_rank_that_cannot_write_tells_the_others(tmp_path: Path) -> None:
+    """Long before the timeout of 100 s, and the checkpoint that was there stays."""
+    said = run_ranks(full_disk, str(tmp_path), nodes=2, devices=1, timeout=60, init=False)
+    assert "a rank could not write its residuals" in said[0]
+    assert "OSError: no space left" in said[0]
+    assert said[1] == "no space left"
+
+
+def full_disk(folder: str) -> str:
+    fit(folder, "32-true", None)
+    path = Path(folder) / "last.ckpt"
+    before = path.read_bytes()
+    t = trainer(
+        "pytorch_lightning", sparse("pytorch_lightning", timeout=timedelta(seconds=100)), max_steps=2, **_ranks()
+    )
+    t.fit(plain_module("pytorch_lightning"))
+    if t.global_rank == 1:
+        saves.write_side_file = no_space
+    try:
+        t.strategy.save_checkpoint(t._checkpoint_connector.dump_checkpoint(), path)
+    except (RuntimeError, OSError) as error:
+        assert path.read_bytes() == before
+        return str(error)
+    return "saved"
+
+
+def no_space(*_: Any) -> None:
+    raise OSError("no space left")
+
+
 def test_paths_may_differ_by_rank(tmp_path: Path) -> None:
-    """Ray gives each worker a folder of its own; rank 0 must not wait for a path that no other rank knows."""
+    """Ray gives each worker a folder of its own; rank 0 must not wait for a path that no other rank knows, and does not
+    see what is to be removed there."""
     assert run_ranks(own_folders, str(tmp_path), nodes=2, devices=1, timeout=100, init=False) == ["saved", "saved"]
     for rank in range(2):
-        (saved,) = (tmp_path / f"worker{rank}").glob("last.ckpt.residual/*/rank*.pt")
-        assert saved.name == f"rank0000{rank}.pt"
+        saved = list((tmp_path / f"worker{rank}").glob("last.ckpt.residual/*/rank*.pt"))
+        assert {each.name for each in saved} == {f"rank0000{rank}.pt"}
+        assert len(saved) == (1 if rank == 0 else 2), "the last one stays until another main file is there"
 
 
 def own_folders(folder: str) -> str:
@@ -161,7 +193,7 @@ def own_folders(folder: str) -> str:
     )
     t.fit(plain_module("pytorch_lightning"))
     lines = Lines().lines
-    for _ in range(2):  # the same name, again and in the same round
+    for _ in range(4):  # the same name, again and in the same round
         path = f"{folder}/worker{t.global_rank}/last.ckpt"
         t.strategy.save_checkpoint(t._checkpoint_connector.dump_checkpoint(), path)
     assert lines == []

@@ -3,16 +3,28 @@
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from lightning_sparse.exchange.lanes import LANES, FifoLanes, Job, Runner
+from lightning_sparse.exchange.lanes import LANES, FifoLanes, Runner
 
 PATIENCE_S = 20.0
+
+
+class Job:
+    """A job written as a generator: each of its three stages goes on to the next yield."""
+
+    def __init__(self, stretches: Iterator[Any]) -> None:
+        self._stretches = stretches
+
+    def select(self) -> Sequence[Tensor]:
+        return next(self._stretches, ())
+
+    transfer = apply = select
 
 
 class _During(torch.autograd.Function):
@@ -29,9 +41,9 @@ class _During(torch.autograd.Function):
         return grad, None
 
 
-def backward_with(jobs: list[Job], runner: Runner) -> list[torch.futures.Future[Tensor]]:
+def backward_with(jobs: list[Iterator[None]], runner: Runner) -> list[torch.futures.Future[Tensor]]:
     futures: list[torch.futures.Future[Tensor]] = []
-    call = lambda: futures.extend(runner.run(job, torch.tensor(float(i))) for i, job in enumerate(jobs))  # noqa: E731
+    call = lambda: futures.extend(runner.run(Job(job), torch.tensor(float(i))) for i, job in enumerate(jobs))  # noqa: E731
     _During.apply(torch.ones((), requires_grad=True), call).backward()
     return futures
 
@@ -127,7 +139,7 @@ def test_a_lane_that_hangs_is_not_waited_for() -> None:
     lanes = FifoLanes()
 
     def leave() -> None:
-        lanes.run(hangs(), torch.tensor(0.0))
+        lanes.run(Job(hangs()), torch.tensor(0.0))
         assert begun.wait(PATIENCE_S)
         lanes.end()
         released.set()
@@ -154,7 +166,7 @@ def test_what_follows_a_backward_pass_that_raised_queues_behind_it() -> None:
     before, lanes = set(threading.enumerate()), FifoLanes()
 
     def leave() -> None:
-        lanes.run(slow(), torch.tensor(0.0))
+        lanes.run(Job(slow()), torch.tensor(0.0))
         raise KeyError("in backward")
 
     with pytest.raises(KeyError):
@@ -171,17 +183,20 @@ _LEAVES = """
 import torch
 from lightning_sparse.exchange.lanes import FifoLanes
 
-def job():
-    ones = torch.ones(100_000)
-    for _ in range(3000):
-        ones.add_(1)
-    yield ()
-    yield ()
-    print("applied", flush=True)
+class Job:
+    def transfer(self):
+        ones = torch.ones(100_000)
+        for _ in range(3000):
+            ones.add_(1)
+        return ()
 
-FifoLanes().start(job(), torch.zeros(1))
+    def apply(self):
+        print("applied", flush=True)
+        return ()
+
+FifoLanes().start(Job(), torch.zeros(1))
 lanes = FifoLanes()
-lanes.start(job(), torch.zeros(1))
+lanes.start(Job(), torch.zeros(1))
 """
 
 

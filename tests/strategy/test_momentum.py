@@ -11,10 +11,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_sparse.strategy import HierConfig, HierState, checkpoint, side_files
+from lightning_sparse.strategy import HierConfig, HierState
 from lightning_sparse.topology import Topology, discover
 from tests.helpers.distributed import RunRanks, run_ranks
-from tests.strategy.models import flat_parameters, loss_of, mlp, wrap
+from tests.strategy.models import flat_parameters, go_on, loss_of, mlp, save, wrap
 
 SHAPES = [(2, 2, 12), *(pytest.param(each, marks=pytest.mark.slow) for each in ((2, 2, 24), (3, 1, 24)))]
 EXACT: dict[str, Any] = {"warmup_epochs": 0, "value_dtype": "float32", "momentum_correction": True}
@@ -115,16 +115,13 @@ def resumed(config: HierConfig) -> tuple[Tensor, Tensor]:
     topology = discover()
     whole, path = fresh(topology), "momentum.ckpt"
     steps(whole, 0, 9)
-    manifest = checkpoint.manifest_of(whole[2], "run")
-    checkpoint.save_side_file(whole[2], manifest["save_id"], path)
+    save(whole[2], path)
     weights = copy.deepcopy(whole[0].state_dict())
     steps(whole, 9, 15)
 
     again = fresh(topology)
     again[0].load_state_dict(weights)
-    (saved,) = side_files.load({side_files.KEY: manifest}, path, dist.get_rank())
-    assert saved is not None
-    assert checkpoint.apply(saved, again[2], torch.device("cpu")) == []
+    assert go_on(again[2], path) == []
     steps(again, 9, 15)
     return flat_parameters(whole[0]), flat_parameters(again[0])
 
@@ -214,7 +211,7 @@ def balance() -> tuple[Tensor, Tensor, float]:
         state.watch([optimizer])
         assert state.momentum is not None
         if not masking:
-            state.momentum.mask_of = lambda _: None  # type: ignore[assignment, method-assign, return-value]
+            state.momentum.stop = lambda *_: None  # type: ignore[method-assign]
         x = torch.randn(1, 64, generator=torch.Generator().manual_seed(dist.get_rank()))
         mean = x.clone()
         dist.all_reduce(mean)
@@ -279,12 +276,9 @@ def wait_for(path: str, nesterov: bool) -> Tensor:
         ddp(torch.randn(1, 64, generator=torch.Generator().manual_seed(step))).sum().backward()
         optimizer.step()
         optimizer.zero_grad()
-    manifest = checkpoint.manifest_of(state, "run")
-    checkpoint.save_side_file(state, manifest["save_id"], path)
-    if dist.get_rank() == 0:
-        torch.save({side_files.KEY: manifest}, path)
+    save(state, path)
     assert state.momentum is not None
-    state.momentum.mask_of = lambda _: None  # type: ignore[assignment, method-assign, return-value]
+    state.momentum.stop = lambda *_: None  # type: ignore[method-assign]
     return still(ddp, state, optimizer, model)
 
 
@@ -294,9 +288,7 @@ def go_on_without(path: str, nesterov: bool, options: dict[str, Any]) -> Tensor:
         **{"density": 1.0, "exchange": "sparse", "warmup_epochs": 0, "value_dtype": "float32"} | options
     )
     ddp, state = wrap(model, config)
-    (saved,) = side_files.load(torch.load(path, weights_only=True), path, dist.get_rank())
-    assert saved is not None
-    checkpoint.apply(saved, state, torch.device("cpu"))
+    go_on(state, path)
     state.watch([optimizer])
     assert state.momentum is None
     return still(ddp, state, optimizer, model)

@@ -92,8 +92,6 @@ def test_the_optimizer_has_its_momentum_but_for_the_step() -> None:
 def test_one_node_leaves_momentum_to_the_optimizer() -> None:
     state = HierState(mlp(), HierConfig(momentum_correction=True, overlap=False), Topology(((0, 1),), 0))
     assert state.momentum is None
-    with pytest.raises(ValueError, match="needs error_feedback"):
-        HierConfig(momentum_correction=True, error_feedback=False)
 
 
 def test_momentum_of_a_run_without_correction_is_not_dropped_in_silence(caplog: pytest.LogCaptureFixture) -> None:

@@ -17,9 +17,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_sparse.exchange import engine
-from lightning_sparse.exchange.host_copy import HostCopy
+from lightning_sparse.exchange.host import HostCopy
 from lightning_sparse.exchange.lanes import Runner
-from lightning_sparse.gradients.hook import reduce_bucket
+from lightning_sparse.gradients.reduction import Reduction
 from lightning_sparse.gradients.residual import ResidualStore
 from lightning_sparse.strategy import HierConfig, HierState
 from lightning_sparse.topology import Topology
@@ -36,8 +36,8 @@ SETTLED = 4
 class AtOnce(Runner):
     """Runs jobs where they are, without futures, which on "cuda" need a device."""
 
-    def start(self, job: Any, *_: Any) -> Any:
-        list(job)
+    def _done(self, result: Tensor) -> Any:
+        return None
 
     def finish(self, _: Any) -> None:
         """It is done."""
@@ -162,11 +162,11 @@ def test_a_round_waits_for_nothing(case: str, monkeypatch: pytest.MonkeyPatch) -
     def step() -> None:
         optimizer.zero_grad()
         state.before_backward()
-        if state.feedback.unused is not None:
-            state.feedback.unused._used.add("0.weight")
+        if state.unused is not None:
+            state.unused._used.add("0.weight")
         flat = gradients_of(model)
-        for _ in reduce_bucket(state, state.receive(Bucket(flat, list(model.parameters())))):  # type: ignore[arg-type]
-            pass
+        received = state.receive(Bucket(flat, list(model.parameters())))  # type: ignore[arg-type]
+        state.exchange.runner.run(Reduction(state, received), received.flat_N)
         optimizer.step()
 
     _settle_then_watch(step, monkeypatch)

@@ -11,16 +11,15 @@ from hypothesis import strategies as st
 from torch import nn
 
 from lightning_sparse.exchange import ExchangeConfig, Path, Work
-from lightning_sparse.exchange.choice import PathChoice
-from lightning_sparse.exchange.density import free_density, num_selected
-from lightning_sparse.exchange.paths import PATHS, Exchange
+from lightning_sparse.exchange.choice import PathChoice, free_density
+from lightning_sparse.exchange.paths import PATHS, Exchange, num_selected
 from lightning_sparse.exchange.rates import Link, Rates
 from lightning_sparse.gradients import HierConfig, HierState
+from lightning_sparse.gradients.config import Warmup
 from lightning_sparse.gradients.groups import Layout, ParamGroup, group_of, parameter_names, refuse_sparse_gradients
 from lightning_sparse.gradients.residual import ResidualStore
-from lightning_sparse.gradients.schedule import Warmup
 from lightning_sparse.kernels import message_bytes
-from lightning_sparse.strategy.mstopk_hier import _default_warmup
+from lightning_sparse.strategy.trainer import _default_warmup
 from lightning_sparse.topology import Place, Topology, nodes_from_places
 
 groups = st.lists(st.integers(1, 40), min_size=1, max_size=6).map(
@@ -172,7 +171,6 @@ def test_values_are_rounded_only_where_that_is_allowed_and_wins() -> None:
     slow_selection = dataclasses.replace(HOST, select=1e-5)
     assert _path(4, 2, 10**6, slow_selection).name == "dense16"
     assert _path(4, 2, 10**6, slow_selection, value_dtype="float32").name == "dense"
-    assert _path(4, 2, 10**6, slow_selection, error_feedback=False).name == "dense", "the error would be lost"
     assert _path(4, 2, 10**6, dataclasses.replace(slow_selection, cast=1e-5)).name == "dense"
     assert _choice(2, 2, slow_selection).path(Work(2, 2, 10**6), 0.01, exact=True).name == "dense"
 
@@ -182,7 +180,6 @@ def test_what_the_user_fixes_is_not_decided() -> None:
     assert _path(4, 2, 10**7, fast, exchange="sparse").name == "sparse"
     assert _path(4, 2, 10**7, HOST, exchange="dense").name == "dense"
     given = _choice(4, 2, HOST, exchange="sparse")
-    assert given.path(Work(4, 2, 10**7), 0.01, keeps_all=True).name == "dense"
     given.keeps_all = True
     assert given.path(Work(4, 2, 10**7), 0.01).name == "sparse", "an objection is for 'auto' alone"
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from lightning_sparse.exchange import ExchangeConfig, Work
 from lightning_sparse.exchange.choice import PathChoice
-from lightning_sparse.exchange.paths.regional import Regional
+from lightning_sparse.exchange.paths import Regional
 from lightning_sparse.kernels import message_bytes
 from lightning_sparse.strategy import HierConfig, HierState, hier_hook
 from lightning_sparse.topology import Topology

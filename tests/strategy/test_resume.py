@@ -9,11 +9,21 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_sparse.strategy import HierConfig, HierState, checkpoint, side_files
+from lightning_sparse.strategy import HierConfig, HierState, saves
 from lightning_sparse.topology import Topology, discover
 from tests.helpers.distributed import RunRanks, run_ranks
 from tests.helpers.lines import Lines
-from tests.strategy.models import flat_grads, flat_parameters, loss_of, mlp, node_residual, sum_over_nodes, wrap
+from tests.strategy.models import (
+    flat_grads,
+    flat_parameters,
+    go_on,
+    loss_of,
+    mlp,
+    node_residual,
+    save,
+    sum_over_nodes,
+    wrap,
+)
 from tests.strategy.trainers import lightning_of, plain_module, sparse, trainer, weights
 
 SHAPES = [(2, 2), *(pytest.param(*shape, marks=pytest.mark.slow) for shape in ((1, 3), (2, 3)))]
@@ -102,14 +112,14 @@ def back_and_on(folder: str) -> tuple[list[Tensor], bool]:
                 residuals.append(node_residual(module, state))
                 assert state.round == 6
                 saved = torch.load(path, weights_only=True)
-                del saved[side_files.KEY]
+                del saved[saves.KEY]
                 torch.save(saved, plain := f"{folder}/plain{trainer.global_rank}.ckpt")
                 trainer.strategy.load_checkpoint(plain)
                 residuals.append(node_residual(module, state))
 
     module, strategy = plain_module("pytorch_lightning", by_step=True), sparse("pytorch_lightning")
     trainer("pytorch_lightning", strategy, max_steps=10, max_epochs=-1, callbacks=[Back()], **_ranks()).fit(module)
-    return residuals, bool(strategy._saved) or strategy._resumes
+    return residuals, bool(strategy._saves.loaded) or strategy._resumes
 
 
 @pytest.mark.parametrize(("saved", "resumed"), [((2, 2), (1, 2)), ((2, 2), (3, 1))])
@@ -130,19 +140,14 @@ def save_by_hand(path: str) -> Tensor:
         model.zero_grad()
         loss_of(ddp, step, dist.get_rank()).backward()
     state.settle()
-    manifest = checkpoint.manifest_of(state, "run")
-    checkpoint.save_side_file(state, manifest["save_id"], path)
-    if dist.get_rank() == 0:
-        torch.save({side_files.KEY: manifest}, path)
+    save(state, path)
     return sum_over_nodes(node_residual(model, state), state)
 
 
 def load_by_hand(path: str) -> dict[str, Any]:
     model = mlp()
     state = HierState(model, HierConfig(density=0.05, exchange="sparse", warmup_epochs=0), discover())
-    (saved,) = side_files.load(torch.load(path, weights_only=True), path, dist.get_rank())
-    assert saved is not None
-    said = checkpoint.apply(saved, state, torch.device("cpu"))
+    said = go_on(state, path)
     total = sum_over_nodes(node_residual(model, state), state)
     ddp, _ = wrap(model, state.config, state=state, bucket_cap_mb=0.002)
     for step in range(7, 9):
@@ -165,9 +170,7 @@ def apply_on_one_node(path: str) -> list[Tensor]:
     """What three rounds add to the mean gradient, the first of which is thrown away."""
     model, plain = mlp(), mlp()
     state = HierState(model, HierConfig(density=0.05, exchange="sparse", warmup_epochs=0), discover())
-    (saved,) = side_files.load(torch.load(path, weights_only=True), path, dist.get_rank())
-    assert saved is not None
-    checkpoint.apply(saved, state, torch.device("cpu"))
+    go_on(state, path)
     ddp, _ = wrap(model, state.config, state=state)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     state.watch([optimizer])
@@ -202,23 +205,23 @@ def test_a_side_file_that_cannot_be_read_is_one_warning_and_zero(ranks: RunRanks
 
 
 def test_a_link_is_read_through_and_replaced_by_a_save(tmp_path: Path) -> None:
-    state = HierState(mlp(), HierConfig(), Topology(((0,),), 0))
+    state, beside = HierState(mlp(), HierConfig(), Topology(((0,),), 0)), saves.Saves("gradients")
     best, last = str(tmp_path / "best.ckpt"), str(tmp_path / "last.ckpt")
 
     def save(path: str) -> str:
-        save_id = str(checkpoint.manifest_of(state, "run")["save_id"])
-        checkpoint.save_side_file(state, save_id, path)
-        side_files.remove_side_files(path, but=[save_id])
+        save_id = str(beside.manifest_of(state)["save_id"])
+        saves.write_side_file({}, save_id, path, 0)
+        saves.remove_side_files(path, but=[save_id])
         return save_id
 
     first = save(best)
     os.symlink("best.ckpt", last)
-    assert side_files.read_side_file(last, first, 0)
+    assert saves.read_side_file(last, first, 0)
     state.round += 1
     second = save(last)
     os.unlink(last)  # Lightning writes a new file and moves it there
-    assert side_files.read_side_file(last, second, 0)
-    assert side_files.read_side_file(best, first, 0)
+    assert saves.read_side_file(last, second, 0)
+    assert saves.read_side_file(best, first, 0)
 
 
 def test_files_come_and_go_with_their_checkpoint(tmp_path: Path) -> None:
@@ -299,10 +302,7 @@ def keep_one_parameter(path: str) -> tuple[bool, Tensor, Tensor]:
     state.config = state.exchange.choice.config = HierConfig(exchange="dense")  # as density="auto" may come to
     step(6, drop=True)
     held, before = bool(state.store.current), of_bias(state)
-    manifest = checkpoint.manifest_of(state, "run")
-    checkpoint.save_side_file(state, manifest["save_id"], path)
-    if dist.get_rank() == 0:
-        torch.save({side_files.KEY: manifest}, path)
+    save(state, path)
     model[4].bias.requires_grad_(False)  # other buckets, other groups
     ddp, _ = wrap(model, sparse, topology, state=state)
     state.before_backward()
@@ -324,7 +324,5 @@ def of_bias(state: HierState) -> Tensor:
 
 def parked_elsewhere(path: str) -> Tensor:
     _, state = wrap(mlp(), HierConfig())
-    (saved,) = side_files.load(torch.load(path, weights_only=True), path, dist.get_rank())
-    assert saved is not None
-    checkpoint.apply(saved, state, torch.device("cpu"))
+    go_on(state, path)
     return state.store.parked["0.bias"]

@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from lightning_sparse.exchange import Work
-from lightning_sparse.exchange.paths.dense16 import Dense16, Rounded
+from lightning_sparse.exchange import Shard, Work
+from lightning_sparse.exchange.paths import Dense16
 from lightning_sparse.strategy import HierConfig
 from tests.helpers.distributed import RunRanks
 from tests.strategy.models import conserved
@@ -20,14 +20,13 @@ ONE = torch.ones(())
 def exchange(grads_MS: Tensor, residuals_MS: Tensor) -> tuple[Tensor, Tensor, int]:
     """A round of all nodes in one process: what is applied, what each keeps, and the bytes that one receives."""
     nodes, numel = grads_MS.shape
-    rounded, left_MS = Rounded(numel, nodes), torch.full_like(grads_MS, torch.nan)
-    sent = [rounded.split(grads_MS[m], residuals_MS[m], left_MS[m], ONE) for m in range(nodes)]
+    rounded, left_MS = Dense16(Work(nodes, 1, numel)), torch.full_like(grads_MS, torch.nan)
+    shards = [Shard(grads_MS[m].clone(), residuals_MS[m], left_MS[m], ONE) for m in range(nodes)]
+    sent = [rounded.split(shard) for shard in shards]
     arrived = [torch.stack([rows[m] for rows in sent]) for m in range(nodes)]
     rows = torch.stack([rounded.merge(arrived[m], m, left_MS[m]) for m in range(nodes)])
     received = (nodes - 1) * (sent[0][0].nbytes + rows[0].nbytes)
-    applied = torch.empty(numel)
-    rounded.join(rows, applied)
-    return applied, left_MS, received
+    return rounded.apply(rows, shards[0]), left_MS, received
 
 
 @given(st.integers(1, 7), st.integers(1, 40), st.integers(0, 10**6))

@@ -1,7 +1,7 @@
 """Lanes as CUDA streams: who waits for whom, and which tensors the allocator must hear of.
 
 Here streams are stand-ins that keep track of what precedes what, and every operation of real ranks on the CPU is
-watched: what one stretch makes and a later one uses has to be handed over. Streams themselves are for the tests marked
+watched: what one stage makes and a later one uses has to be handed over. Streams themselves are for the tests marked
 ``gpu``.
 """
 
@@ -17,13 +17,15 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from lightning_sparse.exchange.lanes import Job, Runner, StreamLanes
-from lightning_sparse.exchange.paths.sparse import Sparse
+from lightning_sparse.exchange import Shard, Transfer
+from lightning_sparse.exchange.lanes import Runner, StreamLanes
 from lightning_sparse.strategy import HierConfig
 from lightning_sparse.topology import discover
 from lightning_sparse.updates import LocalUpdates, UpdatesConfig
+from lightning_sparse.updates.state import Delivery
 from tests.helpers.distributed import RunRanks
 from tests.strategy.models import PLAIN, loss_of, mlp, wrap
+from tests.strategy.test_lanes import Job
 
 Names = set[str]
 
@@ -57,10 +59,12 @@ class Streams:
         self.current.before.add(name)
 
     def job(self, name: str) -> Job:
-        for stretch in ("select", "exchange", "apply"):
-            self.do(f"{stretch} {name}")
-            if stretch != "apply":
-                yield ()
+        return Job(iter(self._stages(name)))
+
+    def _stages(self, name: str) -> Iterator[tuple[()]]:
+        for stage in ("select", "exchange", "apply"):
+            self.do(f"{stage} {name}")
+            yield ()
 
 
 @pytest.fixture
@@ -101,8 +105,7 @@ def test_a_started_job_has_one_lane_beside_the_caller(streams: Streams) -> None:
     lanes = StreamLanes(torch.device("cuda"))
     for name in ("0", "1"):
         job = streams.job(name)
-        next(job)  # the caller selects
-        lanes.start(job, torch.tensor(0.0))
+        lanes.start(job, torch.tensor(0.0), job.select())
         streams.do(f"step {name}")
     seen = streams.seen
     assert seen["apply 0"] == {"select 0", "exchange 0"}
@@ -114,18 +117,18 @@ def test_a_started_job_has_one_lane_beside_the_caller(streams: Streams) -> None:
 
 
 class Watch(TorchDispatchMode):
-    """Finds operations on memory that an earlier stretch allocated and did not hand over to this one."""
+    """Finds operations on memory that an earlier stage allocated and did not hand over to this one."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.stretch = 0
+        self.stage = 0
         self.faults: list[str] = []
-        self._born: dict[int, int] = {}  # by storage: the stretch that made it; -1 for what was there
+        self._born: dict[int, int] = {}  # by storage: the stage that made it; -1 for what was there
         self._handed: set[int] = set()
         self._kept: list[Any] = []  # no storage takes the place of another
 
-    def next_stretch(self, handed: Sequence[Tensor]) -> None:
-        self.stretch += 1
+    def next_stage(self, handed: Sequence[Tensor]) -> None:
+        self.stage += 1
         self._handed = {self._key(each) for each in handed}
 
     def _key(self, tensor: Tensor) -> int:
@@ -137,12 +140,12 @@ class Watch(TorchDispatchMode):
         for tensor in tree_leaves((args, kwargs)):
             if isinstance(tensor, Tensor):
                 key = self._key(tensor)
-                if -1 < self._born.setdefault(key, -1) < self.stretch and key not in self._handed:
-                    self.faults.append(f"{func} in stretch {self.stretch}: {tuple(tensor.shape)} {tensor.dtype}")
+                if -1 < self._born.setdefault(key, -1) < self.stage and key not in self._handed:
+                    self.faults.append(f"{func} in stage {self.stage}: {tuple(tensor.shape)} {tensor.dtype}")
         made = func(*args, **(kwargs or {}))
         for tensor in tree_leaves(made):
             if isinstance(tensor, Tensor):
-                self._born.setdefault(self._key(tensor), self.stretch)
+                self._born.setdefault(self._key(tensor), self.stage)
         return made
 
 
@@ -153,17 +156,15 @@ class Watching(Runner):
         self.faults: list[str] = []
         self.jobs = 0
 
-    def run(self, job: Job, result: Tensor) -> torch.futures.Future[Tensor]:
+    def run(self, job: Any, result: Tensor) -> torch.futures.Future[Tensor]:
         self.jobs += 1
-        watch, handed = Watch(), None
-        while True:
+        watch = Watch()
+        for stage in (job.select, job.transfer, job.apply):
             with watch:
-                handed = next(job, None)
-            if handed is None:
-                break
-            watch.next_stretch([result, *handed])
+                handed = stage()
+            watch.next_stage([result, *handed])
         self.faults += watch.faults
-        return super().run(iter(()), result)
+        return self._done(result)
 
 
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
@@ -206,44 +207,46 @@ def test_updates_are_handed_over(ranks: RunRanks, path: str) -> None:
 
 
 def watched_updates(path: Any) -> tuple[list[str], int]:
-    """With the selection inside the job, too."""
+    """With the selection inside the job's first stage, too."""
     model = mlp()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     config = UpdatesConfig(density=0.05, exchange=path)
     updates = LocalUpdates(model, optimizer, config, discover())
     watching = Watching()
     for _ in range(3):
-        (state,) = (node.state for node in updates.nodes)
-        job = state._run(state._path(whole=False), state_shard(state))
-        watching.run(job, state.shared_S)
+        (state,) = (node.state for node in updates.optimizers)
+        watching.run(SelectedLate(updates, state), state.shared_S)
     return watching.faults, watching.jobs
 
 
-def state_shard(state: Any) -> Any:
-    from lightning_sparse.exchange import Shard
+class SelectedLate:
+    """The job of an update, whose selection counts as its first stage."""
 
-    return Shard(torch.randn_like(state.shared_S), next_S=torch.empty_like(state.shared_S))
+    def __init__(self, updates: LocalUpdates, state: Any) -> None:
+        self._updates, self._state = updates, state
+
+    def select(self) -> Sequence[Tensor]:
+        state, exchange = self._state, self._updates.exchange
+        shard = Shard(torch.randn_like(state.shared_S), next_S=torch.empty_like(state.shared_S))
+        transfer = exchange.begin(state._path(whole=False), shard)
+        self._delivery = Delivery(exchange, transfer, state.shared_S, state._mean)
+        return self._delivery.select()
+
+    def transfer(self) -> Sequence[Tensor]:
+        return self._delivery.transfer()
+
+    def apply(self) -> Sequence[Tensor]:
+        return self._delivery.apply()
 
 
 def test_what_is_not_handed_over_is_found(ranks: RunRanks) -> None:
     for faults, _ in ranks(watched_carelessly, nodes=2, devices=2):
-        assert any("stretch 1" in fault and "uint8" in fault for fault in faults), "the message"
-        assert any("stretch 2" in fault and "uint8" in fault for fault in faults), "the messages"
+        assert any("stage 1" in fault and "uint8" in fault for fault in faults), "the message"
+        assert any("stage 2" in fault and "uint8" in fault for fault in faults), "the messages"
 
 
 def watched_carelessly() -> tuple[list[str], int]:
-    careful = Sparse.run
-
-    def careless(self: Any, comm: Any, shard: Any) -> Any:
-        job = careful(self, comm, shard)
-        while True:
-            try:
-                next(job)
-            except StopIteration as done:
-                return done.value
-            yield ()
-
-    with patch.object(Sparse, "run", careless):
+    with patch.object(Transfer, "tensors", ()):
         return watched_gradients({"exchange": "sparse"}, {})
 
 
@@ -256,7 +259,7 @@ def test_streams_overlap_and_results_are_whole() -> None:
     device = torch.device("cuda", torch.cuda.current_device())
     lanes, numel, marks = StreamLanes(device), 1 << 20, {}
 
-    def job(number: int, result: Tensor) -> Job:
+    def job(number: int, result: Tensor) -> Iterator[tuple[Tensor, ...]]:
         made = torch.full((numel,), float(number), device=device)
         marks[f"selected {number}"] = torch.cuda.current_stream().record_event()
         yield (made,)
@@ -268,7 +271,7 @@ def test_streams_overlap_and_results_are_whole() -> None:
         result.copy_(sent)
 
     results = [torch.zeros(numel, device=device) for _ in range(8)]
-    futures = [lanes.run(job(number, result), result) for number, result in enumerate(results)]
+    futures = [lanes.run(Job(job(number, result)), result) for number, result in enumerate(results)]
     marks["selected 7"].synchronize()
     assert not marks["exchanged 1"].query(), "selection waited for the exchange, or the host did"
     for number, future in enumerate(futures):

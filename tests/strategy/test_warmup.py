@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_sparse.gradients.schedule import Warmup
+from lightning_sparse.gradients.config import Warmup
 from tests.helpers.distributed import run_ranks
 from tests.helpers.lines import Lines
 from tests.strategy.models import mlp
@@ -95,7 +95,7 @@ def fit_and_forget() -> tuple[int, int]:
         states.append(weakref.ref(strategy.hier_state))
     modules.clear()
     gc.collect()
-    return len(strategy._watched), sum(state() is not None for state in states)
+    return len(strategy._gradients.watched), sum(state() is not None for state in states)
 
 
 def test_a_strategy_keeps_the_state_of_its_last_module_alone() -> None:
@@ -105,7 +105,7 @@ def test_a_strategy_keeps_the_state_of_its_last_module_alone() -> None:
 def swap() -> tuple[bool, list[str]]:
     fabric = fabric_with("lightning_fabric", fabric_strategy("lightning_fabric", exchange="auto", inter_gbps=1e-3))
     model, _ = prepared(fabric)
-    (state,) = fabric.strategy.hier_states
+    (state,) = fabric.strategy.engines
     kept = fabric.setup_optimizers(torch.optim.Adam(model.parameters(), lr=0.01))
     before = state.exchange.choice.keeps_all
     sgd = fabric.setup_optimizers(torch.optim.SGD(model.parameters(), lr=0.01))

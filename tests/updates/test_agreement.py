@@ -10,10 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from lightning_sparse.exchange.host_copy import HostCopy
+from lightning_sparse.exchange.host import HostCopy
 from lightning_sparse.updates import UpdatesConfig
 from lightning_sparse.updates.agreement import EVERY, PLACES, Agreement
-from lightning_sparse.updates.checkpoint import restore_own, side_content
 from tests.helpers.distributed import RunRanks
 from tests.strategy.models import flat_parameters
 from tests.updates.runs import adamw, shared_of, start, steps
@@ -105,10 +104,10 @@ def resumed_after(done: int, options: dict[str, Any]) -> list[Tensor]:
     """Weights after some steps more, of a run and of one that goes on from its state."""
     ddp, optimizer, updates = start(adamw, density=0.05, **options)
     steps(ddp, optimizer, updates, 0, done)
-    content = side_content(updates)
+    content = (updates.manifest(), updates.state())
     state = deepcopy(optimizer.state_dict())
     again, optimizer_again, resumed = start(adamw, density=0.05, **options)
-    restore_own(resumed, content)
+    resumed.load(*content)
     optimizer_again.load_state_dict(state)
     ends = []
     for run in ((ddp, optimizer, updates), (again, optimizer_again, resumed)):

@@ -7,10 +7,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_sparse.exchange.rates.timing import CHECKS, DECISIONS, ROUNDS
+from lightning_sparse.exchange.host import DECISIONS, ROUNDS
 from lightning_sparse.topology import discover
 from lightning_sparse.updates import LocalUpdates, UpdatesConfig
-from lightning_sparse.updates.checkpoint import fits, restore_own, side_content
 from tests.helpers.distributed import RunRanks, run_ranks
 from tests.updates.runs import adamw, shared_of, start, steps
 
@@ -48,29 +47,29 @@ def resume(exchange: Any) -> tuple[Tensor, Tensor, tuple[float, float]]:
     options: dict[str, Any] = {"density": "auto", "inter_gbps": FAST, "exchange": exchange, "shard_optimizer": False}
     ddp, optimizer, updates = start(adamw, **options)
     steps(ddp, optimizer, updates, 0, DECISIONS[0] + 1)
-    content, state = side_content(updates), deepcopy(optimizer.state_dict())
+    content, state = (updates.manifest(), updates.state()), deepcopy(optimizer.state_dict())
     more = DECISIONS[0] + 1 + ROUNDS // 2
     again_ddp, again_optimizer, again = start(adamw, **options)
     again_optimizer.load_state_dict(state)
-    assert fits(again, content)
-    restore_own(again, content)
+    assert again.fits(*content)
+    again.load(*content)
     for each in ((ddp, optimizer, updates), (again_ddp, again_optimizer, again)):
         steps(*each, DECISIONS[0] + 1, more)
     return shared_of(updates), shared_of(again), (updates.exchange.choice.density, again.exchange.choice.density)
 
 
 def unequal_slices() -> tuple[int, float]:
-    """Elements of this device, and the density, after the networks were looked at again."""
+    """Elements of this device, and the density, after it was decided."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(600, 600, bias=False), nn.Linear(600, 8, bias=False))
     ddp, optimizer, updates = start(muon, model, density="auto")
-    for _ in range(CHECKS[0] + 2):
+    for _ in range(DECISIONS[0] + 2):
         optimizer.zero_grad()
         ddp(torch.randn(2, 600)).square().mean().backward()
         optimizer.step()
         updates.step()
     updates.finish()
-    return updates.nodes[0].state.slices.numel, updates.exchange.choice.density
+    return updates.optimizers[0].state.slices.numel, updates.exchange.choice.density
 
 
 def muon(model: nn.Module) -> torch.optim.Optimizer:
@@ -107,11 +106,11 @@ def resume_in_turn() -> tuple[Tensor, Tensor]:
     whole = begin()
     go_on(whole, 0, DECISIONS[0])
     assert whole[2].exchange.choice.density == 1.0
-    content, states = side_content(whole[2]), [deepcopy(each.state_dict()) for each in whole[1]]
+    content, states = (whole[2].manifest(), whole[2].state()), [deepcopy(each.state_dict()) for each in whole[1]]
     resumed = begin()
     for optimizer, state in zip(resumed[1], states, strict=True):
         optimizer.load_state_dict(state)
-    restore_own(resumed[2], content)
+    resumed[2].load(*content)
     for each in (whole, resumed):
         go_on(each, DECISIONS[0], DECISIONS[0] + ROUNDS // 2)
     return shared_of(whole[2]), shared_of(resumed[2])

@@ -73,7 +73,7 @@ def one_optimizer_after_another(flavour: str) -> float:
     mean = flat_parameters(model).double()
     torch.distributed.all_reduce(mean)
     fabric.setup_optimizers(torch.optim.SGD(model.parameters(), lr=0.1))
-    assert len(fabric.strategy.local_updates) == 1
+    assert len(fabric.strategy.engines) == 1
     return float((flat_parameters(model) - mean / fabric.world_size).abs().max())
 
 

@@ -9,10 +9,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_sparse.pto.ownership import Part
+from lightning_sparse.sharding import Part
 from lightning_sparse.topology import discover
 from lightning_sparse.updates import LocalUpdates, UpdatesConfig
-from lightning_sparse.updates.checkpoint import fits, restore_own, side_content
 from lightning_sparse.updates.slices import Slices
 from tests.helpers.distributed import RunRanks
 from tests.strategy.models import flat_parameters, loss_of, mlp, train
@@ -54,14 +53,14 @@ def fifty_one_steps(options: dict[str, Any], sharded: bool) -> tuple[Tensor, flo
 
 def whole(updates: Any) -> None:
     """After a sharded step each device has its own slice alone: share them."""
-    for node in updates.nodes:
+    for node in updates.optimizers:
         if not node.division.steps_all:
             node.gather()
 
 
 def whole_pending(updates: Any) -> Tensor:
     """This node's pending updates, in the order of the model's parameters. A collective of the node."""
-    (node,) = updates.nodes
+    (node,) = updates.optimizers
     total = torch.zeros(sum(p.numel() for p in node.parameters))
     at, places = 0, {}
     for parameter in node.parameters:
@@ -93,7 +92,7 @@ def looked_at(options: dict[str, Any], looks: bool) -> tuple[Tensor, Tensor, Ten
         steps(ddp, optimizer, updates, step, step + 1)
         if looks and step % 3:
             shared_of(updates)
-            side_content(updates)
+            updates.state()
             updates.pending_norm()
     return shared_of(updates), flat_parameters(updates.module), whole_pending(updates)
 
@@ -281,10 +280,10 @@ def gone_back(options: dict[str, Any]) -> list[Tensor]:
     for went_back in (False, True):
         ddp, optimizer, updates = start(adamw, density=0.05, **options)
         steps(ddp, optimizer, updates, 0, 3)
-        saved = deepcopy((side_content(updates), optimizer.state_dict()))
+        saved = deepcopy(((updates.manifest(), updates.state()), optimizer.state_dict()))
         if went_back:
             steps(ddp, optimizer, updates, 3, 6)
-            restore_own(updates, saved[0])
+            updates.load(*saved[0])
             optimizer.load_state_dict(saved[1])
         steps(ddp, optimizer, updates, 3, 8)
         ends += [shared_of(updates), flat_parameters(updates.module).clone()]
@@ -303,10 +302,10 @@ def with_other_options(saved_with: dict[str, Any], resumed_with: dict[str, Any])
     """Shared weights of a run and of one that goes on from its state, and how far what is pending is off."""
     ddp, optimizer, updates = start(adamw, **saved_with)
     steps(ddp, optimizer, updates, 0, 7)
-    content = side_content(updates)
+    content = (updates.manifest(), updates.state())
     _, _, resumed = start(adamw, **resumed_with)
-    assert fits(resumed, content)
-    restore_own(resumed, content)
+    assert resumed.fits(*content)
+    resumed.load(*content)
     off = whole_pending(resumed) - whole_pending(updates)
     return shared_of(updates), shared_of(resumed), float(off.abs().max())
 

@@ -1,0 +1,65 @@
+"""What ranks agree on: each decision that more than one rank acts upon is made here, from what all of them said.
+
+``reduce`` is an all-reduce in place, ``reduce(tensor, op=...)``, over the ranks that are to agree: a method of
+`lightning_sparse.exchange.HierCommunicator`, whose errors name the ranks, or ``torch.distributed.all_reduce``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+Reduce = Callable[..., Any]
+
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
+
+
+def largest(number: float, reduce: Reduce, device: torch.device) -> float:
+    """Return the largest of all ranks' numbers. A collective."""
+    numbers = torch.tensor([number], dtype=torch.float64, device=device)
+    reduce(numbers, op=dist.ReduceOp.MAX)
+    return float(numbers)
+
+
+def all_agree(condition: bool, reduce: Reduce, device: torch.device) -> bool:
+    """Return whether the condition holds on every rank. A collective."""
+    return not largest(float(not condition), reduce, device)
+
+
+def differing(tensors: Sequence[Tensor | None], reduce: Reduce, device: torch.device) -> list[int]:
+    """Return the indices of the tensors whose bits differ between ranks, the same list on all. A collective."""
+    sums = torch.stack([fingerprint(each).to(device) for each in tensors])
+    extremes = torch.stack([sums, -sums])
+    reduce(extremes, op=dist.ReduceOp.MAX)
+    places: list[int] = (extremes[0] != -extremes[1]).nonzero().flatten().tolist()
+    return places
+
+
+def fingerprint(tensor: Tensor | None) -> Tensor:
+    """Return the sum of the tensor's bits as integers, a 0-dim int64 tensor; a constant for None."""
+    if tensor is None:
+        return torch.full((), 0x5EED, dtype=torch.int64)
+    values = tensor.detach().coalesce().values() if tensor.is_sparse else tensor.detach()
+    flat = values.contiguous().view(-1)
+    return flat.view(_INTEGERS.get(flat.element_size(), torch.int32)).sum(dtype=torch.int64)
+
+
+def same_options(mine: Mapping[str, Any]) -> None:
+    """Raise ValueError on all ranks unless they all have the same options. A collective of the world."""
+    stated: list[Mapping[str, Any]] = [mine] * dist.get_world_size()
+    dist.all_gather_object(stated, dict(mine))
+    compare(stated)
+
+
+def compare(options: Sequence[Mapping[str, Any]]) -> None:
+    """Raise ValueError for ranks with other options than rank 0: they would call other collectives, and hang."""
+    first = options[0]
+    for rank, given in enumerate(options):
+        different = [name for name in {**first, **given} if given.get(name) != first.get(name)]
+        if different:
+            said = ", ".join(f"{name}={given.get(name)!r}, rank 0 has {first.get(name)!r}" for name in different)
+            raise ValueError(f"ranks differ in their options: rank {rank} has {said}. Give all ranks the same.")

@@ -1,0 +1,245 @@
+"""What a training loop calls, and a strategy on its behalf: the same methods, whatever is exchanged between nodes.
+
+========= ============================================== ===================== ===============================
+kind      engine                                         between nodes travel  inside a node
+========= ============================================== ===================== ===============================
+gradients `lightning_sparse.gradients.HierState`         gradients, in a hook  DDP over all ranks
+updates   `lightning_sparse.updates.LocalUpdates`        parameter updates     DDP of the node, or FSDP2
+shards    `lightning_sparse.fsdp.ShardedGradients`       gradients of shards   FSDP2
+========= ============================================== ===================== ===============================
+
+A method that an engine has no use for does nothing. A checkpoint holds the `State` of each device: flat pieces of
+parameters, so that another number of nodes or devices can take them up.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from math import prod
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from lightning_sparse.exchange import Exchange
+from lightning_sparse.messages import LogOnce
+from lightning_sparse.sharding import dims_in_memory, parameters_of
+from lightning_sparse.topology import Topology
+
+Layout = tuple[list[int], list[int]]
+"""A parameter's shape, and its dims in memory order, the outermost first."""
+
+
+class Piece(NamedTuple):
+    """Elements [begin, end) of a parameter, in its memory order, as a flat tensor."""
+
+    name: str
+    begin: int
+    end: int
+    tensor: Tensor
+
+    @property
+    def place(self) -> tuple[str, int, int]:
+        """Which elements these are."""
+        return self[:3]
+
+
+@dataclass
+class State:
+    """What one device alone knows between two steps, on the CPU, in types that ``torch.load(weights_only=True)`` reads.
+
+    Attributes:
+        pieces: by quantity, such as "residual".
+        layouts: of the parameters, by name.
+        own: what only this very device can go on with.
+    """
+
+    pieces: dict[str, list[Piece]] = field(default_factory=dict)
+    layouts: dict[str, Layout] = field(default_factory=dict)
+    own: dict[str, Any] = field(default_factory=dict)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain types."""
+        pieces = {quantity: [tuple(each) for each in found] for quantity, found in self.pieces.items()}
+        return {"pieces": pieces, "layouts": self.layouts, "own": self.own}
+
+    @staticmethod
+    def from_dict(saved: Mapping[str, Any]) -> State:
+        """Return the inverse of to_dict()."""
+        pieces = {quantity: [Piece(*each) for each in found] for quantity, found in saved["pieces"].items()}
+        return State(pieces, saved["layouts"], saved["own"])
+
+
+def layout_of(parameter: Tensor) -> Layout:
+    """Return the layout of a parameter, or of its gradient in a bucket: complex numbers are pairs of real ones."""
+    shape, dims = list(parameter.shape), list(range(parameter.dim()))
+    if isinstance(parameter, DTensor) or torch.ops.aten.is_non_overlapping_and_dense(parameter):
+        dims = dims_in_memory(parameter)
+    if parameter.is_complex():
+        shape, dims = [*shape, 2], [*dims, len(shape)]
+    return shape, dims
+
+
+def flattened(whole: Tensor, layout: Layout) -> Tensor:
+    """Flatten a tensor of the parameter's shape in the order of a layout."""
+    return whole.permute(layout[1]).reshape(-1)
+
+
+def whole_of(states: Sequence[State], quantity: str) -> dict[str, Tensor]:
+    """Return one node's tensors of a quantity by parameter, from its devices' pieces; zero where there is none."""
+    flat: dict[str, Tensor] = {}
+    layouts = {name: layout for each in states for name, layout in each.layouts.items()}
+    for each in states:
+        for name, begin, end, tensor in each.pieces.get(quantity, ()):
+            if name not in flat:
+                flat[name] = torch.zeros(prod(layouts[name][0]), dtype=tensor.dtype)
+            flat[name][begin:end] = tensor
+    whole = {}
+    for name, values in flat.items():
+        shape, dims = layouts[name]
+        whole[name] = values.view([shape[dim] for dim in dims]).permute([dims.index(dim) for dim in range(len(dims))])
+    return whole
+
+
+def mean_of(nodes: Sequence[Sequence[State]], quantity: str) -> dict[str, Tensor]:
+    """Return the mean over nodes of a quantity, by parameter."""
+    wholes = [whole_of(states, quantity) for states in nodes]
+    return {name: torch.stack([each[name] for each in wholes]).mean(0) for name in wholes[0]}
+
+
+class Engine(ABC):
+    """Exchanges what one module learns between nodes.
+
+    Attributes:
+        config: options of the exchange.
+        topology: of the ranks.
+        exchange: between nodes; it exists where ``active``.
+        active: whether there is anything to exchange; False on one node.
+        log_once: logs a line once, on rank 0.
+        needs_all: going on from a checkpoint takes the state of every rank; else a rank without its own begins anew.
+        has_own_weights: nodes train weights of their own, and the global ones are shown.
+    """
+
+    kind: ClassVar[str]
+    kept: ClassVar[str]  # what another number of nodes keeps, for the log
+    lost: ClassVar[str]  # what follows where files are missing, for the log
+    needs_all: ClassVar[bool] = False
+    has_own_weights: ClassVar[bool] = False
+
+    config: Any
+    exchange: Exchange
+    topology: Topology
+    active: bool
+    log_once: LogOnce
+
+    @property
+    @abstractmethod
+    def rounds(self) -> int:
+        """Exchanges, or steps, so far."""
+
+    # -- training ------------------------------------------------------------------------------------------------------
+
+    def before_backward(self, bypass: str = "") -> None:
+        """Call it before each backward pass, on all ranks.
+
+        Args:
+            bypass: a reason to reduce the next round's gradients as DDP would; empty for none.
+        """
+        return
+
+    def before_step(self, optimizer: Optimizer | None = None) -> None:
+        """Call it before a step of the optimizer, or of all."""
+        return
+
+    def step(self, optimizer: Optimizer | None = None) -> None:
+        """Call it after a step of the optimizer, or of all. Every rank does, those that skipped the step included."""
+        return
+
+    def finish(self) -> None:
+        """Send everything that is pending; afterwards all ranks hold the same weights. Every rank calls it."""
+        return
+
+    # -- weights that the world sees -----------------------------------------------------------------------------------
+
+    def show_shared(self) -> None:
+        """Put the global weights into the module, and buffers averaged over all ranks. Every rank calls it."""
+        return
+
+    def show_own(self) -> None:
+        """Put this node's own weights back."""
+        return
+
+    @contextmanager
+    def shared_weights(self) -> Iterator[None]:
+        """Hold the global weights inside, and averaged buffers, as in validation. Every rank enters it."""
+        self.show_shared()
+        try:
+            yield
+        finally:
+            self.show_own()
+
+    # -- checkpoints ---------------------------------------------------------------------------------------------------
+
+    @property
+    def saves(self) -> bool:
+        """Whether there is anything to save."""
+        return self.active
+
+    def manifest(self) -> dict[str, Any]:
+        """Return what a checkpoint says of all ranks alike, in plain types."""
+        return {}
+
+    @abstractmethod
+    def state(self) -> State:
+        """Return what this device alone knows."""
+
+    @abstractmethod
+    def fits(self, manifest: Mapping[str, Any], state: State) -> bool:
+        """Return whether this device can go on exactly where that state was saved."""
+
+    @abstractmethod
+    def load(self, manifest: Mapping[str, Any], state: State | None) -> None:
+        """Go on where this device was saved, on the same nodes; None: with nothing pending. Every rank calls it."""
+
+    @abstractmethod
+    def load_from(self, manifest: Mapping[str, Any], nodes: Sequence[Sequence[State]]) -> None:
+        """Take up what another cluster saved, or this one under other options: the states of its devices, by node.
+        Every rank calls it."""
+
+    def restart(self) -> None:
+        """Go on from the weights that the module holds now, with nothing pending. Every rank calls it."""
+        return
+
+    @abstractmethod
+    def holds(self, parameters: Collection[int]) -> bool:
+        """Return whether one of these parameters, given by ``id()``, is of this engine's module."""
+
+    def follows(self, optimizer: Optimizer) -> bool:
+        """Return whether it is to be told of the optimizer's steps."""
+        return self.holds({id(parameter) for parameter in parameters_of(optimizer)})
+
+    # -- what a callback reports ---------------------------------------------------------------------------------------
+
+    def norms(self) -> dict[str, Tensor]:
+        """Return L2 norms of what this device has not sent, by name: 0-dim tensors (no host sync)."""
+        return {}
+
+    def gauges(self) -> dict[str, float]:
+        """Return other numbers of the last round, by name."""
+        return {}
+
+    # -- the end -------------------------------------------------------------------------------------------------------
+
+    def end(self) -> None:
+        """Take hooks off the module and end threads, for training is over; it may begin again."""
+        return
+
+    def detach(self, reused: Sequence[Optimizer] = ()) -> None:
+        """Leave module and optimizers to another engine. ``reused`` optimizers get all their state: collectives of the
+        node."""
+        self.end()

@@ -1,0 +1,349 @@
+"""FSDP2 inside each node, for models that one device cannot hold: its mesh, what to shard, and gradients between nodes.
+
+FSDP2 is given the mesh of one node. In the backward pass of each module that it manages it averages the gradients over
+the node's devices, and hands this device's shard S to a hook, padded parameter by parameter; `ShardedGradients`
+replaces it by the mean over nodes, by a path of `lightning_sparse.exchange`. What is not sent stays in the residual of
+the module. `lightning_sparse.updates.LocalUpdates` exchanges updates of shards as it does those of whole parameters.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from math import prod
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from lightning_sparse.engine import Engine, Piece, State, flattened, layout_of, mean_of
+from lightning_sparse.exchange import Exchange, ExchangeConfig, Shard
+from lightning_sparse.exchange.communicator import average
+from lightning_sparse.messages import LogOnce
+from lightning_sparse.sharding import check_sharded, local_of, part_of
+from lightning_sparse.topology import Topology
+
+
+def mesh_of(topology: Topology) -> DeviceMesh:
+    """The ranks as a mesh of axes "replicate" (the nodes) and "shard" (the devices of a node), over the topology's
+    groups; on one node, of one row.
+
+    Raises:
+        ValueError: for nodes of unequal size.
+    """
+    if topology.kind == "unequal nodes":
+        raise ValueError(
+            f"nodes of {sorted({len(node) for node in topology.nodes})} devices cannot hold the same shards: start the "
+            f"same number of processes on each node, or name groups of equal size with LIGHTNING_SPARSE_NODE."
+        )
+    mesh = topology.mesh_of_axes("replicate", "shard")
+    if mesh is not None:
+        return mesh
+    kind = "cuda" if dist.get_backend() == "nccl" else "cpu"
+    return init_device_mesh(kind, (1, topology.world_size), mesh_dim_names=("replicate", "shard"))
+
+
+def shard(model: nn.Module, mesh: DeviceMesh, **options: Any) -> nn.Module:
+    """Shard a model over the devices of each node: each block that repeats, then the whole.
+
+    Blocks are the children of the outermost ``ModuleList`` and ``Sequential`` whose class occurs there more than once,
+    as the layers of a Transformer do. A model that is sharded already stays as it is.
+
+    Args:
+        model: on the CPU, a device, or the meta device.
+        mesh: from ``mesh_of``, or its axis "shard".
+        **options: of ``fully_shard``.
+    """
+    if any(isinstance(p, DTensor) for p in model.parameters()):
+        return model
+    names = mesh.mesh_dim_names
+    inside = mesh["shard"] if names is not None and len(names) > 1 else mesh
+    for block in blocks(model):
+        fully_shard(block, mesh=inside, **options)
+    for each in model.children() if isinstance(model, (nn.ModuleList, nn.ModuleDict)) else [model]:
+        fully_shard(each, mesh=inside, **options)  # a list has no forward() of its own
+    return model
+
+
+def blocks(model: nn.Module) -> Iterator[nn.Module]:
+    """The blocks that repeat.
+
+    >>> layers = nn.Sequential(*(nn.Sequential(nn.Linear(2, 2), nn.ReLU()) for _ in range(3)), nn.Linear(2, 1))
+    >>> [type(block).__name__ for block in blocks(nn.ModuleDict({"layers": layers}))]
+    ['Sequential', 'Sequential', 'Sequential']
+    """
+    for child in model.children():
+        if isinstance(child, (nn.ModuleList, nn.Sequential)):
+            kinds = [type(each) for each in child]
+            repeated = [each for each in child if kinds.count(type(each)) > 1 and any(True for _ in each.parameters())]
+            if repeated:
+                yield from repeated
+                continue
+        yield from blocks(child)
+
+
+class Managed:
+    """What one FSDP2 module reduces at once.
+
+    Args:
+        name: of the module.
+        managed: parameters that it manages, and no module inside it, by name and in order. Those that are frozen now
+            take no part.
+
+    Attributes:
+        numel: S, elements of this device's shards, each padded to the size of the largest of all devices.
+        residual_S: fp32, what was not sent; None before the first exchange.
+    """
+
+    def __init__(self, name: str, managed: dict[str, DTensor]) -> None:
+        self.name = name
+        self.parameters = parameters = {key: each for key, each in managed.items() if each.requires_grad}
+        self._trained = {key: (each, each.requires_grad) for key, each in managed.items()}
+        self.numel = 0
+        self._begins: list[int] = []
+        for each in parameters.values():
+            self._begins.append(self.numel)
+            rows = -(-each.shape[0] // each.device_mesh.size()) if each.dim() else 1
+            self.numel += rows * prod(each.shape[1:])
+        self.residual_S: Tensor | None = None
+        self._spare_S: Tensor | None = None
+
+    def check(self, numel: int) -> None:
+        """Raise ValueError unless the hook was given the gradients of all parameters that were trained at set-up."""
+        changed = [name for name, (each, trained) in self._trained.items() if each.requires_grad != trained]
+        if changed:
+            raise ValueError(
+                f"{changed[0]} was frozen or unfrozen within the fit, and the places of gradients in a message were "
+                f"agreed at its start: do that between two fits, or use send='updates'."
+            )
+        if numel != self.numel:
+            raise ValueError(
+                f"{numel} of {self.numel} gradients of {self.name or 'the model'} came out of this backward pass: some "
+                f"parameters took no part in it, which this torch does not pad with zeros. Use torch 2.15 or later, "
+                f"freeze them before the fit, or use send='updates'."
+            )
+
+    def views(self, flat_S: Tensor) -> Iterator[tuple[str, DTensor, Tensor]]:
+        """Each parameter, and its shard in a flat tensor, without padding."""
+        for (name, each), begin in zip(self.parameters.items(), self._begins, strict=True):
+            yield name, each, flat_S[begin : begin + local_of(each).numel()]
+
+    def take_accumulated(self, flat_S: Tensor) -> None:
+        """Add the gradients of earlier backward passes, which no other node has seen, and take them away."""
+        for _, parameter, view in self.views(flat_S):
+            if parameter.grad is not None:
+                view.add_(local_of(parameter.grad).flatten())
+                parameter.grad = None
+
+    def new_residual(self) -> Tensor:
+        """One of zeros."""
+        device = local_of(next(iter(self.parameters.values()))).device
+        self.residual_S = torch.zeros(self.numel, dtype=torch.float32, device=device)
+        return self.residual_S
+
+    def residuals(self) -> tuple[Tensor, Tensor]:
+        """This round's, and room for the next one's."""
+        residual_S = self.new_residual() if self.residual_S is None else self.residual_S
+        if self._spare_S is None:
+            self._spare_S = torch.empty_like(residual_S)
+        return residual_S, self._spare_S
+
+    def swap(self) -> None:
+        """The next round's are this round's now."""
+        self.residual_S, self._spare_S = self._spare_S, self.residual_S
+
+
+class ShardedGradients(Engine):
+    """Averages the gradients of a sharded model over nodes::
+
+        topology = discover()
+        model = shard(model, mesh_of(topology))
+        gradients = ShardedGradients(model, ExchangeConfig(exchange="dense16"), topology)
+
+    and the loop stays as it is. FSDP2's own ``set_requires_gradient_sync(False)`` accumulates without communication;
+    inside ``accumulating()`` gradients are averaged inside the node alone.
+
+    Args:
+        model: sharded along dim 0 over the devices of each node; all nodes begin with the weights of the first.
+        config: of the exchange; ``"auto"`` is for DDP's buckets.
+        topology: of the ranks, with its groups.
+
+    Raises:
+        ValueError: for parameters that are sharded otherwise, or an exchange that has to measure first.
+    """
+
+    kind = "gradients of shards"
+    kept = "the mean of the residuals over nodes is kept"
+    lost = "residuals begin at zero, and what waited is lost"
+
+    def __init__(self, model: nn.Module, config: ExchangeConfig, topology: Topology) -> None:
+        if config.path is None or config.density == "auto":
+            raise ValueError(
+                f"exchange={config.exchange!r} and density={config.density!r} are measured in DDP's buckets: choose "
+                f"'sparse', 'regional', 'dense16' or 'dense', and a number."
+            )
+        self.module, self.config, self.topology = model, config, topology
+        self.active = topology.kind == "hierarchical"
+        self.managed: list[Managed] = []
+        self.steps = 0
+        self.log_once = LogOnce(topology.rank)
+        self._accumulating = False
+        if not self.active:
+            return
+        device = next(local_of(p).device for p in model.parameters())
+        self.exchange = Exchange(config, topology, device, sum(p.numel() for p in model.parameters()), self.log_once)
+        names = {id(p): name for name, p in model.named_parameters()}
+        for name, each in model.named_modules():
+            if isinstance(each, FSDPModule) and (managed := managed_by(each, names)):
+                self._attach(each, Managed(name, managed))
+        with torch.no_grad():
+            for tensor in (*model.parameters(), *model.buffers()):
+                self.exchange.communicator.begin_with_first(tensor)
+
+    def _attach(self, module: FSDPModule, managed: Managed) -> None:
+        module.set_all_reduce_hook(partial(self._reduce, managed))
+        always_all = getattr(module, "set_reduce_scatter_unused_params", None)  # torch 2.15
+        if always_all is not None:
+            always_all(True)
+        self.managed.append(managed)
+
+    @contextmanager
+    def accumulating(self) -> Iterator[None]:
+        """Backward passes inside leave the exchange between nodes to the next one outside."""
+        self._accumulating = True
+        try:
+            yield
+        finally:
+            self._accumulating = False
+
+    def take_over(self, before: ShardedGradients) -> None:
+        """Go on with the residuals of an earlier set-up of the same parameters."""
+        of = {tuple(map(id, each.parameters.values())): each for each in before.managed}
+        for each in self.managed:
+            old = of.get(tuple(map(id, each.parameters.values())))
+            if old is not None:
+                each.residual_S = old.residual_S
+
+    @torch.no_grad()
+    def show_shared(self) -> None:
+        """Give all ranks the mean of their floating-point buffers, such as the statistics of batch norm; weights are
+        the same anyway. A collective of the world, if there are any."""
+        buffers = [each for each in self.module.buffers() if each.is_floating_point() and each.numel()]
+        if not self.active or not buffers:
+            return
+        average(buffers, self.exchange.communicator.flat_all_reduce, self.topology.world_size)
+
+    def step(self, optimizer: Optimizer | None = None) -> None:
+        """Call it after the optimizer's step, for the statistics."""
+        self.steps += 1
+        if self.active:
+            self.exchange.stats.end_round()
+
+    def norms(self) -> dict[str, Tensor]:
+        """Return the norm of the residuals of this device."""
+        held = [torch.linalg.vector_norm(each.residual_S) for each in self.managed if each.residual_S is not None]
+        return {"residual_norm": torch.stack(held).norm() if held else torch.zeros(())}
+
+    # -- checkpoints: residuals, by pieces of parameters and without padding -------------------------------------------
+
+    @property
+    def rounds(self) -> int:
+        """Steps so far."""
+        return self.steps
+
+    def holds(self, parameters: Collection[int]) -> bool:
+        """Return whether one of these parameters, given by ``id()``, is of the model."""
+        return any(id(p) in parameters for p in self.module.parameters())
+
+    def manifest(self) -> dict[str, Any]:
+        """Return what all ranks know alike, in plain types."""
+        return {"steps": self.steps}
+
+    def state(self) -> State:
+        """Return the residuals of this device."""
+        pieces, layouts = [], {}
+        for managed in self.managed:
+            for name, parameter, view in managed.views(managed.residual_S) if managed.residual_S is not None else ():
+                pieces.append(Piece(name, *part_of(parameter)[1:], view.to("cpu", copy=True)))
+                layouts[name] = layout_of(parameter)
+        return State({"residual": pieces}, layouts)
+
+    def fits(self, manifest: Mapping[str, Any], state: State) -> bool:
+        """Return whether this device held the same pieces of the parameters when it was saved."""
+        saved = [piece.place for piece in state.pieces["residual"]]
+        mine = [(name, *part_of(p)[1:]) for managed in self.managed for name, p in managed.parameters.items()]
+        return self.active and (not saved or saved == mine)
+
+    @torch.no_grad()
+    def load(self, manifest: Mapping[str, Any], state: State | None) -> None:
+        """Go on exactly where this device was saved; its state ``fits``."""
+        self.steps = manifest["steps"]
+        found = {piece.name: piece.tensor for piece in state.pieces["residual"]} if state is not None else {}
+        for managed in self.managed:
+            for name, _, view in managed.views(managed.new_residual()):
+                if name in found:
+                    view.copy_(found[name])
+
+    @torch.no_grad()
+    def load_from(self, manifest: Mapping[str, Any], nodes: Sequence[Sequence[State]]) -> None:
+        """Start every node with the mean over the old ones."""
+        if not self.active:
+            if manifest["config"]["exchange"] != "dense":  # which leaves nothing
+                self.log_once("the saved residuals are lost: one node has nothing to send", logging.WARNING)
+            return
+        mean = mean_of(nodes, "residual")
+        self.steps = manifest["steps"]
+        for managed in self.managed:
+            for name, parameter, view in managed.views(managed.new_residual()):
+                if name in mean:
+                    part = part_of(parameter)
+                    view.copy_(flattened(mean[name], layout_of(parameter))[part.begin : part.end])
+
+    @torch.no_grad()
+    def _reduce(self, managed: Managed, flat_S: Tensor) -> None:
+        """The hook: the mean over nodes takes the place of this node's gradients."""
+        self.exchange.refuse_capture()
+        managed.check(flat_S.numel())
+        if self._accumulating:
+            return
+        managed.take_accumulated(flat_S)
+        exchange = self.exchange
+        exchange.communicator.where = f"in step {self.steps + 1}, gradients of {managed.name or 'the model'}"
+        work = exchange.choice.work(managed.numel * self.topology.num_devices, flat_S.dtype)
+        path = exchange.choice.path(work, exchange.choice.density)
+        residual_S, next_S = managed.residuals() if path.leaves != "nothing" else (None, None)
+        total_S = exchange.sum(path, Shard(flat_S, residual_S, next_S))
+        if next_S is not None:
+            managed.swap()
+        if total_S is not flat_S:
+            flat_S.copy_(total_S)
+        flat_S.div_(self.topology.num_nodes)
+
+
+def managed_by(module: Any, names: dict[int, str]) -> dict[str, DTensor]:
+    """The parameters that FSDP2 manages with a module: those that it holds and no FSDP2 module inside it does, in the
+    order in which FSDP2 lays out their gradients.
+
+    Raises:
+        ValueError: for one that is not sharded along dim 0 over one axis.
+    """
+    found: dict[str, DTensor] = {}
+
+    def visit(each: nn.Module) -> None:
+        for child in each.children():  # first, as in FSDP2's buffer
+            if not isinstance(child, FSDPModule):
+                visit(child)
+        for parameter in each.parameters(recurse=False):
+            check_sharded(names[id(parameter)], parameter)
+            assert isinstance(parameter, DTensor)
+            found.setdefault(names[id(parameter)], parameter)
+
+    visit(module)
+    return found

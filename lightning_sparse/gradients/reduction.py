@@ -1,0 +1,189 @@
+"""The reduction of a bucket: hierarchical top-k communication (HiTopKComm, Shi et al., MLSys 2021).
+
+M nodes x L devices, P = M * L ranks; this rank is device l of node m. A group of N gradient elements is padded to
+L * S, and K = ceil(density * S):
+
+==================== =============== ======================================================= ======================
+step                 where           in -> out                                               received, slow link
+==================== =============== ======================================================= ======================
+1 reduce-scatter     inside node m   grad_N -> shard_S                                       0
+2 compress           the device      acc_S = shard_S / P + residual_S;                       0
+                                     the K largest |acc_S| -> message;
+                                     residual_S = acc_S - what was sent
+3 exchange           devices l of    message -> M messages, added in node order -> shard_S   (M-1) * message
+                     all nodes
+4 gather             inside node m   shard_S -> grad_N                                       0
+==================== =============== ======================================================= ======================
+
+Steps 2 and 3 are a path of the engine (lightning_sparse.exchange.paths): the one shown, a dense all-reduce of
+shard_S + residual_S, which leaves a zero residual, or another. All ranks choose the same one. Dense is what a layout
+that is not settled takes.
+
+A reduction has three stages, where the work changes place: inside the node, between nodes, inside the node again. The
+runner (lightning_sparse.exchange.lanes) may give each of the three a lane of its own, so that one bucket is on the slow
+network while the next is selected.
+
+With a loss scaler the gradients arrive scaled. Residuals are kept in unscaled units, so a change of the scale means
+nothing to them: step 2 divides by the scale and the result is multiplied by it again, both exact for powers of two.
+
+A non-finite gradient anywhere makes the whole shard NaN on every node, and step 4 carries it to every rank: all ranks
+see it in the same round.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from lightning_sparse.exchange import Shard, Transfer
+from lightning_sparse.gradients.groups import Bucket, BucketGroup
+from lightning_sparse.gradients.state import HierState
+
+
+class Reduction:
+    """The job of reducing what a bucket holds, in place.
+
+    Args:
+        state: of the hook.
+        bucket: with its groups, each of which has a path.
+    """
+
+    def __init__(self, state: HierState, bucket: Bucket) -> None:
+        self._state, self._bucket = state, bucket
+        self._where = f"in round {state.round}, bucket {bucket.index}"
+        self._transfers: list[Transfer] = []
+        self._used: Tensor | None = None  # of all parameters, which ones any rank used in this round
+
+    # -- what the lanes call -------------------------------------------------------------------------------------------
+
+    def select(self) -> Sequence[Tensor]:
+        """Steps 1 and 2, and with the last bucket an agreement on what was used."""
+        bucket, unused, comm = self._bucket, self._state.unused, self._state.exchange.communicator
+        comm.where = self._where
+        if unused is not None:
+            for name in bucket.unused:  # DDP will keep these gradients if no rank used their parameters
+                unused.save(name, bucket.gradient(name), bucket.gradient(name).clone())
+        self._transfers = [self._begin(part) for part in bucket.groups]
+        if unused is not None and bucket.last:
+            self._used = unused.agree(comm, bucket.flat_N.device)  # in the lane that alone uses the group of all ranks
+        return self._used_later()
+
+    def transfer(self) -> Sequence[Tensor]:
+        """Step 3."""
+        self._state.exchange.communicator.where = self._where
+        for each in self._transfers:
+            each.transfer()
+        return self._used_later()
+
+    def apply(self) -> Sequence[Tensor]:
+        """The end of step 3, step 4, and what the round leaves."""
+        self._state.exchange.communicator.where = self._where
+        for part, transfer in zip(self._bucket.groups, self._transfers, strict=True):
+            self._sum(part, transfer)
+            if part.has_residual:
+                self._stage(part, transfer.shard.next_S)
+            elif self._bucket.spends_parked:
+                self._state.store.spend_parked(
+                    part.group, self._state.topology.num_nodes, self._state.rescale, part.grad_N
+                )
+            part.write_back()
+        if self._bucket.last:
+            self._state.end_round(self._used)
+        return ()
+
+    def _used_later(self) -> list[Tensor]:
+        tensors = [tensor for each in self._transfers for tensor in each.tensors]
+        tensors += [part.grad_N for part in self._bucket.groups]
+        if self._state.unused is not None and self._used is not None:
+            tensors += [self._used, *self._state.unused.saved]
+        return tensors
+
+    # -- steps 1 and 2 of a group --------------------------------------------------------------------------------------
+
+    def _begin(self, part: BucketGroup) -> Transfer:
+        part.read()
+        transfer, momentum = self._state.exchange.begin(part.path, self._contribution(part)), self._state.momentum
+        if momentum is not None and (sent := part.path.indices(transfer.carried)) is not None:
+            momentum.stop(part.group, sent)
+        return transfer
+
+    def _contribution(self, part: BucketGroup) -> Shard:
+        """Step 1, and what takes part in step 2."""
+        state, comm, path = self._state, self._state.exchange.communicator, part.path
+        grad_N, share = part.grad_N, 1.0 / state.topology.world_size
+        # As DDP does: after the sum, the last bits would differ. And in fp16 a sum may pass 65,504 where the mean
+        # does not.
+        if path.in_place or grad_N.dtype == torch.float16:
+            grad_N.mul_(share)
+            share = 1.0
+        residual_S = self._residual(part)
+        sum_S = comm.reduce_scatter(grad_N) if path.by_shard else grad_N
+        if not path.in_place:
+            sum_S, factor = self._averaged(part, sum_S, share)
+            return Shard(sum_S, residual_S, state.store.buffer(part.group, grad_N.device), factor)
+        if state.momentum is not None and path.by_shard:
+            sum_S = state.rescale(self._averaged(part, sum_S, share)[0]).to(grad_N.dtype)
+        return Shard(sum_S, None if residual_S is None else state.rescale(residual_S.clone()))
+
+    def _residual(self, part: BucketGroup) -> Tensor | None:
+        """Return the group's residual shard for this round, fp32; None stands for zero. A collective inside the node
+        where its parameters had residuals in other groups. That of parameters which this rank did not use is withheld:
+        DDP may not take the result for them (lightning_sparse.gradients.tracking)."""
+        state = self._state
+        if not part.has_residual:
+            return None
+        for store in state.stores:
+            store.regroup(part.group, state.exchange.communicator.gather, part.grad_N.device)
+        latest = state.store.latest(part.group)
+        if latest is None or not part.unused:
+            return latest
+        sendable = latest.clone()
+        state.store.restore(part.group, part.unused, None, sendable)
+        return sendable
+
+    def _averaged(self, part: BucketGroup, sum_S: Tensor, share: float) -> tuple[Tensor, Tensor]:
+        """Return what the residual is added to: a tensor, and what it is to be multiplied by. ``share`` of ``sum_S`` is
+        this node's share of the mean gradient; with momentum correction its velocity takes the place of it."""
+        factor, momentum = self._state.unscaled(share, sum_S.device), self._state.momentum
+        if momentum is None:
+            return sum_S, factor
+        sum_S = sum_S.mul_(factor) if sum_S.dtype == torch.float32 else sum_S.float().mul_(factor)
+        return momentum.advance(part.group, sum_S), torch.ones_like(factor)
+
+    # -- step 4 of a group, and its next residual ----------------------------------------------------------------------
+
+    def _sum(self, part: BucketGroup, transfer: Transfer) -> None:
+        """Bring the sum over nodes to the bucket; with a shard that stays sharded, to its place there."""
+        comm, grad_N, sum_S = self._state.exchange.communicator, part.grad_N, transfer.apply()
+        if not part.path.by_shard:
+            return  # it is in the bucket
+        shard_S = sum_S if part.path.in_place else self._state.rescale(sum_S).to(grad_N.dtype)
+        if part.keeps_shard:
+            own = grad_N[comm.topology.device_index * shard_S.numel() :][: shard_S.numel()]
+            own.copy_(shard_S[: own.numel()])
+            return
+        grad_LS = comm.gather(shard_S, last=True, into=grad_N)
+        if grad_LS is not grad_N:  # it was padded; with one device a node the shard is the bucket itself
+            grad_N.copy_(grad_LS[: grad_N.numel()])
+
+    def _stage(self, part: BucketGroup, next_S: Tensor | None) -> None:
+        """Propose what the round left as the group's next residual, and its velocity."""
+        group, store, momentum = part.group, self._state.store, self._state.momentum
+        if momentum is not None:
+            before_S = momentum.store.latest(group)
+            self._save_unused(part, momentum.stage(group), before_S)
+        latest = store.latest(group)
+        if part.unused and latest is not None:  # it was withheld
+            next_S = torch.zeros_like(latest) if next_S is None else next_S
+            for _, here, _ in group.shard_slices(part.unused, store.device_index, store.num_devices):
+                next_S[here] += latest[here]
+        if next_S is not None:
+            self._save_unused(part, next_S, latest)
+        store.stage(group, next_S)
+
+    def _save_unused(self, part: BucketGroup, next_S: Tensor, before_S: Tensor | None) -> None:
+        unused, store = self._state.unused, self._state.store
+        if unused is None:
+            return
+        for name, here, _ in part.group.shard_slices(part.unused, store.device_index, store.num_devices):
+            unused.save(name, next_S[here], None if before_S is None else before_S[here])

@@ -1,0 +1,215 @@
+"""Who holds which elements of a parameter: their order in memory, the division of a step over ranks, FSDP2's shards.
+
+Everything flat in this package lies in *memory order*: the elements of a parameter in the order of its memory, whatever
+the order of its dims (channels_last) is. A `Part` is a range of that. Parts come from two places: `divide` assigns the
+parameters of an optimizer to ranks that all hold them whole, as a pure function that all ranks compute alike; `part_of`
+tells the shard of a parameter that FSDP2 has sharded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from math import prod
+from typing import NamedTuple
+
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Shard
+from torch.optim import Optimizer
+
+GRAIN = 64
+"""Parts begin at multiples of this many elements, so that vectorised optimizers give bit-identical results."""
+BALANCED = 1.1
+"""Ratio of the largest share to the mean up to which no parameter is divided."""
+
+
+class Part(NamedTuple):
+    """Elements [begin, end) of a parameter, in memory order, and the rank of the scope that steps them."""
+
+    owner: int
+    begin: int
+    end: int
+
+
+Parts = tuple[Part, ...]
+
+
+# -- memory order ------------------------------------------------------------------------------------------------------
+
+
+def dims_in_memory(tensor: Tensor) -> list[int]:
+    """Return the dims as they are in memory, the outermost first."""
+    strides = tensor.stride()
+    return sorted(range(tensor.dim()), key=lambda dim: -strides[dim])
+
+
+def memory_of(tensor: Tensor) -> Tensor:
+    """Return a flat view of the tensor's memory, for any order of dims.
+
+    Raises:
+        ValueError: if its elements do not fill its memory.
+    """
+    in_memory = tensor.detach().permute(dims_in_memory(tensor))
+    if not in_memory.is_contiguous():
+        raise ValueError(
+            f"a parameter of shape {tuple(tensor.shape)} and strides {tensor.stride()} has gaps or overlaps in "
+            f"its memory and cannot be gathered: make it contiguous()."
+        )
+    return in_memory.view(-1)
+
+
+def in_order_of(parameter: Tensor, tensor: Tensor) -> Tensor:
+    """Flatten the tensor in the order of the parameter's memory; a view if the layouts match."""
+    return tensor.detach().permute(dims_in_memory(parameter)).reshape(-1)
+
+
+def sparse_parameters(module: nn.Module) -> set[int]:
+    """Return the ``id()`` of each embedding weight with sparse gradients. These cannot be divided."""
+    embeddings = (nn.Embedding, nn.EmbeddingBag)
+    return {id(each.weight) for each in module.modules() if isinstance(each, embeddings) and each.sparse}
+
+
+def parameters_of(optimizer: Optimizer) -> list[Tensor]:
+    """Return its parameters in the order of its groups, as they are now: groups are added while training."""
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+# -- the division of a step over ranks ---------------------------------------------------------------------------------
+
+
+def divide(numels: Sequence[int], costs: Sequence[int], loads: Sequence[int], cuttable: Sequence[bool]) -> list[Parts]:
+    """Assign whole parameters if that balances the ranks; else divide the costliest ones among all ranks.
+
+    Args:
+        numels: number of elements of each parameter.
+        costs: cost of each parameter's step, in any unit.
+        loads: current cost of each rank, in the same unit; its length is the number of ranks.
+        cuttable: whether a parameter's parts can be stepped separately.
+
+    Returns:
+        The parts of each parameter, ascending.
+
+    >>> divide([10, 6, 4], [10, 6, 4], loads=[0, 0], cuttable=[True] * 3)
+    [(Part(owner=0, begin=0, end=10),), (Part(owner=1, begin=0, end=6),), (Part(owner=1, begin=0, end=4),)]
+    >>> divide([900, 100], [900, 100], loads=[0, 0], cuttable=[True] * 2)[0]
+    (Part(owner=0, begin=0, end=448), Part(owner=1, begin=448, end=900))
+    """
+    cut: set[int] = set()
+    while True:
+        parts = _deal(numels, costs, loads, cut)
+        totals = [a + b for a, b in zip(loads, loads_of(parts, costs, len(loads)), strict=True)]
+        whole = [i for i, numel in enumerate(numels) if cuttable[i] and i not in cut and numel > GRAIN]
+        if not whole or max(totals) * len(loads) <= BALANCED * sum(totals):
+            return parts
+        cut.add(max(whole, key=lambda i: costs[i]))
+
+
+def divide_new(
+    parameters: Sequence[Tensor],
+    known: Mapping[int, Parts],
+    size: int,
+    cost: Callable[[Tensor], int],
+    cuttable: Callable[[Tensor], bool],
+) -> list[Parts]:
+    """Return the parts of all parameters: those known, by ``id()``, keep theirs, and the others are divided.
+
+    Args:
+        size: number of ranks.
+        cost: returns the cost of a parameter's step.
+        cuttable: returns whether a parameter's parts can be stepped separately.
+    """
+    kept = [p for p in parameters if id(p) in known]
+    new = [p for p in parameters if id(p) not in known]
+    loads = loads_of([known[id(p)] for p in kept], list(map(cost, kept)), size)
+    divided = divide([p.numel() for p in new], list(map(cost, new)), loads, list(map(cuttable, new)))
+    parts = {**known, **dict(zip(map(id, new), divided, strict=True))}
+    return [parts[id(p)] for p in parameters]
+
+
+def assign(costs: Sequence[int], loads: Sequence[int]) -> list[int]:
+    """Return the owner of each piece: the costliest first, each to the rank with the least load.
+
+    The largest load is at most the mean plus the costliest piece. Ties go to the earlier piece and the lower rank.
+
+    >>> assign([3, 10, 4, 4], loads=[0, 0])
+    [1, 0, 1, 1]
+    >>> assign([5], loads=[7, 0, 0])
+    [1]
+    """
+    totals = list(loads)
+    owners = [0] * len(costs)
+    for index in sorted(range(len(costs)), key=lambda i: -costs[i]):
+        owner = min(range(len(totals)), key=totals.__getitem__)
+        owners[index] = owner
+        totals[owner] += max(1, costs[index])  # an empty parameter has a cost, too
+    return owners
+
+
+def loads_of(parts: Sequence[Parts], costs: Sequence[int], size: int) -> list[int]:
+    """Return the load of each of `size` ranks.
+
+    >>> loads_of([(Part(0, 0, 5), Part(1, 5, 10)), (Part(1, 0, 4),)], costs=[100, 7], size=2)
+    [50, 57]
+    """
+    loads = [0] * size
+    for of_parameter, cost in zip(parts, costs, strict=True):
+        numel = of_parameter[-1].end
+        for part in of_parameter:
+            loads[part.owner] += max(1, cost * (part.end - part.begin) // max(1, numel))
+    return loads
+
+
+def _deal(numels: Sequence[int], costs: Sequence[int], loads: Sequence[int], cut: set[int]) -> list[Parts]:
+    size, totals = len(loads), list(loads)
+    in_parts = {i: tuple(Part(rank, *bounds) for rank, bounds in enumerate(_bounds(numels[i], size))) for i in cut}
+    for index, parts in in_parts.items():
+        totals = [a + b for a, b in zip(totals, loads_of([parts], [costs[index]], size), strict=True)]
+    whole = [i for i in range(len(numels)) if i not in cut]
+    owner_of = dict(zip(whole, assign([costs[i] for i in whole], totals), strict=True))
+    return [in_parts.get(i) or (Part(owner_of[i], 0, numel),) for i, numel in enumerate(numels)]
+
+
+def _bounds(numel: int, count: int) -> list[tuple[int, int]]:
+    step = max(GRAIN, round(numel / count / GRAIN) * GRAIN)
+    begins = list(range(0, numel, step))[:count]
+    return list(zip(begins, [*begins[1:], numel], strict=True))
+
+
+# -- shards of FSDP2 ---------------------------------------------------------------------------------------------------
+
+
+def local_of(tensor: Tensor) -> Tensor:
+    """Return what this device holds of a tensor: its shard, or all of one that is not sharded."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def part_of(parameter: Tensor) -> Part:
+    """Return the elements of a sharded parameter that this device holds: rows of dim 0, cut as by ``torch.chunk``."""
+    assert isinstance(parameter, DTensor)
+    index, size = parameter.device_mesh.get_local_rank(), parameter.device_mesh.size()
+    rows, row = parameter.shape[0], prod(parameter.shape[1:])
+    each = -(-rows // size)
+    begin, end = min(index * each, rows), min((index + 1) * each, rows)
+    return Part(index, begin * row, end * row) if begin < end else Part(index, 0, 0)
+
+
+def memory_of_part(parameter: Tensor, part: Part) -> Tensor:
+    """Return a flat view of the memory of a part that this device holds."""
+    if isinstance(parameter, DTensor):
+        return memory_of(parameter.to_local())
+    return memory_of(parameter)[part.begin : part.end]
+
+
+def check_sharded(name: str, parameter: Tensor) -> None:
+    """Raise ValueError for a parameter whose shards cannot be exchanged."""
+    if not isinstance(parameter, DTensor):
+        reason = "is not sharded, and others are"
+    elif parameter.device_mesh.ndim != 1:
+        reason = f"is sharded over a mesh of {parameter.device_mesh.ndim} axes"
+    elif parameter.placements != (Shard(0),):
+        reason = f"is placed as {parameter.placements}"
+    else:
+        return
+    raise ValueError(
+        f"parameter {name} {reason}, and what nodes exchange are shards along dim 0 over a node's devices: give "
+        f"fully_shard() the node's mesh, device_mesh['shard'], for the whole model."
+    )

@@ -1,0 +1,322 @@
+"""What the strategies for Trainer and Fabric do alike: the topology, the engines of their modules, DDP's own options.
+
+A strategy *has* engines (`lightning_sparse.engine`); the adapters in `trainer` and `fabric` translate their host's
+methods into an engine's. Nothing here imports Lightning.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import weakref
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from datetime import timedelta
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from lightning_sparse.engine import Engine
+from lightning_sparse.exchange import ExchangeConfig
+from lightning_sparse.gradients import HierConfig, HierState, hier_hook
+from lightning_sparse.messages import described, show_log_lines
+from lightning_sparse.sharding import local_of, parameters_of
+from lightning_sparse.strategy.options import bucket_cap_mb, loss_scale_of, with_defaults
+from lightning_sparse.strategy.saves import Saves, new_run_id
+from lightning_sparse.topology import Topology, discover
+from lightning_sparse.updates import LocalUpdates, UpdatesConfig
+
+
+class Adapter:
+    """Between a host of Lightning and engines.
+
+    Attributes:
+        engines: one a module, in the order of set-up.
+    """
+
+    engines: list[Any]
+
+    # The part of Lightning's strategies that is relied upon.
+    root_device: torch.device
+    node_rank: int
+    local_rank: int
+    global_rank: int
+    world_size: int
+    is_global_zero: bool
+    _ddp_kwargs: dict[str, Any]
+    _timeout: timedelta | None
+
+    def _begin(self, config: ExchangeConfig, node_name: str | None, kind: str) -> None:
+        """Before the host's own constructor.
+
+        Args:
+            kind: of the engines.
+        """
+        self.config: Any = config
+        self.engines = []
+        self._node_name = node_name
+        self._topology: Topology | None = None
+        self._saves = Saves(kind)
+
+    def __repr__(self) -> str:
+        default = type(self.config)().to_dict()
+        given = {name: value for name, value in self.config.to_dict().items() if value != default[name]}
+        return described(type(self), {"density": self.config.density, **given})
+
+    @property
+    def _place(self) -> Topology:
+        """The topology, found once. A collective of the world then, which compares the options of all ranks."""
+        if self._topology is None:
+            show_log_lines()  # also in a process that did not make the strategy
+            self._topology = discover(
+                node_rank=self.node_rank,
+                local_rank=self.local_rank,
+                node_name=self._node_name,
+                config={**self.config.to_dict(), **self._shared_options()},
+                timeout=self._timeout,
+            )
+            self._saves.run_id = str(self.broadcast(new_run_id()))  # type: ignore[attr-defined]
+        return self._topology
+
+    def _shared_options(self) -> dict[str, Any]:
+        """Options of the host that must be the same on all ranks."""
+        return {}
+
+    @contextmanager
+    def shared_weights(self) -> Iterator[None]:
+        """Modules hold the global weights inside, and buffers averaged over ranks, as in validation and checkpoints.
+        Every rank enters it."""
+        with ExitStack() as stack:
+            for engine in self.engines:
+                stack.enter_context(engine.shared_weights())
+            yield
+
+    def _saved_engines(self) -> list[Engine]:
+        return [engine for engine in self.engines if engine.saves]
+
+
+# -- gradients ---------------------------------------------------------------------------------------------------------
+
+
+class GradientEngines:
+    """The engines of modules that DDP wraps, and the optimizers that step these.
+
+    Args:
+        config: of the reduction.
+
+    Attributes:
+        states: of the modules, in the order of set-up.
+        watched: the optimizers of each.
+        seen: optimizers that were set up, whether or not their modules are.
+    """
+
+    def __init__(self, config: HierConfig) -> None:
+        self.states: list[HierState] = []
+        self.watched: dict[HierState, list[Optimizer]] = {}
+        self.seen: list[weakref.ref[Optimizer]] = []
+        self._config = config
+
+    def attach(
+        self,
+        ddp: DistributedDataParallel,
+        topology: Topology,
+        precision: Any,
+        *,
+        find_unused: bool,
+        fresh: bool = False,
+    ) -> HierState:
+        """Reduce the module's gradients our way. One that is wrapped again goes on with its residuals, unless it is to
+        begin ``fresh``. A collective of the world."""
+        module = ddp.module
+        self._drop_unused(module, fresh)
+        state = next((each for each in self.states if each.parameters.are_of(module)), None)
+        if state is None:
+            state = HierState(module, self._config, topology, find_unused_parameters=find_unused)
+            state.loss_scale = lambda: loss_scale_of(precision)
+            state.log_once(topology.describe())
+            self.states.append(state)
+        elif find_unused:
+            state.track_unused(module)
+        self.watched[state] = []  # new optimizers take the place of those before
+        ddp.register_comm_hook(state, hier_hook)
+        return state
+
+    def watch(self, optimizers: Iterable[Optimizer]) -> None:
+        """Note the steps of these besides those watched already, each for the modules whose parameters it steps. One
+        that steps the same parameters as another takes its place."""
+        optimizers = list(optimizers)
+        for state in self.states:
+            own = [each for each in optimizers if state.parameters.are_stepped_by(each)]
+            if own:
+                self.watched[state] = _without_replaced(self.watched[state], own) + own
+                state.watch(self.watched[state])
+
+    def watch_also(self, optimizer: Optimizer) -> None:
+        """Watch an optimizer, whose module may be set up later."""
+        self.seen = [each for each in self.seen if each() is not None] + [weakref.ref(optimizer)]
+        self.watch([optimizer])
+
+    def watch_seen(self) -> None:
+        """Watch the optimizers that were set up before."""
+        self.watch([each for found in self.seen if (each := found()) is not None])
+
+    def keep_only(self, state: HierState) -> None:
+        """Forget the other modules."""
+        self.states[:], self.watched = [state], {state: self.watched[state]}
+
+    def _drop_unused(self, module: nn.Module, fresh: bool) -> None:
+        """Those of modules that are gone, and that of the module being wrapped if it has other parameters by now."""
+        gc.collect()  # so that all ranks see the same modules gone
+        for state in list(self.states):
+            replaced = state.parameters.are_of(module) and not state.parameters.are_in(module)
+            if replaced and not fresh:
+                state.log_once(
+                    "parameters were replaced since the last set-up: their residuals are lost", logging.WARNING
+                )
+            if replaced or state.parameters.module is None or (fresh and state.parameters.are_of(module)):
+                state.end()
+                self.states.remove(state)
+                stale = self.watched.pop(state)
+                self.seen = [each for each in self.seen if each() not in stale]
+
+
+def _without_replaced(watched: list[Optimizer], new: list[Optimizer]) -> list[Optimizer]:
+    taken = {id(parameter) for each in new for parameter in parameters_of(each)}
+    return [each for each in watched if taken.isdisjoint(map(id, parameters_of(each)))]
+
+
+@contextmanager
+def sized_buckets(strategy: Adapter, module: nn.Module) -> Iterator[None]:
+    """Give DistributedDataParallel a bucket size inside, unless the user gave one. A collective."""
+    given = strategy._ddp_kwargs
+    nbytes = sum(p.numel() * p.element_size() for p in module.parameters() if p.requires_grad)
+    size = bucket_cap_mb(nbytes, strategy._place, strategy.root_device)
+    if size is not None and given.get("bucket_cap_mb") is None:
+        strategy._ddp_kwargs = {**given, "bucket_cap_mb": size}
+    try:
+        yield
+    finally:
+        strategy._ddp_kwargs = given
+
+
+def prepare_ddp(strategy: Adapter) -> None:
+    """Before the host wraps a module: options for DDP, and a logger in a process that did not make the strategy."""
+    show_log_lines()
+    strategy._ddp_kwargs = with_defaults(strategy._ddp_kwargs)
+
+
+# -- updates -----------------------------------------------------------------------------------------------------------
+
+
+def new_updates(
+    module: nn.Module, optimizers: list[Optimizer], config: UpdatesConfig, topology: Topology
+) -> LocalUpdates:
+    """Exchange the updates of these optimizers of a module. A collective of the world."""
+    hierarchical = topology.kind == "hierarchical"
+    for each in module.modules():
+        if isinstance(each, nn.SyncBatchNorm) and hierarchical:
+            each.process_group = topology.intra  # statistics of its node: between nodes each forward pass would wait
+    updates = LocalUpdates(module, optimizers, config, topology)
+    updates.log_once(f"{topology.shape}: {config.describe(topology.num_nodes) if hierarchical else ONE_NODE}")
+    return updates
+
+
+ONE_NODE = "one node, nothing to exchange"
+
+
+def average_inside_the_node(strategy: Adapter) -> None:
+    """Let DistributedDataParallel average inside the node alone. A collective of the world."""
+    topology = strategy._place
+    if topology.kind == "hierarchical":
+        strategy._ddp_kwargs = {**strategy._ddp_kwargs, "process_group": topology.intra}
+
+
+def leave_gradients(ddp: Any, topology: Topology) -> None:
+    """With one device a node there is nothing to average: spare DDP's copies into buckets."""
+    if topology.kind == "hierarchical" and topology.num_devices == 1:
+        ddp.require_backward_grad_sync = False
+
+
+def optimizer_state(engines: Iterable[Engine], optimizer: Any) -> dict[str, Any] | None:
+    """Return the state of one node's optimizer, on the first device of the node; None for one that no engine has. A
+    collective of the node."""
+    exchanged = (one for each in engines if isinstance(each, LocalUpdates) for one in each.optimizers)
+    found = next((one for one in exchanged if one.optimizer is optimizer), None)
+    return None if found is None else found.division.optimizer_state()
+
+
+def plain(value: Any) -> Any:
+    """Return it with Python's numbers for NumPy's: a schedule may leave these in an optimizer, a safe load refuses."""
+    if isinstance(value, np.generic):
+        return value.item()
+    if isinstance(value, dict):
+        return {name: plain(each) for name, each in value.items()}
+    return type(value)(map(plain, value)) if type(value) in (list, tuple) else value
+
+
+def detached(state_dict: dict[str, Any]) -> dict[str, Any]:
+    """Return a copy whose tensors are not the module's; tensors that share memory still do."""
+    copies: dict[Any, Tensor] = {}
+
+    def copy(value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        local = local_of(value)
+        key = (local.data_ptr(), value.shape, value.stride()) if local.numel() else id(value)
+        if key not in copies:
+            copies[key] = value.detach().clone()
+        return copies[key]
+
+    return {name: copy(value) for name, value in state_dict.items()}
+
+
+# -- optimizers of shards ----------------------------------------------------------------------------------------------
+
+
+def local_states(engines: Iterable[Engine]) -> list[list[dict[str, Any]]]:
+    """Return this device's part of the state of optimizers, by parameter, on the CPU. It differs between nodes, and the
+    main file has that of the first."""
+    return [
+        [
+            {
+                name: local_of(value).detach().cpu() if isinstance(value, Tensor) else value
+                for name, value in optimizer.state.get(parameter, {}).items()
+            }
+            for parameter in parameters_of(optimizer)
+        ]
+        for optimizer in _optimizers(engines)
+    ]
+
+
+@torch.no_grad()
+def load_local_states(engines: Iterable[Engine], saved: list[list[dict[str, Any]]]) -> None:
+    """Put them back."""
+    for optimizer, by_parameter in zip(_optimizers(engines), saved, strict=False):
+        for parameter, values in zip(parameters_of(optimizer), by_parameter, strict=True):
+            state = optimizer.state[parameter]
+            for name, value in values.items():
+                current = state.get(name)
+                if isinstance(value, Tensor) and isinstance(current, Tensor):
+                    local_of(current).copy_(value)
+                else:
+                    state[name] = _sharded_as(parameter, value)
+
+
+def _optimizers(engines: Iterable[Engine]) -> list[Optimizer]:
+    return [one.optimizer for each in engines if isinstance(each, LocalUpdates) for one in each.optimizers]
+
+
+def _sharded_as(parameter: Tensor, value: Any) -> Any:
+    """What has the shape of a parameter's shard is sharded, too."""
+    if not isinstance(parameter, DTensor) or not isinstance(value, Tensor):
+        return value
+    local, shape, stride = parameter.to_local(), parameter.shape, parameter.stride()
+    if value.shape != local.shape:
+        return value
+    mesh, placements = parameter.device_mesh, parameter.placements
+    return DTensor.from_local(value.to(local.device), mesh, placements, run_check=False, shape=shape, stride=stride)

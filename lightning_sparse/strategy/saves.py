@@ -1,0 +1,373 @@
+"""What ranks know alone, beside a checkpoint: written without a collective, taken up by any number of ranks.
+
+    epoch=3.ckpt                                  checkpoint["lightning_sparse"] = manifests, each with a save id
+    epoch=3.ckpt.residual/<save id>/rank00002.pt  the `State` of one device
+
+No collective, because a save may come from a signal handler or from an exception that one rank alone met. The save id
+ties the two: an old main file never meets newer side files. Side files are written before the main file, under a
+temporary name that is renamed when whole, and rank 0 waits for those of all ranks; the ids of earlier saves are removed
+after it. So a job that is killed at any point of saving leaves a checkpoint that is whole: the old one or the new one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import logging
+import os
+import uuid
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import partial
+from typing import Any
+
+import fsspec
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import Store  # torch.distributed re-exports it unannounced
+from torch.distributed.distributed_c10d import _get_default_store, default_pg_timeout
+
+from lightning_sparse.agree import all_agree
+from lightning_sparse.engine import Engine, State
+from lightning_sparse.messages import log
+from lightning_sparse.topology import Topology
+
+KEY = "lightning_sparse"
+VERSION = 5
+FAILED = "failed: "  # what a rank arrives with that could not write
+PATIENCE = timedelta(seconds=10)
+"""After so long rank 0 says what it waits for."""
+
+
+@dataclass
+class Saved:
+    """What a checkpoint has of one engine, until that exists.
+
+    Attributes:
+        manifest: what all ranks know alike.
+        path: of the main file.
+        side: what this rank alone knew; None if its file is missing, damaged, or of another save.
+    """
+
+    manifest: dict[str, Any]
+    path: str
+    side: dict[str, Any] | None
+
+    def is_of(self, topology: Topology) -> bool:
+        """Return whether it is of a cluster of the same ranks in the same nodes."""
+        return tuple(map(tuple, self.manifest["nodes"])) == topology.nodes
+
+    def read(self, rank: int) -> dict[str, Any] | None:
+        """Return what that rank alone knew."""
+        return read_side_file(self.path, self.manifest["save_id"], rank)
+
+    def read_all(self) -> list[list[State]]:
+        """Return the states of all ranks by node, without those that cannot be read."""
+        nodes = [[self.read(rank) for rank in node] for node in self.manifest["nodes"]]
+        return [[State.from_dict(each) for each in node if each is not None] for node in nodes]
+
+
+class Saves:
+    """Side files of the checkpoints of one strategy on one rank.
+
+    Args:
+        kind: of the strategy's engines.
+
+    Attributes:
+        run_id: in the ids of saves; the same on all ranks.
+        loaded: what the last checkpoint that was loaded has, until it is restored.
+    """
+
+    def __init__(self, kind: str) -> None:
+        self.run_id = ""
+        self.loaded: list[Saved] = []
+        self._kind = kind
+        self._counts: Counter[tuple[int, int]] = Counter()
+
+    # -- saving --------------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def saving(
+        self, path: Any, engines: Sequence[Engine], timeout: timedelta | None, entries: Mapping[str, Any]
+    ) -> Iterator[list[dict[str, Any]] | None]:
+        """Write this rank's side files, then the caller writes the main file with the manifests that are yielded;
+        afterwards those of earlier saves are removed.
+
+        Args:
+            path: of the main file.
+            engines: to save; none for weights alone, and None is yielded then.
+            timeout: of rank 0's wait for the files of all ranks.
+            entries: what a strategy adds to the first of this rank's files.
+
+        Raises:
+            RuntimeError: when side files of some ranks are missing and the main file would replace a whole checkpoint.
+        """
+        path = os.fspath(path)
+        manifests = [self.manifest_of(engine, index) for index, engine in enumerate(engines)]
+        ids = [manifest["save_id"] for manifest in manifests]
+        rank = dist.get_rank() if engines else 0
+        if manifests:
+            barrier = StoreBarrier(f"lightning_sparse/{'/'.join(ids)}", dist.get_world_size())
+            try:
+                for index, (engine, save_id) in enumerate(zip(engines, ids, strict=True)):
+                    more = {"entries": dict(entries)} if index == 0 else {}
+                    write_side_file({**engine.state().to_dict(), **more}, save_id, path, rank)
+            except Exception as error:
+                barrier.arrive(rank, f"{FAILED}{type(error).__name__}: {error}")  # else rank 0 would wait in vain
+                raise
+            barrier.arrive(rank, os.path.basename(path))
+            if rank == 0:
+                _wait_for_all(barrier, path, timeout)
+            if rank > 0 and engines[0].topology.device_index == 0:
+                _clean_own_folder(path, but=ids)
+        yield manifests or None
+        if not dist.is_initialized() or dist.get_rank() == 0:
+            remove_side_files(path, but=ids)
+
+    def manifest_of(self, engine: Engine, index: int = 0) -> dict[str, Any]:
+        """Return what the main file says of an engine; each call names another save."""
+        self._counts[index, engine.rounds] += 1  # a later fit may come to the same round
+        return {
+            "version": VERSION,
+            "kind": engine.kind,
+            "save_id": f"{self.run_id}-{index}-{engine.rounds}-{self._counts[index, engine.rounds]}",
+            "nodes": [list(node) for node in engine.topology.nodes],
+            "config": engine.config.to_dict(),
+            **engine.manifest(),
+        }
+
+    # -- loading -------------------------------------------------------------------------------------------------------
+
+    def load(self, checkpoint: Mapping[str, Any], path: Any, rank: int) -> None:
+        """Read this rank's side files, for engines that exist now or later."""
+        found = load(checkpoint, os.fspath(path), rank)
+        self.loaded = [each for each in found if each.manifest["kind"] == self._kind]
+        other = next((each.manifest["kind"] for each in found if each.manifest["kind"] != self._kind), None)
+        if other is not None and rank == 0:
+            log.warning(
+                "%s was saved by a strategy that exchanges %s: its weights are taken, and what nodes had not sent then "
+                "is lost",
+                path,
+                other,
+            )
+
+    def entries(self, topology: Topology) -> dict[str, Any]:
+        """Return what the first rank of this node added to its file; empty on another cluster."""
+        if not self.loaded or not self.loaded[0].is_of(topology):
+            return {}
+        side = self.loaded[0].read(topology.nodes[topology.node_index][0])
+        return {} if side is None else dict(side["entries"])
+
+
+def restore(engine: Engine, saved: Saved, device: torch.device) -> dict[str, Any] | None:
+    """Let an engine go on from what a checkpoint has of it. A collective of the world.
+
+    Args:
+        device: of the collective.
+
+    Returns:
+        What a strategy had added to this rank's file, if this device goes on exactly where it was saved.
+
+    Raises:
+        ValueError: when it was saved in another format.
+    """
+    check_version(saved)
+    topology, manifest = engine.topology, saved.manifest
+    agree = partial(all_agree, reduce=partial(dist.all_reduce, group=topology.world), device=device)
+    same = saved.is_of(topology)
+    own = State.from_dict(saved.side) if same and saved.side is not None else None
+    _log_changes(engine, manifest)
+    readable = agree(own is not None)
+    if agree(own is not None and engine.fits(manifest, own)):  # all or none: collectives follow
+        engine.load(manifest, own)
+        return saved.side
+    if same and not readable and not engine.needs_all:
+        engine.load(manifest, own)
+        if own is None:
+            line = f"rank {topology.rank}: no readable residual beside {saved.path}; it starts from zero"
+            engine.log_once(f"{line}, so {engine.lost}", logging.WARNING, every_rank=True)
+        return None
+    nodes = saved.read_all()
+    missing = sum(map(len, manifest["nodes"])) - sum(map(len, nodes))
+    if not agree(not missing) and engine.needs_all:
+        engine.log_once(f"no readable files of all ranks beside {saved.path}: {engine.lost}", logging.WARNING)
+        return None
+    engine.load_from(manifest, nodes)
+    engine.log_once(f"{len(nodes)} node(s) were saved and {topology.num_nodes} resume: {engine.kept}")
+    if missing:
+        engine.log_once(f"{missing} side file(s) of {saved.path} are not readable: {engine.lost}", logging.WARNING)
+    return None
+
+
+def _log_changes(engine: Engine, manifest: Mapping[str, Any]) -> None:
+    differences = engine.config.differences(manifest["config"]).items()
+    changes = [f"{name}: {was!r} -> {now!r}" for name, (was, now) in differences]
+    if changes:
+        engine.log_once(
+            f"options differ from the saved run's, the new ones hold ({', '.join(changes)})", logging.WARNING
+        )
+
+
+def check_version(saved: Saved) -> None:
+    """Raise ValueError for a format that this version does not read."""
+    version = saved.manifest["version"]
+    if version != VERSION:
+        raise ValueError(
+            f"{saved.path} was written in format {version} of lightning_sparse, this one reads {VERSION}: use the "
+            f"version that wrote it, or remove the entry {KEY!r} to go on from its weights alone."
+        )
+
+
+def new_run_id() -> str:
+    """Return an id that rank 0 makes and all ranks share."""
+    return uuid.uuid4().hex[:8]
+
+
+# -- files -------------------------------------------------------------------------------------------------------------
+
+
+def write_side_file(content: dict[str, Any], save_id: str, checkpoint_path: str, rank: int) -> None:
+    """Write what this rank alone knows beside the checkpoint."""
+    buffer = io.BytesIO()
+    torch.save({**content, "save_id": save_id}, buffer)
+    fs, path = _side_path(checkpoint_path, save_id, rank)
+    fs.makedirs(os.path.dirname(path), exist_ok=True)
+    with fs.open(f"{path}.part", "wb") as file:
+        file.write(buffer.getvalue())
+    fs.mv(f"{path}.part", path)
+
+
+def remove_side_files(checkpoint_path: Any, *, but: Collection[str] = ()) -> None:
+    """Remove the side files of a checkpoint, but not those of the save ids to keep."""
+    fs, folder = _folder(os.fspath(checkpoint_path))
+    with contextlib.suppress(FileNotFoundError):
+        for each in fs.ls(folder, detail=False):
+            if os.path.basename(each) not in but:
+                fs.rm(each, recursive=True)
+        if not but:
+            fs.rm(folder, recursive=True)
+
+
+def _clean_own_folder(checkpoint_path: str, *, but: Collection[str]) -> None:
+    """Remove what rank 0 does not see: earlier saves in a folder that nodes do not share, which has no files of rank 0.
+    This node's last save stays, for rank 0 may not have replaced the main file yet."""
+    fs, folder = _folder(checkpoint_path)
+    with contextlib.suppress(FileNotFoundError):
+        earlier = [each for each in fs.ls(folder, detail=False) if os.path.basename(each) not in but]
+        own = [each for each in earlier if not fs.exists(f"{each}/rank00000.pt")]
+        for each in sorted(own, key=fs.modified)[:-1]:
+            fs.rm(each, recursive=True)
+
+
+def load(checkpoint: Mapping[str, Any], checkpoint_path: str, rank: int) -> list[Saved]:
+    """Return what the checkpoint has of each engine, with this rank's side files; empty without such a strategy."""
+    manifests = checkpoint.get(KEY) or []
+    return [Saved(each, checkpoint_path, read_side_file(checkpoint_path, each["save_id"], rank)) for each in manifests]
+
+
+def read_side_file(checkpoint_path: str, save_id: str, rank: int) -> dict[str, Any] | None:
+    """Return one rank's side file; None when the file is missing, damaged, or of another save."""
+    for place in dict.fromkeys((checkpoint_path, _target(checkpoint_path))):
+        fs, path = _side_path(place, save_id, rank)
+        try:
+            with fs.open(path, "rb") as file:
+                content: dict[str, Any] = torch.load(io.BytesIO(file.read()), map_location="cpu", weights_only=True)
+        except Exception:  # torch.load of a damaged file raises whatever its parser stumbled over
+            continue
+        if content.get("save_id") == save_id:
+            return content
+    return None
+
+
+def _folder(checkpoint_path: str) -> tuple[Any, str]:
+    fs, path = fsspec.core.url_to_fs(checkpoint_path)
+    return fs, f"{path}.residual"
+
+
+def _target(checkpoint_path: str) -> str:
+    """save_last may link to another checkpoint, whose side files are then the ones that count. For reading only: a
+    save puts a file of its own in the place of the link."""
+    return os.path.realpath(checkpoint_path) if os.path.islink(checkpoint_path) else checkpoint_path
+
+
+def _side_path(checkpoint_path: str, save_id: str, rank: int) -> tuple[Any, str]:
+    fs, folder = _folder(checkpoint_path)
+    return fs, f"{folder}/{save_id}/rank{rank:05d}.pt"
+
+
+# -- waiting for all ---------------------------------------------------------------------------------------------------
+
+
+class StoreBarrier:
+    """All ranks arrive, and one waits for them, once: through the process group's store rather than by a collective.
+
+    A save may come from a signal handler or from an exception that one rank alone has met. Then rank 0 waits in vain
+    for a while, but the collectives of the ranks stay in step.
+
+    Args:
+        key: the same on all ranks, and another one for each barrier.
+        world_size: how many ranks there are.
+    """
+
+    def __init__(self, key: str, world_size: int, store: Store | None = None) -> None:
+        self.names: list[str] = []  # that ranks arrived with, once they were waited for
+        self._keys = [f"{key}/{rank}" for rank in range(world_size)]
+        self._store = store or _get_default_store()
+
+    def arrive(self, rank: int, name: str = "") -> None:
+        """Record that this rank has arrived."""
+        self._store.set(self._keys[rank], name)
+
+    def wait(self, timeout: timedelta | None) -> list[int]:
+        """Wait until all have arrived, or the time is over; None stands for the timeout of the process group.
+
+        Returns:
+            The ranks that have not arrived; empty when all have.
+        """
+        timeout = timeout or default_pg_timeout
+        missing = self._wait(min(timeout, PATIENCE))
+        if missing and timeout > PATIENCE:
+            log.warning("waiting for rank(s) %s to write what they know beside a checkpoint", _listed(missing))
+            missing = self._wait(timeout - PATIENCE)
+        for rank, key in enumerate(self._keys):
+            if rank not in missing:
+                self.names.append(self._store.get(key).decode())
+            self._store.delete_key(key)
+        return missing
+
+    def _wait(self, timeout: timedelta) -> list[int]:
+        try:
+            self._store.wait(self._keys, timeout)
+        except RuntimeError:  # it took longer than that
+            return [rank for rank, key in enumerate(self._keys) if not self._store.check([key])]
+        return []
+
+
+def _listed(ranks: Sequence[int]) -> str:
+    return ", ".join(map(str, ranks))
+
+
+def _wait_for_all(barrier: StoreBarrier, path: str, timeout: timedelta | None) -> None:
+    """On rank 0, wait for the side files of all ranks: a main file without some of them would not be whole."""
+    missing = barrier.wait(timeout)
+    failed = [name.removeprefix(FAILED) for name in barrier.names if name.startswith(FAILED)]
+    if failed:
+        raise RuntimeError(
+            f"a rank could not write its residuals of {path} ({failed[0]}): a checkpoint of that name stays as it was."
+        )
+    if len(set(barrier.names)) > 1:
+        log.warning(
+            "ranks save a checkpoint by different names (%s): a resume will not find all residuals. Log what is in the "
+            "name with sync_dist=True",
+            ", ".join(sorted(set(barrier.names))),
+        )
+    if not missing:
+        return
+    said = f"rank(s) {_listed(missing)} did not write their residuals of {path} in time"
+    fs, main = fsspec.core.url_to_fs(path)
+    if fs.exists(main):
+        raise RuntimeError(f"{said}: the checkpoint of that name stays as it was. Look for what stopped them.")
+    log.warning("%s: it is saved without them, and they are lost on resume", said)

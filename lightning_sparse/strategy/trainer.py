@@ -1,0 +1,684 @@
+"""The strategies for Trainer, as mixins that import no Lightning: each has an engine, and overrides little.
+
+============================ =========================================================================================
+method                       why
+============================ =========================================================================================
+setup                        builds the engine; refuses what cannot work before anything is built
+pre_backward                 tells the engine that a backward pass begins
+optimizer_step               tells it of the step, also where a loss scaler skips it
+on_train_batch_start         from the weights that the world sees to the node's own
+post_training_step,          and back: at the end of each epoch, before callbacks run, and for evaluation
+on_validation_start
+on_train_end                 what is pending is sent
+lightning_module_state_dict  of the global weights
+save/load/remove_checkpoint  what a rank alone knows is stored beside the checkpoint
+teardown                     takes hooks off the model, ends threads
+============================ =========================================================================================
+
+``lightning_sparse.flavours`` binds them to the strategies of ``pytorch_lightning`` and of ``lightning.pytorch``.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from datetime import timedelta
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.parallel import DistributedDataParallel
+
+from lightning_sparse.engine import Engine
+from lightning_sparse.exchange.config import Density, ValueDtype
+from lightning_sparse.exchange.paths import Exchange
+from lightning_sparse.fsdp import ShardedGradients, mesh_of, shard
+from lightning_sparse.gradients import HierConfig, HierState
+from lightning_sparse.gradients.config import DEFAULT_EPOCHS, DEFAULT_SHARE, Exclude, Warmup
+from lightning_sparse.sharding import parameters_of
+from lightning_sparse.strategy.adapter import (
+    Adapter,
+    GradientEngines,
+    average_inside_the_node,
+    detached,
+    leave_gradients,
+    load_local_states,
+    local_states,
+    new_updates,
+    optimizer_state,
+    plain,
+    prepare_ddp,
+    sized_buckets,
+)
+from lightning_sparse.strategy.options import (
+    OWN_OF_FSDP,
+    OWN_OF_UPDATES,
+    REFUSED_BY_FSDP,
+    REFUSED_BY_UPDATES,
+    Send,
+    check_options,
+    check_send,
+    chosen,
+)
+from lightning_sparse.strategy.saves import KEY, remove_side_files, restore
+from lightning_sparse.updates import LocalUpdates, UpdatesConfig
+from lightning_sparse.updates.config import StepAhead
+
+if TYPE_CHECKING:
+
+    class Host:
+        """The part of Lightning's strategies that is relied upon; flavours bring the class itself."""
+
+        model: Any
+        lightning_module: Any
+        optimizers: list[torch.optim.Optimizer]
+        precision_plugin: Any
+        _ddp_kwargs: dict[str, Any]
+        _ddp_comm_hook: Any
+        _ddp_comm_state: Any
+        _save_distributed_checkpoint: bool
+
+        def __init__(self, **kwargs: Any) -> None: ...
+        def setup_environment(self) -> None: ...
+        def broadcast(self, obj: Any, src: int = 0) -> Any: ...
+        def setup(self, trainer: Any) -> None: ...
+        def setup_optimizers(self, trainer: Any) -> None: ...
+        def on_train_start(self) -> None: ...
+        def pre_backward(self, closure_loss: Tensor) -> None: ...
+        def save_checkpoint(self, checkpoint: Any, filepath: Any, storage_options: Any = None) -> None: ...
+        def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> Any: ...
+        def remove_checkpoint(self, filepath: Any) -> None: ...
+        def teardown(self) -> None: ...
+        def _setup_model(self, model: nn.Module) -> DistributedDataParallel: ...
+        def optimizer_step(self, optimizer: Any, closure: Any, model: Any = None, **kwargs: Any) -> Any: ...
+        def optimizer_state(self, optimizer: Any) -> dict[str, Any]: ...
+        def post_training_step(self) -> None: ...
+        def on_train_batch_start(self, batch: Any, batch_idx: int) -> None: ...
+        def on_validation_start(self) -> None: ...
+        def on_train_end(self) -> None: ...
+        def lightning_module_state_dict(self) -> dict[str, Any]: ...
+        def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None: ...
+
+else:
+    Host = object
+
+
+class TrainerAdapter(Adapter, Host):
+    """Trainer's hooks, as calls of an engine."""
+
+    _shows_each_step = _flushes_each_epoch = False
+
+    @property
+    def engine(self) -> Engine | None:
+        """The engine of the module that is trained; None before the first fit."""
+        return self.engines[-1] if self.engines else None
+
+    @property
+    def _fitting(self) -> bool:
+        """Whether the model is set up for training."""
+        return isinstance(self.model, DistributedDataParallel)
+
+    def _look_at_callbacks(self, trainer: Any) -> None:
+        """Which of them average weights."""
+        names = {base.__name__ for callback in trainer.callbacks for base in type(callback).__mro__}
+        self._shows_each_step = "WeightAveraging" in names
+        self._flushes_each_epoch = "StochasticWeightAveraging" in names
+
+    # -- training ------------------------------------------------------------------------------------------------------
+
+    def optimizer_step(self, optimizer: Any, closure: Any, model: Any = None, **kwargs: Any) -> Any:
+        """Step, and tell the engine, whether or not a loss scaler skipped it."""
+        engine = self.engine
+        if engine is None:
+            return super().optimizer_step(optimizer, closure, model, **kwargs)
+        engine.before_step(optimizer)
+        output = super().optimizer_step(optimizer, closure, model, **kwargs)
+        engine.step(optimizer)
+        if self.lightning_module.automatic_optimization:
+            self._show_after_batch(engine)
+        return output
+
+    def post_training_step(self) -> None:
+        """Manual optimization ends here."""
+        super().post_training_step()
+        if self.engine is not None and not self.lightning_module.automatic_optimization:
+            self._show_after_batch(self.engine)
+
+    def _show_after_batch(self, engine: Engine) -> None:
+        """Callbacks that average weights, or run at the end of an epoch, are to see the global ones."""
+        if not engine.has_own_weights:
+            return
+        module, trainer = self.lightning_module, self.lightning_module.trainer
+        steps = trainer.global_step + int(module.automatic_optimization)  # Trainer counts this one later
+        last = trainer.is_last_batch or 0 <= trainer.max_steps <= steps
+        if last and self._flushes_each_epoch:
+            engine.finish()
+        elif last or self._shows_each_step:
+            engine.show_shared()
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        """Train this node's own model."""
+        super().on_train_batch_start(batch, batch_idx)
+        if self.engine is not None:
+            self.engine.show_own()
+
+    def on_validation_start(self) -> None:
+        """Validate the global weights; in a fit they stay until the next batch."""
+        super().on_validation_start()
+        if self.engine is not None and self._fitting:
+            self.engine.show_shared()
+
+    def on_train_end(self) -> None:
+        """Send what is pending: all ranks end with the same weights."""
+        super().on_train_end()
+        if self.engine is not None:
+            self.engine.finish()
+
+    def teardown(self) -> None:
+        """Take hooks off the model; what is pending stays for a second fit of the same module."""
+        for engine in self.engines:
+            engine.end()
+        super().teardown()
+
+    # -- checkpoints ---------------------------------------------------------------------------------------------------
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """Return the global weights. In a fit all ranks call it."""
+        if self.engine is None or not self._fitting:
+            return super().lightning_module_state_dict()
+        with self.engine.shared_weights():
+            weights = super().lightning_module_state_dict()
+            return detached(weights) if self.engine.has_own_weights else weights
+
+    @contextmanager
+    def _saving(self, checkpoint: dict[str, Any], filepath: Any) -> Iterator[None]:
+        engines = self._saved_engines() if "optimizer_states" in checkpoint else []
+        entries = self._own_entries(checkpoint) if engines else {}
+        with self._saves.saving(filepath, engines, self._timeout, entries) as manifests:
+            if manifests is not None:
+                checkpoint[KEY] = manifests
+            yield
+
+    def _own_entries(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
+        """What this rank, or its node, has of its own besides the engine's state."""
+        return {}
+
+    def _main_path(self, path: Any) -> Any:
+        """Where all ranks look for what is beside a main file."""
+        return path
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        """What each rank alone knows first, then the main file. No collective."""
+        with self._saving(checkpoint, filepath):
+            super().save_checkpoint(checkpoint, filepath, storage_options)
+
+    def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """The main file, and what this rank alone knew, for an engine that exists now or later."""
+        checkpoint: dict[str, Any] = super().load_checkpoint(checkpoint_path, *args, **kwargs)
+        self._saves.load(checkpoint, self._main_path(checkpoint_path), self.global_rank)
+        return checkpoint
+
+    def _restore(self, engine: Engine) -> bool:
+        """Go on where the checkpoint that was loaded left off; False without one. A collective of the world."""
+        saved = self._saves.loaded.pop(0) if self._saves.loaded else None
+        if saved is not None:
+            side = restore(engine, saved, self.root_device)
+            if side is not None:
+                self._take_entries(side["entries"])
+        self._saves.loaded = []
+        return saved is not None
+
+    def _take_entries(self, entries: dict[str, Any]) -> None:
+        """Go on with what this rank had of its own."""
+
+    def remove_checkpoint(self, filepath: Any) -> None:
+        """The main file and what is beside it."""
+        super().remove_checkpoint(filepath)
+        if self.is_global_zero:
+            remove_side_files(filepath)
+
+
+# -- gradients ---------------------------------------------------------------------------------------------------------
+
+
+class MSTopKHierMixin(TrainerAdapter):
+    """DDP whose gradients travel hierarchically, and between nodes only the largest of them.
+
+    Args:
+        density: share of each shard's entries that is sent between nodes, in (0, 1]; ``"auto"``: at least 0.01, and
+            more where it hides behind backward.
+        exchange: ``"sparse"``, ``"regional"``, ``"dense"``, ``"dense16"`` (dense, in 16 bits between nodes), or
+            ``"auto"``: whichever but regional is faster on the networks as measured at start.
+        value_dtype: how values are written into messages; rounding errors stay in the residual.
+        warmup_epochs, warmup_steps: epochs or rounds over which the density falls to ``density``; with both, whichever
+            is over first ends it. Default: the smaller of 4 epochs and 5 % of the steps that Trainer expects.
+        overlap: reduce buckets while backward goes on.
+        inter_gbps: rate of a node's link in Gbit/s, for ``"auto"`` to go by instead of a measurement.
+        momentum_correction: with torch.optim.SGD, keep its momentum with the residuals.
+        exclude: parameters always reduced densely: ``"none"``, ``"vectors"`` (biases and norms), or a tuple of patterns
+            of their names.
+        node_name: the node that this process belongs to, by name, on every rank; default: the environment variable
+            LIGHTNING_SPARSE_NODE, else the host (see lightning_sparse.topology).
+        **kwargs: DDPStrategy's and DistributedDataParallel's own. ``gradient_as_bucket_view`` is True unless given,
+            and on GPUs ``bucket_cap_mb`` grows with the devices of a node.
+
+    Raises:
+        ValueError: for a bad value, an unknown option, or one that cannot be combined with this strategy.
+    """
+
+    def __init__(
+        self,
+        density: Density = 0.01,
+        exchange: Exchange = "auto",
+        value_dtype: ValueDtype = "bfloat16",
+        warmup_epochs: int | None = None,
+        warmup_steps: int | None = None,
+        overlap: bool = True,
+        inter_gbps: float | None = None,
+        momentum_correction: bool = False,
+        exclude: Exclude = "none",
+        node_name: str | None = None,
+        **kwargs: Any,
+    ) -> None:
+        config = HierConfig(**chosen(HierConfig, locals()))
+        check_options(type(self), kwargs)
+        self._begin(config, node_name, HierState.kind)
+        self._gradients = GradientEngines(config)
+        self.engines = self._gradients.states
+        super().__init__(**kwargs)  # spelt plainly: LightningCLI reads it to know which options a YAML file may give
+        self._resumes = False
+
+    @property
+    def hier_state(self) -> HierState | None:
+        """The engine of the module that is trained; None before the first fit."""
+        return self.engines[-1] if self.engines else None
+
+    def _shared_options(self) -> dict[str, Any]:
+        return {"find_unused_parameters": bool(self._ddp_kwargs.get("find_unused_parameters", False))}
+
+    def setup(self, trainer: Any) -> None:
+        """Refuse what cannot work, then let DDPStrategy set up."""
+        prepare_ddp(self)
+        if trainer.state.fn == "fit":
+            _refuse_static_graph_with_accumulation(trainer, self._ddp_kwargs)
+        else:
+            # A checkpoint that was loaded for testing does not concern the next fit.
+            self._saves.loaded, self._resumes = [], False
+        super().setup(trainer)
+
+    def _setup_model(self, model: nn.Module) -> DistributedDataParallel:
+        """Wrap it, with buckets of a size that suits the exchange."""
+        with sized_buckets(self, model):
+            return super()._setup_model(model)
+
+    def _register_ddp_hooks(self) -> None:
+        """Lightning registers comm hooks on CUDA only; this one also runs on the CPU."""
+        unused = self._shared_options()["find_unused_parameters"]
+        state = self._gradients.attach(
+            self.model, self._place, self.precision_plugin, find_unused=unused, fresh=self._resumes
+        )
+        self._gradients.keep_only(state)
+        self._take_up(state)
+
+    def _take_up(self, state: HierState) -> None:
+        """Go on where the checkpoint that was loaded left off."""
+        if not self._restore(state) and self._resumes:
+            state.forget()  # residuals belong to other weights
+        self._resumes = False
+
+    def setup_optimizers(self, trainer: Any) -> None:
+        """Create the optimizers and watch them: a residual counts only when its gradient was stepped."""
+        super().setup_optimizers(trainer)
+        state = self.hier_state
+        if state is None or not self._fitting:
+            return
+        self._gradients.watch(self.optimizers)
+        if not self._gradients.watched[state]:
+            state.watch([])
+        idle = _idle(self.lightning_module, self.optimizers)
+        if idle and state.active:
+            state.log_once(idle, logging.WARNING)
+
+    def on_train_start(self) -> None:
+        """Set the length of the warm-up: by now data loaders exist, and loops are where they were saved."""
+        super().on_train_start()
+        state = self.hier_state
+        if state is None or not state.active or not self._fitting:
+            return
+        if state.warmup == Warmup():
+            state.warmup = _default_warmup(self.lightning_module.trainer.estimated_stepping_batches)
+        if self.config.exchange != "dense" and state.warmup.describe():
+            state.log_once(state.warmup.describe())
+
+    def pre_backward(self, closure_loss: Tensor) -> None:
+        """Before each backward: settle the last round, and set how the next one goes."""
+        super().pre_backward(closure_loss)
+        state = self.hier_state
+        if state is not None and self._fitting:
+            state.epoch = self.lightning_module.current_epoch
+            state.before_backward(_untoggled(self.lightning_module, self.optimizers))
+
+    def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """Mostly DDP does not exist yet: residuals are kept until it does. In the middle of a fit (the search for a
+        learning rate returns to its start) they are restored at once."""
+        checkpoint = super().load_checkpoint(checkpoint_path, *args, **kwargs)
+        self._resumes = True
+        if self.hier_state is not None and self._fitting:
+            self._take_up(self.hier_state)
+        return checkpoint
+
+
+def _default_warmup(steps: float) -> Warmup:
+    """Where the user gives none.
+
+    Args:
+        steps: that Trainer expects; infinite or not positive where it cannot tell.
+    """
+    known = 0 < steps < math.inf
+    return Warmup(DEFAULT_EPOCHS, math.ceil(DEFAULT_SHARE * steps) if known else None)
+
+
+def _refuse_static_graph_with_accumulation(trainer: Any, ddp_kwargs: dict[str, Any]) -> None:
+    if not ddp_kwargs.get("static_graph"):
+        return
+    schedules = [getattr(callback, "scheduling", None) for callback in trainer.callbacks]
+    factor = max([trainer.accumulate_grad_batches, *(n for each in schedules if each for n in each.values())])
+    if factor > 1:
+        raise ValueError(
+            f"static_graph=True with accumulate_grad_batches={factor}: DDP itself crashes on this pair, whatever the "
+            f"hook (pytorch/pytorch#187732). Drop one of the two."
+        )
+
+
+def _untoggled(module: Any, optimizers: Iterable[torch.optim.Optimizer]) -> str:
+    """Why residuals must wait: with several optimizers a backward that reaches the parameters of more than one leaves
+    gradients that the user throws away, and a residual would bring them back later."""
+    if module.automatic_optimization:
+        return ""
+    reached = sum(any(p.requires_grad for p in parameters_of(each)) for each in optimizers)
+    if reached < 2:
+        return ""
+    return "a backward reaches the parameters of several optimizers; wrap it in toggle_optimizer() to send it sparsely"
+
+
+def _idle(module: Any, optimizers: Iterable[torch.optim.Optimizer]) -> str:
+    """A warning about parameters in no optimizer, empty for none. Their gradients are never zeroed either: they grow,
+    take places among the largest entries, and start from zero with a resume."""
+    stepped = {id(p) for each in optimizers for p in parameters_of(each)}
+    idle = [name for name, p in module.named_parameters() if p.requires_grad and id(p) not in stepped]
+    if not stepped or not idle:
+        return ""
+    return (
+        f"{len(idle)} parameter(s) require gradients and are in no optimizer ({', '.join(idle[:3])}): what is sent for "
+        f"them is not sent for others. Freeze them with requires_grad_(False), or give them to an optimizer."
+    )
+
+
+# -- updates -----------------------------------------------------------------------------------------------------------
+
+
+class MSTopKLocalMixin(TrainerAdapter):
+    """DDP inside each node, with an optimizer of its own; between nodes travel the largest updates.
+
+    Args:
+        density: share of each device's updates that is sent between nodes, in (0, 1]; ``"auto"``: at least 0.01, and
+            more where that hides behind the next step.
+        exchange: ``"sparse"``, ``"regional"``, ``"dense16"`` or ``"dense"``.
+        value_dtype: how values are written into messages; rounding errors stay pending.
+        step_ahead: share of its own pending updates that a node's model keeps, from 0.001 to 1; ``"auto"``: 1 on
+            two nodes, otherwise estimated periodically from the agreement between nodes.
+        delay: 1: a message arrives one step later, and the exchange hides behind the whole step; 0: the step waits.
+        sync_every: steps between two exchanges.
+        shard_optimizer: each device of a node steps its slice of the parameters, where the optimizer allows it.
+        overlap: run the exchange beside the next step, with ``delay=1``.
+        node_name: the node that this process belongs to, by name, on every rank; default: the environment variable
+            LIGHTNING_SPARSE_NODE, else the host (see lightning_sparse.topology).
+        **kwargs: DDPStrategy's and DistributedDataParallel's own. ``gradient_as_bucket_view`` is True unless given.
+
+    Raises:
+        ValueError: for a bad value, an unknown option, or one that cannot be combined with this strategy.
+    """
+
+    def __init__(
+        self,
+        density: Density = 0.01,
+        exchange: Exchange = "sparse",
+        value_dtype: ValueDtype = "bfloat16",
+        step_ahead: StepAhead = "auto",
+        delay: int = 1,
+        sync_every: int = 1,
+        shard_optimizer: bool = True,
+        overlap: bool = True,
+        node_name: str | None = None,
+        **kwargs: Any,
+    ) -> None:
+        config = UpdatesConfig(**chosen(UpdatesConfig, locals()))
+        check_options(type(self), kwargs, OWN_OF_UPDATES, REFUSED_BY_UPDATES)
+        self._begin(config, node_name, LocalUpdates.kind)
+        super().__init__(**kwargs)  # spelt plainly: LightningCLI reads it to know which options a YAML file may give
+
+    @property
+    def updates(self) -> LocalUpdates | None:
+        """The engine of the module that is trained; None before the first fit."""
+        return self.engines[-1] if self.engines else None
+
+    def setup(self, trainer: Any) -> None:
+        """Let DDPStrategy set up inside the node, then begin to exchange updates."""
+        prepare_ddp(self)
+        average_inside_the_node(self)
+        self._keep_hook_inside()
+        super().setup(trainer)
+        if trainer.state.fn != "fit":
+            self._saves.loaded = []  # a checkpoint that was loaded for testing does not concern the next fit
+            return
+        for before in self.engines:
+            before.detach(self.optimizers)
+        leave_gradients(self.model, self._place)
+        self.engines[:] = [new_updates(self.lightning_module, self.optimizers, self.config, self._place)]
+        self._restore(self.engines[0])
+        self._look_at_callbacks(trainer)
+
+    def _keep_hook_inside(self) -> None:
+        """Torch's communication hooks average over the world unless their state names a group."""
+        group = self._ddp_kwargs.get("process_group")
+        if self._ddp_comm_hook is None or group is None:
+            return
+        if self._ddp_comm_state is None:
+            self._ddp_comm_state = group
+        elif getattr(self._ddp_comm_state, "process_group", group) is None:
+            self._ddp_comm_state.process_group = group
+
+    # -- checkpoints ---------------------------------------------------------------------------------------------------
+
+    def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
+        """Of this node's optimizer, on the first device of each node; all ranks call it."""
+        inner = getattr(optimizer, "_optimizer", optimizer)  # of a LightningOptimizer
+        state = optimizer_state(self.engines, inner)
+        return super().optimizer_state(optimizer) if state is None else state
+
+    def _own_entries(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
+        """Each node has optimizer states of its own."""
+        own = ("optimizer_states", type(self.precision_plugin).__qualname__)
+        first = self._place.device_index == 0
+        return plain({name: checkpoint[name] for name in own if name in checkpoint}) if first else {}
+
+    def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """The main file, with the optimizer states of this node in the place of node 0's."""
+        checkpoint = super().load_checkpoint(checkpoint_path, *args, **kwargs)
+        checkpoint.update(self._saves.entries(self._place))
+        return checkpoint
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        """Weights loaded in the middle of a fit (the search for a learning rate) are the global ones from then on."""
+        super().load_model_state_dict(checkpoint, strict)
+        if self.engine is not None and self._fitting:
+            self.engine.restart()
+            self._restore(self.engine)
+
+
+# -- shards ------------------------------------------------------------------------------------------------------------
+
+
+class MSTopKFSDPMixin(TrainerAdapter):
+    """FSDP2 inside each node, for models that one device cannot hold; between nodes travel the largest updates.
+
+    ``configure_model`` shards the model over ``self.device_mesh["shard"]``. Without that hook, each child of the
+    LightningModule is sharded: first the blocks that repeat in it, then what remains.
+
+    Args:
+        send: ``"updates"``: what each node's own optimizers did to the shards; ``"gradients"``: the gradients,
+            in FSDP2's hook, so that all nodes hold the same weights. Behind AdamW choose updates, or send gradients
+            whole (``exchange="dense16"`` or ``"dense"``).
+        density: share of what each device sends to other nodes, in (0, 1]; ``"auto"``, for updates: at least 0.01, and
+            more where that hides behind the next step.
+        exchange: ``"sparse"``, ``"regional"``, ``"dense16"`` or ``"dense"``.
+        value_dtype: how values are written into messages; rounding errors stay pending.
+        step_ahead: share of its own pending updates that a node's model keeps, from 0.001 to 1; ``"auto"``: 1 on
+            two nodes, otherwise estimated periodically from the agreement between nodes.
+        delay: 1: a message arrives one step later, and the exchange hides behind the whole step; 0: the step waits.
+        sync_every: steps between two exchanges.
+        overlap: run the exchange beside the next step, with ``delay=1``.
+        node_name: the node that this process belongs to, by name, on every rank; default: the environment variable
+            LIGHTNING_SPARSE_NODE, else the host (see lightning_sparse.topology).
+        save_distributed_checkpoint: True: a checkpoint is a folder, to which each device writes its shards; False: one
+            file with the whole model, which any strategy reads.
+        process_group_backend, timeout: of the process groups.
+
+    Raises:
+        ValueError: for a bad value, or an option that this strategy sets itself.
+    """
+
+    _device_mesh: DeviceMesh | None
+
+    def __init__(
+        self,
+        send: Send = "updates",
+        density: Density = 0.01,
+        exchange: Exchange = "sparse",
+        value_dtype: ValueDtype = "bfloat16",
+        step_ahead: StepAhead = "auto",
+        delay: int = 1,
+        sync_every: int = 1,
+        overlap: bool = True,
+        node_name: str | None = None,
+        save_distributed_checkpoint: bool = True,
+        process_group_backend: str | None = None,
+        timeout: timedelta | None = None,
+        **kwargs: Any,
+    ) -> None:
+        config = UpdatesConfig(**chosen(UpdatesConfig, locals()))
+        check_options(type(self), kwargs, OWN_OF_FSDP, REFUSED_BY_FSDP, type(self))
+        check_send(send, config)
+        self.send = send
+        self._begin(config, node_name, LocalUpdates.kind if send == "updates" else ShardedGradients.kind)
+        given = {} if timeout is None else {"timeout": timeout}
+        super().__init__(
+            save_distributed_checkpoint=save_distributed_checkpoint,
+            process_group_backend=process_group_backend,
+            **given,
+        )
+
+    @property
+    def updates(self) -> LocalUpdates | None:
+        """The engine of the module that is trained; None before the first fit, and with ``send="gradients"``."""
+        return self.engines[-1] if self.engines and self.send == "updates" else None
+
+    @property
+    def gradients(self) -> ShardedGradients | None:
+        """The engine of the module that is trained; None before the first fit, and with ``send="updates"``."""
+        return self.engines[-1] if self.engines and self.send == "gradients" else None
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        """All ranks have samples of their own; Lightning's are those of a mesh whose devices share samples."""
+        return {"num_replicas": self.world_size, "rank": self.global_rank}
+
+    @property
+    def _fitting(self) -> bool:
+        return bool(self.lightning_module.trainer.state.fn == "fit")
+
+    def setup_environment(self) -> None:
+        """The mesh, which ``configure_model`` finds as ``self.device_mesh``."""
+        super().setup_environment()
+        module = self.lightning_module
+        module._device_mesh = self._device_mesh = mesh_of(self._place)
+        if type(module).configure_model.__module__.partition(".")[0] in ("lightning", "pytorch_lightning"):
+            module.configure_model = partial(_shard_children, module, self._device_mesh)
+
+    def setup(self, trainer: Any) -> None:
+        """Let Lightning set up the sharded model and its optimizers, then begin to exchange."""
+        super().setup(trainer)
+        if trainer.state.fn != "fit":
+            return
+        earlier = self.gradients
+        for before in self.engines:
+            before.detach(self.optimizers)
+        if self.send == "gradients":
+            self.engines[:] = [ShardedGradients(self.lightning_module, self.config, self._place)]
+            if earlier is not None:
+                self.engines[0].take_over(earlier)
+            return
+        self.engines[:] = [new_updates(self.lightning_module, self.optimizers, self.config, self._place)]
+        self._look_at_callbacks(trainer)
+
+    @contextmanager
+    def block_backward_sync(self) -> Iterator[None]:
+        """Micro-batches that are accumulated stay inside the node."""
+        with self.gradients.accumulating() if self.gradients is not None else nullcontext():
+            yield
+
+    def teardown(self) -> None:
+        """The module is the user's again."""
+        if isinstance(vars(self.lightning_module).get("configure_model"), partial):
+            del self.lightning_module.configure_model
+        super().teardown()
+
+    # -- checkpoints ---------------------------------------------------------------------------------------------------
+
+    def _own_entries(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
+        """Each device has its part of optimizer states, which differ between nodes."""
+        return {"optimizers": local_states(self.engines)}
+
+    def _take_entries(self, entries: dict[str, Any]) -> None:
+        load_local_states(self.engines, entries["optimizers"])
+
+    @contextmanager
+    def _saving(self, checkpoint: dict[str, Any], filepath: Any) -> Iterator[None]:
+        """All ranks write a folder, and its optimizer states are those of the first node."""
+        with super()._saving(checkpoint, filepath):
+            if self._save_distributed_checkpoint and self._place.node_index > 0:
+                checkpoint.pop("optimizer_states", None)
+            yield
+            dist.barrier()  # before files of earlier saves are removed
+
+    def _main_path(self, path: Any) -> Any:
+        return self.broadcast(path)
+
+    def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """The model and its optimizers; in a fit this device goes on where it was saved."""
+        checkpoint = super().load_checkpoint(checkpoint_path, *args, **kwargs)
+        if self.engine is not None and self._fitting:
+            self.engine.restart()
+            self._restore(self.engine)
+        self._saves.loaded = []
+        return checkpoint
+
+
+def _shard_children(module: nn.Module, mesh: DeviceMesh) -> None:
+    """Not the module itself: ``training_step`` calls children, and gathers what it is to use by their forward."""
+    children = [child for child in module.children() if any(True for _ in child.parameters())]
+    held = [{id(p) for p in child.parameters()} for child in children]
+    alone = any(True for _ in module.parameters(recurse=False))
+    if alone or sum(map(len, held)) > len(set().union(*held)):
+        why = "parameters of its own" if alone else "children that share parameters"
+        raise ValueError(
+            f"{type(module).__name__} has {why}, and without configure_model() each child is sharded by itself: "
+            f"shard the model there, with fully_shard(..., mesh=self.device_mesh['shard'])."
+        )
+    for child in children:
+        shard(child, mesh)
