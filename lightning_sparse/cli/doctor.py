@@ -26,7 +26,7 @@ import torch.distributed as dist
 
 from lightning_sparse.bench.processes import join, launched, leave
 from lightning_sparse.data.cache.commands import caches
-from lightning_sparse.data.cache.free_memory import available_memory
+from lightning_sparse.data.cache.segment import available_memory
 from lightning_sparse.data.folders import NETWORK_FILE_SYSTEMS, VERSION, file_system
 from lightning_sparse.exchange import ExchangeConfig, HierCommunicator
 from lightning_sparse.exchange.choice import MARGIN, PathChoice
@@ -158,11 +158,11 @@ def _gpus() -> Iterator[Finding]:
 def _memory() -> Iterator[Finding]:
     shared = Path("/dev/shm")
     if not shared.is_dir():
-        yield Finding("note", "shared memory", f"no /dev/shm on {sys.platform}: the memory cache uses files")
+        yield Finding("note", "shared memory", f"no /dev/shm on {sys.platform}: DataLoader workers and NCCL need it")
         return
     usage = shutil.disk_usage(shared)
     status: Status = "ok" if usage.free > 2**30 else "note"
-    small = "" if status == "ok" else "; start the container with --shm-size, or the memory cache uses files"
+    small = "" if status == "ok" else "; start the container with --shm-size: workers and NCCL need it"
     yield Finding(status, "shared memory", f"{usage.free / 2**30:.1f} GiB free in /dev/shm{small}")
 
 
@@ -212,10 +212,8 @@ def examine_cache(cache_dir: str) -> Iterator[Finding]:
             old = "" if each.version == VERSION else f"version {each.version}, unused: run lightning-sparse cache clear"
             said = f"{each.source}: {each.bytes / 1e9:,.2f} GB, {old or splits or 'empty'}"
             yield Finding("note" if old else "ok", "cached", said)
-    shared = Path("/dev/shm")
-    if shared.is_dir():
-        said = f"{available_memory(shared) / 1e9:,.1f} GB of this node's memory are available for samples"
-        yield Finding("ok", "memory cache", said)
+    said = f"{available_memory() / 1e9:,.1f} GB of this node's memory are available for samples"
+    yield Finding("ok", "memory cache", said)
 
 
 # -- the ranks of a launcher -------------------------------------------------------------------------------------------

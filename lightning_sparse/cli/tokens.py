@@ -7,8 +7,7 @@ from collections.abc import Callable, Sequence
 from importlib import import_module
 from pathlib import Path
 
-from lightning_sparse.data.tokens.datamodule import files_of
-from lightning_sparse.data.tokens.prepare import prepare
+from lightning_sparse.data.tokens import files_of, prepare
 
 
 def declare(parser: argparse.ArgumentParser) -> None:

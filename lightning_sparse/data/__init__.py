@@ -11,14 +11,14 @@ keeps it in memory for later epochs and sends it to the other nodes.
 
 ============== ===========================================================================
 datamodule.py  the LightningDataModules: of images, and of files of any kind
-cached.py      what they share: the hooks of the Trainer
-options.py     their options
-session.py     what is open between setup and teardown
-tokens/        token streams, with a LightningDataModule of their own
+tokens.py      token streams, with a LightningDataModule of their own
+session.py     what is open between setup and teardown, and what ranks agree on before
+base.py        what all DataModules share
 pipeline/      samples -> batches: sampler, loader, augmentation, DALI and torch
 cache/         the tiers of a node, and the store that reads a sample from the nearest one
 peers/         between nodes: server, client, addresses, collectives
-base.py        what all DataModules share
+sources/       the layouts of a source, and the process that reads network storage
+folders.py     folders and files of the cache on local disk
 config.py      options of the cache, and the errors
 sample.py      a sample, and the interface of what reads samples
 decode.py      the image decoder

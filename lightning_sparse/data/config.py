@@ -2,12 +2,11 @@
 
 import ipaddress
 import json
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from typing import Any, Literal, get_args
 
-Shuffle = Literal["local", "partial", "global"]
+Shuffle = Literal["local", "global"]
 SHUFFLES = get_args(Shuffle)
 GB = 10**9
 
@@ -49,12 +48,31 @@ def no_address_space(what: str, size: int) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class CacheConfig:
-    """Options of the data cache, a subset of those of `CachedImageDataModule`, which documents them.
+    """Options of the data cache.
 
     Args:
-        format: its ``sample_format``; "bytes" for files that are not images.
+        source: folder: a path or an fsspec URL.
+        cache_dir: folder on a local disk of each node. Runs may share it.
+        memory_gb: memory limit per node and split; default: half of the free memory.
+        disk_gb: disk limit per split; default: all free space except a reserve.
+        lists: a CSV or Parquet file per split, such as ``{"train": "train.csv", "val": "val.csv"}``, with the columns
+            path (relative to the source), label and, for several labels, more. The first label may be a name.
+        member: extension of the member of a WebDataset shard that is the sample, such as ``"npy"``; needed if there
+            are several besides ``.cls``, the label. Of Parquet files, the column of samples.
+        format: in memory: pixels, image files, or pixels if they fit; "bytes" for files that are not images.
+        short_side: shorter side of decoded images.
+        shuffle: see `lightning_sparse.data.pipeline.sampler`.
+        on_corrupt: ``"raise"`` stops at a file that cannot be read or decoded and names it, ``"skip"`` replaces it by
+            another sample.
+        seed: seed of placement and order.
+        storage_timeout: seconds to wait for storage that does not respond before the run fails.
         storage_readers: files that each process reads from network storage at a time.
-        storage_options: not part of the representation, because it may contain keys.
+        peer_address: address or interface on which a node serves samples to others; default: the interface of the
+            process group.
+        peer_ports: first and last port to serve samples on, for a firewall; default: any free port. A node uses one
+            port for train/ and one for val/.
+        storage_options: arguments for fsspec to open the source, such as ``{"endpoint_url": "http://minio:9000"}``; not
+            part of the representation, because it may contain keys.
 
     Raises:
         ValueError: if an option is out of range.
@@ -64,12 +82,11 @@ class CacheConfig:
     cache_dir: str
     memory_gb: float | None = None
     disk_gb: float | None = None
-    lists: Mapping[str, str] | None = None
+    lists: dict[str, str] | None = None
     member: str | None = None
     format: Literal["auto", "jpeg", "decoded", "bytes"] = "auto"
     short_side: int = 256
     shuffle: Shuffle = "local"
-    exchange_fraction: float = 0.1
     on_corrupt: Literal["raise", "skip"] = "raise"
     seed: int = 0
     storage_timeout: float = 300.0
@@ -96,8 +113,6 @@ class CacheConfig:
             value = getattr(self, name)
             if value is not None and not 0 <= value < float("inf"):
                 raise ValueError(f"{name}={value} must be a size in GB, 0 or more. Omit it to use the default.")
-        if not 0 <= self.exchange_fraction <= 1:
-            raise ValueError(f"exchange_fraction={self.exchange_fraction} must be between 0 and 1.")
         if not 1 <= self.short_side <= 16384:
             raise ValueError(
                 f"short_side={self.short_side} must be between 1 and 16384 pixels; use 256 to train at 224."
@@ -147,14 +162,14 @@ def _check_storage(source: str, options: dict[str, Any] | None) -> None:
             ) from error
 
 
-def _check_lists(lists: Mapping[str, str] | None) -> None:
+def _check_lists(lists: dict[str, str] | None) -> None:
     """Check that there is a list to train on, and that its kind can be read."""
     if lists is None:
         return
     unknown = [name for name in lists if name not in SPLITS]
     if "train" not in lists or unknown:
         raise ValueError(
-            f"lists={dict(lists)} must give a file for train, and may give one for val and test, as in "
+            f"lists={lists} must give a file for train, and may give one for val and test, as in "
             "{'train': 'train.csv', 'val': 'val.csv'}."
         )
     for file in lists.values():

@@ -1,4 +1,9 @@
-"""Options of the DataModules of cached samples."""
+"""The LightningDataModules of cached samples, as mixins that do not import Lightning.
+
+A `Session` holds the open data; `CachedMixin` connects it to the Trainer's hooks and loggers.
+``lightning_sparse.flavours`` combines these classes with the LightningDataModule of ``pytorch_lightning`` and of
+``lightning.pytorch``.
+"""
 
 from __future__ import annotations
 
@@ -160,22 +165,14 @@ class CachedDataModuleMixin(CachedMixin):
         transform: function of a decoded sample, for training, such as transforms of torchvision.
         eval_transform: the same for validation and test.
         collate: function from a list of samples to a batch; default: `torch.utils.data.default_collate`.
-        lists: a CSV or Parquet file per split, such as ``{"train": "train.csv", "val": "val.csv"}``, with the columns
-            path (relative to the source), label and, for several labels, more. The first label may be a name.
-        member: extension of the member of a WebDataset shard that is the sample, such as ``"npy"``; needed if there
-            are several besides ``.cls``, the label. Of Parquet files, the column of samples.
         with_indices: end each batch with the indices of its samples: rows of the list, or places in the sorted folder.
             A sample that replaces a corrupt one has the index of that one.
-        memory_gb: memory limit per node and split; default: half of the free memory.
-        disk_gb: disk limit per split; default: all free space except a reserve.
-        shuffle: ``"global"``, ``"partial"`` or ``"local"``; see `lightning_sparse.data.pipeline.sampler`.
-        exchange_fraction: fraction of its samples that a node exchanges in each epoch, for ``"partial"``.
-        on_corrupt: ``"raise"`` stops at a file that cannot be read or decoded and names it, ``"skip"`` replaces it by
-            another sample.
+        shuffle: ``"global"`` or ``"local"``; see `lightning_sparse.data.pipeline.sampler`.
         val_fraction: validate on this fraction of train/, the same in every run, instead of on val/.
         workers: processes of a rank that make batches; 0: none but the training; default: its share of the CPU cores.
         seed: seed of placement, order and transforms.
-        storage_timeout, peer_address, peer_ports, storage_options: as `CachedImageDataModule`.
+        cache: memory_gb, disk_gb, lists, member, on_corrupt, storage_timeout, storage_readers, storage_options,
+            peer_address and peer_ports of `lightning_sparse.data.config.CacheConfig`.
 
     Raises:
         ValueError: if an argument is out of range.
@@ -190,39 +187,13 @@ class CachedDataModuleMixin(CachedMixin):
         transform: Callable[[Any], Any] | None = None,
         eval_transform: Callable[[Any], Any] | None = None,
         collate: Callable[[list[Any]], Any] | None = None,
-        lists: dict[str, str] | None = None,
-        member: str | None = None,
         with_indices: bool = False,
-        memory_gb: float | None = None,
-        disk_gb: float | None = None,
         shuffle: Shuffle = "global",
-        exchange_fraction: float = 0.1,
-        on_corrupt: Literal["raise", "skip"] = "raise",
         val_fraction: float | None = None,
         workers: int | None = None,
         seed: int = 0,
-        storage_timeout: float = 300.0,
-        peer_address: str | None = None,
-        peer_ports: tuple[int, int] | None = None,
-        storage_options: dict[str, Any] | None = None,
+        **cache: Any,
     ) -> None:
-        cache = CacheConfig(
-            source=str(source),
-            cache_dir=str(cache_dir),
-            lists=lists,
-            member=member,
-            memory_gb=memory_gb,
-            disk_gb=disk_gb,
-            format="bytes",
-            shuffle=shuffle,
-            exchange_fraction=exchange_fraction,
-            on_corrupt=on_corrupt,
-            seed=seed,
-            storage_timeout=storage_timeout,
-            peer_address=peer_address,
-            peer_ports=None if peer_ports is None else (peer_ports[0], peer_ports[1]),
-            storage_options=storage_options,
-        )
         samples = SampleOptions(
             decode=decode,
             transform=transform,
@@ -231,9 +202,18 @@ class CachedDataModuleMixin(CachedMixin):
             workers=workers,
             seed=seed,
         )
+        config = CacheConfig(
+            source=str(source),
+            cache_dir=str(cache_dir),
+            format="bytes",
+            short_side=CacheConfig.short_side,
+            shuffle=shuffle,
+            seed=seed,
+            **cache,
+        )
         super().__init__(
             DataOptions(
-                cache=cache,
+                cache=config,
                 batch_size=batch_size,
                 samples=samples,
                 val_fraction=val_fraction,
@@ -250,31 +230,17 @@ class CachedImageDataModuleMixin(CachedMixin):
     with new random crops and flips. Batches are (images float32 [B, 3, size, size], labels int64 [B]).
 
     Args:
-        source: image folder: a path or an fsspec URL.
-        cache_dir: folder on a local disk of each node. Runs may share it.
-        batch_size: samples per device and step.
+        source, cache_dir, batch_size, shuffle, val_fraction, with_indices: as `CachedDataModule`.
         image_size: height and width of the images in a batch, or {first epoch: size} to start with small images.
-        memory_gb: memory limit per node and split; default: half of the free memory.
-        disk_gb: disk limit per split; default: all free space except a reserve.
-        shuffle: ``"global"``, ``"partial"`` or ``"local"``; see `lightning_sparse.data.pipeline.sampler`.
-        exchange_fraction: fraction of its samples that a node exchanges in each epoch, for ``"partial"``.
         backend: ``"dali"``, ``"torch"``, or ``"auto"`` for the faster one, which is kept by a resumed run.
         sample_format: ``"decoded"`` keeps pixels in memory, ``"jpeg"`` files, ``"auto"`` pixels if they fit.
         short_side: shorter side of decoded images; default: 8/7 of the largest image_size.
-        on_corrupt: ``"raise"`` stops at a corrupt file and names it, ``"skip"`` replaces it by another sample.
-        val_fraction: validate on this fraction of train/, the same in every run, instead of on val/.
         crop_scale: range of the area of a random crop, as a fraction of the image's area.
         flip: probability of a horizontal flip.
         mean, std: mean and standard deviation for normalisation, for pixels in [0, 1].
         threads: threads of a rank that make batches; default: its share of the CPU cores.
         seed: seed of placement, order and augmentation.
-        storage_timeout: seconds to wait for storage that does not respond before the run fails.
-        peer_address: address or interface on which a node serves samples to others; default: the interface of the
-            process group.
-        peer_ports: first and last port to serve samples on, for a firewall; default: any free port. A node uses one
-            port for train/ and one for val/.
-        storage_options: arguments for fsspec to open the source, such as ``{"endpoint_url": "http://minio:9000"}``.
-        lists, with_indices: as `CachedDataModule`.
+        cache: as `CachedDataModule`.
 
     Raises:
         ValueError: if an argument is out of range.
@@ -286,51 +252,34 @@ class CachedImageDataModuleMixin(CachedMixin):
         cache_dir: str,
         batch_size: int = 64,
         image_size: int | dict[int, int] = 224,
-        memory_gb: float | None = None,
-        disk_gb: float | None = None,
-        shuffle: Shuffle = "global",
-        exchange_fraction: float = 0.1,
         backend: Backend = "auto",
         sample_format: Literal["auto", "jpeg", "decoded"] = "auto",
         short_side: int | None = None,
-        on_corrupt: Literal["raise", "skip"] = "raise",
+        shuffle: Shuffle = "global",
         val_fraction: float | None = None,
+        with_indices: bool = False,
         crop_scale: tuple[float, float] = (0.08, 1.0),
         flip: float = 0.5,
         mean: tuple[float, float, float] = MEAN,
         std: tuple[float, float, float] = STD,
         threads: int | None = None,
         seed: int = 0,
-        storage_timeout: float = 300.0,
-        peer_address: str | None = None,
-        peer_ports: tuple[int, int] | None = None,
-        storage_options: dict[str, Any] | None = None,
-        lists: dict[str, str] | None = None,
-        with_indices: bool = False,
+        **cache: Any,
     ) -> None:
         sizes = ImageSizes(image_size)
-        cache = CacheConfig(
+        transform = Transform(augment=Augment(crop_scale=crop_scale, flip=flip, seed=seed), mean=mean, std=std)
+        config = CacheConfig(
             source=str(source),
             cache_dir=str(cache_dir),
-            memory_gb=memory_gb,
-            disk_gb=disk_gb,
             format=sample_format,
             short_side=-(-sizes.largest * 8 // 7) if short_side is None else short_side,
             shuffle=shuffle,
-            exchange_fraction=exchange_fraction,
-            on_corrupt=on_corrupt,
             seed=seed,
-            storage_timeout=storage_timeout,
-            peer_address=peer_address,
-            peer_ports=None if peer_ports is None else (peer_ports[0], peer_ports[1]),
-            storage_options=storage_options,
-            lists=lists,
+            **cache,
         )
-        augment = Augment(crop_scale=crop_scale, flip=flip, seed=seed)
-        transform = Transform(augment=augment, mean=mean, std=std)
         super().__init__(
             DataOptions(
-                cache=cache,
+                cache=config,
                 batch_size=batch_size,
                 samples=ImageOptions(sizes=sizes, transform=transform, backend=backend, threads=threads),
                 val_fraction=val_fraction,

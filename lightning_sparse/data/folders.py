@@ -117,14 +117,15 @@ def write_private(path: Path, data: bytes) -> None:
 
 @contextlib.contextmanager
 def locked(path: Path) -> Iterator[None]:
-    """Hold an exclusive lock on `path` on this node; the kernel releases it if the process dies.
+    """Hold an exclusive lock on a file or an existing folder on this node; the kernel releases it if the process dies.
 
-    In a folder that cannot be written there is nothing to lock.
+    In a folder that cannot be written there is no file to lock.
     """
-    if not os.access(path.parent, os.W_OK):
+    if not path.is_dir() and not os.access(path.parent, os.W_OK):
         yield
         return
-    file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    flags = os.O_RDONLY if path.is_dir() else os.O_RDWR | os.O_CREAT
+    file = os.open(path, flags | os.O_CLOEXEC, 0o600)
     try:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield

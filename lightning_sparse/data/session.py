@@ -1,4 +1,8 @@
-"""What all ranks of a run agree on before they open a store: the samples, and the format of the memory tier."""
+"""What is open between setup and teardown: manifests, stores, pipelines and loaders. Does not import Lightning.
+
+To open a session, all ranks share the topology, the secret of the run, the manifests that rank 0 lists, the format of
+the memory tier, and the addresses of the servers, in this order.
+"""
 
 from __future__ import annotations
 
@@ -10,11 +14,10 @@ from functools import cached_property, lru_cache, partial
 import numpy as np
 import torch
 
-from lightning_sparse.data.cache.budget import format_for
 from lightning_sparse.data.cache.counts import TierCounts, TierLog
+from lightning_sparse.data.cache.memory import format_for
 from lightning_sparse.data.cache.store import Placement, SampleStore, new_run, owners_of
 from lightning_sparse.data.config import CacheConfig
-from lightning_sparse.data.folders import cache_folder
 from lightning_sparse.data.peers.collectives import find_topology, on_all_ranks, on_rank_zero
 from lightning_sparse.data.peers.protocol import node_address, reachable
 from lightning_sparse.data.pipeline.batch import Pipeline
@@ -66,7 +69,7 @@ def agreed_format(config: CacheConfig, manifest: Manifest, placement: Placement)
         if placement.device_index != 0:
             return "decoded"
         owned = owners_of(manifest, placement.num_nodes, config.seed) == placement.node_index
-        return format_for(config, manifest, owned, cache_folder(config))
+        return format_for(config, manifest, owned)
 
     if config.format != "auto":
         return config.format
@@ -303,7 +306,6 @@ class Session:
             batch_size=self.options.batch_size,
             devices=tuple(len(node) for node in self.topology.nodes),
             shuffle=cache.shuffle,
-            exchange_fraction=cache.exchange_fraction,
             seed=cache.seed,
         )
 

@@ -5,7 +5,7 @@ from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 
 from lightning_sparse.data.datamodule import CachedDataModuleMixin, CachedImageDataModuleMixin
-from lightning_sparse.data.tokens.datamodule import TokenDataModuleMixin
+from lightning_sparse.data.tokens import TokenDataModuleMixin
 from lightning_sparse.pto.callback import PTOMixin
 from lightning_sparse.strategy.callback import CommStatsMixin
 from lightning_sparse.strategy.trainer import MSTopKFSDPMixin, MSTopKHierMixin, MSTopKLocalMixin

@@ -5,7 +5,7 @@ from pytorch_lightning.callbacks import Callback
 from pytorch_lightning.strategies import DDPStrategy, ModelParallelStrategy
 
 from lightning_sparse.data.datamodule import CachedDataModuleMixin, CachedImageDataModuleMixin
-from lightning_sparse.data.tokens.datamodule import TokenDataModuleMixin
+from lightning_sparse.data.tokens import TokenDataModuleMixin
 from lightning_sparse.pto.callback import PTOMixin
 from lightning_sparse.strategy.callback import CommStatsMixin
 from lightning_sparse.strategy.trainer import MSTopKFSDPMixin, MSTopKHierMixin, MSTopKLocalMixin

@@ -18,7 +18,7 @@ used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesi
 resource.setrlimit(resource.RLIMIT_AS, (used + (256 << 20),) * 2)
 """
 DISK = "disk.acquire(Path(sys.argv[1]) / 'train.lmdb', b'1')"
-MEMORY = "memory.create(Path(sys.argv[1]) / 'segment', 'bytes', 10, 1 << 30)"
+MEMORY = "memory.create('segment', 'bytes', 10, 1 << 30)"
 
 
 @pytest.mark.parametrize(("code", "size"), [(DISK, "4,398.05"), (MEMORY, "1.07")], ids=["disk", "memory"])

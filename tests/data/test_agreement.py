@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from lightning_sparse.data.cache import free_memory
+from lightning_sparse.data.cache import segment as segments
 from lightning_sparse.data.cache.store import Placement
 from lightning_sparse.data.config import CacheConfig
 from lightning_sparse.data.session import agreed_format, agreed_manifest
@@ -70,7 +70,7 @@ def formats(folder: str, little: dict[int, int]) -> tuple[str, str]:
     """`little`: free bytes by node, where memory is scarce."""
     node, device = int(os.environ["NODE_RANK"]), int(os.environ["LOCAL_RANK"])
     if node in little:
-        free_memory.available_memory = lambda folder: little[node]  # type: ignore[assignment]
+        segments.available_memory = lambda: little[node]  # type: ignore[assignment]
     config, place = config_of_node(folder), Placement(node, 2, device)
     manifest = agreed_manifest(config, "train")
     chosen = agreed_format(config, manifest, place)

@@ -13,14 +13,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from lightning_sparse.data.cache import budget, free_memory
+from lightning_sparse.data.cache import memory as memory_tier
+from lightning_sparse.data.cache import segment as segments
+from lightning_sparse.data.cache.counts import RunCounter
 from lightning_sparse.data.cache.memory import MemoryCache
 from lightning_sparse.data.config import CacheConfig
 from lightning_sparse.data.sources import layout
 from lightning_sparse.data.sources.manifest import Manifest
 from tests.data.small import make_folder
 from tests.data.stores import listed
-from tests.data.test_memory import pixels
 
 RUN = b"a run"
 
@@ -34,13 +35,12 @@ def manifest(count: int = 100, size: int = 100_000) -> Manifest:
 @pytest.fixture
 def open_memory(tmp_path: Path) -> Iterator[Callable[..., MemoryCache]]:
     """Opens the memory tier of a run."""
-    (tmp_path / "cache").mkdir()
     with contextlib.ExitStack() as stack:
 
-        def opened(shared_memory: Path, run: bytes = b"a run", **options: Any) -> MemoryCache:
+        def opened(run: str = "a run", **options: Any) -> MemoryCache:
             config = CacheConfig(source="/somewhere", cache_dir=str(tmp_path), **options)
-            owned = np.ones(100, np.bool_)
-            memory, counters = budget.open_memory(config, manifest(), owned, run, 0, tmp_path / "cache", shared_memory)
+            counters = RunCounter(f"{os.getpid()} {run}")
+            memory = memory_tier.open_memory(config, manifest(), np.ones(100, np.bool_), counters)
             stack.callback(counters.close)
             stack.callback(memory.close)
             return memory
@@ -49,12 +49,10 @@ def open_memory(tmp_path: Path) -> Iterator[Callable[..., MemoryCache]]:
 
 
 def test_a_budget_that_is_too_small_is_said_once(
-    tmp_path: Path, open_memory: Callable[..., MemoryCache], caplog: pytest.LogCaptureFixture
+    open_memory: Callable[..., MemoryCache], caplog: pytest.LogCaptureFixture
 ) -> None:
-    shared = tmp_path / "shm"
-    shared.mkdir()
     for _ in range(2):
-        assert open_memory(shared, memory_gb=0.005, format="jpeg").capacity == 5_000_000
+        assert open_memory(memory_gb=0.005, format="jpeg").capacity == 5_000_000
     assert [record.getMessage() for record in caplog.records] == [
         "memory tier of train: 100 samples of this node need 0.01 GB as jpeg, but memory_gb=0.005 allows 0.01 GB. "
         "50 % of them stay in memory; every epoch reads the others from local disk."
@@ -62,33 +60,21 @@ def test_a_budget_that_is_too_small_is_said_once(
 
 
 def test_no_more_is_taken_than_there_is(
-    tmp_path: Path,
-    open_memory: Callable[..., MemoryCache],
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
+    open_memory: Callable[..., MemoryCache], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(free_memory, "available_memory", lambda folder: 1_000_000)
+    monkeypatch.setattr(segments, "available_memory", lambda: 1_000_000)
     for gigabytes, capacity, said in (
         (7.0, 1_000_000, "of which 0.00 GB are free"),
         (None, 500_000, "half of the free memory"),
     ):
         caplog.clear()
-        memory = open_memory(tmp_path / "none", run=said.encode(), memory_gb=gigabytes, format="jpeg")
-        assert memory.capacity == capacity
+        assert open_memory(run=said, memory_gb=gigabytes, format="jpeg").capacity == capacity
         assert said in caplog.text
-        memory.close()
 
 
 @pytest.mark.parametrize(("gigabytes", "format"), [(0.1, "decoded"), (0.02, "jpeg"), (0.001, "jpeg"), (0.0, "jpeg")])
-def test_pixels_are_kept_where_they_fit(
-    tmp_path: Path, open_memory: Callable[..., MemoryCache], gigabytes: float, format: str
-) -> None:
-    shared = tmp_path / "shm"
-    shared.mkdir()
-    memory = open_memory(shared, memory_gb=gigabytes)
-    assert memory.format == format
-    assert memory.path.parent.parent == shared
-    memory.close()
+def test_pixels_are_kept_where_they_fit(open_memory: Callable[..., MemoryCache], gigabytes: float, format: str) -> None:
+    assert open_memory(memory_gb=gigabytes).format == format
 
 
 def test_small_images_are_not_taken_for_photographs(tmp_path: Path) -> None:
@@ -99,36 +85,9 @@ def test_small_images_are_not_taken_for_photographs(tmp_path: Path) -> None:
     assert len(small.probed) == layout.PROBES - 1
     owned = np.ones(100, np.bool_)
     for short_side, true in ((256, 100 * (40 * 60 * 3 + 64)), (20, 100 * (20 * 30 * 3 + 64))):
-        assert true <= budget.needed_bytes(small, owned, "decoded", short_side) <= 1.01 * true
-    config = CacheConfig(source="/somewhere", cache_dir=str(tmp_path))
-    assert budget.choose_format(config, small, owned, 1_000_000) == "decoded"
-
-
-@pytest.mark.parametrize("small", [False, True])
-def test_without_enough_shared_memory_the_slab_lies_on_disk(
-    tmp_path: Path,
-    open_memory: Callable[..., MemoryCache],
-    small: bool,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    shared = tmp_path / "shm"
-    if small:
-        shared.mkdir()
-        available = free_memory.available_memory
-        limit = 1_000_000
-        monkeypatch.setattr(
-            free_memory, "available_memory", lambda folder: limit if shared in folder.parents else available(folder)
-        )
-    memory = open_memory(shared, memory_gb=0.05)
-    assert memory.path.parent == tmp_path / "cache" / "memory"
-    assert memory.put(0, pixels(0), 20, 30)
-    assert ("--shm-size" in caplog.text) == small
-    again = open_memory(shared, memory_gb=0.05)
-    assert again.get([0])[0][0] is not None
-    memory.close()
-    again.close()
-    assert [path for path in (tmp_path / "cache" / "memory").iterdir() if "decoded" in path.name] == []
+        assert true <= memory_tier.needed_bytes(small, owned, "decoded", short_side) <= 1.01 * true
+    config = CacheConfig(source="/somewhere", cache_dir=str(tmp_path), memory_gb=0.001)
+    assert memory_tier.format_for(config, small, owned) == "decoded"
 
 
 GROUPS = {
@@ -151,11 +110,11 @@ def test_the_tightest_control_group_counts(tmp_path: Path, version: str) -> None
         (root / path / used).write_text("3000\n")
         (root / path / "memory.stat").write_text(f"anon 10\n{inactive} 1000\n")
     (tmp_path / "cgroup" / "cgroup.controllers").touch()
-    left = free_memory._left_to_control_groups(tmp_path / "cgroup", tmp_path / "own")
+    left = segments._left_to_control_groups(tmp_path / "cgroup", tmp_path / "own")
     assert left == [9000 - 3000 + 1000, 5000 - 3000 + 1000]
 
 
-def test_a_limit_of_a_real_control_group_is_seen(tmp_path: Path) -> None:
+def test_a_limit_of_a_real_control_group_is_seen() -> None:
     group = Path("/sys/fs/cgroup/memory") / f"lightning_sparse-test-{os.getpid()}"
     try:
         group.mkdir()
@@ -164,11 +123,11 @@ def test_a_limit_of_a_real_control_group_is_seen(tmp_path: Path) -> None:
     code = f"""
 import os
 from pathlib import Path
-from lightning_sparse.data.cache.free_memory import available_memory
+from lightning_sparse.data.cache.segment import available_memory
 group = Path({str(group)!r})
 (group / "memory.limit_in_bytes").write_text("500000000")
 (group / "cgroup.procs").write_text(str(os.getpid()))
-print(available_memory(Path({str(tmp_path)!r})))
+print(available_memory())
 """
     try:
         done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

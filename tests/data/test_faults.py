@@ -99,45 +99,8 @@ def test_a_small_memory_keeps_a_part(folder: Path, stores: Open, caplog: pytest.
 # ------------------------------------------------------------------------------------------------------- other runs
 
 
-def test_two_runs_at_once_share_a_cache(folder: Path) -> None:
-    """Both fill one disk cache and one memory tier, and neither removes what the other uses."""
-    code = f"""
-import hashlib, sys
-from pathlib import Path
-from tests.data.stores import *
-store = store_of(Path({str(folder)!r}), [], format="jpeg")
-sys.stdin.readline()
-digest = hashlib.sha256(b"".join(b"".join(contents(store)) for _ in range(20))).hexdigest()
-print(digest, store._tiers().memory.path.name, flush=True)
-sys.stdin.readline()
-store.close()
-"""
-    runs = [
-        subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-        for _ in range(2)
-    ]
-    answers = []
-    for line in ("go\n", "end\n"):
-        for run in runs:
-            assert run.stdin is not None
-            run.stdin.write(line)
-            run.stdin.flush()
-        if line == "go\n":
-            answers = [run.stdout.readline().split() for run in runs if run.stdout is not None]
-    assert [run.wait() for run in runs] == [0, 0]
-    for run in runs:
-        assert run.stdin is not None
-        assert run.stdout is not None
-        run.stdin.close()
-        run.stdout.close()
-    (first, first_name), (second, second_name) = answers
-    assert first == second
-    assert first_name == second_name
-    assert not (Path("/dev/shm") / f"lightning_sparse-{os.geteuid()}" / first_name).exists()
-
-
 def test_a_killed_run_is_cleaned_up_after(folder: Path, stores: Open) -> None:
-    """kill -9 in the first epoch: its memory is freed by the next run, which reads again only what was not kept."""
+    """kill -9 in the first epoch: its memory is freed, and the next run reads again only what was not kept."""
     code = f"""
 import os, signal
 from pathlib import Path
@@ -146,16 +109,11 @@ store = store_of(Path({str(folder)!r}), [])
 store.get(range(12))
 store.flush()
 store.get(range(12, 16))
-path = store._tiers().memory.path
-print(path, path.stat().st_ino, flush=True)
 os.kill(os.getpid(), signal.SIGKILL)
 """
-    done = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
-    assert done.returncode == -signal.SIGKILL
-    left, inode = done.stdout.split()
+    assert subprocess.run([sys.executable, "-c", code]).returncode == -signal.SIGKILL
     store = store_of(folder, stores)
-    assert (str(store._tiers().memory.path), store._tiers().memory.cached) == (left, 0)
-    assert Path(left).stat().st_ino != int(inode)
+    assert store._tiers().memory.cached == 0
     assert len(contents(store)) == 20
     assert (store.counters().disk_samples, store.counters().storage_samples) == (12, 8)
 
@@ -166,8 +124,7 @@ def test_all_files_of_a_run_are_the_users_alone(folder: Path, stores: Open) -> N
         store = store_of(folder, stores)
         contents(store)
         store.flush()
-        segment = store._tiers().memory.path
-        places = [segment, segment.parent, *(folder.parent / "cache").rglob("*"), folder.parent / "cache"]
+        places = [*(folder.parent / "cache").rglob("*"), folder.parent / "cache"]
         for place in places:
             assert place.stat().st_mode & 0o777 == (0o700 if place.is_dir() else 0o600), place
     finally:

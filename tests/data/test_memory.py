@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import errno
-import logging
 import multiprocessing
 import os
 import signal
@@ -16,24 +14,23 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from lightning_sparse.data.cache import free_memory, shared_memory
 from lightning_sparse.data.cache import memory as memory_tier
-from lightning_sparse.data.cache.memory import EMPTY, FILLING, READY, MemoryCache
-from lightning_sparse.data.config import DataError
+from lightning_sparse.data.cache import segment as segments
+from lightning_sparse.data.cache.memory import FILLING, MemoryCache
 
-NAME = "0123456789abcdef-n0-train"
+NAME = f"test-{os.getpid()}"
 
 
 def pixels(number: int, height: int = 20, width: int = 30) -> npt.NDArray[np.uint8]:
     return np.random.default_rng(number).integers(0, 256, (height, width, 3), np.uint8)
 
 
-def slab(tmp_path: Path, slots: int = 10, capacity: int = 100_000, name: str = NAME) -> MemoryCache:
-    return memory_tier.create(tmp_path / name, "decoded", slots, capacity)
+def slab(slots: int = 10, capacity: int = 100_000, name: str = NAME) -> MemoryCache:
+    return memory_tier.create(name, "decoded", slots, capacity)
 
 
-def joined(tmp_path: Path, name: str = NAME) -> MemoryCache:
-    segment = shared_memory.attach(tmp_path / name)
+def joined(name: str = NAME) -> MemoryCache:
+    segment = segments.find(name)
     assert segment is not None
     return MemoryCache(segment)
 
@@ -45,9 +42,9 @@ def put(memory: MemoryCache, number: int) -> bool:
 # ------------------------------------------------------------------------------------------------------- samples
 
 
-def test_what_is_put_is_seen_by_all(tmp_path: Path) -> None:
-    first = slab(tmp_path)
-    second = joined(tmp_path)
+def test_what_is_put_is_seen_by_all() -> None:
+    first = slab()
+    second = joined()
     assert put(first, 3)
     assert put(second, 4)
     assert put(second, 3)  # it is there already
@@ -65,8 +62,8 @@ def test_what_is_put_is_seen_by_all(tmp_path: Path) -> None:
     second.close()
 
 
-def test_views_outlive_the_slab(tmp_path: Path) -> None:
-    memory = slab(tmp_path)
+def test_views_outlive_the_slab() -> None:
+    memory = slab()
     put(memory, 3)
     view = memory.get([3])[0][0]
     memory.close()
@@ -75,53 +72,27 @@ def test_views_outlive_the_slab(tmp_path: Path) -> None:
     assert np.array_equal(view.data, pixels(3))
 
 
-def test_inserting_ends_when_full_and_nothing_is_evicted(tmp_path: Path) -> None:
-    memory = slab(tmp_path, slots=100, capacity=10 * 1856)  # 1800 bytes, rounded up to 64
+def test_inserting_ends_when_full_and_nothing_is_evicted() -> None:
+    memory = slab(slots=100, capacity=10 * 1856)  # 1800 bytes, rounded up to 64
     assert [put(memory, number) for number in range(12)] == [True] * 10 + [False] * 2
     assert memory.full
     assert [view is not None for view in memory.get(range(12))[0]] == [True] * 10 + [False] * 2
     memory.close()
 
 
-def test_shared_memory_that_is_full_is_an_error_that_is_handled(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Memory is reserved before it is written to: a write without it would end the process by SIGBUS."""
-    memory = slab(tmp_path, capacity=1 << 30)
-    reserve = os.posix_fallocate
-    taken = []
-
-    def limited(file: int, offset: int, length: int) -> None:
-        if taken:
-            raise OSError(errno.ENOSPC, "No space left on device")
-        taken.append(length)
-        reserve(file, offset, length)
-
-    monkeypatch.setattr(os, "posix_fallocate", limited)
-    monkeypatch.setattr(memory_tier, "RESERVE_BYTES", 4096)
-    assert [put(memory, number) for number in range(4)] == [True, True, False, False]
+def test_the_last_free_memory_is_used_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory is reserved in large pieces. The last one is larger than what is left."""
+    memory = slab(capacity=1 << 30)
+    free = 5 * 1856 + 1000
+    monkeypatch.setattr(segments, "free_memory", lambda: free - int(memory._header[memory_tier._Header.RESERVED]))
+    assert [put(memory, number) for number in range(7)] == [True] * 5 + [False] * 2
     assert memory.full
     memory.close()
 
 
-def test_the_last_free_memory_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Memory is reserved in large pieces. The last one is larger than what is left."""
-    memory = slab(tmp_path, capacity=1 << 30)
-    begin, free, reserve = memory._payloads_at, 5 * 1800 + 1000, os.posix_fallocate
-
-    def limited(file: int, offset: int, length: int) -> None:
-        if offset + length > begin + free:
-            raise OSError(errno.ENOSPC, "No space left on device")
-        reserve(file, offset, length)
-
-    monkeypatch.setattr(os, "posix_fallocate", limited)
-    assert [put(memory, number) for number in range(7)] == [True] * 5 + [False] * 2
-    memory.close()
-
-
 @pytest.mark.parametrize("field", ["length", "offset", "height", "width", "checksum", "payload"])
-def test_a_flipped_bit_is_found_wherever_it_is(tmp_path: Path, field: str) -> None:
-    memory = slab(tmp_path)
+def test_a_flipped_bit_is_found_wherever_it_is(field: str) -> None:
+    memory = slab()
     put(memory, 3)
     put(memory, 4)
     if field == "payload":
@@ -138,17 +109,17 @@ def test_a_flipped_bit_is_found_wherever_it_is(tmp_path: Path, field: str) -> No
     memory.close()
 
 
-def _fill_all(folder: Path, connection: object) -> None:
-    memory = joined(folder)
+def _fill_all(name: str) -> None:
+    memory = joined(name)
     for number in range(200):
         put(memory, number)
     memory.close()
 
 
-def test_processes_that_fill_together_do_not_overlap(tmp_path: Path) -> None:
-    memory = slab(tmp_path, slots=200, capacity=200 * 1856)
+def test_processes_that_fill_together_do_not_overlap() -> None:
+    memory = slab(slots=200, capacity=200 * 1856)
     context = multiprocessing.get_context("spawn")
-    workers = [context.Process(target=_fill_all, args=(tmp_path, None)) for _ in range(3)]
+    workers = [context.Process(target=_fill_all, args=(NAME,)) for _ in range(3)]
     for worker in workers:
         worker.start()
     for worker in workers:
@@ -160,12 +131,12 @@ def test_processes_that_fill_together_do_not_overlap(tmp_path: Path) -> None:
     memory.close()
 
 
-def test_room_is_taken_by_one_process_at_a_time(tmp_path: Path) -> None:
-    memory = slab(tmp_path)
+def test_room_is_taken_by_one_process_at_a_time() -> None:
+    memory = slab()
     code = f"""
 import sys
 from tests.data.test_memory import *
-memory = joined(Path({str(tmp_path)!r}))
+memory = joined({NAME!r})
 with memory._segment.locked():
     print("held", flush=True)
     sys.stdin.read()
@@ -184,12 +155,12 @@ with memory._segment.locked():
     memory.close()
 
 
-def test_a_process_killed_while_filling_leaves_nothing_to_read(tmp_path: Path) -> None:
-    memory = slab(tmp_path)
+def test_a_process_killed_while_filling_leaves_nothing_to_read() -> None:
+    memory = slab()
     code = f"""
 import os, signal
 from tests.data.test_memory import *
-memory = joined(Path({str(tmp_path)!r}))
+memory = joined({NAME!r})
 memory._reserve(3, 1800)
 memory._payloads[:900] = 1
 with memory._segment.locked():  # and with the lock in its hands
@@ -205,62 +176,47 @@ with memory._segment.locked():  # and with the lock in its hands
 # ------------------------------------------------------------------------------------------------- whose it is
 
 
-def test_the_last_to_close_removes_it(tmp_path: Path) -> None:
-    first, second = slab(tmp_path), joined(tmp_path)
-    first.close()
-    assert (tmp_path / NAME).exists()
-    assert put(second, 1)
-    second.close()
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_what_a_killed_run_left_is_removed_and_what_lives_is_not(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.set_level(logging.INFO, "lightning_sparse")
-    other = NAME.replace("0123", "4567")
+def test_it_ends_with_the_last_process_that_has_it_open() -> None:
+    first = slab()
     code = f"""
 import sys
 from tests.data.test_memory import *
-memory = slab(Path({str(tmp_path)!r}), name={other!r})
-print("ready", flush=True)
+memory = joined({NAME!r})
+print(put(memory, 1), flush=True)
 sys.stdin.read()
 """
-    with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as run:
-        assert run.stdout is not None
-        assert run.stdout.readline() == b"ready\n"
-        (tmp_path / "something-else").touch()
-        assert shared_memory.remove_stale([tmp_path]) == 0
-        run.kill()
-        run.wait()
-    assert (tmp_path / other).exists()
-    assert shared_memory.remove_stale([tmp_path]) == 1
-    assert [path.name for path in tmp_path.iterdir()] == ["something-else"]
-    assert "runs that have ended" in caplog.text
+    with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
+        assert other.stdout is not None
+        assert other.stdout.readline() == b"True\n"
+        first.close()
+        del first
+        again = joined()
+        assert again.get([1])[0][0] is not None
+        again.close()
+        del again
+        other.kill()
+    assert segments.find(NAME) is None
 
 
-def test_it_is_the_users_alone(tmp_path: Path) -> None:
-    folder = shared_memory.memory_folder(tmp_path)
-    assert folder is not None
-    former = os.umask(0)
-    try:
-        memory = slab(folder)
-    finally:
-        os.umask(former)
-    assert (folder / NAME).stat().st_mode & 0o777 == 0o600
-    assert folder.stat().st_mode & 0o777 == 0o700
+def test_it_is_the_users_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    memory = slab()
+    assert os.fstat(memory._segment.file).st_mode & 0o777 == 0o600
+    monkeypatch.setattr(os, "geteuid", lambda: 4711)
+    assert segments.find(NAME) is None
     memory.close()
 
 
-def test_a_folder_that_somebody_else_prepared_is_refused(tmp_path: Path) -> None:
-    (tmp_path / f"lightning_sparse-{os.geteuid()}").symlink_to(tmp_path)
-    with pytest.raises(DataError, match="not a folder of this user"):
-        shared_memory.memory_folder(tmp_path)
+def test_a_segment_that_is_not_prepared_is_not_found() -> None:
+    """As of a process that was killed, or of one that does not lock the same folder."""
+    file = os.memfd_create(f"lightning_sparse-{NAME}", os.MFD_ALLOW_SEALING)
+    os.ftruncate(file, 1 << 20)
+    assert segments.find(NAME) is None
+    os.close(file)
 
 
-def _shared_bytes(folder: Path) -> tuple[int, int]:
+def _shared_bytes(name: str) -> tuple[int, int]:
     """(this process's part of shared memory, its own memory that holds samples) after reading all samples."""
-    memory = joined(folder)
+    memory = joined(name)
     before = _rollup("Private_Dirty") + _rollup("Private_Clean")
     total = sum(int(view.data.sum()) for view in memory.get(range(64))[0] if view is not None)
     assert total
@@ -280,33 +236,22 @@ def _rollup(name: str) -> int:
 
 def test_four_ranks_hold_one_copy() -> None:
     """Proportional set sizes share a page among those who map it, so their sum is what the node really holds."""
-    folder = shared_memory.memory_folder()
     from tests.helpers.distributed import run_ranks  # torch, which the other processes of this file do without
 
-    if folder is None or not Path("/proc/self/smaps_rollup").exists():
-        pytest.skip("needs /dev/shm and /proc/self/smaps_rollup")
+    if not Path("/proc/self/smaps_rollup").exists():
+        pytest.skip("needs /proc/self/smaps_rollup")
     samples, nbytes = 64, 64 * 256 * 341 * 3
-    memory = memory_tier.create(folder / f"{NAME}-{os.getpid()}", "decoded", samples, 2 * nbytes)
-    try:
-        for number in range(samples):
-            memory.put(number, pixels(number, 256, 341), 256, 341)
-        # the ranks join by name
-        path = folder / NAME
-        os.rename(memory.path, path)
-        memory._segment.path = path
-        parts = run_ranks(_shared_bytes, folder, nodes=1, devices=4)
-    finally:
-        memory.close()
+    memory = slab(samples, 2 * nbytes)
+    for number in range(samples):
+        memory.put(number, pixels(number, 256, 341), 256, 341)
+    parts = run_ranks(_shared_bytes, NAME, nodes=1, devices=4)
+    memory.close()
     assert sum(shared for shared, _ in parts) < 1.1 * nbytes
     assert max(private for _, private in parts) < 0.5 * nbytes
 
 
-def test_what_is_promised_to_one_split_is_not_given_to_another(tmp_path: Path) -> None:
-    before = free_memory.available_memory(tmp_path)
-    memory = slab(tmp_path, capacity=before // 2)
-    assert free_memory.available_memory(tmp_path) < 0.6 * before
+def test_what_is_promised_to_one_split_is_not_given_to_another() -> None:
+    before = segments.available_memory()
+    memory = slab(capacity=before // 2)
+    assert segments.available_memory() < 0.6 * before
     memory.close()
-
-
-def test_states_are_what_the_reader_expects() -> None:
-    assert (EMPTY, FILLING, READY) == (0, 1, 2)  # a hole in the file reads as empty

@@ -12,8 +12,10 @@ from lightning_sparse.data.datamodule import CachedImageDataModuleMixin
 from tests.data.fits import FLAVOURS
 from tests.helpers.distributed import run_ranks
 
-GIVEN = {"image_size": "{0: 128, 6: 224}", "crop_scale": "[0.25, 1]", "shuffle": "partial", "val_fraction": "0.1"}
-PARSED = {"image_size": {0: 128, 6: 224}, "crop_scale": (0.25, 1.0), "shuffle": "partial", "val_fraction": 0.1}
+GIVEN = {"image_size": "{0: 128, 6: 224}", "crop_scale": "[0.25, 1]", "shuffle": "local", "val_fraction": "0.1"}
+PARSED = {"image_size": {0: 128, 6: 224}, "crop_scale": (0.25, 1.0), "shuffle": "local", "val_fraction": 0.1}
+GIVEN |= {"memory_gb": "4", "peer_ports": "[29600, 29699]", "lists": "{train: a.csv}", "on_corrupt": "skip"}
+PARSED |= {"memory_gb": 4.0, "peer_ports": (29600, 29699), "lists": {"train": "a.csv"}, "on_corrupt": "skip"}
 
 
 def parse(module: str, name: str) -> dict[str, Any]:

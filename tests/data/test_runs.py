@@ -4,7 +4,6 @@ own, and what happens to one of them does not happen to the others."""
 from __future__ import annotations
 
 import dataclasses
-import errno
 import fcntl
 import json
 import logging
@@ -19,18 +18,24 @@ from typing import Any
 import numpy as np
 import pytest
 
-from lightning_sparse.data.cache import free_memory, memory, shared_memory
-from lightning_sparse.data.cache.budget import content_name
+from lightning_sparse.data.cache import memory
+from lightning_sparse.data.cache import segment as segments
 from lightning_sparse.data.cache.commands import warm
+from lightning_sparse.data.cache.memory import content_name
 from lightning_sparse.data.cache.store import Placement, SampleStore
 from lightning_sparse.data.config import CacheConfig
 from lightning_sparse.data.folders import locked
 from lightning_sparse.data.session import agreed_format
 from lightning_sparse.data.sources.listing import load_or_list
 from tests.data.stores import Open, config_of, contents, store_of, warnings_of
-from tests.data.test_memory import joined, put, slab
+from tests.data.test_memory import NAME, joined, put, slab
 
 SAMPLES = 20  # of `folder`
+
+
+def inode(store: SampleStore) -> int:
+    """Which segment it is."""
+    return os.fstat(store._tiers().memory._segment.file).st_ino
 
 
 # ------------------------------------------------------------------------------------------------- one copy
@@ -47,7 +52,7 @@ def test_a_second_run_reads_what_the_first_one_has_read(
     second = store_of(folder, stores, format=format)
     assert "memory tier of train: 20 samples are there, of another run on this node" in caplog.text
     assert contents(second) == expected
-    assert second._tiers().memory.path == first._tiers().memory.path
+    assert inode(second) == inode(first)
     counts = second.counters()
     assert (counts.memory_samples, counts.disk_samples, counts.storage_samples) == (SAMPLES, 0, 0)
     for store, read in ((first, (0, SAMPLES)), (second, (SAMPLES, 0))):
@@ -58,14 +63,13 @@ def test_a_second_run_reads_what_the_first_one_has_read(
 
 def test_it_ends_with_the_last_run(folder: Path, stores: Open) -> None:
     first, second = store_of(folder, stores), store_of(folder, stores)
-    path = first._tiers().memory.path
     expected = contents(first)
     first.close()
-    assert path.exists()
     assert contents(second) == expected
     assert second.counters().memory_samples == SAMPLES
     second.close()
-    assert not path.exists()
+    contents(store_of(folder, stores))
+    assert stores[-1].counters().memory_samples == 0
 
 
 def test_another_cache_of_the_same_source_makes_no_second_copy(folder: Path, stores: Open, tmp_path: Path) -> None:
@@ -82,7 +86,7 @@ def test_the_format_is_that_of_the_copy_that_is_there(
     """By free memory alone, the first run would take half of it for pixels, and the second one find too little."""
     first = store_of(folder, stores, format="decoded", memory_gb=None)
     config = config_of(folder, memory_gb=None)
-    monkeypatch.setattr(free_memory, "available_memory", lambda folder: 10_000)
+    monkeypatch.setattr(segments, "available_memory", lambda: 10_000)
     assert agreed_format(config, first.manifest, Placement()) == "decoded"
     assert store_of(folder, stores, memory_gb=None).format == "decoded"
     for store in stores:
@@ -113,7 +117,7 @@ def test_runs_that_want_something_else_have_a_copy_of_their_own(
     first = store_of(folder, stores, format="decoded")
     contents(first)
     second = store_of(folder, stores, **{"format": "decoded", **other})
-    assert second._tiers().memory.path != first._tiers().memory.path
+    assert inode(second) != inode(first)
     assert second._tiers().memory.cached == 0
 
 
@@ -176,7 +180,7 @@ def test_a_run_that_joins_a_small_copy_says_so(
 ) -> None:
     """It was made when there was little memory."""
     with monkeypatch.context() as patch:
-        patch.setattr(free_memory, "available_memory", lambda folder: 160_000)
+        patch.setattr(segments, "available_memory", lambda: 160_000)
         store_of(folder, stores, format="decoded", memory_gb=None)
     caplog.clear()
     for _ in range(2):
@@ -189,12 +193,9 @@ def test_a_run_that_joins_a_small_copy_says_so(
 def test_memory_that_was_short_for_one_run_may_be_there_for_the_next(
     folder: Path, stores: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refused(*_: object) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
     first = store_of(folder, stores, format="decoded")
     with monkeypatch.context() as patch:
-        patch.setattr(os, "posix_fallocate", refused)
+        patch.setattr(segments, "free_memory", lambda: 0)
         contents(first)
     assert first.sizes()[0] == 0
     second = store_of(folder, stores, format="decoded")
@@ -214,20 +215,6 @@ def test_a_sample_that_was_damaged_is_repaired_for_all(folder: Path, stores: Ope
 
 
 # ------------------------------------------------------------------------------------------ what a run leaves behind
-
-
-def test_a_run_that_opens_what_is_being_removed_does_not_wait(tmp_path: Path) -> None:
-    """The map, which lives as long as views of it, has a duplicate of the descriptor that had the exclusive lock."""
-    tier = slab(tmp_path)
-    put(tier, 0)
-    view = tier.get([0])[0]
-    opened = os.open(tier.path, os.O_RDWR)  # by another run, which locks it next
-    tier.close()
-    assert not tier.path.exists()
-    fcntl.flock(opened, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    assert os.fstat(opened).st_nlink == 0  # so that it looks again
-    os.close(opened)
-    assert view[0] is not None
 
 
 def test_a_forked_process_does_not_keep_the_lock_of_a_folder(tmp_path: Path) -> None:
@@ -309,43 +296,16 @@ def test_runs_that_start_at_once_make_one_segment(
     store = store_of(folder, stores, format="decoded")
     assert len(contents(store)) == SAMPLES
     assert store.counters().memory_samples == SAMPLES
-    for run in runs:
-        run.kill()
-        run.wait()
-    path = store._tiers().memory.path
-    shared_memory.remove_stale([path.parent])  # which removes their counters
-    assert path.exists()
 
 
-def test_a_run_that_died_while_it_made_the_segment_leaves_none(tmp_path: Path, folder: Path, stores: Open) -> None:
-    code = f"""
-import os, signal
-from pathlib import Path
-from lightning_sparse.data.cache import shared_memory
-from tests.data.stores import *
-create = shared_memory.create
-def killed(path, size, prepare):
-    kill = lambda file: os.kill(os.getpid(), signal.SIGKILL)
-    return create(path, size, kill if "decoded" in path.name else prepare)
-shared_memory.create = killed
-store_of(Path({str(folder)!r}), [], format="decoded")
-"""
-    load_or_list(config_of(folder), "train", quiet=True)
-    assert subprocess.run([sys.executable, "-c", code], timeout=120).returncode == -signal.SIGKILL
-    store = store_of(folder, stores, format="decoded")
-    assert len(contents(store)) == SAMPLES
-    contents(store)
-    assert store.counters().memory_samples == SAMPLES
-
-
-def test_a_run_that_is_suspended_does_not_stop_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_that_is_suspended_does_not_stop_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
     """As SLURM suspends jobs (SIGSTOP): it may hold the lock of the segment, for hours."""
     monkeypatch.setattr(memory, "LOCK_S", 0.3)
-    tier = slab(tmp_path)
+    tier = slab()
     code = f"""
 import os, signal
 from tests.data.test_memory import *
-tier = joined(Path({str(tmp_path)!r}))
+tier = joined({NAME!r})
 with tier._segment.locked():
     print("held", flush=True)
     os.kill(os.getpid(), signal.SIGSTOP)
@@ -362,5 +322,5 @@ print("done", flush=True)
         other.send_signal(signal.SIGCONT)
         assert other.stdout.readline() == b"done\n"
     assert all(put(tier, number) for number in range(4))
-    assert joined(tmp_path).cached == 5
+    assert joined().cached == 5
     tier.close()

@@ -29,7 +29,6 @@ configs = st.builds(
     batch_size=st.integers(1, 5),
     devices=st.lists(st.integers(1, 3), min_size=1, max_size=4).map(tuple),
     shuffle=st.sampled_from(SHUFFLES),
-    exchange_fraction=st.sampled_from([0.0, 0.1, 0.5, 1.0]),
     seed=st.integers(0, 2**40),
 )
 counts = st.integers(12, 90)
@@ -123,17 +122,6 @@ def test_local_stays_at_home() -> None:
     home = owners(np.arange(240) % 5, 3, seed=7)
     for epoch in range(2):
         assert [set(np.flatnonzero(home == node)) for node in range(3)] == node_sets(config, epoch)
-
-
-@pytest.mark.parametrize("fraction", [0.0, 0.1, 0.5, 1.0])
-def test_partial_exchanges_the_stated_fraction(fraction: float) -> None:
-    config = SamplerConfig(batch_size=4, devices=(1, 1, 1), shuffle="partial", exchange_fraction=fraction)
-    home = owners(np.arange(240) % 5, 3, seed=7)
-    abroad = [sum(home[sample] != node for sample in each) for node, each in enumerate(node_sets(config, 3))]
-    assert max(abroad) <= fraction * 80
-    assert sum(abroad) == pytest.approx(fraction * 240 * 2 / 3, abs=12)
-    if fraction:
-        assert node_sets(config, 3) != node_sets(config, 4)
 
 
 def test_global_asks_peers_for_the_overflow_only() -> None:
@@ -249,13 +237,11 @@ def test_two_by_two_to_one_by_two(shuffle: str) -> None:
 
 
 def test_a_segment_survives_a_checkpoint() -> None:
-    segment = EpochSegment(
-        SamplerConfig(batch_size=3, devices=(2, 1), shuffle="partial", exchange_fraction=0.3, seed=5), 9
-    )
+    segment = EpochSegment(SamplerConfig(batch_size=3, devices=(2, 1), shuffle="local", seed=5), 9)
     state = segment.state_dict()
     assert EpochSegment.from_state(state) == segment
-    options = {"batch_size": 3, "devices": [2, 1], "shuffle": "partial", "exchange_fraction": 0.3, "seed": 5}
-    assert state == {"layout": options, "steps": 9}  # as older checkpoints have it
+    options = {"batch_size": 3, "devices": [2, 1], "shuffle": "local", "seed": 5}
+    assert state == {"layout": options, "steps": 9}
 
 
 # -- evaluation --------------------------------------------------------------------------------------------------------

@@ -10,8 +10,7 @@ import pytest
 
 from lightning_sparse.cli import main
 from lightning_sparse.data.config import DataError
-from lightning_sparse.data.tokens import prepare
-from lightning_sparse.data.tokens.datamodule import TokenDataModuleMixin, TokenStream, files_of
+from lightning_sparse.data.tokens import TokenDataModuleMixin, TokenStream, files_of, prepare
 
 
 def counted(path: Path, count: int, first: int = 0) -> Path:

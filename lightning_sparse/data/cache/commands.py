@@ -1,7 +1,8 @@
-"""Fill the disk tier before a run: `lightning-sparse cache warm`. If interrupted, the next call continues.
+"""The caches of a folder: fill the disk tier before a run, list and remove caches (`lightning-sparse cache`).
 
-It lists the source again and reads files that were added or changed, also those that were overwritten in place. Several
-threads read and decode, because decoding validates each file.
+`warm` goes on where an earlier call was interrupted. It lists the source again and reads files that were added or
+changed, also those that were overwritten in place. Several threads read and decode, because decoding validates each
+file.
 """
 
 from __future__ import annotations
@@ -27,7 +28,6 @@ from lightning_sparse.data.sample import FileKey
 from lightning_sparse.data.sources.listing import has_split, listed_splits, load_or_list
 from lightning_sparse.data.sources.manifest import Manifest
 from lightning_sparse.data.sources.storage import Storage, StoredFile, Unreadable
-from lightning_sparse.messages import log
 
 CHUNK = 16  # files per request of a thread
 
@@ -75,7 +75,7 @@ def warm(
     manifest = load_or_list(config, split, relist=True)
     owned = np.flatnonzero(owners_of(manifest, placement.num_nodes, config.seed) == placement.node_index)
     report = WarmReport(split, files=len(owned))
-    disk = open_disk(config, split, Counter(), lambda topic, text: log.warning("%s", text))
+    disk = open_disk(config, split, Counter())
     storage = Storage.of(config)
     try:
         keys = [manifest.key(index) for index in owned.tolist()]

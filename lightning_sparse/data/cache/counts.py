@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
+import hashlib
 import threading
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict, astuple, dataclass, fields
-from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 
-from lightning_sparse.data.cache import shared_memory
-from lightning_sparse.data.cache.shared_memory import Segment
+from lightning_sparse.data.cache import segment as segments
+from lightning_sparse.data.folders import file_name
 from lightning_sparse.data.peers.collectives import on_all_ranks
+from lightning_sparse.messages import log
 
 
 @dataclass(frozen=True)
@@ -88,6 +87,10 @@ class Counter:
     def read(self) -> TierCounts:
         return TierCounts(*self._row.tolist())
 
+    def warn_once(self, topic: str, text: str) -> None:
+        """Log a warning, each topic once."""
+        log.warning("%s", text)
+
 
 _PROCESSES, _TOPICS = 0, 64
 _ROWS, _ROW = 256, 16
@@ -95,61 +98,57 @@ _SIZE = 4096 + _ROWS * _ROW * 8
 assert len(NAMES) <= _ROW
 
 
-class RunCounters:
-    """The counters of a run, node and split. Each process of the run opens them once.
+class RunCounter(Counter):
+    """The counts of this process, beside those of all processes of a run on a node, and the topics that it has logged.
+
+    Each process of the run opens it once, for each split. A segment of the run alone has the numbers:
+
+    =================== ============= ==================================================
+    part of the segment size          contents
+    =================== ============= ==================================================
+    header              4096          int64 each: number of processes; from 64 on, topics
+    counters            256 x 16 x 8  one row per process
+    =================== ============= ==================================================
+
+    Args:
+        name: of the segment, from `run_name`.
 
     Attributes:
-        row: int64 [len(NAMES)], the counters of this process.
-        is_first: whether no other process of the run had opened them.
+        is_first: whether no other process of the run had opened it.
     """
 
-    def __init__(self, segment: Segment) -> None:
-        self._segment = segment
-        self._header = np.frombuffer(segment.map, np.int64, 512)
-        self._rows = np.frombuffer(segment.map, np.int64, _ROWS * _ROW, offset=4096).reshape(_ROWS, _ROW)
-        with segment.locked():
+    def __init__(self, name: str) -> None:
+        self._segment = segments.find(name) or segments.create(name, _SIZE, b"")
+        self._header = np.frombuffer(self._segment.map, np.int64, 512)
+        self._rows = np.frombuffer(self._segment.map, np.int64, _ROWS * _ROW, offset=4096).reshape(_ROWS, _ROW)
+        with self._segment.locked():
             row = int(self._header[_PROCESSES])
             self._header[_PROCESSES] += 1
         self.is_first = row == 0
-        self.row = self._rows[min(row, _ROWS - 1), : len(NAMES)]  # from the 256th process on, less exact: shared
+        super().__init__(self._rows[min(row, _ROWS - 1), : len(NAMES)])  # from the 256th process on, less exact: shared
 
-    def rows(self) -> npt.NDArray[np.int64]:
-        """Return the counters of all processes, also of those that have ended, int64 [processes, len(NAMES)]."""
-        return self._rows[: int(self._header[_PROCESSES]), : len(NAMES)].copy()
+    def total(self) -> TierCounts:
+        """Return the counts of all processes, also of those that have ended."""
+        return TierCounts(*self._rows[:, : len(NAMES)].sum(0).tolist())
 
-    def claim_topic(self, topic: str) -> bool:
-        """Return True for the first process of the run on this node that asks for this topic, to log it once."""
+    def warn_once(self, topic: str, text: str) -> None:
+        """Log a warning, each topic once per run and node, in the process that comes first."""
         number = zlib.crc32(topic.encode()) + 1
         with self._segment.locked():
             logged = self._header[_TOPICS:]
             if number in logged or 0 not in logged:
-                return False
+                return
             logged[int(np.argmin(logged != 0))] = number
-            return True
+        log.warning("%s", text)
 
     def close(self) -> None:
-        """Release the segment; the last process of the run removes it."""
+        """As `Segment.close`."""
         self._segment.close()
 
 
-def open_counters(folders: Sequence[Path], name: str) -> RunCounters:
-    """Attach the segment `name` in one of the folders, or create it in the first one with enough memory.
-
-    Raises:
-        OSError: if no folder has enough memory.
-    """
-    for folder in folders:
-        if (segment := shared_memory.attach(folder / name)) is not None:
-            return RunCounters(segment)
-    *preferred, last = folders
-    for folder in preferred:
-        with contextlib.suppress(OSError):
-            return _create(folder / name)
-    return _create(last / name)
-
-
-def _create(path: Path) -> RunCounters:
-    return RunCounters(shared_memory.create(path, _SIZE, lambda file: os.posix_fallocate(file, 0, _SIZE)))
+def run_name(run: bytes, node_index: int, split: str) -> str:
+    """Return the name of a run's counters. It contains a hash of the run's secret, because names are public."""
+    return f"{hashlib.blake2b(run, digest_size=8, person=b'segment').hexdigest()}-n{node_index}-{file_name(split)}"
 
 
 TIERS = ("memory", "peer", "disk", "storage")

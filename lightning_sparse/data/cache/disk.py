@@ -17,6 +17,10 @@ bytes  field    meaning
 8      checksum xxh3 of the key, the fields above and the file
 ====== ======== ====================================================================
 
+Users in one process share an open environment: LMDB's locks belong to a process and a file, so a process must not open
+an environment twice; closing one would release the locks of the other. A forked child must not use the environments of
+its parent; it opens its own.
+
 Inserting stops at the size limit or when the disk is full. Nothing is evicted: each epoch reads every sample once in
 random order, so eviction would remove samples before their next use. `prune` removes what has left the source.
 """
@@ -28,7 +32,7 @@ import os
 import struct
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -74,8 +78,7 @@ class DiskCache:
     Args:
         folder: folder of the LMDB, readable by this user only.
         limit_bytes: size limit; None: all free space except a reserve.
-        counter: counts checksum failures.
-        warn_once: called with (topic, text) when inserting stops; logs each topic once.
+        counter: counts checksum failures, and warns when inserting stops.
     """
 
     def __init__(
@@ -84,9 +87,8 @@ class DiskCache:
         *,
         limit_bytes: int | None = None,
         counter: Counter | None = None,
-        warn_once: Callable[[str, str], None] = lambda topic, text: None,
     ) -> None:
-        self.folder, self._limit, self._warn_once = folder, limit_bytes, warn_once
+        self.folder, self._limit = folder, limit_bytes
         self._counter = counter or Counter()
         self._lock = threading.RLock()
         self._pending: dict[bytes, tuple[FileKey, CachedFile]] = {}
@@ -151,7 +153,7 @@ class DiskCache:
             self._pending_bytes = 0
             if reason is not None:
                 self.full = True
-                self._warn_once(
+                self._counter.warn_once(
                     "disk full",
                     f"disk cache {self.folder} stops at {self.entries():,} files and {self.bytes() / 1e9:.2f} GB: "
                     f"{reason}. Training continues; files that are not cached are read from network storage.",

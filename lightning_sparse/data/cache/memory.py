@@ -1,6 +1,6 @@
-"""Memory tier: one shared-memory segment per node and split, used by all ranks of the node.
+"""Memory tier: one segment of shared memory per node and split, used by all ranks of the node.
 
-Runs that want the same samples in the same format use the same segment.
+Its name says what is in it, so all runs on a node that want the same samples in the same format use one copy.
 
 ====================  =====================  ==========================================================
 part of the segment   size                   contents
@@ -12,32 +12,44 @@ payloads              up to the budget       one after the other; never moved or
 
 A writer reserves space under a lock that the kernel releases when its holder dies, writes without the lock, and sets
 *ready* last, so a slot whose writer was killed is never read. A run does not wait for one that was suspended with the
-lock: it does not keep the sample then. Memory is allocated (fallocate) before it is written, so that a full /dev/shm
-raises OSError instead of SIGBUS.
+lock: it does not keep the sample then. Memory is allocated (fallocate) in large pieces while there is enough free
+memory; if the samples do not fit, the tier keeps as many as fit, and every epoch reads the others from local disk.
 
 Reads take no lock and copy nothing: a sample is a read-only view of the segment, valid as long as it is referenced.
 Each read verifies a checksum of the payload, its shape and its index. If it fails, the slot is emptied, and the sample
 is read from the next tier.
 """
 
+import hashlib
+import json
 import os
 from collections.abc import Sequence
 from enum import IntEnum
-from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
-from lightning_sparse.data.cache import shared_memory
-from lightning_sparse.data.cache.shared_memory import Segment
-from lightning_sparse.data.config import DataError
+from lightning_sparse.data import decode
+from lightning_sparse.data.cache import segment as segments
+from lightning_sparse.data.cache.counts import RunCounter
+from lightning_sparse.data.cache.segment import Segment
+from lightning_sparse.data.config import GB, CacheConfig
+from lightning_sparse.data.folders import file_name, source_name
 from lightning_sparse.data.sample import Format, View
+from lightning_sparse.data.sources.manifest import Manifest
+from lightning_sparse.messages import log
 
-MAGIC = 0x4C53_4D45_4D30_3032  # "LSMEM002"
+VERSION = 3  # of this layout
 EMPTY, FILLING, READY = 0, 1, 2
 ALIGN = 64
 RESERVE_BYTES = 64 << 20
 LOCK_S = 2.0
+# Without probed files: bytes of an average photograph whose shorter side is 1, measured on ImageNet: 271,617 at 256.
+PHOTOGRAPH = 271_617 / 256**2
+MAX_COMPRESSION = 60  # upper bound of decoded size / JPEG size, reached by images of one colour
+DEFAULT_SHARE = 0.5  # of the available memory
 _SLOTS_AT = 4096
 _SLOT = np.dtype(
     [("state", "u4"), ("length", "u4"), ("offset", "u8"), ("height", "u4"), ("width", "u4"), ("checksum", "u8")]
@@ -48,28 +60,21 @@ _FORMATS: tuple[Format, ...] = ("jpeg", "decoded", "bytes")
 class _Header(IntEnum):
     """Positions in the header, int64 each."""
 
-    MAGIC = 0
-    FORMAT = 1
-    SLOTS = 2
-    CAPACITY = 3  # limit of the payloads in bytes
-    TAIL = 4  # used bytes of payloads
-    RESERVED = 5  # allocated bytes of payloads
-    FULL = 6
-    CACHED = 7  # slots that are ready, or being filled
+    FORMAT = 0
+    SLOTS = 1
+    CAPACITY = 2  # limit of the payloads in bytes
+    TAIL = 3  # used bytes of payloads
+    RESERVED = 4  # allocated bytes of payloads
+    FULL = 5
+    CACHED = 6  # slots that are ready, or being filled
 
 
 class MemoryCache:
-    """The memory tier of a node and split.
-
-    Args:
-        segment: from `shared_memory.attach`, or prepared by `create`.
-    """
+    """The memory tier of a node and split, in a segment that `create` made."""
 
     def __init__(self, segment: Segment) -> None:
-        self.path, self._segment = segment.path, segment
+        self._segment = segment
         self._header = np.frombuffer(segment.map, np.int64, 512)
-        if self._header[_Header.MAGIC] != MAGIC:
-            raise DataError(f"{self.path} is not a segment of this version; remove it.")
         slots = int(self._header[_Header.SLOTS])
         self._slots = np.frombuffer(segment.map, _SLOT, slots, offset=_SLOTS_AT)
         self._states = self._slots["state"]
@@ -141,15 +146,14 @@ class MemoryCache:
         reserved = int(self._header[_Header.RESERVED])
         if end <= reserved:
             return True
-        wanted = min(self.capacity, max(end, reserved + RESERVE_BYTES))
-        while True:
-            try:
-                os.posix_fallocate(self._segment.file, self._payloads_at + reserved, wanted - reserved)
-                break
-            except OSError:  # ENOSPC: memory that was free when the budget was set is in use now
-                if wanted == end:
-                    return False
-                wanted = max(end, (reserved + wanted) // 2)
+        free = segments.free_memory()  # some that was free when the budget was set may be in use now
+        wanted = min(self.capacity, max(end, reserved + min(RESERVE_BYTES, free)))
+        if wanted - reserved > free:
+            return False
+        try:
+            os.posix_fallocate(self._segment.file, self._payloads_at + reserved, wanted - reserved)
+        except OSError:
+            return False
         self._header[_Header.RESERVED] = wanted
         return True
 
@@ -172,27 +176,18 @@ class MemoryCache:
         return int(self._header[_Header.TAIL])
 
     def close(self) -> None:
-        """Release the segment; the last process that uses it removes it. Views stay valid."""
+        """As `Segment.close`."""
         self._segment.close()
 
 
-def create(path: Path, format: Format, slots: int, capacity: int) -> MemoryCache:
-    """Create a segment for `slots` samples and `capacity` bytes of payloads.
-
-    Raises:
-        OSError: if there is not enough memory for the slots.
-    """
+def create(name: str, format: Format, slots: int, capacity: int) -> MemoryCache:
+    """Create a segment for `slots` samples and `capacity` bytes of payloads."""
+    header = np.zeros(512, np.int64)
+    header[_Header.FORMAT] = _FORMATS.index(format)
+    header[_Header.SLOTS], header[_Header.CAPACITY] = slots, capacity
+    header[_Header.FULL] = capacity == 0
     room = max(capacity, 4096)  # an empty map is not allowed
-
-    def prepare(file: int) -> None:
-        os.posix_fallocate(file, 0, _payloads_at(slots))
-        header = np.zeros(512, np.int64)
-        header[_Header.MAGIC], header[_Header.FORMAT] = MAGIC, _FORMATS.index(format)
-        header[_Header.SLOTS], header[_Header.CAPACITY] = slots, capacity
-        header[_Header.FULL] = capacity == 0
-        os.pwrite(file, header.tobytes(), 0)
-
-    return MemoryCache(shared_memory.create(path, _payloads_at(slots) + room, prepare))
+    return MemoryCache(segments.create(name, _payloads_at(slots) + room, header.tobytes()))
 
 
 def _payloads_at(slots: int) -> int:
@@ -201,3 +196,106 @@ def _payloads_at(slots: int) -> int:
 
 def _seed(index: int, height: int, width: int) -> int:
     return (index * 0x9E3779B97F4A7C15 ^ height << 32 ^ width) & 0xFFFFFFFFFFFFFFFF
+
+
+def needed_bytes(manifest: Manifest, owned: npt.NDArray[np.bool_], format: Format, short_side: int) -> int:
+    """Return the bytes that the node's samples need in memory: an estimate for "decoded", else exact."""
+    sizes = manifest.sizes[owned]
+    if format == "decoded" and len(manifest.probed):
+        decoded = np.array([3 * np.prod(decode.scaled((w, h), short_side)) for _, h, w in manifest.probed.tolist()])
+        mean = decoded.mean() + 2 * decoded.std() / np.sqrt(len(decoded))  # likely above that of all files
+        return int(len(sizes) * (mean + ALIGN))
+    if format == "decoded":
+        sizes = np.minimum(sizes * MAX_COMPRESSION, int(PHOTOGRAPH * short_side**2))
+    return int(sizes.sum() + len(sizes) * ALIGN)
+
+
+class _Plan(NamedTuple):
+    """Memory for this node's samples. needed: their bytes. capacity: the limit. limit: what sets it."""
+
+    format: Format
+    needed: int
+    capacity: int
+    limit: str
+
+
+def _plan(config: CacheConfig, manifest: Manifest, owned: npt.NDArray[np.bool_]) -> _Plan:
+    """Plan a segment. If the format is not given, "decoded", which saves decoding in each epoch, if all samples fit;
+    else "jpeg", of which more fit."""
+    free = segments.available_memory()
+    if config.memory_gb is None:
+        allowed, limit = int(free * DEFAULT_SHARE), "half of the free memory"
+    elif config.memory_gb * GB <= free:
+        allowed, limit = int(config.memory_gb * GB), f"memory_gb={config.memory_gb:g}"
+    else:
+        allowed, limit = free, f"memory_gb={config.memory_gb:g}, of which {free / GB:.2f} GB are free,"
+    format: Format = "decoded" if config.format == "auto" else config.format
+    needed = needed_bytes(manifest, owned, format, config.short_side)
+    if config.format == "auto" and needed > allowed:
+        format, needed = "jpeg", needed_bytes(manifest, owned, "jpeg", config.short_side)
+    # leave room, because the size of decoded images is an estimate
+    return _Plan(format, needed, min(allowed, 2 * needed if format == "decoded" else needed), limit)
+
+
+def format_for(config: CacheConfig, manifest: Manifest, owned: npt.NDArray[np.bool_]) -> Format:
+    """Return the format in which this node keeps its samples, or would keep them: that of another run on this node."""
+    if config.format != "auto":
+        return config.format
+    for format in ("decoded", "jpeg"):
+        for size, _ in segments.sizes(content_name(config, manifest, owned, format)):
+            # pixels of some samples only, of a run that was told their format: of files, more fit
+            return format if size >= needed_bytes(manifest, owned, format, config.short_side) else "jpeg"
+    return _plan(config, manifest, owned).format
+
+
+def open_memory(
+    config: CacheConfig, manifest: Manifest, owned: npt.NDArray[np.bool_], counter: RunCounter
+) -> MemoryCache:
+    """Open the memory tier, which a run on this node may have filled. Called by one process at a time.
+
+    Args:
+        owned: bool [samples], samples that this node keeps.
+        counter: of this run.
+    """
+    for format in ("decoded", "jpeg") if config.format == "auto" else (config.format,):
+        found = segments.find(content_name(config, manifest, owned, format))
+        if found is None:
+            continue
+        tier = MemoryCache(found)
+        if counter.is_first:
+            log.info(f"memory tier of {manifest.split}: {tier.cached:,} samples are there, of another run on this node")
+            tier.retry()
+            needed = needed_bytes(manifest, owned, format, config.short_side)
+            plan = _Plan(format, needed, tier.capacity, "the copy of another run on this node")
+            _warn_if_too_small(manifest.split, int(owned.sum()), plan, counter)
+        return tier
+    plan = _plan(config, manifest, owned)
+    tier = create(content_name(config, manifest, owned, plan.format), plan.format, len(manifest), plan.capacity)
+    _warn_if_too_small(manifest.split, int(owned.sum()), plan, counter)
+    return tier
+
+
+def _warn_if_too_small(split: str, samples: int, plan: _Plan, counter: RunCounter) -> None:
+    if not plan.needed > plan.capacity > 0:
+        return
+    about = "about " if plan.format == "decoded" else ""
+    counter.warn_once(
+        "memory full",
+        f"memory tier of {split}: {samples:,} samples of this node need {about}{plan.needed / GB:.2f} GB as "
+        f"{plan.format}, but {plan.limit} allows {plan.capacity / GB:.2f} GB. {about.capitalize()}"
+        f"{100 * plan.capacity / plan.needed:.0f} % of them stay in memory; every epoch reads the others from local "
+        "disk.",
+    )
+
+
+def content_name(config: CacheConfig, manifest: Manifest, owned: npt.NDArray[np.bool_], format: Format) -> str:
+    """Return the name of a segment of samples: a hash of all that decides what is in it, and of its limit."""
+    pixels = (config.short_side, decode.decoder_id(), torch.__version__) if format == "decoded" else None
+    # options choose the server or the version of a URL, and not all storage tells times, which tell files apart
+    source = (source_name(config.source), json.dumps(config.storage_options, sort_keys=True))
+    limit = None if config.memory_gb is None else float(config.memory_gb)
+    others = config.shuffle == "local"  # keeps samples of other nodes, too, which would take the room of this one's
+    content = (VERSION, *source, manifest.fingerprint, config.member, pixels, limit, others)
+    digest = hashlib.blake2b(repr(content).encode("utf-8", "surrogateescape"), digest_size=16)
+    digest.update(np.packbits(owned).tobytes())
+    return f"{digest.hexdigest()}-{format}-{file_name(manifest.split)}"

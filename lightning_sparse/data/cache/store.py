@@ -1,11 +1,25 @@
-"""Placement of samples on nodes: each sample has an owner, which keeps it in memory and serves it to other nodes."""
+"""`SampleStore`: reads each sample from the nearest tier that has it. Pipelines read from it.
+
+::
+
+    get(indices) ->  memory of this node         a view, no copy
+                     memory of the owner         samples of other nodes, shuffle="global"
+                     local disk                  decoded if the format is "decoded", then kept in memory
+                     network storage             validated by decoding, then kept on disk and in memory
+
+Each sample has an owner, the node that keeps it in memory and serves it to other nodes.
+
+If a tier fails, the next one is read: a flipped bit, a dead peer or a full disk cost time and are counted, but do not
+end the run. Only two errors do: a corrupt file on storage, unless ``on_corrupt="skip"``, and storage that does not
+respond.
+"""
 
 import contextlib
 import os
 import secrets
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from multiprocessing.util import Finalize
 from typing import Any, Literal
 
@@ -13,12 +27,11 @@ import numpy as np
 import numpy.typing as npt
 
 from lightning_sparse.data import decode
-from lightning_sparse.data.cache.budget import open_memory
-from lightning_sparse.data.cache.counts import Counter, RunCounters, TierCounts
+from lightning_sparse.data.cache.counts import Counter, RunCounter, TierCounts, run_name
 from lightning_sparse.data.cache.disk import CachedFile, DiskCache, corrupt_file
-from lightning_sparse.data.cache.memory import MemoryCache
+from lightning_sparse.data.cache.memory import open_memory
 from lightning_sparse.data.config import GB, CacheConfig, CorruptSampleError
-from lightning_sparse.data.folders import cache_folder, file_name, locked
+from lightning_sparse.data.folders import cache_folder, file_name, locked, usable
 from lightning_sparse.data.peers.client import PeerClient
 from lightning_sparse.data.peers.protocol import allow_connections, node_address
 from lightning_sparse.data.peers.server import PeerServer
@@ -26,7 +39,14 @@ from lightning_sparse.data.rng import bits
 from lightning_sparse.data.sample import EXIT_PRIORITY, FileKey, Format, Sample, View
 from lightning_sparse.data.sources.manifest import Manifest
 from lightning_sparse.data.sources.storage import Storage, StoredFile, Unreadable
-from lightning_sparse.messages import log
+
+LAST_READ_S = 5.0  # without storage and other nodes, what a thread has begun to read takes less
+ROW_GROUPS = (
+    "the disk cache is full, so whole row groups are read from network storage for single samples of them: increase "
+    "disk_gb, or use smaller row groups."
+)
+GROUP_LOCKS = 64
+MAX_REPLACEMENTS = 100  # candidates that are tried in place of a corrupt file
 
 
 @dataclass(frozen=True)
@@ -71,37 +91,37 @@ def owners_of(manifest: Manifest, num_nodes: int, seed: int) -> npt.NDArray[np.i
     return owners(manifest.strata, num_nodes, seed)
 
 
-LAST_READ_S = 5.0  # without storage and other nodes, what a thread has begun to read takes less
-
-
-@dataclass
 class Tiers:
     """The tiers that a process has open. A forked process opens its own: pid tells them apart.
 
-    decoder: id of the decoder in use.
-    warn_once: called with (topic, text); logs each topic once per run and node, whichever process calls it first.
+    Args:
+        owned: bool [samples], samples that this node owns.
+        run: secret of the run.
     """
 
-    pid: int
-    run: RunCounters
-    memory: MemoryCache
-    disk: DiskCache
-    storage: Storage
-    counter: Counter
-    decoder: int
-    warn_once: Callable[[str, str], None]
-    peers: PeerClient | None = None
-    server: PeerServer | None = None
-    _reads: int = 0
-    _changed: threading.Condition = field(default_factory=threading.Condition)
+    def __init__(
+        self, config: CacheConfig, manifest: Manifest, placement: Placement, owned: npt.NDArray[np.bool_], run: bytes
+    ) -> None:
+        self.pid, folder = os.getpid(), cache_folder(config)
+        with contextlib.ExitStack() as stack:  # one process at a time makes what others then find
+            with usable(folder):
+                stack.enter_context(locked(folder))
+            self.counter = RunCounter(run_name(run, placement.node_index, manifest.split))
+            self.memory = open_memory(config, manifest, owned, self.counter)
+        self.disk = open_disk(config, manifest.split, self.counter)
+        self.storage = Storage.of(config, quiet=placement.device_index != 0)  # one rank per node logs interruptions
+        self.decoder = decoder_of(config)
+        self.peers: PeerClient | None = None
+        self.server: PeerServer | None = None
+        self._reads, self._changed = 0, threading.Condition()
 
     @contextlib.contextmanager
-    def reading(self) -> Iterator["Tiers"]:
+    def reading(self) -> Iterator[None]:
         """Put off `close`, up to `LAST_READ_S`: LMDB must not be closed under a thread that reads it."""
         with self._changed:
             self._reads += 1
         try:
-            yield self
+            yield
         finally:
             with self._changed:
                 self._reads -= 1
@@ -110,7 +130,7 @@ class Tiers:
     def keep(self, index: int, view: View) -> None:
         """Keep a sample in memory if there is space."""
         if not self.memory.put(index, view.data, view.height, view.width) and self.memory.capacity:
-            self.warn_once(
+            self.counter.warn_once(
                 "memory full",
                 f"memory tier is full with {self.memory.cached:,} samples in {self.memory.bytes / GB:.2f} GB; every "
                 "epoch reads the other samples of this node from local disk. Increase memory_gb to keep more.",
@@ -132,7 +152,7 @@ class Tiers:
             self._changed.wait_for(lambda: self._reads == 0, LAST_READ_S)
         self.disk.close()
         self.memory.close()
-        self.run.close()
+        self.counter.close()
 
 
 def decoder_of(config: CacheConfig) -> int:
@@ -165,40 +185,10 @@ def store_file(
     return file, pixels
 
 
-def open_disk(config: CacheConfig, split: str, counter: Counter, warn_once: Callable[[str, str], None]) -> DiskCache:
+def open_disk(config: CacheConfig, split: str, counter: Counter) -> DiskCache:
     """Open the disk tier of a split."""
-    return DiskCache(
-        cache_folder(config) / f"{file_name(split)}.lmdb",
-        limit_bytes=None if config.disk_gb is None else int(config.disk_gb * GB),
-        counter=counter,
-        warn_once=warn_once,
-    )
-
-
-def open_tiers(
-    config: CacheConfig, manifest: Manifest, placement: Placement, owned: npt.NDArray[np.bool_], run: bytes
-) -> Tiers:
-    """Open all tiers of a split. owned: bool [samples], samples that this node owns."""
-    folder = cache_folder(config)
-    memory, shared = open_memory(config, manifest, owned, run, placement.node_index, folder)
-    counter = Counter(shared.row)
-
-    def warn_once(topic: str, text: str) -> None:
-        if shared.claim_topic(topic):
-            log.warning("%s", text)
-
-    disk = open_disk(config, manifest.split, counter, warn_once)
-    quiet = placement.device_index != 0  # one rank per node logs interruptions of storage
-    storage = Storage.of(config, quiet=quiet)
-    return Tiers(os.getpid(), shared, memory, disk, storage, counter, decoder_of(config), warn_once)
-
-
-ROW_GROUPS = (
-    "the disk cache is full, so whole row groups are read from network storage for single samples of them: increase "
-    "disk_gb, or use smaller row groups."
-)
-GROUP_LOCKS = 64
-MAX_REPLACEMENTS = 100  # candidates that are tried in place of a corrupt file
+    limit = None if config.disk_gb is None else int(config.disk_gb * GB)
+    return DiskCache(cache_folder(config) / f"{file_name(split)}.lmdb", limit_bytes=limit, counter=counter)
 
 
 def new_run() -> bytes:
@@ -245,7 +235,8 @@ class SampleStore:
             CorruptSampleError: if a file is corrupt and ``on_corrupt="raise"``.
             StorageTimeoutError: if network storage does not respond.
         """
-        with self._tiers().reading() as tiers:
+        tiers = self._tiers()
+        with tiers.reading():
             return self._get(tiers, indices)
 
     def _get(self, tiers: Tiers, indices: Sequence[int]) -> list[Sample]:
@@ -332,7 +323,7 @@ class SampleStore:
 
     def _from_row_group(self, tiers: Tiers, group: int, requested: set[int]) -> Iterator[tuple[int, View | str]]:
         if tiers.disk.full:
-            tiers.warn_once("row groups", ROW_GROUPS)
+            tiers.counter.warn_once("row groups", ROW_GROUPS)
         first = int(np.searchsorted(self.manifest.shard_of, group))
         answers = tiers.storage.rows(*self.manifest.row_group(first), self.config.member or "")
         for index, answer in enumerate(answers, start=first):
@@ -383,7 +374,7 @@ class SampleStore:
         if file.size == key.size and (file.mtime_ns == key.mtime_ns or 0 in (file.mtime_ns, key.mtime_ns)):
             return
         tiers.counter.add(changed=1)
-        tiers.warn_once(
+        tiers.counter.warn_once(
             "changed",
             f"{key.path} has changed since it was listed ({key.size:,} bytes then, {file.size:,} now); using its "
             f"current content. Run `lightning-sparse cache warm` to list the source again.",
@@ -395,7 +386,8 @@ class SampleStore:
         Raises:
             CorruptSampleError: if ``on_corrupt="raise"``, or if the samples that could replace it are corrupt, too.
         """
-        with self._tiers().reading() as tiers:
+        tiers = self._tiers()
+        with tiers.reading():
             return self._replacement(tiers, index, reason)
 
     def _replacement(self, tiers: Tiers, index: int, reason: str) -> Sample:
@@ -405,7 +397,9 @@ class SampleStore:
             raise CorruptSampleError(path, reason)
         self._corrupt[index] = reason
         tiers.counter.add(replaced=1)
-        tiers.warn_once(f"corrupt {index}", f"{path} cannot be used and is replaced by another sample: {reason}")
+        tiers.counter.warn_once(
+            f"corrupt {index}", f"{path} cannot be used and is replaced by another sample: {reason}"
+        )
         same_owner = np.flatnonzero(self.owners == self.owners[index])
         position = int(np.searchsorted(same_owner, index))
         for other in np.roll(same_owner, -position - 1)[:MAX_REPLACEMENTS].tolist():
@@ -450,8 +444,11 @@ class SampleStore:
     def _connect(self, tiers: Tiers) -> None:
         if tiers.peers is not None:
             tiers.peers.close()
+            tiers.peers = None
         allow_connections(2 * len(self._endpoints))
-        tiers.peers = PeerClient(self._endpoints, self._run, self.format, tiers.warn_once) if self._endpoints else None
+        tiers.peers = (
+            PeerClient(self._endpoints, self._run, self.format, tiers.counter.warn_once) if self._endpoints else None
+        )
 
     def counters(self) -> TierCounts:
         """Return what this process has read since it opened the store."""
@@ -459,7 +456,7 @@ class SampleStore:
 
     def node_counters(self) -> TierCounts:
         """Return what all processes of the run on this node have read, including workers and ended processes."""
-        return TierCounts(*self._tiers().run.rows().sum(0).tolist())
+        return self._tiers().counter.total()
 
     def sizes(self) -> tuple[int, ...]:
         """Return (samples in memory, bytes in memory, files on disk, bytes on disk) of this node now."""
@@ -476,7 +473,7 @@ class SampleStore:
             self._opened.interrupt()
 
     def close(self) -> None:
-        """Write pending files and close the tiers. The last process on a node that uses the memory tier frees it."""
+        """Write pending files and close the tiers. The memory tier ends with the last process that has it open."""
         if self._opened is not None and self._opened.pid == os.getpid():
             for closer in self._closers:
                 closer()
@@ -489,7 +486,7 @@ class SampleStore:
             self._lock, self._pid = threading.Lock(), os.getpid()
         with self._lock:
             if self._opened is None or self._opened.pid != os.getpid():
-                self._opened = open_tiers(self.config, self.manifest, self.placement, self._owned, self._run)
+                self._opened = Tiers(self.config, self.manifest, self.placement, self._owned, self._run)
                 if self._endpoints:
                     self._connect(self._opened)
                 # when this object is collected and when the process ends, also in multiprocessing children

@@ -3,9 +3,7 @@
 ============== =======================================================================
 server.py      process that serves the samples of its node
 client.py      reads samples from the servers of other nodes
-protocol.py    messages and keys of both
-interface.py   address on which a node serves
-limits.py      limit of open files
+protocol.py    messages and keys of both, address on which a node serves, limit of open files
 collectives.py results that all ranks of a run share, over torch.distributed
 ============== =======================================================================
 """

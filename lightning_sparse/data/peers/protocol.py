@@ -1,4 +1,4 @@
-"""Messages between a client and the server of another node, and the keys that encrypt them.
+"""What clients and servers share: messages, the keys that encrypt them, addresses, and the limit of open files.
 
 ========  ==========================================================================================
 request   "get", number, int64 indices            or "ping", number
@@ -6,6 +6,9 @@ answer    "have", number, format, int64 [n, 4] of (requested index, index, heigh
           frames of bytes; height 0: the frame is the reason why the file cannot be used
           "pong", number                          or "fail", number, reason: the request failed
 ========  ==========================================================================================
+
+A node serves on the address of one interface, never of all. A process at its limit of open files can neither accept nor
+open connections.
 """
 
 from __future__ import annotations

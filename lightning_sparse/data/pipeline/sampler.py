@@ -7,9 +7,6 @@ shuffle     shards                          samples that a node reads from other
 =========== =============================== =====================================================================
 "local"     one per node: the samples it    none; a node sees the same samples in every epoch
             owns
-"partial"   one per node: the samples it    fraction * (M-1)/M
-            owns, a fraction of which is
-            exchanged in each epoch
 "global"    one, read by all nodes          the overflow: about 0.4 / sqrt(samples of a node in a global batch)
 =========== =============================== =====================================================================
 
@@ -38,20 +35,19 @@ from lightning_sparse.data.config import Shuffle
 from lightning_sparse.data.rng import shuffled
 
 Indices = NDArray[np.int64]
-# What is drawn from (seed, epoch): a number each, so that draws are independent.
-_ORDER, _CHOICE, _DEAL, _REST = range(4)
+_ORDER, _REST = 0, 3  # what is drawn from (seed, epoch): a number each, so that draws are independent
 _DEVIATIONS = 4.5  # standard deviations below its capacity, where hardly ever a node is full
 _PIECE = 2**15 - 1  # of a tensor: torch starts threads of its own for larger ones
 
 
 @dataclass(frozen=True, kw_only=True)
 class SamplerConfig:
-    """Options of the sampler. `CacheConfig` validates shuffle and exchange_fraction.
+    """Options of the sampler. `CacheConfig` validates shuffle.
 
     Args:
         batch_size: samples per device and step.
         devices: number of devices of each node, in node order.
-        shuffle, exchange_fraction: see the top of this file.
+        shuffle: see the top of this file.
         seed: seed of the order.
 
     Raises:
@@ -61,7 +57,6 @@ class SamplerConfig:
     batch_size: int
     devices: tuple[int, ...] = (1,)
     shuffle: Shuffle = "global"
-    exchange_fraction: float = 0.1
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -231,8 +226,6 @@ class Sampler:
             return EpochPlan(config, [Shard(self.samples, key, nodes)], owners)
         home = owners[self.samples]
         shares = [self.samples[home == node] for node in range(config.num_nodes)]
-        if config.shuffle == "partial":
-            shares = _exchanged(shares, config.exchange_fraction, config.seed, epoch)
         if not all(map(len, shares)):
             raise ValueError(
                 f"a node owns none of the {len(self.samples)} samples: use fewer nodes, or shuffle='global'."
@@ -317,16 +310,3 @@ def evaluation_batches(
     if len(mine) <= (steps - 1) * config.batch_size:
         mine = np.append(mine, (own if len(own) else samples)[0])
     return [mine[step * config.batch_size : (step + 1) * config.batch_size] for step in range(steps)]
-
-
-def _exchanged(shares: list[Indices], fraction: float, seed: int, epoch: int) -> list[Indices]:
-    """Exchange a fraction of each node's samples through a shuffled pool; each node gets as many as it gives."""
-    mixed = [shuffled(share, seed, epoch, _CHOICE) for share in shares]
-    counts = [round(fraction * len(share)) for share in shares]
-    pool = shuffled(
-        np.concatenate([each[:count] for each, count in zip(mixed, counts, strict=True)]), seed, epoch, _DEAL
-    )
-    return [
-        np.concatenate([each[count:], dealt])
-        for each, count, dealt in zip(mixed, counts, np.split(pool, np.cumsum(counts)[:-1]), strict=True)
-    ]

@@ -93,12 +93,12 @@ class WorkerPipeline:
     """
 
     def __init__(self, store: ReplacingReader, options: SampleOptions, *, workers: int = 1, pin: bool = False) -> None:
-        self._requests: Iterable[BatchRequest] = ()
+        self._current = _Current()
         # not an Event, whose set() waits for each process that waits for it, for ever if one was killed
         self._closed, self._closing = multiprocessing.Pipe(duplex=False)
         self._loader: DataLoader[Any] | None = DataLoader(
             _Batches(store, options),
-            sampler=_Current(self),
+            sampler=self._current,
             batch_size=None,  # the data set makes whole batches
             num_workers=workers,
             prefetch_factor=_PREFETCH if workers else None,
@@ -114,7 +114,8 @@ class WorkerPipeline:
         """Yield (samples,), or (samples, labels) if there are labels, in the order of requests."""
         assert self._loader is not None  # not closed
         # in a thread: finding the samples of a step takes milliseconds if there are a thousand ranks
-        self._requests = ordered = prefetch(requests, _PREFETCH * max(1, self._loader.num_workers), "order")
+        ordered = prefetch(requests, _PREFETCH * max(1, self._loader.num_workers), "order")
+        self._current.requests = ordered
         try:
             for batch in self._loader:
                 if isinstance(batch, Exception):
@@ -127,10 +128,6 @@ class WorkerPipeline:
             raise DataError("a process that makes batches has ended; the log says how, and what to do.") from error
         finally:
             ordered.close()
-
-    def current(self) -> Iterator[BatchRequest]:
-        """The requests of the current run."""
-        return iter(self._requests)
 
     def close(self) -> None:
         """End the workers. Waits for them, so that the last one to close the memory tier is the training."""
@@ -153,11 +150,10 @@ class WorkerPipeline:
 class _Current:
     """The requests of the current run, as the sampler of a DataLoader, whose workers serve many runs."""
 
-    def __init__(self, pipeline: WorkerPipeline) -> None:
-        self._pipeline = pipeline
+    requests: Iterable[BatchRequest] = ()
 
     def __iter__(self) -> Iterator[BatchRequest]:
-        return self._pipeline.current()
+        return iter(self.requests)
 
 
 class _Batches(Dataset[Any]):

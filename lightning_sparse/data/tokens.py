@@ -1,10 +1,17 @@
-"""Reads windows of memory-mapped files of token ids."""
+"""Token streams: windows of memory-mapped files of token ids.
+
+A file ``<name>.bin`` contains the ids, uint16 or uint32, little-endian, one after the other. Beside it, ``<name>.json``
+says ``{"dtype": "uint16", "vocab_size": 50257}``, and may say more. A folder of such files is read as shards, by name.
+`prepare` writes such a file from text files; `TokenDataModuleMixin`, which does not import Lightning, makes batches.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Generator, Iterable
+import os
+import zlib
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -24,6 +31,10 @@ from lightning_sparse.data.pipeline.sampler import Indices, Sampler, SamplerConf
 from lightning_sparse.messages import described
 from lightning_sparse.topology import Topology
 
+BYTES = 256  # ids without a tokenizer
+_BLOCK = 1 << 24
+_PREFETCH = 4  # batches
+Loader = TypeVar("Loader", TrainLoader, EvalLoader)
 DTYPES: dict[str, np.dtype[Any]] = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
 
 
@@ -149,30 +160,81 @@ class TokenStream:
         return out
 
 
-_PREFETCH = 4  # batches
-Loader = TypeVar("Loader", TrainLoader, EvalLoader)
+def prepare(
+    texts: Sequence[str | Path],
+    out: str | Path,
+    tokenizer: Callable[[str], Sequence[int]] | None = None,
+    vocab_size: int = BYTES,
+) -> Path:
+    """Write the ids of text files to ``<out>.bin`` and their description to ``<out>.json``.
+
+    Args:
+        texts: files, in order. Nothing is put between them.
+        out: path of the file to write; ``.bin`` is added if it is missing.
+        tokenizer: makes the ids of one file's text (UTF-8); default: its bytes are the ids.
+        vocab_size: number of ids of the tokenizer.
+
+    Returns:
+        Path of the ``.bin``.
+
+    Raises:
+        ValueError: if there is no text, a text is not UTF-8, or an id is not in the vocabulary.
+        OSError: if a file cannot be read or written.
+    """
+    out = Path(out) if Path(out).suffix == ".bin" else Path(f"{out}.bin")
+    if not 1 <= vocab_size <= 2**32:
+        raise ValueError(f"vocab_size={vocab_size} must be between 1 and 2**32: it is the number of ids.")
+    out.parent.mkdir(parents=True, exist_ok=True)
+    temporary = out.with_name(f"{out.name}.{os.getpid()}.tmp")
+    try:
+        about = _write(temporary, _ids(texts, tokenizer, vocab_size), vocab_size)
+        if not about["tokens"]:
+            raise ValueError(f"{len(texts)} text file(s) contain no tokens: give files with text.")
+        out.with_suffix(".json").unlink(missing_ok=True)  # it would describe the new file wrongly
+        os.replace(temporary, out)
+    finally:
+        temporary.unlink(missing_ok=True)
+    out.with_suffix(".json").write_text(json.dumps(about) + "\n", encoding="utf-8")
+    return out
 
 
-@dataclass(frozen=True, kw_only=True)
-class TokenOptions:
-    """Options of `TokenDataModule`, validated on creation."""
+def _write(file: Path, parts: Iterator[NDArray[np.int64]], vocab_size: int) -> dict[str, Any]:
+    """Write ids; return their description."""
+    dtype = "uint16" if vocab_size <= 2**16 else "uint32"
+    tokens = checksum = 0
+    with open(file, "wb") as stream:
+        for ids in parts:
+            data = ids.astype(DTYPES[dtype]).tobytes()
+            stream.write(data)
+            tokens, checksum = tokens + len(ids), zlib.crc32(data, checksum)
+    return {"dtype": dtype, "vocab_size": vocab_size, "tokens": tokens, "checksum": checksum}
 
-    train: str
-    val: str | None
-    test: str | None
-    context: int
-    batch_size: int
-    val_fraction: float | None
-    seed: int
 
-    def __post_init__(self) -> None:
-        SamplerConfig(batch_size=self.batch_size)
-        if self.context < 1:
-            raise ValueError(f"context={self.context} must be at least 1: it is the number of tokens of a sample.")
-        if self.val_fraction is not None and not 0 < self.val_fraction < 1:
-            raise ValueError(f"val_fraction={self.val_fraction} must be between 0 and 1: it is a fraction of train.")
-        if self.val is not None and self.val_fraction is not None:
-            raise ValueError(f"val={self.val!r} and val_fraction={self.val_fraction} exclude each other: omit one.")
+def _ids(
+    texts: Sequence[str | Path], tokenizer: Callable[[str], Sequence[int]] | None, vocab_size: int
+) -> Iterator[NDArray[np.int64]]:
+    """Yield the ids of the texts, in parts."""
+    for path in texts:
+        if tokenizer is None:
+            parts = _bytes_of(path)
+        else:
+            try:
+                parts = iter([np.asarray(tokenizer(Path(path).read_text(encoding="utf-8")), np.int64)])
+            except UnicodeDecodeError as error:
+                raise ValueError(f"{path} is not UTF-8 ({error}). Convert it, or leave out the tokenizer.") from error
+        for ids in parts:
+            if len(ids) and not 0 <= ids.min() <= ids.max() < vocab_size:
+                raise ValueError(
+                    f"{path}: the tokenizer made ids from {ids.min()} to {ids.max()}, and vocab_size={vocab_size} "
+                    "allows 0 and up to one less. Give the vocab_size of the tokenizer."
+                )
+            yield ids
+
+
+def _bytes_of(path: str | Path) -> Iterator[NDArray[np.int64]]:
+    with open(path, "rb") as stream:
+        while block := stream.read(_BLOCK):
+            yield np.frombuffer(block, np.uint8).astype(np.int64)
 
 
 class TokenDataModuleMixin(DataModuleMixin):
@@ -208,15 +270,16 @@ class TokenDataModuleMixin(DataModuleMixin):
         seed: int = 0,
     ) -> None:
         super().__init__()
-        self._options = TokenOptions(
-            train=str(train),
-            val=None if val is None else str(val),
-            test=None if test is None else str(test),
-            context=context,
-            batch_size=batch_size,
-            val_fraction=val_fraction,
-            seed=seed,
-        )
+        SamplerConfig(batch_size=batch_size)
+        if context < 1:
+            raise ValueError(f"context={context} must be at least 1: it is the number of tokens of a sample.")
+        if val_fraction is not None and not 0 < val_fraction < 1:
+            raise ValueError(f"val_fraction={val_fraction} must be between 0 and 1: it is a fraction of train.")
+        if val is not None and val_fraction is not None:
+            raise ValueError(f"val={str(val)!r} and val_fraction={val_fraction} exclude each other: omit one.")
+        given = {"train": train, "val": val, "test": test}
+        self._paths = {split: str(path) for split, path in given.items() if path is not None}
+        self._context, self._val_fraction, self._seed = context, val_fraction, seed
         self.batch_size = batch_size
         self.vocab_size = files_of(train)[0].vocab_size
         """Number of token ids."""
@@ -225,7 +288,7 @@ class TokenDataModuleMixin(DataModuleMixin):
         self._loaders: dict[str, TrainLoader | EvalLoader] = {}
 
     def __str__(self) -> str:
-        return described(type(self), {"train": self._options.train})
+        return described(type(self), {"train": self._paths["train"]})
 
     def setup(self, stage: str) -> None:
         """Map the files. A collective.
@@ -234,14 +297,15 @@ class TokenDataModuleMixin(DataModuleMixin):
             ValueError: if a file cannot be used, or differs between ranks.
         """
         self._close()
-        options = self._options
 
         def opened() -> dict[str, str]:
-            wanted = {"train": options.train, "val": options.val, "test": options.test}
-            for split, path in wanted.items():
-                if path is not None:
-                    self._streams[split] = TokenStream(path, options.context)
-                    self._check_vocabulary(self._streams[split])
+            self._streams = {split: TokenStream(path, self._context) for split, path in self._paths.items()}
+            for stream in self._streams.values():
+                if stream.vocab_size != self.vocab_size:
+                    raise ValueError(
+                        f"{stream.path} has vocab_size {stream.vocab_size}, but train={self._paths['train']!r} has "
+                        f"{self.vocab_size}: use one tokenizer for all files."
+                    )
             return {split: stream.fingerprint for split, stream in self._streams.items()}
 
         self._topology = find_topology(*self._position)
@@ -250,7 +314,7 @@ class TokenDataModuleMixin(DataModuleMixin):
             for split, fingerprint in each.items():
                 if fingerprint != fingerprints[0][split]:
                     raise ValueError(
-                        f"{split}={getattr(options, split)!r} has other tokens on rank {rank} than on rank 0: copy the "
+                        f"{split}={self._paths[split]!r} has other tokens on rank {rank} than on rank 0: copy the "
                         "same files to all nodes."
                     )
 
@@ -278,7 +342,7 @@ class TokenDataModuleMixin(DataModuleMixin):
 
     def test_dataloader(self) -> EvalLoader:
         """This rank's share of the windows to test on, in order."""
-        return self._eval_loader("val" if self._options.test is None else "test")
+        return self._eval_loader("test" if "test" in self._paths else "val")
 
     predict_dataloader = test_dataloader
 
@@ -291,8 +355,8 @@ class TokenDataModuleMixin(DataModuleMixin):
         self._close()
 
     def _eval_loader(self, split: str) -> EvalLoader:
-        held_out = split == "val" and self._options.val_fraction is not None
-        if split == "val" and self._options.val is None and not held_out:
+        held_out = split == "val" and self._val_fraction is not None
+        if split not in self._paths and not held_out:
             raise ValueError(
                 "there are no tokens to validate on: give val='val.bin', or validate on the end of train: "
                 "val_fraction=0.05 (--data.val_fraction=0.05)."
@@ -301,12 +365,11 @@ class TokenDataModuleMixin(DataModuleMixin):
         rank = (topology.node_index, topology.device_index)
         owners = np.arange(len(stream)) % topology.num_nodes
         batches = evaluation_batches(self._samples(split), owners, self._sampler(topology), *rank)
-        loader = EvalLoader(batches, TokenPipeline(stream, pin=self._device.type == "cuda"))
-        return self._replace(split, loader)
+        return self._replace(split, EvalLoader(batches, TokenPipeline(stream, pin=self._device.type == "cuda")))
 
     def _samples(self, split: str) -> Indices:
         """Return the windows of a split, in order."""
-        fraction = self._options.val_fraction
+        fraction = self._val_fraction
         if split == "test" or fraction is None:
             return np.arange(len(self._streams[split]))
         count = len(self._streams["train"])
@@ -317,14 +380,7 @@ class TokenDataModuleMixin(DataModuleMixin):
 
     def _sampler(self, topology: Topology) -> SamplerConfig:
         devices = tuple(len(node) for node in topology.nodes)
-        return SamplerConfig(batch_size=self.batch_size, devices=devices, shuffle="global", seed=self._options.seed)
-
-    def _check_vocabulary(self, stream: TokenStream) -> None:
-        if stream.vocab_size != self.vocab_size:
-            raise ValueError(
-                f"{stream.path} has vocab_size {stream.vocab_size}, but train={self._options.train!r} has "
-                f"{self.vocab_size}: use one tokenizer for all files."
-            )
+        return SamplerConfig(batch_size=self.batch_size, devices=devices, shuffle="global", seed=self._seed)
 
     def _opened(self, split: str) -> tuple[TokenStream, Topology]:
         if self._topology is None:

@@ -1,0 +1,188 @@
+"""Memory that processes of a node share, and how much of it there is.
+
+A segment is a file in memory without a folder (`memfd_create`). The kernel frees it when no process has it open, or
+views of it, any more, however they ended, so nothing is ever left behind. A process finds the segment of another one by
+its name among the open files of this user's processes (``/proc/<pid>/fd``).
+"""
+
+import contextlib
+import errno
+import fcntl
+import mmap
+import os
+import struct
+import threading
+import time
+import weakref
+from collections.abc import Iterator
+from pathlib import Path
+
+from lightning_sparse.data.config import DataError, no_address_space
+
+_PREFIX = "lightning_sparse-"
+_LINK = "/memfd:{} (deleted)"
+_POLL_S = 0.0005
+_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW  # of a segment that is prepared: its size is final
+
+
+class Segment:
+    """A mapped segment. Belongs to the process that opened it. It is closed when it is collected, too.
+
+    Args:
+        file: its descriptor.
+
+    Raises:
+        DataError: if the process may not map as much.
+    """
+
+    def __init__(self, file: int) -> None:
+        self.file, size = file, os.fstat(file).st_size
+        self._close = weakref.finalize(self, os.close, file)
+        try:
+            self.map = mmap.mmap(file, size)
+        except OSError as error:
+            if error.errno != errno.ENOMEM:
+                raise
+            raise DataError(no_address_space("the memory tier", size)) from error
+        self._thread_lock = threading.Lock()
+
+    @contextlib.contextmanager
+    def locked(self, patience_s: float | None = None) -> Iterator[bool]:
+        """Exclude other threads and processes; yield whether that was possible within `patience_s`.
+
+        An open file description lock: the kernel releases it when its holder dies, but unlike a POSIX lock not when
+        another descriptor of the file is closed.
+        """
+        if not self._thread_lock.acquire(timeout=-1 if patience_s is None else patience_s):
+            yield False
+            return
+        try:
+            held = self._lock(patience_s)
+            try:
+                yield held
+            finally:
+                if held:
+                    fcntl.fcntl(self.file, fcntl.F_OFD_SETLK, _first_byte(fcntl.F_UNLCK))
+        finally:
+            self._thread_lock.release()
+
+    def _lock(self, patience_s: float | None) -> bool:
+        if patience_s is None:
+            fcntl.fcntl(self.file, fcntl.F_OFD_SETLKW, _first_byte(fcntl.F_WRLCK))
+            return True
+        end = time.monotonic() + patience_s
+        while True:
+            try:
+                fcntl.fcntl(self.file, fcntl.F_OFD_SETLK, _first_byte(fcntl.F_WRLCK))
+                return True
+            except BlockingIOError:
+                if time.monotonic() >= end:
+                    return False
+                time.sleep(_POLL_S)
+
+    def close(self) -> None:
+        """Close the descriptor. Views of the map stay valid; with the last one, this process lets go of the memory."""
+        self._close()
+
+
+def find(name: str) -> Segment | None:
+    """Open the segment `name` of a process of this user; None if there is none."""
+    for path in _open_files(_PREFIX + name):
+        with contextlib.suppress(OSError):  # it was closed meanwhile
+            file = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+            # it may be of another user, if this one is root; or its process has not prepared it yet
+            if os.fstat(file).st_uid == os.geteuid() and fcntl.fcntl(file, fcntl.F_GET_SEALS) == _SEALS:
+                return Segment(file)
+            os.close(file)
+    return None
+
+
+def create(name: str, size: int, header: bytes) -> Segment:
+    """Create a segment of `size` bytes that begins with `header`, without taking memory for the rest of it."""
+    file = os.memfd_create(_PREFIX + name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        os.fchmod(file, 0o600)
+        os.ftruncate(file, size)
+        os.pwrite(file, header, 0)
+        fcntl.fcntl(file, fcntl.F_ADD_SEALS, _SEALS)
+    except BaseException:
+        os.close(file)
+        raise
+    return Segment(file)
+
+
+def sizes(name: str = "") -> list[tuple[int, int]]:
+    """Return (size, bytes that are taken) of each segment `name` of this user; "": of all segments."""
+    found = {}
+    for path in _open_files(_PREFIX + name if name else ""):
+        with contextlib.suppress(OSError):
+            about = os.stat(path)
+            if about.st_uid == os.geteuid():
+                found[about.st_ino] = (about.st_size, about.st_blocks * 512)
+    return list(found.values())
+
+
+def available_memory() -> int:
+    """Return the bytes that new segments may take, without those that existing segments may still take."""
+    return max(0, free_memory() - sum(max(0, size - taken) for size, taken in sizes()))
+
+
+def free_memory() -> int:
+    """Return the least of free memory and of what the control groups of this process allow."""
+    amounts = _left_to_control_groups()
+    with contextlib.suppress(OSError, StopIteration, ValueError):
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        amounts.append(int(next(line.split()[1] for line in lines if line.startswith("MemAvailable"))) * 1024)
+    return max(0, min(amounts, default=0))
+
+
+def _open_files(name: str) -> Iterator[str]:
+    """Yield the paths in /proc of segments that processes hold open, of those of any name if `name` is ""."""
+    wanted, prefix = _LINK.format(name), f"/memfd:{_PREFIX}"
+    for process in filter(str.isdigit, os.listdir("/proc")):
+        folder = f"/proc/{process}/fd"
+        with contextlib.suppress(OSError):  # of another user, or ended
+            for file in os.listdir(folder):
+                with contextlib.suppress(OSError):
+                    link = os.readlink(f"{folder}/{file}")
+                    if link == wanted or (not name and link.startswith(prefix)):
+                        yield f"{folder}/{file}"
+
+
+def _first_byte(kind: int) -> bytes:
+    return struct.pack("hhqqi", kind, os.SEEK_SET, 0, 1, 0)
+
+
+def _left_to_control_groups(mounted: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> list[int]:
+    """Return the bytes that each control group of this process may still use, from the innermost to the outermost.
+
+    Groups are nested: SLURM limits the memory of a job, and within it that of a step. What a group uses includes file
+    pages, of which the kernel drops the inactive ones before it refuses memory.
+    """
+    found = []
+    with contextlib.suppress(OSError):
+        for line in own.read_text().splitlines():
+            _, kinds, path = line.split(":", 2)
+            if kinds == "":  # version 2
+                root, limit, used = mounted, "memory.max", "memory.current"
+                if not (root / "cgroup.controllers").exists():
+                    root = mounted / "unified"
+            elif "memory" in kinds.split(","):
+                root, limit, used = mounted / "memory", "memory.limit_in_bytes", "memory.usage_in_bytes"
+            else:
+                continue
+            inner = root / path.lstrip("/")
+            for group in (inner, *inner.parents):
+                with contextlib.suppress(OSError, ValueError):  # "max" means no limit
+                    found.append(int((group / limit).read_text()) - int((group / used).read_text()) + _inactive(group))
+                if group == root:
+                    break
+    return found
+
+
+def _inactive(group: Path) -> int:
+    """Return the bytes of inactive file pages of a control group."""
+    with contextlib.suppress(OSError, ValueError):
+        numbers = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+        return int(numbers.get("total_inactive_file", numbers.get("inactive_file", 0)))
+    return 0
