@@ -58,7 +58,7 @@ format: $(VENV)/.installed ## format the code
 		clang-format -i $(filter %.cpp %.cu %.h %.cuh,$(KERNELS)); fi
 
 bench: $(VENV)/.built ## run the quick benchmarks
-	$(RUN) benchmarks/kernels.py $(OUT)/bench --quick $(ARGS)
+	$(RUN) -m benchmarks.exchange.kernels $(OUT)/bench --quick $(ARGS)
 
 docs: $(VENV)/.installed ## build the documentation into runs/docs
 	NO_MKDOCS_2_WARNING=1 $(RUN) -m mkdocs build --strict --site-dir $(OUT)/docs
@@ -72,10 +72,10 @@ gpu-check: ## with PYTHON directly: build the kernels, run the GPU tests, time t
 	LIGHTNING_SPARSE_BUILD=cuda $(PYTHON) setup.py build_ext --inplace
 	PYTHONPATH=$(CURDIR) $(PYTHON) -m pytest -p tests.helpers.timeout_optional -m gpu \
 		$$(grep -l mark.gpu tests/kernels/test_*.py tests/strategy/test_*.py) $(ARGS)
-	PYTHONPATH=$(CURDIR) $(PYTHON) benchmarks/kernels.py $(OUT) --device cuda
+	PYTHONPATH=$(CURDIR) $(PYTHON) -m benchmarks.exchange.kernels $(OUT) --device cuda
 
 gpu-session: ## with PYTHON directly: build, test and measure on one GPU in nine minutes, a verdict a claim; ARGS=--cpu tries it without
-	$(PYTHON) benchmarks/gpu_session.py $(OUT)/gpu-session $(ARGS)
+	$(PYTHON) -m benchmarks.gpu.session $(OUT)/gpu-session $(ARGS)
 
 conformance: $(VENV)/.built ## run Lightning's DDP tests against the strategy; LIGHTNING=path of a checkout
 	$(RUN) -m pip install --quiet cloudpickle
@@ -94,7 +94,7 @@ test-ray: $(VENV)/.built ## install Ray, run the tests that need it
 
 gpu-check-data: ## with PYTHON directly: compare DALI on the GPU with the CPU
 	PYTHONPATH=$(CURDIR) $(PYTHON) -m pytest -p tests.helpers.timeout_optional -m gpu tests/data/test_gpu.py $(ARGS)
-	PYTHONPATH=$(CURDIR) $(PYTHON) benchmarks/data.py $(OUT) --device cuda
+	PYTHONPATH=$(CURDIR) $(PYTHON) -m benchmarks.data.tiers $(OUT) --device cuda
 
 clean: ## remove environments and build outputs
 	rm -rf .venv .venv-oldest build dist *.egg-info lightning_sparse/kernels/*.so lightning_sparse/kernels/build_report.txt

@@ -24,6 +24,7 @@ import json
 import logging
 import os
 import platform
+import sys
 import tempfile
 import time
 from collections import Counter
@@ -35,12 +36,15 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from digests_cases import SMALL_MB, TOPOLOGIES, Case, Net, batch, cases, optimizer_of, raw
-from digests_engines import EngineCase, engine_cases
 from torch import Tensor, nn
 from torch._C._distributed_c10d import FileStore  # torch.distributed re-exports it unannounced
 from torch.multiprocessing.spawn import spawn
 from torch.nn.parallel import DistributedDataParallel
+
+sys.path.append(str(Path(__file__).resolve().parents[1]))  # last: which lightning_sparse is tested, PYTHONPATH may say
+
+from benchmarks.digests_cases import SMALL_MB, TOPOLOGIES, Case, Net, batch, cases, optimizer_of, raw
+from benchmarks.digests_engines import EngineCase, engine_cases
 
 STEPS, BAD_STEP = 20, 8
 TIMEOUT = timedelta(minutes=5)  # machines may be busy

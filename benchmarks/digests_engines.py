@@ -20,12 +20,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from digests_cases import PATHS, TOPOLOGIES, Net, batch, raw
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
+
+from benchmarks.digests_cases import PATHS, TOPOLOGIES, Net, batch, raw
 
 STEPS, JOINS = 10, 4
 """Of a run, and the step before which it gets a parameter group, skips a step, or goes on from its state."""

@@ -1,6 +1,4 @@
-"""How the pictures of results look, and a command that draws those of the result files again.
-
-    python benchmarks/pictures.py [FOLDER]      # default: benchmarks/results
+"""How the pictures of results look.
 
 All are `WIDTH` inches wide, with the legend below the axes. The background is transparent and text is grey, which can
 be read on white and on black; so nothing that matters is drawn in either.
@@ -8,11 +6,8 @@ be read on white and on black; so nothing that matters is drawn in either.
 
 from __future__ import annotations
 
-import argparse
-import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -39,11 +34,6 @@ STYLE: dict[str, Any] = {
 DARK = ("#1f77b4", "#ff7f0e", "#2ca02c", "#d62728", "#9467bd", "#8c564b", "#e377c2", "#bcbd22", "#17becf")
 LIGHT = ("#aec7e8", "#ffbb78", "#98df8a", "#ff9896", "#c5b0d5", "#c49c94", "#f7b6d2", "#dbdb8d", "#9edae5")
 PALETTE = (*DARK, *LIGHT)
-# beginning of a picture's name -> the module that draws it
-BY = {each: each for each in ("exchange", "kernels", "peers", "pto")}
-BY |= {"convergence": "convergence_report", "data-learning": "data_learning", "data-storage": "data_storage"}
-BY |= {"data-2": "data", "time-to-loss": "time_to_loss"}  # the date follows
-SUFFIXES = (".svg", ".png", "-time.png", "-bytes.png")
 
 
 def colour(index: int) -> str:
@@ -78,29 +68,3 @@ def bars(file: Path, values: dict[str, float], colours: Sequence[str], label: st
         axes.invert_yaxis()
         axes.set(xlabel=label)
         axes.margins(x=0.12)
-
-
-def draw(file: Path, record: dict[str, Any]) -> None:
-    """Draw one picture of a record, by the benchmark that wrote the record."""
-    name = next(each for each in BY if file.name.startswith(each))
-    if name != "convergence":
-        import_module(BY[name]).plot(record, file)
-        return
-    from convergence import ACCURACY
-    from convergence_text import BITS
-
-    import_module(BY[name]).plot(record["runs"], BITS if "text" in file.stem else ACCURACY, file)
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description="Draw the pictures of result files again.")
-    parser.add_argument("folder", type=Path, nargs="?", default=Path(__file__).parent / "results")
-    for record in sorted(parser.parse_args().folder.glob("*.json")):
-        for file in (record.with_name(record.stem + suffix) for suffix in SUFFIXES):
-            if file.exists():
-                draw(file, json.loads(record.read_text()))
-                print(f"wrote {file}")
-
-
-if __name__ == "__main__":
-    main()

@@ -145,12 +145,12 @@ class _WithoutTypeChecking(ast.NodeTransformer):
         return node.orelse if isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING" else node
 
 
-def import_graph(files: dict[str, str]) -> dict[str, set[str]]:
+def import_graph(files: dict[str, str], package: str = PACKAGE) -> dict[str, set[str]]:
     """Module -> the modules of `files` (path in the package -> source) that it imports when it runs, also in functions.
 
     ``from package import name`` is an import of ``package.name`` if that is a module, else of the package.
     """
-    modules = {".".join([PACKAGE, *path.removesuffix(".py").split("/")]): source for path, source in files.items()}
+    modules = {".".join([package, *path.removesuffix(".py").split("/")]): source for path, source in files.items()}
     graph: dict[str, set[str]] = {}
     for module, source in modules.items():
         graph[module] = set()
@@ -162,10 +162,10 @@ def import_graph(files: dict[str, str]) -> dict[str, set[str]]:
     return graph
 
 
-def import_cycle(files: dict[str, str]) -> list[str]:
+def import_cycle(files: dict[str, str], package: str = PACKAGE) -> list[str]:
     """The modules of a circle of imports, the first one again at the end; empty if there is none."""
     try:
-        TopologicalSorter(import_graph(files)).prepare()
+        TopologicalSorter(import_graph(files, package)).prepare()
     except CycleError as error:
         return list(error.args[1])
     return []
@@ -245,6 +245,14 @@ def test_no_module_imports_itself_through_others() -> None:
     graph = import_graph(files)
     assert f"{PACKAGE}.data.session" in graph[f"{PACKAGE}.data.datamodule"]  # imports are found at all
     assert import_cycle(files) == []
+
+
+def test_no_benchmark_imports_itself_through_others() -> None:
+    folder = ROOT / "benchmarks"
+    files = {path.relative_to(folder).as_posix(): path.read_text(encoding="utf-8") for path in folder.rglob("*.py")}
+    graph = import_graph(files, "benchmarks")
+    assert "benchmarks.pictures" in graph["benchmarks.peers.compare"]  # imports are found at all
+    assert import_cycle(files, "benchmarks") == []
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,4 @@
-"""The convergence benchmarks: what their tables are made of, without training; and one run on real ranks, twice.
-
-They are scripts that import each other by bare name, as a script does what lies beside it.
-"""
+"""The convergence benchmarks: what their tables are made of, without training; and one run on real ranks, twice."""
 
 import json
 import math
@@ -15,15 +12,10 @@ BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 RECORDS = BENCHMARKS / "results" / "convergence-2026-11-20.json"
 
 
-@pytest.fixture(autouse=True)
-def beside_the_scripts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-
-
 def test_a_published_table_comes_out_of_its_records_again() -> None:
     pytest.importorskip("PIL")
-    from convergence import ACCURACY
-    from convergence_report import summarise, table
+    from benchmarks.convergence.images import ACCURACY
+    from benchmarks.convergence.report import summarise, table
 
     record = json.loads(RECORDS.read_text())
     rows = summarise(record["runs"], ACCURACY)
@@ -40,8 +32,8 @@ def a_record(config: str, seed: int, bits: float, arguments: dict[str, Any] | No
 
 def test_differences_are_taken_seed_by_seed_and_the_report_says_what_is_better(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    from convergence_report import write_report
-    from convergence_text import BITS
+    from benchmarks.convergence.report import write_report
+    from benchmarks.convergence.text import BITS
 
     pairs = {("dense", 0): 2.0, ("1%", 0): 2.25, ("dense", 1): 3.0, ("1%", 1): 3.25, ("1%", 2): 9.0}
     written = write_report([a_record(*key, bits) for key, bits in pairs.items()], tmp_path, BITS, command="python")
@@ -52,8 +44,8 @@ def test_differences_are_taken_seed_by_seed_and_the_report_says_what_is_better(t
 
 
 def test_what_is_worse_than_one_node_alone_is_named() -> None:
-    from convergence_report import against_alone, verdict
-    from convergence_text import BITS
+    from benchmarks.convergence.report import against_alone, verdict
+    from benchmarks.convergence.text import BITS
 
     alone, alone4 = {"alone": True}, {"alone": True, "nodes": 4}
     records = [a_record("dense", seed, 2.0) for seed in (0, 1)]
@@ -69,7 +61,7 @@ def test_what_is_worse_than_one_node_alone_is_named() -> None:
 
 
 def test_the_best_is_the_lowest_where_lower_is_better_and_never_what_diverged() -> None:
-    from convergence_text import BITS
+    from benchmarks.convergence.text import BITS
 
     assert BITS.best({"0.1": 3.0, "0.2": 2.0, "0.4": math.nan}) == "0.2"
     with pytest.raises(ValueError, match="not a number for any of"):
@@ -77,7 +69,7 @@ def test_the_best_is_the_lowest_where_lower_is_better_and_never_what_diverged() 
 
 
 def test_the_corpus_is_cut_into_windows_and_their_next_characters(tmp_path: Path) -> None:
-    from convergence_corpus import VALIDATION, described, read_library, save_corpus, start_of_windows
+    from benchmarks.convergence.corpus import VALIDATION, described, read_library, save_corpus, start_of_windows
 
     text = read_library()
     assert text == read_library()
@@ -98,7 +90,7 @@ def test_the_corpus_is_cut_into_windows_and_their_next_characters(tmp_path: Path
 
 
 def test_the_transformer_does_not_see_what_it_is_to_predict() -> None:
-    from convergence_text import CONTEXT, CharacterTransformer
+    from benchmarks.convergence.text import CONTEXT, CharacterTransformer
 
     torch.manual_seed(0)
     model = CharacterTransformer(10)
@@ -112,7 +104,7 @@ def test_the_transformer_does_not_see_what_it_is_to_predict() -> None:
 
 
 def test_the_learning_rate_rises_falls_and_ends_near_zero() -> None:
-    from convergence_text import scale
+    from benchmarks.convergence.text import scale
 
     factors = [scale(step, 40, 600) for step in range(600)]
     assert factors[0] == pytest.approx(1 / 40)
@@ -121,16 +113,16 @@ def test_the_learning_rate_rises_falls_and_ends_near_zero() -> None:
 
 
 def test_a_name_with_a_slash_makes_one_file() -> None:
-    from convergence_runs import Run
+    from benchmarks.convergence.runs import Run
 
     assert Path(Run("auto, 1 Gbit/s", None, 0, None).file_name).parts == ("auto, 1 Gbit per s-seed0.json",)
 
 
 @pytest.mark.slow
 def test_runs_are_kept_and_others_settings_are_refused(tmp_path: Path) -> None:
-    from convergence_corpus import read_library, save_corpus
-    from convergence_runs import execute
-    from convergence_text import TASK, TextSettings
+    from benchmarks.convergence.corpus import read_library, save_corpus
+    from benchmarks.convergence.runs import execute
+    from benchmarks.convergence.text import TASK, TextSettings
 
     corpus = save_corpus(read_library(), tmp_path)
     settings = TextSettings(lr=4e-3, epochs=1, text="any", steps_per_epoch=12, global_batch=8)

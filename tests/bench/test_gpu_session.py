@@ -16,14 +16,9 @@ import torch
 ROOT = Path(__file__).resolve().parents[2]
 
 
-@pytest.fixture(autouse=True)
-def _benchmarks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-
-
 def session(folder: Path, *words: str) -> tuple[list[str], dict[str, Any]]:
-    command = [sys.executable, str(ROOT / "benchmarks/gpu_session.py"), str(folder), *words]
-    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=550)
+    command = [sys.executable, "-m", "benchmarks.gpu.session", str(folder), *words]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=550, cwd=ROOT)
     record: dict[str, Any] = json.loads((folder / "session.json").read_text())
     return done.stdout.splitlines(), record
 
@@ -42,14 +37,15 @@ def test_a_part_that_fails_stops_no_other(tmp_path: Path) -> None:
 
 def test_what_is_printed_when_a_process_ends_hides_no_result(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """NCCL warns there, for one; and what a part found is on disk before the next one begins."""
-    import gpu_session
+    from benchmarks.gpu import session as gpu_session
 
-    (tmp_path / "gpu_parts.py").write_text(
+    (tmp_path / "other_parts.py").write_text(
         "import sys, atexit; atexit.register(print, 'a warning', file=sys.stderr)\n"
         "if sys.argv[1] == 'sync': print(open(sys.argv[2] + '/session.json').read()); sys.exit(3)\n"
         """print('RESULT {"claims": {"compiled": ["held", "cuda: compiled"]}, "data": 7}')"""
     )
-    monkeypatch.setattr(gpu_session, "HERE", tmp_path)
+    monkeypatch.setattr(gpu_session, "ROOT", tmp_path)
+    monkeypatch.setattr(gpu_session, "PARTS_OF", "other_parts")
     gpu_session.session(tmp_path, ["build", "sync"], False, 1.0, {"commit": "none"})
     record = json.loads((tmp_path / "session.json").read_text())
     assert record["parts"]["build"]["claims"] == {"compiled": ["held", "cuda: compiled"]}
@@ -59,7 +55,7 @@ def test_what_is_printed_when_a_process_ends_hides_no_result(tmp_path: Path, mon
 
 
 def test_a_part_that_takes_too_long_is_ended(tmp_path: Path) -> None:
-    import gpu_session
+    from benchmarks.gpu import session as gpu_session
 
     outcome = gpu_session.run("sync", gpu_session.PARTS["sync"], tmp_path, True, 0.5)
     assert outcome.ended == "stopped after 0 s"
@@ -70,7 +66,7 @@ def test_a_part_that_takes_too_long_is_ended(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_all_parts_run_on_a_processor(tmp_path: Path) -> None:
-    import gpu_session
+    from benchmarks.gpu import session as gpu_session
 
     lines, record = session(tmp_path, "--cpu")
     assert {name: part["ended"] for name, part in record["parts"].items()} == dict.fromkeys(gpu_session.PARTS, "whole")
@@ -86,7 +82,7 @@ def test_all_parts_run_on_a_processor(tmp_path: Path) -> None:
 
 
 def test_the_models_have_the_sizes_they_are_named_for() -> None:
-    import gpu_models
+    from benchmarks.gpu import models as gpu_models
 
     with torch.device("meta"):
         sizes = {name: sum(p.numel() for p in task.build().parameters()) for name, task in gpu_models.FULL.items()}
@@ -94,7 +90,7 @@ def test_the_models_have_the_sizes_they_are_named_for() -> None:
 
 
 def test_what_hides_is_told_from_what_does_not() -> None:
-    from gpu_trace import Lane, hidden
+    from benchmarks.gpu.trace import Lane, hidden
 
     work, link = Lane("stream 1", work=[(0, 100)]), Lane("stream 2", link=[(50, 150)])
     assert hidden([work, link]) == 0.5
@@ -103,7 +99,7 @@ def test_what_hides_is_told_from_what_does_not() -> None:
 
 
 def test_claims_of_steps_are_judged_by_their_own_baseline() -> None:
-    from gpu_parts import step_claims
+    from benchmarks.gpu.parts import step_claims
 
     names = ("no exchange", "at once", "lanes", "updates")
     free = {name: {"ms": ms} for name, ms in zip(names, (100.0, 120.0, 105.0, 115.0), strict=True)}

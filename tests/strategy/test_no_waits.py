@@ -7,7 +7,6 @@ is not looked at: `HostCopy.read`, which reads what was copied in the background
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -28,7 +27,6 @@ from lightning_sparse.updates import local as local_updates
 from lightning_sparse.updates.agreement import Agreement
 from tests.strategy.test_threads import Bucket
 
-BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 NODES_OF_2 = Topology(((0, 1), (2, 3)), 0)
 SETTLED = 4
 
@@ -85,7 +83,6 @@ class Zeros:
 
 @pytest.fixture(autouse=True)
 def _cuda_without_a_device(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
     monkeypatch.setattr(engine, "runner_of", lambda *_: AtOnce())
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda *_: Event())
@@ -146,7 +143,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("case", CASES)
 def test_a_round_waits_for_nothing(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    from gpu_cluster import Alone
+    from benchmarks.gpu.cluster import Alone
 
     model = a_model()
     optimizer: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
@@ -178,7 +175,7 @@ def test_a_round_waits_for_nothing(case: str, monkeypatch: pytest.MonkeyPatch) -
     ("path", "count"), [("sparse", 2), ("sparse", 3), ("regional", 2), ("dense", 2), ("dense16", 2)]
 )
 def test_updates_wait_for_nothing(path: Any, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    from gpu_cluster import Alone
+    from benchmarks.gpu.cluster import Alone
 
     model = a_model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)

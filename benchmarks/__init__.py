@@ -1,0 +1,1 @@
+"""Benchmarks, each one command: see README.md."""

@@ -1,0 +1,197 @@
+"""From the records of the convergence benchmarks to a table and a plot. Only `write_report` touches the disk."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import cycle
+from pathlib import Path
+from statistics import fmean, stdev
+from typing import Any
+
+from benchmarks.pictures import GREY, colour, picture
+from lightning_sparse.bench.report import surroundings
+
+# Two-sided 95 % quantiles of Student's t for 1, 2, ... degrees of freedom.
+T_95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Metric:
+    """What a task is judged by: a number in every line of a run's history, under `key`."""
+
+    key: str
+    name: str  # also of the plot's file
+    heading: str  # in the table
+    axis: str  # in the plot
+    digits: int
+    higher_is_better: bool
+
+    def best(self, values: Mapping[str, float]) -> str:
+        """The name with the best value; not a number is the worst."""
+        known = {name: value for name, value in values.items() if not math.isnan(value)}
+        if not known:
+            raise ValueError(f"{self.name} is not a number for any of {', '.join(values)}; nothing can be chosen")
+        return (max if self.higher_is_better else min)(known, key=known.__getitem__)
+
+    def shown(self, row: Mapping[str, Any]) -> str:
+        return f"{self.heading} {row[self.key]:.{self.digits}f}"
+
+
+def half_width_95(values: Sequence[float]) -> float | None:
+    """Half of the 95 % t-interval of the mean; None for fewer than two values, which have none."""
+    if len(values) < 2:
+        return None
+    quantile = T_95[min(len(values) - 1, len(T_95)) - 1]
+    return quantile * stdev(values) / math.sqrt(len(values))
+
+
+def summarise(records: Sequence[dict[str, Any]], metric: Metric) -> list[dict[str, Any]]:
+    """One row a configuration. Metrics are those of the last epoch, never the best one."""
+    last = {(record["config"], record["seed"]): record["history"][-1] for record in records}
+    rows = []
+    for config in dict.fromkeys(record["config"] for record in records):
+        seeds = [seed for name, seed in last if name == config]
+        ends = [last[config, seed] for seed in seeds]
+        differences = [
+            last[config, seed][metric.key] - last["dense", seed][metric.key]
+            for seed in seeds
+            if ("dense", seed) in last
+        ]
+        rows.append(
+            {
+                "config": config,
+                "seeds": seeds,
+                metric.key: fmean(end[metric.key] for end in ends),
+                "difference": fmean(differences) if differences else None,
+                "difference_half_width": half_width_95(differences),
+                "differences": differences,
+                "train_loss": fmean(end["train_loss"] for end in ends),
+                "bytes_per_node_per_step": fmean(end["bytes_per_node"] / end["step"] for end in ends),
+                "seconds": fmean(record["seconds"] for record in records if record["config"] == config),
+            }
+        )
+    return rows
+
+
+def against_alone(records: Sequence[dict[str, Any]], metric: Metric) -> dict[str, tuple[float, float | None]]:
+    """By configuration, what it gains over one node of its cluster that talks to no other (above zero is better), seed
+    by seed, and half of the 95 % interval. Configurations without such a row are left out."""
+
+    def cluster(record: dict[str, Any]) -> Any:
+        return (record["arguments"] or {}).get("nodes")
+
+    def is_alone(record: dict[str, Any]) -> bool:
+        return bool((record["arguments"] or {}).get("alone"))
+
+    last = {
+        (cluster(record), record["seed"]): record["history"][-1][metric.key] for record in records if is_alone(record)
+    }
+    sign = 1 if metric.higher_is_better else -1
+    gains: dict[str, list[float]] = {}
+    for record in records:
+        alone = last.get((cluster(record), record["seed"]))
+        if alone is not None and not is_alone(record):
+            gains.setdefault(record["config"], []).append(sign * (record["history"][-1][metric.key] - alone))
+    return {config: (fmean(values), half_width_95(values)) for config, values in gains.items()}
+
+
+def verdict(records: Sequence[dict[str, Any]], metric: Metric) -> list[str]:
+    """Lines that name what is worse than no network at all."""
+    gains = against_alone(records, metric)
+    if not gains:
+        return []
+
+    def by(config: str) -> str:
+        gain, half = gains[config]
+        return f"{config}: by {abs(gain):.{metric.digits}f}" + ("" if half is None else f" ± {half:.{metric.digits}f}")
+
+    lost = [f"- {by(config)}" for config, (gain, _) in gains.items() if gain < 0]
+    if lost:
+        return [
+            "**Worse than one node alone**, which costs no network at all, over the seeds that both have:",
+            "",
+            *lost,
+            "",
+        ]
+    least = min(gains, key=lambda config: gains[config][0])
+    return [f"Every row is better than one node alone, which costs no network at all; the closest is {by(least)}.", ""]
+
+
+def mean_curve(records: Sequence[dict[str, Any]], config: str, key: str) -> list[float]:
+    """The mean over seeds of `key`, epoch by epoch."""
+    histories = [record["history"] for record in records if record["config"] == config]
+    return [fmean(row[key] for row in rows) for rows in zip(*histories, strict=True)]
+
+
+def table(rows: Sequence[dict[str, Any]], metric: Metric) -> str:
+    digits = metric.digits
+    lines = [
+        f"| configuration | seeds | {metric.heading} | difference to dense (95 %) | train loss | KB a node and step "
+        "| s a run |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for row in rows:
+        difference = "-"
+        if row["difference"] is not None and row["config"] != "dense":
+            half_width = row["difference_half_width"]
+            difference = f"{row['difference']:+.{digits}f}"
+            difference += f" ± {half_width:.{digits}f}" if half_width is not None else ""
+        lines.append(
+            f"| {row['config']} | {len(row['seeds'])} | {row[metric.key]:.{digits}f} | {difference} "
+            f"| {row['train_loss']:.3f} | {row['bytes_per_node_per_step'] / 1e3:.2f} | {row['seconds']:.0f} |"
+        )
+    return "\n".join(lines)
+
+
+def plot(records: Sequence[dict[str, Any]], metric: Metric, file: Path) -> None:
+    with picture(file, height=6, columns=2, sharey=True) as (against_steps, against_bytes):
+        alone = cycle((":", "-."))
+        for index, config in enumerate(dict.fromkeys(record["config"] for record in records)):
+            curve = mean_curve(records, config, metric.key)
+            megabytes = [received / 1e6 for received in mean_curve(records, config, "bytes_per_node")]
+            if not any(megabytes):  # one node alone: where it ends is what bytes have to beat
+                style = {"linestyle": next(alone), "color": GREY}
+                against_bytes.axhline(curve[-1], **style)
+            else:
+                style = {"linestyle": "--" if "no-feedback" in config else "-", "color": colour(index)}
+                against_bytes.plot(megabytes, curve, **style)
+            against_steps.plot(mean_curve(records, config, "step"), curve, label=config, **style)
+        against_steps.set(xlabel="steps", ylabel=metric.axis)
+        against_bytes.set(xlabel="MB that a node has received", xscale="log")
+        for axes in (against_steps, against_bytes):
+            axes.grid()
+
+
+def write_report(records: Sequence[dict[str, Any]], out: Path, metric: Metric, command: str) -> str:
+    """Write results.json, results.md and a plot named after the metric; returns the table."""
+    rows, about = summarise(records, metric), surroundings(command)
+    about["commit"] = ", ".join(sorted({record["commit"] for record in records}))
+    settings, parameters = records[0]["settings"], records[0]["parameters"]
+    (out / "results.json").write_text(
+        json.dumps(
+            {"about": about, "settings": settings, "parameters": parameters, "rows": rows, "runs": records}, indent=1
+        )
+    )
+    steps = records[0]["history"][-1]["step"]
+    head = [
+        "# Convergence",
+        "",
+        *(f"- {key}: {value}" for key, value in about.items()),
+        f"- {parameters:,} parameters, {steps:,} steps, "
+        + ", ".join(f"{key} {value}" for key, value in settings.items()),
+        "",
+    ]
+    better = "higher" if metric.higher_is_better else "lower"
+    tail = [
+        "",
+        f"{metric.name.capitalize()} after the last epoch; {better} is better. The difference is taken seed by seed; ±",
+        "is half of the 95 % t-interval of its mean. Bytes are what the devices of a node together receive from other",
+        "nodes; for dense, the 2-D exchange.",
+        "",
+    ]
+    (out / "results.md").write_text("\n".join([*head, table(rows, metric), *tail, *verdict(records, metric)]))
+    plot(records, metric, out / f"{metric.name}.png")
+    return table(rows, metric)

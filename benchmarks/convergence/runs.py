@@ -1,0 +1,263 @@
+"""What the convergence benchmarks share: a run of a configuration and a seed, on real ranks, kept in a file of its own.
+
+A benchmark brings a `Task`: how one rank's `Learner` (model, optimizer, batches, validation) is made, and the metric
+that it is judged by. All about communication is here, so a row means the same in the tables of two tasks.
+
+What runs is the real thing: processes with Gloo, four taken for two nodes of two devices unless another cluster is
+asked for, `DistributedDataParallel`, and what ways.py has for the row. Only the network is missing: all
+nodes are this machine, so bytes are counted and times mean nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+from tqdm import tqdm
+
+from benchmarks.convergence.report import Metric
+from benchmarks.convergence.ways import WAYS
+from lightning_sparse.bench.report import commit
+from lightning_sparse.topology import Topology, with_groups
+
+# What differs between rows of a table: the way (ways.py; "gradients" unless given) with its options, and
+# "nodes", "bucket_cap_mb" and "lr_times" where they are not the usual ones. None: plain DDP. With "alone" one node
+# trains by itself, plain DDP inside it, on its ranks' share of each batch.
+Arguments = dict[str, Any] | None
+OF_RUN = ("nodes", "lr", "lr_times", "sgd", "norm", "alone", "way")  # what is not the way's
+ALONE = {"alone": True}
+SPARSE = {"exchange": "sparse", "value_dtype": "float32", "warmup_epochs": 0}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """What all configurations of a table share; a task adds its own."""
+
+    lr: float
+    epochs: int = 15
+    nodes: int = 2
+    devices: int = 2
+
+    @property
+    def world_size(self) -> int:
+        """Ranks that share each batch."""
+        return self.nodes * self.devices
+
+
+@dataclass(frozen=True)
+class Run:
+    config: str
+    arguments: Arguments
+    seed: int
+    settings: Any  # Settings, or what a task makes of it
+
+    @property
+    def file_name(self) -> str:
+        return f"{self.config}-seed{self.seed}.json".replace("/", " per ")  # a rate has a slash
+
+    def option(self, name: str, usual: Any) -> Any:
+        """What the configuration says of something that HierConfig does not know."""
+        return (self.arguments or {}).get(name, usual)
+
+    @property
+    def alone(self) -> bool:
+        """Whether one node trains by itself."""
+        return bool(self.option("alone", False))
+
+    @property
+    def world_size(self) -> int:
+        """How many ranks run: all of them, or those of one node."""
+        ranks: int = self.settings.world_size
+        return ranks // self.nodes if self.alone else ranks
+
+    @property
+    def nodes(self) -> int:
+        """Among which the batch is shared."""
+        return int(self.option("nodes", self.settings.nodes))
+
+    @property
+    def way(self) -> str:
+        """As in convergence_ways.WAYS."""
+        return "ddp" if self.arguments is None or self.alone else str(self.option("way", "gradients"))
+
+
+class Learner(ABC):
+    """What a task brings for one run on one rank. All but the batches is the same on every rank. A batch is dealt to
+    the ranks of all nodes even where those of one run.
+    """
+
+    model: nn.Module
+    optimizer: Optimizer
+    schedule: LRScheduler  # goes on at every step
+    steps: int  # an epoch
+
+    @abstractmethod
+    def losses(self, model: nn.Module, epoch: int) -> Iterator[Tensor]:
+        """This rank's loss of every step of an epoch, through `model`, which is `self.model` in DDP."""
+
+    @abstractmethod
+    def validate(self) -> float:
+        """The metric, the same on every rank. Collective."""
+
+
+@dataclass(frozen=True)
+class Task:
+    """What a table is about. Functions are found by name in other processes, so they belong to a module.
+
+    Args:
+        learner: makes the Learner of (run, data, rank); called with torch's seed set to the run's.
+        settings: makes the settings of ``lr`` and ``epochs``.
+    """
+
+    metric: Metric
+    configs: dict[str, Arguments]
+    learner: Callable[[Run, Any, int], Learner]
+    settings: Callable[..., Any]
+    tune_lrs: tuple[float, ...]
+
+    def run(self, config: str, seed: int, settings: Any) -> Run:
+        return Run(config, self.configs[config], seed, settings)
+
+
+# --- one run, on every rank
+
+
+def check_ranks_agree(model: nn.Module) -> None:
+    """Ranks that drift apart would make the metric meaningless. Collective."""
+    flat_N = torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
+    low_N, high_N = flat_N.clone(), flat_N.clone()
+    dist.all_reduce(low_N, op=dist.ReduceOp.MIN)
+    dist.all_reduce(high_N, op=dist.ReduceOp.MAX)
+    if not torch.equal(low_N, high_N):
+        raise RuntimeError(f"ranks hold different parameters, by up to {(high_N - low_N).max():.3g}")
+
+
+class Trainer:
+    """One run on one rank. All its methods are collective and give the same on every rank."""
+
+    def __init__(self, task: Task, run: Run, data: Any, topology: Topology) -> None:
+        torch.manual_seed(run.seed)
+        self.run, self.metric = run, task.metric.key
+        self.learner = task.learner(run, data, topology.rank)
+        options = {name: value for name, value in (run.arguments or {}).items() if name not in OF_RUN}
+        self.way = WAYS[run.way](self.learner.model, self.learner.optimizer, topology, options)
+
+    def epoch(self, epoch: int) -> dict[str, Any]:
+        """Train for one epoch and validate: a line of the run's history."""
+        learner = self.learner
+        self.way.begin_epoch(epoch)
+        loss_sum = torch.zeros(())
+        for loss in learner.losses(self.way.ddp, epoch):
+            learner.optimizer.zero_grad()
+            self.way.before_backward()
+            loss.backward()  # type: ignore[no-untyped-call]
+            learner.optimizer.step()
+            self.way.after_step()
+            learner.schedule.step()
+            loss_sum += loss.detach()
+        dist.all_reduce(loss_sum)
+        if epoch == self.run.settings.epochs - 1:
+            self.way.finish()
+        with self.way.shown():
+            validated = learner.validate()
+        return {
+            "epoch": epoch + 1,
+            "step": (epoch + 1) * learner.steps,
+            "train_loss": loss_sum.item() / learner.steps / dist.get_world_size(),
+            self.metric: validated,
+            "bytes_per_node": self.way.bytes_per_node(),
+        }
+
+
+def train(
+    task: Task, run: Run, data: Any, topology: Topology, on_epoch: Callable[[dict[str, Any]], None]
+) -> dict[str, Any]:
+    """One row of one seed: the record that is written to its file."""
+    began, trainer, history = time.perf_counter(), Trainer(task, run, data, topology), []
+    for epoch in range(run.settings.epochs):
+        history.append(trainer.epoch(epoch))
+        on_epoch(history[-1])
+    check_ranks_agree(trainer.learner.model)
+    return {
+        "config": run.config,
+        "arguments": run.arguments,
+        "seed": run.seed,
+        "settings": asdict(run.settings),
+        "parameters": trainer.way.numel,
+        "seconds": round(time.perf_counter() - began, 1),
+        "history": history,
+    }
+
+
+# --- many runs, in processes that live through all of them
+
+
+def worker(rank: int, task: Task, runs: list[Run], data_file: Path, folder: Path, rendezvous: str) -> None:
+    """One rank of runs of one world size. Rank 0 writes the files and shows the progress."""
+    world_size = runs[0].world_size
+    os.environ.update(
+        RANK=str(rank),
+        WORLD_SIZE=str(world_size),
+        GLOO_SOCKET_IFNAME="lo",
+    )
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=world_size, timeout=timedelta(minutes=30)
+    )
+    topologies: dict[int, Topology] = {}
+    at_commit = commit()
+    data = torch.load(data_file, weights_only=False)
+    with tqdm(total=sum(run.settings.epochs for run in runs), unit="epoch", disable=rank != 0) as bar:
+        for run in runs:
+
+            def show(row: dict[str, Any], run: Run = run) -> None:
+                bar.set_description(f"{run.config} seed {run.seed}: {task.metric.shown(row)}", refresh=False)
+                bar.update()
+
+            nodes = 1 if run.alone else run.nodes
+            if nodes not in topologies:
+                devices = world_size // nodes
+                ranks = tuple(tuple(range(first, first + devices)) for first in range(0, world_size, devices))
+                topologies[nodes] = with_groups(ranks)
+            record = train(task, run, data, topologies[nodes], show)
+            if rank == 0:
+                temporary = folder / f".{run.file_name}"
+                temporary.write_text(json.dumps({**record, "commit": at_commit}, indent=1))
+                temporary.replace(folder / run.file_name)
+    dist.destroy_process_group()
+
+
+def execute(task: Task, runs: list[Run], data_file: Path, folder: Path) -> list[dict[str, Any]]:
+    """The records of `runs`, in order; those that have a file in `folder` are read, the others are run.
+
+    Raises:
+        ValueError: a file was made with other settings.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    missing = [run for run in runs if not (folder / run.file_name).exists()]
+    for world_size in sorted({run.world_size for run in missing}, reverse=True):
+        with tempfile.TemporaryDirectory() as scratch:
+            same = [run for run in missing if run.world_size == world_size]
+            arguments = (task, same, data_file, folder, f"{scratch}/rendezvous")
+            torch.multiprocessing.spawn(worker, arguments, nprocs=world_size)  # type: ignore[attr-defined, no-untyped-call]
+    records = [json.loads((folder / run.file_name).read_text()) for run in runs]
+    for run, record in zip(runs, records, strict=True):
+        if (record["settings"], record["arguments"]) != (asdict(run.settings), run.arguments):
+            raise ValueError(
+                f"{folder / run.file_name} was made with {record['settings']}, {record['arguments']}; asked for are "
+                f"{asdict(run.settings)}, {run.arguments}. A table has one setting: use another --out."
+            )
+    return records

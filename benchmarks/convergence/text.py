@@ -1,0 +1,222 @@
+"""Validation loss of hierarchical top-k communication against dense training: a character Transformer with AdamW.
+
+    python -m benchmarks.convergence.text --tune                # once: learning rate, on dense training alone
+    python -m benchmarks.convergence.text                       # the whole table; again after an interruption
+
+The text is the source of Python's own library, of which the last 65,536 characters are held out. The metric is bits
+per character: the mean cross-entropy of the held-out characters, each predicted from the 1 to 64 before it.
+
+The rest is as in images.py, which says what its numbers are not: runs are those of runs.py, paired by
+seed, with one learning rate from dense training (times a number where the name says so), and 600 steps are few. What
+differs is what it asks: an optimizer that divides by the size of recent gradients. A coordinate that is sent once in
+1/density steps arrives as a few large gradients among zeros, and AdamW's moments see those: the mean of g/density once
+in 1/density steps is g, but the root of its mean square is g/sqrt(density), and AdamW divides by that. So rows with
+other learning rates say whether the loss is one of step size.
+
+An epoch is 40 steps of windows drawn from all of the text; it is what warm-up counts in. Gradients are not clipped.
+
+Every finished (configuration, seed) is one file ``runs/<configuration>-seed<seed>.json`` and is not run again.
+The summary is results.md, results.json and bits.png in the same folder.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from benchmarks.convergence import demo as convergence_demo  # noqa: F401  # a way
+from benchmarks.convergence import report
+from benchmarks.convergence.command import run_command
+from benchmarks.convergence.corpus import Corpus, described, read_library, save_corpus, start_of_windows
+from benchmarks.convergence.report import Metric
+from benchmarks.convergence.runs import ALONE, SPARSE, Arguments, Learner, Run, Settings, Task
+
+OUT = "runs/convergence-text"
+CONTEXT = 64
+
+BITS = Metric(
+    key="val_bits",
+    name="bits",
+    heading="val bits/char",
+    axis="validation loss, bits per character",
+    digits=3,
+    higher_is_better=False,
+)
+
+UPDATES = {"way": "updates", "density": 0.01}
+CYCLIC = {**UPDATES, "way": "cyclic", "step_ahead": 1}  # less is worse: it has nothing else of what is pending
+DEMO = {"way": "demo", "sgd": True, "density": 0.01, "decay": 0.999}
+CONFIGS: dict[str, Arguments] = {
+    "dense": None,
+    "one node alone": ALONE,
+    "dense16": {"exchange": "dense16"},
+    "1%": {**SPARSE, "density": 0.01},
+    "1%-warmup": {**SPARSE, "density": 0.01, "warmup_epochs": 2},
+    "1%-warmup4": {**SPARSE, "density": 0.01, "warmup_epochs": 4},
+    "1%-exclude": {**SPARSE, "density": 0.01, "exclude": "vectors"},
+    "1%-lr-x2": {**SPARSE, "density": 0.01, "lr_times": 2.0},
+    "1%-lr-x0.5": {**SPARSE, "density": 0.01, "lr_times": 0.5},
+    "1%-lr-x0.25": {**SPARSE, "density": 0.01, "lr_times": 0.25},
+    "1%-warmup8": {**SPARSE, "density": 0.01, "warmup_epochs": 8},
+    "default": {"exchange": "sparse", "warmup_epochs": 4},  # "auto" would see loopback
+    "default-lr-x0.5": {"exchange": "sparse", "warmup_epochs": 4, "lr_times": 0.5},
+    "default-exclude": {"exchange": "sparse", "warmup_epochs": 4, "exclude": "vectors"},
+    "4%": {**SPARSE, "density": 0.04},
+    "10%": {**SPARSE, "density": 0.1},
+    "0.1%": {**SPARSE, "density": 0.001},
+    "updates 1%": UPDATES,
+    "updates auto": {**UPDATES, "density": "auto"},
+    "updates 0.1%": {**UPDATES, "density": 0.001},
+    "updates 3%": {**UPDATES, "density": 0.03},
+    "updates 10%": {**UPDATES, "density": 0.1},
+    "updates 1%, delay 0": {**UPDATES, "delay": 0},
+    "updates 1%, ahead 0.125": {**UPDATES, "step_ahead": 0.125},
+    "updates 1%, ahead 0.25": {**UPDATES, "step_ahead": 0.25},
+    "updates 1%, ahead 0.5": {**UPDATES, "step_ahead": 0.5},
+    "updates 1%, ahead 0.75": {**UPDATES, "step_ahead": 0.75},
+    "updates 1%, ahead 1": {**UPDATES, "step_ahead": 1},
+    "updates 1%, fp32": {**UPDATES, "value_dtype": "float32"},
+    "updates 1%, lr-x1.4": {**UPDATES, "lr_times": 1.4},
+    "updates 1%, lr-x2": {**UPDATES, "lr_times": 2.0},
+    "updates 1%, lr-x0.7": {**UPDATES, "lr_times": 0.7},
+    "updates regional 1%": {**UPDATES, "exchange": "regional"},
+    "updates regional 2%": {**UPDATES, "exchange": "regional", "density": 0.02},
+    "updates 10% every 10": {**UPDATES, "density": 0.1, "sync_every": 10},
+    "updates dense16": {**UPDATES, "exchange": "dense16"},
+    "updates dense": {**UPDATES, "exchange": "dense"},
+    "cyclic 1%": CYCLIC,
+    "cyclic 2%": {**CYCLIC, "density": 0.02},
+    "cyclic 4%": {**CYCLIC, "density": 0.04},
+    "cyclic 7%": {**CYCLIC, "density": 0.07},
+    "average every 100": {"way": "average", "every": 100},
+    "average every 25": {"way": "average", "every": 25},
+    "average every 50": {"way": "average", "every": 50},
+    "post-local every 50": {"way": "post-local", "every": 50, "start": 60},
+    "post-local every 100": {"way": "post-local", "every": 100, "start": 60},
+    **{f"DeMo, lr {lr}": {**DEMO, "lr": lr} for lr in (0.001, 0.002, 0.004, 0.008, 0.016)},
+    "bf16 hook": {"way": "hooked", "hook": "bf16"},
+    "PowerSGD r1": {"way": "hooked", "hook": "PowerSGD"},
+    "DiLoCo every 100": {"way": "average", "every": 100, "outer_lr": 0.7, "outer_momentum": 0.9},
+    "DiLoCo every 50": {"way": "average", "every": 50, "outer_lr": 0.7, "outer_momentum": 0.9},
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextSettings(Settings):
+    text: str  # which
+    steps_per_epoch: int = 40
+    global_batch: int = 64  # windows of CONTEXT characters
+    lr_warmup_steps: int = 40
+    weight_decay: float = 0.01
+
+
+# --- the model
+
+
+class Block(nn.Module):
+    """Attention to what came before, then a perceptron, each on a normalised copy and added to its input."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+
+    def forward(self, x_BLD: Tensor) -> Tensor:
+        batch, length, width = x_BLD.shape
+        # [B, L, 3 D] -> three of [B, heads, L, D / heads]
+        q, k, v = self.qkv(self.norm1(x_BLD)).view(batch, length, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
+        seen = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x_BLD = x_BLD + self.out(seen.transpose(1, 2).reshape(batch, length, width))
+        added_BLD: Tensor = self.mlp(self.norm2(x_BLD))
+        return x_BLD + added_BLD
+
+
+class CharacterTransformer(nn.Module):
+    """[B, L] characters to [B, L, num_symbols] logits of the next ones. 116,576 parameters for 96 characters."""
+
+    def __init__(self, num_symbols: int, width: int = 64, layers: int = 2, heads: int = 4) -> None:
+        super().__init__()
+        self.symbol, self.position = nn.Embedding(num_symbols, width), nn.Embedding(CONTEXT, width)
+        self.blocks = nn.Sequential(*(Block(width, heads) for _ in range(layers)))
+        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, num_symbols)
+        for embedding in (self.symbol, self.position):
+            nn.init.normal_(embedding.weight, std=0.02)
+
+    def forward(self, x_BL: Tensor) -> Tensor:
+        x_BLD = self.symbol(x_BL) + self.position.weight[: x_BL.shape[1]]
+        logits_BLS: Tensor = self.head(self.norm(self.blocks(x_BLD)))
+        return logits_BLS
+
+
+# --- one run, on every rank
+
+
+def scale(step: int, warmup: int, steps: int) -> float:
+    """What the learning rate is multiplied with: linear warm-up, and a cosine to zero over all steps."""
+    return min(1.0, (step + 1) / warmup) * 0.5 * (1 + math.cos(math.pi * step / steps))
+
+
+class TextLearner(Learner):
+    """The Transformer, AdamW with warm-up and a cosine, and the windows of this rank."""
+
+    def __init__(self, run: Run, corpus: Corpus, rank: int) -> None:
+        self.settings: TextSettings = run.settings
+        self.seed, self.corpus, self.rank = run.seed, corpus, rank
+        self.model = CharacterTransformer(corpus.num_symbols)
+        lr = run.option("lr", self.settings.lr) * run.option("lr_times", 1.0)
+        kind = torch.optim.SGD if run.option("sgd", False) else torch.optim.AdamW
+        self.optimizer = kind(self.model.parameters(), lr, weight_decay=self.settings.weight_decay, foreach=True)
+        self.steps = self.settings.steps_per_epoch
+        at = partial(scale, warmup=self.settings.lr_warmup_steps, steps=self.settings.epochs * self.steps)
+        self.schedule = torch.optim.lr_scheduler.LambdaLR(self.optimizer, at)
+
+    def losses(self, model: nn.Module, epoch: int) -> Iterator[Tensor]:
+        shape = (self.steps, self.settings.global_batch)
+        for start_B in start_of_windows(self.corpus, self.seed, epoch, shape, CONTEXT):
+            x_BL, y_BL = self.corpus.windows(start_B[self.rank :: self.settings.world_size], CONTEXT)
+            yield F.cross_entropy(model(x_BL).flatten(0, 1), y_BL.flatten())
+
+    @torch.no_grad()
+    def validate(self) -> float:
+        """Bits per character. Every rank takes its share of the windows. Collective."""
+        x_NL, y_NL = self.corpus.val_windows(CONTEXT)
+        mine = slice(self.rank, None, dist.get_world_size())
+        nats = F.cross_entropy(self.model(x_NL[mine]).flatten(0, 1), y_NL[mine].flatten(), reduction="sum").double()
+        dist.all_reduce(nats)
+        return nats.item() / y_NL.numel() / math.log(2)
+
+
+TASK = Task(
+    metric=BITS,
+    configs=CONFIGS,
+    learner=TextLearner,
+    settings=TextSettings,
+    tune_lrs=(1e-3, 2e-3, 4e-3, 8e-3, 1.6e-2),
+)
+
+
+def plot(record: dict[str, Any], file: Path) -> None:
+    report.plot(record["runs"], BITS, file)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    text = read_library()
+    task = replace(TASK, settings=partial(TextSettings, text=described(text)))
+    run_command(task, parser, OUT, lambda options: save_corpus(text, options.out))
+
+
+if __name__ == "__main__":
+    main()

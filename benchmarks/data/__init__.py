@@ -1,0 +1,1 @@
+"""What a sample costs: tiers, backends, storage, and the list of samples."""

@@ -1,0 +1,127 @@
+"""What the list of samples and the sampler cost on clusters that are not at hand, with a synthetic list.
+
+    python -m benchmarks.data.scale OUT
+
+For each cluster (nodes x devices, files in 1,000 classes): seconds and bytes to make the list from what storage
+answers, to write and to map it; seconds to place samples on nodes and to begin an epoch, which each rank does;
+milliseconds of a step of the sampler, and of CPU time in it, which other load changes less; and how evenly samples of
+other nodes fall on devices: all wait for the slowest.
+
+Everything is what a run does, except that storage is not asked: its answers are made here, and take no time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import resource
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from lightning_sparse.bench.processes import own_process
+from lightning_sparse.bench.report import commit, surroundings
+from lightning_sparse.data.cache.store import owners
+from lightning_sparse.data.pipeline.sampler import EpochPlan, Sampler, SamplerConfig
+from lightning_sparse.data.sources.folders import manifest_of
+from lightning_sparse.data.sources.manifest import Manifest
+from lightning_sparse.data.sources.storage import Listed
+
+CLUSTERS = ((1_281_167, 16, 8), (14_197_122, 128, 8))  # ImageNet-1k on 16 x 8, the whole of ImageNet on 128 x 8
+CLASSES, BATCH, STEPS = 1000, 256, 20
+
+
+def answers(files: int) -> dict[str, Listed]:
+    """What storage answers: the files of each class."""
+    each = [files // CLASSES + (label < files % CLASSES) for label in range(CLASSES)]
+    return {
+        f"n{label:08}": Listed(
+            [(f"train/n{label:08}/n{label:08}_{number}.JPEG", 110_000 + number, number + 1) for number in range(count)],
+            [(f"train/n{label:08}", 1)],
+        )
+        for label, count in enumerate(each)
+    }
+
+
+@contextmanager
+def timed(row: dict[str, Any], name: str) -> Iterator[None]:
+    begin = time.perf_counter()
+    yield
+    row[name] = round(time.perf_counter() - begin, 3)
+
+
+def measure(files: int, nodes: int, devices: int) -> dict[str, Any]:
+    row: dict[str, Any] = {"files": files, "nodes": nodes, "devices": devices, "batch": BATCH}
+    below = answers(files)
+    with timed(row, "make_s"):
+        made = manifest_of("/storage", "train", {name: 1 for name in below}, below)
+    del below
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "train.manifest"
+        with timed(row, "write_s"):
+            file.write_bytes(made.to_bytes())
+        row["file_bytes"] = file.stat().st_size
+        with timed(row, "map_s"):
+            manifest = Manifest.load(file)
+        assert manifest.fingerprint == made.fingerprint
+        row |= steps(manifest, nodes, devices)
+    row["peak_gb"] = round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6, 2)
+    return row
+
+
+def steps(manifest: Manifest, nodes: int, devices: int) -> dict[str, Any]:
+    """What each rank does: at the start, at the start of an epoch, and in each step."""
+    row: dict[str, Any] = {}
+    with timed(row, "place_s"):
+        placed = owners(manifest.strata, nodes, 0)
+    config = SamplerConfig(batch_size=BATCH, devices=(devices,) * nodes, shuffle="global")
+    sampler = Sampler(np.arange(len(manifest)), lambda count: placed, config)
+    with timed(row, "epoch_s"):
+        plan = sampler.epoch(0)
+        plan.batch(0, 0, 0)
+    count = min(STEPS, plan.steps)
+    begin, cpu = time.perf_counter(), time.thread_time()
+    for step in range(count):
+        plan.batch(step, 0, 0)
+    row["step_ms"] = round((time.perf_counter() - begin) / count * 1e3, 2)
+    row["step_cpu_ms"] = round((time.thread_time() - cpu) / count * 1e3, 2)
+    return row | foreign(plan, placed, count)
+
+
+def foreign(plan: EpochPlan, placed: np.ndarray[Any, Any], count: int) -> dict[str, Any]:
+    """Shares of the samples of the devices of node 0 that other nodes own, over some steps."""
+    batches = [[plan.batch(step, 0, device) for device in range(plan.config.devices[0])] for step in range(count)]
+    shares = np.array([[np.mean(placed[batch] != 0) for batch in each] for each in batches])
+    spread = shares.max(1) - shares.min(1)
+    return {
+        "foreign_percent_by_device": [round(100 * share, 2) for share in shares.mean(0).tolist()],
+        "foreign_samples_spread_in_a_step": round(float(spread.max()) * BATCH, 1),
+    }
+
+
+def alone(files: int, nodes: int, devices: int) -> dict[str, Any]:
+    """`measure` in a process of its own, whose memory is measured."""
+    with own_process() as call:
+        row: dict[str, Any] = call(f"{files:,} files on {nodes} x {devices}", measure, files, nodes, devices)
+    return row
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="What the list of samples and the sampler cost at scale.")
+    parser.add_argument("out", type=Path)
+    options = parser.parse_args()
+    rows = [alone(*cluster) for cluster in CLUSTERS]
+    about: dict[str, Any] = {**surroundings("python -m benchmarks.data.scale OUT"), "commit": commit()}
+    about["versions"] += f", numpy {np.__version__}"
+    options.out.mkdir(parents=True, exist_ok=True)
+    (options.out / "data-scale.json").write_text(json.dumps({**about, "rows": rows}, indent=1) + "\n")
+    print(json.dumps(rows, indent=1))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,345 @@
+"""What crosses the storage link: bytes and time of each epoch and run, beside reading the mount directly.
+
+    sudo python -m benchmarks.data.storage OUT [--pictures DIR_OR_TAR] [--count 3000] [--gbps 0.2]
+
+Two nodes of two ranks and a storage node behind a slow link of its own (`lightning_sparse.lab`, so root and sshfs are
+needed). All ranks read an image folder on that mount and make training batches of it: random resized crop to 224, flip,
+normalise; nothing is trained. The systems, each in a cluster of its own:
+
+    this library   CachedImageDataModule's loaders, cache_dir empty: run 1; the same again with what it left: run 2
+    ImageFolder    torchvision's ImageFolder, DistributedSampler and DataLoader with a worker process a rank: twice
+    LitData        where it is installed: the same files, rewritten on storage as its chunks before anything is timed;
+                   StreamingDataset with the folder as a "local:" remote and a cache folder a node: twice
+
+Bytes are counted by the kernel on the storage node's link, frames and all, between barriers at which every rank has
+ended its epoch. The pictures are the given ones, and generated ones of the same size up to `--count`. Before each run
+the page cache is dropped, and its hits would in any case be those of a data set that fits into memory.
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import json
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import tarfile
+import tempfile
+import threading
+import time
+from datetime import date
+from importlib.metadata import version
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from PIL import Image
+from tqdm import tqdm
+
+from benchmarks.pictures import GREY, picture
+from lightning_sparse.bench.report import commit, processor
+from lightning_sparse.lab import Cluster, LabConfig, signals_as_exit
+
+NODES, DEVICES, BATCH, SIZE, CLASSES = 2, 2, 50, 224, 10
+ROLE = "DATA_STORAGE_ROLE"
+DROP_CACHES = Path("/proc/sys/vm/drop_caches")
+
+
+# --------------------------------------------------------------------------------------------------- the data set
+
+
+def make_pictures(folder: Path, given: Path | None, count: int) -> None:
+    """folder/train/<class>/<number>.jpg: the given pictures, then generated ones, dealt out to the classes."""
+    for label in range(CLASSES):
+        (folder / "train" / f"c{label}").mkdir(parents=True)
+    number = 0
+    for data in _given(given) if given else ():
+        (folder / "train" / f"c{number % CLASSES}" / f"{number:05}.jpg").write_bytes(data)
+        number += 1
+    for each in tqdm(range(number, count), desc="generating pictures"):
+        _generated(each).save(folder / "train" / f"c{each % CLASSES}" / f"{each:05}.jpg", quality=95)
+
+
+def _given(source: Path) -> list[bytes]:
+    if source.is_dir():
+        return [path.read_bytes() for path in sorted(source.rglob("*")) if path.suffix.lower() in (".jpg", ".jpeg")]
+    with tarfile.open(source) as archive:
+        members = [each for each in archive if each.isfile() and each.name.lower().endswith((".jpg", ".jpeg"))]
+        return [archive.extractfile(each).read() for each in sorted(members, key=lambda each: each.name)]  # type: ignore[union-attr]
+
+
+def _generated(number: int) -> Image.Image:
+    """500 x 375, smooth colours and grain: about as many bytes as a photograph of ImageNet."""
+    random = np.random.default_rng(number)
+    smooth = Image.fromarray(random.integers(0, 256, (6, 8, 3), np.uint8)).resize((500, 375), Image.Resampling.BICUBIC)
+    grain = random.normal(0, 14, (375, 500, 1))
+    return Image.fromarray((np.asarray(smooth) + grain).clip(0, 255).astype(np.uint8))
+
+
+# ---------------------------------------------------------------------------------------------- in a rank of a node
+
+
+def rank(role: str, source: str, work: Path, epochs: int) -> None:
+    """Read `epochs` epochs; the driver is told when the first begins and when each ends."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    if role == "ImageFolder":
+        loader, close = _image_folder(source)
+    else:
+        loader, close = _litdata(source, work) if role == "LitData" else _ours(source, work, role)
+    _mark(work, 0)
+    for epoch in range(epochs):
+        seen = sum(len(labels) for _, labels in loader(epoch))
+        total = torch.tensor(seen)
+        dist.all_reduce(total)
+        _mark(work, epoch + 1, samples=int(total))
+    close()
+    dist.destroy_process_group()
+
+
+def _mark(work: Path, number: int, **about: Any) -> None:
+    """All ranks have come this far; go on when the driver has read the counters."""
+    dist.barrier()
+    if dist.get_rank() == 0:
+        mark, seen = work / f"mark{number}", work / f"seen{number}"
+        mark.with_suffix(".tmp").write_text(json.dumps(about))
+        mark.with_suffix(".tmp").rename(mark)
+        while not seen.exists():
+            time.sleep(0.002)
+    dist.barrier()
+
+
+def _ours(source: str, work: Path, shuffle: str) -> tuple[Any, Any]:
+    from lightning_sparse.data.config import CacheConfig
+    from lightning_sparse.data.pipeline.augment import Augment
+    from lightning_sparse.data.pipeline.batch import ImageSizes, Transform
+    from lightning_sparse.data.pipeline.images import ImageOptions
+    from lightning_sparse.data.session import DataOptions, open_session
+
+    cache_dir = work / f"local-disk-of-node{os.environ['NODE_RANK']}"
+    cache = CacheConfig(source=source, cache_dir=str(cache_dir), memory_gb=1.5, shuffle=shuffle)  # type: ignore[arg-type]
+    samples = ImageOptions(sizes=ImageSizes(SIZE), transform=Transform(augment=Augment()), backend="torch")
+    options = DataOptions(cache=cache, batch_size=BATCH, samples=samples)
+    session = open_session(options)
+    loader = session.train_loader(fixed=False, on_epoch=lambda epoch: None, on_resume=lambda done: None)
+
+    def batches(epoch: int) -> Any:
+        loader.set_epoch(epoch)
+        return loader
+
+    def close() -> None:
+        assert session.train is not None
+        store = session.train.store
+        if store.placement.device_index == 0:
+            print(f"node {store.placement.node_index}: {store.node_counters()}", flush=True)
+        session.close()
+
+    return batches, close
+
+
+def _look() -> Any:
+    from torchvision import transforms
+
+    return transforms.Compose(
+        [
+            transforms.RandomResizedCrop(SIZE),
+            transforms.RandomHorizontalFlip(),
+            transforms.ToTensor(),
+            transforms.Normalize((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)),
+        ]
+    )
+
+
+def _image_folder(source: str) -> tuple[Any, Any]:
+    from torch.utils.data import DataLoader, DistributedSampler
+    from torchvision import datasets
+
+    pictures = datasets.ImageFolder(f"{source}/train", _look())
+    sampler: DistributedSampler[Any] = DistributedSampler(pictures, seed=0)
+    loader = DataLoader(pictures, BATCH, sampler=sampler, num_workers=1, persistent_workers=True, prefetch_factor=4)
+
+    def batches(epoch: int) -> Any:
+        sampler.set_epoch(epoch)
+        return loader
+
+    return batches, lambda: None
+
+
+def _litdata(source: str, work: Path) -> tuple[Any, Any]:
+    from litdata import StreamingDataLoader, StreamingDataset
+
+    look = _look()
+
+    def sample(item: dict[str, Any]) -> tuple[torch.Tensor, int]:
+        with Image.open(io.BytesIO(item["image"])) as image:
+            return look(image.convert("RGB")), item["class"]
+
+    cache = work / f"local-disk-of-node{os.environ['NODE_RANK']}"
+    cache.mkdir(exist_ok=True)
+    chunks = StreamingDataset(f"local:{source}/chunks", cache_dir=str(cache), shuffle=True, transform=sample)
+    loader = StreamingDataLoader(chunks, batch_size=BATCH, num_workers=1, persistent_workers=True, prefetch_factor=4)
+    return lambda epoch: loader, lambda: None
+
+
+def _chunk(path: str) -> dict[str, Any]:
+    return {"image": Path(path).read_bytes(), "class": int(Path(path).parent.name.removeprefix("c"))}
+
+
+def make_chunks(source: Path) -> None:
+    """The files of train/ once more, as LitData wants them: source/chunks."""
+    from litdata import optimize
+
+    paths = sorted(str(path) for path in (source / "train").rglob("*.jpg"))
+    optimize(_chunk, paths, str(source / "chunks"), chunk_bytes="16MB", num_workers=2)
+
+
+# ------------------------------------------------------------------------------------------------------ the driver
+
+
+def measure(role: str, source: Path, work: Path, gbps: float, epochs: int) -> dict[str, Any]:
+    """One run of all ranks: bytes over the storage link and seconds of its start and of each epoch."""
+    for path in [*work.glob("mark*"), *work.glob("seen*")]:
+        path.unlink()
+    subprocess.run(["sync"], check=True)
+    DROP_CACHES.write_text("3\n")
+    rows: list[dict[str, Any]] = []
+    done = threading.Event()
+    config = LabConfig(nodes=NODES, devices=DEVICES, gbps=1.0, storage=source, storage_gbps=gbps)
+    with signals_as_exit(), Cluster(config) as cluster:
+
+        def watch() -> None:
+            last, before = time.monotonic(), cluster.traffic()["storage"].sent
+            for number in range(epochs + 1):
+                while not (work / f"mark{number}").exists():
+                    if done.wait(0.005):
+                        return
+                now, sent = time.monotonic(), cluster.traffic()["storage"].sent
+                about = json.loads((work / f"mark{number}").read_text())
+                rows.append({"epoch": number, "seconds": now - last, "storage bytes": sent - before, **about})
+                last, before = now, sent
+                (work / f"seen{number}").touch()
+
+        watcher = threading.Thread(target=watch)
+        watcher.start()
+        command = [sys.executable, "-m", "benchmarks.data.storage", str(work), "--epochs", str(epochs)]
+        try:
+            ran = cluster.run(command, env={ROLE: f"{role} {source}"}, timeout=600)
+        finally:
+            done.set()
+            watcher.join()
+    if ran.exit_code != 0 or len(rows) != epochs + 1:
+        raise SystemExit("the ranks failed; their output is above")
+    assert ran.storage_traffic is not None
+    return {"seconds": ran.seconds, "storage bytes": ran.storage_traffic.sent, "start": rows[0], "epochs": rows[1:]}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Bytes over the storage link, and time, of each epoch and run.")
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--pictures", type=Path, help="a folder of JPEG files, or a .tar of one")
+    parser.add_argument("--count", type=int, default=3000, help="pictures in all (default %(default)s)")
+    parser.add_argument("--gbps", type=float, default=0.2, help="rate of the storage node's link in Gbit/s")
+    parser.add_argument("--epochs", type=int, default=3)
+    parser.add_argument("--shuffles", nargs="+", default=["global", "local"])
+    options = parser.parse_args()
+    if ROLE in os.environ:
+        role, _, mount = os.environ[ROLE].partition(" ")
+        return rank(role, mount, options.out, options.epochs)
+    with tempfile.TemporaryDirectory(prefix="data-storage-") as folder:
+        source, work = Path(folder, "storage"), Path(folder, "work")
+        make_pictures(source, options.pictures, options.count)
+        nbytes = sum(path.stat().st_size for path in source.rglob("*.jpg"))
+        systems: dict[str, list[dict[str, Any]]] = {}
+        others = ["ImageFolder"]
+        if find_spec("litdata") is not None:
+            make_chunks(source)
+            others.append("LitData")
+        for role in [*options.shuffles, *others]:
+            work.mkdir()
+            runs = [measure(role, source, work, options.gbps, options.epochs) for _ in range(2)]
+            systems[role if role in others else f"this library, {role}"] = runs
+            shutil.rmtree(work)
+    record = {**_circumstances(), "gbps": options.gbps, "pictures": options.count, "data set bytes": nbytes}
+    record["systems"] = systems
+    options.out.mkdir(parents=True, exist_ok=True)
+    name = f"data-storage-{record['date']}"
+    (options.out / f"{name}.json").write_text(json.dumps(record, indent=1) + "\n")
+    text = table(record)
+    (options.out / f"{name}.md").write_text(text)
+    plot(record, options.out / f"{name}.png")
+    print(text)
+    return None
+
+
+# ------------------------------------------------------------------------------------------------------- the result
+
+
+def table(record: dict[str, Any]) -> str:
+    data, rate = record["data set bytes"], record["gbps"]
+    lines = [
+        "# Bytes over the storage link",
+        "",
+        f"`{record['command']}`, commit {record['commit']}, {record['date']}, {record['hardware']}; "
+        + ", ".join(f"{name} {version}" for name, version in record["versions"].items())
+        + ".",
+        "",
+        f"{record['pictures']:,} pictures, {data / 1e6:,.1f} MB, behind a link of {1000 * rate:g} Mbit/s, which takes "
+        f"{data * 8e-9 / rate:.1f} s at least. {NODES} nodes of {DEVICES} ranks on one machine; batches of {BATCH} a "
+        f"rank, cropped to {SIZE}. Bytes as the kernel counts them, frames and the mount's own traffic included, as a "
+        "multiple of the data set. *start* is everything before the first epoch: processes, imports, listing.",
+        "",
+        "| system | run | start | " + " | ".join(f"epoch {n + 1}" for n in range(_epochs(record))) + " | whole run |",
+        "|---|---|" + "---|" * (_epochs(record) + 2),
+    ]
+    for system, runs in record["systems"].items():
+        for number, run in enumerate(runs):
+            cells = [_cell(each, data) for each in (run["start"], *run["epochs"], run)]
+            lines.append(f"| {system} | {number + 1} | " + " | ".join(cells) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def _cell(row: dict[str, Any], data: int) -> str:
+    return f"{row['storage bytes'] / data:.3f} x, {row['seconds']:.1f} s"
+
+
+def _epochs(record: dict[str, Any]) -> int:
+    return len(next(iter(record["systems"].values()))[0]["epochs"])
+
+
+def plot(record: dict[str, Any], file: Path) -> None:
+    size, titles = record["data set bytes"], ("bytes over the storage link / data set", "seconds of an epoch")
+    with picture(file, columns=2) as panels:
+        for system, runs in record["systems"].items():
+            rows = [row for run in runs for row in run["epochs"]]
+            panels[0].plot([row["storage bytes"] / size for row in rows], "o-", label=system)
+            panels[1].plot([row["seconds"] for row in rows], "o-", label=system)
+        names = [f"run {run + 1}\nepoch {epoch + 1}" for run in range(2) for epoch in range(_epochs(record))]
+        for panel, title in zip(panels, titles, strict=True):
+            panel.set(title=title, ylim=(0, None))
+            panel.set_xticks(range(len(names)), names)
+            panel.grid()
+        panels[1].axhline(size * 8e-9 / record["gbps"], color=GREY, linestyle=":", label="link, once")
+
+
+def _circumstances() -> dict[str, Any]:
+    words = [Path(word).name if os.path.isabs(word) else word for word in sys.argv[2:]]
+    return {
+        "command": " ".join(["python -m benchmarks.data.storage OUT", *words]),
+        "commit": commit(),
+        "date": date.today().isoformat(),
+        "hardware": f"{processor()}, {os.cpu_count()} cores",
+        "versions": {
+            **{name: version(name) for name in ("torch", "torchvision", "litdata") if find_spec(name) is not None},
+            "python": platform.python_version(),
+        },
+    }
+
+
+if __name__ == "__main__":
+    main()

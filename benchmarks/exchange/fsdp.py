@@ -1,0 +1,213 @@
+"""Memory of a rank and time of a step under FSDP2, on an emulated cluster of slow links: updates beside native HSDP.
+
+    sudo python -m benchmarks.exchange.fsdp OUT [--cluster 2x2] [--gbps 1] [--width 1024] [--layers 12] [--quick]
+
+Nodes are network namespaces on this machine (`lightning_sparse.lab`), and all ranks share its processors. The model is
+a stack of perceptron blocks in fp32 with AdamW, and 8 rows a batch, so that there is little compute. Ways run one after
+the other, each with a model of its own; a step is the median of those after the first three. Memory is what the tensors
+of a rank hold between two steps: parameters, gradients, the optimizer's state, and what the exchange keeps.
+
+Writes OUT/fsdp.json and OUT/fsdp.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+from lightning_sparse.bench.exchange import received_bytes
+from lightning_sparse.bench.report import commit, format_table, surroundings
+from lightning_sparse.exchange import ExchangeConfig
+from lightning_sparse.fsdp import ShardedGradients, blocks, mesh_of, shard
+from lightning_sparse.lab import Cluster, LabConfig, signals_as_exit
+from lightning_sparse.sharding import local_of
+from lightning_sparse.topology import Topology, discover
+from lightning_sparse.updates import LocalUpdates, UpdatesConfig
+
+Step = Callable[[], None]
+ROWS = 8
+WARM = 3
+
+
+class Block(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = x + self.down(torch.relu(self.up(self.norm(x))))
+        return out
+
+
+class Way:
+    """One way of training on one rank.
+
+    Attributes:
+        module: what a batch is given to.
+        called: the same, wrapped by DDP where that is the way.
+        after: what follows the optimizer's step.
+    """
+
+    def __init__(self, name: str, topology: Topology, width: int, layers: int) -> None:
+        model = nn.Sequential(*(Block(width) for _ in range(layers)))
+        self.module: nn.Module = nn.Sequential(model)
+        self.after: Step = lambda: None
+        self.finish: Step = lambda: None
+        self.updates: LocalUpdates | None = None
+        self.gradients: ShardedGradients | None = None
+        mesh = mesh_of(topology)
+        if name == "native HSDP":
+            for block in blocks(self.module):
+                fully_shard(block, mesh=mesh)
+            fully_shard(self.module, mesh=mesh)
+        elif name.startswith("FSDP2"):
+            shard(self.module, mesh)
+        self.optimizer = torch.optim.AdamW(self.module.parameters(), 1e-4)
+        if "updates" in name:
+            self.updates = LocalUpdates(self.module, self.optimizer, UpdatesConfig(), topology)
+            self.after, self.finish = self.updates.step, self.updates.finish
+        if "gradients" in name:
+            config = ExchangeConfig(exchange="dense16") if "16" in name else ExchangeConfig(exchange="sparse")
+            self.gradients = ShardedGradients(self.module, config, topology)
+            self.after = self.gradients.step
+        self.called: nn.Module = self.module
+        if name == "DDP":
+            self.called = DistributedDataParallel(self.module, gradient_as_bucket_view=True)
+        elif name.startswith("DDP inside"):
+            self.called = DistributedDataParallel(
+                self.module, process_group=topology.intra, gradient_as_bucket_view=True
+            )
+
+    def step(self, batch: Tensor) -> None:
+        self.optimizer.zero_grad()
+        self.called(batch).square().mean().backward()
+        self.optimizer.step()
+        self.after()
+
+    def tensors(self) -> Iterator[Tensor]:
+        for parameter in self.module.parameters():
+            yield local_of(parameter)
+            if parameter.grad is not None:
+                yield local_of(parameter.grad)
+            yield from (local_of(each) for each in self.optimizer.state[parameter].values() if isinstance(each, Tensor))
+        for node in self.updates.optimizers if self.updates is not None else ():
+            yield from (each for each in vars(node.state).values() if isinstance(each, Tensor))
+        for managed in self.gradients.managed if self.gradients is not None else ():
+            yield from (each for each in vars(managed).values() if isinstance(each, Tensor))
+
+    def nbytes(self) -> int:
+        """Of all storages, each counted once."""
+        return sum({s.data_ptr(): s.nbytes() for s in (t.untyped_storage() for t in self.tensors())}.values())
+
+
+WAYS = (
+    "DDP",
+    "native HSDP",
+    "DDP inside, updates 1 %",
+    "FSDP2, updates 1 %",
+    "FSDP2, gradients 1 %",
+    "FSDP2, gradients dense16",
+)
+
+
+def on_ranks(folder: Path, options: argparse.Namespace) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    topology = discover()
+    rows = []
+    for name in WAYS:
+        torch.manual_seed(0)
+        way = Way(name, topology, options.width, options.layers)
+        batch = torch.randn(ROWS, options.width)
+        seconds, received = [], 0
+        for step in range(WARM + options.steps):
+            dist.barrier()
+            if step == WARM:
+                received = received_bytes()
+            begin = time.perf_counter()
+            way.step(batch)
+            seconds.append(time.perf_counter() - begin)
+        taken = torch.tensor(seconds[WARM:], dtype=torch.float64)
+        dist.all_reduce(taken, dist.ReduceOp.MAX)
+        nbytes = (received_bytes() - received) / options.steps
+        memory, numel = way.nbytes(), sum(p.numel() for p in way.module.parameters())
+        rows.append(
+            {"way": name, "step s": taken.median().item(), "node received": nbytes, "memory": memory, "numel": numel}
+        )
+        way.finish()
+        del way
+        gc.collect()
+    if dist.get_rank() == 0:
+        (folder / "rows.json").write_text(json.dumps(rows))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--cluster", default="2x2", metavar="MxL")
+    parser.add_argument("--gbps", type=float, default=1.0)
+    parser.add_argument("--width", type=int, default=1024)
+    parser.add_argument("--layers", type=int, default=12)
+    parser.add_argument("--steps", type=int, default=6)
+    parser.add_argument("--quick", action="store_true", help="0.1 M parameters, and seconds instead of minutes")
+    options = parser.parse_args()
+    if options.quick:
+        options.width, options.layers = 64, 3
+    if "FSDP_FOLDER" in os.environ:
+        return on_ranks(Path(os.environ["FSDP_FOLDER"]), options)
+    options.out.mkdir(parents=True, exist_ok=True)
+    nodes, devices = map(int, options.cluster.split("x"))
+    config = LabConfig(nodes=nodes, devices=devices, gbps=options.gbps)
+    with signals_as_exit(), tempfile.TemporaryDirectory() as folder, Cluster(config) as cluster:
+        ran = cluster.run(
+            [sys.executable, "-m", "benchmarks.exchange.fsdp", *sys.argv[1:]],
+            env={"FSDP_FOLDER": folder, "OMP_NUM_THREADS": "1"},
+        )
+        if ran.exit_code != 0:
+            raise SystemExit("the ranks failed; their output is above")
+        rows: list[dict[str, Any]] = json.loads((Path(folder) / "rows.json").read_text())
+    first = rows[0]
+    lines = [
+        (
+            row["way"],
+            row["memory"] / 1e6,
+            1e3 * row["step s"],
+            first["step s"] / row["step s"],
+            row["node received"] / 1e6,
+        )
+        for row in rows
+    ]
+    text = format_table(("", "MB a rank", "step ms", "DDP's over it", "MB received by a node"), lines)
+    command = " ".join(["python", "-m", "benchmarks.exchange.fsdp", "OUT", *sys.argv[2:]])
+    said = f"{options.cluster}, {options.gbps:g} Gbit/s, {first['numel'] / 1e6:.1f} M parameters"
+    record = {
+        **surroundings(command),
+        "commit": commit(),
+        "cluster": options.cluster,
+        "gbps": options.gbps,
+        "rows": rows,
+    }
+    (options.out / "fsdp.json").write_text(json.dumps(record, indent=1) + "\n")
+    (options.out / "fsdp.md").write_text(f"`{command}`, {commit()}\n\n{said}\n\n{text}\n")
+    print(f"{said}\n\n{text}", flush=True)
+    return None
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,107 @@
+"""A trace of the profiler as lanes over time: how busy each CUDA stream was, or on a processor each thread."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.gpu.cluster import LINK
+from benchmarks.pictures import colour, picture
+
+GAP = 20.0  # microseconds between two kernels, which leave no idle lane
+ON_DEVICE, ON_HOST = ("kernel", "gpu_memcpy", "gpu_memset"), ("cpu_op", "user_annotation")
+Span = tuple[float, float]
+"""Begin and end in microseconds."""
+
+
+@dataclass
+class Lane:
+    """What ran on one stream or thread; nothing in it overlaps.
+
+    Attributes:
+        work: everything but the link.
+        link: the time on the link between nodes.
+    """
+
+    name: str
+    work: list[Span] = field(default_factory=list)
+    link: list[Span] = field(default_factory=list)
+
+
+def record(step: Callable[[], None], file: Path, device: torch.device) -> dict[str, Any]:
+    """Profile a step, and write the trace for chrome://tracing or Perfetto, compressed."""
+    kinds = torch.profiler.ProfilerActivity
+    on_cuda = device.type == "cuda"
+    every_thread = None if on_cuda else torch._C._profiler._ExperimentalConfig(profile_all_threads=True)
+    with torch.profiler.profile(
+        activities=[kinds.CPU, *([kinds.CUDA] if on_cuda else [])], experimental_config=every_thread
+    ) as profiled:
+        step()
+        if on_cuda:
+            torch.cuda.synchronize(device)
+    profiled.export_chrome_trace(str(file))
+    trace: dict[str, Any] = json.loads(gzip.decompress(file.read_bytes()))
+    return trace
+
+
+def lanes_of(trace: dict[str, Any]) -> list[Lane]:
+    """In the order in which they begin to work."""
+    events = [event for event in trace["traceEvents"] if event.get("ph") == "X"]
+    kinds = ON_DEVICE if any(event.get("cat") in ON_DEVICE for event in events) else ON_HOST
+    found: dict[Any, Lane] = {}
+    for event in sorted((each for each in events if each.get("cat") in kinds), key=lambda each: each["ts"]):
+        lane = found.setdefault(event["tid"], Lane(f"{'stream' if kinds == ON_DEVICE else 'thread'} {event['tid']}"))
+        is_link = event["name"] == LINK or "spin_kernel" in event["name"]
+        spans = lane.link if is_link else lane.work
+        spans.append((float(event["ts"]), float(event["ts"]) + float(event["dur"])))
+    for lane in found.values():
+        lane.work, lane.link = united(lane.work), united(lane.link)
+    return list(found.values())
+
+
+def united(spans: Iterable[Span]) -> list[Span]:
+    """Without overlaps and short gaps.
+
+    >>> united([(0, 20), (10, 30), (40, 50), (90, 91)])
+    [(0, 50), (90, 91)]
+    """
+    result: list[Span] = []
+    for begin, end in sorted(spans):
+        if result and begin <= result[-1][1] + GAP:
+            result[-1] = (result[-1][0], max(end, result[-1][1]))
+        else:
+            result.append((begin, end))
+    return result
+
+
+def length(spans: Iterable[Span]) -> float:
+    return sum(end - begin for begin, end in spans)
+
+
+def hidden(lanes: Iterable[Lane]) -> float | None:
+    """The share of the link's time in which another lane works; None without a link."""
+    lanes = list(lanes)
+    link = united(span for lane in lanes for span in lane.link)
+    work = united(span for lane in lanes if not lane.link for span in lane.work)
+    common = [(max(a, c), min(b, d)) for a, b in link for c, d in work if max(a, c) < min(b, d)]
+    return length(common) / length(link) if link else None
+
+
+def draw(traces: dict[str, list[Lane]], file: Path) -> None:
+    """One row of lanes a trace. Raises ValueError if matplotlib is not installed."""
+    with picture(file, columns=len(traces), height=3.5) as axes:
+        for axis, (title, lanes) in zip(axes, traces.items(), strict=True):
+            begin = min((span[0] for lane in lanes for span in (*lane.work, *lane.link)), default=0.0)
+            for row, lane in enumerate(lanes):
+                for spans, paint in ((lane.work, colour(0)), (lane.link, colour(1))):
+                    moved = [((a - begin) / 1e3, (b - a) / 1e3) for a, b in spans]
+                    axis.broken_barh(moved, (row - 0.4, 0.8), color=paint)
+            axis.set_yticks(range(len(lanes)), [lane.name for lane in lanes])
+            axis.invert_yaxis()
+            axis.set(xlabel="ms", title=f"{title} (orange: the link between nodes)")

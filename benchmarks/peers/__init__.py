@@ -1,0 +1,1 @@
+"""Ours beside other ways to train on slow networks."""
