@@ -139,7 +139,9 @@ class Managed:
         """Add the gradients of earlier backward passes, which no other node has seen, and take them away."""
         for _, parameter, view in self.views(flat_S):
             if parameter.grad is not None:
-                view.add_(local_of(parameter.grad).flatten())
+                earlier = local_of(parameter.grad)
+                view.add_(earlier.flatten())
+                keep_for_stream(earlier)
                 parameter.grad = None
 
     def new_residual(self) -> Tensor:
@@ -313,6 +315,7 @@ class ShardedGradients(Engine):
         managed.check(flat_S.numel())
         if self._accumulating:
             return
+        keep_for_stream(flat_S)
         managed.take_accumulated(flat_S)
         exchange = self.exchange
         exchange.communicator.where = f"in step {self.steps + 1}, gradients of {managed.name or 'the model'}"
@@ -325,6 +328,13 @@ class ShardedGradients(Engine):
         if total_S is not flat_S:
             flat_S.copy_(total_S)
         flat_S.div_(self.topology.num_nodes)
+
+
+def keep_for_stream(tensor: Tensor) -> None:
+    """Tell the allocator that the current stream uses the tensor: FSDP2's hook runs on another stream than the one that
+    owns its memory, and once it is dropped the next reduce-scatter could take that memory too early."""
+    if tensor.is_cuda:
+        tensor.record_stream(torch.cuda.current_stream(tensor.device))
 
 
 def managed_by(module: Any, names: dict[int, str]) -> dict[str, DTensor]:

@@ -10,13 +10,14 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
+from lightning_sparse import fsdp as fsdp_module
 from lightning_sparse.exchange import ExchangeConfig
 from lightning_sparse.fsdp import ShardedGradients, blocks, mesh_of, shard
-from lightning_sparse.sharding import part_of
+from lightning_sparse.sharding import local_of, part_of
 from lightning_sparse.topology import discover
 from tests.fsdp.runs import Attention, Blocks, loss_of, steps, whole
 from tests.fsdp.test_trainer import fitted, fsdp, module
-from tests.helpers.distributed import run_ranks
+from tests.helpers.distributed import RunRanks, run_ranks
 from tests.strategy.trainers import lightning_of, ours, plain_module
 from tests.updates.runs import adamw, mean_over_nodes, sgd
 
@@ -219,3 +220,26 @@ def measuring(_: None) -> str:
 
 def test_an_exchange_that_measures_is_refused() -> None:
     assert run_ranks(measuring, None, nodes=2, devices=1) == ["done", "done"]
+
+
+def kept_memory() -> tuple[int, int]:
+    """How many gradients were dropped in the hook, and of how many the allocator was told before."""
+    model, topology = Blocks(), discover()
+    model = shard(model, mesh_of(topology))
+    gradients = ShardedGradients(model, ExchangeConfig(exchange="dense"), topology)
+    told: set[int] = set()
+    fsdp_module.keep_for_stream = lambda tensor: told.add(tensor.data_ptr())  # type: ignore[assignment]
+    with gradients.accumulating():
+        loss_of(model, 0, dist.get_rank()).backward()
+    dropped = {
+        local_of(p.grad).data_ptr() for p in model.parameters() if p.grad is not None and local_of(p.grad).numel()
+    }
+    loss_of(model, 1, dist.get_rank()).backward()
+    return len(dropped), len(dropped & told)
+
+
+def test_the_allocator_is_told_of_gradients_that_the_hook_drops(ranks: RunRanks) -> None:
+    """On CUDA their memory belongs to another stream, whose next reduce-scatter could take it too early."""
+    for dropped, told in ranks(kept_memory, nodes=2, devices=2):
+        assert dropped > 0
+        assert told == dropped
