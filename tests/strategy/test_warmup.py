@@ -70,7 +70,7 @@ def fit_twice(folder: str) -> tuple[list[str], list[str], Warmup, list[str]]:
     again = ours("pytorch_lightning").MSTopKHierStrategy(exchange="sparse")
     resumed = trainer("pytorch_lightning", again, max_steps=8, max_epochs=3, **_ranks())
     resumed.fit(module_with_late_data(second), ckpt_path=f"{folder}/plain.ckpt")
-    return first.calls, second.calls, strategy.hier_state.warmup, [line for line in lines if "falls" in line]
+    return first.calls, second.calls, strategy.hier_state.warmup, [line for line in lines if "warm-up ends" in line]
 
 
 def test_its_length_is_asked_for_when_data_is_there_and_loops_are_restored(tmp_path: Any) -> None:
