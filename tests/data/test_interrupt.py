@@ -19,7 +19,6 @@ from pathlib import Path
 import pytest
 
 from lightning_sparse.lab.storage import sftp_server
-from lightning_sparse.lab.storage import unavailable_reason as why_no_mount
 from tests.data.pictures import numbered_folder
 from tests.data.test_datamodule import BACKENDS
 
@@ -148,8 +147,6 @@ def kill_reader(folder: Path) -> None:
 @contextlib.contextmanager
 def mounted(folder: Path) -> Iterator[str]:
     """Mount a source on folder/source through sshfs. Yields the process that serves it."""
-    if (reason := why_no_mount()) is not None:
-        pytest.skip(reason)
     source, server = folder / "source", sftp_server()
     numbered_folder(folder / "real")
     source.mkdir()
@@ -186,6 +183,7 @@ def test_ctrl_c_ends_a_loop_of_ones_own(tmp_path: Path, kind: str, code: str) ->
     assert errors.rstrip().endswith("KeyboardInterrupt")
 
 
+@pytest.mark.sshfs
 @pytest.mark.parametrize(
     ("program", "code"),
     [

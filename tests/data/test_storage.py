@@ -17,8 +17,7 @@ from lightning_sparse.data.cache.store import SampleStore
 from lightning_sparse.data.config import DataError
 from lightning_sparse.data.sources import storage
 from lightning_sparse.data.sources.storage import StorageTimeoutError
-from lightning_sparse.lab import Cluster, LabConfig, unavailable_reason
-from lightning_sparse.lab.storage import unavailable_reason as why_no_storage
+from lightning_sparse.lab import Cluster, LabConfig
 from tests.data.stores import Open, contents, listed, store_of, warnings_of
 
 
@@ -160,9 +159,6 @@ store.close()
 
 def _in_lab(folder: Path, work: Path, timeout: float, outage: float) -> tuple[int, str, list[float]]:
     """Run the above on a node of a lab whose storage link goes down for `outage` seconds: (exit code, output)."""
-    for reason in (unavailable_reason(), why_no_storage()):
-        if reason is not None:
-            pytest.skip(reason)
     work.mkdir()
     output = io.StringIO()
     ended = threading.Event()
@@ -202,6 +198,7 @@ def _in_lab(folder: Path, work: Path, timeout: float, outage: float) -> tuple[in
 
 @pytest.mark.slow
 @pytest.mark.root
+@pytest.mark.sshfs
 def test_the_storage_link_goes_down_and_comes_back(folder: Path, tmp_path: Path) -> None:
     """In epoch 1 the run waits and goes on; in epoch 2 it does not notice."""
     code, output, _ = _in_lab(folder, tmp_path / "work", timeout=60, outage=2.5)
@@ -213,6 +210,7 @@ def test_the_storage_link_goes_down_and_comes_back(folder: Path, tmp_path: Path)
 
 @pytest.mark.slow
 @pytest.mark.root
+@pytest.mark.sshfs
 def test_the_storage_link_goes_down_for_good(folder: Path, tmp_path: Path) -> None:
     """The process ends, although a read of a dead mount cannot be interrupted."""
     code, output, _ = _in_lab(folder, tmp_path / "work", timeout=3, outage=30)
