@@ -107,9 +107,13 @@ def whole_of(states: Sequence[State], quantity: str) -> dict[str, Tensor]:
 
 
 def mean_of(nodes: Sequence[Sequence[State]], quantity: str) -> dict[str, Tensor]:
-    """Return the mean over nodes of a quantity, by parameter."""
+    """Return the mean over nodes of a quantity, by parameter; a node that has none of it counts as zero."""
     wholes = [whole_of(states, quantity) for states in nodes]
-    return {name: torch.stack([each[name] for each in wholes]).mean(0) for name in wholes[0]}
+    found = {name: tensor for whole in wholes for name, tensor in whole.items()}
+    return {
+        name: torch.stack([whole.get(name, torch.zeros_like(tensor)) for whole in wholes]).mean(0)
+        for name, tensor in found.items()
+    }
 
 
 class Engine(ABC):

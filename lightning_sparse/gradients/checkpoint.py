@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from lightning_sparse.engine import Piece, State, flattened, layout_of, whole_of
+from lightning_sparse.engine import Layout, Piece, State, flattened, layout_of, whole_of
 from lightning_sparse.gradients.config import Warmup
 from lightning_sparse.gradients.groups import ParamGroup
 from lightning_sparse.gradients.residual import ResidualStore
@@ -54,8 +54,12 @@ def state_of(state: HierState) -> State:
     parked = {
         quantity: {name: value.cpu() for name, value in store.parked.items()} for quantity, store in stores.items()
     }
-    layouts = {name: layout_of(state.parameters[name]) for name in state.parameters.numels}
-    return State(pieces, layouts, {"parked": parked})
+    return State(pieces, layouts_of(state), {"parked": parked})
+
+
+def layouts_of(state: HierState) -> dict[str, Layout]:
+    """Return the layout of each parameter."""
+    return {name: layout_of(state.parameters[name]) for name in state.parameters.numels}
 
 
 def load(state: HierState, manifest: Mapping[str, Any], saved: State | None) -> None:
@@ -106,7 +110,10 @@ def _begin(state: HierState, manifest: Mapping[str, Any]) -> None:
 def _of_node(state: HierState, devices: Sequence[State], quantity: str) -> dict[str, Tensor]:
     """Return one node's tensors of a quantity by parameter, flat in the order of buckets."""
     known = state.parameters
-    flat: dict[str, Tensor] = dict(devices[0].own["parked"].get(quantity, {})) if devices else {}
+    for each in devices[:1]:  # the same on all
+        parked = [Piece(name, 0, value.numel(), value) for name, value in each.own["parked"].get(quantity, {}).items()]
+        each.pieces.setdefault(quantity, []).extend(parked)
+    flat: dict[str, Tensor] = {}
     for name, whole in whole_of(devices, quantity).items():
         if name in known.numels:
             flat[name] = flattened(whole, layout_of(known[name]))

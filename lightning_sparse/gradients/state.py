@@ -349,8 +349,9 @@ class HierState(Engine):
         return checkpoint.state_of(self)
 
     def fits(self, manifest: Mapping[str, Any], state: State) -> bool:
-        """Return whether it was saved for these parameters, with no more quantities than are kept here."""
-        return manifest["parameters"] == self.parameters.numels and len(manifest["stores"]) <= len(self.stores)
+        """Return whether it was saved for these parameters in this memory order, and nothing that is not kept here."""
+        same = manifest["parameters"] == self.parameters.numels and len(manifest["stores"]) <= len(self.stores)
+        return same and state.layouts == checkpoint.layouts_of(self)
 
     def load(self, manifest: Mapping[str, Any], state: State | None) -> None:
         """Go on where this device was saved; what the state holds is forgotten."""

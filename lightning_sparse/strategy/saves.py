@@ -56,6 +56,11 @@ class Saved:
     path: str
     side: dict[str, Any] | None
 
+    @property
+    def kind(self) -> str:
+        """Kind of the engine; early formats knew one."""
+        return str(self.manifest.get("kind", "gradients"))
+
     def is_of(self, topology: Topology) -> bool:
         """Return whether it is of a cluster of the same ranks in the same nodes."""
         return tuple(map(tuple, self.manifest["nodes"])) == topology.nodes
@@ -144,8 +149,8 @@ class Saves:
     def load(self, checkpoint: Mapping[str, Any], path: Any, rank: int) -> None:
         """Read this rank's side files, for engines that exist now or later."""
         found = load(checkpoint, os.fspath(path), rank)
-        self.loaded = [each for each in found if each.manifest["kind"] == self._kind]
-        other = next((each.manifest["kind"] for each in found if each.manifest["kind"] != self._kind), None)
+        self.loaded = [each for each in found if each.kind == self._kind]
+        other = next((each.kind for each in found if each.kind != self._kind), None)
         if other is not None and rank == 0:
             log.warning(
                 "%s was saved by a strategy that exchanges %s: its weights are taken, and what nodes had not sent then "
@@ -158,6 +163,7 @@ class Saves:
         """Return what the first rank of this node added to its file; empty on another cluster."""
         if not self.loaded or not self.loaded[0].is_of(topology):
             return {}
+        check_version(self.loaded[0])
         side = self.loaded[0].read(topology.nodes[topology.node_index][0])
         return {} if side is None else dict(side["entries"])
 
@@ -184,7 +190,8 @@ def restore(engine: Engine, saved: Saved, device: torch.device) -> dict[str, Any
     if agree(own is not None and engine.fits(manifest, own)):  # all or none: collectives follow
         engine.load(manifest, own)
         return saved.side
-    if same and not readable and not engine.needs_all:
+    may_begin_anew = same and not readable and not engine.needs_all
+    if may_begin_anew and agree(own is None or engine.fits(manifest, own)):
         engine.load(manifest, own)
         if own is None:
             line = f"rank {topology.rank}: no readable residual beside {saved.path}; it starts from zero"

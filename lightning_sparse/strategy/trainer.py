@@ -645,7 +645,7 @@ class MSTopKFSDPMixin(TrainerAdapter):
         return {"optimizers": local_states(self.engines)}
 
     def _take_entries(self, entries: dict[str, Any]) -> None:
-        load_local_states(self.engines, entries["optimizers"])
+        load_local_states(self.engines, entries.get("optimizers", []))
 
     @contextmanager
     def _saving(self, checkpoint: dict[str, Any], filepath: Any) -> Iterator[None]:

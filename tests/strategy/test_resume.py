@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_sparse.engine import Piece, State, mean_of
 from lightning_sparse.strategy import HierConfig, HierState, saves
 from lightning_sparse.topology import Topology, discover
 from tests.helpers.distributed import RunRanks, run_ranks
@@ -326,3 +327,57 @@ def parked_elsewhere(path: str) -> Tensor:
     _, state = wrap(mlp(), HierConfig())
     go_on(state, path)
     return state.store.parked["0.bias"]
+
+
+# -- what a checkpoint is not of ---------------------------------------------------------------------------------------
+
+
+def test_an_early_format_is_refused_with_the_way_out() -> None:
+    early = {"version": 4, "save_id": "x-1", "nodes": [[0]]}
+    beside = saves.Saves("gradients")
+    beside.load({saves.KEY: [early]}, "early.ckpt", 0)
+    with pytest.raises(ValueError, match="written in format 4 .* remove the entry 'lightning_sparse'"):
+        saves.check_version(beside.loaded[0])
+
+
+def test_another_memory_order_does_not_fit() -> None:
+    model = torch.nn.Conv2d(3, 4, 2)
+    state = HierState(model, HierConfig(), Topology(((0,),), 0))
+    saved = state.state()
+    assert state.fits(state.manifest(), saved)
+    again = HierState(model.to(memory_format=torch.channels_last), HierConfig(), Topology(((0,),), 0))
+    assert not again.fits(state.manifest(), saved)
+
+
+def test_a_node_without_a_quantity_counts_as_zero() -> None:
+    some = State({"residual": [Piece("w", 0, 2, torch.ones(2))]}, {"w": ([2], [0])})
+    for nodes in ([[some], []], [[State()], [some]]):
+        assert mean_of(nodes, "residual")["w"].tolist() == [0.5, 0.5]
+
+
+def test_without_momentum_and_one_file_the_residual_is_converted(ranks: RunRanks, tmp_path: Path) -> None:
+    """As with all files: the sum over nodes, in the units of SGD's own momentum, rather than the pieces as they lie."""
+    path = str(tmp_path / "saved.ckpt")
+    ranks(save_with_momentum, path, nodes=2, devices=1)
+    next((tmp_path / "saved.ckpt.residual").rglob("rank00001.pt")).unlink()
+    for said in ranks(go_on_without_momentum, path, nodes=2, devices=1):
+        assert any("is kept, shared out equally" in line for line in said)
+        assert any("1 side file(s)" in line for line in said)
+
+
+def save_with_momentum(path: str) -> None:
+    model = mlp()
+    ddp, state = wrap(model, HierConfig(density=0.05, exchange="sparse", warmup_epochs=0, momentum_correction=True))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+    state.watch([optimizer])
+    for step in range(4):
+        state.before_backward()
+        loss_of(ddp, step, dist.get_rank()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    save(state, path)
+
+
+def go_on_without_momentum(path: str) -> list[str]:
+    _, state = wrap(mlp(), HierConfig(density=0.05, exchange="sparse", warmup_epochs=0))
+    return go_on(state, path)
