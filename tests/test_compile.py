@@ -50,7 +50,7 @@ def shards(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[nn.Modul
     sharded = shard(model, mesh_of(topology))
     exchanged = ShardedGradients(sharded, ExchangeConfig(**SEND_ALL), topology)
     optimizer.add_param_group({"params": list(sharded.parameters())})
-    return sharded, exchanged.end_round
+    return sharded, exchanged.step
 
 
 STRATEGIES = {"mstopk_hier": gradients, "mstopk_local": updates, "mstopk_fsdp": shards}
