@@ -131,7 +131,7 @@ def test_a_busy_peer_is_not_taken_for_dead(nodes: Nodes, monkeypatch: pytest.Mon
     hold = "import fcntl, os, struct, sys, time; f = os.open(sys.argv[1], os.O_RDWR);"
     hold += "fcntl.fcntl(f, fcntl.F_OFD_SETLKW, struct.pack('hhqqi', fcntl.F_WRLCK, 0, 0, 1, 0));"
     hold += "print('held', flush=True); time.sleep(2.5)"
-    path = str(second._tiers().memory.path)
+    path = f"/proc/{os.getpid()}/fd/{second._tiers().memory._segment.file}"
     with subprocess.Popen([sys.executable, "-c", hold, path], stdout=subprocess.PIPE) as holder:
         assert holder.stdout is not None
         holder.stdout.readline()
