@@ -260,6 +260,10 @@ class ShardedGradients(Engine):
         """Steps so far."""
         return self.steps
 
+    def global_parts(self) -> list[Tensor]:
+        """Return this device's shards of the weights."""
+        return [local_of(p.data) for p in self.module.parameters()] if self.active else []
+
     def holds(self, parameters: Collection[int]) -> bool:
         """Return whether one of these parameters, given by ``id()``, is of the model."""
         return any(id(p) in parameters for p in self.module.parameters())

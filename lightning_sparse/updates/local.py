@@ -248,6 +248,10 @@ class LocalUpdates(Engine):
         else:
             checkpoint.load_alone(self, nodes)
 
+    def global_parts(self) -> list[Tensor]:
+        """Return the global weights of this device's slices."""
+        return [one.state.read_shared() for one in self.optimizers]
+
     def norms(self) -> dict[str, Tensor]:
         """Return the norm of what this device has not sent."""
         return {"pending_norm": self.pending_norm()}
