@@ -24,6 +24,8 @@ from lightning_sparse.sharding import Parts, memory_of
 
 ALIGN = 16
 PIECE = 16 * 2**20
+PIECE_CUDA = 128 * 2**20
+"""A collective of NCCL takes some 20 us at any size, and memory for a larger buffer is there."""
 LARGE = 2**18
 
 
@@ -52,7 +54,7 @@ class FlatGather:
         parts: parts of each parameter, with their owners.
         index: index of this rank in the scope.
         size: W, the number of ranks in the scope.
-        piece: maximum bytes of one packed collective.
+        piece: maximum bytes of one packed collective; default: `PIECE`, on CUDA `PIECE_CUDA`.
         large: minimum bytes of a part on a CPU that is broadcast in place.
 
     Raises:
@@ -66,12 +68,14 @@ class FlatGather:
         index: int,
         size: int,
         *,
-        piece: int = PIECE,
+        piece: int | None = None,
         large: int = LARGE,
     ) -> None:
         self.index = index
         self._size = size
         self._in_place_from = large
+        if piece is None:
+            piece = PIECE_CUDA if any(p.is_cuda for p in parameters) else PIECE
         self._cut = max(ALIGN, piece // size // ALIGN * ALIGN)
         self._parameters, self._parts = parameters, parts
         self._addresses: list[int] = []

@@ -25,7 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from lightning_sparse.engine import Engine
-from lightning_sparse.fsdp import ShardedGradients, mesh_of, shard
+from lightning_sparse.fsdp import ShardedGradients, mesh_of, options_for, shard
 from lightning_sparse.gradients import HierConfig, HierState
 from lightning_sparse.messages import log
 from lightning_sparse.sharding import parameters_of
@@ -371,7 +371,7 @@ class MSTopKFSDPFabricMixin(UpdatesFabricAdapter):
         send: ``"updates"``: what each node's own optimizers did to the shards; ``"gradients"``: the gradients, in
             FSDP2's hook, so that all nodes hold the same weights.
         parallelize_fn: shards a module, given it and the mesh of axes "replicate" and "shard"; default: the blocks that
-            repeat, then the whole.
+            repeat, then the whole, in bf16 with the precision "bf16-mixed".
         node_name: the node that this process belongs to, by name, on every rank (see lightning_sparse.topology).
         **kwargs: those of ``UpdatesConfig`` (``density``, ``step_ahead``, ...) and of Fabric's ModelParallelStrategy.
 
@@ -387,8 +387,11 @@ class MSTopKFSDPFabricMixin(UpdatesFabricAdapter):
         check_options(type(self), kwargs, OWN_OF_FSDP, REFUSED_BY_FSDP, type(self))
         check_send(self.send, config)
         self._begin(config, node_name, LocalUpdates.kind if self.send == "updates" else ShardedGradients.kind)
-        super().__init__(parallelize_fn=parallelize_fn, **kwargs)
+        super().__init__(parallelize_fn=self._shard if parallelize_fn is shard else parallelize_fn, **kwargs)
         self._modules = []
+
+    def _shard(self, module: nn.Module, mesh: DeviceMesh) -> nn.Module:
+        return shard(module, mesh, **options_for(self.precision.precision))
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:

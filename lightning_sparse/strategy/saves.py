@@ -151,9 +151,9 @@ class Saves:
         unseen = [rank for rank in range(dist.get_world_size()) if not fs.exists(_side_path(path, save_id, rank)[1])]
         if unseen:
             log.warning(
-                "the side files of rank(s) %s are not in %s as rank 0 sees it: nodes do not share that folder. A resume "
-                "is exact on these very nodes alone, and another number of nodes loses what those ranks had not sent. "
-                "Save to a folder that all nodes share.",
+                "the side files of rank(s) %s are not in %s as rank 0 sees it: nodes do not share that folder. A "
+                "resume is exact on these very nodes alone, and another number of nodes loses what those ranks had "
+                "not sent. Save to a folder that all nodes share.",
                 _listed(unseen),
                 folder,
             )

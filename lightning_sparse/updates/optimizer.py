@@ -157,9 +157,9 @@ class LocalOptimizer:
 
     @torch.no_grad()
     def follow_groups(self) -> None:
-        """Take up parameters of ``add_param_group()``; all ranks begin with those of rank 0."""
+        """Take up parameters of ``add_param_group()``, and what was unfrozen; all ranks begin with those of rank 0."""
         known = self.parameters
-        now = parameters_of(self.optimizer)
+        now = self.division.trained()
         if len(now) == len(known) and all(map(is_, now, known)):
             return
         ids = set(map(id, known))
@@ -197,7 +197,7 @@ class Division(ABC):
     """How the devices of a node divide the step of one optimizer.
 
     Attributes:
-        parameters: in the order of the optimizer's groups.
+        parameters: that are exchanged, in the order of the optimizer's groups.
         mine: of each parameter the part that this device exchanges, or None.
         steps_all: each device does the whole step, so that they hold the same after it.
     """
@@ -209,9 +209,16 @@ class Division(ABC):
         self.parameters: list[Tensor] = []
         self.mine: list[Part | None] = []
 
+    def trained(self) -> list[Tensor]:
+        """Return what the optimizer steps now, but not what has been frozen ever since it was seen: its updates are
+        zero, and zeros would be sent for them."""
+        known = set(map(id, self.parameters))
+        steps = parameters_of(self.optimizer)
+        return [p for p in steps if p.requires_grad or p.grad is not None or id(p) in known]
+
     @abstractmethod
     def follow_groups(self) -> None:
-        """Take up what the optimizer steps now."""
+        """Take up what is trained now."""
 
     @abstractmethod
     def gather(self) -> None:
@@ -239,7 +246,7 @@ class WholeStep(Division):
 
     def follow_groups(self) -> None:
         known = {id(p): parts for p, parts in zip(self.parameters, self._parts, strict=True)}
-        now, size = parameters_of(self.optimizer), self._inside.node.size
+        now, size = self.trained(), self._inside.node.size
         self._divide(now, divide_new(now, known, size, cost=Tensor.numel, cuttable=lambda _: True))
 
     def gather(self) -> None:
@@ -263,7 +270,9 @@ class SharedStep(WholeStep):
 
     def follow_groups(self) -> None:
         self._step.follow_groups()
-        self._divide(self._step.parameters, self._step.parts)
+        parts = {id(p): of for p, of in zip(self._step.parameters, self._step.parts, strict=True)}
+        now = self.trained()
+        self._divide(now, [parts[id(p)] for p in now])
 
     def optimizer_state(self) -> dict[str, Any]:
         """On the first device of the node; empty on the others."""
@@ -284,7 +293,7 @@ class Shards(Division):
         self.follow_groups()
 
     def follow_groups(self) -> None:
-        self.parameters = parameters_of(self.optimizer)
+        self.parameters = self.trained()
         self.mine = [part_of(p) for p in self.parameters]
 
     def gather(self) -> None:
