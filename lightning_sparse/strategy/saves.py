@@ -33,7 +33,7 @@ import fsspec
 import torch
 import torch.distributed as dist
 from fsspec.implementations.local import LocalFileSystem
-from torch._C._distributed_c10d import Store  # torch.distributed re-exports it unannounced
+from torch.distributed import Store  # type: ignore[attr-defined]  # re-exported, unannounced
 from torch.distributed.distributed_c10d import _get_default_store, default_pg_timeout
 
 from lightning_sparse.agree import all_agree, differing
