@@ -14,6 +14,7 @@ Fabric has no epochs and no estimate of its steps, so ``"mstopk_hier"`` has no d
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -79,6 +80,10 @@ if TYPE_CHECKING:
 else:
     Host = object
 
+NO_WARMUP = (
+    "no density warm-up: sparse gradients learn slowly at first, or not at all. Give warmup_steps, say 5 % of the steps "
+    "of the run, which a Trainer takes by itself; 0 to do without"
+)
 Parallelize = Callable[[nn.Module, DeviceMesh], nn.Module]
 
 
@@ -187,6 +192,8 @@ class MSTopKHierFabricMixin(FabricAdapter):
         state = self._gradients.attach(ddp, self._place, self.precision, find_unused=unused)
         if state not in known:
             state.epoch = self._epoch
+            if state.active and self.config.wants_warmup:
+                state.log_once(NO_WARMUP, logging.WARNING)
             self._restore_first(state)
             self._gradients.watch_seen()
         return ddp

@@ -258,6 +258,20 @@ def _log_changes(engine: Engine, manifest: Mapping[str, Any]) -> None:
         )
 
 
+def check_loaded_by_all(saved: Saved | None) -> None:
+    """Raise ValueError unless all ranks have loaded the same save, or none of them one. A collective of the world."""
+    mine = None if saved is None else saved.manifest["save_id"]
+    loaded: list[str | None] = [mine] * dist.get_world_size()
+    dist.all_gather_object(loaded, mine)
+    other = [rank for rank, each in enumerate(loaded) if each != loaded[0]]
+    if other:
+        raise ValueError(
+            f"rank(s) {_listed(other)} loaded {loaded[other[0]] or 'no checkpoint'} and rank 0 "
+            f"{loaded[0] or 'none'}: the nodes do not share the checkpoint folder, or ckpt_path names another file "
+            f"there. Resume from a path at which all of them see the same file."
+        )
+
+
 def check_version(saved: Saved) -> None:
     """Raise ValueError for a format that this version does not read."""
     version = saved.manifest["version"]

@@ -65,7 +65,7 @@ from lightning_sparse.strategy.options import (
     check_send,
     chosen,
 )
-from lightning_sparse.strategy.saves import KEY, remove_side_files, restore
+from lightning_sparse.strategy.saves import KEY, check_loaded_by_all, remove_side_files, restore
 from lightning_sparse.updates import LocalUpdates, UpdatesConfig
 from lightning_sparse.updates.config import StepAhead
 
@@ -226,6 +226,7 @@ class TrainerAdapter(Adapter, Host):
     def _restore(self, engine: Engine) -> bool:
         """Go on where the checkpoint that was loaded left off; False without one. A collective of the world."""
         saved = self._saves.loaded.pop(0) if self._saves.loaded else None
+        check_loaded_by_all(saved)
         if saved is not None:
             side = restore(engine, saved, self.root_device)
             if side is not None:
