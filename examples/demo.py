@@ -183,8 +183,8 @@ def in_short(found: list[tuple[Task, list[Row]]]) -> str:
         dense, updates, alone = rows[0], rows[-2], rows[-1]
         parts.append(
             f"1/{dense.bytes_per_step / updates.bytes_per_step:.0f} of the bytes of dense training on {task.name} and "
-            f"ended at {task.shown(updates.metric)}, where dense ended at {task.shown(dense.metric)} and one node alone "
-            f"at {task.shown(alone.metric)}"
+            f"ended at {task.shown(updates.metric)}, dense at {task.shown(dense.metric)}, one node alone at "
+            f"{task.shown(alone.metric)}"
         )
     return f"In short: {found[0][1][-2].name} sent {'; '.join(parts)} (one seed of a short run)."
 

@@ -81,6 +81,7 @@ def test_messages_that_are_explained_are_what_the_program_says() -> None:
     symptoms = re.findall(r"^\*\*(.*?)\*\*", text, re.MULTILINE | re.DOTALL)
     messages = [" ".join(code.split()) for each in symptoms for code in re.findall("`(.+?)`", each, re.DOTALL)]
     others = ("You selected", "cannot import name", "import torch", "Failed to load", "EADDRINUSE")  # not ours
+    said = said_by_the_program()
     ours = [each for each in messages if not each.startswith(others)]
     runs = [max(re.findall(r"[A-Za-z][A-Za-z' ]+[A-Za-z]", each), key=len) for each in ours]
     assert len(runs) > 15
