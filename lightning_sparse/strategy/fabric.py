@@ -81,7 +81,7 @@ else:
     Host = object
 
 NO_WARMUP = (
-    "no density warm-up: sparse gradients learn slowly at first, or not at all. Give warmup_steps, say 5 % of all steps, "
+    "no density warm-up: sparse gradients learn slowly at first, or not at all. Give warmup_steps, say 5 % of the run, "
     "which a Trainer takes by itself; 0 to do without"
 )
 Parallelize = Callable[[nn.Module, DeviceMesh], nn.Module]
