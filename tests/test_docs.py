@@ -5,6 +5,7 @@ import doctest
 import os
 import pkgutil
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -94,6 +95,11 @@ def test_examples_in_documents(name: str) -> None:
     result = doctest.testfile(str(ROOT / "docs" / f"{name}.md"), module_relative=False)
     assert result.attempted > 0
     assert result.failed == 0
+
+
+def test_the_tables_of_options_are_those_of_the_docstrings() -> None:
+    written = runpy.run_path(str(ROOT / "docs" / "options.py"))["page"]()
+    assert (ROOT / "docs" / "options.md").read_text(encoding="utf-8") == written, "run python docs/options.py"
 
 
 def test_the_readme_is_a_first_page() -> None:
