@@ -14,7 +14,7 @@ from lightning_sparse.topology import discover
 from lightning_sparse.updates import LocalUpdates, UpdatesConfig
 
 
-class ExchangeUpdates(TrainerCallback):
+class ExchangeUpdates(TrainerCallback):  # type: ignore[misc]
     """DDP averages inside each node, and nodes exchange the largest of their updates.
 
     Args:
