@@ -295,16 +295,13 @@ class BucketGroup:
         group: a settled group inside it, or its own.
         path: that it takes in this round.
         has_residual: False where it is reduced as DDP does.
-        keeps_shard: its gradient is not gathered inside the node: each device's shard is in its place, the rest of the
-            bucket means nothing.
 
     Attributes:
         unused: those of its parameters that this rank did not use.
     """
 
-    def __init__(self, bucket: Bucket, group: ParamGroup, path: Path, *, has_residual: bool, keeps_shard: bool) -> None:
-        self.group, self.path = group, path
-        self.has_residual, self.keeps_shard = has_residual, keeps_shard
+    def __init__(self, bucket: Bucket, group: ParamGroup, path: Path, *, has_residual: bool) -> None:
+        self.group, self.path, self.has_residual = group, path, has_residual
         self.unused = bucket.unused.intersection(group.names)
         self.grad_N = bucket.flat_N
         self._pieces = [bucket.gradient(name) for name in group.names] if group != bucket.group else []

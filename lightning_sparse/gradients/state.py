@@ -64,8 +64,6 @@ class HierState(Engine):
         loss_scale: returns the scale of a loss scaler, a 0-dim tensor, or None; called in each round. Residuals are in
             unscaled units.
         parameters: of the module.
-        kept_sharded: groups whose gradients are not gathered inside the node after the exchange: each device's shard is
-            in its place in the bucket, the rest of the bucket means nothing.
         log_once: logs a line once, on rank 0.
     """
 
@@ -89,7 +87,6 @@ class HierState(Engine):
         self.exchange = Exchange(config, topology, devices.pop() if len(devices) == 1 else None, numel, self.log_once)
         excluded = excluded_names(module, config.exclude)
         self.layout = Layout(excluded if self.is_hierarchical and config.exchange != "dense" else frozenset())
-        self.kept_sharded: frozenset[ParamGroup] = frozenset()
         self.store = ResidualStore(topology.device_index, topology.num_devices)
         self.momentum = self._momentum() if config.momentum_correction else None
         self.exchange.choice.by_shard = self.momentum is not None  # a velocity moves by its node's sum
@@ -149,9 +146,8 @@ class HierState(Engine):
 
     def _part(self, bucket: Bucket, group: ParamGroup) -> BucketGroup:
         if self._bypass:
-            return BucketGroup(bucket, group, self.paths.plain(group), has_residual=False, keeps_shard=False)
-        sharded, keeps_shard = self.is_sharded(group), group in self.kept_sharded
-        return BucketGroup(bucket, group, self.path(group), has_residual=sharded, keeps_shard=keeps_shard)
+            return BucketGroup(bucket, group, self.paths.plain(group), has_residual=False)
+        return BucketGroup(bucket, group, self.path(group), has_residual=self.is_sharded(group))
 
     def end_round(self, used: Tensor | None) -> None:
         """After the last bucket was reduced.
@@ -227,7 +223,6 @@ class HierState(Engine):
         self.exchange.runner.end()
         if self.momentum is not None:
             self.momentum.unwatch()
-        self.kept_sharded = frozenset()
         if self.unused is not None:
             self.unused.close()
             self.unused = None
