@@ -125,7 +125,7 @@ def _paths() -> Iterator[Case]:
     for topology, path in itertools.product(HIERARCHICAL, PATHS):
         yield Case(path, topology, {"exchange": path})
     for topology, path in itertools.product(FLAT, ("auto", "sparse")):
-        yield Case(path, topology, {"exchange": path, "inter_gbps": 1.0})
+        yield Case(path, topology, {"exchange": path, "inter_gbps": 1.0 if path == "auto" else None})
     for topology, path in itertools.product(("2x2", "3x1"), PATHS):
         yield Case(f"{path} without overlap", topology, {"exchange": path, "overlap": False})
         yield Case(f"{path} watched view", topology, {"exchange": path}, {"gradient_as_bucket_view": True}, watch=True)

@@ -196,10 +196,10 @@ class ShardedGradients(Engine):
     lost = "residuals begin at zero, and what waited is lost"
 
     def __init__(self, model: nn.Module, config: ExchangeConfig, topology: Topology) -> None:
-        if config.path is None or config.density == "auto":
+        if config.path is None:
             raise ValueError(
-                f"exchange={config.exchange!r} and density={config.density!r} are measured in DDP's buckets: choose "
-                f"'sparse', 'regional', 'dense16' or 'dense', and a number."
+                f"exchange={config.exchange!r} is measured in DDP's buckets: choose 'sparse', 'regional', 'dense16' or "
+                f"'dense'."
             )
         self.module, self.config, self.topology = model, config, topology
         self.active = topology.kind == "hierarchical"
@@ -334,7 +334,7 @@ class ShardedGradients(Engine):
         exchange = self.exchange
         exchange.communicator.where = f"in step {self.steps + 1}, gradients of {managed.name or 'the model'}"
         work = exchange.choice.work(managed.numel * self.topology.num_devices, flat_S.dtype)
-        path = exchange.choice.path(work, exchange.choice.density)
+        path = exchange.choice.path(work, self.config.density)
         residual_S, next_S = managed.residuals() if path.leaves != "nothing" else (None, None)
         total_S = exchange.sum(path, Shard(flat_S, residual_S, next_S))
         if next_S is not None:

@@ -78,7 +78,6 @@ CONFIGS: dict[str, Arguments] = {
     "1%-regional": {**SPARSE, "density": 0.01, "exchange": "regional"},
     "1%-4x1": {**SPARSE, "density": 0.01, "nodes": 4},
     "2%-regional-4x1": {**SPARSE, "density": 0.02, "exchange": "regional", "nodes": 4},
-    "auto, 1 Gbit/s": {"density": "auto", "inter_gbps": 1.0, "bucket_cap_mb": 0.1},
     "0.1%-momentum-warmup": {**SPARSE, "density": 0.001, "warmup_epochs": 2, "momentum_correction": True},
     "0.1%": {**SPARSE, "density": 0.001},
     "0.1%-warmup": {**SPARSE, "density": 0.001, "warmup_epochs": 2},

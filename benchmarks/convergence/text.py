@@ -75,7 +75,6 @@ CONFIGS: dict[str, Arguments] = {
     "10%": {**SPARSE, "density": 0.1},
     "0.1%": {**SPARSE, "density": 0.001},
     "updates 1%": UPDATES,
-    "updates auto": {**UPDATES, "density": "auto"},
     "updates 0.1%": {**UPDATES, "density": 0.001},
     "updates 3%": {**UPDATES, "density": 0.03},
     "updates 10%": {**UPDATES, "density": 0.1},

@@ -302,9 +302,9 @@ def advice(topology: Topology, rates: Rates) -> Finding:
     choice = PathChoice(config, topology, BUCKET_NUMEL, lambda line: None)
     choice.rates = rates
     work = choice.work(BUCKET_NUMEL, torch.float32)
-    paths = [kind.of(work, config.least_density, VALUES) for kind in PATHS if kind.automatic]
+    paths = [kind.of(work, config.density, VALUES) for kind in PATHS if kind.automatic]
     times = ", ".join(f"{path.name} {1e3 * path.seconds(rates):.3g}" for path in paths if path is not None)
-    chosen = choice.path(work, config.least_density)
+    chosen = choice.path(work, config.density)
     said = chosen.name
     if MARGIN * Flat(work).seconds(rates) <= chosen.seconds(rates):
         said += ": plain DDP is as fast"

@@ -10,9 +10,7 @@ import torch
 from lightning_sparse.exchange.paths import PATHS, Exchange, Path
 
 ValueDtype = Literal["float32", "bfloat16", "float16"]
-Density = float | Literal["auto"]
 
-LEAST_DENSITY = 0.01  # below it accuracy was seen to suffer (benchmarks/results/convergence-*.md)
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -21,9 +19,7 @@ class ExchangeConfig:
     """Options of the exchange between nodes.
 
     Args:
-        density: K / S, the share of each shard that is sent between nodes, in (0, 1]. ``"auto"``: at least 0.01, and
-            more where it is free: the largest density whose exchange hides behind backward (with updates behind the
-            next step), by the measured networks and the measured time, set a few times in a run.
+        density: K / S, the share of each shard that is sent between nodes, in (0, 1].
         exchange: what is sent between nodes. ``"sparse"``: each node's K largest entries, to all others;
             ``"regional"``: close to the K largest of all nodes together (for many nodes: its volume does not grow with
             their number, but it applies K entries where ``"sparse"`` applies up to M K); ``"dense"``: everything;
@@ -35,45 +31,36 @@ class ExchangeConfig:
             it is sent later rather than lost.
         overlap: run the exchange beside backward, in lanes (lightning_sparse.exchange.lanes); False runs each bucket at
             once, on the stream of the caller.
-        inter_gbps: rate of a node's link in Gbit/s. ``"auto"`` then decides by the time of the bytes on it and
-            measures nothing, so that two runs always choose alike.
+        inter_gbps: rate of a node's link in Gbit/s, for ``exchange="auto"``, which then decides by the time of the
+            bytes on it and measures nothing, so that two runs always choose alike.
 
     Raises:
         ValueError: naming the value, the rule and the way out.
     """
 
-    density: Density = 0.01
+    density: float = 0.01
     exchange: Exchange = "auto"
     value_dtype: ValueDtype = "bfloat16"
     overlap: bool = True
     inter_gbps: float | None = None
 
     def __post_init__(self) -> None:
-        if self.density != "auto" and not (is_number(self.density) and 0 < self.density <= 1):
+        if not (is_number(self.density) and 0 < self.density <= 1):
             raise ValueError(
-                f"density={self.density!r} must be a number in (0, 1], or 'auto': it is the share of entries that is "
-                f"sent, 0.01 for one in a hundred. For plain dense communication use exchange='dense'."
+                f"density={self.density!r} must be a number in (0, 1]: it is the share of entries that is sent, 0.01 "
+                f"for one in a hundred. `lightning-sparse plan` shows how much hides behind computation. For plain "
+                f"dense communication use exchange='dense'."
             )
         _one_of("exchange", self.exchange, get_args(Exchange))
         _one_of("value_dtype", self.value_dtype, get_args(ValueDtype))
         if self.inter_gbps is not None and not (is_number(self.inter_gbps) and 0 < self.inter_gbps < float("inf")):
             raise ValueError(f"inter_gbps={self.inter_gbps!r} must be a rate in Gbit/s; None measures it.")
-        check_flag("overlap", self.overlap)
-        if self.density == "auto" and not self.overlap:
+        if self.inter_gbps is not None and self.exchange != "auto":
             raise ValueError(
-                "density='auto' sends what hides behind computation, and with overlap=False nothing does: "
-                "give a number, or leave overlap on."
+                f"inter_gbps={self.inter_gbps!r} decides between paths for exchange='auto', and exchange="
+                f"{self.exchange!r} names one: leave inter_gbps out."
             )
-
-    @property
-    def least_density(self) -> float:
-        """The number given, or where ``"auto"`` begins."""
-        return LEAST_DENSITY if self.density == "auto" else self.density
-
-    @property
-    def measures(self) -> bool:
-        """Whether something is decided by the rates of the networks."""
-        return self.exchange == "auto" or (self.density == "auto" and self.leaves_entries_out)
+        check_flag("overlap", self.overlap)
 
     @property
     def path(self) -> type[Path] | None:

@@ -212,11 +212,11 @@ def _more_than_dense(choice: PathChoice, config: ExchangeConfig, numel: int) -> 
     if config.exchange != "sparse" or not numel:
         return ""
     work = choice.work(numel, torch.float32)
-    path, dense = choice.path(work, config.least_density), Dense16(work)
+    path, dense = choice.path(work, config.density), Dense16(work)
     if path.bytes() <= dense.bytes():
         return ""
     return (
-        f"exchange='sparse' at density {config.least_density:g} receives {path.bytes() / dense.bytes():.2g} times the "
+        f"exchange='sparse' at density {config.density:g} receives {path.bytes() / dense.bytes():.2g} times the "
         f"bytes of exchange='dense16' on {work.num_nodes} nodes: use exchange='regional', whose bytes do not grow with "
-        f"the number of nodes, or a density below {config.least_density * dense.bytes() / path.bytes():.2g}"
+        f"the number of nodes, or a density below {config.density * dense.bytes() / path.bytes():.2g}"
     )

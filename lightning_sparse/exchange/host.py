@@ -4,7 +4,6 @@ Nothing here makes the host wait for a GPU before it asks: values are copied in 
 events that are read once the device has passed them. (The CUDA half has not run on a GPU yet.)
 """
 
-import statistics
 import threading
 import time
 from collections import deque
@@ -14,11 +13,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-
-ROUNDS = 8
-"""Rounds timed for each decision."""
-DECISIONS = (16, 128, 1024)
-"""Rounds before which the density is set: soon, and again when caches are warm and clocks have settled."""
 
 
 class HostCopy:
@@ -65,40 +59,6 @@ class Stopwatch:
     def _read(self) -> None:
         while self._open and _has_passed(self._open[0][1]):
             self._seconds += _between(*self._open.popleft())
-
-
-class Window:
-    """Measures the time between the first and the last bucket of each of the last `ROUNDS` rounds.
-
-    On CUDA it is the device's time: events are recorded while backward is queued, and read when a decision is due.
-
-    Attributes:
-        decided: the round of the last decision; 0 for none.
-    """
-
-    def __init__(self) -> None:
-        self.decided = 0
-        self._marks: deque[tuple[Any, Any]] = deque(maxlen=ROUNDS)
-        self._begin: Any = None
-
-    def first(self, device: torch.device) -> None:
-        """The first bucket of a round is ready."""
-        self._begin = _mark(device)
-
-    def last(self, device: torch.device) -> None:
-        """The last bucket of a round is ready. A run that begins, or goes on, has no round before it."""
-        if self._begin is None:
-            return
-        self._marks.append((self._begin, _mark(device)))
-
-    def is_due(self, round_index: int) -> bool:
-        """Whether a decision is to be taken before this round; the same on all ranks."""
-        passed = any(self.decided < each <= round_index for each in DECISIONS)
-        return passed and len(self._marks) == ROUNDS
-
-    def seconds(self) -> float:
-        """The median of the last rounds; on CUDA it waits for the device."""
-        return statistics.median([_between(begin, end) for begin, end in self._marks] or [0.0])
 
 
 def _mark(device: torch.device) -> Any:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from lightning_sparse.engine import Layout, Piece, State, flattened, layout_of, whole_of
+from lightning_sparse.exchange.rates import Rates
 from lightning_sparse.gradients.config import Warmup
 from lightning_sparse.gradients.groups import ParamGroup
 from lightning_sparse.gradients.residual import ResidualStore
@@ -28,9 +29,10 @@ QUANTITIES = ("residual", "velocity")
 
 def manifest_of(state: HierState) -> dict[str, Any]:
     """Return what all ranks know alike, in plain types."""
+    rates = state.exchange.choice.rates
     return {
         "round": state.round,
-        **state.exchange.choice.found(),
+        "rates": None if rates is None else rates.to_list(),
         "warmup": [state.warmup.epochs, state.warmup.rounds],
         "momentum": {} if state.momentum is None else state.momentum.tails(),
         "parameters": dict(state.parameters.numels),
@@ -65,7 +67,9 @@ def layouts_of(state: HierState) -> dict[str, Layout]:
 def load(state: HierState, manifest: Mapping[str, Any], saved: State | None) -> None:
     """Put a state where the saved one was, on the same nodes; None: with residuals of zero. It forgets its own."""
     _begin(state, manifest)
-    state.exchange.choice.go_on(manifest, auto=manifest["config"]["density"] == "auto")
+    choice = state.exchange.choice
+    if choice.rates is None and manifest["rates"] is not None:
+        choice.rates = Rates.from_list(manifest["rates"])  # measured again, they might decide otherwise
     for quantity, store, groups in zip(QUANTITIES, state.stores, manifest["stores"], strict=False):
         store.known.update(_groups(groups))  # the same on all ranks, or collectives would differ
         if saved is None:

@@ -52,7 +52,7 @@ class HierConfig(ExchangeConfig):
     def wants_warmup(self) -> bool:
         """Whether entries may be left out from the first step on, though nobody said that there be no warm-up."""
         given = self.warmup_epochs is not None or self.warmup_steps is not None
-        return not given and (self.path is None or self.leaves_entries_out) and self.least_density < 1
+        return not given and (self.path is None or self.leaves_entries_out) and self.density < 1
 
 
 def _check_exclude(value: object) -> None:

@@ -12,7 +12,7 @@ Parameters excluded from selection are groups of their own: each bucket is cut i
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from functools import cached_property
@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from lightning_sparse.exchange import Path, Work
 from lightning_sparse.exchange.choice import PathChoice
 from lightning_sparse.exchange.paths import Dense, Flat
-from lightning_sparse.gradients.config import Exclude, HierConfig
+from lightning_sparse.gradients.config import Exclude
 from lightning_sparse.topology import Topology
 
 BY_SHARD = (torch.float32, torch.float16, torch.bfloat16)
@@ -183,7 +183,6 @@ class Layout:
 
     Attributes:
         settled: groups seen in two rounds in a row, in the order in which they become ready.
-        selected: those of them that are not excluded.
         previous: groups of the last round.
     """
 
@@ -196,7 +195,6 @@ class Layout:
     def settle(self, groups: Iterable[ParamGroup]) -> None:
         """Take these groups as settled."""
         self.settled = tuple(groups)
-        self.selected = tuple(group for group in self.settled if not self.is_excluded(group))
         self._known = frozenset(self.settled)
 
     def parts(self, group: ParamGroup) -> tuple[ParamGroup, ...]:
@@ -248,7 +246,6 @@ class GroupPaths:
     """Which path each group takes in a round that is not bypassed.
 
     Args:
-        config: the user's choices.
         topology: of the ranks.
         dtypes: of parameters, by name.
         layout: the groups.
@@ -256,26 +253,17 @@ class GroupPaths:
     """
 
     def __init__(
-        self,
-        config: HierConfig,
-        topology: Topology,
-        dtypes: Mapping[str, torch.dtype],
-        layout: Layout,
-        choice: PathChoice,
+        self, topology: Topology, dtypes: Mapping[str, torch.dtype], layout: Layout, choice: PathChoice
     ) -> None:
-        self._config, self._dtypes, self._layout, self._choice = config, dtypes, layout, choice
+        self._dtypes, self._layout, self._choice = dtypes, layout, choice
         self._hierarchical = topology.kind == "hierarchical"
 
     def is_sharded(self, group: ParamGroup) -> bool:
         """Whether devices reduce the group by shards, in settled rounds."""
         return self._hierarchical and bool(group.numel) and self._dtypes[group.names[0]] in BY_SHARD
 
-    def of(self, group: ParamGroup, warmed: Callable[[float], float]) -> Path:
-        """Return the path of a group.
-
-        Args:
-            warmed: returns the density of this round, on the way to a density.
-        """
+    def of(self, group: ParamGroup, density: float) -> Path:
+        """Return the path of a group in a round of that density."""
         work = self._work(group)
         if not self.is_sharded(group):
             return Flat(work)
@@ -283,16 +271,11 @@ class GroupPaths:
             return Dense(work)
         if self._layout.is_excluded(group):
             return self._choice.path(work, 1.0, exact=True)
-        hidden = group != self._layout.selected[-1]  # with density="auto": behind the rest of backward
-        return self._choice.path(work, warmed(self._choice.density if hidden else self._config.least_density))
+        return self._choice.path(work, density)
 
     def plain(self, group: ParamGroup) -> Path:
         """Return the path of a group that is reduced as DDP does."""
         return Flat(self._work(group))
-
-    def hidden(self) -> list[Work]:
-        """Return the work that can hide behind backward: all but that of the last group."""
-        return [self._work(group) for group in self._layout.selected[:-1] if self.is_sharded(group)]
 
     def _work(self, group: ParamGroup) -> Work:
         return self._choice.work(group.numel, self._dtypes[group.names[0]])
@@ -312,16 +295,13 @@ class BucketGroup:
         group: a settled group inside it, or its own.
         path: that it takes in this round.
         has_residual: False where it is reduced as DDP does.
-        keeps_shard: its gradient is not gathered inside the node: each device's shard is in its place, the rest of the
-            bucket means nothing.
 
     Attributes:
         unused: those of its parameters that this rank did not use.
     """
 
-    def __init__(self, bucket: Bucket, group: ParamGroup, path: Path, *, has_residual: bool, keeps_shard: bool) -> None:
-        self.group, self.path = group, path
-        self.has_residual, self.keeps_shard = has_residual, keeps_shard
+    def __init__(self, bucket: Bucket, group: ParamGroup, path: Path, *, has_residual: bool) -> None:
+        self.group, self.path, self.has_residual = group, path, has_residual
         self.unused = bucket.unused.intersection(group.names)
         self.grad_N = bucket.flat_N
         self._pieces = [bucket.gradient(name) for name in group.names] if group != bucket.group else []

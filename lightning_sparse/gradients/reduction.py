@@ -153,15 +153,11 @@ class Reduction:
     # -- step 4 of a group, and its next residual ----------------------------------------------------------------------
 
     def _sum(self, part: BucketGroup, transfer: Transfer) -> None:
-        """Bring the sum over nodes to the bucket; with a shard that stays sharded, to its place there."""
+        """Bring the sum over nodes to the bucket."""
         comm, grad_N, sum_S = self._state.exchange.communicator, part.grad_N, transfer.apply()
         if not part.path.by_shard:
             return  # it is in the bucket
         shard_S = sum_S if part.path.in_place else self._state.rescale(sum_S).to(grad_N.dtype)
-        if part.keeps_shard:
-            own = grad_N[comm.topology.device_index * shard_S.numel() :][: shard_S.numel()]
-            own.copy_(shard_S[: own.numel()])
-            return
         grad_LS = comm.gather(shard_S, last=True, into=grad_N)
         if grad_LS is not grad_N:  # it was padded; with one device a node the shard is the bucket itself
             grad_N.copy_(grad_LS[: grad_N.numel()])

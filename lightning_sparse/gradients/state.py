@@ -64,8 +64,6 @@ class HierState(Engine):
         loss_scale: returns the scale of a loss scaler, a 0-dim tensor, or None; called in each round. Residuals are in
             unscaled units.
         parameters: of the module.
-        kept_sharded: groups whose gradients are not gathered inside the node after the exchange: each device's shard is
-            in its place in the bucket, the rest of the bucket means nothing.
         log_once: logs a line once, on rank 0.
     """
 
@@ -89,11 +87,10 @@ class HierState(Engine):
         self.exchange = Exchange(config, topology, devices.pop() if len(devices) == 1 else None, numel, self.log_once)
         excluded = excluded_names(module, config.exclude)
         self.layout = Layout(excluded if self.is_hierarchical and config.exchange != "dense" else frozenset())
-        self.kept_sharded: frozenset[ParamGroup] = frozenset()
         self.store = ResidualStore(topology.device_index, topology.num_devices)
         self.momentum = self._momentum() if config.momentum_correction else None
         self.exchange.choice.by_shard = self.momentum is not None  # a velocity moves by its node's sum
-        self.paths = GroupPaths(config, topology, self.parameters.dtypes, self.layout, self.exchange.choice)
+        self.paths = GroupPaths(topology, self.parameters.dtypes, self.layout, self.exchange.choice)
         self.loss_scale: Callable[[], Tensor | None] = lambda: None
         self.unused: UnusedParameters | None = None
         self._shares: dict[tuple[float, torch.device], Tensor] = {}  # one fill less a bucket
@@ -131,11 +128,11 @@ class HierState(Engine):
         """Read a bucket while it is at hand: DDP takes it back when the hook returns."""
         self.exchange.refuse_capture()
         flat_N, last = bucket.buffer(), bucket.is_last()
-        choice = self.exchange.choice
         if not self._round_is_open:
             self.settle()
-            self._prepare(flat_N.device)
-            choice.window.first(flat_N.device)
+            if self.exchange.choice.must_measure:
+                self.exchange.runner.wait()  # for another module, wrapped with the same topology
+                self.exchange.choice.measure(flat_N.device, self.round)
             self._round_is_open = self._is_reducing = True
         group = group_of(bucket.parameters(), self.parameters.names)
         unused = frozenset[str]() if self.unused is None else self.unused.take(group)
@@ -144,23 +141,13 @@ class HierState(Engine):
         self.layout.record(group)
         received.groups = [self._part(received, each) for each in self.layout.parts(group) if each.numel]
         if last:
-            choice.window.last(flat_N.device)
             self._round_is_open = False
         return received
 
-    def _prepare(self, device: torch.device) -> None:
-        """Measure what paths are chosen by, where that is due. A collective of the world then."""
-        exchange, least = self.exchange, self.config.least_density
-        if exchange.choice.is_due(self.round):
-            exchange.runner.wait()  # for another module, wrapped with the same topology
-            behind = f"backward; the last group of each round keeps {least:g}"
-            exchange.choice.prepare(exchange.communicator, device, self.round, self.paths.hidden(), behind)
-
     def _part(self, bucket: Bucket, group: ParamGroup) -> BucketGroup:
         if self._bypass:
-            return BucketGroup(bucket, group, self.paths.plain(group), has_residual=False, keeps_shard=False)
-        sharded, keeps_shard = self.is_sharded(group), group in self.kept_sharded
-        return BucketGroup(bucket, group, self.path(group), has_residual=sharded, keeps_shard=keeps_shard)
+            return BucketGroup(bucket, group, self.paths.plain(group), has_residual=False)
+        return BucketGroup(bucket, group, self.path(group), has_residual=self.is_sharded(group))
 
     def end_round(self, used: Tensor | None) -> None:
         """After the last bucket was reduced.
@@ -236,7 +223,6 @@ class HierState(Engine):
         self.exchange.runner.end()
         if self.momentum is not None:
             self.momentum.unwatch()
-        self.kept_sharded = frozenset()
         if self.unused is not None:
             self.unused.close()
             self.unused = None
@@ -261,11 +247,12 @@ class HierState(Engine):
 
     def path(self, group: ParamGroup) -> Path:
         """The group's path in a round that is not bypassed."""
-        return self.paths.of(group, self._warmed)
+        return self.paths.of(group, self._density)
 
-    def _warmed(self, density: float) -> float:
-        """In this round, on the way to that density."""
-        return self.warmup.density(density, self.epoch, self.round)
+    @property
+    def _density(self) -> float:
+        """Of this round."""
+        return self.warmup.density(self.config.density, self.epoch, self.round)
 
     def unscaled(self, share: float, device: torch.device) -> Tensor:
         """Return ``share`` over the loss scale, a 0-dim tensor."""
@@ -374,5 +361,5 @@ class HierState(Engine):
         counted = ", ".join(f"{paths.count(path)} {path}" for path in dict.fromkeys(paths))
         self.log_once(
             f"round {self.round + 1}: {len(paths)} group(s) of parameters, {counted}, at density "
-            f"{self._warmed(self.exchange.choice.density):g} (exchange={self.config.exchange!r})"
+            f"{self._density:g} (exchange={self.config.exchange!r})"
         )

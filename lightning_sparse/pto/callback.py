@@ -7,7 +7,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_sparse.exchange.communicator import HierCommunicator
 from lightning_sparse.messages import log
-from lightning_sparse.pto.joined import Joined, fallback_reason
 from lightning_sparse.pto.step import Scope, ShardedStep, check_scope, communicator_of
 from lightning_sparse.sharding import sparse_parameters
 from lightning_sparse.topology import discover
@@ -18,10 +17,6 @@ class PTOMixin:
 
     Results and checkpoints are bit-identical to a run without it. Use it if the optimizer step takes longer than
     gathering the parameters, or if the optimizer state does not fit in memory.
-
-    With the hierarchical strategy and several devices per node, the callback steps the gradient shards of the reduction
-    (`lightning_sparse.pto.joined`) unless something reads whole gradients. This adds no traffic. Fused optimizers then
-    differ by rounding.
 
     Args:
         scope: ``"node"`` shares the step inside each node, over fast links; ``"world"`` shares it among all ranks.
@@ -43,7 +38,6 @@ class PTOMixin:
         self.also = tuple(also)
         self.steps: list[ShardedStep] = []
         self._communicator: HierCommunicator | None = None
-        self._joined: Joined | None = None
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
         """Share the optimizers' steps. Lightning has created the optimizers and not yet loaded their state."""
@@ -66,41 +60,14 @@ class PTOMixin:
         names = {id(parameter): name for name, parameter in pl_module.named_parameters()}
         uncut = sparse_parameters(pl_module)
         shared = {id(step.optimizer): step for step in self.steps}  # a second fit may reuse optimizers
-        reason = fallback_reason(trainer, pl_module, comm, self)
-        auto = self.scope == "auto" and bool(reason)  # the joined form adds no traffic
+        auto = self.scope == "auto"
         self.steps = [
             shared.get(id(o)) or ShardedStep(o, comm, names, uncut, auto=auto, trusted=type(o).__name__ in self.also)
             for o in trainer.optimizers
         ]
-        self._leave()  # after a fit that raised
-        if not reason and (self.steps[0].choosing or not self.steps[0].sharing):  # an optimizer of an earlier fit
-            reason = "an earlier fit started timing this optimizer's steps, or found the full step faster"
-        if not reason:
-            self._joined = Joined(self.steps[0], strategy.hier_state, names)
         if trainer.is_global_zero:
             for step in filter(lambda each: each.active, self.steps):
                 log.info("PTOCallback(scope=%r): %s", self.scope, step.describe())
-            form = f"not joined with the reduction: {reason}" if reason else "joined with the reduction"
-            log.info("PTOCallback: %s", form)
-
-    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
-        """Follow changes of the reduction's groups."""
-        if self._joined is not None:
-            self._joined.before_batch()
-
-    def on_after_backward(self, trainer: Any, pl_module: Any) -> None:
-        """Keep this rank's shard of gradients that were not gathered."""
-        if self._joined is not None:
-            self._joined.after_backward()
-
-    def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        """Undo the changes to the strategy: the next fit may run without this callback."""
-        self._leave()
-
-    def _leave(self) -> None:
-        if self._joined is not None:
-            self._joined.end()
-            self._joined = None
 
     def _shared_communicator(self, trainer: Any) -> HierCommunicator:
         """Return the communicator of all optimizers and fits. Process groups are expensive."""

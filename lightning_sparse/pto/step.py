@@ -133,11 +133,6 @@ class ShardedStep:
         return self.active and (self._choice is None or self._choice.sharing)
 
     @property
-    def choosing(self) -> bool:
-        """Whether ``auto`` is still timing."""
-        return self._choice is not None
-
-    @property
     def mine(self) -> list[Part | None]:
         """The part of each parameter that this rank steps, or None."""
         here = self.group.place
@@ -236,13 +231,6 @@ class ShardedStep:
         )
         self.parameters = parameters
         self._gather = FlatGather(self.parameters, self.parts, self.group.place, size)
-
-    def take_over(self, parts: list[Parts]) -> None:
-        """Step other parts from now on, with their state from the previous owners. Collectives of the scope."""
-        self._return_state()
-        self.parts = parts
-        self._gather = FlatGather(self.parameters, self.parts, self.group.place, self.group.size)
-        self._drop_unowned_state()
 
     def _cost(self, parameter: Tensor) -> int:
         return step_cost(self.optimizer, parameter)

@@ -95,11 +95,6 @@ def check_send(send: str, config: UpdatesConfig) -> None:
         raise ValueError(f"send={send!r} must be 'updates' or 'gradients': what travels between nodes.")
     plain = UpdatesConfig()
     given = [name for name in ("step_ahead", "delay", "sync_every") if getattr(config, name) != getattr(plain, name)]
-    if send == "gradients" and config.density == "auto":
-        raise ValueError(
-            "density='auto' sends what hides behind the next step, and send='gradients' hides behind backward: give a "
-            "number in (0, 1], or use send='updates'."
-        )
     if send == "gradients" and given:
         raise ValueError(
             f"{given[0]}={getattr(config, given[0])!r} says how updates are exchanged, and send='gradients' sends "

@@ -35,7 +35,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_sparse.engine import Engine
-from lightning_sparse.exchange.config import Density, ValueDtype
+from lightning_sparse.exchange.config import ValueDtype
 from lightning_sparse.exchange.paths import Exchange
 from lightning_sparse.fsdp import ShardedGradients, mesh_of, options_for, shard
 from lightning_sparse.gradients import HierConfig, HierState
@@ -251,8 +251,7 @@ class MSTopKHierMixin(TrainerAdapter):
     """DDP whose gradients travel hierarchically, and between nodes only the largest of them.
 
     Args:
-        density: share of each shard's entries that is sent between nodes, in (0, 1]; ``"auto"``: at least 0.01, and
-            more where it hides behind backward.
+        density: share of each shard's entries that is sent between nodes, in (0, 1].
         exchange: ``"sparse"``, ``"regional"``, ``"dense"``, ``"dense16"`` (dense, in 16 bits between nodes), or
             ``"auto"``: whichever but regional is faster on the networks as measured at start.
         value_dtype: how values are written into messages; rounding errors stay in the residual.
@@ -274,7 +273,7 @@ class MSTopKHierMixin(TrainerAdapter):
 
     def __init__(
         self,
-        density: Density = 0.01,
+        density: float = 0.01,
         exchange: Exchange = "auto",
         value_dtype: ValueDtype = "bfloat16",
         warmup_epochs: int | None = None,
@@ -427,8 +426,7 @@ class MSTopKLocalMixin(TrainerAdapter):
     """DDP inside each node, with an optimizer of its own; between nodes travel the largest updates.
 
     Args:
-        density: share of each device's updates that is sent between nodes, in (0, 1]; ``"auto"``: at least 0.01, and
-            more where that hides behind the next step.
+        density: share of each device's updates that is sent between nodes, in (0, 1].
         exchange: ``"sparse"``, ``"regional"``, ``"dense16"`` or ``"dense"``.
         value_dtype: how values are written into messages; rounding errors stay pending.
         step_ahead: share of its own pending updates that a node's model keeps, from 0.001 to 1; ``"auto"``: 1 on
@@ -447,7 +445,7 @@ class MSTopKLocalMixin(TrainerAdapter):
 
     def __init__(
         self,
-        density: Density = 0.01,
+        density: float = 0.01,
         exchange: Exchange = "sparse",
         value_dtype: ValueDtype = "bfloat16",
         step_ahead: StepAhead = "auto",
@@ -536,8 +534,7 @@ class MSTopKFSDPMixin(TrainerAdapter):
         send: ``"updates"``: what each node's own optimizers did to the shards; ``"gradients"``: the gradients,
             in FSDP2's hook, so that all nodes hold the same weights. Behind AdamW choose updates, or send gradients
             whole (``exchange="dense16"`` or ``"dense"``).
-        density: share of what each device sends to other nodes, in (0, 1]; ``"auto"``, for updates: at least 0.01, and
-            more where that hides behind the next step.
+        density: share of what each device sends to other nodes, in (0, 1].
         exchange: ``"sparse"``, ``"regional"``, ``"dense16"`` or ``"dense"``.
         value_dtype: how values are written into messages; rounding errors stay pending.
         step_ahead: share of its own pending updates that a node's model keeps, from 0.001 to 1; ``"auto"``: 1 on
@@ -560,7 +557,7 @@ class MSTopKFSDPMixin(TrainerAdapter):
     def __init__(
         self,
         send: Send = "updates",
-        density: Density = 0.01,
+        density: float = 0.01,
         exchange: Exchange = "sparse",
         value_dtype: ValueDtype = "bfloat16",
         step_ahead: StepAhead = "auto",

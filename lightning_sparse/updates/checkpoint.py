@@ -54,9 +54,6 @@ def fits(updates: LocalUpdates, state: State) -> bool:
 def load(updates: LocalUpdates, manifest: Mapping[str, Any], state: State) -> None:
     """Go on exactly where this device was saved; its state ``fits``. Every rank calls it."""
     updates.steps = manifest["steps"]
-    if manifest["found"]:
-        updates.exchange.choice.go_on(manifest["found"], auto=True)
-        updates.exchanges = manifest["found"]["exchanges"]
     pieces = {quantity: {each.place: each.tensor for each in found} for quantity, found in state.pieces.items()}
     for one, saved in zip(updates.optimizers, state.own["optimizers"], strict=True):
         one.steps = saved["steps"]

@@ -47,16 +47,6 @@ class UpdatesConfig(ExchangeConfig):
                 "exchange='auto' chooses by what hides behind backward, and updates have the whole step to hide "
                 "behind: choose 'sparse', 'regional', 'dense16' or 'dense'."
             )
-        if self.density == "auto" and self.delay == 0:
-            raise ValueError(
-                "density='auto' sends what hides behind the next step, and with delay=0 the step waits: give a number "
-                "in (0, 1], 0.01 for one entry in a hundred, or leave delay at 1."
-            )
-        if self.inter_gbps is not None and self.density != "auto":
-            raise ValueError(
-                f"inter_gbps={self.inter_gbps!r} decides between paths, and updates take the one of exchange=: omit "
-                f"it, or let it decide how much is sent, with density='auto'."
-            )
         if self.step_ahead != "auto" and not (is_number(self.step_ahead) and LEAST_AHEAD <= self.step_ahead <= 1):
             raise ValueError(
                 f"step_ahead={self.step_ahead!r} must be a number from {LEAST_AHEAD} to 1, or 'auto', which measures: "
@@ -86,8 +76,7 @@ class UpdatesConfig(ExchangeConfig):
 
     def describe(self, num_nodes: int) -> str:
         """What so many nodes exchange, for the log."""
-        share = f"{self.least_density:.2g}{' or more' if self.density == 'auto' else ''}"
-        sent = f"{share} of each device's updates" if self.leaves_entries_out else f"{self.exchange} updates"
+        sent = f"{self.density:.2g} of each device's updates" if self.leaves_entries_out else f"{self.exchange} updates"
         every = "after each step" if self.sync_every == 1 else f"every {self.sync_every} steps"
         delay = ", received one exchange later" if self.delay else ""
         ahead = "measured" if self.measures_ahead(num_nodes) else f"{self.ahead(num_nodes):.2g}"

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from lightning_sparse.agree import same_options
 from lightning_sparse.engine import Engine, State
-from lightning_sparse.exchange import Exchange, HierCommunicator, Work
+from lightning_sparse.exchange import Exchange, HierCommunicator
 from lightning_sparse.messages import LogOnce
 from lightning_sparse.sharding import check_sharded, parameters_of
 from lightning_sparse.topology import Topology
@@ -68,19 +68,17 @@ class LocalUpdates(Engine):
             check_optimizer(optimizer)
         self.module, self.config, self.topology = module, config, topology
         self.active = topology.kind == "hierarchical"
-        self.steps = self.exchanges = 0
+        self.steps = 0
         self.log_once = LogOnce(topology.rank)
         self.optimizers: list[LocalOptimizer] = []
         self._names: dict[int, str] = {}
         self._shown = False
-        self._heaviest: list[Work] = []  # that one call of step() exchanged
         if not self.active:
             return
         _check_parameters(self.names, optimizers)
         _check_ranks(module, self.names, optimizers, config)
         parameters = [p for each in optimizers for p in parameters_of(each)]
         device = next((p.device for p in (*parameters, *module.parameters())), torch.device("cpu"))
-        self._device = device
         numel = sum(p.numel() for p in parameters)
         self.exchange = Exchange(config, topology, device, numel, self.log_once)
         self.buffers = Buffers(module, self.exchange.communicator, self._stepped)
@@ -126,44 +124,19 @@ class LocalUpdates(Engine):
             )
         self.exchange.refuse_capture()
         self.steps += 1
-        exchanging = [one for one in stepped if one.exchanges_next] if self.config.measures else []
-        if exchanging:
-            self._prepare(exchanging)
         self._name_place(f"in step {self.steps}")
         for one in stepped:
             one.step()
         self.exchange.stats.end_round()
-        if exchanging:
-            self.exchanges += 1
-            self.exchange.choice.window.first(self._device)
-
-    def _prepare(self, exchanging: Sequence[LocalOptimizer]) -> None:
-        """Measure what ``density="auto"`` rests on, where it is due: the time between exchanges hides them."""
-        choice = self.exchange.choice
-        choice.window.last(self._device)
-        works = [self._between(one) for one in exchanging]
-        self._heaviest = max(self._heaviest, works, key=lambda each: sum(work.numel for work in each))
-        if choice.is_due(self.exchanges):
-            self._receive()
-            behind = "what is between two exchanges"
-            choice.prepare(self.exchange.communicator, self._device, self.exchanges, self._heaviest, behind)
-
-    def _between(self, one: LocalOptimizer) -> Work:
-        """What an optimizer's exchange has to do between nodes: of a device's slice, the same on all ranks."""
-        numel = sum(p.numel() for p in one.parameters)
-        return Work(self.topology.num_nodes, 1, -(-numel // self.topology.num_devices))
-
-    def _receive(self) -> None:
-        for one in self.optimizers:
-            one.state.receive()
-        self.exchange.runner.wait()  # for others with the same topology
 
     def finish(self) -> None:
         """Send everything that is pending; afterwards all ranks hold the same weights. Every rank calls it."""
         if not self.active:
             return
         self.show_own()
-        self._receive()  # of all: a flush uses the group between nodes, as exchanges under way do in a thread
+        for one in self.optimizers:  # of all: a flush uses the group between nodes, as exchanges under way do
+            one.state.receive()
+        self.exchange.runner.wait()  # for others with the same topology
         self._name_place(f"after step {self.steps}")
         for one in self.optimizers:
             one.flush()
@@ -231,9 +204,7 @@ class LocalUpdates(Engine):
 
     def manifest(self) -> dict[str, Any]:
         """Return what all ranks know alike, in plain types."""
-        measured = self.config.density == "auto"
-        found = {**self.exchange.choice.found(), "exchanges": self.exchanges} if measured else {}
-        return {"steps": self.steps, "found": found}
+        return {"steps": self.steps}
 
     def state(self) -> State:
         """Return what this device alone knows; waits for messages under way."""

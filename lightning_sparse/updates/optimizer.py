@@ -81,11 +81,6 @@ class LocalOptimizer:
         if reused:
             self.division.release()
 
-    @property
-    def exchanges_next(self) -> bool:
-        """Whether the next step ends with an exchange."""
-        return (self.steps + 1) % self._config.sync_every == 0
-
     def step(self) -> None:
         """After the optimizer's.
 
@@ -96,9 +91,8 @@ class LocalOptimizer:
         if not self._looked:
             self._looked = True
             refuse_own_weights(self.optimizer, self.state.slices, self.state.shared_S)
-        exchanges = self.exchanges_next
         self.steps += 1
-        if exchanges:
+        if self.steps % self._config.sync_every == 0:
             self.state.advance()
         elif self.division.steps_all:
             return

@@ -147,7 +147,7 @@ class UpdateState(ABC):
     def _path(self, *, whole: bool) -> Path:
         choice = self._exchange.choice
         work = choice.work(self.shared_S.numel() * self._exchange.topology.num_devices, torch.float32)
-        return Dense(work) if whole else choice.path(work, choice.density)
+        return Dense(work) if whole else choice.path(work, self._config.density)
 
     def _start(self, delivery: Delivery) -> None:
         """Run a job that has selected: beside the next step, or with ``delay=0`` now."""

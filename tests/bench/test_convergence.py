@@ -115,7 +115,7 @@ def test_the_learning_rate_rises_falls_and_ends_near_zero() -> None:
 def test_a_name_with_a_slash_makes_one_file() -> None:
     from benchmarks.convergence.runs import Run
 
-    assert Path(Run("auto, 1 Gbit/s", None, 0, None).file_name).parts == ("auto, 1 Gbit per s-seed0.json",)
+    assert Path(Run("dense, 1 Gbit/s", None, 0, None).file_name).parts == ("dense, 1 Gbit per s-seed0.json",)
 
 
 @pytest.mark.slow

@@ -213,7 +213,7 @@ def test_bad_options_are_refused() -> None:
 def measuring(_: None) -> str:
     topology = discover()
     model = shard(Blocks(), mesh_of(topology))
-    with pytest.raises(ValueError, match="are measured in DDP's buckets"):
+    with pytest.raises(ValueError, match="is measured in DDP's buckets"):
         ShardedGradients(model, ExchangeConfig(), topology)
     return "done"
 

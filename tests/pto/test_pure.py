@@ -16,7 +16,6 @@ from lightning_sparse.agree import fingerprint
 from lightning_sparse.flavours.pytorch_lightning import PTOCallback
 from lightning_sparse.pto import communicator_of
 from lightning_sparse.pto.gather import ALIGN, FlatGather
-from lightning_sparse.pto.joined import keep_part
 from lightning_sparse.pto.optimizers import refuse, step_cost
 from lightning_sparse.pto.state import cut_state, join_states
 from lightning_sparse.pto.step import OwnShare, ShardedStep
@@ -96,26 +95,6 @@ def test_a_parameter_is_narrowed_and_put_back(layout: torch.memory_format, of_gr
     assert parameter.data_ptr() == data.data_ptr()
     assert parameter.stride() == data.stride()
     assert torch.equal(parameter, expected)
-
-
-@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
-@pytest.mark.parametrize("of_grad", [torch.contiguous_format, torch.channels_last])
-def test_a_gradient_keeps_the_part_that_the_step_sees(
-    layout: torch.memory_format, of_grad: torch.memory_format
-) -> None:
-    parameter = nn.Parameter(torch.randn(8, 4, 3, 3).to(memory_format=layout))
-    whole = torch.randn(8, 4, 3, 3).to(memory_format=of_grad)
-    pieces, share = [], OwnShare()
-    for part in (Part(0, 0, 100), Part(1, 100, 288)):
-        grad = parameter.grad = whole.clone()
-        keep_part(parameter, part)
-        assert parameter.grad is grad
-        assert torch.count_nonzero(grad) == part.end - part.begin
-        pieces.append(grad.clone())
-        share.show([parameter], [part])
-        assert torch.count_nonzero(parameter.grad) == part.end - part.begin
-        share.put_back()
-    assert torch.equal(pieces[0] + pieces[1], whole)
 
 
 @pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])

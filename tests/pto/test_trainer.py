@@ -354,7 +354,7 @@ def refusals(flavour: str) -> dict[str, Any]:
     return said
 
 
-def test_what_cannot_be_joined_is_refused_on_every_rank(results: list[dict[str, Any]]) -> None:
+def test_what_cannot_be_shared_is_refused_on_every_rank(results: list[dict[str, Any]]) -> None:
     for each in results:
         assert "cannot share the step of LBFGS" in each["refusals"]["lbfgs"]
         assert "the step of Adam is already shared: use one PTOCallback" in each["refusals"]["adam"]

@@ -23,7 +23,7 @@ def test_a_trainer_trains_as_with_ddp(tmp_path: Path) -> None:
             torch.testing.assert_close(corrected, ddp, rtol=1e-5, atol=1e-6, msg=lambda text, name=name: name + text)
         assert each["saved"] == {"momentum": each["saved"]["momentum"], "weight_decay": 0.01, "nesterov": True}
         assert each["saved"]["momentum"] > 0.5
-        assert each["masked and joined"]
+        assert each["masked and shared"]
 
 
 def trained(folder: str) -> dict[str, Any]:
@@ -62,10 +62,10 @@ def trained(folder: str) -> dict[str, Any]:
     t, _ = run(sparse(FLAVOUR, **exact))
     t.save_checkpoint("corrected.ckpt")
     group = torch.load("corrected.ckpt", weights_only=True)["optimizer_states"][0]["param_groups"][0]
-    joined = run(sparse(FLAVOUR, **exact), callbacks=[ours(FLAVOUR).PTOCallback("node")])[1]
+    shared = run(sparse(FLAVOUR, **exact), callbacks=[ours(FLAVOUR).PTOCallback("node")])[1]
     alone = run(sparse(FLAVOUR, **exact))[1]
     return {
         "runs": runs,
         "saved": {name: group[name] for name in ("momentum", "weight_decay", "nesterov")},
-        "masked and joined": torch.equal(joined, alone),
+        "masked and shared": torch.equal(shared, alone),
     }

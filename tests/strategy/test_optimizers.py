@@ -64,7 +64,7 @@ def test_one_adaptive_optimizer_among_several_decides() -> None:
 def train(cls: type[Optimizer], exchange: Any) -> tuple[list[str], list[str]]:
     lines = Lines().lines
     model = mlp()
-    ddp, state = wrap(model, HierConfig(exchange=exchange, inter_gbps=1e-3, value_dtype="bfloat16"))
+    ddp, state = wrap(model, HierConfig(exchange=exchange, inter_gbps=1e-3 if exchange == "auto" else None))
     made = cls(model.parameters(), lr=0.01)  # type: ignore[call-arg, arg-type]
     state.watch([made])
     for step in range(5):

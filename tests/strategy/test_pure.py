@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from lightning_sparse.exchange import ExchangeConfig, Path, Work
-from lightning_sparse.exchange.choice import PathChoice, free_density
+from lightning_sparse.exchange import Path, Work
+from lightning_sparse.exchange.choice import PathChoice
 from lightning_sparse.exchange.paths import PATHS, Exchange, num_selected
 from lightning_sparse.exchange.rates import Link, Rates
 from lightning_sparse.gradients import HierConfig, HierState
@@ -82,7 +82,7 @@ def test_nodes_may_be_named() -> None:
 # -- configuration and schedule ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("density", [0, -0.1, 1.01, float("nan"), "0.1", True, None])
+@pytest.mark.parametrize("density", [0, -0.1, 1.01, float("nan"), "0.1", "auto", True, None])
 def test_density_outside_its_range_is_refused(density: object) -> None:
     with pytest.raises(ValueError, match=r"must be a number in \(0, 1\]"):
         HierConfig(density=density)  # type: ignore[arg-type]
@@ -137,7 +137,7 @@ def _choice(nodes: int, devices: int, rates: Rates, **options: Any) -> PathChoic
 
 def _path(nodes: int, devices: int, numel: int, rates: Rates = BYTES_ONLY, **options: Any) -> Path:
     choice = _choice(nodes, devices, rates, **options)
-    return choice.path(choice.work(numel, torch.float32), choice.config.least_density)
+    return choice.path(choice.work(numel, torch.float32), choice.config.density)
 
 
 def test_sparse_wins_while_density_is_below_the_bound_of_pairs() -> None:
@@ -243,43 +243,16 @@ def test_rates_survive_a_checkpoint() -> None:
     assert Rates.from_list(HOST.to_list()[:9]) is None, "those of an older version are measured again"
 
 
-@given(st.sampled_from(["auto", "sparse", "regional"]), st.floats(0.0, 0.2), st.floats(0.0, 0.2))
-def test_a_longer_window_hides_no_less(exchange: Any, one: float, other: float) -> None:
-    config = ExchangeConfig(density="auto", exchange=exchange)
-    small, large = (_free(config, window) for window in sorted((one, other)))
-    assert 0.01 <= small <= large <= 1.0
-
-
-def test_the_density_that_hides_is_the_largest_whose_round_fits() -> None:
-    """4 nodes of one device, 10^6 elements, 1 Gbit/s: density d takes 3 * 4 bytes * d * 10^6 * 8 ns."""
-    sparse = ExchangeConfig(density="auto", exchange="sparse")
-    assert _free(sparse, 0.0) == 0.01, "nothing hides: the least"
-    assert _free(sparse, 0.0155) == pytest.approx(0.16)  # 15.4 ms of pairs, and a few headers
-    assert _free(sparse, 10.0) == 1.0
-    assert _free(ExchangeConfig(density="auto"), 10.0) == 1.0
-    assert _free(ExchangeConfig(density="auto", exchange="dense"), 10.0) == 1.0
-
-
-def test_where_all_is_sent_no_density_is_looked_for() -> None:
-    measures = {exchange for exchange in get_args(Exchange) if HierConfig(density="auto", exchange=exchange).measures}
-    assert measures == {"auto", "sparse", "regional"}
-
-
-def _free(config: ExchangeConfig, window: float) -> float:
-    choice = PathChoice(config, Topology(((0,), (1,), (2,), (3,)), 0), 10**6, lambda _: None)
-    choice.rates, work = BYTES_ONLY, Work(4, 1, 10**6)
-    return free_density(config.least_density, window, lambda density: choice.path(work, density).seconds(BYTES_ONLY))
-
-
-def test_nothing_hides_without_overlap() -> None:
-    with pytest.raises(ValueError, match="overlap=False nothing does"):
-        HierConfig(density="auto", overlap=False)
-
-
 @pytest.mark.parametrize("gbps", [0, -1.0, float("inf"), float("nan"), True, "1"])
 def test_a_rate_that_is_none_is_refused(gbps: object) -> None:
     with pytest.raises(ValueError, match="must be a rate in Gbit/s"):
         HierConfig(inter_gbps=gbps)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("exchange", [each for each in get_args(Exchange) if each != "auto"])
+def test_a_rate_that_would_decide_nothing_is_refused(exchange: Any) -> None:
+    with pytest.raises(ValueError, match=f"exchange='{exchange}' names one: leave inter_gbps out"):
+        HierConfig(exchange=exchange, inter_gbps=1.0)
 
 
 # -- layout ------------------------------------------------------------------------------------------------------------

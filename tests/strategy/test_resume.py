@@ -300,7 +300,7 @@ def keep_one_parameter(path: str) -> tuple[bool, Tensor, Tensor]:
 
     for index in range(6):
         step(index)
-    state.config = state.exchange.choice.config = HierConfig(exchange="dense")  # as density="auto" may come to
+    state.config = state.exchange.choice.config = HierConfig(exchange="dense")
     step(6, drop=True)
     held, before = bool(state.store.current), of_bias(state)
     save(state, path)

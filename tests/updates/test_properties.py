@@ -23,7 +23,6 @@ OPTIONS: list[dict[str, Any]] = [
     {"density": 0.02, "delay": 0},
     {"density": 0.05, "step_ahead": 0.3, "value_dtype": "float16"},
     {"density": 0.1, "sync_every": 3},
-    {"density": "auto", "inter_gbps": 0.01},
     {"density": 0.05, "exchange": "regional"},
     {"exchange": "dense16"},
     {"exchange": "dense", "delay": 1},
@@ -101,7 +100,7 @@ def looked_at_or_not(options: dict[str, Any]) -> list[tuple[Tensor, ...]]:
     return [looked_at(options, looks) for looks in (True, False)]
 
 
-@pytest.mark.parametrize("options", [each for each in OPTIONS if each.get("density") != "auto"], ids=str)
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_looking_changes_nothing(ranks: RunRanks, options: dict[str, Any]) -> None:
     """Weights that are shown or saved between two steps have the messages that arrived until then, which the state
     takes up at the next exchange."""
