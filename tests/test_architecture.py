@@ -56,11 +56,10 @@ MAY_IMPORT: dict[str, set[str]] = {
     },
     "data": {"topology", "messages"},
     "flavours": {"strategy", "data", "pto"},
-    "bench": {"strategy", "gradients", "updates", "exchange", "data", "pto", "kernels", "topology"},
     "lab": set(),
-    "cli": {"bench", "data", "lab", "flavours", "exchange", "kernels", "topology"},
+    "cli": {"data", "lab", "flavours", "exchange", "kernels", "topology"},
 }
-PARTS = ["topology", "kernels", "exchange", "gradients", "strategy", "data", "pto", "bench", "lab"]
+PARTS = ["topology", "kernels", "exchange", "gradients", "strategy", "data", "pto", "lab"]
 # The same inside data/: the parts of the data half -> the parts of it that they may import.
 MAY_IMPORT_IN_DATA: dict[str, set[str]] = {
     "__init__": set(),
@@ -85,8 +84,8 @@ ONLY_IN: dict[str, tuple[str, ...]] = {
     "lightning": ("flavours/", "cli/"),
     "lightning_fabric": ("flavours/",),
     "lightning_utilities": (),
-    "torch.nn.parallel": ("gradients/", "strategy/", "pto/", "bench/"),
-    "torch.optim": ("sharding.py", "engine.py", "fsdp.py", "gradients/", "updates/", "strategy/", "pto/", "bench/"),
+    "torch.nn.parallel": ("gradients/", "strategy/", "pto/"),
+    "torch.optim": ("sharding.py", "engine.py", "fsdp.py", "gradients/", "updates/", "strategy/", "pto/"),
     "nvidia.dali": ("data/pipeline/dali.py",),
 }
 

@@ -22,11 +22,11 @@ import sysconfig
 import tempfile
 from pathlib import Path
 from statistics import fmean
-from typing import Any
 
 from tqdm import tqdm
 
-from lightning_sparse.bench.report import commit, format_table, surroundings
+from benchmarks.record import Rows, commit, parser_of, surroundings, write
+from lightning_sparse.cli.report import format_table
 from lightning_sparse.data.tokens import prepare
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
@@ -67,7 +67,7 @@ def run(way: str, seed: int, tokens: Path, options: argparse.Namespace) -> float
             return [float(row["val_bits"]) for row in csv.DictReader(rows) if row.get("val_bits")][-1]
 
 
-def report(records: list[dict[str, Any]]) -> str:
+def report(records: Rows) -> str:
     """Means over seeds, and differences to DDP and to one node alone seed by seed."""
     bits = {(each["way"], each["seed"]): each["bits per byte"] for each in records}
     lines = []
@@ -83,8 +83,7 @@ def report(records: list[dict[str, Any]]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
-    parser.add_argument("out", type=Path)
+    parser = parser_of(__doc__)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--steps", type=int, default=600)
     parser.add_argument("--batch", type=int, default=4, help="windows of a rank and step")
@@ -98,7 +97,7 @@ def main() -> None:
     tokens = (options.out / "tokens.bin").resolve()
     if not tokens.exists():
         prepare(sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py")), tokens)
-    records = []
+    records = Rows()
     bar = tqdm([(way, seed) for seed in options.seeds for way in options.ways], unit="run")
     for way, seed in bar:
         bar.set_description(f"{way}, seed {seed}")
@@ -107,13 +106,9 @@ def main() -> None:
             record = {"way": way, "seed": seed, "bits per byte": run(way, seed, tokens, options), "commit": commit()}
             file.write_text(json.dumps(record))
         records.append(json.loads(file.read_text()))
-    text = report(records)
-    command = " ".join(["python", "-m", "benchmarks.convergence.language", "OUT", *sys.argv[2:]])
-    common = {**surroundings(command), "steps": options.steps, "batch": options.batch, "context": options.context}
-    commits = ", ".join(sorted({each["commit"] for each in records}))
-    (options.out / "language.json").write_text(json.dumps({**common, "runs": records}, indent=1) + "\n")
-    (options.out / "language.md").write_text(f"`{command}`, {commits}\n\n{text}\n")
-    print(text, flush=True)
+    common = {**surroundings(), "commit": ", ".join(sorted({each["commit"] for each in records}))}
+    common |= {"steps": options.steps, "batch": options.batch, "context": options.context}
+    write(options.out / "language.json", {**common, "runs": records}, report(records))
 
 
 if __name__ == "__main__":

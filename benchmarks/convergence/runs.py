@@ -30,7 +30,7 @@ from tqdm import tqdm
 
 from benchmarks.convergence.report import Metric
 from benchmarks.convergence.ways import WAYS
-from lightning_sparse.bench.report import commit
+from benchmarks.record import commit
 from lightning_sparse.topology import Topology, with_groups
 
 # What differs between rows of a table: the way (ways.py; "gradients" unless given) with its options, and

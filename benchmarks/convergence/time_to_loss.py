@@ -1,6 +1,6 @@
 """How long until a loss is reached, on nodes with slow links: exchanging updates beside other ways to train.
 
-    sudo python -m benchmarks.convergence.time_to_loss OUT [--cluster 4x1] [--gbps 0.1] [--epochs 15]
+    sudo python -m benchmarks.convergence.time_to_loss OUT [--clusters 4x1] [--gbps 0.1] [--epochs 15]
 
 The task is that of text.py, a character Transformer with AdamW, whose ranks here are the nodes of an
 emulated cluster (`lightning_sparse.lab`), and share this machine's processors. The model is small, so links are
@@ -14,15 +14,9 @@ Writes OUT/time-to-loss.json, .md and .png.
 
 from __future__ import annotations
 
-import argparse
-import json
-import os
-import sys
-import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,14 +24,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from benchmarks.convergence.corpus import described, read_library, save_corpus
+from benchmarks.convergence.corpus import corpus_of, described, read_library
 from benchmarks.convergence.runs import Run, Trainer
 from benchmarks.convergence.text import CONFIGS, TASK, TextSettings
 from benchmarks.convergence.ways import WAYS, Way
 from benchmarks.pictures import GREY, colour, picture
-from lightning_sparse.bench.report import commit, format_table, surroundings
-from lightning_sparse.lab import Cluster, LabConfig, signals_as_exit
-from lightning_sparse.topology import discover
+from benchmarks.processes import on_clusters
+from benchmarks.record import Rows, add_clusters, parser_of, surroundings, write
+from lightning_sparse.cli.report import format_table
+from lightning_sparse.topology import Topology
 
 ALONE = "one node alone"
 ROWS = {
@@ -96,19 +91,16 @@ class Timed(Trainer):
         return {**line, "seconds": self.seconds}
 
 
-def on_ranks(folder: Path, settings: TextSettings) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
-    topology = discover()
-    data = torch.load(next(folder.glob("*.pt")), weights_only=False)
-    histories = {}
+def measure(topology: Topology, device: torch.device, gbps: float | None, epochs: int) -> Rows:
+    """The history of each way. A collective."""
+    text = read_library()
+    cluster = {"nodes": topology.num_nodes, "devices": topology.num_devices}
+    settings = TextSettings(lr=0.008, epochs=epochs, text=described(text), **cluster)
+    data, rows = corpus_of(text), Rows()
     for name, arguments in ROWS.items():
         trainer = Timed(TASK, Run(name, arguments, 0, settings), data, topology)
-        histories[name] = [trainer.epoch(epoch) for epoch in range(settings.epochs)]
-    if dist.get_rank() == 0:
-        (folder / "histories.json").write_text(json.dumps(histories))
-    dist.barrier()
-    dist.destroy_process_group()
+        rows.append({"way": name, "history": [trainer.epoch(epoch) for epoch in range(epochs)]})
+    return rows
 
 
 def seconds_to(history: list[dict[str, Any]], goal: float) -> str:
@@ -116,65 +108,46 @@ def seconds_to(history: list[dict[str, Any]], goal: float) -> str:
     return next((f"{line['seconds']:.0f}" for line in history if line["val_bits"] <= goal), "-")
 
 
-def table(histories: dict[str, list[dict[str, Any]]]) -> str:
-    rows = [
-        (
-            name,
-            f"{1e3 * history[-1]['seconds'] / history[-1]['step']:.0f}",
-            *(seconds_to(history, goal) for goal in GOALS),
-            f"{history[-1]['val_bits']:.3f}",
-            f"{history[-1]['bytes_per_node'] / history[-1]['step'] / 1e3:.1f}",
-        )
-        for name, history in histories.items()
-    ]
-    return format_table(("", "ms a step", *(f"s to {goal}" for goal in GOALS), "bits at the end", "KB a step"), rows)
+def table(rows: Rows) -> str:
+    lines = []
+    for row in rows:
+        history, last = row["history"], row["history"][-1]
+        reached = [seconds_to(history, goal) for goal in GOALS]
+        numbers = f"{last['val_bits']:.3f}", f"{last['bytes_per_node'] / last['step'] / 1e3:.1f}"
+        place = f"{row['cluster']}, {row['gbps']} Gbit/s: {row['way']}"
+        lines.append((place, f"{1e3 * last['seconds'] / last['step']:.0f}", *reached, *numbers))
+    return format_table(("", "ms a step", *(f"s to {goal}" for goal in GOALS), "bits at the end", "KB a step"), lines)
 
 
 def plot(record: dict[str, Any], file: Path) -> None:
-    """Loss over seconds."""
-    with picture(file) as (axes,):
-        for index, (name, history) in enumerate(record["histories"].items()):
-            style = {"color": GREY, "linestyle": "--"} if name == ALONE else {"color": colour(index)}
-            axes.plot(
-                [e["seconds"] for e in history], [e["val_bits"] for e in history], marker=".", label=name, **style
-            )
-        axes.set(xlabel=f"seconds of training, links of {record['gbps']:g} Gbit/s", ylabel="bits per character")
-        axes.set_ylim(top=4)
-        axes.grid(visible=True)
+    """Loss over seconds, a panel for each cluster and rate."""
+    if "histories" in record:  # in files of before
+        where = {name: record[name] for name in ("cluster", "gbps")}
+        record = {"rows": [{**where, "way": way, "history": each} for way, each in record["histories"].items()]}
+    places = list(dict.fromkeys((row["cluster"], row["gbps"]) for row in record["rows"]))
+    with picture(file, columns=len(places)) as panels:
+        for place, axes in zip(places, panels, strict=True):
+            here = [row for row in record["rows"] if (row["cluster"], row["gbps"]) == place]
+            for index, row in enumerate(here):
+                style = {"color": GREY, "linestyle": "--"} if row["way"] == ALONE else {"color": colour(index)}
+                line = [(each["seconds"], each["val_bits"]) for each in row["history"]]
+                axes.plot(*zip(*line, strict=True), marker=".", label=row["way"], **style)
+            axes.set(xlabel=f"seconds of training, links of {place[1]:g} Gbit/s", ylabel="bits per character")
+            axes.set_ylim(top=4)
+            axes.grid(visible=True)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
-    parser.add_argument("out", type=Path)
-    parser.add_argument("--cluster", default="4x1", metavar="MxL")
-    parser.add_argument("--gbps", type=float, default=0.1)
+    parser = parser_of(__doc__)
+    add_clusters(parser, ["4x1"], [0.1])
     parser.add_argument("--epochs", type=int, default=15)
     options = parser.parse_args()
-    nodes, devices = map(int, options.cluster.split("x"))
-    text = read_library()
-    made = partial(TextSettings, lr=0.008, epochs=options.epochs, nodes=nodes, devices=devices)
-    settings = made(text=described(text))
-    if "TIME_FOLDER" in os.environ:
-        return on_ranks(Path(os.environ["TIME_FOLDER"]), settings)
-    options.out.mkdir(parents=True, exist_ok=True)
-    config = LabConfig(nodes=nodes, devices=devices, gbps=options.gbps)
-    with signals_as_exit(), tempfile.TemporaryDirectory() as folder, Cluster(config) as cluster:
-        save_corpus(text, Path(folder))
-        env = {"TIME_FOLDER": folder, "OMP_NUM_THREADS": "1"}
-        if (
-            cluster.run([sys.executable, "-m", "benchmarks.convergence.time_to_loss", *sys.argv[1:]], env=env).exit_code
-            != 0
-        ):
-            raise SystemExit("the ranks failed; their output is above")
-        histories = json.loads((Path(folder) / "histories.json").read_text())
-    command = " ".join(["python", "-m", "benchmarks.convergence.time_to_loss", "OUT", *sys.argv[2:]])
-    common = {**surroundings(command), "commit": commit(), "cluster": options.cluster, "gbps": options.gbps}
-    record = {**common, "histories": histories}
-    (options.out / "time-to-loss.json").write_text(json.dumps(record, indent=1) + "\n")
-    (options.out / "time-to-loss.md").write_text(f"`{command}`, {commit()}\n\n{table(histories)}\n")
-    plot(record, options.out / "time-to-loss.png")
-    print(table(histories), flush=True)
-    return None
+    rows = on_clusters(measure, options.epochs, clusters=options.clusters, gbps=options.gbps)
+    if rows is not None:
+        shaped = all(row["gbps"] for row in rows)
+        write(
+            options.out / "time-to-loss.json", {**surroundings(), "rows": rows}, table(rows), plot if shaped else None
+        )
 
 
 if __name__ == "__main__":

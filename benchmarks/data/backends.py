@@ -9,9 +9,7 @@ medians of `ROUNDS`.
 
 from __future__ import annotations
 
-import argparse
 import io
-import json
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -22,8 +20,9 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-from lightning_sparse.bench.data import BATCH
-from lightning_sparse.bench.report import commit, format_table, surroundings
+from benchmarks.data.loaders import BATCH
+from benchmarks.record import parser_of, surroundings, write
+from lightning_sparse.cli.report import format_table
 from lightning_sparse.data.decode import decode
 from lightning_sparse.data.pipeline.batch import BatchRequest, Pipeline, Transform
 from lightning_sparse.data.sample import Format, Sample
@@ -90,17 +89,14 @@ def measure(files: Sequence[Path], format: Format, shorter: int, size: int) -> d
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="torch and DALI on a CPU.")
-    parser.add_argument("out", type=Path)
-    parser.add_argument("pictures", type=Path)
+    parser = parser_of(__doc__)
+    parser.add_argument("pictures", type=Path, metavar="PICTURES")
     options = parser.parse_args()
     torch.set_num_threads(1)
     files = sorted(path for path in options.pictures.rglob("*.*") if path.is_file())[:FILES]
     rows = [measure(files, *case) for case in tqdm(CASES, disable=None)]
-    about = {**surroundings("python -m benchmarks.data.backends OUT PICTURES"), "commit": commit(), "rounds": ROUNDS}
-    options.out.mkdir(parents=True, exist_ok=True)
-    (options.out / "data-backends.json").write_text(json.dumps({**about, "rows": rows}, indent=1) + "\n")
-    print(format_table(tuple(rows[0]), [tuple(row.values()) for row in rows]))
+    text = format_table(tuple(rows[0]), [tuple(row.values()) for row in rows])
+    write(options.out / "data-backends.json", {**surroundings(), "rounds": ROUNDS, "rows": rows}, text)
 
 
 if __name__ == "__main__":

@@ -9,23 +9,20 @@ no time is measured.
 
 from __future__ import annotations
 
-import argparse
 import json
 import re
 import shutil
 import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
-ROOT = Path(__file__).resolve().parents[2]
-
-from lightning_sparse.bench.report import commit, surroundings  # noqa: E402
-from tests.kernels.emulation import CSRC, Emulation, build  # noqa: E402
+from benchmarks.record import parser_of, surroundings, write
+from tests.kernels.emulation import CSRC, Emulation, build
 
 ARCHITECTURES = ("75", "80", "86", "90", "100", "120")
 NVCC = ["-O3", "-std=c++20", "--fmad=false"]
@@ -140,12 +137,10 @@ def model(found: dict[str, Cost]) -> dict[str, dict[str, list[float]]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("out", type=Path, help="folder for kernels-static.json")
-    options = parser.parse_args()
-    result: dict[str, object] = {**surroundings("python " + " ".join(sys.argv)), "commit": commit(), "hardware": "none"}
+    options = parser_of(__doc__).parse_args()
     release = subprocess.run(["nvcc", "--version"], capture_output=True, text=True, check=True).stdout
-    result["versions"] = f"{result['versions']}, nvcc {re.findall(r'V([0-9.]+)', release)[0]}"
+    result: dict[str, Any] = {**surroundings(), "hardware": "none"}
+    result["versions"] += f", nvcc {re.findall(r'V([0-9.]+)', release)[0]}"
     result["setting"] = (
         f"density {DENSITY}, fp32 gradients with a residual, bf16 messages, {MESSAGES} messages a sum; "
         f"{REGIONS} regions"
@@ -154,10 +149,9 @@ def main() -> None:
         found = costs(Path(name))
         result["costs"] = {key: vars(cost) for key, cost in found.items()}
         result["model_us"] = {"sizes": MODEL_SIZES, **model(found)}
+        text = json.dumps(result, indent=1)
         result["kernels"] = list(resources(Path(name)))
-    options.out.mkdir(parents=True, exist_ok=True)
-    (options.out / "kernels-static.json").write_text(json.dumps(result, indent=1) + "\n")
-    print(json.dumps({key: result[key] for key in result if key != "kernels"}, indent=1))
+    write(options.out / "kernels-static.json", result, text)
 
 
 if __name__ == "__main__":

@@ -21,8 +21,8 @@ from typing import Any
 
 import torch
 
-from lightning_sparse.bench.exchange import NOTHING
-from lightning_sparse.bench.report import commit, surroundings
+from benchmarks.exchange.gradients import NOTHING
+from benchmarks.record import surroundings
 from lightning_sparse.cli.plan import V100, path_of
 from lightning_sparse.exchange import Work
 from lightning_sparse.exchange.choice import PathChoice
@@ -152,7 +152,7 @@ def main() -> None:
     parser.add_argument("out", type=pathlib.Path)
     parser.add_argument("--measured", type=pathlib.Path, help="exchange.json of benchmarks.exchange.gradients")
     options = parser.parse_args()
-    about = {**surroundings("python -m benchmarks.exchange.plan OUT --measured EXCHANGE.json"), "commit": commit()}
+    about = surroundings()
     text = ["# The cost model", "", *(f"- {key}: {value}" for key, value in about.items()), ""]
     if options.measured is not None:
         record = json.loads(options.measured.read_text())

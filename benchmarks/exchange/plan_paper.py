@@ -12,8 +12,8 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from lightning_sparse.bench import models
-from lightning_sparse.bench.report import commit, surroundings
+from benchmarks.record import surroundings
+from lightning_sparse.cli import models
 from lightning_sparse.cli.plan import Row, Scenario, assumptions, predict
 
 NODES, DEVICES, INTER, INTRA = 16, 8, 25.0, 1200.0  # NVLink of a V100: six links of 25 GB/s each way
@@ -105,7 +105,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("out", type=Path, metavar="OUT.md")
     out: Path = parser.parse_args().out
-    about = {**surroundings("python -m benchmarks.exchange.plan_paper OUT.md"), "commit": commit()}
+    about = surroundings()
     del about["hardware"]  # nothing is measured on it
     sources = [f"- {model}, {what}: {said}" for model, each in COMPUTE.items() for _, what, said in each]
     text = [

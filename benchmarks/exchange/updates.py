@@ -13,33 +13,24 @@ Writes OUT/updates.json and OUT/updates.md.
 
 from __future__ import annotations
 
-import argparse
-import json
-import os
-import sys
-import tempfile
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
-from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.convergence.ways import WAYS, Updates, Way
-from benchmarks.exchange.gradients import Rates
-from benchmarks.exchange.ranks import ask
-from lightning_sparse.bench import models
-from lightning_sparse.bench.exchange import FASTEST, QUICK, SPARE, Gradients, received_bytes
-from lightning_sparse.bench.report import commit, format_table, surroundings
+from benchmarks.exchange.gradients import FASTEST, QUICK, SPARE, Gradients, register
+from benchmarks.processes import on_clusters, received_bytes, set_rate, slowest
+from benchmarks.record import Rows, add_clusters, parser_of, surroundings, write
+from lightning_sparse.cli import models
+from lightning_sparse.cli.report import format_table
 from lightning_sparse.exchange import HierCommunicator
 from lightning_sparse.exchange.paths import num_selected
 from lightning_sparse.kernels import message_bytes
-from lightning_sparse.lab import Cluster, LabConfig, signals_as_exit
-from lightning_sparse.topology import Topology, discover
+from lightning_sparse.topology import Topology
 
 NONE = "no exchange"
 ALONE = "messages alone"
@@ -107,7 +98,7 @@ class Stepper(Turns):
         self.optimizer = torch.optim.SGD(self.model.parameters(), 1e-3, foreach=True)
         options = dict(options)
         self.way: Way = WAYS[options.pop("way")](self.model, self.optimizer, topology, options)
-        _register(name, self.way.ddp)
+        register(name, self.way.ddp)
         super().__init__(BESIDE if isinstance(self.way, Updates) else BLOCK)
         self._offset = 0
 
@@ -135,62 +126,36 @@ def _numel(shapes: Sequence[torch.Size]) -> int:
     return sum(shape.numel() for shape in shapes)
 
 
-def _register(name: str, ddp: DistributedDataParallel) -> None:
-    if name == "bf16 hook":
-        ddp.register_comm_hook(None, default_hooks.bf16_compress_hook)
-    elif name == "PowerSGD r1":
-        state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=1, start_powerSGD_iter=2)
-        ddp.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
-
-
-def on_ranks(folder: Path, options: argparse.Namespace, rate: Callable[[float], None]) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
-    topology = discover()
-    gbps = options.gbps[0]
+def measure(
+    topology: Topology, device: torch.device, gbps: float | None, names: Sequence[str], seconds: float, quick: bool
+) -> Rows:
+    """One row a way. A collective. `seconds` limits all but the first three repeats."""
     steppers: dict[str, Turns] = {
-        name: Messages(topology, options.quick) if name == ALONE else Stepper(name, ROWS[name], topology, options.quick)
-        for name in options.ways
+        name: Messages(topology, quick) if name == ALONE else Stepper(name, ROWS[name], topology, quick)
+        for name in names
     }
-    rate(FASTEST)
+    set_rate(FASTEST)
     for stepper in steppers.values():
         stepper.block(4)  # layouts settle
-    rate(gbps)
+    set_rate(gbps or FASTEST)
     begin = time.perf_counter()
     for repeat in range(20):
         for name, stepper in steppers.items():
             stepper.block(50 if name.startswith("average") and not repeat else stepper.steps)
         spent = torch.tensor(time.perf_counter() - begin)
         dist.broadcast(spent, 0)
-        if repeat >= 2 and spent > options.seconds:
+        if repeat >= 2 and spent > seconds:
             break
-    rows = []
+    rows = Rows()
     for name, stepper in steppers.items():
-        taken = torch.tensor(stepper.seconds[1:], dtype=torch.float64)
-        dist.all_reduce(taken, dist.ReduceOp.MAX)
+        taken = slowest(stepper.seconds[1:], device)
         received = stepper.received[1] if name.startswith("average") else stepper.received[-1]
         step = stepper.seconds[1] if name.startswith("average") else taken[1:].median().item()
-        rows.append({"way": name, "gbps": gbps, "step s": step, "received by this node, bytes": received})
-    if dist.get_rank() == 0:
-        (folder / "rows.json").write_text(json.dumps(rows))
-    dist.barrier()
-    dist.destroy_process_group()
+        rows.append({"way": name, "step s": step, "received by this node, bytes": received})
+    return rows
 
 
-def measure(nodes: int, devices: int, gbps: float, options: argparse.Namespace) -> list[dict[str, Any]]:
-    words = ["-m", "benchmarks.exchange.updates", "x", "--gbps", str(gbps), "--seconds", str(options.seconds)]
-    words += ["--ways", *options.ways, *(["--quick"] if options.quick else [])]
-    config = LabConfig(nodes=nodes, devices=devices, gbps=gbps)
-    with tempfile.TemporaryDirectory() as folder, Cluster(config) as cluster, Rates(cluster, Path(folder)):
-        env = {"EXCHANGE_FOLDER": folder, "OMP_NUM_THREADS": "1"}
-        ran = cluster.run([sys.executable, *words], env=env)
-        if ran.exit_code != 0:
-            raise SystemExit("the ranks failed; their output is above")
-        rows: list[dict[str, Any]] = json.loads((Path(folder) / "rows.json").read_text())
-    return [{"cluster": f"{nodes}x{devices}", **row} for row in rows]
-
-
-def table(rows: list[dict[str, Any]]) -> str:
+def table(rows: Rows) -> str:
     blocks = []
     for cluster, gbps in dict.fromkeys((row["cluster"], row["gbps"]) for row in rows):
         here = {row["way"]: row for row in rows if (row["cluster"], row["gbps"]) == (cluster, gbps)}
@@ -199,36 +164,20 @@ def table(rows: list[dict[str, Any]]) -> str:
             (way, 1e3 * row["step s"], ddp / row["step s"], row["received by this node, bytes"] / 1e6)
             for way, row in here.items()
         ]
-        blocks.append(f"{cluster}, {gbps:g} Gbit/s\n\n" + format_table(("", "step ms", "DDP's over it", "MB"), lines))
+        blocks.append(f"{cluster}, {gbps} Gbit/s\n\n" + format_table(("", "step ms", "DDP's over it", "MB"), lines))
     return "\n\n".join(blocks)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
-    parser.add_argument("out", type=Path)
-    parser.add_argument("--clusters", nargs="+", default=["4x1"], metavar="MxL")
-    parser.add_argument("--gbps", type=float, nargs="+", default=[0.1, 1.0])
+    parser = parser_of(__doc__, quick="1 M gradients, and seconds instead of minutes")
+    add_clusters(parser, ["4x1"], [0.1, 1.0])
     parser.add_argument("--seconds", type=float, default=90.0, help="for one rate, where it allows three repeats")
     parser.add_argument("--ways", nargs="+", choices=ROWS, default=list(ROWS), metavar="WAY")
-    parser.add_argument("--quick", action="store_true", help="1 M gradients, and seconds instead of minutes")
     options = parser.parse_args()
-    options.seconds = min(options.seconds, 3.0) if options.quick else options.seconds
-    if "EXCHANGE_FOLDER" in os.environ:
-        folder = Path(os.environ["EXCHANGE_FOLDER"])
-        return on_ranks(folder, options, lambda gbps: ask(folder, gbps))
-    options.out.mkdir(parents=True, exist_ok=True)
-    rows = []
-    with signals_as_exit():
-        for cluster in options.clusters:
-            for gbps in options.gbps:
-                nodes, devices = map(int, cluster.split("x"))
-                rows += measure(nodes, devices, gbps, options)
-    command = " ".join(["python", "-m", "benchmarks.exchange.updates", "OUT", *sys.argv[2:]])
-    record = {**surroundings(command), "commit": commit(), "rows": rows}
-    (options.out / "updates.json").write_text(json.dumps(record, indent=1) + "\n")
-    (options.out / "updates.md").write_text(f"`{command}`, {commit()}\n\n{table(rows)}\n")
-    print(table(rows), flush=True)
-    return None
+    arguments = options.ways, 3.0 if options.quick else options.seconds, options.quick
+    rows = on_clusters(measure, *arguments, clusters=options.clusters, gbps=options.gbps)
+    if rows is not None:
+        write(options.out / "updates.json", {**surroundings(), "rows": rows}, table(rows))
 
 
 if __name__ == "__main__":

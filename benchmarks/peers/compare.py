@@ -34,7 +34,7 @@ from benchmarks.peers import ranks as peers_ranks
 from benchmarks.peers.ways import WAYS, Recipe, available
 from benchmarks.pictures import GREY, picture
 from benchmarks.pictures import colour as colour_of
-from lightning_sparse.bench.report import commit, surroundings
+from benchmarks.record import surroundings
 from lightning_sparse.lab import Cluster, LabConfig, signals_as_exit
 
 BUDGET = "ours 1 %"  # whose bytes all are given
@@ -172,8 +172,7 @@ def main() -> None:
     record: dict[str, Any] = json.loads(file.read_text()) if file.exists() else {"settings": settings, "rows": []}
     if record["settings"] != settings:
         parser.error(f"{file} was made with {record['settings']}; asked for are {settings}. Use another OUT.")
-    command = "python -m benchmarks.peers.compare OUT PICTURES ..."
-    about = {**surroundings(command), "commit": commit(), "left out": missing}
+    about = {**surroundings(), "left out": missing}
     for cluster in options.clusters:
         nodes, devices = map(int, cluster.split("x"))
         for gbps in options.gbps:

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from benchmarks.convergence.images import resnet8, validate
 from benchmarks.convergence.pictures import EpochOrder, Pictures
 from benchmarks.peers.ways import PERIOD, WAYS, Recipe, available, flat, same_start
-from lightning_sparse.bench.exchange import received_bytes
+from benchmarks.processes import received_bytes
 from lightning_sparse.topology import discover
 
 BATCH = 128  # of all ranks together
