@@ -17,7 +17,8 @@ bf16, fp16 hook, PowerSGD torch's own; PowerSGD gets one bucket, since on Gloo i
 2-D dense, ours           lightning_sparse with a fixed exchange and 16-bit values in messages
 flat top-k                ours with each rank as a node
 auto                      ours with ``exchange="auto"``
-updates                   SGD, then ``LocalUpdates``: the time includes SGD, and the rest of the last step's exchange
+updates                   SGD, then ``LocalUpdates``: the time includes SGD. Turns of `BESIDE` steps, so that what hides
+                          behind the next step can; a turn ends when nothing is under way
 ========================= ============================================================================================
 
 Writes OUT/exchange.json, .md and .svg.
@@ -52,7 +53,7 @@ FASTEST = 10.0  # Gbit/s, while bucket layouts settle
 MOST_REPEATS = 25
 NONE, NOTHING, SETTLING, SPARE = "no synchronisation", "hook that does nothing", 4, 1 << 20
 QUICK = [torch.Size((100, 1000))] * 10
-FLAT, UPDATES = "flat top-k 1 %", "updates 1 %"
+FLAT = "flat top-k 1 %"
 NODE, PLANNED = "this node, bytes", "a device, bytes, planned"
 OURS: dict[str, dict[str, Any]] = {
     "2-D dense": {"exchange": "dense"},
@@ -65,6 +66,13 @@ OURS: dict[str, dict[str, Any]] = {
     "auto 1 %": {},
 }
 """The options of `HierConfig` for each of our ways."""
+UPDATES: dict[str, dict[str, Any]] = {
+    "updates 1 %": {},
+    "updates 1 %, ahead 1": {"step_ahead": 1},
+    "updates 1 %, delay 0": {"delay": 0},
+}
+"""The options of `UpdatesConfig` for each way to exchange updates."""
+BESIDE = 25  # steps: the first one of a turn hides nothing, and the last one waits
 ALWAYS = (NONE, NOTHING, "DDP", "2-D dense", "auto 1 %")
 """What tables go by, and what the others are compared with."""
 
@@ -109,7 +117,20 @@ class Way:
     state: HierState | None = None
     updates: LocalUpdates | None = None
     seconds: list[float] = field(default_factory=list)
-    received: list[int] = field(default_factory=list)
+    received: list[float] = field(default_factory=list)
+
+    def turn(self, offset: int, synchronised: bool) -> None:
+        """Time a step, or several one after the other. A collective."""
+        dist.barrier()
+        before, begin, steps = received_bytes(), time.perf_counter(), 1 if self.updates is None else BESIDE
+        for _ in range(steps):
+            self.step(offset, synchronised)
+        for node in self.updates.optimizers if self.updates is not None else ():
+            node.state.receive()
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        self.seconds.append((time.perf_counter() - begin) / steps)
+        self.received.append((received_bytes() - before) / steps)
 
     def step(self, offset: int, synchronised: bool) -> None:
         self.ddp.zero_grad()
@@ -130,15 +151,16 @@ def build(
     """
     storage, source = _storage_and_source(sum(shape.numel() for shape in shapes), device)
     ways: dict[str, Way] = {}
-    named = [NONE, NOTHING, "DDP", "bf16 hook", "fp16 hook", "PowerSGD r1", "PowerSGD r4", *OURS, UPDATES]
+    named = [NONE, NOTHING, "DDP", "bf16 hook", "fp16 hook", "PowerSGD r1", "PowerSGD r4", *OURS, *UPDATES]
     if unknown := sorted(set(only) - set(named)):
         raise SystemExit(f"no such way: {unknown}; there are {named}")
     for name in named:
         if only and name not in (*only, *ALWAYS) or name == FLAT and topology.num_devices == 1:
             continue
-        if name == UPDATES:
+        if name in UPDATES:
             if topology.kind == "hierarchical":
-                ways[name] = _updates(Gradients(shapes, torch.zeros_like(storage), source), topology)
+                own = Gradients(shapes, torch.zeros_like(storage), source)  # its parameters change
+                ways[name] = _updates(own, UpdatesConfig(**UPDATES[name]), topology)
             continue
         module = Gradients(shapes, storage, source)
         buckets: dict[str, Any] = {"bucket_cap_mb": 1000} if name.startswith("PowerSGD") else {}
@@ -148,7 +170,7 @@ def build(
             way.state = HierState(module, HierConfig(**OURS[name]), where)
             way.ddp.register_comm_hook(way.state, hier_hook)
         else:
-            register(name, way.ddp)
+            _register(name, way.ddp)
         ways[name] = way
     return ways
 
@@ -162,14 +184,13 @@ def _storage_and_source(numel: int, device: torch.device) -> tuple[Tensor, Tenso
     return storage, source
 
 
-def _updates(module: Gradients, topology: Topology) -> Way:
-    """`module` has parameters of its own, which change."""
+def _updates(module: Gradients, config: UpdatesConfig, topology: Topology) -> Way:
     ddp = DistributedDataParallel(module, gradient_as_bucket_view=True, process_group=topology.intra)
     optimizer = torch.optim.SGD(module.parameters(), lr=1e-3, foreach=True)
-    return Way(ddp, updates=LocalUpdates(module, optimizer, UpdatesConfig(), topology))
+    return Way(ddp, updates=LocalUpdates(module, optimizer, config, topology))
 
 
-def register(name: str, ddp: DistributedDataParallel) -> None:
+def _register(name: str, ddp: DistributedDataParallel) -> None:
     """Register torch's hook of this name, if there is one."""
     if name == NOTHING:
         ddp.register_comm_hook(None, _nothing)
@@ -213,7 +234,7 @@ def measure(
     begin, repeats = time.perf_counter(), 0
     while True:
         for name, way in ways.items():
-            _timed_step(way, offset := (offset + 4099) % SPARE, name != NONE)
+            way.turn(offset := (offset + 4099) % SPARE, name != NONE)
         repeats += 1
         spent = torch.tensor(time.perf_counter() - begin, device=device)
         dist.broadcast(spent, 0)
@@ -223,16 +244,6 @@ def measure(
     for row in rows:
         row["sync s"] = row["step s"] - rows[0]["step s"]
     return rows
-
-
-def _timed_step(way: Way, offset: int, synchronised: bool) -> None:
-    dist.barrier()
-    before, begin = received_bytes(), time.perf_counter()
-    way.step(offset, synchronised)
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-    way.seconds.append(time.perf_counter() - begin)
-    way.received.append(received_bytes() - before)
 
 
 def _row(name: str, way: Way, device: torch.device) -> dict[str, Any]:

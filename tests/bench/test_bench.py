@@ -90,7 +90,7 @@ def test_an_error_of_the_work_is_its_own() -> None:
 
 def _benchmark(module: Any, *words: str) -> None:
     gradients.QUICK = [torch.Size((100, 10))] * 3
-    gradients.SETTLING = 2
+    gradients.SETTLING, gradients.BESIDE = 2, 3
     pto.shapes_of = lambda model: [torch.Size((30, 10)), torch.Size((10,))]  # type: ignore[assignment]
     sys.argv = [module.__name__, *words, "--quick"]
     module.main()
@@ -108,7 +108,7 @@ def test_gradients_on_the_ranks_it_is_started_on(tmp_path: Path) -> None:
     run_ranks(_gradients, str(tmp_path), nodes=2, devices=2, init=False)
     rows = {row["way"]: row for row in json.loads((tmp_path / "exchange.json").read_text())["rows"]}
     theirs = {"DDP", "bf16 hook", "fp16 hook", "PowerSGD r1", "PowerSGD r4"}
-    assert set(rows) == {gradients.NONE, gradients.NOTHING, gradients.UPDATES, *gradients.OURS, *theirs}
+    assert set(rows) == {gradients.NONE, gradients.NOTHING, *gradients.UPDATES, *gradients.OURS, *theirs}
     assert {row["cluster"] for row in rows.values()} == {"2x2"}
     assert rows[gradients.NONE]["sync s"] == 0
     planned = {way: row.get(f"received by {gradients.PLANNED}") for way, row in rows.items()}
