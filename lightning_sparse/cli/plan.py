@@ -24,8 +24,8 @@ from typing import Any
 
 import torch
 
-from lightning_sparse.bench import models
-from lightning_sparse.bench.report import format_table, need, processor
+from lightning_sparse.cli import models
+from lightning_sparse.cli.report import format_table, need, processor
 from lightning_sparse.exchange import paths
 from lightning_sparse.exchange.choice import MARGIN
 from lightning_sparse.exchange.paths import PATHS, Dense, Flat, Work

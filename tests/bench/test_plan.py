@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from lightning_sparse import cli
-from lightning_sparse.bench import models
-from lightning_sparse.cli import plan
+from lightning_sparse.cli import models, plan
 from lightning_sparse.cli.plan import WAYS, Row, Scenario, predict, recommend_for_adam
 from lightning_sparse.exchange import Work
 from lightning_sparse.exchange.paths import Dense, Flat, Regional, Sparse, num_selected
