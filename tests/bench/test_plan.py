@@ -128,6 +128,17 @@ def test_models_of_torchvision_and_timm_cost_no_memory() -> None:
     assert found.input_shape == (3, 224, 224)
 
 
+def test_sizes_that_need_no_package(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    of_torchvision = [name for name in models.SIZES if "-" not in name]
+    assert len(of_torchvision) == 7
+    assert all(models.find(name).numel == models.SIZES[name] for name in of_torchvision)
+    for package in ("torchvision", "timm"):
+        monkeypatch.setitem(sys.modules, package, None)
+    words = ["--nodes", "4", "--devices", "8", "--inter-gbps", "10", "--intra-gbps", "1200"]
+    assert cli.main(["plan", "--model", "gpt2", *words]) == 0
+    assert "124,439,808" in capsys.readouterr().out
+
+
 def test_an_unknown_model_is_told_with_close_ones() -> None:
     with pytest.raises(ValueError, match=r"model='resnet_50' is not a classifier .* resnet50"):
         models.find("resnet_50")
