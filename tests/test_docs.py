@@ -129,7 +129,7 @@ def test_the_quick_start(tmp_path: Path) -> None:
     done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=200, check=False)
     said = done.stdout + done.stderr
     assert done.returncode == 0, said
-    assert "2 node(s) x 1 device(s): 0.01 of each device's updates after each step" in said
+    assert "2 node(s) x 1 device(s): 1 % of each device's updates after each step" in said
     assert "`max_epochs=3` reached" in said
 
 

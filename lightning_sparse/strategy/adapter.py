@@ -77,7 +77,7 @@ class Adapter:
                 node_rank=self.node_rank,
                 local_rank=self.local_rank,
                 node_name=self._node_name,
-                config={**self.config.to_dict(), **self._shared_options()},
+                config={**self.config.to_dict(), **self._shared_options(), "torch": torch.__version__},
                 timeout=self._timeout,
             )
             self._saves.run_id = str(self.broadcast(new_run_id()))  # type: ignore[attr-defined]
@@ -222,7 +222,9 @@ def new_updates(
         if isinstance(each, nn.SyncBatchNorm) and hierarchical:
             each.process_group = topology.intra  # statistics of its node: between nodes each forward pass would wait
     updates = LocalUpdates(module, optimizers, config, topology)
-    updates.log_once(f"{topology.shape}: {config.describe(topology.num_nodes) if hierarchical else ONE_NODE}")
+    said = config.describe(topology.num_nodes) if updates.active else ONE_NODE
+    volume = f"; {updates.exchange.volume(config.density)}" if updates.optimizers else ""
+    updates.log_once(f"{topology.shape}: {said}{volume}")
     return updates
 
 

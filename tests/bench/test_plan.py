@@ -129,7 +129,7 @@ def test_models_of_torchvision_and_timm_cost_no_memory() -> None:
 
 
 def test_sizes_that_need_no_package(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    of_torchvision = [name for name in models.SIZES if "-" not in name]
+    of_torchvision = [name for name in models.SIZES if "-" not in name and name != "gpt2"]
     assert len(of_torchvision) == 7
     assert all(models.find(name).numel == models.SIZES[name] for name in of_torchvision)
     for package in ("torchvision", "timm"):
@@ -147,7 +147,7 @@ def test_an_unknown_model_is_told_with_close_ones() -> None:
 def test_without_torchvision_and_timm_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     for package in ("torchvision", "timm"):
         monkeypatch.setitem(sys.modules, package, None)
-    with pytest.raises(ValueError, match="pip install torchvision, or give --parameters"):
+    with pytest.raises(ValueError, match="pip install torchvision, give --parameters"):
         models.find("resnet50")
 
 
