@@ -128,7 +128,7 @@ class Recorder(pl.Callback):
     """Seconds and bytes sent of each step, bytes of the fit, and a metric, as ``node<n>.json``: one file a node.
 
     Bytes are what the kernel counted on the interface of the node from one step to the next, so they need a node that
-    is alone on its interface, as in the lab; elsewhere they are left out, and what a step should send stands beside them.
+    is alone on its interface, as in the lab; elsewhere they are left out. What a step should send stands beside them.
     """
 
     def __init__(self, folder: Path, metric: str = "val_accuracy") -> None:
