@@ -14,6 +14,7 @@ ROOT = Path(__file__).resolve().parents[1]
 OUTSIDE = (
     "benchmarks/results/*.*",
     "examples/docker/compose.yaml",
+    "examples/hf_trainer.py",
     "examples/imagenet/*.*",
     "examples/imagenet_resnet50.py",
     "examples/language/*.*",

@@ -138,6 +138,7 @@ class Recorder(pl.Callback):
         self.counts = "LIGHTNING_SPARSE_LAB" in os.environ and interface != "lo" and self.counter.exists()
         self.seconds: list[float] = []
         self.bytes: list[int] = []
+        self.sent = 0
 
     def setup(self, *_: Any, **__: Any) -> None:
         self.sent_before = self._sent()
