@@ -34,18 +34,11 @@ class Exchange:
     """Exchanges shards between the nodes of a topology.
 
     Args:
-        config: options of the exchange.
-        topology: of the ranks, with its groups.
         device: where the shards are.
         numel: elements of all tensors together, on one rank.
-        log_once: logs a line once, on rank 0.
 
     Attributes:
-        device: as given.
-        communicator: the collectives.
-        choice: which path each shard takes.
         runner: runs jobs, beside backward if ``config.overlap``.
-        stats: what was communicated.
     """
 
     def __init__(
@@ -101,25 +94,23 @@ class Exchange:
 class Transfer:
     """A shard on its way between nodes.
 
-    Args:
-        path: that it takes.
-        shard: what this device contributes.
-        communicator: the collectives.
-
     Attributes:
         carried: what this device sends; once that was transferred, what has arrived.
     """
 
     def __init__(self, path: Path, shard: Shard, communicator: HierCommunicator) -> None:
         self.path, self.shard, self._communicator = path, shard, communicator
+        self._where = communicator.where  # stages may run on threads, each with a place of its own
         self.carried = path.select(communicator, shard)
 
     def transfer(self) -> None:
         """Communicate with other nodes."""
+        self._communicator.where = self._where
         self.carried = self.path.transfer(self._communicator, self.carried, self.shard)
 
     def apply(self) -> Tensor:
         """Return the sum over nodes: fp32, or for a path ``in_place`` ``shard.sum_S``."""
+        self._communicator.where = self._where
         return self.path.apply(self.carried, self.shard)
 
     @property

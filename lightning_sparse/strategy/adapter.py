@@ -134,7 +134,7 @@ class GradientEngines:
         begin ``fresh``. A collective of the world."""
         module = ddp.module
         self._drop_unused(module, fresh)
-        state = next((each for each in self.states if each.parameters.are_of(module)), None)
+        state = next((each for each in self.states if each.parameters.module is module), None)
         if state is None:
             state = HierState(module, self._config, topology, find_unused_parameters=find_unused)
             state.loss_scale = lambda: loss_scale_of(precision)
@@ -173,12 +173,12 @@ class GradientEngines:
         """Those of modules that are gone, and that of the module being wrapped if it has other parameters by now."""
         gc.collect()  # so that all ranks see the same modules gone
         for state in list(self.states):
-            replaced = state.parameters.are_of(module) and not state.parameters.are_in(module)
+            replaced = state.parameters.module is module and not state.parameters.are_in(module)
             if replaced and not fresh:
                 state.log_once(
                     "parameters were replaced since the last set-up: their residuals are lost", logging.WARNING
                 )
-            if replaced or state.parameters.module is None or (fresh and state.parameters.are_of(module)):
+            if replaced or state.parameters.module is None or (fresh and state.parameters.module is module):
                 state.end()
                 self.states.remove(state)
                 stale = self.watched.pop(state)

@@ -327,7 +327,7 @@ class MSTopKHierMixin(TrainerAdapter):
     def _take_up(self, state: HierState) -> None:
         """Go on where the checkpoint that was loaded left off."""
         if not self._restore(state) and self._resumes:
-            state.forget()  # residuals belong to other weights
+            state.restart()  # residuals belong to other weights
         self._resumes = False
 
     def setup_optimizers(self, trainer: Any) -> None:
