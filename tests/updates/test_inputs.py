@@ -67,32 +67,25 @@ def test_options_of_others(wrong: dict[str, Any], said: str) -> None:
 
 
 def refused() -> None:
-    topology = discover()
-    model = mlp()
-    with pytest.raises(ValueError, match="LBFGS"):
-        LocalUpdates(model, torch.optim.LBFGS(model.parameters()), UpdatesConfig(), topology)
+    topology, config, model = discover(), UpdatesConfig(), mlp()
     one_step = sgd(model)
     one_step.consolidate_state_dict = lambda to=0: None  # type: ignore[attr-defined]
-    with pytest.raises(ValueError, match="is shared already"):
-        LocalUpdates(model, one_step, UpdatesConfig(), topology)
-    dist.barrier()  # else a rank leaves while others still connect to it
-
-
-def wrong_parameters() -> None:
-    topology, config = discover(), UpdatesConfig()
-    model = mlp()
-    with pytest.raises(ValueError, match=r"steps a parameter of shape \(3,\) that the module does not hold"):
-        LocalUpdates(model, torch.optim.SGD([*model.parameters(), torch.zeros(3)]), config, topology)
-    with pytest.raises(ValueError, match=r"parameter 0\.weight is stepped twice"):
-        LocalUpdates(model, [sgd(model), adamw(model[0])], config, topology)
+    for optimizers, said in (
+        (torch.optim.LBFGS(model.parameters()), "LBFGS"),
+        (one_step, "is shared already"),
+        (torch.optim.SGD([*model.parameters(), torch.zeros(3)]), r"shape \(3,\) that the module does not hold"),
+        ([sgd(model), adamw(model[0])], r"parameter 0\.weight is stepped twice"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            LocalUpdates(model, optimizers, config, topology)
     model[0].weight = nn.Parameter(torch.zeros(37, 13, dtype=torch.complex64))
     with pytest.raises(ValueError, match=r"parameter 0\.weight is of torch\.complex64"):
         LocalUpdates(model, sgd(model), config, topology)
     dist.barrier()  # else a rank leaves while others still connect to it
 
 
-def test_parameters_that_cannot_work(ranks: RunRanks) -> None:
-    ranks(wrong_parameters, nodes=2, devices=1)
+def test_optimizers_and_parameters_that_cannot_work(ranks: RunRanks) -> None:
+    ranks(refused, nodes=2, devices=1)
 
 
 def ranks_differ() -> None:
@@ -110,10 +103,6 @@ def ranks_differ() -> None:
 
 def test_ranks_that_differ(ranks: RunRanks) -> None:
     ranks(ranks_differ, nodes=2, devices=1)
-
-
-def test_optimizers_that_cannot_work(ranks: RunRanks) -> None:
-    ranks(refused, nodes=2, devices=1)
 
 
 def unequal() -> None:
