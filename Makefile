@@ -83,7 +83,6 @@ conformance: $(VENV)/.built ## run Lightning's DDP tests against the strategy; L
 
 wheel: $(VENV)/.release ## build the sdist and the wheels into dist; needs nvcc and g++
 	$(RUN) release/build.py dist
-	rm -f $(VENV)/.built  # the pure wheel is built without kernels, in this checkout
 
 test-wheel: $(VENV)/.release ## install and use each file of dist; ARGS=--fresh downloads dependencies, too
 	$(RUN) release/check.py dist $(ARGS)

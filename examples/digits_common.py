@@ -128,7 +128,7 @@ class Recorder(pl.Callback):
     """Seconds and bytes sent of each step, bytes of the fit, and a metric, as ``node<n>.json``: one file a node.
 
     Bytes are what the kernel counted on the node's network interface while a step ran, so they need a node that is
-    alone on its interface, as in the lab; elsewhere they are left out.
+    alone on its interface, as in the lab; elsewhere they are left out, and what a step should send stands beside them.
     """
 
     def __init__(self, folder: Path, metric: str = "val_accuracy") -> None:
@@ -145,9 +145,10 @@ class Recorder(pl.Callback):
     def on_train_batch_start(self, *_: Any) -> None:
         self.started, self.sent = time.perf_counter(), self._sent()
 
-    def on_train_batch_end(self, *_: Any) -> None:
+    def on_train_batch_end(self, trainer: pl.Trainer, module: pl.LightningModule, *_: Any) -> None:
         self.seconds.append(time.perf_counter() - self.started)
         self.bytes.append(self._sent() - self.sent)
+        self.computed = computed(trainer, module)  # after the last step, before what is pending is sent
 
     def on_fit_end(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
         if trainer.local_rank == 0:
@@ -156,13 +157,26 @@ class Recorder(pl.Callback):
                 "seconds": self.seconds,
                 "bytes_sent": self.bytes if self.counts else None,
                 "bytes_sent_in_all": self._sent() - self.sent_before if self.counts else None,
-                "parameters": sum(each.numel() for each in module.parameters()),
+                "bytes_computed": self.computed,
             }
             self.folder.mkdir(parents=True, exist_ok=True)
             (self.folder / f"node{trainer.node_rank}.json").write_text(json.dumps(result) + "\n")
 
     def _sent(self) -> int:
         return int(self.counter.read_text()) if self.counts else 0
+
+
+def computed(trainer: pl.Trainer, module: pl.LightningModule) -> float:
+    """Bytes that this node sends to others for a step, on average: of our strategies what they count, of DDP those of
+    a ring over all ranks, one of whose links leaves each node."""
+    if trainer.num_nodes == 1:
+        return 0.0
+    engine = getattr(trainer.strategy, "engine", None)
+    if engine is not None:
+        stats = engine.exchange.stats
+        return float(stats.bytes_between_nodes / max(1, stats.rounds) * trainer.world_size / trainer.num_nodes)
+    nbytes = sum(each.numel() * each.element_size() for each in module.parameters())
+    return 2 * (trainer.world_size - 1) / trainer.world_size * nbytes
 
 
 def cluster() -> dict[str, Any]:

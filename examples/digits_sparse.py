@@ -13,7 +13,7 @@ def main() -> None:
     args.data.parent.mkdir(parents=True, exist_ok=True)
     trainer = pl.Trainer(
         **cluster(),
-        strategy=MSTopKHierStrategy(density=0.01, warmup_epochs=1),
+        strategy=MSTopKHierStrategy(density=0.01, exchange="sparse", warmup_epochs=1),
         max_epochs=args.epochs,
         limit_train_batches=args.share,
         callbacks=[TQDMProgressBar(), Recorder(args.result)],

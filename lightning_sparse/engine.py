@@ -214,6 +214,10 @@ class Engine(ABC):
         """Take up what another cluster saved, or this one under other options: the states of its devices, by node.
         Every rank calls it."""
 
+    def global_parts(self) -> list[Tensor]:
+        """Return tensors that devices of the same place hold alike on all nodes, to be compared after a restore."""
+        return []
+
     def restart(self) -> None:
         """Go on from the weights that the module holds now, with nothing pending. Every rank calls it."""
         return

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
@@ -28,7 +28,7 @@ from lightning_sparse.exchange import Exchange, ExchangeConfig, Shard
 from lightning_sparse.exchange.communicator import average
 from lightning_sparse.messages import LogOnce
 from lightning_sparse.sharding import check_sharded, local_of, part_of
-from lightning_sparse.topology import Topology
+from lightning_sparse.topology import Topology, device_type
 
 
 def mesh_of(topology: Topology) -> DeviceMesh:
@@ -46,7 +46,7 @@ def mesh_of(topology: Topology) -> DeviceMesh:
     mesh = topology.mesh_of_axes("replicate", "shard")
     if mesh is not None:
         return mesh
-    kind = "cuda" if dist.get_backend() == "nccl" else "cpu"
+    kind = device_type(dist.get_backend_config())
     return init_device_mesh(kind, (1, topology.world_size), mesh_dim_names=("replicate", "shard"))
 
 
@@ -70,6 +70,16 @@ def shard(model: nn.Module, mesh: DeviceMesh, **options: Any) -> nn.Module:
     for each in model.children() if isinstance(model, (nn.ModuleList, nn.ModuleDict)) else [model]:
         fully_shard(each, mesh=inside, **options)  # a list has no forward() of its own
     return model
+
+
+def options_for(precision: Any) -> dict[str, Any]:
+    """Return the options of ``fully_shard`` for a precision of Lightning.
+
+    With ``"bf16-mixed"`` weights are gathered in bf16, half the bytes; gradients are still summed in fp32.
+    """
+    if precision != "bf16-mixed":
+        return {}
+    return {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)}
 
 
 def blocks(model: nn.Module) -> Iterator[nn.Module]:
@@ -250,6 +260,9 @@ class ShardedGradients(Engine):
         return {"residual_norm": torch.stack(held).norm() if held else torch.zeros(())}
 
     # -- checkpoints: residuals, by pieces of parameters and without padding -------------------------------------------
+
+    def global_parts(self) -> list[Tensor]:
+        return [local_of(p.data) for p in self.module.parameters()] if self.active else []
 
     def state(self) -> State:
         pieces, layouts = [], {}

@@ -123,7 +123,7 @@ class Topology:
         """The same by names of one's own."""
         if self.intra is None or self.inter is None:
             return None
-        kind = "cuda" if dist.get_backend(self.intra) == "nccl" else "cpu"
+        kind = device_type(dist.get_backend_config(self.intra))
         ranks = torch.tensor(self.nodes, dtype=torch.int)
         return DeviceMesh.from_group([self.inter, self.intra], kind, mesh=ranks, mesh_dim_names=(node, device))
 
@@ -246,8 +246,8 @@ def with_groups(nodes: tuple[tuple[int, ...], ...], *, timeout: timedelta | None
             f"nodes={nodes} hold {plain.world_size} ranks but the world has {dist.get_world_size()}: "
             f"describe every rank, or leave it to topology.discover()."
         )
-    has_threads = dist.get_backend() != "nccl"
-    world = own_group([tuple(range(plain.world_size))], timeout, "all ranks") if has_threads else None
+    in_threads = "cpu:" in dist.get_backend_config()  # some collectives, on CPU tensors
+    world = own_group([tuple(range(plain.world_size))], timeout, "all ranks") if in_threads else None
     if plain.kind != "hierarchical":
         return Topology(nodes, rank, world=world)
     return Topology(
@@ -258,6 +258,20 @@ def with_groups(nodes: tuple[tuple[int, ...], ...], *, timeout: timedelta | None
         world=world,
         outward=own_group(nodes, timeout, "inside the node, at the end"),
     )
+
+
+def device_type(backends: str) -> str:
+    """Return the device that ranks train on, from the backends of their process group: "cuda" or "cpu".
+
+    A group may have one for each device: ``init_process_group()`` without a name makes it so where there is a GPU.
+
+    Args:
+        backends: as of ``torch.distributed.get_backend_config()``.
+
+    >>> device_type("cpu:gloo,cuda:nccl"), device_type("cuda:nccl"), device_type("cpu:gloo,cuda:gloo")
+    ('cuda', 'cuda', 'cpu')
+    """
+    return "cuda" if "cuda:" in backends and "cuda:gloo" not in backends else "cpu"
 
 
 def own_group(partition: Iterable[tuple[int, ...]], timeout: timedelta | None, name: str) -> ProcessGroup | None:

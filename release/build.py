@@ -36,8 +36,27 @@ def run(*command: object, cwd: Path = HERE.parent, **environment: str) -> None:
     subprocess.run(words, cwd=cwd, env=environment, check=True)
 
 
-def build_sdist(out: Path) -> Path:
-    run(sys.executable, "-m", "build", "--sdist", "--no-isolation", "--outdir", out, LIGHTNING_SPARSE_BUILD="none")
+def copy_of_checkout(folder: Path) -> Path:
+    """Copy what git tracks: a build in the checkout itself would take the compiled kernels away from it."""
+    for name in subprocess.check_output(["git", "ls-files", "-z"], cwd=HERE.parent, text=True).split("\0"):
+        if (source := HERE.parent / name).is_file():
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(source, folder / name)
+    return folder
+
+
+def build_sdist(source: Path, out: Path) -> Path:
+    run(
+        sys.executable,
+        "-m",
+        "build",
+        "--sdist",
+        "--no-isolation",
+        "--outdir",
+        out,
+        cwd=source,
+        LIGHTNING_SPARSE_BUILD="none",
+    )
     return next(out.glob("*.tar.gz"))
 
 
@@ -89,7 +108,7 @@ def main() -> None:
     out = parser.parse_args().out.resolve()
     shutil.rmtree(out, ignore_errors=True)
     with tempfile.TemporaryDirectory() as folder:
-        sdist = build_sdist(out)
+        sdist = build_sdist(copy_of_checkout(Path(folder) / "checkout"), out)
         with tarfile.open(sdist) as archive:
             archive.extractall(folder, filter="data")
         source = Path(folder) / sdist.name.removesuffix(".tar.gz")

@@ -12,6 +12,7 @@ import importlib
 import json
 import os
 import platform
+import re
 import shutil
 import socket
 import sys
@@ -39,6 +40,8 @@ from lightning_sparse.topology import Topology
 
 Status = Literal["ok", "note", "bad"]
 OLDEST_TORCH = (2, 11)
+MALWARE = ("2.6.2", "2.6.3")
+SAFE_LIGHTNING = (2, 6, 6)
 STRATEGIES = ("mstopk_hier", "mstopk_local", "mstopk_fsdp")
 FLAVOURS = {"pytorch-lightning": "pytorch_lightning.strategies", "lightning": "lightning.pytorch.strategies"}
 EXTRAS = {
@@ -111,6 +114,8 @@ def _lightning() -> Iterator[Finding]:
         except Exception as error:  # incompatible packages can raise anything on import
             yield Finding("bad", package, f"{installed} cannot be imported: {type(error).__name__}: {error}")
             continue
+        if advisory := advisory_of(installed):
+            yield Finding(advisory[0], package, f"{installed}: {advisory[1]}")
         missing = [name for name in STRATEGIES if name not in registry]
         names = ", ".join(map(repr, missing or STRATEGIES))
         message = f"{installed}, strategies {names} are {'not ' if missing else ''}registered"
@@ -120,6 +125,23 @@ def _lightning() -> Iterator[Finding]:
     if not any(point.name == "lightning_sparse" for point in entry_points(group="torch.backends")):
         message = "not installed as a package: scripts must `import lightning_sparse` before they name the strategy"
         yield Finding("note", "lightning_sparse", message)
+
+
+def advisory_of(installed: str) -> tuple[Status, str] | None:
+    """Return what is known of the safety of a version of Lightning; None for nothing.
+
+    >>> advisory_of("2.6.5"), advisory_of("2.6.6")
+    (('note', 'loading a checkpoint may run its code (GHSA-qqmf-gpg7-g8gw): install 2.6.6 or later'), None)
+    """
+    if installed in MALWARE:
+        return (
+            "bad",
+            "this release was malware (GHSA-w37p-236h-pfx3): remove it, and change the secrets of this machine",
+        )
+    numbers = tuple(int(part) for part in re.findall(r"\d+", installed)[:3])
+    if numbers < SAFE_LIGHTNING:
+        return "note", "loading a checkpoint may run its code (GHSA-qqmf-gpg7-g8gw): install 2.6.6 or later"
+    return None
 
 
 def _extras() -> Iterator[Finding]:

@@ -13,6 +13,7 @@ calls these in the three methods of a job (see `lanes`), beside what the caller 
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from collections.abc import Callable
 from copy import deepcopy
@@ -25,7 +26,7 @@ from lightning_sparse.exchange.choice import PathChoice
 from lightning_sparse.exchange.communicator import HierCommunicator
 from lightning_sparse.exchange.config import ExchangeConfig
 from lightning_sparse.exchange.lanes import Runner, runner_of
-from lightning_sparse.exchange.paths import Flat, Path, Shard
+from lightning_sparse.exchange.paths import Dense16, Flat, Path, Shard
 from lightning_sparse.kernels import kernel_report
 from lightning_sparse.topology import Topology
 
@@ -47,16 +48,16 @@ class Exchange:
         topology: Topology,
         device: torch.device | None,
         numel: int,
-        log_once: Callable[[str], None],
+        log_once: Callable[..., None],
     ) -> None:
         self.topology, self.device = topology, device
         self.communicator = HierCommunicator(topology)
         self.choice = PathChoice(config, topology, numel, log_once)
         self.runner = runner_of(topology, device) if config.overlap else Runner()
         self.stats = CommStats()
-        said = _without_kernels(device)
-        if said:
-            log_once(said)
+        for said in (_without_kernels(device), _more_than_dense(self.choice, config, numel)):
+            if said:
+                log_once(said, logging.WARNING)
 
     def refuse_capture(self) -> None:
         """Before a round. A CUDA graph would repeat what the host decided in the round that was captured.
@@ -194,4 +195,19 @@ def _without_kernels(device: torch.device | None) -> str:
     return (
         f"no compiled kernels for {device.type}: selection takes plain torch, which gives the same results several "
         f"times slower ({'; '.join(report.reasons)})"
+    )
+
+
+def _more_than_dense(choice: PathChoice, config: ExchangeConfig, numel: int) -> str:
+    """Return a warning where the all-gather of messages, which grows with the nodes, receives more than it saves."""
+    if config.exchange != "sparse" or not numel:
+        return ""
+    work = choice.work(numel, torch.float32)
+    path, dense = choice.path(work, config.density), Dense16(work)
+    if path.bytes() <= dense.bytes():
+        return ""
+    return (
+        f"exchange='sparse' at density {config.density:g} receives {path.bytes() / dense.bytes():.2g} times the "
+        f"bytes of exchange='dense16' on {work.num_nodes} nodes: use exchange='regional', whose bytes do not grow with "
+        f"the number of nodes, or a density below {config.density * dense.bytes() / path.bytes():.2g}"
     )

@@ -48,6 +48,12 @@ class HierConfig(ExchangeConfig):
         _check_exclude(self.exclude)
         check_flag("momentum_correction", self.momentum_correction)
 
+    @property
+    def wants_warmup(self) -> bool:
+        """Whether entries may be left out from the first step on, though nobody said that there be no warm-up."""
+        given = self.warmup_epochs is not None or self.warmup_steps is not None
+        return not given and (self.path is None or self.leaves_entries_out) and self.density < 1
+
 
 def _check_exclude(value: object) -> None:
     if value in ("none", "vectors"):

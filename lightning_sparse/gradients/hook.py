@@ -8,7 +8,7 @@ ddp.register_comm_hook(state, hier_hook)
 
 import torch
 from torch import Tensor
-from torch._C._distributed_c10d import GradBucket  # torch.distributed re-exports it unannounced
+from torch.distributed import GradBucket  # type: ignore[attr-defined]  # re-exported, unannounced
 
 from lightning_sparse.gradients.reduction import Reduction
 from lightning_sparse.gradients.state import HierState

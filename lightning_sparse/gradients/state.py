@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._C._distributed_c10d import GradBucket  # torch.distributed re-exports it unannounced
+from torch.distributed import GradBucket  # type: ignore[attr-defined]  # re-exported, unannounced
 
 from lightning_sparse.engine import Engine, State
 from lightning_sparse.exchange import Exchange, Path, Work

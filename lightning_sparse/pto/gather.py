@@ -24,6 +24,8 @@ from lightning_sparse.sharding import Parts, memory_of
 
 ALIGN = 16
 PIECE = 16 * 2**20
+PIECE_CUDA = 128 * 2**20
+"""A collective of NCCL takes some 20 us at any size, and memory for a larger buffer is there."""
 LARGE = 2**18
 
 
@@ -49,7 +51,7 @@ class FlatGather:
 
     Args:
         parameters: all parameters, in the same order and with the same strides on all ranks.
-        piece: maximum bytes of one packed collective.
+        piece: maximum bytes of one packed collective; default: `PIECE`, on CUDA `PIECE_CUDA`.
         large: minimum bytes of a part on a CPU that is broadcast in place.
 
     Raises:
@@ -63,12 +65,14 @@ class FlatGather:
         index: int,
         size: int,
         *,
-        piece: int = PIECE,
+        piece: int | None = None,
         large: int = LARGE,
     ) -> None:
         self.index = index
         self._size = size
         self._in_place_from = large
+        if piece is None:
+            piece = PIECE_CUDA if any(p.is_cuda for p in parameters) else PIECE
         self._cut = max(ALIGN, piece // size // ALIGN * ALIGN)
         self._parameters, self._parts = parameters, parts
         self._addresses: list[int] = []

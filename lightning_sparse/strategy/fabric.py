@@ -14,6 +14,7 @@ Fabric has no epochs and no estimate of its steps, so ``"mstopk_hier"`` has no d
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -24,7 +25,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from lightning_sparse.fsdp import ShardedGradients, mesh_of, shard
+from lightning_sparse.fsdp import ShardedGradients, mesh_of, options_for, shard
 from lightning_sparse.gradients import HierConfig, HierState
 from lightning_sparse.messages import log
 from lightning_sparse.sharding import parameters_of
@@ -65,6 +66,10 @@ if TYPE_CHECKING:
 else:
     Host = object
 
+NO_WARMUP = (
+    "no density warm-up: sparse gradients learn slowly at first, or not at all. Give warmup_steps, say 5 % of the run, "
+    "which a Trainer takes by itself; 0 to do without"
+)
 Parallelize = Callable[[nn.Module, DeviceMesh], nn.Module]
 
 
@@ -158,6 +163,8 @@ class MSTopKHierFabricMixin(FabricAdapter):
         state = self._gradients.attach(ddp, self._place, self.precision, find_unused=unused)
         if state not in known:
             state.epoch = self._epoch
+            if state.active and self.config.wants_warmup:
+                state.log_once(NO_WARMUP, logging.WARNING)
             self._restore_first(state)
             self._gradients.watch_seen()
         return ddp
@@ -342,7 +349,7 @@ class MSTopKFSDPFabricMixin(ShardsAdapter, UpdatesFabricAdapter):
         send: ``"updates"``: what each node's own optimizers did to the shards; ``"gradients"``: the gradients, in
             FSDP2's hook, so that all nodes hold the same weights.
         parallelize_fn: shards a module, given it and the mesh of axes "replicate" and "shard"; default: the blocks that
-            repeat, then the whole.
+            repeat, then the whole, in bf16 with the precision "bf16-mixed".
         node_name: the node that this process belongs to, by name, on every rank (see lightning_sparse.topology).
         **kwargs: options of `UpdatesConfig` (``density``, ``step_ahead``, ...) and of Fabric's ModelParallelStrategy.
 
@@ -360,8 +367,11 @@ class MSTopKFSDPFabricMixin(ShardsAdapter, UpdatesFabricAdapter):
         **kwargs: Any,
     ) -> None:
         self._begin_shards(send, node_name, kwargs)
-        super().__init__(parallelize_fn=parallelize_fn, **kwargs)
+        super().__init__(parallelize_fn=self._shard if parallelize_fn is shard else parallelize_fn, **kwargs)
         self._modules = []
+
+    def _shard(self, module: nn.Module, mesh: DeviceMesh) -> nn.Module:
+        return shard(module, mesh, **options_for(self.precision.precision))
 
     def setup_environment(self) -> None:
         """The mesh, which ``parallelize_fn`` is given."""

@@ -7,6 +7,7 @@ spelt, explained and checked in the config alone.
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import fields
+from difflib import get_close_matches
 from typing import Any, Literal, TypeVar, get_args, get_type_hints
 
 import torch
@@ -77,9 +78,12 @@ def check_options(
             known |= set(inspect.signature(base.__init__).parameters)  # type: ignore[misc]
     unknown = sorted(given.keys() - known)
     if unknown:
+        close = [near for name in unknown for near in get_close_matches(name, sorted({*own, *known}), 1)]
         raise ValueError(
-            f"{cls.__name__} does not know the option(s) {', '.join(unknown)}: its own are {', '.join(own)}, and "
-            f"those of Lightning's {wrapper.__name__.removesuffix('Strategy')} strategy are passed on."
+            f"{cls.__name__} does not know the option(s) {', '.join(unknown)}"
+            f"{f' (did you mean {chr(44).join(close)}?)' if close else ''}: its own are {', '.join(own)}, and those of "
+            f"{'DistributedDataParallel' if wrapper is DistributedDataParallel else 'its base class in Lightning'} are "
+            f"passed on."
         )
 
 

@@ -7,6 +7,9 @@ No collective, because a save may come from a signal handler or from an exceptio
 ties the two: an old main file never meets newer side files. Side files are written before the main file, under a
 temporary name that is renamed when whole, and rank 0 waits for those of all ranks; the ids of earlier saves are removed
 after it. So a job that is killed at any point of saving leaves a checkpoint that is whole: the old one or the new one.
+
+A side file is a zip archive, as torch.save writes it, whose entries carry CRC-32 checksums. torch.load does not verify
+them; here they are, so a damaged file counts as missing. Local files are mapped, not read.
 """
 
 from __future__ import annotations
@@ -16,21 +19,24 @@ import io
 import logging
 import os
 import uuid
+import zipfile
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
-from typing import Any
+from pathlib import Path
+from typing import IO, Any
 
 import fsspec
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import Store  # torch.distributed re-exports it unannounced
+from fsspec.implementations.local import LocalFileSystem
+from torch.distributed import Store  # type: ignore[attr-defined]  # re-exported, unannounced
 from torch.distributed.distributed_c10d import _get_default_store, default_pg_timeout
 
-from lightning_sparse.agree import all_agree
+from lightning_sparse.agree import all_agree, differing
 from lightning_sparse.engine import Engine, State
 from lightning_sparse.messages import log
 from lightning_sparse.topology import Topology
@@ -65,13 +71,13 @@ class Saved:
         """Return whether it is of a cluster of the same ranks in the same nodes."""
         return tuple(map(tuple, self.manifest["nodes"])) == topology.nodes
 
-    def read(self, rank: int) -> dict[str, Any] | None:
+    def read(self, rank: int, *, quiet: bool = False) -> dict[str, Any] | None:
         """Return what that rank alone knew."""
-        return read_side_file(self.path, self.manifest["save_id"], rank)
+        return read_side_file(self.path, self.manifest["save_id"], rank, quiet=quiet)
 
     def read_all(self) -> list[list[State]]:
         """Return the states of all ranks by node, without those that cannot be read."""
-        nodes = [[self.read(rank) for rank in node] for node in self.manifest["nodes"]]
+        nodes = [[self.read(rank, quiet=dist.get_rank() > 0) for rank in node] for node in self.manifest["nodes"]]
         return [[State.from_dict(each) for each in node if each is not None] for node in nodes]
 
 
@@ -91,6 +97,7 @@ class Saves:
         self.loaded: list[Saved] = []
         self._kind = kind
         self._counts: Counter[tuple[int, int]] = Counter()
+        self._looked = False
 
     # -- saving --------------------------------------------------------------------------------------------------------
 
@@ -123,14 +130,33 @@ class Saves:
             except Exception as error:
                 barrier.arrive(rank, f"{FAILED}{type(error).__name__}: {error}")  # else rank 0 would wait in vain
                 raise
-            barrier.arrive(rank, os.path.basename(path))
+            barrier.arrive(rank, path)
             if rank == 0:
                 _wait_for_all(barrier, path, timeout)
+                if len(set(barrier.names)) == 1:  # a launcher that gives each rank a folder of its own collects them
+                    self._look_for_all(path, ids[0])
             if rank > 0 and engines[0].topology.device_index == 0:
                 _clean_own_folder(path, but=ids)
         yield manifests or None
         if not dist.is_initialized() or dist.get_rank() == 0:
             remove_side_files(path, but=ids)
+
+    def _look_for_all(self, path: str, save_id: str) -> None:
+        """On rank 0, at the first save: warn if it does not see the files of other nodes."""
+        if self._looked:
+            return
+        self._looked = True
+        fs, folder = _folder(path)
+        fs.invalidate_cache(folder)
+        unseen = [rank for rank in range(dist.get_world_size()) if not fs.exists(_side_path(path, save_id, rank)[1])]
+        if unseen:
+            log.warning(
+                "the side files of rank(s) %s are not in %s as rank 0 sees it: nodes do not share that folder. A "
+                "resume is exact on these very nodes alone, and another number of nodes loses what those ranks had "
+                "not sent. Save to a folder that all nodes share.",
+                _listed(unseen),
+                folder,
+            )
 
     def manifest_of(self, engine: Engine, index: int = 0) -> dict[str, Any]:
         """Return what the main file says of an engine; each call names another save."""
@@ -179,10 +205,24 @@ def restore(engine: Engine, saved: Saved, device: torch.device) -> dict[str, Any
 
     Raises:
         ValueError: when it was saved in another format.
+        RuntimeError: when nodes hold different global weights afterwards.
     """
     check_version(saved)
+    agree = partial(all_agree, reduce=partial(dist.all_reduce, group=engine.topology.world), device=device)
+    side = _restore(engine, saved, agree)
+    parts = engine.global_parts()
+    differ = bool(parts) and differing(parts, partial(dist.all_reduce, group=engine.topology.inter), device) != []
+    if not agree(not differ):
+        raise RuntimeError(
+            f"nodes hold different global weights after {saved.path} was loaded: what they would train is not one "
+            f"model. See that all nodes read the same files, resume from another checkpoint, or remove the entry "
+            f"{KEY!r} from this one to go on from its weights alone."
+        )
+    return side
+
+
+def _restore(engine: Engine, saved: Saved, agree: Callable[[bool], bool]) -> dict[str, Any] | None:
     topology, manifest = engine.topology, saved.manifest
-    agree = partial(all_agree, reduce=partial(dist.all_reduce, group=topology.world), device=device)
     same = saved.is_of(topology)
     own = State.from_dict(saved.side) if same and saved.side is not None else None
     _log_changes(engine, manifest)
@@ -218,6 +258,20 @@ def _log_changes(engine: Engine, manifest: Mapping[str, Any]) -> None:
         )
 
 
+def check_loaded_by_all(saved: Saved | None) -> None:
+    """Raise ValueError unless all ranks have loaded the same save, or none of them one. A collective of the world."""
+    mine = None if saved is None else saved.manifest["save_id"]
+    loaded: list[str | None] = [mine] * dist.get_world_size()
+    dist.all_gather_object(loaded, mine)
+    other = [rank for rank, each in enumerate(loaded) if each != loaded[0]]
+    if other:
+        raise ValueError(
+            f"rank(s) {_listed(other)} loaded {loaded[other[0]] or 'no checkpoint'} and rank 0 "
+            f"{loaded[0] or 'none'}: the nodes do not share the checkpoint folder, or ckpt_path names another file "
+            f"there. Resume from a path at which all of them see the same file."
+        )
+
+
 def check_version(saved: Saved) -> None:
     """Raise ValueError for a format that this version does not read."""
     version = saved.manifest["version"]
@@ -242,8 +296,15 @@ def write_side_file(content: dict[str, Any], save_id: str, checkpoint_path: str,
     torch.save({**content, "save_id": save_id}, buffer)
     fs, path = _side_path(checkpoint_path, save_id, rank)
     fs.makedirs(os.path.dirname(path), exist_ok=True)
+    if isinstance(fs, LocalFileSystem):
+        with open(f"{path}.part", "wb") as local:
+            local.write(buffer.getbuffer())
+            local.flush()
+            os.fsync(local.fileno())  # else a machine that fails may keep the name and lose what it names
+        os.replace(f"{path}.part", path)
+        return
     with fs.open(f"{path}.part", "wb") as file:
-        file.write(buffer.getvalue())
+        file.write(buffer.getbuffer())
     fs.mv(f"{path}.part", path)
 
 
@@ -275,18 +336,40 @@ def load(checkpoint: Mapping[str, Any], checkpoint_path: str, rank: int) -> list
     return [Saved(each, checkpoint_path, read_side_file(checkpoint_path, each["save_id"], rank)) for each in manifests]
 
 
-def read_side_file(checkpoint_path: str, save_id: str, rank: int) -> dict[str, Any] | None:
-    """Return one rank's side file; None when the file is missing, damaged, or of another save."""
+def read_side_file(checkpoint_path: str, save_id: str, rank: int, *, quiet: bool = False) -> dict[str, Any] | None:
+    """Return one rank's side file; None when the file is missing, damaged (logged, unless ``quiet``), or of another
+    save."""
     for place in dict.fromkeys((checkpoint_path, _target(checkpoint_path))):
         fs, path = _side_path(place, save_id, rank)
         try:
-            with fs.open(path, "rb") as file:
-                content: dict[str, Any] = torch.load(io.BytesIO(file.read()), map_location="cpu", weights_only=True)
-        except Exception:  # torch.load of a damaged file raises whatever its parser stumbled over
+            if isinstance(fs, LocalFileSystem):
+                content = _verified(Path(path))
+            else:
+                with fs.open(path, "rb") as file:
+                    content = _verified(io.BytesIO(file.read()))
+        except FileNotFoundError:
+            continue
+        except Exception as error:  # torch.load of a damaged file raises whatever its parser stumbled over
+            if not quiet:
+                log.warning("%s is damaged and counts as missing (%s: %s)", path, type(error).__name__, error)
             continue
         if content.get("save_id") == save_id:
             return content
     return None
+
+
+def _verified(file: Path | IO[bytes]) -> dict[str, Any]:
+    """Load a file of torch.save() whose checksums are right; one with a path is mapped."""
+    with zipfile.ZipFile(file) as archive:
+        damaged = archive.testzip()
+    if damaged is not None:
+        raise ValueError(f"the checksum of {damaged} is wrong")
+    if isinstance(file, Path):
+        content: dict[str, Any] = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+    else:
+        file.seek(0)
+        content = torch.load(file, map_location="cpu", weights_only=True)
+    return content
 
 
 def _folder(checkpoint_path: str) -> tuple[Any, str]:
@@ -365,11 +448,12 @@ def _wait_for_all(barrier: StoreBarrier, path: str, timeout: timedelta | None) -
         raise RuntimeError(
             f"a rank could not write its residuals of {path} ({failed[0]}): a checkpoint of that name stays as it was."
         )
-    if len(set(barrier.names)) > 1:
+    names = {os.path.basename(each) for each in barrier.names}
+    if len(names) > 1:
         log.warning(
             "ranks save a checkpoint by different names (%s): a resume will not find all residuals. Log what is in the "
             "name with sync_dist=True",
-            ", ".join(sorted(set(barrier.names))),
+            ", ".join(sorted(names)),
         )
     if not missing:
         return

@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_sparse.engine import Engine
-from lightning_sparse.fsdp import ShardedGradients, mesh_of, shard
+from lightning_sparse.fsdp import ShardedGradients, mesh_of, options_for, shard
 from lightning_sparse.gradients import HierConfig, HierState
 from lightning_sparse.gradients.config import DEFAULT_EPOCHS, DEFAULT_SHARE, Warmup
 from lightning_sparse.sharding import parameters_of
@@ -35,7 +35,7 @@ from lightning_sparse.strategy.options import (
     take,
     with_options_of,
 )
-from lightning_sparse.strategy.saves import KEY, remove_side_files
+from lightning_sparse.strategy.saves import KEY, check_loaded_by_all, remove_side_files
 from lightning_sparse.updates import LocalUpdates, UpdatesConfig
 
 if TYPE_CHECKING:
@@ -187,6 +187,7 @@ class TrainerAdapter(Adapter, Host):
     def _restore(self, engine: Engine) -> bool:
         """Go on where the checkpoint that was loaded left off; False without one. A collective of the world."""
         saved = self._saves.loaded.pop(0) if self._saves.loaded else None
+        check_loaded_by_all(saved)
         if saved is not None:
             self._go_on(engine, saved)
         self._saves.loaded = []
@@ -440,7 +441,8 @@ class MSTopKFSDPMixin(ShardsAdapter, TrainerAdapter):
     """FSDP2 inside each node, for models that one device cannot hold; between nodes travel the largest updates.
 
     ``configure_model`` shards the model over ``self.device_mesh["shard"]``. Without that hook, each child of the
-    LightningModule is sharded: first the blocks that repeat in it, then what remains.
+    LightningModule is sharded: first the blocks that repeat in it, then what remains. With ``precision="bf16-mixed"``
+    weights are then gathered in bf16 and gradients summed in fp32.
 
     Args:
         send: ``"updates"``: what each node's own optimizers did to the shards; ``"gradients"``: the gradients,
@@ -496,7 +498,8 @@ class MSTopKFSDPMixin(ShardsAdapter, TrainerAdapter):
         module = self.lightning_module
         module._device_mesh = self._device_mesh = mesh_of(self._place)
         if type(module).configure_model.__module__.partition(".")[0] in ("lightning", "pytorch_lightning"):
-            module.configure_model = partial(_shard_children, module, self._device_mesh)
+            options = options_for(self.precision_plugin.precision)
+            module.configure_model = partial(_shard_children, module, self._device_mesh, **options)
 
     def setup(self, trainer: Any) -> None:
         """Let Lightning set up the sharded model and its optimizers, then begin to exchange."""
@@ -547,7 +550,7 @@ class MSTopKFSDPMixin(ShardsAdapter, TrainerAdapter):
         return checkpoint
 
 
-def _shard_children(module: nn.Module, mesh: DeviceMesh) -> None:
+def _shard_children(module: nn.Module, mesh: DeviceMesh, **options: Any) -> None:
     """Not the module itself: ``training_step`` calls children, and gathers what it is to use by their forward."""
     children = [child for child in module.children() if any(True for _ in child.parameters())]
     held = [{id(p) for p in child.parameters()} for child in children]
@@ -559,4 +562,4 @@ def _shard_children(module: nn.Module, mesh: DeviceMesh) -> None:
             f"shard the model there, with fully_shard(..., mesh=self.device_mesh['shard'])."
         )
     for child in children:
-        shard(child, mesh)
+        shard(child, mesh, **options)

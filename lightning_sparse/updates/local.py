@@ -103,13 +103,21 @@ class LocalUpdates(Engine):
 
         Raises:
             CommunicationError: when an exchange failed, of this step or with ``delay=1`` of the last.
+            ValueError: for an optimizer that was not given at set-up.
         """
         if not self.active:
             return
+        stepped = self._of(optimizer)
+        if optimizer is not None and not stepped:
+            raise ValueError(
+                f"step() was given a {type(optimizer).__name__} that is none of the {len(self.optimizers)} "
+                f"optimizer(s) whose updates are exchanged, so nothing of it would be sent: give the optimizer itself, "
+                f"not what wraps it, or nothing for all of them."
+            )
         self.exchange.refuse_capture()
         self.steps += 1
         self._name_place(f"in step {self.steps}")
-        for one in self._of(optimizer):
+        for one in stepped:
             one.step()
         self.exchange.stats.end_round()
 
@@ -192,6 +200,10 @@ class LocalUpdates(Engine):
         else:
             checkpoint.load_alone(self, nodes)
 
+    def global_parts(self) -> list[Tensor]:
+        """Return the global weights of this device's slices."""
+        return [one.state.read_shared() for one in self.optimizers]
+
     def norms(self) -> dict[str, Tensor]:
         return {"pending_norm": self.pending_norm()}
 
@@ -268,7 +280,7 @@ def _check_ranks(
     """Raise ValueError unless all ranks have the same options and tensors. A collective of the world."""
     held = [*module.named_parameters(), *module.named_buffers()]
     stepped = [[names[id(p)] for p in parameters_of(each)] for each in optimizers]
-    told = repr((stepped, [(name, tuple(t.shape), t.stride(), t.dtype) for name, t in held]))
+    told = repr((stepped, [(name, tuple(t.shape), t.stride(), t.dtype, t.requires_grad) for name, t in held]))
     digest = hashlib.sha256(told.encode()).hexdigest()[:8]
     mine = {**config.to_dict(), "module": f"{len(held)} tensors, their order and shapes with digest {digest}"}
     same_options(mine)

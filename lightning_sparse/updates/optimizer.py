@@ -145,9 +145,9 @@ class LocalOptimizer:
 
     @torch.no_grad()
     def follow_groups(self) -> None:
-        """Take up parameters of ``add_param_group()``; all ranks begin with those of rank 0."""
+        """Take up parameters of ``add_param_group()``, and what was unfrozen; all ranks begin with those of rank 0."""
         known = self.parameters
-        now = parameters_of(self.optimizer)
+        now = self.division.trained()
         if len(now) == len(known) and all(map(is_, now, known)):
             return
         ids = set(map(id, known))
@@ -187,7 +187,7 @@ class Division:
             each device does the whole step, and exchanges any part of the result.
 
     Attributes:
-        parameters: in the order of the optimizer's groups.
+        parameters: that are exchanged, in the order of the optimizer's groups.
         mine: of each parameter the part that this device exchanges, or None.
         steps_all: each device does the whole step, so that they hold the same after it.
     """
@@ -200,18 +200,26 @@ class Division:
         self._parts: list[Parts] = []
         self.follow_groups()
 
+    def trained(self) -> list[Tensor]:
+        """Return what the optimizer steps now, but not what has been frozen ever since it was seen: its updates are
+        zero, and zeros would be sent for them."""
+        known = set(map(id, self.parameters))
+        steps = parameters_of(self.optimizer)
+        return [p for p in steps if p.requires_grad or p.grad is not None or id(p) in known]
+
     def follow_groups(self) -> None:
-        """Take up what the optimizer steps now."""
-        here, size = self._inside.node.place, self._inside.node.size
+        """Take up what is trained now."""
+        here, size, now = self._inside.node.place, self._inside.node.size, self.trained()
         if self._step is not None:
             self._step.follow_groups()
-            self.parameters, self._parts = self._step.parameters, self._step.parts
+            known = {id(p): parts for p, parts in zip(self._step.parameters, self._step.parts, strict=True)}
+            self._parts = [known[id(p)] for p in now]
         else:
             known = {id(p): parts for p, parts in zip(self.parameters, self._parts, strict=True)}
-            self.parameters = parameters_of(self.optimizer)
-            self._parts = divide_new(self.parameters, known, size, cost=Tensor.numel, cuttable=lambda _: True)
+            self._parts = divide_new(now, known, size, cost=Tensor.numel, cuttable=lambda _: True)
+        self.parameters = now
         self.mine = [next((part for part in of if part.owner == here), None) for of in self._parts]
-        self._gather = FlatGather(self.parameters, self._parts, here, size)
+        self._gather = FlatGather(now, self._parts, here, size)
 
     def gather(self) -> None:
         """Bring the parts of all devices to all devices. A collective of the node."""
@@ -242,7 +250,7 @@ class Shards(Division):
         self.steps_all = False
 
     def follow_groups(self) -> None:
-        self.parameters = parameters_of(self.optimizer)
+        self.parameters = self.trained()
         self.mine = [part_of(p) for p in self.parameters]
 
     def gather(self) -> None:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
+from lightning_sparse.sharding import parameters_of
 from tests.fsdp.runs import Blocks, whole
 from tests.helpers.distributed import run_ranks
 from tests.strategy.trainers import lightning_of, ours, plain_module, trainer
@@ -240,3 +241,21 @@ def test_others_read_a_full_checkpoint(tmp_path: Path) -> None:
     for found in run_ranks(read_by_others, str(tmp_path), nodes=2, devices=2, timeout=120, init=False):
         assert found.keys() == {"saved", "DDPStrategy", "ModelParallelStrategy", "alone"}
         assert all(torch.equal(each, found["saved"]) for each in found.values())
+
+
+def gathered_in(flavour: str, precision: str) -> set[tuple[torch.dtype, torch.dtype]]:
+    """Dtypes of a parameter in the forward pass, and of its shard in the optimizer."""
+    seen: set[torch.dtype] = set()
+    trained = module(flavour)
+    trained.net.last.register_forward_pre_hook(lambda layer, _: seen.add(layer.weight.dtype))
+    t = fitted(flavour, fsdp(flavour), trained, max_steps=2, precision=precision)
+    return {(dtype, p.dtype) for dtype in seen for p in parameters_of(t.optimizers[0])}
+
+
+@pytest.mark.parametrize(
+    ("precision", "dtypes"),
+    [("bf16-mixed", {(torch.bfloat16, torch.float32)}), ("32-true", {(torch.float32, torch.float32)})],
+)
+def test_mixed_precision_gathers_half_the_bytes(precision: str, dtypes: set[tuple[torch.dtype, torch.dtype]]) -> None:
+    for found in run_ranks(gathered_in, "pytorch_lightning", precision, nodes=2, devices=2, timeout=120, init=False):
+        assert found == dtypes

@@ -200,6 +200,43 @@ def own_folders(folder: str) -> str:
     return "saved"
 
 
+def test_a_folder_that_nodes_do_not_share_is_noticed_at_the_first_save(tmp_path: Path) -> None:
+    """One path, another folder on each node: here each rank's is relative to a working directory of its own."""
+    lines = run_ranks(one_path_two_folders, str(tmp_path), nodes=2, devices=1, timeout=100, init=False)
+    assert ["the side files of rank(s) 1 are not in" in line for line in lines[0]] == [True]
+    assert lines[1] == []
+
+
+def one_path_two_folders(folder: str) -> list[str]:
+    t = trainer(
+        "pytorch_lightning", sparse("pytorch_lightning", timeout=timedelta(seconds=10)), max_steps=2, **_ranks()
+    )
+    t.fit(plain_module("pytorch_lightning"))
+    os.mkdir(f"{folder}/node{t.global_rank}")
+    os.chdir(f"{folder}/node{t.global_rank}")
+    lines = Lines().lines
+    for name in ("first.ckpt", "second.ckpt"):
+        t.strategy.save_checkpoint(t._checkpoint_connector.dump_checkpoint(), name)
+    return lines
+
+
+def test_a_rank_that_does_not_see_the_checkpoint_fails_all(tmp_path: Path) -> None:
+    """Where nodes do not share the folder, ``ckpt_path="last"`` finds it on one of them: all say so, none waits."""
+    run_ranks(fit, str(tmp_path), "32-true", None, nodes=2, devices=1, timeout=100, init=False)
+    for said in run_ranks(seen_by_one, str(tmp_path), nodes=2, devices=1, timeout=60, init=False):
+        assert "rank(s) 1 loaded no checkpoint and rank 0" in said
+
+
+def seen_by_one(folder: str) -> str:
+    t = trainer("pytorch_lightning", sparse("pytorch_lightning"), max_steps=STEPS + 2, **_ranks())
+    path = f"{folder}/last.ckpt" if os.environ["RANK"] == "0" else None
+    try:
+        t.fit(plain_module("pytorch_lightning"), ckpt_path=path)
+    except ValueError as error:
+        return str(error)
+    return "resumed"
+
+
 def test_one_rank_waits_for_all() -> None:
     store = torch.distributed.HashStore()
     second = timedelta(seconds=1)

@@ -6,6 +6,8 @@ from typing import Any
 import pytest
 import torch
 
+from lightning_sparse.exchange.choice import PathChoice
+from lightning_sparse.exchange.engine import _more_than_dense
 from lightning_sparse.strategy import HierConfig
 from lightning_sparse.strategy.options import bucket_cap_mb
 from lightning_sparse.topology import Topology
@@ -24,7 +26,7 @@ from tests.strategy.trainers import FLAVOURS, lightning_of, ours, plain_module
         ({"warmup_epochs": 1.5}, "warmup_epochs=1.5 must be a whole number"),
         ({"ddp_comm_hook": print}, "cannot be combined with MSTopKHierStrategy: this strategy is a communication hook"),
         ({"model_averaging_period": 2}, "cannot be combined with MSTopKHierStrategy"),
-        ({"densty": 0.1}, r"does not know the option\(s\) densty: its own are density"),
+        ({"densty": 0.1}, r"does not know the option\(s\) densty \(did you mean density\?\): its own are density"),
     ],
 )
 @pytest.mark.parametrize("flavour", FLAVOURS)
@@ -136,3 +138,13 @@ def test_the_size_of_buckets_is_set_while_ddp_wraps(
         getattr(strategy, method)(torch.nn.Linear(25 * MB, 8, device="meta"))
     assert wrapped.value.args[0]["bucket_cap_mb"] == size
     assert strategy._ddp_kwargs.get("bucket_cap_mb") == given.get("bucket_cap_mb"), "as the user has them"
+
+
+@pytest.mark.parametrize(("nodes", "warned"), [(4, False), (64, False), (128, True)])
+def test_an_all_gather_that_receives_more_than_it_saves_is_said(nodes: int, warned: bool) -> None:
+    config = HierConfig(exchange="sparse", density=0.01)
+    choice = PathChoice(config, Topology(tuple((rank,) for rank in range(nodes)), 0), 10**8, print)
+    said = _more_than_dense(choice, config, 10**8)
+    assert bool(said) == warned
+    if warned:
+        assert "use exchange='regional'" in said
