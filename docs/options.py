@@ -18,8 +18,8 @@ from lightning_sparse.updates import UpdatesConfig
 PAGE = Path(__file__).with_name("options.md")
 HEAD = """# Options
 
-Written by `python docs/options.py` from the docstrings; `help(MSTopKHierStrategy)` says the same. What else it is given, a strategy
-passes on to the one of Lightning, and to `DistributedDataParallel`.
+Written by `python docs/options.py` from the docstrings; `help(MSTopKHierStrategy)` says the same. A strategy passes on
+what else it is given: to Lightning's own, and to `DistributedDataParallel`.
 """
 TABLES: tuple[tuple[str, type, tuple[type, ...]], ...] = (
     ("`MSTopKHierStrategy`, `mstopk_hier`", MSTopKHierMixin, (ExchangeConfig, HierConfig)),

@@ -44,6 +44,22 @@ def _demo(out: Path, *arguments: str) -> str:
 
 
 @pytest.mark.slow
+def test_the_trainer_of_hugging_face(tmp_path):
+    pytest.importorskip("transformers")
+    pytest.importorskip("accelerate")
+    words = ["lab", "--no-net", "--nodes", "2", "--devices", "2", "--", str(EXAMPLES / "hf_trainer.py"), str(tmp_path)]
+    command = [sys.executable, "-m", "lightning_sparse.cli", *words]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=500, env=environment)
+    assert done.returncode == 0, done.stdout + done.stderr
+    weights = re.findall(r"rank \d: weights (\S+)", done.stdout)
+    assert len(weights) == 4
+    assert len(set(weights)) == 1, "all ranks end alike"
+    losses = [float(loss) for loss in re.findall(r"'loss': '?([\d.]+)", done.stdout)]
+    assert losses[-1] < 0.7 * losses[0]
+
+
+@pytest.mark.slow
 @pytest.mark.root
 def test_the_demo_counts_fewer_bytes_when_sparse(tmp_path):
     printed = _demo(tmp_path / "demo", "--gbps", "1")
