@@ -1,19 +1,6 @@
 """The collectives of the exchange over a topology. Knows process groups, and nothing of DDP or of compression.
 
-With a tensor of N elements padded to L * S (see lightning_sparse.gradients.reduction for the whole step):
-
-=============== ============== =========================== ==========================================
-method          group          in -> out                   step
-=============== ============== =========================== ==========================================
-reduce_scatter  intra          grad_N -> shard_S           1, sums inside the node
-exchange        inter          message_B -> messages_MB    3, one fixed-size all-gather between nodes
-all_reduce      inter          shard_S -> shard_S          the dense twin of 2 and 3
-all_to_all      inter          messages_MB -> messages_MB  regional: each node its region's
-gather          intra/outward  shard_S -> grad_N           4
-broadcast       intra          tensor -> tensor            none: parameters from the rank that stepped them
-flat_all_reduce world          grad_N -> grad_N            the identity: what DDP itself does
-begin_with_...  world, inter   tensor -> tensor            none: what all begin with
-=============== ============== =========================== ==========================================
+Tensors of N elements are padded to L * S; see lightning_sparse.gradients.reduction for the whole step.
 """
 
 import threading

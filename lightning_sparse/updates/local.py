@@ -107,6 +107,7 @@ class LocalUpdates(Engine):
         """
         if not self.active:
             return
+        self.exchange.refuse_capture()
         stepped = self._of(optimizer)
         if optimizer is not None and not stepped:
             raise ValueError(
@@ -114,7 +115,6 @@ class LocalUpdates(Engine):
                 f"optimizer(s) whose updates are exchanged, so nothing of it would be sent: give the optimizer itself, "
                 f"not what wraps it, or nothing for all of them."
             )
-        self.exchange.refuse_capture()
         self.steps += 1
         self._name_place(f"in step {self.steps}")
         for one in stepped:
