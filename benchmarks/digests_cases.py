@@ -1,14 +1,14 @@
-"""What digests.py trains: the cases by name, and the model, whose sizes divide by nothing convenient."""
+"""What digests.py trains: the cases by name."""
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
 
 TOPOLOGIES: dict[str, tuple[tuple[int, ...], ...]] = {
     "1x1": ((0,),),
@@ -34,14 +34,15 @@ class Case:
     """One training run.
 
     Args:
-        name: what differs from others, without the topology.
+        name: what differs from others, without engine and topology.
         topology: one of TOPOLOGIES.
-        config: options of HierConfig beside ``density=0.05`` and ``warmup_epochs=0``.
+        config: options of the engine; of "gradients" beside ``density=0.05`` and ``warmup_epochs=0``.
         ddp: options of DistributedDataParallel.
         dtype: of parameters.
-        optimizer: "sgd", "momentum", "nesterov" or "adamw".
+        optimizer: a key of digests_engines.OPTIMIZERS.
         watch: tell the state of the optimizer, and call before_backward().
-        events: what else happens (see digests.py).
+        events: what else happens (see digests_engines.py).
+        engine: a key of digests_engines.ENGINES.
     """
 
     name: str
@@ -52,11 +53,13 @@ class Case:
     optimizer: str = "sgd"
     watch: bool = False
     events: frozenset[str] = frozenset()
+    engine: str = "gradients"
 
     @property
     def title(self) -> str:
         """Names the case in files."""
-        return f"{self.topology} {self.name}"
+        engine = "" if self.engine == "gradients" else f"{self.engine} "
+        return f"{engine}{self.topology} {self.name}"
 
     @property
     def world_size(self) -> int:
@@ -64,61 +67,22 @@ class Case:
         return sum(map(len, TOPOLOGIES[self.topology]))
 
 
-class Net(nn.Module):
-    """19,000 parameters: channels_last convolutions, a bucket's worth of linear layer, a branch that may go unused, and
-    a parameter of one element."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.scale = nn.Parameter(torch.ones(1))
-        self.first = nn.Conv2d(3, 13, 3, padding=1)
-        self.second = nn.Conv2d(13, 23, 3, stride=2, padding=1)
-        self.norm = nn.GroupNorm(1, 23)
-        self.wide = nn.Linear(23 * 16, 41)
-        self.out = nn.Linear(41, 7)
-        self.side = nn.Linear(41, 7)
-        self.to(memory_format=torch.channels_last)
-
-    def forward(self, x: Tensor, side: bool) -> Tensor:
-        x = self.first(x).tanh()
-        x = self.norm(self.second(x)).tanh().flatten(1)
-        x = self.wide(x).tanh()
-        y: Tensor = self.out(x) * self.scale
-        return y + self.side(x).tanh() if side else y
-
-
-def raw(tensor: Tensor) -> bytes:
-    """In the order of dims, -0.0 as 0.0."""
-    flat = (tensor.detach() + 0.0).reshape(-1).contiguous()
-    return flat.view(torch.uint8).numpy().tobytes()
-
-
-def batch(step: int, part: int, rank: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """The same in every run."""
-    generator = torch.Generator().manual_seed(10_000 * step + 100 * part + rank)
-    x, y = torch.randn(6, 3, 8, 8, generator=generator), torch.randn(6, 7, generator=generator)
-    return x.to(dtype), y.to(dtype)
-
-
-def optimizer_of(name: str, module: nn.Module) -> torch.optim.Optimizer:
-    """By the name in a case."""
-    if name == "adamw":
-        return torch.optim.AdamW(module.parameters(), lr=3e-3, weight_decay=0.01)
-    if name == "sgd":
-        return torch.optim.SGD(module.parameters(), lr=0.1)
-    weights = [p for p in module.parameters() if p.dim() > 1]
-    rest = [p for p in module.parameters() if p.dim() <= 1]
-    groups: list[dict[str, Any]] = [{"params": weights, "weight_decay": 0.01}, {"params": rest}]
-    return torch.optim.SGD(groups, lr=0.03, momentum=0.9, nesterov=name == "nesterov")
+def of(engine: str, name: str, topology: str, config: dict[str, Any], *events: str, **options: Any) -> Case:
+    """A case of another engine than the one of gradients."""
+    return Case(name, topology, config, engine=engine, events=frozenset(events), **{"optimizer": "adamw", **options})
 
 
 def cases() -> list[Case]:
     """All of them."""
-    every = [case for group in (_paths(), _types(), _auto(), _options(), _lives()) for case in group]
+    of_gradients = (_paths(), _types(), _auto(), _options(), _lives())
+    every = [replace(case, ddp={"bucket_cap_mb": SMALL_MB, **case.ddp}) for group in of_gradients for case in group]
+    every += [case for group in (_updates(), _fsdp(), _pto(), _trainers()) for case in group]
     titles = [case.title for case in every]
     assert len(titles) == len(set(titles)), "a name stands for two cases"
-    return [Case(**{**vars(case), "ddp": {"bucket_cap_mb": SMALL_MB, **case.ddp}}) for case in every]
+    return every
+
+
+# -- gradients ---------------------------------------------------------------------------------------------------------
 
 
 def _paths() -> Iterator[Case]:
@@ -183,4 +147,81 @@ def _lives() -> Iterator[Case]:
     for events in ("unused", "scaler", "rewrap", "throw away", "accumulate"):
         ddp = {"find_unused_parameters": events == "unused"}
         case = Case(f"sparse corrected {events}", "2x2", config, ddp, optimizer="nesterov", watch=True)
-        yield Case(**{**vars(case), "events": frozenset({events})})
+        yield replace(case, events=frozenset({events}))
+
+
+# -- other engines -----------------------------------------------------------------------------------------------------
+
+
+def _updates() -> Iterator[Case]:
+    case = partial(of, "updates")
+    for topology, path, delay in itertools.product(("2x1", "2x2", "4x1"), PATHS, (0, 1)):
+        yield case(f"{path} delay {delay}", topology, {"exchange": path, "delay": delay})
+    for path in PATHS:
+        replicated = {"exchange": path, "shard_optimizer": False}
+        yield case(f"{path} replicated", "2x2", replicated)
+        yield case(f"{path} momentum", "2x2", {"exchange": path}, optimizer="momentum")
+        yield case(f"{path} sync_every 2", "2x2", {"exchange": path, "sync_every": 2})
+        yield case(f"{path} bfloat16", "2x2", {"exchange": path}, dtype=torch.bfloat16)
+        yield case(f"{path} bfloat16 replicated", "2x2", replicated, dtype=torch.bfloat16, optimizer="momentum")
+    for topology in ("2x1", "4x1"):
+        yield case("sparse momentum", topology, {}, optimizer="momentum")
+        yield case("sparse sync_every 2", topology, {"sync_every": 2})
+        yield case("sparse step_ahead", topology, {"step_ahead": 0.6})
+        yield case("sparse step_ahead sync_every 2 delay 0", topology, {"step_ahead": 0.3, "sync_every": 2, "delay": 0})
+    yield case("regional step_ahead", "4x1", {"exchange": "regional", "step_ahead": 0.6})
+    yield case("sparse auto ahead momentum", "4x1", {"density": 0.3}, optimizer="momentum")
+    for value_dtype in ("float32", "float16"):
+        yield case(f"sparse values {value_dtype}", "2x2", {"value_dtype": value_dtype})
+    for sharded in (True, False):
+        name = "" if sharded else " replicated"
+        yield case(f"sparse group{name}", "2x2", {"shard_optimizer": sharded}, "group")
+        yield case(f"regional group{name}", "2x2", {"exchange": "regional", "shard_optimizer": sharded}, "group")
+        yield case(f"sparse skip{name}", "2x2", {"shard_optimizer": sharded}, "skip")
+        yield case(f"sparse two optimizers{name}", "2x2", {"shard_optimizer": sharded}, "two optimizers")
+    yield case("sparse group", "2x1", {}, "group", optimizer="momentum")
+    yield case("dense without overlap", "2x2", {"exchange": "dense", "overlap": False})
+    yield case("sparse without overlap", "2x2", {"overlap": False})
+
+
+def _fsdp() -> Iterator[Case]:
+    for topology, path in itertools.product(("2x2", "2x1"), PATHS):
+        config = {"exchange": path}
+        yield of("fsdp", path, topology, config, optimizer="momentum")
+        yield of("fsdp", f"{path} accumulate", topology, config, "accumulate", optimizer="momentum")
+        yield of("fsdp-updates", path, topology, config)
+    for path in ("dense16", "sparse"):
+        config = {"exchange": path}
+        yield of("fsdp", f"{path} frozen", "2x2", config, "frozen")
+        yield of("fsdp", f"{path} bfloat16", "2x2", config, dtype=torch.bfloat16, optimizer="momentum")
+        yield of("fsdp-updates", f"{path} bfloat16", "2x2", config, dtype=torch.bfloat16)
+        yield of("fsdp-updates", f"{path} momentum delay 0", "2x2", {**config, "delay": 0}, optimizer="momentum")
+
+
+def _pto() -> Iterator[Case]:
+    for topology, scope in (("2x2", "node"), ("2x2", "world"), ("1x2", "node"), ("1x2", "world")):
+        case, config = partial(of, "pto"), {"scope": scope}
+        for optimizer in ("adam", "adamw", "momentum", "nesterov", "adagrad"):
+            yield case(f"{scope} {optimizer}", topology, config, optimizer=optimizer)
+        for event in ("big", "group", "resume", "closure"):
+            events = {event, "big"} if event == "resume" else {event}
+            yield case(f"{scope} {event}", topology, config, *events, optimizer="adam")
+        yield case(f"{scope} big momentum", topology, config, "big", optimizer="momentum")
+
+
+def _trainers() -> Iterator[Case]:
+    case, sparse = partial(of, "trainer"), {"density": 0.05, "exchange": "sparse"}
+    hier = {"strategy": "MSTopKHierStrategy", "warmup_epochs": 0, **sparse}
+    updates = {"strategy": "MSTopKLocalStrategy", **sparse}
+    fsdp = {"strategy": "MSTopKFSDPStrategy", **sparse}
+    yield case("mstopk_hier", "2x1", hier, optimizer="momentum")
+    yield case("mstopk_hier corrected", "2x1", {**hier, "momentum_correction": True}, optimizer="momentum")
+    yield case("mstopk_hier pto", "2x1", hier, "pto", optimizer="momentum")
+    yield case("mstopk_local", "2x1", updates)
+    yield case("mstopk_local dense16", "2x1", {**updates, "exchange": "dense16"})
+    yield case("mstopk_local regional", "2x2", {**updates, "exchange": "regional"})
+    yield case("mstopk_local", "2x2", updates)
+    yield case("mstopk_fsdp", "2x1", fsdp)
+    yield case("mstopk_fsdp", "2x2", fsdp)
+    yield case("mstopk_fsdp in one file", "2x1", {**fsdp, "save_distributed_checkpoint": False})
+    yield case("mstopk_fsdp gradients", "2x1", {**fsdp, "send": "gradients"}, optimizer="momentum")

@@ -1,20 +1,18 @@
-"""What digests.py trains beside DDP's hook: updates, FSDP2, the shared step, and strategies that resume in a Trainer.
+"""How digests.py trains: DDP's hook, updates, FSDP2, the shared step, and strategies that resume in a Trainer.
 
-A run gives what it computed, in order, to a `Trail`. Everything goes through public names.
+A run gives what it computed, in order, to a `Trail`. Models have sizes that divide by nothing convenient.
 """
 
 from __future__ import annotations
 
 import hashlib
-import importlib
-import itertools
 import os
 import shutil
 import tempfile
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,39 +24,33 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
-from benchmarks.digests_cases import PATHS, TOPOLOGIES, Net, batch, raw
+from benchmarks.digests_cases import SMALL_MB, Case
+from lightning_sparse.exchange import ExchangeConfig
+from lightning_sparse.fsdp import ShardedGradients, mesh_of, shard
+from lightning_sparse.gradients import HierConfig, HierState, hier_hook
+from lightning_sparse.pto import ShardedStep, communicator_of
+from lightning_sparse.sharding import local_of
+from lightning_sparse.updates import LocalUpdates, UpdatesConfig
 
 STEPS, JOINS = 10, 4
-"""Of a run, and the step before which it gets a parameter group, skips a step, or goes on from its state."""
-
-
-def found(name: str, *modules: str) -> Any:
-    """A public name of the code under test, in the first module that has it."""
-    for module in modules:
-        try:
-            return getattr(importlib.import_module(f"lightning_sparse.{module}"), name)
-        except (ModuleNotFoundError, AttributeError):
-            continue
-    raise LookupError(f"no {name} in {modules}")
-
-
-def method(held: Any, *names: str) -> Any:
-    """A method of an object by the first name that it has."""
-    return getattr(held, next(name for name in names if hasattr(held, name)))
+"""Of a run but of gradients, and the step before which it gets a parameter group, skips a step, or resumes."""
 
 
 class Trail:
-    """Digest of what is added to it."""
+    """Digest of what is added to it; of gradients also that of residuals, and the entries by path."""
 
     def __init__(self) -> None:
         self._hasher = hashlib.sha256()
+        self.residual, self.paths = "", dict[str, int]()
 
     def add(self, *values: Any) -> None:
         """Tensors by their elements in the order of dims; of a sharded one, those of this rank."""
         for value in values:
             if isinstance(value, DTensor):
                 value = value.to_local()
-            self._hasher.update(raw(value) if isinstance(value, Tensor) else repr(value).encode())
+            if isinstance(value, Tensor):
+                value = raw(value)
+            self._hasher.update(value if isinstance(value, bytes) else repr(value).encode())
 
     def add_tree(self, tree: Any) -> None:
         """What a state_dict holds, in its order."""
@@ -76,52 +68,161 @@ class Trail:
         return self._hasher.hexdigest()
 
 
-@dataclass(frozen=True)
-class EngineCase:
-    """One training run.
-
-    Args:
-        name: what differs from others, without engine and topology.
-        topology: one of TOPOLOGIES.
-        engine: what is trained: a key of ENGINES.
-        config: options of the engine.
-        dtype: of parameters.
-        optimizer: a key of OPTIMIZERS.
-        events: what else happens.
-    """
-
-    name: str
-    topology: str
-    engine: str
-    config: dict[str, Any] = field(default_factory=dict)
-    dtype: torch.dtype = torch.float32
-    optimizer: str = "adamw"
-    events: frozenset[str] = frozenset()
-
-    @property
-    def title(self) -> str:
-        """Names the case in files."""
-        return f"{self.engine} {self.topology} {self.name}"
-
-    @property
-    def world_size(self) -> int:
-        """P."""
-        return sum(map(len, TOPOLOGIES[self.topology]))
-
-    def run(self, topology: Any) -> str:
-        """Digest of this rank."""
-        trail = Trail()
-        ENGINES[self.engine](self, topology, trail)
-        return trail.digest()
-
-
 OPTIMIZERS: dict[str, Callable[[list[Any]], Optimizer]] = {
+    "sgd": lambda params: torch.optim.SGD(params, lr=0.1),
     "adam": lambda params: torch.optim.Adam(params, lr=3e-3),
     "adamw": lambda params: torch.optim.AdamW(params, lr=3e-3, weight_decay=0.01),
     "momentum": lambda params: torch.optim.SGD(params, lr=0.03, momentum=0.9),
     "nesterov": lambda params: torch.optim.SGD(params, lr=0.03, momentum=0.9, nesterov=True, weight_decay=0.01),
     "adagrad": lambda params: torch.optim.Adagrad(params, lr=0.03),
 }
+
+
+def raw(tensor: Tensor) -> bytes:
+    """In the order of dims, -0.0 as 0.0."""
+    flat = (tensor.detach() + 0.0).reshape(-1).contiguous()
+    return flat.view(torch.uint8).numpy().tobytes()
+
+
+def batch(step: int, part: int, rank: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """The same in every run."""
+    generator = torch.Generator().manual_seed(10_000 * step + 100 * part + rank)
+    x, y = torch.randn(6, 3, 8, 8, generator=generator), torch.randn(6, 7, generator=generator)
+    return x.to(dtype), y.to(dtype)
+
+
+# -- gradients ---------------------------------------------------------------------------------------------------------
+
+ROUNDS, BAD_STEP = 20, 8
+
+
+class Net(nn.Module):
+    """19,000 parameters: channels_last convolutions, a bucket's worth of linear layer, a branch that may go unused, and
+    a parameter of one element."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.scale = nn.Parameter(torch.ones(1))
+        self.first = nn.Conv2d(3, 13, 3, padding=1)
+        self.second = nn.Conv2d(13, 23, 3, stride=2, padding=1)
+        self.norm = nn.GroupNorm(1, 23)
+        self.wide = nn.Linear(23 * 16, 41)
+        self.out = nn.Linear(41, 7)
+        self.side = nn.Linear(41, 7)
+        self.to(memory_format=torch.channels_last)
+
+    def forward(self, x: Tensor, side: bool) -> Tensor:
+        x = self.first(x).tanh()
+        x = self.norm(self.second(x)).tanh().flatten(1)
+        x = self.wide(x).tanh()
+        y: Tensor = self.out(x) * self.scale
+        return y + self.side(x).tanh() if side else y
+
+
+def train_gradients(case: Case, topology: Any, trail: Trail) -> None:
+    rank, module = dist.get_rank(), Net().to(case.dtype)
+    config = HierConfig(**{"density": 0.05, "warmup_epochs": 0, **case.config})
+    unused = bool(case.ddp.get("find_unused_parameters", False))
+    state = HierState(module, config, topology, find_unused_parameters=unused)
+    ddp = wrap(case, module, state)
+    optimizer = grouped(case.optimizer, module)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=5, enabled="scaler" in case.events)
+    if scaler.is_enabled():
+        state.loss_scale = scaler._get_scale_async
+    if case.watch:
+        state.watch([optimizer])
+    for step in range(ROUNDS):
+        if "epochs" in case.events:
+            state.epoch = step // 3
+        if step == ROUNDS // 2:
+            if "rewrap" in case.events:
+                ddp = wrap(case, module, state, bucket_cap_mb=3 * SMALL_MB)
+            if "flat" in case.events:
+                make_inside_slow(state)
+        optimizer.zero_grad()
+        backward(case, ddp, state, scaler, step, rank)
+        dropped = drop(case, module, step)
+        if not (dropped and "throw away" in case.events):
+            scaler.step(optimizer)
+        scaler.update() if scaler.is_enabled() else None
+        trail.add(*module.parameters())
+    check_finite(module)
+    state.before_backward()  # settles the last round
+    for parameter in module.parameters():
+        for name, value in sorted(optimizer.state.get(parameter, {}).items()):
+            trail.add(name.encode(), value)
+    trail.residual, trail.paths = residual_digest(state), dict(state.exchange.stats.paths)
+    state.detach()
+
+
+def wrap(case: Case, module: nn.Module, state: Any, **options: Any) -> DistributedDataParallel:
+    ddp = DistributedDataParallel(module, **{**case.ddp, **options})
+    ddp.register_comm_hook(state, hier_hook)
+    return ddp
+
+
+def backward(case: Case, ddp: DistributedDataParallel, state: Any, scaler: Any, step: int, rank: int) -> None:
+    """The passes before a step: of several, "several" reduces each and "accumulate" the last."""
+    passes = 2 if "several" in case.events else 3 if "accumulate" in case.events else 1
+    for part in range(passes):
+        x, y = batch(step, part, rank, case.dtype)
+        last = part == passes - 1
+        side = "unused" not in case.events or step % 4 in (0, 3) or (step % 4 == 2 and rank == 0)
+        with ddp.no_sync() if "accumulate" in case.events and not last else nullcontext():
+            if case.watch:
+                bypass = "bypass" in case.events and step in (BAD_STEP, BAD_STEP + 1)
+                state.before_backward(*(["as the case wants it"] if bypass else []))
+            loss = nn.functional.mse_loss(ddp(x, side), y)
+            if "scaler" in case.events and step == BAD_STEP and rank == dist.get_world_size() - 1:
+                loss = loss + float("inf") * ddp.module.wide.weight.flatten()[7]
+            scaler.scale(loss).backward()
+
+
+def drop(case: Case, module: nn.Module, step: int) -> bool:
+    """Take the widest layer's gradient away, or all of them: rounds that must leave no trace there."""
+    events = {event for event in case.events if event == "throw away" or event.startswith("drop")}
+    if not events or step < 6 or step % 3:
+        return False
+    assert isinstance(module, Net)
+    weight = module.wide.weight
+    if "drop none" in events:
+        weight.grad = None
+    return True
+
+
+def residual_digest(state: HierState) -> str:
+    """Of what waits in residuals, and in velocities: nothing and zeros are the same."""
+    found = []
+    for store in state.stores:
+        one = hashlib.sha256()
+        for group in sorted(store.current, key=lambda each: each.names):
+            if torch.count_nonzero(store.current[group]):
+                one.update(repr(group.names).encode())
+                one.update(raw(store.current[group]))
+        for name in sorted(store.parked):
+            if torch.count_nonzero(store.parked[name]):
+                one.update(name.encode())
+                one.update(raw(store.parked[name]))
+        found.append(one.hexdigest())
+    return hashlib.sha256("".join(sorted(set(found))).encode()).hexdigest()
+
+
+def make_inside_slow(state: HierState) -> None:
+    """The network inside a node costs a second a byte from now on, so that "auto" all-reduces over all ranks."""
+    choice = state.exchange.choice
+    assert choice.rates is not None
+    choice.rates = replace(choice.rates, intra=replace(choice.rates.intra, seconds_per_byte=1.0))
+
+
+def grouped(name: str, module: nn.Module) -> Optimizer:
+    """The optimizer of this name; those with momentum have two groups."""
+    if name in ("adamw", "sgd"):
+        return OPTIMIZERS[name](list(module.parameters()))
+    weights = [p for p in module.parameters() if p.dim() > 1]
+    rest = [p for p in module.parameters() if p.dim() <= 1]
+    groups: list[dict[str, Any]] = [{"params": weights, "weight_decay": 0.01}, {"params": rest}]
+    return torch.optim.SGD(groups, lr=0.03, momentum=0.9, nesterov=name == "nesterov")
 
 
 # -- updates -----------------------------------------------------------------------------------------------------------
@@ -135,7 +236,7 @@ class Normed(Net):
         self.norm = nn.BatchNorm2d(23)  # type: ignore[assignment]
 
 
-def train_updates(case: EngineCase, topology: Any, trail: Trail) -> None:
+def train_updates(case: Case, topology: Any, trail: Trail) -> None:
     rank = dist.get_rank()
     module = Normed().to(case.dtype)
     with torch.no_grad():
@@ -145,8 +246,8 @@ def train_updates(case: EngineCase, topology: Any, trail: Trail) -> None:
     first = [p for p in module.parameters() if all(p is not each for each in added)]
     halves = [first[::2], first[1::2]] if "two optimizers" in case.events else [first]
     optimizers = [OPTIMIZERS[case.optimizer](half) for half in halves]
-    config = found("UpdatesConfig", "updates")(**{"density": 0.05, **case.config})
-    updates = found("LocalUpdates", "updates")(module, optimizers, config, topology)
+    config = UpdatesConfig(**{"density": 0.05, **case.config})
+    updates = LocalUpdates(module, optimizers, config, topology)
     ddp = DistributedDataParallel(module, process_group=topology.intra, find_unused_parameters=True)
 
     def loss_of(step: int) -> Tensor:
@@ -156,17 +257,17 @@ def train_updates(case: EngineCase, topology: Any, trail: Trail) -> None:
     run_updates(case, topology, trail, module, optimizers, updates, loss_of, added)
 
 
-def train_sharded_updates(case: EngineCase, topology: Any, trail: Trail) -> None:
+def train_sharded_updates(case: Case, topology: Any, trail: Trail) -> None:
     model = sharded(case, topology)
     optimizer = OPTIMIZERS[case.optimizer](list(model.parameters()))
-    config = found("UpdatesConfig", "updates")(**{"density": 0.05, **case.config})
-    updates = found("LocalUpdates", "updates")(model, optimizer, config, topology)
+    config = UpdatesConfig(**{"density": 0.05, **case.config})
+    updates = LocalUpdates(model, optimizer, config, topology)
     loss_of = loss_of_blocks(case, model)
     run_updates(case, topology, trail, model, [optimizer], updates, loss_of, [])
 
 
 def run_updates(
-    case: EngineCase,
+    case: Case,
     topology: Any,
     trail: Trail,
     module: nn.Module,
@@ -199,13 +300,8 @@ def run_updates(
 
 
 def check_finite(module: nn.Module) -> None:
-    if not all(bool(local(p).isfinite().all()) for p in module.parameters()):
+    if not all(bool(local_of(p).isfinite().all()) for p in module.parameters()):
         raise FloatingPointError("parameters are not finite: the case says nothing")
-
-
-def local(tensor: Tensor) -> Tensor:
-    """This rank's elements."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 # -- FSDP2 -------------------------------------------------------------------------------------------------------------
@@ -229,17 +325,15 @@ class Blocks(nn.Module):
         return y
 
 
-def sharded(case: EngineCase, topology: Any) -> nn.Module:
-    shard = found("shard", "fsdp", "sharding", "gradients", "updates", "topology")
-    mesh_of = found("mesh_of", "fsdp", "sharding", "gradients", "updates", "topology")
+def sharded(case: Case, topology: Any) -> nn.Module:
     model = Blocks().to(case.dtype)
     if "frozen" in case.events:
         model.blocks[1].requires_grad_(False)
-    sharded: nn.Module = shard(model, mesh_of(topology))
-    return sharded
+    shard(model, mesh_of(topology))
+    return model
 
 
-def loss_of_blocks(case: EngineCase, model: nn.Module) -> Callable[[int], Tensor]:
+def loss_of_blocks(case: Case, model: nn.Module) -> Callable[[int], Tensor]:
     def loss_of(step: int) -> Tensor:
         generator = torch.Generator().manual_seed(1000 * step + dist.get_rank())
         x, y = torch.randn(8, 13, generator=generator), torch.randn(8, 5, generator=generator)
@@ -248,12 +342,12 @@ def loss_of_blocks(case: EngineCase, model: nn.Module) -> Callable[[int], Tensor
     return loss_of
 
 
-def train_fsdp(case: EngineCase, topology: Any, trail: Trail) -> None:
+def train_fsdp(case: Case, topology: Any, trail: Trail) -> None:
     model = sharded(case, topology)
     trained = [p for p in model.parameters() if p.requires_grad]
     optimizer = OPTIMIZERS[case.optimizer](trained)
-    config = found("ExchangeConfig", "exchange")(**{"density": 0.05, **case.config})
-    gradients = found("ShardedGradients", "fsdp", "gradients", "gradients.fsdp")(model, config, topology)
+    config = ExchangeConfig(**{"density": 0.05, **case.config})
+    gradients = ShardedGradients(model, config, topology)
     loss_of = loss_of_blocks(case, model)
     for step in range(STEPS):
         optimizer.zero_grad()
@@ -263,9 +357,9 @@ def train_fsdp(case: EngineCase, topology: Any, trail: Trail) -> None:
                 loss_of(10 * step + part).backward()  # type: ignore[no-untyped-call]
         trail.add(*(p.grad for p in trained))
         optimizer.step()
-        method(gradients, "step", "end_round")()
+        gradients.step()
         trail.add(*model.parameters())
-    method(gradients, "show_shared", "average_buffers")()
+    gradients.show_shared()
     trail.add(*model.buffers())
     check_finite(model)
 
@@ -273,9 +367,9 @@ def train_fsdp(case: EngineCase, topology: Any, trail: Trail) -> None:
 # -- the shared step ---------------------------------------------------------------------------------------------------
 
 
-def train_pto(case: EngineCase, topology: Any, trail: Trail) -> None:
+def train_pto(case: Case, topology: Any, trail: Trail) -> None:
     """Gradients are made up, the same on all ranks, as a reduction would leave them."""
-    communicator = found("communicator_of", "pto")(topology, case.config["scope"])
+    communicator = communicator_of(topology, case.config["scope"])
     parameters = pto_parameters("big" in case.events)
     late = parameters.pop() if "group" in case.events else None
 
@@ -283,7 +377,7 @@ def train_pto(case: EngineCase, topology: Any, trail: Trail) -> None:
         optimizer = OPTIMIZERS[case.optimizer](
             [{"params": parameters[:3]}, {"params": parameters[3:], "lr": 0.003}],
         )
-        found("ShardedStep", "pto")(optimizer, communicator)
+        ShardedStep(optimizer, communicator)
         return optimizer
 
     optimizer = start()
@@ -332,7 +426,7 @@ def whole_state(optimizer: Any) -> Any:
 SAVED, LAST = 3, 6
 
 
-def train_resumed(case: EngineCase, topology: Any, trail: Trail) -> None:
+def train_resumed(case: Case, topology: Any, trail: Trail) -> None:
     """Steps to LAST with a save at SAVED; and from there to LAST in a new Trainer."""
     os.environ |= environment(topology)
     folder: list[str] = [tempfile.mkdtemp(prefix="digests-") if dist.get_rank() == 0 else ""]
@@ -364,9 +458,11 @@ def environment(topology: Any) -> dict[str, str]:
     return {name: str(value) for name, value in values.items()}
 
 
-def fit(case: EngineCase, topology: Any, save: Path | None) -> tuple[Any, Any]:
+def fit(case: Case, topology: Any, save: Path | None) -> tuple[Any, Any]:
     """A module, and a Trainer that saves it at SAVED."""
     import pytorch_lightning as pl
+
+    from lightning_sparse.flavours import pytorch_lightning as classes
 
     class Module(pl.LightningModule):
         def __init__(self) -> None:
@@ -384,7 +480,6 @@ def fit(case: EngineCase, topology: Any, save: Path | None) -> tuple[Any, Any]:
             if save is not None and trainer.global_step == SAVED:
                 trainer.save_checkpoint(save)
 
-    classes = importlib.import_module("lightning_sparse.flavours.pytorch_lightning")
     options = dict(case.config)
     strategy = getattr(classes, options.pop("strategy"))(**options)
     callbacks = [Save(), *([classes.PTOCallback(scope="world")] if "pto" in case.events else [])]
@@ -398,106 +493,11 @@ def fit(case: EngineCase, topology: Any, save: Path | None) -> tuple[Any, Any]:
     return module, trainer
 
 
-ENGINES: dict[str, Callable[[EngineCase, Any, Trail], None]] = {
+ENGINES: dict[str, Callable[[Case, Any, Trail], None]] = {
+    "gradients": train_gradients,
     "updates": train_updates,
     "fsdp": train_fsdp,
     "fsdp-updates": train_sharded_updates,
     "pto": train_pto,
     "trainer": train_resumed,
 }
-
-
-# -- the cases ---------------------------------------------------------------------------------------------------------
-
-
-def engine_cases() -> list[EngineCase]:
-    """All of them."""
-    every = [case for group in (_updates(), _fsdp(), _pto(), _trainers()) for case in group]
-    titles = [case.title for case in every]
-    assert len(titles) == len(set(titles)), "a name stands for two cases"
-    return every
-
-
-def _updates() -> Iterator[EngineCase]:
-    def case(name: str, topology: str, config: dict[str, Any], *events: str, **options: Any) -> EngineCase:
-        return EngineCase(name, topology, "updates", config, events=frozenset(events), **options)
-
-    for topology, path, delay in itertools.product(("2x1", "2x2", "4x1"), PATHS, (0, 1)):
-        yield case(f"{path} delay {delay}", topology, {"exchange": path, "delay": delay})
-    for path in PATHS:
-        replicated = {"exchange": path, "shard_optimizer": False}
-        yield case(f"{path} replicated", "2x2", replicated)
-        yield case(f"{path} momentum", "2x2", {"exchange": path}, optimizer="momentum")
-        yield case(f"{path} sync_every 2", "2x2", {"exchange": path, "sync_every": 2})
-        yield case(f"{path} bfloat16", "2x2", {"exchange": path}, dtype=torch.bfloat16)
-        yield case(f"{path} bfloat16 replicated", "2x2", replicated, dtype=torch.bfloat16, optimizer="momentum")
-    for topology in ("2x1", "4x1"):
-        yield case("sparse momentum", topology, {}, optimizer="momentum")
-        yield case("sparse sync_every 2", topology, {"sync_every": 2})
-        yield case("sparse step_ahead", topology, {"step_ahead": 0.6})
-        yield case("sparse step_ahead sync_every 2 delay 0", topology, {"step_ahead": 0.3, "sync_every": 2, "delay": 0})
-    yield case("regional step_ahead", "4x1", {"exchange": "regional", "step_ahead": 0.6})
-    yield case("sparse auto ahead momentum", "4x1", {"density": 0.3}, optimizer="momentum")
-    for value_dtype in ("float32", "float16"):
-        yield case(f"sparse values {value_dtype}", "2x2", {"value_dtype": value_dtype})
-    for sharded in (True, False):
-        name = "" if sharded else " replicated"
-        yield case(f"sparse group{name}", "2x2", {"shard_optimizer": sharded}, "group")
-        yield case(f"regional group{name}", "2x2", {"exchange": "regional", "shard_optimizer": sharded}, "group")
-        yield case(f"sparse skip{name}", "2x2", {"shard_optimizer": sharded}, "skip")
-        yield case(f"sparse two optimizers{name}", "2x2", {"shard_optimizer": sharded}, "two optimizers")
-    yield case("sparse group", "2x1", {}, "group", optimizer="momentum")
-    yield case("dense without overlap", "2x2", {"exchange": "dense", "overlap": False})
-    yield case("sparse without overlap", "2x2", {"overlap": False})
-
-
-def _fsdp() -> Iterator[EngineCase]:
-    for topology, path in itertools.product(("2x2", "2x1"), PATHS):
-        config = {"exchange": path}
-        yield EngineCase(path, topology, "fsdp", config, optimizer="momentum")
-        yield EngineCase(
-            f"{path} accumulate", topology, "fsdp", config, optimizer="momentum", events=frozenset({"accumulate"})
-        )
-        yield EngineCase(path, topology, "fsdp-updates", config)
-    for path in ("dense16", "sparse"):
-        config = {"exchange": path}
-        yield EngineCase(f"{path} frozen", "2x2", "fsdp", config, events=frozenset({"frozen"}))
-        yield EngineCase(f"{path} bfloat16", "2x2", "fsdp", config, torch.bfloat16, "momentum")
-        yield EngineCase(f"{path} bfloat16", "2x2", "fsdp-updates", config, torch.bfloat16)
-        yield EngineCase(
-            f"{path} momentum delay 0", "2x2", "fsdp-updates", {**config, "delay": 0}, optimizer="momentum"
-        )
-
-
-def _pto() -> Iterator[EngineCase]:
-    for topology, scope in (("2x2", "node"), ("2x2", "world"), ("1x2", "node"), ("1x2", "world")):
-        for optimizer in ("adam", "adamw", "momentum", "nesterov", "adagrad"):
-            yield EngineCase(f"{scope} {optimizer}", topology, "pto", {"scope": scope}, optimizer=optimizer)
-        for event in ("big", "group", "resume", "closure"):
-            config = {"scope": scope}
-            events = frozenset({event, "big"} if event == "resume" else {event})
-            yield EngineCase(f"{scope} {event}", topology, "pto", config, optimizer="adam", events=events)
-        yield EngineCase(
-            f"{scope} big momentum", topology, "pto", {"scope": scope}, optimizer="momentum", events=frozenset({"big"})
-        )
-
-
-def _trainers() -> Iterator[EngineCase]:
-    sparse = {"density": 0.05, "exchange": "sparse"}
-    hier = {"strategy": "MSTopKHierStrategy", "warmup_epochs": 0, **sparse}
-    updates = {"strategy": "MSTopKLocalStrategy", **sparse}
-    fsdp = {"strategy": "MSTopKFSDPStrategy", **sparse}
-    yield EngineCase("mstopk_hier", "2x1", "trainer", hier, optimizer="momentum")
-    corrected = {**hier, "momentum_correction": True}
-    yield EngineCase("mstopk_hier corrected", "2x1", "trainer", corrected, optimizer="momentum")
-    yield EngineCase("mstopk_hier pto", "2x1", "trainer", hier, optimizer="momentum", events=frozenset({"pto"}))
-    yield EngineCase("mstopk_local", "2x1", "trainer", updates)
-    yield EngineCase("mstopk_local dense16", "2x1", "trainer", {**updates, "exchange": "dense16"})
-    yield EngineCase("mstopk_local regional", "2x2", "trainer", {**updates, "exchange": "regional"})
-    yield EngineCase("mstopk_local", "2x2", "trainer", updates)
-    yield EngineCase("mstopk_fsdp", "2x1", "trainer", fsdp)
-    yield EngineCase("mstopk_fsdp", "2x2", "trainer", fsdp)
-    whole = {**fsdp, "save_distributed_checkpoint": False}
-    yield EngineCase("mstopk_fsdp in one file", "2x1", "trainer", whole)
-    gradients = {**fsdp, "send": "gradients"}
-    yield EngineCase("mstopk_fsdp gradients", "2x1", "trainer", gradients, optimizer="momentum")

@@ -21,10 +21,9 @@ BY = {
     "pto": "exchange.pto",
     "data": "data.tiers",
     "data-storage": "data.storage",
-    "peers": "peers.compare",
 }
 SUFFIXES = (".svg", ".png", "-time.png", "-bytes.png")
-GONE = ("data-learning",)
+GONE = ("data-learning", "peers")
 """Their benchmarks are no longer here."""
 
 

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from lightning_sparse.bench.report import need
+from lightning_sparse.cli.report import need
 
 WIDTH = 10.0
 GREY = "#808080"

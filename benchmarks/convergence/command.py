@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from statistics import fmean
@@ -75,6 +74,4 @@ def run_command(
         if not runs:
             parser.error(f"{options.out} holds no finished runs; leave --report-only out to make some")
     records = execute(task, runs, data_file, options.out / "runs")
-    # Where files lie on this machine helps nobody to repeat it.
-    words = [Path(word).name if Path(word).is_absolute() else word for word in sys.argv]
-    tqdm.write(write_report(records, options.out, task.metric, command=" ".join(["python", *words])))
+    tqdm.write(write_report(records, options.out, task.metric))

@@ -66,11 +66,15 @@ def described(text: bytes) -> str:
     return f"library of Python {platform.python_version()} ({len(text):,} characters, sha256 {digest})"
 
 
-def save_corpus(text: bytes, folder: Path) -> Path:
-    """The file in `folder` with the Corpus of `text`."""
+def corpus_of(text: bytes) -> Corpus:
+    """`text` as positions in its alphabet, in two parts."""
     alphabet, position_N = torch.unique(torch.frombuffer(bytearray(text), dtype=torch.uint8), return_inverse=True)
     position_N = position_N.to(torch.uint8)
-    corpus = Corpus(position_N[:-VALIDATION].clone(), position_N[-VALIDATION:].clone(), len(alphabet))
+    return Corpus(position_N[:-VALIDATION].clone(), position_N[-VALIDATION:].clone(), len(alphabet))
+
+
+def save_corpus(text: bytes, folder: Path) -> Path:
+    """The file in `folder` with the Corpus of `text`."""
     file = folder / "corpus.pt"
-    torch.save(corpus, file)
+    torch.save(corpus_of(text), file)
     return file

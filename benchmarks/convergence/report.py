@@ -12,7 +12,7 @@ from statistics import fmean, stdev
 from typing import Any
 
 from benchmarks.pictures import GREY, colour, picture
-from lightning_sparse.bench.report import surroundings
+from benchmarks.record import surroundings
 
 # Two-sided 95 % quantiles of Student's t for 1, 2, ... degrees of freedom.
 T_95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131)
@@ -165,9 +165,9 @@ def plot(records: Sequence[dict[str, Any]], metric: Metric, file: Path) -> None:
             axes.grid()
 
 
-def write_report(records: Sequence[dict[str, Any]], out: Path, metric: Metric, command: str) -> str:
+def write_report(records: Sequence[dict[str, Any]], out: Path, metric: Metric) -> str:
     """Write results.json, results.md and a plot named after the metric; returns the table."""
-    rows, about = summarise(records, metric), surroundings(command)
+    rows, about = summarise(records, metric), surroundings()
     about["commit"] = ", ".join(sorted({record["commit"] for record in records}))
     settings, parameters = records[0]["settings"], records[0]["parameters"]
     (out / "results.json").write_text(

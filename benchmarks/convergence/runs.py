@@ -30,14 +30,14 @@ from tqdm import tqdm
 
 from benchmarks.convergence.report import Metric
 from benchmarks.convergence.ways import WAYS
-from lightning_sparse.bench.report import commit
+from benchmarks.record import commit
 from lightning_sparse.topology import Topology, with_groups
 
 # What differs between rows of a table: the way (ways.py; "gradients" unless given) with its options, and
 # "nodes", "bucket_cap_mb" and "lr_times" where they are not the usual ones. None: plain DDP. With "alone" one node
 # trains by itself, plain DDP inside it, on its ranks' share of each batch.
 Arguments = dict[str, Any] | None
-OF_RUN = ("nodes", "lr", "lr_times", "sgd", "norm", "alone", "way")  # what is not the way's
+OF_RUN = ("nodes", "lr_times", "norm", "alone", "way")  # what is not the way's
 ALONE = {"alone": True}
 SPARSE = {"exchange": "sparse", "value_dtype": "float32", "warmup_epochs": 0}
 
@@ -164,7 +164,7 @@ class Trainer:
             learner.optimizer.zero_grad()
             self.way.before_backward()
             loss.backward()  # type: ignore[no-untyped-call]
-            learner.optimizer.step()
+            self.way.step()
             self.way.after_step()
             learner.schedule.step()
             loss_sum += loss.detach()

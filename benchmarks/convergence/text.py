@@ -34,7 +34,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from benchmarks.convergence import demo as convergence_demo  # noqa: F401  # a way
 from benchmarks.convergence import report
 from benchmarks.convergence.command import run_command
 from benchmarks.convergence.corpus import Corpus, described, read_library, save_corpus, start_of_windows
@@ -54,8 +53,6 @@ BITS = Metric(
 )
 
 UPDATES = {"way": "updates", "density": 0.01}
-CYCLIC = {**UPDATES, "way": "cyclic", "step_ahead": 1}  # less is worse: it has nothing else of what is pending
-DEMO = {"way": "demo", "sgd": True, "density": 0.01, "decay": 0.999}
 CONFIGS: dict[str, Arguments] = {
     "dense": None,
     "one node alone": ALONE,
@@ -93,16 +90,11 @@ CONFIGS: dict[str, Arguments] = {
     "updates 10% every 10": {**UPDATES, "density": 0.1, "sync_every": 10},
     "updates dense16": {**UPDATES, "exchange": "dense16"},
     "updates dense": {**UPDATES, "exchange": "dense"},
-    "cyclic 1%": CYCLIC,
-    "cyclic 2%": {**CYCLIC, "density": 0.02},
-    "cyclic 4%": {**CYCLIC, "density": 0.04},
-    "cyclic 7%": {**CYCLIC, "density": 0.07},
     "average every 100": {"way": "average", "every": 100},
     "average every 25": {"way": "average", "every": 25},
     "average every 50": {"way": "average", "every": 50},
     "post-local every 50": {"way": "post-local", "every": 50, "start": 60},
     "post-local every 100": {"way": "post-local", "every": 100, "start": 60},
-    **{f"DeMo, lr {lr}": {**DEMO, "lr": lr} for lr in (0.001, 0.002, 0.004, 0.008, 0.016)},
     "bf16 hook": {"way": "hooked", "hook": "bf16"},
     "PowerSGD r1": {"way": "hooked", "hook": "PowerSGD"},
     "DiLoCo every 100": {"way": "average", "every": 100, "outer_lr": 0.7, "outer_momentum": 0.9},
@@ -174,9 +166,8 @@ class TextLearner(Learner):
         self.settings: TextSettings = run.settings
         self.seed, self.corpus, self.rank = run.seed, corpus, rank
         self.model = CharacterTransformer(corpus.num_symbols)
-        lr = run.option("lr", self.settings.lr) * run.option("lr_times", 1.0)
-        kind = torch.optim.SGD if run.option("sgd", False) else torch.optim.AdamW
-        self.optimizer = kind(self.model.parameters(), lr, weight_decay=self.settings.weight_decay, foreach=True)
+        lr, decay = self.settings.lr * run.option("lr_times", 1.0), self.settings.weight_decay
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr, weight_decay=decay, foreach=True)
         self.steps = self.settings.steps_per_epoch
         at = partial(scale, warmup=self.settings.lr_warmup_steps, steps=self.settings.epochs * self.steps)
         self.schedule = torch.optim.lr_scheduler.LambdaLR(self.optimizer, at)

@@ -1,179 +1,217 @@
-"""How long until a loss is reached, on nodes with slow links: exchanging updates beside other ways to train.
+"""How long until a loss or an accuracy is reached, on nodes with slow links: ours beside other ways to train.
 
-    sudo python -m benchmarks.convergence.time_to_loss OUT [--cluster 4x1] [--gbps 0.1] [--epochs 15]
+    sudo python -m benchmarks.convergence.time_to_loss OUT [--clusters 4x1] [--gbps 0.1] [--epochs 15]
+    sudo python -m benchmarks.convergence.time_to_loss OUT --pictures PICTURES [--grace PATH] [--demo PATH] --epochs 4
 
-The task is that of text.py, a character Transformer with AdamW, whose ranks here are the nodes of an
-emulated cluster (`lightning_sparse.lab`), and share this machine's processors. The model is small, so links are
-chosen that are slow for it: its dense gradients of 466 KB take 56 ms at 0.1 Gbit/s on four nodes. Seconds are those
-of training; after each epoch of 40 steps all ranks wait for each other and validate. Ways run one after the other. In
-"one node alone" all nodes train beside each other, so that each has its share of the processors, and the first one's
-model counts.
+The task is that of text.py, a character Transformer with AdamW, or that of images.py with a wider net, a ResNet of
+308,650 parameters with SGD. Its ranks are the nodes of an emulated cluster (`lightning_sparse.lab`), and share this
+machine's processors. Models are small, so links are chosen that are slow for them: the Transformer's dense gradients of
+466 KB take 56 ms at 0.1 Gbit/s on four nodes. Seconds are those of training; after each epoch all ranks wait for each
+other and validate. Bytes are the kernel's count on a node's link. Ways run one after the other; ways.py says what each
+is. In "one node alone" all nodes train beside each other, so that each has its share of the processors, and the first
+one's model counts. PATHs are checkouts of sands-lab/grace and bloc97/DeMo (which needs einops), without which those
+rows are left out. All share one learning rate but DeMo, and none is tuned: what a way would gain from a rate of its own
+is not in the numbers.
 
-Writes OUT/time-to-loss.json, .md and .png.
+The metric is given at the end; when so many bytes were received as by the row "at equal bytes" names at its end; and by
+the seconds to each goal. In between validations it is interpolated. Writes OUT/time-to-loss.json, .md and .svg.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import os
+import itertools
 import sys
-import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
-from functools import partial
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
-from benchmarks.convergence.corpus import described, read_library, save_corpus
-from benchmarks.convergence.runs import Run, Trainer
-from benchmarks.convergence.text import CONFIGS, TASK, TextSettings
-from benchmarks.convergence.ways import WAYS, Way
+from benchmarks.convergence import images, text
+from benchmarks.convergence.corpus import corpus_of, described, read_library
+from benchmarks.convergence.pictures import load_pictures
+from benchmarks.convergence.runs import SPARSE, Arguments, Run, Settings, Task, Trainer
 from benchmarks.pictures import GREY, colour, picture
-from lightning_sparse.bench.report import commit, format_table, surroundings
-from lightning_sparse.lab import Cluster, LabConfig, signals_as_exit
-from lightning_sparse.topology import discover
+from benchmarks.processes import on_clusters, received_bytes
+from benchmarks.record import Rows, add_clusters, parser_of, surroundings, write
+from lightning_sparse.cli.report import format_table
+from lightning_sparse.topology import Topology
 
 ALONE = "one node alone"
-ROWS = {
-    **{name: CONFIGS[name] for name in ("dense", "bf16 hook", "PowerSGD r1", "average every 50", "updates 1%")},
-    ALONE: {"way": "each alone"},
+EACH_ALONE: Arguments = {"way": "each alone"}
+GRACE: dict[str, Arguments] = {
+    "GRACE top-k 1 %": {"way": "grace", "kind": "top-k"},
+    "GRACE QSGD": {"way": "grace", "kind": "qsgd"},
 }
-GOALS = (3.0, 2.7, 2.5, 2.4, 2.3)
-"""Bits per character."""
+DEMO: dict[str, Arguments] = {"DeMo": {"way": "demo", "demo_lr": 1e-3}}
 
 
-class EachAlone(Way):
-    """Every node trains by itself; the first one's model is validated."""
+@dataclass(frozen=True)
+class Race:
+    """A task, the ways that run, the goals to reach, and the row whose bytes all are given."""
 
-    group = "node"
-
-    @contextmanager
-    @torch.no_grad()
-    def shown(self) -> Iterator[None]:
-        parameters: list[Tensor] = list(self.model.parameters())
-        own = [p.detach().clone() for p in parameters]
-        self.finish()
-        yield
-        torch._foreach_copy_(parameters, own)
-
-    @torch.no_grad()
-    def finish(self) -> None:
-        for parameter in self.model.parameters():
-            dist.broadcast(parameter, 0)
-
-    def bytes_per_node(self) -> float:
-        return 0.0
+    task: Task
+    rows: dict[str, Arguments]
+    goals: tuple[float, ...]
+    budget: str
 
 
-WAYS["each alone"] = EachAlone
+OF_TEXT = Race(
+    text.TASK,
+    {
+        **{name: text.CONFIGS[name] for name in ("dense", "bf16 hook", "PowerSGD r1", "average every 50")},
+        "updates 1%": text.CONFIGS["updates 1%"],
+        ALONE: EACH_ALONE,
+    },
+    (3.0, 2.7, 2.5, 2.4, 2.3),
+    "updates 1%",
+)
+OF_PICTURES = Race(
+    images.TASK,
+    {
+        "dense": None,
+        "bf16 hook": {"way": "hooked", "hook": "bf16"},
+        "PowerSGD r1": {"way": "hooked", "hook": "PowerSGD"},
+        "post-local every 4": {"way": "post-local", "every": 4, "start": 30},
+        **GRACE,
+        **DEMO,
+        "1%": {**SPARSE, "value_dtype": "bfloat16", "density": 0.01},
+        "1%-momentum": {**SPARSE, "value_dtype": "bfloat16", "density": 0.01, "momentum_correction": True},
+        "default": {"warmup_epochs": 1},
+        ALONE: EACH_ALONE,
+    },
+    (30.0, 40.0, 45.0, 47.0),
+    "1%",
+)
 
 
 class Timed(Trainer):
-    """With the seconds of training so far in each line of the history."""
+    """With the seconds of training so far, and the bytes received in them, in each line of the history."""
 
-    seconds = 0.0
+    seconds, received = 0.0, 0
 
     def epoch(self, epoch: int) -> dict[str, Any]:
         dist.barrier()
-        begin, validate = time.perf_counter(), self.learner.validate
+        before, begin, validate = received_bytes(), time.perf_counter(), self.learner.validate
 
         def timed() -> float:
             self.way.receive()
             dist.barrier()
             self.seconds += time.perf_counter() - begin
+            self.received += received_bytes() - before
             return validate()
 
         self.learner.validate = timed  # type: ignore[method-assign]
         line = super().epoch(epoch)
         self.learner.validate = validate  # type: ignore[method-assign]
-        return {**line, "seconds": self.seconds}
+        return {**line, "seconds": self.seconds, "bytes_per_node": self.received}
 
 
-def on_ranks(folder: Path, settings: TextSettings) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
-    topology = discover()
-    data = torch.load(next(folder.glob("*.pt")), weights_only=False)
-    histories = {}
-    for name, arguments in ROWS.items():
-        trainer = Timed(TASK, Run(name, arguments, 0, settings), data, topology)
-        histories[name] = [trainer.epoch(epoch) for epoch in range(settings.epochs)]
-    if dist.get_rank() == 0:
-        (folder / "histories.json").write_text(json.dumps(histories))
-    dist.barrier()
-    dist.destroy_process_group()
+def measure(
+    topology: Topology,
+    device: torch.device,
+    gbps: float | None,
+    pictures: Path | None,
+    names: Sequence[str],
+    epochs: int,
+    paths: Sequence[str],
+) -> Rows:
+    """The history of each way. A collective."""
+    sys.path += paths
+    cluster: dict[str, int] = {"epochs": epochs, "nodes": topology.num_nodes, "devices": topology.num_devices}
+    if pictures is None:
+        words = read_library()
+        race, data = OF_TEXT, corpus_of(words)
+        settings: Settings = text.TextSettings(lr=0.008, text=described(words), **cluster)
+    else:
+        race, data = OF_PICTURES, torch.load(pictures, weights_only=False)
+        settings = images.PictureSettings(lr=0.2, width=32, **cluster)
+    rows = Rows()
+    for name in names:
+        trainer = Timed(race.task, Run(name, race.rows[name], 0, settings), data, topology)
+        rows.append({"way": name, "history": [trainer.epoch(epoch) for epoch in range(epochs)]})
+    return rows
 
 
-def seconds_to(history: list[dict[str, Any]], goal: float) -> str:
-    """Until the first validation that is as good."""
-    return next((f"{line['seconds']:.0f}" for line in history if line["val_bits"] <= goal), "-")
+def when(history: Rows, key: str, reached: float, wanted: str) -> float | None:
+    """What `wanted` was when `key` first came to `reached`, up or down, interpolated; None if it never did."""
+    for before, line in itertools.pairwise(history):
+        low, high = sorted((before[key], line[key]))
+        if low <= reached <= high:
+            share = (reached - before[key]) / ((line[key] - before[key]) or 1)
+            return float(before[wanted] + share * (line[wanted] - before[wanted]))
+    return None
 
 
-def table(histories: dict[str, list[dict[str, Any]]]) -> str:
-    rows = [
-        (
-            name,
-            f"{1e3 * history[-1]['seconds'] / history[-1]['step']:.0f}",
-            *(seconds_to(history, goal) for goal in GOALS),
-            f"{history[-1]['val_bits']:.3f}",
-            f"{history[-1]['bytes_per_node'] / history[-1]['step'] / 1e3:.1f}",
-        )
-        for name, history in histories.items()
-    ]
-    return format_table(("", "ms a step", *(f"s to {goal}" for goal in GOALS), "bits at the end", "KB a step"), rows)
+def table(rows: Rows, race: Race) -> str:
+    """A block for each cluster and rate."""
+    metric, blocks = race.task.metric, []
+    goals = [f"s to {goal:g}" for goal in race.goals]
+    for place in dict.fromkeys((row["cluster"], row["gbps"]) for row in rows):
+        here = {row["way"]: row["history"] for row in rows if (row["cluster"], row["gbps"]) == place}
+        budget = here[race.budget][-1]["bytes_per_node"] if race.budget in here else 0
+        lines = []
+        for way, history in here.items():
+            last = history[-1]
+            step = f"{1e3 * last['seconds'] / last['step']:.0f}", f"{last['bytes_per_node'] / last['step'] / 1e3:.1f}"
+            equal = when(history, "bytes_per_node", budget, metric.key) if last["bytes_per_node"] > budget else None
+            reached = [when(history, metric.key, goal, "seconds") for goal in race.goals]
+            seconds = ["-" if each is None else f"{each:.0f}" for each in reached]
+            results = [last[metric.key], last[metric.key] if equal is None else equal]
+            lines.append((way, *step, *(f"{each:.{metric.digits}f}" for each in results), *seconds))
+        head = (f"{place[0]}, {place[1]} Gbit/s", "ms a step", "KB a step", metric.heading)
+        blocks.append(format_table((*head, f"at the bytes of {race.budget}", *goals), lines))
+    return "\n\n".join(blocks)
 
 
 def plot(record: dict[str, Any], file: Path) -> None:
-    """Loss over seconds."""
-    with picture(file) as (axes,):
-        for index, (name, history) in enumerate(record["histories"].items()):
-            style = {"color": GREY, "linestyle": "--"} if name == ALONE else {"color": colour(index)}
-            axes.plot(
-                [e["seconds"] for e in history], [e["val_bits"] for e in history], marker=".", label=name, **style
-            )
-        axes.set(xlabel=f"seconds of training, links of {record['gbps']:g} Gbit/s", ylabel="bits per character")
-        axes.set_ylim(top=4)
-        axes.grid(visible=True)
+    """The metric over seconds, a panel for each cluster and rate."""
+    if "histories" in record:  # in files of before
+        where = {name: record[name] for name in ("cluster", "gbps")}
+        record = {"rows": [{**where, "way": way, "history": each} for way, each in record["histories"].items()]}
+    metric = images.ACCURACY if images.ACCURACY.key in record["rows"][0]["history"][0] else text.BITS
+    places = list(dict.fromkeys((row["cluster"], row["gbps"]) for row in record["rows"]))
+    with picture(file, columns=len(places)) as panels:
+        for place, axes in zip(places, panels, strict=True):
+            here = [row for row in record["rows"] if (row["cluster"], row["gbps"]) == place]
+            for index, row in enumerate(here):
+                style = {"color": GREY, "linestyle": "--"} if row["way"] == ALONE else {"color": colour(index)}
+                line = [(each["seconds"], each[metric.key]) for each in row["history"]]
+                axes.plot(*zip(*line, strict=True), marker=".", label=row["way"], **style)
+            axes.set(xlabel=f"seconds of training, links of {place[1]:g} Gbit/s", ylabel=metric.axis)
+            axes.set_ylim(top=None if metric.higher_is_better else 4)
+            axes.grid(visible=True)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
-    parser.add_argument("out", type=Path)
-    parser.add_argument("--cluster", default="4x1", metavar="MxL")
-    parser.add_argument("--gbps", type=float, default=0.1)
+    parser = parser_of(__doc__)
+    add_clusters(parser, ["4x1"], [0.1])
     parser.add_argument("--epochs", type=int, default=15)
+    parser.add_argument("--pictures", type=Path, help="folder or .tar with {train,val}/<class>/*.jpg: its task")
+    parser.add_argument("--grace", type=Path, metavar="PATH", help="a checkout of sands-lab/grace")
+    parser.add_argument("--demo", type=Path, metavar="PATH", help="a checkout of bloc97/DeMo")
+    parser.add_argument("--ways", nargs="+", metavar="NAME", help="default: all that can run")
     options = parser.parse_args()
-    nodes, devices = map(int, options.cluster.split("x"))
-    text = read_library()
-    made = partial(TextSettings, lr=0.008, epochs=options.epochs, nodes=nodes, devices=devices)
-    settings = made(text=described(text))
-    if "TIME_FOLDER" in os.environ:
-        return on_ranks(Path(os.environ["TIME_FOLDER"]), settings)
     options.out.mkdir(parents=True, exist_ok=True)
-    config = LabConfig(nodes=nodes, devices=devices, gbps=options.gbps)
-    with signals_as_exit(), tempfile.TemporaryDirectory() as folder, Cluster(config) as cluster:
-        save_corpus(text, Path(folder))
-        env = {"TIME_FOLDER": folder, "OMP_NUM_THREADS": "1"}
-        if (
-            cluster.run([sys.executable, "-m", "benchmarks.convergence.time_to_loss", *sys.argv[1:]], env=env).exit_code
-            != 0
-        ):
-            raise SystemExit("the ranks failed; their output is above")
-        histories = json.loads((Path(folder) / "histories.json").read_text())
-    command = " ".join(["python", "-m", "benchmarks.convergence.time_to_loss", "OUT", *sys.argv[2:]])
-    common = {**surroundings(command), "commit": commit(), "cluster": options.cluster, "gbps": options.gbps}
-    record = {**common, "histories": histories}
-    (options.out / "time-to-loss.json").write_text(json.dumps(record, indent=1) + "\n")
-    (options.out / "time-to-loss.md").write_text(f"`{command}`, {commit()}\n\n{table(histories)}\n")
-    plot(record, options.out / "time-to-loss.png")
-    print(table(histories), flush=True)
-    return None
+    race = OF_TEXT if options.pictures is None else OF_PICTURES
+    names, paths = runnable(race, options)
+    data = None if options.pictures is None else load_pictures(options.pictures, options.out).resolve()
+    arguments = data, names, options.epochs, paths
+    rows = on_clusters(measure, *arguments, clusters=options.clusters, gbps=options.gbps)
+    if rows is not None:
+        drawn = plot if all(row["gbps"] for row in rows) else None
+        write(options.out / "time-to-loss.json", {**surroundings(), "rows": rows}, table(rows, race), drawn)
+
+
+def runnable(race: Race, options: argparse.Namespace) -> tuple[list[str], list[str]]:
+    """The ways that are asked for and can run, and the folders of checkouts that they import from."""
+    found = {name: path for path, names in ((options.grace, GRACE), (options.demo, DEMO)) if path for name in names}
+    names = [name for name in race.rows if name not in {**GRACE, **DEMO} or name in found]
+    return [name for name in names if name in (options.ways or names)], [str(p.resolve()) for p in {*found.values()}]
 
 
 if __name__ == "__main__":

@@ -7,11 +7,14 @@ none             plain DDP over all ranks
                  other nodes at all
 "gradients"      DDP with `hier_hook`; the default, options are those of HierConfig
 "updates"        DDP inside the node and `LocalUpdates`; options are those of UpdatesConfig
-"cyclic"         the same, but all nodes send the same entries, the next ones of one shared pseudo-random order, by an
-                 all-reduce: no selection, no indices, and a volume that does not grow with the number of nodes
 "average"        DDP inside the node, and the mean of the nodes' models every ``every`` steps; with ``outer_lr`` it is
                  DiLoCo (Douillard et al. 2023): an outer SGD with Nesterov momentum takes the mean's change as gradient
 "post-local"     the same, after ``start`` steps of plain DDP (torch's post_localSGD_hook)
+"each alone"     every node by itself, at the same time; the first one's model counts
+"grace"          grace_dl.dist of a checkout of sands-lab/grace, parameter by parameter, after backward: "top-k" of 1 %
+                 with residuals, or "qsgd" with 64 levels
+"demo"           DeMo of a checkout of bloc97/DeMo, an optimizer of its own; parameters of convolutions, whose layout it
+                 lacks, are matrices of [out, in * height * width]
 ================ =====================================================================================================
 
 Validation sees what a user would get: the shared weights, or the mean of the nodes' models.
@@ -19,11 +22,10 @@ Validation sees what a user would get: the shared weights, or the mean of the no
 
 from __future__ import annotations
 
+import importlib
 import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from math import gcd
 from typing import Any, ClassVar
 
 import torch
@@ -32,10 +34,9 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, post_localSGD_hook, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
-from typing_extensions import Self
 
-from lightning_sparse.exchange import HierCommunicator, Path, Shard, Work
-from lightning_sparse.exchange.paths import Dense, num_selected
+from lightning_sparse.exchange import Work
+from lightning_sparse.exchange.paths import Dense
 from lightning_sparse.strategy import HierConfig, HierState, hier_hook
 from lightning_sparse.topology import Topology
 from lightning_sparse.updates import LocalUpdates, UpdatesConfig
@@ -66,7 +67,7 @@ class Way:
     group: ClassVar[str] = "world"
 
     def __init__(self, model: nn.Module, optimizer: Optimizer, topology: Topology, options: dict[str, Any]) -> None:
-        self.model, self.topology = model, topology
+        self.model, self.optimizer, self.topology = model, optimizer, topology
         inside = None if self.group == "world" else topology.intra
         self.ddp = wrap(model, options.pop("bucket_cap_mb", 25), inside)
         if self.group == "node" and topology.num_devices == 1:
@@ -79,6 +80,10 @@ class Way:
 
     def before_backward(self) -> None:
         """Between forward and backward."""
+
+    def step(self) -> None:
+        """The optimizer's step."""
+        self.optimizer.step()
 
     def after_step(self) -> None:
         """After the optimizer's step."""
@@ -171,69 +176,6 @@ class Updates(Way):
         return received(self.updates.exchange.stats.bytes_between_nodes, self.topology)
 
 
-class CyclicUpdates(Updates):
-    """Updates without selection."""
-
-    def __init__(self, model: nn.Module, optimizer: Optimizer, topology: Topology, options: dict[str, Any]) -> None:
-        super().__init__(model, optimizer, topology, {**options, "exchange": "regional"})  # keeps what is pending apart
-        choice, steps = self.updates.exchange.choice, iter(range(10**9))
-
-        def path(work: Work, density: float, **_: Any) -> Path:
-            return Cyclic(work, num_selected(density, work.shard_numel), next(steps))
-
-        choice.path = path  # type: ignore[method-assign]
-
-
-@dataclass(frozen=True)
-class Cyclic(Path):
-    """The next ``k`` entries of one pseudo-random order of the shard, the same on all nodes, by an all-reduce."""
-
-    name = "cyclic"
-    leaves = "entries"
-
-    k: int
-    step: int
-
-    @classmethod
-    def of(cls, work: Work, density: float, value_dtype: torch.dtype) -> Self | None:
-        raise NotImplementedError
-
-    @property
-    def sent(self) -> int:
-        return self.k
-
-    @property
-    def applied(self) -> float:
-        return self.k
-
-    def bytes(self) -> float:
-        nodes = self.work.num_nodes
-        return 2 * (nodes - 1) / nodes * self.k * 2  # as 16-bit values, though Gloo adds fp32 here
-
-    def next_indices(self, device: torch.device) -> Tensor:
-        """i * stride mod S visits each entry once before it repeats one, if the two have no common divisor."""
-        numel = self.work.shard_numel
-        stride = int(numel * 0.6180339887) | 1
-        while gcd(stride, numel) != 1:
-            stride += 1
-        at = torch.arange(self.step * self.k, (self.step + 1) * self.k, device=device)
-        return at % numel * stride % numel
-
-    def select(self, comm: HierCommunicator, shard: Shard) -> Tensor:
-        assert shard.next_S is not None
-        index_K = self.next_indices(shard.sum_S.device)
-        shard.next_S.copy_(shard.sum_S)[index_K] = 0
-        return shard.sum_S[index_K]
-
-    def transfer(self, comm: HierCommunicator, sent: Tensor, shard: Shard) -> Tensor:
-        comm.all_reduce(sent)
-        return sent
-
-    def apply(self, arrived: Tensor, shard: Shard) -> Tensor:
-        index_K = self.next_indices(shard.sum_S.device)
-        return torch.zeros_like(shard.sum_S).index_copy_(0, index_K, arrived)
-
-
 class Average(Way):
     """Models averaged now and then; DiLoCo with an outer optimizer."""
 
@@ -304,14 +246,78 @@ class PostLocal(Average):
         super().after_step()
 
 
+class EachAlone(Way):
+    """Every node trains by itself; the first one's model is validated."""
+
+    group = "node"
+
+    @contextmanager
+    @torch.no_grad()
+    def shown(self) -> Iterator[None]:
+        parameters: list[Tensor] = list(self.model.parameters())
+        own = [p.detach().clone() for p in parameters]
+        self.finish()
+        yield
+        torch._foreach_copy_(parameters, own)
+
+    @torch.no_grad()
+    def finish(self) -> None:
+        for parameter in self.model.parameters():
+            dist.broadcast(parameter, 0)
+
+
+class Grace(Way):
+    """GRACE."""
+
+    def __init__(self, model: nn.Module, optimizer: Optimizer, topology: Topology, options: dict[str, Any]) -> None:
+        super().__init__(model, optimizer, topology, {})
+        self.ddp.require_backward_grad_sync = False
+
+        def of(module: str) -> Any:
+            return importlib.import_module(f"grace_dl.dist.{module}")
+
+        if options["kind"] == "top-k":
+            compressor, memory = of("compressor.topk").TopKCompressor(0.01), of("memory.residual").ResidualMemory()
+        else:
+            compressor, memory = of("compressor.qsgd").QSGDCompressor(64), of("memory.none").NoneMemory()
+        self.communicator = of("communicator.allgather").Allgather(compressor, memory, topology.world_size)
+
+    def step(self) -> None:
+        for name, parameter in self.model.named_parameters():
+            parameter.grad = self.communicator.step(parameter.grad, name)
+        super().step()
+
+
+class DeMo(Way):
+    """DeMo, whose learning rate follows the schedule of the optimizer that it takes the place of."""
+
+    def __init__(self, model: nn.Module, optimizer: Optimizer, topology: Topology, options: dict[str, Any]) -> None:
+        for parameter in model.parameters():
+            parameter.data = parameter.data.contiguous()
+        super().__init__(model, optimizer, topology, {})
+        self.ddp.require_backward_grad_sync = False
+        self.views = [nn.Parameter(p.detach().flatten(1) if p.ndim > 2 else p.detach()) for p in model.parameters()]
+        self.lr: float = options["demo_lr"]
+        self.theirs = importlib.import_module("demo").DeMo(self.views, lr=self.lr)
+
+    def step(self) -> None:
+        for view, parameter in zip(self.views, self.model.parameters(), strict=True):
+            view.grad = None if parameter.grad is None else parameter.grad.reshape(view.shape)
+        of = self.optimizer.param_groups[0]
+        self.theirs.param_groups[0]["lr"] = self.lr * of["lr"] / of["initial_lr"]
+        self.theirs.step()
+
+
 WAYS: dict[str, type[Way]] = {
     "ddp": Way,
     "hooked": Hooked,
     "gradients": Gradients,
     "updates": Updates,
-    "cyclic": CyclicUpdates,
     "average": Average,
     "post-local": PostLocal,
+    "each alone": EachAlone,
+    "grace": Grace,
+    "demo": DeMo,
 }
 
 

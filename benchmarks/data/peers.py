@@ -16,21 +16,14 @@ CachedImageDataModule      this library, with its defaults
 ========================== =================================================================================
 
 The first epoch is everything from an empty folder on: imports, listing, converting, the first batches. Only Lightning
-is imported before, by all rows. CPU time is that of the process and all its children, so a number does not depend
-on how many threads a row has, and little on what else the machine does. Each row runs in a process of its own,
-`ROUNDS` times in turn; shown are medians. LitData is left out if it is not installed.
+is imported before, by all rows. Each row runs in a process of its own, `ROUNDS` times in turn; shown are medians.
+LitData is left out if it is not installed. Writes OUT/data-peers.json and .md.
 """
 
 from __future__ import annotations
 
-import argparse
-import io
-import json
-import os
 import tempfile
-import time
 from collections.abc import Callable, Iterator
-from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 from statistics import median
@@ -40,46 +33,21 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-from benchmarks.data import tiers as data
-from lightning_sparse.bench.data import BATCH, cpu_seconds
-from lightning_sparse.bench.processes import own_process
-from lightning_sparse.bench.report import commit, format_table, surroundings
+from benchmarks.data import loaders
+from benchmarks.processes import alone
+from benchmarks.record import Rows, parser_of, surroundings, write
+from lightning_sparse.cli.report import format_table
 
 ROUNDS, LATER_IMAGES = 3, 1500
 PARTS = ("first", "later")
-FOR_EVER = 10**6  # epochs
 Row = Callable[[Path, Path, int], Iterator[Any]]
 """The batches of (image folder, folder to write to, size), one epoch after the other."""
 
 
-def image_folder(pictures: Path, work: Path, size: int) -> Iterator[Any]:
-    return data.image_folder(pictures, FOR_EVER, None, size)
-
-
-def dali_reader(pictures: Path, work: Path, size: int) -> Iterator[Any]:
-    return data.dali_reader(pictures, FOR_EVER, None, size)
-
-
-def as_chunk(path: str) -> dict[str, Any]:
-    return {"image": Path(path).read_bytes(), "class": Path(path).parent.name}
-
-
 def litdata(pictures: Path, work: Path, size: int) -> Iterator[Any]:
-    from litdata import StreamingDataLoader, StreamingDataset, optimize
-    from PIL import Image
-
-    look, labels = data.transforms(size), {name: label for label, name in enumerate(classes_of(pictures))}
-
-    def sample(item: dict[str, Any]) -> tuple[torch.Tensor, int]:
-        with Image.open(io.BytesIO(item["image"])) as image:
-            return look(image.convert("RGB")), labels[item["class"]]
-
-    files = [str(path) for path in files_of(pictures)]
-    optimize(as_chunk, files, str(work / "chunks"), chunk_bytes="16MB", num_workers=1, verbose=False)
-    chunks = StreamingDataset(str(work / "chunks"), cache_dir=str(work / "cache"), shuffle=True, transform=sample)
-    loader = StreamingDataLoader(
-        chunks, batch_size=BATCH, num_workers=1, persistent_workers=True, multiprocessing_context="fork"
-    )
+    loaders.make_chunks(pictures, work / "chunks")
+    classes, options = loaders.classes_of(pictures), {"batch_size": loaders.BATCH, "multiprocessing_context": "fork"}
+    loader = loaders.litdata_loader(str(work / "chunks"), work / "cache", classes, size, **options)
     while True:
         yield from loader
 
@@ -104,22 +72,20 @@ class Pixels(torch.utils.data.Dataset[tuple[torch.Tensor, int]]):
 def one_file(pictures: Path, work: Path, size: int) -> Iterator[Any]:
     from lightning_sparse.data.decode import decode
 
-    names, shapes, labels = classes_of(pictures), [], []
+    names, shapes, labels = loaders.classes_of(pictures), [], []
     with (work / "pixels").open("wb") as stream:
-        for path in files_of(pictures):
+        for path in loaders.files_of(pictures):
             pixels = decode(path.read_bytes(), -(-size * 8 // 7))
             stream.write(pixels.tobytes())
             shapes.append((pixels.shape[0], pixels.shape[1]))
             labels.append(names.index(path.parent.name))
-    loader = data.loader_of(Pixels(work / "pixels", shapes, labels, data.transforms(size)))
-    while True:
-        yield from loader
+    yield from loaders.over_and_over(Pixels(work / "pixels", shapes, labels, loaders.transforms(size)))
 
 
 def ours(pictures: Path, work: Path, size: int) -> Iterator[Any]:
     from lightning_sparse.flavours.pytorch_lightning import CachedImageDataModule
 
-    module = CachedImageDataModule(str(pictures), str(work), BATCH, size)
+    module = CachedImageDataModule(str(pictures), str(work), loaders.BATCH, size)
     module.setup("fit")
     try:
         loader, epoch = module.train_dataloader(), 0
@@ -132,20 +98,12 @@ def ours(pictures: Path, work: Path, size: int) -> Iterator[Any]:
 
 
 ROWS: dict[str, Row] = {
-    "ImageFolder + DataLoader": image_folder,
-    "DALI file reader": dali_reader,
+    "ImageFolder + DataLoader": loaders.image_folder,
+    "DALI file reader": loaders.dali_reader,
     "LitData": litdata,
     "pixels in one file": one_file,
     "CachedImageDataModule": ours,
 }
-
-
-def classes_of(pictures: Path) -> list[str]:
-    return sorted(each.name for each in (pictures / "train").iterdir())
-
-
-def files_of(pictures: Path) -> list[Path]:
-    return sorted(path for path in (pictures / "train").rglob("*.*") if path.is_file())
 
 
 def measure(name: str, pictures: Path, size: int) -> dict[str, float]:
@@ -153,25 +111,20 @@ def measure(name: str, pictures: Path, size: int) -> dict[str, float]:
     import pytorch_lightning  # noqa: F401  # a training has imported it, whatever loads its data
 
     torch.set_num_threads(1)
-    count = len(files_of(pictures))
+    count = len(loaders.files_of(pictures))
     with tempfile.TemporaryDirectory(prefix="data-peers-") as work:
         batches = ROWS[name](pictures, Path(work), size)
         found: dict[str, float] = {}
         for part, wanted in zip(PARTS, (count, max(2 * count, LATER_IMAGES)), strict=True):
-            images, cpu, wall = 0, cpu_seconds(os.getpid()), time.perf_counter()
-            while images < wanted:
-                images += len(next(batches)[0])
-            cpu, wall = cpu_seconds(os.getpid()) - cpu, time.perf_counter() - wall
-            images = min(images, wanted)  # without those that fill a last batch
-            found |= {f"{part}_per_cpu_second": images / cpu, f"{part}_per_second": images / wall}
+            speed = loaders.throughput(batches, wanted)
+            found |= {f"{part}_{key}": speed[key] for key in ("per_cpu_second", "per_second")}
         batches.close()  # type: ignore[attr-defined]  # a generator
     seconds = count / found["first_per_cpu_second"] + 2 * count / found["later_per_cpu_second"]
     return {**found, "cpu_seconds_of_three_epochs": seconds}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Loaders of images beside each other.")
-    parser.add_argument("out", type=Path)
+    parser = parser_of(__doc__)
     parser.add_argument("sets", nargs="+", metavar="NAME=PICTURES:SIZE")
     parser.add_argument("--rows", nargs="+", choices=list(ROWS), metavar="ROW", help="default: all that are installed")
     options = parser.parse_args()
@@ -180,35 +133,20 @@ def main() -> None:
     parts = [(each.partition("=")[0], *each.partition("=")[2].rsplit(":", 1)) for each in options.sets]
     runs = [(part, name) for _ in range(ROUNDS) for part in parts for name in names]
     for (label, pictures, size), name in tqdm(runs, disable=None):
-        with own_process() as call:
-            row = call(f"the row {name!r} of {label}", measure, name, Path(pictures), int(size))
+        row = alone(f"the row {name!r} of {label}", measure, name, Path(pictures), int(size))
         found.setdefault((label, name), []).append(row)
-    rows: list[dict[str, Any]] = [
+    rows: Rows = [
         {"set": label, "row": name, **{key: round(median(run[key] for run in each), 2) for key in each[0]}}
         for (label, name), each in found.items()
     ]
-    shown = [f"{label}=PICTURES:{size}" for label, _, size in parts]
-    command = f"python -m benchmarks.data.peers OUT {' '.join(shown)}"
-    command += f" --rows {' '.join(map(repr, options.rows))}" if options.rows else ""
-    about: dict[str, Any] = {**surroundings(command)}
-    packages = ["torchvision", "nvidia-dali-cuda130", "pillow", *(["litdata"] if "LitData" in names else [])]
-    about |= {"commit": commit(), "rounds": ROUNDS, "packages": {each: version(each) for each in packages}}
-    options.out.mkdir(parents=True, exist_ok=True)
-    (options.out / "data-peers.json").write_text(json.dumps({**about, "rows": rows}, indent=1) + "\n")
-    print(table(rows))
+    about = surroundings("torchvision", "nvidia-dali-cuda130", "pillow", "litdata")
+    write(options.out / "data-peers.json", {**about, "rounds": ROUNDS, "rows": rows}, table(rows))
 
 
-def table(rows: list[dict[str, Any]]) -> str:
-    shown = [
-        (
-            row["set"],
-            row["row"],
-            *(round(row[f"{part}_per_cpu_second"]) for part in PARTS),
-            row["cpu_seconds_of_three_epochs"],
-        )
-        for row in rows
-    ]
-    return format_table(("", "images per CPU-second", "first epoch", "later", "CPU-seconds of three epochs"), shown)
+def table(rows: Rows) -> str:
+    keys = [*(f"{part}_per_cpu_second" for part in PARTS), "cpu_seconds_of_three_epochs"]
+    head = ("", "images per CPU-second", "first epoch", "later", "CPU-seconds of three epochs")
+    return format_table(head, [(row["set"], row["row"], *(row[key] for key in keys)) for row in rows])
 
 
 if __name__ == "__main__":

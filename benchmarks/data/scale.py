@@ -12,7 +12,6 @@ Everything is what a run does, except that storage is not asked: its answers are
 
 from __future__ import annotations
 
-import argparse
 import json
 import resource
 import tempfile
@@ -24,8 +23,8 @@ from typing import Any
 
 import numpy as np
 
-from lightning_sparse.bench.processes import own_process
-from lightning_sparse.bench.report import commit, surroundings
+from benchmarks.processes import alone
+from benchmarks.record import parser_of, surroundings, write
 from lightning_sparse.data.cache.store import owners
 from lightning_sparse.data.pipeline.sampler import EpochPlan, Sampler, SamplerConfig
 from lightning_sparse.data.sources.folders import manifest_of
@@ -104,23 +103,10 @@ def foreign(plan: EpochPlan, placed: np.ndarray[Any, Any], count: int) -> dict[s
     }
 
 
-def alone(files: int, nodes: int, devices: int) -> dict[str, Any]:
-    """`measure` in a process of its own, whose memory is measured."""
-    with own_process() as call:
-        row: dict[str, Any] = call(f"{files:,} files on {nodes} x {devices}", measure, files, nodes, devices)
-    return row
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description="What the list of samples and the sampler cost at scale.")
-    parser.add_argument("out", type=Path)
-    options = parser.parse_args()
-    rows = [alone(*cluster) for cluster in CLUSTERS]
-    about: dict[str, Any] = {**surroundings("python -m benchmarks.data.scale OUT"), "commit": commit()}
-    about["versions"] += f", numpy {np.__version__}"
-    options.out.mkdir(parents=True, exist_ok=True)
-    (options.out / "data-scale.json").write_text(json.dumps({**about, "rows": rows}, indent=1) + "\n")
-    print(json.dumps(rows, indent=1))
+    options = parser_of(__doc__).parse_args()
+    rows = [alone(f"{cluster[0]:,} files", measure, *cluster) for cluster in CLUSTERS]  # whose memory is measured
+    write(options.out / "data-scale.json", {**surroundings("numpy"), "rows": rows}, json.dumps(rows, indent=1))
 
 
 if __name__ == "__main__":

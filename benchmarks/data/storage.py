@@ -18,11 +18,8 @@ the page cache is dropped, and its hits would in any case be those of a data set
 
 from __future__ import annotations
 
-import argparse
-import io
 import json
 import os
-import platform
 import shutil
 import subprocess
 import sys
@@ -30,8 +27,6 @@ import tarfile
 import tempfile
 import threading
 import time
-from datetime import date
-from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -42,8 +37,9 @@ import torch.distributed as dist
 from PIL import Image
 from tqdm import tqdm
 
+from benchmarks.data.loaders import litdata_loader, make_chunks, transforms
 from benchmarks.pictures import GREY, picture
-from lightning_sparse.bench.report import commit, processor
+from benchmarks.record import parser_of, surroundings, write
 from lightning_sparse.lab import Cluster, LabConfig, signals_as_exit
 
 NODES, DEVICES, BATCH, SIZE, CLASSES = 2, 2, 50, 224, 10
@@ -143,24 +139,11 @@ def _ours(source: str, work: Path, shuffle: str) -> tuple[Any, Any]:
     return batches, close
 
 
-def _look() -> Any:
-    from torchvision import transforms
-
-    return transforms.Compose(
-        [
-            transforms.RandomResizedCrop(SIZE),
-            transforms.RandomHorizontalFlip(),
-            transforms.ToTensor(),
-            transforms.Normalize((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)),
-        ]
-    )
-
-
 def _image_folder(source: str) -> tuple[Any, Any]:
     from torch.utils.data import DataLoader, DistributedSampler
     from torchvision import datasets
 
-    pictures = datasets.ImageFolder(f"{source}/train", _look())
+    pictures = datasets.ImageFolder(f"{source}/train", transforms(SIZE))
     sampler: DistributedSampler[Any] = DistributedSampler(pictures, seed=0)
     loader = DataLoader(pictures, BATCH, sampler=sampler, num_workers=1, persistent_workers=True, prefetch_factor=4)
 
@@ -172,31 +155,9 @@ def _image_folder(source: str) -> tuple[Any, Any]:
 
 
 def _litdata(source: str, work: Path) -> tuple[Any, Any]:
-    from litdata import StreamingDataLoader, StreamingDataset
-
-    look = _look()
-
-    def sample(item: dict[str, Any]) -> tuple[torch.Tensor, int]:
-        with Image.open(io.BytesIO(item["image"])) as image:
-            return look(image.convert("RGB")), item["class"]
-
-    cache = work / f"local-disk-of-node{os.environ['NODE_RANK']}"
-    cache.mkdir(exist_ok=True)
-    chunks = StreamingDataset(f"local:{source}/chunks", cache_dir=str(cache), shuffle=True, transform=sample)
-    loader = StreamingDataLoader(chunks, batch_size=BATCH, num_workers=1, persistent_workers=True, prefetch_factor=4)
+    cache, classes = work / f"local-disk-of-node{os.environ['NODE_RANK']}", [f"c{label}" for label in range(CLASSES)]
+    loader = litdata_loader(f"local:{source}/chunks", cache, classes, SIZE, batch_size=BATCH, prefetch_factor=4)
     return lambda epoch: loader, lambda: None
-
-
-def _chunk(path: str) -> dict[str, Any]:
-    return {"image": Path(path).read_bytes(), "class": int(Path(path).parent.name.removeprefix("c"))}
-
-
-def make_chunks(source: Path) -> None:
-    """The files of train/ once more, as LitData wants them: source/chunks."""
-    from litdata import optimize
-
-    paths = sorted(str(path) for path in (source / "train").rglob("*.jpg"))
-    optimize(_chunk, paths, str(source / "chunks"), chunk_bytes="16MB", num_workers=2)
 
 
 # ------------------------------------------------------------------------------------------------------ the driver
@@ -240,8 +201,7 @@ def measure(role: str, source: Path, work: Path, gbps: float, epochs: int) -> di
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Bytes over the storage link, and time, of each epoch and run.")
-    parser.add_argument("out", type=Path)
+    parser = parser_of(__doc__)
     parser.add_argument("--pictures", type=Path, help="a folder of JPEG files, or a .tar of one")
     parser.add_argument("--count", type=int, default=3000, help="pictures in all (default %(default)s)")
     parser.add_argument("--gbps", type=float, default=0.2, help="rate of the storage node's link in Gbit/s")
@@ -258,22 +218,16 @@ def main() -> None:
         systems: dict[str, list[dict[str, Any]]] = {}
         others = ["ImageFolder"]
         if find_spec("litdata") is not None:
-            make_chunks(source)
+            make_chunks(source, source / "chunks", workers=2)
             others.append("LitData")
         for role in [*options.shuffles, *others]:
             work.mkdir()
             runs = [measure(role, source, work, options.gbps, options.epochs) for _ in range(2)]
             systems[role if role in others else f"this library, {role}"] = runs
             shutil.rmtree(work)
-    record = {**_circumstances(), "gbps": options.gbps, "pictures": options.count, "data set bytes": nbytes}
-    record["systems"] = systems
-    options.out.mkdir(parents=True, exist_ok=True)
-    name = f"data-storage-{record['date']}"
-    (options.out / f"{name}.json").write_text(json.dumps(record, indent=1) + "\n")
-    text = table(record)
-    (options.out / f"{name}.md").write_text(text)
-    plot(record, options.out / f"{name}.png")
-    print(text)
+    record = {**surroundings("torchvision", "litdata"), "gbps": options.gbps, "pictures": options.count}
+    record |= {"data set bytes": nbytes, "systems": systems}
+    write(options.out / "data-storage.json", record, table(record), plot)
     return None
 
 
@@ -283,12 +237,6 @@ def main() -> None:
 def table(record: dict[str, Any]) -> str:
     data, rate = record["data set bytes"], record["gbps"]
     lines = [
-        "# Bytes over the storage link",
-        "",
-        f"`{record['command']}`, commit {record['commit']}, {record['date']}, {record['hardware']}; "
-        + ", ".join(f"{name} {version}" for name, version in record["versions"].items())
-        + ".",
-        "",
         f"{record['pictures']:,} pictures, {data / 1e6:,.1f} MB, behind a link of {1000 * rate:g} Mbit/s, which takes "
         f"{data * 8e-9 / rate:.1f} s at least. {NODES} nodes of {DEVICES} ranks on one machine; batches of {BATCH} a "
         f"rank, cropped to {SIZE}. Bytes as the kernel counts them, frames and the mount's own traffic included, as a "
@@ -301,7 +249,7 @@ def table(record: dict[str, Any]) -> str:
         for number, run in enumerate(runs):
             cells = [_cell(each, data) for each in (run["start"], *run["epochs"], run)]
             lines.append(f"| {system} | {number + 1} | " + " | ".join(cells) + " |")
-    return "\n".join(lines) + "\n"
+    return "\n".join(lines)
 
 
 def _cell(row: dict[str, Any], data: int) -> str:
@@ -325,20 +273,6 @@ def plot(record: dict[str, Any], file: Path) -> None:
             panel.set_xticks(range(len(names)), names)
             panel.grid()
         panels[1].axhline(size * 8e-9 / record["gbps"], color=GREY, linestyle=":", label="link, once")
-
-
-def _circumstances() -> dict[str, Any]:
-    words = [Path(word).name if os.path.isabs(word) else word for word in sys.argv[2:]]
-    return {
-        "command": " ".join(["python -m benchmarks.data.storage OUT", *words]),
-        "commit": commit(),
-        "date": date.today().isoformat(),
-        "hardware": f"{processor()}, {os.cpu_count()} cores",
-        "versions": {
-            **{name: version(name) for name in ("torch", "torchvision", "litdata") if find_spec(name) is not None},
-            "python": platform.python_version(),
-        },
-    }
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Memory of a rank and time of a step under FSDP2, on an emulated cluster of slow links: updates beside native HSDP.
 
-    sudo python -m benchmarks.exchange.fsdp OUT [--cluster 2x2] [--gbps 1] [--width 1024] [--layers 12] [--quick]
+    sudo python -m benchmarks.exchange.fsdp OUT [--clusters 2x2] [--gbps 1] [--width 1024] [--layers 12] [--quick]
 
 Nodes are network namespaces on this machine (`lightning_sparse.lab`), and all ranks share its processors. The model is
 a stack of perceptron blocks in fp32 with AdamW, and 8 rows a batch, so that there is little compute. Ways run one after
@@ -12,16 +12,9 @@ Writes OUT/fsdp.json and OUT/fsdp.md.
 
 from __future__ import annotations
 
-import argparse
 import gc
-import json
-import os
-import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -29,18 +22,17 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_sparse.bench.exchange import received_bytes
-from lightning_sparse.bench.report import commit, format_table, surroundings
+from benchmarks.processes import on_clusters, received_bytes, slowest
+from benchmarks.record import Rows, add_clusters, parser_of, surroundings, write
+from lightning_sparse.cli.report import format_table
 from lightning_sparse.exchange import ExchangeConfig
 from lightning_sparse.fsdp import ShardedGradients, blocks, mesh_of, shard
-from lightning_sparse.lab import Cluster, LabConfig, signals_as_exit
 from lightning_sparse.sharding import local_of
-from lightning_sparse.topology import Topology, discover
+from lightning_sparse.topology import Topology
 from lightning_sparse.updates import LocalUpdates, UpdatesConfig
 
 Step = Callable[[], None]
-ROWS = 8
-WARM = 3
+ROWS, WARM, STEPS = 8, 3, 6
 
 
 class Block(nn.Module):
@@ -124,26 +116,23 @@ WAYS = (
 )
 
 
-def on_ranks(folder: Path, options: argparse.Namespace) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
-    topology = discover()
-    rows = []
+def measure(topology: Topology, device: torch.device, gbps: float | None, width: int, layers: int) -> Rows:
+    """One row a way. A collective."""
+    rows = Rows()
     for name in WAYS:
         torch.manual_seed(0)
-        way = Way(name, topology, options.width, options.layers)
-        batch = torch.randn(ROWS, options.width)
+        way = Way(name, topology, width, layers)
+        batch = torch.randn(ROWS, width)
         seconds, received = [], 0
-        for step in range(WARM + options.steps):
+        for step in range(WARM + STEPS):
             dist.barrier()
             if step == WARM:
                 received = received_bytes()
             begin = time.perf_counter()
             way.step(batch)
             seconds.append(time.perf_counter() - begin)
-        taken = torch.tensor(seconds[WARM:], dtype=torch.float64)
-        dist.all_reduce(taken, dist.ReduceOp.MAX)
-        nbytes = (received_bytes() - received) / options.steps
+        taken = slowest(seconds[WARM:], device)
+        nbytes = (received_bytes() - received) / STEPS
         memory, numel = way.nbytes(), sum(p.numel() for p in way.module.parameters())
         rows.append(
             {"way": name, "step s": taken.median().item(), "node received": nbytes, "memory": memory, "numel": numel}
@@ -151,62 +140,39 @@ def on_ranks(folder: Path, options: argparse.Namespace) -> None:
         way.finish()
         del way
         gc.collect()
-    if dist.get_rank() == 0:
-        (folder / "rows.json").write_text(json.dumps(rows))
-    dist.barrier()
-    dist.destroy_process_group()
+    return rows
+
+
+def table(rows: Rows) -> str:
+    """A block for each cluster and rate."""
+    blocks = []
+    for place in dict.fromkeys((row["cluster"], row["gbps"]) for row in rows):
+        here = [row for row in rows if (row["cluster"], row["gbps"]) == place]
+        lines = [
+            (
+                row["way"],
+                row["memory"] / 1e6,
+                1e3 * row["step s"],
+                here[0]["step s"] / row["step s"],
+                row["node received"] / 1e6,
+            )
+            for row in here
+        ]
+        head = (f"{place[0]}, {place[1]} Gbit/s", "MB a rank", "step ms", "DDP's over it", "MB received by a node")
+        blocks.append(f"{here[0]['numel'] / 1e6:.1f} M parameters\n\n{format_table(head, lines)}")
+    return "\n\n".join(blocks)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
-    parser.add_argument("out", type=Path)
-    parser.add_argument("--cluster", default="2x2", metavar="MxL")
-    parser.add_argument("--gbps", type=float, default=1.0)
+    parser = parser_of(__doc__, quick="0.1 M parameters, and seconds instead of minutes")
+    add_clusters(parser, ["2x2"], [1.0])
     parser.add_argument("--width", type=int, default=1024)
     parser.add_argument("--layers", type=int, default=12)
-    parser.add_argument("--steps", type=int, default=6)
-    parser.add_argument("--quick", action="store_true", help="0.1 M parameters, and seconds instead of minutes")
     options = parser.parse_args()
-    if options.quick:
-        options.width, options.layers = 64, 3
-    if "FSDP_FOLDER" in os.environ:
-        return on_ranks(Path(os.environ["FSDP_FOLDER"]), options)
-    options.out.mkdir(parents=True, exist_ok=True)
-    nodes, devices = map(int, options.cluster.split("x"))
-    config = LabConfig(nodes=nodes, devices=devices, gbps=options.gbps)
-    with signals_as_exit(), tempfile.TemporaryDirectory() as folder, Cluster(config) as cluster:
-        ran = cluster.run(
-            [sys.executable, "-m", "benchmarks.exchange.fsdp", *sys.argv[1:]],
-            env={"FSDP_FOLDER": folder, "OMP_NUM_THREADS": "1"},
-        )
-        if ran.exit_code != 0:
-            raise SystemExit("the ranks failed; their output is above")
-        rows: list[dict[str, Any]] = json.loads((Path(folder) / "rows.json").read_text())
-    first = rows[0]
-    lines = [
-        (
-            row["way"],
-            row["memory"] / 1e6,
-            1e3 * row["step s"],
-            first["step s"] / row["step s"],
-            row["node received"] / 1e6,
-        )
-        for row in rows
-    ]
-    text = format_table(("", "MB a rank", "step ms", "DDP's over it", "MB received by a node"), lines)
-    command = " ".join(["python", "-m", "benchmarks.exchange.fsdp", "OUT", *sys.argv[2:]])
-    said = f"{options.cluster}, {options.gbps:g} Gbit/s, {first['numel'] / 1e6:.1f} M parameters"
-    record = {
-        **surroundings(command),
-        "commit": commit(),
-        "cluster": options.cluster,
-        "gbps": options.gbps,
-        "rows": rows,
-    }
-    (options.out / "fsdp.json").write_text(json.dumps(record, indent=1) + "\n")
-    (options.out / "fsdp.md").write_text(f"`{command}`, {commit()}\n\n{said}\n\n{text}\n")
-    print(f"{said}\n\n{text}", flush=True)
-    return None
+    size = (64, 3) if options.quick else (options.width, options.layers)
+    rows = on_clusters(measure, *size, clusters=options.clusters, gbps=options.gbps)
+    if rows is not None:
+        write(options.out / "fsdp.json", {**surroundings(), "rows": rows}, table(rows))
 
 
 if __name__ == "__main__":

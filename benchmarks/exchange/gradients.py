@@ -1,106 +1,293 @@
-"""How long synchronisation takes on links of 0.1, 1 and 10 Gbit/s, for torch's own ways and for ours.
+"""How long gradient synchronisation takes, for torch's own ways and for ours.
 
     sudo python -m benchmarks.exchange.gradients OUT [--clusters 2x1 4x1 2x2] [--gbps 0.1 1 10] [--quick]
+    torchrun ... -m benchmarks.exchange.gradients OUT       # on a cluster of yours, on CPUs or GPUs
 
-Clusters are network namespaces on this machine (`lightning_sparse.lab`), so the network is real and slow on purpose,
-and all ranks share the processors: host costs are larger than on machines of their own. Gradients are those of
-ResNet-50, 25.6 M in fp32. Synchronisation time is a step minus the same step under no_sync(); all ways take turns in
-the same processes, so what else the machine does meets all of them. What each way is says ranks.py.
+Emulated clusters are network namespaces on this machine (`lightning_sparse.lab`), so the network is real and slow on
+purpose, and all ranks share the processors: host costs are larger than on machines of their own. Parameters have the
+shapes of a model, and backward returns precomputed gradients. The ways take turns in the same processes, so that other
+load affects them alike; they share parameter storage, but not buckets. Synchronisation time is the time of a step minus
+that of the same step under no_sync().
 
-Writes OUT/exchange.json and OUT/exchange.svg; what an earlier call with the same OUT measured stays in both.
+========================= ============================================================================================
+no synchronisation        backward under no_sync(), the baseline
+hook that does nothing    DDP's copies into and out of buckets
+DDP                       with its defaults
+bf16, fp16 hook, PowerSGD torch's own; PowerSGD gets one bucket, since on Gloo it crashes with more
+2-D dense, ours           lightning_sparse with a fixed exchange and 16-bit values in messages
+flat top-k                ours with each rank as a node
+auto                      ours with ``exchange="auto"``
+updates                   SGD, then ``LocalUpdates``: the time includes SGD. Turns of `BESIDE` steps, so that what hides
+                          behind the next step can; a turn ends when nothing is under way
+========================= ============================================================================================
+
+Writes OUT/exchange.json, .md and .svg.
 """
 
-from __future__ import annotations
-
-import argparse
-import json
-import os
-import sys
-import tempfile
-import threading
+# No "from __future__ import annotations": DDP looks at the annotations of a hook.
+import time
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import median
 from typing import Any
 
-from benchmarks.exchange import ranks as exchange_ranks
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._C._distributed_c10d import GradBucket  # torch.distributed re-exports it unannounced
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+from torch.nn.parallel import DistributedDataParallel
+
 from benchmarks.pictures import colour, picture
-from lightning_sparse.bench.exchange import NONE, NOTHING
-from lightning_sparse.bench.report import commit, surroundings
-from lightning_sparse.lab import Cluster, LabConfig, signals_as_exit
+from benchmarks.processes import on_clusters, received_bytes, set_rate, slowest
+from benchmarks.record import Rows, add_clusters, parser_of, surroundings, write
+from lightning_sparse.cli import models
+from lightning_sparse.cli.report import format_table
+from lightning_sparse.strategy import HierConfig, HierState, hier_hook
+from lightning_sparse.topology import Topology, with_groups
+from lightning_sparse.updates import LocalUpdates, UpdatesConfig
 
-HIDDEN = (NONE, NOTHING, "ours 1 %, taken apart")
-
-
-def measure(nodes: int, devices: int, gbps: float, options: argparse.Namespace) -> list[dict[str, Any]]:
-    """Run the ranks in a lab of this rate, which is let loose while layouts settle."""
-    words = ["-m", "benchmarks.exchange.gradients", "x", "--gbps", str(gbps), "--seconds", str(options.seconds)]
-    config = LabConfig(nodes=nodes, devices=devices, gbps=gbps)
-    with tempfile.TemporaryDirectory() as folder, Cluster(config) as cluster, Rates(cluster, Path(folder)):
-        env = {"EXCHANGE_FOLDER": folder, "OMP_NUM_THREADS": "1"}
-        words += ["--quick"] if options.quick else []
-        words += ["--ways", *options.ways] if options.ways else []
-        ran = cluster.run([sys.executable, *words], env=env)
-        if ran.exit_code != 0:
-            raise SystemExit("the ranks failed; their output is above")
-        rows: list[dict[str, Any]] = json.loads((Path(folder) / "rows.json").read_text())
-    return [{"cluster": f"{nodes}x{devices}", **row} for row in rows]
-
-
-class Rates:
-    """Sets the rate that the ranks ask for; see exchange_ranks.ask."""
-
-    def __init__(self, cluster: Cluster, folder: Path) -> None:
-        self._cluster, self._asked, self._over = cluster, folder / "rate", threading.Event()
-        self._thread = threading.Thread(target=self._serve)
-
-    def __enter__(self) -> Rates:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._over.set()
-        self._thread.join()
-
-    def _serve(self) -> None:
-        while not self._over.wait(0.02):
-            if self._asked.exists():
-                self._cluster.reshape(float(self._asked.read_text()))
-                self._asked.unlink()
+FASTEST = 10.0  # Gbit/s, while bucket layouts settle
+MOST_REPEATS = 25
+NONE, NOTHING, SETTLING, SPARE = "no synchronisation", "hook that does nothing", 4, 1 << 20
+QUICK = [torch.Size((100, 1000))] * 10
+FLAT = "flat top-k 1 %"
+NODE, PLANNED = "this node, bytes", "a device, bytes, planned"
+OURS: dict[str, dict[str, Any]] = {
+    "2-D dense": {"exchange": "dense"},
+    "2-D dense, 16-bit": {"exchange": "dense16"},
+    FLAT: {"exchange": "sparse"},
+    "ours 1 %": {"exchange": "sparse"},
+    "ours 1 %, at once": {"exchange": "sparse", "overlap": False},
+    "ours 0.1 %": {"exchange": "sparse", "density": 0.001},
+    "regional 1 %": {"exchange": "regional"},
+    "auto 1 %": {},
+}
+"""The options of `HierConfig` for each of our ways."""
+UPDATES: dict[str, dict[str, Any]] = {
+    "updates 1 %": {},
+    "updates 1 %, ahead 1": {"step_ahead": 1},
+    "updates 1 %, delay 0": {"delay": 0},
+}
+"""The options of `UpdatesConfig` for each way to exchange updates."""
+BESIDE = 25  # steps: the first one of a turn hides nothing, and the last one waits
+ALWAYS = (NONE, NOTHING, "DDP", "2-D dense", "auto 1 %")
+"""What tables go by, and what the others are compared with."""
 
 
-def table(rows: list[dict[str, Any]]) -> str:
+class _HandOut(torch.autograd.Function):
+    """Backward returns slices of ``source``, starting at an offset, as the gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, source: Tensor, offset: int, *parameters: Tensor) -> Tensor:
+        ctx.source, ctx.offset, ctx.shapes = source, offset, [p.shape for p in parameters]
+        return source.new_zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, _: Tensor) -> tuple[Tensor | None, ...]:
+        begin, gradients = ctx.offset, []
+        for shape in ctx.shapes:
+            gradients.append(ctx.source[begin : begin + shape.numel()].view(shape))
+            begin += shape.numel()
+        return None, None, *gradients
+
+
+class Gradients(nn.Module):
+    """Parameters over a shared storage; forward(offset) is a scalar whose gradients are slices of ``source``."""
+
+    def __init__(self, shapes: Sequence[torch.Size], storage: Tensor, source: Tensor) -> None:
+        super().__init__()
+        ends = torch.tensor([shape.numel() for shape in shapes]).cumsum(0).tolist()
+        views = [storage[end - shape.numel() : end].view(shape) for end, shape in zip(ends, shapes, strict=True)]
+        self.all = nn.ParameterList([nn.Parameter(view) for view in views])
+        self.source = source
+
+    def forward(self, offset: int) -> Tensor:
+        loss: Tensor = _HandOut.apply(self.source, offset, *self.all)
+        return loss
+
+
+@dataclass
+class Way:
+    """One way to reduce gradients, with its measurements."""
+
+    ddp: DistributedDataParallel
+    state: HierState | None = None
+    updates: LocalUpdates | None = None
+    seconds: list[float] = field(default_factory=list)
+    received: list[float] = field(default_factory=list)
+
+    def turn(self, offset: int, synchronised: bool) -> None:
+        """Time a step, or several one after the other. A collective."""
+        dist.barrier()
+        before, begin, steps = received_bytes(), time.perf_counter(), 1 if self.updates is None else BESIDE
+        for _ in range(steps):
+            self.step(offset, synchronised)
+        for node in self.updates.optimizers if self.updates is not None else ():
+            node.state.receive()
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        self.seconds.append((time.perf_counter() - begin) / steps)
+        self.received.append((received_bytes() - before) / steps)
+
+    def step(self, offset: int, synchronised: bool) -> None:
+        self.ddp.zero_grad()
+        with nullcontext() if synchronised else self.ddp.no_sync():
+            self.ddp(offset).backward()
+        if self.updates is not None:
+            for node in self.updates.optimizers:
+                node.optimizer.step()
+            self.updates.step()
+
+
+def build(
+    topology: Topology, shapes: Sequence[torch.Size], device: torch.device, only: Sequence[str]
+) -> dict[str, Way]:
+    """The ways by name, all unless `only` names some. A collective.
+
+    Each has buckets and residuals of its own: eight ranks with all of them take 33 GB.
+    """
+    storage, source = _storage_and_source(sum(shape.numel() for shape in shapes), device)
+    ways: dict[str, Way] = {}
+    named = [NONE, NOTHING, "DDP", "bf16 hook", "fp16 hook", "PowerSGD r1", "PowerSGD r4", *OURS, *UPDATES]
+    if unknown := sorted(set(only) - set(named)):
+        raise SystemExit(f"no such way: {unknown}; there are {named}")
+    for name in named:
+        if only and name not in (*only, *ALWAYS) or name == FLAT and topology.num_devices == 1:
+            continue
+        if name in UPDATES:
+            if topology.kind == "hierarchical":
+                own = Gradients(shapes, torch.zeros_like(storage), source)  # its parameters change
+                ways[name] = _updates(own, UpdatesConfig(**UPDATES[name]), topology)
+            continue
+        module = Gradients(shapes, storage, source)
+        buckets: dict[str, Any] = {"bucket_cap_mb": 1000} if name.startswith("PowerSGD") else {}
+        way = Way(DistributedDataParallel(module, gradient_as_bucket_view=True, init_sync=False, **buckets))
+        if name in OURS:
+            where = with_groups(tuple((rank,) for rank in range(topology.world_size))) if name == FLAT else topology
+            way.state = HierState(module, HierConfig(**OURS[name]), where)
+            way.ddp.register_comm_hook(way.state, hier_hook)
+        else:
+            _register(name, way.ddp)
+        ways[name] = way
+    return ways
+
+
+def _storage_and_source(numel: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Zeros for the parameters, and random gradients with `SPARE` more elements; their scale differs by layer."""
+    torch.manual_seed(dist.get_rank())
+    storage, source = torch.zeros(numel, device=device), torch.randn(numel + SPARE, device=device)
+    for piece in torch.split(source, 1 << 16):
+        piece.mul_(10 ** -torch.rand(()).item())
+    return storage, source
+
+
+def _updates(module: Gradients, config: UpdatesConfig, topology: Topology) -> Way:
+    ddp = DistributedDataParallel(module, gradient_as_bucket_view=True, process_group=topology.intra)
+    optimizer = torch.optim.SGD(module.parameters(), lr=1e-3, foreach=True)
+    return Way(ddp, updates=LocalUpdates(module, optimizer, config, topology))
+
+
+def _register(name: str, ddp: DistributedDataParallel) -> None:
+    """Register torch's hook of this name, if there is one."""
+    if name == NOTHING:
+        ddp.register_comm_hook(None, _nothing)
+    elif name == "bf16 hook":
+        ddp.register_comm_hook(None, default_hooks.bf16_compress_hook)
+    elif name == "fp16 hook":
+        ddp.register_comm_hook(None, default_hooks.fp16_compress_hook)
+    elif name.startswith("PowerSGD r"):
+        rank = int(name.removeprefix("PowerSGD r"))
+        state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=rank, start_powerSGD_iter=2)
+        ddp.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+
+
+def _nothing(_: None, bucket: GradBucket) -> torch.futures.Future[Tensor]:
+    future: torch.futures.Future[Tensor] = torch.futures.Future()
+    future.set_result(bucket.buffer())
+    return future
+
+
+def measure(
+    topology: Topology,
+    device: torch.device,
+    gbps: float | None,
+    shapes: Sequence[torch.Size],
+    seconds: float,
+    only: Sequence[str],
+) -> Rows:
+    """One row a way, nearly the same on every rank. A collective. `seconds` limits all but the first three repeats."""
+    ways, offset = build(topology, shapes, device, only), 0
+    set_rate(FASTEST)
+    for _ in range(SETTLING):  # DDP rebuilds buckets; PowerSGD starts to compress
+        for name, way in ways.items():
+            if way.state is None or way.state.config.exchange != "auto":  # measures the network in its first step
+                way.step(offset := (offset + 4099) % SPARE, name != NONE)
+    set_rate(gbps or FASTEST)
+    auto, dense = ways["auto 1 %"].state, ways["2-D dense"].state
+    assert auto is not None
+    assert dense is not None
+    auto.layout.settle(dense.layout.settled)
+    auto.layout.previous = dense.layout.settled
+    begin, repeats = time.perf_counter(), 0
+    while True:
+        for name, way in ways.items():
+            way.turn(offset := (offset + 4099) % SPARE, name != NONE)
+        repeats += 1
+        spent = torch.tensor(time.perf_counter() - begin, device=device)
+        dist.broadcast(spent, 0)
+        if repeats > 2 and spent > seconds * (repeats - 1) / repeats or repeats >= MOST_REPEATS:
+            break
+    rows = [_row(name, way, device) for name, way in ways.items()]
+    for row in rows:
+        row["sync s"] = row["step s"] - rows[0]["step s"]
+    return rows
+
+
+def _row(name: str, way: Way, device: torch.device) -> dict[str, Any]:
+    """Medians over the slowest rank's times, without the first step, in which auto measures the network."""
+    taken = slowest(way.seconds[1:], device)
+    row: dict[str, Any] = {
+        "way": name,
+        "step s": taken.median().item(),
+        "fastest step s": taken.min().item(),
+        "repeats": len(taken),
+        f"received by {NODE}": int(median(way.received[1:])),
+    }
+    if way.updates is not None:
+        row[f"received by {PLANNED}"] = way.updates.exchange.stats.round_bytes
+    if way.state is not None:
+        row[f"received by {PLANNED}"] = way.state.exchange.stats.round_bytes
+        row["density"] = way.state.exchange.stats.density
+        rates = way.state.exchange.choice.rates
+        row["rates"] = None if rates is None else rates.to_list()
+    return row
+
+
+def table(rows: Rows) -> str:
     """Synchronisation time in ms by way and rate, a block a cluster."""
     lines = []
     for cluster in dict.fromkeys(row["cluster"] for row in rows):
         here = {(row["way"], row["gbps"]): row for row in rows if row["cluster"] == cluster}
         rates = list(dict.fromkeys(rate for _, rate in here))
-        lines += [f"\n| {cluster} | " + " | ".join(f"{rate:g} Gbit/s, ms" for rate in rates) + " | MB a node |"]
-        lines += ["|---" * (len(rates) + 2) + "|"]
+        head = [f"{cluster}, ms", *("" if rate is None else f"{rate:g} Gbit/s" for rate in rates)]
+        body = []
         for way in dict.fromkeys(way for way, _ in here):
-            cells = [f"{1e3 * here[way, rate]['sync s']:.0f}" for rate in rates]
-            received = here[way, rates[0]]["received by this node, bytes"]
-            lines.append(f"| {way} | " + " | ".join(cells) + f" | {received / 1e6:.2f} |")
-        lines += ["", *pieces(here, rates)]
-    return "\n".join(lines)
-
-
-def pieces(here: dict[tuple[str, float], dict[str, Any]], rates: list[float]) -> list[str]:
-    """What ours consists of, and the wire against bytes over rate."""
-    lines = []
-    for rate in rates:
-        row = here["ours 1 %, taken apart", rate]
-        names = ("reduce_scatter", "compress", "exchange", "accumulate", "gather")
-        parts = {"DDP's copies": here[NOTHING, rate]["sync s"]}
-        parts |= {name: row[f"{name} s"] for name in names if f"{name} s" in row}
-        ideal = row["received by this node, bytes"] * 8e-9 / rate
-        told = ", ".join(f"{name} {1e3 * each:.1f}" for name, each in parts.items())
-        lines.append(f"at {rate:g} Gbit/s, ms: {told}; bytes / rate {1e3 * ideal:.1f}")
-    return lines
+            first = here[way, rates[0]]
+            received, planned = (first.get(f"received by {each}") for each in (NODE, PLANNED))
+            synchronised = [1e3 * here[way, rate]["sync s"] for rate in rates]
+            body.append((way, *synchronised, *(each and each / 1e6 for each in (received, planned)), first["repeats"]))
+        lines.append(format_table((*head, "MB a node", "MB a device, planned", "repeats"), body))
+    return "\n\n".join(lines)
 
 
 def plot(record: dict[str, Any], file: Path) -> None:
-    rows = record["rows"]
+    rows = [row for row in record["rows"] if row["gbps"] is not None]
     clusters = list(dict.fromkeys(row["cluster"] for row in rows))
-    ways = list(dict.fromkeys(row["way"] for row in rows if row["way"] not in HIDDEN))
+    hidden = (NONE, NOTHING, "ours 1 %, taken apart")  # the last one in files of before
+    ways = list(dict.fromkeys(row["way"] for row in rows if row["way"] not in hidden))
     with picture(file, height=6.5, columns=len(clusters), sharey=True) as axes:
         for cluster, ax in zip(clusters, axes, strict=True):
             here = [row for row in rows if row["cluster"] == cluster]
@@ -115,36 +302,19 @@ def plot(record: dict[str, Any], file: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
-    parser.add_argument("out", type=Path)
-    parser.add_argument("--clusters", nargs="+", default=["2x1", "4x1", "2x2"], metavar="MxL")
-    parser.add_argument("--gbps", type=float, nargs="+", default=[0.1, 1.0, 10.0])
+    parser = parser_of(__doc__, quick="1 M gradients, and seconds instead of minutes")
+    add_clusters(parser, ["2x1", "4x1", "2x2"], [0.1, 1.0, 10.0])
     parser.add_argument("--seconds", type=float, default=40.0, help="for one rate, where it allows three repeats")
-    parser.add_argument("--ways", nargs="+", default=[], help="only these, beside DDP, 2-D dense and auto")
-    parser.add_argument("--quick", action="store_true", help="1 M gradients, and seconds instead of minutes")
+    parser.add_argument("--ways", nargs="+", default=[], help=f"only these, beside {', '.join(ALWAYS)}")
+    parser.add_argument("--model", default="resnet50", metavar="NAME", help="of torchvision or timm (default resnet50)")
     options = parser.parse_args()
-    if options.quick:
-        options.seconds = min(options.seconds, 2.0)
-    if "EXCHANGE_FOLDER" in os.environ:
-        folder = Path(os.environ["EXCHANGE_FOLDER"])
-        return exchange_ranks.main(folder, options.gbps[0], options.seconds, options.quick, options.ways)
-    options.out.mkdir(parents=True, exist_ok=True)
-    file = options.out / "exchange.json"
-    record = json.loads(file.read_text()) if file.exists() else {"rows": []}
-    for cluster in options.clusters:
-        nodes, devices = map(int, cluster.split("x"))
-        with signals_as_exit():
-            rows = [row for gbps in options.gbps for row in measure(nodes, devices, gbps, options)]
-        kept = [row for row in record["rows"] if row["cluster"] != cluster or row["gbps"] not in options.gbps]
-        command = " ".join(["python", "-m", "benchmarks.exchange.gradients", "OUT", *sys.argv[2:]])
-        commands = [*record.get("commands", []), f"{command} ({commit()})"]
-        about = surroundings(command)
-        del about["command"]
-        record = {**about, "commands": commands, "rows": sorted(kept + rows, key=lambda row: row["gbps"])}
-        file.write_text(json.dumps(record, indent=1) + "\n")
-        print(table(rows), flush=True)
-    plot(record, options.out / "exchange.svg")
-    return None
+    shapes = QUICK if options.quick else models.find(options.model).shapes
+    arguments = shapes, 3.0 if options.quick else options.seconds, options.ways
+    rows = on_clusters(measure, *arguments, clusters=options.clusters, gbps=options.gbps)
+    if rows is None:
+        return
+    record = {**surroundings(), "gradients": "1 M" if options.quick else options.model, "rows": rows}
+    write(options.out / "exchange.json", record, table(rows), plot if any(row["gbps"] for row in rows) else None)
 
 
 if __name__ == "__main__":

@@ -1,61 +1,93 @@
 """How fast selection is, next to what it is measured against and to the floor that memory sets.
 
-    python -m benchmarks.exchange.kernels runs/kernels      # an hour; CPU, or the GPU with --device cuda
-    python -m benchmarks.exchange.kernels runs/kernels --slow-up-to 30_000_000 --densities 0.01 --seconds 0.5  # short
-    python -m benchmarks.exchange.kernels /tmp/try --quick  # seconds
+    python -m benchmarks.exchange.kernels OUT               # an hour; CPU, or the GPU with --device cuda
+    python -m benchmarks.exchange.kernels OUT --slow-up-to 30_000_000 --densities 0.01 --seconds 0.5  # short
+    python -m benchmarks.exchange.kernels OUT --quick       # seconds
 
-All methods of one case are timed in turns within one loop, so that a busy machine disturbs them alike, and medians are
-reported. A method that is slow is repeated less often (see `--seconds`), or left out where x is large (see
-`--slow-up-to`). `x sum` and `x copy` are ratios to `x.sum()` and `y.copy_(x)` of the same case: reading x once, and
-reading and writing it once.
+The methods of a case take turns in one loop, so that other load affects them alike. Rows report medians. A slow method
+is repeated less often (see `--seconds`), or left out where x is large (see `--slow-up-to`). `x sum` and `x copy` are
+ratios to the baselines of the same case: reading x once, and reading and writing it.
 
-| row | what it is |
+| row | operation |
 |---|---|
-| sum, read, copy, add, select, compress, round, change, write | see lightning_sparse/bench/kernels.py |
+| sum, read, copy | baselines: x.sum(), x.amax(), y.copy_(x) |
+| add | torch.add(x, y, out=z), the memory traffic of error feedback |
+| select | mstopk(x, k) |
+| compress | error feedback, selection and packing into a bf16 message |
+| round | of dense16: error feedback, rounding to bf16 rows for 8 nodes, and the sum of 8 such rows |
 | round, torch | the same without compiled kernels |
+| change | of updates: what the optimizer changed is added to the node's model (add_change, step_ahead 0.5) |
+| write | of updates: the model is written between the shared one and the node's (write_between) |
 | topk | torch.topk(|x|, k, sorted=False) |
 | mstopk 30 | the paper's loop as it circulates, 30 counting passes; `compiled` under torch.compile |
 | argpartition | numpy, CPU only |
 | DGC | a threshold from the top-k of a 1 % sample, then a second selection among what reached it |
-| ..., n threads | the same with `--more-threads n`, in the same loop |
 
-Writes results.json (hardware, date, versions, commit, command, every row) and kernels.svg.
+Writes OUT/kernels.json, .md and .svg.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import platform
-import sys
-from collections.abc import Callable
-from datetime import datetime, timezone
+import time
+from collections.abc import Callable, Iterable
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
+from statistics import median
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
-from tqdm import tqdm
 
 from benchmarks.pictures import picture
-from lightning_sparse.bench.kernels import (
-    BASELINES,
-    DISTRIBUTIONS,
-    NODES,
-    QUICK,
-    Case,
-    Method,
-    about,
-    measure,
-    methods,
-    table,
+from benchmarks.record import Rows, parser_of, surroundings, write
+from lightning_sparse.cli.report import format_table
+from lightning_sparse.kernels import (
+    add_change,
+    compress,
+    kernel_report,
+    mstopk,
+    plain,
+    round_rows,
+    sum_rows,
+    write_between,
 )
-from lightning_sparse.bench.report import commit, processor
-from lightning_sparse.kernels import plain
 
-SLOW = ("topk", "mstopk 30", "mstopk 30 compiled", "argpartition", "DGC")
+Method = Callable[[], object]
+Distribution = Callable[[int, torch.Generator], Tensor]
+Case = tuple[int, float, str]
+"""Elements, density, distribution."""
+
+NODES = 8
+BASELINES = ("sum", "read", "copy", "add")
+QUICK: list[Case] = [(100_000, 0.01, "gaussian"), (2_000_000, 0.01, "gaussian"), (2_000_000, 0.01, "layered")]
 SIZES = (100_000, 1_000_000, 10_000_000, 25_600_000, 100_000_000)
+SLOW = ("topk", "mstopk 30", "mstopk 30 compiled", "argpartition", "DGC")
+
+
+def gaussian(numel: int, g: torch.Generator) -> Tensor:
+    return torch.randn(numel, generator=g)
+
+
+def laplace(numel: int, g: torch.Generator) -> Tensor:
+    return torch.empty(numel).exponential_(generator=g) * torch.randn(numel, generator=g).sign()
+
+
+def heavy_tailed(numel: int, g: torch.Generator) -> Tensor:
+    """Similar to Student's t with two degrees of freedom."""
+    return torch.randn(numel, generator=g) / torch.empty(numel).exponential_(generator=g).sqrt().clamp(min=1e-3)
+
+
+def layered(numel: int, g: torch.Generator) -> Tensor:
+    """Similar to gradients: layers of different sizes and scales, and rows of zeros."""
+    x = torch.randn(numel, generator=g)
+    edges = (torch.rand(40, generator=g).pow(2).cumsum(0) / 20 * numel).long().clamp(max=numel).tolist()
+    for begin, end in zip([0, *edges], [*edges, numel], strict=True):
+        x[begin:end] *= 10 ** float(-3 * torch.rand((), generator=g))
+    rows = x[: numel // 64 * 64].view(-1, 64)
+    rows[torch.rand(rows.shape[0], generator=g) < 0.1] = 0.0
+    return x
 
 
 def resnet50(numel: int, g: torch.Generator) -> Tensor:
@@ -71,7 +103,105 @@ def resnet50(numel: int, g: torch.Generator) -> Tensor:
     return flat.repeat(-(-numel // flat.numel()))[:numel].contiguous()
 
 
-VECTORS = {**DISTRIBUTIONS, "resnet50": resnet50}
+DISTRIBUTIONS: dict[str, Distribution] = {
+    "gaussian": gaussian,
+    "laplace": laplace,
+    "heavy-tailed": heavy_tailed,
+    "layered": layered,
+    "resnet50": resnet50,
+}
+
+
+def measure(
+    cases: Iterable[Case],
+    device: str,
+    *,
+    repeats: int = 21,
+    seconds: float = 5.0,
+    more: Callable[[Tensor, int], dict[str, Method]] = lambda x, k: {},
+) -> Rows:
+    """Return a row for each case and method.
+
+    Args:
+        seconds: time limit for each method of a case.
+        more: returns further methods of a case, timed in the same loop.
+    """
+    rows: Rows = []
+    for case in cases:
+        numel, density, distribution = case
+        x = DISTRIBUTIONS[distribution](numel, torch.Generator().manual_seed(0)).to(device)
+        k = max(1, int(numel * density))
+        times = interleaved({**ours(x, k), **more(x, k)}, device, repeats, seconds)
+        rows += [_row(case, name, times) for name in times]
+    return rows
+
+
+def _row(case: Case, name: str, times: dict[str, list[float]]) -> dict[str, Any]:
+    numel, density, distribution = case
+    middle = median(times[name])
+    return {
+        "numel": numel,
+        "density": density,
+        "distribution": distribution,
+        "method": name,
+        "ms": middle * 1e3,
+        "fastest_ms": min(times[name]) * 1e3,
+        "GB/s of x": 4 * numel / middle / 1e9,
+        "x sum": middle / median(times["sum"]),
+        "x copy": middle / median(times["copy"]),
+        "repeats": len(times[name]),
+    }
+
+
+def ours(x: Tensor, k: int) -> dict[str, Method]:
+    """The baselines and kernels."""
+    y, residual, left = torch.empty_like(x), torch.randn_like(x) * 0.1, torch.empty_like(x)
+    return {
+        "sum": lambda: x.sum(),
+        "read": lambda: x.amax(),
+        "copy": lambda: y.copy_(x),
+        "add": lambda: torch.add(x, residual, out=y),
+        "select": lambda: mstopk(x, k),
+        "compress": lambda: compress(x, residual, left, k, torch.bfloat16),
+        "round": lambda: sum_rows(round_rows(x, residual, left, NODES), left[: -(-x.numel() // NODES)]),
+        "change": lambda: add_change(left, residual, [y], 0.5),
+        "write": lambda: write_between(left, residual, [y], 0.5),
+    }
+
+
+def seconds_of(method: Method, device: str) -> float:
+    if device == "cpu":
+        begin = time.perf_counter()
+        method()
+        return time.perf_counter() - begin
+    start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+    start.record()
+    method()
+    stop.record()
+    stop.synchronize()
+    return float(start.elapsed_time(stop)) / 1e3
+
+
+def interleaved(methods: dict[str, Method], device: str, repeats: int, seconds: float) -> dict[str, list[float]]:
+    """Time each method up to `repeats` times or `seconds` seconds, after a warm-up call."""
+    for method in methods.values():
+        method()
+    taken: dict[str, list[float]] = {name: [] for name in methods}
+    for _ in range(repeats):
+        for name, method in methods.items():
+            if sum(taken[name]) < seconds:
+                taken[name].append(seconds_of(method, device))
+    return taken
+
+
+def table(rows: Rows) -> str:
+    """One block per case."""
+    head = ("ms", "GB/s of x", "x sum", "x copy", "repeats")
+    blocks = []
+    for (numel, density, name), of_case in groupby(rows, itemgetter("numel", "density", "distribution")):
+        lines = [(row["method"], f"{row['ms']:.3f}", *(row[key] for key in head[1:])) for row in of_case]
+        blocks.append(f"\nd = {numel:,}, density {density:g}, {name}\n{format_table(('', *head), lines)}")
+    return "\n".join(blocks)
 
 
 def thirty_passes(x: Tensor, k: int) -> Tensor:
@@ -93,20 +223,15 @@ def dgc(x: Tensor, k: int) -> Tensor:
     return hits[torch.topk(a[hits], min(k, hits.numel()), sorted=False).indices]
 
 
+def argpartition(x: Tensor, k: int) -> Any:
+    import numpy as np
+
+    return np.argpartition(np.abs(x.numpy()), x.numel() - k)[x.numel() - k :]
+
+
 def rounded(x: Tensor, residual: Tensor, left: Tensor) -> Tensor:
     rows = plain.round_rows(x, residual, left, NODES, None)
     return plain.sum_rows(rows, left[: rows.shape[1]])
-
-
-def with_threads(method: Method, threads: int, usual: int) -> Method:
-    def run() -> None:
-        torch.set_num_threads(threads)
-        try:
-            method()
-        finally:
-            torch.set_num_threads(usual)
-
-    return run
 
 
 def others(options: argparse.Namespace) -> Callable[[Tensor, int], dict[str, Method]]:
@@ -123,11 +248,7 @@ def others(options: argparse.Namespace) -> Callable[[Tensor, int], dict[str, Met
             if compiled is not None:
                 found["mstopk 30 compiled"] = lambda: compiled(x, k)
             if x.device.type == "cpu":
-                found["argpartition"] = lambda: np.argpartition(np.abs(x.numpy()), x.numel() - k)[x.numel() - k :]
-        if options.more_threads:
-            for name, method in methods(x, k).items():
-                many = with_threads(method, options.more_threads, options.threads)
-                found[f"{name}, {options.more_threads} threads"] = many
+                found["argpartition"] = lambda: argpartition(x, k)
         return found
 
     return of
@@ -141,22 +262,10 @@ def cases(options: argparse.Namespace) -> list[Case]:
     return result + [(numel, 0.01, name) for numel in sizes for name in options.distributions if name != "gaussian"]
 
 
-def provenance(options: argparse.Namespace) -> dict[str, Any]:
-    return {
-        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "command": " ".join(sys.argv),
-        "commit": commit(),
-        "cpu": processor(),
-        **about(),
-        "gpu": torch.cuda.get_device_name() if options.device == "cuda" else None,
-        "versions": {"python": platform.python_version(), "torch": torch.__version__, "numpy": np.__version__},
-    }
-
-
 def plot(record: dict[str, Any], file: Path) -> None:
     """Time over size, for 1 % of a Gaussian vector."""
     shown = [row for row in record["rows"] if row["distribution"] == "gaussian" and row["density"] == 0.01]
-    shown = [row for row in shown if "threads" not in row["method"]]
+    shown = [row for row in shown if "threads" not in row["method"]]  # in files of before
     with picture(file) as (axes,):
         for name in dict.fromkeys(row["method"] for row in shown):
             line = [(row["numel"], row["ms"]) for row in shown if row["method"] == name]
@@ -166,38 +275,26 @@ def plot(record: dict[str, Any], file: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
-    parser.add_argument("folder", type=Path, help="where results.json and kernels.svg go")
-    parser.add_argument("--quick", action="store_true", help="three small cases")
+    from tqdm import tqdm  # the GPU session, which uses the functions, does without
+
+    parser = parser_of(__doc__, quick="three small cases")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--threads", type=int, default=1, help="of torch, on the CPU")
-    parser.add_argument("--more-threads", type=int, default=0, help="time floors and ours with so many threads, too")
-    parser.add_argument("--repeats", type=int, default=21)
     parser.add_argument("--seconds", type=float, default=5.0, help="spent at most on one method of one case")
     parser.add_argument("--sizes", type=int, nargs="+", help=f"default: {SIZES}, and 10^9 on a GPU")
     parser.add_argument("--densities", type=float, nargs="+", default=(1e-4, 1e-3, 1e-2, 1e-1))
-    parser.add_argument("--distributions", nargs="+", choices=VECTORS, default=tuple(VECTORS))
+    parser.add_argument("--distributions", nargs="+", choices=DISTRIBUTIONS, default=tuple(DISTRIBUTIONS))
     parser.add_argument("--slow-up-to", type=int, help=f"leave {SLOW} out where x has more elements than this")
     parser.add_argument("--no-compile", action="store_true", help="leave torch.compile out")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
-    options.folder.mkdir(parents=True, exist_ok=True)
-    rows = measure(
-        tqdm(cases(options), unit="case"),
-        options.device,
-        repeats=options.repeats,
-        seconds=options.seconds,
-        more=others(options),
-        distributions=VECTORS,
-    )
-    print(table(rows))
-    result = {**provenance(options), "rows": rows}
-    (options.folder / "results.json").write_text(json.dumps(result, indent=1) + "\n")
-    try:
-        plot(result, options.folder / "kernels.svg")
-    except ValueError as error:
-        print(f"no plot: {error}")
-    print(f"\nwrote {options.folder / 'results.json'}")
+    repeats, seconds = (11, min(1.0, options.seconds)) if options.quick else (21, options.seconds)
+    chosen = tqdm(cases(options), unit="case", disable=None)
+    rows = measure(chosen, options.device, repeats=repeats, seconds=seconds, more=others(options))
+    report = kernel_report()  # without its path, which is specific to this machine
+    kernels = {"cpu": report.cpu, "cuda": report.cuda, "reasons": report.reasons}
+    about = {**surroundings("numpy"), "device": options.device, "threads": options.threads, "kernels": kernels}
+    write(options.out / "kernels.json", {**about, "rows": rows}, table(rows), plot)
 
 
 if __name__ == "__main__":

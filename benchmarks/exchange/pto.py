@@ -1,78 +1,211 @@
-"""What sharing the optimizer step gains and costs: step time and optimizer state, next to what it is measured against.
+"""What sharing the optimizer step (PTO) gains and costs: step time and optimizer state.
 
     python -m benchmarks.exchange.pto OUT           # every model on 1, 2 and 4 ranks; VGG-19 on 4 needs 12 GB of memory
-    python -m benchmarks.exchange.pto OUT --quick   # ResNet-50 on 2 and 4 ranks
+    python -m benchmarks.exchange.pto OUT --quick   # ResNet-18 on 2 and 4 ranks
+    torchrun ... -m benchmarks.exchange.pto OUT     # on a cluster of yours, on CPUs or GPUs
 
-Ranks are processes of this machine, one thread each, on Gloo over loopback; four ranks are two nodes of two. Rows are
-those of lightning_sparse/bench/pto.py, with torch's ZeroRedundancyOptimizer as "zero" and timm's LARS and LAMB besides.
-Writes results.json (hardware, date, versions, commit, command, every row) and pto.svg.
+Ranks are processes of this machine, one thread each, on Gloo over loopback. Parameters have the shapes of a model and
+random gradients, the same on every rank. The time of a step is that of the slowest rank; rows report medians.
+
+| row | operation |
+|---|---|
+| plain | every rank steps all parameters |
+| pto node, pto world | `PTOCallback`'s step, including the gather |
+| pto compute | the same with a gather that returns at once: the sharded step, packing and unpacking |
+| pto auto | after `scope="auto"` has chosen between the plain and the sharded step |
+| zero | torch's ZeroRedundancyOptimizer |
+
+`break-even` is the link rate in Gbit/s per rank above which sharding saves time: gathered bits / (plain - pto compute);
+empty if it saves none at any rate. Muon gets only the two-dimensional parameters, which are all it supports.
+
+Writes OUT/pto.json, .md and .svg.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
-import os
-import platform
-import sys
-import tempfile
-import warnings
-from datetime import datetime, timedelta, timezone
+import gc
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from timm.optim.lamb import Lamb
-from timm.optim.lars import Lars
+from torch import Tensor, nn
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.optim import Optimizer
-from tqdm import tqdm
 
 from benchmarks.pictures import picture
-from lightning_sparse.bench.pto import OPTIMIZERS, compare, measure_cases, table, ways
-from lightning_sparse.bench.report import commit, processor
-from lightning_sparse.topology import discover
+from benchmarks.processes import on_clusters, slowest
+from benchmarks.record import Rows, parser_of, surroundings, write
+from lightning_sparse.cli import models
+from lightning_sparse.cli.report import format_table
+from lightning_sparse.pto import ShardedStep, communicator_of
+from lightning_sparse.pto.step import STEPS
+from lightning_sparse.topology import Topology
 
-WORLDS = {1: (1, 1), 2: (1, 2), 4: (2, 2)}  # ranks -> nodes, devices
-ALL: dict[str, tuple[type[Optimizer], dict[str, Any]]] = {
-    **OPTIMIZERS,
-    "LARS": (Lars, {"lr": 1e-3, "momentum": 0.9}),
-    "LAMB": (Lamb, {"lr": 1e-4, "max_grad_norm": None}),
+Make = Callable[[type[Optimizer], dict[str, Any], list[nn.Parameter]], Optimizer]
+OPTIMIZERS: dict[str, tuple[type[Optimizer], dict[str, Any]]] = {
+    "SGD": (torch.optim.SGD, {"lr": 1e-3, "momentum": 0.9, "foreach": True}),
+    "AdamW": (torch.optim.AdamW, {"lr": 1e-4, "foreach": True}),
+    "Muon": (torch.optim.Muon, {"lr": 1e-3}),
 }
+OF_TIMM: dict[str, tuple[str, dict[str, Any]]] = {
+    "LARS": ("Lars", {"lr": 1e-3, "momentum": 0.9}),
+    "LAMB": ("Lamb", {"lr": 1e-4, "max_grad_norm": None}),
+}
+SETTLING = 4  # the first steps create state and compare ranks
 
 
-def worker(index: int, ranks: int, options: argparse.Namespace, out: str, rendezvous: str) -> None:
-    nodes, devices = WORLDS[ranks]
-    os.environ.update(GROUP_RANK=str(index // devices), LOCAL_RANK=str(index % devices), GLOO_SOCKET_IFNAME="lo")
-    torch.set_num_threads(1)
-    warnings.simplefilter("ignore")
-    dist.init_process_group(
-        "gloo", init_method=f"file://{rendezvous}", rank=index, world_size=ranks, timeout=timedelta(minutes=10)
-    )
-    topology, rows = discover(), list[dict[str, Any]]()
-    cases = [(m, o) for m in options.models for o in options.optimizers if o != "Muon" or m == "Transformer"]
-    makers = ways(topology)
-    if ranks > 1:
-        makers["zero"] = lambda cls, options, parameters: ZeroRedundancyOptimizer(parameters, cls, **options)
-    limits = {"repeats": options.repeats, "seconds": options.seconds}
-    for case in tqdm(cases, desc=f"{nodes} x {devices} ranks", disable=index != 0):
-        rows += measure_cases([case], ALL, makers, topology, torch.device("cpu"), **limits)
-    if index == 0:
-        Path(out).write_text(json.dumps(rows))
-    dist.destroy_process_group()
+def shapes_of(model: str) -> Sequence[torch.Size]:
+    """Parameter shapes of a torchvision or timm model, or of "Transformer", an encoder of 12 layers, width 768."""
+    if model != "Transformer":
+        return models.find(model).shapes
+    with torch.device("meta"):
+        layer = nn.TransformerEncoderLayer(768, 12, 3072, batch_first=True)
+    return [p.shape for _ in range(12) for p in layer.parameters()]
 
 
-def provenance() -> dict[str, Any]:
+def optimizer_of(name: str) -> tuple[type[Optimizer], dict[str, Any]]:
+    """Class and options of an optimizer."""
+    if name in OPTIMIZERS:
+        return OPTIMIZERS[name]
+    import timm.optim
+
+    kind, options = OF_TIMM[name]
+    return getattr(timm.optim, kind), options
+
+
+def ways(topology: Topology) -> dict[str, Make]:
+    """Functions that create the optimizer, by row."""
+
+    def sharded(scope: Any, free: bool = False) -> Make:
+        def make(cls: type[Optimizer], options: dict[str, Any], parameters: list[nn.Parameter]) -> Optimizer:
+            optimizer = cls(parameters, **options)
+            step = ShardedStep(optimizer, communicator_of(topology, scope), auto=scope == "auto")
+            if free:
+                optimizer.register_step_post_hook(lambda *_: _make_free(step))
+            return optimizer
+
+        return make
+
+    made: dict[str, Make] = {"plain": lambda cls, options, parameters: cls(parameters, **options)}
+    if topology.world_size > 1:
+        made |= {"pto world": sharded("world"), "pto compute": sharded("world", free=True), "pto auto": sharded("auto")}
+        made["zero"] = lambda cls, options, parameters: ZeroRedundancyOptimizer(parameters, cls, **options)
+    if topology.num_nodes > 1:
+        made["pto node"] = sharded("node")
+    return made
+
+
+def measure(
+    shapes: Sequence[torch.Size],
+    optimizer: tuple[type[Optimizer], dict[str, Any]],
+    makers: dict[str, Make],
+    topology: Topology,
+    device: torch.device,
+    *,
+    repeats: int = 15,
+    seconds: float = 20.0,
+) -> Rows:
+    """Return one row per way. Ways run one after the other, since the largest models fill the memory. A collective.
+
+    Args:
+        seconds: time limit for each row.
+    """
+    rows = Rows()
+    for way, make in makers.items():
+        gc.collect()  # break the cycle of optimizer and hooks; two copies of VGG-19 exceed the memory
+        parameters = _parameters(shapes, device)
+        made = make(*optimizer, parameters)
+        for _ in range(2 * STEPS if way == "pto auto" else SETTLING):
+            made.step()
+        taken: list[float] = []
+        while len(taken) < repeats and sum(taken) < seconds:
+            taken.append(_step_seconds(made, device))
+        rows.append({"ranks": topology.world_size, "way": way, **_row(made, parameters, taken, device)})
+        del made, parameters
+    return rows
+
+
+def _step_seconds(optimizer: Optimizer, device: torch.device) -> float:
+    """The time of a step on the slowest rank. A collective."""
+    dist.barrier()
+    begin = time.perf_counter()
+    optimizer.step()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return slowest(time.perf_counter() - begin, device).item()
+
+
+def _row(made: Optimizer, parameters: list[nn.Parameter], taken: list[float], device: torch.device) -> dict[str, Any]:
+    """What was measured of an optimizer. A collective."""
+    sharded = getattr(getattr(made, "consolidate_state_dict", None), "__self__", None)
     return {
-        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "command": " ".join(sys.argv),
-        "commit": commit(),
-        "cpu": processor(),
-        "cores": os.cpu_count(),
-        "load": os.getloadavg(),
-        "versions": {"python": platform.python_version(), "torch": torch.__version__},
+        "parameters": sum(p.numel() for p in parameters),
+        "ms": median(taken) * 1e3,
+        "fastest_ms": min(taken) * 1e3,
+        "repeats": len(taken),
+        "shared": isinstance(sharded, ShardedStep),
+        "state_MB": slowest(state_bytes(made), device).item() / 1e6,
+        "gathered_MB": (sharded._gather.nbytes if isinstance(sharded, ShardedStep) else 0) / 1e6,
     }
+
+
+def measure_cases(
+    topology: Topology, device: torch.device, _: float | None, cases: Sequence[tuple[str, str]], quick: bool
+) -> Rows:
+    """Return the rows of several (model, optimizer) pairs. A collective."""
+    rows, makers = Rows(), ways(topology)
+    for model, name in cases:
+        if topology.rank == 0:
+            print(f"{model}, {name}", flush=True)
+        shapes = [shape for shape in shapes_of(model) if name != "Muon" or len(shape) == 2]
+        limits: dict[str, Any] = {"repeats": 5, "seconds": 2.0} if quick else {}
+        found = measure(shapes, optimizer_of(name), makers, topology, device, **limits)
+        rows += [{"model": model, "optimizer": name, **row} for row in found]
+    return rows
+
+
+def state_bytes(optimizer: Optimizer) -> int:
+    """Bytes of optimizer state on this rank."""
+    inner = getattr(optimizer, "optim", optimizer)
+    return sum(t.numel() * t.element_size() for s in inner.state.values() for t in s.values() if isinstance(t, Tensor))
+
+
+def _parameters(shapes: Sequence[torch.Size], device: torch.device) -> list[nn.Parameter]:
+    g = torch.Generator().manual_seed(0)
+    made = [nn.Parameter(torch.randn(shape, generator=g).to(device)) for shape in shapes]
+    for p in made:
+        p.grad = torch.randn(p.shape, generator=g).to(device)
+    return made
+
+
+def _make_free(step: ShardedStep) -> None:
+    """After the first steps, replace the gather by one that returns cached memory."""
+    if step.steps == SETTLING:
+        kept: dict[int, Tensor] = {}
+        size = step.group.size
+        step.communicator.gather = lambda share: kept.setdefault(share.numel(), share.repeat(size))  # type: ignore
+        step.communicator.broadcast = lambda *_: lambda: None  # type: ignore
+
+
+def compare(rows: Rows) -> None:
+    """Add ratios to the plain step of the same case to each row."""
+    by_case = {(r["model"], r["optimizer"], r["ranks"], r["way"]): r for r in rows}
+    for row in rows:
+        case = (row["model"], row["optimizer"], row["ranks"])
+        plain = by_case[(*case, "plain")]
+        row["faster"] = plain["ms"] / row["ms"]
+        row["state share"] = row["state_MB"] / plain["state_MB"]
+        saved = plain["ms"] - by_case[(*case, "pto compute")]["ms"] if row["way"] == "pto world" else 0.0
+        row["break-even Gbit/s"] = row["gathered_MB"] * 8 / saved if saved > 0 else None
+
+
+def table(rows: Rows) -> str:
+    head = ("model", "optimizer", "ranks", "way", "ms", "faster", "state_MB", "state share", "break-even Gbit/s")
+    return format_table(head, [[row[name] for name in head] for row in rows])
 
 
 def plot(record: dict[str, Any], file: Path) -> None:
@@ -91,33 +224,19 @@ def plot(record: dict[str, Any], file: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
-    parser.add_argument("folder", type=Path, help="where results.json and pto.svg go")
-    parser.add_argument("--quick", action="store_true", help="ResNet-50 on 2 and 4 ranks")
-    parser.add_argument("--models", nargs="+", default=["resnet50", "vgg19", "Transformer"])
-    parser.add_argument("--optimizers", nargs="+", default=list(ALL), choices=list(ALL))
-    parser.add_argument("--ranks", nargs="+", type=int, default=list(WORLDS), choices=list(WORLDS))
-    parser.add_argument("--repeats", type=int, default=15)
-    parser.add_argument("--seconds", type=float, default=20.0, help="spent at most on one row")
+    names = [*OPTIMIZERS, *OF_TIMM]
+    parser = parser_of(__doc__, quick="two optimizers of ResNet-18 on 2 and 4 ranks")
+    parser.add_argument("--clusters", nargs="+", default=["1x1", "1x2", "2x2"], metavar="MxL")
+    parser.add_argument("--models", nargs="+", default=["resnet50", "vgg19", "Transformer"], metavar="NAME")
+    parser.add_argument("--optimizers", nargs="+", default=names, choices=names)
     options = parser.parse_args()
     if options.quick:
-        options.models, options.ranks, options.repeats, options.seconds = ["resnet50"], [2, 4], 5, 3.0
-    options.folder.mkdir(parents=True, exist_ok=True)
-    rows: list[dict[str, Any]] = []
-    with tempfile.TemporaryDirectory() as scratch:
-        for ranks in options.ranks:
-            out = f"{scratch}/rows{ranks}.json"
-            torch.multiprocessing.spawn(worker, (ranks, options, out, f"{scratch}/meet{ranks}"), nprocs=ranks)  # type: ignore[attr-defined, no-untyped-call]
-            rows += json.loads(Path(out).read_text())
-    compare(rows)
-    print(table(rows))
-    result = {**provenance(), "rows": rows}
-    (options.folder / "results.json").write_text(json.dumps(result, indent=1) + "\n")
-    try:
-        plot(result, options.folder / "pto.svg")
-    except ValueError as error:
-        print(f"no plot: {error}")
-    print(f"\nwrote {options.folder / 'results.json'}")
+        options.models, options.optimizers, options.clusters = ["resnet18"], ["SGD", "AdamW"], ["1x2", "2x2"]
+    cases = [(m, o) for m in options.models for o in options.optimizers if o != "Muon" or m == "Transformer"]
+    rows = on_clusters(measure_cases, cases, options.quick, clusters=options.clusters)
+    if rows is not None:
+        compare(rows)
+        write(options.out / "pto.json", {**surroundings("timm"), "rows": rows}, table(rows), plot)
 
 
 if __name__ == "__main__":

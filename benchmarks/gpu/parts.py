@@ -69,7 +69,7 @@ def tests(folder: Path, device: torch.device) -> Result:
 
 def kernels(folder: Path, device: torch.device) -> Result:
     """Selection and compression beside this device's own copy and sum."""
-    from lightning_sparse.bench.kernels import measure, table
+    from benchmarks.exchange.kernels import measure, table
 
     sizes = [800_000, 6_500_000, 25_600_000, 100_000_000] if device.type == "cuda" else [100_000, 1_000_000]
 

@@ -177,10 +177,9 @@ def main() -> None:
     options = parser.parse_args()
     options.folder.mkdir(parents=True, exist_ok=True)
     (options.folder / "log.txt").unlink(missing_ok=True)
-    from lightning_sparse.bench.report import commit, surroundings
+    from benchmarks.record import surroundings
 
-    about = {**surroundings(" ".join(sys.argv)), "commit": commit()}
-    session(options.folder, options.parts, options.cpu, options.minutes, about)
+    session(options.folder, options.parts, options.cpu, options.minutes, surroundings())
     print(f"\nwrote {options.folder / 'session.md'}")
 
 

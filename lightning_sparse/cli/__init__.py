@@ -15,7 +15,6 @@ from importlib import import_module
 COMMANDS = {
     "doctor": "check this machine, or this cluster, for problems",
     "plan": "predict step time and scaling on a cluster, and recommend an exchange",
-    "bench": "benchmark this machine, or your cluster",
     "lab": "run a command on an emulated cluster with slow links, on this machine",
     "cache": "fill, list and remove local disk caches",
     "tokens": "write the token ids of text files, for TokenDataModule",
@@ -38,7 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if unknown:
         hint = "; put the command after --, for example: lightning-sparse lab --nodes 2 -- python train.py"
         parser.error(f"unrecognized arguments: {' '.join(unknown)}{hint if arguments.subcommand == 'lab' else ''}")
-    arguments.words, arguments.command = words[:split], words[split + 1 :]
+    arguments.command = words[split + 1 :]
     try:
         return int(arguments.run(arguments))
     except (ValueError, RuntimeError, OSError, ImportError) as error:  # anything else is a bug and keeps its traceback

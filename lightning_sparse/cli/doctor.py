@@ -25,7 +25,7 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 
-from lightning_sparse.bench.processes import join, launched, leave
+from lightning_sparse.cli.ranks import join, launched, leave
 from lightning_sparse.data.cache.commands import caches
 from lightning_sparse.data.cache.segment import available_memory
 from lightning_sparse.data.folders import NETWORK_FILE_SYSTEMS, VERSION, file_system

@@ -11,19 +11,14 @@ from pathlib import Path
 from lightning_sparse.lab import Cluster, LabConfig, signals_as_exit
 
 
-def add_cluster(parser: argparse.ArgumentParser, *, nodes: int, devices: int) -> None:
-    """The size and link rate of an emulated cluster."""
-    parser.add_argument("--nodes", type=int, default=nodes, metavar="M", help="nodes to emulate (default %(default)s)")
-    parser.add_argument("--devices", type=int, default=devices, metavar="L", help="per node (default %(default)s)")
-    parser.add_argument("--gbps", type=float, default=1.0, metavar="R", help="Gbit/s of a link each way (default 1)")
-
-
 def declare(parser: argparse.ArgumentParser) -> None:
     """The command's options."""
     parser.description = "Run a command on every node of a cluster of network namespaces with rate-limited links."
     parser.usage = "lightning-sparse lab [options] -- COMMAND [ARGUMENTS...]"
     parser.epilog = "Example: lightning-sparse lab --nodes 4 --devices 1 --gbps 1 -- python train.py"
-    add_cluster(parser, nodes=2, devices=2)
+    parser.add_argument("--nodes", type=int, default=2, metavar="M", help="nodes to emulate (default %(default)s)")
+    parser.add_argument("--devices", type=int, default=2, metavar="L", help="per node (default %(default)s)")
+    parser.add_argument("--gbps", type=float, default=1.0, metavar="R", help="Gbit/s of a link each way (default 1)")
     parser.add_argument("--no-net", action="store_true", help="use loopback: needs no root, limits no rates")
     parser.add_argument("--storage", type=Path, metavar="DIR", help="a folder that nodes access only over the network")
     parser.add_argument("--storage-gbps", type=float, metavar="R", help="Gbit/s of the storage node's link")

@@ -24,8 +24,8 @@ from typing import Any
 
 import torch
 
-from lightning_sparse.bench import models
-from lightning_sparse.bench.report import format_table, need, processor
+from lightning_sparse.cli import models
+from lightning_sparse.cli.report import format_table, need, processor
 from lightning_sparse.exchange import paths
 from lightning_sparse.exchange.choice import MARGIN
 from lightning_sparse.exchange.paths import PATHS, Dense, Flat, Work
@@ -425,7 +425,7 @@ def declare(parser: argparse.ArgumentParser) -> None:
         "--compute-ms 107"
     )
     what = parser.add_mutually_exclusive_group(required=True)
-    what.add_argument("--model", metavar="NAME", help="a torchvision or timm model")
+    what.add_argument("--model", metavar="NAME", help=f"{', '.join(models.SIZES)}, or any of torchvision or timm")
     what.add_argument("--parameters", type=float, metavar="N", help="number of gradients, for example 25.6e6")
     parser.add_argument("--nodes", type=int, required=True, metavar="M")
     parser.add_argument("--devices", type=int, required=True, metavar="L", help="devices per node")
@@ -471,7 +471,9 @@ def _run(arguments: argparse.Namespace) -> int:
 
 def _scenario(arguments: argparse.Namespace) -> tuple[Scenario, list[str]]:
     """The scenario and its assumptions."""
-    model = None if arguments.model is None else models.find(arguments.model)
+    model = None
+    if arguments.model is not None and (arguments.measure or arguments.model not in models.SIZES):
+        model = models.find(arguments.model)
     host, compute_s, note = V100, None, "compute time unknown: synchronisation only"
     if arguments.compute_ms is not None:
         compute_s, note = 1e-3 * arguments.compute_ms, f"forward and backward {arguments.compute_ms:g} ms (given)"
@@ -488,7 +490,7 @@ def _scenario(arguments: argparse.Namespace) -> tuple[Scenario, list[str]]:
     if compute_s is None:
         note += "; scaling efficiency needs --compute-ms" + (" or --measure" if model is not None else "")
     scenario = Scenario(
-        numel=int(arguments.parameters) if model is None else model.numel,
+        numel=models.SIZES.get(arguments.model or "") or int(arguments.parameters if model is None else model.numel),
         devices=arguments.devices,
         inter_gbps=arguments.inter_gbps,
         intra_gbps=arguments.intra_gbps,

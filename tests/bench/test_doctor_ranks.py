@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from lightning_sparse import cli
-from lightning_sparse.cli import doctor
+from lightning_sparse.cli import doctor, ranks
 from lightning_sparse.cli.doctor import Finding, examine_cache
 from lightning_sparse.data.config import CacheConfig
 from lightning_sparse.data.folders import cache_folder
@@ -28,6 +28,30 @@ def _doctor_of_another_torch() -> tuple[int, str]:
     if os.environ["RANK"] == "1":
         torch.__version__ = "2.11.0"  # type: ignore[misc]
     return _doctor("--json")
+
+
+@pytest.mark.parametrize(
+    ("environment", "launched"),
+    [
+        ({}, False),
+        ({"RANK": "0"}, True),
+        ({"SLURM_PROCID": "0", "SLURM_NTASKS": "1"}, False),
+        ({"SLURM_PROCID": "0", "SLURM_NTASKS": "4"}, True),
+    ],
+)
+def test_launchers_are_recognised(environment: dict[str, str], launched: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "SLURM_PROCID", "SLURM_NTASKS"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    assert ranks.launched() == launched
+
+
+def test_ranks_that_cannot_meet_are_told_how(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "", "MASTER_PORT": ""}.items():
+        monkeypatch.setenv(name, value) if value else monkeypatch.delenv(name, raising=False)
+    with pytest.raises(ValueError, match=r"MASTER_ADDR, MASTER_PORT is not set.*torchrun"):
+        ranks.join()
 
 
 def test_on_two_nodes_it_measures_the_network_and_rank_0_alone_speaks() -> None:

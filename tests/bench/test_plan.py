@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from lightning_sparse import cli
-from lightning_sparse.bench import models
-from lightning_sparse.cli import plan
+from lightning_sparse.cli import models, plan
 from lightning_sparse.cli.plan import WAYS, Row, Scenario, predict, recommend_for_adam
 from lightning_sparse.exchange import Work
 from lightning_sparse.exchange.paths import Dense, Flat, Regional, Sparse, num_selected
@@ -127,6 +126,17 @@ def test_models_of_torchvision_and_timm_cost_no_memory() -> None:
     found = models.find("mixer_s16_224")  # timm's
     assert found.numel == sum(p.numel() for p in found.build().parameters())
     assert found.input_shape == (3, 224, 224)
+
+
+def test_sizes_that_need_no_package(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    of_torchvision = [name for name in models.SIZES if "-" not in name]
+    assert len(of_torchvision) == 7
+    assert all(models.find(name).numel == models.SIZES[name] for name in of_torchvision)
+    for package in ("torchvision", "timm"):
+        monkeypatch.setitem(sys.modules, package, None)
+    words = ["--nodes", "4", "--devices", "8", "--inter-gbps", "10", "--intra-gbps", "1200"]
+    assert cli.main(["plan", "--model", "gpt2", *words]) == 0
+    assert "124,439,808" in capsys.readouterr().out
 
 
 def test_an_unknown_model_is_told_with_close_ones() -> None:

@@ -95,7 +95,7 @@ def choose_backend(
 ) -> tuple[Chosen, str]:
     """Return the backend and the reason for it, a pure function.
 
-    On a CPU torch is faster (`benchmarks/data/backends.py`).
+    On a CPU torch is faster (benchmarks/results/data-backends-*.json).
 
     Args:
         has_dali: whether all ranks have DALI.

@@ -1,19 +1,12 @@
-"""What reports of measurements have alike: tables, optional packages, and where a number comes from."""
+"""What commands and benchmarks print alike: tables, the processor's name, and what to install."""
 
 from __future__ import annotations
 
 import importlib
-import os
 import platform
-import subprocess
 from collections.abc import Sequence
-from datetime import date
 from pathlib import Path
 from typing import Any
-
-import torch
-
-HERE = Path(__file__).resolve()
 
 
 def processor() -> str:
@@ -24,41 +17,14 @@ def processor() -> str:
     return names[0] if names else platform.processor() or platform.machine()
 
 
-def commit() -> str:
-    """Commit of the source tree that tracks this file; "unknown" for an installed copy."""
-    if not _git("ls-files", HERE.name):
-        return "unknown"
-    changed = _git("status", "--porcelain", "-uno")
-    return _git("rev-parse", "--short", "HEAD") + (" with local changes" if changed else "")
-
-
-def surroundings(command: str) -> dict[str, str]:
-    """Provenance except the commit, which some benchmarks record for each run."""
-    gpu = f", {torch.cuda.device_count()} x {torch.cuda.get_device_name()}" if torch.cuda.is_available() else ""
-    return {
-        "command": command,
-        "date": date.today().isoformat(),
-        "hardware": f"{processor()}, {os.cpu_count()} cores{gpu}",
-        "versions": f"torch {torch.__version__}, Python {platform.python_version()}",
-    }
-
-
-def _git(*words: str) -> str:
-    """Output of a git command in this file's folder; empty if git fails."""
-    try:
-        return subprocess.run(["git", "-C", str(HERE.parent), *words], capture_output=True, text=True).stdout.strip()
-    except OSError:
-        return ""
-
-
-def need(package: str, use: str, *, module: str | None = None) -> Any:
-    """Import an optional module.
+def need(package: str, use: str) -> Any:
+    """Import an optional package.
 
     Raises:
         ValueError: if it is not installed.
     """
     try:
-        return importlib.import_module(module or package)
+        return importlib.import_module(package)
     except ImportError as error:
         raise ValueError(f"{use} needs {package}, which cannot be imported ({error}): pip install {package}") from None
 

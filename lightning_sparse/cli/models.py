@@ -12,6 +12,21 @@ from typing import Any
 import torch
 from torch import nn
 
+SIZES = {
+    "resnet18": 11_689_512,
+    "resnet50": 25_557_032,
+    "resnet101": 44_549_160,
+    "vgg19": 143_667_240,
+    "vit_b_16": 86_567_656,
+    "convnext_tiny": 28_589_128,
+    "efficientnet_b0": 5_288_548,
+    "bert-base": 109_482_240,
+    "gpt2": 124_439_808,
+    "gpt2-xl": 1_557_611_200,
+    "llama-7b": 6_738_415_616,
+}
+"""Parameters of models that need no other package."""
+
 
 @dataclass(frozen=True)
 class Model:
@@ -53,7 +68,7 @@ def find(name: str) -> Model:
     if not known:
         raise ValueError(
             f"model={name!r} needs torchvision or timm, and neither is installed: "
-            f"pip install torchvision, or give --parameters instead."
+            f"pip install torchvision, give --parameters instead, or one of {', '.join(SIZES)}."
         )
     close = difflib.get_close_matches(name, dict.fromkeys(known), n=4)
     hint = f"Did you mean {' or '.join(close)}?" if close else "See torchvision.models.list_models()."

@@ -1,0 +1,165 @@
+"""Loaders that the data benchmarks have alike, and how they are measured: images per CPU-second.
+
+CPU time is that of the process and all its children, so it does not depend on the number of threads or on other load
+(unless that affects caches and clock).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import math
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from lightning_sparse.cli.report import need
+from lightning_sparse.data.pipeline.batch import Transform
+
+BATCH = 64
+
+
+# -- measuring ---------------------------------------------------------------------------------------------------------
+
+
+def throughput(batches: Iterator[Any], images: float = math.inf) -> dict[str, float]:
+    """Images per CPU-second and per second of so many images, or of all until the loader is closed."""
+    seen, cpu, wall = 0.0, cpu_seconds(os.getpid()), time.perf_counter()
+    for pixels, *_ in batches:
+        seen += len(pixels)
+        float(pixels[0, 0, 0, 0])  # on a GPU, wait for it
+        if seen >= images:
+            break
+    seen = min(seen, images)  # without those that fill a last batch
+    cpu, wall = cpu_seconds(os.getpid()) - cpu, time.perf_counter() - wall
+    return {"images": seen, "per_cpu_second": seen / cpu, "per_second": seen / wall}
+
+
+def cpu_seconds(process: int) -> float:
+    """CPU time of a process, its threads and all its children, running or ended."""
+    try:
+        fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+        tasks = list(Path(f"/proc/{process}/task").iterdir())
+    except (FileNotFoundError, ProcessLookupError):
+        return 0.0
+    children: list[int] = []
+    for task in tasks:
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # a thread that has ended meanwhile
+            children += map(int, (task / "children").read_text().split())
+    return sum(map(int, fields[11:15])) / os.sysconf("SC_CLK_TCK") + sum(map(cpu_seconds, children))
+
+
+# -- image folders -----------------------------------------------------------------------------------------------------
+
+
+def files_of(pictures: Path) -> list[Path]:
+    """The files of ``train/<class>/*``, in order."""
+    return sorted(path for path in (pictures / "train").rglob("*.*") if path.is_file())
+
+
+def classes_of(pictures: Path) -> list[str]:
+    return sorted(each.name for each in (pictures / "train").iterdir())
+
+
+def generated(folder: Path, of_each: int = 96) -> Path:
+    """Make an image folder of 375 x 500 crops of scikit-learn's sample photographs."""
+    from PIL import Image
+    from sklearn.datasets import load_sample_images
+
+    random = np.random.default_rng(0)
+    for label, photograph in enumerate(load_sample_images().images):
+        (folder / "train" / str(label)).mkdir(parents=True)
+        for number in range(of_each):
+            top, left = random.integers(0, photograph.shape[0] - 375), random.integers(0, photograph.shape[1] - 500)
+            picture = Image.fromarray(photograph[top : top + 375, left : left + 500])
+            picture.save(folder / "train" / str(label) / f"{number}.jpg", quality=92)
+    return folder
+
+
+# -- others' loaders, which never end ----------------------------------------------------------------------------------
+
+
+def transforms(size: int) -> Any:
+    """torchvision's transforms: random resized crop, flip, normalised, float32."""
+    from torchvision.transforms import v2
+
+    transform = Transform()
+    steps = [v2.RandomResizedCrop(size, antialias=True), v2.RandomHorizontalFlip(), v2.ToImage()]
+    steps += [v2.ToDtype(torch.float32, scale=True), v2.Normalize(transform.mean, transform.std)]
+    return v2.Compose(steps)
+
+
+def over_and_over(data: Any) -> Iterator[Any]:
+    """The batches of a data set by torch's DataLoader with one worker process."""
+    from torch.utils.data import DataLoader
+
+    # forked, as in a script of one's own: a process that was spawned, as each row's is, would spawn its workers, and
+    # those read a fifth slower
+    loader = DataLoader(
+        data, BATCH, shuffle=True, num_workers=1, persistent_workers=True, multiprocessing_context="fork"
+    )
+    while True:
+        yield from loader
+
+
+def image_folder(pictures: Path, work: Path, size: int) -> Iterator[Any]:
+    from torchvision.datasets import ImageFolder
+
+    yield from over_and_over(ImageFolder(str(pictures / "train"), transforms(size)))
+
+
+def dali_reader(pictures: Path, work: Path, size: int) -> Iterator[Any]:
+    from nvidia.dali import fn, pipeline_def
+    from nvidia.dali.plugin.pytorch import DALIGenericIterator, LastBatchPolicy
+
+    @pipeline_def  # type: ignore[untyped-decorator]
+    def graph() -> Any:
+        files, labels = fn.readers.file(file_root=str(pictures / "train"), random_shuffle=True, name="reader")
+        cut = fn.decoders.image_random_crop(files, device="cpu", random_area=[0.08, 1.0])
+        resized = fn.resize(cut, size=(size, size), antialias=True)
+        mean, std = ([255 * each for each in part] for part in (Transform().mean, Transform().std))
+        flip = fn.random.coin_flip()
+        return fn.crop_mirror_normalize(resized, mirror=flip, mean=mean, std=std, output_layout="CHW"), labels
+
+    pipe = graph(batch_size=BATCH, num_threads=1, device_id=None, exec_dynamic=True)
+    batches = DALIGenericIterator(
+        pipe, ["x", "y"], reader_name="reader", last_batch_policy=LastBatchPolicy.PARTIAL, auto_reset=True
+    )
+    while True:
+        for (batch,) in batches:
+            yield batch["x"], batch["y"]
+
+
+# -- LitData -----------------------------------------------------------------------------------------------------------
+
+
+def _as_chunk(path: str) -> dict[str, Any]:
+    return {"image": Path(path).read_bytes(), "class": Path(path).parent.name}
+
+
+def make_chunks(pictures: Path, chunks: Path, workers: int = 1) -> None:
+    """The files of an image folder as LitData's chunks."""
+    optimize = need("litdata", "its rows").optimize
+    files = [str(path) for path in files_of(pictures)]
+    optimize(_as_chunk, files, str(chunks), chunk_bytes="16MB", num_workers=workers, verbose=False)
+
+
+def litdata_loader(chunks: str, cache: Path, classes: list[str], size: int, **options: Any) -> Any:
+    """LitData's own loader of chunks, with one worker process."""
+    from litdata import StreamingDataLoader, StreamingDataset
+    from PIL import Image
+
+    look = transforms(size)
+
+    def sample(item: dict[str, Any]) -> tuple[torch.Tensor, int]:
+        with Image.open(io.BytesIO(item["image"])) as image:
+            return look(image.convert("RGB")), classes.index(item["class"])
+
+    cache.mkdir(parents=True, exist_ok=True)
+    data = StreamingDataset(chunks, cache_dir=str(cache), shuffle=True, transform=sample)
+    return StreamingDataLoader(data, num_workers=1, persistent_workers=True, **options)

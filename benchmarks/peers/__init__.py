@@ -1,1 +1,0 @@
-"""Ours beside other ways to train on slow networks."""

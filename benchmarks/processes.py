@@ -1,0 +1,180 @@
+"""The processes that measure: the ranks of a launcher or of an emulated cluster, and calls in a process of their own.
+
+Ranks of an emulated cluster are started as ``python -m benchmarks.processes`` and find what to do in a folder, of which
+`FOLDER` tells them.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import pickle
+import signal
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
+from importlib import import_module
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from benchmarks.record import Rows
+from lightning_sparse.cli.ranks import join, launched, leave
+from lightning_sparse.lab import Cluster, LabConfig, signals_as_exit, unavailable_reason
+
+FOLDER = "BENCHMARK_RANKS"
+Work = Callable[..., Any]
+"""Called as ``work(topology, device, gbps, *arguments)`` on each rank; what rank 0 returns can be written as JSON."""
+
+
+# -- ranks -------------------------------------------------------------------------------------------------------------
+
+
+def on_clusters(
+    work: Work, *arguments: Any, clusters: Sequence[str], gbps: Sequence[float | None] = (None,)
+) -> Rows | None:
+    """Rows of `work` with cluster and rate in each: of emulated clusters of these sizes and rates, one after the other.
+
+    Under torchrun or srun those of its ranks, and None on all but rank 0. A rate is None where nobody knows it: on a
+    cluster that is not emulated, and over loopback, which takes the place of links where those cannot be shaped.
+    """
+    if launched():
+        topology, device = join()
+        found = work(topology, device, None, *arguments)
+        leave()
+        place: dict[str, Any] = {"cluster": f"{topology.num_nodes}x{topology.num_devices}", "gbps": None}
+        return None if topology.rank else [{**place, **row} for row in found]
+    reason, rows = unavailable_reason(), Rows()
+    if reason is not None and any(gbps):
+        print(f"note: cannot limit link rates ({reason}); using loopback", file=sys.stderr)
+    for cluster in clusters:
+        for rate in gbps:
+            known = None if reason else rate
+            place = {"cluster": cluster, "gbps": known}
+            rows += [{**place, **row} for row in _emulated(work, arguments, cluster, known)]
+    return rows
+
+
+def _emulated(work: Work, arguments: tuple[Any, ...], cluster: str, gbps: float | None) -> Rows:
+    """What rank 0 of a cluster returns; without a rate over loopback."""
+    nodes, devices = map(int, cluster.split("x"))
+    config = LabConfig(nodes=nodes, devices=devices, gbps=gbps or 1.0, network=gbps is not None)
+    main = sys.modules["__main__"].__spec__
+    module = main.name if work.__module__ == "__main__" and main else work.__module__
+    with (
+        tempfile.TemporaryDirectory() as name,
+        signals_as_exit(),
+        Cluster(config) as lab,
+        _rates_asked(lab, Path(name)),
+    ):
+        Path(name, "work").write_bytes(pickle.dumps((module, work.__name__, gbps, arguments)))
+        env = {FOLDER: name, "OMP_NUM_THREADS": "1"}
+        ran = lab.run([sys.executable, "-m", "benchmarks.processes"], env=env, output=sys.stderr)
+        if ran.exit_code != 0:
+            raise SystemExit("the ranks failed; their output is above")
+        rows: Rows = json.loads(Path(name, "rows.json").read_text())
+    return rows
+
+
+def main() -> None:
+    """One rank of an emulated cluster."""
+    folder = Path(os.environ[FOLDER])
+    module, name, gbps, arguments = pickle.loads((folder / "work").read_bytes())
+    torch.set_num_threads(1)
+    topology, device = join()
+    rows = getattr(import_module(module), name)(topology, device, gbps, *arguments)
+    if topology.rank == 0:
+        (folder / "rows.json").write_text(json.dumps(rows))
+    leave()
+
+
+def set_rate(gbps: float) -> None:
+    """Have the lab shape all links anew; nothing happens on ranks that are in none. A collective."""
+    if FOLDER not in os.environ:
+        return
+    dist.barrier()
+    if dist.get_rank() == 0:
+        asked = Path(os.environ[FOLDER], "rate")
+        asked.with_suffix(".new").write_text(f"{gbps}")
+        asked.with_suffix(".new").rename(asked)
+        while asked.exists():
+            time.sleep(0.02)
+    dist.barrier()
+
+
+@contextmanager
+def _rates_asked(lab: Cluster, folder: Path) -> Iterator[None]:
+    """Give the links the rates that ranks ask for by `set_rate`."""
+    asked, over = folder / "rate", threading.Event()
+
+    def serve() -> None:
+        while not over.wait(0.02):
+            if asked.exists():
+                lab.reshape(float(asked.read_text()))
+                asked.unlink()
+
+    thread = threading.Thread(target=serve)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+
+
+def received_bytes() -> int:
+    """Bytes that this node received on eth0, as counted by the kernel; 0 outside a lab."""
+    for line in Path("/proc/net/dev").read_text().splitlines():
+        if line.strip().startswith("eth0:"):
+            return int(line.split(":")[1].split()[0])
+    return 0
+
+
+def slowest(seconds: float | Sequence[float], device: torch.device) -> torch.Tensor:
+    """Times of the slowest rank. A collective."""
+    taken = torch.tensor(seconds, dtype=torch.float64, device=device)
+    dist.all_reduce(taken, dist.ReduceOp.MAX)
+    return taken
+
+
+# -- a process of its own ----------------------------------------------------------------------------------------------
+
+
+def alone(what: str, work: Callable[..., Any], *arguments: object) -> Any:
+    """Return ``work(*arguments)`` of a process that starts afresh.
+
+    Raises:
+        RuntimeError: if the process ends before; the message says which one (`what`) and how.
+    """
+    others = set(multiprocessing.active_children())
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as executor:
+        future = executor.submit(work, *arguments)
+        own = set(multiprocessing.active_children()) - others
+        try:
+            return future.result()
+        except BrokenProcessPool as error:
+            executor.shutdown()  # its thread waits for the process, and until then the exit status is not known
+            raise RuntimeError(f"the process of {what} {' and '.join(map(_end, own))}") from error
+
+
+def _end(process: BaseProcess) -> str:
+    code = process.exitcode
+    if code is None or code >= 0:
+        return f"(pid {process.pid}) ended with status {code}: what it printed above says why."
+    end = f"(pid {process.pid}) was ended by {signal.Signals(-code).name}."
+    if code == -signal.SIGKILL:
+        end += " The kernel does that where memory is short (`dmesg | grep -i kill` tells): free some, or measure less."
+    return end
+
+
+if __name__ == "__main__":
+    main()

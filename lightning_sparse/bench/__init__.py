@@ -1,1 +1,0 @@
-"""Benchmarks of the library alone. Functions return rows, and print nothing."""
