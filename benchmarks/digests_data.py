@@ -1,7 +1,7 @@
 """Does a change of the code change a sample, a label or a pixel? Digests of short runs, to compare with earlier ones.
 
-    python benchmarks/digests_data.py before.json                       # with the code as it was; a minute or two
-    python benchmarks/digests_data.py after.json --compare before.json  # names the cases that differ; exit code 1
+    python -m benchmarks.digests_data before.json                       # with the code as it was; a minute or two
+    python -m benchmarks.digests_data after.json --compare before.json  # names the cases that differ; exit code 1
 
 Pictures of scikit-learn are written in each layout of a source that the data half reads, and the DataModules make
 batches of them: all layouts, formats of the memory tier and shuffles, on one rank and on two nodes, every other case
@@ -109,11 +109,6 @@ def write_parquet(path: Path, files: list[tuple[str, bytes, str]]) -> None:
     pyarrow.parquet.write_table(pyarrow.table({"image": images, "label": labels}), path, row_group_size=7)
 
 
-def labels_of(kind: str, label: str) -> list[Any]:
-    columns: dict[str, list[Any]] = {"name": [label], "number": ["abc".index(label)]}
-    return columns.get(kind, [label, 0.5 * ord(label)])
-
-
 def write_sources(root: Path) -> None:
     """Write all layouts, the same pictures in each."""
     files = photographs(72)
@@ -127,9 +122,11 @@ def write_sources(root: Path) -> None:
             write_parquet(root / "parquet" / split / f"{number}.parquet", some[number::2])
             hub = {"val": "validation"}.get(split, split)
             write_parquet(root / "hub" / "data" / f"{hub}-{number:05}-of-00002.parquet", some[number::2])
-        for kind in ("name", "number", "several"):
+        columns: dict[str, Callable[[str], list[Any]]] = {"name": lambda label: [label]}
+        columns |= {"number": lambda label: ["abc".index(label)], "several": lambda label: [label, 0.5 * ord(label)]}
+        for kind, labels in columns.items():
             with io.StringIO() as text:
-                rows = [[f"{split}/{label}/{name}", *labels_of(kind, label)] for name, _, label in some[::-1]]
+                rows = [[f"{split}/{label}/{name}", *labels(label)] for name, _, label in some[::-1]]
                 head = ["path", "label", "weight"][: len(rows[0])]
                 csv.writer(text).writerows([head, *rows])
                 write(root / "lists" / f"{kind}-{split}.csv", text.getvalue().encode())
@@ -176,14 +173,6 @@ def kept(batch: Any) -> Any:
     return [each.clone() if isinstance(each, torch.Tensor) else each for each in batch]
 
 
-def as_is(data: bytes) -> bytes:
-    return data
-
-
-def as_list(samples: list[Any]) -> list[Any]:
-    return samples
-
-
 def images(root: Path, cache: Path, source: str = "folder", **options: Any) -> Any:
     given = {"batch_size": 5, "image_size": 32, "backend": "torch", "threads": 2, "with_indices": True, "seed": 3}
     path = source if "://" in source else str(root / source)
@@ -191,8 +180,8 @@ def images(root: Path, cache: Path, source: str = "folder", **options: Any) -> A
 
 
 def files(root: Path, cache: Path, source: str, **options: Any) -> Any:
-    given = {"batch_size": 5, "collate": as_list, "workers": 0, "with_indices": True, "memory_gb": 0.05}
-    return ours.CachedDataModule(str(root / source), str(cache), as_is, **{**given, **options})
+    given = {"batch_size": 5, "collate": list, "workers": 0, "with_indices": True, "memory_gb": 0.05}
+    return ours.CachedDataModule(str(root / source), str(cache), bytes, **{**given, **options})
 
 
 def lists_of(root: Path, kind: str) -> dict[str, str]:

@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
+from dataclasses import replace
 from importlib import import_module
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -40,12 +41,17 @@ Work = Callable[..., Any]
 
 
 def on_clusters(
-    work: Work, *arguments: Any, clusters: Sequence[str], gbps: Sequence[float | None] = (None,)
+    work: Work,
+    *arguments: Any,
+    clusters: Sequence[str],
+    gbps: Sequence[float | None] = (None,),
+    storage: tuple[Path, float] | None = None,
 ) -> Rows | None:
     """Rows of `work` with cluster and rate in each: of emulated clusters of these sizes and rates, one after the other.
 
     Under torchrun or srun those of its ranks, and None on all but rank 0. A rate is None where nobody knows it: on a
     cluster that is not emulated, and over loopback, which takes the place of links where those cannot be shaped.
+    `storage` is a folder that emulated nodes see over the network alone, and the rate of its link.
     """
     if launched():
         topology, device = join()
@@ -60,21 +66,25 @@ def on_clusters(
         for rate in gbps:
             known = None if reason else rate
             place = {"cluster": cluster, "gbps": known}
-            rows += [{**place, **row} for row in _emulated(work, arguments, cluster, known)]
+            rows += [{**place, **row} for row in _emulated(work, arguments, cluster, known, storage)]
     return rows
 
 
-def _emulated(work: Work, arguments: tuple[Any, ...], cluster: str, gbps: float | None) -> Rows:
+def _emulated(
+    work: Work, arguments: tuple[Any, ...], cluster: str, gbps: float | None, storage: tuple[Path, float] | None
+) -> Rows:
     """What rank 0 of a cluster returns; without a rate over loopback."""
     nodes, devices = map(int, cluster.split("x"))
     config = LabConfig(nodes=nodes, devices=devices, gbps=gbps or 1.0, network=gbps is not None)
+    if storage is not None:
+        config = replace(config, storage=storage[0], storage_gbps=storage[1])
     main = sys.modules["__main__"].__spec__
     module = main.name if work.__module__ == "__main__" and main else work.__module__
     with (
         tempfile.TemporaryDirectory() as name,
         signals_as_exit(),
         Cluster(config) as lab,
-        _rates_asked(lab, Path(name)),
+        _answered(lab, Path(name)),
     ):
         Path(name, "work").write_bytes(pickle.dumps((module, work.__name__, gbps, arguments)))
         env = {FOLDER: name, "OMP_NUM_THREADS": "1"}
@@ -99,28 +109,46 @@ def main() -> None:
 
 def set_rate(gbps: float) -> None:
     """Have the lab shape all links anew; nothing happens on ranks that are in none. A collective."""
-    if FOLDER not in os.environ:
-        return
     dist.barrier()
-    if dist.get_rank() == 0:
-        asked = Path(os.environ[FOLDER], "rate")
-        asked.with_suffix(".new").write_text(f"{gbps}")
-        asked.with_suffix(".new").rename(asked)
-        while asked.exists():
-            time.sleep(0.02)
+    if FOLDER in os.environ and dist.get_rank() == 0:
+        _ask(f"rate {gbps}")
     dist.barrier()
+
+
+def storage_sent() -> int:
+    """Bytes so far that the lab's storage node sent, as counted by the kernel. On rank 0 alone."""
+    return int(_ask("storage"))
+
+
+def _ask(question: str) -> str:
+    """What the process that holds the lab answers."""
+    asked, answer = (Path(os.environ[FOLDER], name) for name in ("asked", "answer"))
+    asked.with_suffix(".new").write_text(question)
+    asked.with_suffix(".new").rename(asked)
+    while not answer.exists():
+        time.sleep(0.005)
+    said = answer.read_text()
+    answer.unlink()
+    return said
 
 
 @contextmanager
-def _rates_asked(lab: Cluster, folder: Path) -> Iterator[None]:
-    """Give the links the rates that ranks ask for by `set_rate`."""
-    asked, over = folder / "rate", threading.Event()
+def _answered(lab: Cluster, folder: Path) -> Iterator[None]:
+    """Answer what rank 0 asks."""
+    asked, over = folder / "asked", threading.Event()
 
     def serve() -> None:
-        while not over.wait(0.02):
+        while not over.wait(0.005):
             if asked.exists():
-                lab.reshape(float(asked.read_text()))
+                what, _, rate = asked.read_text().partition(" ")
                 asked.unlink()
+                said = ""
+                if what == "rate":
+                    lab.reshape(float(rate))
+                else:
+                    said = str(lab.traffic()["storage"].sent)
+                (folder / "said").write_text(said)
+                (folder / "said").rename(folder / "answer")
 
     thread = threading.Thread(target=serve)
     thread.start()

@@ -108,12 +108,11 @@ def whole_of(states: Sequence[State], quantity: str) -> dict[str, Tensor]:
 
 def mean_of(nodes: Sequence[Sequence[State]], quantity: str) -> dict[str, Tensor]:
     """Return the mean over nodes of a quantity, by parameter; a node that has none of it counts as zero."""
-    wholes = [whole_of(states, quantity) for states in nodes]
-    found = {name: tensor for whole in wholes for name, tensor in whole.items()}
-    return {
-        name: torch.stack([whole.get(name, torch.zeros_like(tensor)) for whole in wholes]).mean(0)
-        for name, tensor in found.items()
-    }
+    total: dict[str, Tensor] = {}
+    for states in nodes:  # one at a time: each is as large as the model
+        for name, tensor in whole_of(states, quantity).items():
+            total[name] = total[name].add_(tensor) if name in total else tensor
+    return {name: tensor.div_(len(nodes)) for name, tensor in total.items()}
 
 
 class Engine(ABC):

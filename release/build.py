@@ -16,7 +16,6 @@ import re
 import shutil
 import subprocess
 import sys
-import tarfile
 import tempfile
 from pathlib import Path
 
@@ -109,8 +108,7 @@ def main() -> None:
     shutil.rmtree(out, ignore_errors=True)
     with tempfile.TemporaryDirectory() as folder:
         sdist = build_sdist(copy_of_checkout(Path(folder) / "checkout"), out)
-        with tarfile.open(sdist) as archive:
-            archive.extractall(folder, filter="data")
+        shutil.unpack_archive(sdist, folder)
         source = Path(folder) / sdist.name.removesuffix(".tar.gz")
         pure = build_wheel(source, Path(folder) / "pure", LIGHTNING_SPARSE_BUILD="none")
         shutil.copy(pure, out)

@@ -103,19 +103,6 @@ def test_is_idempotent_and_survives_a_reload(stand_in: Path, tmp_path: Path) -> 
     run_python(code, stand_in, ROOT, cwd=tmp_path)
 
 
-def test_module_is_left_as_its_own_loader_made_it(stand_in: Path, tmp_path: Path) -> None:
-    code = """
-        import inspect, sys
-        from importlib.machinery import SourceFileLoader
-        import lightning_sparse
-        import pytorch_lightning.strategies as strategies
-        assert type(strategies.__loader__) is SourceFileLoader
-        assert strategies.__spec__.loader is strategies.__loader__
-        assert "class Registry" in inspect.getsource(strategies)
-    """
-    run_python(code, stand_in, ROOT, cwd=tmp_path)
-
-
 def test_factory_imports_the_flavour_only_when_used(stand_in: Path, tmp_path: Path) -> None:
     code = f"""
         import lightning_sparse, sys
@@ -144,19 +131,6 @@ def test_names_of_others_are_not_replaced(stand_in: Path, tmp_path: Path) -> Non
     run_python(code, stand_in, ROOT, cwd=tmp_path)
 
 
-@pytest.mark.parametrize(
-    "broken", ["class Registry: pass\nStrategyRegistry = Registry()", "", "StrategyRegistry = None"]
-)
-def test_an_unknown_registry_is_left_alone(stand_in: Path, tmp_path: Path, broken: str) -> None:
-    (stand_in / "pytorch_lightning/strategies/__init__.py").write_text(broken)
-    run_python(
-        "import lightning_sparse, pytorch_lightning.strategies; lightning_sparse.autoload()",
-        stand_in,
-        ROOT,
-        cwd=tmp_path,
-    )
-
-
 def test_errors_of_the_module_itself_still_reach_the_user(stand_in: Path, tmp_path: Path) -> None:
     (stand_in / "pytorch_lightning/strategies/__init__.py").write_text("raise RuntimeError('theirs')")
     code = """
@@ -171,33 +145,7 @@ def test_errors_of_the_module_itself_still_reach_the_user(stand_in: Path, tmp_pa
     run_python(code, stand_in, ROOT, cwd=tmp_path)
 
 
-def test_autoload_imports_only_the_standard_library(tmp_path: Path) -> None:
-    code = """
-        import sys
-        before = set(sys.modules)
-        from lightning_sparse._autoload import autoload
-        autoload()
-        print(*sorted(set(sys.modules) - before))
-    """
-    loaded = run_python(code, ROOT, cwd=tmp_path).split()
-    foreign = {name.partition(".")[0] for name in loaded} - sys.stdlib_module_names - {"lightning_sparse"}
-    assert not foreign
-    assert {name for name in loaded if name.startswith("lightning_sparse")} == {
-        "lightning_sparse",
-        "lightning_sparse._autoload",
-    }
-
-
 # --- the lazy public names
-
-
-@pytest.mark.parametrize("flavour", FLAVOURS)
-def test_public_names_follow_the_imported_flavour(stand_in: Path, tmp_path: Path, flavour: str) -> None:
-    code = f"""
-        import {flavour}, lightning_sparse
-        assert lightning_sparse._flavour("x") == "lightning_sparse.flavours.{flavour.partition(".")[0]}"
-    """
-    run_python(code, stand_in, ROOT, cwd=tmp_path)
 
 
 def test_public_names_with_both_flavours_raise_and_name_the_two(stand_in: Path, tmp_path: Path) -> None:

@@ -1,15 +1,12 @@
 """The documents: every relative link leads somewhere, what they show as Python runs, and the site builds."""
 
-import ast
 import doctest
 import os
-import pkgutil
 import re
 import runpy
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -61,35 +58,6 @@ def test_a_broken_link_is_found(tmp_path: Path) -> None:
     assert [each.partition(":")[0] for each in broken(page)] == ["#two", "other.md"]
 
 
-def said_by_the_program() -> str:
-    """All strings of the package and what is beside it, with what is filled in left out."""
-    sources = [*(ROOT / "lightning_sparse").rglob("*.py"), *ROOT.glob("*.py")]
-    trees = [ast.parse(path.read_text(encoding="utf-8")) for path in sources]
-    strings = [node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.JoinedStr | ast.Constant)]
-    return "\n".join(
-        "".join(part.value for part in getattr(each, "values", [each]) if _is_text(part)) for each in strings
-    )
-
-
-def _is_text(node: ast.AST) -> bool:
-    return isinstance(node, ast.Constant) and isinstance(node.value, str)
-
-
-def test_messages_that_are_explained_are_what_the_program_says() -> None:
-    """Of each message that is quoted as a symptom, the longest run of plain words must be in the source, but for its
-    first and last word, which may be filled in."""
-    text = (ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
-    symptoms = re.findall(r"^\*\*(.*?)\*\*", text, re.MULTILINE | re.DOTALL)
-    messages = [" ".join(code.split()) for each in symptoms for code in re.findall("`(.+?)`", each, re.DOTALL)]
-    others = ("You selected", "cannot import name", "import torch", "Failed to load", "EADDRINUSE")  # not ours
-    said = said_by_the_program()
-    ours = [each for each in messages if not each.startswith(others)]
-    runs = [max(re.findall(r"[A-Za-z][A-Za-z' ]+[A-Za-z]", each), key=len) for each in ours]
-    assert len(runs) > 15
-    inner = {run: " ".join(run.split()[1:-1]) for run in runs}
-    assert [run for run, words in inner.items() if run not in said and (len(words) < 8 or words not in said)] == []
-
-
 @pytest.mark.parametrize("name", ["extending"])
 def test_examples_in_documents(name: str) -> None:
     result = doctest.testfile(str(ROOT / "docs" / f"{name}.md"), module_relative=False)
@@ -129,39 +97,8 @@ def test_the_quick_start(tmp_path: Path) -> None:
     done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=200, check=False)
     said = done.stdout + done.stderr
     assert done.returncode == 0, said
-    assert "2 node(s) x 1 device(s): 0.01 of each device's updates after each step" in said
+    assert "2 node(s) x 1 device(s): 1 % of each device's updates after each step" in said
     assert "`max_epochs=3` reached" in said
-
-
-def test_the_forge_runs_what_people_run_and_asks_for_the_doctor() -> None:
-    yaml = pytest.importorskip("yaml")
-    jobs = yaml.safe_load((ROOT / ".github" / "workflows" / "tests.yml").read_text(encoding="utf-8"))["jobs"]
-    commands = "\n".join(step.get("run", "") for job in jobs.values() for step in job["steps"])
-    assert ".ci/run" in commands
-    assert "make test-oldest" in commands
-    for form in (ROOT / ".github" / "ISSUE_TEMPLATE").glob("*.yml"):
-        asked = [each["attributes"].get("label", "") for each in yaml.safe_load(form.read_text("utf-8"))["body"]]
-        assert "Output of `lightning-sparse doctor`" in asked, form
-
-
-def pages_of(nav: list[Any]) -> list[str]:
-    """All files of a navigation, also of the sections in it."""
-    entries = [each for item in nav for each in (item.values() if isinstance(item, dict) else [item])]
-    return [page for each in entries for page in (pages_of(each) if isinstance(each, list) else [each])]
-
-
-def test_every_page_is_in_the_navigation() -> None:
-    yaml = pytest.importorskip("yaml")
-    pages = pages_of(yaml.safe_load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"))["nav"])
-    assert {path.name for path in (ROOT / "docs").glob("*.md")} - set(pages) == set(), "orphans"
-    assert [page for page in pages if not any((folder / page).exists() for folder in (ROOT / "docs", ROOT))] == []
-
-
-def test_names_on_the_page_of_the_api_exist() -> None:
-    names = re.findall(r"^::: (\S+)", (ROOT / "docs" / "api.md").read_text(encoding="utf-8"), re.MULTILINE)
-    assert len(names) > 10
-    for name in names:
-        assert pkgutil.resolve_name(name).__doc__, name
 
 
 @pytest.mark.slow

@@ -3,7 +3,7 @@
     python -m benchmarks.convergence.images PICTURES --tune     # once: learning rate, on dense training alone
     python -m benchmarks.convergence.images PICTURES            # the whole table; again after an interruption
 
-PICTURES is a folder or a .tar of one, ``{train,val}/<class>/*.jpg``, all pictures of one size (32 x 32).
+PICTURES is a folder ``{train,val}/<class>/*.jpg``, all pictures of one size (32 x 32).
 
 Runs are those of runs.py: four real processes, taken for two nodes of two devices or for four of one
 ("-4x1"). Bytes are counted and times mean nothing.
@@ -25,27 +25,29 @@ configurations reuse it. Whatever a configuration would gain from a learning rat
 is for tens of thousands. Read the table as an ordering of the variants and a regression test, not as a promise.
 
 Every finished (configuration, seed) is one file ``runs/<configuration>-seed<seed>.json`` and is not run again.
-The summary is results.md, results.json and accuracy.png in the same folder.
+The summary is results.md, results.json and results.svg in the same folder.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterator, Sequence
+import hashlib
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
+from PIL import Image
 from torch import Tensor, nn
 from torch.nn import functional as F
+from tqdm import tqdm
 
 from benchmarks.convergence import report
-from benchmarks.convergence.command import run_command
-from benchmarks.convergence.pictures import EpochOrder, Pictures, load_pictures
 from benchmarks.convergence.report import Metric
-from benchmarks.convergence.runs import ALONE, SPARSE, Arguments, Learner, Run, Settings, Task
+from benchmarks.convergence.runs import ALONE, SPARSE, Arguments, Learner, Run, Settings, Task, run_command
 
 OUT = "runs/convergence"
 
@@ -58,7 +60,6 @@ ACCURACY = Metric(
     higher_is_better=True,
 )
 
-GROUP_NORM = {"norm": "group"}  # has no statistics of a batch
 CONFIGS: dict[str, Arguments] = {
     "dense": None,
     "one node alone": ALONE,
@@ -82,16 +83,6 @@ CONFIGS: dict[str, Arguments] = {
     "0.1%": {**SPARSE, "density": 0.001},
     "0.1%-warmup": {**SPARSE, "density": 0.001, "warmup_epochs": 2},
     "updates 1%": {"way": "updates", "density": 0.01},
-    "updates 0.1%": {"way": "updates", "density": 0.001},
-    "dense, GroupNorm": {"way": "ddp", **GROUP_NORM},
-    "one node alone, GroupNorm": {**ALONE, **GROUP_NORM},
-    "updates 1%, GroupNorm": {"way": "updates", "density": 0.01, **GROUP_NORM},
-    "default-momentum, GroupNorm": {
-        "exchange": "sparse",
-        "warmup_epochs": 4,
-        "momentum_correction": True,
-        **GROUP_NORM,
-    },
 }
 
 
@@ -103,41 +94,125 @@ class PictureSettings(Settings):
     weight_decay: float = 5e-4
 
 
+# --- the pictures, decoded once, and the order in which training sees them
+
+
+SUFFIXES = {".jpg", ".jpeg", ".png"}
+
+
+@dataclass(frozen=True)
+class Pictures:
+    train_x: Tensor  # uint8 [N, 3, H, W]
+    train_y: Tensor  # int64 [N]
+    val_x: Tensor
+    val_y: Tensor
+    classes: tuple[str, ...]
+    mean_C: Tensor  # of the training pictures, in 0..255
+    std_C: Tensor
+
+    @property
+    def num_classes(self) -> int:
+        return len(self.classes)
+
+    def normalised(self, x_BCHW: Tensor) -> Tensor:
+        return (x_BCHW - self.mean_C[:, None, None]) / self.std_C[:, None, None]
+
+
+def augmented(padded_NCHW: Tensor, index_B: Tensor, top_B: Tensor, left_B: Tensor, flip_B: Tensor, size: int) -> Tensor:
+    """Crops of `size` at (top, left) of the pictures `index`, some mirrored; float, channels last in memory."""
+    rows_BH = top_B[:, None] + torch.arange(size)
+    columns_BW = left_B[:, None] + torch.where(flip_B[:, None], torch.arange(size - 1, -1, -1), torch.arange(size))
+    # Indices on both sides of a slice put the indexed dimensions first: [B, H, W, C].
+    crops_BHWC = padded_NCHW[index_B[:, None, None], :, rows_BH[:, :, None], columns_BW[:, None, :]]
+    return crops_BHWC.permute(0, 3, 1, 2).float()
+
+
+class EpochOrder:
+    """Which pictures, crops and mirrorings a rank sees in one epoch: a pure function of (seed, epoch)."""
+
+    PAD = 4
+
+    def __init__(self, num_pictures: int, seed: int, epoch: int, global_batch: int) -> None:
+        generator = torch.Generator().manual_seed(seed * 10_007 + epoch)
+        self.order_N = torch.randperm(num_pictures, generator=generator)
+        self.shift_N2 = torch.randint(0, 2 * self.PAD + 1, (num_pictures, 2), generator=generator)
+        self.flip_N = torch.rand(num_pictures, generator=generator) < 0.5
+        self.global_batch = global_batch
+        self.steps = num_pictures // global_batch
+
+    def batch(self, padded_NCHW: Tensor, step: int, rank: int, world: int) -> tuple[Tensor, Tensor]:
+        first = step * self.global_batch
+        picked_B = torch.arange(first + rank, first + self.global_batch, world)
+        index_B, shift_B2 = self.order_N[picked_B], self.shift_N2[picked_B]
+        size = padded_NCHW.shape[-1] - 2 * self.PAD
+        x = augmented(padded_NCHW, index_B, shift_B2[:, 0], shift_B2[:, 1], self.flip_N[picked_B], size)
+        return x, index_B
+
+
+def load_pictures(source: Path, cache: Path) -> Path:
+    """The file in `cache` with the decoded pictures of `source`, made if it is not there."""
+    if not (source / "train").is_dir() or not (source / "val").is_dir():
+        raise ValueError(f"{source} lacks train/ or val/; give a folder with {{train,val}}/<class>/*.jpg")
+    stat = source.stat()
+    key = hashlib.sha256(f"{source.resolve()} {stat.st_size} {stat.st_mtime_ns}".encode()).hexdigest()[:12]
+    file = cache / f"pictures-{key}.pt"
+    if not file.exists():
+        temporary = file.with_suffix(".tmp")
+        torch.save(decode(source), temporary)
+        temporary.replace(file)
+    return file
+
+
+def decode(source: Path) -> Pictures:
+    """Sorted by path, so that the result does not depend on the order of a directory."""
+    tensors: dict[str, Tensor] = {}
+    classes = tuple(sorted(each.name for each in (source / "train").iterdir() if each.is_dir()))
+    for split in ("train", "val"):
+        files = sorted(path for path in (source / split).glob("*/*") if path.suffix.lower() in SUFFIXES)
+        found = [np.asarray(Image.open(path).convert("RGB")) for path in tqdm(files, desc=split, unit="picture")]
+        shapes = {pixels.shape for pixels in found}
+        if len(shapes) != 1:
+            raise ValueError(
+                f"{source / split} holds pictures of {len(shapes)} sizes, {sorted(shapes)[:2]}; one is needed"
+            )
+        tensors[f"{split}_x"] = torch.from_numpy(np.stack(found)).permute(0, 3, 1, 2).contiguous()
+        tensors[f"{split}_y"] = torch.tensor([classes.index(path.parent.name) for path in files])
+    values = tensors["train_x"].double()
+    mean_C, std_C = values.mean((0, 2, 3)).float(), values.std((0, 2, 3)).float()
+    return Pictures(**tensors, classes=classes, mean_C=mean_C, std_C=std_C)
+
+
 # --- the model
 
 
-Norm = Callable[[int], nn.Module]
-NORMS: dict[str, Norm] = {"batch": nn.BatchNorm2d, "group": lambda width: nn.GroupNorm(8, width)}
-
-
 class Block(nn.Module):
-    def __init__(self, width_in: int, width: int, stride: int, norm: Norm) -> None:
+    def __init__(self, width_in: int, width: int, stride: int) -> None:
         super().__init__()
         self.body = nn.Sequential(
             nn.Conv2d(width_in, width, 3, stride, 1, bias=False),
-            norm(width),
+            nn.BatchNorm2d(width),
             nn.ReLU(),
             nn.Conv2d(width, width, 3, 1, 1, bias=False),
-            norm(width),
+            nn.BatchNorm2d(width),
         )
         self.shortcut: nn.Module = nn.Identity()
         if stride != 1 or width_in != width:
-            self.shortcut = nn.Sequential(nn.Conv2d(width_in, width, 1, stride, bias=False), norm(width))
+            self.shortcut = nn.Sequential(nn.Conv2d(width_in, width, 1, stride, bias=False), nn.BatchNorm2d(width))
 
     def forward(self, x: Tensor) -> Tensor:
         return F.relu(self.body(x) + self.shortcut(x))
 
 
-def resnet8(num_classes: int, widths: Sequence[int], norm: Norm) -> nn.Sequential:
+def resnet8(num_classes: int, widths: Sequence[int]) -> nn.Sequential:
     """78,042 parameters for ten classes and widths 16, 32, 64. The stem halves the picture: a quarter of the cost."""
     a, b, c = widths
     return nn.Sequential(
         nn.Conv2d(3, a, 3, 2, 1, bias=False),
-        norm(a),
+        nn.BatchNorm2d(a),
         nn.ReLU(),
-        Block(a, a, 1, norm),
-        Block(a, b, 2, norm),
-        Block(b, c, 2, norm),
+        Block(a, a, 1),
+        Block(a, b, 2),
+        Block(b, c, 2),
         nn.AdaptiveAvgPool2d(1),
         nn.Flatten(),
         nn.Linear(c, num_classes),
@@ -147,32 +222,14 @@ def resnet8(num_classes: int, widths: Sequence[int], norm: Norm) -> nn.Sequentia
 # --- one run, on every rank
 
 
-@torch.no_grad()
-def validate(model: nn.Module, pictures: Pictures) -> float:
-    """Accuracy in percent of the model that all ranks share. Each takes its share of the pictures, with the mean of
-    their batch statistics. Collective."""
-    ranks = dist.get_world_size()
-    for buffer in model.buffers():
-        if buffer.is_floating_point():
-            dist.all_reduce(buffer)
-            buffer /= ranks
-    model.eval()
-    mine = slice(dist.get_rank(), None, ranks)
-    logits = model(pictures.normalised(pictures.val_x[mine].float()).contiguous(memory_format=torch.channels_last))
-    model.train()
-    correct = (logits.argmax(1) == pictures.val_y[mine]).sum()
-    dist.all_reduce(correct)
-    return 100 * float(correct) / len(pictures.val_y)
-
-
 class PictureLearner(Learner):
     """The network, SGD with a cosine, and the augmented batches of this rank."""
 
     def __init__(self, run: Run, pictures: Pictures, rank: int) -> None:
         self.settings: PictureSettings = run.settings
         self.seed, self.pictures, self.rank = run.seed, pictures, rank
-        widths, norm = [self.settings.width << stage for stage in range(3)], NORMS[run.option("norm", "batch")]
-        self.model = resnet8(pictures.num_classes, widths, norm).to(memory_format=torch.channels_last)
+        widths = [self.settings.width << stage for stage in range(3)]
+        self.model = resnet8(pictures.num_classes, widths).to(memory_format=torch.channels_last)
         self.optimizer = torch.optim.SGD(
             self.model.parameters(),
             self.settings.lr,
@@ -190,8 +247,21 @@ class PictureLearner(Learner):
             x, index_B = order.batch(self.padded_NCHW, step, self.rank, self.settings.world_size)
             yield F.cross_entropy(model(self.pictures.normalised(x)), self.pictures.train_y[index_B])
 
+    @torch.no_grad()
     def validate(self) -> float:
-        return validate(self.model, self.pictures)
+        """Accuracy in percent. Each rank takes its share of the pictures, with the mean of all batch statistics."""
+        ranks, pictures = dist.get_world_size(), self.pictures
+        for buffer in self.model.buffers():
+            if buffer.is_floating_point():
+                dist.all_reduce(buffer)
+                buffer /= ranks
+        self.model.eval()
+        mine = slice(self.rank, None, ranks)
+        x = pictures.normalised(pictures.val_x[mine].float()).contiguous(memory_format=torch.channels_last)
+        correct = (self.model(x).argmax(1) == pictures.val_y[mine]).sum()
+        self.model.train()
+        dist.all_reduce(correct)
+        return 100 * float(correct) / len(pictures.val_y)
 
 
 TASK = Task(
@@ -209,7 +279,7 @@ def plot(record: dict[str, Any], file: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("pictures", type=Path, help="folder or .tar with {train,val}/<class>/*.jpg")
+    parser.add_argument("pictures", type=Path, help="folder with {train,val}/<class>/*.jpg")
     run_command(TASK, parser, OUT, lambda options: load_pictures(options.pictures, options.out))
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -12,7 +11,7 @@ from statistics import fmean, stdev
 from typing import Any
 
 from benchmarks.pictures import GREY, colour, picture
-from benchmarks.record import surroundings
+from benchmarks.record import surroundings, write
 
 # Two-sided 95 % quantiles of Student's t for 1, 2, ... degrees of freedom.
 T_95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131)
@@ -166,32 +165,24 @@ def plot(records: Sequence[dict[str, Any]], metric: Metric, file: Path) -> None:
 
 
 def write_report(records: Sequence[dict[str, Any]], out: Path, metric: Metric) -> str:
-    """Write results.json, results.md and a plot named after the metric; returns the table."""
+    """Write results.json, results.md and a plot; returns the table."""
     rows, about = summarise(records, metric), surroundings()
     about["commit"] = ", ".join(sorted({record["commit"] for record in records}))
     settings, parameters = records[0]["settings"], records[0]["parameters"]
-    (out / "results.json").write_text(
-        json.dumps(
-            {"about": about, "settings": settings, "parameters": parameters, "rows": rows, "runs": records}, indent=1
-        )
-    )
-    steps = records[0]["history"][-1]["step"]
-    head = [
-        "# Convergence",
-        "",
+    steps, better = records[0]["history"][-1]["step"], "higher" if metric.higher_is_better else "lower"
+    lines = [
         *(f"- {key}: {value}" for key, value in about.items()),
         f"- {parameters:,} parameters, {steps:,} steps, "
         + ", ".join(f"{key} {value}" for key, value in settings.items()),
         "",
-    ]
-    better = "higher" if metric.higher_is_better else "lower"
-    tail = [
+        table(rows, metric),
         "",
         f"{metric.name.capitalize()} after the last epoch; {better} is better. The difference is taken seed by seed; ±",
         "is half of the 95 % t-interval of its mean. Bytes are what the devices of a node together receive from other",
         "nodes; for dense, the 2-D exchange.",
         "",
+        *verdict(records, metric),
     ]
-    (out / "results.md").write_text("\n".join([*head, table(rows, metric), *tail, *verdict(records, metric)]))
-    plot(records, metric, out / f"{metric.name}.png")
+    record = {**about, "settings": settings, "parameters": parameters, "rows": rows, "runs": records}
+    write(out / "results.json", record, "\n".join(lines), lambda record, file: plot(record["runs"], metric, file))
     return table(rows, metric)

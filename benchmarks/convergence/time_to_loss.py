@@ -32,8 +32,6 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.convergence import images, text
-from benchmarks.convergence.corpus import corpus_of, described, read_library
-from benchmarks.convergence.pictures import load_pictures
 from benchmarks.convergence.runs import SPARSE, Arguments, Run, Settings, Task, Trainer
 from benchmarks.pictures import GREY, colour, picture
 from benchmarks.processes import on_clusters, received_bytes
@@ -124,9 +122,9 @@ def measure(
     sys.path += paths
     cluster: dict[str, int] = {"epochs": epochs, "nodes": topology.num_nodes, "devices": topology.num_devices}
     if pictures is None:
-        words = read_library()
-        race, data = OF_TEXT, corpus_of(words)
-        settings: Settings = text.TextSettings(lr=0.008, text=described(words), **cluster)
+        words = text.read_library()
+        race, data = OF_TEXT, text.corpus_of(words)
+        settings: Settings = text.TextSettings(lr=0.008, text=text.described(words), **cluster)
     else:
         race, data = OF_PICTURES, torch.load(pictures, weights_only=False)
         settings = images.PictureSettings(lr=0.2, width=32, **cluster)
@@ -191,7 +189,7 @@ def main() -> None:
     parser = parser_of(__doc__)
     add_clusters(parser, ["4x1"], [0.1])
     parser.add_argument("--epochs", type=int, default=15)
-    parser.add_argument("--pictures", type=Path, help="folder or .tar with {train,val}/<class>/*.jpg: its task")
+    parser.add_argument("--pictures", type=Path, help="folder with {train,val}/<class>/*.jpg: its task")
     parser.add_argument("--grace", type=Path, metavar="PATH", help="a checkout of sands-lab/grace")
     parser.add_argument("--demo", type=Path, metavar="PATH", help="a checkout of bloc97/DeMo")
     parser.add_argument("--ways", nargs="+", metavar="NAME", help="default: all that can run")
@@ -199,7 +197,7 @@ def main() -> None:
     options.out.mkdir(parents=True, exist_ok=True)
     race = OF_TEXT if options.pictures is None else OF_PICTURES
     names, paths = runnable(race, options)
-    data = None if options.pictures is None else load_pictures(options.pictures, options.out).resolve()
+    data = None if options.pictures is None else images.load_pictures(options.pictures, options.out).resolve()
     arguments = data, names, options.epochs, paths
     rows = on_clusters(measure, *arguments, clusters=options.clusters, gbps=options.gbps)
     if rows is not None:

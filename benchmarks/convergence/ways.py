@@ -93,9 +93,14 @@ class Way:
         """Wait until nothing is under way."""
 
     @contextmanager
+    @torch.no_grad()
     def shown(self) -> Iterator[None]:
         """The model holds what a user would get."""
+        parameters: list[Tensor] = list(self.model.parameters())
+        own = [p.detach().clone() for p in parameters]
+        self.finish()
         yield
+        torch._foreach_copy_(parameters, own)
 
     def finish(self) -> None:
         """At the end: all ranks hold the same."""
@@ -213,15 +218,6 @@ class Average(Way):
         pieces = torch.split(flat, [p.numel() for p in parameters])
         return [piece.view_as(p) for piece, p in zip(pieces, parameters, strict=True)]
 
-    @contextmanager
-    @torch.no_grad()
-    def shown(self) -> Iterator[None]:
-        parameters: list[Tensor] = list(self.model.parameters())
-        own = [p.detach().clone() for p in parameters]
-        torch._foreach_copy_(parameters, self.means())
-        yield
-        torch._foreach_copy_(parameters, own)
-
     @torch.no_grad()
     def finish(self) -> None:
         torch._foreach_copy_(list(self.model.parameters()), self.means())
@@ -250,15 +246,6 @@ class EachAlone(Way):
     """Every node trains by itself; the first one's model is validated."""
 
     group = "node"
-
-    @contextmanager
-    @torch.no_grad()
-    def shown(self) -> Iterator[None]:
-        parameters: list[Tensor] = list(self.model.parameters())
-        own = [p.detach().clone() for p in parameters]
-        self.finish()
-        yield
-        torch._foreach_copy_(parameters, own)
 
     @torch.no_grad()
     def finish(self) -> None:

@@ -1,6 +1,6 @@
 """What crosses the storage link: bytes and time of each epoch and run, beside reading the mount directly.
 
-    sudo python -m benchmarks.data.storage OUT [--pictures DIR_OR_TAR] [--count 3000] [--gbps 0.2]
+    sudo python -m benchmarks.data.storage OUT [--pictures PICTURES] [--count 3000] [--gbps 0.2]
 
 Two nodes of two ranks and a storage node behind a slow link of its own (`lightning_sparse.lab`, so root and sshfs are
 needed). All ranks read an image folder on that mount and make training batches of it: random resized crop to 224, flip,
@@ -12,103 +12,65 @@ normalise; nothing is trained. The systems, each in a cluster of its own:
                    StreamingDataset with the folder as a "local:" remote and a cache folder a node: twice
 
 Bytes are counted by the kernel on the storage node's link, frames and all, between barriers at which every rank has
-ended its epoch. The pictures are the given ones, and generated ones of the same size up to `--count`. Before each run
+ended its epoch. The pictures are the given ones, or crops of photographs of 375 x 500. Before each run
 the page cache is dropped, and its hits would in any case be those of a data set that fits into memory.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import subprocess
-import sys
-import tarfile
 import tempfile
-import threading
 import time
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
-from PIL import Image
-from tqdm import tqdm
 
-from benchmarks.data.loaders import litdata_loader, make_chunks, transforms
+from benchmarks.data.loaders import classes_of, files_of, generated, litdata_loader, make_chunks, transforms
 from benchmarks.pictures import GREY, picture
-from benchmarks.record import parser_of, surroundings, write
-from lightning_sparse.lab import Cluster, LabConfig, signals_as_exit
+from benchmarks.processes import on_clusters, storage_sent
+from benchmarks.record import Rows, parser_of, surroundings, write
+from lightning_sparse.topology import Topology
 
-NODES, DEVICES, BATCH, SIZE, CLASSES = 2, 2, 50, 224, 10
-ROLE = "DATA_STORAGE_ROLE"
+CLUSTER, BATCH, SIZE = "2x2", 50, 224
 DROP_CACHES = Path("/proc/sys/vm/drop_caches")
 
 
-# --------------------------------------------------------------------------------------------------- the data set
+# -- in a rank of a node -----------------------------------------------------------------------------------------------
 
 
-def make_pictures(folder: Path, given: Path | None, count: int) -> None:
-    """folder/train/<class>/<number>.jpg: the given pictures, then generated ones, dealt out to the classes."""
-    for label in range(CLASSES):
-        (folder / "train" / f"c{label}").mkdir(parents=True)
-    number = 0
-    for data in _given(given) if given else ():
-        (folder / "train" / f"c{number % CLASSES}" / f"{number:05}.jpg").write_bytes(data)
-        number += 1
-    for each in tqdm(range(number, count), desc="generating pictures"):
-        _generated(each).save(folder / "train" / f"c{each % CLASSES}" / f"{each:05}.jpg", quality=95)
+def read(
+    topology: Topology, device: torch.device, gbps: float | None, role: str, source: str, work: Path, epochs: int,
+    begun: float,
+) -> Rows:  # fmt: skip
+    """Seconds and bytes over the storage link of the start, and of each epoch. A collective."""
+    rows, last, before = Rows(), begun, 0
 
+    def note(**about: Any) -> None:
+        """All ranks have come this far."""
+        nonlocal last, before
+        dist.barrier()
+        if topology.rank == 0:
+            now, sent = time.time(), storage_sent()
+            rows.append({"seconds": now - last, "storage bytes": sent - before, **about})
+            last, before = now, sent
+        dist.barrier()
 
-def _given(source: Path) -> list[bytes]:
-    if source.is_dir():
-        return [path.read_bytes() for path in sorted(source.rglob("*")) if path.suffix.lower() in (".jpg", ".jpeg")]
-    with tarfile.open(source) as archive:
-        members = [each for each in archive if each.isfile() and each.name.lower().endswith((".jpg", ".jpeg"))]
-        return [archive.extractfile(each).read() for each in sorted(members, key=lambda each: each.name)]  # type: ignore[union-attr]
-
-
-def _generated(number: int) -> Image.Image:
-    """500 x 375, smooth colours and grain: about as many bytes as a photograph of ImageNet."""
-    random = np.random.default_rng(number)
-    smooth = Image.fromarray(random.integers(0, 256, (6, 8, 3), np.uint8)).resize((500, 375), Image.Resampling.BICUBIC)
-    grain = random.normal(0, 14, (375, 500, 1))
-    return Image.fromarray((np.asarray(smooth) + grain).clip(0, 255).astype(np.uint8))
-
-
-# ---------------------------------------------------------------------------------------------- in a rank of a node
-
-
-def rank(role: str, source: str, work: Path, epochs: int) -> None:
-    """Read `epochs` epochs; the driver is told when the first begins and when each ends."""
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
     if role == "ImageFolder":
         loader, close = _image_folder(source)
     else:
         loader, close = _litdata(source, work) if role == "LitData" else _ours(source, work, role)
-    _mark(work, 0)
+    note()
     for epoch in range(epochs):
-        seen = sum(len(labels) for _, labels in loader(epoch))
-        total = torch.tensor(seen)
+        total = torch.tensor(sum(len(labels) for _, labels in loader(epoch)))
         dist.all_reduce(total)
-        _mark(work, epoch + 1, samples=int(total))
+        note(samples=int(total))
     close()
-    dist.destroy_process_group()
-
-
-def _mark(work: Path, number: int, **about: Any) -> None:
-    """All ranks have come this far; go on when the driver has read the counters."""
-    dist.barrier()
-    if dist.get_rank() == 0:
-        mark, seen = work / f"mark{number}", work / f"seen{number}"
-        mark.with_suffix(".tmp").write_text(json.dumps(about))
-        mark.with_suffix(".tmp").rename(mark)
-        while not seen.exists():
-            time.sleep(0.002)
-    dist.barrier()
+    return rows
 
 
 def _ours(source: str, work: Path, shuffle: str) -> tuple[Any, Any]:
@@ -155,66 +117,39 @@ def _image_folder(source: str) -> tuple[Any, Any]:
 
 
 def _litdata(source: str, work: Path) -> tuple[Any, Any]:
-    cache, classes = work / f"local-disk-of-node{os.environ['NODE_RANK']}", [f"c{label}" for label in range(CLASSES)]
-    loader = litdata_loader(f"local:{source}/chunks", cache, classes, SIZE, batch_size=BATCH, prefetch_factor=4)
+    cache, chunks = work / f"local-disk-of-node{os.environ['NODE_RANK']}", f"local:{source}/chunks"
+    loader = litdata_loader(chunks, cache, classes_of(Path(source)), SIZE, batch_size=BATCH, prefetch_factor=4)
     return lambda epoch: loader, lambda: None
 
 
-# ------------------------------------------------------------------------------------------------------ the driver
+# -- the driver --------------------------------------------------------------------------------------------------------
 
 
 def measure(role: str, source: Path, work: Path, gbps: float, epochs: int) -> dict[str, Any]:
     """One run of all ranks: bytes over the storage link and seconds of its start and of each epoch."""
-    for path in [*work.glob("mark*"), *work.glob("seen*")]:
-        path.unlink()
     subprocess.run(["sync"], check=True)
     DROP_CACHES.write_text("3\n")
-    rows: list[dict[str, Any]] = []
-    done = threading.Event()
-    config = LabConfig(nodes=NODES, devices=DEVICES, gbps=1.0, storage=source, storage_gbps=gbps)
-    with signals_as_exit(), Cluster(config) as cluster:
-
-        def watch() -> None:
-            last, before = time.monotonic(), cluster.traffic()["storage"].sent
-            for number in range(epochs + 1):
-                while not (work / f"mark{number}").exists():
-                    if done.wait(0.005):
-                        return
-                now, sent = time.monotonic(), cluster.traffic()["storage"].sent
-                about = json.loads((work / f"mark{number}").read_text())
-                rows.append({"epoch": number, "seconds": now - last, "storage bytes": sent - before, **about})
-                last, before = now, sent
-                (work / f"seen{number}").touch()
-
-        watcher = threading.Thread(target=watch)
-        watcher.start()
-        command = [sys.executable, "-m", "benchmarks.data.storage", str(work), "--epochs", str(epochs)]
-        try:
-            ran = cluster.run(command, env={ROLE: f"{role} {source}"}, timeout=600)
-        finally:
-            done.set()
-            watcher.join()
-    if ran.exit_code != 0 or len(rows) != epochs + 1:
-        raise SystemExit("the ranks failed; their output is above")
-    assert ran.storage_traffic is not None
-    return {"seconds": ran.seconds, "storage bytes": ran.storage_traffic.sent, "start": rows[0], "epochs": rows[1:]}
+    arguments = role, str(source), work, epochs, time.time()
+    rows = on_clusters(read, *arguments, clusters=[CLUSTER], gbps=[1.0], storage=(source, gbps)) or []
+    whole = {key: sum(row[key] for row in rows) for key in ("seconds", "storage bytes")}
+    return {**whole, "start": rows[0], "epochs": rows[1:]}
 
 
 def main() -> None:
     parser = parser_of(__doc__)
-    parser.add_argument("--pictures", type=Path, help="a folder of JPEG files, or a .tar of one")
-    parser.add_argument("--count", type=int, default=3000, help="pictures in all (default %(default)s)")
+    parser.add_argument("--pictures", type=Path, help="a folder with train/<class>/*.jpg; default: generated ones")
+    parser.add_argument("--count", type=int, default=3000, help="generated pictures (default %(default)s)")
     parser.add_argument("--gbps", type=float, default=0.2, help="rate of the storage node's link in Gbit/s")
     parser.add_argument("--epochs", type=int, default=3)
     parser.add_argument("--shuffles", nargs="+", default=["global", "local"])
     options = parser.parse_args()
-    if ROLE in os.environ:
-        role, _, mount = os.environ[ROLE].partition(" ")
-        return rank(role, mount, options.out, options.epochs)
     with tempfile.TemporaryDirectory(prefix="data-storage-") as folder:
         source, work = Path(folder, "storage"), Path(folder, "work")
-        make_pictures(source, options.pictures, options.count)
-        nbytes = sum(path.stat().st_size for path in source.rglob("*.jpg"))
+        if options.pictures is None:
+            generated(source, options.count // 2)
+        else:
+            shutil.copytree(options.pictures, source)
+        sizes = [path.stat().st_size for path in files_of(source)]
         systems: dict[str, list[dict[str, Any]]] = {}
         others = ["ImageFolder"]
         if find_spec("litdata") is not None:
@@ -225,20 +160,19 @@ def main() -> None:
             runs = [measure(role, source, work, options.gbps, options.epochs) for _ in range(2)]
             systems[role if role in others else f"this library, {role}"] = runs
             shutil.rmtree(work)
-    record = {**surroundings("torchvision", "litdata"), "gbps": options.gbps, "pictures": options.count}
-    record |= {"data set bytes": nbytes, "systems": systems}
+    record = {**surroundings("torchvision", "litdata"), "gbps": options.gbps, "pictures": len(sizes)}
+    record |= {"data set bytes": sum(sizes), "systems": systems}
     write(options.out / "data-storage.json", record, table(record), plot)
-    return None
 
 
-# ------------------------------------------------------------------------------------------------------- the result
+# -- the result --------------------------------------------------------------------------------------------------------
 
 
 def table(record: dict[str, Any]) -> str:
     data, rate = record["data set bytes"], record["gbps"]
     lines = [
         f"{record['pictures']:,} pictures, {data / 1e6:,.1f} MB, behind a link of {1000 * rate:g} Mbit/s, which takes "
-        f"{data * 8e-9 / rate:.1f} s at least. {NODES} nodes of {DEVICES} ranks on one machine; batches of {BATCH} a "
+        f"{data * 8e-9 / rate:.1f} s at least. {CLUSTER} ranks on one machine; batches of {BATCH} a "
         f"rank, cropped to {SIZE}. Bytes as the kernel counts them, frames and the mount's own traffic included, as a "
         "multiple of the data set. *start* is everything before the first epoch: processes, imports, listing.",
         "",

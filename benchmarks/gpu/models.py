@@ -1,4 +1,7 @@
-"""The two models of the GPU session, in plain torch: a machine without package index may lack torchvision."""
+"""The two models of the GPU session, in plain torch: a machine without package index may lack torchvision.
+
+The blocks of the GPT are those of convergence/text.py, too.
+"""
 
 from __future__ import annotations
 
@@ -56,6 +59,8 @@ def resnet50(width: int = 64, depths: tuple[int, ...] = (3, 4, 6, 3), classes: i
 
 
 class Block(nn.Module):
+    """Attention to what came before, then a perceptron, each on a normalised copy and added to its input."""
+
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
         self.heads = heads

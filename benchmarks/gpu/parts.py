@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 from benchmarks.gpu.models import FULL, SMALL
 from benchmarks.gpu.session import RESULT
-from benchmarks.gpu.trace import draw, hidden, lanes_of, length, record
+from benchmarks.gpu.trace import hidden, lanes_of, length, record
 from benchmarks.gpu.ways import LANES, NONE, ONE_STREAM, SETTLING, UPDATES, Way, begin, times
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -92,7 +92,8 @@ def kernels(folder: Path, device: torch.device) -> Result:
     }, rows
 
 
-def _step(model: str, device: torch.device) -> Result:
+def _step(model: str, folder: Path, device: torch.device) -> Result:
+    """A step of ResNet-50 or of a GPT of 124 M parameters, on two nodes of one device each."""
     task = (FULL if device.type == "cuda" else SMALL)[model]
     seconds = 12.0 if device.type == "cuda" else 1.5
     ddp = {} if device.type == "cuda" else {"bucket_cap_mb": 0.2}
@@ -141,16 +142,6 @@ def step_claims(free: Times, slow: Times, wire_ms: float) -> Claims:
     }
 
 
-def resnet50(folder: Path, device: torch.device) -> Result:
-    """A step of ResNet-50, on two nodes of one device each."""
-    return _step("resnet50", device)
-
-
-def gpt(folder: Path, device: torch.device) -> Result:
-    """A step of a GPT of 124 M parameters."""
-    return _step("gpt", device)
-
-
 SYNC_CASES: dict[str, tuple[str, dict[str, Any], int, dict[str, Any]]] = {
     "sparse": (LANES, {}, 1, {}),
     "sparse_of_8": (LANES, {}, 8, {}),
@@ -195,7 +186,7 @@ def trace(folder: Path, device: torch.device) -> Result:
     begin(device)
     cuda = device.type == "cuda"
     ddp = {} if cuda else {"bucket_cap_mb": 0.2}
-    drawn, claims = {}, Claims()
+    lanes_by_part, claims = {}, Claims()
     for name, kind, model in (("backward", LANES, "resnet50"), ("updates", UPDATES, "gpt")):
         task = (FULL if cuda else SMALL)[model]
         plain = times([Way(NONE, task, device, ddp=ddp)], device, 1.0)[NONE]["ms"]
@@ -205,15 +196,11 @@ def trace(folder: Path, device: torch.device) -> Result:
         way.communicator.gbps = 8e-9 * way.received / (0.3e-3 * plain)
         step = way.backward if name == "backward" else partial(_update_and_step, way)
         way.step()
-        drawn[name] = lanes_of(record(step, folder / f"{name}.json.gz", device))
+        lanes_by_part[name] = lanes_of(record(step, folder / f"{name}.json.gz", device))
         way.end()
-        share = hidden(drawn[name])
+        share = hidden(lanes_by_part[name])
         claims[name] = (NOT_RUN, "no link seen") if share is None else verdict(share >= 0.7, f"{share:.0%}")
-    try:
-        draw(drawn, folder / "lanes.png")
-    except ValueError as error:
-        print(f"no picture: {error}")
-    return claims, {name: {lane.name: length(lane.work) for lane in lanes} for name, lanes in drawn.items()}
+    return claims, {name: {lane.name: length(lane.work) for lane in lanes} for name, lanes in lanes_by_part.items()}
 
 
 def _update_and_step(way: Way) -> None:
@@ -223,7 +210,8 @@ def _update_and_step(way: Way) -> None:
 
 
 PARTS: dict[str, Callable[[Path, torch.device], Result]] = {
-    each.__name__: each for each in (build, tests, kernels, resnet50, gpt, sync, trace)
+    **{each.__name__: each for each in (build, tests, kernels, sync, trace)},
+    **{model: partial(_step, model) for model in FULL},
 }
 
 

@@ -17,7 +17,7 @@ that fails does not stop the others. For each claim it prints held, not held or 
 
 There is one GPU, so the other node is a copy of this one (cluster.py): NCCL and a network take no part. The claims
 are about a GPU; on a processor the verdicts say only that all parts run. Writes session.json and session.md (hardware,
-date, versions, commit, command), log.txt, two traces and lanes.png.
+date, versions, commit, command), log.txt and two traces for chrome://tracing or Perfetto.
 """
 
 from __future__ import annotations
@@ -163,8 +163,6 @@ def write(folder: Path, outcomes: dict[str, Outcome], about: dict[str, str]) -> 
             lines.append(f"| {name} | {PARTS[name].claims[key]} | {said} | {number.replace('|', '/')} |")
     lines += ["", "| part | seconds | ended |", "|---|---|---|"]
     lines += [f"| {name} | {outcome.seconds:.0f} | {outcome.ended} |" for name, outcome in outcomes.items()]
-    if (folder / "lanes.png").exists():
-        lines += ["", "![lanes over time](lanes.png)"]
     (folder / "session.md").write_text("\n".join(lines) + "\n")
 
 

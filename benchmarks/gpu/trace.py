@@ -12,7 +12,6 @@ from typing import Any
 import torch
 
 from benchmarks.gpu.cluster import LINK
-from benchmarks.pictures import colour, picture
 
 GAP = 20.0  # microseconds between two kernels, which leave no idle lane
 ON_DEVICE, ON_HOST = ("kernel", "gpu_memcpy", "gpu_memset"), ("cpu_op", "user_annotation")
@@ -91,17 +90,3 @@ def hidden(lanes: Iterable[Lane]) -> float | None:
     work = united(span for lane in lanes if not lane.link for span in lane.work)
     common = [(max(a, c), min(b, d)) for a, b in link for c, d in work if max(a, c) < min(b, d)]
     return length(common) / length(link) if link else None
-
-
-def draw(traces: dict[str, list[Lane]], file: Path) -> None:
-    """One row of lanes a trace. Raises ValueError if matplotlib is not installed."""
-    with picture(file, columns=len(traces), height=3.5) as axes:
-        for axis, (title, lanes) in zip(axes, traces.items(), strict=True):
-            begin = min((span[0] for lane in lanes for span in (*lane.work, *lane.link)), default=0.0)
-            for row, lane in enumerate(lanes):
-                for spans, paint in ((lane.work, colour(0)), (lane.link, colour(1))):
-                    moved = [((a - begin) / 1e3, (b - a) / 1e3) for a, b in spans]
-                    axis.broken_barh(moved, (row - 0.4, 0.8), color=paint)
-            axis.set_yticks(range(len(lanes)), [lane.name for lane in lanes])
-            axis.invert_yaxis()
-            axis.set(xlabel="ms", title=f"{title} (orange: the link between nodes)")

@@ -55,9 +55,16 @@ class Exchange:
         self.choice = PathChoice(config, topology, numel, log_once)
         self.runner = runner_of(topology, device) if config.overlap else Runner()
         self.stats = CommStats()
+        self._numel = numel
         for said in (_without_kernels(device), _more_than_dense(self.choice, config, numel)):
             if said:
                 log_once(said, logging.WARNING)
+
+    def volume(self, density: float) -> str:
+        """What a node receives for one exchange of everything, beside DDP's all-reduce, for the log."""
+        work, devices = self.choice.work(self._numel, torch.float32), self.topology.num_devices
+        ours, dense = (1e-6 * devices * path.bytes() for path in (self.choice.path(work, density), Flat(work)))
+        return f"{ours:,.3g} MB into each node instead of {dense:,.3g}"
 
     def refuse_capture(self) -> None:
         """Before a round. A CUDA graph would repeat what the host decided in the round that was captured.

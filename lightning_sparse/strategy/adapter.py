@@ -84,7 +84,7 @@ class Adapter:
                 node_rank=self.node_rank,
                 local_rank=self.local_rank,
                 node_name=self._node_name,
-                config={**self.config.to_dict(), **self._shared_options()},
+                config={**self.config.to_dict(), **self._shared_options(), "torch": torch.__version__},
                 timeout=self._timeout,
             )
             self._saves.run_id = str(self.broadcast(new_run_id()))  # type: ignore[attr-defined]
@@ -141,8 +141,9 @@ class Adapter:
             if isinstance(each, nn.SyncBatchNorm) and hierarchical:
                 each.process_group = topology.intra  # statistics of its node: between nodes each forward would wait
         updates = LocalUpdates(module, optimizers, self.config, topology)
-        does = self.config.describe(topology.num_nodes) if hierarchical else "one node, nothing to exchange"
-        updates.log_once(f"{topology.shape}: {does}")
+        does = self.config.describe(topology.num_nodes) if updates.active else "one node, nothing to exchange"
+        volume = f"; {updates.exchange.volume(self.config.density)}" if updates.optimizers else ""
+        updates.log_once(f"{topology.shape}: {does}{volume}")
         return updates
 
     def _optimizer_state(self, optimizer: Any) -> dict[str, Any] | None:

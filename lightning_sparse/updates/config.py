@@ -76,7 +76,11 @@ class UpdatesConfig(ExchangeConfig):
 
     def describe(self, num_nodes: int) -> str:
         """What so many nodes exchange, for the log."""
-        sent = f"{self.density:.2g} of each device's updates" if self.leaves_entries_out else f"{self.exchange} updates"
+        sent = (
+            f"{100 * self.density:.3g} % of each device's updates"
+            if self.leaves_entries_out
+            else f"{self.exchange} updates"
+        )
         every = "after each step" if self.sync_every == 1 else f"every {self.sync_every} steps"
         delay = ", received one exchange later" if self.delay else ""
         ahead = "measured" if self.measures_ahead(num_nodes) else f"{self.ahead(num_nodes):.2g}"

@@ -96,19 +96,3 @@ def test_what_hides_is_told_from_what_does_not() -> None:
     assert hidden([work, link]) == 0.5
     assert hidden([work]) is None
     assert hidden([Lane("both", work=[(0, 50)], link=[(50, 150)])]) == 0.0, "a lane does not hide its own link"
-
-
-def test_claims_of_steps_are_judged_by_their_own_baseline() -> None:
-    from benchmarks.gpu.parts import step_claims
-
-    names = ("no exchange", "at once", "lanes", "updates")
-    free = {name: {"ms": ms} for name, ms in zip(names, (100.0, 120.0, 105.0, 115.0), strict=True)}
-    slow = {name: {"ms": ms} for name, ms in zip(names, (110.0, 180.0, 125.0, 150.0), strict=True)}
-    claims = step_claims(free, slow, wire_ms=50.0)
-    assert {name: held for name, (held, _) in claims.items()} == {
-        "lanes": "held",
-        "updates": "not held",
-        "beside": "held",
-        "hides": "held",  # 10 of 50 ms
-        "hides_updates": "not held",  # 25 of 50 ms
-    }

@@ -13,10 +13,10 @@ BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 )
 def test_a_picture_is_drawn_again(name: str, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    from benchmarks import draw
+    from benchmarks import pictures
 
     record = json.loads((BENCHMARKS / "results" / name).with_suffix(".json").read_text())
-    draw.draw(tmp_path / name, record)
+    pictures.draw(tmp_path / name, record)
     drawn = (tmp_path / name).read_text()
     assert drawn.startswith("<?xml")
     assert "#ffffff" not in drawn, "transparent"
@@ -26,7 +26,7 @@ def test_a_picture_is_drawn_again(name: str, tmp_path: Path) -> None:
 
 
 def test_every_picture_has_a_record_and_a_benchmark_that_draws_it() -> None:
-    from benchmarks.draw import BY, GONE, SUFFIXES
+    from benchmarks.pictures import BY, GONE, SUFFIXES
 
     for file in (BENCHMARKS / "results").glob("*.[sp][vn]g"):
         assert file.name.startswith((*BY, *GONE)), file

@@ -50,18 +50,6 @@ def make_folder(
     return root
 
 
-def digits_folder(root: Path, train: int = 1200, edge: int = 16) -> Path:
-    """The handwritten digits as an image folder: the first `train` of them to learn from, the others to validate on."""
-    image = pytest.importorskip("PIL.Image", reason="pictures are written with it")
-    digits = pytest.importorskip("sklearn.datasets", reason="the digits come from it").load_digits()
-    for number, (pixels, label) in enumerate(zip(digits.images, digits.target, strict=True)):
-        folder = root / ("train" if number < train else "val") / str(label)
-        folder.mkdir(parents=True, exist_ok=True)
-        picture = image.fromarray((pixels * 15.9375).astype(np.uint8)).resize((edge, edge), image.Resampling.BILINEAR)
-        picture.convert("RGB").save(folder / f"{number:04}.png")
-    return root
-
-
 def numbered_folder(root: Path, train: int = 120, val: int = 22, classes: int = 3, edge: int = 20) -> Path:
     """Pictures of one colour, which is their place in the manifest: however they are cut, they say who they are."""
     image = pytest.importorskip("PIL.Image", reason="pictures are written with it")

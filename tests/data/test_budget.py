@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -22,8 +20,6 @@ from lightning_sparse.data.sources import layout
 from lightning_sparse.data.sources.manifest import Manifest
 from tests.data.small import make_folder
 from tests.data.stores import listed
-
-RUN = b"a run"
 
 
 def manifest(count: int = 100, size: int = 100_000) -> Manifest:
@@ -112,25 +108,3 @@ def test_the_tightest_control_group_counts(tmp_path: Path, version: str) -> None
     (tmp_path / "cgroup" / "cgroup.controllers").touch()
     left = segments._left_to_control_groups(tmp_path / "cgroup", tmp_path / "own")
     assert left == [9000 - 3000 + 1000, 5000 - 3000 + 1000]
-
-
-def test_a_limit_of_a_real_control_group_is_seen() -> None:
-    group = Path("/sys/fs/cgroup/memory") / f"lightning_sparse-test-{os.getpid()}"
-    try:
-        group.mkdir()
-    except OSError:
-        pytest.skip("needs root and control groups of version 1")
-    code = f"""
-import os
-from pathlib import Path
-from lightning_sparse.data.cache.segment import available_memory
-group = Path({str(group)!r})
-(group / "memory.limit_in_bytes").write_text("500000000")
-(group / "cgroup.procs").write_text(str(os.getpid()))
-print(available_memory())
-"""
-    try:
-        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    finally:
-        group.rmdir()
-    assert 300_000_000 < int(done.stdout) <= 500_000_000

@@ -105,15 +105,6 @@ def test_a_pipe_in_the_place_of_a_picture_does_not_hang(folder: Path, stores: Op
         contents(store)
 
 
-def test_eleven_megapixels_are_no_problem(folder: Path, stores: Open) -> None:
-    (folder / "train" / "c0" / "5.jpg").write_bytes(jpeg(5, 2800, 4000))
-    for format, shape in (("decoded", (256, 365, 3)), ("jpeg", None)):
-        store = store_of(folder, stores, format=format)
-        sample = store.get([5])[0]
-        assert sample.data.shape == shape if shape else (sample.height, sample.width) == (2800, 4000)
-        store.close()
-
-
 def test_a_file_that_changed_on_storage_is_noticed(
     folder: Path, stores: Open, caplog: pytest.LogCaptureFixture
 ) -> None:

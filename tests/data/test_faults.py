@@ -84,18 +84,6 @@ def test_a_full_disk_ends_inserting_and_not_the_run(
     assert ("of the disk are free" if reserve else "the write failed") in said[0]
 
 
-def test_a_small_memory_keeps_a_part(folder: Path, stores: Open, caplog: pytest.LogCaptureFixture) -> None:
-    store = store_of(folder, stores, memory_gb=0.00001, format="jpeg")
-    expected = contents(store)
-    before = store.counters()
-    assert contents(store) == expected
-    counts = store.counters() - before
-    assert 0 < counts.memory_samples < 20
-    assert counts.memory_samples + counts.disk_samples == 20
-    (said,) = warnings_of(caplog)
-    assert "% of them stay in memory" in said
-
-
 # ------------------------------------------------------------------------------------------------------- other runs
 
 

@@ -1,4 +1,4 @@
-"""Ctrl-C, or the end of the program, while storage hangs: nobody waits for it.
+"""Ctrl-C, or the end of the program, in the middle of an epoch, mostly while storage hangs: nobody waits for it.
 
 Storage would answer after `STALL_S`, which is also its timeout; a program that does not wait for it takes seconds, most
 of them for the end of the interpreter.
@@ -51,6 +51,14 @@ from lightning_sparse.data.decode import decode
 cache = str(folder / "cache0")
 given = ours("pytorch_lightning").CachedDataModule(str(folder / "source"), cache, picture, BATCH, workers=2, **options)
 """
+TOKENS = """
+from lightning_sparse.data.tokens import prepare
+text, tokens = folder / "text.txt", folder / "train.bin"
+text.write_text("In the beginning was the word. " * 200_000)
+prepare([text], str(tokens))
+given = ours("pytorch_lightning").TokenDataModule(str(tokens), context=4096, batch_size=256)
+"""
+BUSY = IMAGES.replace("threads=1", "threads=2, image_size=900, batch_size=12")
 TRAIN = """
 model = module("pytorch_lightning")
 step = type(model).training_step
@@ -174,15 +182,6 @@ def test_ctrl_c_ends_a_fit_that_waits_for_storage(tmp_path: Path, program: str, 
     run(OPENED + program + TRAIN, kind, tmp_path, send=signal.SIGINT)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", [TORCH, DALI])
-@pytest.mark.parametrize("code", [LOOP, BODY], ids=["waiting", "computing"])
-def test_ctrl_c_ends_a_loop_of_ones_own(tmp_path: Path, kind: str, code: str) -> None:
-    """Where nobody closes anything: the loop waits for a batch, or computes while threads wait for the next one."""
-    _, errors = run(OPENED + IMAGES + code, kind, tmp_path, send=signal.SIGINT)
-    assert errors.rstrip().endswith("KeyboardInterrupt")
-
-
 @pytest.mark.sshfs
 @pytest.mark.parametrize(
     ("program", "code"),
@@ -210,3 +209,17 @@ def test_ctrl_c_ends_a_fill_that_waits_for_storage(tmp_path: Path) -> None:
 @pytest.mark.parametrize("kind", [TORCH, SLOW_DALI])
 def test_a_program_may_end_while_storage_hangs(tmp_path: Path, kind: str) -> None:
     assert run(OPENED + IMAGES + END, kind, tmp_path) == (0, "")
+
+
+@pytest.mark.parametrize(
+    ("program", "kind"),
+    [
+        (BUSY, TORCH),
+        pytest.param(BUSY, "dali", marks=SLOW_DALI.marks),
+        *(pytest.param(each, "-", marks=pytest.mark.slow) for each in (WORKERS, TOKENS)),
+    ],
+    ids=["torch", "dali", "workers", "tokens"],
+)
+def test_a_program_may_end_in_the_middle_of_an_epoch(tmp_path: Path, program: str, kind: str) -> None:
+    """Python would unwind its threads on their way back from native code, and C++ abort: exit status 134."""
+    assert run(OPENED + program + END.replace("hang()", "print('hangs', flush=True)"), kind, tmp_path) == (0, "")

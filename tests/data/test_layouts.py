@@ -30,50 +30,6 @@ def data_of(source: Path, cache: Path, **more: Any) -> Any:
     return data
 
 
-def test_tiny_imagenet(tmp_path: Path) -> None:
-    """val/ is flat, and its labels are in a file; as lists, made of that file and of the folders of train/."""
-    source = tmp_path / "tiny"
-    for label in ("n02", "n01", "n03"):
-        for number in range(4):
-            path = source / "train" / label / "images" / f"{label}_{number}.JPEG"
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_bytes(jpeg(number))
-    (source / "val" / "images").mkdir(parents=True)
-    annotated = {f"val_{number}.JPEG": label for number, label in enumerate(["n03", "n01", "n02", "n03", "n01"])}
-    for name in annotated:
-        (source / "val" / "images" / name).write_bytes(jpeg(7))
-    train = image_folder(str(source / "train"))
-    rows = [f"{Path(path).relative_to(source)},{train.classes[label]}\n" for path, label in train.samples]
-    (tmp_path / "train.csv").write_text("path,label\n" + "".join(rows))
-    rows = [f"val/images/{name},{label}\n" for name, label in annotated.items()]
-    (tmp_path / "val.csv").write_text("path,label\n" + "".join(rows))
-    with pytest.raises(ValueError, match=r"val/ has 1 folder\(s\) that train/ does not have: images"):
-        data_of(source, tmp_path / "cache")
-    data = data_of(source, tmp_path / "cache", lists={each: str(tmp_path / f"{each}.csv") for each in ("train", "val")})
-    assert data.class_names == tuple(train.classes)
-    assert labels_of(data.train_dataloader()) == {i: label for i, (_, label) in enumerate(train.samples)}
-    expected = [train.class_to_idx[label] for label in annotated.values()]
-    assert labels_of(data.val_dataloader()) == dict(enumerate(expected))
-    data.teardown("fit")
-
-
-def test_a_subset_of_links(tmp_path: Path) -> None:
-    """As ImageNet-100 is made: folders of classes, and files, that are links to the whole data set."""
-    whole = make_folder(tmp_path / "whole", per_class=4, classes=4)
-    subset = tmp_path / "subset" / "train"
-    subset.mkdir(parents=True)
-    (subset / "c3").symlink_to(whole / "train" / "c3")
-    (subset / "c1").mkdir()
-    for number in range(3):
-        (subset / "c1" / f"{number}.jpg").symlink_to(whole / "train" / "c1" / f"{number}.jpg")
-    expected = image_folder(str(subset))
-    data = data_of(tmp_path / "subset", tmp_path / "cache", batch_size=7, val_fraction=0.3)
-    found = labels_of(data.train_dataloader()) | labels_of(data.val_dataloader())
-    assert found == {i: label for i, (_, label) in enumerate(expected.samples)}
-    assert data.class_names == tuple(expected.classes)
-    data.teardown("fit")
-
-
 def test_odd_names(tmp_path: Path) -> None:
     """In all formats, and in folders below those of the classes."""
     source, suffixes = tmp_path / "source", [".JPG", ".png", ".webp", ".TIFF", ".bmp"]

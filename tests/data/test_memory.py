@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 from pathlib import Path
 
 import numpy as np
@@ -128,30 +127,6 @@ def test_processes_that_fill_together_do_not_overlap() -> None:
     assert flipped == 0
     assert memory.cached == 200
     assert all(view is not None and np.array_equal(view.data, pixels(number)) for number, view in enumerate(views))
-    memory.close()
-
-
-def test_room_is_taken_by_one_process_at_a_time() -> None:
-    memory = slab()
-    code = f"""
-import sys
-from tests.data.test_memory import *
-memory = joined({NAME!r})
-with memory._segment.locked():
-    print("held", flush=True)
-    sys.stdin.read()
-"""
-    filling = threading.Thread(target=put, args=(memory, 3))
-    with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as holder:
-        assert holder.stdout is not None
-        assert holder.stdout.readline() == b"held\n"
-        filling.start()
-        filling.join(0.3)
-        assert filling.is_alive()
-        assert memory.bytes == 0
-        holder.kill()  # its lock dies with it
-    filling.join(10)
-    assert memory.get([3])[0][0] is not None
     memory.close()
 
 

@@ -15,9 +15,6 @@ from lightning_sparse.data.cache.store import Placement, SampleStore, new_run, o
 from lightning_sparse.data.config import CacheConfig, CorruptSampleError
 from lightning_sparse.data.sources import parquet as parquet_files
 from lightning_sparse.data.sources.listing import classes_of, has_split, load_or_list
-from tests.data.fits import ours
-from tests.data.small import jpeg
-from tests.data.test_shards import needs_s3, s3_server
 
 pyarrow = pytest.importorskip("pyarrow", reason="it reads Parquet files")
 parquet = pytest.importorskip("pyarrow.parquet")
@@ -111,23 +108,6 @@ def test_the_disk_cache_is_filled_by_row_groups(tmp_path: Path) -> None:
     store.close()
 
 
-def test_images_train_from_parquet(tmp_path: Path) -> None:
-    folder = data_set(data_set(tmp_path / "source", jpeg), jpeg, split="val")
-    data = ours("pytorch_lightning").CachedImageDataModule(
-        str(folder), str(tmp_path / "cache"), batch_size=4, image_size=16, backend="torch", with_indices=True
-    )
-    data.setup("fit")
-    try:
-        assert data.num_classes == 2
-        for loader in (data.train_dataloader(), data.val_dataloader()):
-            batches = list(loader)
-            assert all(images.shape == (4, 3, 16, 16) for images, _, _ in batches)
-            assert all((labels == indices % 2).all() for _, labels, indices in batches)
-            assert sorted(index for _, _, indices in batches for index in indices.tolist()) == list(range(24))
-    finally:
-        data.teardown("fit")
-
-
 def test_a_row_without_bytes_is_named(tmp_path: Path) -> None:
     write(tmp_path / "source" / "train" / "0.parquet", {"image": image_column([b"a", None, b"c"])})
     config = config_of(tmp_path / "source", tmp_path / "cache")
@@ -176,18 +156,3 @@ def test_without_pyarrow_the_package_is_named(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setattr(parquet_files, "is_installed", lambda name: False)
     with pytest.raises(ValueError, match="need pyarrow: `pip install pyarrow`"):
         load_or_list(config, "train", quiet=True)
-
-
-@needs_s3
-@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::ResourceWarning")
-def test_parquet_in_s3(tmp_path: Path) -> None:
-    folder = data_set(tmp_path / "source")
-    with s3_server() as (options, files):
-        files.mkdir("pictures")
-        for path in folder.rglob("*.parquet"):
-            files.pipe_file(f"pictures/{path.relative_to(folder)}", path.read_bytes())
-        config = config_of("s3://pictures", tmp_path / "cache", storage_options=options)
-        store = SampleStore(config, load_or_list(config, "train", quiet=True))
-        assert [each.data.tobytes() for each in store.get(range(24))] == [payload(number) for number in range(24)]
-        assert store.counters().storage_samples == 24
-        store.close()

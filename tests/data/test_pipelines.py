@@ -6,7 +6,6 @@ import gc
 import importlib.util
 import shutil
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -178,18 +177,6 @@ def test_pixels_that_are_normalised_on_a_device_give_the_same_batches(store: Fol
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_augmentation_differs_between_epochs_and_repeats_with_the_seed(backend: str, folder: Path) -> None:
-    store = FolderStore(folder)
-    zero, again, one = (made(backend, store, requests(len(store), epoch=epoch)) for epoch in (0, 0, 1))
-    other = made(backend, store, requests(len(store)), Transform(augment=Augment(seed=4)))
-    for a, b, c, d in zip(zero, again, one, other, strict=True):
-        assert torch.equal(a[0], b[0])
-        for k in range(4):
-            assert not torch.equal(a[0][k], c[0][k])
-            assert not torch.equal(a[0][k], d[0][k])
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
 def test_requests_are_made_outside_the_training_thread(backend: str, folder: Path) -> None:
     """A request is the sampler's work on a step, which grows with the number of ranks."""
     store, made_in = FolderStore(folder), set()
@@ -297,22 +284,6 @@ def test_nothing_starts_before_it_is_asked_for_and_each_iterator_is_fresh(backen
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_batches_are_made_while_the_network_trains(backend: str, folder: Path) -> None:
-    store = FolderStore(folder)
-    pipe = pipeline(backend, store)
-    try:
-        batches = pipe.run(requests(len(store), steps=9))
-        next(batches)
-        deadline = time.monotonic() + 30
-        while len(store.asked) < 3 and time.monotonic() < deadline:
-            time.sleep(0.01)
-        assert len(store.asked) >= 3, "nobody reads ahead"
-        batches.close()
-    finally:
-        pipe.close()
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
 def test_an_error_of_the_store_arrives_in_its_place(backend: str, folder: Path) -> None:
     store = FolderStore(folder)
     pipe = pipeline(backend, store)
@@ -325,20 +296,3 @@ def test_an_error_of_the_store_arrives_in_its_place(backend: str, folder: Path) 
             next(batches)
     finally:
         pipe.close()
-
-
-def test_memory_is_used_again_only_when_nobody_refers_to_the_batch() -> None:
-    from lightning_sparse.data.pipeline.images import BufferPool
-
-    memory = BufferPool(2)
-    batch = torch.from_numpy(memory.take((2, 3)))
-    batch.fill_(7)
-    view, where = batch[1:, :2], batch.data_ptr()
-    del batch
-    other = torch.from_numpy(memory.take((2, 3)))
-    assert other.data_ptr() != where, "a view still refers to it"
-    other.fill_(8)
-    assert view.tolist() == [[7, 7]]
-    del view
-    assert torch.from_numpy(memory.take((2, 3))).data_ptr() == where
-    assert torch.from_numpy(memory.take((4, 3))).shape == (4, 3)

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import dataclasses
 import fcntl
-import json
 import logging
 import os
 import signal
@@ -61,25 +60,6 @@ def test_a_second_run_reads_what_the_first_one_has_read(
     assert first.sizes()[:2] == second.sizes()[:2]
 
 
-def test_it_ends_with_the_last_run(folder: Path, stores: Open) -> None:
-    first, second = store_of(folder, stores), store_of(folder, stores)
-    expected = contents(first)
-    first.close()
-    assert contents(second) == expected
-    assert second.counters().memory_samples == SAMPLES
-    second.close()
-    contents(store_of(folder, stores))
-    assert stores[-1].counters().memory_samples == 0
-
-
-def test_another_cache_of_the_same_source_makes_no_second_copy(folder: Path, stores: Open, tmp_path: Path) -> None:
-    first = store_of(folder, stores)
-    contents(first)
-    second = store_of(folder, stores, cache_dir=str(tmp_path / "other"), on_corrupt="skip", storage_readers=1)
-    assert contents(second) == contents(first)
-    assert second.counters().storage_samples == 0
-
-
 def test_the_format_is_that_of_the_copy_that_is_there(
     folder: Path, stores: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -103,22 +83,7 @@ def test_pixels_that_do_not_fit_are_not_taken_for_the_best_format(folder: Path, 
     assert agreed_format(config_of(folder, **limit), first.manifest, Placement()) == "jpeg"
 
 
-OTHERS: dict[str, dict[str, Any]] = {
-    "size": {"short_side": 20},
-    "format": {"format": "jpeg"},
-    "limit": {"memory_gb": 0.02},
-}
-
-
-@pytest.mark.parametrize("other", OTHERS.values(), ids=OTHERS)
-def test_runs_that_want_something_else_have_a_copy_of_their_own(
-    folder: Path, stores: Open, other: dict[str, Any]
-) -> None:
-    first = store_of(folder, stores, format="decoded")
-    contents(first)
-    second = store_of(folder, stores, **{"format": "decoded", **other})
-    assert inode(second) != inode(first)
-    assert second._tiers().memory.cached == 0
+OTHERS: list[dict[str, Any]] = [{"source": "/other"}, {"member": "png"}, {"short_side": 20}, {"memory_gb": 0.02}]
 
 
 def test_a_name_says_all_that_decides_what_is_kept(folder: Path, tmp_path: Path, monkeypatch: Any) -> None:
@@ -132,7 +97,7 @@ def test_a_name_says_all_that_decides_what_is_kept(folder: Path, tmp_path: Path,
 
     names = [name(), content_name(config, manifest, everything, "jpeg")]
     names.append(content_name(config, manifest, np.arange(SAMPLES) % 2 == 0, "decoded"))  # as with another node
-    names += [name(dataclasses.replace(config, **each)) for each in ({"source": "/other"}, {"member": "png"})]
+    names += [name(dataclasses.replace(config, **each)) for each in OTHERS]
     there = dataclasses.replace(config, source="s3://there")
     names += [name(dataclasses.replace(there, storage_options={"endpoint_url": each})) for each in ("here", "there")]
     names += [name(sizes=manifest.sizes + 1), name(mtimes_ns=manifest.mtimes_ns + 1), name(split="val")]
@@ -144,21 +109,6 @@ def test_a_name_says_all_that_decides_what_is_kept(folder: Path, tmp_path: Path,
     assert name(dataclasses.replace(config, memory_gb=1)) == name(dataclasses.replace(config, memory_gb=1.0))
     same = ({"cache_dir": str(tmp_path)}, {"storage_timeout": 1.0}, {"disk_gb": 1.0}, {"seed": 1})
     assert {name(dataclasses.replace(config, **each)) for each in same} == {name()}
-
-
-def test_what_options_make_of_a_url_is_not_shared(stores: Open, tmp_path: Path) -> None:
-    """Another version of files of the same sizes, on storage that tells no times: a commit of Git, for example."""
-    found = []
-    for number in range(2):
-        files = {f"train/c/{file}.bin": f"content {number} of {file}" for file in range(4)}
-        references = tmp_path / f"{number}.json"
-        references.write_text(json.dumps({"version": 1, "refs": files}))
-        options = {"fo": str(references), "remote_protocol": "file"}  # codespell:ignore fo
-        cache = str(tmp_path / f"cache {number}")
-        config = CacheConfig(source="reference://", cache_dir=cache, format="bytes", storage_options=options)
-        stores.append(SampleStore(config, load_or_list(config, "train", quiet=True)))
-        found.append(contents(stores[-1]))
-    assert found == [[f"content {number} of {file}".encode() for file in range(4)] for number in range(2)]
 
 
 # -------------------------------------------------------------------------------------- what stays each run's own

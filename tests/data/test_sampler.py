@@ -224,18 +224,6 @@ def test_on_other_nodes_what_is_left_is_seen_once(count: int, chain: list[Sample
     assert sum(times.values()) <= count + padding
 
 
-@pytest.mark.parametrize("shuffle", SHUFFLES)
-def test_two_by_two_to_one_by_two(shuffle: str) -> None:
-    """With global and an equal global batch the sequence of global batches, otherwise the multiset of what is left."""
-    before = SamplerConfig(batch_size=4, devices=(2, 2), shuffle=shuffle)  # type: ignore[arg-type]
-    after = SamplerConfig(batch_size=8, devices=(2,), shuffle=shuffle)  # type: ignore[arg-type]
-    whole = seen(sampler_of(160, before).epoch(3))
-    rest = seen(sampler_of(160, after).epoch(3, [EpochSegment(before, 4)]))
-    assert sorted(flat(rest)) == sorted(flat(whole[4:]))
-    if shuffle == "global":
-        assert [sorted(flat([step])) for step in rest] == [sorted(flat([step])) for step in whole[4:]]
-
-
 def test_a_segment_survives_a_checkpoint() -> None:
     segment = EpochSegment(SamplerConfig(batch_size=3, devices=(2, 1), shuffle="local", seed=5), 9)
     state = segment.state_dict()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import multiprocessing
 import os
 import random
@@ -16,10 +15,8 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_sparse.data.cache.counts import TierCounts
 from lightning_sparse.data.config import CorruptSampleError, DataError
 from tests.data.fits import FLAVOURS, left_behind, lightning_of, ours, saver, trainer
-from tests.data.small import make_folder
 from tests.helpers.distributed import run_ranks
 
 BATCH, TRAIN = 3, 24
@@ -174,49 +171,6 @@ def epoch_of(data: Any) -> list[Any]:
         return list(data.train_dataloader())
     finally:
         data.teardown("fit")
-
-
-def test_transforms_of_torchvision_resume_exactly(tmp_path: Path) -> None:
-    """Whatever the number of workers; the first batches are skipped as in a resumed run."""
-    v2 = pytest.importorskip("torchvision.transforms.v2")
-    image = pytest.importorskip("PIL.Image")
-    make_folder(tmp_path / "source", per_class=6, classes=2)
-    crop = v2.Compose([v2.ToImage(), v2.RandomResizedCrop(16), v2.RandomHorizontalFlip(), v2.ColorJitter(0.5)])
-    given = {"decode": lambda data: image.open(io.BytesIO(data)).convert("RGB")}
-    batches = [epoch_of(data_of(tmp_path, **given, transform=crop, workers=workers)) for workers in (0, 2)]
-    for one, other in zip(*batches, strict=True):
-        assert one[0].shape == (BATCH, 3, 16, 16)
-        assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
-    data = data_of(tmp_path, **given, transform=crop)
-    data.setup("fit")
-    loader = data.train_dataloader()
-    batch = next(iter(loader))
-    state = loader.state_dict()
-    assert torch.equal(batch[0], batches[0][0][0])
-    loader.load_state_dict(state)
-    rest = list(loader)
-    data.teardown("fit")
-    assert len(rest) == 3
-    assert all(torch.equal(a[0], b[0]) for a, b in zip(rest, batches[0][1:], strict=True))
-
-
-def test_each_file_crosses_the_link_once_and_its_bytes_stay_in_memory(folder: Path) -> None:
-    data = data_of(folder, workers=2)
-    data.setup("fit")
-    store, loader = data._session.train.store, data.train_dataloader()
-    for epoch in range(2):
-        loader.set_epoch(epoch)
-        assert len(list(loader)) == 8
-    counts: TierCounts = store.node_counters()
-    assert (counts.storage_samples, counts.memory_samples, counts.samples) == (TRAIN, TRAIN, 2 * TRAIN)
-    assert store.format == "bytes"
-    data.teardown("fit")
-    again = data_of(folder)
-    again.setup("fit")
-    list(again.train_dataloader())
-    counts = again._session.train.store.node_counters()
-    assert (counts.storage_samples, counts.disk_samples) == (0, TRAIN)
-    again.teardown("fit")
 
 
 def test_lists_name_samples_and_several_labels(folder: Path) -> None:

@@ -82,16 +82,6 @@ def test_samples_of_shards_are_read_by_their_place(folder: Path, tmp_path: Path)
     assert (counts.storage_samples, counts.disk_samples) == (0, 8)
 
 
-def test_shards_give_batches(folder: Path, tmp_path: Path) -> None:
-    data = ours(FLAVOURS[0]).CachedDataModule(str(folder), str(tmp_path / "cache"), bytes, 8, workers=0, memory_gb=0.01)
-    assert data.num_classes == 3
-    data.setup("fit")
-    ((samples, labels),) = list(data.train_dataloader())
-    data.teardown("fit")
-    assert sorted(samples) == [payload(number) for number in range(8)]
-    assert labels.tolist() == [int(sample[:3]) % 3 for sample in samples]
-
-
 def test_shards_of_images_serve_the_image_module(tmp_path: Path) -> None:
     for split, count in (("train", 6), ("test", 2)):
         members = {}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import multiprocessing
-import os
 import pickle
 from pathlib import Path
 
@@ -14,7 +13,6 @@ from lightning_sparse.data import decode
 from lightning_sparse.data.cache.store import Placement, SampleStore, new_run
 from lightning_sparse.data.config import CacheConfig
 from lightning_sparse.data.sources.listing import load_or_list
-from tests.data.fits import segments
 from tests.data.small import make_folder
 
 
@@ -59,19 +57,6 @@ def test_samples_are_those_of_the_folder(folder: Path, format: str) -> None:
                 assert sample.data.shape == (sample.height, sample.width, 3) == (24, 36, 3)
             assert sample.data.dtype == np.uint8
             assert sample.data.flags.c_contiguous
-
-
-def test_bytes_are_counted_where_they_come_from(folder: Path) -> None:
-    store = store_of(folder)
-    store.get(range(10))
-    first = store.counters()
-    assert first.storage_bytes == store.manifest.sizes.sum()
-    assert (first.storage_samples, first.samples) == (10, 10)
-    store.get(range(10))
-    second = store.counters() - first
-    assert (second.memory_samples, second.samples) == (10, 10)
-    assert second.memory_bytes == 10 * 40 * 60 * 3
-    store.close()
 
 
 def _get_in_child(store: SampleStore, connection) -> None:
@@ -129,13 +114,3 @@ def test_a_store_travels_without_its_files(folder: Path) -> None:
     assert copy.get([1])[0].index == 1  # its files are its own
     copy.close()
     copy.close()
-
-
-def test_nothing_is_left_behind(folder: Path) -> None:
-    store = store_of(folder)
-    store.get(range(10))
-    assert segments()
-    del store
-    assert segments() == set()
-    assert [path for path in (folder.parent / "cache").rglob("*.tmp")] == []
-    assert os.listdir(folder.parent / "cache")

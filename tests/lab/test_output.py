@@ -34,12 +34,6 @@ def test_lines_are_labelled_and_never_mixed():
     ]
 
 
-def test_lines_that_repeat_and_empty_ones_are_kept():
-    stream = io.StringIO()
-    LabelledOutput(stream).feed(0, 0, b"again\n\nagain\nagain\n")
-    assert stream.getvalue() == "[node 0] again\n[node 0]\n[node 0] again\n[node 0] again\n"
-
-
 def test_last_words_without_a_line_end_are_kept():
     stream = io.StringIO()
     labelled = LabelledOutput(stream)
@@ -84,14 +78,6 @@ def test_a_bar_stays_below_the_lines_on_a_terminal():
         stream.seek(0)
         labelled.feed(node, 0, data)
         assert stream.getvalue() == shown
-
-
-def test_a_log_line_behind_a_bar_is_a_line():
-    stream = io.StringIO()
-    labelled = LabelledOutput(stream)
-    for data in (b"\r 50%", b"saving\n", b"\r 60%"):
-        labelled.feed(0, 0, data)
-    assert stream.getvalue() == "[node 0]  50%\n[node 0] saving\n"
 
 
 def test_nested_bars_are_no_lines():

@@ -2,23 +2,15 @@
 
 import os
 import signal
-import sys
 import time
 
 import pytest
-import torch
 import torch.distributed as dist
 
 from tests.helpers import distributed
 from tests.helpers.distributed import RanksFailed, run_ranks
 
 pytestmark = pytest.mark.timeout(120)
-
-
-def _sum_of_ranks() -> tuple[int, torch.Tensor]:
-    total = torch.tensor([float(dist.get_rank())])
-    dist.all_reduce(total)
-    return dist.get_rank(), total
 
 
 def _environment(*names: str) -> list[str | None]:
@@ -38,11 +30,6 @@ def _kill_on(rank: int) -> None:
     dist.barrier()
 
 
-def _leave_on(rank: int) -> None:
-    if dist.get_rank() == rank:
-        os._exit(3)
-
-
 def _wait_for_nobody(rank: int) -> None:
     if dist.get_rank() == rank:
         time.sleep(60)
@@ -50,16 +37,6 @@ def _wait_for_nobody(rank: int) -> None:
 
 def _unpicklable() -> object:
     return lambda: None
-
-
-def _modules() -> bool:
-    return "tests.lab.test_run_ranks" in sys.modules
-
-
-def test_results_come_back_in_rank_order():
-    results = run_ranks(_sum_of_ranks, nodes=2, devices=2)
-    assert [rank for rank, _ in results] == [0, 1, 2, 3]
-    assert all(total.item() == 6.0 for _, total in results)
 
 
 def test_each_rank_sees_its_place():
@@ -76,19 +53,6 @@ def test_each_rank_sees_its_place():
 def test_placement_scatters_and_unbalances_ranks():
     results = run_ranks(_environment, "LOCAL_RANK", "GROUP_RANK", "LOCAL_WORLD_SIZE", placement=[[0, 2], [1]])
     assert results == [["0", "0", "2"], ["0", "1", "1"], ["1", "0", "2"]]
-
-
-def test_placement_must_name_each_rank_once():
-    with pytest.raises(ValueError, match="each rank from 0 to 2 once"):
-        run_ranks(_environment, placement=[[0, 0], [1]])
-
-
-def test_environment_is_the_callers(monkeypatch):
-    monkeypatch.setenv("LS_CALLER", "now")
-    results = run_ranks(_environment, "LS_CALLER", "LS_MORE", "MASTER_PORT", nodes=1, env={"LS_MORE": "x"}, init=False)
-    assert [row[:2] for row in results] == [["now", "x"], ["now", "x"]]
-    removed = run_ranks(_environment, "MASTER_PORT", nodes=1, devices=1, env={"MASTER_PORT": None}, init=False)
-    assert removed == [[None]]
 
 
 def test_raised_names_the_rank_and_its_traceback(monkeypatch):
@@ -112,12 +76,6 @@ def test_killed_names_the_signal():
     assert not caught.value.hung
 
 
-def test_leaving_without_a_result_is_a_kind_of_killed():
-    with pytest.raises(RanksFailed, match="exit code 3") as caught:
-        run_ranks(_leave_on, 1, nodes=2, devices=1)
-    assert list(caught.value.killed) == [1]
-
-
 @pytest.mark.slow
 def test_hung_shows_the_stack():
     with pytest.raises(RanksFailed) as caught:
@@ -132,7 +90,3 @@ def test_a_result_that_cannot_travel_is_raised():
     with pytest.raises(RanksFailed, match="pickle") as caught:
         run_ranks(_unpicklable, nodes=1, devices=1)
     assert list(caught.value.raised) == [0]
-
-
-def test_fresh_interpreters_on_demand():
-    assert run_ranks(_modules, nodes=1, devices=1, start_method="spawn") == [True]

@@ -54,20 +54,6 @@ def kubeflow(node: int, port: int) -> tuple[str, dict[str, str]]:
     return " ".join(trainer["command"]), {**shape, **place}
 
 
-def skypilot(node: int, port: int) -> tuple[str, dict[str, str]]:
-    task = yaml.safe_load(block("SkyPilot", "yaml"))
-    place = {"SKYPILOT_NODE_RANK": str(node), "SKYPILOT_NODE_IPS": "127.0.0.1\n127.0.0.1"}
-    shape = {"SKYPILOT_NUM_NODES": str(task["num_nodes"]), "SKYPILOT_NUM_GPUS_PER_NODE": str(DEVICES)}
-    return task["run"], {**shape, **place}
-
-
-def dstack(node: int, port: int) -> tuple[str, dict[str, str]]:
-    task = yaml.safe_load(block("dstack", "yaml"))
-    place = {"DSTACK_NODE_RANK": str(node), "DSTACK_MASTER_NODE_IP": "127.0.0.1"}
-    shape = {"DSTACK_NODES_NUM": str(task["nodes"]), "DSTACK_GPUS_PER_NODE": str(DEVICES)}
-    return "\n".join(task["commands"]), {**shape, **place}
-
-
 def run(command: str, environment: dict[str, str], port: int, folder: Path) -> str:
     """Its output, or a failure with it."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM", "PET_"))}
@@ -103,7 +89,7 @@ def run_all(commands: list[tuple[str, dict[str, str]]], port: int, folder: Path)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("launcher", [torchrun, kubeflow, skypilot, dstack])
+@pytest.mark.parametrize("launcher", [torchrun, kubeflow])
 def test_nodes_are_found(launcher: Any, folder: Path) -> None:
     port = free_port()
     output = run_all([launcher(node, port) for node in range(NODES)], port, folder)
