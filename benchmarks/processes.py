@@ -87,7 +87,7 @@ def _emulated(
         _answered(lab, Path(name)),
     ):
         Path(name, "work").write_bytes(pickle.dumps((module, work.__name__, gbps, arguments)))
-        env = {FOLDER: name, "OMP_NUM_THREADS": "1"}
+        env = {FOLDER: name, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}  # whose ranks could not share a GPU
         ran = lab.run([sys.executable, "-m", "benchmarks.processes"], env=env, output=sys.stderr)
         if ran.exit_code != 0:
             raise SystemExit("the ranks failed; their output is above")

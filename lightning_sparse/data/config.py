@@ -104,8 +104,8 @@ class CacheConfig:
                 f"`pip install '.[data]'`."
             )
         for name in ("source", "cache_dir"):
-            if not getattr(self, name):
-                raise ValueError(f"{name}='': give the folder, as in {name}='/mnt/nfs/imagenet'.")
+            if getattr(self, name) in ("", "None"):  # a path of None is "None"
+                raise ValueError(f"{name}={getattr(self, name)!r}: give the folder, as in {name}='/mnt/nfs/imagenet'.")
         for name, allowed in _CHOICES.items():
             if getattr(self, name) not in allowed:
                 raise ValueError(f"{name}={getattr(self, name)!r}: choose one of {', '.join(allowed)}.")

@@ -19,16 +19,6 @@ from tests.data.stores import Open, config_of, contents, store_of, warnings_of
 # ------------------------------------------------------------------------------------------------------ flipped bits
 
 
-def test_a_flipped_bit_in_memory_is_fetched_again(folder: Path, stores: Open) -> None:
-    store = store_of(folder, stores)
-    expected = contents(store)
-    store._tiers().memory._payloads[10_000] ^= 1
-    assert contents(store) == expected
-    assert contents(store) == expected
-    counts = store.counters()
-    assert (counts.flipped_memory, counts.disk_samples, counts.memory_samples) == (1, 1, 39)
-
-
 def test_a_flipped_bit_on_disk_is_fetched_again(folder: Path, stores: Open) -> None:
     first = store_of(folder, stores)
     expected = contents(first)

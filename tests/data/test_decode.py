@@ -89,12 +89,6 @@ def test_floating_point_gray_is_scaled(most: float) -> None:
     assert np.abs(found - values * (255 / most)).max() <= 1
 
 
-def test_transparency_is_dropped_without_a_word() -> None:
-    image = picture(4, mode="P")
-    data = encoded(image, transparency=bytes(range(256)))
-    assert decode(data).shape == (40, 60, 3)
-
-
 @pytest.mark.parametrize("orientation", range(1, 9))
 def test_a_picture_stored_on_its_side_is_turned_upright(orientation: int) -> None:
     from PIL import ImageOps

@@ -17,8 +17,7 @@ import pytest
 from lightning_sparse.data.cache import disk
 from lightning_sparse.data.cache.counts import Counter
 from lightning_sparse.data.cache.disk import CachedFile, DiskCache, FileKey, corrupt_file
-from lightning_sparse.data.config import CacheConfig, DataError
-from lightning_sparse.data.folders import cache_folder
+from lightning_sparse.data.config import DataError
 from tests.data.stores import warnings_of
 
 
@@ -79,18 +78,6 @@ def test_a_flipped_bit_is_found_wherever_it_is(tmp_path: Path, place: int) -> No
     cache.close()
 
 
-def test_a_value_under_another_key_is_not_taken_for_it(tmp_path: Path) -> None:
-    counter = Counter()
-    cache = DiskCache(tmp_path / "c", counter=counter)
-    cache.put(key(1), stored(1))
-    cache.close()
-    with lmdb.open(str(tmp_path / "c"), map_size=1 << 30) as environment, environment.begin(write=True) as transaction:
-        transaction.put(key(2).digest(), transaction.get(key(1).digest()) or b"")
-    cache = DiskCache(tmp_path / "c", counter=counter)
-    assert cache.get([key(1), key(2)]) == [stored(1), None]
-    cache.close()
-
-
 def test_inserting_ends_at_the_limit(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     cache = DiskCache(tmp_path / "c", limit_bytes=2_000_000)
     for number in range(100):
@@ -127,22 +114,6 @@ def test_what_is_no_cache_of_this_version_is_named(tmp_path: Path, spoil: str) -
             transaction.delete(b"format")
     with pytest.raises(DataError, match="cache clear"):
         DiskCache(folder)
-
-
-def test_a_cache_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    config = CacheConfig(source=str(tmp_path), cache_dir=str(tmp_path / "file" / "cache"))
-    with pytest.raises(DataError, match=r"cache_dir=.*file/cache cannot be used \(Not a directory\)"):
-        cache_folder(config)
-
-
-def test_two_users_in_one_process_share_one_environment(tmp_path: Path) -> None:
-    first, second = DiskCache(tmp_path / "c"), DiskCache(tmp_path / "c")
-    first.put(key(1), stored(1))
-    first.close()
-    assert second.get([key(1)]) == [stored(1)]
-    second.put(key(2), stored(2))
-    second.close()
 
 
 def _fill(folder: Path, begin: int) -> None:

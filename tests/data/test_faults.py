@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 import subprocess
 import sys
 import time
@@ -85,25 +84,6 @@ def test_a_full_disk_ends_inserting_and_not_the_run(
 
 
 # ------------------------------------------------------------------------------------------------------- other runs
-
-
-def test_a_killed_run_is_cleaned_up_after(folder: Path, stores: Open) -> None:
-    """kill -9 in the first epoch: its memory is freed, and the next run reads again only what was not kept."""
-    code = f"""
-import os, signal
-from pathlib import Path
-from tests.data.stores import *
-store = store_of(Path({str(folder)!r}), [])
-store.get(range(12))
-store.flush()
-store.get(range(12, 16))
-os.kill(os.getpid(), signal.SIGKILL)
-"""
-    assert subprocess.run([sys.executable, "-c", code]).returncode == -signal.SIGKILL
-    store = store_of(folder, stores)
-    assert store._tiers().memory.cached == 0
-    assert len(contents(store)) == 20
-    assert (store.counters().disk_samples, store.counters().storage_samples) == (12, 8)
 
 
 def test_all_files_of_a_run_are_the_users_alone(folder: Path, stores: Open) -> None:

@@ -147,14 +147,6 @@ def test_another_data_set_begins_its_epoch_anew(caplog: pytest.LogCaptureFixture
     assert len(samples(other)) == 6
 
 
-def test_each_epoch_is_announced() -> None:
-    told: list[int] = []
-    one = loader(on_epoch=told.append)
-    for epoch in (0, 0, 1):
-        one.set_epoch(epoch)
-    assert told == [0, 0, 1]
-
-
 def test_evaluation_is_the_same_in_every_pass() -> None:
     batches = [np.array([1, 2]), np.array([3])]
     one = EvalLoader(batches, Echo(), size=16)

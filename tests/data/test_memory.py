@@ -145,6 +145,9 @@ with memory._segment.locked():  # and with the lock in its hands
     assert memory._states[3] == FILLING
     assert memory.get([3]) == ([None], 0)
     assert put(memory, 4)
+    assert put(memory, 3)  # it is filled by another process then
+    assert memory.get([3, 4])[0][0] is not None
+    assert memory.cached == 2
     memory.close()
 
 

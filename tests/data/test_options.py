@@ -49,6 +49,8 @@ def test_lightning_cli_accepts_the_options(flavour: str) -> None:
     [
         ({"batch_size": 0}, "batch_size=0 must be at least 1"),
         ({"image_size": {3: 128}}, "starting with epoch 0"),
+        ({"image_size": "224"}, "image_size='224' must be a size in pixels"),
+        ({"cache_dir": None}, "cache_dir='None': give the folder"),
         ({"image_size": 224, "short_side": 200}, "short_side=200 is less than the largest image_size, 224"),
         ({"shuffle": "all"}, "shuffle='all'"),
         ({"backend": "pil"}, "backend='pil' is unknown: choose one of auto, dali, torch"),
@@ -60,4 +62,4 @@ def test_lightning_cli_accepts_the_options(flavour: str) -> None:
 )
 def test_bad_options_are_refused_early(tmp_path: Path, options: dict[str, Any], says: str) -> None:
     with pytest.raises(ValueError, match=says):
-        CachedImageDataModuleMixin(str(tmp_path), str(tmp_path), **options)
+        CachedImageDataModuleMixin(str(tmp_path), **{"cache_dir": str(tmp_path), **options})

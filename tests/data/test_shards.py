@@ -7,14 +7,12 @@ import importlib.util
 import io
 import os
 import tarfile
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from lightning_sparse.cli import main
 from lightning_sparse.data.cache.store import SampleStore
 from lightning_sparse.data.config import CacheConfig
 from lightning_sparse.data.sources.listing import classes_of, has_split, load_or_list
@@ -98,18 +96,6 @@ def test_shards_of_images_serve_the_image_module(tmp_path: Path) -> None:
     assert labels.tolist() == [index % 2 for index in indices.tolist()]
     assert has_split(data._options.cache, "test")
     assert not has_split(data._options.cache, "val")
-
-
-def test_warming_and_a_shard_that_was_added(folder: Path, tmp_path: Path) -> None:
-    words = [str(folder), str(tmp_path / "cache"), "--bytes"]
-    assert main(["cache", "warm", *words]) == 0
-    _, data, counts = contents(config_of(folder, tmp_path / "cache"))
-    assert (len(data), counts.storage_samples) == (8, 0)
-    time.sleep(0.02)  # the resolution of times on this file system
-    shard(folder / "train" / "002.tar", {"a.npy": b"a", "a.cls": b"0"})
-    _, data, counts = contents(config_of(folder, tmp_path / "cache"))
-    assert data[8] == b"a"
-    assert counts.storage_samples == 1
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import multiprocessing
-import pickle
 from pathlib import Path
 
 import numpy as np
@@ -103,14 +102,3 @@ def test_nodes_keep_what_they_own(folder: Path) -> None:
     assert [store.counters().disk_samples for store in stores] == [5, 15]
     for store in stores:
         store.close()
-
-
-def test_a_store_travels_without_its_files(folder: Path) -> None:
-    store = store_of(folder)
-    copy = pickle.loads(pickle.dumps(store))
-    assert copy.format == store.format
-    assert copy.get([1])[0].data.tobytes() == store.get([1])[0].data.tobytes()
-    store.close()
-    assert copy.get([1])[0].index == 1  # its files are its own
-    copy.close()
-    copy.close()

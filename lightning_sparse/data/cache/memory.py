@@ -41,7 +41,7 @@ from lightning_sparse.data.sample import Format, View
 from lightning_sparse.data.sources.manifest import Manifest
 from lightning_sparse.messages import log
 
-VERSION = 3  # of this layout
+VERSION = 4  # of this layout
 EMPTY, FILLING, READY = 0, 1, 2
 ALIGN = 64
 RESERVE_BYTES = 64 << 20
@@ -123,7 +123,7 @@ class MemoryCache:
 
     def _reserve(self, index: int, length: int) -> int | None:
         """Reserve space for a payload; None if the slot is taken, the cache is full, or the lock is not free."""
-        if self.full or self._states[index] != EMPTY:
+        if self.full or not self._is_free(index):
             return None
         with self._segment.locked(self._patience_s) as held:
             self._patience_s = LOCK_S if held else 0.0  # wait once, not for each sample
@@ -131,15 +131,21 @@ class MemoryCache:
                 return None
             offset = int(self._header[_Header.TAIL])
             end = -(-(offset + length) // ALIGN) * ALIGN
-            if self._states[index] != EMPTY:
+            if not self._is_free(index):
                 return None
             if end > self.capacity or not self._allocate(end):
                 self._header[_Header.FULL] = 1
                 return None
             self._header[_Header.TAIL] = end
-            self._header[_Header.CACHED] += 1
+            self._header[_Header.CACHED] += self._states[index] == EMPTY
+            self._slots[index]["checksum"] = os.getpid()  # of who fills it, until it is there
             self._states[index] = FILLING
         return offset
+
+    def _is_free(self, index: int) -> bool:
+        """Whether a slot is empty, or was left half filled by a process that was killed."""
+        state = self._states[index]
+        return bool(state == EMPTY or (state == FILLING and _has_ended(int(self._slots[index]["checksum"]))))
 
     def _allocate(self, end: int) -> bool:
         """Allocate memory for the first `end` bytes of payloads, and for some that follow while there is enough."""
@@ -188,6 +194,16 @@ def create(name: str, format: Format, slots: int, capacity: int) -> MemoryCache:
     header[_Header.FULL] = capacity == 0
     room = max(capacity, 4096)  # an empty map is not allowed
     return MemoryCache(segments.create(name, _payloads_at(slots) + room, header.tobytes()))
+
+
+def _has_ended(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return True
+    except (PermissionError, OverflowError):
+        return False
+    return False
 
 
 def _payloads_at(slots: int) -> int:

@@ -141,7 +141,9 @@ class ImageSizes:
     """
 
     def __init__(self, sizes: int | Mapping[int, int]) -> None:
-        self._sizes = dict(sorted(({0: sizes} if isinstance(sizes, int) else dict(sizes)).items()))
+        by_epoch = {0: sizes} if not isinstance(sizes, Mapping) else sizes
+        whole = all(isinstance(each, int) for pair in by_epoch.items() for each in pair)
+        self._sizes = dict(sorted(by_epoch.items())) if whole else {}
         if 0 not in self._sizes or min(self._sizes) < 0 or min(self._sizes.values()) < 1:
             raise ValueError(
                 f"image_size={sizes!r} must be a size in pixels, or a dict of sizes by first epoch, starting with "
