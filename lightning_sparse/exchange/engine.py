@@ -62,6 +62,8 @@ class Exchange:
 
     def volume(self, density: float) -> str:
         """What a node receives for one exchange of everything, beside DDP's all-reduce, for the log."""
+        if not self._numel:
+            return "no parameters"
         work, devices = self.choice.work(self._numel, torch.float32), self.topology.num_devices
         ours, dense = (1e-6 * devices * path.bytes() for path in (self.choice.path(work, density), Flat(work)))
         return f"{ours:,.3g} MB into each node instead of {dense:,.3g}"
