@@ -127,8 +127,8 @@ class SmallResNet(pl.LightningModule):
 class Recorder(pl.Callback):
     """Seconds and bytes sent of each step, bytes of the fit, and a metric, as ``node<n>.json``: one file a node.
 
-    Bytes are what the kernel counted on the node's network interface while a step ran, so they need a node that is
-    alone on its interface, as in the lab; elsewhere they are left out, and what a step should send stands beside them.
+    Bytes are what the kernel counted on the interface of the node from one step to the next, so they need a node that
+    is alone on its interface, as in the lab; elsewhere they are left out. What a step should send stands beside them.
     """
 
     def __init__(self, folder: Path, metric: str = "val_accuracy") -> None:
@@ -143,11 +143,16 @@ class Recorder(pl.Callback):
         self.sent_before = self._sent()
 
     def on_train_batch_start(self, *_: Any) -> None:
-        self.started, self.sent = time.perf_counter(), self._sent()
+        sent = self._sent()
+        if self.bytes:
+            self.bytes[-1] += sent - self.sent  # what is sent beside the next step goes on between two
+        self.started, self.sent = time.perf_counter(), sent
 
     def on_train_batch_end(self, trainer: pl.Trainer, module: pl.LightningModule, *_: Any) -> None:
         self.seconds.append(time.perf_counter() - self.started)
-        self.bytes.append(self._sent() - self.sent)
+        sent = self._sent()
+        self.bytes.append(sent - self.sent)
+        self.sent = sent
         self.computed = computed(trainer, module)  # after the last step, before what is pending is sent
 
     def on_fit_end(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:

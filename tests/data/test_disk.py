@@ -58,16 +58,18 @@ def test_a_file_that_changed_on_storage_is_not_answered_from_disk(tmp_path: Path
     cache.close()
 
 
-@pytest.mark.parametrize("place", [0, 4, 8, 16, 24, 28, 32, 40, 500, -1])
-def test_a_flipped_bit_is_found_wherever_it_is(tmp_path: Path, place: int) -> None:
-    """In the header or in the file: the value is never taken for what it is not."""
+@pytest.mark.parametrize("place", [0, 4, 8, 16, 24, 28, 32, 40, 500, -1, None])
+def test_a_flipped_bit_is_found_wherever_it_is(tmp_path: Path, place: int | None) -> None:
+    """In the header, in the file, or in the key: the value is never taken for what it is not."""
     counter = Counter()
     cache = DiskCache(tmp_path / "c", counter=counter)
     cache.put(key(1), stored(1))
+    cache.put(key(2), stored(2))
     cache.close()
     with lmdb.open(str(tmp_path / "c"), map_size=1 << 30) as environment, environment.begin(write=True) as transaction:
-        value = bytearray(transaction.get(key(1).digest()) or b"")
-        value[place] ^= 0x10
+        value = bytearray(transaction.get(key(2 if place is None else 1).digest()) or b"")
+        if place is not None:
+            value[place] ^= 0x10
         transaction.put(key(1).digest(), bytes(value))
     cache = DiskCache(tmp_path / "c", counter=counter)
     assert cache.get([key(1)]) == [None]
