@@ -34,7 +34,7 @@ TABLES: tuple[tuple[str, type, tuple[type, ...]], ...] = (
 
 def described(cls: type) -> dict[str, str]:
     """The Args of a docstring, by name."""
-    text = inspect.getdoc(cls) or ""
+    text = (inspect.getdoc(cls) or "").split("\n    **kwargs: ")[0]
     found = re.search(r"^Args:\n((?:    .*\n|\n)*)", text + "\n", re.MULTILINE)
     entries = re.findall(r"^    ([\w, ]+): ((?:.|\n(?!    \w[\w, ]*: |\n))*)", found[1] if found else "", re.MULTILINE)
     return {name.strip(): " ".join(said.split()) for names, said in entries for name in names.split(",")}

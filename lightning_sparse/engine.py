@@ -22,7 +22,7 @@ from math import prod
 from typing import Any, ClassVar, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
@@ -119,11 +119,8 @@ class Engine(ABC):
     """Exchanges what one module learns between nodes.
 
     Attributes:
-        config: options of the exchange.
-        topology: of the ranks.
         exchange: between nodes; it exists where ``active``.
         active: whether there is anything to exchange; False on one node.
-        log_once: logs a line once, on rank 0.
         needs_all: going on from a checkpoint takes the state of every rank; else a rank without its own begins anew.
         has_own_weights: nodes train weights of their own, and the global ones are shown.
     """
@@ -135,15 +132,17 @@ class Engine(ABC):
     has_own_weights: ClassVar[bool] = False
 
     config: Any
+    module: nn.Module
+    steps = 0
     exchange: Exchange
     topology: Topology
     active: bool
     log_once: LogOnce
 
     @property
-    @abstractmethod
     def rounds(self) -> int:
         """Exchanges, or steps, so far."""
+        return self.steps
 
     # -- training ------------------------------------------------------------------------------------------------------
 
@@ -195,7 +194,7 @@ class Engine(ABC):
 
     def manifest(self) -> dict[str, Any]:
         """Return what a checkpoint says of all ranks alike, in plain types."""
-        return {}
+        return {"steps": self.steps}
 
     @abstractmethod
     def state(self) -> State:
@@ -222,9 +221,9 @@ class Engine(ABC):
         """Go on from the weights that the module holds now, with nothing pending. Every rank calls it."""
         return
 
-    @abstractmethod
     def holds(self, parameters: Collection[int]) -> bool:
         """Return whether one of these parameters, given by ``id()``, is of this engine's module."""
+        return any(id(p) in parameters for p in self.module.parameters())
 
     def follows(self, optimizer: Optimizer) -> bool:
         """Return whether it is to be told of the optimizer's steps."""

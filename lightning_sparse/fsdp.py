@@ -9,7 +9,7 @@ the module. `lightning_sparse.updates.LocalUpdates` exchanges updates of shards 
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from math import prod
@@ -204,7 +204,6 @@ class ShardedGradients(Engine):
         self.module, self.config, self.topology = model, config, topology
         self.active = topology.kind == "hierarchical"
         self.managed: list[Managed] = []
-        self.steps = 0
         self.log_once = LogOnce(topology.rank)
         self._accumulating = False
         if not self.active:
@@ -215,9 +214,7 @@ class ShardedGradients(Engine):
         for name, each in model.named_modules():
             if isinstance(each, FSDPModule) and (managed := managed_by(each, names)):
                 self._attach(each, Managed(name, managed))
-        with torch.no_grad():
-            for tensor in (*model.parameters(), *model.buffers()):
-                self.exchange.communicator.begin_with_first(tensor)
+        self.exchange.communicator.begin_with_first([*model.parameters(), *model.buffers()])
 
     def _attach(self, module: FSDPModule, managed: Managed) -> None:
         module.set_all_reduce_hook(partial(self._reduce, managed))
@@ -259,31 +256,15 @@ class ShardedGradients(Engine):
             self.exchange.stats.end_round()
 
     def norms(self) -> dict[str, Tensor]:
-        """Return the norm of the residuals of this device."""
         held = [torch.linalg.vector_norm(each.residual_S) for each in self.managed if each.residual_S is not None]
         return {"residual_norm": torch.stack(held).norm() if held else torch.zeros(())}
 
     # -- checkpoints: residuals, by pieces of parameters and without padding -------------------------------------------
 
-    @property
-    def rounds(self) -> int:
-        """Steps so far."""
-        return self.steps
-
     def global_parts(self) -> list[Tensor]:
-        """Return this device's shards of the weights."""
         return [local_of(p.data) for p in self.module.parameters()] if self.active else []
 
-    def holds(self, parameters: Collection[int]) -> bool:
-        """Return whether one of these parameters, given by ``id()``, is of the model."""
-        return any(id(p) in parameters for p in self.module.parameters())
-
-    def manifest(self) -> dict[str, Any]:
-        """Return what all ranks know alike, in plain types."""
-        return {"steps": self.steps}
-
     def state(self) -> State:
-        """Return the residuals of this device."""
         pieces, layouts = [], {}
         for managed in self.managed:
             for name, parameter, view in managed.views(managed.residual_S) if managed.residual_S is not None else ():
@@ -292,14 +273,12 @@ class ShardedGradients(Engine):
         return State({"residual": pieces}, layouts)
 
     def fits(self, manifest: Mapping[str, Any], state: State) -> bool:
-        """Return whether this device held the same pieces of the parameters when it was saved."""
         saved = [piece.place for piece in state.pieces["residual"]]
         mine = [(name, *part_of(p)[1:]) for managed in self.managed for name, p in managed.parameters.items()]
         return self.active and (not saved or saved == mine)
 
     @torch.no_grad()
     def load(self, manifest: Mapping[str, Any], state: State | None) -> None:
-        """Go on exactly where this device was saved; its state ``fits``."""
         self.steps = manifest["steps"]
         found = {piece.name: piece.tensor for piece in state.pieces["residual"]} if state is not None else {}
         for managed in self.managed:
@@ -309,7 +288,6 @@ class ShardedGradients(Engine):
 
     @torch.no_grad()
     def load_from(self, manifest: Mapping[str, Any], nodes: Sequence[Sequence[State]]) -> None:
-        """Start every node with the mean over the old ones."""
         if not self.active:
             if manifest["config"]["exchange"] != "dense":  # which leaves nothing
                 self.log_once("the saved residuals are lost: one node has nothing to send", logging.WARNING)

@@ -80,7 +80,6 @@ def divide(numels: Sequence[int], costs: Sequence[int], loads: Sequence[int], cu
     """Assign whole parameters if that balances the ranks; else divide the costliest ones among all ranks.
 
     Args:
-        numels: number of elements of each parameter.
         costs: cost of each parameter's step, in any unit.
         loads: current cost of each rank, in the same unit; its length is the number of ranks.
         cuttable: whether a parameter's parts can be stepped separately.

@@ -7,6 +7,7 @@ import pytest
 
 MODULES = [
     "lightning_sparse.topology",
+    "lightning_sparse.sharding",
     "lightning_sparse.exchange.paths",
     "lightning_sparse.gradients.config",
     "lightning_sparse.kernels.ops",

@@ -71,9 +71,6 @@ class Alone(HierCommunicator):
         grad_LS.view(devices, -1).copy_(shard_S)
         return grad_LS
 
-    def node_all_reduce(self, tensor: Tensor, op: dist.ReduceOp.RedOpType) -> None:
-        _among_copies(tensor, op, self.topology.num_devices)
-
     def flat_all_reduce(self, tensor: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> None:
         _among_copies(tensor, op, self.topology.world_size)
 

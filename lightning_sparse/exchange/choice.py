@@ -25,10 +25,7 @@ class PathChoice:
     """The path of each shard.
 
     Args:
-        config: options of the exchange.
-        topology: of the ranks.
         numel: elements of all tensors together.
-        log_once: logs a line once, on rank 0.
 
     Attributes:
         rates: what ``"auto"`` decides by; None until the first round has measured them.
@@ -59,7 +56,7 @@ class PathChoice:
             return self._fastest(work, density, rounded=False, keeps_all=True)
         given = self.config.path
         if given is None:
-            rounded = self.config.may_round and work.itemsize >= 4
+            rounded = self.config.value_dtype != "float32" and work.itemsize >= 4
             return self._fastest(work, density, rounded=rounded, keeps_all=self.keeps_all)
         path = given.of(work, density, self.config.dtype)
         return Dense(work) if path is None else path

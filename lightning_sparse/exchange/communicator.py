@@ -1,25 +1,10 @@
 """The collectives of the exchange over a topology. Knows process groups, and nothing of DDP or of compression.
 
-With a tensor of N elements padded to L * S (see lightning_sparse.gradients.reduction for the whole step):
-
-=============== ============== =========================== ==========================================
-method          group          in -> out                   step
-=============== ============== =========================== ==========================================
-reduce_scatter  intra          grad_N -> shard_S           1, sums inside the node
-exchange        inter          message_B -> messages_MB    3, one fixed-size all-gather between nodes
-all_reduce      inter          shard_S -> shard_S          the dense twin of 2 and 3
-all_to_all      inter          messages_MB -> messages_MB  regional: each node its region's
-gather          intra/outward  shard_S -> grad_N           4
-broadcast       intra          tensor -> tensor            none: parameters from the rank that stepped them
-node_all_reduce intra          tensor -> tensor            none: what a sharded step must know of the others
-flat_all_reduce world          grad_N -> grad_N            the identity: what DDP itself does
-world_broadcast world          tensor -> tensor            none: what all ranks begin with
-node_broadcast  inter          shard_S -> shard_S          none: the same of a sharded model
-=============== ============== =========================== ==========================================
+Tensors of N elements are padded to L * S; see lightning_sparse.gradients.reduction for the whole step.
 """
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import NamedTuple
 
@@ -173,12 +158,8 @@ class HierCommunicator:
     """The four steps, each a method of a few lines.
 
     Args:
-        topology: where this rank stands, with its groups.
         node: the ranks that count as a node; default: those of this rank's node.
         world: the ranks that count as all; default: all.
-
-    Attributes:
-        stopwatch: times what goes between nodes.
     """
 
     def __init__(self, topology: Topology, *, node: Group | None = None, world: Group | None = None) -> None:
@@ -254,32 +235,19 @@ class HierCommunicator:
 
         return wait
 
-    def node_all_reduce(self, tensor: Tensor, op: dist.ReduceOp.RedOpType) -> None:
-        """Reduce over the node's devices, in place."""
-        with self._named("all-reduce inside the node", self.node):
-            dist.all_reduce(tensor, op=op, group=self.node.handle)
-
     def flat_all_reduce(self, tensor: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> None:
         """Reduce over all ranks, in place."""
         with self._named("all-reduce over all ranks", self.world), self._timed(tensor):
             dist.all_reduce(tensor, op=op, group=self.world.handle)
 
-    def world_broadcast(self, tensor: Tensor) -> None:
-        """What rank 0 has, to all ranks, in place."""
-        with self._named("broadcast to all ranks", self.world):
-            dist.broadcast(tensor, src=0, group=self.world.handle)
-
-    def node_broadcast(self, tensor: Tensor) -> None:
-        """What this device's peer on the first node has, to all its peers, in place."""
-        with self._named("broadcast to all nodes", self.peers):
-            dist.broadcast(tensor, src=self.peers.ranks[0], group=self.peers.handle)
-
-    def begin_with_first(self, tensor: Tensor) -> None:
-        """Give all ranks what rank 0 has of a tensor; of a sharded one all nodes what the first has."""
-        if isinstance(tensor, DTensor):
-            self.node_broadcast(local_of(tensor.data))
-        elif tensor.numel():
-            self.world_broadcast(tensor.data)
+    @torch.no_grad()
+    def begin_with_first(self, tensors: Iterable[Tensor]) -> None:
+        """Give all ranks what rank 0 has of these tensors; of a sharded one all nodes what the first has."""
+        for tensor in tensors:
+            to, group = ("nodes", self.peers) if isinstance(tensor, DTensor) else ("ranks", self.world)
+            if tensor.numel():
+                with self._named(f"broadcast to all {to}", group):
+                    dist.broadcast(local_of(tensor.data), src=group.ranks[0], group=group.handle)
 
     def _timed(self, tensor: Tensor) -> AbstractContextManager[None]:
         return self.stopwatch.running(tensor.device)

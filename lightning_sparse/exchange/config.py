@@ -11,8 +11,6 @@ from lightning_sparse.exchange.paths import PATHS, Exchange, Path
 
 ValueDtype = Literal["float32", "bfloat16", "float16"]
 
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-
 
 @dataclass(frozen=True, kw_only=True)
 class ExchangeConfig:
@@ -73,14 +71,10 @@ class ExchangeConfig:
         return self.path is not None and self.path.leaves == "entries"
 
     @property
-    def may_round(self) -> bool:
-        """Whether ``exchange="auto"`` may round values to 16 bits."""
-        return self.value_dtype != "float32"
-
-    @property
     def dtype(self) -> torch.dtype:
         """``value_dtype`` as a torch dtype."""
-        return _DTYPES[self.value_dtype]
+        dtype: torch.dtype = getattr(torch, self.value_dtype)
+        return dtype
 
     def to_dict(self) -> dict[str, Any]:
         """Plain types only, for a checkpoint."""

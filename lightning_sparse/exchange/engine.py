@@ -35,18 +35,11 @@ class Exchange:
     """Exchanges shards between the nodes of a topology.
 
     Args:
-        config: options of the exchange.
-        topology: of the ranks, with its groups.
         device: where the shards are.
         numel: elements of all tensors together, on one rank.
-        log_once: logs a line once, on rank 0.
 
     Attributes:
-        device: as given.
-        communicator: the collectives.
-        choice: which path each shard takes.
         runner: runs jobs, beside backward if ``config.overlap``.
-        stats: what was communicated.
     """
 
     def __init__(
@@ -69,6 +62,8 @@ class Exchange:
 
     def volume(self, density: float) -> str:
         """What a node receives for one exchange of everything, beside DDP's all-reduce, for the log."""
+        if not self._numel:
+            return "no parameters"
         work, devices = self.choice.work(self._numel, torch.float32), self.topology.num_devices
         ours, dense = (1e-6 * devices * path.bytes() for path in (self.choice.path(work, density), Flat(work)))
         return f"{ours:,.3g} MB into each node instead of {dense:,.3g}"
@@ -109,25 +104,23 @@ class Exchange:
 class Transfer:
     """A shard on its way between nodes.
 
-    Args:
-        path: that it takes.
-        shard: what this device contributes.
-        communicator: the collectives.
-
     Attributes:
         carried: what this device sends; once that was transferred, what has arrived.
     """
 
     def __init__(self, path: Path, shard: Shard, communicator: HierCommunicator) -> None:
         self.path, self.shard, self._communicator = path, shard, communicator
+        self._where = communicator.where  # stages may run on threads, each with a place of its own
         self.carried = path.select(communicator, shard)
 
     def transfer(self) -> None:
         """Communicate with other nodes."""
+        self._communicator.where = self._where
         self.carried = self.path.transfer(self._communicator, self.carried, self.shard)
 
     def apply(self) -> Tensor:
         """Return the sum over nodes: fp32, or for a path ``in_place`` ``shard.sum_S``."""
+        self._communicator.where = self._where
         return self.path.apply(self.carried, self.shard)
 
     @property

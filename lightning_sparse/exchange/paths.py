@@ -1,16 +1,8 @@
 """The paths between nodes: ways of summing a shard over nodes. A new one is a class here, and a line in two tables.
 
 With M nodes of L devices and a tensor of N elements on each rank, device l of each node holds shard l of S = N / L
-elements: this node's sum. A path has three methods, so that several shards share the network
-(lightning_sparse.exchange.lanes), and two prices:
-
-=========================== ===========================================================================================
-``select(comm, shard)``     the device works alone: what is sent, and what the residual keeps
-``transfer(comm, ...)``     communicates with other nodes: what is sent -> what arrived
-``apply(arrived, shard)``   the device works alone again: the sum over nodes, in node order
-``bytes()``                 received per device between nodes
-``seconds(rates)``          what that takes, and what is done inside the node
-=========================== ===========================================================================================
+elements: this node's sum. A path has three methods, ``select``, ``transfer`` and ``apply``, so that several shards
+share the network (lightning_sparse.exchange.lanes), and two prices, ``bytes`` and ``seconds``.
 
 Nothing else in the package knows how many paths there are. With P = M * L ranks, w = bytes of an element, K pairs of p
 bytes in a message:

@@ -40,7 +40,6 @@ def probe(comm: HierCommunicator, device: torch.device, value_dtype: torch.dtype
 
     Args:
         comm: the groups to measure; nothing else may be under way on them.
-        device: where gradients are.
         value_dtype: of messages.
         shard_numel: elements of the largest shard that the run will reduce; the same on all ranks.
     """
@@ -61,11 +60,7 @@ def probe(comm: HierCommunicator, device: torch.device, value_dtype: torch.dtype
 def kernel_costs(
     seconds: Callable[[Callable[[], object]], float], device: torch.device, value_dtype: torch.dtype, shard_numel: int
 ) -> Rates:
-    """Of a device's kernels, for shards of up to that size; the links are free.
-
-    Args:
-        seconds: times a call.
-    """
+    """Of a device's kernels, for shards of up to that size; the links are free."""
     numel = min(MOST_SELECTED, max(2 * FEW, shard_numel))
     select_call, fill_call, _, cast_call = _kernel_times(seconds, device, value_dtype, FEW)
     select, once, often, cast = _kernel_times(seconds, device, value_dtype, numel)

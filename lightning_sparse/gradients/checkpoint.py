@@ -102,7 +102,7 @@ def load_from(state: HierState, manifest: Mapping[str, Any], nodes: Sequence[Seq
 
 
 def _begin(state: HierState, manifest: Mapping[str, Any]) -> None:
-    state.forget()
+    state.restart()
     state.round = state.exchange.stats.rounds = manifest["round"]
     # Cut again: what is excluded now may not have been then. regroup() then brings the residuals along.
     state.layout.settle(state.layout.cut(_groups(manifest["settled"])))

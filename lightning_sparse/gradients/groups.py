@@ -12,7 +12,7 @@ Parameters excluded from selection are groups of their own: each bucket is cut i
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from functools import cached_property
@@ -21,11 +21,8 @@ from itertools import accumulate
 import torch
 from torch import Tensor, nn
 
-from lightning_sparse.exchange import Path, Work
-from lightning_sparse.exchange.choice import PathChoice
-from lightning_sparse.exchange.paths import Dense, Flat
+from lightning_sparse.exchange import Path
 from lightning_sparse.gradients.config import Exclude
-from lightning_sparse.topology import Topology
 
 BY_SHARD = (torch.float32, torch.float16, torch.bfloat16)
 """Gradients of other dtypes are all-reduced whole."""
@@ -242,45 +239,6 @@ class Layout:
         return True
 
 
-class GroupPaths:
-    """Which path each group takes in a round that is not bypassed.
-
-    Args:
-        topology: of the ranks.
-        dtypes: of parameters, by name.
-        layout: the groups.
-        choice: of the exchange.
-    """
-
-    def __init__(
-        self, topology: Topology, dtypes: Mapping[str, torch.dtype], layout: Layout, choice: PathChoice
-    ) -> None:
-        self._dtypes, self._layout, self._choice = dtypes, layout, choice
-        self._hierarchical = topology.kind == "hierarchical"
-
-    def is_sharded(self, group: ParamGroup) -> bool:
-        """Whether devices reduce the group by shards, in settled rounds."""
-        return self._hierarchical and bool(group.numel) and self._dtypes[group.names[0]] in BY_SHARD
-
-    def of(self, group: ParamGroup, density: float) -> Path:
-        """Return the path of a group in a round of that density."""
-        work = self._work(group)
-        if not self.is_sharded(group):
-            return Flat(work)
-        if not self._layout.is_settled(group):
-            return Dense(work)
-        if self._layout.is_excluded(group):
-            return self._choice.path(work, 1.0, exact=True)
-        return self._choice.path(work, density)
-
-    def plain(self, group: ParamGroup) -> Path:
-        """Return the path of a group that is reduced as DDP does."""
-        return Flat(self._work(group))
-
-    def _work(self, group: ParamGroup) -> Work:
-        return self._choice.work(group.numel, self._dtypes[group.names[0]])
-
-
 # -- a DDP bucket as groups --------------------------------------------------------------------------------------------
 
 
@@ -291,9 +249,7 @@ class BucketGroup:
     run): then each group is a copy that is written back.
 
     Args:
-        bucket: that holds it.
         group: a settled group inside it, or its own.
-        path: that it takes in this round.
         has_residual: False where it is reduced as DDP does.
 
     Attributes:
@@ -324,7 +280,6 @@ class Bucket:
     Attributes:
         unused: those of its parameters that this rank did not use; empty unless DDP looks for them.
         spends_parked: residuals of a run on several nodes join the sum, for there are no shards.
-        groups: that are reduced.
     """
 
     group: ParamGroup

@@ -50,9 +50,7 @@ class MomentumCorrection:
     """The velocities of one device.
 
     Args:
-        parameters: whose gradients are reduced.
         topology: a hierarchical one.
-        log_once: logs a line once.
 
     Raises:
         ValueError: when a parameter's gradient would not be reduced by shards.
@@ -72,8 +70,8 @@ class MomentumCorrection:
         self._in_step: list[dict[str, Any]] = []  # what was taken out of each param group
         self._handles: list[Any] = []
         self._proposed: dict[ParamGroup, Tensor] = {}
-        self._known: list[Any] = []  # what the cached terms were made from
-        self._cached: tuple[dict[str, _Terms], dict[str, float]] = ({}, {})
+        self._terms: dict[str, _Terms] = {}  # of the parameters of the optimizer, in the next round
+        self._decays: dict[str, float] = {}  # their weight decay, this node's share
 
     def watch(self, optimizers: Iterable[torch.optim.Optimizer]) -> None:
         """Take over the momentum of the one optimizer.
@@ -98,7 +96,7 @@ class MomentumCorrection:
         self.unwatch()
         if self._optimizer not in (None, optimizer):
             self.store.clear()  # a new optimizer begins without momentum
-        self._optimizer, self._known = optimizer, []
+        self._optimizer, self._terms = optimizer, {}
         self._handles = [
             optimizer.register_step_pre_hook(self._take_out),
             optimizer.register_step_post_hook(self._put_back),
@@ -114,16 +112,17 @@ class MomentumCorrection:
         self._handles.clear()
         self._put_back()
 
-    def check(self, waiting: Set[str]) -> None:
-        """Refuse to go on from a velocity that is in the gradients already.
+    def begin_round(self, waiting: Set[str]) -> None:
+        """Read what the optimizer's options are now: schedulers change them at any step.
 
         Args:
             waiting: parameters whose last gradient has been reduced and not been stepped.
 
         Raises:
-            ValueError: naming the way out.
+            ValueError: without an optimizer, or where a velocity is in the gradients already; naming the way out.
         """
-        stepped = waiting & self._terms()[0].keys()
+        self._read_options()
+        stepped = waiting & self._terms.keys()
         if stepped:
             raise ValueError(
                 f"momentum_correction=True with another backward pass before the step, for which "
@@ -134,8 +133,9 @@ class MomentumCorrection:
     def tails(self) -> dict[str, tuple[float, float]]:
         """By name, what a checkpoint must say so that another run can give SGD its momentum back: a gradient of
         ``tail[0] * v + tail[1] * u``, met by SGD's own momentum, moves the parameter as far as v and u would have."""
-        terms = {} if self._optimizer is None else self._terms()[0]
-        return {name: (1.0 - each.keep, each.keep * each.velocity) for name, each in terms.items() if name}
+        if self._optimizer is not None:
+            self._read_options()
+        return {name: (1.0 - each.keep, each.keep * each.velocity) for name, each in self._terms.items() if name}
 
     def advance(self, group: ParamGroup, sum_S: Tensor) -> Tensor:
         """Move the group's velocity, and return what joins the residual.
@@ -147,18 +147,19 @@ class MomentumCorrection:
         old_S, next_S = self.store.latest(group), self.store.buffer(group, sum_S.device)
         if old_S is None:
             old_S = torch.zeros_like(next_S)
-        terms, decays = self._terms()
+        if not self._terms:
+            self._read_options()
         pieces = group.shard_slices(group.names, device_index, num_devices)
-        for decay in {decays.get(name, 0.0) for name, _, _ in pieces} - {0.0}:
+        for decay in {self._decays.get(name, 0.0) for name, _, _ in pieces} - {0.0}:
             decayed = [
                 (here, in_bucket_order(self._parameters[name])[there])
                 for name, here, there in pieces
-                if decays.get(name) == decay
+                if self._decays.get(name) == decay
             ]
             values = [value.to(sum_S.dtype) for _, value in decayed]
             torch._foreach_add_([sum_S[here] for here, _ in decayed], values, alpha=decay)
         covered = 0
-        for each, run in groupby(pieces, key=lambda piece: terms.get(piece[0], _UNKNOWN)):
+        for each, run in groupby(pieces, key=lambda piece: self._terms.get(piece[0], _UNKNOWN)):
             places = [here for _, here, _ in run]
             place = slice(places[0].start, places[-1].stop)
             gradient, velocity = sum_S[place], next_S[place]
@@ -179,7 +180,7 @@ class MomentumCorrection:
         self.store.stage(group, next_S)
         return next_S
 
-    def _terms(self) -> tuple[dict[str, _Terms], dict[str, float]]:
+    def _read_options(self) -> None:
         """By name of each parameter of the optimizer, how its velocity moves, and its share of weight decay."""
         if self._optimizer is None:
             raise ValueError(
@@ -188,32 +189,14 @@ class MomentumCorrection:
             )
         groups = self._optimizer.param_groups
         given = [*self._in_step, *groups[len(self._in_step) :]]  # one may be added in a closure
-        # Schedulers may change options at any step, and this is called once a bucket.
-        known = [
-            (
-                *(each[name] for name in _TAKEN_OUT),
-                group["maximize"],
-                *map(id, group["params"][-1:]),
-                len(group["params"]),
-            )
-            for each, group in zip(given, groups, strict=True)
-        ]
-        if known != self._known:
-            self._known, self._cached = known, self._new_terms(given)
-        return self._cached
-
-    def _new_terms(self, given: list[dict[str, Any]]) -> tuple[dict[str, _Terms], dict[str, float]]:
-        assert self._optimizer is not None
-        terms: dict[str, _Terms] = {}
-        decays: dict[str, float] = {}
-        for options, group in zip(given, self._optimizer.param_groups, strict=True):
+        self._terms, self._decays = {}, {}
+        for options, group in zip(given, groups, strict=True):
             momentum, nesterov = float(options["momentum"]), bool(options["nesterov"])
             moving = _Terms(momentum, 1.0, momentum) if nesterov else _Terms(momentum, 0.0, 1.0)
             decay = float(options["weight_decay"]) / self._topology.num_nodes * (-1 if group["maximize"] else 1)
             for parameter in group["params"]:
                 name = self._parameters.name_of(parameter)
-                terms[name], decays[name] = moving, decay
-        return terms, decays
+                self._terms[name], self._decays[name] = moving, decay
 
     def _take_out(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         self._put_back()  # after a step that raised

@@ -41,16 +41,10 @@ from lightning_sparse.gradients.state import HierState
 
 
 class Reduction:
-    """The job of reducing what a bucket holds, in place.
-
-    Args:
-        state: of the hook.
-        bucket: with its groups, each of which has a path.
-    """
+    """The job of reducing what a bucket holds, in place."""
 
     def __init__(self, state: HierState, bucket: Bucket) -> None:
         self._state, self._bucket = state, bucket
-        self._where = f"in round {state.round}, bucket {bucket.index}"
         self._transfers: list[Transfer] = []
         self._used: Tensor | None = None  # of all parameters, which ones any rank used in this round
 
@@ -59,7 +53,7 @@ class Reduction:
     def select(self) -> Sequence[Tensor]:
         """Steps 1 and 2, and with the last bucket an agreement on what was used."""
         bucket, unused, comm = self._bucket, self._state.unused, self._state.exchange.communicator
-        comm.where = self._where
+        comm.where = f"in round {self._state.round}, bucket {bucket.index}"
         if unused is not None:
             for name in bucket.unused:  # DDP will keep these gradients if no rank used their parameters
                 unused.save(name, bucket.gradient(name), bucket.gradient(name).clone())
@@ -70,14 +64,12 @@ class Reduction:
 
     def transfer(self) -> Sequence[Tensor]:
         """Step 3."""
-        self._state.exchange.communicator.where = self._where
         for each in self._transfers:
             each.transfer()
         return self._used_later()
 
     def apply(self) -> Sequence[Tensor]:
         """The end of step 3, step 4, and what the round leaves."""
-        self._state.exchange.communicator.where = self._where
         for part, transfer in zip(self._bucket.groups, self._transfers, strict=True):
             self._sum(part, transfer)
             if part.has_residual:

@@ -34,7 +34,6 @@ class ResidualStore:
 
     Args:
         device_index: l, this device's place in its node.
-        num_devices: L.
 
     Attributes:
         known: groups of which some device of the node may hold a residual; the same on all of them, which `current` is

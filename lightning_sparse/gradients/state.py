@@ -20,13 +20,14 @@ from torch import Tensor, nn
 from torch.distributed import GradBucket  # type: ignore[attr-defined]  # re-exported, unannounced
 
 from lightning_sparse.engine import Engine, State
-from lightning_sparse.exchange import Exchange, Path
+from lightning_sparse.exchange import Exchange, Path, Work
+from lightning_sparse.exchange.paths import Dense, Flat
 from lightning_sparse.gradients import checkpoint
 from lightning_sparse.gradients.config import HierConfig, Warmup
 from lightning_sparse.gradients.groups import (
+    BY_SHARD,
     Bucket,
     BucketGroup,
-    GroupPaths,
     Layout,
     ParamGroup,
     excluded_names,
@@ -48,23 +49,18 @@ class HierState(Engine):
 
     Args:
         module: the module that DDP wraps (not the wrapper).
-        config: the user's choices.
         topology: of the ranks; from ``topology.discover()``.
         find_unused_parameters: give what DDP was given: residuals of unused parameters then stay as they are.
 
     Attributes:
         epoch: set it at the start of each epoch; the density warm-up reads it.
         round: how many rounds are over.
-        warmup: of the density.
-        exchange: the engine between nodes.
         layout: the groups of parameters that are reduced together.
         store: the residuals.
         momentum: of SGD, where the hook has taken it over.
         unused: of DDP's ``find_unused_parameters``.
         loss_scale: returns the scale of a loss scaler, a 0-dim tensor, or None; called in each round. Residuals are in
             unscaled units.
-        parameters: of the module.
-        log_once: logs a line once, on rank 0.
     """
 
     kind = "gradients"
@@ -81,16 +77,15 @@ class HierState(Engine):
         self.epoch, self.round = 0, 0
         self.warmup = Warmup(config.warmup_epochs, config.warmup_steps)
         self.parameters = Parameters(module)
-        self.active = self.is_hierarchical = topology.kind == "hierarchical"
+        self.active = topology.kind == "hierarchical"
         devices = {parameter.device for parameter in module.parameters()}
         numel = sum(parameter.numel() for parameter in module.parameters())
         self.exchange = Exchange(config, topology, devices.pop() if len(devices) == 1 else None, numel, self.log_once)
         excluded = excluded_names(module, config.exclude)
-        self.layout = Layout(excluded if self.is_hierarchical and config.exchange != "dense" else frozenset())
+        self.layout = Layout(excluded if self.active and config.exchange != "dense" else frozenset())
         self.store = ResidualStore(topology.device_index, topology.num_devices)
         self.momentum = self._momentum() if config.momentum_correction else None
         self.exchange.choice.by_shard = self.momentum is not None  # a velocity moves by its node's sum
-        self.paths = GroupPaths(topology, self.parameters.dtypes, self.layout, self.exchange.choice)
         self.loss_scale: Callable[[], Tensor | None] = lambda: None
         self.unused: UnusedParameters | None = None
         self._shares: dict[tuple[float, torch.device], Tensor] = {}  # one fill less a bucket
@@ -102,7 +97,7 @@ class HierState(Engine):
         self._bypass = ""
 
     def _momentum(self) -> MomentumCorrection | None:
-        if not self.is_hierarchical:
+        if not self.active:
             self.log_once("momentum_correction: nothing is left out here, so the optimizer keeps its own momentum")
             return None
         self.log_once("SGD's momentum is kept with the residuals: what callbacks see as gradient is the velocity")
@@ -119,7 +114,7 @@ class HierState(Engine):
         self.exchange.refuse_capture()
         waiting = self.settle()
         if self.momentum is not None:
-            self.momentum.check(waiting)
+            self.momentum.begin_round(waiting)
         self._bypass = bypass
         if bypass:
             self.log_once(f"reducing as plain DDP does, without residuals: {bypass}")
@@ -137,7 +132,7 @@ class HierState(Engine):
         group = group_of(bucket.parameters(), self.parameters.names)
         unused = frozenset[str]() if self.unused is None else self.unused.take(group)
         received = Bucket(group, flat_N, bucket.index(), last, frozenset() if self._bypass else unused)
-        received.spends_parked = not self.is_hierarchical and not self._bypass
+        received.spends_parked = not self.active and not self._bypass
         self.layout.record(group)
         received.groups = [self._part(received, each) for each in self.layout.parts(group) if each.numel]
         if last:
@@ -146,7 +141,7 @@ class HierState(Engine):
 
     def _part(self, bucket: Bucket, group: ParamGroup) -> BucketGroup:
         if self._bypass:
-            return BucketGroup(bucket, group, self.paths.plain(group), has_residual=False)
+            return BucketGroup(bucket, group, Flat(self._work(group)), has_residual=False)
         return BucketGroup(bucket, group, self.path(group), has_residual=self.is_sharded(group))
 
     def end_round(self, used: Tensor | None) -> None:
@@ -157,7 +152,7 @@ class HierState(Engine):
         """
         if self.unused is not None and used is not None:
             self.unused.undo(used)
-        if self.layout.end_round() and self.is_hierarchical:
+        if self.layout.end_round() and self.active:
             self._describe_layout()
         self.exchange.stats.end_round()
         self.round += 1
@@ -201,7 +196,7 @@ class HierState(Engine):
         self._steps.watch(optimizers)
         if self.momentum is not None:
             self.momentum.watch(optimizers)
-        objected = objection(optimizers) if self.is_hierarchical else ""
+        objected = objection(optimizers) if self.active else ""
         self.exchange.choice.keeps_all = bool(objected)
         if objected and self.config.exchange == "auto":
             self.log_once(
@@ -227,27 +222,31 @@ class HierState(Engine):
             self.unused.close()
             self.unused = None
 
-    def forget(self) -> None:
-        """Drop all residuals, and the round that may be open."""
-        self.settle()
-        for store in self.stores:
-            store.clear()
-
     def track_unused(self, module: nn.Module) -> None:
         """Watch from now on which parameters are used; call it again where other ones may be frozen."""
         if self.unused is not None:
             self.unused.close()
-        self.unused = UnusedParameters(module) if self.is_hierarchical else None
+        self.unused = UnusedParameters(module) if self.active else None
 
     # -- paths and units -----------------------------------------------------------------------------------------------
 
     def is_sharded(self, group: ParamGroup) -> bool:
         """Whether devices reduce the group by shards, in settled rounds."""
-        return self.paths.is_sharded(group)
+        return self.active and bool(group.numel) and self.parameters.dtypes[group.names[0]] in BY_SHARD
 
     def path(self, group: ParamGroup) -> Path:
         """The group's path in a round that is not bypassed."""
-        return self.paths.of(group, self._density)
+        work, choice = self._work(group), self.exchange.choice
+        if not self.is_sharded(group):
+            return Flat(work)
+        if not self.layout.is_settled(group):
+            return Dense(work)
+        if self.layout.is_excluded(group):
+            return choice.path(work, 1.0, exact=True)
+        return choice.path(work, self._density)
+
+    def _work(self, group: ParamGroup) -> Work:
+        return self.exchange.choice.work(group.numel, self.parameters.dtypes[group.names[0]])
 
     @property
     def _density(self) -> float:
@@ -310,11 +309,9 @@ class HierState(Engine):
 
     @property
     def rounds(self) -> int:
-        """Rounds that are over."""
         return self.round
 
     def holds(self, parameters: Collection[int]) -> bool:
-        """Return whether one of these parameters, given by ``id()``, is of the module."""
         return not self.parameters.names.keys().isdisjoint(parameters)
 
     @property
@@ -328,7 +325,6 @@ class HierState(Engine):
         return True
 
     def manifest(self) -> dict[str, Any]:
-        """Return what all ranks know alike, in plain types."""
         return checkpoint.manifest_of(self)
 
     def state(self) -> State:
@@ -350,7 +346,9 @@ class HierState(Engine):
 
     def restart(self) -> None:
         """Drop all residuals, and the round that may be open."""
-        self.forget()
+        self.settle()
+        for store in self.stores:
+            store.clear()
 
     def _open_names(self) -> set[str]:
         """The parameters whose residual depends on the fate of their gradient."""

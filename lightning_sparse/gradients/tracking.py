@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import torch
@@ -41,7 +42,6 @@ class Parameters:
 
     Attributes:
         names: by ``id()`` of the parameter; a shared one has its first name.
-        dtypes: by name.
         numels: elements of the gradient in a bucket, by name.
     """
 
@@ -67,10 +67,6 @@ class Parameters:
         """None when it is gone."""
         return self._module()
 
-    def are_of(self, module: nn.Module) -> bool:
-        """Whether this is that very module, whatever parameters it has by now."""
-        return self.module is module
-
     def are_in(self, module: nn.Module) -> bool:
         """Whether the module has these very parameters and no others."""
         now = dict(module.named_parameters())
@@ -85,7 +81,6 @@ class StepTracker:
     """Notes which parameters optimizers step.
 
     Args:
-        parameters: those that are watched.
         open_names: returns the parameters whose residual depends on the fate of their gradient.
     """
 
@@ -205,7 +200,7 @@ class UnusedParameters:
         self._used_in_round: set[str] = set()
         self._undo: list[tuple[str, Tensor, Tensor | None]] = []
         self._handles = [
-            p.register_post_accumulate_grad_hook(self._marker(name))  # type: ignore[no-untyped-call]
+            p.register_post_accumulate_grad_hook(partial(self._mark, name))  # type: ignore[no-untyped-call]
             for name, p in watched.items()
         ]
 
@@ -251,5 +246,5 @@ class UnusedParameters:
         self._undo.clear()
         self._used_in_round.clear()
 
-    def _marker(self, name: str) -> Callable[[Tensor], None]:
-        return lambda _: self._used.add(name)
+    def _mark(self, name: str, _: Tensor) -> None:
+        self._used.add(name)

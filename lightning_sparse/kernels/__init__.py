@@ -1,14 +1,4 @@
-"""Top-k selection, error feedback and message packing for a flat tensor, without communication.
-
-| file | contents |
-|---|---|
-| reference.py | MSTopK and an exact top-k in plain torch, the test oracles |
-| wire.py | message layout, encode and decode |
-| plain.py | the operators in plain torch |
-| checks.py | what arguments must be |
-| ops.py | schemas, loading of the compiled library |
-| csrc/ | the compiled CPU and CUDA kernels |
-"""
+"""Top-k selection, error feedback and message packing for a flat tensor, without communication."""
 
 from lightning_sparse.kernels import reference
 from lightning_sparse.kernels.ops import (

@@ -1,7 +1,4 @@
-"""What arguments of the operators must be: each check raises a ValueError with what was given and the rule.
-
-Python's calls are checked before the dispatcher, direct calls of plain torch's implementations by these, too.
-"""
+"""What arguments of the operators must be: each check raises a ValueError with what was given and the rule."""
 
 from __future__ import annotations
 
@@ -13,26 +10,6 @@ from torch import Tensor
 from lightning_sparse.kernels import wire
 
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
-
-
-def check_mstopk(x: Tensor, k: int) -> None:
-    check_flat("x", x, FLOATS)
-    check_k(k, x.numel())
-
-
-def check_compress(
-    grad: Tensor,
-    residual: Tensor | None,
-    next_residual: Tensor | None,
-    k: int,
-    num_regions: int,
-    code: int,
-    scale: Tensor | None,
-) -> None:
-    dtype_of(code)
-    check_acc(grad, residual, next_residual, scale)
-    check_k(k, grad.numel())
-    check_regions(num_regions, grad.numel())
 
 
 def check_acc(grad: Tensor, residual: Tensor | None, next_residual: Tensor | None, scale: Tensor | None) -> None:
@@ -57,14 +34,6 @@ def check_acc(grad: Tensor, residual: Tensor | None, next_residual: Tensor | Non
         )
 
 
-def check_round_rows(
-    grad: Tensor, residual: Tensor | None, next_residual: Tensor | None, num_rows: int, scale: Tensor | None
-) -> None:
-    check_acc(grad, residual, next_residual, scale)
-    if not isinstance(num_rows, (int, torch.SymInt)) or isinstance(num_rows, bool) or num_rows < 1:
-        raise ValueError(f"num_rows={num_rows!r}: it must be an integer of at least 1")
-
-
 def check_sum_rows(rows: Tensor, residual: Tensor | None) -> None:
     if rows.dtype != torch.bfloat16 or rows.dim() != 2 or not rows.numel() or not rows.is_contiguous():
         raise ValueError(
@@ -83,18 +52,18 @@ def check_sum_rows(rows: Tensor, residual: Tensor | None) -> None:
         raise ValueError("residual_R shares memory with rows_MR: pass a separate tensor")
 
 
-def check_accumulate(messages: Tensor, shard: Tensor, k: int, num_regions: int, code: int) -> None:
+def check_accumulate(messages: Tensor, shard: Tensor, k: int, num_regions: int, value_dtype: torch.dtype) -> None:
     check_flat("shard_S", shard, (torch.float32,))
     check_k(k, shard.numel())
-    check_regions(num_regions, shard.numel())
-    nbytes = wire.Regions(shard.numel(), num_regions, k, dtype_of(code)).row_nbytes
+    check_count("num_regions", num_regions, shard.numel())
+    nbytes = wire.Regions(shard.numel(), num_regions, k, value_dtype).row_nbytes
     fits = messages.dtype == torch.uint8 and messages.dim() == 2 and messages.shape[0] >= 1
     fits = fits and messages.shape[1] == nbytes and messages.is_contiguous() and messages.device == shard.device
     if not fits or num_regions not in (1, messages.shape[0]):
         rows = "M >= 1" if num_regions == 1 else num_regions
         raise ValueError(
             f"messages_MB is {messages.dtype}{list(messages.shape)} on {messages.device}: numel={shard.numel()}, k={k} "
-            f"and {dtype_of(code)} need contiguous uint8[{rows}, {nbytes}] on {shard.device}"
+            f"and {value_dtype} need contiguous uint8[{rows}, {nbytes}] on {shard.device}"
         )
     if not is_traced(messages) and messages.data_ptr() % wire.ALIGN:
         raise ValueError(f"messages_MB must be aligned to {wire.ALIGN} bytes: pass messages_MB.clone()")
@@ -117,12 +86,12 @@ def check_k(k: int, numel: int) -> None:
         raise ValueError(f"k={k!r} of {numel} elements: k must be an integer with 1 <= k <= {numel}")
 
 
-def check_regions(num_regions: int, numel: int) -> None:
-    most = min(numel, wire.MAX_REGIONS)
-    if not isinstance(num_regions, (int, torch.SymInt)) or isinstance(num_regions, bool) or num_regions < 1:
-        raise ValueError(f"num_regions={num_regions!r}: it must be an integer of at least 1")
-    if num_regions > most:
-        raise ValueError(f"num_regions={num_regions} of {numel} elements: there can be {most} at most")
+def check_count(name: str, count: int, most: int | None = None) -> None:
+    """Of regions or rows, which the shard's elements may limit."""
+    if not isinstance(count, (int, torch.SymInt)) or isinstance(count, bool) or count < 1:
+        raise ValueError(f"{name}={count!r}: it must be an integer of at least 1")
+    if most is not None and count > min(most, wire.MAX_REGIONS):
+        raise ValueError(f"{name}={count} of {most} elements: there can be {min(most, wire.MAX_REGIONS)} at most")
 
 
 def value_code(value_dtype: torch.dtype) -> int:
@@ -130,12 +99,6 @@ def value_code(value_dtype: torch.dtype) -> int:
     if code is None:
         raise ValueError(f"value_dtype={value_dtype} must be one of {list(wire.VALUE_DTYPES)}")
     return code
-
-
-def dtype_of(code: int) -> torch.dtype:
-    if not 0 <= code < len(wire.VALUE_DTYPES):
-        raise ValueError(f"value_code={code}: 0 is fp32, 1 bf16, 2 fp16")
-    return wire.VALUE_DTYPES[code]
 
 
 def overlap(a: Tensor, b: Tensor | None) -> bool:
@@ -164,12 +127,8 @@ def _any_overlap(own: Tensor, shared: Tensor, model: Sequence[Tensor]) -> bool:
 
 
 def is_traced(tensor: Tensor) -> bool:
-    """Whether the tensor has no storage to inspect; the implementations check again at run time."""
+    """Whether the tensor has no storage to inspect; compiled implementations check again at run time."""
     return torch.compiler.is_compiling() or tensor.is_meta or type(tensor) not in (Tensor, torch.nn.Parameter)
-
-
-def check_add_messages(messages: Tensor, shard: Tensor, k: int, code: int, _: float) -> None:
-    check_accumulate(messages, shard, k, 1, code)
 
 
 def check_models(own: Tensor, shared: Tensor, model: Sequence[Tensor], ahead: float) -> None:

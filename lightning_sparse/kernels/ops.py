@@ -1,7 +1,7 @@
 """The operators `torch.ops.lightning_sparse.{mstopk, compress, accumulate, add_messages, round_rows, sum_rows,
 add_change, write_between}`.
 
-    Python call -> checks (ValueError) -> dispatcher -> compiled CPU or CUDA kernel
+    Python call -> checks (ValueError) -> dispatcher -> compiled CPU or CUDA kernel, which checks what could crash it
                                                      -> plain torch, where there is none
 
 This file defines the schemas and registers plain-torch implementations for all devices. The compiled library overrides
@@ -53,7 +53,8 @@ def mstopk(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
     >>> mstopk(torch.tensor([1.0, -5.0, 2.0, 5.0]), 2)
     (tensor([-5.,  5.]), tensor([1, 3], dtype=torch.int32))
     """
-    checks.check_mstopk(x, k)
+    checks.check_flat("x", x, checks.FLOATS)
+    checks.check_k(k, x.numel())
     values, indices = torch.ops.lightning_sparse.mstopk(x.detach(), k)
     return values, indices
 
@@ -94,7 +95,9 @@ def compress_regions(
     tensor([ 0., -5.,  0.,  5.,  0.])
     """
     code = checks.value_code(value_dtype)
-    checks.check_compress(grad_S, residual_S, next_residual_S, k, num_regions, code, scale)
+    checks.check_acc(grad_S, residual_S, next_residual_S, scale)
+    checks.check_k(k, grad_S.numel())
+    checks.check_count("num_regions", num_regions, grad_S.numel())
     messages: Tensor = torch.ops.lightning_sparse.compress(
         grad_S.detach(), residual_S, next_residual_S, k, num_regions, code, scale
     )
@@ -111,7 +114,7 @@ def accumulate(
     device synchronisation.
     """
     code = checks.value_code(value_dtype)
-    checks.check_accumulate(messages_MB, shard_S, k, 1, code)
+    checks.check_accumulate(messages_MB, shard_S, k, 1, value_dtype)
     if alpha is None:
         torch.ops.lightning_sparse.accumulate(messages_MB, shard_S, k, 1, code)
     else:
@@ -125,7 +128,7 @@ def accumulate_regions(messages_MB: Tensor, shard_S: Tensor, k: int, value_dtype
     """
     code = checks.value_code(value_dtype)
     num_regions = messages_MB.shape[0] if messages_MB.dim() == 2 else 1
-    checks.check_accumulate(messages_MB, shard_S, k, num_regions, code)
+    checks.check_accumulate(messages_MB, shard_S, k, num_regions, value_dtype)
     torch.ops.lightning_sparse.accumulate(messages_MB, shard_S, k, num_regions, code)
 
 
@@ -148,7 +151,8 @@ def round_rows(
     >>> left
     tensor([0.0000, 0.5000, 0.0000])
     """
-    checks.check_round_rows(grad_S, residual_S, next_residual_S, num_rows, scale)
+    checks.check_acc(grad_S, residual_S, next_residual_S, scale)
+    checks.check_count("num_rows", num_rows)
     rows: Tensor = torch.ops.lightning_sparse.round_rows(grad_S.detach(), residual_S, next_residual_S, num_rows, scale)
     return rows
 
@@ -217,40 +221,33 @@ def _plain_compress(
     code: int,
     scale: Tensor | None,
 ) -> Tensor:
-    return plain.compress_regions(grad, residual, next_residual, k, num_regions, checks.dtype_of(code), scale)
+    return plain.compress_regions(grad, residual, next_residual, k, num_regions, wire.VALUE_DTYPES[code], scale)
 
 
 def _fake_compress(grad: Tensor, _: Any, __: Any, k: int, num_regions: int, code: int, ___: Any) -> Tensor:
-    regions = wire.Regions(grad.numel(), num_regions, k, checks.dtype_of(code))
+    regions = wire.Regions(grad.numel(), num_regions, k, wire.VALUE_DTYPES[code])
     return grad.new_empty(num_regions, regions.row_nbytes, dtype=torch.uint8)
 
 
 def _plain_accumulate(messages: Tensor, shard: Tensor, k: int, num_regions: int, code: int) -> None:
     if num_regions == 1:
-        plain.accumulate(messages, shard, k, checks.dtype_of(code))
+        plain.accumulate(messages, shard, k, wire.VALUE_DTYPES[code])
     else:
-        plain.accumulate_regions(messages, shard, k, checks.dtype_of(code))
+        plain.accumulate_regions(messages, shard, k, wire.VALUE_DTYPES[code])
 
 
 def _plain_add_messages(messages: Tensor, shard: Tensor, k: int, code: int, alpha: float) -> None:
-    plain.accumulate(messages, shard, k, checks.dtype_of(code), alpha)
+    plain.accumulate(messages, shard, k, wire.VALUE_DTYPES[code], alpha)
 
 
 def _fake_round_rows(grad: Tensor, _: Any, __: Any, num_rows: int, ___: Any) -> Tensor:
     return grad.new_empty(num_rows, -(-grad.numel() // num_rows), dtype=torch.bfloat16)
 
 
-def _register(name: str, check: Callable[..., None], compute: Callable[..., Any], fake: Callable[..., Any]) -> None:
-    def checked(call: Callable[..., Any]) -> Callable[..., Any]:
-        def run(*arguments: Any) -> Any:
-            check(*arguments)
-            return call(*arguments)
-
-        return run
-
+def _register(name: str, compute: Callable[..., Any], fake: Callable[..., Any]) -> None:
     # Selection is not differentiable; without no_grad, autograd would record the plain-torch operations.
-    _library.impl(name, torch.no_grad()(checked(compute)), "CompositeExplicitAutograd")
-    torch.library.register_fake(f"{NAMESPACE}::{name}", checked(fake), lib=_library)
+    _library.impl(name, torch.no_grad()(compute), "CompositeExplicitAutograd")
+    torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=_library)
 
 
 def _load() -> tuple[KernelReport, ctypes.CDLL | None]:
@@ -275,12 +272,12 @@ def _plain_report(library: str | None, reason: str) -> KernelReport:
     return KernelReport("plain torch", "plain torch", library, (reason,))
 
 
-_register("mstopk", checks.check_mstopk, plain.mstopk, _fake_mstopk)
-_register("compress", checks.check_compress, _plain_compress, _fake_compress)
-_register("accumulate", checks.check_accumulate, _plain_accumulate, lambda *_: None)
-_register("add_messages", checks.check_add_messages, _plain_add_messages, lambda *_: None)
-_register("round_rows", checks.check_round_rows, plain.round_rows, _fake_round_rows)
-_register("sum_rows", checks.check_sum_rows, plain.sum_rows, lambda rows, _: rows.new_empty(rows.shape[1]))
-_register("add_change", checks.check_models, plain.add_change, lambda *_: None)
-_register("write_between", checks.check_models, plain.write_between, lambda *_: None)
+_register("mstopk", plain.mstopk, _fake_mstopk)
+_register("compress", _plain_compress, _fake_compress)
+_register("accumulate", _plain_accumulate, lambda *_: None)
+_register("add_messages", _plain_add_messages, lambda *_: None)
+_register("round_rows", plain.round_rows, _fake_round_rows)
+_register("sum_rows", plain.sum_rows, lambda rows, _: rows.new_empty(rows.shape[1]))
+_register("add_change", plain.add_change, lambda *_: None)
+_register("write_between", plain.write_between, lambda *_: None)
 _report, _handle = _load()

@@ -40,7 +40,7 @@ def compress(
     next_residual_S: Tensor | None,
     k: int,
     value_dtype: torch.dtype,
-    scale: Tensor | None,
+    scale: Tensor | None = None,
 ) -> Tensor:
     acc_S = grad_S.detach().float()
     if scale is not None:
@@ -65,7 +65,7 @@ def compress_regions(
     k: int,
     num_regions: int,
     value_dtype: torch.dtype,
-    scale: Tensor | None,
+    scale: Tensor | None = None,
 ) -> Tensor:
     regions = wire.Regions(grad_S.numel(), num_regions, k, value_dtype)
     rows_MB = grad_S.new_zeros(num_regions, regions.row_nbytes, dtype=torch.uint8)
@@ -99,7 +99,11 @@ def accumulate_regions(messages_MB: Tensor, shard_S: Tensor, k: int, value_dtype
 
 
 def round_rows(
-    grad_S: Tensor, residual_S: Tensor | None, next_residual_S: Tensor | None, num_rows: int, scale: Tensor | None
+    grad_S: Tensor,
+    residual_S: Tensor | None,
+    next_residual_S: Tensor | None,
+    num_rows: int,
+    scale: Tensor | None = None,
 ) -> Tensor:
     acc_S = torch.empty_like(grad_S, dtype=torch.float32) if next_residual_S is None else next_residual_S
     if scale is None:

@@ -90,7 +90,6 @@ class Regions:
         numel: S, elements of the shard.
         num_regions: M, at most S.
         k: pairs of a region; a smaller region sends all of its elements.
-        value_dtype: of the messages.
 
     Worked example: S = 10, M = 3: [0, 3), [3, 6), [6, 10).
     """

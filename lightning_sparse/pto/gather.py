@@ -51,9 +51,6 @@ class FlatGather:
 
     Args:
         parameters: all parameters, in the same order and with the same strides on all ranks.
-        parts: parts of each parameter, with their owners.
-        index: index of this rank in the scope.
-        size: W, the number of ranks in the scope.
         piece: maximum bytes of one packed collective; default: `PIECE`, on CUDA `PIECE_CUDA`.
         large: minimum bytes of a part on a CPU that is broadcast in place.
 

@@ -23,11 +23,6 @@ def is_tested(optimizer: Optimizer) -> bool:
     return f"{type(optimizer).__module__}.{type(optimizer).__qualname__}" in _TESTED
 
 
-def is_elementwise(optimizer: Optimizer) -> bool:
-    """Whether parts of a parameter can be stepped separately."""
-    return type(optimizer) in ELEMENTWISE
-
-
 def step_cost(optimizer: Optimizer, parameter: Tensor) -> int:
     """Return the cost of a parameter's step: its elements, or the multiplications of a Newton-Schulz step of Muon.
 

@@ -25,9 +25,6 @@ def collect(state: State, group: Group, device: torch.device, to: int) -> State 
     """Collect the state of all ranks. A collective of the ranks of the scope.
 
     Args:
-        state: state that this rank owns.
-        group: the ranks of the scope, ascending.
-        device: device of the group's collectives.
         to: rank that receives.
 
     Returns:

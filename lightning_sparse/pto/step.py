@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
-from functools import wraps
+from functools import partial, wraps
 from operator import is_
 from types import MethodType
 from typing import Any, Literal, NamedTuple, get_args
@@ -21,7 +21,7 @@ from lightning_sparse.agree import differing
 from lightning_sparse.exchange.communicator import Group, HierCommunicator
 from lightning_sparse.messages import log
 from lightning_sparse.pto.gather import FlatGather
-from lightning_sparse.pto.optimizers import is_elementwise, is_tested, refuse, step_cost
+from lightning_sparse.pto.optimizers import ELEMENTWISE, is_tested, refuse, step_cost
 from lightning_sparse.pto.state import State, collect, cut_state, join_states, placed_like
 from lightning_sparse.sharding import Part, Parts, divide_new, in_order_of, loads_of, memory_of, parameters_of
 from lightning_sparse.topology import Topology, own_group
@@ -103,7 +103,7 @@ class ShardedStep:
         trusted: bool = False,
     ) -> None:
         refuse(optimizer)
-        self.optimizer = optimizer
+        self.optimizer, self._cost = optimizer, partial(step_cost, optimizer)
         self.communicator = communicator
         self.group = communicator.node
         self.active = True
@@ -225,15 +225,12 @@ class ShardedStep:
             return
         size = self.group.size
         known = {id(p): parts for p, parts in zip(self.parameters, self.parts, strict=True)}
-        elementwise = is_elementwise(self.optimizer)
+        elementwise = type(self.optimizer) in ELEMENTWISE
         self.parts = divide_new(
             parameters, known, size, self._cost, lambda parameter: elementwise and id(parameter) not in self._uncut
         )
         self.parameters = parameters
         self._gather = FlatGather(self.parameters, self.parts, self.group.place, size)
-
-    def _cost(self, parameter: Tensor) -> int:
-        return step_cost(self.optimizer, parameter)
 
     def _compare_ranks(self) -> None:
         if self._compared:

@@ -17,17 +17,28 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from lightning_sparse.engine import Engine
 from lightning_sparse.exchange import ExchangeConfig
+from lightning_sparse.fsdp import ShardedGradients
 from lightning_sparse.gradients import HierConfig, HierState, hier_hook
 from lightning_sparse.messages import described, show_log_lines
 from lightning_sparse.sharding import local_of, parameters_of
-from lightning_sparse.strategy.options import bucket_cap_mb, loss_scale_of, with_defaults
-from lightning_sparse.strategy.saves import Saves, new_run_id
+from lightning_sparse.strategy.options import (
+    OWN_OF_FSDP,
+    REFUSED_BY_FSDP,
+    Send,
+    bucket_cap_mb,
+    check_options,
+    check_send,
+    loss_scale_of,
+    take,
+)
+from lightning_sparse.strategy.saves import Saved, Saves, new_run_id, restore
 from lightning_sparse.topology import Topology, discover
 from lightning_sparse.updates import LocalUpdates, UpdatesConfig
 
@@ -52,11 +63,7 @@ class Adapter:
     _timeout: timedelta | None
 
     def _begin(self, config: ExchangeConfig, node_name: str | None, kind: str) -> None:
-        """Before the host's own constructor.
-
-        Args:
-            kind: of the engines.
-        """
+        """Before the host's own constructor."""
         self.config: Any = config
         self.engines = []
         self._node_name = node_name
@@ -96,8 +103,77 @@ class Adapter:
                 stack.enter_context(engine.shared_weights())
             yield
 
+    # -- what is wrapped -----------------------------------------------------------------------------------------------
+
+    def _prepare_ddp(self, *, inside_the_node: bool = False) -> None:
+        """Before the host wraps a module: options for DDP, and a logger in a process that did not make the strategy.
+
+        Args:
+            inside_the_node: DDP is to average there alone. A collective of the world then.
+        """
+        show_log_lines()
+        group = {"process_group": self._place.intra} if inside_the_node and self._place.kind == "hierarchical" else {}
+        # gradients lie in the buckets, so that neither is copied
+        self._ddp_kwargs = {"gradient_as_bucket_view": True, **self._ddp_kwargs, **group}
+
+    @contextmanager
+    def _sized_buckets(self, module: nn.Module) -> Iterator[None]:
+        """Give DistributedDataParallel a bucket size inside, unless the user gave one. A collective."""
+        given = self._ddp_kwargs
+        nbytes = sum(p.numel() * p.element_size() for p in module.parameters() if p.requires_grad)
+        size = bucket_cap_mb(nbytes, self._place, self.root_device)
+        if size is not None and given.get("bucket_cap_mb") is None:
+            self._ddp_kwargs = {**given, "bucket_cap_mb": size}
+        try:
+            yield
+        finally:
+            self._ddp_kwargs = given
+
+    def _leave_gradients(self, ddp: Any) -> None:
+        """With one device a node there is nothing to average: spare DDP's copies into buckets."""
+        if self._place.kind == "hierarchical" and self._place.num_devices == 1:
+            ddp.require_backward_grad_sync = False
+
+    def _new_updates(self, module: nn.Module, optimizers: list[Optimizer]) -> LocalUpdates:
+        """Exchange the updates of these optimizers of a module. A collective of the world."""
+        topology, hierarchical = self._place, self._place.kind == "hierarchical"
+        for each in module.modules():
+            if isinstance(each, nn.SyncBatchNorm) and hierarchical:
+                each.process_group = topology.intra  # statistics of its node: between nodes each forward would wait
+        updates = LocalUpdates(module, optimizers, self.config, topology)
+        does = self.config.describe(topology.num_nodes) if updates.active else "one node, nothing to exchange"
+        volume = f"; {updates.exchange.volume(self.config.density)}" if updates.optimizers else ""
+        updates.log_once(f"{topology.shape}: {does}{volume}")
+        return updates
+
+    def _optimizer_state(self, optimizer: Any) -> dict[str, Any] | None:
+        """Return the state of one node's optimizer, on the first device of the node; None for one that no engine has. A
+        collective of the node."""
+        exchanged = (one for each in self.engines if isinstance(each, LocalUpdates) for one in each.optimizers)
+        found = next((one for one in exchanged if one.optimizer is optimizer), None)
+        return None if found is None else found.division.optimizer_state()
+
+    # -- checkpoints ---------------------------------------------------------------------------------------------------
+
     def _saved_engines(self) -> list[Engine]:
         return [engine for engine in self.engines if engine.saves]
+
+    def _own_entries(self, saved: Any) -> dict[str, Any]:
+        """What this rank, or its node, has of its own besides the engines' state."""
+        return {}
+
+    def _take_entries(self, entries: dict[str, Any]) -> None:
+        """Go on with what this rank had of its own."""
+
+    def _main_path(self, path: Any) -> Any:
+        """Where all ranks look for what is beside a main file."""
+        return path
+
+    def _go_on(self, engine: Engine, saved: Saved) -> None:
+        """Let an engine go on from what a checkpoint has of it. A collective of the world."""
+        side = restore(engine, saved, self.root_device)
+        if side is not None:
+            self._take_entries(side.get("entries", {}))
 
 
 # -- gradients ---------------------------------------------------------------------------------------------------------
@@ -105,9 +181,6 @@ class Adapter:
 
 class GradientEngines:
     """The engines of modules that DDP wraps, and the optimizers that step these.
-
-    Args:
-        config: of the reduction.
 
     Attributes:
         states: of the modules, in the order of set-up.
@@ -134,7 +207,7 @@ class GradientEngines:
         begin ``fresh``. A collective of the world."""
         module = ddp.module
         self._drop_unused(module, fresh)
-        state = next((each for each in self.states if each.parameters.are_of(module)), None)
+        state = next((each for each in self.states if each.parameters.module is module), None)
         if state is None:
             state = HierState(module, self._config, topology, find_unused_parameters=find_unused)
             state.loss_scale = lambda: loss_scale_of(precision)
@@ -173,12 +246,12 @@ class GradientEngines:
         """Those of modules that are gone, and that of the module being wrapped if it has other parameters by now."""
         gc.collect()  # so that all ranks see the same modules gone
         for state in list(self.states):
-            replaced = state.parameters.are_of(module) and not state.parameters.are_in(module)
+            replaced = state.parameters.module is module and not state.parameters.are_in(module)
             if replaced and not fresh:
                 state.log_once(
                     "parameters were replaced since the last set-up: their residuals are lost", logging.WARNING
                 )
-            if replaced or state.parameters.module is None or (fresh and state.parameters.are_of(module)):
+            if replaced or state.parameters.module is None or (fresh and state.parameters.module is module):
                 state.end()
                 self.states.remove(state)
                 stale = self.watched.pop(state)
@@ -188,68 +261,6 @@ class GradientEngines:
 def _without_replaced(watched: list[Optimizer], new: list[Optimizer]) -> list[Optimizer]:
     taken = {id(parameter) for each in new for parameter in parameters_of(each)}
     return [each for each in watched if taken.isdisjoint(map(id, parameters_of(each)))]
-
-
-@contextmanager
-def sized_buckets(strategy: Adapter, module: nn.Module) -> Iterator[None]:
-    """Give DistributedDataParallel a bucket size inside, unless the user gave one. A collective."""
-    given = strategy._ddp_kwargs
-    nbytes = sum(p.numel() * p.element_size() for p in module.parameters() if p.requires_grad)
-    size = bucket_cap_mb(nbytes, strategy._place, strategy.root_device)
-    if size is not None and given.get("bucket_cap_mb") is None:
-        strategy._ddp_kwargs = {**given, "bucket_cap_mb": size}
-    try:
-        yield
-    finally:
-        strategy._ddp_kwargs = given
-
-
-def prepare_ddp(strategy: Adapter) -> None:
-    """Before the host wraps a module: options for DDP, and a logger in a process that did not make the strategy."""
-    show_log_lines()
-    strategy._ddp_kwargs = with_defaults(strategy._ddp_kwargs)
-
-
-# -- updates -----------------------------------------------------------------------------------------------------------
-
-
-def new_updates(
-    module: nn.Module, optimizers: list[Optimizer], config: UpdatesConfig, topology: Topology
-) -> LocalUpdates:
-    """Exchange the updates of these optimizers of a module. A collective of the world."""
-    hierarchical = topology.kind == "hierarchical"
-    for each in module.modules():
-        if isinstance(each, nn.SyncBatchNorm) and hierarchical:
-            each.process_group = topology.intra  # statistics of its node: between nodes each forward pass would wait
-    updates = LocalUpdates(module, optimizers, config, topology)
-    said = config.describe(topology.num_nodes) if updates.active else ONE_NODE
-    volume = f"; {updates.exchange.volume(config.density)}" if updates.optimizers else ""
-    updates.log_once(f"{topology.shape}: {said}{volume}")
-    return updates
-
-
-ONE_NODE = "one node, nothing to exchange"
-
-
-def average_inside_the_node(strategy: Adapter) -> None:
-    """Let DistributedDataParallel average inside the node alone. A collective of the world."""
-    topology = strategy._place
-    if topology.kind == "hierarchical":
-        strategy._ddp_kwargs = {**strategy._ddp_kwargs, "process_group": topology.intra}
-
-
-def leave_gradients(ddp: Any, topology: Topology) -> None:
-    """With one device a node there is nothing to average: spare DDP's copies into buckets."""
-    if topology.kind == "hierarchical" and topology.num_devices == 1:
-        ddp.require_backward_grad_sync = False
-
-
-def optimizer_state(engines: Iterable[Engine], optimizer: Any) -> dict[str, Any] | None:
-    """Return the state of one node's optimizer, on the first device of the node; None for one that no engine has. A
-    collective of the node."""
-    exchanged = (one for each in engines if isinstance(each, LocalUpdates) for one in each.optimizers)
-    found = next((one for one in exchanged if one.optimizer is optimizer), None)
-    return None if found is None else found.division.optimizer_state()
 
 
 def plain(value: Any) -> Any:
@@ -277,7 +288,37 @@ def detached(state_dict: dict[str, Any]) -> dict[str, Any]:
     return {name: copy(value) for name, value in state_dict.items()}
 
 
-# -- optimizers of shards ----------------------------------------------------------------------------------------------
+# -- shards ------------------------------------------------------------------------------------------------------------
+
+
+class ShardsAdapter(Adapter):
+    """What the strategies of FSDP2 do alike; their engines are of updates or of gradients."""
+
+    send: Send
+    _device_mesh: DeviceMesh | None
+
+    def _begin_shards(self, send: Send, node_name: str | None, given: dict[str, Any]) -> None:
+        """Before the host's own constructor; takes its own options out of those that are given."""
+        config = take(UpdatesConfig, OWN_OF_FSDP, given)
+        check_options(type(self), given, ("send", *OWN_OF_FSDP), REFUSED_BY_FSDP, type(self))
+        check_send(send, config)
+        self.send = send
+        self._begin(config, node_name, LocalUpdates.kind if send == "updates" else ShardedGradients.kind)
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        """All ranks have samples of their own; Lightning's are those of a mesh whose devices share samples."""
+        return {"num_replicas": self.world_size, "rank": self.global_rank}
+
+    def _own_entries(self, saved: Any) -> dict[str, Any]:
+        """Each device has its part of optimizer states, which differ between nodes."""
+        return {"optimizers": local_states(self.engines)}
+
+    def _take_entries(self, entries: dict[str, Any]) -> None:
+        load_local_states(self.engines, entries.get("optimizers", []))
+
+    def _main_path(self, path: Any) -> Any:
+        return self.broadcast(path)  # type: ignore[attr-defined]
 
 
 def local_states(engines: Iterable[Engine]) -> list[list[dict[str, Any]]]:

@@ -101,7 +101,6 @@ def table(stats: CommStats, seconds: float, unsent: float, ratio: float = 0.0) -
     """What one device exchanged with other nodes, which speaks for the others: a heading, and a line for each thing.
 
     Args:
-        stats: of the fit.
         seconds: that this device spent in collectives between nodes.
         unsent: norm of what was not sent at the end, of gradients or updates.
         ratio: the same over the norm of the gradient; 0 where that is not known.

@@ -25,36 +25,22 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from lightning_sparse.engine import Engine
 from lightning_sparse.fsdp import ShardedGradients, mesh_of, options_for, shard
 from lightning_sparse.gradients import HierConfig, HierState
 from lightning_sparse.messages import log
 from lightning_sparse.sharding import parameters_of
-from lightning_sparse.strategy.adapter import (
-    Adapter,
-    GradientEngines,
-    average_inside_the_node,
-    detached,
-    leave_gradients,
-    load_local_states,
-    local_states,
-    new_updates,
-    optimizer_state,
-    plain,
-    prepare_ddp,
-    sized_buckets,
-)
+from lightning_sparse.strategy.adapter import Adapter, GradientEngines, ShardsAdapter, detached, plain
 from lightning_sparse.strategy.options import (
     OWN,
     OWN_OF_FSDP,
     OWN_OF_UPDATES,
-    REFUSED_BY_FSDP,
     REFUSED_BY_UPDATES,
     Send,
     check_options,
-    check_send,
+    take,
+    with_options_of,
 )
-from lightning_sparse.strategy.saves import KEY, Saved, restore
+from lightning_sparse.strategy.saves import KEY
 from lightning_sparse.updates import LocalUpdates, UpdatesConfig
 
 if TYPE_CHECKING:
@@ -109,14 +95,6 @@ class FabricAdapter(Adapter, Host):
 
     # -- checkpoints ---------------------------------------------------------------------------------------------------
 
-    def _own_entries(self, optimizers: Mapping[str, Any]) -> dict[str, Any]:
-        """What this rank, or its node, has of its own besides the engines' state."""
-        return {}
-
-    def _main_path(self, path: Any) -> Any:
-        """Where all ranks look for what is beside a main file."""
-        return path
-
     @contextmanager
     def _saving(self, path: Any, state: Any) -> Iterator[Any]:
         """What each rank alone knows first, then the main file, with the state that is yielded. Weights without an
@@ -139,14 +117,6 @@ class FabricAdapter(Adapter, Host):
         self._saves.load({KEY: manifests}, self._main_path(path), self.global_rank)
         return rest
 
-    def _restore(self, engine: Engine, saved: Saved) -> None:
-        side = restore(engine, saved, self.root_device)
-        if side is not None:
-            self._take_entries(side.get("entries", {}))
-
-    def _take_entries(self, entries: dict[str, Any]) -> None:
-        """Go on with what this rank had of its own."""
-
 
 # -- gradients ---------------------------------------------------------------------------------------------------------
 
@@ -156,7 +126,7 @@ class MSTopKHierFabricMixin(FabricAdapter):
 
     Args:
         node_name: the node that this process belongs to, by name, on every rank (see lightning_sparse.topology).
-        **kwargs: those of ``HierConfig`` (``density``, ``exchange``, ...), of Fabric's DDPStrategy and of
+        **kwargs: options of `HierConfig` (``density``, ``exchange``, ...), of Fabric's DDPStrategy and of
             DistributedDataParallel. ``gradient_as_bucket_view`` is True unless given, and on GPUs
             ``bucket_cap_mb`` grows with the devices of a node.
 
@@ -164,8 +134,9 @@ class MSTopKHierFabricMixin(FabricAdapter):
         ValueError: for a bad value, an unknown option, or one that cannot be combined with this strategy.
     """
 
-    def __init__(self, node_name: str | None = None, **kwargs: Any) -> None:
-        config = HierConfig(**{name: kwargs.pop(name) for name in OWN if name in kwargs})
+    @with_options_of(HierConfig, OWN)
+    def __init__(self, *, node_name: str | None = None, **kwargs: Any) -> None:
+        config = take(HierConfig, OWN, kwargs)
         check_options(type(self), kwargs)
         self._begin(config, node_name, HierState.kind)
         self._gradients = GradientEngines(config)
@@ -185,8 +156,8 @@ class MSTopKHierFabricMixin(FabricAdapter):
     def setup_module(self, module: nn.Module) -> DistributedDataParallel:
         """Wrap the module, and reduce its gradients our way. A module that is set up again goes on with its residuals;
         those of modules that are gone are dropped. A collective of the world."""
-        prepare_ddp(self)
-        with sized_buckets(self, module):
+        self._prepare_ddp()
+        with self._sized_buckets(module):
             ddp: DistributedDataParallel = super().setup_module(module)
         known, unused = list(self.engines), self._shared_options()["find_unused_parameters"]
         state = self._gradients.attach(ddp, self._place, self.precision, find_unused=unused)
@@ -231,7 +202,7 @@ class MSTopKHierFabricMixin(FabricAdapter):
         found = next((each for each in self._saves.loaded if each.manifest["parameters"] == numels), None)
         if found is not None:
             self._saves.loaded.remove(found)
-            self._restore(state, found)
+            self._go_on(state, found)
 
     def _drop_what_fits_no_module(self) -> None:
         """Modules that are to be restored are set up before the first backward pass."""
@@ -281,10 +252,10 @@ class UpdatesFabricAdapter(FabricAdapter):
             )
         self._drop(optimizer)
         module = modules[0] if len(modules) == 1 else nn.ModuleList(modules)
-        engine = new_updates(module, [optimizer], self.config, self._place)
+        engine = self._new_updates(module, [optimizer])
         self.engines.append(engine)
         if self._saves.loaded:
-            self._restore(engine, self._saves.loaded.pop(0))
+            self._go_on(engine, self._saves.loaded.pop(0))
 
     def _drop(self, optimizer: Optimizer) -> None:
         """Another set-up of its parameters takes the place of the one before, which sends what is pending."""
@@ -310,7 +281,7 @@ class UpdatesFabricAdapter(FabricAdapter):
                 continue  # it trains on
             engine.restart()
             if saved is not None:
-                self._restore(engine, saved)
+                self._go_on(engine, saved)
         return rest
 
     def _load_own_optimizers(self, state: Any) -> None:
@@ -322,15 +293,16 @@ class MSTopKLocalFabricMixin(UpdatesFabricAdapter):
 
     Args:
         node_name: the node that this process belongs to, by name, on every rank (see lightning_sparse.topology).
-        **kwargs: those of ``UpdatesConfig`` (``density``, ``step_ahead``, ...), of Fabric's DDPStrategy and of
+        **kwargs: options of `UpdatesConfig` (``density``, ``step_ahead``, ...), of Fabric's DDPStrategy and of
             DistributedDataParallel. ``gradient_as_bucket_view`` is True unless given.
 
     Raises:
         ValueError: for a bad value, an unknown option, or one that cannot be combined with this strategy.
     """
 
-    def __init__(self, node_name: str | None = None, **kwargs: Any) -> None:
-        config = UpdatesConfig(**{name: kwargs.pop(name) for name in OWN_OF_UPDATES if name in kwargs})
+    @with_options_of(UpdatesConfig, OWN_OF_UPDATES)
+    def __init__(self, *, node_name: str | None = None, **kwargs: Any) -> None:
+        config = take(UpdatesConfig, OWN_OF_UPDATES, kwargs)
         check_options(type(self), kwargs, OWN_OF_UPDATES, REFUSED_BY_UPDATES)
         self._begin(config, node_name, LocalUpdates.kind)
         super().__init__(**kwargs)
@@ -338,10 +310,9 @@ class MSTopKLocalFabricMixin(UpdatesFabricAdapter):
 
     def setup_module(self, module: nn.Module) -> DistributedDataParallel:
         """Wrap the module inside its node. A collective of the world."""
-        prepare_ddp(self)
-        average_inside_the_node(self)
+        self._prepare_ddp(inside_the_node=True)
         ddp: DistributedDataParallel = super().setup_module(module)
-        leave_gradients(ddp, self._place)
+        self._leave_gradients(ddp)
         self._remember(module)
         return ddp
 
@@ -352,7 +323,7 @@ class MSTopKLocalFabricMixin(UpdatesFabricAdapter):
 
     def get_optimizer_state(self, optimizer: Any) -> dict[str, Any]:
         """Of this node's optimizer, on the first device of each node; all ranks call it."""
-        state = optimizer_state(self.engines, optimizer)
+        state = self._optimizer_state(optimizer)
         return super().get_optimizer_state(optimizer) if state is None else state
 
     def _own_entries(self, optimizers: Mapping[str, Any]) -> dict[str, Any]:
@@ -370,7 +341,7 @@ class MSTopKLocalFabricMixin(UpdatesFabricAdapter):
 # -- shards ------------------------------------------------------------------------------------------------------------
 
 
-class MSTopKFSDPFabricMixin(UpdatesFabricAdapter):
+class MSTopKFSDPFabricMixin(ShardsAdapter, UpdatesFabricAdapter):
     """FSDP2 inside each node, for models that one device cannot hold; between nodes travel the largest updates. For
     Fabric.
 
@@ -380,30 +351,27 @@ class MSTopKFSDPFabricMixin(UpdatesFabricAdapter):
         parallelize_fn: shards a module, given it and the mesh of axes "replicate" and "shard"; default: the blocks that
             repeat, then the whole, in bf16 with the precision "bf16-mixed".
         node_name: the node that this process belongs to, by name, on every rank (see lightning_sparse.topology).
-        **kwargs: those of ``UpdatesConfig`` (``density``, ``step_ahead``, ...) and of Fabric's ModelParallelStrategy.
+        **kwargs: options of `UpdatesConfig` (``density``, ``step_ahead``, ...) and of Fabric's ModelParallelStrategy.
 
     Raises:
         ValueError: for a bad value, an unknown option, or one that this strategy sets itself.
     """
 
-    _device_mesh: DeviceMesh | None
-
-    def __init__(self, parallelize_fn: Parallelize = shard, node_name: str | None = None, **kwargs: Any) -> None:
-        self.send = kwargs.pop("send", "updates")
-        config = UpdatesConfig(**{name: kwargs.pop(name) for name in OWN_OF_FSDP if name in kwargs})
-        check_options(type(self), kwargs, OWN_OF_FSDP, REFUSED_BY_FSDP, type(self))
-        check_send(self.send, config)
-        self._begin(config, node_name, LocalUpdates.kind if self.send == "updates" else ShardedGradients.kind)
+    @with_options_of(UpdatesConfig, OWN_OF_FSDP)
+    def __init__(
+        self,
+        *,
+        send: Send = "updates",
+        parallelize_fn: Parallelize = shard,
+        node_name: str | None = None,
+        **kwargs: Any,
+    ) -> None:
+        self._begin_shards(send, node_name, kwargs)
         super().__init__(parallelize_fn=self._shard if parallelize_fn is shard else parallelize_fn, **kwargs)
         self._modules = []
 
     def _shard(self, module: nn.Module, mesh: DeviceMesh) -> nn.Module:
         return shard(module, mesh, **options_for(self.precision.precision))
-
-    @property
-    def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        """All ranks have samples of their own."""
-        return {"num_replicas": self.world_size, "rank": self.global_rank}
 
     def setup_environment(self) -> None:
         """The mesh, which ``parallelize_fn`` is given."""
@@ -424,16 +392,6 @@ class MSTopKFSDPFabricMixin(UpdatesFabricAdapter):
         return module
 
     # -- checkpoints ---------------------------------------------------------------------------------------------------
-
-    def _own_entries(self, optimizers: Mapping[str, Any]) -> dict[str, Any]:
-        """Each device has its part of optimizer states, which differ between nodes."""
-        return {"optimizers": local_states(self.engines)}
-
-    def _take_entries(self, entries: dict[str, Any]) -> None:
-        load_local_states(self.engines, entries.get("optimizers", []))
-
-    def _main_path(self, path: Any) -> Any:
-        return self.broadcast(path)
 
     @contextmanager
     def _saving(self, path: Any, state: Any) -> Iterator[Any]:

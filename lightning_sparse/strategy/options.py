@@ -1,15 +1,20 @@
-"""What the strategies for Trainer and Fabric do alike with the options they are given."""
+"""What the strategies for Trainer and Fabric do alike with the options they are given.
+
+A strategy's own options are the fields of a config. Its constructor finds them among its ``**kwargs``, so that each is
+spelt, explained and checked in the config alone.
+"""
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import fields
 from difflib import get_close_matches
-from typing import Any, Literal, get_args
+from typing import Any, Literal, TypeVar, get_args, get_type_hints
 
 import torch
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
+from lightning_sparse.exchange import ExchangeConfig
 from lightning_sparse.gradients.config import HierConfig
 from lightning_sparse.topology import Topology
 from lightning_sparse.updates import UpdatesConfig
@@ -17,7 +22,8 @@ from lightning_sparse.updates import UpdatesConfig
 OWN = tuple(field.name for field in fields(HierConfig))
 """The options that are not DDP's."""
 OWN_OF_UPDATES = tuple(field.name for field in fields(UpdatesConfig) if field.name != "inter_gbps")
-OWN_OF_FSDP = ("send", *(name for name in OWN_OF_UPDATES if name != "shard_optimizer"))
+OWN_OF_FSDP = tuple(name for name in OWN_OF_UPDATES if name != "shard_optimizer")
+Config = TypeVar("Config", bound=ExchangeConfig)
 Send = Literal["updates", "gradients"]
 """What travels between nodes under FSDP2."""
 DDP_BUCKET_MB = 25
@@ -54,9 +60,6 @@ def check_options(
     """Look through the options that are passed on to Lightning's strategy and to what wraps the module.
 
     Args:
-        cls: the strategy.
-        given: those options.
-        own: names of its own ones.
         refused: names of those that cannot be combined with it, and why.
         wrapper: that Lightning's strategy passes options on to.
 
@@ -84,9 +87,31 @@ def check_options(
         )
 
 
-def chosen(config: type, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of a config among a constructor's arguments."""
-    return {field.name: given[field.name] for field in fields(config) if field.name in given}
+Init = TypeVar("Init", bound=Callable[..., None])
+
+
+def with_options_of(config: type, own: tuple[str, ...]) -> Callable[[Init], Init]:
+    """Decorate a constructor that finds options of a config among its ``**kwargs``: its signature and its docstring
+    tell them, to LightningCLI and help()."""
+
+    def decorate(init: Init) -> Init:
+        *named, rest = inspect.signature(init, eval_str=True).parameters.values()
+        types, keyword = get_type_hints(config), inspect.Parameter.KEYWORD_ONLY
+        options = [
+            inspect.Parameter(each.name, keyword, default=each.default, annotation=types[each.name])
+            for each in fields(config)
+            if each.name in own
+        ]
+        init.__signature__ = inspect.Signature([*named, *options, rest])  # type: ignore[attr-defined]
+        init.__doc__ = "\n\n".join(inspect.getdoc(each) or "" for each in config.__mro__[-2::-1])
+        return init
+
+    return decorate
+
+
+def take(config: type[Config], own: tuple[str, ...], given: dict[str, Any]) -> Config:
+    """Make a config of its options among those that are given, and remove them from these."""
+    return config(**{name: given.pop(name) for name in own if name in given})
 
 
 def check_send(send: str, config: UpdatesConfig) -> None:
@@ -102,22 +127,11 @@ def check_send(send: str, config: UpdatesConfig) -> None:
         )
 
 
-def with_defaults(ddp_kwargs: dict[str, Any]) -> dict[str, Any]:
-    """DistributedDataParallel's options with what this strategy adds: gradients that lie in the buckets, so that
-    neither is copied."""
-    return {"gradient_as_bucket_view": True, **ddp_kwargs}
-
-
 def bucket_cap_mb(nbytes: int, topology: Topology, device: torch.device) -> int | None:
     """The size of buckets where the user gives none, in MB; None for DDP's own.
 
     On a GPU a bucket costs some 30 kernels and their launches at any size, and selection works on its L-th part: of
     25 MB on 8 devices that is too little to keep a GPU busy. On a processor larger buckets gained nothing.
-
-    Args:
-        nbytes: of all gradients.
-        topology: of the ranks.
-        device: where gradients are.
     """
     if topology.kind != "hierarchical" or device.type != "cuda":
         return None

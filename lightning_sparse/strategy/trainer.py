@@ -1,20 +1,5 @@
 """The strategies for Trainer, as mixins that import no Lightning: each has an engine, and overrides little.
 
-============================ =========================================================================================
-method                       why
-============================ =========================================================================================
-setup                        builds the engine; refuses what cannot work before anything is built
-pre_backward                 tells the engine that a backward pass begins
-optimizer_step               tells it of the step, also where a loss scaler skips it
-on_train_batch_start         from the weights that the world sees to the node's own
-post_training_step,          and back: at the end of each epoch, before callbacks run, and for evaluation
-on_validation_start
-on_train_end                 what is pending is sent
-lightning_module_state_dict  of the global weights
-save/load/remove_checkpoint  what a rank alone knows is stored beside the checkpoint
-teardown                     takes hooks off the model, ends threads
-============================ =========================================================================================
-
 ``lightning_sparse.flavours`` binds them to the strategies of ``pytorch_lightning`` and of ``lightning.pytorch``.
 """
 
@@ -35,39 +20,23 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_sparse.engine import Engine
-from lightning_sparse.exchange.config import ValueDtype
-from lightning_sparse.exchange.paths import Exchange
 from lightning_sparse.fsdp import ShardedGradients, mesh_of, options_for, shard
 from lightning_sparse.gradients import HierConfig, HierState
-from lightning_sparse.gradients.config import DEFAULT_EPOCHS, DEFAULT_SHARE, Exclude, Warmup
+from lightning_sparse.gradients.config import DEFAULT_EPOCHS, DEFAULT_SHARE, Warmup
 from lightning_sparse.sharding import parameters_of
-from lightning_sparse.strategy.adapter import (
-    Adapter,
-    GradientEngines,
-    average_inside_the_node,
-    detached,
-    leave_gradients,
-    load_local_states,
-    local_states,
-    new_updates,
-    optimizer_state,
-    plain,
-    prepare_ddp,
-    sized_buckets,
-)
+from lightning_sparse.strategy.adapter import Adapter, GradientEngines, ShardsAdapter, detached, plain
 from lightning_sparse.strategy.options import (
+    OWN,
     OWN_OF_FSDP,
     OWN_OF_UPDATES,
-    REFUSED_BY_FSDP,
     REFUSED_BY_UPDATES,
     Send,
     check_options,
-    check_send,
-    chosen,
+    take,
+    with_options_of,
 )
-from lightning_sparse.strategy.saves import KEY, check_loaded_by_all, remove_side_files, restore
+from lightning_sparse.strategy.saves import KEY, check_loaded_by_all, remove_side_files
 from lightning_sparse.updates import LocalUpdates, UpdatesConfig
-from lightning_sparse.updates.config import StepAhead
 
 if TYPE_CHECKING:
 
@@ -204,14 +173,6 @@ class TrainerAdapter(Adapter, Host):
                 checkpoint[KEY] = manifests
             yield
 
-    def _own_entries(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
-        """What this rank, or its node, has of its own besides the engine's state."""
-        return {}
-
-    def _main_path(self, path: Any) -> Any:
-        """Where all ranks look for what is beside a main file."""
-        return path
-
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         """What each rank alone knows first, then the main file. No collective."""
         with self._saving(checkpoint, filepath):
@@ -228,14 +189,9 @@ class TrainerAdapter(Adapter, Host):
         saved = self._saves.loaded.pop(0) if self._saves.loaded else None
         check_loaded_by_all(saved)
         if saved is not None:
-            side = restore(engine, saved, self.root_device)
-            if side is not None:
-                self._take_entries(side["entries"])
+            self._go_on(engine, saved)
         self._saves.loaded = []
         return saved is not None
-
-    def _take_entries(self, entries: dict[str, Any]) -> None:
-        """Go on with what this rank had of its own."""
 
     def remove_checkpoint(self, filepath: Any) -> None:
         """The main file and what is beside it."""
@@ -251,41 +207,19 @@ class MSTopKHierMixin(TrainerAdapter):
     """DDP whose gradients travel hierarchically, and between nodes only the largest of them.
 
     Args:
-        density: share of each shard's entries that is sent between nodes, in (0, 1].
-        exchange: ``"sparse"``, ``"regional"``, ``"dense"``, ``"dense16"`` (dense, in 16 bits between nodes), or
-            ``"auto"``: whichever but regional is faster on the networks as measured at start.
-        value_dtype: how values are written into messages; rounding errors stay in the residual.
-        warmup_epochs, warmup_steps: epochs or rounds over which the density falls to ``density``; with both, whichever
-            is over first ends it. Default: the smaller of 4 epochs and 5 % of the steps that Trainer expects.
-        overlap: reduce buckets while backward goes on.
-        inter_gbps: rate of a node's link in Gbit/s, for ``"auto"`` to go by instead of a measurement.
-        momentum_correction: with torch.optim.SGD, keep its momentum with the residuals.
-        exclude: parameters always reduced densely: ``"none"``, ``"vectors"`` (biases and norms), or a tuple of patterns
-            of their names.
         node_name: the node that this process belongs to, by name, on every rank; default: the environment variable
             LIGHTNING_SPARSE_NODE, else the host (see lightning_sparse.topology).
-        **kwargs: DDPStrategy's and DistributedDataParallel's own. ``gradient_as_bucket_view`` is True unless given,
-            and on GPUs ``bucket_cap_mb`` grows with the devices of a node.
+        **kwargs: options of `HierConfig` (``density``, ``exchange``, ...), and DDPStrategy's and
+            DistributedDataParallel's own. ``gradient_as_bucket_view`` is True unless given, and on GPUs
+            ``bucket_cap_mb`` grows with the devices of a node.
 
     Raises:
         ValueError: for a bad value, an unknown option, or one that cannot be combined with this strategy.
     """
 
-    def __init__(
-        self,
-        density: float = 0.01,
-        exchange: Exchange = "auto",
-        value_dtype: ValueDtype = "bfloat16",
-        warmup_epochs: int | None = None,
-        warmup_steps: int | None = None,
-        overlap: bool = True,
-        inter_gbps: float | None = None,
-        momentum_correction: bool = False,
-        exclude: Exclude = "none",
-        node_name: str | None = None,
-        **kwargs: Any,
-    ) -> None:
-        config = HierConfig(**chosen(HierConfig, locals()))
+    @with_options_of(HierConfig, OWN)
+    def __init__(self, *, node_name: str | None = None, **kwargs: Any) -> None:
+        config = take(HierConfig, OWN, kwargs)
         check_options(type(self), kwargs)
         self._begin(config, node_name, HierState.kind)
         self._gradients = GradientEngines(config)
@@ -303,7 +237,7 @@ class MSTopKHierMixin(TrainerAdapter):
 
     def setup(self, trainer: Any) -> None:
         """Refuse what cannot work, then let DDPStrategy set up."""
-        prepare_ddp(self)
+        self._prepare_ddp()
         if trainer.state.fn == "fit":
             _refuse_static_graph_with_accumulation(trainer, self._ddp_kwargs)
         else:
@@ -313,7 +247,7 @@ class MSTopKHierMixin(TrainerAdapter):
 
     def _setup_model(self, model: nn.Module) -> DistributedDataParallel:
         """Wrap it, with buckets of a size that suits the exchange."""
-        with sized_buckets(self, model):
+        with self._sized_buckets(model):
             return super()._setup_model(model)
 
     def _register_ddp_hooks(self) -> None:
@@ -328,7 +262,7 @@ class MSTopKHierMixin(TrainerAdapter):
     def _take_up(self, state: HierState) -> None:
         """Go on where the checkpoint that was loaded left off."""
         if not self._restore(state) and self._resumes:
-            state.forget()  # residuals belong to other weights
+            state.restart()  # residuals belong to other weights
         self._resumes = False
 
     def setup_optimizers(self, trainer: Any) -> None:
@@ -426,37 +360,18 @@ class MSTopKLocalMixin(TrainerAdapter):
     """DDP inside each node, with an optimizer of its own; between nodes travel the largest updates.
 
     Args:
-        density: share of each device's updates that is sent between nodes, in (0, 1].
-        exchange: ``"sparse"``, ``"regional"``, ``"dense16"`` or ``"dense"``.
-        value_dtype: how values are written into messages; rounding errors stay pending.
-        step_ahead: share of its own pending updates that a node's model keeps, from 0.001 to 1; ``"auto"``: 1 on
-            two nodes, otherwise estimated periodically from the agreement between nodes.
-        delay: 1: a message arrives one step later, and the exchange hides behind the whole step; 0: the step waits.
-        sync_every: steps between two exchanges.
-        shard_optimizer: each device of a node steps its slice of the parameters, where the optimizer allows it.
-        overlap: run the exchange beside the next step, with ``delay=1``.
         node_name: the node that this process belongs to, by name, on every rank; default: the environment variable
             LIGHTNING_SPARSE_NODE, else the host (see lightning_sparse.topology).
-        **kwargs: DDPStrategy's and DistributedDataParallel's own. ``gradient_as_bucket_view`` is True unless given.
+        **kwargs: options of `UpdatesConfig` (``density``, ``step_ahead``, ...), and DDPStrategy's and
+            DistributedDataParallel's own. ``gradient_as_bucket_view`` is True unless given.
 
     Raises:
         ValueError: for a bad value, an unknown option, or one that cannot be combined with this strategy.
     """
 
-    def __init__(
-        self,
-        density: float = 0.01,
-        exchange: Exchange = "sparse",
-        value_dtype: ValueDtype = "bfloat16",
-        step_ahead: StepAhead = "auto",
-        delay: int = 1,
-        sync_every: int = 1,
-        shard_optimizer: bool = True,
-        overlap: bool = True,
-        node_name: str | None = None,
-        **kwargs: Any,
-    ) -> None:
-        config = UpdatesConfig(**chosen(UpdatesConfig, locals()))
+    @with_options_of(UpdatesConfig, OWN_OF_UPDATES)
+    def __init__(self, *, node_name: str | None = None, **kwargs: Any) -> None:
+        config = take(UpdatesConfig, OWN_OF_UPDATES, kwargs)
         check_options(type(self), kwargs, OWN_OF_UPDATES, REFUSED_BY_UPDATES)
         self._begin(config, node_name, LocalUpdates.kind)
         super().__init__(**kwargs)  # spelt plainly: LightningCLI reads it to know which options a YAML file may give
@@ -468,8 +383,7 @@ class MSTopKLocalMixin(TrainerAdapter):
 
     def setup(self, trainer: Any) -> None:
         """Let DDPStrategy set up inside the node, then begin to exchange updates."""
-        prepare_ddp(self)
-        average_inside_the_node(self)
+        self._prepare_ddp(inside_the_node=True)
         self._keep_hook_inside()
         super().setup(trainer)
         if trainer.state.fn != "fit":
@@ -477,8 +391,8 @@ class MSTopKLocalMixin(TrainerAdapter):
             return
         for before in self.engines:
             before.detach(self.optimizers)
-        leave_gradients(self.model, self._place)
-        self.engines[:] = [new_updates(self.lightning_module, self.optimizers, self.config, self._place)]
+        self._leave_gradients(self.model)
+        self.engines[:] = [self._new_updates(self.lightning_module, self.optimizers)]
         self._restore(self.engines[0])
         self._look_at_callbacks(trainer)
 
@@ -497,7 +411,7 @@ class MSTopKLocalMixin(TrainerAdapter):
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
         """Of this node's optimizer, on the first device of each node; all ranks call it."""
         inner = getattr(optimizer, "_optimizer", optimizer)  # of a LightningOptimizer
-        state = optimizer_state(self.engines, inner)
+        state = self._optimizer_state(inner)
         return super().optimizer_state(optimizer) if state is None else state
 
     def _own_entries(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
@@ -523,7 +437,7 @@ class MSTopKLocalMixin(TrainerAdapter):
 # -- shards ------------------------------------------------------------------------------------------------------------
 
 
-class MSTopKFSDPMixin(TrainerAdapter):
+class MSTopKFSDPMixin(ShardsAdapter, TrainerAdapter):
     """FSDP2 inside each node, for models that one device cannot hold; between nodes travel the largest updates.
 
     ``configure_model`` shards the model over ``self.device_mesh["shard"]``. Without that hook, each child of the
@@ -534,47 +448,29 @@ class MSTopKFSDPMixin(TrainerAdapter):
         send: ``"updates"``: what each node's own optimizers did to the shards; ``"gradients"``: the gradients,
             in FSDP2's hook, so that all nodes hold the same weights. Behind AdamW choose updates, or send gradients
             whole (``exchange="dense16"`` or ``"dense"``).
-        density: share of what each device sends to other nodes, in (0, 1].
-        exchange: ``"sparse"``, ``"regional"``, ``"dense16"`` or ``"dense"``.
-        value_dtype: how values are written into messages; rounding errors stay pending.
-        step_ahead: share of its own pending updates that a node's model keeps, from 0.001 to 1; ``"auto"``: 1 on
-            two nodes, otherwise estimated periodically from the agreement between nodes.
-        delay: 1: a message arrives one step later, and the exchange hides behind the whole step; 0: the step waits.
-        sync_every: steps between two exchanges.
-        overlap: run the exchange beside the next step, with ``delay=1``.
         node_name: the node that this process belongs to, by name, on every rank; default: the environment variable
             LIGHTNING_SPARSE_NODE, else the host (see lightning_sparse.topology).
         save_distributed_checkpoint: True: a checkpoint is a folder, to which each device writes its shards; False: one
             file with the whole model, which any strategy reads.
         process_group_backend, timeout: of the process groups.
+        **kwargs: options of `UpdatesConfig` (``density``, ``step_ahead``, ...).
 
     Raises:
         ValueError: for a bad value, or an option that this strategy sets itself.
     """
 
-    _device_mesh: DeviceMesh | None
-
+    @with_options_of(UpdatesConfig, OWN_OF_FSDP)
     def __init__(
         self,
+        *,
         send: Send = "updates",
-        density: float = 0.01,
-        exchange: Exchange = "sparse",
-        value_dtype: ValueDtype = "bfloat16",
-        step_ahead: StepAhead = "auto",
-        delay: int = 1,
-        sync_every: int = 1,
-        overlap: bool = True,
         node_name: str | None = None,
         save_distributed_checkpoint: bool = True,
         process_group_backend: str | None = None,
         timeout: timedelta | None = None,
         **kwargs: Any,
     ) -> None:
-        config = UpdatesConfig(**chosen(UpdatesConfig, locals()))
-        check_options(type(self), kwargs, OWN_OF_FSDP, REFUSED_BY_FSDP, type(self))
-        check_send(send, config)
-        self.send = send
-        self._begin(config, node_name, LocalUpdates.kind if send == "updates" else ShardedGradients.kind)
+        self._begin_shards(send, node_name, kwargs)
         given = {} if timeout is None else {"timeout": timeout}
         super().__init__(
             save_distributed_checkpoint=save_distributed_checkpoint,
@@ -591,11 +487,6 @@ class MSTopKFSDPMixin(TrainerAdapter):
     def gradients(self) -> ShardedGradients | None:
         """The engine of the module that is trained; None before the first fit, and with ``send="updates"``."""
         return self.engines[-1] if self.engines and self.send == "gradients" else None
-
-    @property
-    def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        """All ranks have samples of their own; Lightning's are those of a mesh whose devices share samples."""
-        return {"num_replicas": self.world_size, "rank": self.global_rank}
 
     @property
     def _fitting(self) -> bool:
@@ -623,7 +514,7 @@ class MSTopKFSDPMixin(TrainerAdapter):
             if earlier is not None:
                 self.engines[0].take_over(earlier)
             return
-        self.engines[:] = [new_updates(self.lightning_module, self.optimizers, self.config, self._place)]
+        self.engines[:] = [self._new_updates(self.lightning_module, self.optimizers)]
         self._look_at_callbacks(trainer)
 
     @contextmanager
@@ -640,13 +531,6 @@ class MSTopKFSDPMixin(TrainerAdapter):
 
     # -- checkpoints ---------------------------------------------------------------------------------------------------
 
-    def _own_entries(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
-        """Each device has its part of optimizer states, which differ between nodes."""
-        return {"optimizers": local_states(self.engines)}
-
-    def _take_entries(self, entries: dict[str, Any]) -> None:
-        load_local_states(self.engines, entries.get("optimizers", []))
-
     @contextmanager
     def _saving(self, checkpoint: dict[str, Any], filepath: Any) -> Iterator[None]:
         """All ranks write a folder, and its optimizer states are those of the first node."""
@@ -655,9 +539,6 @@ class MSTopKFSDPMixin(TrainerAdapter):
                 checkpoint.pop("optimizer_states", None)
             yield
             dist.barrier()  # before files of earlier saves are removed
-
-    def _main_path(self, path: Any) -> Any:
-        return self.broadcast(path)
 
     def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """The model and its optimizers; in a fit this device goes on where it was saved."""

@@ -26,12 +26,7 @@ EVERY = 64
 
 @dataclass(frozen=True)
 class Agreement:
-    """Of one slice.
-
-    Args:
-        numel: of the slice, the same on all nodes.
-        num_nodes: M.
-    """
+    """Of one slice."""
 
     numel: int
     num_nodes: int
@@ -48,11 +43,7 @@ class Agreement:
         return (shared_S[places] - own_S[places]).view(torch.uint8)
 
     def measure(self, samples: HostCopy) -> float | None:
-        """a, the same on all nodes, whatever their processors; None where nothing is pending, or not finite.
-
-        Args:
-            samples: of all nodes, uint8 [M, bytes].
-        """
+        """a, the same on all nodes, whatever their processors; None where nothing is pending, or not finite."""
         pending = samples.read().view(torch.float32).double()
         together = _total(reduce(torch.add, pending).square())
         apart = _total(reduce(torch.add, pending.square()))

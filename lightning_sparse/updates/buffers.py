@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -19,8 +19,6 @@ class Buffers:
     steps and that came to differ between ranks, such as the weights of a teacher. Others stay as they are.
 
     Args:
-        module: the model.
-        communicator: of all ranks.
         stepped: returns ``id()`` of the parameters that optimizers step.
     """
 
@@ -38,16 +36,8 @@ class Buffers:
         self._average(self._tensors())
 
     def _average(self, tensors: Mapping[str, Tensor]) -> None:
-        sharded = self._sharded()
-        world, nodes = self._communicator.topology.world_size, self._communicator.topology.num_nodes
-        whole = [each for name, each in tensors.items() if name not in sharded]
-        shards = [each for name, each in tensors.items() if name in sharded]
-        for each, reduce, count in (
-            (whole, self._communicator.flat_all_reduce, world),
-            (shards, self._communicator.all_reduce, nodes),
-        ):
-            if each:
-                average(each, reduce, count)
+        for names, reduce, count in self._by_holders(tensors):
+            average([tensors[name] for name in names], reduce, count)
 
     @torch.no_grad()
     def show_averaged(self) -> None:
@@ -91,24 +81,26 @@ class Buffers:
         drifting = {name: p for name, p in self._module.named_parameters() if name in self._drifting}
         return {**floats, **{name: local_of(p.data) for name, p in drifting.items()}}
 
-    def _sharded(self) -> set[str]:
-        return {name for name, p in self._module.named_parameters() if isinstance(p, DTensor)}
+    def _by_holders(self, names: Iterable[str]) -> Iterator[tuple[list[str], Callable[..., None], int]]:
+        """Names of what all ranks hold, and of what is sharded over each node, with a collective of its holders and
+        their number; without what there is none of."""
+        comm, names = self._communicator, list(names)
+        sharded = {name for name, p in self._module.named_parameters() if isinstance(p, DTensor)}
+        for found, reduce, count in (
+            ([name for name in names if name not in sharded], comm.flat_all_reduce, comm.topology.world_size),
+            ([name for name in names if name in sharded], comm.all_reduce, comm.topology.num_nodes),
+        ):
+            if found:
+                yield found, reduce, count
 
     def _find_drifting(self) -> None:
         """Compare what no optimizer steps. A collective of the world, if there is any."""
-        stepped, sharded = self._stepped(), self._sharded()
+        stepped, parameters = self._stepped(), dict(self._module.named_parameters())
         names = [
             name
-            for name, p in self._module.named_parameters()
+            for name, p in parameters.items()
             if id(p) not in stepped and name not in self._drifting and p.is_floating_point() and p.numel()
         ]
-        whole = [name for name in names if name not in sharded]
-        self._compare(whole, self._communicator.flat_all_reduce)
-        self._compare([name for name in names if name in sharded], self._communicator.all_reduce)
-
-    def _compare(self, names: list[str], reduce: Callable[..., None]) -> None:
-        if not names:
-            return
-        parameters = dict(self._module.named_parameters())
-        held = [local_of(parameters[name].data) for name in names]
-        self._drifting |= {names[place] for place in differing(held, reduce, held[0].device)}
+        for found, reduce, _ in self._by_holders(names):
+            held = [local_of(parameters[name].data) for name in found]
+            self._drifting |= {found[place] for place in differing(held, reduce, held[0].device)}

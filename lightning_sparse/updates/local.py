@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -42,7 +42,6 @@ class LocalUpdates(Engine):
     Args:
         module: the model; not wrapped, or what is wrapped.
         optimizers: one or several, of parameters that no two share.
-        config: options.
         topology: of the ranks, with its groups, from ``topology.discover()``.
 
     Raises:
@@ -68,7 +67,6 @@ class LocalUpdates(Engine):
             check_optimizer(optimizer)
         self.module, self.config, self.topology = module, config, topology
         self.active = topology.kind == "hierarchical"
-        self.steps = 0
         self.log_once = LogOnce(topology.rank)
         self.optimizers: list[LocalOptimizer] = []
         self._names: dict[int, str] = {}
@@ -82,7 +80,7 @@ class LocalUpdates(Engine):
         numel = sum(p.numel() for p in parameters)
         self.exchange = Exchange(config, topology, device, numel, self.log_once)
         self.buffers = Buffers(module, self.exchange.communicator, self._stepped)
-        self._synchronise()
+        self.exchange.communicator.begin_with_first([*module.parameters(), *module.buffers()])
         self._inside = inside = HierCommunicator(topology, world=self.exchange.communicator.node)
         self.optimizers = [
             LocalOptimizer(each, module, self.names, self.exchange, inside, config) for each in optimizers
@@ -90,12 +88,6 @@ class LocalUpdates(Engine):
 
     def _stepped(self) -> set[int]:
         return {id(p) for one in self.optimizers for p in one.parameters}
-
-    @torch.no_grad()
-    def _synchronise(self) -> None:
-        """Begin with what rank 0 has."""
-        for tensor in (*self.module.parameters(), *self.module.buffers()):
-            self.exchange.communicator.begin_with_first(tensor)
 
     # -- training ------------------------------------------------------------------------------------------------------
 
@@ -115,6 +107,7 @@ class LocalUpdates(Engine):
         """
         if not self.active:
             return
+        self.exchange.refuse_capture()
         stepped = self._of(optimizer)
         if optimizer is not None and not stepped:
             raise ValueError(
@@ -122,7 +115,6 @@ class LocalUpdates(Engine):
                 f"optimizer(s) whose updates are exchanged, so nothing of it would be sent: give the optimizer itself, "
                 f"not what wraps it, or nothing for all of them."
             )
-        self.exchange.refuse_capture()
         self.steps += 1
         self._name_place(f"in step {self.steps}")
         for one in stepped:
@@ -189,38 +181,20 @@ class LocalUpdates(Engine):
 
     # -- checkpoints ---------------------------------------------------------------------------------------------------
 
-    @property
-    def rounds(self) -> int:
-        """Steps so far."""
-        return self.steps
-
-    def holds(self, parameters: Collection[int]) -> bool:
-        """Return whether one of these parameters, given by ``id()``, is of the module."""
-        return any(id(p) in parameters for p in self.module.parameters())
-
     def follows(self, optimizer: Optimizer) -> bool:
-        """Return whether its updates are exchanged."""
         return bool(self._of(optimizer))
 
-    def manifest(self) -> dict[str, Any]:
-        """Return what all ranks know alike, in plain types."""
-        return {"steps": self.steps}
-
     def state(self) -> State:
-        """Return what this device alone knows; waits for messages under way."""
         return checkpoint.state_of(self)
 
     def fits(self, manifest: Mapping[str, Any], state: State) -> bool:
-        """Return whether this device held the same pieces of the parameters when it was saved."""
         return self.active and checkpoint.fits(self, state)
 
     def load(self, manifest: Mapping[str, Any], state: State | None) -> None:
-        """Go on exactly where this device was saved."""
         if state is not None:
             checkpoint.load(self, manifest, state)
 
     def load_from(self, manifest: Mapping[str, Any], nodes: Sequence[Sequence[State]]) -> None:
-        """Go on with the global weights and the mean of what was pending."""
         if self.active:
             checkpoint.load_from(self, manifest, nodes)
         else:
@@ -231,7 +205,6 @@ class LocalUpdates(Engine):
         return [one.state.read_shared() for one in self.optimizers]
 
     def norms(self) -> dict[str, Tensor]:
-        """Return the norm of what this device has not sent."""
         return {"pending_norm": self.pending_norm()}
 
     def gauges(self) -> dict[str, float]:
@@ -239,7 +212,6 @@ class LocalUpdates(Engine):
         return {"step_ahead": self.step_ahead}
 
     def end(self) -> None:
-        """End the threads of the exchange, if they are idle; the next step starts them again."""
         if self.active:
             self.exchange.runner.end()
 

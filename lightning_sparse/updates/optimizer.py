@@ -6,7 +6,6 @@ parameters are sharded themselves (FSDP2).
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from operator import is_
 from typing import Any
@@ -41,11 +40,6 @@ class LocalOptimizer:
 
     Args:
         optimizer: of this node; its parameters hold the shared weights.
-        module: whose parameters it steps.
-        names: of parameters by ``id()``.
-        exchange: between nodes.
-        inside: collectives of the node.
-        config: of the updates.
 
     Attributes:
         division: of the step over the node's devices.
@@ -158,9 +152,7 @@ class LocalOptimizer:
             return
         ids = set(map(id, known))
         self.division.follow_groups()
-        for parameter in now:
-            if id(parameter) not in ids:
-                self._exchange.communicator.begin_with_first(parameter)
+        self._exchange.communicator.begin_with_first(p for p in now if id(p) not in ids)
         before = self.state
         self.state = self._new_state()
         self.state.take_over(before)
@@ -187,8 +179,12 @@ def check_optimizer(optimizer: Optimizer) -> None:
 # -- the division of the step ------------------------------------------------------------------------------------------
 
 
-class Division(ABC):
+class Division:
     """How the devices of a node divide the step of one optimizer.
+
+    Args:
+        step: shares the step: each device steps its part alone, and keeps the optimizer's state of that alone. None:
+            each device does the whole step, and exchanges any part of the result.
 
     Attributes:
         parameters: that are exchanged, in the order of the optimizer's groups.
@@ -196,12 +192,13 @@ class Division(ABC):
         steps_all: each device does the whole step, so that they hold the same after it.
     """
 
-    steps_all = False
-
-    def __init__(self, optimizer: Optimizer) -> None:
-        self.optimizer = optimizer
+    def __init__(self, optimizer: Optimizer, inside: HierCommunicator, step: ShardedStep | None = None) -> None:
+        self.optimizer, self._inside, self._step = optimizer, inside, step
+        self.steps_all = step is None
         self.parameters: list[Tensor] = []
         self.mine: list[Part | None] = []
+        self._parts: list[Parts] = []
+        self.follow_groups()
 
     def trained(self) -> list[Tensor]:
         """Return what the optimizer steps now, but not what has been frozen ever since it was seen: its updates are
@@ -210,81 +207,47 @@ class Division(ABC):
         steps = parameters_of(self.optimizer)
         return [p for p in steps if p.requires_grad or p.grad is not None or id(p) in known]
 
-    @abstractmethod
     def follow_groups(self) -> None:
         """Take up what is trained now."""
+        here, size, now = self._inside.node.place, self._inside.node.size, self.trained()
+        if self._step is not None:
+            self._step.follow_groups()
+            known = {id(p): parts for p, parts in zip(self._step.parameters, self._step.parts, strict=True)}
+            self._parts = [known[id(p)] for p in now]
+        else:
+            known = {id(p): parts for p, parts in zip(self.parameters, self._parts, strict=True)}
+            self._parts = divide_new(now, known, size, cost=Tensor.numel, cuttable=lambda _: True)
+        self.parameters = now
+        self.mine = [next((part for part in of if part.owner == here), None) for of in self._parts]
+        self._gather = FlatGather(now, self._parts, here, size)
 
-    @abstractmethod
     def gather(self) -> None:
         """Bring the parts of all devices to all devices. A collective of the node."""
+        self._gather(self._inside)
 
     def optimizer_state(self) -> dict[str, Any]:
-        """Return the optimizer's ``state_dict()``, at least on the node's first device. A collective of the node."""
+        """Return the optimizer's ``state_dict()``, of a shared step on the node's first device alone. A collective of
+        the node."""
+        node = self._inside.node
+        if self._step is not None:
+            self._step.consolidate_state_dict(to=node.ranks[0])
+            if node.place > 0:
+                return {}
         return dict(self.optimizer.state_dict())
 
     def release(self) -> None:
         """The optimizer steps everything again. A collective of the node."""
-        return  # as it does but for `SharedStep`
-
-
-class WholeStep(Division):
-    """Each device does the whole step, and exchanges any part of the result."""
-
-    steps_all = True
-
-    def __init__(self, optimizer: Optimizer, inside: HierCommunicator) -> None:
-        super().__init__(optimizer)
-        self._inside = inside
-        self._parts: list[Parts] = []
-        self.follow_groups()
-
-    def follow_groups(self) -> None:
-        known = {id(p): parts for p, parts in zip(self.parameters, self._parts, strict=True)}
-        now, size = self.trained(), self._inside.node.size
-        self._divide(now, divide_new(now, known, size, cost=Tensor.numel, cuttable=lambda _: True))
-
-    def gather(self) -> None:
-        self._gather(self._inside)
-
-    def _divide(self, parameters: list[Tensor], parts: list[Parts]) -> None:
-        here, size = self._inside.node.place, self._inside.node.size
-        self.parameters, self._parts = parameters, parts
-        self.mine = [next((part for part in of if part.owner == here), None) for of in parts]
-        self._gather = FlatGather(parameters, parts, here, size)
-
-
-class SharedStep(WholeStep):
-    """Each device steps its part alone, and keeps the optimizer's state of that alone."""
-
-    steps_all = False
-
-    def __init__(self, optimizer: Optimizer, inside: HierCommunicator, names: Mapping[int, str]) -> None:
-        self._step = ShardedStep(optimizer, inside, names, gather=False)
-        super().__init__(optimizer, inside)
-
-    def follow_groups(self) -> None:
-        self._step.follow_groups()
-        parts = {id(p): of for p, of in zip(self._step.parameters, self._step.parts, strict=True)}
-        now = self.trained()
-        self._divide(now, [parts[id(p)] for p in now])
-
-    def optimizer_state(self) -> dict[str, Any]:
-        """On the first device of the node; empty on the others."""
-        node = self._inside.node
-        self._step.consolidate_state_dict(to=node.ranks[0])
-        return dict(self.optimizer.state_dict()) if node.place == 0 else {}
-
-    def release(self) -> None:
-        self._step.release()
+        if self._step is not None:
+            self._step.release()
 
 
 class Shards(Division):
     """The parameters are sharded themselves (FSDP2): each device has its part alone."""
 
-    def __init__(self, optimizer: Optimizer, module: nn.Module) -> None:
-        super().__init__(optimizer)
+    def __init__(self, optimizer: Optimizer, inside: HierCommunicator, module: nn.Module) -> None:
         self._module = module
-        self.follow_groups()
+        super().__init__(optimizer, inside)
+        self.steps_all = False
 
     def follow_groups(self) -> None:
         self.parameters = self.trained()
@@ -303,20 +266,17 @@ def division_of(
     """Return how the step of an optimizer is divided.
 
     Args:
-        optimizer: of this node.
         module: whose parameters it steps; an optimizer that steps one with sparse gradients is not shared.
-        inside: collectives of the node.
-        names: of parameters by ``id()``.
         share: let each device step its part, if the optimizer allows it with the result of a whole step.
     """
     parameters = parameters_of(optimizer)
     if any(isinstance(p, DTensor) for p in parameters):
-        return Shards(optimizer, module)
+        return Shards(optimizer, inside, module)
     dense = sparse_parameters(module).isdisjoint(map(id, parameters))
     exact = is_tested(optimizer) and not any(group.get("max_grad_norm") for group in optimizer.param_groups)
     if share and inside.node.size > 1 and dense and exact:
-        return SharedStep(optimizer, inside, names)
-    return WholeStep(optimizer, inside)
+        return Division(optimizer, inside, ShardedStep(optimizer, inside, names, gather=False))
+    return Division(optimizer, inside)
 
 
 def refuse_own_weights(optimizer: Optimizer, slices: Slices, shared_S: Tensor) -> None:

@@ -20,11 +20,9 @@ class Slices:
     """The pieces of parameters that one device owns, one behind the other.
 
     Args:
-        parameters: of one optimizer.
         mine: the part of each that this device owns, or None.
 
     Attributes:
-        pieces: the parameters and their parts.
         numel: S, elements of all pieces together.
     """
 

@@ -5,9 +5,10 @@ flight* what it has sent and other nodes have not received, and a = ``step_ahead
 
     x = shared_S - a * pending - in flight
 
-Two states keep that, as their path allows.
+`UpdateState` keeps what is pending in a tensor of its own, beside what the parameters held after the last exchange:
+paths that send everything, or leave it to others what is sent, add to it to the end.
 
-`Difference`, for messages of the largest entries, keeps a second model, which lacks nothing that the node did:
+`Difference`, for messages of the largest entries, keeps a second model instead, which lacks nothing that the node did:
 
     pending_S = shared_S - own_S                                 once this node's last message is added to own_S
 
@@ -19,23 +20,18 @@ while theirs arrive:
 
     link       messages t                 messages t+1
     device     step t+1, select t+1       add t, step t+2, select t+2
-
-`Pending`, for paths that send everything or leave it to others what is sent, keeps it in a tensor of its own, to which
-such a path adds to the end, beside what the parameters held after the last exchange.
 """
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 from typing_extensions import Self
 
-from lightning_sparse.exchange import Exchange, Path, Shard, Transfer
+from lightning_sparse.exchange import Exchange, Shard, Transfer
 from lightning_sparse.exchange.host import HostCopy
 from lightning_sparse.exchange.lanes import TensorFuture
 from lightning_sparse.exchange.paths import Dense, Sparse
@@ -44,20 +40,18 @@ from lightning_sparse.updates.config import UpdatesConfig
 from lightning_sparse.updates.slices import Slices
 
 
-class UpdateState(ABC):
-    """What both states have in common.
+class UpdateState:
+    """What is kept for any path.
 
     Args:
         slices: the slice; its parameters hold the global weights.
-        exchange: between nodes.
-        config: of the updates.
 
     Attributes:
         shared_S: the global weights, bit-identical on all nodes but for messages that have not been added yet.
         ahead: share of what is pending that this node's model keeps.
     """
 
-    _MODELS: ClassVar[Sequence[str]]
+    _MODELS: ClassVar[Sequence[str]] = ("shared_S", "_pending_S", "_start_S")
     """Names of the tensors of S elements that another division of the parameters goes on with."""
 
     def __init__(self, slices: Slices, exchange: Exchange, config: UpdatesConfig) -> None:
@@ -66,49 +60,95 @@ class UpdateState(ABC):
         self.shared_S = slices.read()
         self._mean = -1.0 / exchange.topology.num_nodes  # makes a sum over nodes the mean that weights lose
         self._under_way: tuple[TensorFuture, Delivery] | None = None
+        work = exchange.choice.work(slices.numel * exchange.topology.num_devices, torch.float32)
+        self._path = exchange.choice.path(work, config.density)
+        self._make_models()
+
+    def _make_models(self) -> None:
+        self._pending_S = torch.zeros_like(self.shared_S)
+        self._start_S = self.shared_S.clone()  # what the parameters held after the last exchange
+        self._spare_S = torch.empty_like(self.shared_S)
 
     @property
-    @abstractmethod
     def pending_S(self) -> Tensor:
         """This node's updates up to the last exchange that it has not sent."""
+        self.receive()
+        return self._pending_S
 
-    @abstractmethod
     def advance(self) -> None:
         """Exchange what the parameters have changed by since the last time, and set them to this node's model."""
+        if not self.slices.numel:
+            return
+        acc_S = self._collect()
+        if self._path.leaves == "nothing":
+            self._pending_S.zero_()
+        transfer = self._exchange.begin(self._path, Shard(acc_S, next_S=self._pending_S))
+        if self._config.delay:  # acc_S - pending_S is in flight
+            torch.sub(self.shared_S, acc_S, out=self._start_S)
+            if self.ahead != 1.0:
+                self._start_S.add_(self._pending_S, alpha=1.0 - self.ahead)
+            self._write_start()
+        self._start(Delivery(self._exchange, transfer, self.shared_S, self._mean))
+        if not self._config.delay:
+            self.begin()
 
-    @abstractmethod
-    def set_pending(self, pending_S: Tensor) -> None:
-        """Set what this node has not sent, and forget what is in flight."""
-
-    @abstractmethod
     def begin(self) -> None:
         """Put this node's model into the parameters; nothing is in flight."""
+        torch.add(self.shared_S, self._pending_S, alpha=-self.ahead, out=self._start_S)
+        self._write_start()
 
-    @abstractmethod
-    def _collect(self) -> Tensor:
-        """Return all that this node has not sent, with nothing in flight; ``begin`` is to follow."""
+    def _write_start(self) -> None:
+        self.slices.write(self._start_S)
+        if self.slices.rounds:
+            self.slices.copy_to(self._start_S)
 
-    @abstractmethod
-    def state_dict(self, now_S: Tensor) -> dict[str, Tensor]:
-        """Return what a resumed run needs: ``shared`` and ``unsent`` (all that the global weights lack) on any cluster,
-        the rest on the same one. Nothing is under way.
+    def _start(self, delivery: Delivery) -> None:
+        """Run a job that has selected: beside the next step, or with ``delay=0`` now."""
+        if self._config.delay:
+            selected = delivery.select()
+            self._under_way = self._exchange.runner.start(delivery, self.shared_S, selected), delivery
+            return
+        delivery.transfer()
+        delivery.apply()
+        self._keep(delivery)
 
-        Args:
-            now_S: what the parameters hold.
-        """
+    def receive(self) -> None:
+        """Wait for the messages under way. May come at any time before the next exchange: the result is the same."""
+        if self._under_way is not None:
+            future, delivery = self._under_way
+            self._exchange.runner.finish(future)
+            self._under_way = None
+            self._keep(delivery)
 
-    @abstractmethod
-    def _load_own(self, saved: Mapping[str, Tensor]) -> bool:
-        """Load the rest of the state, if it is what this one would have saved."""
+    def _keep(self, delivery: Delivery) -> None:
+        """Take what a delivery that is done has not added to the global weights."""
+        return  # nothing, unless messages are kept
+
+    def read_shared(self) -> Tensor:
+        """Return the global weights with every message; not to be written to."""
+        self.receive()
+        return self.shared_S
 
     def flush(self) -> None:
         """Send everything that is pending: afterwards the parameters hold the global weights, on all nodes."""
         if not self.slices.numel:
             return
         unsent_S = self._collect()
-        self.shared_S.add_(self._exchange.sum(self._path(whole=True), Shard(unsent_S)), alpha=self._mean)
+        self.shared_S.add_(self._exchange.sum(Dense(self._path.work), Shard(unsent_S)), alpha=self._mean)
         self.set_pending(torch.zeros_like(unsent_S))
         self.begin()
+
+    def _collect(self) -> Tensor:
+        """Return all that this node has not sent, with nothing in flight; ``begin`` is to follow."""
+        self.receive()  # first: some paths add to what is pending to the end
+        acc_S = self._start_S
+        self.slices.add_progress(acc_S, self._pending_S)
+        self._start_S, self._spare_S = self._spare_S, acc_S
+        return acc_S
+
+    def set_pending(self, pending_S: Tensor) -> None:
+        """Set what this node has not sent, and forget what is in flight."""
+        self._pending_S.copy_(pending_S)
 
     def take_over(self, before: Self) -> None:
         """Go on with the pieces that another division of the same parameters had."""
@@ -119,6 +159,17 @@ class UpdateState(ABC):
             for piece, view in self.slices.by_piece(getattr(self, name)).items():
                 if piece in old:
                     view.copy_(old[piece])
+
+    def state_dict(self, now_S: Tensor) -> dict[str, Tensor]:
+        """Return what a resumed run needs: ``shared`` and ``unsent`` (all that the global weights lack) on any cluster,
+        the rest on the same one. Nothing is under way.
+
+        Args:
+            now_S: what the parameters hold.
+        """
+        unsent_S = self._pending_S + (self._start_S - now_S)
+        rest = {"pending": self._pending_S, "start": self._start_S, "now": now_S}
+        return {"shared": self.shared_S, "unsent": unsent_S, **rest}
 
     def load_state_dict(self, saved: Mapping[str, Tensor]) -> None:
         """Go on where it was saved; the parameters are set, too. Under other options than it was saved with, with all
@@ -131,37 +182,13 @@ class UpdateState(ABC):
         self.set_pending(saved["unsent"].to(self.shared_S.device))
         self.begin()
 
-    def read_shared(self) -> Tensor:
-        """Return the global weights with every message; not to be written to."""
-        self.receive()
-        return self.shared_S
-
-    def receive(self) -> None:
-        """Wait for the messages under way. May come at any time before the next exchange: the result is the same."""
-        if self._under_way is not None:
-            future, delivery = self._under_way
-            self._exchange.runner.finish(future)
-            self._under_way = None
-            self._keep(delivery)
-
-    def _path(self, *, whole: bool) -> Path:
-        choice = self._exchange.choice
-        work = choice.work(self.shared_S.numel() * self._exchange.topology.num_devices, torch.float32)
-        return Dense(work) if whole else choice.path(work, self._config.density)
-
-    def _start(self, delivery: Delivery) -> None:
-        """Run a job that has selected: beside the next step, or with ``delay=0`` now."""
-        if self._config.delay:
-            selected = delivery.select()
-            self._under_way = self._exchange.runner.start(delivery, self.shared_S, selected), delivery
-            return
-        delivery.transfer()
-        delivery.apply()
-        self._keep(delivery)
-
-    def _keep(self, delivery: Delivery) -> None:
-        """Take what a delivery that is done has not added to the global weights."""
-        return  # nothing, unless messages are kept
+    def _load_own(self, saved: Mapping[str, Tensor]) -> bool:
+        """Load the rest of the state, if it is what this one would have saved."""
+        if not {"pending", "start"} <= saved.keys():
+            return False
+        self._pending_S.copy_(saved["pending"])
+        self._start_S.copy_(saved["start"])
+        return True
 
 
 class Difference(UpdateState):
@@ -173,19 +200,18 @@ class Difference(UpdateState):
     """
 
     _MODELS = ("shared_S", "own_S")
+    _path: Sparse
 
-    def __init__(self, slices: Slices, exchange: Exchange, config: UpdatesConfig) -> None:
-        super().__init__(slices, exchange, config)
+    def _make_models(self) -> None:
         self.own_S = self.shared_S.clone()
         self._agreement: Agreement | None = None
-        nodes = exchange.topology.num_nodes
-        if config.measures_ahead(nodes):
-            self._agreement, self.ahead = Agreement(slices.numel, nodes), 1.0
+        nodes = self._exchange.topology.num_nodes
+        if self._config.measures_ahead(nodes):
+            self._agreement, self.ahead = Agreement(self.slices.numel, nodes), 1.0
         self._exchanges = 0
         self._samples: HostCopy | None = None  # of what nodes had pending at the last exchange
         self._messages: Tensor | None = None  # those, uint8 [M, B], once they are received
         self._sent: Tensor | None = None  # this node's among them, uint8 [1, B]
-        self._wrote: Sparse | None = None  # their path; the density may have changed since
         self._minus_one = torch.tensor(-1.0, device=self.own_S.device)
 
     @property
@@ -199,7 +225,7 @@ class Difference(UpdateState):
         if self._messages is None:
             return self.shared_S
         shared_S = self.shared_S.clone()
-        self._add(self._messages, shared_S, self._mean)
+        self._path.add(self._messages, shared_S, self._mean)
         return shared_S
 
     def advance(self) -> None:
@@ -207,20 +233,20 @@ class Difference(UpdateState):
             return
         self._add_own()
         self._follow_agreement()
-        path, sample = self._sparse, self._sample()
-        transfer = self._exchange.begin(path, Shard(self.own_S, self.shared_S, factor=self._minus_one))
+        sample = self._sample()
+        transfer = self._exchange.begin(self._path, Shard(self.own_S, self.shared_S, factor=self._minus_one))
         sent, delivery = transfer.carried.view(1, -1), Delivery(self._exchange, transfer, sample_B=sample)
         self.receive()
         messages, self._messages = self._messages, None
         self._start(delivery)
         self._add_mean(messages)
-        self._wrote, self._sent = path, sent
+        self._sent = sent
         if not self._config.delay:
-            self._add(sent, self.own_S, 1.0)
+            self._path.add(sent, self.own_S, 1.0)
             self._sent = None
             self._take_messages()
         elif self.ahead != 1.0:
-            self._add(sent, self.own_S, 1.0 - 1.0 / self.ahead)  # what is under way is seen in full
+            self._path.add(sent, self.own_S, 1.0 - 1.0 / self.ahead)  # what is under way is seen in full
         self.begin()
 
     def begin(self) -> None:
@@ -245,9 +271,8 @@ class Difference(UpdateState):
         saved["exchanges"] = torch.tensor(self._exchanges)
         if self._samples is not None:
             saved["samples"] = self._samples.read()
-        if self._messages is not None and self._wrote is not None:
+        if self._messages is not None:
             saved["before"], saved["messages"] = self.shared_S, self._messages
-            saved["sent"] = torch.tensor(self._wrote.k)
         return saved
 
     def _load_own(self, saved: Mapping[str, Tensor]) -> bool:
@@ -258,26 +283,14 @@ class Difference(UpdateState):
         self._exchanges = int(saved["exchanges"])
         if "samples" in saved and self._agreement is not None:
             self._samples = HostCopy(saved["samples"])
-        if "messages" in saved and not self._load_messages(saved):
-            return False
+        if "messages" in saved:
+            messages, mine = saved["messages"].to(self.own_S.device), self._exchange.topology.node_index
+            if not self._path.wrote(messages):
+                return False
+            self._messages, self._sent = messages, messages[mine : mine + 1]
+            self.shared_S.copy_(saved["before"])
         self.own_S.copy_(saved["own"])
         return True
-
-    def _load_messages(self, saved: Mapping[str, Tensor]) -> bool:
-        messages = saved["messages"].to(self.own_S.device)
-        wrote = replace(self._sparse, k=int(saved["sent"]))
-        if not wrote.wrote(messages):
-            return False
-        mine = self._exchange.topology.node_index
-        self._messages, self._sent, self._wrote = messages, messages[mine : mine + 1], wrote
-        self.shared_S.copy_(saved["before"])
-        return True
-
-    @property
-    def _sparse(self) -> Sparse:
-        path = self._path(whole=False)
-        assert isinstance(path, Sparse)
-        return path
 
     def _sample(self) -> Tensor | None:
         self._exchanges += 1
@@ -316,97 +329,18 @@ class Difference(UpdateState):
 
     def _add_sent(self, own_S: Tensor) -> None:
         if self._sent is not None:
-            self._add(self._sent, own_S, 1.0 / self.ahead)
+            self._path.add(self._sent, own_S, 1.0 / self.ahead)
 
     def _add_mean(self, messages: Tensor | None) -> None:
         """Add the messages of all nodes to both models."""
         if messages is not None:
-            self._add(messages, self.shared_S, self._mean)
-            self._add(messages, self.own_S, self._mean)
-
-    def _add(self, messages: Tensor, model_S: Tensor, alpha: float) -> None:
-        assert self._wrote is not None
-        self._wrote.add(messages, model_S, alpha)
-
-
-class Pending(UpdateState):
-    """For every path.
-
-    Attributes:
-        start_S: what the parameters held after the last exchange.
-    """
-
-    _MODELS = ("shared_S", "_pending_S", "start_S")
-
-    def __init__(self, slices: Slices, exchange: Exchange, config: UpdatesConfig) -> None:
-        super().__init__(slices, exchange, config)
-        self._pending_S = torch.zeros_like(self.shared_S)
-        self.start_S = self.shared_S.clone()
-        self._spare_S = torch.empty_like(self.shared_S)
-
-    @property
-    def pending_S(self) -> Tensor:
-        self.receive()
-        return self._pending_S
-
-    def advance(self) -> None:
-        if not self.slices.numel:
-            return
-        acc_S, path = self._collect(), self._path(whole=False)
-        if path.leaves == "nothing":
-            self._pending_S.zero_()
-        transfer = self._exchange.begin(path, Shard(acc_S, next_S=self._pending_S))
-        delivery = Delivery(self._exchange, transfer, self.shared_S, self._mean)
-        if self._config.delay:
-            self._set_model(acc_S)
-            self._start(delivery)
-        else:
-            self._start(delivery)
-            self.begin()
-
-    def begin(self) -> None:
-        torch.add(self.shared_S, self._pending_S, alpha=-self.ahead, out=self.start_S)
-        self._write_start()
-
-    def set_pending(self, pending_S: Tensor) -> None:
-        self._pending_S.copy_(pending_S)
-
-    def state_dict(self, now_S: Tensor) -> dict[str, Tensor]:
-        unsent_S = self._pending_S + (self.start_S - now_S)
-        rest = {"pending": self._pending_S, "start": self.start_S, "now": now_S}
-        return {"shared": self.shared_S, "unsent": unsent_S, **rest}
-
-    def _load_own(self, saved: Mapping[str, Tensor]) -> bool:
-        if not {"pending", "start"} <= saved.keys():
-            return False
-        self._pending_S.copy_(saved["pending"])
-        self.start_S.copy_(saved["start"])
-        return True
-
-    def _collect(self) -> Tensor:
-        """acc_S = pending_S + (what the parameters held after the last exchange - what they hold now)."""
-        self.receive()  # first: some paths add to what is pending to the end
-        acc_S = self.start_S
-        self.slices.add_progress(acc_S, self._pending_S)
-        self.start_S, self._spare_S = self._spare_S, acc_S
-        return acc_S
-
-    def _set_model(self, acc_S: Tensor) -> None:
-        """Set the model with acc_S - pending_S in flight."""
-        torch.sub(self.shared_S, acc_S, out=self.start_S)
-        if self.ahead != 1.0:
-            self.start_S.add_(self._pending_S, alpha=1.0 - self.ahead)
-        self._write_start()
-
-    def _write_start(self) -> None:
-        self.slices.write(self.start_S)
-        if self.slices.rounds:
-            self.slices.copy_to(self.start_S)
+            self._path.add(messages, self.shared_S, self._mean)
+            self._path.add(messages, self.own_S, self._mean)
 
 
 def state_of(slices: Slices, exchange: Exchange, config: UpdatesConfig) -> UpdateState:
     """Return the state of what the parameters hold, with nothing pending: the lean one where the path allows it."""
-    kind = Difference if config.path is Sparse else Pending
+    kind = Difference if config.path is Sparse else UpdateState
     return kind(slices, exchange, config)
 
 
@@ -414,8 +348,6 @@ class Delivery:
     """The job of carrying what was selected of an update to the shared weights.
 
     Args:
-        exchange: between nodes.
-        transfer: that has selected.
         target_S: the sum over nodes is added to it, times ``alpha``; None keeps the messages.
         sample_B: bytes that ride along with the message, of a path whose messages are kept.
 
@@ -432,7 +364,6 @@ class Delivery:
         alpha: float = 1.0,
         sample_B: Tensor | None = None,
     ) -> None:
-        self._communicator, self._where = exchange.communicator, exchange.communicator.where
         self._transfer, self._target_S, self._alpha = transfer, target_S, alpha
         self._sample_bytes = 0
         self.messages: Tensor | None = None
@@ -448,7 +379,6 @@ class Delivery:
 
     def transfer(self) -> Sequence[Tensor]:
         """Communicate between nodes."""
-        self._communicator.where = self._where  # of this thread
         self._transfer.transfer()
         return self._transfer.tensors
 

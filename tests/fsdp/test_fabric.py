@@ -1,6 +1,7 @@
 """`strategy="mstopk_fsdp"` in Fabric, in both flavours, on real ranks."""
 
 import os
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor
 
 from tests.fsdp.runs import Blocks, loss_of, whole
+from tests.fsdp.test_trainer import fsdp
 from tests.helpers.distributed import run_ranks
 from tests.strategy.test_fabric import FLAVOURS, STEPS, fabric_with
 
@@ -87,10 +89,15 @@ def test_fabric(flavour: str, tmp_path: Path) -> None:
         assert same == (options.get("send") == "gradients"), "nodes hold the same weights where gradients are sent"
 
 
-def test_options_are_checked() -> None:
-    with pytest.raises(ValueError, match="send='both' must be 'updates' or 'gradients'"):
-        ours("lightning_fabric", send="both")
-    with pytest.raises(ValueError, match="delay=0 says how updates are exchanged"):
-        ours("lightning_fabric", send="gradients", delay=0)
-    with pytest.raises(ValueError, match="shard_optimizer=True cannot be combined with .*FSDP2 shards the optimizer"):
-        ours("lightning_fabric", shard_optimizer=True)
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"send": "both"}, "send='both' must be 'updates' or 'gradients'"),
+        ({"send": "gradients", "delay": 0}, "delay=0 says how updates are exchanged"),
+        ({"shard_optimizer": True}, "shard_optimizer=True cannot be combined with .*FSDP2 shards the optimizer"),
+    ],
+)
+def test_options_are_checked(options: dict[str, Any], said: str) -> None:
+    for make in (partial(ours, "lightning_fabric"), partial(fsdp, "pytorch_lightning")):
+        with pytest.raises(ValueError, match=said):
+            make(**options)

@@ -11,7 +11,7 @@ from lightning_sparse.topology import discover
 from lightning_sparse.updates import LocalUpdates, UpdatesConfig
 from tests.fsdp import runs
 from tests.helpers.distributed import run_ranks
-from tests.updates.runs import adamw, mean_over_nodes, sgd
+from tests.updates.runs import adamw, mean_over_nodes
 
 OPTIONS: list[dict[str, Any]] = [
     {"density": 0.05},
@@ -63,33 +63,6 @@ def beside_ddp(options: dict[str, Any]) -> tuple[Tensor, Tensor]:
     return shared_of(updates), shared_of(local)
 
 
-def test_everything_sent_gives_what_replicated_nodes_give() -> None:
-    for ours, local in run_ranks(beside_ddp, {"exchange": "dense"}, nodes=2, devices=2):
-        torch.testing.assert_close(ours, local, rtol=1e-5, atol=1e-6)
-
-
 def test_one_device_a_node_selects_as_replicated_nodes_do() -> None:
     for ours, local in run_ranks(beside_ddp, {"density": 0.05}, nodes=2, devices=1):
         torch.testing.assert_close(ours, local, rtol=1e-5, atol=1e-6)
-
-
-def with_everything_sent() -> tuple[Tensor, Tensor]:
-    model, optimizer, updates = runs.start(sgd, density=1.0, value_dtype="float32", delay=0)
-    runs.steps(model, optimizer, updates, 0, 20)
-    plain = runs.Blocks()
-    runs.steps(DistributedDataParallel(plain), sgd(plain), None, 0, 20)
-    return shared_of(updates), runs.whole(plain).clone()
-
-
-def test_one_node_is_plain_fsdp() -> None:
-    for ours, plain in run_ranks(on_one_node, nodes=1, devices=2):
-        assert torch.equal(ours, plain)
-
-
-def on_one_node() -> tuple[Tensor, Tensor]:
-    found = []
-    for updates_too in (True, False):
-        model, optimizer, updates = runs.start(adamw)
-        runs.steps(model, optimizer, updates if updates_too else None, 0, 10)
-        found.append(runs.whole(model).clone())
-    return found[0], found[1]

@@ -10,9 +10,10 @@ import ctypes
 import re
 import shutil
 import subprocess
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -82,6 +83,14 @@ def with_fault(folder: Path, file: str, line: str, instead: str) -> Path:
     assert line in text
     (folder / "csrc" / file).write_text(text.replace(line, instead))
     return folder / "csrc"
+
+
+def finds_each(wrong: Mapping[str, tuple[str, ...]], *quick: str) -> pytest.MarkDecorator:
+    """Parametrize over kernels that are wrong in one way each, as arguments of `with_fault` and what is to be said of
+    it; all but the quick ones are slow."""
+    slow = pytest.mark.slow
+    cases = [pytest.param(case, id=name, marks=() if name in quick else slow) for name, case in wrong.items()]
+    return pytest.mark.parametrize("fault", cases)
 
 
 def _run(command: list[str], folder: Path) -> None:

@@ -8,18 +8,19 @@ whole      compiled, as if the sample had misled: refine and emit run over all e
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 from lightning_sparse import kernels
-from lightning_sparse.kernels import ops, plain, reference, wire
+from lightning_sparse.kernels import ops, plain, wire
 
 FLAGS = {"compiled": 0, "scalar": 1, "whole": 2}
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -30,72 +31,16 @@ class Path:
     name: str
     threads: int = 1
 
-    def mstopk(self, x: Tensor, k: int) -> tuple[Tensor, Tensor]:
-        with self._running() as operators:
-            found: tuple[Tensor, Tensor] = operators.mstopk(x, k)
-        return found
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        """An operator by its name."""
+        if name.startswith("_"):
+            raise AttributeError(name)
 
-    def compress(
-        self,
-        grad: Tensor,
-        residual: Tensor | None,
-        next_residual: Tensor | None,
-        k: int,
-        value_dtype: torch.dtype,
-        scale: Tensor | None = None,
-    ) -> Tensor:
-        with self._running() as operators:
-            message: Tensor = operators.compress(grad, residual, next_residual, k, value_dtype, scale)
-        return message
+        def run(*arguments: Any) -> Any:
+            with self._running() as operators:
+                return getattr(operators, name)(*arguments)
 
-    def compress_regions(
-        self,
-        grad: Tensor,
-        residual: Tensor | None,
-        next_residual: Tensor | None,
-        k: int,
-        num_regions: int,
-        value_dtype: torch.dtype,
-        scale: Tensor | None = None,
-    ) -> Tensor:
-        with self._running() as operators:
-            rows: Tensor = operators.compress_regions(grad, residual, next_residual, k, num_regions, value_dtype, scale)
-        return rows
-
-    def accumulate_regions(self, rows: Tensor, shard: Tensor, k: int, value_dtype: torch.dtype) -> None:
-        with self._running() as operators:
-            operators.accumulate_regions(rows, shard, k, value_dtype)
-
-    def accumulate(
-        self, messages: Tensor, shard: Tensor, k: int, value_dtype: torch.dtype, alpha: float | None = None
-    ) -> None:
-        with self._running() as operators:
-            operators.accumulate(messages, shard, k, value_dtype, alpha)
-
-    def round_rows(
-        self,
-        grad: Tensor,
-        residual: Tensor | None,
-        next_residual: Tensor | None,
-        num_rows: int,
-        scale: Tensor | None = None,
-    ) -> Tensor:
-        with self._running() as operators:
-            rows: Tensor = operators.round_rows(grad, residual, next_residual, num_rows, scale)
-        return rows
-
-    def sum_rows(self, rows: Tensor, residual: Tensor | None) -> Tensor:
-        with self._running() as operators:
-            row: Tensor = operators.sum_rows(rows, residual)
-        return row
-
-    def add_change(self, own: Tensor, shared: Tensor, model: Sequence[Tensor], ahead: float) -> None:
-        with self._running() as operators:
-            operators.add_change(own, shared, model, ahead)
-
-    def write_between(self, own: Tensor, shared: Tensor, model: Sequence[Tensor], ahead: float) -> None:
-        with self._running() as operators:
-            operators.write_between(own, shared, model, ahead)
+        return run
 
     @contextmanager
     def _running(self) -> Iterator[ModuleType]:
@@ -200,21 +145,3 @@ def decoded(message: Tensor, numel: int, k: int, value_dtype: torch.dtype) -> Te
 def nonfinite_count(message: Tensor) -> int:
     """The count in the message's header."""
     return int(message[4:8].view(torch.int32))
-
-
-__all__ = [
-    "DTYPES",
-    "PATHS",
-    "Path",
-    "decoded",
-    "every_path",
-    "inputs",
-    "ks",
-    "large_input",
-    "nearly_equal",
-    "nonfinite_count",
-    "paths",
-    "reference",
-    "same_bits",
-    "with_threads",
-]

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from lightning_sparse.kernels import plain
-from tests.kernels.emulation import CSRC, Emulation, EmulationError, build, with_fault
+from tests.kernels.emulation import CSRC, Emulation, EmulationError, build, finds_each, with_fault
 from tests.kernels.paths import same_bits
 from tests.kernels.test_models import SHARES, models, pieces_of
 
@@ -82,14 +82,9 @@ def test_what_finds_the_wrong_ones_passes(cuda: Emulation) -> None:
     try_everything(cuda)
 
 
-QUICK = ("a piece ends too late", "pieces begin at 0")
-
-
-@pytest.mark.parametrize(
-    "name", [each if each in QUICK else pytest.param(each, marks=pytest.mark.slow) for each in WRONG]
-)
-def test_what_is_wrong_is_found(name: str, tmp_path: Path) -> None:
-    line, instead, said = WRONG[name]
-    wrong = moving(tmp_path, with_fault(tmp_path, "models_cuda.cu", line, instead))
+@finds_each(WRONG, "a piece ends too late", "pieces begin at 0")
+def test_what_is_wrong_is_found(fault: tuple[str, ...], tmp_path: Path) -> None:
+    *change, said = fault
+    wrong = moving(tmp_path, with_fault(tmp_path, "models_cuda.cu", *change))
     with pytest.raises((AssertionError, EmulationError), match=said):
         try_everything(wrong)

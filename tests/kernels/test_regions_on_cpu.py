@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from lightning_sparse.kernels import plain
-from tests.kernels.emulation import Emulation, EmulationError, build, with_fault
+from tests.kernels.emulation import Emulation, EmulationError, build, finds_each, with_fault
 from tests.kernels.paths import DTYPES, inputs, same_bits
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="no g++ on PATH")
@@ -42,7 +42,6 @@ WRONG = {
         "other bits|race: ",
     ),
 }
-QUICK = ("regions begin too early",)
 
 
 @pytest.fixture(scope="module")
@@ -158,12 +157,9 @@ def test_what_finds_the_wrong_ones_passes(emulation: Emulation) -> None:
     try_everything(emulation)
 
 
-@pytest.mark.parametrize(
-    "name", [each if each in QUICK else pytest.param(each, marks=pytest.mark.slow) for each in WRONG]
-)
-def test_what_is_wrong_is_found(name: str, tmp_path: Path) -> None:
-    file, line, instead, said = WRONG[name]
-    csrc = with_fault(tmp_path, file, line, instead)
-    wrong = Emulation(build(tmp_path, csrc, flags=["-DLS_MOST_BLOCKS=7"]))
+@finds_each(WRONG, "regions begin too early")
+def test_what_is_wrong_is_found(fault: tuple[str, ...], tmp_path: Path) -> None:
+    *change, said = fault
+    wrong = Emulation(build(tmp_path, with_fault(tmp_path, *change), flags=["-DLS_MOST_BLOCKS=7"]))
     with pytest.raises((AssertionError, EmulationError), match=said):
         try_everything(wrong)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from lightning_sparse.kernels import plain
-from tests.kernels.emulation import CSRC, Emulation, EmulationError, build, with_fault
+from tests.kernels.emulation import CSRC, Emulation, EmulationError, build, finds_each, with_fault
 from tests.kernels.paths import DTYPES, inputs, same_bits
 from tests.kernels.test_rounded import rows_of
 
@@ -114,14 +114,9 @@ def test_what_finds_the_wrong_ones_passes(cuda: Emulation) -> None:
     try_everything(cuda)
 
 
-QUICK = ("rows end too late", "rows in another order")  # one of each kernel
-
-
-@pytest.mark.parametrize(
-    "name", [each if each in QUICK else pytest.param(each, marks=pytest.mark.slow) for each in WRONG]
-)
-def test_what_is_wrong_is_found(name: str, tmp_path: Path) -> None:
-    line, instead, said = WRONG[name]
-    wrong = rounding(tmp_path, with_fault(tmp_path, "rounded_cuda.cu", line, instead))
+@finds_each(WRONG, "rows end too late", "rows in another order")
+def test_what_is_wrong_is_found(fault: tuple[str, ...], tmp_path: Path) -> None:
+    *change, said = fault
+    wrong = rounding(tmp_path, with_fault(tmp_path, "rounded_cuda.cu", *change))
     with pytest.raises((AssertionError, EmulationError), match=said):
         try_everything(wrong)

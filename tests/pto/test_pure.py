@@ -1,6 +1,5 @@
 """What needs no ranks: who owns what, how shares are packed, what is refused."""
 
-import doctest
 from collections import OrderedDict
 from collections.abc import Callable
 
@@ -11,7 +10,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from lightning_sparse import sharding
 from lightning_sparse.agree import fingerprint
 from lightning_sparse.flavours.pytorch_lightning import PTOCallback
 from lightning_sparse.pto import communicator_of
@@ -119,12 +117,6 @@ def test_a_sparse_gradient_is_not_cut() -> None:
     with pytest.raises(ValueError, match="is sparse"):
         OwnShare().show([embedding.weight], [Part(0, 0, 128)])
     assert sparse_parameters(nn.Sequential(embedding, nn.Embedding(3, 3))) == {id(embedding.weight)}
-
-
-def test_docstring_examples() -> None:
-    result = doctest.testmod(sharding)
-    assert result.attempted > 0
-    assert result.failed == 0
 
 
 def one(owner: int, numel: int) -> Parts:

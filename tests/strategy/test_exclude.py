@@ -1,6 +1,5 @@
 """Parameters excluded from selection: reduced densely in every round, without a residual, wherever they lie."""
 
-import itertools
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,6 @@ from lightning_sparse.kernels import message_bytes
 from lightning_sparse.topology import discover
 from tests.helpers.distributed import RunRanks
 from tests.strategy.models import (
-    conserved,
     flat_parameters,
     go_on,
     loss_of,
@@ -95,18 +93,6 @@ def beside_ddp(exchange: str) -> dict[str, Any]:
     return {"grads": grads, "with residual": {name for group in state.store.current for name in group.names}}
 
 
-@pytest.mark.parametrize(("nodes", "devices"), [(2, 2), (3, 1)])
-def test_mass_is_conserved_over_rebuilt_buckets(ranks: RunRanks, nodes: int, devices: int) -> None:
-    for given, applied, waiting in ranks(conserve, nodes=nodes, devices=devices):
-        torch.testing.assert_close(given, applied + waiting, rtol=1e-5, atol=2e-5)
-        assert waiting.abs().max() > 1e-3
-
-
-def conserve() -> tuple[Tensor, Tensor, Tensor]:
-    config = HierConfig(**SPARSE, exclude=("*.bias", "4.*"))
-    return conserved(config, itertools.cycle([0.002, 25.0, 0.004]), rounds=30, rewrap=8)[:3]
-
-
 def test_their_bytes_are_counted(ranks: RunRanks) -> None:
     ranks(count_bytes, nodes=2, devices=2)
 
@@ -147,33 +133,6 @@ def beside_nothing(exchange: str) -> set[str]:
     for step in range(4):
         (loss_of(ddp, step, dist.get_rank()) + model.empty.sum()).backward()
     return set(state.exchange.stats.paths)
-
-
-def test_one_that_nobody_uses_is_left_alone(ranks: RunRanks) -> None:
-    for used, unused, finite in ranks(leave_one_unused, nodes=2, devices=2):
-        assert used == [True] * 6
-        assert unused
-        assert finite
-
-
-class Branches(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.always, self.never = mlp(), nn.Linear(5, 5)
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.always(x)
-        return out
-
-
-def leave_one_unused() -> tuple[list[bool], bool, bool]:
-    model = Branches()
-    ddp, _ = wrap(model, HierConfig(**SPARSE, exclude="vectors"), find_unused_parameters=True)
-    for step in range(5):
-        loss_of(ddp, step, dist.get_rank()).backward()
-    used = [p.grad is not None and bool(p.grad.any()) for p in model.always.parameters()]
-    unused = all(p.grad is None for p in model.never.parameters())
-    return used, unused, all(bool(p.grad.isfinite().all()) for p in model.always.parameters() if p.grad is not None)
 
 
 # -- resumed -----------------------------------------------------------------------------------------------------------

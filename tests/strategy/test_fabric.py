@@ -235,18 +235,15 @@ def test_a_resumed_run_is_the_run(results: list[dict[str, Any]]) -> None:
         assert torch.equal(whole, used)
 
 
-def test_a_skipped_step_moves_no_residual(results: list[dict[str, Any]]) -> None:
-    assert all(each["skipped"] for each in results)
+@pytest.mark.parametrize("name", ["skipped", "weights"])
+def test_skipped_steps_and_weights_that_are_loaded_move_no_residual(results: list[dict[str, Any]], name: str) -> None:
+    assert all(each[name] for each in results)
 
 
 @pytest.mark.parametrize("name", ["again", "gone"])
 def test_modules_come_and_go(results: list[dict[str, Any]], name: str) -> None:
     for each in results:
         assert all(each[name].values()), each[name]
-
-
-def test_weights_that_are_loaded_leave_residuals_alone(results: list[dict[str, Any]]) -> None:
-    assert all(each["weights"] for each in results)
 
 
 def test_fabric_knows_the_string(results: list[dict[str, Any]]) -> None:
@@ -259,7 +256,7 @@ def test_options_are_checked() -> None:
     for flavour in FLAVOURS:
         with pytest.raises(ValueError, match=r"density=2 must be a number in \(0, 1\]"):
             ours(flavour, density=2)
-        with pytest.raises(ValueError, match=r"does not know the option\(s\) desity: its own are density"):
+        with pytest.raises(ValueError, match=r"not know the option\(s\) desity \(did you mean density\?\): its own"):
             ours(flavour, desity=0.1)
         with pytest.raises(ValueError, match="cannot be combined with MSTopKHierStrategy"):
             ours(flavour, ddp_comm_hook=len)

@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from lightning_sparse.exchange.lanes import Runner
 from lightning_sparse.exchange.paths import num_selected
 from lightning_sparse.kernels import message_bytes
-from lightning_sparse.strategy import HierConfig, hier_hook
+from lightning_sparse.strategy import HierConfig
 from lightning_sparse.topology import discover, with_groups
 from tests.helpers.distributed import RunRanks
 from tests.strategy.models import (
@@ -248,23 +248,6 @@ def awkward_buckets() -> tuple[Tensor, Tensor, set[int]]:
     state.settle()
     accounted = applied + sum_over_nodes(node_residual(model, state), state)
     return given / dist.get_world_size(), accounted, {group.numel for group in state.layout.settled}
-
-
-# -- one hook a wrapper ------------------------------------------------------------------------------------------------
-
-
-def test_a_second_hook_is_refused(ranks: RunRanks) -> None:
-    assert all("can only be called once" in said for said in ranks(second_hook, nodes=2, devices=1))
-
-
-def second_hook() -> str:
-    model = mlp()
-    ddp, state = wrap(model, HierConfig())
-    try:
-        ddp.register_comm_hook(state, hier_hook)
-    except RuntimeError as error:
-        return str(error)
-    return ""
 
 
 def test_a_topology_of_another_world_is_refused(ranks: RunRanks) -> None:

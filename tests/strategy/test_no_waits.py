@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_sparse.exchange import engine
+from lightning_sparse.exchange import HierCommunicator, engine
 from lightning_sparse.exchange.host import HostCopy
 from lightning_sparse.exchange.lanes import Runner
 from lightning_sparse.gradients.reduction import Reduction
@@ -90,7 +90,7 @@ def _cuda_without_a_device(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(HostCopy, "read", lambda self: Zeros(self._here.numel()))
     monkeypatch.setattr(Agreement, "measure", lambda *_: 0.5)
     monkeypatch.setattr(local_updates, "_check_ranks", lambda *_: None)
-    monkeypatch.setattr(LocalUpdates, "_synchronise", lambda _: None)
+    monkeypatch.setattr(HierCommunicator, "begin_with_first", lambda *_: None)
     with FakeTensorMode():
         yield
 

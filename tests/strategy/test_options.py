@@ -9,7 +9,7 @@ import torch
 from lightning_sparse.exchange.choice import PathChoice
 from lightning_sparse.exchange.engine import _more_than_dense
 from lightning_sparse.strategy import HierConfig
-from lightning_sparse.strategy.options import bucket_cap_mb, with_defaults
+from lightning_sparse.strategy.options import bucket_cap_mb
 from lightning_sparse.topology import Topology
 from tests.helpers.distributed import run_ranks
 from tests.strategy.trainers import FLAVOURS, lightning_of, ours, plain_module
@@ -69,8 +69,11 @@ def test_defaults_reach_ddp() -> None:
     strategy = ours("pytorch_lightning").MSTopKHierStrategy(find_unused_parameters=True)
     assert strategy._ddp_kwargs == {"find_unused_parameters": True}, "as Lightning's own strategy has them"
     assert strategy.config == HierConfig()
-    assert with_defaults({}) == {"gradient_as_bucket_view": True}
-    assert with_defaults({"gradient_as_bucket_view": False}) == {"gradient_as_bucket_view": False}
+    strategy._prepare_ddp()
+    assert strategy._ddp_kwargs == {"find_unused_parameters": True, "gradient_as_bucket_view": True}
+    strategy = ours("pytorch_lightning").MSTopKHierStrategy(gradient_as_bucket_view=False)
+    strategy._prepare_ddp()
+    assert strategy._ddp_kwargs == {"gradient_as_bucket_view": False}
 
 
 @pytest.mark.slow

@@ -1,7 +1,5 @@
 """exchange="regional": nothing is lost, ranks agree, and the volume does not grow with the number of nodes."""
 
-from typing import Any
-
 import pytest
 import torch
 from hypothesis import given
@@ -14,9 +12,7 @@ from lightning_sparse.exchange.paths import Regional
 from lightning_sparse.kernels import message_bytes
 from lightning_sparse.strategy import HierConfig, HierState, hier_hook
 from lightning_sparse.topology import Topology
-from tests.helpers.distributed import RunRanks
 from tests.helpers.threads import Exchange, ThreadCommunicator, run_threads
-from tests.strategy.models import conserved
 from tests.strategy.test_threads import Bucket
 
 NODES = [3, 4, 5]
@@ -54,12 +50,6 @@ def test_the_volume_is_flat_in_the_number_of_nodes(path: str) -> None:
         assert received[-1] < 2.2 * pairs
     else:
         assert received[-1] == 255 * pairs
-
-
-def _group(numel: int) -> Any:
-    from lightning_sparse.gradients.groups import ParamGroup
-
-    return ParamGroup(("a",), (numel,))
 
 
 # -- between threads ---------------------------------------------------------------------------------------------------
@@ -138,32 +128,3 @@ def test_a_non_finite_element_reaches_every_node_and_no_residual(nodes: int, bad
     for applied, left, _ in exchange_once(nodes, grads, density=0.01):
         assert applied[599].isnan()
         assert left.isfinite().all()
-
-
-# -- on Gloo -----------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("nodes", "devices", "value_dtype"),
-    [
-        (3, 1, "bfloat16"),
-        (3, 2, "float32"),
-        *(pytest.param(5, 1, each, marks=pytest.mark.slow) for each in ("bfloat16", "float16")),
-        pytest.param(4, 1, "float32", marks=pytest.mark.slow),
-    ],
-)
-def test_mass_is_conserved_and_ranks_are_bit_identical(
-    ranks: RunRanks, nodes: int, devices: int, value_dtype: str
-) -> None:
-    everyone = ranks(conserve, value_dtype, nodes=nodes, devices=devices, timeout=120)
-    for each in everyone:
-        torch.testing.assert_close(each["given"], each["applied"] + each["waiting"], rtol=1e-5, atol=2e-5)
-        assert torch.equal(each["applied"], everyone[0]["applied"])
-        assert each["waiting"].abs().max() > 1e-3, "the test would pass without error feedback"
-        assert 0.02 < each["density"] < 0.12
-
-
-def conserve(value_dtype: str) -> dict[str, Any]:
-    config = HierConfig(density=0.05, exchange="regional", value_dtype=value_dtype, warmup_epochs=0)  # type: ignore[arg-type]
-    given, applied, waiting, state = conserved(config, [0.002, 25.0], rounds=18, rewrap=9)
-    return {"given": given, "applied": applied, "waiting": waiting, "density": state.exchange.stats.density}

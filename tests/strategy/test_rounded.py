@@ -1,7 +1,5 @@
 """exchange="dense16": all is sent at half the bytes, sums are made in fp32, and no rounding error is lost."""
 
-from typing import Any
-
 import pytest
 import torch
 from hypothesis import given
@@ -10,9 +8,6 @@ from torch import Tensor
 
 from lightning_sparse.exchange import Shard, Work
 from lightning_sparse.exchange.paths import Dense16
-from lightning_sparse.strategy import HierConfig
-from tests.helpers.distributed import RunRanks
-from tests.strategy.models import conserved
 
 ONE = torch.ones(())
 
@@ -67,24 +62,3 @@ def test_what_is_not_finite_reaches_all_and_no_residual(bad: float) -> None:
     assert not applied[9].isfinite()
     assert applied[:9].isfinite().all()
     assert left.isfinite().all()
-
-
-@pytest.mark.parametrize(("nodes", "devices"), [(2, 2), (3, 1), (5, 1)])
-def test_mass_is_conserved_and_ranks_are_bit_identical(ranks: RunRanks, nodes: int, devices: int) -> None:
-    everyone = ranks(conserve, nodes=nodes, devices=devices, timeout=120)
-    for each in everyone:
-        torch.testing.assert_close(each["given"], each["applied"] + each["waiting"], rtol=1e-6, atol=2e-6)
-        assert torch.equal(each["applied"], everyone[0]["applied"])
-        assert 1e-5 < each["waiting"].abs().max() < 1e-2, "the error of one rounding"
-        assert each["paths"] == {"dense", "dense16"}, "and dense until the layout was settled"
-
-
-def test_the_owner_of_a_region_keeps_its_error_whatever_the_order_of_ranks(ranks: RunRanks) -> None:
-    for each in ranks(conserve, placement=[[2], [0], [1]]):
-        torch.testing.assert_close(each["given"], each["applied"] + each["waiting"], rtol=1e-6, atol=2e-6)
-
-
-def conserve() -> dict[str, Any]:
-    config = HierConfig(exchange="dense16", warmup_epochs=0)
-    given, applied, waiting, state = conserved(config, [0.002, 25.0], rounds=18, rewrap=9)
-    return {"given": given, "applied": applied, "waiting": waiting, "paths": set(state.exchange.stats.paths)}

@@ -228,7 +228,7 @@ class SelectedLate:
     def select(self) -> Sequence[Tensor]:
         state, exchange = self._state, self._updates.exchange
         shard = Shard(torch.randn_like(state.shared_S), next_S=torch.empty_like(state.shared_S))
-        transfer = exchange.begin(state._path(whole=False), shard)
+        transfer = exchange.begin(state._path, shard)
         self._delivery = Delivery(exchange, transfer, state.shared_S, state._mean)
         return self._delivery.select()
 

@@ -150,7 +150,6 @@ def models(flavour: str) -> dict[str, Any]:
         "checkpointed": torch.equal(plain, checkpointed),
         "uncompiled": uncompiled,
         "compiled": weights(compiled),
-        "norms": sync_batch_norm(flavour),
         "double": (module.net.precise.detach(), reference.net.precise.detach()),
         "phase": (torch.view_as_real(module.net.phase.detach()), torch.view_as_real(reference.net.phase.detach())),
     }
@@ -166,22 +165,6 @@ def test_a_compiled_model_trains_alike(results: Results) -> None:
     for each in results:
         torch.testing.assert_close(each["models"]["compiled"], each["models"]["uncompiled"], rtol=1e-4, atol=1e-5)
     assert same_on_all_ranks(results, "models", "compiled")
-
-
-def sync_batch_norm(flavour: str) -> str:
-    """Lightning converts the norms before DDP wraps the model, and DDP says what it thinks of them on a CPU."""
-    net = nn.Sequential(nn.Linear(13, 8), nn.BatchNorm1d(8), nn.Linear(8, 2))
-    try:
-        fitted(flavour, sparse(flavour), plain_module(flavour, net), sync_batchnorm=True)
-    except ValueError as error:
-        return str(error)
-    return "it trained"
-
-
-@pytest.mark.slow
-def test_batch_norms_are_converted_and_refuse_the_cpu(results: Results) -> None:
-    for each in results:
-        assert "SyncBatchNorm layers only work with GPU modules" in each["models"]["norms"]
 
 
 @pytest.mark.slow

@@ -67,32 +67,25 @@ def test_options_of_others(wrong: dict[str, Any], said: str) -> None:
 
 
 def refused() -> None:
-    topology = discover()
-    model = mlp()
-    with pytest.raises(ValueError, match="LBFGS"):
-        LocalUpdates(model, torch.optim.LBFGS(model.parameters()), UpdatesConfig(), topology)
+    topology, config, model = discover(), UpdatesConfig(), mlp()
     one_step = sgd(model)
     one_step.consolidate_state_dict = lambda to=0: None  # type: ignore[attr-defined]
-    with pytest.raises(ValueError, match="is shared already"):
-        LocalUpdates(model, one_step, UpdatesConfig(), topology)
-    dist.barrier()  # else a rank leaves while others still connect to it
-
-
-def wrong_parameters() -> None:
-    topology, config = discover(), UpdatesConfig()
-    model = mlp()
-    with pytest.raises(ValueError, match=r"steps a parameter of shape \(3,\) that the module does not hold"):
-        LocalUpdates(model, torch.optim.SGD([*model.parameters(), torch.zeros(3)]), config, topology)
-    with pytest.raises(ValueError, match=r"parameter 0\.weight is stepped twice"):
-        LocalUpdates(model, [sgd(model), adamw(model[0])], config, topology)
+    for optimizers, said in (
+        (torch.optim.LBFGS(model.parameters()), "LBFGS"),
+        (one_step, "is shared already"),
+        (torch.optim.SGD([*model.parameters(), torch.zeros(3)]), r"shape \(3,\) that the module does not hold"),
+        ([sgd(model), adamw(model[0])], r"parameter 0\.weight is stepped twice"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            LocalUpdates(model, optimizers, config, topology)
     model[0].weight = nn.Parameter(torch.zeros(37, 13, dtype=torch.complex64))
     with pytest.raises(ValueError, match=r"parameter 0\.weight is of torch\.complex64"):
         LocalUpdates(model, sgd(model), config, topology)
     dist.barrier()  # else a rank leaves while others still connect to it
 
 
-def test_parameters_that_cannot_work(ranks: RunRanks) -> None:
-    ranks(wrong_parameters, nodes=2, devices=1)
+def test_optimizers_and_parameters_that_cannot_work(ranks: RunRanks) -> None:
+    ranks(refused, nodes=2, devices=1)
 
 
 def ranks_differ() -> None:
@@ -110,10 +103,6 @@ def ranks_differ() -> None:
 
 def test_ranks_that_differ(ranks: RunRanks) -> None:
     ranks(ranks_differ, nodes=2, devices=1)
-
-
-def test_optimizers_that_cannot_work(ranks: RunRanks) -> None:
-    ranks(refused, nodes=2, devices=1)
 
 
 def unequal() -> None:
@@ -267,54 +256,6 @@ def test_several_optimizers_and_parameters_that_are_added_later(ranks: RunRanks)
         assert all(torch.equal(one, other) for one, other in zip(found, results[0], strict=True))
 
 
-def frozen(all_given: bool, unfreeze: int) -> tuple[Tensor, int, Tensor]:
-    """The first layer is frozen until a step, whether or not the optimizer has it."""
-    topology = discover()
-    model = mlp(topology.rank)
-    for p in model[0].parameters():
-        p.requires_grad_(False)
-    given = [p for p in model.parameters() if all_given or p.requires_grad]
-    optimizer = torch.optim.AdamW(given, lr=0.01)
-    updates = LocalUpdates(model, optimizer, UpdatesConfig(density=0.1), topology)
-    for step in range(8):
-        if step == unfreeze:
-            for p in model[0].parameters():
-                p.requires_grad_(True)
-        optimizer.zero_grad()
-        model(batch(step, topology.rank)[0]).square().mean().backward()
-        optimizer.step()
-        updates.step()
-    updates.finish()
-    numel = sum(one.state.slices.numel for one in updates.optimizers)
-    return flat_parameters(model).clone(), numel, model[0].weight.detach().clone()
-
-
-def test_frozen_parameters_are_not_sent(ranks: RunRanks) -> None:
-    """Whether the optimizer has them or not makes no difference; unfrozen, they are taken up."""
-    left_out = ranks(frozen, False, 99, nodes=2, devices=1)
-    given = ranks(frozen, True, 99, nodes=2, devices=1)
-    for one, other in zip(left_out, given, strict=True):
-        assert torch.equal(one[0], other[0])
-        assert one[1] == other[1] < one[0].numel()
-    later = ranks(frozen, True, 4, nodes=2, devices=1)
-    assert torch.equal(later[0][0], later[1][0])
-    assert later[0][1] == later[0][0].numel()
-    assert not torch.equal(later[0][2], given[0][2])
-
-
-def step_of_another() -> str:
-    _, optimizer, updates = start(adamw)
-    wrapper = torch.optim.SGD(updates.module.parameters())
-    with pytest.raises(ValueError, match="given a SGD that is none of the 1 optimizer") as refused:
-        updates.step(wrapper)
-    updates.step(optimizer)
-    return str(refused.value)
-
-
-def test_a_step_of_an_optimizer_that_is_not_known(ranks: RunRanks) -> None:
-    assert all("not what wraps it" in said for said in ranks(step_of_another, nodes=2, devices=1))
-
-
 def resumed_in_turn() -> tuple[Tensor, Tensor]:
     """Two optimizers, one of them stepped now and then: its messages under way are older than the other's."""
 
@@ -361,6 +302,54 @@ def without_optimizers() -> int:
 
 def test_a_loop_without_an_optimizer(ranks: RunRanks) -> None:
     assert ranks(without_optimizers, nodes=2, devices=1) == [1, 1]
+
+
+def frozen(all_given: bool, unfreeze: int) -> tuple[Tensor, int, Tensor]:
+    """The first layer is frozen until a step, whether or not the optimizer has it."""
+    topology = discover()
+    model = mlp(topology.rank)
+    for p in model[0].parameters():
+        p.requires_grad_(False)
+    given = [p for p in model.parameters() if all_given or p.requires_grad]
+    optimizer = torch.optim.AdamW(given, lr=0.01)
+    updates = LocalUpdates(model, optimizer, UpdatesConfig(density=0.1), topology)
+    for step in range(8):
+        if step == unfreeze:
+            for p in model[0].parameters():
+                p.requires_grad_(True)
+        optimizer.zero_grad()
+        model(batch(step, topology.rank)[0]).square().mean().backward()
+        optimizer.step()
+        updates.step()
+    updates.finish()
+    numel = sum(one.state.slices.numel for one in updates.optimizers)
+    return flat_parameters(model).clone(), numel, model[0].weight.detach().clone()
+
+
+def test_frozen_parameters_are_not_sent(ranks: RunRanks) -> None:
+    """Whether the optimizer has them or not makes no difference; unfrozen, they are taken up."""
+    left_out = ranks(frozen, False, 99, nodes=2, devices=1)
+    given = ranks(frozen, True, 99, nodes=2, devices=1)
+    for one, other in zip(left_out, given, strict=True):
+        assert torch.equal(one[0], other[0])
+        assert one[1] == other[1] < one[0].numel()
+    later = ranks(frozen, True, 4, nodes=2, devices=1)
+    assert torch.equal(later[0][0], later[1][0])
+    assert later[0][1] == later[0][0].numel()
+    assert not torch.equal(later[0][2], given[0][2])
+
+
+def step_of_another() -> str:
+    _, optimizer, updates = start(adamw)
+    wrapper = torch.optim.SGD(updates.module.parameters())
+    with pytest.raises(ValueError, match="given a SGD that is none of the 1 optimizer") as refused:
+        updates.step(wrapper)
+    updates.step(optimizer)
+    return str(refused.value)
+
+
+def test_a_step_of_an_optimizer_that_is_not_known(ranks: RunRanks) -> None:
+    assert all("not what wraps it" in said for said in ranks(step_of_another, nodes=2, devices=1))
 
 
 class MasterSGD(torch.optim.SGD):

@@ -127,41 +127,35 @@ def test_a_killed_run_goes_on_bit_identically(shape: tuple[int, int], options: d
         same_ends(whole[rank], resumed, f"rank {rank}")
 
 
-def look(folder: str, resume: bool, steps: int) -> dict[str, Any]:
-    """The shared weights and the mean of what is pending: at the end of some steps, or as they were resumed."""
-    found: dict[str, Any] = {}
+def look(folder: str, begin: int | None, end: int) -> dict[int, tuple[Tensor, Tensor]]:
+    """The shared weights and the mean of what is pending: as they were resumed, and at the end, which is saved."""
+    found: dict[int, tuple[Tensor, Tensor]] = {}
 
     class Look(lightning_of(FLAVOUR).Callback):  # type: ignore[misc]
         def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
-            if trainer.global_step == steps:
-                updates = trainer.strategy.updates
-                with updates.shared_weights():
-                    found["shared"] = weights(updates.module).clone()
-                found["pending"] = mean_over_nodes(whole_pending(updates))
-                trainer.save_checkpoint(f"{folder}/{steps}.ckpt")
+            if trainer.global_step not in (begin, end):
+                return
+            updates = trainer.strategy.updates
+            with updates.shared_weights():
+                shared = weights(updates.module).clone()
+            found[trainer.global_step] = shared, mean_over_nodes(whole_pending(updates))
+            if trainer.global_step == end:
+                trainer.save_checkpoint(f"{folder}/{end}.ckpt")
 
-    path = f"{folder}/{steps - 3}.ckpt" if resume else None
-    if resume and path is not None:
-        steps_now = steps
-        steps = steps - 3
-        t = trainer(FLAVOUR, local(FLAVOUR), max_steps=steps + 1, max_epochs=-1, callbacks=[Look()], **ranks())
-        t.fit(module(), ckpt_path=path)
-        found["resumed"] = (found["shared"], found["pending"])
-        steps = steps_now
-    t = trainer(FLAVOUR, local(FLAVOUR), max_steps=steps + 1, max_epochs=-1, callbacks=[Look()], **ranks())
-    t.fit(module(), ckpt_path=path)
+    t = trainer(FLAVOUR, local(FLAVOUR), max_steps=end + 1, max_epochs=-1, callbacks=[Look()], **ranks())
+    t.fit(module(), ckpt_path=None if begin is None else f"{folder}/{begin}.ckpt")
     return found
 
 
 def test_on_another_cluster_shared_weights_and_the_mean_of_what_is_pending_stay(tmp_path: Path) -> None:
-    before = run_ranks(look, str(tmp_path), False, 4, nodes=2, devices=2, timeout=100, init=False)[0]
-    for (nodes, devices), steps in (((4, 1), 7), ((2, 1), 10)):
-        found = run_ranks(look, str(tmp_path), True, steps, nodes=nodes, devices=devices, timeout=100, init=False)
-        for each in found:
-            shared, pending = each["resumed"]
-            assert torch.equal(shared, before["shared"])
-            torch.testing.assert_close(pending, before["pending"], rtol=1e-6, atol=1e-7)
-        before = found[0]
+    before = run_ranks(look, str(tmp_path), None, 4, nodes=2, devices=2, timeout=100, init=False)[0]
+    for (nodes, devices), begin in (((4, 1), 4), ((2, 1), 7)):
+        many: dict[str, Any] = {"nodes": nodes, "devices": devices, "timeout": 100, "init": False}
+        everyone = run_ranks(look, str(tmp_path), begin, begin + 3, **many)
+        for found in everyone:
+            assert torch.equal(found[begin][0], before[begin][0])
+            torch.testing.assert_close(found[begin][1], before[begin][1], rtol=1e-6, atol=1e-7)
+        before = everyone[0]
 
 
 def begins_with(folder: str, step: int) -> Tensor:
@@ -178,10 +172,9 @@ def begins_with(folder: str, step: int) -> Tensor:
 
 
 def test_on_one_node_the_mean_of_what_was_pending_is_in_the_weights(tmp_path: Path) -> None:
-    before = run_ranks(look, str(tmp_path), False, 4, nodes=2, devices=2, timeout=100, init=False)[0]
+    shared, pending = run_ranks(look, str(tmp_path), None, 4, nodes=2, devices=2, timeout=100, init=False)[0][4]
     for begin in run_ranks(begins_with, str(tmp_path), 4, nodes=1, devices=2, timeout=100, init=False):
-        expected = before["shared"].double() - before["pending"]
-        torch.testing.assert_close(begin.double(), expected, rtol=1e-6, atol=1e-7)
+        torch.testing.assert_close(begin.double(), shared.double() - pending, rtol=1e-6, atol=1e-7)
 
 
 @pytest.mark.parametrize("damage", ["missing", "zeroed"])

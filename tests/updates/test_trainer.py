@@ -168,10 +168,6 @@ def shown_at_the_end_of_steps(flavour: str) -> dict[str, Tensor]:
     return seen
 
 
-def test_callbacks_at_the_end_of_max_steps_see_the_shared_weights(results: Results) -> None:
-    assert same_on_all_ranks(results, "shown_at_the_end_of_steps")
-
-
 @scenarios.add
 def buffers_that_come_late(flavour: str) -> dict[str, Tensor]:
     """Pruning adds masks, which are buffers, while callbacks see the shared weights."""
@@ -180,10 +176,6 @@ def buffers_that_come_late(flavour: str) -> dict[str, Tensor]:
     pruning = callbacks.ModelPruning("l1_unstructured", amount=0.3)
     fitted(flavour, local(flavour), module, callbacks=[pruning], max_steps=-1, max_epochs=3, limit_train_batches=4)
     return {"weights": weights(module)}
-
-
-def test_pruning(results: Results) -> None:
-    assert same_on_all_ranks(results, "buffers_that_come_late")
 
 
 @scenarios.add
@@ -196,8 +188,9 @@ def no_optimizers(flavour: str) -> dict[str, Tensor]:
     return {"weights": weights(module)}
 
 
-def test_a_module_without_optimizers(results: Results) -> None:
-    assert same_on_all_ranks(results, "no_optimizers")
+@pytest.mark.parametrize("scenario", ["shown_at_the_end_of_steps", "buffers_that_come_late", "no_optimizers"])
+def test_all_ranks_see_and_end_with_the_shared_weights(results: Results, scenario: str) -> None:
+    assert same_on_all_ranks(results, scenario)
 
 
 @scenarios.add
