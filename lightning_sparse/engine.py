@@ -15,7 +15,7 @@ parameters, so that another number of nodes or devices can take them up.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from math import prod
@@ -106,13 +106,15 @@ def whole_of(states: Sequence[State], quantity: str) -> dict[str, Tensor]:
     return whole
 
 
-def mean_of(nodes: Sequence[Sequence[State]], quantity: str) -> dict[str, Tensor]:
+def mean_of(nodes: Iterable[Sequence[State]], quantity: str) -> dict[str, Tensor]:
     """Return the mean over nodes of a quantity, by parameter; a node that has none of it counts as zero."""
     total: dict[str, Tensor] = {}
+    count = 0
     for states in nodes:  # one at a time: each is as large as the model
+        count += 1
         for name, tensor in whole_of(states, quantity).items():
             total[name] = total[name].add_(tensor) if name in total else tensor
-    return {name: tensor.div_(len(nodes)) for name, tensor in total.items()}
+    return {name: tensor.div_(count) for name, tensor in total.items()}
 
 
 class Engine(ABC):

@@ -42,7 +42,7 @@ from lightning_sparse.messages import log
 from lightning_sparse.topology import Topology
 
 KEY = "lightning_sparse"
-VERSION = 5
+VERSION = 6
 FAILED = "failed: "  # what a rank arrives with that could not write
 PATIENCE = timedelta(seconds=10)
 """After so long rank 0 says what it waits for."""

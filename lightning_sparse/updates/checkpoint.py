@@ -11,10 +11,12 @@ from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from lightning_sparse.engine import Layout, Piece, State, flattened, layout_of, mean_of, whole_of
 from lightning_sparse.sharding import memory_of_part, part_of
+from lightning_sparse.updates.state import unsent_of
 
 if TYPE_CHECKING:
     from lightning_sparse.updates.local import LocalUpdates
@@ -33,7 +35,7 @@ def state_of(updates: LocalUpdates) -> State:
                 state.pieces.setdefault(quantity, []).extend(found)
             else:
                 more[quantity] = tensor
-        optimizers.append({"steps": one.steps, **more})
+        optimizers.append({"steps": one.steps, "places": len(places), **more})
     buffers = {name: each.detach().cpu() for name, each in updates.buffers.own().items()}
     state.own = {"optimizers": optimizers, "buffers": buffers}
     return state
@@ -67,7 +69,7 @@ def load(updates: LocalUpdates, manifest: Mapping[str, Any], state: State) -> No
 @torch.no_grad()
 def load_from(updates: LocalUpdates, manifest: Mapping[str, Any], nodes: Sequence[Sequence[State]]) -> None:
     """Start from the global weights and the mean of what was pending."""
-    shared, pending = whole_of(nodes[0], "shared"), mean_of(nodes, "unsent")
+    shared, pending = whole_of(nodes[0], "shared"), _mean_unsent(nodes)
     parameters = dict(updates.module.named_parameters())
     updates.steps = manifest["steps"]
     for one in updates.optimizers:
@@ -91,7 +93,7 @@ def load_from(updates: LocalUpdates, manifest: Mapping[str, Any], nodes: Sequenc
 @torch.no_grad()
 def load_alone(updates: LocalUpdates, nodes: Sequence[Sequence[State]]) -> None:
     """On one node nothing is exchanged: its weights are the global ones, with the mean of what was pending in them."""
-    shared, pending = whole_of(nodes[0], "shared"), mean_of(nodes, "unsent")
+    shared, pending = whole_of(nodes[0], "shared"), _mean_unsent(nodes)
     for name, parameter in updates.module.named_parameters():
         if name not in shared:
             continue
@@ -101,6 +103,23 @@ def load_alone(updates: LocalUpdates, nodes: Sequence[Sequence[State]]) -> None:
             memory_of_part(parameter, part).copy_(whole[part.begin : part.end])
         else:
             parameter.copy_(shared[name] - pending[name])
+
+
+def _mean_unsent(nodes: Sequence[Sequence[State]]) -> dict[str, Tensor]:
+    return mean_of((list(map(_with_unsent, states)) for states in nodes), "unsent")
+
+
+def _with_unsent(state: State) -> State:
+    """Return the pieces of what a device had not sent."""
+    unsent: list[Piece] = []
+    for saved in state.own["optimizers"]:
+        here = slice(len(unsent), len(unsent) + saved["places"])
+        if saved["places"]:
+            flat = {quantity: torch.cat([each.tensor for each in of[here]]) for quantity, of in state.pieces.items()}
+            places = [each.place for each in state.pieces["shared"][here]]
+            cut = torch.split(unsent_of({**saved, **flat}), [end - begin for _, begin, end in places])
+            unsent += [Piece(*place, tensor) for place, tensor in zip(places, cut, strict=True)]
+    return State({"unsent": unsent}, state.layouts)
 
 
 def _layouts(updates: LocalUpdates) -> dict[str, Layout]:

@@ -161,15 +161,18 @@ class UpdateState:
                     view.copy_(old[piece])
 
     def state_dict(self, now_S: Tensor) -> dict[str, Tensor]:
-        """Return what a resumed run needs: ``shared`` and ``unsent`` (all that the global weights lack) on any cluster,
-        the rest on the same one. Nothing is under way.
+        """Return what a resumed run needs: ``shared``, and what `unsent_of` takes, on any cluster; the rest on the same
+        one, as patches, which are small but for a save between two exchanges. Nothing is under way.
 
         Args:
             now_S: what the parameters hold.
         """
-        unsent_S = self._pending_S + (self._start_S - now_S)
-        rest = {"pending": self._pending_S, "start": self._start_S, "now": now_S}
-        return {"shared": self.shared_S, "unsent": unsent_S, **rest}
+        models = {"shared": self.shared_S, "pending": self._pending_S, "start": self._start_S}
+        return {**models, "now": patch_of(self._written(), now_S)}
+
+    def _written(self) -> Tensor:
+        """Return what the parameters held after the last exchange."""
+        return self._start_S
 
     def load_state_dict(self, saved: Mapping[str, Tensor]) -> None:
         """Go on where it was saved; the parameters are set, too. Under other options than it was saved with, with all
@@ -177,9 +180,9 @@ class UpdateState:
         self.receive()  # what is under way would be added to what was saved
         self.shared_S.copy_(saved["shared"])
         if self._load_own(saved):
-            self.slices.write(saved["now"].to(self.shared_S.device))
+            self.slices.write(patched(self._written(), saved["now"]))
             return
-        self.set_pending(saved["unsent"].to(self.shared_S.device))
+        self.set_pending(unsent_of(saved).to(self.shared_S.device))
         self.begin()
 
     def _load_own(self, saved: Mapping[str, Tensor]) -> bool:
@@ -266,14 +269,18 @@ class Difference(UpdateState):
         shared_S, own_S = self.read_shared(), self.own_S.clone()
         self.slices.add_change(own_S, self.shared_S, self.ahead, now_S)
         self._add_sent(own_S)
-        saved = {"shared": shared_S, "unsent": self.shared_S - own_S, "own": self.own_S, "now": now_S}
+        saved = {"shared": shared_S, "own": own_S, "now": patch_of(self._written(), now_S)}
+        saved |= {"before": patch_of(shared_S, self.shared_S), "kept": patch_of(own_S, self.own_S)}
         saved["ahead"] = torch.tensor(self.ahead, dtype=torch.float64)
         saved["exchanges"] = torch.tensor(self._exchanges)
         if self._samples is not None:
             saved["samples"] = self._samples.read()
         if self._messages is not None:
-            saved["before"], saved["messages"] = self.shared_S, self._messages
+            saved["messages"] = self._messages
         return saved
+
+    def _written(self) -> Tensor:
+        return self.slices.between(self.own_S, self.shared_S, self.ahead)
 
     def _load_own(self, saved: Mapping[str, Tensor]) -> bool:
         if "own" not in saved or (self._agreement is None and saved["ahead"] != self.ahead):
@@ -288,8 +295,8 @@ class Difference(UpdateState):
             if not self._path.wrote(messages):
                 return False
             self._messages, self._sent = messages, messages[mine : mine + 1]
-            self.shared_S.copy_(saved["before"])
-        self.own_S.copy_(saved["own"])
+        self.shared_S.copy_(patched(saved["shared"], saved["before"]))
+        self.own_S.copy_(patched(saved["own"], saved["kept"]))
         return True
 
     def _sample(self) -> Tensor | None:
@@ -342,6 +349,27 @@ def state_of(slices: Slices, exchange: Exchange, config: UpdatesConfig) -> Updat
     """Return the state of what the parameters hold, with nothing pending: the lean one where the path allows it."""
     kind = Difference if config.path is Sparse else UpdateState
     return kind(slices, exchange, config)
+
+
+def unsent_of(saved: Mapping[str, Tensor]) -> Tensor:
+    """Return all that the global weights lack of a node's updates, from what a state saved."""
+    if "own" in saved:
+        return patched(saved["shared"], saved["before"]) - saved["own"]
+    return saved["pending"] + (saved["start"] - patched(saved["start"], saved["now"]))
+
+
+def patch_of(new_S: Tensor, old_S: Tensor) -> Tensor:
+    """Return the places and the bits, int32 or int64 [2, n], in which one tensor of fp32 differs from another."""
+    bits = old_S.view(torch.int32)
+    (places,) = (new_S.view(torch.int32) != bits).nonzero(as_tuple=True)
+    return torch.stack([places, bits[places].long()]).to(torch.int32 if len(bits) < 2**31 else torch.int64)
+
+
+def patched(new_S: Tensor, patch: Tensor) -> Tensor:
+    """Return the other tensor, from the first and its patch."""
+    old_S, (places, bits) = new_S.clone(), patch.to(new_S.device)
+    old_S.view(torch.int32)[places.long()] = bits.int()
+    return old_S
 
 
 class Delivery:

@@ -11,11 +11,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.helpers.distributed import RanksFailed, run_ranks
+from tests.helpers.distributed import RanksFailed, RunRanks, run_ranks
 from tests.helpers.lines import Lines
 from tests.strategy.test_killed import Killer
 from tests.strategy.trainers import ddp, lightning_of, plain_module, sparse, trainer, weights
-from tests.updates.runs import mean_over_nodes
+from tests.updates.runs import adamw, mean_over_nodes, start
 from tests.updates.test_properties import whole_pending
 from tests.updates.test_trainer import local
 
@@ -199,12 +199,39 @@ def test_nodes_that_read_other_weights_are_told_apart(tmp_path: Path) -> None:
     run_ranks(fit, str(tmp_path), {}, None, 1, 5, **many)
     (other,) = tmp_path.glob("last.ckpt.residual/*/rank00003.pt")
     content = torch.load(other)
-    content["pieces"]["before"][0][3][0] += 1e-7  # the global weights, without the messages beside them
+    content["pieces"]["shared"][0][3].add_(1e-7)
     torch.save(content, other)
     with pytest.raises(RanksFailed, match="nodes hold different global weights after") as failed:
         run_ranks(fit, str(tmp_path), {}, **many)
     assert len(failed.value.raised) == 4  # nobody waits for the others
     assert not failed.value.hung
+
+
+def saved_bytes(options: dict[str, Any], count: int) -> tuple[float, float]:
+    """Bytes an element of what is saved after some steps: in pieces, and besides these."""
+    ddp, optimizer, updates = start(adamw, nn.Linear(200, 300), **options)
+    for step in range(count):
+        optimizer.zero_grad()
+        torch.manual_seed(step + 7 * torch.distributed.get_rank())
+        ddp(torch.randn(8, 200)).square().mean().backward()
+        optimizer.step()
+        updates.step()
+    state, numel = updates.state(), updates.optimizers[0].state.slices.numel
+    beside = [each.nbytes for each in state.own["optimizers"][0].values() if isinstance(each, Tensor)]
+    return sum(piece.tensor.nbytes for of in state.pieces.values() for piece in of) / numel, sum(beside) / numel
+
+
+@pytest.mark.parametrize(
+    ("options", "count", "bytes_an_element", "beside"),
+    [({}, 6, 8, 0.6), ({"delay": 0}, 6, 8, 0.1), ({"sync_every": 4}, 6, 8, 17), ({"exchange": "regional"}, 6, 12, 0.1)],
+)
+def test_a_save_takes_two_tensors(
+    ranks: RunRanks, options: dict[str, Any], count: int, bytes_an_element: int, beside: float
+) -> None:
+    """And small patches, but for one between two exchanges; with another exchange than "sparse" it takes three."""
+    for found in ranks(saved_bytes, options, count, nodes=2, devices=2):
+        assert found[0] == bytes_an_element
+        assert found[1] < beside
 
 
 def changed_by_a_callback(folder: str) -> list[Tensor]:
