@@ -72,8 +72,9 @@ def load_from(updates: LocalUpdates, manifest: Mapping[str, Any], nodes: Sequenc
     shared, pending = whole_of(nodes[0], "shared"), _mean_unsent(nodes)
     parameters = dict(updates.module.named_parameters())
     updates.steps = manifest["steps"]
-    for one in updates.optimizers:
-        one.steps = nodes[0][0].own["optimizers"][0]["steps"]
+    saved = [each["steps"] for each in nodes[0][0].own["optimizers"]]
+    for index, one in enumerate(updates.optimizers):
+        one.steps = saved[index] if len(saved) == len(updates.optimizers) else max(saved, default=0)
         state = one.state
         state.receive()
         pending_S = torch.zeros_like(state.shared_S)

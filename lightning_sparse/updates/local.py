@@ -280,7 +280,7 @@ def _check_ranks(
     """Raise ValueError unless all ranks have the same options and tensors. A collective of the world."""
     held = [*module.named_parameters(), *module.named_buffers()]
     stepped = [[names[id(p)] for p in parameters_of(each)] for each in optimizers]
-    told = repr((stepped, [(name, tuple(t.shape), t.stride(), t.dtype, t.requires_grad) for name, t in held]))
+    told = repr((stepped, [(name, tuple(t.shape), t.stride(), t.dtype) for name, t in held]))
     digest = hashlib.sha256(told.encode()).hexdigest()[:8]
     mine = {**config.to_dict(), "module": f"{len(held)} tensors, their order and shapes with digest {digest}"}
     same_options(mine)

@@ -145,9 +145,9 @@ class LocalOptimizer:
 
     @torch.no_grad()
     def follow_groups(self) -> None:
-        """Take up parameters of ``add_param_group()``, and what was unfrozen; all ranks begin with those of rank 0."""
+        """Take up parameters of ``add_param_group()``; all ranks begin with those of rank 0."""
         known = self.parameters
-        now = self.division.trained()
+        now = parameters_of(self.optimizer)
         if len(now) == len(known) and all(map(is_, now, known)):
             return
         ids = set(map(id, known))
@@ -187,7 +187,7 @@ class Division:
             each device does the whole step, and exchanges any part of the result.
 
     Attributes:
-        parameters: that are exchanged, in the order of the optimizer's groups.
+        parameters: in the order of the optimizer's groups.
         mine: of each parameter the part that this device exchanges, or None.
         steps_all: each device does the whole step, so that they hold the same after it.
     """
@@ -200,16 +200,9 @@ class Division:
         self._parts: list[Parts] = []
         self.follow_groups()
 
-    def trained(self) -> list[Tensor]:
-        """Return what the optimizer steps now, but not what has been frozen ever since it was seen: its updates are
-        zero, and zeros would be sent for them."""
-        known = set(map(id, self.parameters))
-        steps = parameters_of(self.optimizer)
-        return [p for p in steps if p.requires_grad or p.grad is not None or id(p) in known]
-
     def follow_groups(self) -> None:
-        """Take up what is trained now."""
-        here, size, now = self._inside.node.place, self._inside.node.size, self.trained()
+        """Take up what the optimizer steps now."""
+        here, size, now = self._inside.node.place, self._inside.node.size, parameters_of(self.optimizer)
         if self._step is not None:
             self._step.follow_groups()
             known = {id(p): parts for p, parts in zip(self._step.parameters, self._step.parts, strict=True)}
@@ -250,7 +243,7 @@ class Shards(Division):
         self.steps_all = False
 
     def follow_groups(self) -> None:
-        self.parameters = self.trained()
+        self.parameters = parameters_of(self.optimizer)
         self.mine = [part_of(p) for p in self.parameters]
 
     def gather(self) -> None:

@@ -304,41 +304,6 @@ def test_a_loop_without_an_optimizer(ranks: RunRanks) -> None:
     assert ranks(without_optimizers, nodes=2, devices=1) == [1, 1]
 
 
-def frozen(all_given: bool, unfreeze: int) -> tuple[Tensor, int, Tensor]:
-    """The first layer is frozen until a step, whether or not the optimizer has it."""
-    topology = discover()
-    model = mlp(topology.rank)
-    for p in model[0].parameters():
-        p.requires_grad_(False)
-    given = [p for p in model.parameters() if all_given or p.requires_grad]
-    optimizer = torch.optim.AdamW(given, lr=0.01)
-    updates = LocalUpdates(model, optimizer, UpdatesConfig(density=0.1), topology)
-    for step in range(8):
-        if step == unfreeze:
-            for p in model[0].parameters():
-                p.requires_grad_(True)
-        optimizer.zero_grad()
-        model(batch(step, topology.rank)[0]).square().mean().backward()
-        optimizer.step()
-        updates.step()
-    updates.finish()
-    numel = sum(one.state.slices.numel for one in updates.optimizers)
-    return flat_parameters(model).clone(), numel, model[0].weight.detach().clone()
-
-
-def test_frozen_parameters_are_not_sent(ranks: RunRanks) -> None:
-    """Whether the optimizer has them or not makes no difference; unfrozen, they are taken up."""
-    left_out = ranks(frozen, False, 99, nodes=2, devices=1)
-    given = ranks(frozen, True, 99, nodes=2, devices=1)
-    for one, other in zip(left_out, given, strict=True):
-        assert torch.equal(one[0], other[0])
-        assert one[1] == other[1] < one[0].numel()
-    later = ranks(frozen, True, 4, nodes=2, devices=1)
-    assert torch.equal(later[0][0], later[1][0])
-    assert later[0][1] == later[0][0].numel()
-    assert not torch.equal(later[0][2], given[0][2])
-
-
 def step_of_another() -> str:
     _, optimizer, updates = start(adamw)
     wrapper = torch.optim.SGD(updates.module.parameters())
