@@ -44,7 +44,7 @@ def table(cls: type, configs: tuple[type, ...]) -> str:
     """A row for each option, by the class's own words where it has some."""
     said: dict[str, str] = {}
     for each in (*configs, cls):
-        said.update({name: words for name, words in described(each).items() if not words.startswith("as ``")})
+        said.update({name: words for name, words in described(each).items() if not words.startswith("as `")})
     given = inspect.signature(cls).parameters.values()
     rows = [f"| `{p.name}` | {_default(p)} | {_cell(said[p.name])} |" for p in given if p.kind is not p.VAR_KEYWORD]
     return "\n".join(["| option | default | what it does |", "|---|---|---|", *rows])

@@ -72,19 +72,29 @@ def check_options(
                 f"{name}={given[name]!r} cannot be combined with {cls.__name__}: {refused[name]}. Leave it out, or "
                 f"use strategy='ddp' with it."
             )
-    known = set(inspect.signature(wrapper.__init__).parameters)  # type: ignore[misc]
-    for base in cls.__mro__:
-        if "__init__" in vars(base):
-            known |= set(inspect.signature(base.__init__).parameters)  # type: ignore[misc]
+    known = _named(wrapper)[0]
+    for base in (each for each in cls.__mro__ if "__init__" in vars(each)):
+        names, passes_on = _named(base)
+        known |= names
+        if not passes_on:
+            break  # what is behind it gets nothing
+    known -= {"self", "module"}
     unknown = sorted(given.keys() - known)
     if unknown:
         close = [near for name in unknown for near in get_close_matches(name, sorted({*own, *known}), 1)]
+        hint = f" (did you mean {' or '.join(close)}?)" if close else ""
+        others = "DistributedDataParallel" if wrapper is DistributedDataParallel else "its base class in Lightning"
         raise ValueError(
-            f"{cls.__name__} does not know the option(s) {', '.join(unknown)}"
-            f"{f' (did you mean {chr(44).join(close)}?)' if close else ''}: its own are {', '.join(own)}, and those of "
-            f"{'DistributedDataParallel' if wrapper is DistributedDataParallel else 'its base class in Lightning'} are "
-            f"passed on."
+            f"{cls.__name__} does not know the option(s) {', '.join(unknown)}{hint}: its own are {', '.join(own)}, and "
+            f"those of {others} are passed on."
         )
+
+
+def _named(cls: type) -> tuple[set[str], bool]:
+    """The arguments of a constructor that have a name, and whether it takes others, too."""
+    parameters = inspect.signature(cls.__init__).parameters.values()  # type: ignore[misc]
+    variable = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    return {p.name for p in parameters if p.kind not in variable}, any(p.kind == p.VAR_KEYWORD for p in parameters)
 
 
 Init = TypeVar("Init", bound=Callable[..., None])

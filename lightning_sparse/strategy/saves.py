@@ -186,10 +186,10 @@ class Saves:
             )
 
     def entries(self, topology: Topology) -> dict[str, Any]:
-        """Return what the first rank of this node added to its file; empty on another cluster."""
-        if not self.loaded or not self.loaded[0].is_of(topology):
+        """Return what the first rank of this node added to its file; empty on another cluster, and of another format,
+        which `restore` refuses."""
+        if not self.loaded or not self.loaded[0].is_of(topology) or self.loaded[0].manifest["version"] != VERSION:
             return {}
-        check_version(self.loaded[0])
         side = self.loaded[0].read(topology.nodes[topology.node_index][0])
         return {} if side is None else dict(side["entries"])
 
@@ -351,7 +351,7 @@ def read_side_file(checkpoint_path: str, save_id: str, rank: int, *, quiet: bool
             continue
         except Exception as error:  # torch.load of a damaged file raises whatever its parser stumbled over
             if not quiet:
-                log.warning("%s is damaged and counts as missing (%s: %s)", path, type(error).__name__, error)
+                log.warning("%s cannot be read and counts as missing (%s: %s)", path, type(error).__name__, error)
             continue
         if content.get("save_id") == save_id:
             return content

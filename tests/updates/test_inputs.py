@@ -304,6 +304,28 @@ def test_a_loop_without_an_optimizer(ranks: RunRanks) -> None:
     assert ranks(without_optimizers, nodes=2, devices=1) == [1, 1]
 
 
+def moved_to_other_nodes() -> list[int]:
+    """Steps of two optimizers, one of which steps every third time, after what all nodes saved is taken up by them."""
+    topology = discover()
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(5, 5), nn.Linear(5, 5))
+    optimizers: list[torch.optim.Optimizer] = [torch.optim.SGD(each.parameters(), lr=0.1) for each in model]
+    updates = LocalUpdates(model, optimizers, UpdatesConfig(sync_every=2), topology)
+    for step in range(9):
+        model(torch.randn(4, 5)).square().mean().backward()
+        for optimizer in optimizers if step % 3 == 0 else optimizers[:1]:
+            optimizer.step()
+            updates.step(optimizer)
+    saved: list[Any] = [None] * topology.world_size
+    dist.all_gather_object(saved, updates.state())
+    updates.load_from(updates.manifest(), [[each] for each in saved])
+    return [one.steps for one in updates.optimizers]
+
+
+def test_each_optimizer_keeps_its_steps_on_other_nodes(ranks: RunRanks) -> None:
+    assert ranks(moved_to_other_nodes, nodes=2, devices=1) == [[9, 3], [9, 3]]
+
+
 def step_of_another() -> str:
     _, optimizer, updates = start(adamw)
     wrapper = torch.optim.SGD(updates.module.parameters())

@@ -201,8 +201,8 @@ def _has_ended(process: int) -> bool:
         os.kill(process, 0)
     except ProcessLookupError:
         return True
-    except (PermissionError, OverflowError):
-        return False
+    except (PermissionError, OverflowError):  # another user's; a checksum, of one that has just ended filling it
+        pass
     return False
 
 
