@@ -50,12 +50,13 @@ def compress(
     bits = reference.magnitude_bits(acc_S)
     nonfinite = reference.is_nonfinite(bits)
     indices_K = select(bits, k)
-    values_K = acc_S[indices_K]
+    values_K, numel = acc_S[indices_K], grad_S.numel()
+    message = wire.encode(values_K, indices_K, numel, value_dtype, nonfinite.sum())
     if next_residual_S is not None:
-        left_K = values_K - wire.round_trip(values_K, value_dtype)
+        left_K = values_K - wire.decode(message, numel, k, value_dtype)[0]
         next_residual_S.copy_(acc_S.masked_fill(nonfinite, 0.0))
         next_residual_S[indices_K] = left_K.masked_fill(nonfinite[indices_K], 0.0)
-    return wire.encode(values_K, indices_K, grad_S.numel(), value_dtype, nonfinite.sum())
+    return message
 
 
 def compress_regions(

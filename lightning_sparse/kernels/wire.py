@@ -4,28 +4,35 @@ A message holds exactly k (index, value) pairs of a shard of S elements. Its siz
 so the all-gather needs no exchange of sizes. Little-endian:
 
     offset  bytes   field
-    0       4       magic "LSP1" (0x3150534c): layout version 1
+    0       4       magic "LSP2" (0x3250534c): layout version 2
     4       4       i32  number of non-finite elements in the whole shard; saturates at 2^31 - 1
     8       4       i32  exponent e: decoded value = stored value * 2^e (0 unless the values are fp16)
-    12      4       i32  value code: 0 fp32, 1 bf16, 2 fp16
+    12      4       i32  value code: 0 fp32, 1 bf16, 2 fp16, 3 two bits
     16      8       i64  S
     24      8       i64  k
     32      32      zero
     64      4*B     u32  pairs in each block of 65,536 elements, B = ceil(S / 65,536)
-    *       2*k     u16  index within its block; ascending inside a block
-    *       w*k     values, w = 4 or 2 bytes, in index order
+    *       8*B     f32  lower and upper level of each block (two bits a value only)
+    *       F       u8   pairs in each cell, F = 17 * ceil(S / 4,096) (8-bit indices only)
+    *       i*k     u8 index within its cell, or u16 index within its block; ascending inside each
+    *       w*k/8   values, w = 32, 16 or 2 bits, in index order
 
 `*`: each section is zero-padded to 16 bytes, so that the rows of an all-gathered [M, bytes] tensor are aligned for
 vector loads.
 
-Example: S = 100,000, k = 1,000, bf16: 64 + 16 (B = 2, 8 bytes) + 2,000 + 2,000 = 4,080 bytes, 4.08 per pair; int32 and
-fp32 pairs would take 8.
+Indices take 8 bits, or 16 where that is smaller: below 0.42 % of the shard. A cell is 241 elements, and 17 cells are
+4,096 elements, the last one being of 240: 256 elements could have 256 pairs, a count that needs nine bits.
+
+Example: S = 100,000, k = 1,000, bf16: 64 + 16 (B = 2, 8 bytes) + 432 (F = 425) + 1,008 + 2,000 = 3,520 bytes, 3.52 per
+pair; with two bits a value 64 + 16 + 16 + 432 + 1,008 + 256 = 1,792, 1.79 per pair. int32 and fp32 pairs would take 8.
 
 Values:
 - Finite values stay finite. bf16 saturates at its largest finite value. fp16 values are scaled by the power of two that
   moves the largest into [2^14, 2^15), and saturate at 32,752, the last fp16 below 2^15. So 7e4 does not overflow, and
   values down to 2^-38 of the largest do not decode to zero; smaller ones stay in the sender's residual.
-- Infinities keep their sign; NaN becomes the canonical quiet NaN. Receivers check the count, not the values.
+- Two bits are a sign and one of two levels; see `two_bit`. What that takes off stays in the sender's residual.
+- Infinities keep their sign; NaN becomes the canonical quiet NaN; in two bits both become the lower level. Receivers
+  check the count, not the values.
 """
 
 from __future__ import annotations
@@ -35,11 +42,16 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-MAGIC = 0x3150534C
+from lightning_sparse.kernels import two_bit
+
+MAGIC = 0x3250534C
 HEADER_BYTES = 64
 BLOCK = 65_536
+SPAN, CELL = 4_096, 241
+CELLS = 17  # in a span
 ALIGN = 16
-VALUE_CODES: dict[torch.dtype, int] = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+TWO_BIT = torch.uint2
+VALUE_CODES: dict[torch.dtype, int] = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, TWO_BIT: 3}
 VALUE_DTYPES: tuple[torch.dtype, ...] = tuple(VALUE_CODES)
 MAX_REGIONS = 65_535  # a dimension of a CUDA grid
 
@@ -52,16 +64,25 @@ _INT32_MAX = 2**31 - 1
 
 @dataclass(frozen=True)
 class MessageLayout:
-    """The byte offsets of a message's sections."""
+    """The byte offsets of a message's sections. Without 8-bit indices, `num_cells` is 0; without levels, `num_levels`."""
 
     numel: int
     k: int
     value_dtype: torch.dtype
     num_blocks: int
+    num_levels: int
+    num_cells: int
     counts: int
+    levels: int
+    cells: int
     indices: int
     values: int
     nbytes: int
+
+    @property
+    def index_bytes(self) -> int:
+        """Of an index: 1 or 2."""
+        return 1 if self.num_cells else 2
 
 
 def message_layout(numel: int, k: int, value_dtype: torch.dtype) -> MessageLayout:
@@ -71,10 +92,18 @@ def message_layout(numel: int, k: int, value_dtype: torch.dtype) -> MessageLayou
     if not 1 <= k <= numel:
         raise ValueError(f"k={k} with numel={numel}: k must satisfy 1 <= k <= numel")
     num_blocks = -(-numel // BLOCK)
-    indices = HEADER_BYTES + _round_up(4 * num_blocks)
-    values = indices + _round_up(2 * k)
-    nbytes = values + _round_up(value_dtype.itemsize * k)
-    return MessageLayout(numel, k, value_dtype, num_blocks, HEADER_BYTES, indices, values, nbytes)
+    num_levels = 2 * num_blocks if value_dtype == TWO_BIT else 0
+    num_cells = CELLS * -(-numel // SPAN)
+    if num_cells >= k:
+        num_cells = 0
+    levels = HEADER_BYTES + _round_up(4 * num_blocks)
+    cells = levels + _round_up(4 * num_levels)
+    indices = cells + _round_up(num_cells)
+    values = indices + _round_up(k if num_cells else 2 * k)
+    nbytes = values + _round_up(-(-k // 4) if value_dtype == TWO_BIT else value_dtype.itemsize * k)
+    return MessageLayout(
+        numel, k, value_dtype, num_blocks, num_levels, num_cells, HEADER_BYTES, levels, cells, indices, values, nbytes
+    )
 
 
 def message_bytes(numel: int, k: int, value_dtype: torch.dtype) -> int:
@@ -127,9 +156,14 @@ def encode(
 ) -> Tensor:
     """Pack fp32 values and ascending indices into a uint8 message, without device synchronisation."""
     layout = message_layout(numel, indices_K.numel(), value_dtype)
-    device = values_K.device
+    device, indices_K = values_K.device, indices_K.long()
     message = torch.zeros(layout.nbytes, dtype=torch.uint8, device=device)
-    stored_K, exponent = _to_stored(values_K.float(), value_dtype)
+    exponent: Tensor | int = 0
+    if value_dtype == TWO_BIT:
+        levels, stored = two_bit.encode(values_K.float(), indices_K // BLOCK, layout.num_blocks)
+        _section(message, layout.levels, levels)
+    else:
+        stored, exponent = _to_stored(values_K.float(), value_dtype)
 
     words = message[:32].view(torch.int32)
     words[0] = MAGIC
@@ -139,12 +173,15 @@ def encode(
     words[4:8].view(torch.int64)[0] = numel
     words[4:8].view(torch.int64)[1] = layout.k
 
-    edges = torch.arange(layout.num_blocks + 1, device=device, dtype=torch.int64) * BLOCK
-    counts = torch.searchsorted(indices_K.long(), edges).diff()
-    _section(message, layout.counts, counts.to(torch.int32))
-    low = indices_K & (BLOCK - 1)
-    _section(message, layout.indices, (low - BLOCK * (low >= BLOCK // 2)).to(torch.int16))
-    _section(message, layout.values, stored_K)
+    _section(message, layout.counts, _counts(indices_K, _starts(layout.num_blocks, device, 1, BLOCK)).to(torch.int32))
+    if layout.num_cells:
+        starts = _starts(layout.num_cells, device, CELLS, SPAN)
+        _section(message, layout.cells, _counts(indices_K, starts).to(torch.uint8))
+        _section(message, layout.indices, (indices_K % SPAN % CELL).to(torch.uint8))
+    else:
+        low = indices_K & (BLOCK - 1)
+        _section(message, layout.indices, (low - BLOCK * (low >= BLOCK // 2)).to(torch.int16))
+    _section(message, layout.values, stored)
     return message
 
 
@@ -161,21 +198,20 @@ def decode(message: Tensor, numel: int, k: int, value_dtype: torch.dtype) -> tup
             f"uint8[{layout.nbytes}]"
         )
     words = message[:HEADER_BYTES].clone().view(torch.int32)
-    counts = message[layout.counts : layout.counts + 4 * layout.num_blocks].clone().view(torch.int32).long()
-    low_K = message[layout.indices : layout.indices + 2 * k].clone().view(torch.int16).long() & (BLOCK - 1)
-    stored_K = message[layout.values : layout.values + value_dtype.itemsize * k].clone().view(value_dtype)
-
-    ends = counts.cumsum(0)
-    block_K = torch.searchsorted(ends, torch.arange(k, device=message.device), right=True)
-    indices_K = block_K * BLOCK + low_K
-    valid = _header_is_valid(words, layout) & (counts >= 0).all() & (counts <= BLOCK).all() & (ends[-1] == k)
-    valid = valid & (indices_K[1:] > indices_K[:-1]).all() & (indices_K < numel).all()
-    return _from_stored(stored_K, words[2]), indices_K.clamp(0, numel - 1), valid
+    block_K, indices_K, valid = (each[0] for each in _positions(message[None], layout))
+    valid = valid & _header_is_valid(words, layout)
+    stored = message[layout.values :].clone()
+    if value_dtype == TWO_BIT:
+        levels = message[layout.levels : layout.levels + 4 * layout.num_levels].clone().view(torch.float32)
+        values_K = two_bit.decode(levels, stored, block_K)
+    else:
+        values_K = _from_stored(stored[: value_dtype.itemsize * k].view(value_dtype), words[2])
+    return values_K, indices_K.clamp(0, numel - 1), valid
 
 
 def indices_of(message: Tensor, numel: int, k: int, value_dtype: torch.dtype) -> Tensor:
     """The ascending int64 indices in a message, without device synchronisation."""
-    return decode(message, numel, k, value_dtype)[1]
+    return _positions(message[None], message_layout(numel, k, value_dtype))[1][0].clamp(0, numel - 1)
 
 
 def indices_of_regions(messages_MB: Tensor, regions: Regions) -> Tensor:
@@ -183,27 +219,60 @@ def indices_of_regions(messages_MB: Tensor, regions: Regions) -> Tensor:
 
     A region of fewer than k elements sends all of them, and one of them is named twice.
     """
-    of_small, of_large = (
+    small, large = (
         message_layout(regions.size(region), regions.pairs(region), regions.value_dtype)
         for region in (0, regions.num_regions - 1)
     )
-    device, k = messages_MB.device, of_large.k
-    starts = torch.arange(regions.num_regions + 1, device=device) * regions.numel // regions.num_regions
+    starts = torch.arange(regions.num_regions + 1, device=messages_MB.device) * regions.numel // regions.num_regions
     starts_M1, sizes_M1 = starts[:-1, None], starts.diff()[:, None]
-    small_M1 = sizes_M1 < of_large.numel
-
-    counts = messages_MB[:, HEADER_BYTES : HEADER_BYTES + 4 * of_large.num_blocks].contiguous().view(torch.int32).long()
-    counts[:, of_small.num_blocks :].masked_fill_(small_M1, 0)
-    pairs = torch.arange(k, device=device)
-    block_Mk = torch.searchsorted(counts.cumsum(1), pairs.repeat(regions.num_regions, 1), right=True)
-    begin_M1 = torch.where(small_M1, of_small.indices // 2, of_large.indices // 2)
-    low_Mk = messages_MB.view(torch.int16).gather(1, begin_M1 + pairs).long() & (BLOCK - 1)
-    return (starts_M1 + (block_Mk * BLOCK + low_Mk).minimum(sizes_M1 - 1)).flatten()
+    indices_Mk = _positions(messages_MB, large)[1]
+    if small != large:  # regions have one of two sizes
+        of_small = _positions(messages_MB, small)[1]
+        of_small = torch.nn.functional.pad(of_small, (0, large.k - small.k), value=small.numel - 1)
+        indices_Mk = torch.where(sizes_M1 < large.numel, of_small, indices_Mk)
+    return (starts_M1 + indices_Mk.clamp(min=0).minimum(sizes_M1 - 1)).flatten()
 
 
-def round_trip(values_K: Tensor, value_dtype: torch.dtype) -> Tensor:
-    """The values that a receiver decodes: decode(encode(values))."""
-    return _from_stored(*_to_stored(values_K, value_dtype))
+def _positions(messages_MB: Tensor, layout: MessageLayout) -> tuple[Tensor, Tensor, Tensor]:
+    """Of the pairs of messages of one layout: blocks and indices, int64[M, k], and whether they are well-formed,
+    bool[M]; of a message that is not, indices may lie outside the shard."""
+    num_messages, device = messages_MB.shape[0], messages_MB.device
+    pairs_Mk = torch.arange(layout.k, device=device).repeat(num_messages, 1)
+
+    def section(begin: int, nbytes: int, dtype: torch.dtype) -> Tensor:
+        return messages_MB[:, begin : begin + nbytes].clone().view(dtype).long()
+
+    counts_MB = section(layout.counts, 4 * layout.num_blocks, torch.int32)
+    ends_MB = counts_MB.cumsum(1)
+    block_Mk = torch.searchsorted(ends_MB, pairs_Mk, right=True)
+    valid = (counts_MB >= 0).all(1) & (counts_MB <= BLOCK).all(1) & (ends_MB[:, -1] == layout.k)
+    if layout.num_cells:
+        cells_MF = section(layout.cells, layout.num_cells, torch.uint8)
+        low_Mk = section(layout.indices, layout.k, torch.uint8)
+        cell_Mk = torch.searchsorted(cells_MF.cumsum(1), pairs_Mk, right=True)
+        within_Mk = cell_Mk % CELLS * CELL + low_Mk
+        indices_Mk = cell_Mk // CELLS * SPAN + within_Mk
+        per_block = CELLS * BLOCK // SPAN
+        padded = torch.nn.functional.pad(cells_MF, (0, per_block * layout.num_blocks - layout.num_cells))
+        valid = valid & (padded.view(num_messages, -1, per_block).sum(2) == counts_MB).all(1)
+        valid = valid & (low_Mk < CELL).all(1) & (within_Mk < SPAN).all(1)
+    else:
+        low_Mk = section(layout.indices, 2 * layout.k, torch.int16) & (BLOCK - 1)
+        indices_Mk = block_Mk * BLOCK + low_Mk
+    ascending = (indices_Mk.diff(dim=1) > 0).all(1)
+    valid = valid & ascending & (indices_Mk < layout.numel).all(1)
+    return block_Mk.clamp(max=layout.num_blocks - 1), indices_Mk, valid
+
+
+def _starts(count: int, device: torch.device, together: int, span: int) -> Tensor:
+    """Where each of so many blocks or cells begins, and the end; `together` of them are a span."""
+    each = torch.arange(count + 1, device=device)
+    return each // together * span + each % together * CELL
+
+
+def _counts(indices_K: Tensor, starts: Tensor) -> Tensor:
+    """How many ascending indices lie in each block or cell."""
+    return torch.searchsorted(indices_K, starts).diff()
 
 
 def _round_up(nbytes: int) -> int:
@@ -234,7 +303,7 @@ def _to_stored(values_K: Tensor, value_dtype: torch.dtype) -> tuple[Tensor, Tens
         largest = torch.where(finite, values_K.abs(), 0.0).max()
         # frexp: largest = f * 2^n with f in [0.5, 1)
         exponent = torch.where(largest > 0, torch.frexp(largest).exponent - 1 - _FP16_EXPONENT, 0).to(torch.int32)
-        scaled = canonical.double() * _power_of_two(-exponent)
+        scaled = canonical.double() * two_bit.power_of_two(-exponent)
         stored = scaled.clamp(-_FP16_LIMIT, _FP16_LIMIT).half()
     stored = torch.where(finite, stored, canonical.to(value_dtype))
     quiet = 0x7FC0 if value_dtype == torch.bfloat16 else 0x7E00  # torch's NaN conversion is platform-dependent
@@ -244,9 +313,5 @@ def _to_stored(values_K: Tensor, value_dtype: torch.dtype) -> tuple[Tensor, Tens
 def _from_stored(stored_K: Tensor, exponent: Tensor) -> Tensor:
     if stored_K.dtype != torch.float16:
         return stored_K.float()
-    return (stored_K.double() * _power_of_two(exponent)).float()
+    return (stored_K.double() * two_bit.power_of_two(exponent)).float()
 
-
-def _power_of_two(exponent: Tensor) -> Tensor:
-    """2.0 ** exponent, exactly; exp2 and pow can be off by one ulp. fp64, since denormals need 2^163."""
-    return ((exponent.long().clamp(-1000, 1000) + 1023) << 52).view(torch.float64)

@@ -10,10 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_sparse.kernels import plain, wire
-from tests.kernels.paths import DTYPES, PATHS, Path, decoded, every_path, same_bits
+from tests.kernels.paths import DTYPES, PATHS, VALUES, Path, decoded, every_path, same_bits
 
 
-@lru_cache(maxsize=4)
+@lru_cache(maxsize=8)
 def messages_of(numel: int, k: int, count: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
     """Messages of random gradients; the same tensor each time, so that who writes to it clones it."""
     grads = torch.randn(count, numel, generator=torch.Generator().manual_seed(seed))
@@ -27,7 +27,7 @@ def decoded_of(numel: int, k: int, count: int, dtype: torch.dtype) -> list[torch
 
 
 @every_path
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", VALUES, ids=str)
 @pytest.mark.parametrize(("numel", "k"), [(1, 1), (100, 100), (70_001, 700), (140_000, 30_000)])
 def test_sums_in_row_order(path: Path, dtype: torch.dtype, numel: int, k: int) -> None:
     messages = messages_of(numel, k, 5, dtype)
@@ -40,7 +40,7 @@ def test_sums_in_row_order(path: Path, dtype: torch.dtype, numel: int, k: int) -
 
 
 @every_path
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", VALUES, ids=str)
 @pytest.mark.parametrize("alpha", [1.0, -0.25, 1 / 3])
 def test_alpha_adds_to_what_is_there(path: Path, dtype: torch.dtype, alpha: float) -> None:
     numel, k = 140_000, 3_000
@@ -64,7 +64,7 @@ def test_the_same_index_adds_in_the_order_of_rows(path: Path) -> None:
 
 
 @every_path
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", VALUES, ids=str)
 def test_one_count_of_non_finite_poisons_all(path: Path, dtype: torch.dtype) -> None:
     messages = messages_of(70_001, 70, 3, dtype).clone()
     grad = torch.ones(70_001)
@@ -76,46 +76,57 @@ def test_one_count_of_non_finite_poisons_all(path: Path, dtype: torch.dtype) -> 
         assert bool(shard.isnan().all())
 
 
-def damaged(message: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Of a message of 70,001 elements with k = 70 in fp32: each thing that a receiver must not trust."""
-    table = wire.message_layout(70_001, 70, torch.float32)
-    words = [0, 3, 4, 6, table.counts // 4, table.counts // 4 + 1]
+def damaged(message: torch.Tensor, k: int) -> dict[str, torch.Tensor]:
+    """Of a message of 70,001 elements in fp32: each thing that a receiver must not trust."""
+    table = wire.message_layout(70_001, k, torch.float32)
     result = {"noise": torch.randint(0, 256, message.shape, dtype=torch.uint8), "zeros": torch.zeros_like(message)}
-    for word in words:
-        for value in (-1, 2**31 - 1, 12_345):
-            copy = message.clone()
-            copy.view(torch.int32)[word] = value
-            result[f"word {word} = {value}"] = copy
-    low = message.clone()
-    low.view(torch.int16)[table.indices // 2 + 69] = -1  # 65,535 in a last block of 4,465
-    result["index past the end"] = low
-    falling = message.clone()
-    falling.view(torch.int16)[table.indices // 2] = falling.view(torch.int16)[table.indices // 2 + 1]
-    result["the same index twice"] = falling
+
+    def change(name: str, dtype: torch.dtype, at: int, value: int | torch.Tensor) -> None:
+        copy = message.clone()
+        copy.view(dtype)[at] = value
+        result[name] = copy
+
+    for word in (0, 3, 4, 6, table.counts // 4, table.counts // 4 + 1):
+        for wrong in (-1, 2**31 - 1, 12_345):
+            change(f"word {word} = {wrong}", torch.int32, word, wrong)
+    kind = torch.uint8 if table.num_cells else torch.int16
+    first = table.indices // table.index_bytes
+    indices = message.view(kind)
+    change("index past the end", kind, first + k - 1, -1 if kind == torch.int16 else 255)
+    change("the same index twice", kind, first, indices[first + 1])
+    if table.num_cells:
+        change("past its cell", torch.uint8, table.indices, 241)
+        change("a pair more in a cell", torch.uint8, table.cells, message[table.cells] + 1)
+        change("more than a cell holds", torch.uint8, table.cells + 16, 255)
+        result["moved by a cell"] = message.clone()
+        at = table.cells + int(message[table.cells : table.indices].argmax())
+        result["moved by a cell"][at : at + 2] += torch.tensor([255, 1], dtype=torch.uint8)
     return result
 
 
 @every_path
-def test_a_damaged_message_poisons_and_never_crashes(path: Path) -> None:
+@pytest.mark.parametrize("k", [70, 700])
+def test_a_damaged_message_poisons_and_never_crashes(path: Path, k: int) -> None:
     torch.manual_seed(0)
-    messages = messages_of(70_001, 70, 2, torch.float32)
-    for name, bad in damaged(messages[1]).items():
+    messages = messages_of(70_001, k, 2, torch.float32)
+    for name, bad in damaged(messages[1], k).items():
         shard = torch.empty(70_001)
-        path.accumulate(torch.stack([messages[0], bad]), shard, 70, torch.float32)
+        path.accumulate(torch.stack([messages[0], bad]), shard, k, torch.float32)
         assert bool(shard.isnan().all()), name
 
 
 @settings(deadline=None, max_examples=25)
 @given(data=st.data(), flips=st.lists(st.tuples(st.integers(0, 10**6), st.integers(0, 255)), min_size=1, max_size=8))
 def test_any_damage_reads_the_same_on_every_path(data: st.DataObject, flips: list[tuple[int, int]]) -> None:
-    numel, k = data.draw(st.sampled_from([(70_001, 70), (5, 3)]))
-    messages = messages_of(numel, k, 2, torch.bfloat16).clone()
+    numel, k = data.draw(st.sampled_from([(70_001, 70), (70_001, 700), (5, 3)]))
+    dtype = data.draw(st.sampled_from([torch.bfloat16, wire.TWO_BIT]))
+    messages = messages_of(numel, k, 2, dtype).clone()
     for at, value in flips:
         messages[1, at % messages.shape[1]] = value
     want = torch.empty(numel)
-    plain.accumulate(messages, want, k, torch.bfloat16)
+    plain.accumulate(messages, want, k, dtype)
     for path in PATHS[1:]:
         shard = torch.empty(numel)
-        path.accumulate(messages, shard, k, torch.bfloat16)
+        path.accumulate(messages, shard, k, dtype)
         assert torch.equal(shard.isnan(), want.isnan())
         assert torch.equal(shard.nan_to_num(), want.nan_to_num())

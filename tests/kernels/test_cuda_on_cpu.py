@@ -13,7 +13,7 @@ import torch
 
 from lightning_sparse.kernels import plain, reference, wire
 from tests.kernels.emulation import Emulation, build
-from tests.kernels.paths import DTYPES, inputs, ks, same_bits
+from tests.kernels.paths import DTYPES, VALUES, inputs, ks, same_bits
 from tests.kernels.test_accumulate import damaged, messages_of
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="no g++ on PATH")
@@ -49,7 +49,7 @@ def test_compress(cuda: Emulation, numel: int) -> None:
     for turn, (name, x) in enumerate(inputs(numel).items()):
         if numel > 5000 and name not in ("layered", "special", "huge"):
             continue
-        grad, value_dtype = x.to(DTYPES[turn % 3]), DTYPES[turn // 3 % 3]
+        grad, value_dtype = x.to(DTYPES[turn % 3]), VALUES[turn // 3 % 4]
         before, factor = (residual, scale) if turn % 2 else (None, None)
         got, want = torch.full((2, numel), 3.0)
         message = cuda.compress(grad, before, got, k, value_dtype, factor)
@@ -59,11 +59,11 @@ def test_compress(cuda: Emulation, numel: int) -> None:
 
 @pytest.mark.parametrize("numel", [140_001, pytest.param(1_150_001, marks=pytest.mark.slow)])
 def test_groups_of_tiles_look_back(cuda: Emulation, numel: int) -> None:  # one step of look-back is 1,048,576 elements
-    for name in ("layered", "few values"):
+    for name, value_dtype in (("layered", torch.bfloat16), ("few values", wire.TWO_BIT)):
         x, k = inputs(numel)[name], numel // 20
         got, want = torch.empty(2, numel)
-        message = cuda.compress(x, None, got, k, torch.bfloat16)
-        assert same_bits(message, plain.compress(x, None, want, k, torch.bfloat16, None)), name
+        message = cuda.compress(x, None, got, k, value_dtype)
+        assert same_bits(message, plain.compress(x, None, want, k, value_dtype, None)), name
         assert same_bits(got, want), name
 
 
@@ -83,9 +83,9 @@ def test_views_at_odd_offsets(cuda: Emulation, dtype: torch.dtype) -> None:
         assert same_bits(shard, want)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", VALUES, ids=str)
 def test_accumulate(cuda: Emulation, dtype: torch.dtype) -> None:
-    for numel, k in ((1, 1), (100, 100), (140_000, 3000)):
+    for numel, k in ((1, 1), (100, 100), (140_000, 300), (140_000, 3000)):
         messages = messages_of(numel, k, 4, dtype)
         for alpha in (None, -0.25):
             got, want = torch.full((2, numel), 5.0)
@@ -110,6 +110,8 @@ def test_launches_do_not_depend_on_the_number_of_messages(cuda: Emulation) -> No
     x = torch.randn(5000)
     message = cuda.compress(x, x, torch.empty(5000), 50, torch.bfloat16)
     assert cuda.counts == (4, 0), "launches, memsets"
+    cuda.compress(x, x, torch.empty(5000), 50, wire.TWO_BIT)
+    assert cuda.counts == (5, 0)
     cuda.mstopk(x, 50)
     assert cuda.counts == (4, 0)
     for count in (1, 9):
@@ -117,22 +119,26 @@ def test_launches_do_not_depend_on_the_number_of_messages(cuda: Emulation) -> No
         assert cuda.counts == (1, 1)
 
 
-def test_damaged_messages_poison(cuda: Emulation) -> None:
-    messages = messages_of(70_001, 70, 2, torch.float32)
-    for name, bad in damaged(messages[1]).items():
+@pytest.mark.parametrize("k", [70, 700])
+def test_damaged_messages_poison(cuda: Emulation, k: int) -> None:
+    messages = messages_of(70_001, k, 2, torch.float32)
+    for name, bad in damaged(messages[1], k).items():
         shard = torch.empty(70_001)
-        cuda.accumulate(torch.stack([messages[0], bad]), shard, 70, torch.float32, damaged=True)
+        cuda.accumulate(torch.stack([messages[0], bad]), shard, k, torch.float32, damaged=True)
         assert bool(shard.isnan().all()), name
 
 
-def test_indices_out_of_order_are_found_wherever_they_are(cuda: Emulation) -> None:
-    numel, k = 70_001, 2000
+@pytest.mark.parametrize("k", [200, 2000])
+def test_indices_out_of_order_are_found_wherever_they_are(cuda: Emulation, k: int) -> None:
+    numel = 70_001
     messages = messages_of(numel, k, 2, torch.bfloat16)
-    start, g = wire.message_layout(numel, k, torch.bfloat16).indices // 2, torch.Generator().manual_seed(1)
+    layout, g = wire.message_layout(numel, k, torch.bfloat16), torch.Generator().manual_seed(1)
+    kind = torch.uint8 if layout.num_cells else torch.int16
+    start = layout.indices // layout.index_bytes
     for _ in range(8):
         bad = messages.clone()
         where = torch.randint(k, (2,), generator=g)
-        bad[1].view(torch.int16)[start + where] = bad[1].view(torch.int16)[start + where.flip(0)]
+        bad[1].view(kind)[start + where] = bad[1].view(kind)[start + where.flip(0)]
         got, want = torch.empty(2, numel)
         plain.accumulate(bad, want, k, torch.bfloat16)
         cuda.accumulate(bad, got, k, torch.bfloat16, damaged=True)

@@ -32,6 +32,7 @@ KERNELS = {
     "mstopk_cuda.cu": [
         *(kernel + dtype for kernel in ("sample_kernel", "pass_kernel") for dtype in EACH),
         "refine_kernel",
+        "two_bits_kernel",
         *(f"emit_kernel<lightning_sparse::cuda::{sink}>" for sink in SINKS),
     ],
     "rounded_cuda.cu": ["sum_kernel", *(f"round_kernel{dtype}" for dtype in EACH)],

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 
-from lightning_sparse.kernels import message_bytes, wire
-from tests.kernels.paths import DTYPES, inputs, nonfinite_count, same_bits
+from lightning_sparse.kernels import message_bytes, reference, wire
+from tests.kernels.paths import DTYPES, VALUES, inputs, nonfinite_count, same_bits
 
 
 def round_trip(values: list[float], dtype: torch.dtype) -> list[float]:
@@ -19,21 +21,49 @@ def round_trip(values: list[float], dtype: torch.dtype) -> list[float]:
 
 
 def test_worked_example_of_the_size() -> None:
-    assert message_bytes(100_000, 1000, torch.bfloat16) == 4080
+    assert message_bytes(100_000, 1000, torch.bfloat16) == 3520
+    assert message_bytes(100_000, 1000, wire.TWO_BIT) == 1792
     assert message_bytes(1, 1, torch.float32) == 64 + 16 + 16 + 16
     assert message_bytes(65_537, 3, torch.float16) == 64 + 16 + 16 + 16
 
 
-def test_two_bytes_an_index_at_scale() -> None:
+def test_bytes_of_a_pair_at_scale() -> None:
     numel, k = 25_600_000, 256_000
-    assert message_bytes(numel, k, torch.bfloat16) < 4.01 * k
-    assert message_bytes(3_000_000_000, 30_000_000, torch.float32) < 6.01 * 30_000_000
+    assert message_bytes(numel, k, torch.bfloat16) < 3.43 * k
+    assert message_bytes(numel, k, wire.TWO_BIT) < 1.69 * k
+    assert message_bytes(numel, 3 * k, wire.TWO_BIT) < 1.40 * 3 * k
+    assert message_bytes(numel, k // 10, wire.TWO_BIT) < 2.44 * k / 10, "16-bit indices are smaller"
+    assert message_bytes(3_000_000_000, 30_000_000, torch.float32) < 5.43 * 30_000_000
+
+
+@pytest.mark.parametrize("value_dtype", VALUES, ids=str)
+def test_the_smaller_kind_of_index(value_dtype: torch.dtype) -> None:
+    """A pair more never costs more than a pair and a section's padding."""
+    sizes = [message_bytes(300_001, k, value_dtype) for k in range(1, 3000)]
+    assert all(0 <= after - before <= 48 for before, after in itertools.pairwise(sizes))
+
+
+def test_byte_table_of_cells_and_levels() -> None:
+    """Two bits a value, 8-bit indices: 40 pairs of 4,098 elements, all in cell 0 but four."""
+    places = [*range(100, 136), 241, 4095, 4096, 4097]
+    values = torch.ones(40)
+    values[38] = -3.0
+    raw = bytes(wire.encode(values, torch.tensor(places), 4098, wire.TWO_BIT, 0).tolist())
+    assert raw[:4] == b"LSP2"
+    assert int.from_bytes(raw[12:16], "little") == 3
+    assert int.from_bytes(raw[64:68], "little") == 40
+    assert torch.tensor(list(raw[80:88]), dtype=torch.uint8).view(torch.float32).tolist() == [1.0, 3.0]
+    assert list(raw[96:130]) == [36, 1, *[0] * 14, 1, 2, *[0] * 16]
+    assert list(raw[144:184]) == [*range(100, 136), 0, 239, 0, 1]
+    assert list(raw[192:202]) == [0] * 9 + [0b00_11_00_00], "the third of four codes: negative, upper level"
+    assert len(raw) == 208
+    assert not any(raw[68:80] + raw[130:144] + raw[184:192] + raw[202:])
 
 
 def test_byte_table() -> None:
     message = wire.encode(torch.tensor([1.5, -2.0, 3.0]), torch.tensor([3, 70_000, 70_001]), 70_002, torch.float32, 0)
     raw = bytes(message.tolist())
-    assert raw[:4] == b"LSP1"
+    assert raw[:4] == b"LSP2"
     assert [int.from_bytes(raw[at : at + 4], "little", signed=True) for at in (4, 8, 12)] == [0, 0, 0]
     assert [int.from_bytes(raw[at : at + 8], "little") for at in (16, 24)] == [70_002, 3]
     assert [int.from_bytes(raw[at : at + 4], "little") for at in (64, 68)] == [1, 2]
@@ -69,7 +99,7 @@ def test_what_is_not_finite_is_canonical(dtype: torch.dtype) -> None:
     assert same_bits(back, torch.tensor([float("nan"), float("inf"), float("-inf"), 1.0, -0.0]))
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", VALUES, ids=str)
 def test_indices_survive(dtype: torch.dtype) -> None:
     numel = 300_001
     for indices in ([0], [numel - 1], [65_535, 65_536], list(range(65_530, 200_000, 3)), list(range(numel))):
@@ -79,11 +109,31 @@ def test_indices_survive(dtype: torch.dtype) -> None:
         assert wire.decode(message, numel, len(indices), dtype)[1].equal(where)
 
 
-def test_round_trip_is_decode_of_encode() -> None:
-    for name, x in inputs(5000).items():
-        for dtype in DTYPES:
-            message = wire.encode(x, torch.arange(5000), 5000, dtype)
-            assert same_bits(wire.decode(message, 5000, 5000, dtype)[0], wire.round_trip(x, dtype)), (name, dtype)
+def test_two_levels_leave_a_third_of_the_variance() -> None:
+    """Of magnitudes above a threshold, as a selection sends them; the best of two levels leave 0.35."""
+    for name, most in (("gaussian", 0.36), ("layered", 0.42)):
+        x = inputs(300_001)[name]
+        sent = x[reference.topk(x, 3000)[1].long()]
+        back = torch.tensor(round_trip(sent.tolist(), wire.TWO_BIT))
+        assert bool((back.sign() == sent.sign()).all())
+        assert float((back.abs() - sent.abs()).square().mean() / sent.abs().var()) < most, name
+
+
+def test_what_two_bits_send_exactly() -> None:
+    for values in ([0.1], [-0.1] * 3, [0.1, -0.1, 7.3, 7.3], [0.0, -0.0], [1e-45], [3.4e38, -3.4e38], [0.0, 5.5]):
+        assert same_bits(torch.tensor(round_trip(values, wire.TWO_BIT)), torch.tensor(values)), values
+
+
+def test_each_block_has_levels_of_its_own() -> None:
+    values, indices = torch.tensor([1.0, -2.0, 1e-6, 3e-6]), torch.tensor([5, 6, 70_000, 70_001])
+    message = wire.encode(values, indices, 140_000, wire.TWO_BIT)
+    assert same_bits(wire.decode(message, 140_000, 4, wire.TWO_BIT)[0], values)
+
+
+def test_two_bits_of_what_is_not_finite_do_not_change_the_levels() -> None:
+    values = [float("nan"), 2.0, float("-inf"), 4.0]
+    assert round_trip(values, wire.TWO_BIT) == [2.0, 2.0, 2.0, 4.0]
+    assert round_trip(values[:1], wire.TWO_BIT) == [0.0]
 
 
 def test_count_is_in_the_header() -> None:

@@ -12,21 +12,21 @@ namespace lightning_sparse::cpu {
 namespace {
 
 struct Message {
-  const uint16_t* indices;
-  const void* values;
+  const uint8_t* data;
+  MessageLayout layout;
   int32_t exponent;
   std::vector<int64_t> starts;  // of each block, and the end; empty if the message is invalid
 };
 
 Message open(const uint8_t* data, int64_t numel, int64_t k, Dtype dtype) {
-  const MessageLayout layout(numel, k, dtype);
   Header header;
   std::memcpy(&header, data, sizeof header);
-  Message message{reinterpret_cast<const uint16_t*>(data + layout.indices), data + layout.values, header.exponent, {}};
+  Message message{data, MessageLayout(numel, k, dtype), header.exponent, {}};
   if (!header_is_valid(header, numel, k, dtype)) return message;
-  const auto* counts = reinterpret_cast<const uint32_t*>(data + layout.counts);
-  std::vector<int64_t> starts(static_cast<size_t>(layout.num_blocks) + 1);
-  for (int64_t b = 0; b < layout.num_blocks; ++b) {
+  const int64_t num_blocks = message.layout.num_blocks;
+  const auto* counts = reinterpret_cast<const uint32_t*>(data + message.layout.counts);
+  std::vector<int64_t> starts(static_cast<size_t>(num_blocks) + 1);
+  for (int64_t b = 0; b < num_blocks; ++b) {
     if (counts[b] > static_cast<uint32_t>(kBlock)) return message;
     starts[b + 1] = starts[b] + counts[b];
   }
@@ -34,33 +34,104 @@ Message open(const uint8_t* data, int64_t numel, int64_t k, Dtype dtype) {
   return message;
 }
 
+// The values of one block's pairs.
 template <Dtype dtype>
-inline float value_at(const Message& message, int64_t i) {
-  if constexpr (dtype == Dtype::fp32) return static_cast<const float*>(message.values)[i];
-  return decode_value(static_cast<const uint16_t*>(message.values)[i], message.exponent, dtype);
-}
+struct Values {
+  const void* values;
+  int32_t exponent;
 
-// Returns false at the first index that is not ascending or is out of bounds.
-template <Dtype dtype>
-bool add(const Message& message, int64_t block, float* shard, int64_t size, float alpha) {
+  Values(const Message& message, int64_t) : values(message.data + message.layout.values), exponent(message.exponent) {}
+  float operator[](int64_t i) const {
+    if constexpr (dtype == Dtype::fp32) return static_cast<const float*>(values)[i];
+    return decode_value(static_cast<const uint16_t*>(values)[i], exponent, dtype);
+  }
+};
+
+template <>
+struct Values<Dtype::two_bit> {
+  const uint8_t* codes;
+  float of[4];
+
+  Values(const Message& message, int64_t block) : codes(message.data + message.layout.values) {
+    float levels[2];
+    std::memcpy(levels, message.data + message.layout.levels + 8 * block, sizeof levels);
+    for (uint32_t code = 0; code < 4; ++code) of[code] = decode_two_bits(code, levels[0], levels[1]);
+  }
+  float operator[](int64_t i) const { return of[codes[i / 4] >> 2 * (i % 4) & 3]; }
+};
+
+// Adds values `first`, `first + 1`, ... Returns false at the first position that is not ascending or is out of bounds.
+template <typename Values>
+bool add(const Values& values, const uint16_t* positions, int64_t first, int64_t n, float* to, int64_t size,
+         float alpha) {
   int64_t previous = -1;
-  for (int64_t i = message.starts[block]; i < message.starts[block + 1]; ++i) {
-    const int64_t index = message.indices[i];
-    if (index <= previous || index >= size) return false;
-    shard[index] += alpha * value_at<dtype>(message, i);  // exact where alpha is 1
-    previous = index;
+  for (int64_t i = 0; i < n; ++i) {
+    const int64_t at = positions[i];
+    if (at <= previous || at >= size) return false;
+    to[at] += alpha * values[first + i];  // exact where alpha is 1
+    previous = at;
   }
   return true;
 }
 
-bool add(const Message& message, int64_t block, float* shard, int64_t size, float alpha, Dtype dtype) {
-  if (dtype == Dtype::fp32) return add<Dtype::fp32>(message, block, shard, size, alpha);
-  if (dtype == Dtype::bf16) return add<Dtype::bf16>(message, block, shard, size, alpha);
-  return add<Dtype::fp16>(message, block, shard, size, alpha);
+// The positions in a span of the pairs in its cells. Few cells have more than four: those are written without a branch.
+// The section of values lies behind that of the indices, so reading some bytes too many is safe.
+int64_t expand(const uint8_t* cells, const uint8_t* indices, uint16_t* positions) {
+  int64_t n = 0;
+  for (int cell = 0; cell < kCells; ++cell) {
+    const int64_t count = cells[cell];
+    const auto begin = static_cast<uint16_t>(cell * kCell);
+    for (int64_t j = 0; j < 4; ++j) positions[n + j] = static_cast<uint16_t>(begin + indices[n + j]);
+    for (int64_t j = 4; j < count; ++j) positions[n + j] = static_cast<uint16_t>(begin + indices[n + j]);
+    n += count;
+  }
+  return n;
+}
+
+template <typename Values>
+bool add_cells(const Message& message, const Values& values, int64_t block, float* shard, int64_t size, float alpha) {
+  const uint8_t* cells = message.data + message.layout.cells + block * (kBlock / kSpan * kCells);
+  const uint8_t* indices = message.data + message.layout.indices;
+  int64_t at = message.starts[block];
+  const int64_t end = message.starts[block + 1];
+  uint16_t positions[kSpan + 4];
+  for (int64_t begin = 0; begin < size; begin += kSpan, cells += kCells) {
+    int64_t n = 0;
+    for (int cell = 0; cell < kCells; ++cell) n += cells[cell];
+    if (n > std::min(end - at, kSpan)) return false;
+    expand(cells, indices + at, positions);
+    if (std::any_of(indices + at, indices + at + n, [](uint8_t low) { return low >= kCell; })) return false;
+    if (!add(values, positions, at, n, shard + begin, std::min(kSpan, size - begin), alpha)) return false;
+    at += n;
+  }
+  return at == end;
+}
+
+template <Dtype dtype>
+bool add_block(const Message& message, int64_t block, float* shard, int64_t size, float alpha) {
+  const Values<dtype> values(message, block);
+  if (message.layout.num_cells > 0) return add_cells(message, values, block, shard, size, alpha);
+  const int64_t begin = message.starts[block];
+  const auto* positions = reinterpret_cast<const uint16_t*>(message.data + message.layout.indices) + begin;
+  return add(values, positions, begin, message.starts[block + 1] - begin, shard, size, alpha);
+}
+
+auto adder_of(Dtype dtype) {
+  switch (dtype) {
+    case Dtype::fp32:
+      return add_block<Dtype::fp32>;
+    case Dtype::bf16:
+      return add_block<Dtype::bf16>;
+    case Dtype::fp16:
+      return add_block<Dtype::fp16>;
+    default:
+      return add_block<Dtype::two_bit>;
+  }
 }
 
 void accumulate_region(const std::vector<Message>& opened, float* shard, int64_t numel, Dtype value_dtype,
                        const float* alpha, const Parallel& parallel) {
+  const auto add_to = adder_of(value_dtype);
   std::atomic<bool> valid =
       std::none_of(opened.begin(), opened.end(), [](const Message& message) { return message.starts.empty(); });
   if (valid) {
@@ -69,7 +140,7 @@ void accumulate_region(const std::vector<Message>& opened, float* shard, int64_t
       const int64_t size = std::min(kBlock, numel - block * kBlock);
       if (!alpha) std::fill_n(here, size, 0.0f);
       for (const Message& message : opened) {
-        if (!add(message, block, here, size, alpha ? *alpha : 1.0f, value_dtype)) valid = false;
+        if (!add_to(message, block, here, size, alpha ? *alpha : 1.0f)) valid = false;
       }
     });
   }

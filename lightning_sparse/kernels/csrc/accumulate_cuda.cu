@@ -91,10 +91,17 @@ __device__ const uint32_t* counts_of(const Sum& sum, const uint8_t* message) {
 __device__ const uint16_t* indices_of(const Sum& sum, const uint8_t* message) {
   return reinterpret_cast<const uint16_t*>(message + sum.layout.indices);
 }
+__device__ const uint8_t* cells_of(const Sum& sum, const uint8_t* message, const Piece& piece) {
+  return message + sum.layout.cells + piece.base / kSpan * kCells;
+}
 
-__device__ float value_at(const Sum& sum, const uint8_t* message, int64_t i, int32_t exponent) {
+__device__ float value_at(const Sum& sum, const uint8_t* message, const Piece& piece, int64_t i, int32_t exponent) {
   const uint8_t* values = message + sum.layout.values;
   if (sum.dtype == Dtype::fp32) return reinterpret_cast<const float*>(values)[i];
+  if (sum.dtype == Dtype::two_bit) {
+    const float* levels = reinterpret_cast<const float*>(message + sum.layout.levels) + 2 * piece.block;
+    return decode_two_bits(values[i / 4] >> 2 * (i % 4) & 3u, levels[0], levels[1]);
+  }
   return decode_value(reinterpret_cast<const uint16_t*>(values)[i], exponent, sum.dtype);
 }
 
@@ -121,6 +128,27 @@ __device__ int64_t skip(const Sum& sum, const uint16_t* indices, int64_t begin, 
   return next;
 }
 
+// By one warp, with 8-bit indices: the first pair of a piece, of a wire block whose pairs begin at `begin`.
+__device__ int64_t skip_cells(const Sum& sum, const uint8_t* message, const Piece& piece, int64_t begin, int64_t end) {
+  const int before = piece.start / kPiece * kCells;
+  const uint8_t* cells = cells_of(sum, message, piece) - before;
+  int64_t pairs = 0;
+  for (int cell = lane(); cell < before; cell += 32) pairs += cells[cell];
+  const int64_t next = begin + sum_of_warp(pairs);
+  if (next > end) damage(sum);
+  return next < end ? next : end;
+}
+
+// By one warp: how many pairs of a piece lie in its cells up to and with each.
+__device__ void count_cells(const Sum& sum, const uint8_t* message, const Piece& piece, uint16_t* ends) {
+  int pairs = lane() < kCells ? cells_of(sum, message, piece)[lane()] : 0;
+  for (int apart = 1; apart < 32; apart *= 2) {
+    const int before = __shfl_up_sync(kAllLanes, pairs, apart);
+    pairs += lane() >= apart ? before : 0;
+  }
+  if (lane() < kCells) ends[lane()] = static_cast<uint16_t>(pairs);
+}
+
 // By one warp: false if the header or the counts are invalid.
 __device__ bool open_message(const Sum& sum, const uint8_t* message, const Piece& first, Cursor& cursor) {
   const Header& header = *reinterpret_cast<const Header*>(message);
@@ -136,9 +164,13 @@ __device__ bool open_message(const Sum& sum, const uint8_t* message, const Piece
   }
   total = sum_of_warp(total), before = sum_of_warp(before);
   if (!__all_sync(kAllLanes, valid) || total != sum.k) return false;
-  const uint16_t* indices = indices_of(sum, message);
   const int64_t begin = before, end = before + counts[first.block];
-  const int64_t next = first.start > 0 ? skip(sum, indices, begin, end, first.start) : begin;
+  int64_t next = begin;
+  if (sum.layout.num_cells > 0) {
+    next = skip_cells(sum, message, first, begin, end);
+  } else if (first.start > 0) {
+    next = skip(sum, indices_of(sum, message), begin, end, first.start);
+  }
   if (lane() == 0) cursor = {begin, end, next, header.exponent};
   return true;
 }
@@ -168,12 +200,36 @@ __device__ void add_message(const Sum& sum, const uint8_t* message, const Piece&
       mine = in_order && index >= piece.start && index < piece.start + piece.size;
       if (mine) {
         float& to = acc[index - piece.start];
-        to = __fadd_rn(to, __fmul_rn(sum.alpha, value_at(sum, message, i, at.exponent)));
+        to = __fadd_rn(to, __fmul_rn(sum.alpha, value_at(sum, message, piece, i, at.exponent)));
       }
     }
     taken = __syncthreads_count(mine);  // the next message may add to the same elements
   }
   if (threadIdx.x == 0) cursor.next = next;
+}
+
+// The same with 8-bit indices, whose cells tell which pairs are those of this piece.
+__device__ void add_cells(const Sum& sum, const uint8_t* message, const Piece& piece, const uint16_t* ends,
+                          Cursor& cursor, float* acc) {
+  const uint8_t* indices = message + sum.layout.indices;
+  const Cursor at = cursor;
+  const int64_t end = at.next + ends[kCells - 1];
+  for (int64_t i = at.next + threadIdx.x; i < end && i < at.end; i += kThreads) {
+    int cell = 0, begin = 0;
+    for (; i - at.next >= ends[cell]; ++cell) begin = ends[cell];
+    const int low = indices[i], position = cell * kCell + low;
+    const bool in_order = low < kCell && (i == at.next + begin || low > indices[i - 1]);
+    if (in_order && position < piece.size) {
+      acc[position] = __fadd_rn(acc[position], __fmul_rn(sum.alpha, value_at(sum, message, piece, i, at.exponent)));
+    } else {
+      damage(sum);
+    }
+  }
+  __syncthreads();  // the next message may add to the same elements
+  if (threadIdx.x != 0) return;
+  const bool is_last = piece.start + piece.size == piece.block_size;
+  if (end > at.end || (is_last && end < at.end)) damage(sum);
+  cursor.next = end < at.end ? end : at.end;
 }
 
 // Each thread always moves the same elements.
@@ -205,6 +261,8 @@ __device__ void store_piece(const Sum& sum, const Piece& piece, const float* acc
 __device__ bool add_messages(const Sum& sum, int64_t from, int count, int64_t first, int64_t last) {
   alignas(16) __shared__ float acc[kPiece];
   __shared__ Cursor cursors[kTogether];
+  __shared__ uint16_t ends[kTogether][kCells];
+  const bool with_cells = sum.layout.num_cells > 0;
   bool valid = true;
   for (int m = warp(); m < count; m += kWarps) {
     valid = open_message(sum, message_at(sum, from + m), Piece(sum, first), cursors[m]) && valid;
@@ -217,8 +275,17 @@ __device__ bool add_messages(const Sum& sum, int64_t from, int count, int64_t fi
       __syncthreads();                         // thread 0 may still move a cursor
       advance(sum, from, count, piece.block, cursors);
     }
+    for (int m = warp(); with_cells && m < count; m += kWarps) {
+      count_cells(sum, message_at(sum, from + m), piece, ends[m]);
+    }
     __syncthreads();
-    for (int m = 0; m < count; ++m) add_message(sum, message_at(sum, from + m), piece, cursors[m], acc);
+    for (int m = 0; m < count; ++m) {
+      if (with_cells) {
+        add_cells(sum, message_at(sum, from + m), piece, ends[m], cursors[m], acc);
+      } else {
+        add_message(sum, message_at(sum, from + m), piece, cursors[m], acc);
+      }
+    }
     store_piece(sum, piece, acc);
   }
   __syncthreads();

@@ -68,7 +68,7 @@ Dtype source_dtype(const Tensor& tensor) {
 }
 
 Dtype value_dtype(int64_t code) {
-  STD_TORCH_CHECK(code >= 0 && code <= 2, "value_code=", code, ": 0 is fp32, 1 bf16, 2 fp16");
+  STD_TORCH_CHECK(code >= 0 && code <= 3, "value_code=", code, ": 0 is fp32, 1 bf16, 2 fp16, 3 two bits");
   return static_cast<Dtype>(code);
 }
 
@@ -284,7 +284,7 @@ std::tuple<Tensor, Tensor> mstopk_cuda(Tensor x, int64_t k) {
   check_k(k, source.numel);
   Tensor values = torch::stable::new_empty(x, {k});
   Tensor indices = torch::stable::new_empty(x, {k}, index_type(source.numel));
-  Tensor scratch = scratch_on(x, cuda::select_scratch_bytes(Regions(source.numel, 1), k));
+  Tensor scratch = scratch_on(x, cuda::mstopk_scratch_bytes(source.numel, k));
   cuda::mstopk(source, k, values.data_ptr(), indices.data_ptr(), scratch.data_ptr(), stream_of(x));
   return {values, indices};
 }
@@ -296,7 +296,7 @@ Tensor compress_cuda(Tensor grad, Optional residual, Optional next_residual, int
   const auto source = source_of<cuda::Source>(grad, residual, next_residual, scale);
   const Regions regions = regions_of(source.numel, k, num_regions);
   Tensor messages = new_messages(grad, regions, k, dtype);
-  Tensor scratch = scratch_on(grad, cuda::select_scratch_bytes(regions, k));
+  Tensor scratch = scratch_on(grad, cuda::compress_scratch_bytes(regions, k, dtype));
   cuda::compress(source, k, regions, dtype, static_cast<uint8_t*>(messages.data_ptr()), scratch.data_ptr(),
                  stream_of(grad));
   return messages;

@@ -278,15 +278,15 @@ inline void unsettle(Population& population, const Source& source, const Paralle
   population.settled_from = kNever;
 }
 
-// Returns a population that contains the k largest elements, as candidates if possible. fp16 values cannot be settled,
-// since their scale depends on the largest element.
+// Returns a population that contains the k largest elements, as candidates if possible. Only values whose rounding does
+// not depend on others can be settled.
 inline Population gather(const Source& source, int64_t k, Dtype value_dtype, bool use_whole, const Parallel& parallel) {
   Population population{source, make_ranges(source.numel, parallel.threads), borrow(parallel.threads)};
   auto& ranges = population.ranges;
   auto& workers = *population.workers;
   const Sample chosen = sample(source, k, workers[0].bins);
   population.threshold = chosen.threshold;
-  if (source.store && value_dtype != Dtype::fp16) population.settled_from = chosen.middle;
+  if (source.store && (value_dtype == Dtype::fp32 || value_dtype == Dtype::bf16)) population.settled_from = chosen.middle;
   const int64_t capacity = chosen.capacity + kChunk;
   for (Worker& worker : workers) worker.make_room(capacity + kPackSlack);
   population.counted = k > kSortBelow;

@@ -17,7 +17,7 @@
 
 namespace lightning_sparse {
 
-enum class Dtype : int { fp32 = 0, bf16 = 1, fp16 = 2 };  // the codes of wire.py
+enum class Dtype : int { fp32 = 0, bf16 = 1, fp16 = 2, two_bit = 3 };  // the codes of wire.py; the last of messages
 
 constexpr uint32_t kInfKey = 0x7F800000u;
 constexpr uint32_t kNanKey = 0x7F800001u;
@@ -231,8 +231,9 @@ LS_HD float with_change(float own, float had, float now, float ahead) {
 
 // --------------------------------------------------------------------------------------------------- the message
 
-constexpr uint32_t kMagic = 0x3150534Cu;
-constexpr int64_t kBlock = 65536;
+constexpr uint32_t kMagic = 0x3250534Cu;
+constexpr int64_t kBlock = 65536, kSpan = 4096, kCell = 241;
+constexpr int kCells = 17;  // in a span; the last one is of 240 elements
 constexpr int64_t kHeaderBytes = 64;
 constexpr int kMaxExponent = 200;
 
@@ -250,14 +251,21 @@ LS_HD int64_t value_bytes(Dtype dtype) { return dtype == Dtype::fp32 ? 4 : 2; }
 
 // See wire.py.
 struct MessageLayout {
-  int64_t num_blocks, counts, indices, values, nbytes;
+  int64_t num_blocks, num_cells;  // no cells: indices have 16 bits
+  int64_t counts, levels, cells, indices, values, values_nbytes, nbytes;
 
   LS_HD MessageLayout(int64_t numel, int64_t k, Dtype dtype)
       : num_blocks((numel + kBlock - 1) / kBlock),
+        num_cells((numel + kSpan - 1) / kSpan * kCells < k ? (numel + kSpan - 1) / kSpan * kCells : 0),
         counts(kHeaderBytes),
-        indices(counts + round_up16(4 * num_blocks)),
-        values(indices + round_up16(2 * k)),
-        nbytes(values + round_up16(value_bytes(dtype) * k)) {}
+        levels(counts + round_up16(4 * num_blocks)),
+        cells(levels + (dtype == Dtype::two_bit ? round_up16(8 * num_blocks) : 0)),
+        indices(cells + round_up16(num_cells)),
+        values(indices + round_up16(index_bytes() * k)),
+        values_nbytes(dtype == Dtype::two_bit ? (k + 3) / 4 : value_bytes(dtype) * k),
+        nbytes(values + round_up16(values_nbytes)) {}
+
+  LS_HD int64_t index_bytes() const { return num_cells > 0 ? 1 : 2; }
 };
 
 // Of the messages of all regions, each in a row as long as the longest.
@@ -270,15 +278,17 @@ LS_HD bool header_is_valid(const Header& header, int64_t numel, int64_t k, Dtype
          header.numel == numel && header.k == k && header.exponent >= -kMaxExponent && header.exponent <= kMaxExponent;
 }
 
+// The exponent of a finite magnitude, given as its key, which is not 0.
+LS_HD int exponent_of(uint32_t key) {
+  if (key >= 0x00800000u) return static_cast<int>(key >> 23) - 127;
+  int exponent = -127;  // denormal
+  for (uint32_t bit = 0x00400000u; !(key & bit); bit >>= 1) --exponent;
+  return exponent;
+}
+
 // The exponent that moves the largest finite magnitude, given as its key, into [2^14, 2^15). Only fp16 is scaled.
 LS_HD int32_t message_exponent(uint32_t largest_key, Dtype dtype) {
-  if (dtype != Dtype::fp16 || largest_key == 0) return 0;
-  int exponent = static_cast<int>(largest_key >> 23) - 127;
-  if (largest_key < 0x00800000u) {  // denormal
-    exponent = -127;
-    for (uint32_t bit = 0x00400000u; !(largest_key & bit); bit >>= 1) --exponent;
-  }
-  return exponent - 14;
+  return dtype != Dtype::fp16 || largest_key == 0 ? 0 : exponent_of(largest_key) - 14;
 }
 
 LS_HD uint32_t encode_value(float x, int32_t exponent, Dtype dtype) {
@@ -296,6 +306,42 @@ LS_HD float decode_value(uint32_t stored, int32_t exponent, Dtype dtype) {
   if (dtype == Dtype::fp32) return float_of(stored);
   if (dtype == Dtype::bf16) return from_bf16(static_cast<uint16_t>(stored));
   return static_cast<float>(static_cast<double>(from_fp16(static_cast<uint16_t>(stored))) * power_of_two(exponent));
+}
+
+// ------------------------------------------------------------------------------------ two bits a value: see two_bit.py
+
+// Rounds magnitudes to multiples of 2^(exponent - 36), so that 65,536 of them have an exact sum in fp64.
+struct Rounding {
+  int exponent;
+  double shift;
+
+  LS_HD explicit Rounding(uint32_t largest_key)
+      : exponent(largest_key == 0 ? 0 : exponent_of(largest_key)), shift(power_of_two(exponent + 16)) {}
+  LS_HD double operator()(float x) const {
+    return (static_cast<double>(float_of(bits_of(x) & 0x7FFFFFFFu)) + shift) - shift;
+  }
+};
+
+LS_HD double split_of(double sum, double count, double smallest) {
+  const double mean = sum / count;
+  return mean + (mean - smallest) * 0.59375;
+}
+
+struct Levels {
+  float lower, upper;
+
+  LS_HD Levels(double sum, double count, double sum_above, double count_above) : lower(0.0f), upper(0.0f) {
+    if (count == 0.0) return;
+    lower = upper = static_cast<float>((sum - sum_above) / (count - count_above));
+    if (count_above > 0.0) upper = static_cast<float>(sum_above / count_above);
+  }
+};
+
+LS_HD uint32_t code_of(float x, bool above) { return bits_of(x) >> 31 << 1 | static_cast<uint32_t>(above); }
+
+LS_HD float decode_two_bits(uint32_t code, float lower, float upper) {
+  const float level = code & 1u ? upper : lower;
+  return code & 2u ? -level : level;
 }
 
 }  // namespace lightning_sparse

@@ -80,7 +80,8 @@ __device__ int64_t emit_tile(const Problem& p, const Tile& tile, uint32_t kth, i
 template <typename Sink>
 __global__ void __launch_bounds__(kThreads, 4) emit_kernel(Problems all) {
   const Problem p = problem_of_block(all);
-  const Sink sink(p);
+  __shared__ uint32_t cells[kWarps][kCells];
+  const Sink sink(p, cells[warp()]);
   __shared__ Sums of_warp[kWarps];
   __shared__ Sums of_groups_before;
   const auto group = static_cast<int64_t>(take(&p.control->groups));
@@ -106,7 +107,8 @@ __global__ void __launch_bounds__(kThreads, 4) emit_kernel(Problems all) {
   const Count left = p.control->remaining, used = before.ties < left ? before.ties : left;
   const auto slot = static_cast<int64_t>(before.above + used), quota = static_cast<int64_t>(left - used);
   const int64_t kept = emit_tile(p, tile, kth, slot, quota, sink);
-  if (lane() == 0 && kept > 0) sink.finish(number, kept);
+  __syncthreads();
+  sink.finish(number, kept);
 }
 
 }  // namespace

@@ -303,9 +303,26 @@ void emit_tensors(const Choice& choice, const Source& source, int64_t k, void* v
 
 template <Dtype dtype>
 void emit_message(const Choice& choice, int64_t k, uint8_t* message, const MessageLayout& layout, int32_t exponent,
-                  float* residual, const Parallel& parallel) {
-  const MessageSink<dtype> sink{message, layout, exponent, residual, choice.population.settled_from};
-  emit(choice.population, choice.kth, k, sink, parallel);
+                  float* residual, const Kept* kept, const Parallel& parallel) {
+  const Population& population = choice.population;
+  if (layout.num_cells > 0) {
+    const MessageSink<dtype, true> sink{message, layout, exponent, residual, population.settled_from, kept};
+    emit(population, choice.kth, k, sink, parallel);
+  } else {
+    const MessageSink<dtype, false> sink{message, layout, exponent, residual, population.settled_from, kept};
+    emit(population, choice.kth, k, sink, parallel);
+  }
+}
+
+void emit_two_bits(const Choice& choice, int64_t k, uint8_t* message, const MessageLayout& layout, int32_t exponent,
+                   float* residual, const Parallel& parallel) {
+  const Kept kept(k);
+  emit_message<Dtype::two_bit>(choice, k, message, layout, exponent, residual, &kept, parallel);
+  const auto* counts = reinterpret_cast<const uint32_t*>(message + layout.counts);
+  std::vector<int64_t> starts(static_cast<size_t>(layout.num_blocks) + 1);
+  for (int64_t b = 0; b < layout.num_blocks; ++b) starts[b + 1] = starts[b] + counts[b];
+  const TwoBits bits(kept, message, layout, residual);
+  parallel.run(layout.num_blocks, [&](int64_t block, int64_t) { bits.write(block, starts[block], starts[block + 1]); });
 }
 
 void compress_region(const Source& source, int64_t k, Dtype value_dtype, uint8_t* message, int64_t row_nbytes,
@@ -320,6 +337,7 @@ void compress_region(const Source& source, int64_t k, Dtype value_dtype, uint8_t
   if (nonfinite >= k) largest = 0;  // the message holds no finite element
   const MessageLayout layout(source.numel, k, value_dtype);
   std::memset(message, 0, static_cast<size_t>(layout.indices));
+  if (value_dtype == Dtype::two_bit) std::memset(message + layout.values, 0, layout.values_nbytes);
   std::memset(message + layout.values - 16, 0, 16);  // padding; the values then overwrite their part
   std::memset(message + layout.nbytes - 16, 0, static_cast<size_t>(row_nbytes - layout.nbytes + 16));
   const int32_t exponent = message_exponent(largest, value_dtype);
@@ -327,10 +345,12 @@ void compress_region(const Source& source, int64_t k, Dtype value_dtype, uint8_t
                       exponent,     static_cast<int32_t>(value_dtype),
                       source.numel, k};
   std::memcpy(message, &header, sizeof header);
+  const Parallel& on = unless_few(choice.population.count(), kEmitAlone, parallel);
+  if (value_dtype == Dtype::two_bit) return emit_two_bits(choice, k, message, layout, exponent, source.store, on);
   const auto send = value_dtype == Dtype::fp32   ? emit_message<Dtype::fp32>
                     : value_dtype == Dtype::bf16 ? emit_message<Dtype::bf16>
                                                  : emit_message<Dtype::fp16>;
-  send(choice, k, message, layout, exponent, source.store, unless_few(choice.population.count(), kEmitAlone, parallel));
+  send(choice, k, message, layout, exponent, source.store, nullptr, on);
 }
 
 }  // namespace

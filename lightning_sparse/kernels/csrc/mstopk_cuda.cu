@@ -1,9 +1,10 @@
-// The algorithm of mstopk_cpu.cpp as four launches without read-back, which a CUDA graph can capture.
+// The algorithm of mstopk_cpu.cpp as four or five launches without read-back, which a CUDA graph can capture.
 //
 //   sample   one block a region: choose a threshold that slightly more than k of the elements should reach
 //   pass     read all elements once, compact those that reach it (candidates), store acc if needed
 //   refine   the k-th largest key: histograms of 11, 10 and 10 bits of the candidates' keys
 //   emit     count per tile what is above the k-th key or equal to it, and write the output, indices ascending
+//   two_bits of such messages only: the levels of each block, its codes and residuals
 //
 // A tile is 4,096 elements. An atomic reserves the memory of a tile's candidates, so their order differs between runs;
 // the results do not, since each tile records its start. All other atomics add or take the maximum of integers, or hand
@@ -15,6 +16,7 @@
 #include "emit.cuh"
 #include "pass.cuh"
 #include "refine.cuh"
+#include "two_bits.cuh"
 
 namespace lightning_sparse::cuda {
 namespace {
@@ -23,11 +25,11 @@ namespace {
 
 std::atomic<bool> forced{false};
 
-Problems describe(const Source& source, int64_t k, const Regions& regions) {
+Problems describe(const Source& source, int64_t k, const Regions& regions, Dtype value_dtype) {
   Problems all{{}, regions, 0};
   Problem& p = all.first;
   p.source = source;
-  p.k = k;
+  p.k = k, p.value_dtype = value_dtype;
   p.num_tiles = (regions.most() + kTile - 1) / kTile;
   const SamplePlan plan = plan_sample(regions.most(), k, kSample);
   p.target = plan.target, p.capacity = plan.capacity, p.forced = forced;
@@ -51,6 +53,9 @@ void launch(Problems all, void* scratch, cudaStream_t stream) {
   const unsigned regions = all.regions.count, groups = static_cast<unsigned>(groups_of(all.first));
   refine_kernel<<<dim3(blocks_of_region(all.regions, kItem), regions), kThreads, 0, stream>>>(all);
   emit_kernel<Sink><<<dim3(groups, regions), kThreads, 0, stream>>>(all);
+  if (all.first.message && all.first.value_dtype == Dtype::two_bit) {
+    two_bits_kernel<<<dim3(blocks_of_region(all.regions, kBlock), regions), kThreads, 0, stream>>>(all);
+  }
   check(cudaGetLastError());
 }
 
@@ -67,14 +72,18 @@ void launch_mstopk(const Problems& all, void* scratch, cudaStream_t stream) {
 
 void force_fallback(bool on) { forced = on; }
 
-int64_t select_scratch_bytes(const Regions& regions, int64_t k) {
-  Problems all = describe({}, k, regions);
+int64_t mstopk_scratch_bytes(int64_t numel, int64_t k) {
+  return compress_scratch_bytes(Regions(numel, 1), k, Dtype::fp32);
+}
+
+int64_t compress_scratch_bytes(const Regions& regions, int64_t k, Dtype value_dtype) {
+  Problems all = describe({}, k, regions, value_dtype);
   alignas(256) static char origin[256];  // only distances are taken
   return lay_out(all, origin);
 }
 
 void mstopk(const Source& source, int64_t k, void* values, void* indices, void* scratch, void* stream) {
-  Problems all = describe(source, k, Regions(source.numel, 1));
+  Problems all = describe(source, k, Regions(source.numel, 1), Dtype::fp32);
   all.first.kept_values = values, all.first.kept_indices = indices;
   if (source.numel < (int64_t{1} << 31)) {
     launch_mstopk<int32_t>(all, scratch, static_cast<cudaStream_t>(stream));
@@ -85,8 +94,8 @@ void mstopk(const Source& source, int64_t k, void* values, void* indices, void* 
 
 void compress(const Source& source, int64_t k, const Regions& regions, Dtype value_dtype, uint8_t* messages,
               void* scratch, void* stream) {
-  Problems all = describe(source, k, regions);
-  all.first.message = messages, all.first.value_dtype = value_dtype;
+  Problems all = describe(source, k, regions, value_dtype);
+  all.first.message = messages;
   all.row_nbytes = row_nbytes(regions, k, value_dtype);
   launch<MessageSink>(all, scratch, static_cast<cudaStream_t>(stream));
 }

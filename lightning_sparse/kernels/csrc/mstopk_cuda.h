@@ -29,7 +29,8 @@ constexpr int64_t kMostBlocks = 1024;
 // For tests: process all elements instead of the candidates. Results do not depend on it.
 void force_fallback(bool on);
 
-int64_t select_scratch_bytes(const Regions& regions, int64_t k);
+int64_t mstopk_scratch_bytes(int64_t numel, int64_t k);
+int64_t compress_scratch_bytes(const Regions& regions, int64_t k, Dtype value_dtype);
 constexpr int64_t kAccumulateScratchBytes = 16;  // a region
 
 void mstopk(const Source& source, int64_t k, void* values, void* indices, void* scratch, void* stream);

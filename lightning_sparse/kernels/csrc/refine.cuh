@@ -73,7 +73,7 @@ __device__ void choose_digit(const Problem& p, int digit) {
 }
 
 __device__ void clear(uint8_t* begin, uint8_t* end) {
-  for (; begin < end; begin += 2) *reinterpret_cast<uint16_t*>(begin) = 0;
+  for (; begin < end; ++begin) *begin = 0;
 }
 
 // What of a message does not depend on which elements are kept.
@@ -88,9 +88,13 @@ __device__ void begin_message(const Problem& p, int64_t row_nbytes) {
       p.source.numel,   p.k};
   const MessageLayout layout(p.source.numel, p.k, p.value_dtype);
   clear(p.message + sizeof(Header), p.message + kHeaderBytes);
-  clear(p.message + layout.counts + 4 * layout.num_blocks, p.message + layout.indices);
-  clear(p.message + layout.indices + 2 * p.k, p.message + layout.values);
-  clear(p.message + layout.values + value_bytes(p.value_dtype) * p.k, p.message + row_nbytes);
+  clear(p.message + layout.counts + 4 * layout.num_blocks, p.message + layout.levels);
+  if (p.value_dtype == Dtype::two_bit) {
+    clear(p.message + layout.levels + 8 * layout.num_blocks, p.message + layout.cells);
+  }
+  clear(p.message + layout.cells + layout.num_cells, p.message + layout.indices);
+  clear(p.message + layout.indices + layout.index_bytes() * p.k, p.message + layout.values);
+  clear(p.message + layout.values + layout.values_nbytes, p.message + row_nbytes);
 }
 
 __global__ void __launch_bounds__(kThreads) refine_kernel(Problems all) {

@@ -8,7 +8,7 @@ namespace {
 
 template <typename Index, typename Value>
 struct TensorSink {
-  __device__ explicit TensorSink(const Problem&) {}
+  __device__ TensorSink(const Problem&, uint32_t*) {}
 
   __device__ void keep(const Problem& p, int64_t slot, int64_t index, float) const {
     static_cast<Index*>(p.kept_indices)[slot] = static_cast<Index>(index);
@@ -22,14 +22,24 @@ struct MessageSink {
   uint8_t* message;
   Dtype dtype;
   MessageLayout layout;
+  uint32_t* cells;  // pairs in each of the warp's tile
 
-  __device__ explicit MessageSink(const Problem& p)
-      : message(p.message), dtype(p.value_dtype), layout(p.source.numel, p.k, dtype) {}
+  // Before a barrier.
+  __device__ MessageSink(const Problem& p, uint32_t* cells)
+      : message(p.message), dtype(p.value_dtype), layout(p.source.numel, p.k, dtype), cells(cells) {
+    if (lane() < kCells) cells[lane()] = 0;
+  }
 
   __device__ void keep(const Problem& p, int64_t slot, int64_t index, float acc) const {
+    keep_index(slot, index);
+    if (dtype == Dtype::two_bit) {
+      p.sent_values[slot] = acc;
+      p.sent_positions[slot] = static_cast<uint16_t>(index % kBlock);
+      if (slot % 16 == 0) reinterpret_cast<uint32_t*>(message + layout.values)[slot / 16] = 0;
+      return;
+    }
     const int32_t exponent = p.control->exponent;
     const uint32_t stored = encode_value(acc, exponent, dtype);
-    reinterpret_cast<uint16_t*>(message + layout.indices)[slot] = static_cast<uint16_t>(index % kBlock);
     if (dtype == Dtype::fp32) {
       reinterpret_cast<uint32_t*>(message + layout.values)[slot] = stored;
     } else {
@@ -41,9 +51,24 @@ struct MessageSink {
   __device__ void drop(const Problem& p, int64_t index) const {
     if (p.source.store) p.source.store[index] = 0.0f;
   }
+  // After a barrier, which completes the counts of the cells.
   __device__ void finish(int64_t tile, int64_t kept) const {
     uint32_t* counts = reinterpret_cast<uint32_t*>(message + layout.counts);
-    atomicAdd(&counts[tile * kTile / kBlock], static_cast<uint32_t>(kept));
+    if (lane() == 0 && kept > 0) atomicAdd(&counts[tile * kTile / kBlock], static_cast<uint32_t>(kept));
+    if (tile * kCells < layout.num_cells && lane() < kCells) {
+      message[layout.cells + tile * kCells + lane()] = static_cast<uint8_t>(cells[lane()]);
+    }
+  }
+
+ private:
+  __device__ void keep_index(int64_t slot, int64_t index) const {
+    if (layout.num_cells == 0) {
+      reinterpret_cast<uint16_t*>(message + layout.indices)[slot] = static_cast<uint16_t>(index % kBlock);
+      return;
+    }
+    const auto within = static_cast<uint32_t>(index % kTile), cell = within / static_cast<uint32_t>(kCell);
+    message[layout.indices + slot] = static_cast<uint8_t>(within - cell * kCell);
+    atomicAdd(&cells[cell], 1u);
   }
 };
 

@@ -18,7 +18,7 @@ constexpr int kThreads = 256, kWarps = kThreads / 32;
 constexpr unsigned kAllLanes = 0xFFFFFFFFu;
 constexpr int kTile = 4096;  // elements
 constexpr int kDigits = 3, kBins = 2048;
-static_assert(kBlock % kTile == 0, "a tile lies in one wire block");
+static_assert(kBlock % kTile == 0 && kSpan == kTile, "a tile lies in one wire block, and is a span");
 
 using Count = unsigned long long;
 
@@ -58,6 +58,8 @@ struct Problem {
   uint32_t* count;      // per tile
   float* values;        // candidates
   uint16_t* offsets;    // candidates, within their tile
+  float* sent_values;   // of two-bit messages, until their levels are known
+  uint16_t* sent_positions;  // within their wire block
 };
 
 template <typename T>
@@ -89,6 +91,9 @@ int64_t lay_out(Problems& all, char* scratch) {
   carve(at, p.count, count * p.num_tiles);
   carve(at, p.values, count * p.capacity);
   carve(at, p.offsets, count * p.capacity);
+  const int64_t sent = p.value_dtype == Dtype::two_bit ? count * p.k : 0;
+  carve(at, p.sent_values, sent);
+  carve(at, p.sent_positions, sent);
   return at - scratch;
 }
 
@@ -111,6 +116,7 @@ __device__ Problem problem_of_block(const Problems& all) {
   p.above += region * groups_of(p), p.ties += region * groups_of(p);
   p.start += region * p.num_tiles, p.count += region * p.num_tiles;
   p.values += region * p.capacity, p.offsets += region * p.capacity;
+  p.sent_values += region * all.first.k, p.sent_positions += region * all.first.k;
   return p;
 }
 
@@ -177,6 +183,28 @@ __device__ uint32_t max_of_warp(uint32_t value) {
 }
 
 // ------------------------------------------------------------------------------------ a block; all its threads call it
+
+__device__ Count sum_of_block(Count value) {
+  __shared__ Count of_warps[kWarps];
+  value = sum_of_warp(value);
+  __syncthreads();  // an earlier call may still be reading
+  if (lane() == 0) of_warps[warp()] = value;
+  __syncthreads();
+  Count total = 0;
+  for (int w = 0; w < kWarps; ++w) total += of_warps[w];
+  return total;
+}
+
+__device__ uint32_t max_of_block(uint32_t value) {
+  __shared__ uint32_t of_warps[kWarps];
+  value = max_of_warp(value);
+  __syncthreads();
+  if (lane() == 0) of_warps[warp()] = value;
+  __syncthreads();
+  uint32_t most = 0;
+  for (int w = 0; w < kWarps; ++w) most = of_warps[w] > most ? of_warps[w] : most;
+  return most;
+}
 
 // The sum of the counts of the warps before this one; `total` is the sum of all.
 __device__ int before_this_warp(int count, int& total) {

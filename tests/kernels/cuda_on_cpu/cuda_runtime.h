@@ -138,6 +138,10 @@ UNCHECKED T atomicMax(T* at, std::type_identity_t<T> value) {
   return on_cpu::update(at, [&](T old) { return value > old ? value : old; });
 }
 template <typename T>
+UNCHECKED T atomicOr(T* at, std::type_identity_t<T> value) {
+  return on_cpu::update(at, [&](T old) { return old | value; });
+}
+template <typename T>
 UNCHECKED T atomicExch(T* at, std::type_identity_t<T> value) {
   return on_cpu::update(at, [&](T) { return value; });
 }

@@ -10,7 +10,7 @@ const char* emulate_mstopk(const void* x, int dtype, int64_t numel, int64_t k, v
     reads(x, bytes_of(dtype, numel), "x");
     writes(values, bytes_of(dtype, k), "values");
     writes(indices, 4 * k, "indices");
-    const auto memory = scratch(cuda::select_scratch_bytes(Regions(numel, 1), k));
+    const auto memory = scratch(cuda::mstopk_scratch_bytes(numel, k));
     cuda::mstopk({x, static_cast<Dtype>(dtype), numel}, k, values, indices, memory.get(), nullptr);
   });
 }
@@ -25,7 +25,7 @@ const char* emulate_compress(const void* grad, int dtype, int64_t numel, const f
     reads(scale, 4, "scale");
     writes(next_residual, 4 * numel, "next_residual");
     writes(messages, num_regions * row_nbytes(regions, k, value_dtype), "messages");
-    const auto memory = scratch(cuda::select_scratch_bytes(regions, k));
+    const auto memory = scratch(cuda::compress_scratch_bytes(regions, k, value_dtype));
     cuda::compress({grad, static_cast<Dtype>(dtype), numel, residual, scale, next_residual}, k, regions, value_dtype,
                    messages, memory.get(), nullptr);
   });

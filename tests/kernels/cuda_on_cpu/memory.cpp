@@ -17,7 +17,7 @@
 namespace on_cpu {
 namespace {
 
-constexpr size_t kGranule = 2;  // bytes a cell stands for
+constexpr size_t kGranule = 1;  // bytes a cell stands for
 constexpr size_t kLauncher = 1 << 16;
 
 struct Stamp {  // who accessed it last; launch 0: nobody
