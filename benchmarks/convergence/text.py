@@ -74,6 +74,9 @@ CONFIGS: dict[str, Arguments] = {
     "10%": {**SPARSE, "density": 0.1},
     "0.1%": {**SPARSE, "density": 0.001},
     "updates 1%": UPDATES,
+    "updates 1%, bfloat16": {**UPDATES, "value_dtype": "bfloat16"},
+    "updates 1%, 2 bits": {**UPDATES, "value_dtype": "2bit"},
+    "updates 2.4%, 2 bits": {**UPDATES, "density": 0.024, "value_dtype": "2bit"},  # the bytes of 1 % in bfloat16
     "updates 0.1%": {**UPDATES, "density": 0.001},
     "updates 3%": {**UPDATES, "density": 0.03},
     "updates 10%": {**UPDATES, "density": 0.1},

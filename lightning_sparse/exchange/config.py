@@ -8,8 +8,9 @@ from typing import Any, Literal, get_args
 import torch
 
 from lightning_sparse.exchange.paths import PATHS, Exchange, Path
+from lightning_sparse.kernels.wire import TWO_BIT
 
-ValueDtype = Literal["float32", "bfloat16", "float16"]
+ValueDtype = Literal["float32", "bfloat16", "float16", "2bit"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,8 +26,9 @@ class ExchangeConfig:
             ``"auto"``: for each group of parameters whichever is predicted to be fastest, from a short measurement of
             both networks in the first round: sparse, dense or (unless ``value_dtype`` is float32) dense16; of two that
             are close, the one that leaves less out.
-        value_dtype: dtype of the values in a message. The rounding error of a 16-bit value stays in the residual, so
-            it is sent later rather than lost.
+        value_dtype: how the values in a message are stored: ``"float32"``, ``"bfloat16"``, ``"float16"``, or
+            ``"2bit"``, a sign and one of two levels that each block of 65,536 elements has for itself. What rounding
+            takes off stays in the residual, so it is sent later rather than lost.
         overlap: run the exchange beside backward, in lanes (lightning_sparse.exchange.lanes); False runs each bucket at
             once, on the stream of the caller.
         inter_gbps: rate of a node's link in Gbit/s, for ``exchange="auto"``, which then decides by the time of the
@@ -73,7 +75,7 @@ class ExchangeConfig:
     @property
     def dtype(self) -> torch.dtype:
         """``value_dtype`` as a torch dtype."""
-        dtype: torch.dtype = getattr(torch, self.value_dtype)
+        dtype: torch.dtype = TWO_BIT if self.value_dtype == "2bit" else getattr(torch, self.value_dtype)
         return dtype
 
     def to_dict(self) -> dict[str, Any]:
