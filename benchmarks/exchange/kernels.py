@@ -13,7 +13,8 @@ ratios to the baselines of the same case: reading x once, and reading and writin
 | sum, read, copy | baselines: x.sum(), x.amax(), y.copy_(x) |
 | add | torch.add(x, y, out=z), the memory traffic of error feedback |
 | select | mstopk(x, k) |
-| compress | error feedback, selection and packing into a bf16 message |
+| compress, compress 2bit | error feedback, selection and packing into a message with bfloat16 or two-bit values |
+| sum 4, sum 4 2bit | the sum of four such messages |
 | round | of dense16: error feedback, rounding to bf16 rows for 8 nodes, and the sum of 8 such rows |
 | round, torch | the same without compiled kernels |
 | change | of updates: what the optimizer changed is added to the node's model (add_change, step_ahead 0.5) |
@@ -44,6 +45,7 @@ from benchmarks.pictures import picture
 from benchmarks.record import Rows, parser_of, surroundings, write
 from lightning_sparse.cli.report import format_table
 from lightning_sparse.kernels import (
+    accumulate,
     add_change,
     compress,
     kernel_report,
@@ -53,6 +55,7 @@ from lightning_sparse.kernels import (
     sum_rows,
     write_between,
 )
+from lightning_sparse.kernels.wire import TWO_BIT
 
 Method = Callable[[], object]
 Distribution = Callable[[int, torch.Generator], Tensor]
@@ -156,6 +159,10 @@ def _row(case: Case, name: str, times: dict[str, list[float]]) -> dict[str, Any]
 def ours(x: Tensor, k: int) -> dict[str, Method]:
     """The baselines and kernels."""
     y, residual, left = torch.empty_like(x), torch.randn_like(x) * 0.1, torch.empty_like(x)
+    four, four_2bit = (
+        torch.stack([compress(x.roll(node), None, None, k, dtype) for node in range(4)])
+        for dtype in (torch.bfloat16, TWO_BIT)
+    )
     return {
         "sum": lambda: x.sum(),
         "read": lambda: x.amax(),
@@ -163,6 +170,9 @@ def ours(x: Tensor, k: int) -> dict[str, Method]:
         "add": lambda: torch.add(x, residual, out=y),
         "select": lambda: mstopk(x, k),
         "compress": lambda: compress(x, residual, left, k, torch.bfloat16),
+        "compress 2bit": lambda: compress(x, residual, left, k, TWO_BIT),
+        "sum 4": lambda: accumulate(four, left, k, torch.bfloat16),
+        "sum 4 2bit": lambda: accumulate(four_2bit, left, k, TWO_BIT),
         "round": lambda: sum_rows(round_rows(x, residual, left, NODES), left[: -(-x.numel() // NODES)]),
         "change": lambda: add_change(left, residual, [y], 0.5),
         "write": lambda: write_between(left, residual, [y], 0.5),

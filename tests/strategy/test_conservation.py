@@ -37,6 +37,8 @@ CONSERVED: list[tuple[dict[str, Any], tuple[int, int]]] = [
     *(({"exchange": "sparse"}, shape) for shape in SHAPES),
     *(({"exchange": "sparse", "value_dtype": "float32", "exclude": ("*.bias", "4.*")}, shape) for shape in SHAPES[:2]),
     ({"exchange": "regional"}, (3, 1)),
+    ({"exchange": "sparse", "value_dtype": "2bit"}, (2, 2)),
+    ({"exchange": "regional", "value_dtype": "2bit"}, (3, 1)),
     ({"exchange": "regional", "value_dtype": "float32"}, (3, 2)),
     *(({"exchange": "dense16"}, shape) for shape in ((2, 2), (3, 1), (5, 1))),
 ]

@@ -122,7 +122,7 @@ def test_k_is_within_the_shard(density: float, numel: int) -> None:
 # -- cost --------------------------------------------------------------------------------------------------------------
 
 
-DTYPES = ("float32", "bfloat16", "float16")
+DTYPES = ("float32", "bfloat16", "float16", "2bit")
 BYTES_ONLY = Rates.of_link(1.0, 1)
 HOST = Rates(Link(1e-4, 8e-9), Link(1e-5, 1e-10), add=2e-10, select=1e-9, scatter=4e-9, fill=4e-10, cast=1e-9)
 
@@ -141,12 +141,13 @@ def _path(nodes: int, devices: int, numel: int, rates: Rates = BYTES_ONLY, **opt
 
 
 def test_sparse_wins_while_density_is_below_the_bound_of_pairs() -> None:
-    """16 nodes, fp32 gradients: dense receives 7.5 bytes an element or, rounded, 3.75; pairs of 4 or 6 bytes make it 60
-    or 90 * density, and sparse must win by a margin."""
-    densities = (0.01, 0.05, 0.06, 0.07, 0.08)
+    """16 nodes, fp32 gradients: dense receives 7.5 bytes an element or, rounded, 3.75; pairs of 5, 3 or 1.25 bytes make
+    it 75, 45 or 19 * density, and sparse must win by a margin."""
+    densities = (0.01, 0.07, 0.08, 0.17, 0.2)
     paths = {dtype: [_path(16, 1, 10**6, density=d, value_dtype=dtype).name for d in densities] for dtype in DTYPES}
     assert paths["bfloat16"] == paths["float16"] == ["sparse", "sparse", "dense16", "dense16", "dense16"]
-    assert paths["float32"] == ["sparse", "sparse", "sparse", "sparse", "dense"]
+    assert paths["float32"] == ["sparse", "sparse", "sparse", "dense", "dense"]
+    assert paths["2bit"] == ["sparse", "sparse", "sparse", "sparse", "dense16"]
 
 
 def test_a_tiny_group_does_not_gain() -> None:

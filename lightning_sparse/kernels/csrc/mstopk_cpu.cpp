@@ -321,8 +321,10 @@ void emit_two_bits(const Choice& choice, int64_t k, uint8_t* message, const Mess
   const auto* counts = reinterpret_cast<const uint32_t*>(message + layout.counts);
   std::vector<int64_t> starts(static_cast<size_t>(layout.num_blocks) + 1);
   for (int64_t b = 0; b < layout.num_blocks; ++b) starts[b + 1] = starts[b] + counts[b];
-  const TwoBits bits(kept, message, layout, residual);
-  parallel.run(layout.num_blocks, [&](int64_t block, int64_t) { bits.write(block, starts[block], starts[block + 1]); });
+  parallel.run(layout.num_blocks, [&](int64_t block, int64_t) {
+    write_two_bits(kept, block, starts[block], starts[block + 1], message + layout.levels, residual);
+  });
+  pack_codes(kept, k, message + layout.values);
 }
 
 void compress_region(const Source& source, int64_t k, Dtype value_dtype, uint8_t* message, int64_t row_nbytes,
@@ -337,7 +339,6 @@ void compress_region(const Source& source, int64_t k, Dtype value_dtype, uint8_t
   if (nonfinite >= k) largest = 0;  // the message holds no finite element
   const MessageLayout layout(source.numel, k, value_dtype);
   std::memset(message, 0, static_cast<size_t>(layout.indices));
-  if (value_dtype == Dtype::two_bit) std::memset(message + layout.values, 0, layout.values_nbytes);
   std::memset(message + layout.values - 16, 0, 16);  // padding; the values then overwrite their part
   std::memset(message + layout.nbytes - 16, 0, static_cast<size_t>(row_nbytes - layout.nbytes + 16));
   const int32_t exponent = message_exponent(largest, value_dtype);

@@ -1,9 +1,11 @@
 // Outputs of the selection: two tensors, or a message and the residual.
 #pragma once
 
-#include <limits>
+#include <algorithm>
+#include <iterator>
 #include <memory>
 #include <type_traits>
+#include <vector>
 
 #include "candidates_cpu.h"
 
@@ -35,9 +37,12 @@ struct TensorSink {
 struct Kept {
   std::unique_ptr<float[]> values;
   std::unique_ptr<uint16_t[]> positions;  // within their block
+  std::unique_ptr<uint8_t[]> codes;       // a byte each, with room for whole words
 
   explicit Kept(int64_t k)
-      : values(new float[static_cast<size_t>(k)]), positions(new uint16_t[static_cast<size_t>(k)]) {}
+      : values(new float[static_cast<size_t>(k)]),
+        positions(new uint16_t[static_cast<size_t>(k)]),
+        codes(new uint8_t[static_cast<size_t>(k) + 3]) {}
 };
 
 template <Dtype dtype, bool with_cells>
@@ -111,78 +116,79 @@ struct MessageSink {
   }
 };
 
-// Writes the codes and the levels of one block's values, slots [begin, end), and what that leaves of them.
-class TwoBits {
- public:
-  TwoBits(const Kept& kept, uint8_t* message, const MessageLayout& layout, float* residual)
-      : kept_(kept), message_(message), layout_(layout), residual_(residual) {}
-
-  void write(int64_t block, int64_t begin, int64_t end) const {
-    const float* x = kept_.values.get();
-    uint32_t largest = 0;
-    for (int64_t i = begin; i < end; ++i) {
-      const uint32_t key = key_of(x[i]);
-      largest = key < kInfKey && key > largest ? key : largest;
-    }
-    const Rounding rounded(largest);
-    double sum = 0, smallest = std::numeric_limits<double>::infinity();
-    int64_t count = 0;
-    for (int64_t i = begin; i < end; ++i) {
-      if (key_of(x[i]) >= kInfKey) continue;
-      const double size = rounded(x[i]);
-      sum += size, ++count;
-      smallest = size < smallest ? size : smallest;
-    }
-    const double split = split_of(sum, static_cast<double>(count), smallest);
-    double sum_above = 0;
-    int64_t count_above = 0;
-    for (int64_t i = begin; i < end; ++i) {
-      const double size = rounded(x[i]);
-      const bool above = size > split && key_of(x[i]) < kInfKey;
-      sum_above += above ? size : 0.0, count_above += above;
-    }
-    const Levels levels(sum, static_cast<double>(count), sum_above, static_cast<double>(count_above));
-    std::memcpy(message_ + layout_.levels + 8 * block, &levels, sizeof levels);
-    write_codes(rounded, split, begin, end);
-    if (residual_) leave(levels, block, begin, end);
+// The sum of part(x) over the values, in an order that lets compilers use vectors: all sums here are exact.
+template <typename Part>
+double sum_of(const float* x, int64_t n, const Part& part) {
+  double lanes[4] = {};
+  int64_t i = 0;
+  for (; i + 4 <= n; i += 4) {
+    for (int64_t j = 0; j < 4; ++j) lanes[j] += part(x[i + j]);
   }
+  for (; i < n; ++i) lanes[0] += part(x[i]);
+  return lanes[0] + lanes[1] + lanes[2] + lanes[3];
+}
 
- private:
-  // A byte at the edge holds codes of two blocks, which two threads may write.
-  void write_codes(const Rounding& rounded, double split, int64_t begin, int64_t end) const {
-    uint8_t* codes = message_ + layout_.values;
-    for (int64_t at = begin / 4; at * 4 < end; ++at) {
-      uint32_t byte = 0;
-      const int64_t first = std::max(begin, 4 * at), last = std::min(end, 4 * at + 4);
-      for (int64_t i = first; i < last; ++i) {
-        const float x = kept_.values[i];
-        const uint32_t code = key_of(x) < kInfKey ? code_of(x, rounded(x) > split) : 0;
-        byte |= code << 2 * (i % 4);
-      }
-      if (last - first == 4) {
-        codes[at] = static_cast<uint8_t>(byte);
-      } else {
-        __atomic_fetch_or(codes + at, static_cast<uint8_t>(byte), __ATOMIC_RELAXED);
-      }
-    }
-  }
-
-  void leave(const Levels& levels, int64_t block, int64_t begin, int64_t end) const {
-    constexpr int64_t kAhead = 32;
-    const uint8_t* codes = message_ + layout_.values;
-    float* to = residual_ + block * kBlock;
-    for (int64_t i = begin; i < end; ++i) {
-      if (i + kAhead < end) __builtin_prefetch(to + kept_.positions[i + kAhead], 1);
-      const float x = kept_.values[i];
-      const uint32_t code = codes[i / 4] >> 2 * (i % 4) & 3u;
-      to[kept_.positions[i]] = key_of(x) >= kInfKey ? 0.0f : x - decode_two_bits(code, levels.lower, levels.upper);
-    }
-  }
-
-  const Kept& kept_;
-  uint8_t* message_;
-  const MessageLayout& layout_;
-  float* residual_;
+struct Split {
+  Rounding rounded;
+  double at;
+  Levels levels;
 };
+
+// Of finite values.
+inline Split split(const float* x, int64_t n) {
+  uint32_t largest = 0, smallest = n > 0 ? kInfKey : 0;
+  for (int64_t i = 0; i < n; ++i) {
+    const uint32_t key = bits_of(x[i]) & 0x7FFFFFFFu;
+    largest = key > largest ? key : largest;
+    smallest = key < smallest ? key : smallest;
+  }
+  const Rounding rounded(largest);
+  const auto count = static_cast<double>(n);
+  const double sum = sum_of(x, n, rounded), at = split_of(sum, count, rounded(float_of(smallest)));
+  const double sum_above = sum_of(x, n, [&](float each) {
+    const double size = rounded(each);
+    return size > at ? size : 0.0;
+  });
+  const double count_above = sum_of(x, n, [&](float each) { return rounded(each) > at ? 1.0 : 0.0; });
+  return {rounded, at, Levels(sum, count, sum_above, count_above)};
+}
+
+inline Split split_finite(const float* x, int64_t n) {
+  const auto is_finite = [](float each) { return key_of(each) < kInfKey; };
+  if (std::all_of(x, x + n, is_finite)) return split(x, n);
+  std::vector<float> finite;
+  std::copy_if(x, x + n, std::back_inserter(finite), is_finite);
+  return split(finite.data(), static_cast<int64_t>(finite.size()));
+}
+
+// Writes the levels of one block's values, slots [begin, end), their codes, and what those leave.
+inline void write_two_bits(const Kept& kept, int64_t block, int64_t begin, int64_t end, uint8_t* levels,
+                           float* residual) {
+  constexpr int64_t kAhead = 96;
+  const Split chosen = split_finite(kept.values.get() + begin, end - begin);
+  std::memcpy(levels + 8 * block, &chosen.levels, sizeof chosen.levels);
+  for (int64_t i = begin; i < end; ++i) {
+    const float x = kept.values[i];
+    const auto finite = static_cast<uint32_t>(key_of(x) < kInfKey);
+    kept.codes[i] = static_cast<uint8_t>(code_of(x, chosen.rounded(x) > chosen.at) & (0u - finite));
+  }
+  if (!residual) return;
+  float sent[4], *to = residual + block * kBlock;
+  for (uint32_t code = 0; code < 4; ++code) sent[code] = decode_two_bits(code, chosen.levels.lower, chosen.levels.upper);
+  for (int64_t i = begin; i < end; ++i) {
+    if (i + kAhead < end) __builtin_prefetch(to + kept.positions[i + kAhead], 1);
+    const float x = kept.values[i];
+    to[kept.positions[i]] = key_of(x) < kInfKey ? x - sent[kept.codes[i]] : 0.0f;
+  }
+}
+
+// Four codes into a byte.
+inline void pack_codes(const Kept& kept, int64_t k, uint8_t* to) {
+  for (int64_t i = k; i % 4 != 0; ++i) kept.codes[i] = 0;
+  for (int64_t i = 0; i < k; i += 4) {
+    const uint8_t* four = kept.codes.get() + i;
+    to[i / 4] = static_cast<uint8_t>(four[0] | four[1] << 2 | four[2] << 4 | four[3] << 6);
+  }
+}
 
 }  // namespace lightning_sparse::cpu
