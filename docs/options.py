@@ -27,7 +27,8 @@ strategy = MSTopKLocalStrategy(density=0.03)  # for Trainer(strategy=strategy)
 ```
 
 With `lightning.pytorch`, import it first. Other options are passed on: to Lightning's own strategy, and to
-`DistributedDataParallel`. (`python docs/options.py` writes this page from the docstrings; `help(MSTopKLocalStrategy)` says the same.)
+`DistributedDataParallel`. (`python docs/options.py` writes this page from the docstrings, which
+`help(MSTopKLocalStrategy)` shows, too.)
 """
 TABLES: tuple[tuple[str, type, tuple[type, ...]], ...] = (
     ("`MSTopKHierStrategy`, `mstopk_hier`", MSTopKHierMixin, (ExchangeConfig, HierConfig)),

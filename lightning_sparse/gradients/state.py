@@ -184,8 +184,8 @@ class HierState(Engine):
 
     def watch(self, optimizers: Iterable[torch.optim.Optimizer]) -> None:
         """Note from now on which parameters are stepped, by these optimizers or others, so that residuals are committed
-        only after a step. Without any every round counts as used. With ``exchange="auto"`` no entries are left out for optimizers that do not tolerate it
-        (lightning_sparse.gradients.optimizers).
+        only after a step. Without any every round counts as used. With ``exchange="auto"`` no entries are left out for
+        optimizers that do not tolerate it (lightning_sparse.gradients.optimizers).
 
         Whoever watches also calls before_backward(): inside a backward pass gradients say nothing yet.
 

@@ -36,7 +36,7 @@ from tests.strategy.models import (
 SHAPES = [(2, 2), (3, 1), (1, 3)]
 
 
-# -- the loop of the documents ------------------------------------------------------------------------------------------
+# -- the loop of the documents -----------------------------------------------------------------------------------------
 
 
 def test_the_loop_of_the_documents_protects_residuals_and_knows_adam() -> None:
