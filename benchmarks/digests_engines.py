@@ -33,7 +33,7 @@ from lightning_sparse.sharding import local_of
 from lightning_sparse.updates import LocalUpdates, UpdatesConfig
 
 STEPS, JOINS = 10, 4
-"""Of a run but of gradients, and the step before which it gets a parameter group, skips a step, or resumes."""
+"""Steps of a run (not one of gradients), and the step before which it gets a parameter group, skips one, or resumes."""
 
 
 class Trail:
@@ -192,7 +192,7 @@ def drop(case: Case, module: nn.Module, step: int) -> bool:
 
 
 def residual_digest(state: HierState) -> str:
-    """Of what waits in residuals, and in velocities: nothing and zeros are the same."""
+    """Digest of the residuals and the velocities: nothing and zeros are the same."""
     found = []
     for store in state.stores:
         one = hashlib.sha256()

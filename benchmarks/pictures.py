@@ -42,7 +42,7 @@ PALETTE = (*DARK, *LIGHT)
 
 
 def colour(index: int) -> str:
-    """Of the lines of a picture, in order. No grey, which is that of the text and of what others are held against."""
+    """Colour of a line of a picture, in order. Grey is left to the text and to the baselines."""
     return PALETTE[index % len(PALETTE)]
 
 

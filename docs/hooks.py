@@ -19,6 +19,7 @@ OUTSIDE = (
     "examples/imagenet_resnet50.py",
     "examples/language/*.*",
     "examples/language_model.py",
+    "examples/quickstart_sgd.py",
     "examples/ray_train.py",
     "examples/torchft_local.py",
     "release/c++",

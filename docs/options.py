@@ -18,8 +18,17 @@ from lightning_sparse.updates import UpdatesConfig
 PAGE = Path(__file__).with_name("options.md")
 HEAD = """# Options
 
-Written by `python docs/options.py` from the docstrings; `help(MSTopKHierStrategy)` says the same. A strategy passes on
-what else it is given: to Lightning's own, and to `DistributedDataParallel`.
+A strategy by its name (`strategy="mstopk_local"`) has the defaults. To set options, give an object instead:
+
+```python
+from lightning_sparse import MSTopKLocalStrategy
+
+strategy = MSTopKLocalStrategy(density=0.03)  # for Trainer(strategy=strategy)
+```
+
+With `lightning.pytorch`, import it first. Other options are passed on: to Lightning's own strategy, and to
+`DistributedDataParallel`. (`python docs/options.py` writes this page from the docstrings, which
+`help(MSTopKLocalStrategy)` shows, too.)
 """
 TABLES: tuple[tuple[str, type, tuple[type, ...]], ...] = (
     ("`MSTopKHierStrategy`, `mstopk_hier`", MSTopKHierMixin, (ExchangeConfig, HierConfig)),

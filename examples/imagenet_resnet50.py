@@ -33,7 +33,7 @@ Batch = tuple[Tensor, Tensor]
 
 
 def lr_factor(step: int, warmup_steps: int, total_steps: int) -> float:
-    """Of the peak learning rate: rises in a line over `warmup_steps`, then falls as half a cosine to 0."""
+    """Fraction of the peak learning rate: rises linearly over `warmup_steps`, then falls as half a cosine to 0."""
     if step < warmup_steps:
         return (step + 1) / warmup_steps
     return 0.5 * (1 + math.cos(math.pi * min(1.0, (step - warmup_steps) / max(1, total_steps - warmup_steps))))

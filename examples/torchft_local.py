@@ -50,7 +50,7 @@ class Node:
         return {"shared": self.shared_N, "optimizer": self.optimizer.state_dict()}
 
     def load_state_dict(self, state: dict[str, object]) -> None:
-        """Of another node: this one joins."""
+        """Take over the state of another node: this one joins."""
         shared_N, optimizer = state["shared"], state["optimizer"]
         assert isinstance(shared_N, Tensor)
         assert isinstance(optimizer, dict)

@@ -102,6 +102,21 @@ def test_the_quick_start(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_the_quick_start_with_sgd(tmp_path: Path) -> None:
+    pytest.importorskip("pytorch_lightning")
+    pytest.importorskip("sklearn")
+    script = ROOT / "examples" / "quickstart_sgd.py"
+    (command,) = re.findall(r"^lightning-sparse (lab .*)$", script.read_text(encoding="utf-8"), re.MULTILINE)
+    words = [sys.executable, "-m", "lightning_sparse.cli", *command.replace(script.name, str(script)).split()]
+    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=200, check=False)
+    said = done.stdout + done.stderr
+    assert done.returncode == 0, said
+    assert "1 sparse, at density" in said
+    assert "`max_epochs=5` reached" in said
+    assert float(re.findall(r"val_accuracy=([\d.]+)", said)[-1]) > 0.8
+
+
+@pytest.mark.slow
 def test_the_site_builds(tmp_path: Path) -> None:
     """mkdocs checks links inside the site itself, the names in the API's pages, and that no page is an orphan."""
     pytest.importorskip("material", reason="the site is built with mkdocs-material")

@@ -11,7 +11,7 @@ Runs are those of runs.py: four real processes, taken for two nodes of two devic
 The regional exchange is held against the all-gather of messages at equal bytes: with M = 4 nodes a device receives
 (M-1) K entries by the all-gather and 2 (M-1) K / M by regions, so by regions K may be twice as large.
 
-**One node alone.** What a node comes to that talks to no other: its share of each batch (half of it; with "-4x1" a
+**One node alone.** The baseline without communication: a node on its share of each batch (half of it; with "-4x1" a
 quarter), as many steps, the same learning rate. A way that does not beat it is worse than no network.
 
 **Paired.** Initialisation, data order and augmentation are functions of the seed alone; a configuration changes only

@@ -210,7 +210,7 @@ class Average(Way):
         torch._foreach_copy_(list(self.model.parameters()), means)
 
     def means(self) -> list[Tensor]:
-        """Of all ranks' parameters. Collective."""
+        """Return the means of all ranks' parameters. Collective."""
         parameters = list(self.model.parameters())
         flat = torch.cat([p.detach().flatten() for p in parameters])
         dist.all_reduce(flat)

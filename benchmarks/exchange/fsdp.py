@@ -102,7 +102,7 @@ class Way:
             yield from (each for each in vars(managed).values() if isinstance(each, Tensor))
 
     def nbytes(self) -> int:
-        """Of all storages, each counted once."""
+        """Bytes of all storages, each counted once."""
         return sum({s.data_ptr(): s.nbytes() for s in (t.untyped_storage() for t in self.tensors())}.values())
 
 

@@ -119,7 +119,7 @@ Times = dict[str, dict[str, float]]
 
 
 def step_claims(free: Times, slow: Times, wire_ms: float) -> Claims:
-    """Of steps without a link, and with one that takes so long."""
+    """Claims about steps without a link, and with one that takes so long."""
 
     def added(rows: Times, name: str) -> float:
         return rows[name]["ms"] - rows[NONE]["ms"]

@@ -253,9 +253,10 @@ def recommend_for_adam(found: Sequence[Row]) -> str:
     exact = min((row for row in found if not row.selects), key=lambda row: _seconds(row, True))
     if not gradients.selects or MARGIN * _seconds(exact, True) <= _seconds(updates, True):
         return f"With AdamW: {_advice(exact if gradients.selects else gradients)}."
+    compared = "synchronisation" if updates.step_s is None else "step"
     return (
-        f"With AdamW a sparse exchange of gradients ends worse than one node alone: use {_advice(updates)}, whose step "
-        f"is {_seconds(exact, True) / _seconds(updates, True):.2g} times as fast as that of {exact.name}."
+        f"With AdamW a sparse exchange of gradients ends worse than one node alone: use {_advice(updates)}, whose "
+        f"{compared} is {_seconds(exact, True) / _seconds(updates, True):.2g} times as fast as that of {exact.name}."
     )
 
 

@@ -1,9 +1,15 @@
 """The reduction of `lightning_sparse.gradients.reduction` as a DDP communication hook.
 
-topology = lightning_sparse.topology.discover()
-state = HierState(model, HierConfig(density=0.01), topology)
+state = HierState(model, HierConfig(density=0.01), lightning_sparse.topology.discover())
 ddp = DistributedDataParallel(model)
 ddp.register_comm_hook(state, hier_hook)
+state.watch([optimizer])  # residuals are committed only after optimizer.step()
+for batch in loader:
+    optimizer.zero_grad()
+    state.before_backward()
+    loss(ddp, batch).backward()
+    optimizer.step()
+state.end()
 """
 
 import torch
@@ -16,6 +22,9 @@ from lightning_sparse.gradients.state import HierState
 
 def hier_hook(state: HierState, bucket: GradBucket) -> torch.futures.Future[Tensor]:
     """Reduce one bucket. Register it with ``ddp.register_comm_hook(state, hier_hook)``.
+
+    In a loop of your own call ``state.watch([optimizer])`` once, ``state.before_backward()`` before each backward and
+    ``state.end()`` at the end. A gradient that is never stepped then leaves its residual as it was.
 
     Raises:
         CommunicationError: when a collective failed, naming the step, the ranks, the round and the bucket. With overlap

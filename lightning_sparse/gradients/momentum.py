@@ -43,7 +43,7 @@ class _Terms(NamedTuple):
 
 
 _UNKNOWN = _Terms(0.0, 0.0, 1.0)
-"""Of a parameter in no optimizer."""
+"""The terms of a parameter that is in no optimizer."""
 
 
 class MomentumCorrection:

@@ -1,9 +1,9 @@
-"""Which optimizers bear gradients that arrive as rare sums.
+"""Which optimizers tolerate sparse gradients, whose entries arrive rarely and as sums.
 
 Error feedback sends an entry of the gradient once in many rounds, as the sum of what these rounds would have sent. SGD
-is linear, so the sum moves the parameter as far as its terms would have. Adam and its kin divide by the size of recent
-gradients: a sum of 100 steps moves the parameter by the root of 100 where 100 were meant, and a run ends worse than
-that of one node alone, without any communication (benchmarks/results/convergence-text-*.md; Aji et al., EMNLP 2019).
+is linear, so the sum moves the parameter as far as its terms would have. Adam and similar optimizers divide by the
+size of recent gradients: a sum of 100 steps moves the parameter by about 10 steps' worth instead of 100, and a run ends
+worse than one node alone, without any communication (benchmarks/results/convergence-text-*.md; Aji et al., EMNLP 2019).
 
 LARS scales a layer as a whole, so the entries of a layer keep their proportions; the paper trains with it.
 """

@@ -183,9 +183,9 @@ class HierState(Engine):
     # -- around it -----------------------------------------------------------------------------------------------------
 
     def watch(self, optimizers: Iterable[torch.optim.Optimizer]) -> None:
-        """Note from now on which parameters are stepped, by these optimizers or others. Without any every round counts
-        as used. With ``exchange="auto"`` no entries are left out for optimizers that cannot bear it
-        (lightning_sparse.gradients.optimizers).
+        """Note from now on which parameters are stepped, by these optimizers or others, so that residuals are committed
+        only after a step. Without any every round counts as used. With ``exchange="auto"`` no entries are left out for
+        optimizers that do not tolerate it (lightning_sparse.gradients.optimizers).
 
         Whoever watches also calls before_backward(): inside a backward pass gradients say nothing yet.
 
@@ -250,7 +250,7 @@ class HierState(Engine):
 
     @property
     def _density(self) -> float:
-        """Of this round."""
+        """The density of this round."""
         return self.warmup.density(self.config.density, self.epoch, self.round)
 
     def unscaled(self, share: float, device: torch.device) -> Tensor:

@@ -20,7 +20,8 @@ class CommStatsMixin:
 
     | name | what |
     |---|---|
-    | bytes_between_nodes | bytes this device received from other nodes for the last step |
+    | MB_into_node | MB that all devices of this node received from other nodes for the last step |
+    | bytes_between_nodes | the same of this device, in bytes |
     | density | share of entries that a device sent in the last step, dense groups counted as 1 |
     | effective_density | share of entries that the last step applied, at most |
     | step_ahead | of updates: share of its own pending ones that this device's weights keep |
@@ -36,7 +37,7 @@ class CommStatsMixin:
     the host, and times are read from events that have passed.
 
     Args:
-        prog_bar: show the density in the progress bar as well.
+        prog_bar: show ``comm/MB_into_node`` in the progress bar as well.
 
     Raises:
         ValueError: at the start of fit, when the strategy is another one.
@@ -69,8 +70,10 @@ class CommStatsMixin:
         if engine is None or engine.exchange.stats.rounds == 0:
             return
         stats = engine.exchange.stats
+        into_node = stats.round_bytes * engine.topology.num_devices / _MB
+        pl_module.log("comm/MB_into_node", into_node, prog_bar=self.prog_bar)
         pl_module.log("comm/bytes_between_nodes", stats.round_bytes)
-        pl_module.log("comm/density", stats.density, prog_bar=self.prog_bar)
+        pl_module.log("comm/density", stats.density)
         pl_module.log("comm/effective_density", stats.effective_density)
         for name, value in engine.gauges().items():
             pl_module.log(f"comm/{name}", value)
@@ -107,7 +110,7 @@ def table(stats: CommStats, seconds: float, unsent: float, ratio: float = 0.0) -
     """
     rounds, total = max(1, stats.rounds), max(1, sum(stats.paths.values()))
     here, ddp = stats.bytes_between_nodes / rounds / _MB, stats.dense_equivalent_bytes / rounds / _MB
-    more = f"; plain DDP {ddp:,.3f} MB, {ddp / here:,.1f} times as much" if here else f"; plain DDP {ddp:,.3f} MB"
+    more = f"; plain DDP {ddp:,.3f} MB, {ddp / here:,.1f} times the bytes" if here else f"; plain DDP {ddp:,.3f} MB"
     paths = ", ".join(f"{count / total:.1%} {path}" for path, count in stats.paths.most_common())
     lines = [
         f"what one device exchanged with other nodes, in {stats.rounds:,} rounds:",

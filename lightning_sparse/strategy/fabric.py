@@ -317,12 +317,12 @@ class MSTopKLocalFabricMixin(UpdatesFabricAdapter):
         return ddp
 
     def get_module_state_dict(self, module: nn.Module) -> dict[str, Any]:
-        """Of the global weights. All ranks call it."""
+        """Return the global weights. All ranks call it."""
         with self.shared_weights():
             return detached(super().get_module_state_dict(module))
 
     def get_optimizer_state(self, optimizer: Any) -> dict[str, Any]:
-        """Of this node's optimizer, on the first device of each node; all ranks call it."""
+        """Return the state of this node's optimizer, on the first device of each node; all ranks call it."""
         state = self._optimizer_state(optimizer)
         return super().get_optimizer_state(optimizer) if state is None else state
 

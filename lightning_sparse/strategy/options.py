@@ -29,7 +29,7 @@ Send = Literal["updates", "gradients"]
 DDP_BUCKET_MB = 25
 """DistributedDataParallel's own size."""
 BUCKETS = 8
-"""Of a backward pass: with fewer, little of the exchange lies beside it."""
+"""Buckets of a backward pass: with fewer, little of the exchange overlaps with it."""
 REFUSED = {
     **dict.fromkeys(
         ("ddp_comm_hook", "ddp_comm_state", "ddp_comm_wrapper"),

@@ -409,7 +409,7 @@ class MSTopKLocalMixin(TrainerAdapter):
     # -- checkpoints ---------------------------------------------------------------------------------------------------
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
-        """Of this node's optimizer, on the first device of each node; all ranks call it."""
+        """Return the state of this node's optimizer, on the first device of each node; all ranks call it."""
         inner = getattr(optimizer, "_optimizer", optimizer)  # of a LightningOptimizer
         state = self._optimizer_state(inner)
         return super().optimizer_state(optimizer) if state is None else state

@@ -26,7 +26,7 @@ EVERY = 64
 
 @dataclass(frozen=True)
 class Agreement:
-    """Of one slice."""
+    """How far nodes agree on the pending updates of one slice."""
 
     numel: int
     num_nodes: int

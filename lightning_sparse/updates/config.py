@@ -82,6 +82,6 @@ class UpdatesConfig(ExchangeConfig):
             else f"{self.exchange} updates"
         )
         every = "after each step" if self.sync_every == 1 else f"every {self.sync_every} steps"
-        delay = ", received one exchange later" if self.delay else ""
+        delay = ", applied one exchange later" if self.delay else ""
         ahead = "measured" if self.measures_ahead(num_nodes) else f"{self.ahead(num_nodes):.2g}"
         return f"{sent} {every}{delay}; step_ahead {ahead}"

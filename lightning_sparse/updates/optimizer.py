@@ -126,7 +126,7 @@ class LocalOptimizer:
     # -- checkpoints ---------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Of this device's slice, on the CPU. Waits for messages under way."""
+        """Return the state of this device's slice, on the CPU. Waits for messages under way."""
         self.state.receive()
         return {name: tensor.cpu() for name, tensor in self.state.state_dict(self._now()).items()}
 

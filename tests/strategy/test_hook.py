@@ -4,6 +4,8 @@ Every test runs the worker below it (named after the test) in P processes and co
 """
 
 import copy
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,10 +19,12 @@ from lightning_sparse.exchange.paths import num_selected
 from lightning_sparse.kernels import message_bytes
 from lightning_sparse.strategy import HierConfig
 from lightning_sparse.topology import discover, with_groups
-from tests.helpers.distributed import RunRanks
+from tests.helpers.distributed import RunRanks, run_ranks
+from tests.helpers.lines import Lines
 from tests.strategy.models import (
     PLAIN,
     flat_grads,
+    flat_parameters,
     loss_of,
     mlp,
     node_residual,
@@ -30,6 +34,54 @@ from tests.strategy.models import (
 )
 
 SHAPES = [(2, 2), (3, 1), (1, 3)]
+
+
+# -- the loop of the documents -----------------------------------------------------------------------------------------
+
+
+def test_the_loop_of_the_documents_protects_residuals_and_knows_adam() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "api.md").read_text(encoding="utf-8")
+    (code,) = re.findall(r"^```python\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
+    results = run_ranks(loop_of_the_documents, code)
+    for weights, before, after, _, hooks_left in results:
+        assert torch.equal(weights, results[0][0]), "all ranks end alike"
+        assert before.count_nonzero() > 0
+        assert torch.equal(before, after), "a gradient that was not stepped changed the residual"
+        assert not hooks_left, "end() takes the hooks off"
+    assert results[0][3], "AdamW is warned of"
+
+
+def loop_of_the_documents(code: str) -> tuple[Tensor, Tensor, Tensor, bool, bool]:
+    names: dict[str, Any] = {}
+    exec(code, names)
+    states: list[Any] = []
+    norms: list[Tensor] = []
+    config = HierConfig(density=0.02, exchange="sparse")
+    names["HierConfig"] = lambda **_: config
+    make = names["HierState"]
+    names["HierState"] = lambda *args: states.append(make(*args)) or states[-1]
+
+    def loss(ddp: nn.Module, step: int) -> Tensor:
+        norms.append(node_residual(ddp.module, states[-1]))  # before_backward() has settled the last step
+        return loss_of(ddp, step, dist.get_rank())
+
+    model, calls, sgd = mlp(), iter(range(9)), torch.optim.SGD
+    sgd(model.parameters())  # the first one makes torch wrap step(), which calls the hooks
+    step = sgd.step
+
+    def skips_one(self: torch.optim.Optimizer) -> None:
+        if next(calls) != 6:
+            step(self)
+
+    skips_one.hooked = True  # torch is not to wrap it: what is skipped calls no hook
+    sgd.step = skips_one
+    names["train"](model, loss, range(9))
+    sgd.step = step
+    lines, other = Lines(), mlp()
+    torch.optim.SGD = lambda parameters, lr, momentum: torch.optim.AdamW(parameters, lr)
+    names["train"](other, loss, range(2))
+    warned = any("AdamW divides" in line for line in lines.lines)
+    return flat_parameters(model), norms[6], norms[7], warned, bool(states[0]._steps._hooks)
 
 
 # -- the identity ------------------------------------------------------------------------------------------------------

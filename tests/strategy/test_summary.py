@@ -78,7 +78,7 @@ def test_a_fit_is_counted_without_what_came_before() -> None:
     assert late.paths == {"sparse": 200}
     assert table(late, 0.5, unsent=3.0, ratio=2.0).splitlines() == [
         "what one device exchanged with other nodes, in 2 rounds:",
-        "  received a round    0.000 MB; plain DDP 0.000 MB, 100.0 times as much",
+        "  received a round    0.000 MB; plain DDP 0.000 MB, 100.0 times the bytes",
         "  paths               100.0% sparse (share of entries)",
         "  density             1.00% sent, at most 2.00% applied",
         "  between nodes       250.0 ms a round, waiting for other nodes included",

@@ -147,7 +147,7 @@ def statistics(flavour: str) -> dict[str, Any]:
     except ValueError as error:
         refused = str(error)
     logged = {k: float(v) for k, v in t.callback_metrics.items()}
-    return {"logged": logged, "refused": refused, "lines": list(lines.lines)}
+    return {"logged": logged, "refused": refused, "lines": list(lines.lines), "bar": sorted(t.progress_bar_metrics)}
 
 
 def test_the_callback_logs_bytes_density_and_residual(results: Results) -> None:
@@ -156,6 +156,9 @@ def test_the_callback_logs_bytes_density_and_residual(results: Results) -> None:
         assert 0.05 <= logged["comm/density"] < 0.2
         assert logged["comm/effective_density"] == pytest.approx(2 * logged["comm/density"], rel=1e-4), "two nodes"
         assert logged["comm/bytes_between_nodes"] > 0
+        of_two = 2e-6 * logged["comm/bytes_between_nodes"]
+        assert logged["comm/MB_into_node"] == pytest.approx(of_two, rel=1e-4), "two devices"
+        assert [name for name in each["statistics"]["bar"] if name.startswith("comm/")] == ["comm/MB_into_node"]
         assert logged["comm/residual_norm"] > 0
         assert 0.1 < logged["comm/residual_to_gradient"] < 100
         assert "use strategy='mstopk_hier'" in each["statistics"]["refused"]
@@ -166,7 +169,9 @@ def test_the_callback_sums_the_fit_up_on_rank_0(results: Results) -> None:
     assert [len(each) for each in summaries] == [1, 0, 0, 0]
     table = summaries[0][0]
     assert "in 10 rounds" in table
-    assert re.search(r"received a round +0\.\d\d\d MB; plain DDP 0\.\d\d\d MB, [1-9][\d.]* times as much", table), table
+    assert re.search(r"received a round +0\.\d\d\d MB; plain DDP 0\.\d\d\d MB, [1-9][\d.]* times the bytes", table), (
+        table
+    )
     assert "70.0% sparse, 30.0% dense" in table, "the first rounds wait for the layout"
     assert re.search(r"between nodes +(?!0\.0 )[\d.]+ ms a round", table), table
     assert re.search(r"not sent yet +norm [\d.e-]+, [\d.]+ times that of the gradient", table), table
