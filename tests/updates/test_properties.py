@@ -24,8 +24,8 @@ OPTIONS: list[dict[str, Any]] = [
     {"density": 0.05, "step_ahead": 0.3, "value_dtype": "float16"},
     {"density": 0.1, "sync_every": 3},
     {"density": 0.05, "exchange": "regional"},
-    {"density": 0.05, "value_dtype": "2bit"},
-    {"density": 0.05, "value_dtype": "2bit", "exchange": "regional"},
+    {"density": 0.05, "value_dtype": "bfloat16"},
+    {"density": 0.05, "value_dtype": "bfloat16", "exchange": "regional"},
     {"exchange": "dense16"},
     {"exchange": "dense", "delay": 1},
 ]
