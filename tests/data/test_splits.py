@@ -12,8 +12,7 @@ import pytest
 import torch.distributed as dist
 
 from lightning_sparse.data.config import CacheConfig
-from lightning_sparse.data.pipeline.batch import ImageSizes, Transform
-from lightning_sparse.data.pipeline.images import ImageOptions
+from lightning_sparse.data.pipeline.options import ImageOptions
 from lightning_sparse.data.session import DataOptions, Session, open_session
 from lightning_sparse.data.sources.listing import load_or_list
 from tests.data.small import jpeg, make_folder
@@ -43,7 +42,7 @@ def opened(folder: Path, sessions: list[Session], *, stage: str = "fit", **more:
     options = DataOptions(
         cache=config_of(folder),
         batch_size=3,
-        samples=ImageOptions(sizes=ImageSizes(16), transform=Transform(), backend="torch"),
+        samples=ImageOptions(image_size=16, backend="torch"),
         **more,
     )
     sessions.append(open_session(options, stage=stage))
