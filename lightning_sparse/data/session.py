@@ -183,9 +183,13 @@ class Session:
         manifest = agreed_manifest(self.options.cache, split)
         self._check_labels(manifest)
         if self.train is not None:
-            manifest = manifest.numbered_as(self.train.store.manifest.classes)
-        elif classes := on_rank_zero(partial(_classes_of_train, self.options.cache)):
+            classes, whole = _labels_of(self.train.store.manifest)
+        else:
+            classes, whole = on_rank_zero(partial(_labels_of_train, self.options.cache))
+        if classes or self.train is not None:
             manifest = manifest.numbered_as(classes)
+        if whole is not None:
+            manifest = manifest.with_labels_like(whole)
         return Subset(self._open_store(manifest, run), np.arange(len(manifest)))
 
     def _check_labels(self, manifest: Manifest) -> None:
@@ -404,12 +408,21 @@ def open_session(
     return session
 
 
-def _classes_of_train(config: CacheConfig) -> tuple[str, ...]:
-    """Return the classes of train/; none if a source to test on has no train/."""
+def _labels_of(train: Manifest) -> tuple[tuple[str, ...], bool | None]:
+    """Return the names of the classes, and whether labels are whole numbers; None if there are no labels."""
+    return train.classes, train.labels.dtype.kind != "f" if train.labels.size else None
+
+
+def _labels_of_train(config: CacheConfig) -> tuple[tuple[str, ...], bool | None]:
+    """Return the same of train/, where it is not open; no names and None if a source to test on has no train/."""
     try:
-        return classes_of(config, "train")[0]
+        names, number = classes_of(config, "train")
     except MissingFolderError:
-        return ()
+        return (), None
+    kept = kept_manifest(config, "train")
+    if kept is not None:
+        return names, _labels_of(kept)[1]
+    return names, None if names else number > 0  # only whole numbers tell the number of classes
 
 
 def _split(count: int, fraction: float) -> tuple[Indices, Indices]:

@@ -249,8 +249,9 @@ def _plan(config: CacheConfig, manifest: Manifest, owned: npt.NDArray[np.bool_])
     needed = needed_bytes(manifest, owned, format, config.short_side)
     if config.format == "auto" and needed > allowed:
         format, needed = "jpeg", needed_bytes(manifest, owned, "jpeg", config.short_side)
-    # leave room, because the size of decoded images is an estimate
-    return _Plan(format, needed, min(allowed, 2 * needed if format == "decoded" else needed), limit)
+    # leave room where the size of decoded images is a guess: what a run may still take, others may not
+    guessed = format == "decoded" and not len(manifest.probed)
+    return _Plan(format, needed, min(allowed, 2 * needed if guessed else needed), limit)
 
 
 def format_for(config: CacheConfig, manifest: Manifest, owned: npt.NDArray[np.bool_]) -> Format:

@@ -16,7 +16,7 @@ from lightning_sparse.data.config import CacheConfig
 from lightning_sparse.data.decode import UndecodableError, probe
 from lightning_sparse.data.folders import source_name
 from lightning_sparse.data.sources.manifest import Manifest, Paths
-from lightning_sparse.data.sources.storage import Listed, MissingFolderError, Storage, StoredFile
+from lightning_sparse.data.sources.storage import Listed, Location, MissingFolderError, Storage, StoredFile
 
 LIST_READERS = 16  # folders listed at the same time
 PROBES = 64  # files that are read to estimate the size of decoded images
@@ -99,9 +99,9 @@ class Split:
         bar = tqdm(listed, total=total, desc=f"listing {self.name}", unit=unit, disable=self.quiet or None)
         yield from bar
 
-    def probed(self, paths: Sequence[str]) -> npt.NDArray[np.int64]:
+    def probed(self, files: Sequence[Location]) -> npt.NDArray[np.int64]:
         """Return (size, height, width) of up to `PROBES` of these images, without those that are corrupt."""
-        some = [paths[index] for index in np.unique(np.linspace(0, len(paths) - 1, PROBES, dtype=int))] if paths else []
+        some = [files[index] for index in np.unique(np.linspace(0, len(files) - 1, PROBES, dtype=int))] if files else []
         rows = []
         for file in self.storage.read(some):
             with contextlib.suppress(UndecodableError):
