@@ -184,6 +184,7 @@ class CachedImageDataModuleMixin(CachedMixin):
 
     Args:
         source, cache_dir, batch_size: as `CachedDataModule`.
+        image_size: as `ImageOptions`.
         sample_format: ``"decoded"`` keeps pixels in memory, ``"jpeg"`` files, ``"auto"`` pixels if they fit.
         short_side: shorter side of decoded images; default: 8/7 of the largest image_size, or eval_resize if that is
             more.
@@ -200,12 +201,13 @@ class CachedImageDataModuleMixin(CachedMixin):
         source: str,
         cache_dir: str,
         batch_size: int = 64,
+        image_size: int | dict[int, int] = ImageOptions.image_size,
         sample_format: Literal["auto", "jpeg", "decoded"] = "auto",
         short_side: int | None = None,
         **options: Any,
     ) -> None:
         images, loading, cache = options_of(ImageOptions, DataOptions, CacheConfig, given=options)
-        samples = ImageOptions(**images)
+        samples = ImageOptions(image_size=image_size, **images)
         if short_side is None:
             short_side = max(-(-samples.sizes.largest * 8 // 7), samples.eval_resize or 0)
         config = CacheConfig(
