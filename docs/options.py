@@ -8,6 +8,8 @@ from pathlib import Path
 
 from lightning_sparse.data.config import CacheConfig
 from lightning_sparse.data.datamodule import CachedDataModuleMixin, CachedImageDataModuleMixin
+from lightning_sparse.data.pipeline.options import ImageOptions, SampleOptions
+from lightning_sparse.data.session import DataOptions
 from lightning_sparse.data.tokens import TokenDataModuleMixin
 from lightning_sparse.exchange import ExchangeConfig
 from lightning_sparse.gradients import HierConfig
@@ -34,8 +36,8 @@ TABLES: tuple[tuple[str, type, tuple[type, ...]], ...] = (
     ("`MSTopKHierStrategy`, `mstopk_hier`", MSTopKHierMixin, (ExchangeConfig, HierConfig)),
     ("`MSTopKLocalStrategy`, `mstopk_local`", MSTopKLocalMixin, (ExchangeConfig, UpdatesConfig)),
     ("`MSTopKFSDPStrategy`, `mstopk_fsdp`", MSTopKFSDPMixin, (ExchangeConfig, UpdatesConfig)),
-    ("`CachedImageDataModule`", CachedImageDataModuleMixin, (CacheConfig, CachedDataModuleMixin)),
-    ("`CachedDataModule`", CachedDataModuleMixin, (CacheConfig,)),
+    ("`CachedImageDataModule`", CachedImageDataModuleMixin, (CacheConfig, DataOptions, ImageOptions)),
+    ("`CachedDataModule`", CachedDataModuleMixin, (CacheConfig, DataOptions, SampleOptions)),
     ("`TokenDataModule`", TokenDataModuleMixin, ()),
     ("`PTOCallback`", PTOMixin, ()),
 )

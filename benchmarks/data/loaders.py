@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from lightning_sparse.cli.report import need
-from lightning_sparse.data.pipeline.batch import Transform
+from lightning_sparse.data.pipeline.options import MEAN, STD
 
 BATCH = 64
 
@@ -88,9 +88,8 @@ def transforms(size: int) -> Any:
     """torchvision's transforms: random resized crop, flip, normalised, float32."""
     from torchvision.transforms import v2
 
-    transform = Transform()
     steps = [v2.RandomResizedCrop(size, antialias=True), v2.RandomHorizontalFlip(), v2.ToImage()]
-    steps += [v2.ToDtype(torch.float32, scale=True), v2.Normalize(transform.mean, transform.std)]
+    steps += [v2.ToDtype(torch.float32, scale=True), v2.Normalize(MEAN, STD)]
     return v2.Compose(steps)
 
 
@@ -122,7 +121,7 @@ def dali_reader(pictures: Path, work: Path, size: int) -> Iterator[Any]:
         files, labels = fn.readers.file(file_root=str(pictures / "train"), random_shuffle=True, name="reader")
         cut = fn.decoders.image_random_crop(files, device="cpu", random_area=[0.08, 1.0])
         resized = fn.resize(cut, size=(size, size), antialias=True)
-        mean, std = ([255 * each for each in part] for part in (Transform().mean, Transform().std))
+        mean, std = ([255 * each for each in part] for part in (MEAN, STD))
         flip = fn.random.coin_flip()
         return fn.crop_mirror_normalize(resized, mirror=flip, mean=mean, std=std, output_layout="CHW"), labels
 

@@ -27,7 +27,7 @@ from benchmarks.processes import alone
 from benchmarks.record import parser_of, surroundings, write
 from lightning_sparse.data.cache.store import owners
 from lightning_sparse.data.pipeline.sampler import EpochPlan, Sampler, SamplerConfig
-from lightning_sparse.data.sources.folders import manifest_of
+from lightning_sparse.data.sources.layout import manifest_of
 from lightning_sparse.data.sources.manifest import Manifest
 from lightning_sparse.data.sources.storage import Listed
 

@@ -75,14 +75,12 @@ def read(
 
 def _ours(source: str, work: Path, shuffle: str) -> tuple[Any, Any]:
     from lightning_sparse.data.config import CacheConfig
-    from lightning_sparse.data.pipeline.augment import Augment
-    from lightning_sparse.data.pipeline.batch import ImageSizes, Transform
-    from lightning_sparse.data.pipeline.images import ImageOptions
+    from lightning_sparse.data.pipeline.options import ImageOptions
     from lightning_sparse.data.session import DataOptions, open_session
 
     cache_dir = work / f"local-disk-of-node{os.environ['NODE_RANK']}"
     cache = CacheConfig(source=source, cache_dir=str(cache_dir), memory_gb=1.5, shuffle=shuffle)  # type: ignore[arg-type]
-    samples = ImageOptions(sizes=ImageSizes(SIZE), transform=Transform(augment=Augment()), backend="torch")
+    samples = ImageOptions(image_size=SIZE, backend="torch")
     options = DataOptions(cache=cache, batch_size=BATCH, samples=samples)
     session = open_session(options)
     loader = session.train_loader(fixed=False, on_epoch=lambda epoch: None, on_resume=lambda done: None)

@@ -38,8 +38,9 @@ from benchmarks.record import Rows, parser_of, surroundings, write
 from lightning_sparse.cli.report import format_table
 from lightning_sparse.data.cache.store import SampleStore
 from lightning_sparse.data.config import CacheConfig
-from lightning_sparse.data.pipeline.batch import Batch, BatchRequest, Pipeline, Transform
+from lightning_sparse.data.pipeline.batch import Batch, BatchRequest, Pipeline
 from lightning_sparse.data.pipeline.images import has_dali
+from lightning_sparse.data.pipeline.options import ImageOptions
 from lightning_sparse.data.pipeline.sampler import Sampler, SamplerConfig
 from lightning_sparse.data.sources.listing import load_or_list
 
@@ -58,10 +59,10 @@ def pipeline_of(backend: str, store: SampleStore, device: int | None) -> Pipelin
     if backend == "dali":
         from lightning_sparse.data.pipeline.dali import DaliPipeline
 
-        return DaliPipeline(store, Transform(), batch_size=BATCH, threads=1, device=device)
+        return DaliPipeline(store, ImageOptions(), batch_size=BATCH, threads=1, device=device)
     from lightning_sparse.data.pipeline.images import TorchPipeline
 
-    return TorchPipeline(store, Transform(), threads=1)
+    return TorchPipeline(store, ImageOptions(), threads=1)
 
 
 def batches_of(

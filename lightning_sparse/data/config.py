@@ -1,10 +1,12 @@
 """Options of the data cache, validated on creation, and the errors that the cache raises."""
 
+import inspect
 import ipaddress
 import json
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import MISSING, dataclass, field, fields
 from importlib.util import find_spec
-from typing import Any, Literal, get_args
+from typing import Any, Literal, TypeVar, get_args, get_type_hints
 
 Shuffle = Literal["local", "global"]
 SHUFFLES = get_args(Shuffle)
@@ -61,7 +63,7 @@ class CacheConfig:
             are several besides ``.cls``, the label. Of Parquet files, the column of samples.
         format: in memory: pixels, image files, or pixels if they fit; "bytes" for files that are not images.
         short_side: shorter side of decoded images.
-        shuffle: see `lightning_sparse.data.pipeline.sampler`.
+        shuffle: ``"global"`` or ``"local"``; see `lightning_sparse.data.pipeline.sampler`.
         on_corrupt: ``"raise"`` stops at a file that cannot be read or decoded and names it, ``"skip"`` replaces it by
             another sample.
         seed: seed of placement and order.
@@ -86,7 +88,7 @@ class CacheConfig:
     member: str | None = None
     format: Literal["auto", "jpeg", "decoded", "bytes"] = "auto"
     short_side: int = 256
-    shuffle: Shuffle = "local"
+    shuffle: Shuffle = "global"
     on_corrupt: Literal["raise", "skip"] = "raise"
     seed: int = 0
     storage_timeout: float = 300.0
@@ -197,3 +199,35 @@ def is_installed(name: str) -> bool:
         return find_spec(name) is not None
     except (ModuleNotFoundError, ValueError):  # ValueError: a module in sys.modules without a spec
         return False
+
+
+Init = TypeVar("Init", bound=Callable[..., None])
+
+
+def with_options_of(*configs: type, without: tuple[str, ...] = ()) -> Callable[[Init], Init]:
+    """Decorate a constructor that finds options of configs among its ``**options``, so that each is spelt, explained
+    and checked in its config alone: the signature and the docstring tell them, to LightningCLI and help()."""
+
+    def decorate(init: Init) -> Init:
+        *named, _ = inspect.signature(init, eval_str=True).parameters.values()
+        found = {each.name: each for each in named}
+        for config in configs:
+            types = get_type_hints(config)
+            for each in fields(config):
+                if each.default is not MISSING and each.name not in without:  # one without is for the constructor
+                    option = inspect.Parameter(each.name, inspect.Parameter.KEYWORD_ONLY, default=each.default)
+                    found.setdefault(each.name, option.replace(annotation=types[each.name]))
+        init.__signature__ = inspect.Signature(list(found.values()))  # type: ignore[attr-defined]
+        init.__doc__ = "\n\n".join(inspect.getdoc(each) or "" for each in configs)
+        return init
+
+    return decorate
+
+
+def options_of(*configs: type, given: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return the options of each config. Raises TypeError for one that none of them has."""
+    names = [{each.name for each in fields(config)} for config in configs]
+    unknown = sorted(given.keys() - set().union(*names))
+    if unknown:
+        raise TypeError(f"unexpected option(s) {', '.join(unknown)}: the DataModule has no such options.")
+    return [{name: value for name, value in given.items() if name in each} for each in names]

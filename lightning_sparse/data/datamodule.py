@@ -12,12 +12,9 @@ from typing import Any, Literal
 
 from lightning_sparse.data.base import DataModuleMixin
 from lightning_sparse.data.cache.counts import metrics
-from lightning_sparse.data.config import CacheConfig, Shuffle
-from lightning_sparse.data.pipeline.augment import Augment
-from lightning_sparse.data.pipeline.batch import MEAN, STD, ImageSizes, Transform
-from lightning_sparse.data.pipeline.images import Backend, ImageOptions
+from lightning_sparse.data.config import CacheConfig, options_of, with_options_of
 from lightning_sparse.data.pipeline.loader import EvalLoader, TrainLoader
-from lightning_sparse.data.pipeline.workers import SampleOptions
+from lightning_sparse.data.pipeline.options import ImageOptions, SampleOptions
 from lightning_sparse.data.session import DataOptions, Formats, Session, open_session
 from lightning_sparse.data.sources.listing import classes_of
 from lightning_sparse.messages import described
@@ -85,8 +82,8 @@ class CachedMixin(DataModuleMixin):
         if session is None:
             return
         formats = state_dict.get("formats", {}) if options.cache.format == "auto" else {}
-        images = options.samples if isinstance(options.samples, ImageOptions) else None
-        backend = state_dict.get("backend") if images is not None and images.backend == "auto" else None
+        images = isinstance(options.samples, ImageOptions) and options.samples.backend == "auto"
+        backend = state_dict.get("backend") if images else None
         other = any(formats.get(split, own) != own for split, own in session.formats.items())
         if other or backend not in (None, session.backend):
             self._open(self._stage, formats, backend)
@@ -158,68 +155,24 @@ class CachedDataModuleMixin(CachedMixin):
     Without labels, a batch is the samples alone. With `with_indices`, the indices int64 [B] follow.
 
     Args:
-        source: folder: a path or an fsspec URL.
-        cache_dir: folder on a local disk of each node. Runs may share it.
-        decode: function from the bytes of a file to a sample.
-        batch_size: samples per device and step.
-        transform: function of a decoded sample, for training, such as transforms of torchvision.
-        eval_transform: the same for validation and test.
-        collate: function from a list of samples to a batch; default: `torch.utils.data.default_collate`.
-        with_indices: end each batch with the indices of its samples: rows of the list, or places in the sorted folder.
-            A sample that replaces a corrupt one has the index of that one.
-        shuffle: ``"global"`` or ``"local"``; see `lightning_sparse.data.pipeline.sampler`.
-        val_fraction: validate on this fraction of train/, the same in every run, instead of on val/.
-        workers: processes of a rank that make batches; 0: none but the training; default: its share of the CPU cores.
-        seed: seed of placement, order and transforms.
-        cache: memory_gb, disk_gb, lists, member, on_corrupt, storage_timeout, storage_readers, storage_options,
-            peer_address and peer_ports of `lightning_sparse.data.config.CacheConfig`.
+        source, cache_dir, decode, batch_size: see below.
+        **options: other options of `CacheConfig` but ``format`` and ``short_side``, of `SampleOptions` and of
+            `DataOptions`: ``help(CachedDataModule.__init__)``.
 
     Raises:
         ValueError: if an argument is out of range.
     """
 
+    @with_options_of(SampleOptions, DataOptions, CacheConfig, without=("format", "short_side"))
     def __init__(
-        self,
-        source: str,
-        cache_dir: str,
-        decode: Callable[[bytes], Any],
-        batch_size: int = 64,
-        transform: Callable[[Any], Any] | None = None,
-        eval_transform: Callable[[Any], Any] | None = None,
-        collate: Callable[[list[Any]], Any] | None = None,
-        with_indices: bool = False,
-        shuffle: Shuffle = "global",
-        val_fraction: float | None = None,
-        workers: int | None = None,
-        seed: int = 0,
-        **cache: Any,
+        self, source: str, cache_dir: str, decode: Callable[[bytes], Any], batch_size: int = 64, **options: Any
     ) -> None:
-        samples = SampleOptions(
-            decode=decode,
-            transform=transform,
-            eval_transform=eval_transform,
-            collate=collate,
-            workers=workers,
-            seed=seed,
-        )
+        samples, loading, cache = options_of(SampleOptions, DataOptions, CacheConfig, given=options)
         config = CacheConfig(
-            source=str(source),
-            cache_dir=str(cache_dir),
-            format="bytes",
-            short_side=CacheConfig.short_side,
-            shuffle=shuffle,
-            seed=seed,
-            **cache,
+            source=str(source), cache_dir=str(cache_dir), format="bytes", short_side=CacheConfig.short_side, **cache
         )
-        super().__init__(
-            DataOptions(
-                cache=config,
-                batch_size=batch_size,
-                samples=samples,
-                val_fraction=val_fraction,
-                with_indices=with_indices,
-            )
-        )
+        made = SampleOptions(decode=decode, **samples)
+        super().__init__(DataOptions(cache=config, samples=made, batch_size=batch_size, **loading))
 
 
 class CachedImageDataModuleMixin(CachedMixin):
@@ -230,59 +183,34 @@ class CachedImageDataModuleMixin(CachedMixin):
     with new random crops and flips. Batches are (images float32 [B, 3, size, size], labels int64 [B]).
 
     Args:
-        source, cache_dir, batch_size, shuffle, val_fraction, with_indices: as `CachedDataModule`.
-        image_size: height and width of the images in a batch, or {first epoch: size} to start with small images.
-        backend: ``"dali"``, ``"torch"``, or ``"auto"`` for the faster one, which is kept by a resumed run.
+        source, cache_dir, batch_size: as `CachedDataModule`.
+        image_size: as `ImageOptions`.
         sample_format: ``"decoded"`` keeps pixels in memory, ``"jpeg"`` files, ``"auto"`` pixels if they fit.
-        short_side: shorter side of decoded images; default: 8/7 of the largest image_size.
-        crop_scale: range of the area of a random crop, as a fraction of the image's area.
-        flip: probability of a horizontal flip.
-        mean, std: mean and standard deviation for normalisation, for pixels in [0, 1].
-        threads: threads of a rank that make batches; default: its share of the CPU cores.
-        seed: seed of placement, order and augmentation.
-        cache: as `CachedDataModule`.
+        short_side: shorter side of decoded images; default: 8/7 of the largest image_size, or eval_resize if that is
+            more.
+        **options: options of `ImageOptions`, of `DataOptions`, and of `CacheConfig`:
+            ``help(CachedImageDataModule.__init__)``.
 
     Raises:
         ValueError: if an argument is out of range.
     """
 
+    @with_options_of(ImageOptions, DataOptions, CacheConfig, without=("format",))
     def __init__(
         self,
         source: str,
         cache_dir: str,
         batch_size: int = 64,
-        image_size: int | dict[int, int] = 224,
-        backend: Backend = "auto",
+        image_size: int | dict[int, int] = ImageOptions.image_size,
         sample_format: Literal["auto", "jpeg", "decoded"] = "auto",
         short_side: int | None = None,
-        shuffle: Shuffle = "global",
-        val_fraction: float | None = None,
-        with_indices: bool = False,
-        crop_scale: tuple[float, float] = (0.08, 1.0),
-        flip: float = 0.5,
-        mean: tuple[float, float, float] = MEAN,
-        std: tuple[float, float, float] = STD,
-        threads: int | None = None,
-        seed: int = 0,
-        **cache: Any,
+        **options: Any,
     ) -> None:
-        sizes = ImageSizes(image_size)
-        transform = Transform(augment=Augment(crop_scale=crop_scale, flip=flip, seed=seed), mean=mean, std=std)
+        images, loading, cache = options_of(ImageOptions, DataOptions, CacheConfig, given=options)
+        samples = ImageOptions(image_size=image_size, **images)
+        if short_side is None:
+            short_side = max(-(-samples.sizes.largest * 8 // 7), samples.eval_resize or 0)
         config = CacheConfig(
-            source=str(source),
-            cache_dir=str(cache_dir),
-            format=sample_format,
-            short_side=-(-sizes.largest * 8 // 7) if short_side is None else short_side,
-            shuffle=shuffle,
-            seed=seed,
-            **cache,
+            source=str(source), cache_dir=str(cache_dir), format=sample_format, short_side=short_side, **cache
         )
-        super().__init__(
-            DataOptions(
-                cache=config,
-                batch_size=batch_size,
-                samples=ImageOptions(sizes=sizes, transform=transform, backend=backend, threads=threads),
-                val_fraction=val_fraction,
-                with_indices=with_indices,
-            )
-        )
+        super().__init__(DataOptions(cache=config, samples=samples, batch_size=batch_size, **loading))

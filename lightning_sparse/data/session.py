@@ -21,10 +21,11 @@ from lightning_sparse.data.config import CacheConfig
 from lightning_sparse.data.peers.collectives import find_topology, on_all_ranks, on_rank_zero
 from lightning_sparse.data.peers.protocol import node_address, reachable
 from lightning_sparse.data.pipeline.batch import Pipeline
-from lightning_sparse.data.pipeline.images import ImageOptions, choose_backend, has_dali
+from lightning_sparse.data.pipeline.images import choose_backend, has_dali, image_pipeline
 from lightning_sparse.data.pipeline.loader import EvalLoader, TrainLoader
+from lightning_sparse.data.pipeline.options import ImageOptions, ImageSizes, SampleOptions
 from lightning_sparse.data.pipeline.sampler import Indices, Sampler, SamplerConfig, evaluation_batches
-from lightning_sparse.data.pipeline.workers import SampleOptions
+from lightning_sparse.data.pipeline.workers import WorkerPipeline
 from lightning_sparse.data.rng import shuffled
 from lightning_sparse.data.sample import Format
 from lightning_sparse.data.sources.listing import classes_of, has_split, keep, kept_manifest, load_or_list
@@ -86,13 +87,16 @@ class DataOptions:
     """Options of the DataModule, validated on creation.
 
     Args:
-        samples: how they become batches.
-        with_indices: end each batch with the indices of its samples.
+        cache, samples: where samples come from, and how they become batches.
+        batch_size: samples per device and step.
+        val_fraction: validate on this fraction of train/, the same in every run, instead of on val/.
+        with_indices: end each batch with the indices of its samples: rows of the list, or places in the sorted folder.
+            A sample that replaces a corrupt one has the index of that one.
     """
 
     cache: CacheConfig
-    batch_size: int
     samples: ImageOptions | SampleOptions
+    batch_size: int = 64
     val_fraction: float | None = None
     with_indices: bool = False
 
@@ -100,12 +104,17 @@ class DataOptions:
         SamplerConfig(batch_size=self.batch_size)
         if self.val_fraction is not None and not 0 < self.val_fraction < 1:
             raise ValueError(f"val_fraction={self.val_fraction} must be between 0 and 1: it is a fraction of train/.")
-        sizes = self.samples.sizes
-        if sizes is not None and self.cache.short_side < sizes.largest:
+        largest = 0 if self.sizes is None else self.sizes.largest
+        if self.cache.short_side < largest:
             raise ValueError(
-                f"short_side={self.cache.short_side} is less than the largest image_size, {sizes.largest}: cached "
-                f"images would be upscaled. Omit it, or give at least {sizes.largest}."
+                f"short_side={self.cache.short_side} is less than the largest image_size, {largest}: cached images "
+                f"would be upscaled. Omit it, or give at least {largest}."
             )
+
+    @property
+    def sizes(self) -> ImageSizes | None:
+        """Of images, by epoch."""
+        return self.samples.sizes if isinstance(self.samples, ImageOptions) else None
 
 
 @dataclass
@@ -174,9 +183,13 @@ class Session:
         manifest = agreed_manifest(self.options.cache, split)
         self._check_labels(manifest)
         if self.train is not None:
-            manifest = manifest.numbered_as(self.train.store.manifest.classes)
-        elif classes := on_rank_zero(partial(_classes_of_train, self.options.cache)):
+            classes, whole = _labels_of(self.train.store.manifest)
+        else:
+            classes, whole = on_rank_zero(partial(_labels_of_train, self.options.cache))
+        if classes or self.train is not None:
             manifest = manifest.numbered_as(classes)
+        if whole is not None:
+            manifest = manifest.with_labels_like(whole)
         return Subset(self._open_store(manifest, run), np.arange(len(manifest)))
 
     def _check_labels(self, manifest: Manifest) -> None:
@@ -265,7 +278,7 @@ class Session:
             sampler,
             self._pipeline("train", self.train.store),
             rank=self._rank,
-            sizes=self.options.samples.sizes,
+            sizes=self.options.sizes,
             fingerprint=manifest.fingerprint,
             fixed=fixed,
             on_epoch=on_epoch,
@@ -288,7 +301,7 @@ class Session:
                 f"fraction of train/: val_fraction=0.05 (--data.val_fraction=0.05)."
             )
         batches = evaluation_batches(subset.samples, subset.store.owners, self.sampler_config, *self._rank)
-        sizes = self.options.samples.sizes
+        sizes = self.options.sizes
         loader = EvalLoader(
             batches,
             self._pipeline(split, subset.store),
@@ -349,10 +362,17 @@ class Session:
         if split not in self._pipelines:
             share = len(os.sched_getaffinity(0)) // self.topology.num_devices - 1  # of the CPU cores; one for training
             cores = max(1, min(_MAX_THREADS, share))
-            made = self.options.samples.make(store, batch_size=self.options.batch_size, cores=cores, device=self.device)
+            options = self.options.samples
+            if isinstance(options, ImageOptions):
+                batch, threads, about = self.options.batch_size, options.threads or cores, ""
+                made: Pipeline = image_pipeline(store, options, batch_size=batch, threads=threads, device=self.device)
+            else:
+                workers = cores if options.workers is None else options.workers
+                made = WorkerPipeline(store, options, workers=workers, pin=self.device.type == "cuda")
+                about = f"; {workers} process(es) a rank make batches of them"
             if not self._pipelines:
-                self.log_once(made.about)
-            self._pipelines[split] = made.pipeline
+                self.log_once(f"samples in memory as {'files' if store.format == 'bytes' else store.format}{about}")
+            self._pipelines[split] = made
         return self._pipelines[split]
 
 
@@ -388,12 +408,21 @@ def open_session(
     return session
 
 
-def _classes_of_train(config: CacheConfig) -> tuple[str, ...]:
-    """Return the classes of train/; none if a source to test on has no train/."""
+def _labels_of(train: Manifest) -> tuple[tuple[str, ...], bool | None]:
+    """Return the names of the classes, and whether labels are whole numbers; None if there are no labels."""
+    return train.classes, train.labels.dtype.kind != "f" if train.labels.size else None
+
+
+def _labels_of_train(config: CacheConfig) -> tuple[tuple[str, ...], bool | None]:
+    """Return the same of train/, where it is not open; no names and None if a source to test on has no train/."""
     try:
-        return classes_of(config, "train")[0]
+        names, number = classes_of(config, "train")
     except MissingFolderError:
-        return ()
+        return (), None
+    kept = kept_manifest(config, "train")
+    if kept is not None:
+        return names, _labels_of(kept)[1]
+    return names, None if names else number > 0  # only whole numbers tell the number of classes
 
 
 def _split(count: int, fraction: float) -> tuple[Indices, Indices]:

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import os
+import socket
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
 from lightning_sparse.data.cache import segment as segments
 from lightning_sparse.data.cache.store import Placement
 from lightning_sparse.data.config import CacheConfig
-from lightning_sparse.data.session import agreed_format, agreed_manifest
+from lightning_sparse.data.pipeline.options import ImageOptions
+from lightning_sparse.data.session import DataOptions, agreed_format, agreed_manifest, open_session
 from lightning_sparse.data.sources import listing
 from lightning_sparse.data.sources.listing import load_or_list
 from tests.data.fits import data, fitted, module, saver, trainer
@@ -112,3 +115,36 @@ def test_a_resumed_run_keeps_the_format(tmp_path: Path) -> None:
     numbered_folder(tmp_path / "source")
     (used,) = run_ranks(resumed, str(tmp_path), nodes=1, devices=1, timeout=90, init=False)
     assert used == [{"train": each, "val": each} for each in ("jpeg", "jpeg", "decoded", "decoded")]
+
+
+def hosts_of_a_rack(folder: str) -> tuple[tuple[tuple[int, ...], ...], int, int]:
+    """The gradients see one node, a rack of two hosts; each host has a disk of its own. Returns how the data is
+    grouped, what this host has read from storage in two epochs, and the samples that it keeps."""
+    host = int(os.environ["RANK"]) // 2
+    os.environ["LIGHTNING_SPARSE_NODE"] = "a rack"
+    socket.gethostname = lambda: f"host {host}"
+    cache = CacheConfig(source=f"{folder}/pictures", cache_dir=f"{folder}/cache{host}", memory_gb=0.01)
+    session = open_session(DataOptions(cache=cache, samples=ImageOptions(image_size=16, backend="torch"), batch_size=1))
+    assert session.train is not None
+    loader = session.train_loader(fixed=False, on_epoch=lambda epoch: None, on_resume=lambda done: None)
+    for epoch in range(2):
+        loader.set_epoch(epoch)
+        for _ in loader:
+            pass
+    dist.barrier()
+    store = session.train.store
+    counts = store.node_counters().storage_samples, store.sizes()[0]
+    dist.barrier()
+    session.close()
+    return session.topology.nodes, *counts
+
+
+def test_data_is_shared_by_host_where_a_node_has_several(tmp_path: Path) -> None:
+    """Each file crosses the storage link once, and is kept on one of them."""
+    for split in ("train", "val"):
+        make_folder(tmp_path / "pictures", per_class=20, classes=2, split=split)
+    answers = run_ranks(hosts_of_a_rack, str(tmp_path))
+    assert [nodes for nodes, *_ in answers] == [((0, 1), (2, 3))] * 4
+    read, kept = (sum(each[column] for each in answers[::2]) for column in (1, 2))
+    assert kept == 40
+    assert 40 <= read < 50, "two ranks may read a file at the same time"

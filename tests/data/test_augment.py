@@ -8,7 +8,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_sparse.data.pipeline.augment import Augment, centre_crops
+from lightning_sparse.data.pipeline.augment import centre_crops, random_crops
+from lightning_sparse.data.pipeline.options import ImageOptions
+
+PLAIN = ImageOptions()
 
 edges = st.lists(st.integers(1, 900), min_size=1, max_size=8)
 
@@ -19,7 +22,11 @@ def test_crops_lie_inside_the_picture(
 ) -> None:
     count = min(len(heights), len(widths))
     h, w = np.array(heights[:count]), np.array(widths[:count])
-    for crops in (Augment(crop_scale=scale).crops(epoch, np.arange(count), h, w), centre_crops(h, w)):
+    for crops in (
+        random_crops(ImageOptions(crop_scale=scale), epoch, np.arange(count), h, w),
+        centre_crops(h, w),
+        centre_crops(h, w, (1, 1)),
+    ):
         assert (crops.height >= 1).all()
         assert (crops.width >= 1).all()
         assert (crops.top >= 0).all()
@@ -30,10 +37,10 @@ def test_crops_lie_inside_the_picture(
 
 def test_a_window_depends_on_seed_epoch_and_sample_alone() -> None:
     sizes = np.full(8, 256), np.full(8, 341)
-    alone = Augment().crops(3, np.arange(8), *sizes)
-    assert alone.top.tolist() != Augment().crops(4, np.arange(8), *sizes).top.tolist()
-    assert alone.top.tolist() != Augment(seed=1).crops(3, np.arange(8), *sizes).top.tolist()
-    turned = Augment().crops(3, np.arange(8)[::-1], *sizes)
+    alone = random_crops(PLAIN, 3, np.arange(8), *sizes)
+    assert alone.top.tolist() != random_crops(PLAIN, 4, np.arange(8), *sizes).top.tolist()
+    assert alone.top.tolist() != random_crops(ImageOptions(seed=1), 3, np.arange(8), *sizes).top.tolist()
+    turned = random_crops(PLAIN, 3, np.arange(8)[::-1], *sizes)
     for one, other in zip(alone, turned, strict=True):
         assert one.tolist() == other[::-1].tolist(), "not on the place in the batch"
 
@@ -45,7 +52,7 @@ def test_the_distribution_is_that_of_torchvision(height: int, width: int) -> Non
     picture = torch.empty(3, height, width)
     theirs = np.array([crop.get_params(picture, [0.08, 1.0], [3 / 4, 4 / 3]) for _ in range(4000)])
     count = 4000
-    ours = Augment().crops(0, np.arange(count), np.full(count, height), np.full(count, width))
+    ours = random_crops(PLAIN, 0, np.arange(count), np.full(count, height), np.full(count, width))
     for column, mine in enumerate(ours[:4]):
         for share in (0.1, 0.25, 0.5, 0.75, 0.9):
             a, b = np.quantile(theirs[:, column], share), np.quantile(mine, share)
@@ -59,13 +66,31 @@ def test_the_centre_is_what_resizing_to_256_and_cutting_224_leaves() -> None:
 
 
 @pytest.mark.parametrize(
+    ("options", "size", "edge"),
+    [
+        ({}, 224, 280),  # 7/8 of the shorter side
+        ({}, 64, 280),
+        ({}, 32, 320),  # all of a small picture's
+        ({"eval_resize": 256}, 224, 280),
+        ({"eval_resize": 224}, 224, 320),
+        ({"image_size": 32, "eval_resize": 40}, 32, 256),
+    ],
+)
+def test_an_evaluation_sees_the_part_that_was_asked_for(options: dict[str, int], size: int, edge: int) -> None:
+    part = ImageOptions(**options).centre(size)  # type: ignore[arg-type]
+    crops = centre_crops(np.array([320]), np.array([400]), part)
+    assert [each.item() for each in crops] == [(320 - edge) // 2, (400 - edge) // 2, edge, edge, False]
+
+
+@pytest.mark.parametrize(
     ("options", "says"),
     [
         ({"crop_scale": (0.0, 1.0)}, "crop_scale"),
         ({"crop_scale": (0.5, 0.2)}, "crop_scale"),
         ({"flip": 1.1}, "flip=1.1 must be a probability"),
+        ({"eval_resize": 200}, "eval_resize=200 is less than the largest image_size, 224"),
     ],
 )
 def test_bad_values_are_refused(options: dict[str, object], says: str) -> None:
     with pytest.raises(ValueError, match=says):
-        Augment(**options)  # type: ignore[arg-type]
+        ImageOptions(**options)  # type: ignore[arg-type]

@@ -86,6 +86,20 @@ def test_small_images_are_not_taken_for_photographs(tmp_path: Path) -> None:
     assert memory_tier.format_for(config, small, owned) == "decoded"
 
 
+@pytest.mark.parametrize("format", ["decoded", "jpeg"])
+def test_no_more_is_reserved_than_the_samples_need(tmp_path: Path, format: str) -> None:
+    """What a run may still take is promised to it, and other runs on the node may not have it."""
+    small, owned = listed(make_folder(tmp_path / "pictures", per_class=50, classes=2)), np.ones(100, np.bool_)
+    config = CacheConfig(source="/somewhere", cache_dir=str(tmp_path), memory_gb=1, format=format)  # type: ignore[arg-type]
+    needed = memory_tier.needed_bytes(small, owned, format, 256)  # type: ignore[arg-type]
+    counters = RunCounter(f"{os.getpid()} {format}")
+    with (
+        contextlib.closing(counters),
+        contextlib.closing(memory_tier.open_memory(config, small, owned, counters)) as memory,
+    ):
+        assert memory.capacity == needed
+
+
 GROUPS = {
     "version 2": ("0::/system.slice/job_7/step_0", "", "memory.max", "memory.current", "inactive_file"),
     "version 1": ("4:cpu,memory:/system.slice/job_7/step_0", "memory", "memory.limit_in_bytes",

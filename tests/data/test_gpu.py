@@ -8,15 +8,14 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_sparse.data.pipeline.augment import Augment
-from lightning_sparse.data.pipeline.batch import Transform
 from lightning_sparse.data.pipeline.images import has_dali
+from lightning_sparse.data.pipeline.options import ImageOptions
 from tests.data.fake_store import FolderStore
 from tests.data.pictures import make_folder
 from tests.data.test_pipelines import requests
 
 needs_dali = pytest.mark.skipif(not has_dali(), reason="DALI is not installed")
-GRAY = Transform(augment=Augment(seed=3), mean=(0, 0, 0), std=(1 / 255,) * 3)  # levels of gray
+GRAY = ImageOptions(seed=3, mean=(0, 0, 0), std=(1 / 255,) * 3)  # levels of gray
 
 
 @pytest.mark.gpu

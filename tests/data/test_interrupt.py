@@ -96,7 +96,7 @@ sys.path.insert(0, {{str(Path(storage.__file__).parent)!r}})
 import storage_reader
 answer = storage_reader.answer
 def hanging(source, kind, *args):
-    if kind == ord("r"):
+    if kind == "read":
         open({{str(asked)!r}}, "w").close()
         time.sleep({STALL_S})
     return answer(source, kind, *args)

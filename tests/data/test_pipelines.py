@@ -14,8 +14,9 @@ import numpy as np
 import pytest
 import torch
 
-from lightning_sparse.data.pipeline.augment import Augment
-from lightning_sparse.data.pipeline.batch import BatchRequest, Transform, prepare
+from lightning_sparse.data.pipeline.augment import random_crops
+from lightning_sparse.data.pipeline.batch import BatchRequest, prepare
+from lightning_sparse.data.pipeline.options import ImageOptions
 from tests.data.fake_store import FolderStore
 from tests.data.pictures import make_folder
 
@@ -26,7 +27,7 @@ BACKENDS = [
         "dali", marks=pytest.mark.skipif(importlib.util.find_spec("nvidia") is None, reason="DALI is not installed")
     ),
 ]
-TRANSFORM = Transform(augment=Augment(seed=3))
+OPTIONS = ImageOptions(seed=3)
 
 
 @pytest.fixture(scope="module")
@@ -47,14 +48,14 @@ def _no_threads_left() -> Iterator[None]:
     assert set(threading.enumerate()) <= before, "threads were left behind"
 
 
-def pipeline(backend: str, store: FolderStore, transform: Transform = TRANSFORM) -> Any:
+def pipeline(backend: str, store: FolderStore, options: ImageOptions = OPTIONS) -> Any:
     if backend == "torch":
         from lightning_sparse.data.pipeline.images import TorchPipeline
 
-        return TorchPipeline(store, transform, threads=2)
+        return TorchPipeline(store, options, threads=2)
     from lightning_sparse.data.pipeline.dali import DaliPipeline
 
-    return DaliPipeline(store, transform, batch_size=4, threads=1)
+    return DaliPipeline(store, options, batch_size=4, threads=1)
 
 
 def requests(count: int, *, epoch: int = 0, size: int = 32, train: bool = True, steps: int = 3) -> list[BatchRequest]:
@@ -63,9 +64,9 @@ def requests(count: int, *, epoch: int = 0, size: int = 32, train: bool = True, 
 
 
 def made(
-    backend: str, store: FolderStore, wanted: list[BatchRequest], transform: Transform = TRANSFORM
+    backend: str, store: FolderStore, wanted: list[BatchRequest], options: ImageOptions = OPTIONS
 ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    pipe = pipeline(backend, store, transform)
+    pipe = pipeline(backend, store, options)
     try:
         return [(images.clone(), labels.clone()) for images, labels in pipe.run(wanted)]
     finally:
@@ -87,17 +88,27 @@ def test_without_resizing_both_backends_give_the_same_pixels(folder: Path, store
     """Validation of a square cut of 56 out of a short side of 64: the window is as large as what is wanted."""
     root = folder if store_format == "decoded" else _square(folder)
     store = FolderStore(root, store_format, 64)
-    wanted = requests(len(store), size=56, train=False)
-    ours, theirs = made("torch", store, wanted), made(_dali(), store, wanted)
+    wanted, options = requests(len(store), size=56, train=False), ImageOptions(image_size=56, eval_resize=64)
+    ours, theirs = made("torch", store, wanted, options), made(_dali(), store, wanted, options)
     for (one, labels), (other, other_labels), request in zip(ours, theirs, wanted, strict=True):
         assert torch.equal(labels, other_labels)
         torch.testing.assert_close(one, other, rtol=0, atol=2e-6)
-        expected = prepare(store, request, TRANSFORM).images[0]
+        expected = prepare(store, request, OPTIONS).images[0]
         if store_format == "decoded":
             top, left = (expected.shape[0] - 56) // 2, (expected.shape[1] - 56) // 2
             pixels = torch.from_numpy(expected[top : top + 56, left : left + 56].copy()).permute(2, 0, 1) / 255
-            mean, std = torch.tensor(TRANSFORM.mean).view(3, 1, 1), torch.tensor(TRANSFORM.std).view(3, 1, 1)
+            mean, std = torch.tensor(OPTIONS.mean).view(3, 1, 1), torch.tensor(OPTIONS.std).view(3, 1, 1)
             torch.testing.assert_close(one[0], (pixels - mean) / std, rtol=0, atol=1e-5)
+
+
+def test_small_pictures_are_validated_whole(tmp_path: Path) -> None:
+    """Those of CIFAR have 32 pixels, of which a crop of 7/8 would leave 28, enlarged again."""
+    store = FolderStore(make_folder(tmp_path, sizes=((32, 32),)) / "train", short_side=37)
+    wanted = requests(len(store), size=32, train=False)
+    plain = ImageOptions(mean=(0, 0, 0), std=(1 / 255,) * 3)
+    for request, (images, _) in zip(wanted, made("torch", store, wanted, plain), strict=True):
+        for sample, image in zip(store.get(request.indices.tolist()), images, strict=True):
+            torch.testing.assert_close(image.permute(1, 2, 0), torch.from_numpy(sample.data.copy()).float())
 
 
 def _dali() -> str:
@@ -112,7 +123,7 @@ def _square(folder: Path) -> Path:
 
 def test_with_resizing_both_backends_show_the_same_window(store: FolderStore) -> None:
     wanted = requests(len(store), epoch=2)
-    plain = Transform(augment=TRANSFORM.augment, mean=(0, 0, 0), std=(1 / 255,) * 3)  # levels of gray
+    plain = ImageOptions(seed=3, mean=(0, 0, 0), std=(1 / 255,) * 3)  # levels of gray
     for (one, _), (other, _) in zip(
         made("torch", store, wanted, plain), made(_dali(), store, wanted, plain), strict=True
     ):
@@ -125,7 +136,7 @@ def test_with_resizing_both_backends_show_the_same_window(store: FolderStore) ->
 @pytest.mark.parametrize("train", [True, False])
 def test_both_formats_give_the_same_pixels(backend: str, folder: Path, train: bool) -> None:
     """Of photographs larger than the short side: which format is in memory may depend on how much of it is free."""
-    plain = Transform(augment=TRANSFORM.augment, mean=(0, 0, 0), std=(1 / 255,) * 3)  # levels of gray
+    plain = ImageOptions(seed=3, mean=(0, 0, 0), std=(1 / 255,) * 3)  # levels of gray
     files, pixels = FolderStore(folder, "jpeg"), FolderStore(folder, "decoded")
     pixels.paths = files.paths  # the folder has other files, too
     wanted = requests(len(files), epoch=2, train=train)
@@ -143,7 +154,7 @@ def test_nothing_around_the_window_is_seen(backend: str, folder: Path) -> None:
         def get(self, indices: Any) -> Any:
             samples = super().get(indices)
             sizes = np.array([each.data.shape[:2] for each in samples])
-            crops = TRANSFORM.augment.crops(2, np.asarray(indices), *sizes.T)
+            crops = random_crops(OPTIONS, 2, np.asarray(indices), *sizes.T)
             kept = []
             for sample, top, left, height, width in zip(samples, *crops[:4], strict=True):
                 data = np.zeros_like(sample.data)
@@ -165,7 +176,7 @@ def test_pixels_that_are_normalised_on_a_device_give_the_same_batches(store: Fol
     from lightning_sparse.data.pipeline.images import TorchPipeline
 
     wanted = [*requests(len(store), epoch=1), *requests(len(store), train=False, size=40)]
-    pipe = TorchPipeline(store, TRANSFORM, threads=2, device=torch.device("cpu"))
+    pipe = TorchPipeline(store, OPTIONS, threads=2, device=torch.device("cpu"))
     try:
         batches = list(pipe.run(wanted))
     finally:
@@ -219,7 +230,7 @@ def test_a_picture_stored_on_its_side_is_upright(backend: str, tmp_path: Path) -
     exif[0x0112] = 6  # show it turned by 90 degrees clockwise
     turned = image.fromarray(np.ascontiguousarray(np.rot90(upright)))
     turned.save(tmp_path / "a" / "0.jpg", quality=95, exif=exif)
-    plain = Transform(mean=(0, 0, 0), std=(1 / 255,) * 3)
+    plain = ImageOptions(mean=(0, 0, 0), std=(1 / 255,) * 3)
     for store_format in ("decoded", "jpeg"):
         ((images, _),) = made(
             backend, FolderStore(tmp_path, store_format), [BatchRequest(np.array([0]), 0, 56, False)], plain
@@ -244,7 +255,7 @@ def test_files_that_are_no_plain_jpeg_look_alike_in_both_backends(tmp_path: Path
     shutil.rmtree(tmp_path / "made")
     store = FolderStore(tmp_path, "jpeg")
     wanted = [BatchRequest(np.array([index]), 0, 84, False) for index in range(len(store))]
-    plain = Transform(mean=(0, 0, 0), std=(1 / 255,) * 3)
+    plain = ImageOptions(mean=(0, 0, 0), std=(1 / 255,) * 3)
     for path, (one, _), (other, _) in zip(
         store.paths, made("torch", store, wanted, plain), made(_dali(), store, wanted, plain), strict=True
     ):

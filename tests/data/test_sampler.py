@@ -248,6 +248,17 @@ def test_evaluation_sees_everything_and_every_rank_has_as_many_batches(count: in
     times = Counter(sample for each in batches for batch in each for sample in batch)
     assert set(times) == set(range(count))
     assert sum(times.values()) - count < sum(config.devices)
+    assert max(times.values()) <= 2 or count < sum(config.devices) / 2
+
+
+def test_ranks_of_a_node_repeat_different_samples() -> None:
+    """Of 130 samples on 2 x 2, both ranks of a node have 32, and 33 others in batches of 32 need a second one."""
+    config, home = SamplerConfig(batch_size=32, devices=(2, 2)), np.arange(130) % 2
+    ranks = [(node, device) for node in range(2) for device in range(2)]
+    batches = [np.concatenate(evaluation_batches(np.arange(130), home, config, *rank)) for rank in ranks]
+    times = Counter(np.concatenate(batches).tolist())
+    assert sorted(times.values())[-3:] == [1, 2, 2]
+    assert len(times) == 130
 
 
 # -- what is refused ---------------------------------------------------------------------------------------------------

@@ -5,15 +5,16 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from lightning_sparse.data.config import CacheConfig
-from lightning_sparse.data.pipeline.batch import ImageSizes, Transform
-from lightning_sparse.data.pipeline.images import ImageOptions
+from lightning_sparse.data.pipeline.options import ImageOptions
 from lightning_sparse.data.session import DataOptions, Session, open_session
 from lightning_sparse.data.sources.listing import load_or_list
 from tests.data.small import jpeg, make_folder
@@ -43,7 +44,7 @@ def opened(folder: Path, sessions: list[Session], *, stage: str = "fit", **more:
     options = DataOptions(
         cache=config_of(folder),
         batch_size=3,
-        samples=ImageOptions(sizes=ImageSizes(16), transform=Transform(), backend="torch"),
+        samples=ImageOptions(image_size=16, backend="torch"),
         **more,
     )
     sessions.append(open_session(options, stage=stage))
@@ -127,3 +128,21 @@ def num_classes(folder: str) -> str:
 
 def test_all_nodes_have_as_many_classes(folder: Path) -> None:
     assert run_ranks(num_classes, str(folder.parent), nodes=2, devices=1) == ["4 classes"] * 2
+
+
+@pytest.mark.parametrize("stage", ["fit", "test"])
+def test_labels_have_one_type_in_all_splits(folder: Path, sessions: list[Session], stage: str) -> None:
+    """Also where the numbers of one split happen to be whole, and in a run that only tests."""
+
+    def lists(**values: str) -> Any:
+        for split, value in values.items():
+            files = sorted((folder / ("train" if split == "train" else "val")).rglob("*.jpg"))
+            rows = [f"{file.relative_to(folder)},{value}" for file in files]
+            (folder / f"{split}.csv").write_text("\n".join(["path,label", *rows]) + "\n")
+        cache = replace(config_of(folder), lists={split: str(folder / f"{split}.csv") for split in values})
+        return DataOptions(cache=cache, samples=ImageOptions(image_size=16, backend="torch"), batch_size=3)
+
+    sessions.append(open_session(lists(train="0.5", val="1", test="1"), stage=stage))
+    assert {batch.dtype for _, batch in sessions[-1].eval_loader()} == {torch.float32}
+    with pytest.raises(ValueError, match=r"of (val|test) are not whole numbers, and those of train are"):
+        open_session(lists(train="1", val="0.5", test="0.5"), stage=stage)

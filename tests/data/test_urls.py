@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 import threading
 from collections import Counter
 from collections.abc import Iterator
@@ -15,7 +17,9 @@ from lightning_sparse.cli import main
 from lightning_sparse.data.cache.store import SampleStore
 from lightning_sparse.data.config import CacheConfig, DataError
 from lightning_sparse.data.sources.listing import classes_of, load_or_list
+from lightning_sparse.data.sources.storage import Storage
 from tests.data.small import make_folder
+from tests.data.stores import warnings_of
 
 KEY = {"client_kwargs": {"headers": {"X-Key": "secret"}}}
 
@@ -105,3 +109,27 @@ def test_a_missing_package_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setitem(known_implementations, "nowhere", missing)
     with pytest.raises(ValueError, match="needs a package that is not installed: Install not_there to access it"):
         config_of("nowhere://bucket", tmp_path)
+
+
+SLOW = """
+import time
+time.sleep(3)
+from fsspec.implementations.local import LocalFileSystem
+class Slow(LocalFileSystem):
+    protocol = "slow"
+"""
+
+
+def test_what_the_import_of_a_file_system_takes_is_no_silence_of_storage(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """That of s3fs takes seconds on a busy machine."""
+    source, packages = make_folder(tmp_path / "pictures", per_class=1, classes=2), tmp_path / "packages"
+    (packages / "slow_fs-1.dist-info").mkdir(parents=True)
+    (packages / "slow_fs-1.dist-info" / "entry_points.txt").write_text("[fsspec.specs]\nslow = slow_fs.Slow\n")
+    (packages / "slow_fs-1.dist-info" / "METADATA").write_text("Name: slow-fs\nVersion: 1\n")
+    (packages / "slow_fs.py").write_text(SLOW)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(packages), *sys.path]))
+    with Storage(f"slow://{source}", timeout=2.0) as storage:
+        assert storage.names("").keys() == {"train"}
+    assert not warnings_of(caplog)

@@ -25,7 +25,6 @@ import json
 import os
 from collections.abc import Sequence
 from enum import IntEnum
-from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -226,42 +225,27 @@ def needed_bytes(manifest: Manifest, owned: npt.NDArray[np.bool_], format: Forma
     return int(sizes.sum() + len(sizes) * ALIGN)
 
 
-class _Plan(NamedTuple):
-    """Memory for this node's samples. needed: their bytes. capacity: the limit. limit: what sets it."""
-
-    format: Format
-    needed: int
-    capacity: int
-    limit: str
-
-
-def _plan(config: CacheConfig, manifest: Manifest, owned: npt.NDArray[np.bool_]) -> _Plan:
-    """Plan a segment. If the format is not given, "decoded", which saves decoding in each epoch, if all samples fit;
-    else "jpeg", of which more fit."""
+def _allowed(config: CacheConfig) -> tuple[int, str]:
+    """Return the bytes that a segment may take, and what limits them."""
     free = segments.available_memory()
     if config.memory_gb is None:
-        allowed, limit = int(free * DEFAULT_SHARE), "half of the free memory"
-    elif config.memory_gb * GB <= free:
-        allowed, limit = int(config.memory_gb * GB), f"memory_gb={config.memory_gb:g}"
-    else:
-        allowed, limit = free, f"memory_gb={config.memory_gb:g}, of which {free / GB:.2f} GB are free,"
-    format: Format = "decoded" if config.format == "auto" else config.format
-    needed = needed_bytes(manifest, owned, format, config.short_side)
-    if config.format == "auto" and needed > allowed:
-        format, needed = "jpeg", needed_bytes(manifest, owned, "jpeg", config.short_side)
-    # leave room, because the size of decoded images is an estimate
-    return _Plan(format, needed, min(allowed, 2 * needed if format == "decoded" else needed), limit)
+        return int(free * DEFAULT_SHARE), "half of the free memory"
+    if config.memory_gb * GB <= free:
+        return int(config.memory_gb * GB), f"memory_gb={config.memory_gb:g}"
+    return free, f"memory_gb={config.memory_gb:g}, of which {free / GB:.2f} GB are free,"
 
 
 def format_for(config: CacheConfig, manifest: Manifest, owned: npt.NDArray[np.bool_]) -> Format:
-    """Return the format in which this node keeps its samples, or would keep them: that of another run on this node."""
+    """Return the format in which this node keeps its samples, or would keep them. If it is not given, that of another
+    run on this node; else "decoded", which saves decoding in each epoch, if all samples fit; else "jpeg", of which more
+    fit."""
     if config.format != "auto":
         return config.format
     for format in ("decoded", "jpeg"):
         for size, _ in segments.sizes(content_name(config, manifest, owned, format)):
             # pixels of some samples only, of a run that was told their format: of files, more fit
             return format if size >= needed_bytes(manifest, owned, format, config.short_side) else "jpeg"
-    return _plan(config, manifest, owned).format
+    return "decoded" if needed_bytes(manifest, owned, "decoded", config.short_side) <= _allowed(config)[0] else "jpeg"
 
 
 def open_memory(
@@ -273,35 +257,33 @@ def open_memory(
         owned: bool [samples], samples that this node keeps.
         counter: of this run.
     """
-    for format in ("decoded", "jpeg") if config.format == "auto" else (config.format,):
-        found = segments.find(content_name(config, manifest, owned, format))
-        if found is None:
-            continue
-        tier = MemoryCache(found)
-        if counter.is_first:
-            log.info(f"memory tier of {manifest.split}: {tier.cached:,} samples are there, of another run on this node")
-            tier.retry()
-            needed = needed_bytes(manifest, owned, format, config.short_side)
-            plan = _Plan(format, needed, tier.capacity, "the copy of another run on this node")
-            _warn_if_too_small(manifest.split, int(owned.sum()), plan, counter)
-        return tier
-    plan = _plan(config, manifest, owned)
-    tier = create(content_name(config, manifest, owned, plan.format), plan.format, len(manifest), plan.capacity)
-    _warn_if_too_small(manifest.split, int(owned.sum()), plan, counter)
-    return tier
-
-
-def _warn_if_too_small(split: str, samples: int, plan: _Plan, counter: RunCounter) -> None:
-    if not plan.needed > plan.capacity > 0:
-        return
-    about = "about " if plan.format == "decoded" else ""
-    counter.warn_once(
-        "memory full",
-        f"memory tier of {split}: {samples:,} samples of this node need {about}{plan.needed / GB:.2f} GB as "
-        f"{plan.format}, but {plan.limit} allows {plan.capacity / GB:.2f} GB. {about.capitalize()}"
-        f"{100 * plan.capacity / plan.needed:.0f} % of them stay in memory; every epoch reads the others from local "
-        "disk.",
+    format = format_for(config, manifest, owned)
+    name, needed = (
+        content_name(config, manifest, owned, format),
+        needed_bytes(manifest, owned, format, config.short_side),
     )
+    found = segments.find(name)
+    if found is None:
+        allowed, limit = _allowed(config)
+        # leave room where the size of decoded images is a guess: what a run may still take, others may not
+        guessed = format == "decoded" and not len(manifest.probed)
+        tier = create(name, format, len(manifest), min(allowed, 2 * needed if guessed else needed))
+    else:
+        tier, limit = MemoryCache(found), "the copy of another run on this node"
+        if not counter.is_first:
+            return tier
+        log.info(f"memory tier of {manifest.split}: {tier.cached:,} samples are there, of another run on this node")
+        tier.retry()
+    if needed > tier.capacity > 0:
+        about = "about " if format == "decoded" else ""
+        counter.warn_once(
+            "memory full",
+            f"memory tier of {manifest.split}: {int(owned.sum()):,} samples of this node need {about}{needed / GB:.2f} "
+            f"GB as {format}, but {limit} allows {tier.capacity / GB:.2f} GB. {about.capitalize()}"
+            f"{100 * tier.capacity / needed:.0f} % of them stay in memory; every epoch reads the others from local "
+            "disk.",
+        )
+    return tier
 
 
 def content_name(config: CacheConfig, manifest: Manifest, owned: npt.NDArray[np.bool_], format: Format) -> str:

@@ -1,5 +1,6 @@
 """Results that all ranks share, over torch.distributed. Without a process group, this process is the only rank."""
 
+import socket
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -16,8 +17,16 @@ def is_distributed() -> bool:
 
 
 def find_topology(node_rank: int | None = None, local_rank: int | None = None) -> Topology:
-    """Find which ranks share a node. A collective."""
-    return locate(node_rank=node_rank, local_rank=local_rank) if is_distributed() else Topology(((0,),), 0)
+    """Find which ranks share a host, as disks and memory do, also where a node of the gradients has several hosts: a
+    rack, for example. A collective."""
+    if not is_distributed():
+        return Topology(((0,),), 0)
+    found = locate(node_rank=node_rank, local_rank=local_rank)
+    names, hosts = on_all_ranks(socket.gethostname), dict[tuple[int, str], list[int]]()
+    for index, node in enumerate(found.nodes):
+        for rank in node:
+            hosts.setdefault((index, names[rank]), []).append(rank)
+    return Topology(tuple(map(tuple, hosts.values())), found.rank)
 
 
 def on_rank_zero(make: Callable[[], T]) -> T:

@@ -3,8 +3,7 @@
 Both backends call `prepare`, so they use the same samples, labels and crops for the same request.
 """
 
-from collections.abc import Generator, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Generator, Iterable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -13,10 +12,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from lightning_sparse.data.decode import scaled
-from lightning_sparse.data.pipeline.augment import Augment, Crops, centre_crops
+from lightning_sparse.data.pipeline.augment import Crops, centre_crops, random_crops
+from lightning_sparse.data.pipeline.options import ImageOptions
 from lightning_sparse.data.sample import SampleReader
 
-MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of ImageNet, for pixels in [0, 1]
 Batch = tuple[Tensor, Tensor]
 
 
@@ -58,30 +57,6 @@ class PreparedBatch(NamedTuple):
     short_side: int
 
 
-@dataclass(frozen=True, kw_only=True)
-class Transform:
-    """Augmentation and normalisation.
-
-    Args:
-        augment: random crops and flips in training.
-        mean, std: mean and standard deviation of each channel, for pixels in [0, 1].
-
-    Raises:
-        ValueError: if an option is out of range.
-    """
-
-    augment: Augment = Augment()
-    mean: tuple[float, float, float] = MEAN
-    std: tuple[float, float, float] = STD
-
-    def __post_init__(self) -> None:
-        if len(self.mean) != 3 or len(self.std) != 3 or min(self.std) <= 0:
-            raise ValueError(
-                f"mean={self.mean}, std={self.std} must be three numbers each, for red, green and blue in [0, 1], with "
-                f"each std above 0."
-            )
-
-
 class Pipeline(Protocol):
     """Makes batches of requests, in order and ahead of time."""
 
@@ -103,7 +78,7 @@ def label_tensor(labels: Sequence[Any]) -> Tensor:
     return tensor.float() if tensor.is_floating_point() else tensor
 
 
-def prepare(store: SampleReader, request: BatchRequest, transform: Transform) -> PreparedBatch:
+def prepare(store: SampleReader, request: BatchRequest, options: ImageOptions) -> PreparedBatch:
     """Read the samples of a request and compute their crops."""
     samples = store.get(request.indices.tolist())
     widths, heights = np.array([(each.width, each.height) for each in samples], np.int64).reshape(-1, 2).T
@@ -111,9 +86,9 @@ def prepare(store: SampleReader, request: BatchRequest, transform: Transform) ->
     at_short_side = [scaled((each.width, each.height), store.short_side) for each in samples]
     decoded_widths, decoded_heights = np.array(at_short_side, np.int64).reshape(-1, 2).T
     if request.train:
-        crops = transform.augment.crops(request.epoch, request.indices, decoded_heights, decoded_widths)
+        crops = random_crops(options, request.epoch, request.indices, decoded_heights, decoded_widths)
     else:
-        crops = centre_crops(decoded_heights, decoded_widths)
+        crops = centre_crops(decoded_heights, decoded_widths, options.centre(request.size))
     labels = label_tensor([each.label for each in samples])
     return PreparedBatch(
         request.indices,
@@ -125,36 +100,3 @@ def prepare(store: SampleReader, request: BatchRequest, transform: Transform) ->
         request.size,
         store.short_side,
     )
-
-
-class ImageSizes:
-    """Height and width of the images in a batch, by epoch.
-
-    Args:
-        sizes: one size for all epochs, or {first epoch: size} to start training with small images.
-
-    Raises:
-        ValueError: if a size is not positive, or epoch 0 has no size.
-
-    >>> [ImageSizes({0: 128, 6: 224}).at(epoch) for epoch in (0, 5, 6, 90)]
-    [128, 128, 224, 224]
-    """
-
-    def __init__(self, sizes: int | Mapping[int, int]) -> None:
-        by_epoch = {0: sizes} if not isinstance(sizes, Mapping) else sizes
-        whole = all(isinstance(each, int) for pair in by_epoch.items() for each in pair)
-        self._sizes = dict(sorted(by_epoch.items())) if whole else {}
-        if 0 not in self._sizes or min(self._sizes) < 0 or min(self._sizes.values()) < 1:
-            raise ValueError(
-                f"image_size={sizes!r} must be a size in pixels, or a dict of sizes by first epoch, starting with "
-                f"epoch 0, such as {{0: 128, 6: 224}}."
-            )
-
-    def at(self, epoch: int) -> int:
-        """Return the size in an epoch."""
-        return next(size for first, size in reversed(self._sizes.items()) if first <= epoch)
-
-    @property
-    def largest(self) -> int:
-        """Largest size of all epochs."""
-        return max(self._sizes.values())

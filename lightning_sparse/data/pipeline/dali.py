@@ -28,7 +28,8 @@ from nvidia.dali import fn, pipeline_def, types
 from torch.utils.dlpack import from_dlpack
 
 from lightning_sparse.data.decode import decode
-from lightning_sparse.data.pipeline.batch import Batch, BatchRequest, PreparedBatch, Transform, prepare
+from lightning_sparse.data.pipeline.batch import Batch, BatchRequest, PreparedBatch, prepare
+from lightning_sparse.data.pipeline.options import ImageOptions
 from lightning_sparse.data.pipeline.prefetch import prefetch_map
 from lightning_sparse.data.sample import SampleReader
 
@@ -45,12 +46,18 @@ class DaliPipeline:
     """
 
     def __init__(
-        self, store: SampleReader, transform: Transform, *, batch_size: int, threads: int = 2, device: int | None = None
+        self,
+        store: SampleReader,
+        options: ImageOptions,
+        *,
+        batch_size: int,
+        threads: int = 2,
+        device: int | None = None,
     ) -> None:
-        self._store, self._transform = store, transform
-        options = {"batch_size": batch_size, "num_threads": threads, "device_id": device}
+        self._store, self._options = store, options
+        limits = {"batch_size": batch_size, "num_threads": threads, "device_id": device}
         self._pipe: Any = _graph(
-            transform, store.format, device is not None, **options, prefetch_queue_depth=1, exec_dynamic=True
+            options, store.format, device is not None, **limits, prefetch_queue_depth=1, exec_dynamic=True
         )
         self._pipe.build()
         self._turn = threading.Lock()  # the thread of an iterator that was closed may still be at its last batch
@@ -73,7 +80,7 @@ class DaliPipeline:
         self._in_use.clear()
 
     def _read(self, request: BatchRequest) -> PreparedBatch:
-        prepared = prepare(self._store, request, self._transform)
+        prepared = prepare(self._store, request, self._options)
         if self._store.format == "decoded":
             return prepared._replace(images=cropped(prepared))
         return prepared._replace(images=[readable_by_dali(each) for each in prepared.images])
@@ -93,7 +100,7 @@ class DaliPipeline:
 
 
 @pipeline_def  # type: ignore[untyped-decorator]
-def _graph(transform: Transform, store_format: str, on_gpu: bool) -> Any:
+def _graph(options: ImageOptions, store_format: str, on_gpu: bool) -> Any:
     size = _input("size", types.FLOAT, 0)
     if store_format == "jpeg":
         region = {"start": _input("start", types.INT32, 1), "shape": _input("shape", types.INT32, 1)}
@@ -110,8 +117,8 @@ def _graph(transform: Transform, store_format: str, on_gpu: bool) -> Any:
     return fn.crop_mirror_normalize(
         resized,
         mirror=_input("flip", types.INT32, 0),
-        mean=[255 * each for each in transform.mean],
-        std=[255 * each for each in transform.std],
+        mean=[255 * each for each in options.mean],
+        std=[255 * each for each in options.std],
         dtype=types.FLOAT,
         output_layout="CHW",
     )

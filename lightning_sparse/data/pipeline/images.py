@@ -11,8 +11,7 @@ For a GPU, batches are made of uint8, uploaded as such, a quarter of the bytes, 
 import weakref
 from collections import deque
 from collections.abc import Callable, Generator, Iterable
-from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -20,69 +19,24 @@ from numpy.typing import NDArray
 
 from lightning_sparse.data.config import is_installed
 from lightning_sparse.data.decode import decode, resized
-from lightning_sparse.data.pipeline.batch import (
-    Batch,
-    BatchRequest,
-    ImageSizes,
-    Pipeline,
-    PreparedBatch,
-    Transform,
-    prepare,
-)
+from lightning_sparse.data.pipeline.batch import Batch, BatchRequest, Pipeline, PreparedBatch, prepare
+from lightning_sparse.data.pipeline.options import Backend, ImageOptions
 from lightning_sparse.data.pipeline.prefetch import prefetch_map
 from lightning_sparse.data.sample import SampleReader
 
-Backend = Literal["auto", "dali", "torch"]
 Chosen = Literal["dali", "torch"]
-BACKENDS = get_args(Backend)
 
 
-class MadePipeline(NamedTuple):
-    """A pipeline, and a line for the log on what it is."""
+def image_pipeline(
+    store: SampleReader, options: ImageOptions, *, batch_size: int, threads: int, device: torch.device
+) -> Pipeline:
+    """Make the pipeline of the chosen backend. batch_size: largest number of samples in a request."""
+    gpu = device.index if device.type == "cuda" else None
+    if options.backend == "dali":
+        from lightning_sparse.data.pipeline.dali import DaliPipeline
 
-    pipeline: Pipeline
-    about: str
-
-
-@dataclass(frozen=True, kw_only=True)
-class ImageOptions:
-    """How images become batches.
-
-    Args:
-        sizes: height and width by epoch.
-        threads: threads that make batches; None: a share of the CPU cores.
-
-    Raises:
-        ValueError: if the backend is unknown, or threads is less than 1.
-    """
-
-    sizes: ImageSizes
-    transform: Transform
-    backend: Backend = "auto"
-    threads: int | None = None
-
-    def __post_init__(self) -> None:
-        if self.backend not in BACKENDS:
-            raise ValueError(f"backend={self.backend!r} is unknown: choose one of {', '.join(BACKENDS)}.")
-        if self.threads is not None and self.threads < 1:
-            raise ValueError(f"threads={self.threads} must be at least 1, or None for a share of the CPU cores.")
-
-    def make(self, store: SampleReader, *, batch_size: int, cores: int, device: torch.device) -> MadePipeline:
-        """Make the pipeline of the chosen backend.
-
-        Args:
-            batch_size: largest number of samples in a request.
-            cores: default of `threads`.
-        """
-        threads, gpu = self.threads or cores, device.index if device.type == "cuda" else None
-        made: Pipeline
-        if self.backend == "dali":
-            from lightning_sparse.data.pipeline.dali import DaliPipeline
-
-            made = DaliPipeline(store, self.transform, batch_size=batch_size, threads=threads, device=gpu)
-        else:
-            made = TorchPipeline(store, self.transform, threads=threads, device=None if gpu is None else device)
-        return MadePipeline(made, f"samples in memory as {store.format}")
+        return DaliPipeline(store, options, batch_size=batch_size, threads=threads, device=gpu)
+    return TorchPipeline(store, options, threads=threads, device=None if gpu is None else device)
 
 
 def has_dali() -> bool:
@@ -130,16 +84,16 @@ class TorchPipeline:
     """
 
     def __init__(
-        self, store: SampleReader, transform: Transform, *, threads: int = 2, device: torch.device | None = None
+        self, store: SampleReader, options: ImageOptions, *, threads: int = 2, device: torch.device | None = None
     ) -> None:
-        self._store, self._transform, self._device = store, transform, device
+        self._store, self._options, self._device = store, options, device
         self._pin = device is not None and device.type == "cuda"
         self._threads = threads
         self._open: weakref.WeakSet[Generator[Batch, None, None]] = weakref.WeakSet()
         self._buffers = BufferPool(threads + 3)
         # (pixel / 255 - mean) / std = pixel * scale + shift
-        self._scale = (1 / (255 * np.array(transform.std))).astype(np.float32)
-        self._shift = (-np.array(transform.mean) / np.array(transform.std)).astype(np.float32)
+        self._scale = (1 / (255 * np.array(options.std))).astype(np.float32)
+        self._shift = (-np.array(options.mean) / np.array(options.std)).astype(np.float32)
 
     def run(self, requests: Iterable[BatchRequest]) -> Generator[Batch, None, None]:
         """Yield batches in the order of requests."""
@@ -158,7 +112,7 @@ class TorchPipeline:
 
     def _make(self, request: BatchRequest) -> Batch:
         """Return float32 [B, 3, size, size], normalised; for another device, uint8 [B, size, size, 3]."""
-        prepared = prepare(self._store, request, self._transform)
+        prepared = prepare(self._store, request, self._options)
         count, size = len(request.indices), request.size
         if self._device is None:
             images = torch.from_numpy(self._buffers.take((count, 3, size, size)))

@@ -298,7 +298,8 @@ def evaluation_batches(
     """Return the batches of a rank for an evaluation, which sees each sample once, without shuffling.
 
     Ranks differ by at most one sample, so their last batches may differ, too. If a rank has no sample for the last
-    batch, it repeats one: at most P - 1 repetitions for P ranks.
+    batch, it repeats one, each rank another: at most P - 1 samples are seen twice on P ranks. Only if there are fewer
+    than P / 2, some are seen more often.
     """
     ranks = sum(config.devices)
     shares = np.bincount(np.arange(len(samples)) % ranks, minlength=ranks)
@@ -308,5 +309,6 @@ def evaluation_batches(
     mine = own[device :: config.devices[node]]
     steps = -(-int(shares.max()) // config.batch_size)
     if len(mine) <= (steps - 1) * config.batch_size:
-        mine = np.append(mine, (own if len(own) else samples)[0])
+        rank = int(first_rank[node]) + device
+        mine = np.append(mine, mine[0] if len(mine) else samples[rank % len(samples)])
     return [mine[step * config.batch_size : (step + 1) * config.batch_size] for step in range(steps)]

@@ -14,8 +14,7 @@ import random
 import signal
 import threading
 import weakref
-from collections.abc import Callable, Generator, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Generator, Iterable, Iterator
 from functools import partial
 from multiprocessing.connection import Connection
 from multiprocessing.util import Finalize
@@ -28,7 +27,7 @@ from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from lightning_sparse.data.config import DataError
 from lightning_sparse.data.pipeline.batch import BatchRequest, label_tensor
-from lightning_sparse.data.pipeline.images import MadePipeline
+from lightning_sparse.data.pipeline.options import SampleOptions
 from lightning_sparse.data.pipeline.prefetch import prefetch
 from lightning_sparse.data.rng import bits
 from lightning_sparse.data.sample import EXIT_PRIORITY, ReplacingReader, Sample
@@ -40,48 +39,6 @@ _PARENT_S = 1.0  # between looks at whether the training process is alive
 _END_S = 5.0  # for the end of a worker
 _NO_MEMORY = "decode ran out of memory: use fewer workers or smaller samples, or raise the limit (ulimit -v)."
 _ATTEMPTS = 100  # samples that are tried in place of one that cannot be decoded
-
-
-@dataclass(frozen=True, kw_only=True)
-class SampleOptions:
-    """How samples of any kind become batches.
-
-    Args:
-        decode: makes a sample of the bytes of a file.
-        transform: applied to decoded samples in training; None: none.
-        eval_transform: the same in validation and test.
-        collate: makes a batch of a list of samples; None: `torch.utils.data.default_collate`.
-        workers: number of processes that do this; 0: the process that asks for batches; None: a share of the CPU cores.
-        seed: seed of the random numbers that these functions draw.
-
-    Raises:
-        ValueError: if one of them cannot be called, or workers is negative.
-    """
-
-    decode: Callable[[bytes], Any]
-    transform: Callable[[Any], Any] | None = None
-    eval_transform: Callable[[Any], Any] | None = None
-    collate: Callable[[list[Any]], Any] | None = None
-    workers: int | None = None
-    seed: int = 0
-
-    @property
-    def sizes(self) -> None:
-        """Samples have no size that depends on the epoch."""
-
-    def __post_init__(self) -> None:
-        for name in ("decode", "transform", "eval_transform", "collate"):
-            value = getattr(self, name)
-            if not callable(value) and (value is not None or name == "decode"):
-                raise ValueError(f"{name}={value!r} must be a function{'' if name == 'decode' else ' or None'}.")
-        if self.workers is not None and self.workers < 0:
-            raise ValueError(f"workers={self.workers} must be 0 or more, or None for a share of the CPU cores.")
-
-    def make(self, store: ReplacingReader, *, batch_size: int, cores: int, device: torch.device) -> MadePipeline:
-        """Make the pipeline. cores: default of `workers`."""
-        workers = cores if self.workers is None else self.workers
-        pipeline = WorkerPipeline(store, self, workers=workers, pin=device.type == "cuda")
-        return MadePipeline(pipeline, f"samples in memory as files; {workers} process(es) a rank make batches of them")
 
 
 class WorkerPipeline:

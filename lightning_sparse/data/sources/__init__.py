@@ -2,8 +2,7 @@
 
 ================= ========================================================================================
 listing.py        the samples of a split: found in the source, kept in the cache, found again when it changes
-layout.py         what a layout is, and what its class is given
-folders.py        folders of classes, and files without labels
+layout.py         what a layout is; folders of classes, and files without labels
 lists.py          samples that a CSV or Parquet file names
 tar.py            shards of WebDataset
 parquet.py        Parquet files, also those of a repository of Hugging Face
@@ -11,5 +10,5 @@ manifest.py       the samples of a split, and the file that keeps them
 storage.py        reads network storage, waits for it, gives up; storage_reader.py is the program of its process
 ================= ========================================================================================
 
-A layout is a class in a file of its own, named in `listing.LAYOUTS`.
+A layout is a class that is named in `listing.LAYOUTS`.
 """

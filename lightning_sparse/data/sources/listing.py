@@ -15,8 +15,7 @@ from pathlib import Path
 
 from lightning_sparse.data.config import CacheConfig, DataError
 from lightning_sparse.data.folders import cache_folder, file_name, is_read_only, locked, usable, write_private
-from lightning_sparse.data.sources.folders import ClassFolders, Files
-from lightning_sparse.data.sources.layout import Layout, Split
+from lightning_sparse.data.sources.layout import ClassFolders, Files, Layout, Split
 from lightning_sparse.data.sources.lists import SampleList
 from lightning_sparse.data.sources.manifest import Manifest
 from lightning_sparse.data.sources.parquet import ParquetFiles

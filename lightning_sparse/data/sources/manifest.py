@@ -207,8 +207,27 @@ class Manifest:
         numbers = np.array([number[name] for name in self.classes], np.int64)
         labels = self.labels.copy()
         first = labels if labels.ndim == 1 else labels[:, 0]
-        first[first >= 0] = numbers[first[first >= 0]]  # -1: it has no label, in data sets of Hugging Face
+        labelled = first >= 0  # -1: it has no label, in data sets of Hugging Face
+        first[labelled] = numbers[first[labelled].astype(np.int64)]
         return replace(self, classes=classes, labels=labels, fingerprint="")
+
+    def with_labels_like(self, whole: bool) -> Manifest:
+        """Return this manifest with labels of the type of those of train/, so that batches of all splits have one type.
+
+        Args:
+            whole: whether those of train/ are whole numbers.
+
+        Raises:
+            ValueError: if those of train/ are whole numbers, and these are not.
+        """
+        if not self.labels.size or whole == (self.labels.dtype.kind != "f"):
+            return self
+        if whole:
+            raise ValueError(
+                f"{self.root}: the labels of {self.split} are not whole numbers, and those of train are. Write "
+                "those of train with a point, such as 1.0, or give whole numbers in all splits."
+            )
+        return replace(self, labels=self.labels.astype(np.float64), fingerprint="")
 
     def key(self, index: int) -> FileKey:
         """Return the file of a sample, as listed."""

@@ -8,11 +8,10 @@ file itself (missing, no permission) are returned at once.
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import os
+import pickle
 import socket
-import struct
 import subprocess
 import sys
 import threading
@@ -27,10 +26,11 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 from lightning_sparse.data.config import CacheConfig, DataError
-from lightning_sparse.data.sources.storage_reader import ANSWER, REQUEST, messages_of, packet
+from lightning_sparse.data.sources.storage_reader import Answer
 from lightning_sparse.messages import log
 
 WARN_S = 5.0  # silence before a warning
+START_S = 60.0  # for the start of a reader and what it imports, which is no silence of storage
 RETRY_S = 1.0
 RESTART_S = 30.0  # silence before the reader is restarted, doubling each time: its connection may never recover
 Location = str | tuple[str, int, int]  # path, or (path, first byte, last byte + 1)
@@ -71,10 +71,10 @@ class Unreadable:
 
 @dataclass
 class _Request:
-    """An open request. `future` receives (status, payload, size, mtime_ns)."""
+    """An open request. `future` receives (status, result, size, mtime_ns)."""
 
-    message: bytes
-    future: Future[tuple[str, bytes, int, int]]
+    message: tuple[int, str, tuple[Any, ...]]
+    future: Future[tuple[str, Any, int, int]]
 
 
 class Storage:
@@ -108,6 +108,7 @@ class Storage:
         self._reader: ReaderProcess | None = None
         self._waiting = 0  # threads that wait for an answer
         self._silent_since = 0.0
+        self._starting_since: float | None = None  # until the reader says hello
         self._restart_after = self._restart_at = 0.0
         self._warned_since: float | None = None  # when the silence that was logged began
         self._trouble = ""
@@ -133,39 +134,35 @@ class Storage:
 
     def read(self, locations: Sequence[Location]) -> Iterator[StoredFile | Unreadable]:
         """Yield the contents of files, or of parts of files, in order. All are requested at once."""
-        parts = [(each, "", "") if isinstance(each, str) else each for each in locations]
-        requests = self._requested("r", [f"{first}:{last}:{path}" for path, first, last in parts])
-        for request in requests:
-            status, payload, size, mtime_ns = self._wait_for(request)
-            yield StoredFile(payload, size, mtime_ns) if status == "k" else Unreadable(_text(payload))
+        arguments = [(each,) if isinstance(each, str) else each for each in locations]
+        for request in self._requested("read", arguments):
+            status, result, size, mtime_ns = self._wait_for(request)
+            yield StoredFile(result, size, mtime_ns) if status == "k" else Unreadable(result)
 
     def row_groups(self, paths: Sequence[str], column: str) -> Iterator[dict[str, Any]]:
         """Yield what each Parquet file contains, as `storage_reader.row_groups`."""
-        requests = self._requested("p", [json.dumps([column, path]) for path in paths])
-        for path, request in zip(paths, requests, strict=True):
-            yield json.loads(self._contents(path, request))
+        return self._contents("groups", paths, column)
 
     def rows(self, path: str, group: int, column: str) -> list[StoredFile | Unreadable]:
         """Return the samples in a row group of a Parquet file."""
-        payload = self._contents(path, *self._requested("g", [json.dumps([group, column, path])]))
-        found: list[StoredFile | Unreadable] = []
-        (count,) = struct.unpack_from("<q", payload)
-        end = 8 * (count + 1)
-        for length in struct.unpack_from(f"<{count}q", payload, 8):
-            data, end = payload[end : end + max(0, length)], end + max(0, length)
-            found.append(Unreadable("its row contains no bytes") if length < 0 else StoredFile(data, length, 0))
-        return found
+        (found,) = self._contents("rows", [path], column, group)
+        return [
+            Unreadable("its row contains no bytes") if each is None else StoredFile(each, len(each), 0)
+            for each in found
+        ]
 
     def members(self, paths: Sequence[str]) -> Iterator[list[tuple[str, int, int, str]]]:
         """Yield (name, offset, size, contents of a label) of the members of each tar file."""
-        for path, request in zip(paths, self._requested("t", paths), strict=True):
-            yield [tuple(each) for each in json.loads(self._contents(f"the shard {path}", request))]
+        return self._contents("members", paths)
 
-    def _contents(self, what: str, request: _Request) -> bytes:
-        status, payload, _, _ = self._wait_for(request)
-        if status != "k":
-            raise ValueError(f"source={self.source}: {what} cannot be used: {_text(payload)}.")
-        return payload
+    def _contents(self, kind: str, paths: Sequence[str], *more: Any) -> Iterator[Any]:
+        requests = self._requested(kind, [(path, *more) for path in paths])
+        for path, request in zip(paths, requests, strict=True):
+            status, result, _, _ = self._wait_for(request)
+            if status != "k":
+                what = f"the shard {path}" if kind == "members" else path
+                raise ValueError(f"source={self.source}: {what} cannot be used: {result}.")
+            yield result
 
     def listing(self, folders: Sequence[str], *, images: bool = True) -> Iterator[Listed]:
         """Yield the files and the folders below each folder.
@@ -176,39 +173,38 @@ class Storage:
         Raises:
             MissingFolderError: if a folder cannot be listed; also `names`, `files` and `mtimes`.
         """
-        for files, below in self._ask("l" if images else "f", folders):
-            yield Listed([tuple(each) for each in files], [tuple(each) for each in below])
+        return (Listed(*found) for found in self._ask("images" if images else "visible", folders))
 
     def names(self, folder: str) -> dict[str, int]:
         """Return the modification times in ns of the subfolders of a folder, by name; 0 if unknown."""
-        return dict(next(self._ask("n", [folder])))
+        return dict(next(self._ask("names", [folder])))
 
     def files(self, folder: str) -> list[tuple[str, int, int]]:
         """Return (name, size, mtime in ns) of the files in a folder, not below it."""
-        return [tuple(each) for each in next(self._ask("d", [folder]))]
+        return list(next(self._ask("files", [folder])))
 
     def mtimes(self, folders: Sequence[str]) -> list[int]:
         """Return the modification time of each folder in ns; 0 if unknown."""
-        return list(self._ask("m", folders))
+        return list(self._ask("mtime", folders))
 
     def _ask(self, kind: str, folders: Sequence[str]) -> Iterator[Any]:
-        """Yield an answer in JSON for each folder. All are requested at once."""
-        for folder, request in zip(folders, self._requested(kind, folders), strict=True):
-            status, payload, _, _ = self._wait_for(request)
+        """Yield an answer for each folder. All are requested at once."""
+        for folder, request in zip(folders, self._requested(kind, [(each,) for each in folders]), strict=True):
+            status, result, _, _ = self._wait_for(request)
             if status != "k":
                 raise MissingFolderError(
-                    f"source={self.source} has no folder {folder}/ to read ({_text(payload)}{self._instead()}). "
+                    f"source={self.source} has no folder {folder}/ to read ({result}{self._instead()}). "
                     f"Expected train/<class>/<image> or train/<shard>.tar, and the same in val/: check the path, and "
                     "that it is mounted."
                 )
-            yield json.loads(payload)
+            yield result
 
     def _instead(self) -> str:
         """What the source has in place of a folder that is missing: its name may be spelled in another way."""
         names = []
-        for kind in ("n", "d"):  # folders, then files: shards may lie in the source itself
-            status, payload, _, _ = self._wait_for(*self._requested(kind, [""]))
-            names += sorted(entry[0] for entry in json.loads(payload)) if status == "k" else []
+        for kind in ("names", "files"):  # shards may lie in the source itself
+            status, result, _, _ = self._wait_for(*self._requested(kind, [("",)]))
+            names += sorted(entry[0] for entry in result) if status == "k" else []
         return f"; it has {', '.join(names[:10])}" if names else ""
 
     def close(self) -> None:
@@ -225,53 +221,54 @@ class Storage:
             self._reader.abandon()
         self._reader = None
 
-    def _requested(self, kind: str, paths: Sequence[str]) -> list[_Request]:
-        """Send requests, in one packet."""
+    def _requested(self, kind: str, arguments: Sequence[tuple[Any, ...]]) -> list[_Request]:
+        """Send requests, in one message."""
         with self._lock:
             self._check_open()
             requests = []
-            for path in paths:
+            for each in arguments:
                 self._next += 1
-                message = REQUEST.pack(self._next, ord(kind)) + path.encode("utf-8", "surrogateescape")
-                requests.append(_Request(message, Future()))
+                requests.append(_Request((self._next, kind, each), Future()))
                 self._requests[self._next] = requests[-1]
             if self._reader is None:
                 self._restart_reader()  # sends all open requests
             else:
-                self._reader.send(packet([each.message for each in requests]))
+                self._reader.send([each.message for each in requests])
             return requests
 
     def _restart_reader(self) -> None:
         """Start a reader and send it all open requests."""
         self._abandon_reader()
         self._restart_after *= 2
-        self._restart_at = time.monotonic() + self._restart_after
+        self._starting_since = time.monotonic()
+        self._restart_at = self._starting_since + self._restart_after
         self._reader = ReaderProcess(self.source, self._readers, self)
-        self._reader.send(json.dumps(self.options).encode())
+        self._reader.send(self.options)
         self._to_retry.clear()
-        self._reader.send(packet([each.message for each in self._requests.values()]))
+        self._reader.send([each.message for each in self._requests.values()])
 
-    def on_answers(self, messages: Sequence[bytes]) -> None:
+    def on_answers(self, answers: Sequence[Answer]) -> None:
         """Called by the thread that listens to a reader."""
         answered = []
         with self._lock:
-            for message in messages:
-                number, status, size, mtime_ns = ANSWER.unpack_from(message)
-                payload = message[ANSWER.size :]
-                if chr(status) == "t":  # an error of the network
-                    self._trouble = _text(payload)
+            for number, status, result, size, mtime_ns in answers:
+                if status == "h":
+                    self._silent_since, self._starting_since = time.monotonic() - self._silence(), None
+                    continue
+                if status == "t":  # an error of the network
+                    self._trouble = result
                     self._to_retry.append(number)
                     continue
                 self._reset_timeout()
-                request = None if chr(status) == "p" else self._requests.pop(number, None)
+                request = None if status == "p" else self._requests.pop(number, None)
                 if request is not None:  # None if a former reader answered it
-                    answered.append((request, (chr(status), payload, size, mtime_ns)))
+                    answered.append((request, (status, result, size, mtime_ns)))
             if answered:
                 self._log_recovery()
         for request, answer in answered:
             request.future.set_result(answer)
 
-    def _wait_for(self, request: _Request) -> tuple[str, bytes, int, int]:
+    def _wait_for(self, request: _Request) -> tuple[str, Any, int, int]:
         with self._lock:
             if self._waiting == 0 and not request.future.done():
                 self._reset_timeout()
@@ -281,7 +278,7 @@ class Storage:
                 try:
                     answer = request.future.result(timeout=RETRY_S)
                     if answer[0] == "x":
-                        raise DataError(f"source={self.source} cannot be used: {_text(answer[1])}")
+                        raise DataError(f"source={self.source} cannot be used: {answer[1]}")
                     return answer
                 except FutureTimeoutError:
                     self._check_timeout()
@@ -294,12 +291,19 @@ class Storage:
         self._silent_since, self._restart_after = time.monotonic(), RESTART_S
         self._restart_at = self._silent_since + RESTART_S
 
+    def _silence(self) -> float:
+        """Return the seconds that storage has been silent, without those that a reader takes to start."""
+        now = time.monotonic()
+        start = self._starting_since
+        end = start if start is not None and now - start < START_S else now
+        return max(0.0, end - self._silent_since)
+
     def _check_timeout(self) -> None:
         """Retry, restart the reader, warn or raise, depending on how long storage has been silent."""
         with self._lock:
             self._check_open()
             now = time.monotonic()
-            silent = now - self._silent_since
+            silent = self._silence()
             trouble = f" ({self._trouble})" if self._trouble else ""
             if silent >= self.timeout:
                 self._abandon_reader()
@@ -315,7 +319,7 @@ class Storage:
                 return self._restart_reader()
             again = [self._requests[number].message for number in self._to_retry if number in self._requests]
             if again:
-                reader.send(packet(again))
+                reader.send(again)
             return self._to_retry.clear()
 
     def _check_open(self) -> None:
@@ -334,16 +338,12 @@ class Storage:
         log.log(logging.DEBUG if self._quiet else logging.WARNING, text)
 
 
-def _text(payload: bytes) -> str:
-    return payload.decode("utf-8", "replace")
-
-
 END_S = 0.5  # for the end of a reader; one that hangs in the kernel is left to it
 _READER = Path(__file__).with_name("storage_reader.py")
 
 
 class _Owner(Protocol):
-    def on_answers(self, messages: Sequence[bytes]) -> None: ...
+    def on_answers(self, answers: Sequence[Answer]) -> None: ...
 
 
 class ReaderProcess:
@@ -364,11 +364,11 @@ class ReaderProcess:
         self._stop = weakref.finalize(owner, _stop, self._process, self._connection, os.getpid())
         threading.Thread(target=self._listen, name="storage reader", daemon=True).start()
 
-    def send(self, message: bytes) -> None:
-        """Send the options; after that, packets of requests."""
+    def send(self, message: Any) -> None:
+        """Send the options; after that, lists of requests."""
         try:
             with self._sending:
-                self._connection.send_bytes(message)
+                self._connection.send_bytes(pickle.dumps(message))
         except OSError:
             self.alive = False  # a waiting thread restarts it
 
@@ -386,7 +386,7 @@ class ReaderProcess:
             owner = self._owner()
             if owner is None:
                 break
-            owner.on_answers(list(messages_of(message)))
+            owner.on_answers(pickle.loads(message))
             del owner
         self._connection.close()
         self.alive = False

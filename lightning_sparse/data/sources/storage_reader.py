@@ -3,25 +3,26 @@
 A read from a dead mount cannot be interrupted, and its process cannot be killed until the mount responds. So the
 training process never reads network storage itself: this process does, and is abandoned if it hangs.
 
-It receives requests on a socket (the file descriptor in argv), answers them in any order, and ends when the socket
-closes. Requests and answers travel several in a packet: of small files, a packet costs more than what is in it. The
-first message is the options for fsspec, because other users can read argv. It imports only the standard
-library, and fsspec if the source is a URL, so that it starts fast.
+It receives lists of requests on a socket (the file descriptor in argv), answers them in any order, several at a time,
+because of small files a message costs more than what is in it, and ends when the socket closes. Messages are pickled.
+The first one is the options for fsspec, because other users can read argv. It imports only the standard library, and
+fsspec if the source is a URL, so that it starts fast; where that takes long, it says hello when it is done.
 
-=========  ============================================  ============================================
-request    number u64, kind u8, path                     "r": read a file, or part of one: first, last, path
-                                                         "l": list the images below a folder, "f": all files
-                                                         "n": list its subfolders, "d": the files in it
-                                                         "m": when it changed
-                                                         "t": list the members of a tar file
-                                                         "p": list the row groups of a Parquet file: column, path
-                                                         "g": the rows of a row group: number, column, path
-answer     number u64, status u8, size u64, mtime i64,   status "k": contents of the file, or JSON
-           payload                                       status "s": why the file cannot be read
-                                                         status "t": error of the network, may pass
-                                                         status "x": why the source cannot be used
-                                                         status "p": listing goes on; an answer follows
-=========  ============================================  ============================================
+=========  ====================================  =======================================================
+request    number, kind, arguments               "read": a file, or first and last byte of a part of it
+                                                 "images", "visible": what is below a folder
+                                                 "names": its subfolders, "files": the files in it
+                                                 "mtime": when it changed
+                                                 "members": of a tar file
+                                                 "groups": the row groups of a Parquet file; its column
+                                                 "rows": those of a row group; its number and column
+answer     number, status, result, size, mtime   "k": what was asked for
+                                                 "s": why the file cannot be read
+                                                 "t": error of the network, may pass
+                                                 "x": why the source cannot be used
+                                                 "p": listing goes on; an answer follows
+                                                 "h": hello; the number is 0
+=========  ====================================  =======================================================
 """
 
 import sys
@@ -32,11 +33,11 @@ if __name__ == "__main__":
 import contextlib
 import json
 import os
+import pickle
 import stat
-import struct
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from datetime import datetime
 from errno import EACCES, EISDIR, ELOOP, ENAMETOOLONG, ENOENT, ENOTDIR, ENXIO, EPERM
 from functools import partial
@@ -54,7 +55,6 @@ MAX_LISTING_S = 1800.0  # of one request to a URL, whose progress is not known
 MAX_LABEL_BYTES = 64  # of a member that is a label: `.cls`
 READ_BYTES = 4 << 20  # Parquet files are read in parts, so that slow storage is seen to answer
 LFS_POINTER = b"version https://git-lfs"
-REQUEST, ANSWER, LENGTH = struct.Struct("<QB"), struct.Struct("<QBQq"), struct.Struct("<Q")
 SEND_BYTES, SEND_S = 1 << 16, 0.02  # answers wait for others up to these
 
 
@@ -68,29 +68,24 @@ class LocalStorage:
     def __init__(self, root: str) -> None:
         self.root = root
 
-    def read(self, path: str) -> tuple[bytes, int, int]:
-        """Return (contents, size, mtime in ns) of a file. Links are followed, as torchvision's ImageFolder does."""
+    def read(self, path: str, first: int = 0, last: "int | None" = None) -> tuple[bytes, int, int]:
+        """Return (contents, size, mtime in ns) of a file, or of its bytes first to last - 1. Links are followed, as
+        torchvision's ImageFolder does."""
         # non-blocking: open() of a named pipe would wait for a writer
         file = os.open(os.path.join(self.root, path), os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
         try:
             about = os.fstat(file)
             if not stat.S_ISREG(about.st_mode):
                 raise UnreadableFileError("it is not a regular file")
-            parts = []
-            while part := os.read(file, min(about.st_size + 1, 1 << 24)):  # a read allocates what it asks for
-                parts.append(part)
-        finally:
-            os.close(file)
-        return b"".join(parts), about.st_size, about.st_mtime_ns
-
-    def part(self, path: str, first: int, last: int) -> tuple[bytes, int, int]:
-        """Return (bytes first to last - 1, their number, mtime in ns) of a file."""
-        with open(os.path.join(self.root, path), "rb", buffering=0) as stream:
-            parts, mtime = [], os.fstat(stream.fileno()).st_mtime_ns
-            while first < last and (part := os.pread(stream.fileno(), min(last - first, 1 << 24), first)):
+            parts, end = [], sys.maxsize if last is None else last
+            most = min(about.st_size + 1, 1 << 24)  # a read allocates what it asks for
+            while first < end and (part := os.pread(file, min(end - first, most), first)):
                 parts.append(part)
                 first += len(part)
-        return (data := b"".join(parts)), len(data), mtime
+        finally:
+            os.close(file)
+        data = b"".join(parts)
+        return data, about.st_size if last is None else len(data), about.st_mtime_ns
 
     def opened(self, path: str) -> Any:
         return open(os.path.join(self.root, path), "rb")
@@ -166,12 +161,8 @@ class FsspecStorage:
         self._fs, root = url_to_fs(url, **options)
         self._root = root.rstrip("/")
 
-    def read(self, path: str) -> tuple[bytes, int, int]:
+    def read(self, path: str, first: "int | None" = None, last: "int | None" = None) -> tuple[bytes, int, int]:
         """Return (contents, size, 0): the modification time would take another request."""
-        data = self._fs.cat_file(self._at(path))
-        return data, len(data), 0
-
-    def part(self, path: str, first: int, last: int) -> tuple[bytes, int, int]:
         data = self._fs.cat_file(self._at(path), start=first, end=last)
         return data, len(data), 0
 
@@ -268,62 +259,49 @@ class Source:
             return self._storage
 
 
-def answer(source: Source, kind: int, path: str, progress: "Callable[[], None]") -> "tuple[int, bytes, int, int]":
-    """(status, payload, size, mtime)"""
+Answer = tuple[int, str, Any, int, int]
+
+
+def answer(source: Source, kind: str, arguments: "tuple[Any, ...]", progress: "Callable[[], None]") -> tuple[Any, ...]:
+    """(status, result, size, mtime)"""
     try:
         storage = source.opened()
     except Exception as error:
         never = isinstance(error, (*_PROGRAM_ERRORS, ValueError)) or getattr(error, "errno", 0) in _FILE_ERRORS
-        return ord("x" if never else "t"), _described(error), 0, 0
+        return "x" if never else "t", _described(error), 0, 0
     try:
-        if kind == ord("r"):
-            first, last, whole = path.split(":", 2)
-            return (ord("k"), *(storage.part(whole, int(first), int(last)) if last else storage.read(whole)))
-        if kind in b"lf":
-            found: Any = storage.listing(path, is_image if kind == ord("l") else is_visible, progress)
-        elif kind == ord("t"):
-            found = members(storage.opened(path), progress)
-        elif kind == ord("p"):
-            column, file = json.loads(path)
-            found = row_groups(storage.opened(file), column, progress)
-        elif kind == ord("g"):
-            group, column, file = json.loads(path)
-            return ord("k"), rows(storage.opened(file), column, group, progress), 0, 0
-        else:
-            found = {"n": storage.names, "d": storage.files, "m": storage.mtime}[chr(kind)](path)
-        return ord("k"), json.dumps(found).encode("utf-8", "surrogatepass"), 0, 0
+        if kind == "read":
+            return "k", *storage.read(*arguments)
+        return "k", _found(storage, kind, *arguments, progress=progress), 0, 0
     except UnreadableFileError as error:
-        return ord("s"), str(error).encode(), 0, 0
+        return "s", str(error), 0, 0
     except Exception as error:
-        if isinstance(error, _PROGRAM_ERRORS) or (kind != ord("r") and "Credentials" in type(error).__name__):
-            return ord("x"), _described(error), 0, 0
+        if isinstance(error, _PROGRAM_ERRORS) or (kind != "read" and "Credentials" in type(error).__name__):
+            return "x", _described(error), 0, 0
         missing = isinstance(error, FileNotFoundError)
         final = missing or isinstance(error, PermissionError)  # object stores set no errno
         final = final or (isinstance(error, OSError) and error.errno in _FILE_ERRORS)
         try:
-            if missing and kind == ord("r") and not storage.alive():
+            if missing and kind == "read" and not storage.alive():
                 final = False
         except Exception as root_error:
-            return ord("t"), _described(root_error), 0, 0
-        return ord("s" if final else "t"), _described(error), 0, 0
+            return "t", _described(root_error), 0, 0
+        return "s" if final else "t", _described(error), 0, 0
 
 
-def _described(error: Exception) -> bytes:
-    return f"{type(error).__name__}: {error}".encode("utf-8", "replace")
+def _found(
+    storage: "LocalStorage | FsspecStorage", kind: str, path: str, *more: Any, progress: "Callable[[], None]"
+) -> Any:
+    if kind in ("images", "visible"):
+        return storage.listing(path, is_image if kind == "images" else is_visible, progress)
+    if kind in ("members", "groups", "rows"):
+        functions: dict[str, Callable[..., Any]] = {"members": members, "groups": row_groups, "rows": rows}
+        return functions[kind](storage.opened(path), *more, progress)
+    return {"names": storage.names, "files": storage.files, "mtime": storage.mtime}[kind](path)
 
 
-def packet(messages: Sequence[bytes]) -> bytes:
-    """Join messages, each after its length."""
-    return b"".join(part for each in messages for part in (LENGTH.pack(len(each)), each))
-
-
-def messages_of(data: bytes) -> Iterator[bytes]:
-    """Inverse of `packet`."""
-    position = 0
-    while position < len(data):
-        (length,) = LENGTH.unpack_from(data, position)
-        position += LENGTH.size + length
-        yield data[position - length : position]
+def _described(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"
 
 
 class Answers:
@@ -333,22 +311,22 @@ class Answers:
         requests: what is left to answer.
     """
 
-    def __init__(self, connection: Any, requests: SimpleQueue[bytes]) -> None:
+    def __init__(self, connection: Any, requests: SimpleQueue[Any]) -> None:
         self._connection, self._requests, self._lock = connection, requests, threading.Lock()
-        self._made: list[bytes] = []
+        self._made: list[Answer] = []
         self._size, self._sent = 0, 0.0
 
-    def add(self, number: int, status: int, payload: bytes = b"", size: int = 0, mtime: int = 0) -> None:
+    def add(self, number: int, status: str, result: Any = None, size: int = 0, mtime: int = 0) -> None:
         with self._lock:
-            self._made.append(ANSWER.pack(number, status, size, mtime) + payload)
-            self._size += len(payload)
+            self._made.append((number, status, result, size, mtime))
+            self._size += size
             late = time.monotonic() - self._sent >= SEND_S
-            if late or self._size >= SEND_BYTES or self._requests.empty() or status == ord("p"):
+            if late or self._size >= SEND_BYTES or self._requests.empty() or status in "ph":
                 self._send()
 
     def _send(self) -> None:
         try:
-            self._connection.send_bytes(packet(self._made))
+            self._connection.send_bytes(pickle.dumps(self._made))
         except OSError:
             leave()  # the socket is closed
         self._made, self._size, self._sent = [], 0, time.monotonic()
@@ -410,15 +388,13 @@ def row_groups(file: Any, column: str, progress: "Callable[[], None]") -> dict[s
     return {"groups": groups, "labels": labels, "names": _names(schema, label)}
 
 
-def rows(file: Any, column: str, group: int, progress: "Callable[[], None]") -> bytes:
-    """Return the samples of a row group: their number and lengths, int64, -1 if there is none; and their bytes."""
+def rows(file: Any, column: str, group: int, progress: "Callable[[], None]") -> "list[bytes | None]":
+    """Return the samples of a row group."""
     with file:
         parquet = _opened(file, progress)
         sample, _ = _columns(parquet.schema_arrow, column)
         values = parquet.read_row_group(group, columns=[sample]).column(0).to_pylist()
-    found = [each.get("bytes") if isinstance(each, dict) else each for each in values]
-    lengths = [-1 if each is None else len(each) for each in found]
-    return struct.pack(f"<{len(found) + 1}q", len(found), *lengths) + b"".join(each or b"" for each in found)
+    return [each.get("bytes") if isinstance(each, dict) else each for each in values]
 
 
 class _Reporting:
@@ -478,28 +454,38 @@ def _names(schema: Any, label: str) -> list[str]:
     return list(about.get("info", {}).get("features", {}).get(label, {}).get("names") or [])
 
 
+def _import_file_system(url: str) -> None:
+    """Import what opens a URL, which may take seconds. An error is that of the first request."""
+    with contextlib.suppress(Exception):
+        import fsspec
+
+        for part in url.split("::"):
+            fsspec.get_filesystem_class(part.partition("://")[0])
+
+
 def main(file: int, threads: int, source: str) -> None:
     connection = Connection(file)
-    requests: SimpleQueue[bytes] = SimpleQueue()
+    requests: SimpleQueue[tuple[int, str, tuple[Any, ...]]] = SimpleQueue()
     answers = Answers(connection, requests)
     try:
-        storage = Source(source, json.loads(connection.recv_bytes()))
+        storage = Source(source, pickle.loads(connection.recv_bytes()))
     except (EOFError, OSError):
         leave()
+    if "://" in source:
+        _import_file_system(source)
+    answers.add(0, "h")
 
     def serve() -> None:
         while True:
-            message = requests.get()
-            number, kind = REQUEST.unpack_from(message)
-            path = message[REQUEST.size :].decode("utf-8", "surrogateescape")
-            answers.add(number, *answer(storage, kind, path, partial(answers.add, number, ord("p"))))
+            number, kind, arguments = requests.get()
+            answers.add(number, *answer(storage, kind, arguments, partial(answers.add, number, "p")))
 
     for _ in range(threads):
         threading.Thread(target=serve, daemon=True).start()
     while True:
         try:
-            for message in messages_of(connection.recv_bytes()):
-                requests.put(message)
+            for request in pickle.loads(connection.recv_bytes()):
+                requests.put(request)
         except (EOFError, OSError):
             leave()
 

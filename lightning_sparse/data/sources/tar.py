@@ -64,6 +64,7 @@ class TarShards:
             raise ValueError(f"a .cls member of {shards[0]}, ... is not a whole number: {error}.") from error
         shard_of, offsets, sizes = (np.array(each, np.int64) for each in list(zip(*found, strict=True))[1:4])
         mtimes = np.array([mtime for _, _, mtime in self.listed.files], np.int64)
+        parts = [(shards[each.shard], each.offset, each.offset + each.size) for each in found if split.images]
         return Manifest(
             split.name,
             source_name(split.source),
@@ -75,6 +76,7 @@ class TarShards:
             shards=Paths.of(shards),
             shard_of=shard_of,
             offsets=offsets,
+            probed=split.probed(parts),
             **folder_times(self.listed.folders),
         )
 
