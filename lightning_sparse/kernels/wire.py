@@ -50,7 +50,7 @@ BLOCK = 65_536
 SPAN, CELL = 4_096, 241
 CELLS = 17  # in a span
 ALIGN = 16
-TWO_BIT = torch.uint2
+TWO_BIT: torch.dtype = torch.uint2  # type: ignore[attr-defined]  # torch's stubs lack it
 VALUE_CODES: dict[torch.dtype, int] = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, TWO_BIT: 3}
 VALUE_DTYPES: tuple[torch.dtype, ...] = tuple(VALUE_CODES)
 MAX_REGIONS = 65_535  # a dimension of a CUDA grid
@@ -64,7 +64,7 @@ _INT32_MAX = 2**31 - 1
 
 @dataclass(frozen=True)
 class MessageLayout:
-    """The byte offsets of a message's sections. Without 8-bit indices, `num_cells` is 0; without levels, `num_levels`."""
+    """The byte offsets of a message's sections. `num_cells` is 0 with 16-bit indices, `num_levels` without levels."""
 
     numel: int
     k: int
@@ -314,4 +314,3 @@ def _from_stored(stored_K: Tensor, exponent: Tensor) -> Tensor:
     if stored_K.dtype != torch.float16:
         return stored_K.float()
     return (stored_K.double() * two_bit.power_of_two(exponent)).float()
-
