@@ -69,6 +69,7 @@ OURS: dict[str, dict[str, Any]] = {
 UPDATES: dict[str, dict[str, Any]] = {
     "updates 1 %": {},
     "updates 1 %, ahead 1": {"step_ahead": 1},
+    "updates 1 %, bfloat16": {"value_dtype": "bfloat16"},
     "updates 1 %, delay 0": {"delay": 0},
 }
 """The options of `UpdatesConfig` for each way to exchange updates."""
@@ -305,7 +306,7 @@ def main() -> None:
     parser = parser_of(__doc__, quick="1 M gradients, and seconds instead of minutes")
     add_clusters(parser, ["2x1", "4x1", "2x2"], [0.1, 1.0, 10.0])
     parser.add_argument("--seconds", type=float, default=40.0, help="for one rate, where it allows three repeats")
-    parser.add_argument("--ways", nargs="+", default=[], help=f"only these, beside {', '.join(ALWAYS)}")
+    parser.add_argument("--ways", nargs="+", default=[], help="only these, beside " + ", ".join(ALWAYS).replace("%", "%%"))
     parser.add_argument("--model", default="resnet50", metavar="NAME", help="of torchvision or timm (default resnet50)")
     options = parser.parse_args()
     shapes = QUICK if options.quick else models.find(options.model).shapes
