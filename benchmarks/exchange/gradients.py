@@ -306,7 +306,8 @@ def main() -> None:
     parser = parser_of(__doc__, quick="1 M gradients, and seconds instead of minutes")
     add_clusters(parser, ["2x1", "4x1", "2x2"], [0.1, 1.0, 10.0])
     parser.add_argument("--seconds", type=float, default=40.0, help="for one rate, where it allows three repeats")
-    parser.add_argument("--ways", nargs="+", default=[], help="only these, beside " + ", ".join(ALWAYS).replace("%", "%%"))
+    beside = ", ".join(ALWAYS).replace("%", "%%")
+    parser.add_argument("--ways", nargs="+", default=[], help=f"only these, beside {beside}")
     parser.add_argument("--model", default="resnet50", metavar="NAME", help="of torchvision or timm (default resnet50)")
     options = parser.parse_args()
     shapes = QUICK if options.quick else models.find(options.model).shapes
