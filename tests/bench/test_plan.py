@@ -51,7 +51,7 @@ def test_bytes_into_a_node() -> None:
     assert predict(scenario(), 16, "ddp").node_bytes == pytest.approx(2 * 127 / 128 * 4 * RESNET50, rel=1e-5)
     assert predict(scenario(), 16, "ddp16").node_bytes == pytest.approx(2 * 127 / 128 * 2 * RESNET50, rel=1e-5)
     sparse = predict(scenario(), 16, "sparse", 0.01).node_bytes
-    assert sparse == pytest.approx(15 * 4 * 0.01 * RESNET50, rel=0.01), "pairs of 4 bytes"
+    assert sparse == pytest.approx(15 * 3.43 * 0.01 * RESNET50, rel=0.01), "bytes of a pair"
     assert predict(scenario(), 32, "sparse", 0.01).node_bytes == pytest.approx(sparse * 31 / 15, rel=1e-3)
     assert (
         predict(scenario(), 32, "regional", 0.01).node_bytes
