@@ -202,6 +202,7 @@ class CachedImageDataModuleMixin(CachedMixin):
         cache_dir: str,
         batch_size: int = 64,
         image_size: int | dict[int, int] = ImageOptions.image_size,
+        *,
         sample_format: Literal["auto", "jpeg", "decoded"] = "auto",
         short_side: int | None = None,
         **options: Any,

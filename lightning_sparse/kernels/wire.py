@@ -94,7 +94,7 @@ def message_layout(numel: int, k: int, value_dtype: torch.dtype) -> MessageLayou
     num_blocks = -(-numel // BLOCK)
     num_levels = 2 * num_blocks if value_dtype == TWO_BIT else 0
     num_cells = CELLS * -(-numel // SPAN)
-    if num_cells >= k:
+    if _round_up(num_cells) + _round_up(k) >= _round_up(2 * k):  # as padded, so that a larger shard never takes less
         num_cells = 0
     levels = HEADER_BYTES + _round_up(4 * num_blocks)
     cells = levels + _round_up(4 * num_levels)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from lightning_sparse.kernels import plain, wire
 from tests.kernels.paths import DTYPES, PATHS, Path, every_path, inputs, same_bits
 
-SHAPES = [(1, 1, 1), (5, 5, 1), (100, 7, 3), (4097, 2, 40), (70_001, 3, 500), (131_073, 2, 9)]  # S, M, k
+SHAPES = [(1, 1, 1), (5, 5, 1), (100, 7, 3), (4097, 2, 40), (70_001, 3, 500), (131_073, 2, 9), (8193, 2, 18)]  # S, M, k
 
 
 @every_path

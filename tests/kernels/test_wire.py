@@ -43,6 +43,13 @@ def test_the_smaller_kind_of_index(value_dtype: torch.dtype) -> None:
     assert all(0 <= after - before <= 48 for before, after in itertools.pairwise(sizes))
 
 
+@pytest.mark.parametrize("value_dtype", VALUES, ids=str)
+def test_a_larger_region_never_has_a_shorter_message(value_dtype: torch.dtype) -> None:
+    for spans in (1, 2, 16, 100):
+        for k in range(15 * spans, 19 * spans + 40):
+            assert message_bytes(4096 * spans, k, value_dtype) <= message_bytes(4096 * spans + 1, k, value_dtype)
+
+
 def test_byte_table_of_cells_and_levels() -> None:
     """Two bits a value, 8-bit indices: 40 pairs of 4,098 elements, all in cell 0 but four."""
     places = [*range(100, 136), 241, 4095, 4096, 4097]

@@ -240,6 +240,7 @@ class Storage:
         """Start a reader and send it all open requests."""
         self._abandon_reader()
         self._restart_after *= 2
+        self._silent_since = time.monotonic() - self._silence()
         self._starting_since = time.monotonic()
         self._restart_at = self._starting_since + self._restart_after
         self._reader = ReaderProcess(self.source, self._readers, self)
@@ -254,6 +255,7 @@ class Storage:
             for number, status, result, size, mtime_ns in answers:
                 if status == "h":
                     self._silent_since, self._starting_since = time.monotonic() - self._silence(), None
+                    self._restart_at = time.monotonic() + self._restart_after
                     continue
                 if status == "t":  # an error of the network
                     self._trouble = result
@@ -315,7 +317,8 @@ class Storage:
                 self._warned_since = self._silent_since
                 self._log(f"storage {self.source} does not respond{trouble}: waiting up to {self.timeout:g} s")
             reader = self._reader
-            if reader is None or not reader.alive or now >= self._restart_at:
+            starts = self._starting_since is not None and now - self._starting_since < START_S
+            if reader is None or not reader.alive or (now >= self._restart_at and not starts):
                 return self._restart_reader()
             again = [self._requests[number].message for number in self._to_retry if number in self._requests]
             if again:

@@ -471,17 +471,19 @@ def main(file: int, threads: int, source: str) -> None:
         storage = Source(source, pickle.loads(connection.recv_bytes()))
     except (EOFError, OSError):
         leave()
-    if "://" in source:
-        _import_file_system(source)
-    answers.add(0, "h")
+
+    def greet() -> None:
+        if "://" in source:
+            _import_file_system(source)
+        answers.add(0, "h")
 
     def serve() -> None:
         while True:
             number, kind, arguments = requests.get()
             answers.add(number, *answer(storage, kind, arguments, partial(answers.add, number, "p")))
 
-    for _ in range(threads):
-        threading.Thread(target=serve, daemon=True).start()
+    for work in (greet, *[serve] * threads):  # beside the import requests are received, so their sender never waits
+        threading.Thread(target=work, daemon=True).start()
     while True:
         try:
             for request in pickle.loads(connection.recv_bytes()):

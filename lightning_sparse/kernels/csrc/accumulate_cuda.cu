@@ -211,16 +211,17 @@ __device__ void add_message(const Sum& sum, const uint8_t* message, const Piece&
 // The same with 8-bit indices, whose cells tell which pairs are those of this piece.
 __device__ void add_cells(const Sum& sum, const uint8_t* message, const Piece& piece, const uint16_t* ends,
                           Cursor& cursor, float* acc) {
-  const uint8_t* indices = message + sum.layout.indices;
-  const Cursor at = cursor;
-  const int64_t end = at.next + ends[kCells - 1];
-  for (int64_t i = at.next + threadIdx.x; i < end && i < at.end; i += kThreads) {
+  const int64_t next = cursor.next, left = cursor.end - next;
+  const uint8_t* indices = message + sum.layout.indices + next;
+  const int all = ends[kCells - 1], count = all < left ? all : static_cast<int>(left);
+  for (int i = threadIdx.x; i < count; i += kThreads) {
     int cell = 0, begin = 0;
-    for (; i - at.next >= ends[cell]; ++cell) begin = ends[cell];
+    for (; i >= ends[cell]; ++cell) begin = ends[cell];
     const int low = indices[i], position = cell * kCell + low;
-    const bool in_order = low < kCell && (i == at.next + begin || low > indices[i - 1]);
+    const bool in_order = low < kCell && (i == begin || low > indices[i - 1]);
     if (in_order && position < piece.size) {
-      acc[position] = __fadd_rn(acc[position], __fmul_rn(sum.alpha, value_at(sum, message, piece, i, at.exponent)));
+      const float value = value_at(sum, message, piece, next + i, cursor.exponent);
+      acc[position] = __fadd_rn(acc[position], __fmul_rn(sum.alpha, value));
     } else {
       damage(sum);
     }
@@ -228,8 +229,8 @@ __device__ void add_cells(const Sum& sum, const uint8_t* message, const Piece& p
   __syncthreads();  // the next message may add to the same elements
   if (threadIdx.x != 0) return;
   const bool is_last = piece.start + piece.size == piece.block_size;
-  if (end > at.end || (is_last && end < at.end)) damage(sum);
-  cursor.next = end < at.end ? end : at.end;
+  if (all > left || (is_last && all < left)) damage(sum);
+  cursor.next = next + count;
 }
 
 // Each thread always moves the same elements.

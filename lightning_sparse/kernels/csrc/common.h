@@ -256,7 +256,7 @@ struct MessageLayout {
 
   LS_HD MessageLayout(int64_t numel, int64_t k, Dtype dtype)
       : num_blocks((numel + kBlock - 1) / kBlock),
-        num_cells((numel + kSpan - 1) / kSpan * kCells < k ? (numel + kSpan - 1) / kSpan * kCells : 0),
+        num_cells(cells_of(numel, k)),
         counts(kHeaderBytes),
         levels(counts + round_up16(4 * num_blocks)),
         cells(levels + (dtype == Dtype::two_bit ? round_up16(8 * num_blocks) : 0)),
@@ -266,6 +266,13 @@ struct MessageLayout {
         nbytes(values + round_up16(values_nbytes)) {}
 
   LS_HD int64_t index_bytes() const { return num_cells > 0 ? 1 : 2; }
+
+ private:
+  // By what they take with their padding, so that a larger shard never takes less.
+  LS_HD static int64_t cells_of(int64_t numel, int64_t k) {
+    const int64_t cells = (numel + kSpan - 1) / kSpan * kCells;
+    return round_up16(cells) + round_up16(k) < round_up16(2 * k) ? cells : 0;
+  }
 };
 
 // Of the messages of all regions, each in a row as long as the longest.
