@@ -60,7 +60,8 @@ def tokens(tmp_path: Path) -> Path:
 @pytest.mark.parametrize("config", ["ddp", "local", "fsdp", "fsdp muon"])
 def test_it_learns_and_ends_alike_on_all_ranks(config: str, tokens: Path) -> None:
     name, *muon = config.split()
-    ends = fit(tokens, name, *(["--model.optimizer=muon", "--trainer.gradient_clip_val=null"] if muon else []))
+    more = ["--model.optimizer=muon", "--trainer.gradient_clip_val=null"] if muon else []
+    ends = fit(tokens, name, "--trainer.max_steps=30", *more)
     for end in ends:
         assert end["bits"] < 8, "of 256 bytes, untrained"
         assert torch.equal(end["weights"], ends[0]["weights"])

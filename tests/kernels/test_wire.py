@@ -51,20 +51,20 @@ def test_a_larger_region_never_has_a_shorter_message(value_dtype: torch.dtype) -
 
 
 def test_byte_table_of_cells_and_levels() -> None:
-    """Two bits a value, 8-bit indices: 40 pairs of 4,098 elements, all in cell 0 but four."""
-    places = [*range(100, 136), 241, 4095, 4096, 4097]
-    values = torch.ones(40)
-    values[38] = -3.0
+    """Two bits a value, 8-bit indices: 60 pairs of 4,098 elements, all in cell 0 but four."""
+    places = [*range(100, 156), 241, 4095, 4096, 4097]
+    values = torch.ones(60)
+    values[58] = -3.0
     raw = bytes(wire.encode(values, torch.tensor(places), 4098, wire.TWO_BIT, 0).tolist())
     assert raw[:4] == b"LSP2"
     assert int.from_bytes(raw[12:16], "little") == 3
-    assert int.from_bytes(raw[64:68], "little") == 40
+    assert int.from_bytes(raw[64:68], "little") == 60
     assert torch.tensor(list(raw[80:88]), dtype=torch.uint8).view(torch.float32).tolist() == [1.0, 3.0]
-    assert list(raw[96:130]) == [36, 1, *[0] * 14, 1, 2, *[0] * 16]
-    assert list(raw[144:184]) == [*range(100, 136), 0, 239, 0, 1]
-    assert list(raw[192:202]) == [0] * 9 + [0b00_11_00_00], "the third of four codes: negative, upper level"
-    assert len(raw) == 208
-    assert not any(raw[68:80] + raw[130:144] + raw[184:192] + raw[202:])
+    assert list(raw[96:130]) == [56, 1, *[0] * 14, 1, 2, *[0] * 16]
+    assert list(raw[144:204]) == [*range(100, 156), 0, 239, 0, 1]
+    assert list(raw[208:223]) == [0] * 14 + [0b00_11_00_00], "the third of four codes: negative, upper level"
+    assert len(raw) == 224
+    assert not any(raw[68:80] + raw[130:144] + raw[204:208] + raw[223:])
 
 
 def test_byte_table() -> None:
