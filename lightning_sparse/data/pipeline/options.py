@@ -86,8 +86,8 @@ class ImageOptions:
             raise ValueError(f"flip={self.flip} must be a probability in [0, 1].")
         if self.eval_resize is not None and not (isinstance(self.eval_resize, int) and self.eval_resize >= largest):
             raise ValueError(
-                f"eval_resize={self.eval_resize!r} must be a number of pixels, and the largest image_size, {largest}, is "
-                f"cropped from it. Omit it, or give at least {largest}, which crops the largest square."
+                f"eval_resize={self.eval_resize!r} must be a number of pixels, and the largest image_size, {largest}, "
+                f"is cropped from it. Omit it, or give at least {largest}, which crops the largest square."
             )
         if len(self.mean) != 3 or len(self.std) != 3 or min(self.std) <= 0:
             raise ValueError(
