@@ -419,10 +419,9 @@ def _labels_of_train(config: CacheConfig) -> tuple[tuple[str, ...], bool | None]
         names, number = classes_of(config, "train")
     except MissingFolderError:
         return (), None
-    kept = kept_manifest(config, "train")
-    if kept is not None:
-        return names, _labels_of(kept)[1]
-    return names, None if names else number > 0  # only whole numbers tell the number of classes
+    if names or number > 0:  # names are numbered; of other labels, only whole numbers tell the number of classes
+        return names, None if names else True
+    return names, _labels_of(load_or_list(config, "train"))[1]
 
 
 def _split(count: int, fraction: float) -> tuple[Indices, Indices]:

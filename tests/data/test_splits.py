@@ -146,3 +146,14 @@ def test_labels_have_one_type_in_all_splits(folder: Path, sessions: list[Session
     assert {batch.dtype for _, batch in sessions[-1].eval_loader()} == {torch.float32}
     with pytest.raises(ValueError, match=r"of (val|test) are not whole numbers, and those of train are"):
         open_session(lists(train="1", val="0.5", test="0.5"), stage=stage)
+
+
+def test_labels_stay_whole_where_train_has_none(folder: Path, sessions: list[Session]) -> None:
+    for split, rest in (("train", ""), ("test", ",3")):
+        files = sorted((folder / ("train" if split == "train" else "val")).rglob("*.jpg"))
+        rows = ["path" + (",label" if rest else ""), *(f"{file.relative_to(folder)}{rest}" for file in files)]
+        (folder / f"{split}.csv").write_text("\n".join(rows) + "\n")
+    cache = replace(config_of(folder), lists={split: str(folder / f"{split}.csv") for split in ("train", "test")})
+    options = DataOptions(cache=cache, samples=ImageOptions(image_size=16, backend="torch"), batch_size=3)
+    sessions.append(open_session(options, stage="test"))
+    assert {batch.dtype for _, batch in sessions[-1].eval_loader()} == {torch.int64}

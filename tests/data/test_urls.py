@@ -16,8 +16,9 @@ import pytest
 from lightning_sparse.cli import main
 from lightning_sparse.data.cache.store import SampleStore
 from lightning_sparse.data.config import CacheConfig, DataError
+from lightning_sparse.data.sources import storage as storage_module
 from lightning_sparse.data.sources.listing import classes_of, load_or_list
-from lightning_sparse.data.sources.storage import Storage
+from lightning_sparse.data.sources.storage import ReaderProcess, Storage
 from tests.data.small import make_folder
 from tests.data.stores import warnings_of
 
@@ -130,6 +131,10 @@ def test_what_the_import_of_a_file_system_takes_is_no_silence_of_storage(
     (packages / "slow_fs-1.dist-info" / "METADATA").write_text("Name: slow-fs\nVersion: 1\n")
     (packages / "slow_fs.py").write_text(SLOW)
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(packages), *sys.path]))
+    monkeypatch.setattr(storage_module, "RESTART_S", 0.5)  # shorter than the import, as that of a busy machine may be
+    started: list[str] = []
+    monkeypatch.setattr(storage_module, "ReaderProcess", lambda *args: started.append("one") or ReaderProcess(*args))
     with Storage(f"slow://{source}", timeout=2.0) as storage:
         assert storage.names("").keys() == {"train"}
+    assert started == ["one"]
     assert not warnings_of(caplog)

@@ -163,7 +163,7 @@ class FsspecStorage:
 
     def read(self, path: str, first: "int | None" = None, last: "int | None" = None) -> tuple[bytes, int, int]:
         """Return (contents, size, 0): the modification time would take another request."""
-        data = self._fs.cat_file(self._at(path), start=first, end=last)
+        data = bytes(self._fs.cat_file(self._at(path), start=first, end=last))  # some return views, unfit for messages
         return data, len(data), 0
 
     def opened(self, path: str) -> Any:

@@ -76,7 +76,7 @@ bool add(const Values& values, const uint16_t* positions, int64_t first, int64_t
 
 // The positions in a span of the pairs in its cells. Few cells have more than four: those are written without a branch.
 // The section of values lies behind that of the indices, so reading some bytes too many is safe.
-int64_t expand(const uint8_t* cells, const uint8_t* indices, uint16_t* positions) {
+void expand(const uint8_t* cells, const uint8_t* indices, uint16_t* positions) {
   int64_t n = 0;
   for (int cell = 0; cell < kCells; ++cell) {
     const int64_t count = cells[cell];
@@ -85,7 +85,6 @@ int64_t expand(const uint8_t* cells, const uint8_t* indices, uint16_t* positions
     for (int64_t j = 4; j < count; ++j) positions[n + j] = static_cast<uint16_t>(begin + indices[n + j]);
     n += count;
   }
-  return n;
 }
 
 template <typename Values>
