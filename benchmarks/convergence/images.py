@@ -82,7 +82,15 @@ CONFIGS: dict[str, Arguments] = {
     "0.1%-momentum-warmup": {**SPARSE, "density": 0.001, "warmup_epochs": 2, "momentum_correction": True},
     "0.1%": {**SPARSE, "density": 0.001},
     "0.1%-warmup": {**SPARSE, "density": 0.001, "warmup_epochs": 2},
+    "default-5%-momentum, 2 bits": {
+        "exchange": "sparse",
+        "warmup_epochs": 4,
+        "warmup_steps": 59,
+        "momentum_correction": True,
+        "value_dtype": "2bit",
+    },
     "updates 1%": {"way": "updates", "density": 0.01},
+    "updates 1%, bfloat16": {"way": "updates", "density": 0.01, "value_dtype": "bfloat16"},
 }
 
 
