@@ -22,10 +22,10 @@ class UpdatesConfig(ExchangeConfig):
         step_ahead: share of its own pending updates that a node's model keeps, from 0.001 to 1. 1: each node trains its
             own model, corrected by what the others sent. ``"auto"`` measures how far nodes agree on what is pending,
             now and then, of a sample: 1 suits updates that are the same on all nodes, 1 / M independent ones of M
-            nodes, and a training goes from the one towards the other. On two nodes it is 1, and with another
-            ``exchange`` than ``"sparse"`` min(1, 2 / M).
-        delay: 1: a message arrives one exchange later, so that sending it hides behind the whole step; 0: the step
-            waits for it.
+            nodes, and a training goes from the one towards the other. On two nodes it is 1, with
+            ``exchange="regional"`` min(1, 2 / M), and 1 where everything is sent.
+        delay: steps until a message counts, from 0 to ``sync_every``. 1: sending it hides behind the whole next step;
+            0: the step waits for it. More, where sending takes longer than a step.
         value_dtype: as in `ExchangeConfig`, but two bits unless another is given: on text with AdamW they end where
             bfloat16 does, with half the bytes.
         sync_every: steps between two exchanges.
@@ -55,13 +55,15 @@ class UpdatesConfig(ExchangeConfig):
                 f"step_ahead={self.step_ahead!r} must be a number from {LEAST_AHEAD} to 1, or 'auto', which measures: "
                 f"it is the share of its own pending updates that a node's model keeps."
             )
-        if isinstance(self.delay, bool) or self.delay not in (0, 1):
-            raise ValueError(
-                f"delay={self.delay!r} must be 0 (the step waits for the exchange) or 1 (it runs beside the next step)."
-            )
         if isinstance(self.sync_every, bool) or not isinstance(self.sync_every, int) or self.sync_every < 1:
             raise ValueError(
                 f"sync_every={self.sync_every!r} must be a whole number of steps, at least 1, between exchanges."
+            )
+        whole = isinstance(self.delay, int) and not isinstance(self.delay, bool)
+        if not whole or not 0 <= self.delay <= self.sync_every:
+            raise ValueError(
+                f"delay={self.delay!r} must be 0 (the step waits for the exchange) or a number of steps up to "
+                f"sync_every={self.sync_every}: one exchange is over before the next begins."
             )
         check_flag("shard_optimizer", self.shard_optimizer)
 
@@ -75,7 +77,9 @@ class UpdatesConfig(ExchangeConfig):
         >>> UpdatesConfig().ahead(2), UpdatesConfig().ahead(4), UpdatesConfig(step_ahead=0.9).ahead(4)
         (1.0, 0.5, 0.9)
         """
-        return min(1.0, 2.0 / num_nodes) if self.step_ahead == "auto" else float(self.step_ahead)
+        if self.step_ahead == "auto":
+            return min(1.0, 2.0 / num_nodes) if self.leaves_entries_out else 1.0
+        return float(self.step_ahead)
 
     def describe(self, num_nodes: int) -> str:
         """What so many nodes exchange, for the log."""
@@ -85,6 +89,6 @@ class UpdatesConfig(ExchangeConfig):
             else f"{self.exchange} updates"
         )
         every = "after each step" if self.sync_every == 1 else f"every {self.sync_every} steps"
-        delay = ", applied one exchange later" if self.delay else ""
+        delay = f", applied {self.delay} step{'s' * (self.delay > 1)} later" if self.delay else ""
         ahead = "measured" if self.measures_ahead(num_nodes) else f"{self.ahead(num_nodes):.2g}"
         return f"{sent} {every}{delay}; step_ahead {ahead}"

@@ -86,9 +86,10 @@ class LocalOptimizer:
             self._looked = True
             refuse_own_weights(self.optimizer, self.state.slices, self.state.shared_S)
         self.steps += 1
-        if self.steps % self._config.sync_every == 0:
+        since = self.steps % self._config.sync_every
+        if since == 0:
             self.state.advance()
-        elif self.division.steps_all:
+        elif not self.state.settle(since) and self.division.steps_all:
             return
         self.gather()
 

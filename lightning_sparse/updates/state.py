@@ -56,12 +56,12 @@ class UpdateState:
 
     def __init__(self, slices: Slices, exchange: Exchange, config: UpdatesConfig) -> None:
         self.slices, self._exchange, self._config = slices, exchange, config
-        self.ahead = config.ahead(exchange.topology.num_nodes)
         self.shared_S = slices.read()
         self._mean = -1.0 / exchange.topology.num_nodes  # makes a sum over nodes the mean that weights lose
         self._under_way: tuple[TensorFuture, Delivery] | None = None
         work = exchange.choice.work(slices.numel * exchange.topology.num_devices, torch.float32)
         self._path = exchange.choice.path(work, config.density)
+        self.ahead = config.ahead(exchange.topology.num_nodes)
         self._make_models()
 
     def _make_models(self) -> None:
@@ -91,6 +91,28 @@ class UpdateState:
         self._start(Delivery(self._exchange, transfer, self.shared_S, self._mean))
         if not self._config.delay:
             self.begin()
+
+    def settle(self, since: int) -> bool:
+        """After a step without an exchange: take the messages where they count from now on, and leave the share
+        ``ahead`` of what the parameters have changed by.
+
+        Args:
+            since: steps since the last exchange, or since the start.
+
+        Returns:
+            Whether the parameters changed.
+        """
+        arrives = since == self._config.delay
+        if not self.slices.numel or not (arrives or self.ahead != 1.0):
+            return False
+        return self._settle(arrives, since)
+
+    def _settle(self, arrives: bool, since: int) -> bool:
+        if since < self._config.delay:
+            return False  # the path adds to what is pending until its messages are there
+        self._pending_S.copy_(self._collect())
+        self.begin()
+        return True
 
     def begin(self) -> None:
         """Put this node's model into the parameters; nothing is in flight."""
@@ -251,6 +273,15 @@ class Difference(UpdateState):
         elif self.ahead != 1.0:
             self._path.add(sent, self.own_S, 1.0 - 1.0 / self.ahead)  # what is under way is seen in full
         self.begin()
+
+    def _settle(self, arrives: bool, since: int) -> bool:
+        if arrives:
+            self._add_own()
+            self._take_messages()
+        else:
+            self.slices.add_change(self.own_S, self.shared_S, self.ahead)
+        self.begin()
+        return True
 
     def begin(self) -> None:
         self.slices.write_between(self.own_S, self.shared_S, self.ahead)

@@ -23,6 +23,10 @@ OPTIONS: list[dict[str, Any]] = [
     {"density": 0.02, "delay": 0},
     {"density": 0.05, "step_ahead": 0.3, "value_dtype": "float16"},
     {"density": 0.1, "sync_every": 3},
+    {"density": 0.1, "sync_every": 3, "delay": 2, "step_ahead": 0.4},
+    {"density": 0.1, "sync_every": 3, "delay": 3, "step_ahead": 0.4},
+    {"density": 0.1, "sync_every": 3, "delay": 2, "exchange": "regional", "step_ahead": 0.4},
+    {"exchange": "dense16", "sync_every": 3},
     {"density": 0.05, "exchange": "regional"},
     {"density": 0.05, "value_dtype": "bfloat16"},
     {"density": 0.05, "value_dtype": "bfloat16", "exchange": "regional"},
@@ -85,6 +89,40 @@ def test_nodes_share_one_model_and_nothing_is_lost(
         assert balance < 2e-5
     if options.get("exchange", "sparse") != "dense":
         assert any(pending > 0 for _, _, pending in results)
+
+
+def off_between_exchanges(options: dict[str, Any]) -> list[float]:
+    """After each step with nothing in flight: how far the parameters are from the share that they are to keep."""
+    ddp, optimizer, updates = start(adamw, density=0.05, step_ahead=0.4, **options)
+    (node,) = updates.optimizers
+    off = []
+    for step in range(20):
+        steps(ddp, optimizer, updates, step, step + 1)
+        if step > 4 and (step + 1) % updates.config.sync_every >= updates.config.delay:
+            state = node.state
+            expected_S = state.shared_S - 0.4 * state.pending_S
+            off.append(float((state.slices.read() - expected_S).abs().max()))
+            assert state.pending_S.abs().max() > 1e-3
+    return off
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"sync_every": 4, "delay": 0},
+        {"sync_every": 4},
+        {"sync_every": 4, "delay": 3},
+        {"sync_every": 4, "exchange": "regional"},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("sharded", [True, False])
+def test_a_model_keeps_the_share_between_exchanges_too(
+    ranks: RunRanks, options: dict[str, Any], sharded: bool
+) -> None:
+    for off in ranks(off_between_exchanges, {**options, "shard_optimizer": sharded}, nodes=2, devices=2):
+        assert len(off) >= 4
+        assert max(off) < 1e-6
 
 
 def looked_at(options: dict[str, Any], looks: bool) -> tuple[Tensor, Tensor, Tensor]:
