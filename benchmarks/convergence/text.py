@@ -80,6 +80,9 @@ CONFIGS: dict[str, Arguments] = {
     "updates 0.1%": {**UPDATES, "density": 0.001},
     "updates 3%": {**UPDATES, "density": 0.03},
     "updates 10%": {**UPDATES, "density": 0.1},
+    "updates 3% every 30": {**UPDATES, "density": 0.03, "sync_every": 30},
+    "updates 10% every 30": {**UPDATES, "density": 0.1, "sync_every": 30},
+    "updates 3% every 10": {**UPDATES, "density": 0.03, "sync_every": 10},
     "updates 1%, delay 0": {**UPDATES, "delay": 0},
     "updates 1%, ahead 0.125": {**UPDATES, "step_ahead": 0.125},
     "updates 1%, ahead 0.25": {**UPDATES, "step_ahead": 0.25},
@@ -250,7 +253,9 @@ def plot(record: dict[str, Any], file: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     text = read_library()
-    task = replace(TASK, settings=partial(TextSettings, text=described(text)))
+    parser.add_argument("--batch", type=int, default=TextSettings.global_batch, help="windows, of all ranks together")
+    batch = parser.parse_known_args()[0].batch
+    task = replace(TASK, settings=partial(TextSettings, text=described(text), global_batch=batch))
     run_command(task, parser, OUT, lambda options: save_corpus(text, options.out))
 
 
