@@ -291,9 +291,21 @@ def new_run_id() -> str:
 
 
 def write_side_file(content: dict[str, Any], save_id: str, checkpoint_path: str, rank: int) -> None:
-    """Write what this rank alone knows beside the checkpoint."""
+    """Write what this rank alone knows beside the checkpoint.
+
+    Raises:
+        ValueError: for content that a safe load would refuse when it is needed.
+    """
     buffer = io.BytesIO()
     torch.save({**content, "save_id": save_id}, buffer)
+    buffer.seek(0)
+    refused = torch.serialization.get_unsafe_globals_in_checkpoint(buffer)
+    if refused:
+        raise ValueError(
+            f"the state of an optimizer, a scheduler or a loss scaler holds {', '.join(sorted(refused))}, which a safe "
+            f"load refuses, so this checkpoint could not be resumed exactly: keep tensors and plain Python values there "
+            f"(array.tolist()), or allow the types with torch.serialization.add_safe_globals."
+        )
     fs, path = _side_path(checkpoint_path, save_id, rank)
     fs.makedirs(os.path.dirname(path), exist_ok=True)
     if isinstance(fs, LocalFileSystem):

@@ -317,6 +317,25 @@ def test_numbers_of_numpy_in_an_optimizer(tmp_path: Path) -> None:
         assert torch.equal(whole, resumed)
 
 
+def array_in_a_group(folder: str) -> str:
+    class Module(type(module())):  # type: ignore[misc]
+        def configure_optimizers(self) -> Any:
+            return torch.optim.AdamW([{"params": self.parameters(), "sizes": np.arange(3)}])
+
+    t = trainer(FLAVOUR, local(FLAVOUR), max_steps=2, **ranks())
+    t.fit(Module())
+    try:
+        t.save_checkpoint(f"{folder}/saved.ckpt")
+    except (ValueError, RuntimeError) as error:
+        return str(error)
+    return "saved"
+
+
+def test_a_save_that_could_not_be_resumed_is_refused(tmp_path: Path) -> None:
+    for said in run_ranks(array_in_a_group, str(tmp_path), nodes=2, devices=1, timeout=60, init=False):
+        assert "numpy.ndarray, which a safe load refuses" in said
+
+
 def elsewhere(folder: str) -> tuple[Tensor, list[Tensor], list[str]]:
     """A checkpoint of updates, taken up by plain DDP and by the strategy of gradients."""
     path, lines, found = f"{folder}/saved.ckpt", Lines(), []
