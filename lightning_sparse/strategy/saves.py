@@ -303,8 +303,8 @@ def write_side_file(content: dict[str, Any], save_id: str, checkpoint_path: str,
     if refused:
         raise ValueError(
             f"the state of an optimizer, a scheduler or a loss scaler holds {', '.join(sorted(refused))}, which a safe "
-            f"load refuses, so this checkpoint could not be resumed exactly: keep tensors and plain Python values there "
-            f"(array.tolist()), or allow the types with torch.serialization.add_safe_globals."
+            f"load refuses, so this checkpoint could not be resumed exactly: keep tensors and plain Python values "
+            f"there (array.tolist()), or allow the types with torch.serialization.add_safe_globals."
         )
     fs, path = _side_path(checkpoint_path, save_id, rank)
     fs.makedirs(os.path.dirname(path), exist_ok=True)

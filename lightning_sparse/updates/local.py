@@ -102,7 +102,7 @@ class LocalUpdates(Engine):
         """After a step of the optimizer, or of all. Every rank calls it, those that skipped the step included.
 
         Raises:
-            CommunicationError: when an exchange failed, of this step or with ``delay=1`` of the last.
+            CommunicationError: when an exchange failed, of this step or, with a delay, of an earlier one.
             ValueError: for an optimizer that was not given at set-up.
         """
         if not self.active:

@@ -15,8 +15,9 @@ paths that send everything, or leave it to others what is sent, add to it to the
 So neither what is pending nor what the parameters held before the step is stored: two tensors, whatever a is, and a may
 change (see `agreement`). Entries change by messages alone: in shared_S by the mean of all nodes', in own_S by that mean
 less the node's own, which it had already. A model that took the share a of each update would round it away where it is
-small beside the weight. What is pending does not depend on what other nodes have sent, so the next message is selected
-while theirs arrive:
+small beside the weight. Between two exchanges, too, the parameters keep the share a of each update, or else the models
+of nodes part (``settle``). What is pending does not depend on what other nodes have sent, so the next message is
+selected while theirs arrive:
 
     link       messages t                 messages t+1
     device     step t+1, select t+1       add t, step t+2, select t+2
