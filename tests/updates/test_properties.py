@@ -117,9 +117,7 @@ def off_between_exchanges(options: dict[str, Any]) -> list[float]:
     ids=str,
 )
 @pytest.mark.parametrize("sharded", [True, False])
-def test_a_model_keeps_the_share_between_exchanges_too(
-    ranks: RunRanks, options: dict[str, Any], sharded: bool
-) -> None:
+def test_a_model_keeps_the_share_between_exchanges_too(ranks: RunRanks, options: dict[str, Any], sharded: bool) -> None:
     for off in ranks(off_between_exchanges, {**options, "shard_optimizer": sharded}, nodes=2, devices=2):
         assert len(off) >= 4
         assert max(off) < 1e-6
