@@ -81,6 +81,7 @@ CONFIGS: dict[str, Arguments] = {
     "updates 3%": {**UPDATES, "density": 0.03},
     "updates 10%": {**UPDATES, "density": 0.1},
     "updates 3% every 30": {**UPDATES, "density": 0.03, "sync_every": 30},
+    "updates 3% every 30, ahead 0.5": {**UPDATES, "density": 0.03, "sync_every": 30, "step_ahead": 0.5},
     "updates 10% every 30": {**UPDATES, "density": 0.1, "sync_every": 30},
     "updates 3% every 10": {**UPDATES, "density": 0.03, "sync_every": 10},
     "updates 1%, delay 0": {**UPDATES, "delay": 0},
