@@ -71,6 +71,10 @@ class UpdatesConfig(ExchangeConfig):
         """Whether ``step_ahead`` follows what so many nodes agree on."""
         return self.step_ahead == "auto" and self.exchange == "sparse" and num_nodes > 2
 
+    def settles(self, since: int, num_nodes: int) -> bool:
+        """Whether weights of some device may change so many steps after an exchange: the same answer on all ranks."""
+        return since == self.delay or self.measures_ahead(num_nodes) or self.ahead(num_nodes) != 1.0
+
     def ahead(self, num_nodes: int) -> float:
         """``step_ahead`` for so many nodes, where it is not measured.
 

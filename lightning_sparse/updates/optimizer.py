@@ -89,8 +89,11 @@ class LocalOptimizer:
         since = self.steps % self._config.sync_every
         if since == 0:
             self.state.advance()
-        elif not self.state.settle(since) and self.division.steps_all:
-            return
+        else:
+            self.state.settle(since)
+            settles = self._config.settles(since, self._exchange.topology.num_nodes)
+            if self.division.steps_all and not settles:
+                return  # devices hold the same
         self.gather()
 
     def flush(self) -> None:

@@ -93,27 +93,22 @@ class UpdateState:
         if not self._config.delay:
             self.begin()
 
-    def settle(self, since: int) -> bool:
+    def settle(self, since: int) -> None:
         """After a step without an exchange: take the messages where they count from now on, and leave the share
         ``ahead`` of what the parameters have changed by.
 
         Args:
             since: steps since the last exchange, or since the start.
-
-        Returns:
-            Whether the parameters changed.
         """
         arrives = since == self._config.delay
-        if not self.slices.numel or not (arrives or self.ahead != 1.0):
-            return False
-        return self._settle(arrives, since)
+        if self.slices.numel and (arrives or self.ahead != 1.0):
+            self._settle(arrives, since)
 
-    def _settle(self, arrives: bool, since: int) -> bool:
+    def _settle(self, arrives: bool, since: int) -> None:
         if since < self._config.delay:
-            return False  # the path adds to what is pending until its messages are there
+            return  # the path adds to what is pending until its messages are there
         self._pending_S.copy_(self._collect())
         self.begin()
-        return True
 
     def begin(self) -> None:
         """Put this node's model into the parameters; nothing is in flight."""
@@ -275,14 +270,13 @@ class Difference(UpdateState):
             self._path.add(sent, self.own_S, 1.0 - 1.0 / self.ahead)  # what is under way is seen in full
         self.begin()
 
-    def _settle(self, arrives: bool, since: int) -> bool:
+    def _settle(self, arrives: bool, since: int) -> None:
         if arrives:
             self._add_own()
             self._take_messages()
         else:
             self.slices.add_change(self.own_S, self.shared_S, self.ahead)
         self.begin()
-        return True
 
     def begin(self) -> None:
         self.slices.write_between(self.own_S, self.shared_S, self.ahead)

@@ -123,6 +123,31 @@ def test_a_model_keeps_the_share_between_exchanges_too(ranks: RunRanks, options:
         assert max(off) < 1e-6
 
 
+def slices_that_differ(options: dict[str, Any]) -> list[Tensor]:
+    """Devices of a node of which one has no slice, or one that is not trained and measures a share of its own."""
+    ends = []
+    for model in (nn.Linear(1, 1, bias=False), nn.Sequential(nn.Linear(40, 40), nn.Linear(40, 40))):
+        ddp, optimizer, updates = start(sgd, model, shard_optimizer=False, **options)
+        for step in range(10):
+            optimizer.zero_grad()
+            features = next(model.parameters()).shape[1]
+            ddp(torch.randn(4, features, generator=torch.Generator().manual_seed(step))).square().mean().backward()
+            if isinstance(model, nn.Sequential):
+                for p in model[1].parameters():
+                    p.grad = torch.zeros_like(p)
+            optimizer.step()
+            updates.step()
+        ends.append(shared_of(updates))
+    return ends
+
+
+@pytest.mark.parametrize("options", [{"sync_every": 3, "step_ahead": 0.5}, {"sync_every": 3}], ids=str)
+def test_devices_of_a_node_gather_together(ranks: RunRanks, options: dict[str, Any]) -> None:
+    results = ranks(slices_that_differ, options, nodes=3, devices=2, timeout=60)
+    for ends in results:
+        assert all(map(torch.equal, ends, results[0]))
+
+
 def looked_at(options: dict[str, Any], looks: bool) -> tuple[Tensor, Tensor, Tensor]:
     ddp, optimizer, updates = start(adamw, **options)
     for step in range(12):
