@@ -312,7 +312,7 @@ class ShardsAdapter(Adapter):
 
     def _own_entries(self, saved: Any) -> dict[str, Any]:
         """Each device has its part of optimizer states, which differ between nodes."""
-        return {"optimizers": local_states(self.engines)}
+        return {"optimizers": plain(local_states(self.engines))}
 
     def _take_entries(self, entries: dict[str, Any]) -> None:
         load_local_states(self.engines, entries.get("optimizers", []))

@@ -22,8 +22,8 @@ class UpdatesConfig(ExchangeConfig):
         step_ahead: share of its own pending updates that a node's model keeps, from 0.001 to 1. 1: each node trains its
             own model, corrected by what the others sent. ``"auto"`` measures how far nodes agree on what is pending,
             now and then, of a sample: 1 suits updates that are the same on all nodes, 1 / M independent ones of M
-            nodes, and a training goes from the one towards the other. On two nodes it is 1, with
-            ``exchange="regional"`` min(1, 2 / M), and 1 where everything is sent.
+            nodes, and a training goes from the one towards the other. On two nodes that exchange after every step it
+            is 1, with ``exchange="regional"`` min(1, 2 / M), and 1 where everything is sent.
         delay: steps until a message counts, from 0 to ``sync_every``. 1: sending it hides behind the whole next step;
             0: the step waits for it. More, where sending takes longer than a step.
         value_dtype: as in `ExchangeConfig`, but two bits unless another is given: on text with AdamW they end where
@@ -69,7 +69,8 @@ class UpdatesConfig(ExchangeConfig):
 
     def measures_ahead(self, num_nodes: int) -> bool:
         """Whether ``step_ahead`` follows what so many nodes agree on."""
-        return self.step_ahead == "auto" and self.exchange == "sparse" and num_nodes > 2
+        parts = num_nodes > 2 or (num_nodes == 2 and self.sync_every > 1)
+        return self.step_ahead == "auto" and self.exchange == "sparse" and parts
 
     def settles(self, since: int, num_nodes: int) -> bool:
         """Whether weights of some device may change so many steps after an exchange: the same answer on all ranks."""
