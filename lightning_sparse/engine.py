@@ -14,8 +14,9 @@ parameters, so that another number of nodes or devices can take them up.
 
 from __future__ import annotations
 
+import functools
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from math import prod
@@ -68,6 +69,13 @@ class State:
         pieces = {quantity: [tuple(each) for each in found] for quantity, found in self.pieces.items()}
         return {"pieces": pieces, "layouts": self.layouts, "own": self.own}
 
+    def cut(self, quantity: str, name: str, begin: int, end: int) -> Iterator[Piece]:
+        """Yield what there is of elements [begin, end) of a parameter: views."""
+        for piece in self.pieces.get(quantity, ()):
+            first, last = max(begin, piece.begin), min(end, piece.end)
+            if piece.name == name and first < last:
+                yield Piece(name, first, last, piece.tensor[first - piece.begin : last - piece.begin])
+
     @staticmethod
     def from_dict(saved: Mapping[str, Any]) -> State:
         """Return the inverse of to_dict()."""
@@ -90,31 +98,44 @@ def flattened(whole: Tensor, layout: Layout) -> Tensor:
     return whole.permute(layout[1]).reshape(-1)
 
 
-def whole_of(states: Sequence[State], quantity: str) -> dict[str, Tensor]:
-    """Return one node's tensors of a quantity by parameter, from its devices' pieces; zero where there is none."""
-    flat: dict[str, Tensor] = {}
-    layouts = {name: layout for each in states for name, layout in each.layouts.items()}
-    for each in states:
-        for name, begin, end, tensor in each.pieces.get(quantity, ()):
-            if name not in flat:
-                flat[name] = torch.zeros(prod(layouts[name][0]), dtype=tensor.dtype)
-            flat[name][begin:end] = tensor
-    whole = {}
-    for name, values in flat.items():
-        shape, dims = layouts[name]
-        whole[name] = values.view([shape[dim] for dim in dims]).permute([dims.index(dim) for dim in range(len(dims))])
-    return whole
+Cut = Callable[[State, str, int, int], Iterable[Piece]]
+"""Returns what a device has of elements [begin, end) of a parameter."""
 
 
-def mean_of(nodes: Iterable[Sequence[State]], quantity: str) -> dict[str, Tensor]:
-    """Return the mean over nodes of a quantity, by parameter; a node that has none of it counts as zero."""
-    total: dict[str, Tensor] = {}
-    count = 0
-    for states in nodes:  # one at a time: each is as large as the model
-        count += 1
-        for name, tensor in whole_of(states, quantity).items():
-            total[name] = total[name].add_(tensor) if name in total else tensor
-    return {name: tensor.div_(count) for name, tensor in total.items()}
+def read(devices: Sequence[State], cut: Cut, name: str, begin: int, end: int, layout: Layout) -> Tensor | None:
+    """Read elements of a parameter from the pieces of a node's devices, no others: files may be mapped, and larger than
+    this machine's memory.
+
+    Args:
+        layout: in whose memory order the elements are counted. Of a parameter that was saved in another one, all is
+            read.
+
+    Returns:
+        A flat tensor, zero where no device has a piece; None where none has any, or its shape was another.
+    """
+    saved = next((each.layouts[name] for each in devices if name in each.layouts), None)
+    if saved is None or saved[0] != layout[0]:
+        return None
+    first, last = (begin, end) if saved[1] == layout[1] else (0, prod(saved[0]))
+    flat: Tensor | None = None
+    for device in devices:
+        for piece in cut(device, name, first, last):
+            if flat is None:
+                flat = torch.zeros(last - first, dtype=piece.tensor.dtype)
+            flat[piece.begin - first : piece.end - first] = piece.tensor
+    if flat is None or saved[1] == layout[1]:
+        return flat
+    shape, dims = saved
+    whole = flat.view([shape[dim] for dim in dims]).permute([dims.index(dim) for dim in range(len(dims))])
+    return flattened(whole, layout)[begin:end]
+
+
+def total(nodes: Iterable[Sequence[State]], cut: Cut, name: str, begin: int, end: int, layout: Layout) -> Tensor | None:
+    """Return the sum over nodes of what ``read`` reads of each; a node that has none counts as zero."""
+    found = (read(devices, cut, name, begin, end, layout) for devices in nodes)  # one at a time
+    parts = (part for part in found if part is not None)
+    first = next(parts, None)
+    return None if first is None else functools.reduce(Tensor.add_, parts, first)
 
 
 class Engine(ABC):

@@ -23,7 +23,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from lightning_sparse.engine import Engine, Piece, State, flattened, layout_of, mean_of
+from lightning_sparse.engine import Engine, Piece, State, layout_of, total
 from lightning_sparse.exchange import Exchange, ExchangeConfig, Shard
 from lightning_sparse.exchange.communicator import average
 from lightning_sparse.messages import LogOnce
@@ -172,6 +172,11 @@ class Managed:
         self.residual_S, self._spare_S = self._spare_S, self.residual_S
 
 
+def residual_of(state: State, name: str, begin: int, end: int) -> Iterator[Piece]:
+    """What a device has not sent of a range of a parameter."""
+    return state.cut("residual", name, begin, end)
+
+
 class ShardedGradients(Engine):
     """Averages the gradients of a sharded model over nodes::
 
@@ -292,13 +297,13 @@ class ShardedGradients(Engine):
             if manifest["config"]["exchange"] != "dense":  # which leaves nothing
                 self.log_once("the saved residuals are lost: one node has nothing to send", logging.WARNING)
             return
-        mean = mean_of(nodes, "residual")
         self.steps = manifest["steps"]
         for managed in self.managed:
             for name, parameter, view in managed.views(managed.new_residual()):
-                if name in mean:
-                    part = part_of(parameter)
-                    view.copy_(flattened(mean[name], layout_of(parameter))[part.begin : part.end])
+                _, begin, end = part_of(parameter)
+                found = total(nodes, residual_of, name, begin, end, layout_of(parameter))
+                if found is not None:
+                    view.copy_(found.div_(len(nodes)))
 
     @torch.no_grad()
     def _reduce(self, managed: Managed, flat_S: Tensor) -> None:

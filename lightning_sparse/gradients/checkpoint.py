@@ -8,13 +8,13 @@ the residuals become gradients that SGD's own momentum carries as far.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from lightning_sparse.engine import Layout, Piece, State, flattened, layout_of, whole_of
+from lightning_sparse.engine import Layout, Piece, State, layout_of, total
 from lightning_sparse.exchange.rates import Rates
 from lightning_sparse.gradients.config import Warmup
 from lightning_sparse.gradients.groups import ParamGroup
@@ -89,15 +89,11 @@ def load(state: HierState, manifest: Mapping[str, Any], saved: State | None) -> 
 def load_from(state: HierState, manifest: Mapping[str, Any], nodes: Sequence[Sequence[State]]) -> None:
     """Share the sum over the saved nodes out equally; it waits by parameter until groups take it up."""
     _begin(state, manifest)
-    totals: list[dict[str, Tensor]] = [{} for _ in manifest["stores"]]
-    for devices in nodes:
-        for quantity, total in zip(QUANTITIES, totals, strict=False):
-            for name, value in _of_node(state, devices, quantity).items():
-                total[name] = total[name] + value if name in total else value
+    totals = [_totals(state, nodes, quantity) for quantity, _ in zip(QUANTITIES, manifest["stores"], strict=False)]
     if len(totals) > len(state.stores):
         totals = [_without_velocity(totals[0], totals[1], manifest["momentum"])]
-    for store, total in zip(state.stores, totals, strict=False):
-        shares = {name: value / state.topology.num_nodes for name, value in total.items()}
+    for store, by_name in zip(state.stores, totals, strict=False):
+        shares = {name: value / state.topology.num_nodes for name, value in by_name.items()}
         store.parked.update({name: share.to(_device(state, name)) for name, share in shares.items()})
 
 
@@ -111,17 +107,18 @@ def _begin(state: HierState, manifest: Mapping[str, Any]) -> None:
         state.warmup = Warmup(*manifest["warmup"])  # by the estimate of the run that began it
 
 
-def _of_node(state: HierState, devices: Sequence[State], quantity: str) -> dict[str, Tensor]:
-    """Return one node's tensors of a quantity by parameter, flat in the order of buckets."""
+def _totals(state: HierState, nodes: Sequence[Sequence[State]], quantity: str) -> dict[str, Tensor]:
+    """Return the sum over nodes of a quantity by parameter, flat in the order of buckets."""
+
+    def cut(device: State, name: str, begin: int, end: int) -> Iterator[Piece]:
+        yield from device.cut(quantity, name, begin, end)
+        parked = device.own["parked"].get(quantity, {})
+        if name in parked:  # the same on all devices of a node
+            yield Piece(name, begin, end, parked[name][begin:end])
+
     known = state.parameters
-    for each in devices[:1]:  # the same on all
-        parked = [Piece(name, 0, value.numel(), value) for name, value in each.own["parked"].get(quantity, {}).items()]
-        each.pieces.setdefault(quantity, []).extend(parked)
-    flat: dict[str, Tensor] = {}
-    for name, whole in whole_of(devices, quantity).items():
-        if name in known.numels:
-            flat[name] = flattened(whole, layout_of(known[name]))
-    return {name: value for name, value in flat.items() if known.numels.get(name) == value.numel()}
+    found = {name: total(nodes, cut, name, 0, numel, layout_of(known[name])) for name, numel in known.numels.items()}
+    return {name: value for name, value in found.items() if value is not None}
 
 
 def _device(state: HierState, name: str) -> torch.device:

@@ -6,17 +6,17 @@ and every new node starts with the mean of what the old nodes had pending, so th
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from itertools import chain
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain, islice
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from lightning_sparse.engine import Layout, Piece, State, flattened, layout_of, mean_of, whole_of
-from lightning_sparse.sharding import memory_of_part, part_of
-from lightning_sparse.updates.state import unsent_of
+from lightning_sparse.engine import Layout, Piece, State, layout_of, read, total
+from lightning_sparse.sharding import Part, memory_of_part, part_of
+from lightning_sparse.updates.state import patches_in, unsent_of
 
 if TYPE_CHECKING:
     from lightning_sparse.updates.local import LocalUpdates
@@ -69,7 +69,6 @@ def load(updates: LocalUpdates, manifest: Mapping[str, Any], state: State) -> No
 @torch.no_grad()
 def load_from(updates: LocalUpdates, manifest: Mapping[str, Any], nodes: Sequence[Sequence[State]]) -> None:
     """Start from the global weights and the mean of what was pending."""
-    shared, pending = whole_of(nodes[0], "shared"), _mean_unsent(nodes)
     parameters = dict(updates.module.named_parameters())
     updates.steps = manifest["steps"]
     saved = [each["steps"] for each in nodes[0][0].own["optimizers"]]
@@ -79,13 +78,11 @@ def load_from(updates: LocalUpdates, manifest: Mapping[str, Any], nodes: Sequenc
         state.receive()
         pending_S = torch.zeros_like(state.shared_S)
         views = state.slices.of(state.shared_S), state.slices.of(pending_S)
-        for (name, begin, end), shared_view, pending_view in zip(
-            state.slices.named(updates.names), *views, strict=True
-        ):
-            if name in shared:
-                layout = layout_of(parameters[name])
-                shared_view.copy_(flattened(shared[name], layout)[begin:end])
-                pending_view.copy_(flattened(pending[name], layout)[begin:end])
+        for place, shared_view, pending_view in zip(state.slices.named(updates.names), *views, strict=True):
+            found = _taken_up(nodes, *place, layout_of(parameters[place[0]]))
+            if found is not None:
+                shared_view.copy_(found[0])
+                pending_view.copy_(found[1])
         state.set_pending(pending_S)
         state.begin()
         one.gather()
@@ -94,33 +91,36 @@ def load_from(updates: LocalUpdates, manifest: Mapping[str, Any], nodes: Sequenc
 @torch.no_grad()
 def load_alone(updates: LocalUpdates, nodes: Sequence[Sequence[State]]) -> None:
     """On one node nothing is exchanged: its weights are the global ones, with the mean of what was pending in them."""
-    shared, pending = whole_of(nodes[0], "shared"), _mean_unsent(nodes)
     for name, parameter in updates.module.named_parameters():
-        if name not in shared:
-            continue
-        if isinstance(parameter, DTensor):
-            part = part_of(parameter)
-            whole = flattened(shared[name] - pending[name], layout_of(parameter))
-            memory_of_part(parameter, part).copy_(whole[part.begin : part.end])
-        else:
-            parameter.copy_(shared[name] - pending[name])
+        part = part_of(parameter) if isinstance(parameter, DTensor) else Part(0, 0, parameter.numel())
+        found = _taken_up(nodes, name, part.begin, part.end, layout_of(parameter))
+        if found is not None:
+            memory_of_part(parameter, part).copy_(found[0] - found[1])
 
 
-def _mean_unsent(nodes: Sequence[Sequence[State]]) -> dict[str, Tensor]:
-    return mean_of((list(map(_with_unsent, states)) for states in nodes), "unsent")
+def _taken_up(
+    nodes: Sequence[Sequence[State]], name: str, begin: int, end: int, layout: Layout
+) -> tuple[Tensor, Tensor] | None:
+    """Return the global weights of a range, and the mean of what was pending; None where it was not exchanged."""
+    shared = read(nodes[0], lambda state, *place: state.cut("shared", *place), name, begin, end, layout)
+    unsent = total(nodes, _unsent, name, begin, end, layout)
+    return None if shared is None or unsent is None else (shared, unsent.div_(len(nodes)))
 
 
-def _with_unsent(state: State) -> State:
-    """Return the pieces of what a device had not sent."""
-    unsent: list[Piece] = []
+def _unsent(state: State, name: str, begin: int, end: int) -> Iterator[Piece]:
+    """Yield what a device had not sent of elements [begin, end) of a parameter."""
+    rows = zip(*state.pieces.values(), strict=True)
     for saved in state.own["optimizers"]:
-        here = slice(len(unsent), len(unsent) + saved["places"])
-        if saved["places"]:
-            flat = {quantity: torch.cat([each.tensor for each in of[here]]) for quantity, of in state.pieces.items()}
-            places = [each.place for each in state.pieces["shared"][here]]
-            cut = torch.split(unsent_of({**saved, **flat}), [end - begin for _, begin, end in places])
-            unsent += [Piece(*place, tensor) for place, tensor in zip(places, cut, strict=True)]
-    return State({"unsent": unsent}, state.layouts)
+        at = 0  # where a piece begins in the slice, to which patches refer
+        for row in islice(rows, saved["places"]):
+            there = row[0]
+            first, last = max(begin, there.begin), min(end, there.end)
+            if there.name == name and first < last:
+                here = slice(first - there.begin, last - there.begin)
+                tensors = {quantity: each.tensor[here] for quantity, each in zip(state.pieces, row, strict=True)}
+                patches = patches_in(saved, at + here.start, at + here.stop)
+                yield Piece(name, first, last, unsent_of({**tensors, **patches}))
+            at += there.end - there.begin
 
 
 def _layouts(updates: LocalUpdates) -> dict[str, Layout]:

@@ -26,7 +26,7 @@ selected while theirs arrive:
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -389,6 +389,16 @@ def patch_of(new_S: Tensor, old_S: Tensor) -> Tensor:
     bits = old_S.view(torch.int32)
     (places,) = (new_S.view(torch.int32) != bits).nonzero(as_tuple=True)
     return torch.stack([places, bits[places].long()]).to(torch.int32 if len(bits) < 2**31 else torch.int64)
+
+
+def patches_in(saved: Mapping[str, Any], begin: int, end: int) -> dict[str, Tensor]:
+    """Return those of elements [begin, end) of the patches that a state saved."""
+    patches = {}
+    for name in saved.keys() & {"now", "before", "kept"}:
+        places = saved[name][0]
+        first, last = torch.searchsorted(places, torch.tensor([begin, end], dtype=places.dtype)).tolist()
+        patches[name] = saved[name][:, first:last] - torch.tensor([[begin], [0]], dtype=places.dtype)
+    return patches
 
 
 def patched(new_S: Tensor, patch: Tensor) -> Tensor:

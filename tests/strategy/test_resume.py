@@ -9,7 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_sparse.engine import Piece, State, mean_of
+from lightning_sparse.engine import Piece, State, total
+from lightning_sparse.fsdp import residual_of
 from lightning_sparse.strategy import HierConfig, HierState, saves
 from lightning_sparse.topology import Topology, discover
 from tests.helpers.distributed import RunRanks, run_ranks
@@ -352,7 +353,9 @@ def test_another_memory_order_does_not_fit() -> None:
 def test_a_node_without_a_quantity_counts_as_zero() -> None:
     some = State({"residual": [Piece("w", 0, 2, torch.ones(2))]}, {"w": ([2], [0])})
     for nodes in ([[some], []], [[State()], [some]]):
-        assert mean_of(nodes, "residual")["w"].tolist() == [0.5, 0.5]
+        found = total(nodes, residual_of, "w", 0, 2, ([2], [0]))
+        assert found is not None
+        assert found.tolist() == [1.0, 1.0]
 
 
 def test_without_momentum_and_one_file_the_residual_is_converted(ranks: RunRanks, tmp_path: Path) -> None:
