@@ -71,14 +71,20 @@ class Saved:
         """Return whether it is of a cluster of the same ranks in the same nodes."""
         return tuple(map(tuple, self.manifest["nodes"])) == topology.nodes
 
-    def read(self, rank: int, *, quiet: bool = False) -> dict[str, Any] | None:
+    def read(self, rank: int, *, verify: bool = True) -> dict[str, Any] | None:
         """Return what that rank alone knew."""
-        return read_side_file(self.path, self.manifest["save_id"], rank, quiet=quiet)
+        return read_side_file(self.path, self.manifest["save_id"], rank, verify=verify)
 
-    def read_all(self) -> list[list[State]]:
-        """Return the states of all ranks by node, without those that cannot be read."""
-        nodes = [[self.read(rank, quiet=dist.get_rank() > 0) for rank in node] for node in self.manifest["nodes"]]
-        return [[State.from_dict(each) for each in node if each is not None] for node in nodes]
+    def read_all(self, device: torch.device) -> list[list[State]]:
+        """Return the states of all ranks by node, without those that some rank cannot read. Local files are mapped, and
+        each is verified by one rank, so that none reads them all. A collective of the world."""
+        here, size, nodes = dist.get_rank(), dist.get_world_size(), self.manifest["nodes"]
+        files = {rank: self.read(rank, verify=rank % size == here) for node in nodes for rank in node}
+        unread = torch.tensor([files[rank] is None for rank in sorted(files)], dtype=torch.uint8, device=device)
+        dist.all_reduce(unread, op=dist.ReduceOp.MAX)
+        missing = unread.tolist()
+        readable = [[files[rank] for rank in node if not missing[rank]] for node in nodes]
+        return [[State.from_dict(each) for each in node if each is not None] for node in readable]
 
 
 class Saves:
@@ -209,7 +215,7 @@ def restore(engine: Engine, saved: Saved, device: torch.device) -> dict[str, Any
     """
     check_version(saved)
     agree = partial(all_agree, reduce=partial(dist.all_reduce, group=engine.topology.world), device=device)
-    side = _restore(engine, saved, agree)
+    side = _restore(engine, saved, agree, device)
     parts = engine.global_parts()
     differ = bool(parts) and differing(parts, partial(dist.all_reduce, group=engine.topology.inter), device) != []
     if not agree(not differ):
@@ -221,7 +227,9 @@ def restore(engine: Engine, saved: Saved, device: torch.device) -> dict[str, Any
     return side
 
 
-def _restore(engine: Engine, saved: Saved, agree: Callable[[bool], bool]) -> dict[str, Any] | None:
+def _restore(
+    engine: Engine, saved: Saved, agree: Callable[[bool], bool], device: torch.device
+) -> dict[str, Any] | None:
     topology, manifest = engine.topology, saved.manifest
     same = saved.is_of(topology)
     own = State.from_dict(saved.side) if same and saved.side is not None else None
@@ -237,9 +245,9 @@ def _restore(engine: Engine, saved: Saved, agree: Callable[[bool], bool]) -> dic
             line = f"rank {topology.rank}: no readable residual beside {saved.path}; it starts from zero"
             engine.log_once(f"{line}, so {engine.lost}", logging.WARNING, every_rank=True)
         return None
-    nodes = saved.read_all()
+    nodes = saved.read_all(device)
     missing = sum(map(len, manifest["nodes"])) - sum(map(len, nodes))
-    if not agree(not missing) and engine.needs_all:
+    if missing and engine.needs_all:
         engine.log_once(f"no readable files of all ranks beside {saved.path}: {engine.lost}", logging.WARNING)
         return None
     engine.load_from(manifest, nodes)
@@ -348,21 +356,24 @@ def load(checkpoint: Mapping[str, Any], checkpoint_path: str, rank: int) -> list
     return [Saved(each, checkpoint_path, read_side_file(checkpoint_path, each["save_id"], rank)) for each in manifests]
 
 
-def read_side_file(checkpoint_path: str, save_id: str, rank: int, *, quiet: bool = False) -> dict[str, Any] | None:
-    """Return one rank's side file; None when the file is missing, damaged (logged, unless ``quiet``), or of another
-    save."""
+def read_side_file(checkpoint_path: str, save_id: str, rank: int, *, verify: bool = True) -> dict[str, Any] | None:
+    """Return one rank's side file; None when the file is missing, damaged, or of another save.
+
+    Args:
+        verify: read it whole, compare its checksums, and log what is damaged; False where another rank does.
+    """
     for place in dict.fromkeys((checkpoint_path, _target(checkpoint_path))):
         fs, path = _side_path(place, save_id, rank)
         try:
             if isinstance(fs, LocalFileSystem):
-                content = _verified(Path(path))
+                content = _content(Path(path), verify)
             else:
                 with fs.open(path, "rb") as file:
-                    content = _verified(io.BytesIO(file.read()))
+                    content = _content(io.BytesIO(file.read()), verify)
         except FileNotFoundError:
             continue
         except Exception as error:  # torch.load of a damaged file raises whatever its parser stumbled over
-            if not quiet:
+            if verify:
                 log.warning("%s cannot be read and counts as missing (%s: %s)", path, type(error).__name__, error)
             continue
         if content.get("save_id") == save_id:
@@ -370,12 +381,13 @@ def read_side_file(checkpoint_path: str, save_id: str, rank: int, *, quiet: bool
     return None
 
 
-def _verified(file: Path | IO[bytes]) -> dict[str, Any]:
-    """Load a file of torch.save() whose checksums are right; one with a path is mapped."""
-    with zipfile.ZipFile(file) as archive:
-        damaged = archive.testzip()
-    if damaged is not None:
-        raise ValueError(f"the checksum of {damaged} is wrong")
+def _content(file: Path | IO[bytes], verify: bool) -> dict[str, Any]:
+    """Load a file of torch.save(), whose checksums are right; one with a path is mapped."""
+    if verify:
+        with zipfile.ZipFile(file) as archive:
+            damaged = archive.testzip()
+        if damaged is not None:
+            raise ValueError(f"the checksum of {damaged} is wrong")
     if isinstance(file, Path):
         content: dict[str, Any] = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
     else:
