@@ -12,6 +12,7 @@ import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -28,6 +29,7 @@ from lightning_sparse.fsdp import ShardedGradients
 from lightning_sparse.gradients import HierConfig, HierState, hier_hook
 from lightning_sparse.messages import described, show_log_lines
 from lightning_sparse.sharding import local_of, parameters_of
+from lightning_sparse.strategy.folders import verify, whole_or_none
 from lightning_sparse.strategy.options import (
     OWN_OF_FSDP,
     REFUSED_BY_FSDP,
@@ -296,6 +298,7 @@ class ShardsAdapter(Adapter):
 
     send: Send
     _device_mesh: DeviceMesh | None
+    _save_distributed_checkpoint: bool
 
     def _begin_shards(self, send: Send, node_name: str | None, given: dict[str, Any]) -> None:
         """Before the host's own constructor; takes its own options out of those that are given."""
@@ -319,6 +322,21 @@ class ShardsAdapter(Adapter):
 
     def _main_path(self, path: Any) -> Any:
         return self.broadcast(path)  # type: ignore[attr-defined]
+
+    @contextmanager
+    def _whole(self, path: Any) -> Iterator[Any]:
+        """Yield the name under which a checkpoint is written. Every rank enters it."""
+        if not self._save_distributed_checkpoint:
+            yield path
+            return
+        with whole_or_none(Path(self._main_path(path)), self.root_device) as partial:
+            yield partial
+
+    def _verify(self, path: Any) -> None:
+        """Raise RuntimeError for a folder that is damaged. Every rank calls it."""
+        folder = Path(self._main_path(path))
+        if (folder / ".metadata").is_file():
+            verify(folder, self.root_device)
 
 
 def local_states(engines: Iterable[Engine]) -> list[list[dict[str, Any]]]:

@@ -401,3 +401,12 @@ class MSTopKFSDPFabricMixin(ShardsAdapter, UpdatesFabricAdapter):
                 whole = {name: each for name, each in whole.items() if not isinstance(each, Optimizer)}
             yield whole
             dist.barrier()  # before files of earlier saves are removed
+
+    def save_checkpoint(self, path: Any, state: Any, storage_options: Any = None, filter: Any = None) -> None:
+        """A file, or a folder that takes its name when it is whole. All ranks call it, as ``fabric.save``."""
+        with self._whole(path) as partial:
+            super().save_checkpoint(partial, state, storage_options, filter)
+
+    def _load_main(self, path: Any, state: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        self._verify(path)
+        return super()._load_main(path, state, *args, **kwargs)

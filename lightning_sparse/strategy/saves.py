@@ -3,6 +3,8 @@
     epoch=3.ckpt                                  checkpoint["lightning_sparse"] = manifests, each with a save id
     epoch=3.ckpt.residual/<save id>/rank00002.pt  the `State` of one device
 
+A checkpoint that is a folder has them inside (`lightning_sparse.strategy.folders`).
+
 No collective, because a save may come from a signal handler or from an exception that one rank alone met. The save id
 ties the two: an old main file never meets newer side files. Side files are written before the main file, under a
 temporary name that is renamed when whole, and rank 0 waits for those of all ranks; the ids of earlier saves are removed
@@ -121,7 +123,8 @@ class Saves:
             entries: what a strategy adds to the first of this rank's files.
 
         Raises:
-            RuntimeError: when side files of some ranks are missing and the main file would replace a whole checkpoint.
+            RuntimeError: on all ranks, when one could not write, or when side files of some are missing and the main
+                file would replace a whole checkpoint.
         """
         path = os.fspath(path)
         manifests = [self.manifest_of(engine, index) for index, engine in enumerate(engines)]
@@ -135,12 +138,21 @@ class Saves:
                     write_side_file({**engine.state().to_dict(), **more}, save_id, path, rank)
             except Exception as error:
                 barrier.arrive(rank, f"{FAILED}{type(error).__name__}: {error}")  # else rank 0 would wait in vain
+                if rank == 0:
+                    barrier.conclude(_failure(path, f"{type(error).__name__}: {error}"))
                 raise
             barrier.arrive(rank, path)
             if rank == 0:
-                _wait_for_all(barrier, path, timeout)
+                try:
+                    _wait_for_all(barrier, path, timeout)
+                except RuntimeError as error:
+                    barrier.conclude(str(error))
+                    raise
+                barrier.conclude("")
                 if len(set(barrier.names)) == 1:  # a launcher that gives each rank a folder of its own collects them
                     self._look_for_all(path, ids[0])
+            elif failure := barrier.conclusion(timeout):
+                raise RuntimeError(failure)
             if rank > 0 and engines[0].topology.device_index == 0:
                 _clean_own_folder(path, but=ids)
         yield manifests or None
@@ -398,7 +410,7 @@ def _content(file: Path | IO[bytes], verify: bool) -> dict[str, Any]:
 
 def _folder(checkpoint_path: str) -> tuple[Any, str]:
     fs, path = fsspec.core.url_to_fs(checkpoint_path)
-    return fs, f"{path}.residual"
+    return fs, f"{path}/{KEY}" if fs.isdir(path) else f"{path}.residual"
 
 
 def _target(checkpoint_path: str) -> str:
@@ -429,6 +441,7 @@ class StoreBarrier:
     def __init__(self, key: str, world_size: int, store: Store | None = None) -> None:
         self.names: list[str] = []  # that ranks arrived with, once they were waited for
         self._keys = [f"{key}/{rank}" for rank in range(world_size)]
+        self._end = f"{key}/end"
         self._store = store or _get_default_store()
 
     def arrive(self, rank: int, name: str = "") -> None:
@@ -452,16 +465,38 @@ class StoreBarrier:
             self._store.delete_key(key)
         return missing
 
+    def conclude(self, failure: str) -> None:
+        """Tell those that arrived how it ended; empty for well."""
+        self._store.set(self._end, failure)
+
+    def conclusion(self, timeout: timedelta | None) -> str:
+        """Wait for what the one that waited concludes; empty, too, when it takes too long: it may not be there."""
+        timeout = timeout or default_pg_timeout
+        there = self._has_come([self._end], min(timeout, PATIENCE))
+        if not there and timeout > PATIENCE:
+            log.warning("waiting for rank 0 to see that all ranks wrote what they know beside a checkpoint")
+            there = self._has_come([self._end], timeout - PATIENCE)
+        return self._store.get(self._end).decode() if there else ""
+
     def _wait(self, timeout: timedelta) -> list[int]:
+        if self._has_come(self._keys, timeout):
+            return []
+        return [rank for rank, key in enumerate(self._keys) if not self._store.check([key])]
+
+    def _has_come(self, keys: list[str], timeout: timedelta) -> bool:
         try:
-            self._store.wait(self._keys, timeout)
+            self._store.wait(keys, timeout)
         except RuntimeError:  # it took longer than that
-            return [rank for rank, key in enumerate(self._keys) if not self._store.check([key])]
-        return []
+            return False
+        return True
 
 
 def _listed(ranks: Sequence[int]) -> str:
     return ", ".join(map(str, ranks))
+
+
+def _failure(path: str, why: str) -> str:
+    return f"a rank could not write its residuals of {path} ({why}): a checkpoint of that name stays as it was."
 
 
 def _wait_for_all(barrier: StoreBarrier, path: str, timeout: timedelta | None) -> None:
@@ -469,9 +504,7 @@ def _wait_for_all(barrier: StoreBarrier, path: str, timeout: timedelta | None) -
     missing = barrier.wait(timeout)
     failed = [name.removeprefix(FAILED) for name in barrier.names if name.startswith(FAILED)]
     if failed:
-        raise RuntimeError(
-            f"a rank could not write its residuals of {path} ({failed[0]}): a checkpoint of that name stays as it was."
-        )
+        raise RuntimeError(_failure(path, failed[0]))
     names = {os.path.basename(each) for each in barrier.names}
     if len(names) > 1:
         log.warning(

@@ -540,8 +540,14 @@ class MSTopKFSDPMixin(ShardsAdapter, TrainerAdapter):
             yield
             dist.barrier()  # before files of earlier saves are removed
 
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        """A file, or a folder that takes its name when it is whole."""
+        with self._whole(filepath) as path:
+            super().save_checkpoint(checkpoint, path, storage_options)
+
     def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """The model and its optimizers; in a fit this device goes on where it was saved."""
+        self._verify(checkpoint_path)
         checkpoint = super().load_checkpoint(checkpoint_path, *args, **kwargs)
         if self.engine is not None and self._fitting:
             self.engine.restart()

@@ -1,0 +1,129 @@
+"""Checkpoints that are folders: written whole or not at all, and verified before they are read.
+
+    last.ckpt/                      what `torch.distributed.checkpoint` writes, and Lightning's ``meta.pt``
+    last.ckpt/lightning_sparse/     the side files (`lightning_sparse.strategy.saves`)
+    .last.ckpt.part/                while a save is under way; the next one removes what a killed one left
+
+`torch.distributed.checkpoint` reads without a look at the CRC-32 checksums that it wrote.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import io
+import os
+import shutil
+import zipfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint import FileSystemReader  # type: ignore[attr-defined]  # re-exported, unannounced
+
+from lightning_sparse.agree import all_agree
+
+META = "meta.pt"  # by Lightning
+
+
+@contextmanager
+def whole_or_none(path: Path, device: torch.device) -> Iterator[Path]:
+    """Yield the temporary name of a folder that all ranks write; when all have, it takes the place of ``path``. A
+    collective of the world.
+
+    Args:
+        device: of the collective.
+
+    Raises:
+        RuntimeError: when another rank could not write; what stands at ``path`` stays as it was.
+    """
+    partial, rank = path.with_name(f".{path.name}.part"), dist.get_rank()
+    with _together(path, device):
+        if rank == 0 and partial.exists():
+            shutil.rmtree(partial)
+    with _together(path, device):
+        partial.mkdir(parents=True, exist_ok=True)
+        yield partial
+    with _together(path, device):
+        if rank == 0:
+            _replace(path, partial)
+    with _together(path, device):  # nodes that do not share the folder: one rank of each
+        if rank > 0 and partial.exists():
+            with contextlib.suppress(FileNotFoundError):
+                _replace(path, partial)
+
+
+@contextmanager
+def _together(path: Path, device: torch.device) -> Iterator[None]:
+    """Leave when all ranks do; where one raises inside, all do."""
+    error: Exception | None = None
+    try:
+        yield
+    except Exception as raised:
+        error = raised
+    whole = all_agree(error is None, dist.all_reduce, device)
+    if error is not None:
+        raise error
+    if not whole:
+        raise RuntimeError(f"another rank could not write {path}, and its error says why: what stood there stays.")
+
+
+def verify(path: Path, device: torch.device) -> None:
+    """Compare all checksums of a folder, each by one rank. A collective of the world.
+
+    Raises:
+        RuntimeError: on all ranks, for a folder that is damaged.
+    """
+    damaged = ""
+    for index, (file, offset, length) in enumerate(_items(path)):
+        if index % dist.get_world_size() != dist.get_rank():
+            continue
+        try:
+            with open(path / file, "rb") as opened:
+                opened.seek(offset)
+                with zipfile.ZipFile(io.BytesIO(opened.read(length))) as archive:
+                    wrong = archive.testzip()
+        except (OSError, zipfile.BadZipFile) as error:
+            wrong = f"{type(error).__name__}: {error}"
+        if wrong is not None:
+            damaged = f"{file} at byte {offset} ({wrong})"
+            break
+    if all_agree(not damaged, dist.all_reduce, device):
+        return
+    raise RuntimeError(
+        f"the checkpoint {path} is damaged: {damaged or 'another rank says where'}. Resume from another one."
+    )
+
+
+def _items(path: Path) -> list[tuple[str, int, int]]:
+    """Return file, offset and length of what a folder holds: archives of torch.save()."""
+    stored = FileSystemReader(path).read_metadata().storage_data
+    items = sorted({(each.relative_path, each.offset, each.length) for each in stored.values()})
+    return [*items, (META, 0, (path / META).stat().st_size)]
+
+
+def _replace(path: Path, whole: Path) -> None:
+    """Put a folder in the place of what stands there, in one step where the file system can."""
+    for file in filter(Path.is_file, whole.rglob("*")):
+        with open(file, "rb") as opened:
+            os.fsync(opened.fileno())  # else a machine that fails may keep the name and lose what it names
+    if path.is_file() or path.is_symlink():
+        path.unlink()
+    if not path.exists():
+        whole.rename(path)
+        return
+    if not _exchanged(path, whole):
+        old = path.with_name(f".{path.name}.old")
+        path.rename(old)
+        whole.rename(path)
+        old.rename(whole)
+    shutil.rmtree(whole)
+
+
+def _exchanged(one: Path, other: Path) -> bool:
+    """Exchange two names at once, on Linux; return whether that worked."""
+    renameat2 = getattr(ctypes.CDLL(None), "renameat2", None)
+    here, exchange = -100, 2  # AT_FDCWD, RENAME_EXCHANGE
+    return renameat2 is not None and renameat2(here, os.fsencode(one), here, os.fsencode(other), exchange) == 0
