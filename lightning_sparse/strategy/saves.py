@@ -129,35 +129,47 @@ class Saves:
         path = os.fspath(path)
         manifests = [self.manifest_of(engine, index) for index, engine in enumerate(engines)]
         ids = [manifest["save_id"] for manifest in manifests]
-        rank = dist.get_rank() if engines else 0
         if manifests:
-            barrier = StoreBarrier(f"lightning_sparse/{'/'.join(ids)}", dist.get_world_size())
-            try:
-                for index, (engine, save_id) in enumerate(zip(engines, ids, strict=True)):
-                    more = {"entries": dict(entries)} if index == 0 else {}
-                    write_side_file({**engine.state().to_dict(), **more}, save_id, path, rank)
-            except Exception as error:
-                barrier.arrive(rank, f"{FAILED}{type(error).__name__}: {error}")  # else rank 0 would wait in vain
-                if rank == 0:
-                    barrier.conclude(_failure(path, f"{type(error).__name__}: {error}"))
-                raise
-            barrier.arrive(rank, path)
-            if rank == 0:
-                try:
-                    _wait_for_all(barrier, path, timeout)
-                except RuntimeError as error:
-                    barrier.conclude(str(error))
-                    raise
-                barrier.conclude("")
-                if len(set(barrier.names)) == 1:  # a launcher that gives each rank a folder of its own collects them
-                    self._look_for_all(path, ids[0])
-            elif failure := barrier.conclusion(timeout):
-                raise RuntimeError(failure)
-            if rank > 0 and engines[0].topology.device_index == 0:
+            self._write(path, engines, ids, timeout, entries)
+            if dist.get_rank() > 0 and engines[0].topology.device_index == 0:
                 _clean_own_folder(path, but=ids)
         yield manifests or None
         if not dist.is_initialized() or dist.get_rank() == 0:
             remove_side_files(path, but=ids)
+
+    def _write(
+        self,
+        path: str,
+        engines: Sequence[Engine],
+        ids: Sequence[str],
+        timeout: timedelta | None,
+        entries: Mapping[str, Any],
+    ) -> None:
+        """Write this rank's side files, and wait until rank 0 has seen that all ranks wrote theirs."""
+        rank, barrier = dist.get_rank(), StoreBarrier(f"lightning_sparse/{'/'.join(ids)}", dist.get_world_size())
+        try:
+            for index, (engine, save_id) in enumerate(zip(engines, ids, strict=True)):
+                more = {"entries": dict(entries)} if index == 0 else {}
+                write_side_file({**engine.state().to_dict(), **more}, save_id, path, rank)
+        except Exception as error:
+            said = f"{type(error).__name__}: {error}"
+            barrier.arrive(rank, f"{FAILED}{said}")  # else rank 0 would wait in vain
+            if rank == 0:
+                barrier.conclude(_failure(path, said))
+            raise
+        barrier.arrive(rank, path)
+        if rank > 0:
+            if failure := barrier.conclusion(timeout):
+                raise RuntimeError(failure)
+            return
+        try:
+            _wait_for_all(barrier, path, timeout)
+        except RuntimeError as error:
+            barrier.conclude(str(error))
+            raise
+        barrier.conclude("")
+        if len(set(barrier.names)) == 1:  # a launcher that gives each rank a folder of its own collects them
+            self._look_for_all(path, ids[0])
 
     def _look_for_all(self, path: str, save_id: str) -> None:
         """On rank 0, at the first save: warn if it does not see the files of other nodes."""
