@@ -9,7 +9,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import io
 import os
@@ -49,10 +48,6 @@ def whole_or_none(path: Path, device: torch.device) -> Iterator[Path]:
     with _together(path, device):
         if rank == 0:
             _replace(path, partial)
-    with _together(path, device):  # nodes that do not share the folder: one rank of each
-        if rank > 0 and partial.exists():
-            with contextlib.suppress(FileNotFoundError):
-                _replace(path, partial)
 
 
 @contextmanager
@@ -116,6 +111,7 @@ def _replace(path: Path, whole: Path) -> None:
         return
     if not _exchanged(path, whole):
         old = path.with_name(f".{path.name}.old")
+        shutil.rmtree(old, ignore_errors=True)  # of a kill between the two: what stands at the path is newer
         path.rename(old)
         whole.rename(path)
         old.rename(whole)

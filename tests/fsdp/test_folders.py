@@ -134,6 +134,9 @@ def test_a_folder_takes_the_place_of_another(exchanged: bool, tmp_path: Path, mo
     for name in ("old", "new"):
         (tmp_path / name).mkdir()
         (tmp_path / name / name).write_text(name)
+    if not exchanged:  # and a kill left what it had moved away
+        (tmp_path / ".old.old").mkdir()
+        (tmp_path / ".old.old" / "earlier").write_text("earlier")
     folders._replace(tmp_path / "old", tmp_path / "new")
     assert [each.name for each in tmp_path.rglob("*")] == ["old", "new"]
     file = tmp_path / "file.ckpt"

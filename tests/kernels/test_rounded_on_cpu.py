@@ -29,7 +29,11 @@ WRONG = {
         "reads what",
     ),
     "rows in another order": ("s.rows + m * s.numel", "s.rows + (s.num_rows - m) * s.numel", "other bits"),
-    "a row ends too late": ("s.residual ? s.residual_numel : s.numel", "s.numel + kSpan", "out of bounds"),
+    "a row ends too late": (  # behind it lies no tensor, or one nobody wrote yet
+        "s.residual ? s.residual_numel : s.numel",
+        "s.numel + kSpan",
+        "out of bounds|reads what nobody wrote",
+    ),
     "the residual is as long as a row": (
         "s.residual_numel - base, sum",
         "s.numel - base, sum",
