@@ -36,18 +36,39 @@ def whole_or_none(path: Path, device: torch.device) -> Iterator[Path]:
         device: of the collective.
 
     Raises:
-        RuntimeError: when another rank could not write; what stands at ``path`` stays as it was.
+        RuntimeError: when another rank could not write, or nodes do not share the folder; what stands at ``path`` stays
+            as it was.
     """
     partial, rank = path.with_name(f".{path.name}.part"), dist.get_rank()
     with _together(path, device):
-        if rank == 0 and partial.exists():
-            shutil.rmtree(partial)
+        if rank == 0:
+            if partial.exists():
+                shutil.rmtree(partial)
+            partial.mkdir(parents=True)
     with _together(path, device):
-        partial.mkdir(parents=True, exist_ok=True)
+        if rank > 0:
+            _see(partial)
+    with _together(path, device):
         yield partial
     with _together(path, device):
         if rank == 0:
             _replace(path, partial)
+
+
+def _see(made: Path) -> None:
+    """Raise where a folder that rank 0 has made is not there."""
+    try:
+        made.mkdir()  # asks the server, where exists() may answer from what a client of NFS remembers
+    except FileExistsError:
+        return
+    except FileNotFoundError:
+        pass
+    else:
+        made.rmdir()
+    raise RuntimeError(
+        f"{made.parent} on this node is not the folder that rank 0 writes to: a distributed checkpoint needs one that "
+        "all nodes share. Set default_root_dir, or the checkpoint callback's dirpath, to a path on shared storage."
+    )
 
 
 @contextmanager

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 
@@ -125,6 +126,24 @@ def test_a_rank_that_cannot_write_fails_all_and_leaves_what_was_there(tmp_path: 
     assert all(kept for _, kept in said)
     assert "no space left" in said[0][0]
     assert "rank could not write" in said[1][0]
+
+
+def not_shared(folder: str) -> tuple[str, list[str]]:
+    mine = Path(folder) / f"node{dist.get_rank()}"
+    mine.mkdir()
+    try:
+        with folders.whole_or_none(mine / "last.ckpt", torch.device("cpu")) as partial:
+            (partial / "file").write_text("written")
+    except RuntimeError as error:
+        return str(error), [each.name for each in mine.iterdir()]
+    return "saved", []
+
+
+def test_a_folder_that_nodes_do_not_share_is_refused(tmp_path: Path) -> None:
+    zero, one = run_ranks(not_shared, str(tmp_path), nodes=2, devices=1)
+    assert "rank could not write" in zero[0]
+    assert "all nodes share" in one[0]
+    assert "last.ckpt" not in zero[1] + one[1]
 
 
 @pytest.mark.parametrize("exchanged", [True, False])
