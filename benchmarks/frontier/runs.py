@@ -1,0 +1,266 @@
+"""Loss for bits: ways to train over slow links, tuned alike, with M workers simulated in one process.
+
+    python -m benchmarks.frontier.runs OUT --quick     a few rows of few steps, in ten minutes on two cores
+    python -m benchmarks.frontier.runs OUT             the whole, in hours; again after an interruption
+    python -m benchmarks.frontier.runs OUT --report    tables and plots of what has finished
+
+The task is that of convergence/text.py: a character Transformer with AdamW on the source of Python's library, the same
+windows for the same seed, and bits per character of 65,536 held-out ones. It takes 20 characters a parameter in many
+small steps, as large trainings have many steps: 4,600 of 8 windows for 116,576 parameters.
+
+Every way has as many trials as any other, on seed 0: the learning rates of `LRS`, or of as many settings of learning
+rate, outer learning rate and momentum. The best one is run on the other seeds. All trials stand in the results.
+
+Every finished run is one line of OUT/runs.jsonl and is not run again; several processes may share the work with
+``--share I/N``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from benchmarks.convergence.text import CONTEXT, CharacterTransformer, Corpus, corpus_of, described, read_library
+from benchmarks.convergence.text import scale, start_of_windows
+from benchmarks.frontier import ways
+from benchmarks.frontier.models import Models
+from benchmarks.record import commit
+
+EPOCH = 40
+"""Steps whose windows are drawn together."""
+WARMUP = 40
+WEIGHT_DECAY = 0.01
+LRS = (0.001, 0.002, 0.004, 0.006, 0.008)
+Options = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Size:
+    """A model and how long it is trained.
+
+    Args:
+        width, layers, heads: of the Transformer.
+        steps: of ``batch`` windows, all workers together: 20 characters a parameter.
+    """
+
+    width: int
+    layers: int
+    heads: int
+    steps: int
+    batch: int = 8
+
+
+SIZES = {"0.1M": Size(64, 2, 4, 4600), "0.4M": Size(128, 2, 4, 8400, 16), "0.8M": Size(128, 4, 4, 16000, 16)}
+
+
+@dataclass(frozen=True)
+class Row:
+    """A line of the table: a way and the settings that its trials choose from."""
+
+    way: type[ways.Way]
+    options: tuple[Options, ...] = ({},)
+    lrs: tuple[float, ...] = LRS
+
+    @property
+    def trials(self) -> list[tuple[float, Options]]:
+        """Every learning rate with the only options, or each of the options with the learning rate in it."""
+        if len(self.options) == 1:
+            return [(lr, self.options[0]) for lr in self.lrs]
+        return [(each["lr"], {k: v for k, v in each.items() if k != "lr"}) for each in self.options]
+
+
+def _updates(**options: Any) -> Row:
+    return Row(ways.Updates, (options,))
+
+
+def _outer(settings: tuple[tuple[float, float, float], ...], **options: Any) -> Row:
+    named = ({"lr": lr, "outer_lr": outer, "momentum": momentum, **options} for lr, outer, momentum in settings)
+    return Row(ways.Outer, tuple(named))
+
+
+DILOCO = ((0.001, 1.0, 0.7), (0.002, 1.0, 0.6), (0.002, 0.7, 0.9), (0.003, 1.0, 0.5), (0.004, 0.9, 0.6))
+SPARSE_LRS = (0.0005, 0.001, 0.002, 0.004, 0.006)  # of ways whose best was the least of LRS in first trials
+ROWS: dict[str, Row] = {
+    "dense": Row(ways.Dense),
+    "one node alone": Row(ways.Alone, lrs=SPARSE_LRS),
+    "updates 1%": _updates(density=0.01),
+    "updates 3% every 30": _updates(density=0.03, sync_every=30),
+    "DiLoCo every 30": _outer(DILOCO, every=30),
+    "SparseLoCo 3% every 30": Row(ways.SparseOuter, ({"every": 30, "density": 0.03},), SPARSE_LRS),
+    "updates 0.1%": _updates(density=0.001),
+    "updates 3% every 10": _updates(density=0.03, sync_every=10),
+    "updates 10% every 30": _updates(density=0.1, sync_every=30),
+    "updates 3%": _updates(density=0.03),
+    "updates, everything": _updates(exchange="dense"),
+    "averages every 30": Row(ways.Outer, ({"every": 30},)),
+    "DeMo 1%": Row(ways.DeMo, ({"density": 0.01},), SPARSE_LRS),
+    "PowerSGD r1": Row(ways.PowerSGD, ({"rank": 1, "start": WARMUP},)),
+    "PowerSGD r4": Row(ways.PowerSGD, ({"rank": 4, "start": WARMUP},)),
+    "SparseLoCo 10% every 30": Row(ways.SparseOuter, ({"every": 30, "density": 0.1},), SPARSE_LRS),
+    "Streaming DiLoCo every 30": _outer(DILOCO, every=30, parts=4),
+    "updates regional 1%": _updates(exchange="regional", density=0.01),
+}
+
+
+@dataclass(frozen=True)
+class Run:
+    """One training."""
+
+    row: str
+    lr: float
+    options: Options
+    seed: int
+    size: str = "0.1M"
+    workers: int = 4
+    steps: int = 0
+    """0: those of the size."""
+
+    @property
+    def key(self) -> str:
+        """The same for the same run."""
+        return json.dumps(asdict(self), sort_keys=True)
+
+
+def windows(corpus: Corpus, seed: int, steps: int, batch: int, workers: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """What each worker reads and predicts, [M, B, L] each: worker m takes what rank m takes in convergence/text.py."""
+    for step in range(steps):
+        if step % EPOCH == 0:
+            starts = start_of_windows(corpus, seed, step // EPOCH, (EPOCH, batch), CONTEXT)
+        start_BM = starts[step % EPOCH].view(-1, workers)
+        x_NL, y_NL = corpus.windows(start_BM.T.reshape(-1), CONTEXT)
+        yield x_NL.view(workers, -1, CONTEXT), y_NL.view(workers, -1, CONTEXT)
+
+
+def train(run: Run, corpus: Corpus, device: torch.device) -> dict[str, Any]:
+    """Train, and return the run with its loss and bits."""
+    size, row = SIZES[run.size], ROWS[run.row]
+    steps = run.steps or size.steps
+    torch.manual_seed(run.seed)
+    models = Models(CharacterTransformer(corpus.num_symbols, size.width, size.layers, size.heads), run.workers, device)
+    way = row.way(models, **run.options)
+    optimizer = torch.optim.AdamW([models.flat_MN], run.lr, weight_decay=WEIGHT_DECAY, fused=True)
+    models.flat_MN.grad = models.grad_MN
+    nats, began = torch.zeros((), device=device), time.monotonic()
+    batches = windows(corpus, run.seed, steps, size.batch, run.workers)
+    bar = tqdm(batches, f"{run.row}, lr {run.lr}, seed {run.seed}", steps, leave=False, disable=None)
+    for step, (x_MBL, y_MBL) in enumerate(bar):
+        lr = optimizer.param_groups[0]["lr"] = run.lr * scale(step, WARMUP, steps)
+        nats.mul_(0.99).add_(models.backward(x_MBL.to(device), y_MBL.to(device)), alpha=0.01)
+        way.before_step()
+        if not way.steps_itself:
+            optimizer.step()
+        with torch.no_grad():
+            way.after_step(step + 1, lr)
+    way.end()
+    held_out = [each.to(device) for each in corpus.val_windows(CONTEXT)]
+    bits = [models.bits(row_N, *held_out) for row_N in way.results()]
+    return {
+        **asdict(run),
+        "val_bits": sum(bits) / len(bits),
+        "train_nats": nats.item() / (1 - 0.99**steps),
+        "bits_per_parameter": way.bits / models.numel / steps,
+        "parameters": models.numel,
+        "seconds": time.monotonic() - began,
+        "commit": commit(),
+    }
+
+
+# --- which runs
+
+
+class Finished:
+    """The runs that have finished, one line of a file each."""
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
+        lines = file.read_text().splitlines() if file.exists() else []
+        self.records: list[dict[str, Any]] = [json.loads(line) for line in lines]
+        self._by_key = {_run_of(record).key: record for record in self.records}
+
+    def get(self, run: Run) -> dict[str, Any] | None:
+        """Its record."""
+        return self._by_key.get(run.key)
+
+    def add(self, run: Run, record: dict[str, Any]) -> None:
+        """Append its record."""
+        self.records.append(record)
+        self._by_key[run.key] = record
+        with self.file.open("a") as out:
+            out.write(json.dumps(record) + "\n")
+
+
+def _run_of(record: dict[str, Any]) -> Run:
+    return Run(**{name: record[name] for name in Run.__dataclass_fields__})
+
+
+def best(row: str, finished: Finished, **where: Any) -> tuple[float, Options] | None:
+    """The setting with the lowest loss of a row's trials; None until all have finished."""
+    trials = [Run(row, lr, options, 0, **where) for lr, options in ROWS[row].trials]
+    records = [finished.get(run) for run in trials]
+    if any(record is None for record in records):
+        return None
+    at = min(range(len(trials)), key=lambda index: records[index]["val_bits"])  # type: ignore[index]
+    return ROWS[row].trials[at]
+
+
+def tuning(rows: list[str], **where: Any) -> list[Run]:
+    """All trials of these rows."""
+    return [Run(row, lr, options, 0, **where) for row in rows for lr, options in ROWS[row].trials]
+
+
+def repeats(rows: list[str], finished: Finished, seeds: tuple[int, ...], **where: Any) -> list[Run]:
+    """The best setting of each row, for more seeds."""
+    chosen = ((row, best(row, finished, **where)) for row in rows)
+    return [Run(row, *setting, seed, **where) for row, setting in chosen if setting for seed in seeds]
+
+
+def work_through(runs: list[Run], finished: Finished, corpus: Corpus, device: torch.device) -> None:
+    """Train what has not been trained."""
+    open_runs = [run for run in runs if finished.get(run) is None]
+    for index, run in enumerate(open_runs):
+        record = train(run, corpus, device)
+        finished.add(run, record)
+        print(
+            f"[{index + 1}/{len(open_runs)}] {run.row}, lr {run.lr}, {run.options}, seed {run.seed}, {run.size}: "
+            f"{record['val_bits']:.3f} bits per character, {record['bits_per_parameter']:.3g} bits a parameter and "
+            f"step, {record['seconds']:.0f} s",
+            flush=True,
+        )
+
+
+QUICK = ("dense", "one node alone", "updates 1%", "updates 3% every 30", "DiLoCo every 30")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("out", type=Path, metavar="OUT", help="folder of the results")
+    parser.add_argument("--quick", action="store_true", help="five rows, 600 steps, three seeds at known settings")
+    parser.add_argument("--rows", nargs="+", default=list(ROWS), choices=list(ROWS), metavar="ROW", help="only these")
+    parser.add_argument("--size", default="0.1M", choices=list(SIZES), help="of the model (%(default)s)")
+    parser.add_argument("--seeds", nargs="+", type=int, default=[1, 2], help="besides 0, for the best settings")
+    parser.add_argument("--workers", type=int, default=4, help="M (%(default)s)")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--threads", type=int, default=1, help="of torch (%(default)s: several runs at once are faster)")
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    text, device = read_library(), torch.device(options.device)
+    options.out.mkdir(parents=True, exist_ok=True)
+    finished, corpus = Finished(options.out / "runs.jsonl"), corpus_of(text)
+    print(described(text), file=sys.stderr)
+    where = {"size": options.size, "workers": options.workers}
+    work_through(tuning(options.rows, **where), finished, corpus, device)
+    work_through(repeats(options.rows, finished, tuple(options.seeds), **where), finished, corpus, device)
+
+
+if __name__ == "__main__":
+    main()
