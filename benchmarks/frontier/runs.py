@@ -169,6 +169,7 @@ def train(run: Run, corpus: Corpus, device: torch.device) -> dict[str, Any]:
         "val_bits": sum(bits) / len(bits),
         "train_nats": nats.item() / (1 - 0.99**steps),
         "bits_per_parameter": way.bits / models.numel / steps,
+        "received_bits": way.bits * way.received_times / models.numel / steps,
         "parameters": models.numel,
         "seconds": time.monotonic() - began,
         "commit": commit(),
@@ -213,15 +214,15 @@ def best(row: str, finished: Finished, **where: Any) -> tuple[float, Options] | 
     return ROWS[row].trials[at]
 
 
-def tuning(rows: list[str], **where: Any) -> list[Run]:
-    """All trials of these rows."""
-    return [Run(row, lr, options, 0, **where) for row in rows for lr, options in ROWS[row].trials]
+def tuning(row: str, **where: Any) -> list[Run]:
+    """All trials of a row."""
+    return [Run(row, lr, options, 0, **where) for lr, options in ROWS[row].trials]
 
 
-def repeats(rows: list[str], finished: Finished, seeds: tuple[int, ...], **where: Any) -> list[Run]:
-    """The best setting of each row, for more seeds."""
-    chosen = ((row, best(row, finished, **where)) for row in rows)
-    return [Run(row, *setting, seed, **where) for row, setting in chosen if setting for seed in seeds]
+def repeats(row: str, finished: Finished, seeds: tuple[int, ...], **where: Any) -> list[Run]:
+    """The best setting of a row, for more seeds."""
+    setting = best(row, finished, **where)
+    return [Run(row, *setting, seed, **where) for seed in seeds] if setting else []
 
 
 def work_through(runs: list[Run], finished: Finished, corpus: Corpus, device: torch.device) -> None:
@@ -258,8 +259,9 @@ def main() -> None:
     finished, corpus = Finished(options.out / "runs.jsonl"), corpus_of(text)
     print(described(text), file=sys.stderr)
     where = {"size": options.size, "workers": options.workers}
-    work_through(tuning(options.rows, **where), finished, corpus, device)
-    work_through(repeats(options.rows, finished, tuple(options.seeds), **where), finished, corpus, device)
+    for row in options.rows:
+        work_through(tuning(row, **where), finished, corpus, device)
+        work_through(repeats(row, finished, tuple(options.seeds), **where), finished, corpus, device)
 
 
 if __name__ == "__main__":

@@ -12,8 +12,9 @@
                  (Peng et al. 2024)
 ================ ======================================================================================================
 
-``bits`` counts what a worker sends for each step, beside fp32 gradients with 32 bits a parameter. Each way sends what it
-selects as its authors do; selection and two-bit values of `SparseOuter` are those of this library's messages.
+``bits`` counts what a worker contributes, fp32 gradients with 32 bits a parameter. A sum by an all-reduce makes each
+worker receive 2 (M-1)/M times that, an all-gather of messages M-1 times (``gathers``). Selection and two-bit values of
+`SparseOuter` are those of this library's messages.
 """
 
 from __future__ import annotations
@@ -49,8 +50,11 @@ class Way:
         options: of the way.
 
     Attributes:
-        bits: that a worker has sent so far.
+        bits: that a worker has contributed so far.
+        gathers: workers receive the messages of all others, not a sum.
     """
+
+    gathers = False
 
     steps_itself = False
     """Whether ``after_step`` is the optimizer."""
@@ -62,6 +66,12 @@ class Way:
 
     def _set_up(self) -> None:
         """Take the options."""
+
+    @property
+    def received_times(self) -> float:
+        """How often a worker receives what a worker contributes."""
+        others = self.models.num - 1
+        return others if self.gathers else 2 * others / self.models.num
 
     def before_step(self) -> None:
         """Between backward and the optimizer's step."""
@@ -176,6 +186,7 @@ class Updates(Way):
 
     def _set_up(self, **options: Any) -> None:
         self._config, num = UpdatesConfig(overlap=False, **options), self.models.num
+        self.gathers = self._config.path is Sparse
         self._meeting = Meeting(num)
         self._threads = ThreadPoolExecutor(num, initializer=torch.set_num_threads, initargs=(1,))
         self.states: list[UpdateState] = []
@@ -194,8 +205,7 @@ class Updates(Way):
             self._all(lambda state: state.advance())
         elif self._config.settles(since, self.models.num):
             self._all(lambda state: state.settle(since))
-        received = self._exchanges[0].stats.bytes_between_nodes
-        self.bits = 8 * received / (self.models.num - 1) if self.models.num > 1 else 0.0
+        self.bits = 8 * self._exchanges[0].stats.bytes_between_nodes / self.received_times
 
     def results(self) -> Tensor:
         return self.states[0].read_shared()[None]
@@ -259,6 +269,8 @@ class SparseOuter(Outer):
     """SparseLoCo: of what a worker changed and ``decay`` times what it has not sent, the ``density`` largest entries, in
     two bits."""
 
+    gathers = True
+
     def _set_up(self, every: int, density: float, decay: float = 0.95, outer_lr: float = 1.0) -> None:
         super()._set_up(every, outer_lr)
         self._decay = decay
@@ -289,7 +301,7 @@ class DeMo(Way):
     """The reference's rule on square blocks of each matrix, at most 64 wide: momentum gains the gradient, loses what is
     sent, and the parameters lose lr times the sign of the sum of what is sent."""
 
-    steps_itself = True
+    steps_itself = gathers = True
 
     def _set_up(self, density: float, decay: float = 0.999, weight_decay: float = 0.0) -> None:
         self._decay, self._weight_decay = decay, weight_decay
