@@ -1,0 +1,199 @@
+"""The table and the three plots of the frontier, from the runs that have finished.
+
+    python -m benchmarks.frontier.report OUT
+
+Each row is a way at its best setting of all trials, the mean over its seeds; differences to dense training are taken
+seed by seed. Seconds are modelled, not measured: a step of GPT-2's smallest model (124 M parameters, `COMPUTE` seconds a
+step) receives the same bits a parameter as the small model did, and what a way sends hides behind all of the step,
+whatever the way; which flatters those that wait for it, such as DiLoCo.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from benchmarks.convergence.report import half_width_95
+from benchmarks.frontier.runs import ROWS, SIZES, Finished, Run
+from benchmarks.pictures import GREY, colour, picture
+from benchmarks.record import surroundings, write
+
+PARAMETERS, COMPUTE = 124e6, 0.25
+GBPS = (0.1, 1.0, 10.0)
+REAL = Path(__file__).parents[1] / "results" / "updates-slow-links-2026-11-24.json"
+"""The same trainings on real processes."""
+DILOCO_PUBLISHED = {35e6: 2.0, 2.4e9: 0.3}
+"""Per cent above dense with M = 4, H = 30, by parameters (Charles et al. 2025, arXiv 2503.09799)."""
+
+
+def summarise(records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """One row a size, number of workers and way, in the order of `ROWS`."""
+    rows = []
+    for size, workers in dict.fromkeys((each["size"], each["workers"]) for each in records):
+        here = [each for each in records if (each["size"], each["workers"]) == (size, workers) and not each["steps"]]
+        dense = _best([each for each in here if each["row"] == "dense"])
+        rows += [_row(each, here, dense) for each in ROWS if any(one["row"] == each for one in here)]
+    return rows
+
+
+def _best(records: list[dict[str, Any]]) -> dict[int, dict[str, Any]]:
+    """The runs of the setting with the lowest loss of seed 0, by seed."""
+    trials = [each for each in records if each["seed"] == 0]
+    if not trials:
+        return {}
+    best = min(trials, key=lambda each: each["val_bits"])
+    return {each["seed"]: each for each in records if (each["lr"], each["options"]) == (best["lr"], best["options"])}
+
+
+def _row(name: str, records: list[dict[str, Any]], dense: dict[int, dict[str, Any]]) -> dict[str, Any]:
+    mine = [each for each in records if each["row"] == name]
+    by_seed = _best(mine)
+    first = by_seed[0]
+    differences = [run["val_bits"] - dense[seed]["val_bits"] for seed, run in by_seed.items() if seed in dense]
+    trials = [each for each in mine if each["seed"] == 0]
+    return {
+        "row": name,
+        "size": first["size"],
+        "parameters": first["parameters"],
+        "workers": first["workers"],
+        "seeds": sorted(by_seed),
+        "lr": first["lr"],
+        "options": first["options"],
+        "val_bits": fmean(run["val_bits"] for run in by_seed.values()),
+        "difference": fmean(differences) if differences else None,
+        "half_width": half_width_95(differences),
+        "per_cent": 100 * fmean(differences) / fmean(run["val_bits"] for run in dense.values()) if differences else None,
+        "bits_per_parameter": first["bits_per_parameter"],
+        "received_bits": first["received_bits"],
+        "trials": {_setting(each): round(each["val_bits"], 3) for each in trials},
+        "planned_trials": len(ROWS[name].trials),
+        "seconds": fmean(each["seconds"] for each in mine),
+    }
+
+
+def _setting(record: dict[str, Any]) -> str:
+    outer = [f"{name} {value}" for name, value in record["options"].items() if name in ("outer_lr", "momentum")]
+    return ", ".join([f"lr {record['lr']}", *outer])
+
+
+def table(rows: Sequence[dict[str, Any]]) -> str:
+    """In Markdown, the lowest loss first."""
+    lines = [
+        "| way | bits a parameter and step | received | bits per character | above dense | % | seeds "
+        "| best of | its setting |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    for row in sorted(rows, key=lambda each: float(each["val_bits"])):
+        above, per_cent = "-", "-"
+        if row["difference"] is not None and row["row"] != "dense":
+            half = row["half_width"]
+            above = f"{row['difference']:+.3f}" + (f" ± {half:.3f}" if half is not None else "")
+            per_cent = f"{row['per_cent']:+.1f}"
+        lines.append(
+            f"| {row['row']} | {row['bits_per_parameter']:.3g} | {row['received_bits']:.3g} | {row['val_bits']:.3f} "
+            f"| {above} | {per_cent} | {len(row['seeds'])} | {len(row['trials'])} | {_setting(row)} |"
+        )
+    return "\n".join(lines)
+
+
+def trials(rows: Sequence[dict[str, Any]]) -> str:
+    """Every setting that was tried, and its loss with seed 0."""
+    lines = ["| way | trials: bits per character, seed 0 |", "|---|---|"]
+    for row in rows:
+        told = "; ".join(f"{setting}: {bits:.3f}" for setting, bits in row["trials"].items())
+        lines.append(f"| {row['row']} | {told} |")
+    return "\n".join(lines)
+
+
+def agreement(records: Sequence[dict[str, Any]]) -> str:
+    """Simulated losses beside those of four processes: same model, text, windows, learning rate and seed."""
+    real = {(each["config"], each["seed"]): each["history"][-1]["val_bits"] for each in json.loads(REAL.read_text())["runs"]}
+    lines = ["| way, lr 0.004, seed 0 | simulated | four processes | difference |", "|---|---|---|---|"]
+    for record in records:
+        key = (record["row"], record["seed"])
+        if key in real and record["lr"] == 0.004 and _is_usual(record):
+            bits = record["val_bits"]
+            lines.append(f"| {key[0]} | {bits:.3f} | {real[key]:.3f} | {bits - real[key]:+.3f} |")
+    return "\n".join(lines)
+
+
+def _is_usual(record: dict[str, Any]) -> bool:
+    return (record["size"], record["workers"], record["steps"]) == ("0.1M", 4, 0)
+
+
+# --- plots
+
+
+def seconds(row: dict[str, Any], gbps: float) -> float:
+    """Modelled, of the whole training; see above."""
+    receives = row["received_bits"] * PARAMETERS / (gbps * 1e9)
+    return SIZES[row["size"]].steps * max(COMPUTE, receives)
+
+
+def plot(record: dict[str, Any], file: Path) -> None:
+    """Loss against bits, of the smallest size; beside it ``-seconds`` and, with several sizes, ``-size``."""
+    rows = [row for row in record["rows"] if row["workers"] == 4]
+    small = [row for row in rows if row["size"] == "0.1M"]
+    with picture(file, height=5.5) as (axes,):
+        _points(axes, small, lambda row: row["bits_per_parameter"])
+        axes.set(xlabel="bits that a worker sends, a parameter and step", xscale="log", ylabel="bits per character")
+    with picture(file.with_stem(f"{file.stem}-seconds"), height=5, columns=len(GBPS), sharey=True) as each:
+        for axes, gbps in zip(each, GBPS, strict=True):
+            _points(axes, small, lambda row, gbps=gbps: seconds(row, gbps) / 3600)
+            axes.set(xlabel=f"modelled hours at {gbps:g} Gbit/s", xscale="log")
+        each[0].set(ylabel="bits per character")
+    if len({row["size"] for row in rows}) > 1:
+        with picture(file.with_stem(f"{file.stem}-size")) as (axes,):
+            _gaps(axes, rows)
+
+
+def _points(axes: Any, rows: Sequence[dict[str, Any]], x_of: Any) -> None:
+    for index, row in enumerate(rows):
+        if not row["received_bits"]:
+            axes.axhline(row["val_bits"], color=GREY, linestyle=":", label=row["row"])
+        else:
+            marker = "o" if row["row"].startswith("updates") else "s"
+            axes.plot(x_of(row), row["val_bits"], marker, color=colour(index), label=row["row"])
+    axes.grid()
+
+
+def _gaps(axes: Any, rows: Sequence[dict[str, Any]]) -> None:
+    names = [row["row"] for row in rows if row["size"] != "0.1M" and row["row"] != "dense"]
+    for index, name in enumerate(dict.fromkeys(names)):
+        line = [(row["parameters"], row["per_cent"]) for row in rows if row["row"] == name and row["difference"] is not None]
+        axes.plot(*zip(*sorted(line), strict=True), "o-", color=colour(index), label=name)
+    published = sorted(DILOCO_PUBLISHED.items())
+    axes.plot(*zip(*published, strict=True), "s--", color=GREY, label="DiLoCo, published")
+    axes.set(xlabel="parameters", xscale="log", ylabel="loss above dense training, %")
+    axes.grid()
+
+
+def write_report(out: Path) -> None:
+    """Write results.json, .md and the plots."""
+    records = Finished(out / "runs.jsonl").records
+    rows = summarise(records)
+    about = surroundings()
+    about["commit"] = ", ".join(sorted({record["commit"] for record in records}))
+    parts = [f"- {key}: {value}" for key, value in about.items()]
+    for size, workers in dict.fromkeys((row["size"], row["workers"]) for row in rows):
+        here = [row for row in rows if (row["size"], row["workers"]) == (size, workers)]
+        steps, batch = SIZES[size].steps, SIZES[size].batch
+        parts += ["", f"## {here[0]['parameters']:,} parameters, {workers} workers, {steps:,} steps of {batch} windows", ""]
+        parts += [table(here), "", trials(here)]
+    if any(_is_usual(record) for record in records):
+        parts += ["", "## Beside real processes", "", agreement(records)]
+    write(out / "results.json", {**about, "rows": rows, "runs": records}, "\n".join(parts), plot)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("out", type=Path, metavar="OUT", help="folder that benchmarks.frontier.runs wrote to")
+    write_report(parser.parse_args().out)
+
+
+if __name__ == "__main__":
+    main()
