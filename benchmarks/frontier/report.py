@@ -66,7 +66,9 @@ def _row(name: str, records: list[dict[str, Any]], dense: dict[int, dict[str, An
         "val_bits": fmean(run["val_bits"] for run in by_seed.values()),
         "difference": fmean(differences) if differences else None,
         "half_width": half_width_95(differences),
-        "per_cent": 100 * fmean(differences) / fmean(run["val_bits"] for run in dense.values()) if differences else None,
+        "per_cent": 100 * fmean(differences) / fmean(run["val_bits"] for run in dense.values())
+        if differences
+        else None,
         "bits_per_parameter": first["bits_per_parameter"],
         "received_bits": first["received_bits"],
         "trials": {_setting(each): round(each["val_bits"], 3) for each in trials},
@@ -111,7 +113,9 @@ def trials(rows: Sequence[dict[str, Any]]) -> str:
 
 def agreement(records: Sequence[dict[str, Any]]) -> str:
     """Simulated losses beside those of four processes: same model, text, windows, learning rate and seed."""
-    real = {(each["config"], each["seed"]): each["history"][-1]["val_bits"] for each in json.loads(REAL.read_text())["runs"]}
+    real = {
+        (each["config"], each["seed"]): each["history"][-1]["val_bits"] for each in json.loads(REAL.read_text())["runs"]
+    }
     lines = ["| way, lr 0.004, seed 0 | simulated | four processes | difference |", "|---|---|---|---|"]
     for record in records:
         key = (record["row"], record["seed"])
@@ -164,7 +168,9 @@ def _points(axes: Any, rows: Sequence[dict[str, Any]], x_of: Any) -> None:
 def _gaps(axes: Any, rows: Sequence[dict[str, Any]]) -> None:
     names = [row["row"] for row in rows if row["size"] != "0.1M" and row["row"] != "dense"]
     for index, name in enumerate(dict.fromkeys(names)):
-        line = [(row["parameters"], row["per_cent"]) for row in rows if row["row"] == name and row["difference"] is not None]
+        line = [
+            (row["parameters"], row["per_cent"]) for row in rows if row["row"] == name and row["difference"] is not None
+        ]
         axes.plot(*zip(*sorted(line), strict=True), "o-", color=colour(index), label=name)
     published = sorted(DILOCO_PUBLISHED.items())
     axes.plot(*zip(*published, strict=True), "s--", color=GREY, label="DiLoCo, published")
@@ -182,7 +188,11 @@ def write_report(out: Path) -> None:
     for size, workers in dict.fromkeys((row["size"], row["workers"]) for row in rows):
         here = [row for row in rows if (row["size"], row["workers"]) == (size, workers)]
         steps, batch = SIZES[size].steps, SIZES[size].batch
-        parts += ["", f"## {here[0]['parameters']:,} parameters, {workers} workers, {steps:,} steps of {batch} windows", ""]
+        parts += [
+            "",
+            f"## {here[0]['parameters']:,} parameters, {workers} workers, {steps:,} steps of {batch} windows",
+            "",
+        ]
         parts += [table(here), "", trials(here)]
     if any(_is_usual(record) for record in records):
         parts += ["", "## Beside real processes", "", agreement(records)]

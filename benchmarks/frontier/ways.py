@@ -222,8 +222,9 @@ class Updates(Way):
                 self._meeting.abort()
                 raise
 
-        for future in [self._threads.submit(one, state) for state in self.states]:
-            future.result()
+        raised = [future.exception() for future in [self._threads.submit(one, state) for state in self.states]]
+        for error in sorted(filter(None, raised), key=lambda each: isinstance(each, threading.BrokenBarrierError)):
+            raise error
 
 
 # --- models that meet every H steps
