@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from benchmarks.convergence.text import CharacterTransformer
+from benchmarks.gpu.models import Block
 
 
 class Place(NamedTuple):
@@ -40,7 +41,8 @@ class Models:
     """
 
     def __init__(self, model: CharacterTransformer, num: int, device: torch.device) -> None:
-        self.num, self.heads, self.layers = num, model.blocks[0].heads, len(model.blocks)
+        self.num, self.layers = num, len(model.blocks)
+        self.heads = next(block.heads for block in model.blocks if isinstance(block, Block))
         row_N = nn.utils.parameters_to_vector(model.parameters()).detach().to(device)
         self.flat_MN = row_N.repeat(num, 1)
         self.grad_MN = torch.zeros_like(self.flat_MN)
@@ -74,7 +76,7 @@ class Models:
     def bits(self, row_N: Tensor, x_BL: Tensor, y_BL: Tensor) -> float:
         """Bits per character of the model with these parameters."""
         parameters = {name: self.view(row_N[None], place) for name, place in self.places.items()}
-        parts = zip(x_BL.split(256), y_BL.split(256), strict=True)
+        parts = zip(torch.split(x_BL, 256), torch.split(y_BL, 256), strict=True)
         nats = math.fsum(len(x) * self.losses(parameters, x[None], y[None]).item() for x, y in parts)
         return nats / len(x_BL) / math.log(2)
 

@@ -3,9 +3,9 @@
     python -m benchmarks.frontier.report OUT
 
 Each row is a way at its best setting of all trials, the mean over its seeds; differences to dense training are taken
-seed by seed. Seconds are modelled, not measured: a step of GPT-2's smallest model (124 M parameters, `COMPUTE` seconds a
-step) receives the same bits a parameter as the small model did, and what a way sends hides behind all of the step,
-whatever the way; which flatters those that wait for it, such as DiLoCo.
+seed by seed. Seconds are modelled, not measured: a step of GPT-2's smallest model (124 M parameters, `COMPUTE` seconds)
+receives the same bits a parameter as the small model did, and what a way sends hides behind all of the step, whatever
+the way; which flatters those that wait for it, such as DiLoCo.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from statistics import fmean
 from typing import Any
 
 from benchmarks.convergence.report import half_width_95
-from benchmarks.frontier.runs import ROWS, SIZES, Finished, Run
+from benchmarks.frontier.runs import ROWS, SIZES, Finished
 from benchmarks.pictures import GREY, colour, picture
 from benchmarks.record import surroundings, write
 
@@ -135,7 +135,7 @@ def _is_usual(record: dict[str, Any]) -> bool:
 def seconds(row: dict[str, Any], gbps: float) -> float:
     """Modelled, of the whole training; see above."""
     receives = row["received_bits"] * PARAMETERS / (gbps * 1e9)
-    return SIZES[row["size"]].steps * max(COMPUTE, receives)
+    return SIZES[str(row["size"])].steps * max(COMPUTE, float(receives))
 
 
 def plot(record: dict[str, Any], file: Path) -> None:

@@ -21,7 +21,7 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -30,8 +30,16 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from benchmarks.convergence.text import CONTEXT, CharacterTransformer, Corpus, corpus_of, described, read_library
-from benchmarks.convergence.text import scale, start_of_windows
+from benchmarks.convergence.text import (
+    CONTEXT,
+    CharacterTransformer,
+    Corpus,
+    corpus_of,
+    described,
+    read_library,
+    scale,
+    start_of_windows,
+)
 from benchmarks.frontier import ways
 from benchmarks.frontier.models import Models
 from benchmarks.record import commit
@@ -67,7 +75,7 @@ SIZES = {"0.1M": Size(64, 2, 4, 4600), "0.4M": Size(128, 2, 4, 8400, 16), "0.8M"
 class Row:
     """A line of the table: a way and the settings that its trials choose from."""
 
-    way: type[ways.Way]
+    way: Callable[..., ways.Way]
     options: tuple[Options, ...] = ({},)
     lrs: tuple[float, ...] = LRS
 
@@ -259,9 +267,7 @@ def main() -> None:
     parser.add_argument("--seeds", nargs="+", type=int, default=[1, 2], help="besides 0, for the best settings")
     parser.add_argument("--workers", type=int, default=4, help="M (%(default)s)")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument(
-        "--threads", type=int, default=1, help="of torch (%(default)s: several runs at once are faster)"
-    )
+    parser.add_argument("--threads", type=int, default=1, help="of torch (%(default)s)")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     text, device = read_library(), torch.device(options.device)
@@ -270,7 +276,8 @@ def main() -> None:
     print(described(text), file=sys.stderr)
     where = {"size": options.size, "workers": options.workers}
     if options.quick:
-        return work_through(list(QUICK), finished, corpus, device)
+        work_through(list(QUICK), finished, corpus, device)
+        return
     for row in options.rows:
         work_through(tuning(row, **where), finished, corpus, device)
         work_through(repeats(row, finished, tuple(options.seeds), **where), finished, corpus, device)

@@ -3,13 +3,13 @@
 ================ ======================================================================================================
 `Dense`          gradients averaged, in fp32: what all others are held against
 `Alone`          no communication; the mean of the M losses counts
-`PowerSGD`       gradients as products of rank r with error feedback and warm start (Vogels et al. 2019), vectors dense
+`PowerSGD`       gradients as products of rank r, with error feedback and warm start (Vogels et al. 2019); vectors dense
 `Updates`        this library: `UpdateState` itself, with messages handed over in the process
-`Outer`          an optimizer of each worker's own, and every H steps a step on the mean of what they did: averaged models
-                 (Stich 2019), DiLoCo (Douillard et al. 2023), in parts Streaming DiLoCo (Douillard et al. 2025)
+`Outer`          an optimizer of each worker's own, and every H steps a step on the mean of what they did: averaged
+                 models (Stich 2019), DiLoCo (Douillard et al. 2023), in parts Streaming DiLoCo (Douillard et al. 2025)
 `SparseOuter`    the same with the largest entries in two bits and error feedback: SparseLoCo (Sarfi et al. 2025)
-`DeMo`           the largest coefficients of each worker's momentum in the cosine basis; the sign of their sum is the step
-                 (Peng et al. 2024)
+`DeMo`           the largest coefficients of each worker's momentum in the cosine basis; the sign of their sum is the
+                 step (Peng et al. 2024)
 ================ ======================================================================================================
 
 ``bits`` counts what a worker contributes, fp32 gradients with 32 bits a parameter. A sum by an all-reduce makes each
@@ -47,7 +47,6 @@ class Way:
 
     Args:
         models: that begin with the same parameters.
-        options: of the way.
 
     Attributes:
         bits: that a worker has contributed so far.
@@ -59,13 +58,9 @@ class Way:
     steps_itself = False
     """Whether ``after_step`` is the optimizer."""
 
-    def __init__(self, models: Models, **options: Any) -> None:
+    def __init__(self, models: Models) -> None:
         self.models = models
         self.bits = 0.0
-        self._set_up(**options)
-
-    def _set_up(self) -> None:
-        """Take the options."""
 
     @property
     def received_times(self) -> float:
@@ -106,7 +101,8 @@ class PowerSGD(Way):
     """Gradients of low rank. Warm start and error feedback begin after the steps that warm the learning rate up, as
     torch's hook recommends; before, gradients are dense."""
 
-    def _set_up(self, rank: int, start: int) -> None:
+    def __init__(self, models: Models, rank: int, start: int) -> None:
+        super().__init__(models)
         self._rank, self._start, self._steps = rank, start, 0
         self._error_MN = torch.zeros_like(self.models.grad_MN)
         generator = torch.Generator().manual_seed(0)
@@ -184,7 +180,8 @@ class InProcess(HierCommunicator):
 class Updates(Way):
     """`UpdateState` of each worker, in a thread of its own: its collectives meet as those of processes do."""
 
-    def _set_up(self, **options: Any) -> None:
+    def __init__(self, models: Models, **options: Any) -> None:
+        super().__init__(models)
         self._config, num = UpdatesConfig(overlap=False, **options), self.models.num
         self.gathers = self._config.path is Sparse
         self._meeting = Meeting(num)
@@ -234,11 +231,14 @@ class Outer(Way):
     """DiLoCo: every ``every`` steps the mean of what workers changed since the last time is the gradient of an SGD with
     Nesterov momentum on the shared parameters, with which all go on.
 
-    With ``parts`` > 1, Streaming DiLoCo without its overlap: contiguous parts of the parameters take turns, so that each
-    is exchanged every ``every`` steps.
+    With ``parts`` > 1, Streaming DiLoCo without its overlap: contiguous parts of the parameters take turns, so that
+    each is exchanged every ``every`` steps.
     """
 
-    def _set_up(self, every: int, outer_lr: float = 1.0, momentum: float = 0.0, parts: int = 1) -> None:
+    def __init__(
+        self, models: Models, every: int, outer_lr: float = 1.0, momentum: float = 0.0, parts: int = 1
+    ) -> None:
+        super().__init__(models)
         self._every, self._outer_lr, self._momentum = every, outer_lr, momentum
         self.shared_N = self.models.flat_MN[0].clone()
         self._velocity_N = torch.zeros_like(self.shared_N)
@@ -267,13 +267,13 @@ class Outer(Way):
 
 
 class SparseOuter(Outer):
-    """SparseLoCo: of what a worker changed and ``decay`` times what it has not sent, the ``density`` largest entries, in
-    two bits."""
+    """SparseLoCo: of what a worker changed and ``decay`` times what it has not sent, the ``density`` largest entries,
+    in two bits."""
 
     gathers = True
 
-    def _set_up(self, every: int, density: float, decay: float = 0.95, outer_lr: float = 1.0) -> None:
-        super()._set_up(every, outer_lr)
+    def __init__(self, models: Models, every: int, density: float, decay: float = 0.95) -> None:
+        super().__init__(models, every)
         self._decay = decay
         path = Sparse.of(Work(self.models.num, 1, self.models.numel), density, TWO_BIT)
         assert path is not None
@@ -304,8 +304,9 @@ class DeMo(Way):
 
     steps_itself = gathers = True
 
-    def _set_up(self, density: float, decay: float = 0.999, weight_decay: float = 0.0) -> None:
-        self._decay, self._weight_decay = decay, weight_decay
+    def __init__(self, models: Models, density: float, decay: float = 0.999) -> None:
+        super().__init__(models)
+        self._decay = decay
         self._momentum_MN = torch.zeros_like(self.models.flat_MN)
         self._blocks = {place: self._block_of(place.shape) for place in self.models.places.values()}
         self._k = {place: max(1, round(density * math.prod(block))) for place, block in self._blocks.items()}
@@ -324,13 +325,12 @@ class DeMo(Way):
     def after_step(self, step: int, lr: float) -> None:
         models = self.models
         self._momentum_MN.mul_(self._decay).add_(models.grad_MN, alpha=lr)
-        models.flat_MN.mul_(1 - lr * self._weight_decay)
         for place, (rows, columns) in self._blocks.items():
-            momentum = models.view(self._momentum_MN, place).view(models.num, -1, *(1, *place.shape)[-2:])
-            momentum = momentum.unflatten(2, (-1, rows)).unflatten(4, (-1, columns)).transpose(3, 4)
+            grid = (models.num, -1, rows, place.shape[-1] // columns, columns)
+            momentum = self._momentum_MN[:, place.begin : place.end].view(grid).transpose(2, 3)
             sent = self._largest(momentum, rows, columns, self._k[place])
             momentum.sub_(sent)
-            sign = sent.sum(0, keepdim=True).sign_().transpose(3, 4).reshape(1, *place.shape)
+            sign = sent.sum(0, keepdim=True).sign_().transpose(2, 3).reshape(1, *place.shape)
             models.view(models.flat_MN, place).sub_(sign, alpha=lr)
         self.bits += self._bits
 
@@ -340,7 +340,8 @@ class DeMo(Way):
         coefficients = (left @ blocks @ right.T).flatten(-2)
         places = coefficients.abs().topk(k).indices
         kept = torch.zeros_like(coefficients).scatter_(-1, places, coefficients.gather(-1, places))
-        return left.T @ kept.unflatten(-1, (rows, columns)) @ right
+        entries: Tensor = left.T @ kept.view(blocks.shape) @ right
+        return entries
 
 
 def cosines(side: int) -> Tensor:
