@@ -82,6 +82,7 @@ BY = {
     "convergence": "convergence.images",
     "convergence-text": "convergence.text",
     "time-to-loss": "convergence.time_to_loss",
+    "frontier": "frontier.report",
     "exchange": "exchange.gradients",
     "kernels": "exchange.kernels",
     "pto": "exchange.pto",
