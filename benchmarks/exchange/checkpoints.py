@@ -60,7 +60,8 @@ def worker(folder: Path, cluster: str, layers: int, strategy: str, restores: boo
         def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
             self.seconds, self.peak = time.monotonic() - self.began, _highest()
 
-    clock, data = Clock(), DataLoader(torch.randn(64, SIDE), batch_size=2)
+    clock = Clock()
+    data: DataLoader[Tensor] = DataLoader(list(torch.randn(64, SIDE)), batch_size=2)  # type: ignore[arg-type]
     trainer = pl.Trainer(
         accelerator="cpu",
         devices=int(os.environ["WORLD_SIZE"]),
