@@ -19,6 +19,7 @@ def declare(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--nodes", type=int, default=2, metavar="M", help="nodes to emulate (default %(default)s)")
     parser.add_argument("--devices", type=int, default=2, metavar="L", help="per node (default %(default)s)")
     parser.add_argument("--gbps", type=float, default=1.0, metavar="R", help="Gbit/s of a link each way (default 1)")
+    parser.add_argument("--rtt-ms", type=float, default=0.0, metavar="T", help="ms to a node and back (default 0)")
     parser.add_argument("--no-net", action="store_true", help="use loopback: needs no root, limits no rates")
     parser.add_argument("--storage", type=Path, metavar="DIR", help="a folder that nodes access only over the network")
     parser.add_argument("--storage-gbps", type=float, metavar="R", help="Gbit/s of the storage node's link")
@@ -31,6 +32,7 @@ def _run(arguments: argparse.Namespace) -> int:
         nodes=arguments.nodes,
         devices=arguments.devices,
         gbps=arguments.gbps,
+        rtt_ms=arguments.rtt_ms,
         network=not arguments.no_net,
         storage=arguments.storage,
         storage_gbps=arguments.storage_gbps,

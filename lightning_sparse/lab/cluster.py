@@ -69,6 +69,7 @@ class Cluster:
         self.name = RunName.new()
         self._network: Network | None = None
         self._storage: subprocess.Popen[bytes] | None = None
+        self._delay: subprocess.Popen[bytes] | None = None
 
     def __enter__(self) -> Cluster:
         processes.kill_orphans()
@@ -77,7 +78,8 @@ class Cluster:
             if self.config.storage is not None and (reason := storage.unavailable_reason()):
                 raise LabUnavailableError(f"cannot serve storage={self.config.storage}: {reason}")
             try:
-                self._network = Network(self.name, self._links())
+                self._network = Network(self.name, self._links(), delayed=self.config.rtt_ms > 0)
+                self._start_delay()
                 self._start_storage()
             except BaseException:
                 self.close()
@@ -90,13 +92,13 @@ class Cluster:
     def close(self) -> None:
         with signals_ignored():
             kill_processes(str(self.name))
-            if self._storage is not None:
-                self._storage.wait()
-                assert self._storage.stdout is not None
-                self._storage.stdout.close()
+            for server in filter(None, (self._storage, self._delay)):
+                server.wait()
+                assert server.stdout is not None
+                server.stdout.close()
             if self._network is not None:
                 self._network.close()
-            self._network = self._storage = None
+            self._network = self._storage = self._delay = None
 
     def run(
         self,
@@ -125,7 +127,7 @@ class Cluster:
             raise
         finally:
             with signals_ignored():  # mounts and background processes of the command, but not the storage node
-                kill_processes(str(self.name), exclude=self._storage.pid if self._storage else None)
+                kill_processes(str(self.name), exclude={each.pid for each in (self._storage, self._delay) if each})
                 launchers.close()
         seconds = time.monotonic() - started
         traffic = {host: now - before[host] for host, now in self.traffic().items()}
@@ -164,12 +166,23 @@ class Cluster:
         if self._network is None or self.config.storage is None:
             return
         serve = storage.server_command(network.STORAGE_ADDRESS)
-        command = [*die_with_parent(), *self._network.enter("storage"), *serve]
+        self._storage = self._started([*self._network.enter("storage"), *serve], "the storage node")
+
+    def _start_delay(self) -> None:
+        if self._network is None or not self.config.rtt_ms:
+            return
+        seconds = self.config.rtt_ms / 1e3 / 4  # a packet and its answer pass four ends of links
+        relay = [sys.executable, "-m", "lightning_sparse.lab.delay", f"{seconds:.6f}", *self._network.delayed_pairs()]
+        self._delay = self._started([*self._network.enter("switch"), *relay], "the delay of links")
+
+    def _started(self, command: list[str], what: str) -> subprocess.Popen[bytes]:
+        command = [*die_with_parent(), *command]
         env = self._environment({})
-        self._storage = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, start_new_session=True)
-        assert self._storage.stdout is not None
-        if self._storage.stdout.readline() != b"ready\n":
-            raise RuntimeError(f"the storage node did not start: `{' '.join(command)}` ended; its error is above")
+        started = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, start_new_session=True)
+        assert started.stdout is not None
+        if started.stdout.readline() != b"ready\n":
+            raise RuntimeError(f"{what} did not start: `{' '.join(command)}` ended; its error is above")
+        return started
 
     def _environment(self, extra: Mapping[str, str]) -> dict[str, str]:
         ranks = self.config.nodes * self.config.devices

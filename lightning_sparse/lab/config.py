@@ -18,6 +18,7 @@ class LabConfig:
 
     Args:
         gbps: rate of each node's link in Gbit/s, per direction.
+        rtt_ms: milliseconds that a packet to another node and its answer take beside what the rate costs.
         network: if False, run on loopback: no root needed, no rates limited, no bytes counted.
         storage: a folder that the nodes access only through a network file system.
         storage_gbps: rate of the storage node's link in Gbit/s. Default: `gbps`.
@@ -26,6 +27,7 @@ class LabConfig:
     nodes: int = 2
     devices: int = 2
     gbps: float = 1.0
+    rtt_ms: float = 0.0
     network: bool = True
     storage: Path | None = None
     storage_gbps: float | None = None
@@ -36,6 +38,10 @@ class LabConfig:
         if self.devices < 1:
             raise ValueError(f"devices={self.devices} must be at least 1, one rank per node. Pass --devices 1 or more.")
         _check_rate("gbps", self.gbps)
+        if not 0 <= self.rtt_ms <= 10_000:
+            raise ValueError(f"rtt_ms={self.rtt_ms} must be 0 to 10,000 milliseconds, for example 100.")
+        if self.rtt_ms and not self.network:
+            raise ValueError(f"rtt_ms={self.rtt_ms} needs a network, but network=False. Omit --no-net or --rtt-ms.")
         if self.storage_gbps is not None:
             _check_rate("storage_gbps", self.storage_gbps)
         if self.storage is None:

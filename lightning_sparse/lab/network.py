@@ -6,7 +6,8 @@ collide. The name holds the owner's process id and start time (`processes.RunNam
 namespaces of labs that were killed. Deleting a namespace deletes its interfaces. A command in a node has its own
 hostname and ``/etc/hosts``.
 
-``tc tbf`` limits the rate at both ends of a link. It adds no latency; netem would, but many kernels lack it. A small
+``tc tbf`` limits the rate at both ends of a link. It adds no latency; netem would, but many kernels lack it. So a link
+with a delay does not end in the bridge: `delay` copies its frames to and from a pair of interfaces that does. A small
 bucket limits the burst that passes unshaped after a pause, since sparse messages are short. A smaller one would lose
 bandwidth when timers fire late on a busy machine. GSO packets are limited to half a bucket: tbf splits larger ones into
 single frames, and with two processors that alone reduced four links of 1 Gbit/s to a third of their rate.
@@ -83,12 +84,13 @@ class NodeTraffic:
 class Network:
     """A switch with one link per host. `close` may be called at any time, and repeatedly."""
 
-    def __init__(self, run: RunName, links: Sequence[tuple[str, str, float]]) -> None:
-        """links: (host, address, Gbit/s), for example ("node0", "10.77.0.1", 1.0)."""
+    def __init__(self, run: RunName, links: Sequence[tuple[str, str, float]], *, delayed: bool = False) -> None:
+        """links: (host, address, Gbit/s), for example ("node0", "10.77.0.1", 1.0). delayed: nothing passes between
+        hosts until a process in ``switch`` copies frames between `delayed_pairs`."""
         reason = unavailable_reason()
         if reason:
             raise LabUnavailableError(f"cannot create a lab: {reason}. {LOOPBACK_HINT}")
-        self.run = run
+        self.run, self._delayed = run, delayed
         self.addresses = {host: address for host, address, _ in links}
         try:
             self._build_switch()
@@ -111,6 +113,10 @@ class Network:
             f"{address} {name}\n::ffff:{address} {name}\n" for name, address in self.addresses.items()
         )
         return [*self.enter(host), "unshare", "--uts", "sh", "-e", "-c", _BECOME_NODE, "sh", host, hosts]
+
+    def delayed_pairs(self) -> list[str]:
+        """Interfaces of the switch, two a link: its end, and what stands for it at the bridge."""
+        return [name for host in self.addresses for name in (host, _near(host))]
 
     def traffic(self) -> dict[str, NodeTraffic]:
         listing = _run(["ip", "-n", self.namespace("switch"), "-s", "-j", "link", "show"])
@@ -149,7 +155,14 @@ class Network:
             _run(["ip", "-n", place, "link", "set", name, "gso_max_size", str(gso_bytes)])
             # no IPv6 link-local address: its discovery traffic would distort the counters
             _run(["ip", "-n", place, "link", "set", name, "addrgenmode", "none"])
-        _run(["ip", "-n", switch, "link", "set", host, "master", "br0", "up"])
+        port = host
+        if self._delayed:
+            port = _far(host)
+            _run(["ip", "-n", switch, "link", "set", host, "up"])
+            _run(["ip", "-n", switch, "link", "add", _near(host), "type", "veth", "peer", "name", port])
+            _run(["ip", "-n", switch, "link", "set", _near(host), "addrgenmode", "none", "up"])
+            _run(["ip", "-n", switch, "link", "set", port, "addrgenmode", "none"])
+        _run(["ip", "-n", switch, "link", "set", port, "master", "br0", "up"])
         _run(["ip", "-n", node, "address", "add", f"{address}/16", "dev", INTERFACE])
         _run(["ip", "-n", node, "link", "set", INTERFACE, "up"])
 
@@ -160,6 +173,14 @@ class Network:
     def _ends(self, host: str) -> list[tuple[str, str]]:
         """(namespace, interface) of both ends of a link."""
         return [(self.namespace("switch"), host), (self.namespace(host), INTERFACE)]
+
+
+def _near(host: str) -> str:
+    return f"{host}-near"
+
+
+def _far(host: str) -> str:
+    return f"{host}-far"
 
 
 def remove_leftovers() -> list[str]:

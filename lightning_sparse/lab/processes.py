@@ -17,7 +17,7 @@ import shutil
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -80,7 +80,7 @@ def processes_of(run: str) -> list[int]:
     return [pid for pid, name in _processes() if name == run and _start_time(pid) is not None]
 
 
-def kill_processes(run: str, exclude: int | None = None) -> None:
+def kill_processes(run: str, exclude: Collection[int] = ()) -> None:
     """Kill all processes of a run except `exclude`, and wait for their end.
 
     Scans ``/proc`` until two scans in a row find none: one scan can miss a process that forks and exits meanwhile.
@@ -88,7 +88,7 @@ def kill_processes(run: str, exclude: int | None = None) -> None:
     deadline = time.monotonic() + KILL_S
     empty_scans = 0
     while empty_scans < 2 and time.monotonic() < deadline:
-        left = [pid for pid in processes_of(run) if pid != exclude]
+        left = [pid for pid in processes_of(run) if pid not in exclude]
         for pid in left:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)

@@ -51,6 +51,24 @@ assert total[0] == dist.get_world_size()
 dist.destroy_process_group()
 """
 
+ANSWERS = """
+import time, torch, torch.distributed as dist
+dist.init_process_group("gloo")
+rank, word, last = dist.get_rank(), torch.arange(100_000), dist.get_world_size() - 1
+for _ in range(3):  # the first one connects
+    started = time.monotonic()
+    if rank == 0:
+        dist.send(word, last)
+        dist.recv(answer := torch.empty_like(word), last)
+        assert torch.equal(answer, word + 1)
+    if rank == last:
+        dist.recv(asked := torch.empty_like(word), 0)
+        dist.send(asked + 1, 0)
+if rank == 0:
+    print("answered after", 1e3 * (time.monotonic() - started), "ms")
+dist.destroy_process_group()
+"""
+
 
 def _run_in(network: Network, part: str, program: str, *arguments: str) -> list[str]:
     return [*network.enter_node(part), sys.executable, "-c", program, *arguments]
@@ -279,3 +297,21 @@ def test_ranks_of_a_killed_rehearsal_end_with_it(tmp_path, network):
         while processes_of(run):
             assert time.monotonic() < deadline
             time.sleep(0.1)
+
+
+@pytest.mark.root
+def test_an_answer_takes_the_round_trip_that_was_asked_for(tmp_path):
+    script = tmp_path / "answers.py"
+    script.write_text(ANSWERS)
+    output = io.StringIO()
+    with Cluster(LabConfig(nodes=3, devices=1, gbps=0.5, rtt_ms=80)) as cluster:
+        for _ in range(2):  # the delay outlives a run
+            result = cluster.run([str(script)], output=output, timeout=90)
+            assert result.exit_code == 0, output.getvalue()
+            assert result.bytes_between_nodes is not None
+            assert result.bytes_between_nodes > 6 * 800_000
+        name = str(cluster.name)
+    told = [float(line.split("after ")[1].split()[0]) for line in output.getvalue().splitlines() if "answered" in line]
+    assert len(told) == 2
+    assert all(80 <= milliseconds < 8000 for milliseconds in told)
+    assert processes_of(name) == []

@@ -20,6 +20,9 @@ pytestmark = pytest.mark.timeout(60)
         ({"devices": 0}, r"devices=0 must be at least 1"),
         ({"gbps": 0.0}, r"gbps=0.0 must be between 0.001 and 100"),
         ({"gbps": float("nan")}, r"gbps=nan"),
+        ({"rtt_ms": -1.0}, r"rtt_ms=-1.0 must be 0 to 10,000 milliseconds"),
+        ({"rtt_ms": float("nan")}, r"rtt_ms=nan"),
+        ({"rtt_ms": 20.0, "network": False}, r"rtt_ms=20.0 needs a network.* --rtt-ms"),
         ({"storage_gbps": 1.0}, r"storage_gbps=1.0 .* --storage DIR"),
     ],
 )
