@@ -46,12 +46,14 @@ def on_clusters(
     clusters: Sequence[str],
     gbps: Sequence[float | None] = (None,),
     storage: tuple[Path, float] | None = None,
+    rtt_ms: float = 0.0,
 ) -> Rows | None:
     """Rows of `work` with cluster and rate in each: of emulated clusters of these sizes and rates, one after the other.
 
     Under torchrun or srun those of its ranks, and None on all but rank 0. A rate is None where nobody knows it: on a
     cluster that is not emulated, and over loopback, which takes the place of links where those cannot be shaped.
-    `storage` is a folder that emulated nodes see over the network alone, and the rate of its link.
+    `storage` is a folder that emulated nodes see over the network alone, and the rate of its link; `rtt_ms` is what a
+    packet to another node and its answer take.
     """
     if launched():
         topology, device = join()
@@ -65,17 +67,24 @@ def on_clusters(
     for cluster in clusters:
         for rate in gbps:
             known = None if reason else rate
-            place = {"cluster": cluster, "gbps": known}
-            rows += [{**place, **row} for row in _emulated(work, arguments, cluster, known, storage)]
+            place = {"cluster": cluster, "gbps": known, **({"rtt_ms": rtt_ms} if rtt_ms and known else {})}
+            rows += [{**place, **row} for row in _emulated(work, arguments, cluster, known, storage, rtt_ms)]
     return rows
 
 
 def _emulated(
-    work: Work, arguments: tuple[Any, ...], cluster: str, gbps: float | None, storage: tuple[Path, float] | None
+    work: Work,
+    arguments: tuple[Any, ...],
+    cluster: str,
+    gbps: float | None,
+    storage: tuple[Path, float] | None,
+    rtt_ms: float,
 ) -> Rows:
     """What rank 0 of a cluster returns; without a rate over loopback."""
     nodes, devices = map(int, cluster.split("x"))
     config = LabConfig(nodes=nodes, devices=devices, gbps=gbps or 1.0, network=gbps is not None)
+    if gbps is not None:
+        config = replace(config, rtt_ms=rtt_ms)
     if storage is not None:
         config = replace(config, storage=storage[0], storage_gbps=storage[1])
     main = sys.modules["__main__"].__spec__

@@ -71,9 +71,12 @@ UPDATES: dict[str, dict[str, Any]] = {
     "updates 1 %, ahead 1": {"step_ahead": 1},
     "updates 1 %, bfloat16": {"value_dtype": "bfloat16"},
     "updates 1 %, delay 0": {"delay": 0},
+    "updates 3 %, every 10": {"density": 0.03, "sync_every": 10},
+    "updates 3 %, every 10, delay 10": {"density": 0.03, "sync_every": 10, "delay": 10},
+    "updates 3 %, every 30": {"density": 0.03, "sync_every": 30},
 }
 """The options of `UpdatesConfig` for each way to exchange updates."""
-BESIDE = 25  # steps: the first one of a turn hides nothing, and the last one waits
+BESIDE = 30  # steps: the first one of a turn hides nothing, and the last one waits
 ALWAYS = (NONE, NOTHING, "DDP", "2-D dense", "auto 1 %")
 """What tables go by, and what the others are compared with."""
 
@@ -305,6 +308,9 @@ def plot(record: dict[str, Any], file: Path) -> None:
 def main() -> None:
     parser = parser_of(__doc__, quick="1 M gradients, and seconds instead of minutes")
     add_clusters(parser, ["2x1", "4x1", "2x2"], [0.1, 1.0, 10.0])
+    parser.add_argument(
+        "--rtt-ms", type=float, default=0.0, metavar="T", help="ms to another node and back (default 0)"
+    )
     parser.add_argument("--seconds", type=float, default=40.0, help="for one rate, where it allows three repeats")
     beside = ", ".join(ALWAYS).replace("%", "%%")
     parser.add_argument("--ways", nargs="+", default=[], help=f"only these, beside {beside}")
@@ -312,7 +318,7 @@ def main() -> None:
     options = parser.parse_args()
     shapes = QUICK if options.quick else models.find(options.model).shapes
     arguments = shapes, 3.0 if options.quick else options.seconds, options.ways
-    rows = on_clusters(measure, *arguments, clusters=options.clusters, gbps=options.gbps)
+    rows = on_clusters(measure, *arguments, clusters=options.clusters, gbps=options.gbps, rtt_ms=options.rtt_ms)
     if rows is None:
         return
     record = {**surroundings(), "gradients": "1 M" if options.quick else options.model, "rows": rows}
