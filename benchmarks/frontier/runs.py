@@ -180,7 +180,6 @@ def train(run: Run, corpus: Corpus, device: torch.device) -> dict[str, Any]:
         "received_bits": way.bits * way.received_times / models.numel / steps,
         "parameters": models.numel,
         "seconds": time.monotonic() - began,
-        "commit": commit(),
     }
 
 
@@ -235,9 +234,9 @@ def repeats(row: str, finished: Finished, seeds: tuple[int, ...], **where: Any) 
 
 def work_through(runs: list[Run], finished: Finished, corpus: Corpus, device: torch.device) -> None:
     """Train what has not been trained."""
-    open_runs = [run for run in runs if finished.get(run) is None]
+    open_runs, source = [run for run in runs if finished.get(run) is None], commit()
     for index, run in enumerate(open_runs):
-        record = train(run, corpus, device)
+        record = {**train(run, corpus, device), "commit": source}
         finished.add(run, record)
         print(
             f"[{index + 1}/{len(open_runs)}] {run.row}, lr {run.lr}, {run.options}, seed {run.seed}, {run.size}: "
