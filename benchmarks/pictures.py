@@ -19,6 +19,8 @@ from typing import Any
 from lightning_sparse.cli.report import need
 
 WIDTH = 10.0
+LEGEND = 130
+"""Characters that fit into a line of a legend, of which a mark takes five."""
 GREY = "#808080"
 STYLE: dict[str, Any] = {
     **dict.fromkeys(("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color"), GREY),
@@ -62,7 +64,8 @@ def picture(file: Path, *, height: float = 4.5, columns: int = 1, sharey: bool =
         yield axes
         named = {label: line for each in axes for line, label in zip(*each.get_legend_handles_labels(), strict=True)}
         if named:
-            drawn.legend(list(named.values()), list(named), loc="outside lower center", ncols=min(6, len(named)))
+            fit = max(1, LEGEND // (max(map(len, named)) + 5))
+            drawn.legend(list(named.values()), list(named), loc="outside lower center", ncols=min(6, fit, len(named)))
         drawn.savefig(file, metadata={"Date": None} if file.suffix == ".svg" else None)
 
 

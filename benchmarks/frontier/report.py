@@ -148,7 +148,7 @@ def plot(record: dict[str, Any], file: Path) -> None:
     with picture(file.with_stem(f"{file.stem}-seconds"), height=5, columns=len(GBPS), sharey=True) as each:
         for axes, gbps in zip(each, GBPS, strict=True):
             _points(axes, small, lambda row, gbps=gbps: seconds(row, gbps) / 3600)
-            axes.set(xlabel=f"modelled hours at {gbps:g} Gbit/s", xscale="log")
+            axes.set(xlabel=f"modelled hours at {gbps:g} Gbit/s", xscale="log", xlim=(0.2, 150))
         each[0].set(ylabel="bits per character")
     if len({row["size"] for row in rows}) > 1:
         with picture(file.with_stem(f"{file.stem}-size")) as (axes,):
@@ -161,7 +161,7 @@ def _points(axes: Any, rows: Sequence[dict[str, Any]], x_of: Any) -> None:
             axes.axhline(row["val_bits"], color=GREY, linestyle=":", label=row["row"])
         else:
             marker = "o" if row["row"].startswith("updates") else "s"
-            axes.plot(x_of(row), row["val_bits"], marker, color=colour(index), label=row["row"])
+            axes.plot(x_of(row), row["val_bits"], marker, color=colour(index), label=row["row"], alpha=0.8)
     axes.grid()
 
 
