@@ -1,8 +1,9 @@
 """Loss for bits: ways to train over slow links, tuned alike, with M workers simulated in one process.
 
-    python -m benchmarks.frontier.runs OUT --quick     six rows at the best settings known, in ten minutes on one core
-    python -m benchmarks.frontier.runs OUT             all rows and trials, in two hours; again after an interruption
-    python -m benchmarks.frontier.report OUT           tables and plots of what has finished
+    python -m benchmarks.frontier.runs OUT --quick                 six rows at settings known, six minutes on one core
+    python -m benchmarks.frontier.runs OUT                         all rows and trials; again after an interruption
+    python -m benchmarks.frontier.runs OUT --size 0.4M --carry     a larger model at the settings found
+    python -m benchmarks.frontier.report OUT                       tables and plots of what has finished
 
 The task is that of convergence/text.py: a character Transformer with AdamW on the source of Python's library, the same
 windows for the same seed, and bits per character of 65,536 held-out ones. It takes 20 characters a parameter in many
@@ -21,7 +22,7 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -226,9 +227,9 @@ def tuning(row: str, **where: Any) -> list[Run]:
     return [Run(row, lr, options, 0, **where) for lr, options in ROWS[row].trials]
 
 
-def repeats(row: str, finished: Finished, seeds: tuple[int, ...], **where: Any) -> list[Run]:
-    """The best setting of a row, for more seeds."""
-    setting = best(row, finished, **where)
+def repeats(row: str, finished: Finished, seeds: Iterable[int], tuned: dict[str, Any], **where: Any) -> list[Run]:
+    """The setting of a row that was best where it was tuned, for more seeds."""
+    setting = best(row, finished, **tuned)
     return [Run(row, *setting, seed, **where) for seed in seeds] if setting else []
 
 
@@ -263,6 +264,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="six rows at known settings, one seed")
     parser.add_argument("--rows", nargs="+", default=list(ROWS), choices=list(ROWS), metavar="ROW", help="only these")
     parser.add_argument("--size", default="0.1M", choices=list(SIZES), help="of the model (%(default)s)")
+    parser.add_argument("--carry", action="store_true", help="at the best settings of 0.1M, without trials, seed 0")
     parser.add_argument("--seeds", nargs="+", type=int, default=[1, 2], help="besides 0, for the best settings")
     parser.add_argument("--workers", type=int, default=4, help="M (%(default)s)")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
@@ -278,8 +280,11 @@ def main() -> None:
         work_through(list(QUICK), finished, corpus, device)
         return
     for row in options.rows:
+        if options.carry:
+            work_through(repeats(row, finished, [0], {}, **where), finished, corpus, device)
+            continue
         work_through(tuning(row, **where), finished, corpus, device)
-        work_through(repeats(row, finished, tuple(options.seeds), **where), finished, corpus, device)
+        work_through(repeats(row, finished, options.seeds, where, **where), finished, corpus, device)
 
 
 if __name__ == "__main__":

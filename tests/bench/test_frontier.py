@@ -206,11 +206,13 @@ def test_all_rows_have_as_many_trials_and_the_best_is_repeated(tmp_path: Path) -
     trials = tuning("dense")
     for index, run in enumerate(trials):
         assert best("dense", finished) is None
-        assert repeats("dense", finished, (1, 2)) == []
+        assert repeats("dense", finished, (1, 2), {}) == []
         finished.add(run, {**asdict(run), "val_bits": 2.0 + abs(index - 3)})
     again = Finished(tmp_path / "runs.jsonl")
     assert again.records == finished.records
-    assert [(run.lr, run.seed) for run in repeats("dense", again, (1, 2))] == [(LRS[3], 1), (LRS[3], 2)]
+    assert [(run.lr, run.seed) for run in repeats("dense", again, (1, 2), {})] == [(LRS[3], 1), (LRS[3], 2)]
+    (carried,) = repeats("dense", again, [0], {}, size="0.4M")
+    assert (carried.lr, carried.size) == (LRS[3], "0.4M")
 
 
 def a_record(row: str, seed: int, lr: float, bits: float) -> dict[str, Any]:
