@@ -19,14 +19,15 @@ LARGEST_FRAME = 1 << 17
 BUFFER_BYTES = 1 << 24
 # of linux/if_packet.h and linux/if_ether.h; Python's socket module lacks them
 _PACKET_VNET_HDR, _PACKET_IGNORE_OUTGOING, _ETH_P_ALL = 15, 23, 3
-_SOL_PACKET, _SO_RCVBUFFORCE = 263, 33
+_SOL_PACKET, _SO_SNDBUFFORCE, _SO_RCVBUFFORCE = 263, 32, 33
 
 
 def _opened(interface: str) -> socket.socket:
     opened = socket.socket(socket.AF_PACKET, socket.SOCK_RAW, 0)  # type: ignore[attr-defined, unused-ignore]
     opened.setsockopt(_SOL_PACKET, _PACKET_VNET_HDR, 1)
     opened.setsockopt(_SOL_PACKET, _PACKET_IGNORE_OUTGOING, 1)
-    opened.setsockopt(socket.SOL_SOCKET, _SO_RCVBUFFORCE, BUFFER_BYTES)
+    for size in (_SO_SNDBUFFORCE, _SO_RCVBUFFORCE):  # more than a link queues: a full link must not hold up the others
+        opened.setsockopt(socket.SOL_SOCKET, size, BUFFER_BYTES)
     opened.bind((interface, _ETH_P_ALL))
     return opened
 
