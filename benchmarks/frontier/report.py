@@ -140,6 +140,7 @@ def seconds(row: dict[str, Any], gbps: float) -> float:
 
 def plot(record: dict[str, Any], file: Path) -> None:
     """Loss against bits, of the smallest size; beside it ``-seconds`` and, with several sizes, ``-size``."""
+    file = file.with_stem(file.stem.removesuffix("-seconds").removesuffix("-size"))
     rows = [row for row in record["rows"] if row["workers"] == 4]
     small = [row for row in rows if row["size"] == "0.1M"]
     with picture(file, height=5.5) as (axes,):
