@@ -113,6 +113,7 @@ class Cluster:
         Raises:
             ValueError: if `command` is empty or not a program.
             TimeoutError: if it takes longer than `timeout` seconds; all processes are stopped.
+            RuntimeError: if the process that delays links has ended, and nothing passes any more.
         """
         env = env or {}
         _check_command(command, env.get("PATH"))
@@ -121,7 +122,7 @@ class Cluster:
         commands = self._commands(list(command), env)
         launchers = Launchers(commands, self.config.devices, LabelledOutput(output or sys.stdout))
         try:
-            launchers.wait(timeout)
+            launchers.wait(timeout, self._check_delay)
         except BaseException as error:
             launchers.terminate(signal.SIGINT if isinstance(error, KeyboardInterrupt) else signal.SIGTERM)
             raise
@@ -138,6 +139,10 @@ class Cluster:
             traffic=tuple(traffic[name] for name in self._nodes()) if self._network else None,
             storage_traffic=traffic.get("storage"),
         )
+
+    def _check_delay(self) -> None:
+        if self._delay is not None and self._delay.poll() is not None:
+            raise RuntimeError(f"the process that delays links ended with {self._delay.returncode}: no link is up")
 
     def reshape(self, gbps: float) -> None:
         """Change the rate of all links, also while a command runs (from another thread)."""

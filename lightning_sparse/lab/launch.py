@@ -14,7 +14,7 @@ import selectors
 import signal
 import subprocess
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from lightning_sparse.lab.output import LabelledOutput
@@ -58,8 +58,8 @@ class Launchers:
             assert process.stdout is not None
             self._selector.register(process.stdout, selectors.EVENT_READ, (node, LAUNCHER))
 
-    def wait(self, timeout: float | None) -> None:
-        """Wait until all nodes end, or until `GRACE_S` seconds after the first failure."""
+    def wait(self, timeout: float | None, check: Callable[[], None]) -> None:
+        """Wait until all nodes end, until `GRACE_S` seconds after the first failure, or until `check` raises."""
         deadline = float("inf") if timeout is None else time.monotonic() + timeout
         give_up = float("inf")
         while self._running():
@@ -67,6 +67,7 @@ class Launchers:
                 raise TimeoutError(f"nodes {self._running()} were still running after {timeout:g} s")
             if time.monotonic() > give_up:
                 return self.terminate(signal.SIGTERM)
+            check()
             self._step()
             if any(self.codes.values()):
                 give_up = min(give_up, time.monotonic() + GRACE_S)

@@ -304,13 +304,17 @@ def test_an_answer_takes_the_round_trip_that_was_asked_for(tmp_path):
     script = tmp_path / "answers.py"
     script.write_text(ANSWERS)
     output = io.StringIO()
-    with Cluster(LabConfig(nodes=3, devices=1, gbps=0.5, rtt_ms=80)) as cluster:
+    with Cluster(LabConfig(nodes=2, devices=1, gbps=0.5, rtt_ms=80)) as cluster:
         for _ in range(2):  # the delay outlives a run
             result = cluster.run([str(script)], output=output, timeout=90)
             assert result.exit_code == 0, output.getvalue()
             assert result.bytes_between_nodes is not None
             assert result.bytes_between_nodes > 6 * 800_000
         name = str(cluster.name)
+        assert cluster._delay is not None
+        cluster._delay.kill()
+        with pytest.raises(RuntimeError, match="that delays links ended with -9"):
+            cluster.run([sys.executable, "-c", "pass"], output=output, timeout=90)
     told = [float(line.split("after ")[1].split()[0]) for line in output.getvalue().splitlines() if "answered" in line]
     assert len(told) == 2
     assert all(80 <= milliseconds < 8000 for milliseconds in told)
