@@ -71,7 +71,9 @@ MAY_IMPORT_IN_DATA: dict[str, set[str]] = {
     "cache": {"config", "sample", "decode", "rng", "folders", "sources", "peers"},  # reads peers as it reads any tier
     "pipeline": {"config", "sample", "decode", "rng"},  # reads from whatever has `get`; a test's fake store, too
     "base": {"pipeline"},
-    "tokens": {"base", "config", "peers", "pipeline", "rng"},
+    "text": set(),
+    "shards": {"config", "folders", "sources", "peers", "text"},
+    "tokens": {"base", "config", "peers", "pipeline", "rng", "shards", "text"},
     "session": {"config", "sample", "rng", "folders", "sources", "cache", "peers", "pipeline"},
     "datamodule": {"base", "config", "cache", "sources", "pipeline", "session"},
 }

@@ -2,16 +2,17 @@
 
 A file ``<name>.bin`` contains the ids, uint16 or uint32, little-endian, one after the other. Beside it, ``<name>.json``
 says ``{"dtype": "uint16", "vocab_size": 50257}``, and may say more. A folder of such files is read as shards, by name.
-`prepare` writes such a file from text files; `TokenDataModuleMixin`, which does not import Lightning, makes batches.
+`prepare` writes such a file from text files, and `shards` makes them of other sources. `Mixture` joins several streams;
+`TokenDataModuleMixin`, which does not import Lightning, makes batches.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
-import zlib
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -28,14 +29,16 @@ from lightning_sparse.data.pipeline.batch import BatchRequest
 from lightning_sparse.data.pipeline.loader import EvalLoader, TrainLoader
 from lightning_sparse.data.pipeline.prefetch import prefetch_map
 from lightning_sparse.data.pipeline.sampler import Indices, Sampler, SamplerConfig, evaluation_batches
+from lightning_sparse.data.rng import shuffled
+from lightning_sparse.data.shards import TokenSource, is_mapped_in_place, prepared
+from lightning_sparse.data.text import BYTES, DTYPES, within, write_ids
 from lightning_sparse.messages import described
 from lightning_sparse.topology import Topology
 
-BYTES = 256  # ids without a tokenizer
 _BLOCK = 1 << 24
 _PREFETCH = 4  # batches
+_MIXTURE = 4  # what is drawn from the seed: beside those of `sampler.py`
 Loader = TypeVar("Loader", TrainLoader, EvalLoader)
-DTYPES: dict[str, np.dtype[Any]] = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
 
 
 @dataclass(frozen=True)
@@ -65,8 +68,13 @@ def files_of(path: str | Path) -> list[TokenFile]:
     if not paths or not path.exists():
         raise ValueError(
             f"{path} is neither a file of token ids nor a folder with *.bin files. Write one with `lightning-sparse "
-            "tokens` or `lightning_sparse.data.tokens.prepare`."
+            "tokens` or `lightning_sparse.data.tokens.prepare`; or give cache_dir, a local folder, to use text or "
+            "network storage."
         )
+    return _of_one_tokenizer(paths)
+
+
+def _of_one_tokenizer(paths: Sequence[Path]) -> list[TokenFile]:
     files = [_described(each) for each in paths]
     for each in files:
         if each.vocab_size != files[0].vocab_size:
@@ -107,14 +115,15 @@ class TokenStream:
     Args:
         path: file or folder of shards.
         context: number of tokens that a model sees; a window has one more, the last target.
+        files: the shards, if `path` is where they come from.
 
     Raises:
         ValueError: as `files_of`; if no file is as long as a window.
     """
 
-    def __init__(self, path: str | Path, context: int) -> None:
-        self.path, self.context = Path(path), context
-        self._files = files_of(path)
+    def __init__(self, path: str | Path, context: int, files: Sequence[Path] | None = None) -> None:
+        self.path, self.context = path, context
+        self._files = files_of(path) if files is None else _of_one_tokenizer(files)
         self.vocab_size = self._files[0].vocab_size
         counts = np.array([max(0, each.tokens - 1) // context for each in self._files])
         self._ends = np.cumsum(counts)
@@ -140,8 +149,8 @@ class TokenStream:
         about = [(each.dtype.name, each.vocab_size, each.tokens, each.checksum) for each in self._files]
         return hashlib.blake2b(repr((self.context, about)).encode(), digest_size=16).hexdigest()
 
-    def windows(self, indices: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return windows, int64 [B, context + 1].
+    def windows(self, indices: NDArray[np.int64], epoch: int = 0) -> NDArray[np.int64]:
+        """Return windows, int64 [B, context + 1], the same in every epoch.
 
         Raises:
             DataError: if an id is not in the vocabulary.
@@ -157,6 +166,51 @@ class TokenStream:
                 f"{self._files[int(shards[row_index])].path}: id {out.max()} is not below vocab_size="
                 f"{self.vocab_size}. The JSON beside it belongs to another tokenizer, or the file is damaged."
             )
+        return out
+
+
+class Mixture:
+    """Windows of several streams, in proportion to their weights.
+
+    An epoch has as many windows as it takes to use one stream up. The others go on in the next epoch where they
+    stopped, and start over at their end: each window of a stream is used once before any is used again.
+
+    Args:
+        weights: of the streams, above 0; only their ratios matter.
+        seed: seed of the order in which a stream is used up.
+    """
+
+    def __init__(self, streams: Sequence[TokenStream], weights: Sequence[float], seed: int) -> None:
+        self._streams = streams
+        lengths = np.array([len(each) for each in streams])
+        shares = np.array(weights) / sum(weights)
+        self._counts = np.round(shares * (lengths / shares).min()).clip(1, lengths).astype(np.int64)  # of an epoch
+        self._ends = np.cumsum(self._counts)
+        self._orders = [shuffled(np.arange(each), seed, number, _MIXTURE) for number, each in enumerate(lengths)]
+        self._about = (self._counts.tolist(), seed)
+
+    def __len__(self) -> int:
+        """Number of windows of an epoch."""
+        return int(self._ends[-1])
+
+    @property
+    def fingerprint(self) -> str:
+        """Hash of what a number stands for in each epoch."""
+        about = (*(each.fingerprint for each in self._streams), *self._about)
+        return hashlib.blake2b(repr(about).encode(), digest_size=16).hexdigest()
+
+    def windows(self, indices: NDArray[np.int64], epoch: int) -> NDArray[np.int64]:
+        """Return windows of an epoch, int64 [B, context + 1].
+
+        Raises:
+            DataError: as `TokenStream.windows`.
+        """
+        out = np.empty((len(indices), self._streams[0].context + 1), np.int64)
+        numbers = np.searchsorted(self._ends, indices, side="right")
+        for number in np.unique(numbers).tolist():
+            here, order, count = numbers == number, self._orders[number], int(self._counts[number])
+            places = indices[here] - (self._ends[number] - count) + epoch * count
+            out[here] = self._streams[number].windows(order[places % len(order)])
         return out
 
 
@@ -187,7 +241,7 @@ def prepare(
     out.parent.mkdir(parents=True, exist_ok=True)
     temporary = out.with_name(f"{out.name}.{os.getpid()}.tmp")
     try:
-        about = _write(temporary, _ids(texts, tokenizer, vocab_size), vocab_size)
+        about = write_ids(temporary, _ids(texts, tokenizer, vocab_size), vocab_size)
         if not about["tokens"]:
             raise ValueError(f"{len(texts)} text file(s) contain no tokens: give files with text.")
         out.with_suffix(".json").unlink(missing_ok=True)  # it would describe the new file wrongly
@@ -196,18 +250,6 @@ def prepare(
         temporary.unlink(missing_ok=True)
     out.with_suffix(".json").write_text(json.dumps(about) + "\n", encoding="utf-8")
     return out
-
-
-def _write(file: Path, parts: Iterator[NDArray[np.int64]], vocab_size: int) -> dict[str, Any]:
-    """Write ids; return their description."""
-    dtype = "uint16" if vocab_size <= 2**16 else "uint32"
-    tokens = checksum = 0
-    with open(file, "wb") as stream:
-        for ids in parts:
-            data = ids.astype(DTYPES[dtype]).tobytes()
-            stream.write(data)
-            tokens, checksum = tokens + len(ids), zlib.crc32(data, checksum)
-    return {"dtype": dtype, "vocab_size": vocab_size, "tokens": tokens, "checksum": checksum}
 
 
 def _ids(
@@ -223,12 +265,7 @@ def _ids(
             except UnicodeDecodeError as error:
                 raise ValueError(f"{path} is not UTF-8 ({error}). Convert it, or leave out the tokenizer.") from error
         for ids in parts:
-            if len(ids) and not 0 <= ids.min() <= ids.max() < vocab_size:
-                raise ValueError(
-                    f"{path}: the tokenizer made ids from {ids.min()} to {ids.max()}, and vocab_size={vocab_size} "
-                    "allows 0 and up to one less. Give the vocab_size of the tokenizer."
-                )
-            yield ids
+            yield within(ids, vocab_size, path)
 
 
 def _bytes_of(path: str | Path) -> Iterator[NDArray[np.int64]]:
@@ -238,22 +275,34 @@ def _bytes_of(path: str | Path) -> Iterator[NDArray[np.int64]]:
 
 
 class TokenDataModuleMixin(DataModuleMixin):
-    """DataModule for files of token ids, such as `lightning_sparse.data.tokens.prepare` writes.
+    """DataModule for token ids, and for text, which it tokenises once.
 
     A sample is a window of ``context + 1`` tokens. Windows follow one another, and their inputs do not overlap. Each
     epoch sees all of them once, in an order that (seed, epoch) determines. A resumed run continues with the next batch,
-    also with other nodes. Files are memory-mapped: give each node a copy on a local disk.
+    also with other nodes.
+
+    Files ``.bin`` on a disk of the node, such as `lightning_sparse.data.tokens.prepare` writes, are memory-mapped where
+    they are. Other sources need `cache_dir`: each host reads each shard from storage once, tokenises it if it is text,
+    and keeps its ids there. Shards of ids are ``.bin`` and ``.npy``, shards of text ``.txt``, ``.jsonl``, ``.tar`` and
+    ``.parquet``.
 
     Batches are (inputs int64 [B, context], targets int64 [B, context]): the targets are the inputs, one token later.
 
     Args:
-        train: a ``.bin`` file, or a folder of them.
-        val: the same, to validate on.
+        train: a file, or a folder of shards: a path or an fsspec URL. Or several with weights, as
+            ``{"s3://bucket/web": 0.7, "/data/books": 0.3}``: an epoch takes windows of each in this proportion, and
+            ends when all windows of one were used; the others go on in the next epoch.
+        val: a file, or a folder of shards, to validate on.
         test: the same, to test on; default: `val`.
         context: tokens of a sample.
         batch_size: samples per device and step.
         val_fraction: validate on the end of `train`, this fraction of its windows, instead of on `val`.
         seed: seed of the order.
+        cache_dir: folder on a local disk of each node, for the ids of text and of network storage. Runs may share it.
+        tokenizer: of text: ``"bytes"``, ``"tiktoken:<encoding>"`` or ``"tokenizers:<path of tokenizer.json>"``.
+        vocab_size: number of ids; needed for ``.npy``; default: that of the tokenizer, or of the JSON beside ``.bin``.
+        storage_timeout: seconds to wait for storage that does not respond before the run fails.
+        storage_options: arguments for fsspec to open a URL, such as ``{"endpoint_url": "http://minio:9000"}``.
 
     Raises:
         ValueError: if an argument is out of range, or a file of `train` cannot be used.
@@ -261,62 +310,96 @@ class TokenDataModuleMixin(DataModuleMixin):
 
     def __init__(
         self,
-        train: str | Path,
+        train: str | Path | dict[str, float],
         val: str | Path | None = None,
         test: str | Path | None = None,
         context: int = 1024,
         batch_size: int = 8,
         val_fraction: float | None = None,
         seed: int = 0,
+        *,
+        cache_dir: str | None = None,
+        tokenizer: str = "bytes",
+        vocab_size: int | None = None,
+        storage_timeout: float = 300.0,
+        storage_options: dict[str, Any] | None = None,
     ) -> None:
         super().__init__()
         SamplerConfig(batch_size=batch_size)
-        if context < 1:
-            raise ValueError(f"context={context} must be at least 1: it is the number of tokens of a sample.")
-        if val_fraction is not None and not 0 < val_fraction < 1:
-            raise ValueError(f"val_fraction={val_fraction} must be between 0 and 1: it is a fraction of train.")
-        if val is not None and val_fraction is not None:
-            raise ValueError(f"val={str(val)!r} and val_fraction={val_fraction} exclude each other: omit one.")
-        given = {"train": train, "val": val, "test": test}
-        self._paths = {split: str(path) for split, path in given.items() if path is not None}
+        _check_options(context, val, val_fraction, vocab_size)
+        self._weights = _weights_of(train, val_fraction)
+        self._paths = {split: str(path) for split, path in (("val", val), ("test", test)) if path is not None}
         self._context, self._val_fraction, self._seed = context, val_fraction, seed
         self.batch_size = batch_size
-        self.vocab_size = files_of(train)[0].vocab_size
-        """Number of token ids."""
+        self._sources: dict[str, TokenSource] = {}  # by path
+        for path in (*self._weights, *self._paths.values()):
+            if cache_dir is not None and not is_mapped_in_place(path):
+                options = storage_options if "://" in path else None
+                self._sources[path] = TokenSource.of(
+                    path, cache_dir, tokenizer, vocab_size, storage_timeout=storage_timeout, storage_options=options
+                )
+        self._vocab_size = vocab_size
+        for path in sorted(self._weights.keys() - self._sources.keys()):
+            own = files_of(path)[0].vocab_size
+            if self._vocab_size not in (None, own):
+                raise ValueError(f"{path} has vocab_size {own}, not {self._vocab_size}: use one tokenizer for all.")
+            self._vocab_size = own
         self._topology: Topology | None = None
-        self._streams: dict[str, TokenStream] = {}
+        self._streams: dict[str, TokenStream | Mixture] = {}
         self._loaders: dict[str, TrainLoader | EvalLoader] = {}
 
+    @property
+    def vocab_size(self) -> int:
+        """Number of token ids. Available before setup, to create the model: lists the shards, if it depends on them."""
+        if self._vocab_size is None:
+            source = self._sources[next(iter(self._weights))]
+            self._vocab_size = source.size_of_vocabulary(source.listed())
+        return self._vocab_size
+
     def __str__(self) -> str:
-        return described(type(self), {"train": self._paths["train"]})
+        return described(type(self), {"train": ", ".join(self._weights)})
 
     def setup(self, stage: str) -> None:
-        """Map the files. A collective.
+        """Map the files, after those that are missing in the cache were made. A collective.
 
         Raises:
             ValueError: if a file cannot be used, or differs between ranks.
+            DataError: if storage or the cache folder cannot be used.
         """
         self._close()
-
-        def opened() -> dict[str, str]:
-            self._streams = {split: TokenStream(path, self._context) for split, path in self._paths.items()}
-            for stream in self._streams.values():
-                if stream.vocab_size != self.vocab_size:
-                    raise ValueError(
-                        f"{stream.path} has vocab_size {stream.vocab_size}, but train={self._paths['train']!r} has "
-                        f"{self.vocab_size}: use one tokenizer for all files."
-                    )
-            return {split: stream.fingerprint for split, stream in self._streams.items()}
-
-        self._topology = find_topology(*self._position)
-        fingerprints = on_all_ranks(opened)
+        self._topology = topology = find_topology(*self._position)
+        if len(set(on_all_ranks(lambda: tuple(self._sources)))) > 1:
+            raise ValueError(f"{', '.join(self._all_paths)}: some nodes have the files, others do not.")
+        made = {path: prepared(source, topology) for path, source in self._sources.items()}
+        fingerprints = on_all_ranks(lambda: self._open(made))
         for rank, each in enumerate(fingerprints):
-            for split, fingerprint in each.items():
-                if fingerprint != fingerprints[0][split]:
+            for path, fingerprint in each.items():
+                if fingerprint != fingerprints[0][path]:
                     raise ValueError(
-                        f"{split}={self._paths[split]!r} has other tokens on rank {rank} than on rank 0: copy the "
-                        "same files to all nodes."
+                        f"{path} has other tokens on rank {rank} than on rank 0: copy the same files to all nodes."
                     )
+
+    @property
+    def _all_paths(self) -> tuple[str, ...]:
+        return (*self._weights, *self._paths.values())
+
+    def _open(self, made: Mapping[str, Sequence[Path]]) -> dict[str, str]:
+        """Map the files; return the fingerprint of each path.
+
+        Args:
+            made: files in the cache, of those paths that are not mapped in place.
+        """
+        streams = {path: TokenStream(path, self._context, made.get(path)) for path in self._all_paths}
+        for path, stream in streams.items():
+            if stream.vocab_size != self.vocab_size:
+                raise ValueError(
+                    f"{path} has vocab_size {stream.vocab_size}, but train={next(iter(self._weights))!r} has "
+                    f"{self.vocab_size}: use one tokenizer for all files."
+                )
+        self._streams = {split: streams[path] for split, path in self._paths.items()}
+        mixed = [streams[path] for path in self._weights]
+        self._streams["train"] = mixed[0] if len(mixed) == 1 else Mixture(mixed, [*self._weights.values()], self._seed)
+        return {path: stream.fingerprint for path, stream in streams.items()}
 
     def train_dataloader(self) -> TrainLoader:
         """Random windows of this rank."""
@@ -324,7 +407,7 @@ class TokenDataModuleMixin(DataModuleMixin):
         sampler = Sampler(self._samples("train"), lambda nodes: np.arange(len(stream)) % nodes, self._sampler(topology))
         loader = TrainLoader(
             sampler,
-            TokenPipeline(stream, pin=self._device.type == "cuda"),
+            TokenPipeline(stream, pin=self._device.type == "cuda", fixed=self._fixed),
             rank=(topology.node_index, topology.device_index),
             fingerprint=stream.fingerprint,
             fixed=self._fixed,
@@ -382,7 +465,7 @@ class TokenDataModuleMixin(DataModuleMixin):
         devices = tuple(len(node) for node in topology.nodes)
         return SamplerConfig(batch_size=self.batch_size, devices=devices, shuffle="global", seed=self._seed)
 
-    def _opened(self, split: str) -> tuple[TokenStream, Topology]:
+    def _opened(self, split: str) -> tuple[TokenStream | Mixture, Topology]:
         if self._topology is None:
             raise ValueError("TokenDataModule has no loaders before setup(): call it, or use a Trainer.")
         return self._streams[split], self._topology
@@ -400,15 +483,45 @@ class TokenDataModuleMixin(DataModuleMixin):
         self._forget_loader()
 
 
+def _check_options(context: int, val: object, val_fraction: float | None, vocab_size: int | None) -> None:
+    """Raise ValueError if an option of `TokenDataModuleMixin` is out of range."""
+    if context < 1:
+        raise ValueError(f"context={context} must be at least 1: it is the number of tokens of a sample.")
+    if val_fraction is not None and not 0 < val_fraction < 1:
+        raise ValueError(f"val_fraction={val_fraction} must be between 0 and 1: it is a fraction of train.")
+    if val is not None and val_fraction is not None:
+        raise ValueError(f"val={str(val)!r} and val_fraction={val_fraction} exclude each other: omit one.")
+    if vocab_size is not None and not 1 <= vocab_size <= 2**32:
+        raise ValueError(f"vocab_size={vocab_size} must be between 1 and 2**32: it is the number of ids.")
+
+
+def _weights_of(train: str | Path | Mapping[str, float], val_fraction: float | None) -> dict[str, float]:
+    """Return the weight of each path of `train`."""
+    if not isinstance(train, Mapping):
+        return {str(train): 1.0}
+    if not train:
+        raise ValueError("train={} names no source: give a path, or paths with weights.")
+    for path, weight in train.items():
+        if isinstance(weight, bool) or not isinstance(weight, (int, float)) or not 0 < weight < math.inf:
+            raise ValueError(
+                f"train: the weight {weight!r} of {path} must be a finite number above 0: omit a source that is not "
+                "used."
+            )
+    if val_fraction is not None and len(train) > 1:
+        raise ValueError(f"val_fraction={val_fraction} is the end of one source, and train has {len(train)}: use val.")
+    return {str(path): float(weight) for path, weight in train.items()}
+
+
 class TokenPipeline:
     """Makes batches of windows, in a thread: pages of the files are read from disk when they are used.
 
     Args:
         pin: use pinned memory, for asynchronous copies to a GPU.
+        fixed: use the windows of epoch 0 in every epoch.
     """
 
-    def __init__(self, stream: TokenStream, *, pin: bool = False) -> None:
-        self._stream, self._pin = stream, pin
+    def __init__(self, stream: TokenStream | Mixture, *, pin: bool = False, fixed: bool = False) -> None:
+        self._stream, self._pin, self._fixed = stream, pin, fixed
 
     def run(self, requests: Iterable[BatchRequest]) -> Generator[tuple[Tensor, Tensor], None, None]:
         """Yield (inputs, targets), int64 [B, context] each, in the order of requests."""
@@ -418,6 +531,6 @@ class TokenPipeline:
         """There is nothing to free."""
 
     def _make(self, request: BatchRequest) -> tuple[Tensor, Tensor]:
-        windows = torch.from_numpy(self._stream.windows(request.indices))
+        windows = torch.from_numpy(self._stream.windows(request.indices, 0 if self._fixed else request.epoch))
         inputs, targets = windows[:, :-1].contiguous(), windows[:, 1:].contiguous()
         return (inputs.pin_memory(), targets.pin_memory()) if self._pin else (inputs, targets)

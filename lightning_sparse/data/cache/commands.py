@@ -241,4 +241,7 @@ def _splits(folder: Path) -> tuple[tuple[str, int, int, int], ...]:
         except DataError:
             continue  # corrupt; the run that uses it reports it
         rows.append((split, kept, files, nbytes))
+    for tokens in sorted(folder.glob("tokens-*")):  # of a tokenizer, see `shards.py`
+        sizes = [each.stat().st_size for each in tokens.glob("*.bin") if each.with_suffix(".json").exists()]
+        rows.append((tokens.name, len(sizes), len(list(tokens.glob("*.bin"))), sum(sizes)))
     return tuple(rows)

@@ -1,0 +1,457 @@
+"""Shards of tokens on network storage: read once, tokenised if they are text, and mapped from the local disk.
+
+::
+
+    <cache_dir>/v1-<hash of the source>/     as of other sources, see `folders.py`
+        tokens-<hash of the tokenizer>/      also of vocab_size
+            <hash of a shard's path>.bin     its ids
+            <hash of a shard's path>.json    their description, and the shard's path, size and time on storage
+            shards.json                      the list of the shards, for when storage does not answer
+
+Programs of one worker each (this module, run) make the shards, so that a script needs no ``if __name__ ==
+"__main__"``. A shard is renamed when it is whole: a run that was killed goes on with the next one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import io
+import json
+import os
+import pickle
+import subprocess
+import sys
+import threading
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import wait as wait_for
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple, cast
+
+import numpy as np
+from numpy.typing import NDArray
+from tqdm import tqdm
+
+from lightning_sparse.data.config import CacheConfig, DataError
+from lightning_sparse.data.folders import (
+    NETWORK_FILE_SYSTEMS,
+    cache_folder,
+    file_system,
+    is_read_only,
+    locked,
+    private_folder,
+    usable,
+    write_private,
+)
+from lightning_sparse.data.peers.collectives import on_all_ranks, on_rank_zero
+from lightning_sparse.data.sources.listing import CHECK_S
+from lightning_sparse.data.sources.storage import MissingFolderError, Storage, Unreadable
+from lightning_sparse.data.text import DTYPES, TEXT_SUFFIXES, Tokenizer, documents, tokenizer_of, within, write_ids
+from lightning_sparse.messages import log
+from lightning_sparse.topology import Topology
+
+PART = 1 << 24  # bytes of a request
+POLL_S = 2.0  # far below the timeout of a process group
+ID_SUFFIXES = (".bin", ".npy")
+Progress = Callable[[int], None]
+
+
+class Shard(NamedTuple):
+    """A file as it is on storage."""
+
+    path: str
+    size: int
+    mtime_ns: int
+
+
+class ShardFile(io.RawIOBase):
+    """A file on storage, read in parts.
+
+    Args:
+        progress: called with the size of each part that was read.
+    """
+
+    def __init__(self, storage: Storage, shard: Shard, progress: Progress) -> None:
+        self._storage, self._shard, self._progress = storage, shard, progress
+        self._at = self._first = 0
+        self._part = b""
+        self._size = shard.size
+        if not shard.size:  # of a server that does not list sizes
+            self._fetch()
+            self._size = len(self._part)
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = 0) -> int:
+        self._at = offset + (0, self._at, self._size)[whence]
+        return self._at
+
+    def tell(self) -> int:
+        return self._at
+
+    def readinto(self, buffer: Any) -> int:
+        if self._at >= self._size:
+            return 0
+        if not self._first <= self._at < self._first + len(self._part):
+            self._fetch()
+        part = self._part[self._at - self._first :][: len(buffer)]
+        buffer[: len(part)] = part
+        self._at += len(part)
+        return len(part)
+
+    def _fetch(self) -> None:
+        shard, first = self._shard, self._at
+        last = min(first + PART, shard.size)
+        (found,) = self._storage.read([(shard.path, first, last) if shard.size else shard.path])
+        if isinstance(found, Unreadable):
+            raise DataError(f"{self._storage.source}: {shard.path} cannot be read: {found.reason}.")
+        if (shard.size and len(found.data) != last - first) or (found.mtime_ns and found.mtime_ns != shard.mtime_ns):
+            raise DataError(f"{self._storage.source}: {shard.path} has changed while it was read. Start again.")
+        self._first, self._part = first, found.data
+        self._progress(len(found.data))
+
+
+@dataclass(frozen=True)
+class TokenSource:
+    """The shards of a source.
+
+    Args:
+        config: where they are, and where the cache is.
+        only: name of the only shard to use; "": all of the folder.
+        tokenizer, vocab_size: as `TokenDataModule`.
+    """
+
+    config: CacheConfig
+    only: str
+    tokenizer: str
+    vocab_size: int | None
+
+    @classmethod
+    def of(cls, path: str, cache_dir: str, tokenizer: str, vocab_size: int | None, **options: Any) -> TokenSource:
+        """Return the source of a folder, or of a file in it. Raises: ValueError: as `CacheConfig` and `tokenizer_of`"""
+        folder, _, name = (path if "://" in path else os.path.abspath(path)).rpartition("/")
+        is_file = Path(name).suffix in (*ID_SUFFIXES, *TEXT_SUFFIXES)
+        config = CacheConfig(source=folder or "/" if is_file else path, cache_dir=cache_dir, format="bytes", **options)
+        source = cls(config, name if is_file else "", tokenizer, vocab_size)
+        source.encoder  # noqa: B018  an unknown one is refused now
+        return source
+
+    @cached_property
+    def encoder(self) -> Tokenizer:
+        """The tokenizer. Raises: ValueError: as `tokenizer_of`."""
+        return tokenizer_of(self.tokenizer)
+
+    @cached_property
+    def folder(self) -> Path:
+        """Return the cache folder of the ids."""
+        key = f"{self.encoder.identity} {self.vocab_size}"
+        root = cache_folder(self.config)
+        folder = root / f"tokens-{hashlib.blake2b(key.encode(), digest_size=8).hexdigest()}"
+        if not is_read_only(root):
+            private_folder(folder)
+        return folder
+
+    def size_of_vocabulary(self, shards: Sequence[Shard]) -> int:
+        """Return the given one, or that of the tokenizer, or of the file beside the first shard."""
+        if self.vocab_size is not None:
+            return self.vocab_size
+        if Path(shards[0].path).suffix in TEXT_SUFFIXES:
+            return self.encoder.vocab_size
+        kept = described(self.file(shards[0]))
+        if kept is not None:
+            return int(kept["vocab_size"])
+        with Storage.of(self.config, readers=1) as storage:
+            return int(_beside(storage, shards[0])["vocab_size"])
+
+    def file(self, shard: Shard) -> Path:
+        """Return where the ids of a shard are kept."""
+        return self.folder / f"{hashlib.blake2b(shard.path.encode(), digest_size=12).hexdigest()}.bin"
+
+    def listed(self) -> list[Shard]:
+        """List the shards. Without an answer from storage, return those that were listed last.
+
+        Raises:
+            ValueError: if there are none, or if they are not of one kind.
+            DataError: if storage does not answer.
+        """
+        name = hashlib.blake2b(self.only.encode(), digest_size=4).hexdigest() if self.only else "shards"
+        file = self.folder / f"{name}.json"
+        kept = [Shard(*each) for each in json.loads(file.read_text())] if file.exists() else None
+        timeout = self.config.storage_timeout if kept is None else min(CHECK_S, self.config.storage_timeout)
+        try:
+            with Storage.of(self.config, timeout=timeout, readers=1) as storage:
+                found = self._found(storage)
+        except DataError as error:
+            if kept is None:
+                raise
+            log.warning("using the list of shards in the cache, because storage cannot be asked: %s", error)
+            return kept
+        for shard in set(found) - set(kept or found):
+            known = any(each.path == shard.path for each in kept or ())
+            log.info("%s: %s %s: reading it", self.config.source, shard.path, "has changed" if known else "is new")
+        if found != kept and os.access(file.parent, os.W_OK):
+            with usable(file.parent):
+                write_private(file, json.dumps(found).encode())
+        return found
+
+    def _found(self, storage: Storage) -> list[Shard]:
+        source = self.config.source
+        try:
+            files = storage.files("") if self.only else next(storage.listing([""], images=False)).files
+        except MissingFolderError as error:
+            raise ValueError(f"{source} cannot be listed: check the path, and that it is mounted.") from error
+        found = sorted(Shard(*each) for each in files if self.only in ("", each[0]))
+        text = [each for each in found if Path(each.path).suffix in TEXT_SUFFIXES]
+        ids = [each for each in found if Path(each.path).suffix in ID_SUFFIXES]
+        if text and ids:
+            raise ValueError(
+                f"{source} has ids ({ids[0].path}) and text ({text[0].path}): put them into folders of their own."
+            )
+        if not text and not ids:
+            raise ValueError(
+                f"{source}/{self.only} has no shards: there must be files of ids ({', '.join(ID_SUFFIXES)}) or of text "
+                f"({', '.join(TEXT_SUFFIXES)})."
+            )
+        return text or ids
+
+    def is_kept(self, shard: Shard) -> bool:
+        """Whether the ids of the shard, as it is now, are in the cache."""
+        about, file = described(self.file(shard)), self.file(shard)
+        if about is None or [about.get("path"), about.get("size"), about.get("mtime_ns")] != list(shard):
+            return False
+        return file.exists() and file.stat().st_size == about["tokens"] * DTYPES[about["dtype"]].itemsize
+
+    def make(self, shard: Shard, storage: Storage, progress: Progress) -> int:
+        """Write the ids of a shard to the cache, unless another process has; return the number of empty documents.
+
+        Raises:
+            ValueError: if the shard cannot be used.
+            DataError: if storage or the cache folder cannot be used.
+        """
+        target = self.file(shard)
+        with usable(target.parent), locked(target.with_suffix(".lock")):
+            if self.is_kept(shard):
+                return 0
+            for left in target.parent.glob(f"{target.name}.*.tmp"):  # by a process that was killed
+                left.unlink()
+            temporary = target.with_name(f"{target.name}.{os.getpid()}.tmp")
+            size, empty = self.size_of_vocabulary([shard]), [0]
+            with io.BufferedReader(ShardFile(storage, shard, progress), 1 << 16) as file:
+                parts = self._ids(shard, storage, cast(BinaryIO, file), empty)
+                try:
+                    checked = (within(each, size, f"{self.config.source}/{shard.path}") for each in parts)
+                    about = write_ids(temporary, checked, size)
+                    target.with_suffix(".json").unlink(missing_ok=True)  # it would describe the new file wrongly
+                    os.replace(temporary, target)
+                finally:
+                    temporary.unlink(missing_ok=True)
+            write_private(target.with_suffix(".json"), json.dumps({**about, **shard._asdict()}).encode())
+            return empty[0]
+
+    def _ids(self, shard: Shard, storage: Storage, file: BinaryIO, empty: list[int]) -> Iterator[NDArray[np.int64]]:
+        name = f"{self.config.source}/{shard.path}"
+        if shard.path.endswith(".bin"):
+            yield from _of_bin(name, file, _beside(storage, shard))
+        elif shard.path.endswith(".npy"):
+            yield from _of_npy(name, file, self.vocab_size)
+        else:
+            first = True
+            for text in documents(name, file):
+                if not text:
+                    empty[0] += 1
+                    continue
+                if not first and self.encoder.end is not None:
+                    yield np.array([self.encoder.end])
+                first = False
+                try:
+                    yield np.asarray(self.encoder.encode(text)).astype(np.int64)
+                except UnicodeDecodeError as error:
+                    raise ValueError(f"{name} is not UTF-8 ({error}): convert it.") from error
+
+
+def described(file: Path) -> dict[str, Any] | None:
+    """Return what the JSON beside a file in the cache says; None if there is none."""
+    try:
+        found = json.loads(file.with_suffix(".json").read_text())
+    except (OSError, ValueError):
+        return None
+    return found if isinstance(found, dict) else None
+
+
+def _beside(storage: Storage, shard: Shard) -> dict[str, Any]:
+    """Return what the JSON beside a ``.bin`` on storage says."""
+    name = f"{shard.path.rpartition('.')[0]}.json"
+    (found,) = storage.read([name])
+    try:
+        if isinstance(found, Unreadable):
+            raise ValueError(found.reason)
+        about: dict[str, Any] = json.loads(found.data)
+        return {**about, "dtype": DTYPES[about["dtype"]], "vocab_size": int(about["vocab_size"])}
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(
+            f"{storage.source}/{name} must describe {shard.path}, as in "
+            f'{{"dtype": "uint16", "vocab_size": 50257}} ({type(error).__name__}: {error}). Files .npy need vocab_size.'
+        ) from error
+
+
+def _of_bin(name: str, file: BinaryIO, about: dict[str, Any]) -> Iterator[NDArray[np.int64]]:
+    dtype, checksum, size = about["dtype"], 0, file.seek(0, 2)
+    file.seek(0)
+    if size % dtype.itemsize or about.get("tokens", size // dtype.itemsize) != size // dtype.itemsize:
+        raise ValueError(f"{name} has {size:,} bytes, which its JSON does not describe: write it again.")
+    while part := file.read(PART):
+        checksum = zlib.crc32(part, checksum)
+        yield np.frombuffer(part, dtype).astype(np.int64)
+    if about.get("checksum", checksum) != checksum:
+        raise ValueError(f"{name} is damaged: its checksum is not that in its JSON. Write it again.")
+
+
+def _of_npy(name: str, file: BinaryIO, vocab_size: int | None) -> Iterator[NDArray[np.int64]]:
+    try:
+        version = np.lib.format.read_magic(file)
+        read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
+        shape, _, dtype = read(file)
+    except ValueError as error:
+        raise ValueError(f"{name} is not a file of numpy ({error}).") from error
+    if len(shape) != 1 or dtype.kind not in "iu":
+        raise ValueError(f"{name} has {dtype} {shape}, but ids are whole numbers, an array [N]: write these.")
+    left = int(shape[0])
+    while left:
+        part = np.frombuffer(file.read(min(left * dtype.itemsize, PART)), dtype)
+        if not len(part):
+            raise ValueError(f"{name} ends before the {shape[0]:,} ids that it has: write it again.")
+        left -= len(part)
+        yield part.astype(np.int64)
+
+
+def is_mapped_in_place(path: str) -> bool:
+    """Whether a path is a ``.bin``, or a folder of them, on a disk of this node."""
+    here = Path(path)
+    found = here.suffix == ".bin" if not here.is_dir() else any(here.glob("*.bin"))
+    return found and "://" not in path and file_system(here) not in NETWORK_FILE_SYSTEMS
+
+
+def prepared(source: TokenSource, topology: Topology) -> list[Path]:
+    """Return the files of ids of all shards, after one process of each host has made those that are missing. A
+    collective.
+
+    Raises:
+        ValueError, DataError: on all ranks, as `TokenSource.listed` and `TokenSource.make` on one.
+    """
+    shards = on_rank_zero(source.listed)
+    stop = threading.Event()
+    with ThreadPoolExecutor(1) as pool:
+        work: Future[None] | None = None
+        if topology.device_index == 0:
+            work = pool.submit(_make_all, source, shards, stop, topology.rank == 0)
+
+        def is_done() -> bool:
+            if work is None:
+                return True
+            wait_for([work], POLL_S)
+            if work.done():
+                work.result()
+            return work.done()
+
+        try:
+            while not all(on_all_ranks(is_done)):
+                pass
+        finally:
+            stop.set()
+    return [source.file(each) for each in shards]
+
+
+def _make_all(source: TokenSource, shards: Sequence[Shard], stop: threading.Event, is_first: bool) -> None:
+    """Make the shards that are missing, in several processes."""
+    missing = sorted((each for each in shards if not source.is_kept(each)), key=lambda each: -each.size)
+    if not missing:
+        return
+    workers = min(len(missing), len(os.sched_getaffinity(0)), 16)
+    total = sum(each.size for each in missing)
+    skipped = 0
+    with (
+        tqdm(
+            total=total, desc=f"tokens of {source.config.source}", unit="B", unit_scale=True, disable=not is_first
+        ) as bar,
+        ThreadPoolExecutor(workers) as pool,
+    ):
+        running = [pool.submit(_supervise, source, missing[each::workers], stop, bar) for each in range(workers)]
+        try:
+            skipped = sum(each.result() for each in running)
+        finally:
+            stop.set()
+    if skipped:
+        log.info("%s: skipped %s empty document(s)", source.config.source, f"{skipped:,}")
+
+
+def _supervise(source: TokenSource, shards: Sequence[Shard], stop: threading.Event, bar: tqdm[None]) -> int:
+    """Run a worker until its shards are made; return the number of empty documents."""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    command = [sys.executable, "-m", "lightning_sparse.data.shards"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment) as worker:
+        assert worker.stdin is not None
+        assert worker.stdout is not None
+        ended = threading.Event()
+
+        def end_early() -> None:
+            while not ended.wait(0.2):
+                if stop.is_set():
+                    worker.kill()
+
+        watch = threading.Thread(target=end_early, daemon=True)
+        watch.start()
+        try:
+            own = TokenSource(source.config, source.only, source.tokenizer, source.vocab_size)  # without the tokenizer
+            pickle.dump((own, shards), worker.stdin)
+            worker.stdin.flush()  # left open: its end tells the worker that this process is gone
+            while True:
+                kind, value = pickle.load(worker.stdout)
+                if kind == "read":
+                    bar.update(value)
+                elif kind == "error":
+                    raise value
+                else:
+                    return int(value)
+        except (EOFError, BrokenPipeError) as error:
+            raise DataError(f"a process that tokenises {source.config.source} ended early. Start again.") from error
+        finally:
+            worker.kill()
+            ended.set()
+            watch.join()
+
+
+def main() -> None:
+    """A worker: makes the shards that stdin names, and reports to stdout."""
+    source, shards = pickle.load(sys.stdin.buffer)
+    report = os.fdopen(os.dup(1), "wb", buffering=0)
+    os.dup2(2, 1)  # what a tokenizer prints is no report
+
+    def tell(kind: str, value: Any) -> None:
+        with contextlib.suppress(BrokenPipeError):
+            report.write(pickle.dumps((kind, value)))
+
+    def leave_with_parent() -> None:
+        sys.stdin.buffer.read()
+        os._exit(1)
+
+    threading.Thread(target=leave_with_parent, daemon=True).start()
+    try:
+        with Storage.of(source.config) as storage:
+            empty = sum(source.make(each, storage, lambda size: tell("read", size)) for each in shards)
+        tell("end", empty)
+    except Exception as error:
+        said = str(error) if isinstance(error, (ValueError, DataError)) else f"{type(error).__name__}: {error}"
+        tell("error", ValueError(said) if isinstance(error, ValueError) else DataError(said))
+    os._exit(0)  # the thread still reads
+
+
+if __name__ == "__main__":
+    main()

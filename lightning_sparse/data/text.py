@@ -1,0 +1,150 @@
+"""Documents of text shards, tokenizers by name, and the files of ids that they become."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import tarfile
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+from numpy.typing import NDArray
+
+BYTES = 256  # ids without a tokenizer
+DTYPES: dict[str, np.dtype[Any]] = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
+TEXT_SUFFIXES = (".txt", ".jsonl", ".tar", ".parquet")
+_ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[SEP]")  # in tokenizer.json, which does not say which
+
+
+@dataclass(frozen=True)
+class Tokenizer:
+    """Makes ids of documents.
+
+    Args:
+        identity: differs where ids may differ.
+        encode: returns the ids of a document, given in UTF-8.
+        vocab_size: number of ids.
+        end: id between two documents of a shard; None: nothing is put there.
+    """
+
+    identity: str
+    encode: Callable[[bytes], NDArray[Any] | Sequence[int]]
+    vocab_size: int
+    end: int | None
+
+
+def tokenizer_of(name: str) -> Tokenizer:
+    """Return the tokenizer ``"bytes"``, ``"tiktoken:<encoding>"`` or ``"tokenizers:<tokenizer.json>"``.
+
+    Raises:
+        ValueError: if there is none of this name, or its package is not installed.
+    """
+    kind, _, which = name.partition(":")
+    if name == "bytes":
+        return Tokenizer(name, lambda text: np.frombuffer(text, np.uint8), BYTES, 0)  # no text contains the byte 0
+    if kind not in ("tiktoken", "tokenizers") or not which:
+        raise ValueError(
+            f"tokenizer={name!r} must be 'bytes', an encoding such as 'tiktoken:gpt2', or a file such as "
+            "'tokenizers:/data/tokenizer.json'."
+        )
+    try:
+        return _tiktoken(which) if kind == "tiktoken" else _tokenizers(which)
+    except ImportError as error:
+        raise ValueError(f"tokenizer={name!r} needs {kind}: `pip install 'lightning-sparse[tokenizers]'`.") from error
+    except Exception as error:  # of the package, for a name or a file that it cannot use
+        raise ValueError(f"tokenizer={name!r} cannot be used ({type(error).__name__}: {error}).") from error
+
+
+def _tiktoken(name: str) -> Tokenizer:
+    import tiktoken  # type: ignore[import-not-found, unused-ignore]
+
+    found = tiktoken.get_encoding(name)
+    return Tokenizer(
+        f"tiktoken:{name}", lambda text: found.encode_ordinary(text.decode()), found.n_vocab, found.eot_token
+    )
+
+
+def _tokenizers(file: str) -> Tokenizer:
+    import tokenizers  # type: ignore[import-not-found, unused-ignore]
+
+    about = Path(file).read_bytes()
+    found = tokenizers.Tokenizer.from_str(about.decode())
+    end = next((each for each in map(found.token_to_id, _ENDS) if each is not None), None)
+    return Tokenizer(
+        f"tokenizers:{hashlib.blake2b(about, digest_size=16).hexdigest()}",
+        lambda text: found.encode(text.decode(), add_special_tokens=False).ids,
+        found.get_vocab_size(),
+        end,
+    )
+
+
+def documents(name: str, file: BinaryIO) -> Iterator[bytes]:
+    """Yield the documents of a shard, in UTF-8: of ``.txt`` the whole, of ``.jsonl`` the field `text` of each line, of
+    ``.tar`` its members ``.txt`` and ``.json``, of ``.parquet`` the column `text`.
+
+    Raises:
+        ValueError: if the shard is not what its name says.
+    """
+    kinds: dict[str, Callable[[BinaryIO], Iterable[bytes]]] = {
+        ".txt": lambda file: [file.read()],
+        ".jsonl": lambda file: (_field(line) for line in file if line.strip()),
+        ".tar": _members,
+        ".parquet": _rows,
+    }
+    try:
+        yield from kinds[Path(name).suffix](file)
+    except ImportError as error:
+        raise ValueError(f"{name} needs pyarrow: `pip install 'lightning-sparse[storage]'`.") from error
+    except (ValueError, KeyError, TypeError, tarfile.TarError) as error:
+        raise ValueError(f"{name} cannot be read as text ({type(error).__name__}: {error}).") from error
+
+
+def _field(line: bytes) -> bytes:
+    text: str = json.loads(line)["text"]
+    if not isinstance(text, str):
+        raise TypeError(f"the field text is {type(text).__name__}, not a string")
+    return text.encode()
+
+
+def _members(file: BinaryIO) -> Iterator[bytes]:
+    with tarfile.open(fileobj=file, mode="r|") as tar:
+        for member in tar:
+            stream = tar.extractfile(member) if member.name.endswith((".txt", ".json")) else None
+            if stream is not None:
+                yield _field(stream.read()) if member.name.endswith(".json") else stream.read()
+
+
+def _rows(file: BinaryIO) -> Iterator[bytes]:
+    import pyarrow
+    from pyarrow.parquet import ParquetFile
+
+    for batch in ParquetFile(pyarrow.PythonFile(file, "r")).iter_batches(1024, columns=["text"]):
+        if not batch.num_columns:
+            raise KeyError("it has no column text")
+        yield from ((each or "").encode() for each in batch.column(0).to_pylist())
+
+
+def within(ids: NDArray[np.int64], vocab_size: int, path: str | Path) -> NDArray[np.int64]:
+    """Return the ids. Raises ValueError, naming the file, if one is not in the vocabulary."""
+    if len(ids) and not 0 <= ids.min() <= ids.max() < vocab_size:
+        raise ValueError(
+            f"{path} has ids from {ids.min()} to {ids.max()}, and vocab_size={vocab_size} allows 0 and up to one less. "
+            "Give the vocab_size of the tokenizer."
+        )
+    return ids
+
+
+def write_ids(file: Path, parts: Iterable[NDArray[np.int64]], vocab_size: int) -> dict[str, Any]:
+    """Write ids; return their description."""
+    dtype = "uint16" if vocab_size <= 2**16 else "uint32"
+    tokens = checksum = 0
+    with open(file, "wb") as stream:
+        for ids in parts:
+            data = ids.astype(DTYPES[dtype]).tobytes()
+            stream.write(data)
+            tokens, checksum = tokens + len(ids), zlib.crc32(data, checksum)
+    return {"dtype": dtype, "vocab_size": vocab_size, "tokens": tokens, "checksum": checksum}

@@ -1,0 +1,420 @@
+"""Shards of tokens: read once, tokenised once, kept on the local disk, and refused where they are wrong."""
+
+from __future__ import annotations
+
+import io
+import json
+import logging
+import os
+import signal
+import subprocess
+import sys
+import tarfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from lightning_sparse.data.config import DataError
+from lightning_sparse.data.tokens import prepare
+from lightning_sparse.flavours.pytorch_lightning import TokenDataModule
+from tests.data.test_urls import KEY, Server
+from tests.helpers.distributed import run_ranks
+
+TEXTS = ["In the beginning. " * 20, "And then, héllo. " * 30, "The end. " * 40]
+
+
+def module(source: str | Path | dict[str, float], cache: Path, **more: Any) -> TokenDataModule:
+    return TokenDataModule(source, **{"context": 8, "batch_size": 4, "cache_dir": str(cache), **more})
+
+
+def ids(source: str | Path, cache: Path, **more: Any) -> list[list[int]]:
+    """The ids of each shard."""
+    data = module(source, cache, **more)
+    data.setup("fit")
+    found = [each.tolist() for each in data._streams["train"]._maps]
+    data.teardown("fit")
+    return found
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    source = tmp_path / "source"
+    (source / "deep").mkdir(parents=True)
+    for name, text in zip(("a.txt", "b.txt", "deep/c.txt"), TEXTS, strict=True):
+        (source / name).write_text(text)
+    return source
+
+
+@pytest.fixture
+def server(folder: Path) -> Iterator[Server]:
+    pytest.importorskip("aiohttp", reason="fsspec opens http with it")
+    serving = Server(folder)
+    yield serving
+    serving.close()
+
+
+def test_ids_of_storage_are_those_of_the_plain_file(folder: Path, tmp_path: Path) -> None:
+    assert ids(folder, tmp_path / "cache") == [list(text.encode()) for text in TEXTS]
+    assert ids(folder / "b.txt", tmp_path / "cache") == [list(TEXTS[1].encode())]
+    plain = prepare([folder / "a.txt"], tmp_path / "plain")
+    mapped, cached = TokenDataModule(plain, context=8), module(folder / "a.txt", tmp_path / "cache")
+    for each in (mapped, cached):
+        each.setup("fit")
+    assert mapped._streams["train"].fingerprint == cached._streams["train"].fingerprint
+    assert module(plain, tmp_path / "unused").vocab_size == cached.vocab_size == 256
+    assert not (tmp_path / "unused").exists(), "plain local files stay in place"
+
+
+def test_storage_is_read_once_over_epochs_and_restarts(server: Server, tmp_path: Path) -> None:
+    for _ in range(3):
+        data = module(server.url, tmp_path / "cache", storage_options=KEY)
+        data.setup("fit")
+        for _ in range(3):
+            assert sum(1 for _ in data.train_dataloader()) > 3
+        data.teardown("fit")
+        read = {key: count for key, count in server.requests.items() if key[0] == "GET" and key[1]}
+        assert read == {("GET", ".txt"): 3}
+
+
+def test_every_format_of_text_has_its_documents(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    pyarrow = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+
+    source = tmp_path / "source"
+    source.mkdir()
+    lines = [json.dumps({"text": each}) for each in ("one", "", "twö")]
+    (source / "a.jsonl").write_text("\n".join(lines) + "\n\n")
+    parquet.write_table(pyarrow.table({"id": [1, 2, 3], "text": ["one", None, "twö"]}), source / "b.parquet")
+    with tarfile.open(source / "c.tar", "w") as tar:
+        for name, data in {"1.txt": b"one", "1.jpg": b"xx", "2.json": lines[2].encode(), "3.txt": b""}.items():
+            about = tarfile.TarInfo(name)
+            about.size = len(data)
+            tar.addfile(about, io.BytesIO(data))
+    with caplog.at_level(logging.INFO, "lightning_sparse"):
+        assert ids(source, tmp_path / "cache", context=2) == [list("one\0twö".encode())] * 3
+    assert "skipped 3 empty document(s)" in caplog.text
+
+
+def test_shards_of_ids_are_kept_and_verified(server: Server, folder: Path, tmp_path: Path) -> None:
+    for text in folder.rglob("*.txt"):
+        prepare([text], text.with_suffix(".bin"), lambda text: [300 + each for each in text.encode()], 1000)
+        text.unlink()
+    data = module(server.url, tmp_path / "cache", storage_options=KEY)
+    assert data.vocab_size == 1000
+    expected = [[300 + each for each in text.encode()] for text in TEXTS]
+    assert ids(server.url, tmp_path / "cache", storage_options=KEY) == expected
+    about = json.loads((folder / "a.json").read_text())
+    (folder / "a.json").write_text(json.dumps({**about, "checksum": 1}))
+    with pytest.raises(ValueError, match=r"a\.bin is damaged: its checksum"):
+        ids(server.url, tmp_path / "other", storage_options=KEY)
+
+
+def test_arrays_of_numpy_need_the_vocabulary(tmp_path: Path) -> None:
+    (tmp_path / "source").mkdir()
+    np.save(tmp_path / "source" / "a.npy", np.arange(50, dtype=np.int32))
+    assert ids(tmp_path / "source", tmp_path / "cache", vocab_size=50) == [list(range(50))]
+    with pytest.raises(ValueError, match=r"Files \.npy need vocab_size"):
+        ids(tmp_path / "source", tmp_path / "cache")
+    with pytest.raises(ValueError, match=r"a\.npy has ids from 0 to 49, and vocab_size=49 allows"):
+        ids(tmp_path / "source", tmp_path / "cache", vocab_size=49)
+    np.save(tmp_path / "source" / "a.npy", np.ones((3, 3)))
+    with pytest.raises(ValueError, match=r"a\.npy has float64 \(3, 3\), but ids are whole numbers"):
+        ids(tmp_path / "source", tmp_path / "cache", vocab_size=50)
+
+
+FAKE = """
+class Tokenizer:
+    @classmethod
+    def from_str(cls, text):
+        self = cls()
+        self.shift = int(text)
+        return self
+    def encode(self, text, add_special_tokens):
+        print("noise")
+        self.ids = [self.shift + ord(each) for each in text]
+        return self
+    def get_vocab_size(self):
+        return 2000
+    def token_to_id(self, name):
+        return 1999 if name == "</s>" else None
+"""
+
+
+def test_other_tokenizers_do_not_mix(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "packages").mkdir()
+    (tmp_path / "packages" / "tokenizers.py").write_text(FAKE)
+    monkeypatch.syspath_prepend(str(tmp_path / "packages"))
+    monkeypatch.delitem(sys.modules, "tokenizers", raising=False)
+    file, cache = tmp_path / "tokenizer.json", tmp_path / "cache"
+    for shift in (500, 600, 500):
+        file.write_text(str(shift))  # the same name, another content
+        assert ids(folder, cache, tokenizer=f"tokenizers:{file}") == [[shift + ord(c) for c in t] for t in TEXTS]
+    assert ids(folder, cache) == [list(text.encode()) for text in TEXTS]
+    lines = folder / "lines.jsonl"
+    lines.write_text('{"text": "one"}\n{"text": "two"}\n')
+    found = ids(lines, cache, tokenizer=f"tokenizers:{file}", context=2)
+    assert found == [[500 + ord("o"), 500 + ord("n"), 500 + ord("e"), 1999, *(500 + ord(c) for c in "two")]]
+    assert module(folder, cache, tokenizer=f"tokenizers:{file}").vocab_size == 2000
+    monkeypatch.delitem(sys.modules, "tokenizers")
+
+
+def test_a_tokenizer_that_is_not_there_is_named(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "tiktoken", None)
+    with pytest.raises(ValueError, match=r"'tiktoken:gpt2' needs tiktoken: `pip install 'lightning-sparse\[tokeniz"):
+        module(folder, tmp_path / "cache", tokenizer="tiktoken:gpt2")
+    with pytest.raises(ValueError, match="tokenizer='words' must be 'bytes', an encoding such as"):
+        module(folder, tmp_path / "cache", tokenizer="words")
+
+
+def test_a_changed_shard_is_announced_and_made_again(
+    folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    ids(folder, tmp_path / "cache")
+    kept = {each: each.stat().st_mtime_ns for each in (tmp_path / "cache").rglob("*.bin")}
+    (folder / "b.txt").write_text("other " * 30)
+    (folder / "deep" / "c.txt").unlink()
+    (folder / "new.txt").write_text("new " * 30)
+    with caplog.at_level(logging.INFO, "lightning_sparse"):
+        found = ids(folder, tmp_path / "cache")
+    assert found == [list(text.encode()) for text in (TEXTS[0], "other " * 30, "new " * 30)]
+    assert "b.txt has changed: reading it" in caplog.text
+    assert "new.txt is new: reading it" in caplog.text
+    assert "a.txt" not in caplog.text
+    assert sum(each.stat().st_mtime_ns == time for each, time in kept.items()) == 2, "the others are kept"
+
+
+def test_without_an_answer_the_ids_in_the_cache_are_used(
+    folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    server = Server(folder)
+    first = ids(server.url, tmp_path / "cache", storage_options=KEY)
+    server.close()
+    assert ids(server.url, tmp_path / "cache", storage_options=KEY, storage_timeout=1.0) == first
+    assert "using the list of shards in the cache, because storage cannot be asked" in caplog.text
+    with pytest.raises(DataError, match="has not responded"):
+        ids(server.url, tmp_path / "other", storage_options=KEY, storage_timeout=1.0)
+
+
+@pytest.mark.parametrize(
+    ("name", "data", "says"),
+    [
+        ("a.jsonl", b'{"text": "a"}\n{"body": "b"}\n', r"a\.jsonl cannot be read as text \(KeyError: 'text'\)"),
+        ("a.jsonl", b"{", r"a\.jsonl cannot be read as text \(JSONDecodeError"),
+        ("a.jsonl", b'{"text": 3}', "the field text is int, not a string"),
+        ("a.tar", b"no tar" * 200, r"a\.tar cannot be read as text \(ReadError"),
+        ("a.parquet", b"no parquet", r"a\.parquet (cannot be read as text|needs pyarrow)"),
+        ("a.bin", b"ab", r"a\.json must describe a\.bin"),
+        ("a.jpg", b"", r"has no shards: there must be files of ids \(\.bin, \.npy\) or of text"),
+    ],
+)
+def test_shards_that_are_not_what_they_say_are_refused(name: str, data: bytes, says: str, tmp_path: Path) -> None:
+    server = Server(tmp_path / "source")
+    (tmp_path / "source").mkdir()
+    (tmp_path / "source" / name).write_bytes(data)
+    try:
+        with pytest.raises(ValueError, match=says):
+            ids(server.url, tmp_path / "cache", storage_options=KEY)
+    finally:
+        server.close()
+    assert not list((tmp_path / "cache").rglob("*.tmp"))
+
+
+def test_ids_beside_text_and_ids_beyond_the_vocabulary_are_refused(folder: Path, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"\.txt has ids from 32 to \d+, and vocab_size=100 allows 0"):
+        ids(folder, tmp_path / "cache", vocab_size=100)
+    (folder / "deep" / "d.npy").touch()
+    with pytest.raises(ValueError, match=r"has ids \(deep/d\.npy\) and text \(a\.txt\): put them into folders"):
+        ids(folder, tmp_path / "cache")
+    with pytest.raises(ValueError, match="cannot be listed: check the path"):
+        ids(tmp_path / "missing", tmp_path / "cache")
+    with pytest.raises(ValueError, match="or give cache_dir, a local folder, to use text or"):
+        TokenDataModule(folder)
+
+
+SLOW = """
+import os, time
+class Tokenizer:
+    @classmethod
+    def from_str(cls, text):
+        return cls()
+    def encode(self, text, add_special_tokens):
+        with open(os.environ["ENCODED"], "a") as file:
+            file.write(text[:1])
+        while text[0] == "T" and not os.path.exists(os.environ["ENCODED"] + ".go"):
+            time.sleep(0.05)
+        self.ids = list(text.encode())
+        return self
+    def get_vocab_size(self):
+        return 256
+    def token_to_id(self, name):
+        return None
+"""
+RUN = """
+import sys
+from lightning_sparse.flavours.pytorch_lightning import TokenDataModule
+data = TokenDataModule(sys.argv[1], context=8, cache_dir=sys.argv[2], tokenizer="tokenizers:" + sys.argv[3])
+data.setup("fit")
+"""
+
+
+def test_a_run_that_is_killed_while_it_tokenises_goes_on(folder: Path, tmp_path: Path) -> None:
+    """And a script without a guard of its main part can tokenise."""
+    (tmp_path / "packages").mkdir()
+    (tmp_path / "packages" / "tokenizers.py").write_text(SLOW)
+    (tmp_path / "run.py").write_text(RUN)
+    tokenizer, encoded, cache = tmp_path / "tokenizer.json", tmp_path / "encoded", tmp_path / "cache"
+    tokenizer.write_text("{}")
+    paths = os.pathsep.join([str(tmp_path / "packages"), *filter(None, sys.path)])
+    environment = {**os.environ, "PYTHONPATH": paths, "ENCODED": str(encoded)}
+    command = [sys.executable, str(tmp_path / "run.py"), str(folder), str(cache), str(tokenizer)]
+    first = subprocess.Popen(command, env=environment, start_new_session=True)
+    for _ in range(600):
+        if encoded.exists() and sorted(encoded.read_text()) == ["A", "I", "T"]:
+            break
+        time.sleep(0.1)
+    while len(list(cache.rglob("*.bin"))) < 2:
+        time.sleep(0.05)
+    first.send_signal(signal.SIGKILL)
+    first.wait()
+    (tmp_path / "encoded.go").touch()
+    assert subprocess.run(command, env=environment, timeout=120).returncode == 0
+    assert sorted(encoded.read_text()) in (["A", "I", "T"], ["A", "I", "T", "T"]), "the whole ones are kept"
+    assert len(list(cache.rglob("*.bin"))) == 3
+    assert not list(cache.rglob("*.tmp"))
+
+
+def on_two_nodes(source: str, cache: str, broken: bool) -> tuple[list[list[int]], str]:
+    own = Path(cache) / os.environ["NODE_RANK"]
+    try:
+        return ids(source, own, storage_options=KEY), ""
+    except ValueError as error:
+        return [], str(error)
+
+
+def test_each_host_reads_storage_once_and_errors_reach_all(server: Server, folder: Path, tmp_path: Path) -> None:
+    found = run_ranks(on_two_nodes, server.url, str(tmp_path / "cache"), False, nodes=2, devices=2, timeout=120)
+    assert found == [([list(text.encode()) for text in TEXTS], "")] * 4
+    assert server.requests["GET", ".txt"] <= 2 * 3
+    (folder / "z.jsonl").write_text("{")
+    found = run_ranks(on_two_nodes, server.url, str(tmp_path / "cache"), True, nodes=2, devices=2, timeout=120)
+    assert all("z.jsonl cannot be read as text" in said for _, said in found)
+
+
+def seen(data: TokenDataModule, epochs: int = 1) -> list[list[tuple[int, ...]]]:
+    """The windows of each epoch, in order, without their last token."""
+    loader = data.train_dataloader()
+    found = []
+    for epoch in range(epochs):
+        loader.set_epoch(epoch)
+        found.append([tuple(row) for inputs, _ in loader for row in inputs.tolist()])
+    return found
+
+
+@pytest.fixture
+def mixed(tmp_path: Path) -> dict[str, float]:
+    """A source of text and a mapped file: 96 windows below 128, and 400 of ids from 128 on."""
+    rng = np.random.default_rng(0)
+    (tmp_path / "text").mkdir()
+    (tmp_path / "text" / "a.txt").write_bytes(rng.integers(0, 128, 96 * 8 + 1, np.uint8).tobytes())
+    (tmp_path / "b.txt").write_bytes(rng.integers(128, 256, 400 * 8 + 1, np.uint8).tobytes())
+    return {str(tmp_path / "text"): 3, str(prepare([tmp_path / "b.txt"], tmp_path / "b")): 2}
+
+
+def test_a_mixture_keeps_its_proportions_and_uses_all_windows_before_one_is_used_again(
+    mixed: dict[str, float], tmp_path: Path
+) -> None:
+    data = module(mixed, tmp_path / "cache", val=next(iter(mixed)))
+    data.setup("fit")
+    epochs = seen(data, 8)
+    second = [[row for row in epoch if row[0] >= 128] for epoch in epochs]
+    assert [len(each) for each in epochs] == [160] * 8
+    assert [len(each) for each in second] == [64] * 8, "2 of 5"
+    positions = [np.flatnonzero([row[0] >= 128 for row in each]).mean() for each in epochs]
+    assert 60 < np.mean(positions) < 100, "mixed within an epoch"
+    for epoch in epochs:
+        assert len({row for row in epoch if row[0] < 128}) == 96, "all windows of the source that ends the epoch"
+    stream = TokenDataModule(list(mixed)[1], context=8)
+    stream.setup("fit")
+    assert len(set(sum(second[:6], []))) == 6 * 64, "none twice while others are left"
+    assert set(sum(second[:7], [])) == set(seen(stream)[0]), "and seven epochs use all 400"
+    assert sorted(second[0]) != sorted(second[1])
+    data.teardown("fit")
+
+
+def test_a_mixture_resumes_exactly_also_with_other_weights_of_the_same_ratio(
+    mixed: dict[str, float], tmp_path: Path
+) -> None:
+    whole = module(mixed, tmp_path / "cache", batch_size=8, seed=3)
+    whole.setup("fit")
+    loader = whole.train_dataloader()
+    loader.set_epoch(2)
+    batches = iter(loader)
+    for _ in range(7):
+        next(batches)
+    state = loader.state_dict()
+    rest = [inputs.tolist() for inputs, _ in batches]
+    for weights in (mixed, {path: weight / 10 for path, weight in mixed.items()}):
+        resumed = module(weights, tmp_path / "cache", batch_size=8, seed=3)
+        resumed.setup("fit")
+        loader = resumed.train_dataloader()
+        loader.load_state_dict(state)
+        assert [inputs.tolist() for inputs, _ in loader] == rest
+    other = module(mixed, tmp_path / "cache", batch_size=4, seed=3)  # as with other nodes
+    other.setup("fit")
+    loader = other.train_dataloader()
+    loader.load_state_dict(state)
+    again = [row for inputs, _ in loader for row in inputs.tolist()]
+    assert again == [row for batch in rest for row in batch]
+
+
+def mixture_on_ranks(sources: dict[str, float], cache: str, state: dict[str, Any] | None, steps: int) -> Any:
+    data = module(sources, Path(cache) / os.environ["NODE_RANK"], seed=5, batch_size=4)
+    data.setup("fit")
+    loader = data.train_dataloader()
+    if state is not None:
+        loader.load_state_dict(state)
+    rows = [tuple(row) for _, (inputs, _) in zip(range(steps), loader, strict=False) for row in inputs.tolist()]
+    return rows, loader.state_dict()
+
+
+def test_a_mixture_goes_on_with_other_nodes(mixed: dict[str, float], tmp_path: Path) -> None:
+    cache = str(tmp_path / "cache")
+    first = run_ranks(mixture_on_ranks, mixed, cache, None, 4, nodes=2, devices=2, timeout=120)
+    state = first[0][1]
+    assert all(each[1] == state for each in first)
+    then = run_ranks(mixture_on_ranks, mixed, cache, state, 99, nodes=4, devices=1, timeout=120)
+    alone = module(mixed, tmp_path / "alone", seed=5, batch_size=16)
+    alone.setup("fit")
+    assert sorted(row for rows, _ in (*first, *then) for row in rows) == sorted(seen(alone)[0])
+
+
+@pytest.mark.parametrize(
+    ("train", "more", "says"),
+    [
+        ({}, {}, "names no source"),
+        ({"a.bin": 0}, {}, r"the weight 0 of a\.bin must be a finite number above 0: omit"),
+        ({"a.bin": -1.0}, {}, r"the weight -1\.0 of a\.bin must"),
+        ({"a.bin": float("nan")}, {}, r"the weight nan of a\.bin must"),
+        ({"a.bin": "1"}, {}, r"the weight '1' of a\.bin must"),
+        ({"a.bin": 1, "b.bin": 1}, {"val_fraction": 0.1}, "is the end of one source, and train has 2: use val"),
+    ],
+)
+def test_mixtures_that_make_no_sense_are_refused(
+    train: dict[str, Any], more: dict[str, Any], says: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ValueError, match=says):
+        module(train, tmp_path / "cache", **more)  # type: ignore[arg-type]
+
+
+def test_sources_of_other_tokenizers_are_not_mixed(mixed: dict[str, float], tmp_path: Path) -> None:
+    (tmp_path / "c.txt").write_text("other " * 30)
+    other = prepare([tmp_path / "c.txt"], tmp_path / "c", vocab_size=1000)
+    with pytest.raises(ValueError, match="use one tokenizer for all"):
+        TokenDataModule({list(mixed)[1]: 1, str(other): 1}, context=8)
+    data = module({next(iter(mixed)): 1, str(other): 1}, tmp_path / "cache")
+    with pytest.raises(ValueError, match="has vocab_size 256, but train=.* has 1000: use one tokenizer"):
+        data.setup("fit")
