@@ -368,13 +368,13 @@ class TokenDataModuleMixin(DataModuleMixin):
         """
         self._close()
         self._topology = topology = find_topology(*self._position)
-        if len(set(on_all_ranks(lambda: tuple(self._sources)))) > 1:
+        if len(set(on_all_ranks(lambda: tuple(path in self._sources for path in self._all_paths)))) > 1:
             raise ValueError(f"{', '.join(self._all_paths)}: some nodes have the files, others do not.")
         made = {path: prepared(source, topology) for path, source in self._sources.items()}
         fingerprints = on_all_ranks(lambda: self._open(made))
         for rank, each in enumerate(fingerprints):
-            for path, fingerprint in each.items():
-                if fingerprint != fingerprints[0][path]:
+            for path, own, first in zip(self._all_paths, each, fingerprints[0], strict=True):
+                if own != first:
                     raise ValueError(
                         f"{path} has other tokens on rank {rank} than on rank 0: copy the same files to all nodes."
                     )
@@ -383,8 +383,8 @@ class TokenDataModuleMixin(DataModuleMixin):
     def _all_paths(self) -> tuple[str, ...]:
         return (*self._weights, *self._paths.values())
 
-    def _open(self, made: Mapping[str, Sequence[Path]]) -> dict[str, str]:
-        """Map the files; return the fingerprint of each path.
+    def _open(self, made: Mapping[str, Sequence[Path]]) -> list[str]:
+        """Map the files; return the fingerprint of each path, in one order on all ranks, since paths may differ.
 
         Args:
             made: files in the cache, of those paths that are not mapped in place.
@@ -399,7 +399,7 @@ class TokenDataModuleMixin(DataModuleMixin):
         self._streams = {split: streams[path] for split, path in self._paths.items()}
         mixed = [streams[path] for path in self._weights]
         self._streams["train"] = mixed[0] if len(mixed) == 1 else Mixture(mixed, [*self._weights.values()], self._seed)
-        return {path: stream.fingerprint for path, stream in streams.items()}
+        return [streams[path].fingerprint for path in self._all_paths]
 
     def train_dataloader(self) -> TrainLoader:
         """Random windows of this rank."""
