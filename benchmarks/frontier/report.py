@@ -18,7 +18,7 @@ from statistics import fmean
 from typing import Any
 
 from benchmarks.convergence.report import half_width_95
-from benchmarks.frontier.runs import ROWS, SIZES, Finished
+from benchmarks.frontier.runs import ALL, SIZES, Finished
 from benchmarks.pictures import GREY, colour, picture
 from benchmarks.record import surroundings, write
 
@@ -31,13 +31,18 @@ DILOCO_PUBLISHED = {35e6: 2.0, 2.4e9: 0.3}
 
 
 def summarise(records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """One row a size, number of workers and way, in the order of `ROWS`."""
+    """One row a kind of training and way, in the order of `ALL`."""
     rows = []
-    for size, workers in dict.fromkeys((each["size"], each["workers"]) for each in records):
-        here = [each for each in records if (each["size"], each["workers"]) == (size, workers) and not each["steps"]]
+    for kind in dict.fromkeys(map(_kind, records)):
+        here = [each for each in records if _kind(each) == kind]
         dense = _best([each for each in here if each["row"] == "dense"])
-        rows += [_row(each, here, dense) for each in ROWS if any(one["row"] == each for one in here)]
+        rows += [_row(each, here, dense) for each in ALL if any(one["row"] == each for one in here)]
     return rows
+
+
+def _kind(record: dict[str, Any]) -> tuple[str, int, int]:
+    """What rows must have in common to be compared: size, workers, and steps."""
+    return record["size"], record["workers"], record["steps"] or SIZES[record["size"]].steps
 
 
 def _best(records: list[dict[str, Any]]) -> dict[int, dict[str, Any]]:
@@ -60,6 +65,7 @@ def _row(name: str, records: list[dict[str, Any]], dense: dict[int, dict[str, An
         "size": first["size"],
         "parameters": first["parameters"],
         "workers": first["workers"],
+        "steps": first["steps"],
         "seeds": sorted(by_seed),
         "lr": first["lr"],
         "options": first["options"],
@@ -72,7 +78,7 @@ def _row(name: str, records: list[dict[str, Any]], dense: dict[int, dict[str, An
         "bits_per_parameter": first["bits_per_parameter"],
         "received_bits": first["received_bits"],
         "trials": {_setting(each): round(each["val_bits"], 3) for each in trials},
-        "planned_trials": len(ROWS[name].trials),
+        "planned_trials": len(ALL[name].trials),
         "seconds": fmean(each["seconds"] for each in mine),
     }
 
@@ -141,7 +147,7 @@ def seconds(row: dict[str, Any], gbps: float) -> float:
 def plot(record: dict[str, Any], file: Path) -> None:
     """Loss against bits, of the smallest size; beside it ``-seconds`` and, with several sizes, ``-size``."""
     file = file.with_stem(file.stem.removesuffix("-seconds").removesuffix("-size"))
-    rows = [row for row in record["rows"] if row["workers"] == 4]
+    rows = [row for row in record["rows"] if row["workers"] == 4 and not row["steps"]]
     small = [row for row in rows if row["size"] == "0.1M"]
     with picture(file, height=5.5) as (axes,):
         _points(axes, small, lambda row: row["bits_per_parameter"])
@@ -186,9 +192,9 @@ def write_report(out: Path) -> None:
     about = surroundings()
     about["commit"] = ", ".join(sorted({record["commit"] for record in records}))
     parts = [f"- {key}: {value}" for key, value in about.items()]
-    for size, workers in dict.fromkeys((row["size"], row["workers"]) for row in rows):
-        here = [row for row in rows if (row["size"], row["workers"]) == (size, workers)]
-        steps, batch = SIZES[size].steps, SIZES[size].batch
+    for size, workers, steps in dict.fromkeys(map(_kind, rows)):
+        here = [row for row in rows if _kind(row) == (size, workers, steps)]
+        batch = max(SIZES[size].batch, workers)
         parts += [
             "",
             f"## {here[0]['parameters']:,} parameters, {workers} workers, {steps:,} steps of {batch} windows",

@@ -3,6 +3,7 @@
     python -m benchmarks.frontier.runs OUT --quick                 six rows at settings known, six minutes on one core
     python -m benchmarks.frontier.runs OUT                         all rows and trials; again after an interruption
     python -m benchmarks.frontier.runs OUT --size 0.4M --carry     a larger model at the settings found
+    python -m benchmarks.frontier.runs OUT --workers 16 --lr 0.004 --rows dense "updates 1%" "updates regional 8%"
     python -m benchmarks.frontier.report OUT                       tables and plots of what has finished
 
 The task is that of convergence/text.py: a character Transformer with AdamW on the source of Python's library, the same
@@ -119,6 +120,12 @@ ROWS: dict[str, Row] = {
     "Streaming DiLoCo every 30": _outer(DILOCO, every=30, parts=4),
     "updates regional 1%": _updates(exchange="regional", density=0.01),
 }
+MANY: dict[str, Row] = {
+    "updates 0.25%": _updates(density=0.0025),
+    **{f"updates regional {share}%": _updates(exchange="regional", density=share / 100) for share in (2, 4, 8)},
+}
+"""To compare at equal received bytes with more than four workers."""
+ALL = {**ROWS, **MANY}
 
 
 @dataclass(frozen=True)
@@ -133,6 +140,11 @@ class Run:
     workers: int = 4
     steps: int = 0
     """0: those of the size."""
+
+    @property
+    def batch(self) -> int:
+        """Windows of a step: those of the size, or one of each worker."""
+        return max(SIZES[self.size].batch, self.workers)
 
     @property
     def key(self) -> str:
@@ -152,7 +164,7 @@ def windows(corpus: Corpus, seed: int, steps: int, batch: int, workers: int) -> 
 
 def train(run: Run, corpus: Corpus, device: torch.device) -> dict[str, Any]:
     """Train, and return the run with its loss and bits."""
-    size, row = SIZES[run.size], ROWS[run.row]
+    size, row = SIZES[run.size], ALL[run.row]
     steps = run.steps or size.steps
     torch.manual_seed(run.seed)
     models = Models(CharacterTransformer(corpus.num_symbols, size.width, size.layers, size.heads), run.workers, device)
@@ -160,7 +172,7 @@ def train(run: Run, corpus: Corpus, device: torch.device) -> dict[str, Any]:
     optimizer = torch.optim.AdamW([models.flat_MN], run.lr, weight_decay=WEIGHT_DECAY, fused=True)
     models.flat_MN.grad = models.grad_MN
     nats, began = torch.zeros((), device=device), time.monotonic()
-    batches = windows(corpus, run.seed, steps, size.batch, run.workers)
+    batches = windows(corpus, run.seed, steps, run.batch, run.workers)
     bar = tqdm(batches, f"{run.row}, lr {run.lr}, seed {run.seed}", steps, leave=False, disable=None)
     for step, (x_MBL, y_MBL) in enumerate(bar):
         lr = optimizer.param_groups[0]["lr"] = run.lr * scale(step, WARMUP, steps)
@@ -214,17 +226,17 @@ def _run_of(record: dict[str, Any]) -> Run:
 
 def best(row: str, finished: Finished, **where: Any) -> tuple[float, Options] | None:
     """The setting with the lowest loss of a row's trials; None until all have finished."""
-    trials = [Run(row, lr, options, 0, **where) for lr, options in ROWS[row].trials]
+    trials = [Run(row, lr, options, 0, **where) for lr, options in ALL[row].trials]
     records = [finished.get(run) for run in trials]
     if any(record is None for record in records):
         return None
     at = min(range(len(trials)), key=lambda index: records[index]["val_bits"])  # type: ignore[index]
-    return ROWS[row].trials[at]
+    return ALL[row].trials[at]
 
 
 def tuning(row: str, **where: Any) -> list[Run]:
     """All trials of a row."""
-    return [Run(row, lr, options, 0, **where) for lr, options in ROWS[row].trials]
+    return [Run(row, lr, options, 0, **where) for lr, options in ALL[row].trials]
 
 
 def repeats(row: str, finished: Finished, seeds: Iterable[int], tuned: dict[str, Any], **where: Any) -> list[Run]:
@@ -262,9 +274,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path, metavar="OUT", help="folder of the results")
     parser.add_argument("--quick", action="store_true", help="six rows at known settings, one seed")
-    parser.add_argument("--rows", nargs="+", default=list(ROWS), choices=list(ROWS), metavar="ROW", help="only these")
+    parser.add_argument("--rows", nargs="+", default=list(ROWS), choices=list(ALL), metavar="ROW", help="only these")
     parser.add_argument("--size", default="0.1M", choices=list(SIZES), help="of the model (%(default)s)")
     parser.add_argument("--carry", action="store_true", help="at the best settings of 0.1M, without trials, seed 0")
+    parser.add_argument("--lr", type=float, help="this learning rate alone, without trials, seed 0")
+    parser.add_argument("--steps", type=int, default=0, help="default: those of the size")
     parser.add_argument("--seeds", nargs="+", type=int, default=[1, 2], help="besides 0, for the best settings")
     parser.add_argument("--workers", type=int, default=4, help="M (%(default)s)")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
@@ -275,11 +289,15 @@ def main() -> None:
     options.out.mkdir(parents=True, exist_ok=True)
     finished, corpus = Finished(options.out / "runs.jsonl"), corpus_of(text)
     print(described(text), file=sys.stderr)
-    where = {"size": options.size, "workers": options.workers}
+    where = {"size": options.size, "workers": options.workers, "steps": options.steps}
     if options.quick:
         work_through(list(QUICK), finished, corpus, device)
         return
     for row in options.rows:
+        if options.lr is not None:
+            runs = [Run(row, options.lr, settings, 0, **where) for settings in ALL[row].options]
+            work_through(runs, finished, corpus, device)
+            continue
         if options.carry:
             work_through(repeats(row, finished, [0], {}, **where), finished, corpus, device)
             continue
