@@ -31,14 +31,17 @@ from lightning_sparse.exchange.choice import MARGIN
 from lightning_sparse.exchange.paths import PATHS, Dense, Flat, Work
 from lightning_sparse.exchange.probe import kernel_costs
 from lightning_sparse.exchange.rates import Link, Rates, rate
+from lightning_sparse.gradients import HierConfig
+from lightning_sparse.updates import UpdatesConfig
 
 _OURS = {kind.name: kind for kind in PATHS if kind.by_shard}
-UPDATES = "updates"
-WAYS = ("ddp", "ddp16", *_OURS, UPDATES)
-"""The simplest first; the last one exchanges updates, after the optimizer, and the others gradients."""
+UPDATES = {"updates": "sparse", "updates regional": "regional"}
+"""Ways that exchange updates, after the optimizer, and the path of each."""
+WAYS = ("ddp", "ddp16", *_OURS, *UPDATES)
+"""The simplest first."""
 _NAMES = {"ddp": "DDP", "ddp16": "DDP, 16-bit hook", "dense": "2-D dense", "dense16": "2-D dense, 16-bit"}
 FIRST_BUCKET, BUCKET = 1 << 20, 25 << 20  # bytes, DDP's defaults
-VALUES = torch.bfloat16  # of a message, as in the default of HierConfig
+VALUES, UPDATE_VALUES = HierConfig().dtype, UpdatesConfig().dtype  # of a message
 ADDED = 1 << 22  # elements of the vectors that --measure adds
 
 COLOURS = {
@@ -160,8 +163,8 @@ def predict(scenario: Scenario, nodes: int, way: str, density: float = 1.0) -> R
         raise ValueError(f"nodes={nodes} must be at least 1.")
     if not 0 < density <= 1:
         raise ValueError(f"density={density} must be in (0, 1], the share of entries to send.")
-    if way == UPDATES and nodes > 1:
-        return _of_updates(scenario, nodes, density)
+    if way in UPDATES and nodes > 1:
+        return _of_updates(scenario, nodes, way, density)
     work = Work(nodes, scenario.devices, -(-scenario.numel // scenario.buckets), scenario.itemsize)
     path = path_of(way, work, density)
     sync_s, node_bytes = scenario.buckets * path.seconds(scenario.rates), 0.0
@@ -174,16 +177,16 @@ def predict(scenario: Scenario, nodes: int, way: str, density: float = 1.0) -> R
     return Row(*row, *steps, *(scenario.compute_s / step for step in steps))
 
 
-def _of_updates(scenario: Scenario, nodes: int, density: float) -> Row:
+def _of_updates(scenario: Scenario, nodes: int, way: str, density: float) -> Row:
     """Updates of all parameters in one exchange, which hides behind the whole next step. Inside the node gradients are
     averaged, and updated slices are gathered once more."""
     rates, devices = scenario.rates, scenario.devices
-    path = _OURS["sparse"].of(Work(nodes, devices, scenario.numel), density, VALUES)
-    assert path is not None
+    work = Work(nodes, devices, scenario.numel)
+    path = _OURS[UPDATES[way]].of(work, density, UPDATE_VALUES) or Dense(work)
     between = path.seconds_between(rates)
     sliced = rates.intra.seconds(devices - 1, (devices - 1) * path.work.shard_numel * 4)
     inside = path.seconds(rates) - between + sliced
-    row = (nodes, UPDATES, True, density, path.applied / path.work.shard_numel)
+    row = (nodes, way, True, density, path.applied / path.work.shard_numel)
     compute = scenario.compute_s
     if compute is None:
         return Row(*row, inside + between, devices * path.bytes())
@@ -249,7 +252,7 @@ def recommend(found: Sequence[Row], compute_s: float | None) -> str:
 
 def recommend_for_adam(found: Sequence[Row]) -> str:
     """What to use with Adam and other optimizers that divide by the size of recent gradients, from the same rows."""
-    gradients, updates = simplest(found, overlap=True), next(row for row in found if row.path == UPDATES)
+    gradients, updates = simplest(found, overlap=True), next(row for row in found if row.path == "updates")
     exact = min((row for row in found if not row.selects), key=lambda row: _seconds(row, True))
     if not gradients.selects or MARGIN * _seconds(exact, True) <= _seconds(updates, True):
         return f"With AdamW: {_advice(exact if gradients.selects else gradients)}."
@@ -261,11 +264,11 @@ def recommend_for_adam(found: Sequence[Row]) -> str:
 
 
 def _selects(way: str) -> bool:
-    return way == UPDATES or (way in _OURS and _OURS[way].leaves == "entries")
+    return way in UPDATES or (way in _OURS and _OURS[way].leaves == "entries")
 
 
 def _is_comparable(way: str) -> bool:
-    return way != UPDATES and (way not in _OURS or _OURS[way].automatic)
+    return way not in UPDATES and (way not in _OURS or _OURS[way].automatic)
 
 
 def _advice(row: Row) -> str:
@@ -274,7 +277,7 @@ def _advice(row: Row) -> str:
         "ddp16": "DDP with the bf16 hook",
         "dense": "strategy='mstopk_hier' with exchange='dense'",
         "dense16": "strategy='mstopk_hier' with exchange='dense16'",
-        UPDATES: f"strategy='mstopk_local' with density={row.density:g}",
+        "updates": f"strategy='mstopk_local' with density={row.density:g}",
     }.get(row.path, f"strategy='mstopk_hier' with density={row.density:g}")
 
 
@@ -433,6 +436,7 @@ def declare(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--inter-gbps", type=float, required=True, metavar="R", help="Gbit/s of a node's link each way")
     parser.add_argument("--intra-gbps", type=float, required=True, metavar="R", help="Gbit/s of a device in its node")
     parser.add_argument("--density", type=float, nargs="+", default=[0.01, 0.001], help="default %(default)s")
+    parser.add_argument("--steps", type=int, metavar="N", help="of the whole run: shows how often each entry is sent")
     parser.add_argument("--bytes-per-gradient", type=int, default=4, choices=(2, 4), help="default: 4 (also under AMP)")
     parser.add_argument("--compute-ms", type=float, metavar="T", help="forward and backward time of one device's batch")
     parser.add_argument("--measure", action="store_true", help="measure compute and selection on this machine's device")
@@ -451,6 +455,8 @@ def _run(arguments: argparse.Namespace) -> int:
     advice = recommend(compared, scenario.compute_s)
     if arguments.nodes > 1:
         advice += "\n" + recommend_for_adam(compared)
+        if arguments.steps is not None:
+            advice += "\n" + expect(compared, arguments.steps)
     if arguments.plot is not None:
         what = arguments.model or f"{scenario.numel:,} gradients"
         compute = "" if scenario.compute_s is None else f", {1e3 * scenario.compute_s:.4g} ms of compute"
@@ -462,7 +468,7 @@ def _run(arguments: argparse.Namespace) -> int:
         print(json.dumps({**result, "rows": [asdict(row) for row in found]}, indent=2))
         return 0
     print("\n".join(notes))
-    print(f"\n{arguments.nodes} nodes, per step:\n{_by_path(here)}")
+    print(f"\n{arguments.nodes} nodes, per step:\n{_by_path(here, arguments.steps)}")
     timed = scenario.compute_s is not None
     what = "step in ms without and with perfect overlap" if timed else "synchronisation in ms"
     print(f"\nby nodes, {what}:\n{_by_nodes(shown)}")
@@ -502,14 +508,19 @@ def _scenario(arguments: argparse.Namespace) -> tuple[Scenario, list[str]]:
     return scenario, [*assumptions(scenario), note]
 
 
-def _by_path(rows: list[Row]) -> str:
-    head = ["", "sync ms", "MB into a node", "applied %"]
+def _by_path(rows: list[Row], steps: int | None) -> str:
+    head = ["", "sync ms", "MB into a node", "% of dense16", "applied %"]
+    if steps is not None:
+        head.append("sent, times")
+    dense = next(row.node_bytes for row in rows if row.path == "dense16") or 1.0
     if rows[0].step_s is not None:
         head += ["step ms", "overlapped ms", "efficiency %", "overlapped %"]
     cells = []
     for row in rows:
         seconds, shares = (row.step_s, row.overlapped_step_s), (row.efficiency, row.overlapped_efficiency)
-        numbers = [1e3 * row.sync_s, 1e-6 * row.node_bytes, 100 * row.effective_density]
+        numbers = [1e3 * row.sync_s, 1e-6 * row.node_bytes, 100 * row.node_bytes / dense, 100 * row.effective_density]
+        if steps is not None:
+            numbers.append(steps * row.density)
         numbers += [1e3 * each for each in seconds if each is not None]
         numbers += [100 * each for each in shares if each is not None]
         cells.append([row.name, *(f"{number:.4g}" for number in numbers)])
