@@ -229,7 +229,7 @@ def grouped(name: str, module: nn.Module) -> Optimizer:
 
 
 class Normed(Net):
-    """With buffers, of which each rank has its own."""
+    """A model with buffers, of which each rank has its own."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -448,7 +448,7 @@ def train_resumed(case: Case, topology: Any, trail: Trail) -> None:
 
 
 def environment(topology: Any) -> dict[str, str]:
-    """As torchrun sets it, for ranks that have joined their process group already."""
+    """Set the environment as torchrun does, for ranks that have joined their process group already."""
     values = {
         "RANK": topology.rank, "LOCAL_RANK": topology.device_index, "GROUP_RANK": topology.node_index,
         "WORLD_SIZE": topology.world_size, "LOCAL_WORLD_SIZE": topology.num_devices,

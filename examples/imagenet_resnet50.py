@@ -3,7 +3,7 @@
     python imagenet_resnet50.py fit --config imagenet/one_node.yaml \\
         --data.source /mnt/nfs/imagenet --data.cache_dir /local/cache
 
-on one node; ``imagenet/README.md`` has the commands for torchrun, SLURM and a cluster that is played on one machine.
+on one node; ``imagenet/README.md`` has the commands for torchrun, SLURM and a cluster emulated on one machine.
 Everything about communication and the shared step is in the YAML files; nothing in this file knows of it.
 
 The source holds ``train/<class>/*`` and ``val/<class>/*`` on network storage; without ``val/``, say what share of

@@ -55,7 +55,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "data": {"topology", "messages"},
     "flavours": {"strategy", "data", "pto"},
     "lab": set(),
-    "cli": {"data", "lab", "flavours", "exchange", "kernels", "topology"},
+    "cli": {"data", "lab", "flavours", "gradients", "updates", "exchange", "kernels", "topology"},
 }
 PARTS = ["topology", "kernels", "exchange", "gradients", "strategy", "data", "pto", "lab"]
 # The same inside data/: the parts of the data half -> the parts of it that they may import.

@@ -76,7 +76,7 @@ def summarise(records: Sequence[dict[str, Any]], metric: Metric) -> list[dict[st
 
 
 def against_alone(records: Sequence[dict[str, Any]], metric: Metric) -> dict[str, tuple[float, float | None]]:
-    """By configuration, what it gains over one node of its cluster that talks to no other (above zero is better), seed
+    """Return what each configuration gains over one node alone of its cluster (above zero is better), seed
     by seed, and half of the 95 % interval. Configurations without such a row are left out."""
 
     def cluster(record: dict[str, Any]) -> Any:

@@ -92,7 +92,7 @@ class Run:
 
     @property
     def way(self) -> str:
-        """As in convergence_ways.WAYS."""
+        """A name in `WAYS`."""
         return "ddp" if self.arguments is None or self.alone else str(self.option("way", "gradients"))
 
 

@@ -103,7 +103,7 @@ class Way:
         torch._foreach_copy_(parameters, own)
 
     def finish(self) -> None:
-        """At the end: all ranks hold the same."""
+        """Make all ranks hold the same, at the end."""
 
     def bytes_per_node(self) -> float:
         """Received by a node's devices from other nodes so far. Collective."""

@@ -123,7 +123,7 @@ def measure(folder: Path, cluster: str, layers: int, strategy: str, library: Pat
 
 
 def bytes_in(folder: Path) -> int:
-    """Of all that a save wrote."""
+    """Total bytes that a save wrote."""
     written = (file for each in folder.glob(f"{CHECKPOINT}*") for file in (each, *each.rglob("*")))
     return sum(file.stat().st_size for file in written if file.is_file())
 

@@ -158,7 +158,7 @@ def table(rows: Rows) -> str:
             )
             for row in here
         ]
-        head = (f"{place[0]}, {place[1]} Gbit/s", "MB a rank", "step ms", "DDP's over it", "MB received by a node")
+        head = (f"{place[0]}, {place[1]} Gbit/s", "MB a rank", "step ms", "speed-up over DDP", "MB received by a node")
         blocks.append(f"{here[0]['numel'] / 1e6:.1f} M parameters\n\n{format_table(head, lines)}")
     return "\n\n".join(blocks)
 

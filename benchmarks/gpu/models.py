@@ -48,7 +48,7 @@ class Bottleneck(nn.Module):
 
 
 def resnet50(width: int = 64, depths: tuple[int, ...] = (3, 4, 6, 3), classes: int = 1000) -> nn.Module:
-    """With the defaults 25,557,032 parameters in the shapes of torchvision's."""
+    """ResNet-50: with the defaults 25,557,032 parameters in the shapes of torchvision's."""
     stem = [nn.Conv2d(3, width, 7, 2, 3, bias=False), nn.BatchNorm2d(width), nn.ReLU(), nn.MaxPool2d(3, 2, 1)]
     blocks, before = [], width
     for stage, depth in enumerate(depths):
@@ -79,7 +79,7 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """With the defaults 124,439,808 parameters in the shapes of GPT-2's smallest."""
+    """A GPT: with the defaults 124,439,808 parameters in the shapes of GPT-2's smallest."""
 
     def __init__(
         self, width: int = 768, heads: int = 12, depth: int = 12, tokens: int = 50257, context: int = 1024

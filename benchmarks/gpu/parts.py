@@ -29,7 +29,7 @@ from benchmarks.gpu.ways import LANES, NONE, ONE_STREAM, SETTLING, UPDATES, Way,
 ROOT = Path(__file__).resolve().parents[2]
 HELD, NOT_HELD, NOT_RUN = "held", "not held", "not run"
 Claims = dict[str, tuple[str, str]]
-"""By name: the verdict and the number."""
+"""The verdict and the number of each claim."""
 Result = tuple[Claims, Any]
 
 

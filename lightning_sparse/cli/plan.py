@@ -263,6 +263,26 @@ def recommend_for_adam(found: Sequence[Row]) -> str:
     )
 
 
+GAPS = (
+    (30, "runs with as many ended 1 to 3 % above dense training"),
+    (10, "runs with as many ended about 7 % above dense training"),
+    (4, "runs with as few ended 9 to 12 % above dense training: a higher density ends lower"),
+    (0, "that is too few: raise the density"),
+)
+"""What a small Transformer lost on four nodes, by how often an entry was sent (docs/results.md, "Loss for bits")."""
+
+
+def expect(found: Sequence[Row], steps: int) -> str:
+    """How often each entry of the updates is sent in so many steps, and what that cost where it was measured."""
+    updates = next(row for row in found if row.path == "updates")
+    times = steps * updates.density
+    told = next(told for least, told in GAPS if times >= least)
+    return (
+        f"In {steps:,} steps {updates.name} sends each entry {times:.3g} times on average: {told} (a small Transformer "
+        f"with AdamW, 4 nodes)."
+    )
+
+
 def _selects(way: str) -> bool:
     return way in UPDATES or (way in _OURS and _OURS[way].leaves == "entries")
 
@@ -523,7 +543,7 @@ def _by_path(rows: list[Row], steps: int | None) -> str:
             numbers.append(steps * row.density)
         numbers += [1e3 * each for each in seconds if each is not None]
         numbers += [100 * each for each in shares if each is not None]
-        cells.append([row.name, *(f"{number:.4g}" for number in numbers)])
+        cells.append([row.name, *(f"{number:.4g}" if number < 1e4 else f"{number:,.0f}" for number in numbers)])
     return format_table(head, cells)
 
 

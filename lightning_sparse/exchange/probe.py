@@ -60,7 +60,7 @@ def probe(comm: HierCommunicator, device: torch.device, value_dtype: torch.dtype
 def kernel_costs(
     seconds: Callable[[Callable[[], object]], float], device: torch.device, value_dtype: torch.dtype, shard_numel: int
 ) -> Rates:
-    """Of a device's kernels, for shards of up to that size; the links are free."""
+    """Measure the rates of a device's kernels, for shards of up to that size; links are free."""
     numel = min(MOST_SELECTED, max(2 * FEW, shard_numel))
     select_call, fill_call, _, cast_call = _kernel_times(seconds, device, value_dtype, FEW)
     select, once, often, cast = _kernel_times(seconds, device, value_dtype, numel)
@@ -83,7 +83,7 @@ def kernel_costs(
 def _kernel_times(
     seconds: Callable[[Callable[[], object]], float], device: torch.device, value_dtype: torch.dtype, numel: int
 ) -> tuple[float, float, float, float]:
-    """Of selecting 1 %, of accumulating one message and nine, and of rounding."""
+    """Measure the seconds of selecting 1 %, of accumulating one message, of nine, and of rounding."""
     pairs = max(1, numel // 100)
     own = torch.Generator(device).manual_seed(0)
     shards = (torch.randn(numel, generator=own, dtype=torch.float32, device=device) for _ in range(3))

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from lightning_sparse.gradients.state import HierState
 
 QUANTITIES = ("residual", "velocity")
-"""By the order of a state's stores."""
+"""Names of what is kept, in the order of a state's stores."""
 
 
 def manifest_of(state: HierState) -> dict[str, Any]:

@@ -181,7 +181,7 @@ class MomentumCorrection:
         return next_S
 
     def _read_options(self) -> None:
-        """By name of each parameter of the optimizer, how its velocity moves, and its share of weight decay."""
+        """Return how the velocity of each parameter moves, and its share of weight decay, by name."""
         if self._optimizer is None:
             raise ValueError(
                 "momentum_correction=True needs to know the optimizer: call state.watch([optimizer]) before the first "

@@ -87,7 +87,7 @@ def check_k(k: int, numel: int) -> None:
 
 
 def check_count(name: str, count: int, most: int | None = None) -> None:
-    """Of regions or rows, which the shard's elements may limit."""
+    """Check the number of regions or rows, which the shard's elements may limit."""
     if not isinstance(count, (int, torch.SymInt)) or isinstance(count, bool) or count < 1:
         raise ValueError(f"{name}={count!r}: it must be an integer of at least 1")
     if most is not None and count > min(most, wire.MAX_REGIONS):

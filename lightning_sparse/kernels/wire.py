@@ -81,7 +81,7 @@ class MessageLayout:
 
     @property
     def index_bytes(self) -> int:
-        """Of an index: 1 or 2."""
+        """Bytes of an index: 1 or 2."""
         return 1 if self.num_cells else 2
 
 
@@ -138,11 +138,11 @@ class Regions:
         return int(place.stop - place.start)
 
     def pairs(self, region: int) -> int:
-        """Of its message."""
+        """Number of pairs in the message of a region."""
         return min(self.k, self.size(region))
 
     def nbytes(self, region: int) -> int:
-        """Of its message."""
+        """Bytes of the message of a region."""
         return message_bytes(self.size(region), self.pairs(region), self.value_dtype)
 
     @property
@@ -234,8 +234,8 @@ def indices_of_regions(messages_MB: Tensor, regions: Regions) -> Tensor:
 
 
 def _positions(messages_MB: Tensor, layout: MessageLayout) -> tuple[Tensor, Tensor, Tensor]:
-    """Of the pairs of messages of one layout: blocks and indices, int64[M, k], and whether they are well-formed,
-    bool[M]; of a message that is not, indices may lie outside the shard."""
+    """Return the blocks and indices of the pairs in messages of one layout, int64[M, k], and whether the messages are
+    well-formed, bool[M]; if one is not, its indices may lie outside the shard."""
     num_messages, device = messages_MB.shape[0], messages_MB.device
     pairs_Mk = torch.arange(layout.k, device=device).repeat(num_messages, 1)
 

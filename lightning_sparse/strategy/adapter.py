@@ -132,7 +132,7 @@ class Adapter:
             self._ddp_kwargs = given
 
     def _leave_gradients(self, ddp: Any) -> None:
-        """With one device a node there is nothing to average: spare DDP's copies into buckets."""
+        """Spare DDP's copies into buckets where a node has one device and so nothing to average."""
         if self._place.kind == "hierarchical" and self._place.num_devices == 1:
             ddp.require_backward_grad_sync = False
 

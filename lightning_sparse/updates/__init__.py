@@ -1,8 +1,8 @@
 """Exchange updates instead of gradients: each node runs its own optimizer, and sends what that did to the parameters.
 
 An optimizer that divides by the size of recent gradients (Adam and its family) cannot stand behind a compressor: a
-gradient that arrives once in 100 steps, as the sum of 100, moves its parameter by the root of 100 steps where 100 were
-meant. So here the compressor stands behind the optimizer. With M nodes of L devices, each device holds a slice S of the
+gradient that arrives once in 100 steps, as the sum of 100, moves its parameter by about 10 steps' worth instead of 100.
+So here the compressor stands behind the optimizer. With M nodes of L devices, each device holds a slice S of the
 parameters:
 
 ==== ======================================================================= ==========================================

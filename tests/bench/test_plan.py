@@ -14,6 +14,7 @@ from lightning_sparse.cli.plan import WAYS, Row, Scenario, predict, recommend_fo
 from lightning_sparse.exchange import Work
 from lightning_sparse.exchange.paths import Dense, Flat, Regional, Sparse, num_selected
 from lightning_sparse.kernels import message_bytes
+from lightning_sparse.kernels.wire import TWO_BIT
 
 RESNET50 = 25_557_032
 CLUSTER = ["--devices", "8", "--inter-gbps", "25", "--intra-gbps", "1200"]
@@ -186,7 +187,27 @@ def test_updates_hide_behind_the_whole_step() -> None:
         assert row.step_s is not None
         assert row.step_s < 10.0 + row.sync_s or gbps > 1
         k = num_selected(0.01, RESNET50)
-        assert row.node_bytes == 3 * message_bytes(RESNET50, k, torch.bfloat16)
+        assert row.node_bytes == 3 * message_bytes(RESNET50, k, TWO_BIT), "the default of mstopk_local"
+
+
+def test_regional_updates_of_equal_bytes_do_not_grow_with_the_nodes() -> None:
+    sparse, regional = (
+        predict(scenario(), 16, way, density).node_bytes
+        for way, density in (("updates", 0.01), ("updates regional", 0.08))
+    )
+    assert regional == pytest.approx(sparse, rel=0.25)
+    assert predict(scenario(), 64, "updates regional", 0.08).node_bytes < 1.2 * regional
+
+
+@pytest.mark.parametrize(
+    ("steps", "said"), [(4600, "46 times on average: runs with as many ended 1 to 3 %"), (300, "that is too few")]
+)
+def test_how_often_an_entry_is_sent(capsys: pytest.CaptureFixture[str], steps: int, said: str) -> None:
+    words = ["plan", "--parameters", "1e6", "--nodes", "4", *CLUSTER, "--steps", str(steps)]
+    assert cli.main(words) == 0
+    out = capsys.readouterr().out
+    assert said in out
+    assert "sent, times" in out
 
 
 def test_json_is_json_alone(capsys: pytest.CaptureFixture[str]) -> None:

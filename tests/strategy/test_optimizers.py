@@ -1,4 +1,4 @@
-"""Which optimizers bear gradients whose entries arrive rarely, and what `exchange="auto"` makes of it."""
+"""Which optimizers tolerate gradients whose entries arrive rarely, and what `exchange="auto"` makes of it."""
 
 from typing import Any
 
