@@ -49,7 +49,13 @@ def emulation(tmp_path_factory: pytest.TempPathFactory) -> Emulation:
     return Emulation(build(tmp_path_factory.mktemp("regions"), flags=["-DLS_MOST_BLOCKS=7"]))
 
 
-@pytest.fixture(params=[(1000, False), (2000, False), (3000, True)], ids=["candidates", "other-orders", "whole"])
+@pytest.fixture(
+    params=[
+        pytest.param((1000, False), id="candidates"),
+        pytest.param((2000, False), id="other-orders", marks=pytest.mark.slow),
+        pytest.param((3000, True), id="whole", marks=pytest.mark.slow),
+    ]
+)
 def cuda(emulation: Emulation, request: pytest.FixtureRequest) -> Emulation:
     emulation.start(*request.param)
     return emulation
