@@ -32,6 +32,8 @@ from lightning_sparse.messages import LogOnce
 from lightning_sparse.sharding import dims_in_memory, parameters_of
 from lightning_sparse.topology import Topology
 
+VERSION = 6
+"""Of what a checkpoint holds."""
 Layout = tuple[list[int], list[int]]
 """A parameter's shape, and its dims in memory order, the outermost first."""
 
@@ -69,6 +71,23 @@ class State:
         pieces = {quantity: [tuple(each) for each in found] for quantity, found in self.pieces.items()}
         return {"pieces": pieces, "layouts": self.layouts, "own": self.own}
 
+    def split(self) -> dict[str, Any]:
+        """Return the tensor of each piece by a name of its own, and the rest as a tuple, into which
+        `torch.distributed.checkpoint` does not look."""
+        found = [(quantity, piece) for quantity, pieces in self.pieces.items() for piece in pieces]
+        places = {quantity: [piece.place for piece in pieces] for quantity, pieces in self.pieces.items()}
+        tensors = {_name_of(quantity, *piece.place): piece.tensor for quantity, piece in found}
+        return {**tensors, "rest": ({"pieces": places, "layouts": self.layouts, "own": self.own},)}
+
+    @staticmethod
+    def joined(rest: Mapping[str, Any], tensor_of: Callable[[str], Tensor]) -> State:
+        """Return the inverse of split(), given a tensor's name what there is of it."""
+        pieces = {
+            quantity: [Piece(*place, tensor=tensor_of(_name_of(quantity, *place))) for place in places]
+            for quantity, places in rest["pieces"].items()
+        }
+        return State(pieces, rest["layouts"], rest["own"])
+
     def cut(self, quantity: str, name: str, begin: int, end: int) -> Iterator[Piece]:
         """Yield what there is of elements [begin, end) of a parameter: views."""
         for piece in self.pieces.get(quantity, ()):
@@ -81,6 +100,10 @@ class State:
         """Return the inverse of to_dict()."""
         pieces = {quantity: [Piece(*each) for each in found] for quantity, found in saved["pieces"].items()}
         return State(pieces, saved["layouts"], saved["own"])
+
+
+def _name_of(quantity: str, name: str, begin: int, end: int) -> str:
+    return f"{quantity}/{name}/{begin}-{end}"
 
 
 def layout_of(parameter: Tensor) -> Layout:
@@ -218,6 +241,34 @@ class Engine(ABC):
     def manifest(self) -> dict[str, Any]:
         """Return what a checkpoint says of all ranks alike, in plain types."""
         return {"steps": self.steps}
+
+    def header(self) -> dict[str, Any]:
+        """Return the manifest, and what any engine's begins with."""
+        nodes = [list(node) for node in self.topology.nodes]
+        told = {"version": VERSION, "kind": self.kind, "nodes": nodes, "config": self.config.to_dict()}
+        return {**told, **(self.manifest() if self.saves else {})}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what ``torch.distributed.checkpoint.save`` and ``async_save`` write of this device, given the engine
+        itself; ``lightning_sparse.strategy.resume`` reads it. Every rank calls it."""
+        mine = {f"rank{self.topology.rank}": self.device_state()} if self.saves else {}
+        return {"manifest": (self.header(),), **mine}
+
+    def device_state(self) -> dict[str, Any]:
+        """Return what a loop without Lightning saves of this device."""
+        return {"engine": self.state().split()}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Refuse it: ``torch.distributed.checkpoint.load`` wants to know what a checkpoint holds before it reads.
+
+        Raises:
+            ValueError: always.
+        """
+        raise ValueError(
+            f"{type(self).__name__} is not among what torch.distributed.checkpoint.load can fill, which knows neither "
+            f"the nodes nor the pieces that were saved: leave it out, and call lightning_sparse.strategy.resume(engine, "
+            f"folder, key) afterwards."
+        )
 
     @abstractmethod
     def state(self) -> State:

@@ -19,11 +19,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from lightning_sparse.engine import Engine
+from lightning_sparse.engine import Engine, State
 from lightning_sparse.exchange import ExchangeConfig
 from lightning_sparse.fsdp import ShardedGradients
 from lightning_sparse.gradients import HierConfig, HierState, hier_hook
@@ -42,7 +41,7 @@ from lightning_sparse.strategy.options import (
 )
 from lightning_sparse.strategy.saves import Saved, Saves, new_run_id, restore
 from lightning_sparse.topology import Topology, discover
-from lightning_sparse.updates import LocalUpdates, UpdatesConfig
+from lightning_sparse.updates import LocalUpdates, UpdatesConfig, moments
 
 
 class Adapter:
@@ -314,11 +313,16 @@ class ShardsAdapter(Adapter):
         return {"num_replicas": self.world_size, "rank": self.global_rank}
 
     def _own_entries(self, saved: Any) -> dict[str, Any]:
-        """Each device has its part of optimizer states, which differ between nodes."""
-        return {"optimizers": plain(local_states(self.engines))}
+        """Each device has its part of optimizer states, which differ between nodes; the main file has the first's."""
+        if self._place.node_index == 0:
+            return {}
+        engines = (each for each in self.engines if isinstance(each, LocalUpdates))
+        return {"optimizers": [plain(moments.state_of(each).to_dict()) for each in engines]}
 
     def _take_entries(self, entries: dict[str, Any]) -> None:
-        load_local_states(self.engines, entries.get("optimizers", []))
+        engines = (each for each in self.engines if isinstance(each, LocalUpdates))
+        for engine, saved in zip(engines, entries.get("optimizers", []), strict=False):
+            moments.load(engine, [State.from_dict(saved)])
 
     def _main_path(self, path: Any) -> Any:
         return self.broadcast(path)  # type: ignore[attr-defined]
@@ -337,47 +341,3 @@ class ShardsAdapter(Adapter):
         folder = Path(self._main_path(path))
         if (folder / ".metadata").is_file():
             verify(folder, self.root_device)
-
-
-def local_states(engines: Iterable[Engine]) -> list[list[dict[str, Any]]]:
-    """Return this device's part of the state of optimizers, by parameter, on the CPU. It differs between nodes, and the
-    main file has that of the first."""
-    return [
-        [
-            {
-                name: local_of(value).detach().cpu() if isinstance(value, Tensor) else value
-                for name, value in optimizer.state.get(parameter, {}).items()
-            }
-            for parameter in parameters_of(optimizer)
-        ]
-        for optimizer in _optimizers(engines)
-    ]
-
-
-@torch.no_grad()
-def load_local_states(engines: Iterable[Engine], saved: list[list[dict[str, Any]]]) -> None:
-    """Put them back."""
-    for optimizer, by_parameter in zip(_optimizers(engines), saved, strict=False):
-        for parameter, values in zip(parameters_of(optimizer), by_parameter, strict=True):
-            state = optimizer.state[parameter]
-            for name, value in values.items():
-                current = state.get(name)
-                if isinstance(value, Tensor) and isinstance(current, Tensor):
-                    local_of(current).copy_(value)
-                else:
-                    state[name] = _sharded_as(parameter, value)
-
-
-def _optimizers(engines: Iterable[Engine]) -> list[Optimizer]:
-    return [one.optimizer for each in engines if isinstance(each, LocalUpdates) for one in each.optimizers]
-
-
-def _sharded_as(parameter: Tensor, value: Any) -> Any:
-    """What has the shape of a parameter's shard is sharded, too."""
-    if not isinstance(parameter, DTensor) or not isinstance(value, Tensor):
-        return value
-    local, shape, stride = parameter.to_local(), parameter.shape, parameter.stride()
-    if value.shape != local.shape:
-        return value
-    mesh, placements = parameter.device_mesh, parameter.placements
-    return DTensor.from_local(value.to(local.device), mesh, placements, run_check=False, shape=shape, stride=stride)

@@ -327,9 +327,9 @@ class MSTopKLocalFabricMixin(UpdatesFabricAdapter):
         return super().get_optimizer_state(optimizer) if state is None else state
 
     def _own_entries(self, optimizers: Mapping[str, Any]) -> dict[str, Any]:
-        """Each node has optimizer states of its own."""
+        """Each node has optimizer states of its own; the main file has those of the first."""
         states = {name: self.get_optimizer_state(each) for name, each in optimizers.items()}
-        return plain(states) if self._place.device_index == 0 else {}
+        return plain(states) if self._place.device_index == 0 and self._place.node_index > 0 else {}
 
     def _load_own_optimizers(self, state: Any) -> None:
         own = self._saves.entries(self._place)

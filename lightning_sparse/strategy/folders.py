@@ -117,7 +117,8 @@ def _items(path: Path) -> list[tuple[str, int, int]]:
     """Return file, offset and length of what a folder holds: archives of torch.save()."""
     stored = FileSystemReader(path).read_metadata().storage_data
     items = sorted({(each.relative_path, each.offset, each.length) for each in stored.values()})
-    return [*items, (META, 0, (path / META).stat().st_size)]
+    meta = path / META
+    return [*items, (META, 0, meta.stat().st_size)] if meta.is_file() else items
 
 
 def _replace(path: Path, whole: Path) -> None:

@@ -39,12 +39,11 @@ from torch.distributed import Store  # type: ignore[attr-defined]  # re-exported
 from torch.distributed.distributed_c10d import _get_default_store, default_pg_timeout
 
 from lightning_sparse.agree import all_agree, differing
-from lightning_sparse.engine import Engine, State
+from lightning_sparse.engine import VERSION, Engine, State
 from lightning_sparse.messages import log
 from lightning_sparse.topology import Topology
 
 KEY = "lightning_sparse"
-VERSION = 6
 FAILED = "failed: "  # what a rank arrives with that could not write
 PATIENCE = timedelta(seconds=10)
 """After so long rank 0 says what it waits for."""
@@ -192,12 +191,8 @@ class Saves:
         """Return what the main file says of an engine; each call names another save."""
         self._counts[index, engine.rounds] += 1  # a later fit may come to the same round
         return {
-            "version": VERSION,
-            "kind": engine.kind,
             "save_id": f"{self.run_id}-{index}-{engine.rounds}-{self._counts[index, engine.rounds]}",
-            "nodes": [list(node) for node in engine.topology.nodes],
-            "config": engine.config.to_dict(),
-            **engine.manifest(),
+            **engine.header(),
         }
 
     # -- loading -------------------------------------------------------------------------------------------------------

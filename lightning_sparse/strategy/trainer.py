@@ -415,10 +415,10 @@ class MSTopKLocalMixin(TrainerAdapter):
         return super().optimizer_state(optimizer) if state is None else state
 
     def _own_entries(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
-        """Each node has optimizer states of its own."""
+        """Each node has optimizer states of its own; the main file has those of the first."""
         own = ("optimizer_states", type(self.precision_plugin).__qualname__)
-        first = self._place.device_index == 0
-        return plain({name: checkpoint[name] for name in own if name in checkpoint}) if first else {}
+        writes = self._place.device_index == 0 and self._place.node_index > 0
+        return plain({name: checkpoint[name] for name in own if name in checkpoint}) if writes else {}
 
     def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """The main file, with the optimizer states of this node in the place of node 0's."""

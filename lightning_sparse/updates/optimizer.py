@@ -69,6 +69,12 @@ class LocalOptimizer:
         """What is exchanged, in the order of the optimizer's groups."""
         return self.division.parameters
 
+    def stepped(self) -> list[tuple[Tensor, Part]]:
+        """Return the part of each parameter that this device steps."""
+        if self.division.steps_all:
+            return [(parameter, Part(0, 0, parameter.numel())) for parameter in self.parameters]
+        return self.state.slices.pieces
+
     def detach(self, reused: bool) -> None:
         """Leave the optimizer alone from now on. One used again gets all its state: a collective of the node."""
         self._hook.remove()
