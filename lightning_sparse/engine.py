@@ -83,7 +83,9 @@ class State:
     def joined(rest: Mapping[str, Any], tensor_of: Callable[[str], Tensor]) -> State:
         """Return the inverse of split(), given a tensor's name what there is of it."""
         pieces = {
-            quantity: [Piece(*place, tensor=tensor_of(_name_of(quantity, *place))) for place in places]
+            quantity: [
+                Piece(name, begin, end, tensor_of(_name_of(quantity, name, begin, end))) for name, begin, end in places
+            ]
             for quantity, places in rest["pieces"].items()
         }
         return State(pieces, rest["layouts"], rest["own"])
@@ -169,6 +171,7 @@ class Engine(ABC):
         active: whether there is anything to exchange; False on one node.
         needs_all: going on from a checkpoint takes the state of every rank; else a rank without its own begins anew.
         has_own_weights: nodes train weights of their own, and the global ones are shown.
+        batches: how many have begun, where somebody counts them: nodes then notice that one of them skipped a step.
     """
 
     kind: ClassVar[str]
@@ -179,7 +182,7 @@ class Engine(ABC):
 
     config: Any
     module: nn.Module
-    steps = 0
+    steps = batches = 0
     exchange: Exchange
     topology: Topology
     active: bool
@@ -266,8 +269,8 @@ class Engine(ABC):
         """
         raise ValueError(
             f"{type(self).__name__} is not among what torch.distributed.checkpoint.load can fill, which knows neither "
-            f"the nodes nor the pieces that were saved: leave it out, and call lightning_sparse.strategy.resume(engine, "
-            f"folder, key) afterwards."
+            f"the nodes nor the pieces that were saved: leave it out, and call "
+            f"lightning_sparse.strategy.resume(engine, folder, key) afterwards."
         )
 
     @abstractmethod

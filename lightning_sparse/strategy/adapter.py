@@ -15,7 +15,6 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -264,15 +263,6 @@ def _without_replaced(watched: list[Optimizer], new: list[Optimizer]) -> list[Op
     return [each for each in watched if taken.isdisjoint(map(id, parameters_of(each)))]
 
 
-def plain(value: Any) -> Any:
-    """Return it with Python's numbers for NumPy's: a schedule may leave these in an optimizer, a safe load refuses."""
-    if isinstance(value, np.generic):
-        return value.item()
-    if isinstance(value, dict):
-        return {name: plain(each) for name, each in value.items()}
-    return type(value)(map(plain, value)) if type(value) in (list, tuple) else value
-
-
 def detached(state_dict: dict[str, Any]) -> dict[str, Any]:
     """Return a copy whose tensors are not the module's; tensors that share memory still do."""
     copies: dict[Any, Tensor] = {}
@@ -317,7 +307,7 @@ class ShardsAdapter(Adapter):
         if self._place.node_index == 0:
             return {}
         engines = (each for each in self.engines if isinstance(each, LocalUpdates))
-        return {"optimizers": [plain(moments.state_of(each).to_dict()) for each in engines]}
+        return {"optimizers": [moments.state_of(each).to_dict() for each in engines]}
 
     def _take_entries(self, entries: dict[str, Any]) -> None:
         engines = (each for each in self.engines if isinstance(each, LocalUpdates))

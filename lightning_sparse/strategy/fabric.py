@@ -29,7 +29,7 @@ from lightning_sparse.fsdp import ShardedGradients, mesh_of, options_for, shard
 from lightning_sparse.gradients import HierConfig, HierState
 from lightning_sparse.messages import log
 from lightning_sparse.sharding import parameters_of
-from lightning_sparse.strategy.adapter import Adapter, GradientEngines, ShardsAdapter, detached, plain
+from lightning_sparse.strategy.adapter import Adapter, GradientEngines, ShardsAdapter, detached
 from lightning_sparse.strategy.options import (
     OWN,
     OWN_OF_FSDP,
@@ -42,6 +42,7 @@ from lightning_sparse.strategy.options import (
 )
 from lightning_sparse.strategy.saves import KEY
 from lightning_sparse.updates import LocalUpdates, UpdatesConfig
+from lightning_sparse.updates.moments import plain
 
 if TYPE_CHECKING:
 

@@ -24,7 +24,7 @@ from lightning_sparse.fsdp import ShardedGradients, mesh_of, options_for, shard
 from lightning_sparse.gradients import HierConfig, HierState
 from lightning_sparse.gradients.config import DEFAULT_EPOCHS, DEFAULT_SHARE, Warmup
 from lightning_sparse.sharding import parameters_of
-from lightning_sparse.strategy.adapter import Adapter, GradientEngines, ShardsAdapter, detached, plain
+from lightning_sparse.strategy.adapter import Adapter, GradientEngines, ShardsAdapter, detached
 from lightning_sparse.strategy.options import (
     OWN,
     OWN_OF_FSDP,
@@ -37,6 +37,7 @@ from lightning_sparse.strategy.options import (
 )
 from lightning_sparse.strategy.saves import KEY, check_loaded_by_all, remove_side_files
 from lightning_sparse.updates import LocalUpdates, UpdatesConfig
+from lightning_sparse.updates.moments import plain
 
 if TYPE_CHECKING:
 
@@ -134,6 +135,7 @@ class TrainerAdapter(Adapter, Host):
         """Train this node's own model."""
         super().on_train_batch_start(batch, batch_idx)
         if self.engine is not None:
+            self.engine.batches += 1
             self.engine.show_own()
 
     def on_validation_start(self) -> None:

@@ -118,7 +118,7 @@ class LocalUpdates(Engine):
         self.steps += 1
         self._name_place(f"in step {self.steps}")
         for one in stepped:
-            one.step()
+            one.step((self.batches << 8) + self.optimizers.index(one))
         self.exchange.stats.end_round()
 
     def finish(self) -> None:

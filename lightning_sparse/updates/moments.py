@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
@@ -30,7 +31,7 @@ def state_of(updates: LocalUpdates) -> State:
             for quantity, value in one.optimizer.state.get(parameter, {}).items():
                 flat = _own_part(value, parameter, part)
                 if flat is None:
-                    rest[name][quantity] = local_of(value).detach().cpu() if isinstance(value, Tensor) else value
+                    rest[name][quantity] = local_of(value).detach().cpu() if isinstance(value, Tensor) else plain(value)
                 else:
                     piece = Piece(name, part.begin, part.end, flat.to("cpu", copy=True))
                     state.pieces.setdefault(quantity, []).append(piece)
@@ -40,7 +41,7 @@ def state_of(updates: LocalUpdates) -> State:
 
 def _options(one: LocalOptimizer) -> list[dict[str, Any]]:
     groups: list[dict[str, Any]] = one.optimizer.param_groups
-    return [{name: value for name, value in group.items() if name != "params"} for group in groups]
+    return [{name: plain(value) for name, value in group.items() if name != "params"} for group in groups]
 
 
 def _own_part(value: Any, parameter: Tensor, part: Part) -> Tensor | None:
@@ -104,3 +105,12 @@ def _placed(found: Mapping[str, Any], one: LocalOptimizer, parameter: Tensor) ->
     if not (group.get("capturable") or group.get("fused")):
         return dict(found)
     return {name: value.to(parameter.device) if isinstance(value, Tensor) else value for name, value in found.items()}
+
+
+def plain(value: Any) -> Any:
+    """Return it with Python's numbers for NumPy's: a schedule may leave these in an optimizer, a safe load refuses."""
+    if isinstance(value, np.generic):
+        return value.item()
+    if isinstance(value, dict):
+        return {name: plain(each) for name, each in value.items()}
+    return type(value)(map(plain, value)) if type(value) in (list, tuple) else value

@@ -81,8 +81,11 @@ class LocalOptimizer:
         if reused:
             self.division.release()
 
-    def step(self) -> None:
+    def step(self, occasion: int) -> None:
         """After the optimizer's.
+
+        Args:
+            occasion: the same on all nodes that step.
 
         Raises:
             ValueError: at the first one, for an optimizer that keeps weights of its own.
@@ -94,7 +97,7 @@ class LocalOptimizer:
         self.steps += 1
         since = self.steps % self._config.sync_every
         if since == 0:
-            self.state.advance()
+            self.state.advance(occasion)
         else:
             self.state.settle(since)
             settles = self._config.settles(since, self._exchange.topology.num_nodes)

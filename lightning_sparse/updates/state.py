@@ -36,6 +36,7 @@ from lightning_sparse.exchange import Exchange, Shard, Transfer
 from lightning_sparse.exchange.host import HostCopy
 from lightning_sparse.exchange.lanes import TensorFuture
 from lightning_sparse.exchange.paths import Dense, Sparse
+from lightning_sparse.kernels.wire import mark, marks_of
 from lightning_sparse.updates.agreement import Agreement
 from lightning_sparse.updates.config import UpdatesConfig
 from lightning_sparse.updates.slices import Slices
@@ -76,8 +77,15 @@ class UpdateState:
         self.receive()
         return self._pending_S
 
-    def advance(self) -> None:
-        """Exchange what the parameters have changed by since the last time, and set them to this node's model."""
+    def advance(self, occasion: int = 0) -> None:
+        """Exchange what the parameters have changed by since the last time, and set them to this node's model.
+
+        Args:
+            occasion: what all nodes exchange on. Paths that send messages compare it, one exchange later.
+
+        Raises:
+            RuntimeError: where nodes exchanged on different occasions.
+        """
         if not self.slices.numel:
             return
         acc_S = self._collect()
@@ -233,6 +241,7 @@ class Difference(UpdateState):
         self._samples: HostCopy | None = None  # of what nodes had pending at the last exchange
         self._messages: Tensor | None = None  # those, uint8 [M, B], once they are received
         self._sent: Tensor | None = None  # this node's among them, uint8 [1, B]
+        self._marks: HostCopy | None = None  # the occasions of those that were received last, int64 [M]
         self._minus_one = torch.tensor(-1.0, device=self.own_S.device)
 
     @property
@@ -249,13 +258,15 @@ class Difference(UpdateState):
         self._path.add(self._messages, shared_S, self._mean)
         return shared_S
 
-    def advance(self) -> None:
+    def advance(self, occasion: int = 0) -> None:
         if not self.slices.numel:
             return
+        self._compare_occasions()
         self._add_own()
         self._follow_agreement()
         sample = self._sample()
         transfer = self._exchange.begin(self._path, Shard(self.own_S, self.shared_S, factor=self._minus_one))
+        mark(transfer.carried, occasion)
         sent, delivery = transfer.carried.view(1, -1), Delivery(self._exchange, transfer, sample_B=sample)
         self.receive()
         messages, self._messages = self._messages, None
@@ -343,6 +354,19 @@ class Difference(UpdateState):
 
     def _keep(self, delivery: Delivery) -> None:
         self._messages, self._samples = delivery.messages, delivery.samples
+        self._marks = None if delivery.messages is None else HostCopy(marks_of(delivery.messages))
+
+    def _compare_occasions(self) -> None:
+        self.receive()
+        marks = [] if self._marks is None else self._marks.read().tolist()
+        self._marks = None
+        if len(set(marks)) > 1:
+            said = ", ".join(f"node {node} in batch {each >> 8}" for node, each in enumerate(marks))
+            raise RuntimeError(
+                f"nodes have exchanged updates of different steps ({said}): one skipped a step that others made, and "
+                f"what they sent since belongs to other weights. In manual optimization step on all nodes or on none: "
+                f"a node without a gradient steps with one of zeros. Resume from the last checkpoint."
+            )
 
     def _collect(self) -> Tensor:
         self._add_own()
