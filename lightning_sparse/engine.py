@@ -32,7 +32,7 @@ from lightning_sparse.messages import LogOnce
 from lightning_sparse.sharding import dims_in_memory, parameters_of
 from lightning_sparse.topology import Topology
 
-VERSION = 6
+VERSION = 7
 """Of what a checkpoint holds."""
 Layout = tuple[list[int], list[int]]
 """A parameter's shape, and its dims in memory order, the outermost first."""

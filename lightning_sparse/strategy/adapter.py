@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
@@ -25,7 +26,7 @@ from lightning_sparse.engine import Engine, State
 from lightning_sparse.exchange import ExchangeConfig
 from lightning_sparse.fsdp import ShardedGradients
 from lightning_sparse.gradients import HierConfig, HierState, hier_hook
-from lightning_sparse.messages import described, show_log_lines
+from lightning_sparse.messages import described, said_if_long, show_log_lines
 from lightning_sparse.sharding import local_of, parameters_of
 from lightning_sparse.strategy.folders import verify, whole_or_none
 from lightning_sparse.strategy.options import (
@@ -151,7 +152,10 @@ class Adapter:
         collective of the node."""
         exchanged = (one for each in self.engines if isinstance(each, LocalUpdates) for one in each.optimizers)
         found = next((one for one in exchanged if one.optimizer is optimizer), None)
-        return None if found is None else found.division.optimizer_state()
+        if found is None:
+            return None
+        with said_if_long(f"collecting the state of {type(optimizer).__name__} on the first device of the node"):
+            return found.division.optimizer_state()
 
     # -- checkpoints ---------------------------------------------------------------------------------------------------
 
@@ -273,7 +277,8 @@ def detached(state_dict: dict[str, Any]) -> dict[str, Any]:
         local = local_of(value)
         key = (local.data_ptr(), value.shape, value.stride()) if local.numel() else id(value)
         if key not in copies:
-            copies[key] = value.detach().clone()
+            whole = not isinstance(value, DTensor)  # a device may have no room for a second model
+            copies[key] = value.detach().to("cpu", copy=True) if whole else value.detach().clone()
         return copies[key]
 
     return {name: copy(value) for name, value in state_dict.items()}

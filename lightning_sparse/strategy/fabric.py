@@ -27,7 +27,7 @@ from torch.optim import Optimizer
 
 from lightning_sparse.fsdp import ShardedGradients, mesh_of, options_for, shard
 from lightning_sparse.gradients import HierConfig, HierState
-from lightning_sparse.messages import log
+from lightning_sparse.messages import log, said_if_long
 from lightning_sparse.sharding import parameters_of
 from lightning_sparse.strategy.adapter import Adapter, GradientEngines, ShardsAdapter, detached
 from lightning_sparse.strategy.options import (
@@ -401,7 +401,8 @@ class MSTopKFSDPFabricMixin(ShardsAdapter, UpdatesFabricAdapter):
             if self._save_distributed_checkpoint and self._place.node_index > 0:
                 whole = {name: each for name, each in whole.items() if not isinstance(each, Optimizer)}
             yield whole
-            dist.barrier()  # before files of earlier saves are removed
+            with said_if_long("waiting for all ranks to write a checkpoint"):
+                dist.barrier()  # before files of earlier saves are removed
 
     def save_checkpoint(self, path: Any, state: Any, storage_options: Any = None, filter: Any = None) -> None:
         """A file, or a folder that takes its name when it is whole. All ranks call it, as ``fabric.save``."""

@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint import FileSystemReader  # type: ignore[attr-defined]  # re-exported, unannounced
 
 from lightning_sparse.agree import all_agree
+from lightning_sparse.messages import said_if_long
 
 META = "meta.pt"  # by Lightning
 
@@ -75,11 +76,12 @@ def _see(made: Path) -> None:
 def _together(path: Path, device: torch.device) -> Iterator[None]:
     """Leave when all ranks do; where one raises inside, all do."""
     error: Exception | None = None
-    try:
-        yield
-    except Exception as raised:
-        error = raised
-    whole = all_agree(error is None, dist.all_reduce, device)
+    with said_if_long(f"writing {path}"):
+        try:
+            yield
+        except Exception as raised:
+            error = raised
+        whole = all_agree(error is None, dist.all_reduce, device)
     if error is not None:
         raise error
     if not whole:
@@ -92,7 +94,17 @@ def verify(path: Path, device: torch.device) -> None:
     Raises:
         RuntimeError: on all ranks, for a folder that is damaged.
     """
-    damaged = ""
+    with said_if_long(f"verifying {path}"):
+        damaged = _damaged(path)
+        whole = all_agree(not damaged, dist.all_reduce, device)
+    if not whole:
+        raise RuntimeError(
+            f"the checkpoint {path} is damaged: {damaged or 'another rank says where'}. Resume from another one."
+        )
+
+
+def _damaged(path: Path) -> str:
+    """Return where this rank's share of the checksums is wrong; empty where none is."""
     for index, (file, offset, length) in enumerate(_items(path)):
         if index % dist.get_world_size() != dist.get_rank():
             continue
@@ -104,13 +116,8 @@ def verify(path: Path, device: torch.device) -> None:
         except (OSError, zipfile.BadZipFile) as error:
             wrong = f"{type(error).__name__}: {error}"
         if wrong is not None:
-            damaged = f"{file} at byte {offset} ({wrong})"
-            break
-    if all_agree(not damaged, dist.all_reduce, device):
-        return
-    raise RuntimeError(
-        f"the checkpoint {path} is damaged: {damaged or 'another rank says where'}. Resume from another one."
-    )
+            return f"{file} at byte {offset} ({wrong})"
+    return ""
 
 
 def _items(path: Path) -> list[tuple[str, int, int]]:

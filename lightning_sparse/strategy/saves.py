@@ -40,13 +40,11 @@ from torch.distributed.distributed_c10d import _get_default_store, default_pg_ti
 
 from lightning_sparse.agree import all_agree, differing
 from lightning_sparse.engine import VERSION, Engine, State
-from lightning_sparse.messages import log
+from lightning_sparse.messages import PATIENCE, log, said_if_long
 from lightning_sparse.topology import Topology
 
 KEY = "lightning_sparse"
 FAILED = "failed: "  # what a rank arrives with that could not write
-PATIENCE = timedelta(seconds=10)
-"""After so long rank 0 says what it waits for."""
 
 
 @dataclass
@@ -234,10 +232,12 @@ def restore(engine: Engine, saved: Saved, device: torch.device) -> dict[str, Any
     """
     check_version(saved)
     agree = partial(all_agree, reduce=partial(dist.all_reduce, group=engine.topology.world), device=device)
-    side = _restore(engine, saved, agree, device)
-    parts = engine.global_parts()
-    differ = bool(parts) and differing(parts, partial(dist.all_reduce, group=engine.topology.inter), device) != []
-    if not agree(not differ):
+    with said_if_long(f"restoring {saved.path}"):
+        side = _restore(engine, saved, agree, device)
+        parts = engine.global_parts()
+        differ = bool(parts) and differing(parts, partial(dist.all_reduce, group=engine.topology.inter), device) != []
+        alike = agree(not differ)
+    if not alike:
         raise RuntimeError(
             f"nodes hold different global weights after {saved.path} was loaded: what they would train is not one "
             f"model. See that all nodes read the same files, resume from another checkpoint, or remove the entry "
@@ -289,7 +289,8 @@ def check_loaded_by_all(saved: Saved | None) -> None:
     """Raise ValueError unless all ranks have loaded the same save, or none of them one. A collective of the world."""
     mine = None if saved is None else saved.manifest["save_id"]
     loaded: list[str | None] = [mine] * dist.get_world_size()
-    dist.all_gather_object(loaded, mine)
+    with said_if_long("comparing which checkpoint each rank has loaded"):
+        dist.all_gather_object(loaded, mine)
     other = [rank for rank, each in enumerate(loaded) if each != loaded[0]]
     if other:
         raise ValueError(

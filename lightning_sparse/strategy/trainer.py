@@ -23,6 +23,7 @@ from lightning_sparse.engine import Engine
 from lightning_sparse.fsdp import ShardedGradients, mesh_of, options_for, shard
 from lightning_sparse.gradients import HierConfig, HierState
 from lightning_sparse.gradients.config import DEFAULT_EPOCHS, DEFAULT_SHARE, Warmup
+from lightning_sparse.messages import said_if_long
 from lightning_sparse.sharding import parameters_of
 from lightning_sparse.strategy.adapter import Adapter, GradientEngines, ShardsAdapter, detached
 from lightning_sparse.strategy.options import (
@@ -540,7 +541,8 @@ class MSTopKFSDPMixin(ShardsAdapter, TrainerAdapter):
             if self._save_distributed_checkpoint and self._place.node_index > 0:
                 checkpoint.pop("optimizer_states", None)
             yield
-            dist.barrier()  # before files of earlier saves are removed
+            with said_if_long("waiting for all ranks to write a checkpoint"):
+                dist.barrier()  # before files of earlier saves are removed
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         """A file, or a folder that takes its name when it is whole."""
