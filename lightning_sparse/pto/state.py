@@ -12,9 +12,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 from lightning_sparse.exchange.communicator import Group
+from lightning_sparse.internals import tree_leaves, tree_map, tree_map_only
 from lightning_sparse.pto.gather import aligned
 from lightning_sparse.sharding import Part, in_order_of, memory_of
 

@@ -36,10 +36,10 @@ import torch
 import torch.distributed as dist
 from fsspec.implementations.local import LocalFileSystem
 from torch.distributed import Store  # type: ignore[attr-defined]  # re-exported, unannounced
-from torch.distributed.distributed_c10d import _get_default_store, default_pg_timeout
 
 from lightning_sparse.agree import all_agree, differing
 from lightning_sparse.engine import VERSION, Engine, State
+from lightning_sparse.internals import default_store, default_timeout
 from lightning_sparse.messages import PATIENCE, log, said_if_long
 from lightning_sparse.topology import Topology
 
@@ -450,7 +450,7 @@ class StoreBarrier:
         self.names: list[str] = []  # that ranks arrived with, once they were waited for
         self._keys = [f"{key}/{rank}" for rank in range(world_size)]
         self._end = f"{key}/end"
-        self._store = store or _get_default_store()
+        self._store = store or default_store()
 
     def arrive(self, rank: int, name: str = "") -> None:
         """Record that this rank has arrived."""
@@ -462,7 +462,7 @@ class StoreBarrier:
         Returns:
             The ranks that have not arrived; empty when all have.
         """
-        timeout = timeout or default_pg_timeout
+        timeout = timeout or default_timeout
         missing = self._wait(min(timeout, PATIENCE))
         if missing and timeout > PATIENCE:
             log.warning("waiting for rank(s) %s to write what they know beside a checkpoint", _listed(missing))
@@ -479,7 +479,7 @@ class StoreBarrier:
 
     def conclusion(self, timeout: timedelta | None) -> str:
         """Wait for what the one that waited concludes; empty, too, when it takes too long: it may not be there."""
-        timeout = timeout or default_pg_timeout
+        timeout = timeout or default_timeout
         there = self._has_come([self._end], min(timeout, PATIENCE))
         if not there and timeout > PATIENCE:
             log.warning("waiting for rank 0 to see that all ranks wrote what they know beside a checkpoint")
