@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
@@ -172,6 +173,11 @@ class Adapter:
     def _main_path(self, path: Any) -> Any:
         """Where all ranks look for what is beside a main file."""
         return path
+
+    def _verify(self, path: Any) -> None:
+        """Raise RuntimeError for a checkpoint that is damaged. Every rank calls it."""
+        if dist.is_initialized():
+            verify(Path(self._main_path(path)), self.root_device)
 
     def _go_on(self, engine: Engine, saved: Saved) -> None:
         """Let an engine go on from what a checkpoint has of it. A collective of the world."""
@@ -330,9 +336,3 @@ class ShardsAdapter(Adapter):
             return
         with whole_or_none(Path(self._main_path(path)), self.root_device) as partial:
             yield partial
-
-    def _verify(self, path: Any) -> None:
-        """Raise RuntimeError for a folder that is damaged. Every rank calls it."""
-        folder = Path(self._main_path(path))
-        if (folder / ".metadata").is_file():
-            verify(folder, self.root_device)

@@ -113,6 +113,7 @@ class FabricAdapter(Adapter, Host):
 
     def _load_main(self, path: Any, state: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Load the main file, and read what is beside it."""
+        self._verify(path)
         rest = super().load_checkpoint(path, state, *args, **kwargs)
         manifests = rest.pop(KEY, []) if isinstance(rest, dict) else []
         self._saves.load({KEY: manifests}, self._main_path(path), self.global_rank)
@@ -408,7 +409,3 @@ class MSTopKFSDPFabricMixin(ShardsAdapter, UpdatesFabricAdapter):
         """A file, or a folder that takes its name when it is whole. All ranks call it, as ``fabric.save``."""
         with self._whole(path) as partial:
             super().save_checkpoint(partial, state, storage_options, filter)
-
-    def _load_main(self, path: Any, state: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        self._verify(path)
-        return super()._load_main(path, state, *args, **kwargs)

@@ -1,10 +1,11 @@
-"""Checkpoints that are folders: written whole or not at all, and verified before they are read.
+"""Checkpoints are verified before they are read, and those that are folders are written whole or not at all.
 
     last.ckpt/                      what `torch.distributed.checkpoint` writes, and Lightning's ``meta.pt``
     last.ckpt/lightning_sparse/     the side files (`lightning_sparse.strategy.saves`)
     .last.ckpt.part/                while a save is under way; the next one removes what a killed one left
 
-`torch.distributed.checkpoint` reads without a look at the CRC-32 checksums that it wrote.
+torch.save writes archives with CRC-32 checksums, also inside the files of `torch.distributed.checkpoint`. Neither
+looks at them when it reads.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from lightning_sparse.agree import all_agree
 from lightning_sparse.messages import said_if_long
 
 META = "meta.pt"  # by Lightning
+_CHUNK = 1 << 20
 
 
 @contextmanager
@@ -89,13 +91,14 @@ def _together(path: Path, device: torch.device) -> Iterator[None]:
 
 
 def verify(path: Path, device: torch.device) -> None:
-    """Compare all checksums of a folder, each by one rank. A collective of the world.
+    """Compare all checksums of a checkpoint, each by one rank; of a path that is neither a file nor a folder, none. A
+    collective of the world.
 
     Raises:
-        RuntimeError: on all ranks, for a folder that is damaged.
+        RuntimeError: on all ranks, for one that is damaged.
     """
     with said_if_long(f"verifying {path}"):
-        damaged = _damaged(path)
+        damaged = _damaged(path) if (path / ".metadata").is_file() else _damaged_in(path)
         whole = all_agree(not damaged, dist.all_reduce, device)
     if not whole:
         raise RuntimeError(
@@ -117,6 +120,22 @@ def _damaged(path: Path) -> str:
             wrong = f"{type(error).__name__}: {error}"
         if wrong is not None:
             return f"{file} at byte {offset} ({wrong})"
+    return ""
+
+
+def _damaged_in(path: Path) -> str:
+    """Return which entry of this rank's share is damaged in one file of torch.save(); empty where none is, or it is
+    something else."""
+    if not (path.is_file() and zipfile.is_zipfile(path)):
+        return ""
+    with zipfile.ZipFile(path) as archive:
+        for entry in archive.infolist()[dist.get_rank() :: dist.get_world_size()]:
+            try:
+                with archive.open(entry) as opened:
+                    while opened.read(_CHUNK):
+                        pass
+            except (OSError, zipfile.BadZipFile) as error:
+                return f"{entry.filename} ({type(error).__name__}: {error})"
     return ""
 
 

@@ -183,6 +183,7 @@ class TrainerAdapter(Adapter, Host):
 
     def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """The main file, and what this rank alone knew, for an engine that exists now or later."""
+        self._verify(checkpoint_path)
         checkpoint: dict[str, Any] = super().load_checkpoint(checkpoint_path, *args, **kwargs)
         self._saves.load(checkpoint, self._main_path(checkpoint_path), self.global_rank)
         return checkpoint
@@ -551,7 +552,6 @@ class MSTopKFSDPMixin(ShardsAdapter, TrainerAdapter):
 
     def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """The model and its optimizers; in a fit this device goes on where it was saved."""
-        self._verify(checkpoint_path)
         checkpoint = super().load_checkpoint(checkpoint_path, *args, **kwargs)
         if self.engine is not None and self._fitting:
             self.engine.restart()
