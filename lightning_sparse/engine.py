@@ -15,6 +15,7 @@ parameters, so that another number of nodes or devices can take them up.
 from __future__ import annotations
 
 import functools
+import io
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -77,7 +78,9 @@ class State:
         found = [(quantity, piece) for quantity, pieces in self.pieces.items() for piece in pieces]
         places = {quantity: [piece.place for piece in pieces] for quantity, pieces in self.pieces.items()}
         tensors = {_name_of(quantity, *piece.place): piece.tensor for quantity, piece in found}
-        return {**tensors, "rest": ({"pieces": places, "layouts": self.layouts, "own": self.own},)}
+        rest = {"pieces": places, "layouts": self.layouts, "own": self.own}
+        pickled(rest)  # so that a save says what a load would refuse
+        return {**tensors, "rest": (rest,)}
 
     @staticmethod
     def joined(rest: Mapping[str, Any], tensor_of: Callable[[str], Tensor]) -> State:
@@ -102,6 +105,25 @@ class State:
         """Return the inverse of to_dict()."""
         pieces = {quantity: [Piece(*each) for each in found] for quantity, found in saved["pieces"].items()}
         return State(pieces, saved["layouts"], saved["own"])
+
+
+def pickled(content: Any) -> io.BytesIO:
+    """Return what torch.save() makes of it.
+
+    Raises:
+        ValueError: for content that a safe load would refuse when it is needed.
+    """
+    buffer = io.BytesIO()
+    torch.save(content, buffer)
+    buffer.seek(0)
+    refused = torch.serialization.get_unsafe_globals_in_checkpoint(buffer)
+    if refused:
+        raise ValueError(
+            f"the state of an optimizer, a scheduler or a loss scaler holds {', '.join(sorted(refused))}, which a safe "
+            f"load refuses, so this checkpoint could not be resumed exactly: keep tensors and plain Python values "
+            f"there (array.tolist()), or allow the types with torch.serialization.add_safe_globals."
+        )
+    return buffer
 
 
 def _name_of(quantity: str, name: str, begin: int, end: int) -> str:

@@ -38,7 +38,7 @@ from fsspec.implementations.local import LocalFileSystem
 from torch.distributed import Store  # type: ignore[attr-defined]  # re-exported, unannounced
 
 from lightning_sparse.agree import all_agree, differing
-from lightning_sparse.engine import VERSION, Engine, State
+from lightning_sparse.engine import VERSION, Engine, State, pickled
 from lightning_sparse.internals import default_store, default_timeout
 from lightning_sparse.messages import PATIENCE, log, said_if_long
 from lightning_sparse.topology import Topology
@@ -324,16 +324,7 @@ def write_side_file(content: dict[str, Any], save_id: str, checkpoint_path: str,
     Raises:
         ValueError: for content that a safe load would refuse when it is needed.
     """
-    buffer = io.BytesIO()
-    torch.save({**content, "save_id": save_id}, buffer)
-    buffer.seek(0)
-    refused = torch.serialization.get_unsafe_globals_in_checkpoint(buffer)
-    if refused:
-        raise ValueError(
-            f"the state of an optimizer, a scheduler or a loss scaler holds {', '.join(sorted(refused))}, which a safe "
-            f"load refuses, so this checkpoint could not be resumed exactly: keep tensors and plain Python values "
-            f"there (array.tolist()), or allow the types with torch.serialization.add_safe_globals."
-        )
+    buffer = pickled({**content, "save_id": save_id})
     fs, path = _side_path(checkpoint_path, save_id, rank)
     fs.makedirs(os.path.dirname(path), exist_ok=True)
     if isinstance(fs, LocalFileSystem):

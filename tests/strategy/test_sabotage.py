@@ -120,7 +120,7 @@ def test_a_damaged_byte_is_an_error_or_harmless(way: str, tmp_path: Path) -> Non
 
 
 def cannot_write(folder: str, way: str) -> tuple[str, bool]:
-    """Rank 1 may write no more than 4 KB to a file, as on a disk that is full."""
+    """Rank 1 may write no more than 512 bytes to a file, as on a disk that is full."""
     t = fit(folder, way, 3)
     path = Path(folder) / "last.ckpt"
     files = [path] if path.is_file() else sorted(each for each in path.rglob("*") if each.is_file())
@@ -128,7 +128,7 @@ def cannot_write(folder: str, way: str) -> tuple[str, bool]:
     t.strategy.barrier()
     if t.global_rank == 1:
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))
+        resource.setrlimit(resource.RLIMIT_FSIZE, (512, 512))
     try:
         t.save_checkpoint(path)
     except Exception as error:
