@@ -89,7 +89,8 @@ def damaged(folder: str, way: str, seed: int) -> list[str]:
     """What becomes of each of 20 damaged bytes: an error, or the weights of the undamaged checkpoint."""
     chance, path = random.Random(seed), Path(folder) / "saved"
     path.mkdir(exist_ok=True)
-    saver = fit(str(path), way, 3)
+    saver = fit(str(path), way, 3, ("", 0, -2))
+    saver.save_checkpoint(path / "last.ckpt")
     expected, found = whole(saver.lightning_module), []
     for number in range(20):
         copy = Path(folder) / str(number)
