@@ -15,6 +15,7 @@ parameters, so that another number of nodes or devices can take them up.
 from __future__ import annotations
 
 import functools
+import io
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -32,6 +33,8 @@ from lightning_sparse.messages import LogOnce
 from lightning_sparse.sharding import dims_in_memory, parameters_of
 from lightning_sparse.topology import Topology
 
+VERSION = 7
+"""Of what a checkpoint holds."""
 Layout = tuple[list[int], list[int]]
 """A parameter's shape, and its dims in memory order, the outermost first."""
 
@@ -69,6 +72,27 @@ class State:
         pieces = {quantity: [tuple(each) for each in found] for quantity, found in self.pieces.items()}
         return {"pieces": pieces, "layouts": self.layouts, "own": self.own}
 
+    def split(self) -> dict[str, Any]:
+        """Return the tensor of each piece by a name of its own, and the rest as a tuple, into which
+        `torch.distributed.checkpoint` does not look."""
+        found = [(quantity, piece) for quantity, pieces in self.pieces.items() for piece in pieces]
+        places = {quantity: [piece.place for piece in pieces] for quantity, pieces in self.pieces.items()}
+        tensors = {_name_of(quantity, *piece.place): piece.tensor for quantity, piece in found}
+        rest = {"pieces": places, "layouts": self.layouts, "own": self.own}
+        pickled(rest)  # so that a save says what a load would refuse
+        return {**tensors, "rest": (rest,)}
+
+    @staticmethod
+    def joined(rest: Mapping[str, Any], tensor_of: Callable[[str], Tensor]) -> State:
+        """Return the inverse of split(), given a tensor's name what there is of it."""
+        pieces = {
+            quantity: [
+                Piece(name, begin, end, tensor_of(_name_of(quantity, name, begin, end))) for name, begin, end in places
+            ]
+            for quantity, places in rest["pieces"].items()
+        }
+        return State(pieces, rest["layouts"], rest["own"])
+
     def cut(self, quantity: str, name: str, begin: int, end: int) -> Iterator[Piece]:
         """Yield what there is of elements [begin, end) of a parameter: views."""
         for piece in self.pieces.get(quantity, ()):
@@ -81,6 +105,29 @@ class State:
         """Return the inverse of to_dict()."""
         pieces = {quantity: [Piece(*each) for each in found] for quantity, found in saved["pieces"].items()}
         return State(pieces, saved["layouts"], saved["own"])
+
+
+def pickled(content: Any) -> io.BytesIO:
+    """Return what torch.save() makes of it.
+
+    Raises:
+        ValueError: for content that a safe load would refuse when it is needed.
+    """
+    buffer = io.BytesIO()
+    torch.save(content, buffer)
+    buffer.seek(0)
+    refused = torch.serialization.get_unsafe_globals_in_checkpoint(buffer)
+    if refused:
+        raise ValueError(
+            f"the state of an optimizer, a scheduler or a loss scaler holds {', '.join(sorted(refused))}, which a safe "
+            f"load refuses, so this checkpoint could not be resumed exactly: keep tensors and plain Python values "
+            f"there (array.tolist()), or allow the types with torch.serialization.add_safe_globals."
+        )
+    return buffer
+
+
+def _name_of(quantity: str, name: str, begin: int, end: int) -> str:
+    return f"{quantity}/{name}/{begin}-{end}"
 
 
 def layout_of(parameter: Tensor) -> Layout:
@@ -146,6 +193,7 @@ class Engine(ABC):
         active: whether there is anything to exchange; False on one node.
         needs_all: going on from a checkpoint takes the state of every rank; else a rank without its own begins anew.
         has_own_weights: nodes train weights of their own, and the global ones are shown.
+        batches: how many have begun, where somebody counts them: nodes then notice that one of them skipped a step.
     """
 
     kind: ClassVar[str]
@@ -156,7 +204,7 @@ class Engine(ABC):
 
     config: Any
     module: nn.Module
-    steps = 0
+    steps = batches = 0
     exchange: Exchange
     topology: Topology
     active: bool
@@ -218,6 +266,34 @@ class Engine(ABC):
     def manifest(self) -> dict[str, Any]:
         """Return what a checkpoint says of all ranks alike, in plain types."""
         return {"steps": self.steps}
+
+    def header(self) -> dict[str, Any]:
+        """Return the manifest, and what any engine's begins with."""
+        nodes = [list(node) for node in self.topology.nodes]
+        told = {"version": VERSION, "kind": self.kind, "nodes": nodes, "config": self.config.to_dict()}
+        return {**told, **(self.manifest() if self.saves else {})}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what ``torch.distributed.checkpoint.save`` and ``async_save`` write of this device, given the engine
+        itself; ``lightning_sparse.strategy.resume`` reads it. Every rank calls it."""
+        mine = {f"rank{self.topology.rank}": self.device_state()} if self.saves else {}
+        return {"manifest": (self.header(),), **mine}
+
+    def device_state(self) -> dict[str, Any]:
+        """Return what a loop without Lightning saves of this device."""
+        return {"engine": self.state().split()}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Refuse it: ``torch.distributed.checkpoint.load`` wants to know what a checkpoint holds before it reads.
+
+        Raises:
+            ValueError: always.
+        """
+        raise ValueError(
+            f"{type(self).__name__} is not among what torch.distributed.checkpoint.load can fill, which knows neither "
+            f"the nodes nor the pieces that were saved: leave it out, and call "
+            f"lightning_sparse.strategy.resume(engine, folder, key) afterwards."
+        )
 
     @abstractmethod
     def state(self) -> State:

@@ -2,10 +2,15 @@
 
 import logging
 import sys
-from collections.abc import Mapping
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from datetime import timedelta
 from typing import Any
 
 log = logging.getLogger("lightning_sparse")
+PATIENCE = timedelta(seconds=10)
+"""After so long a rank says what it waits for."""
 
 
 def show_log_lines() -> None:
@@ -13,6 +18,20 @@ def show_log_lines() -> None:
     if not log.hasHandlers():
         log.addHandler(logging.StreamHandler())
         log.setLevel(logging.INFO)
+
+
+@contextmanager
+def said_if_long(what: str) -> Iterator[None]:
+    """Log what this rank is doing once it has taken `PATIENCE`: it may wait for another one."""
+    seconds = PATIENCE.total_seconds()
+    line = "%s has taken %.0f s so far: this rank works on it, or waits for others"
+    timer = threading.Timer(seconds, log.warning, (line, what, seconds))
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 _OTHER = {"pytorch_lightning": ("lightning", "lightning.pytorch"), "lightning": ("pytorch_lightning",) * 2}

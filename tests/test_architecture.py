@@ -30,14 +30,15 @@ MAY_IMPORT: dict[str, set[str]] = {
     "_autoload": set(),
     "__init__": {"_autoload", "flavours"},  # flavours: for type checkers, and when a name is used
     "messages": set(),
+    "internals": set(),
     "agree": set(),
     "sharding": set(),
     "topology": {"agree"},
     "kernels": set(),
-    "exchange": {"kernels", "agree", "sharding", "topology", "messages"},
+    "exchange": {"kernels", "agree", "sharding", "topology", "messages", "internals"},
     "engine": {"exchange", "sharding", "topology", "messages"},
     "gradients": {"engine", "exchange", "kernels", "agree", "sharding", "topology", "messages"},
-    "pto": {"exchange", "agree", "sharding", "topology", "messages"},
+    "pto": {"exchange", "agree", "sharding", "topology", "messages", "internals"},
     "fsdp": {"engine", "exchange", "sharding", "topology", "messages"},
     "updates": {"engine", "pto", "exchange", "kernels", "agree", "sharding", "topology", "messages"},
     "strategy": {
@@ -51,6 +52,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "sharding",
         "topology",
         "messages",
+        "internals",
     },
     "data": {"topology", "messages"},
     "flavours": {"strategy", "data", "pto"},
@@ -85,7 +87,16 @@ ONLY_IN: dict[str, tuple[str, ...]] = {
     "lightning_fabric": ("flavours/",),
     "lightning_utilities": (),
     "torch.nn.parallel": ("gradients/", "strategy/", "pto/"),
-    "torch.optim": ("sharding.py", "engine.py", "fsdp.py", "gradients/", "updates/", "strategy/", "pto/"),
+    "torch.optim": (
+        "internals.py",
+        "sharding.py",
+        "engine.py",
+        "fsdp.py",
+        "gradients/",
+        "updates/",
+        "strategy/",
+        "pto/",
+    ),
     "nvidia.dali": ("data/pipeline/dali.py",),
 }
 

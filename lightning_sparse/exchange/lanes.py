@@ -34,6 +34,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from lightning_sparse.internals import after_backward, current_backward
 from lightning_sparse.topology import Topology
 
 TensorFuture = torch.futures.Future[Tensor]
@@ -191,11 +192,11 @@ class FifoLanes(Runner):
 
     def run(self, job: Job, result: Tensor) -> TensorFuture:
         """Queue the job."""
-        backward = torch._C._current_graph_task_id()
+        backward = current_backward()
         if backward == -1:
             return super().run(job, result)  # DDP flushes a static graph after backward: nothing to overlap with
         if backward != self._backward:  # by its id: a backward that raised never ran its callbacks
-            torch.autograd.Variable._execution_engine.queue_callback(self._join)
+            after_backward(self._join)
             self._backward = backward
         return self._queue((job.select, job.transfer, job.apply), result)
 

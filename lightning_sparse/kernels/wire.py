@@ -10,7 +10,8 @@ so the all-gather needs no exchange of sizes. Little-endian:
     12      4       i32  value code: 0 fp32, 1 bf16, 2 fp16, 3 two bits
     16      8       i64  S
     24      8       i64  k
-    32      32      zero
+    32      8       i64  what the sender exchanged on, which others compare (`mark`); zero where nobody says
+    40      24      zero
     64      4*B     u32  pairs in each block of 65,536 elements, B = ceil(S / 65,536)
     *       8*B     f32  lower and upper level of each block (two bits a value only)
     *       F       u8   pairs in each cell, F = 17 * ceil(S / 4,096) (8-bit indices only)
@@ -54,6 +55,8 @@ TWO_BIT: torch.dtype = torch.uint2  # type: ignore[attr-defined]  # torch's stub
 VALUE_CODES: dict[torch.dtype, int] = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, TWO_BIT: 3}
 VALUE_DTYPES: tuple[torch.dtype, ...] = tuple(VALUE_CODES)
 MAX_REGIONS = 65_535  # a dimension of a CUDA grid
+
+_MARK = slice(32, 40)
 
 INF_BITS = 0x7F80_0000
 _BF16_MAX = torch.finfo(torch.bfloat16).max
@@ -207,6 +210,16 @@ def decode(message: Tensor, numel: int, k: int, value_dtype: torch.dtype) -> tup
     else:
         values_K = _from_stored(stored[: value_dtype.itemsize * k].view(value_dtype), words[2])
     return values_K, indices_K.clamp(0, numel - 1), valid
+
+
+def mark(message: Tensor, number: int) -> None:
+    """Write into a message what it was made on."""
+    message[_MARK].view(torch.int64).fill_(number)
+
+
+def marks_of(messages_MB: Tensor) -> Tensor:
+    """Return what each message was made on, int64 [M]."""
+    return messages_MB[:, _MARK].contiguous().view(torch.int64).view(-1)
 
 
 def indices_of(message: Tensor, numel: int, k: int, value_dtype: torch.dtype) -> Tensor:

@@ -7,8 +7,7 @@ the others could lose the store while they wait, and would print a C++ traceback
 import sys
 import time
 
-from torch._C._distributed_c10d import TCPStore  # torch.distributed re-exports it unannounced
-from torch.distributed import run
+from torch.distributed import TCPStore, run  # type: ignore[attr-defined]  # the store is re-exported, unannounced
 
 WAIT_S = 5.0  # for launchers that were killed
 

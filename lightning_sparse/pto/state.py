@@ -5,15 +5,16 @@ as a pickled object with meta tensors, then all tensors in one flat buffer. The 
 CPU.
 """
 
+import pickle
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 from lightning_sparse.exchange.communicator import Group
+from lightning_sparse.internals import tree_leaves, tree_map, tree_map_only
 from lightning_sparse.pto.gather import aligned
 from lightning_sparse.sharding import Part, in_order_of, memory_of
 
@@ -29,11 +30,18 @@ def collect(state: State, group: Group, device: torch.device, to: int) -> State 
 
     Returns:
         All state, on the CPU, on rank `to`; None elsewhere.
+
+    Raises:
+        ValueError: on the rank whose state cannot be pickled.
+        RuntimeError: on rank `to` then.
     """
     ranks = group.ranks
     if group.rank != to:
         described = tree_map_only(Tensor, lambda t: torch.empty_like(t, device="meta"), state)
-        dist.gather_object(described, None, dst=to, group=group.handle)
+        refused = _refused(described)
+        dist.gather_object(refused or described, None, dst=to, group=group.handle)
+        if refused:  # else rank `to` would wait for it
+            raise ValueError(refused)
         tensors = _tensors(state)
         flat_B = _buffer(tensors, device)
         for tensor, piece in zip(tensors, _pieces(flat_B, tensors), strict=True):
@@ -44,12 +52,26 @@ def collect(state: State, group: Group, device: torch.device, to: int) -> State 
     whole: State = tree_map_only(Tensor, lambda t: t.detach().to("cpu", copy=True), state)
     if len(ranks) == 1:
         return whole
-    descriptions: list[State] = [{} for _ in ranks]
+    descriptions: list[State | str] = [{} for _ in ranks]
     dist.gather_object({}, descriptions, dst=to, group=group.handle)
     for rank, description in zip(ranks, descriptions, strict=True):
-        if rank != to:
+        if rank != to and not isinstance(description, str):
             whole.update(_received(description, rank, group, device))
+    refusals = [f"rank {rank}: {each}" for rank, each in zip(ranks, descriptions, strict=True) if isinstance(each, str)]
+    if refusals:
+        raise RuntimeError("; ".join(refusals))
     return dict(sorted(whole.items()))
+
+
+def _refused(described: State) -> str:
+    """Return why a state cannot be sent; empty where it can."""
+    try:
+        pickle.dumps(described)
+    except Exception as error:  # whatever an object's own methods raise
+        return (
+            f"the state of an optimizer cannot be collected ({type(error).__name__}: {error}): keep plain values in it"
+        )
+    return ""
 
 
 def _received(description: State, rank: int, group: Group, device: torch.device) -> State:

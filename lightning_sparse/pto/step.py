@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 
 from lightning_sparse.agree import differing
 from lightning_sparse.exchange.communicator import Group, HierCommunicator
+from lightning_sparse.internals import runs_first
 from lightning_sparse.messages import log
 from lightning_sparse.pto.gather import FlatGather
 from lightning_sparse.pto.optimizers import ELEMENTWISE, is_tested, refuse, step_cost
@@ -166,8 +167,7 @@ class ShardedStep:
         optimizer.step = MethodType(outermost, optimizer)  # type: ignore[method-assign]
         optimizer.register_step_pre_hook(self._before)
         post = optimizer.register_step_post_hook(self._after)
-        # run first, so that all other hooks see all parameters and gradients; torch has no public API for the order
-        optimizer._optimizer_step_post_hooks.move_to_end(post.id, last=False)  # type: ignore[attr-defined]
+        runs_first(optimizer, post.id)  # so that all other hooks see all parameters and gradients
         optimizer.register_state_dict_post_hook(self._complete)
         optimizer.register_load_state_dict_pre_hook(self._select)
         optimizer.consolidate_state_dict = self.consolidate_state_dict  # type: ignore[attr-defined]

@@ -2,5 +2,6 @@
 
 from lightning_sparse.exchange import CommStats, CommunicationError, HierCommunicator
 from lightning_sparse.gradients import HierConfig, HierState, hier_hook
+from lightning_sparse.strategy.distributed import resume
 
-__all__ = ["CommStats", "CommunicationError", "HierCommunicator", "HierConfig", "HierState", "hier_hook"]
+__all__ = ["CommStats", "CommunicationError", "HierCommunicator", "HierConfig", "HierState", "hier_hook", "resume"]

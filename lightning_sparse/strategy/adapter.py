@@ -15,19 +15,19 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from lightning_sparse.engine import Engine
+from lightning_sparse.engine import Engine, State
 from lightning_sparse.exchange import ExchangeConfig
 from lightning_sparse.fsdp import ShardedGradients
 from lightning_sparse.gradients import HierConfig, HierState, hier_hook
-from lightning_sparse.messages import described, show_log_lines
+from lightning_sparse.messages import described, said_if_long, show_log_lines
 from lightning_sparse.sharding import local_of, parameters_of
 from lightning_sparse.strategy.folders import verify, whole_or_none
 from lightning_sparse.strategy.options import (
@@ -42,7 +42,7 @@ from lightning_sparse.strategy.options import (
 )
 from lightning_sparse.strategy.saves import Saved, Saves, new_run_id, restore
 from lightning_sparse.topology import Topology, discover
-from lightning_sparse.updates import LocalUpdates, UpdatesConfig
+from lightning_sparse.updates import LocalUpdates, UpdatesConfig, moments
 
 
 class Adapter:
@@ -153,7 +153,10 @@ class Adapter:
         collective of the node."""
         exchanged = (one for each in self.engines if isinstance(each, LocalUpdates) for one in each.optimizers)
         found = next((one for one in exchanged if one.optimizer is optimizer), None)
-        return None if found is None else found.division.optimizer_state()
+        if found is None:
+            return None
+        with said_if_long(f"collecting the state of {type(optimizer).__name__} on the first device of the node"):
+            return found.division.optimizer_state()
 
     # -- checkpoints ---------------------------------------------------------------------------------------------------
 
@@ -170,6 +173,11 @@ class Adapter:
     def _main_path(self, path: Any) -> Any:
         """Where all ranks look for what is beside a main file."""
         return path
+
+    def _verify(self, path: Any) -> None:
+        """Raise RuntimeError for a checkpoint that is damaged. Every rank calls it."""
+        if dist.is_initialized():
+            verify(Path(self._main_path(path)), self.root_device)
 
     def _go_on(self, engine: Engine, saved: Saved) -> None:
         """Let an engine go on from what a checkpoint has of it. A collective of the world."""
@@ -265,15 +273,6 @@ def _without_replaced(watched: list[Optimizer], new: list[Optimizer]) -> list[Op
     return [each for each in watched if taken.isdisjoint(map(id, parameters_of(each)))]
 
 
-def plain(value: Any) -> Any:
-    """Return it with Python's numbers for NumPy's: a schedule may leave these in an optimizer, a safe load refuses."""
-    if isinstance(value, np.generic):
-        return value.item()
-    if isinstance(value, dict):
-        return {name: plain(each) for name, each in value.items()}
-    return type(value)(map(plain, value)) if type(value) in (list, tuple) else value
-
-
 def detached(state_dict: dict[str, Any]) -> dict[str, Any]:
     """Return a copy whose tensors are not the module's; tensors that share memory still do."""
     copies: dict[Any, Tensor] = {}
@@ -284,7 +283,8 @@ def detached(state_dict: dict[str, Any]) -> dict[str, Any]:
         local = local_of(value)
         key = (local.data_ptr(), value.shape, value.stride()) if local.numel() else id(value)
         if key not in copies:
-            copies[key] = value.detach().clone()
+            whole = not isinstance(value, DTensor)  # a device may have no room for a second model
+            copies[key] = value.detach().to("cpu", copy=True) if whole else value.detach().clone()
         return copies[key]
 
     return {name: copy(value) for name, value in state_dict.items()}
@@ -314,11 +314,16 @@ class ShardsAdapter(Adapter):
         return {"num_replicas": self.world_size, "rank": self.global_rank}
 
     def _own_entries(self, saved: Any) -> dict[str, Any]:
-        """Each device has its part of optimizer states, which differ between nodes."""
-        return {"optimizers": plain(local_states(self.engines))}
+        """Each device has its part of optimizer states, which differ between nodes; the main file has the first's."""
+        if self._place.node_index == 0:
+            return {}
+        engines = (each for each in self.engines if isinstance(each, LocalUpdates))
+        return {"optimizers": [moments.state_of(each).to_dict() for each in engines]}
 
     def _take_entries(self, entries: dict[str, Any]) -> None:
-        load_local_states(self.engines, entries.get("optimizers", []))
+        engines = (each for each in self.engines if isinstance(each, LocalUpdates))
+        for engine, saved in zip(engines, entries.get("optimizers", []), strict=False):
+            moments.load(engine, [State.from_dict(saved)])
 
     def _main_path(self, path: Any) -> Any:
         return self.broadcast(path)  # type: ignore[attr-defined]
@@ -331,53 +336,3 @@ class ShardsAdapter(Adapter):
             return
         with whole_or_none(Path(self._main_path(path)), self.root_device) as partial:
             yield partial
-
-    def _verify(self, path: Any) -> None:
-        """Raise RuntimeError for a folder that is damaged. Every rank calls it."""
-        folder = Path(self._main_path(path))
-        if (folder / ".metadata").is_file():
-            verify(folder, self.root_device)
-
-
-def local_states(engines: Iterable[Engine]) -> list[list[dict[str, Any]]]:
-    """Return this device's part of the state of optimizers, by parameter, on the CPU. It differs between nodes, and the
-    main file has that of the first."""
-    return [
-        [
-            {
-                name: local_of(value).detach().cpu() if isinstance(value, Tensor) else value
-                for name, value in optimizer.state.get(parameter, {}).items()
-            }
-            for parameter in parameters_of(optimizer)
-        ]
-        for optimizer in _optimizers(engines)
-    ]
-
-
-@torch.no_grad()
-def load_local_states(engines: Iterable[Engine], saved: list[list[dict[str, Any]]]) -> None:
-    """Put them back."""
-    for optimizer, by_parameter in zip(_optimizers(engines), saved, strict=False):
-        for parameter, values in zip(parameters_of(optimizer), by_parameter, strict=True):
-            state = optimizer.state[parameter]
-            for name, value in values.items():
-                current = state.get(name)
-                if isinstance(value, Tensor) and isinstance(current, Tensor):
-                    local_of(current).copy_(value)
-                else:
-                    state[name] = _sharded_as(parameter, value)
-
-
-def _optimizers(engines: Iterable[Engine]) -> list[Optimizer]:
-    return [one.optimizer for each in engines if isinstance(each, LocalUpdates) for one in each.optimizers]
-
-
-def _sharded_as(parameter: Tensor, value: Any) -> Any:
-    """What has the shape of a parameter's shard is sharded, too."""
-    if not isinstance(parameter, DTensor) or not isinstance(value, Tensor):
-        return value
-    local, shape, stride = parameter.to_local(), parameter.shape, parameter.stride()
-    if value.shape != local.shape:
-        return value
-    mesh, placements = parameter.device_mesh, parameter.placements
-    return DTensor.from_local(value.to(local.device), mesh, placements, run_check=False, shape=shape, stride=stride)

@@ -27,9 +27,9 @@ from torch.optim import Optimizer
 
 from lightning_sparse.fsdp import ShardedGradients, mesh_of, options_for, shard
 from lightning_sparse.gradients import HierConfig, HierState
-from lightning_sparse.messages import log
+from lightning_sparse.messages import log, said_if_long
 from lightning_sparse.sharding import parameters_of
-from lightning_sparse.strategy.adapter import Adapter, GradientEngines, ShardsAdapter, detached, plain
+from lightning_sparse.strategy.adapter import Adapter, GradientEngines, ShardsAdapter, detached
 from lightning_sparse.strategy.options import (
     OWN,
     OWN_OF_FSDP,
@@ -42,6 +42,7 @@ from lightning_sparse.strategy.options import (
 )
 from lightning_sparse.strategy.saves import KEY
 from lightning_sparse.updates import LocalUpdates, UpdatesConfig
+from lightning_sparse.updates.moments import plain
 
 if TYPE_CHECKING:
 
@@ -112,6 +113,7 @@ class FabricAdapter(Adapter, Host):
 
     def _load_main(self, path: Any, state: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Load the main file, and read what is beside it."""
+        self._verify(path)
         rest = super().load_checkpoint(path, state, *args, **kwargs)
         manifests = rest.pop(KEY, []) if isinstance(rest, dict) else []
         self._saves.load({KEY: manifests}, self._main_path(path), self.global_rank)
@@ -327,9 +329,9 @@ class MSTopKLocalFabricMixin(UpdatesFabricAdapter):
         return super().get_optimizer_state(optimizer) if state is None else state
 
     def _own_entries(self, optimizers: Mapping[str, Any]) -> dict[str, Any]:
-        """Each node has optimizer states of its own."""
+        """Each node has optimizer states of its own; the main file has those of the first."""
         states = {name: self.get_optimizer_state(each) for name, each in optimizers.items()}
-        return plain(states) if self._place.device_index == 0 else {}
+        return plain(states) if self._place.device_index == 0 and self._place.node_index > 0 else {}
 
     def _load_own_optimizers(self, state: Any) -> None:
         own = self._saves.entries(self._place)
@@ -400,13 +402,10 @@ class MSTopKFSDPFabricMixin(ShardsAdapter, UpdatesFabricAdapter):
             if self._save_distributed_checkpoint and self._place.node_index > 0:
                 whole = {name: each for name, each in whole.items() if not isinstance(each, Optimizer)}
             yield whole
-            dist.barrier()  # before files of earlier saves are removed
+            with said_if_long("waiting for all ranks to write a checkpoint"):
+                dist.barrier()  # before files of earlier saves are removed
 
     def save_checkpoint(self, path: Any, state: Any, storage_options: Any = None, filter: Any = None) -> None:
         """A file, or a folder that takes its name when it is whole. All ranks call it, as ``fabric.save``."""
         with self._whole(path) as partial:
             super().save_checkpoint(partial, state, storage_options, filter)
-
-    def _load_main(self, path: Any, state: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        self._verify(path)
-        return super()._load_main(path, state, *args, **kwargs)

@@ -1,10 +1,11 @@
-"""Checkpoints that are folders: written whole or not at all, and verified before they are read.
+"""Checkpoints are verified before they are read, and those that are folders are written whole or not at all.
 
     last.ckpt/                      what `torch.distributed.checkpoint` writes, and Lightning's ``meta.pt``
     last.ckpt/lightning_sparse/     the side files (`lightning_sparse.strategy.saves`)
     .last.ckpt.part/                while a save is under way; the next one removes what a killed one left
 
-`torch.distributed.checkpoint` reads without a look at the CRC-32 checksums that it wrote.
+torch.save writes archives with CRC-32 checksums, also inside the files of `torch.distributed.checkpoint`. Neither
+looks at them when it reads.
 """
 
 from __future__ import annotations
@@ -23,8 +24,10 @@ import torch.distributed as dist
 from torch.distributed.checkpoint import FileSystemReader  # type: ignore[attr-defined]  # re-exported, unannounced
 
 from lightning_sparse.agree import all_agree
+from lightning_sparse.messages import said_if_long
 
 META = "meta.pt"  # by Lightning
+_CHUNK = 1 << 20
 
 
 @contextmanager
@@ -75,11 +78,12 @@ def _see(made: Path) -> None:
 def _together(path: Path, device: torch.device) -> Iterator[None]:
     """Leave when all ranks do; where one raises inside, all do."""
     error: Exception | None = None
-    try:
-        yield
-    except Exception as raised:
-        error = raised
-    whole = all_agree(error is None, dist.all_reduce, device)
+    with said_if_long(f"writing {path}"):
+        try:
+            yield
+        except Exception as raised:
+            error = raised
+        whole = all_agree(error is None, dist.all_reduce, device)
     if error is not None:
         raise error
     if not whole:
@@ -87,12 +91,23 @@ def _together(path: Path, device: torch.device) -> Iterator[None]:
 
 
 def verify(path: Path, device: torch.device) -> None:
-    """Compare all checksums of a folder, each by one rank. A collective of the world.
+    """Compare all checksums of a checkpoint, each by one rank; of a path that is neither a file nor a folder, none. A
+    collective of the world.
 
     Raises:
-        RuntimeError: on all ranks, for a folder that is damaged.
+        RuntimeError: on all ranks, for one that is damaged.
     """
-    damaged = ""
+    with said_if_long(f"verifying {path}"):
+        damaged = _damaged(path) if (path / ".metadata").is_file() else _damaged_in(path)
+        whole = all_agree(not damaged, dist.all_reduce, device)
+    if not whole:
+        raise RuntimeError(
+            f"the checkpoint {path} is damaged: {damaged or 'another rank says where'}. Resume from another one."
+        )
+
+
+def _damaged(path: Path) -> str:
+    """Return where this rank's share of the checksums is wrong; empty where none is."""
     for index, (file, offset, length) in enumerate(_items(path)):
         if index % dist.get_world_size() != dist.get_rank():
             continue
@@ -101,23 +116,35 @@ def verify(path: Path, device: torch.device) -> None:
                 opened.seek(offset)
                 with zipfile.ZipFile(io.BytesIO(opened.read(length))) as archive:
                     wrong = archive.testzip()
-        except (OSError, zipfile.BadZipFile) as error:
+        except Exception as error:
             wrong = f"{type(error).__name__}: {error}"
         if wrong is not None:
-            damaged = f"{file} at byte {offset} ({wrong})"
-            break
-    if all_agree(not damaged, dist.all_reduce, device):
-        return
-    raise RuntimeError(
-        f"the checkpoint {path} is damaged: {damaged or 'another rank says where'}. Resume from another one."
-    )
+            return f"{file} at byte {offset} ({wrong})"
+    return ""
+
+
+def _damaged_in(path: Path) -> str:
+    """Return which entry of this rank's share is damaged in one file of torch.save(); empty where none is, or it is
+    something else."""
+    if not (path.is_file() and zipfile.is_zipfile(path)):
+        return ""
+    try:
+        with zipfile.ZipFile(path) as archive:
+            for entry in archive.infolist()[dist.get_rank() :: dist.get_world_size()]:
+                with archive.open(entry) as opened:
+                    while opened.read(_CHUNK):
+                        pass
+    except Exception as error:  # whatever the parser stumbled over
+        return f"{type(error).__name__}: {error}"
+    return ""
 
 
 def _items(path: Path) -> list[tuple[str, int, int]]:
     """Return file, offset and length of what a folder holds: archives of torch.save()."""
     stored = FileSystemReader(path).read_metadata().storage_data
     items = sorted({(each.relative_path, each.offset, each.length) for each in stored.values()})
-    return [*items, (META, 0, (path / META).stat().st_size)]
+    meta = path / META
+    return [*items, (META, 0, meta.stat().st_size)] if meta.is_file() else items
 
 
 def _replace(path: Path, whole: Path) -> None:

@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_sparse.exchange import ExchangeConfig
 from lightning_sparse.gradients.config import HierConfig
+from lightning_sparse.internals import scale_of
 from lightning_sparse.topology import Topology
 from lightning_sparse.updates import UpdatesConfig
 
@@ -151,5 +152,4 @@ def bucket_cap_mb(nbytes: int, topology: Topology, device: torch.device) -> int 
 def loss_scale_of(precision: Any) -> Tensor | None:
     """The scale of a precision plugin's loss scaler, a 0-dim tensor; None where there is none."""
     scaler = getattr(precision, "scaler", None)
-    scale: Tensor | None = scaler._get_scale_async() if scaler is not None and scaler.is_enabled() else None
-    return scale
+    return scale_of(scaler) if scaler is not None and scaler.is_enabled() else None

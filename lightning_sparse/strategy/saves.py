@@ -36,18 +36,15 @@ import torch
 import torch.distributed as dist
 from fsspec.implementations.local import LocalFileSystem
 from torch.distributed import Store  # type: ignore[attr-defined]  # re-exported, unannounced
-from torch.distributed.distributed_c10d import _get_default_store, default_pg_timeout
 
 from lightning_sparse.agree import all_agree, differing
-from lightning_sparse.engine import Engine, State
-from lightning_sparse.messages import log
+from lightning_sparse.engine import VERSION, Engine, State, pickled
+from lightning_sparse.internals import default_store, default_timeout
+from lightning_sparse.messages import PATIENCE, log, said_if_long
 from lightning_sparse.topology import Topology
 
 KEY = "lightning_sparse"
-VERSION = 6
 FAILED = "failed: "  # what a rank arrives with that could not write
-PATIENCE = timedelta(seconds=10)
-"""After so long rank 0 says what it waits for."""
 
 
 @dataclass
@@ -192,12 +189,8 @@ class Saves:
         """Return what the main file says of an engine; each call names another save."""
         self._counts[index, engine.rounds] += 1  # a later fit may come to the same round
         return {
-            "version": VERSION,
-            "kind": engine.kind,
             "save_id": f"{self.run_id}-{index}-{engine.rounds}-{self._counts[index, engine.rounds]}",
-            "nodes": [list(node) for node in engine.topology.nodes],
-            "config": engine.config.to_dict(),
-            **engine.manifest(),
+            **engine.header(),
         }
 
     # -- loading -------------------------------------------------------------------------------------------------------
@@ -239,10 +232,12 @@ def restore(engine: Engine, saved: Saved, device: torch.device) -> dict[str, Any
     """
     check_version(saved)
     agree = partial(all_agree, reduce=partial(dist.all_reduce, group=engine.topology.world), device=device)
-    side = _restore(engine, saved, agree, device)
-    parts = engine.global_parts()
-    differ = bool(parts) and differing(parts, partial(dist.all_reduce, group=engine.topology.inter), device) != []
-    if not agree(not differ):
+    with said_if_long(f"restoring {saved.path}"):
+        side = _restore(engine, saved, agree, device)
+        parts = engine.global_parts()
+        differ = bool(parts) and differing(parts, partial(dist.all_reduce, group=engine.topology.inter), device) != []
+        alike = agree(not differ)
+    if not alike:
         raise RuntimeError(
             f"nodes hold different global weights after {saved.path} was loaded: what they would train is not one "
             f"model. See that all nodes read the same files, resume from another checkpoint, or remove the entry "
@@ -294,7 +289,8 @@ def check_loaded_by_all(saved: Saved | None) -> None:
     """Raise ValueError unless all ranks have loaded the same save, or none of them one. A collective of the world."""
     mine = None if saved is None else saved.manifest["save_id"]
     loaded: list[str | None] = [mine] * dist.get_world_size()
-    dist.all_gather_object(loaded, mine)
+    with said_if_long("comparing which checkpoint each rank has loaded"):
+        dist.all_gather_object(loaded, mine)
     other = [rank for rank, each in enumerate(loaded) if each != loaded[0]]
     if other:
         raise ValueError(
@@ -328,16 +324,7 @@ def write_side_file(content: dict[str, Any], save_id: str, checkpoint_path: str,
     Raises:
         ValueError: for content that a safe load would refuse when it is needed.
     """
-    buffer = io.BytesIO()
-    torch.save({**content, "save_id": save_id}, buffer)
-    buffer.seek(0)
-    refused = torch.serialization.get_unsafe_globals_in_checkpoint(buffer)
-    if refused:
-        raise ValueError(
-            f"the state of an optimizer, a scheduler or a loss scaler holds {', '.join(sorted(refused))}, which a safe "
-            f"load refuses, so this checkpoint could not be resumed exactly: keep tensors and plain Python values "
-            f"there (array.tolist()), or allow the types with torch.serialization.add_safe_globals."
-        )
+    buffer = pickled({**content, "save_id": save_id})
     fs, path = _side_path(checkpoint_path, save_id, rank)
     fs.makedirs(os.path.dirname(path), exist_ok=True)
     if isinstance(fs, LocalFileSystem):
@@ -454,7 +441,7 @@ class StoreBarrier:
         self.names: list[str] = []  # that ranks arrived with, once they were waited for
         self._keys = [f"{key}/{rank}" for rank in range(world_size)]
         self._end = f"{key}/end"
-        self._store = store or _get_default_store()
+        self._store = store or default_store()
 
     def arrive(self, rank: int, name: str = "") -> None:
         """Record that this rank has arrived."""
@@ -466,7 +453,7 @@ class StoreBarrier:
         Returns:
             The ranks that have not arrived; empty when all have.
         """
-        timeout = timeout or default_pg_timeout
+        timeout = timeout or default_timeout
         missing = self._wait(min(timeout, PATIENCE))
         if missing and timeout > PATIENCE:
             log.warning("waiting for rank(s) %s to write what they know beside a checkpoint", _listed(missing))
@@ -483,7 +470,7 @@ class StoreBarrier:
 
     def conclusion(self, timeout: timedelta | None) -> str:
         """Wait for what the one that waited concludes; empty, too, when it takes too long: it may not be there."""
-        timeout = timeout or default_pg_timeout
+        timeout = timeout or default_timeout
         there = self._has_come([self._end], min(timeout, PATIENCE))
         if not there and timeout > PATIENCE:
             log.warning("waiting for rank 0 to see that all ranks wrote what they know beside a checkpoint")

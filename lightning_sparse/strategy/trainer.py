@@ -23,8 +23,9 @@ from lightning_sparse.engine import Engine
 from lightning_sparse.fsdp import ShardedGradients, mesh_of, options_for, shard
 from lightning_sparse.gradients import HierConfig, HierState
 from lightning_sparse.gradients.config import DEFAULT_EPOCHS, DEFAULT_SHARE, Warmup
+from lightning_sparse.messages import said_if_long
 from lightning_sparse.sharding import parameters_of
-from lightning_sparse.strategy.adapter import Adapter, GradientEngines, ShardsAdapter, detached, plain
+from lightning_sparse.strategy.adapter import Adapter, GradientEngines, ShardsAdapter, detached
 from lightning_sparse.strategy.options import (
     OWN,
     OWN_OF_FSDP,
@@ -37,6 +38,7 @@ from lightning_sparse.strategy.options import (
 )
 from lightning_sparse.strategy.saves import KEY, check_loaded_by_all, remove_side_files
 from lightning_sparse.updates import LocalUpdates, UpdatesConfig
+from lightning_sparse.updates.moments import plain
 
 if TYPE_CHECKING:
 
@@ -134,6 +136,7 @@ class TrainerAdapter(Adapter, Host):
         """Train this node's own model."""
         super().on_train_batch_start(batch, batch_idx)
         if self.engine is not None:
+            self.engine.batches += 1
             self.engine.show_own()
 
     def on_validation_start(self) -> None:
@@ -180,6 +183,7 @@ class TrainerAdapter(Adapter, Host):
 
     def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """The main file, and what this rank alone knew, for an engine that exists now or later."""
+        self._verify(checkpoint_path)
         checkpoint: dict[str, Any] = super().load_checkpoint(checkpoint_path, *args, **kwargs)
         self._saves.load(checkpoint, self._main_path(checkpoint_path), self.global_rank)
         return checkpoint
@@ -415,10 +419,10 @@ class MSTopKLocalMixin(TrainerAdapter):
         return super().optimizer_state(optimizer) if state is None else state
 
     def _own_entries(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
-        """Each node has optimizer states of its own."""
+        """Each node has optimizer states of its own; the main file has those of the first."""
         own = ("optimizer_states", type(self.precision_plugin).__qualname__)
-        first = self._place.device_index == 0
-        return plain({name: checkpoint[name] for name in own if name in checkpoint}) if first else {}
+        writes = self._place.device_index == 0 and self._place.node_index > 0
+        return plain({name: checkpoint[name] for name in own if name in checkpoint}) if writes else {}
 
     def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """The main file, with the optimizer states of this node in the place of node 0's."""
@@ -538,7 +542,8 @@ class MSTopKFSDPMixin(ShardsAdapter, TrainerAdapter):
             if self._save_distributed_checkpoint and self._place.node_index > 0:
                 checkpoint.pop("optimizer_states", None)
             yield
-            dist.barrier()  # before files of earlier saves are removed
+            with said_if_long("waiting for all ranks to write a checkpoint"):
+                dist.barrier()  # before files of earlier saves are removed
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         """A file, or a folder that takes its name when it is whole."""
@@ -547,7 +552,6 @@ class MSTopKFSDPMixin(ShardsAdapter, TrainerAdapter):
 
     def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """The model and its optimizers; in a fit this device goes on where it was saved."""
-        self._verify(checkpoint_path)
         checkpoint = super().load_checkpoint(checkpoint_path, *args, **kwargs)
         if self.engine is not None and self._fitting:
             self.engine.restart()

@@ -78,7 +78,8 @@ class Buffers:
 
     def _tensors(self) -> dict[str, Tensor]:
         floats = {name: b for name, b in self._module.named_buffers() if b.is_floating_point() and b.numel()}
-        drifting = {name: p for name, p in self._module.named_parameters() if name in self._drifting}
+        stepped = self._stepped()  # a teacher may be trained later
+        drifting = {n: p for n, p in self._module.named_parameters() if n in self._drifting and id(p) not in stepped}
         return {**floats, **{name: local_of(p.data) for name, p in drifting.items()}}
 
     def _by_holders(self, names: Iterable[str]) -> Iterator[tuple[list[str], Callable[..., None], int]]:

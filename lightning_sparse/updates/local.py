@@ -18,7 +18,7 @@ from lightning_sparse.exchange import Exchange, HierCommunicator
 from lightning_sparse.messages import LogOnce
 from lightning_sparse.sharding import check_sharded, parameters_of
 from lightning_sparse.topology import Topology
-from lightning_sparse.updates import checkpoint
+from lightning_sparse.updates import checkpoint, moments
 from lightning_sparse.updates.buffers import Buffers
 from lightning_sparse.updates.config import UpdatesConfig
 from lightning_sparse.updates.optimizer import LocalOptimizer, check_optimizer
@@ -118,7 +118,7 @@ class LocalUpdates(Engine):
         self.steps += 1
         self._name_place(f"in step {self.steps}")
         for one in stepped:
-            one.step()
+            one.step((self.batches << 8) + self.optimizers.index(one))
         self.exchange.stats.end_round()
 
     def finish(self) -> None:
@@ -186,6 +186,10 @@ class LocalUpdates(Engine):
 
     def state(self) -> State:
         return checkpoint.state_of(self)
+
+    def device_state(self) -> dict[str, Any]:
+        """Its optimizers' state, too, which differs between nodes."""
+        return {**super().device_state(), "optimizers": moments.state_of(self).split()}
 
     def fits(self, manifest: Mapping[str, Any], state: State) -> bool:
         return self.active and checkpoint.fits(self, state)

@@ -6,7 +6,7 @@ parameters are sharded themselves (FSDP2).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from operator import is_
 from typing import Any
 
@@ -60,8 +60,7 @@ class LocalOptimizer:
         self.division = division_of(optimizer, module, inside, names, config.shard_optimizer)
         self._exchange, self._config = exchange, config
         self.state = self._new_state()
-        self._shown_S: Tensor | None = None
-        self._own_S: Tensor | None = None
+        self._own: list[Tensor] | None = None  # pieces of this node's weights while the shared ones are shown
         self._looked = type(optimizer).__module__.startswith("torch.optim")  # which step the parameters themselves
 
     @property
@@ -69,14 +68,23 @@ class LocalOptimizer:
         """What is exchanged, in the order of the optimizer's groups."""
         return self.division.parameters
 
+    def stepped(self) -> list[tuple[Tensor, Part]]:
+        """Return the part of each parameter that this device steps."""
+        if self.division.steps_all:
+            return [(parameter, Part(0, 0, parameter.numel())) for parameter in self.parameters]
+        return self.state.slices.pieces
+
     def detach(self, reused: bool) -> None:
         """Leave the optimizer alone from now on. One used again gets all its state: a collective of the node."""
         self._hook.remove()
         if reused:
             self.division.release()
 
-    def step(self) -> None:
+    def step(self, occasion: int) -> None:
         """After the optimizer's.
+
+        Args:
+            occasion: the same on all nodes that step.
 
         Raises:
             ValueError: at the first one, for an optimizer that keeps weights of its own.
@@ -88,7 +96,7 @@ class LocalOptimizer:
         self.steps += 1
         since = self.steps % self._config.sync_every
         if since == 0:
-            self.state.advance()
+            self.state.advance(occasion)
         else:
             self.state.settle(since)
             settles = self._config.settles(since, self._exchange.topology.num_nodes)
@@ -109,40 +117,50 @@ class LocalOptimizer:
 
     def show_shared(self) -> None:
         """Put the shared weights into the parameters."""
-        self._own_S = self.state.slices.read()
+        self._own = [piece.clone() for piece in self.state.slices.in_parameters()]
         self.state.slices.write(self.state.read_shared())
-        self._shown_S = self.state.slices.read()  # as the parameters' dtypes hold them
         self.gather()
 
     def show_own(self) -> None:
         """Put this node's back, and add what was changed meanwhile."""
-        self.state.slices.write(self._now())
-        self._own_S = self._shown_S = None
+        for piece, now in zip(self.state.slices.in_parameters(), self._now(), strict=True):
+            piece.copy_(now)
+        self._own = None
         self.gather()
 
-    def _now(self) -> Tensor:
-        """This node's weights, with what was changed while the shared ones were shown."""
-        now_S = self.state.slices.read()
-        if self._own_S is None or self._shown_S is None:
-            return now_S
-        return now_S.sub_(self._shown_S).add_(self._own_S)
+    def _now(self) -> Iterator[Tensor]:
+        """Yield the pieces of this node's weights, with what was changed while the shared ones were shown."""
+        slices = self.state.slices
+        if self._own is None:
+            yield from slices.in_parameters()
+            return
+        shared = slices.of(self.state.read_shared())
+        for piece, shown, own in zip(slices.in_parameters(), shared, self._own, strict=True):
+            wide = torch.promote_types(piece.dtype, torch.float32)
+            yield (piece.to(wide) - shown.to(piece.dtype).to(wide)).add_(own.to(wide))
 
     # -- checkpoints ---------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Return the state of this device's slice, on the CPU. Waits for messages under way."""
+        """Return the state of this device's slice, on the CPU, where it is made, too. Waits for messages under way."""
         self.state.receive()
-        return {name: tensor.cpu() for name, tensor in self.state.state_dict(self._now()).items()}
+        now = [piece.cpu() for piece in self._now()]
+        now_S = torch.cat([piece.float() for piece in now]) if now else torch.empty(0)
+        wide = [piece for piece in now if piece.dtype == torch.float64]
+        return {**self.state.state_dict(now_S), **({"wide": torch.cat(wide)} if wide else {})}
 
     def load_state_dict(self, saved: Mapping[str, Tensor]) -> None:
         """Go on where it was saved."""
-        self.state.load_state_dict(saved)
+        if self.state.load_state_dict(saved) and "wide" in saved:  # between two exchanges these hold more than fp32
+            pieces = [piece for piece in self.state.slices.in_parameters() if piece.dtype == torch.float64]
+            for piece, now in zip(pieces, torch.split(saved["wide"], list(map(len, pieces))), strict=True):
+                piece.copy_(now)
         self.gather()
 
     def restart(self) -> None:
         """Go on from what the parameters hold, with nothing pending."""
         self.state.receive()
-        self._own_S = self._shown_S = None
+        self._own = None
         self.state = self._new_state()
 
     # -- parameters ----------------------------------------------------------------------------------------------------

@@ -97,9 +97,9 @@ class Slices:
             torch.autograd.graph.increment_version(model)  # kernels do not: a graph may have saved what was there
 
     def between(self, own_S: Tensor, shared_S: Tensor, ahead: float) -> Tensor:
-        """Return what ``write_between`` writes, in fp32."""
+        """Return what ``write_between`` writes, in fp32, on the device of the two."""
         flat_S = torch.empty_like(own_S)
-        model = [torch.empty_like(piece) for piece in self.in_parameters()]
+        model = [torch.empty_like(piece, device=own_S.device) for piece in self.in_parameters()]
         if model:
             _kernels_for(self.in_parameters()).write_between(own_S, shared_S, model, ahead)
             torch._foreach_copy_(self.of(flat_S), model)

@@ -36,6 +36,7 @@ from lightning_sparse.exchange import Exchange, Shard, Transfer
 from lightning_sparse.exchange.host import HostCopy
 from lightning_sparse.exchange.lanes import TensorFuture
 from lightning_sparse.exchange.paths import Dense, Sparse
+from lightning_sparse.kernels.wire import mark, marks_of
 from lightning_sparse.updates.agreement import Agreement
 from lightning_sparse.updates.config import UpdatesConfig
 from lightning_sparse.updates.slices import Slices
@@ -76,8 +77,15 @@ class UpdateState:
         self.receive()
         return self._pending_S
 
-    def advance(self) -> None:
-        """Exchange what the parameters have changed by since the last time, and set them to this node's model."""
+    def advance(self, occasion: int = 0) -> None:
+        """Exchange what the parameters have changed by since the last time, and set them to this node's model.
+
+        Args:
+            occasion: what all nodes exchange on. Paths that send messages compare it, one exchange later.
+
+        Raises:
+            RuntimeError: where nodes exchanged on different occasions.
+        """
         if not self.slices.numel:
             return
         acc_S = self._collect()
@@ -183,25 +191,26 @@ class UpdateState:
         one, as patches, which are small but for a save between two exchanges. Nothing is under way.
 
         Args:
-            now_S: what the parameters hold.
+            now_S: what the parameters hold, on the CPU, where all of this is made: a device may have no room left.
         """
-        models = {"shared": self.shared_S, "pending": self._pending_S, "start": self._start_S}
-        return {**models, "now": patch_of(self._written(), now_S)}
+        models = {"shared": self.shared_S.cpu(), "pending": self._pending_S.cpu(), "start": self._start_S.cpu()}
+        return {**models, "now": patch_of(models["start"], now_S)}
 
     def _written(self) -> Tensor:
         """Return what the parameters held after the last exchange."""
         return self._start_S
 
-    def load_state_dict(self, saved: Mapping[str, Tensor]) -> None:
-        """Go on where it was saved; the parameters are set, too. Under other options than it was saved with, with all
-        that is unsent as pending."""
+    def load_state_dict(self, saved: Mapping[str, Tensor]) -> bool:
+        """Go on where it was saved; the parameters are set, too. Return whether it goes on exactly; under other options
+        than it was saved with, all that is unsent is pending."""
         self.receive()  # what is under way would be added to what was saved
         self.shared_S.copy_(saved["shared"])
         if self._load_own(saved):
             self.slices.write(patched(self._written(), saved["now"]))
-            return
+            return True
         self.set_pending(unsent_of(saved).to(self.shared_S.device))
         self.begin()
+        return False
 
     def _load_own(self, saved: Mapping[str, Tensor]) -> bool:
         """Load the rest of the state, if it is what this one would have saved."""
@@ -233,6 +242,7 @@ class Difference(UpdateState):
         self._samples: HostCopy | None = None  # of what nodes had pending at the last exchange
         self._messages: Tensor | None = None  # those, uint8 [M, B], once they are received
         self._sent: Tensor | None = None  # this node's among them, uint8 [1, B]
+        self._marks: HostCopy | None = None  # the occasions of those that were received last, int64 [M]
         self._minus_one = torch.tensor(-1.0, device=self.own_S.device)
 
     @property
@@ -249,13 +259,15 @@ class Difference(UpdateState):
         self._path.add(self._messages, shared_S, self._mean)
         return shared_S
 
-    def advance(self) -> None:
+    def advance(self, occasion: int = 0) -> None:
         if not self.slices.numel:
             return
+        self._compare_occasions()
         self._add_own()
         self._follow_agreement()
         sample = self._sample()
         transfer = self._exchange.begin(self._path, Shard(self.own_S, self.shared_S, factor=self._minus_one))
+        mark(transfer.carried, occasion)
         sent, delivery = transfer.carried.view(1, -1), Delivery(self._exchange, transfer, sample_B=sample)
         self.receive()
         messages, self._messages = self._messages, None
@@ -292,17 +304,23 @@ class Difference(UpdateState):
         self._exchanges = before._exchanges
 
     def state_dict(self, now_S: Tensor) -> dict[str, Tensor]:
-        shared_S, own_S = self.read_shared(), self.own_S.clone()
-        self.slices.add_change(own_S, self.shared_S, self.ahead, now_S)
-        self._add_sent(own_S)
-        saved = {"shared": shared_S, "own": own_S, "now": patch_of(self._written(), now_S)}
-        saved |= {"before": patch_of(shared_S, self.shared_S), "kept": patch_of(own_S, self.own_S)}
+        before_S, kept_S = self.shared_S.cpu(), self.own_S.cpu()
+        shared_S, own_S = before_S, kept_S.clone()
+        if self._messages is not None:
+            shared_S = before_S.clone()
+            self._path.add(self._messages.cpu(), shared_S, self._mean)
+        self.slices.add_change(own_S, before_S, self.ahead, now_S)
+        if self._sent is not None:
+            self._path.add(self._sent.cpu(), own_S, 1.0 / self.ahead)
+        written_S = self.slices.between(kept_S, before_S, self.ahead)
+        saved = {"shared": shared_S, "own": own_S, "now": patch_of(written_S, now_S)}
+        saved |= {"before": patch_of(shared_S, before_S), "kept": patch_of(own_S, kept_S)}
         saved["ahead"] = torch.tensor(self.ahead, dtype=torch.float64)
         saved["exchanges"] = torch.tensor(self._exchanges)
         if self._samples is not None:
             saved["samples"] = self._samples.read()
         if self._messages is not None:
-            saved["messages"] = self._messages
+            saved["messages"] = self._messages.cpu()
         return saved
 
     def _written(self) -> Tensor:
@@ -343,8 +361,22 @@ class Difference(UpdateState):
 
     def _keep(self, delivery: Delivery) -> None:
         self._messages, self._samples = delivery.messages, delivery.samples
+        self._marks = None if delivery.messages is None else HostCopy(marks_of(delivery.messages))
+
+    def _compare_occasions(self) -> None:
+        self.receive()
+        marks = [] if self._marks is None else self._marks.read().tolist()
+        self._marks = None
+        if len(set(marks)) > 1:
+            said = ", ".join(f"node {node} in batch {each >> 8}" for node, each in enumerate(marks))
+            raise RuntimeError(
+                f"nodes have exchanged updates of different steps ({said}): one skipped a step that others made, and "
+                f"what they sent since belongs to other weights. In manual optimization step on all nodes or on none: "
+                f"a node without a gradient steps with one of zeros. Resume from the last checkpoint."
+            )
 
     def _collect(self) -> Tensor:
+        self._compare_occasions()
         self._add_own()
         self._take_messages()
         return self.shared_S - self.own_S
@@ -385,9 +417,12 @@ def unsent_of(saved: Mapping[str, Tensor]) -> Tensor:
 
 
 def patch_of(new_S: Tensor, old_S: Tensor) -> Tensor:
-    """Return the places and the bits, int32 or int64 [2, n], in which one tensor of fp32 differs from another."""
+    """Return the places and the bits, int32 or int64 [2, n], in which one tensor of fp32 differs from another; or all
+    bits, int32 [S], where that is smaller."""
     bits = old_S.view(torch.int32)
     (places,) = (new_S.view(torch.int32) != bits).nonzero(as_tuple=True)
+    if 2 * len(places) >= len(bits):
+        return bits
     return torch.stack([places, bits[places].long()]).to(torch.int32 if len(bits) < 2**31 else torch.int64)
 
 
@@ -395,14 +430,19 @@ def patches_in(saved: Mapping[str, Any], begin: int, end: int) -> dict[str, Tens
     """Return those of elements [begin, end) of the patches that a state saved."""
     patches = {}
     for name in saved.keys() & {"now", "before", "kept"}:
-        places = saved[name][0]
-        first, last = torch.searchsorted(places, torch.tensor([begin, end], dtype=places.dtype)).tolist()
-        patches[name] = saved[name][:, first:last] - torch.tensor([[begin], [0]], dtype=places.dtype)
+        patch = saved[name]
+        if patch.dim() == 1:
+            patches[name] = patch[begin:end]
+            continue
+        first, last = torch.searchsorted(patch[0], torch.tensor([begin, end], dtype=patch.dtype)).tolist()
+        patches[name] = patch[:, first:last] - torch.tensor([[begin], [0]], dtype=patch.dtype)
     return patches
 
 
 def patched(new_S: Tensor, patch: Tensor) -> Tensor:
     """Return the other tensor, from the first and its patch."""
+    if patch.dim() == 1:
+        return patch.view(torch.float32).to(new_S.device, copy=True)
     old_S, (places, bits) = new_S.clone(), patch.to(new_S.device)
     old_S.view(torch.int32)[places.long()] = bits.int()
     return old_S

@@ -188,6 +188,21 @@ def state_without_asking(communicator: HierCommunicator) -> dict[str, Any]:
 
 
 @scenario
+def state_that_cannot_be_sent(communicator: HierCommunicator) -> str:
+    params = parameters(odd=False)
+    optimizer = Adam(params)
+    ShardedStep(optimizer, communicator)
+    train(params, optimizer, last=2)
+    if dist.get_rank() == communicator.topology.world_size - 1:
+        next(iter(optimizer.state.values()))["function"] = lambda: None
+    try:
+        optimizer.consolidate_state_dict(to=0)  # type: ignore[attr-defined]
+    except (ValueError, RuntimeError) as error:
+        return type(error).__name__
+    return ""
+
+
+@scenario
 def different_ranks(communicator: HierCommunicator) -> str:
     """Gradients that no reduction has made equal."""
     params = parameters()
@@ -255,6 +270,15 @@ def test_what_happens_in_a_run(results: list[dict[str, Any]]) -> None:
     *others, last = [each["state_without_asking"]["said"] for each in results]
     assert all("Call optimizer.consolidate_state_dict(to=rank) on all ranks" in said for say in others for said in say)
     assert (bool(last[0]), last[1]) == (True, "")
+
+
+def test_state_that_cannot_be_sent_is_an_error_on_both_ends(
+    results: list[dict[str, Any]],
+) -> None:
+    said = [each["state_that_cannot_be_sent"] for each in results]
+    if len(said) > 1:
+        assert (said[0], said[-1]) == ("RuntimeError", "ValueError")
+        assert not any(said[1:-1])
 
 
 def test_ranks_that_differ_are_refused(results: list[dict[str, Any]]) -> None:

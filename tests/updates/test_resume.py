@@ -78,6 +78,7 @@ MORE: list[tuple[tuple[int, int], dict[str, Any]]] = [
     ((3, 1), {"exchange": "dense16"}),
     ((2, 2), {"delay": 0, "step_ahead": 0.5, "sync_every": 2}),
     ((4, 1), {"density": 0.2, "precision": "bf16-true"}),
+    ((2, 2), {"sync_every": 3, "step_ahead": 1.0, "precision": "64-true"}),
 ]
 
 
@@ -225,7 +226,12 @@ def saved_bytes(options: dict[str, Any], count: int) -> tuple[float, float]:
 
 @pytest.mark.parametrize(
     ("options", "count", "bytes_an_element", "beside"),
-    [({}, 6, 8, 0.6), ({"delay": 0}, 6, 8, 0.1), ({"sync_every": 4}, 6, 8, 17), ({"exchange": "regional"}, 6, 12, 0.1)],
+    [
+        ({}, 6, 8, 0.6),
+        ({"delay": 0}, 6, 8, 0.1),
+        ({"sync_every": 4}, 6, 8, 13),
+        ({"exchange": "regional"}, 6, 12, 0.1),
+    ],
 )
 def test_a_save_takes_two_tensors(
     ranks: RunRanks, options: dict[str, Any], count: int, bytes_an_element: int, beside: float

@@ -1,12 +1,14 @@
 """`strategy="mstopk_local"` in a Trainer: what users put around it works, and the world sees the shared weights."""
 
 import importlib
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+from tests.helpers.distributed import run_ranks
 from tests.helpers.scenarios import Scenarios
 from tests.strategy.trainers import (
     Results,
@@ -317,3 +319,27 @@ def test_weights_that_follow_others_are_averaged(results: Results) -> None:
         assert all(torch.equal(*pair) for pair in zip(each["seen"], results[0]["teacher"]["seen"], strict=True))
         assert torch.equal(each["end"], results[0]["teacher"]["end"])
         assert each["frozen"]
+
+
+def skipping(folder: str) -> str:
+    module = adamw_module("pytorch_lightning")
+    module.automatic_optimization = False
+
+    def training_step(batch: Tensor, batch_idx: int) -> None:
+        optimizer = module.optimizers()
+        optimizer.zero_grad()
+        module.manual_backward(module.net(batch).square().mean())
+        if batch_idx != 3 or module.global_rank == 0:
+            optimizer.step()
+
+    module.training_step = training_step
+    try:
+        fitted("pytorch_lightning", local("pytorch_lightning"), module, devices=1)
+    except RuntimeError as error:
+        return str(error)
+    return "trained"
+
+
+def test_a_node_that_skips_a_step_alone_is_an_error(tmp_path: Path) -> None:
+    for said in run_ranks(skipping, str(tmp_path), nodes=2, devices=1, timeout=100, init=False):
+        assert "node 0 in batch 4, node 1 in batch 5" in said

@@ -1,0 +1,79 @@
+"""What training uses of torch that torch does not promise to keep: here alone, and looked for when this is imported.
+
+Lightning's side of it is `lightning_sparse.strategy.adapter.Adapter`, whose annotations name what is relied upon.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from operator import attrgetter
+
+import torch
+import torch.distributed.distributed_c10d
+import torch.utils._pytree
+from torch import Tensor
+from torch.distributed import Store  # type: ignore[attr-defined]  # re-exported, unannounced
+from torch.optim import Optimizer
+
+TESTED = "2.11 to 2.15"
+USED = (
+    "_C._current_graph_task_id",
+    "autograd.Variable._execution_engine.queue_callback",
+    "amp.GradScaler._get_scale_async",
+    "distributed.distributed_c10d._get_default_store",
+    "distributed.distributed_c10d.default_pg_timeout",
+    "utils._pytree.tree_leaves",
+    "utils._pytree.tree_map",
+    "utils._pytree.tree_map_only",
+)
+
+
+def missing(names: Iterable[str] = USED) -> list[str]:
+    """Return which of these this torch does not have."""
+
+    def there(name: str) -> bool:
+        try:
+            attrgetter(name)(torch)
+        except AttributeError:
+            return False
+        return True
+
+    return [f"torch.{name}" for name in names if not there(name)]
+
+
+if _lacking := missing():
+    raise ImportError(
+        f"torch {torch.__version__} has no {', '.join(_lacking)}, which lightning_sparse uses: it was tested with "
+        f"torch {TESTED}. Install one of these, or a later lightning_sparse."
+    )
+
+tree_leaves = torch.utils._pytree.tree_leaves
+tree_map = torch.utils._pytree.tree_map
+tree_map_only = torch.utils._pytree.tree_map_only
+default_timeout = torch.distributed.distributed_c10d.default_pg_timeout
+
+
+def current_backward() -> int:
+    """Return the id of the backward pass that runs in this thread; -1 outside of one."""
+    return int(torch._C._current_graph_task_id())
+
+
+def after_backward(function: Callable[[], None]) -> None:
+    """Call it at the end of the backward pass that runs in this thread."""
+    torch.autograd.Variable._execution_engine.queue_callback(function)
+
+
+def default_store() -> Store:
+    """Return the store that the default process group was made with."""
+    return torch.distributed.distributed_c10d._get_default_store()
+
+
+def scale_of(scaler: torch.amp.GradScaler) -> Tensor | None:
+    """Return the scale as a 0-dim tensor on its device, which ``get_scale()`` would wait for; None before the first."""
+    scale: Tensor | None = scaler._get_scale_async()
+    return scale
+
+
+def runs_first(optimizer: Optimizer, hook: int) -> None:
+    """Put a hook of after the step, by its id, before those that were registered earlier."""
+    optimizer._optimizer_step_post_hooks.move_to_end(hook, last=False)  # type: ignore[attr-defined]

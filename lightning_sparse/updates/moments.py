@@ -1,0 +1,116 @@
+"""The state of a node's optimizers for a checkpoint: by pieces of parameters, which any division of a step takes up."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import chain
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from lightning_sparse.engine import Piece, State, layout_of, read
+from lightning_sparse.sharding import Part, in_order_of, local_of, memory_of, memory_of_part
+
+if TYPE_CHECKING:
+    from lightning_sparse.updates.local import LocalUpdates
+    from lightning_sparse.updates.optimizer import LocalOptimizer
+
+
+def state_of(updates: LocalUpdates) -> State:
+    """Return this device's part of the state of all optimizers, on the CPU. ``own`` has by parameter what does not
+    follow its elements, such as counts of steps, and the options of groups."""
+    state, rest = State(), dict[str, dict[str, Any]]()
+    for one in updates.optimizers:
+        for parameter, part in one.state.slices.pieces:
+            name = updates.names[id(parameter)]
+            state.layouts[name] = layout_of(parameter)
+            rest[name] = {}
+            for quantity, value in one.optimizer.state.get(parameter, {}).items():
+                flat = _own_part(value, parameter, part)
+                if flat is None:
+                    rest[name][quantity] = local_of(value).detach().cpu() if isinstance(value, Tensor) else plain(value)
+                else:
+                    piece = Piece(name, part.begin, part.end, flat.to("cpu", copy=True))
+                    state.pieces.setdefault(quantity, []).append(piece)
+    state.own = {"rest": rest, "groups": [_options(one) for one in updates.optimizers]}
+    return state
+
+
+def _options(one: LocalOptimizer) -> list[dict[str, Any]]:
+    groups: list[dict[str, Any]] = one.optimizer.param_groups
+    return [{name: plain(value) for name, value in group.items() if name != "params"} for group in groups]
+
+
+def _own_part(value: Any, parameter: Tensor, part: Part) -> Tensor | None:
+    """Return what a device exchanges of a state that follows the parameter's elements; None for another one."""
+    if not isinstance(value, Tensor) or not value.dim():
+        return None
+    if isinstance(value, DTensor):
+        return memory_of(value.to_local()) if value.shape == parameter.shape else None
+    if value.shape == parameter.shape:
+        return in_order_of(parameter, value)[part.begin : part.end]
+    return value.detach() if value.shape == (part.end - part.begin,) else None
+
+
+@torch.no_grad()
+def load(updates: LocalUpdates, devices: Sequence[State]) -> None:
+    """Go on with what the devices of one node had, whatever their number and their division of the step."""
+    rest = dict(chain.from_iterable(each.own["rest"].items() for each in devices))
+    quantities = dict.fromkeys(quantity for each in devices for quantity in each.pieces)
+    groups = devices[0].own["groups"]
+    for index, one in enumerate(updates.optimizers):
+        if [len(each) for each in groups] == [len(each.optimizer.param_groups) for each in updates.optimizers]:
+            for group, saved in zip(one.optimizer.param_groups, groups[index], strict=True):
+                group.update(saved)
+        for parameter, part in one.stepped():
+            name = updates.names[id(parameter)]
+            found = dict(rest.get(name, {}))
+            for quantity in quantities:
+                flat = _read(devices, quantity, name, part, parameter)
+                if flat is not None:
+                    found[quantity] = _as_stepped(flat, parameter, part)
+            if found:
+                one.optimizer.state[parameter] = _placed(found, one, parameter)
+
+
+def _read(devices: Sequence[State], quantity: str, name: str, part: Part, parameter: Tensor) -> Tensor | None:
+    def cut(state: State, *place: Any) -> Any:
+        return state.cut(quantity, *place)
+
+    return read(devices, cut, name, part.begin, part.end, layout_of(parameter))
+
+
+def _as_stepped(flat: Tensor, parameter: Tensor, part: Part) -> Tensor:
+    """Return a flat state in the form that the optimizer's step meets."""
+    flat = flat.to(parameter.device)
+    if isinstance(parameter, DTensor):
+        local = torch.empty_like(parameter.to_local(), dtype=flat.dtype)
+        memory_of(local).copy_(flat)
+        mesh, placements = parameter.device_mesh, parameter.placements
+        shape, stride = parameter.shape, parameter.stride()
+        return DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=stride)
+    if len(flat) < parameter.numel():
+        return flat
+    whole = torch.empty_strided(parameter.shape, parameter.stride(), dtype=flat.dtype, device=flat.device)
+    memory_of_part(whole, part).copy_(flat)
+    return whole
+
+
+def _placed(found: Mapping[str, Any], one: LocalOptimizer, parameter: Tensor) -> dict[str, Any]:
+    """Counts of steps lie on the CPU, unless the optimizer runs without asking the host."""
+    group = next(each for each in one.optimizer.param_groups if any(p is parameter for p in each["params"]))
+    if not (group.get("capturable") or group.get("fused")):
+        return dict(found)
+    return {name: value.to(parameter.device) if isinstance(value, Tensor) else value for name, value in found.items()}
+
+
+def plain(value: Any) -> Any:
+    """Return it with Python's numbers for NumPy's: a schedule may leave these in an optimizer, a safe load refuses."""
+    if isinstance(value, np.generic):
+        return value.item()
+    if isinstance(value, dict):
+        return {name: plain(each) for name, each in value.items()}
+    return type(value)(map(plain, value)) if type(value) in (list, tuple) else value

@@ -1,0 +1,39 @@
+"""What is used of torch and Lightning without a promise: it is there, nowhere else, and missed by name."""
+
+import importlib
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import lightning_sparse
+from lightning_sparse import internals
+
+PRIVATE = re.compile(r"torch\._C|_execution_engine|\._optimizer_step_post|\._get_scale|utils\._|\._get_default_store")
+
+
+def test_what_torch_lacks_is_named() -> None:
+    assert internals.missing() == []
+    assert internals.missing(["_C._gone", "nn.Linear", "gone.entirely"]) == ["torch._C._gone", "torch.gone.entirely"]
+
+
+def test_private_names_of_torch_are_in_one_file() -> None:
+    root = Path(lightning_sparse.__file__).parent
+    found = {}
+    for file in root.rglob("*.py"):
+        place = file.relative_to(root).as_posix()
+        used = PRIVATE.findall(file.read_text())
+        if used and place != "internals.py" and not place.startswith("data/"):
+            found[place] = used
+    assert found == {}
+
+
+@pytest.mark.parametrize("package", ["pytorch_lightning", "lightning.pytorch"])
+def test_lightning_has_what_adapters_rely_upon(package: str) -> None:
+    strategies = importlib.import_module(f"{package}.strategies")
+    ddp: Any = strategies.DDPStrategy(parallel_devices=[])
+    shards: Any = strategies.ModelParallelStrategy()
+    wanted = {"_ddp_kwargs", "_timeout", "_register_ddp_hooks", "_setup_model", "_ddp_comm_hook", "_ddp_comm_state"}
+    assert [name for name in sorted(wanted) if not hasattr(ddp, name)] == []
+    assert [name for name in ("_device_mesh", "_save_distributed_checkpoint") if name not in vars(shards)] == []
