@@ -81,7 +81,7 @@ class UpdateState:
         """Exchange what the parameters have changed by since the last time, and set them to this node's model.
 
         Args:
-            occasion: what all nodes exchange on. Paths that send messages compare it, one exchange later.
+            occasion: what all nodes exchange on. Paths that send messages compare it, two exchanges later.
 
         Raises:
             RuntimeError: where nodes exchanged on different occasions.
@@ -364,7 +364,7 @@ class Difference(UpdateState):
         self._marks = None if delivery.messages is None else HostCopy(marks_of(delivery.messages))
 
     def _compare_occasions(self) -> None:
-        self.receive()
+        """Of messages that were received before: the host need not wait for those under way."""
         marks = [] if self._marks is None else self._marks.read().tolist()
         self._marks = None
         if len(set(marks)) > 1:
@@ -376,6 +376,7 @@ class Difference(UpdateState):
             )
 
     def _collect(self) -> Tensor:
+        self.receive()
         self._compare_occasions()
         self._add_own()
         self._take_messages()
