@@ -49,7 +49,8 @@ def fit(folder: str, send: str, point: str, rank: int, step: int) -> Tensor:
     return whole(t.lightning_module).clone()
 
 
-@pytest.mark.parametrize("send", ["updates", pytest.param("gradients", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("send", ["updates", "gradients"])
 def test_a_killed_run_goes_on_bit_identically(send: str, tmp_path: Path) -> None:
     (tmp_path / "whole").mkdir()
     expected = run_ranks(fit, str(tmp_path / "whole"), send, "", 0, -1, **MANY)
