@@ -2,13 +2,16 @@
 
 import importlib
 import re
+import time
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import lightning_sparse
-from lightning_sparse import internals
+from lightning_sparse import internals, messages
+from tests.helpers.lines import Lines
 
 PRIVATE = re.compile(r"torch\._C|_execution_engine|\._optimizer_step_post|\._get_scale|utils\._|\._get_default_store")
 
@@ -16,6 +19,17 @@ PRIVATE = re.compile(r"torch\._C|_execution_engine|\._optimizer_step_post|\._get
 def test_what_torch_lacks_is_named() -> None:
     assert internals.missing() == []
     assert internals.missing(["_C._gone", "nn.Linear", "gone.entirely"]) == ["torch._C._gone", "torch.gone.entirely"]
+
+
+def test_what_takes_long_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = Lines().lines
+    monkeypatch.setattr(messages, "PATIENCE", timedelta(seconds=0.05))
+    with messages.said_if_long("reading"):
+        time.sleep(0.5)
+    with messages.said_if_long("writing"):
+        pass
+    time.sleep(0.1)
+    assert ["reading has taken" in line for line in lines] == [True]
 
 
 def test_private_names_of_torch_are_in_one_file() -> None:

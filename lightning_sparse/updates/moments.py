@@ -60,11 +60,8 @@ def load(updates: LocalUpdates, devices: Sequence[State]) -> None:
     """Go on with what the devices of one node had, whatever their number and their division of the step."""
     rest = dict(chain.from_iterable(each.own["rest"].items() for each in devices))
     quantities = dict.fromkeys(quantity for each in devices for quantity in each.pieces)
-    groups = devices[0].own["groups"]
-    for index, one in enumerate(updates.optimizers):
-        if [len(each) for each in groups] == [len(each.optimizer.param_groups) for each in updates.optimizers]:
-            for group, saved in zip(one.optimizer.param_groups, groups[index], strict=True):
-                group.update(saved)
+    _load_options(updates, devices[0].own["groups"])
+    for one in updates.optimizers:
         for parameter, part in one.stepped():
             name = updates.names[id(parameter)]
             found = dict(rest.get(name, {}))
@@ -72,8 +69,18 @@ def load(updates: LocalUpdates, devices: Sequence[State]) -> None:
                 flat = _read(devices, quantity, name, part, parameter)
                 if flat is not None:
                     found[quantity] = _as_stepped(flat, parameter, part)
+            one.optimizer.state.pop(parameter, None)
             if found:
                 one.optimizer.state[parameter] = _placed(found, one, parameter)
+
+
+def _load_options(updates: LocalUpdates, saved: Sequence[Sequence[Mapping[str, Any]]]) -> None:
+    """Give groups the options that they had, learning rates among them, unless there are others now."""
+    groups = [one.optimizer.param_groups for one in updates.optimizers]
+    if list(map(len, groups)) != list(map(len, saved)):
+        return
+    for group, options in zip(chain.from_iterable(groups), chain.from_iterable(saved), strict=True):
+        group.update(options)
 
 
 def _read(devices: Sequence[State], quantity: str, name: str, part: Part, parameter: Tensor) -> Tensor | None:
@@ -102,9 +109,12 @@ def _as_stepped(flat: Tensor, parameter: Tensor, part: Part) -> Tensor:
 def _placed(found: Mapping[str, Any], one: LocalOptimizer, parameter: Tensor) -> dict[str, Any]:
     """Counts of steps lie on the CPU, unless the optimizer runs without asking the host."""
     group = next(each for each in one.optimizer.param_groups if any(p is parameter for p in each["params"]))
-    if not (group.get("capturable") or group.get("fused")):
-        return dict(found)
-    return {name: value.to(parameter.device) if isinstance(value, Tensor) else value for name, value in found.items()}
+    all_there = group.get("capturable") or group.get("fused")
+
+    def place(value: Any) -> Any:
+        return value.to(parameter.device) if isinstance(value, Tensor) and (all_there or value.dim()) else value
+
+    return {name: place(value) for name, value in found.items()}
 
 
 def plain(value: Any) -> Any:

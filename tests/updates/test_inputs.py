@@ -13,6 +13,7 @@ from lightning_sparse.exchange import CommunicationError
 from lightning_sparse.flavours.pytorch_lightning import MSTopKLocalStrategy
 from lightning_sparse.topology import discover
 from lightning_sparse.updates import LocalUpdates, UpdatesConfig
+from lightning_sparse.updates.buffers import Buffers
 from tests.helpers.distributed import RanksFailed, RunRanks, run_ranks
 from tests.strategy.models import batch, flat_parameters, mlp
 from tests.updates.runs import adamw, sgd, shared_of, start, steps
@@ -371,3 +372,12 @@ def test_an_optimizer_with_weights_of_its_own_is_refused(ranks: RunRanks, dtype:
     for said in ranks(master_weights, dtype, nodes=2, devices=1):
         assert "MasterSGD keeps weights of its own (its state 'master' equals a parameter of shape" in said
         assert "master_weights=False" in said
+
+
+def test_a_teacher_that_is_trained_later_is_averaged_no_more() -> None:
+    module, stepped = nn.Linear(2, 3), set[int]()
+    buffers = Buffers(module, None, lambda: stepped)  # type: ignore[arg-type]  # nobody communicates
+    buffers._drifting = {"weight", "bias"}
+    assert buffers.own().keys() == {"weight", "bias"}
+    stepped.add(id(module.weight))
+    assert buffers.own().keys() == {"bias"}
