@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, dataclass, field, fields
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args, get_type_hints
 
 Shuffle = Literal["local", "global"]
@@ -108,6 +109,11 @@ class CacheConfig:
         for name in ("source", "cache_dir"):
             if getattr(self, name) in ("", "None"):  # a path of None is "None"
                 raise ValueError(f"{name}={getattr(self, name)!r}: give the folder, as in {name}='/mnt/nfs/imagenet'.")
+        if "://" not in self.source and Path(self.cache_dir).resolve().is_relative_to(Path(self.source).resolve()):
+            raise ValueError(
+                f"cache_dir={self.cache_dir!r} is in source={self.source!r}, and would be listed with it: give a folder "
+                "on a local disk of each node."
+            )
         for name, allowed in _CHOICES.items():
             if getattr(self, name) not in allowed:
                 raise ValueError(f"{name}={getattr(self, name)!r}: choose one of {', '.join(allowed)}.")

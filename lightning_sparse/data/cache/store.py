@@ -311,7 +311,7 @@ class SampleStore:
         for group in np.unique(groups[indices]).tolist():
             requested = [index for index in indices if groups[index] == group]
             # the ranks of a node ask for the same groups
-            with locked(tiers.disk.folder.with_suffix(f".{group % GROUP_LOCKS}.lock")):
+            with locked(tiers.disk.folder.with_suffix(f".{group % GROUP_LOCKS}.lock"), quiet=True):
                 keys = [self.manifest.key(index) for index in requested]
                 for index, file in zip(requested, tiers.disk.get(keys), strict=True):
                     found = None if file is None else self._from_disk(tiers, index, file)
