@@ -257,9 +257,9 @@ def test_options_are_checked(option: str, value: object, said: str) -> None:
 
 def test_a_cache_in_its_source_is_refused(tmp_path: Path) -> None:
     for inside in (tmp_path, tmp_path / "train" / "cache"):
-        with pytest.raises(ValueError, match="would be listed with it: give a folder on a local disk"):
+        with pytest.raises(ValueError, match="would be taken for data: give a folder on a local disk"):
             config(tmp_path, inside)
-    config(tmp_path / "source", tmp_path / "source-cache")
+    config(tmp_path, tmp_path / "cache")
 
 
 def test_waiting_for_a_lock_is_logged(
