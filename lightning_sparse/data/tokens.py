@@ -121,15 +121,19 @@ class TokenDataModuleMixin(DataModuleMixin):
                 self._sources[path] = TokenSource.of(
                     path, cache_dir, tokenizer, vocab_size, storage_timeout=storage_timeout, storage_options=options
                 )
-        self._vocab_size = vocab_size
-        for path in sorted(self._weights.keys() - self._sources.keys()):
-            own = files_of(path)[0].vocab_size
-            if self._vocab_size not in (None, own):
-                raise ValueError(f"{path} has vocab_size {own}, not {self._vocab_size}: use one tokenizer for all.")
-            self._vocab_size = own
+        self._vocab_size = self._mapped_vocabulary(vocab_size)
         self._topology: Topology | None = None
         self._streams: dict[str, Windows] = {}
         self._loaders: dict[str, TrainLoader | EvalLoader] = {}
+
+    def _mapped_vocabulary(self, vocab_size: int | None) -> int | None:
+        """Return the vocabulary of the files to train on that are mapped in place; the given one if there are none."""
+        for path in sorted(self._weights.keys() - self._sources.keys()):
+            own = files_of(path)[0].vocab_size
+            if vocab_size not in (None, own):
+                raise ValueError(f"{path} has vocab_size {own}, not {vocab_size}: use one tokenizer for all.")
+            vocab_size = own
+        return vocab_size
 
     @property
     def vocab_size(self) -> int:
