@@ -286,6 +286,8 @@ class Session:
             f"{len(self.train.samples):,} samples, global batch {config.global_batch:,}, shuffle={config.shuffle!r}: "
             f"{sampler.steps:,} steps per epoch, with {padding:,} samples repeated to fill the last ones"
         )
+        if config.global_batch > len(self.train.samples) and self.topology.rank == 0:
+            log.warning("each batch has some samples more than once: use a smaller batch_size, or fewer ranks")
         loader = TrainLoader(
             sampler,
             self._pipeline("train", self.train.store),

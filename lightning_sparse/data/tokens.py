@@ -75,7 +75,7 @@ class TokenDataModuleMixin(DataModuleMixin):
             positions; ``"packed"``: a window has whole documents, and only those that are longer are cut.
         limit: train on this number of windows, or this fraction of them, the same in every run: for a trial.
         batch_size: samples per device and step.
-        val_fraction: validate on the end of `train`, this fraction of its windows, instead of on `val`.
+        val_fraction: validate on the end of `train`, this fraction of the windows of each source, instead of on `val`.
         seed: seed of the order.
         cache_dir: folder on a local disk of each node, for the ids of text and of network storage. Runs may share it.
         tokenizer: of text: ``"bytes"``, ``"tiktoken:<encoding>"`` or ``"tokenizers:<path of tokenizer.json>"``.
@@ -109,7 +109,7 @@ class TokenDataModuleMixin(DataModuleMixin):
         SamplerConfig(batch_size=batch_size)
         _check_options(context, val, val_fraction, vocab_size, documents)
         check_limit(limit)
-        self._weights = _weights_of(train, val_fraction)
+        self._weights = _weights_of(train)
         self._documents, self._limit = documents, limit
         self._paths = {split: str(path) for split, path in (("val", val), ("test", test)) if path is not None}
         self._context, self._val_fraction, self._seed = context, val_fraction, seed
@@ -184,16 +184,17 @@ class TokenDataModuleMixin(DataModuleMixin):
                     f"{path} has vocab_size {stream.vocab_size}, but train={next(iter(self._weights))!r} has "
                     f"{self.vocab_size}: use one tokenizer for all files."
                 )
-        parts: list[Windows] = [streams[path] for path in self._weights]
+        parts: Sequence[Windows] = [streams[path] for path in self._weights]
+        weights = [*self._weights.values()]
         self._streams = {split: streams[path] for split, path in self._paths.items()}
         if self._val_fraction is not None:
-            parts[0], self._streams["val"] = _split(parts[0], self._val_fraction)
-        weights = [*self._weights.values()]
+            parts, held_out = zip(*(_split(each, self._val_fraction) for each in parts), strict=True)
+            self._streams["val"] = _mixed(held_out, [len(each) for each in held_out], self._seed)  # all of each
         if self._limit is not None:
-            whole = len(parts[0] if len(parts) == 1 else Mixture(parts, weights, self._seed))
+            whole = len(_mixed(parts, weights, self._seed))
             fraction = limited_count(self._limit, whole) / whole
             parts = [_limited(each, fraction) for each in parts]
-        self._streams["train"] = parts[0] if len(parts) == 1 else Mixture(parts, weights, self._seed)
+        self._streams["train"] = _mixed(parts, weights, self._seed)
         return [streams[path].fingerprint for path in self._all_paths]
 
     def train_dataloader(self) -> TrainLoader:
@@ -284,6 +285,11 @@ def _prepared(source: TokenSource, topology: Topology) -> list[Path]:
     return [source.file(each) for each in shards]
 
 
+def _mixed(parts: Sequence[Windows], weights: Sequence[float], seed: int) -> Windows:
+    """Return the mixture of several parts, or the only one."""
+    return parts[0] if len(parts) == 1 else Mixture(parts, weights, seed)
+
+
 def _split(windows: Windows, fraction: float) -> tuple[Windows, Windows]:
     """Return the windows to train on, and those at the end, this fraction, to validate on."""
     count = len(windows)
@@ -315,7 +321,7 @@ def _check_options(
         raise ValueError(f"documents={documents!r}: choose one of {', '.join(DOCUMENTS)}.")
 
 
-def _weights_of(train: str | Path | Mapping[str, float], val_fraction: float | None) -> dict[str, float]:
+def _weights_of(train: str | Path | Mapping[str, float]) -> dict[str, float]:
     """Return the weight of each path of `train`."""
     if not isinstance(train, Mapping):
         return {str(train): 1.0}
@@ -327,8 +333,6 @@ def _weights_of(train: str | Path | Mapping[str, float], val_fraction: float | N
                 f"train: the weight {weight!r} of {path} must be a finite number above 0: omit a source that is not "
                 "used."
             )
-    if val_fraction is not None and len(train) > 1:
-        raise ValueError(f"val_fraction={val_fraction} is the end of one source, and train has {len(train)}: use val.")
     return {str(path): float(weight) for path, weight in train.items()}
 
 

@@ -165,6 +165,16 @@ def test_a_limit_leaves_some_windows_the_same_in_every_run(tmp_path: Path) -> No
             with_limit(wrong)
 
 
+def test_of_a_mixture_the_end_of_each_source_is_held_out(tmp_path: Path) -> None:
+    one, other = counted(tmp_path / "0.bin", 401), counted(tmp_path / "1.bin", 201, 500)
+    data = TokenDataModule({str(one): 3, str(other): 1}, context=4, val_fraction=0.1, batch_size=3)
+    assert max(each for each in firsts(data) if each < 500) < 4 * 90
+    data.setup("fit")
+    held_out = sorted({each for inputs, _ in data.val_dataloader() for each in inputs[:, 0].tolist()})
+    assert held_out == [*range(360, 400, 4), *range(680, 700, 4)]
+    data.teardown("fit")
+
+
 def test_a_limit_of_a_mixture_keeps_its_proportions(tmp_path: Path) -> None:
     one, other = counted(tmp_path / "0.bin", 401), counted(tmp_path / "1.bin", 401, 500)
     data = TokenDataModule({str(one): 3, str(other): 1}, context=4, limit=20)

@@ -276,7 +276,8 @@ def answer(source: Source, kind: str, arguments: "tuple[Any, ...]", progress: "C
     except UnreadableFileError as error:
         return "s", str(error), 0, 0
     except Exception as error:
-        if isinstance(error, _PROGRAM_ERRORS) or (kind != "read" and "Credentials" in type(error).__name__):
+        refused = isinstance(error, PermissionError) or "Credentials" in type(error).__name__
+        if isinstance(error, _PROGRAM_ERRORS) or (kind != "read" and refused):
             return "x", _described(error), 0, 0
         missing = isinstance(error, FileNotFoundError)
         final = missing or isinstance(error, PermissionError)  # object stores set no errno
