@@ -74,8 +74,9 @@ MAY_IMPORT_IN_DATA: dict[str, set[str]] = {
     "pipeline": {"config", "sample", "decode", "rng"},  # reads from whatever has `get`; a test's fake store, too
     "base": {"pipeline"},
     "text": set(),
-    "shards": {"config", "folders", "sources", "peers", "text"},
-    "tokens": {"base", "config", "peers", "pipeline", "rng", "shards", "text"},
+    "shards": {"config", "folders", "sources", "text"},
+    "streams": {"config", "rng", "text"},
+    "tokens": {"base", "config", "peers", "pipeline", "rng", "shards", "streams", "text"},
     "session": {"config", "sample", "rng", "folders", "sources", "cache", "peers", "pipeline"},
     "datamodule": {"base", "config", "cache", "sources", "pipeline", "session"},
 }

@@ -68,9 +68,15 @@ def test_it_learns_and_ends_alike_on_all_ranks(config: str, tokens: Path) -> Non
 
 
 @pytest.mark.slow
-def test_it_resumes_bit_identically(tokens: Path) -> None:
+@pytest.mark.parametrize("train", ["tokens.bin", '{"texts": 2, "tokens.bin": 1}'])
+def test_it_resumes_bit_identically(train: str, tokens: Path) -> None:
+    """In the middle of an epoch; also of a mixture of text, which is tokenised, and a file that is mapped."""
+    (tokens / "texts").mkdir()
+    for each in (ROOT / "examples").glob("*.py"):
+        (tokens / "texts" / f"{each.stem}.txt").write_text(each.read_text())
     often = [f"--trainer.callbacks.init_args.{option}" for option in ("every_n_train_steps=3", "save_top_k=-1")]
-    ends = fit(tokens, "fsdp", *often, ranks=2)
+    options = [*often, f"--data.train={train}", "--data.cache_dir=cache"]
+    ends = fit(tokens, "fsdp", *options, ranks=2)
     path = next((tokens / "checkpoints").glob("*step=3*.ckpt"))
-    again = fit(tokens, "fsdp", *often, f"--ckpt_path={path}", ranks=2)
+    again = fit(tokens, "fsdp", *options, f"--ckpt_path={path}", ranks=2)
     assert all(torch.equal(one["weights"], other["weights"]) for one, other in zip(ends, again, strict=True))

@@ -19,6 +19,7 @@ def declare(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--vocab-size", type=int, default=256, metavar="N", help="vocabulary size (default %(default)s)"
     )
+    parser.add_argument("--end", type=int, metavar="ID", help="id to put after each text, so that documents are known")
     parser.set_defaults(run=_prepare)
 
 
@@ -35,6 +36,7 @@ def _named(text: str) -> Callable[[str], Sequence[int]]:
 
 
 def _prepare(arguments: argparse.Namespace) -> int:
-    (file,) = files_of(prepare(arguments.texts, arguments.out, arguments.tokenizer, arguments.vocab_size))
+    made = prepare(arguments.texts, arguments.out, arguments.tokenizer, arguments.vocab_size, arguments.end)
+    (file,) = files_of(made)
     print(f"{file.path}: {file.tokens:,} tokens of {file.vocab_size:,}, {file.dtype.name}")
     return 0

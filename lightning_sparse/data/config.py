@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, dataclass, field, fields
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args, get_type_hints
 
 Shuffle = Literal["local", "global"]
@@ -108,6 +109,12 @@ class CacheConfig:
         for name in ("source", "cache_dir"):
             if getattr(self, name) in ("", "None"):  # a path of None is "None"
                 raise ValueError(f"{name}={getattr(self, name)!r}: give the folder, as in {name}='/mnt/nfs/imagenet'.")
+        source, cache = Path(self.source).resolve(), Path(self.cache_dir).resolve()
+        if cache == source or any(cache.is_relative_to(source / split) for split in SPLITS):
+            raise ValueError(
+                f"cache_dir={self.cache_dir!r} is in source={self.source!r}, where it would be taken for data: give a "
+                "folder on a local disk of each node."
+            )
         for name, allowed in _CHOICES.items():
             if getattr(self, name) not in allowed:
                 raise ValueError(f"{name}={getattr(self, name)!r}: choose one of {', '.join(allowed)}.")
@@ -191,6 +198,20 @@ def _check_address(text: str) -> None:
             f"peer_address={text!r} would serve samples on every network of this node. "
             "Give the address or the name of the interface that connects the nodes."
         )
+
+
+def check_limit(limit: int | float | None) -> None:
+    """Raise ValueError if it is neither a number of samples nor a fraction."""
+    whole = isinstance(limit, int) and not isinstance(limit, bool) and limit >= 1
+    if limit is not None and not whole and not 0 < limit < 1:
+        raise ValueError(f"limit={limit!r} must be a number of samples, 1 or more, or a fraction of them below 1.")
+
+
+def limited_count(limit: int | float, count: int) -> int:
+    """Return how many of `count` samples a limit leaves. Raises ValueError if it is above their number."""
+    if limit > count:
+        raise ValueError(f"limit={limit} is more than the {count:,} samples to train on: omit it.")
+    return int(limit) if limit >= 1 else max(1, round(limit * count))
 
 
 def is_installed(name: str) -> bool:

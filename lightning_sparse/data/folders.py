@@ -18,12 +18,15 @@ import json
 import os
 import re
 import stat
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 from lightning_sparse.data.config import CacheConfig, DataError
+from lightning_sparse.messages import log
 
 VERSION = 1
+WAIT_S = 5.0  # for a lock, before it is logged
 NETWORK_FILE_SYSTEMS = (
     *("nfs", "nfs4", "cifs", "smb3", "smbfs", "ceph", "lustre", "beegfs", "glusterfs", "9p", "virtiofs", "afs", "coda"),
     *("gpfs", "wekafs", "panfs", "pvfs2", "orangefs", "cvfs", "ocfs2", "gfs2", "daos"),
@@ -116,22 +119,34 @@ def write_private(path: Path, data: bytes) -> None:
 
 
 @contextlib.contextmanager
-def locked(path: Path) -> Iterator[None]:
+def locked(path: Path, *, quiet: bool = False) -> Iterator[None]:
     """Hold an exclusive lock on a file or an existing folder on this node; the kernel releases it if the process dies.
 
-    In a folder that cannot be written there is no file to lock.
+    Logs that it waits for another process, unless `quiet`. In a folder that cannot be written there is no file to lock.
     """
     if not path.is_dir() and not os.access(path.parent, os.W_OK):
         yield
         return
     flags = os.O_RDONLY if path.is_dir() else os.O_RDWR | os.O_CREAT
     file = os.open(path, flags | os.O_CLOEXEC, 0o600)
+    waits = threading.Timer(WAIT_S, _tell, [path])
+    waits.daemon = True
     try:
-        fcntl.flock(file, fcntl.LOCK_EX)
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if not quiet:
+                waits.start()
+            fcntl.flock(file, fcntl.LOCK_EX)
+        waits.cancel()
         yield
     finally:
         fcntl.flock(file, fcntl.LOCK_UN)  # a process that another thread forked meanwhile would go on to hold it
         os.close(file)
+
+
+def _tell(path: Path) -> None:
+    log.info("waiting for another process of this node that uses %s; if it was suspended, resume or end it", path)
 
 
 def file_system(folder: Path, mounts: Path = Path("/proc/self/mounts")) -> str:

@@ -13,11 +13,12 @@ from functools import cached_property, lru_cache, partial
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from lightning_sparse.data.cache.counts import TierCounts, TierLog
 from lightning_sparse.data.cache.memory import format_for
 from lightning_sparse.data.cache.store import Placement, SampleStore, new_run, owners_of
-from lightning_sparse.data.config import CacheConfig
+from lightning_sparse.data.config import CacheConfig, check_limit, limited_count
 from lightning_sparse.data.peers.collectives import find_topology, on_all_ranks, on_rank_zero
 from lightning_sparse.data.peers.protocol import node_address, reachable
 from lightning_sparse.data.pipeline.batch import Pipeline
@@ -26,7 +27,7 @@ from lightning_sparse.data.pipeline.loader import EvalLoader, TrainLoader
 from lightning_sparse.data.pipeline.options import ImageOptions, ImageSizes, SampleOptions
 from lightning_sparse.data.pipeline.sampler import Indices, Sampler, SamplerConfig, evaluation_batches
 from lightning_sparse.data.pipeline.workers import WorkerPipeline
-from lightning_sparse.data.rng import shuffled
+from lightning_sparse.data.rng import bits, shuffled
 from lightning_sparse.data.sample import Format
 from lightning_sparse.data.sources.listing import classes_of, has_split, keep, kept_manifest, load_or_list
 from lightning_sparse.data.sources.manifest import Manifest
@@ -78,6 +79,7 @@ def agreed_format(config: CacheConfig, manifest: Manifest, placement: Placement)
 
 
 _MAX_THREADS = 16
+_LIMIT = 6  # what is drawn: beside those of `sampler.py` and of tokens
 Formats = dict[str, Format]
 """Format of the memory tier, by split."""
 
@@ -90,8 +92,11 @@ class DataOptions:
         cache, samples: where samples come from, and how they become batches.
         batch_size: samples per device and step.
         val_fraction: validate on this fraction of train/, the same in every run, instead of on val/.
-        with_indices: end each batch with the indices of its samples: rows of the list, or places in the sorted folder.
-            A sample that replaces a corrupt one has the index of that one.
+        with_indices: end each batch with the indices of its samples: rows of the list, or places in the sorted folder;
+            with a limit, places among the samples that it leaves. A sample that replaces a corrupt one has the index of
+            that one.
+        limit: train on this number of samples, or this fraction of them, spread evenly over the classes and the same in
+            every run: for a trial. Others are not read.
     """
 
     cache: CacheConfig
@@ -99,9 +104,11 @@ class DataOptions:
     batch_size: int = 64
     val_fraction: float | None = None
     with_indices: bool = False
+    limit: int | float | None = None
 
     def __post_init__(self) -> None:
         SamplerConfig(batch_size=self.batch_size)
+        check_limit(self.limit)
         if self.val_fraction is not None and not 0 < self.val_fraction < 1:
             raise ValueError(f"val_fraction={self.val_fraction} must be between 0 and 1: it is a fraction of train/.")
         largest = 0 if self.sizes is None else self.sizes.largest
@@ -167,11 +174,16 @@ class Session:
         if stage == "fit" or fraction is not None:
             manifest = agreed_manifest(cache, "train")
             self._check_labels(manifest)
+            held_out, rest = _split(len(manifest), fraction or 0.0)
+            if self.options.limit is not None:
+                rest = _limited(rest, manifest.strata, self.options.limit)
+                kept = np.union1d(held_out, rest)
+                manifest = manifest.take(kept)
+                held_out, rest = np.searchsorted(kept, held_out), np.searchsorted(kept, rest)
             store = self._open_store(manifest, run)
-            self.train = Subset(store, np.arange(len(store.manifest)))
+            self.train = Subset(store, rest)
             if fraction is not None:
-                held_out, rest = _split(len(store.manifest), fraction)
-                self.train, self.val = Subset(store, rest), Subset(store, held_out)
+                self.val = Subset(store, held_out)
                 return
         try:
             self.val = self._open_evaluation("val", run)
@@ -274,6 +286,8 @@ class Session:
             f"{len(self.train.samples):,} samples, global batch {config.global_batch:,}, shuffle={config.shuffle!r}: "
             f"{sampler.steps:,} steps per epoch, with {padding:,} samples repeated to fill the last ones"
         )
+        if config.global_batch > len(self.train.samples) and self.topology.rank == 0:
+            log.warning("each batch has some samples more than once: use a smaller batch_size, or fewer ranks")
         loader = TrainLoader(
             sampler,
             self._pipeline("train", self.train.store),
@@ -426,8 +440,22 @@ def _labels_of_train(config: CacheConfig) -> tuple[tuple[str, ...], bool | None]
 
 def _split(count: int, fraction: float) -> tuple[Indices, Indices]:
     """Return (samples to validate on, other samples), the same in all runs and for all seeds."""
+    if not fraction:
+        return np.arange(0), np.arange(count)
     if count < 2:
         raise ValueError(f"val_fraction={fraction}: {count} sample(s) are too few to split; at least 2 are needed.")
     order = shuffled(np.arange(count), 0, 0)
     held_out = min(count - 1, max(1, round(fraction * count)))
     return np.sort(order[:held_out]), np.sort(order[held_out:])
+
+
+def _limited(samples: Indices, classes: NDArray[np.int64], limit: int | float) -> Indices:
+    """Return some of the samples, as many of each class as its share. Those of a lower limit are among those of a
+    higher one."""
+    number, sizes = np.unique(classes[samples], return_inverse=True, return_counts=True)[1:]
+    by_class = np.lexsort((bits(0, samples, _LIMIT), number))  # shuffled within each class
+    places = np.empty(len(samples), np.int64)
+    places[by_class] = np.arange(len(samples))
+    places -= (np.cumsum(sizes) - sizes)[number]  # in the class
+    order = np.argsort((places + 0.5) / sizes[number], kind="stable")
+    return np.sort(samples[order[: limited_count(limit, len(samples))]])

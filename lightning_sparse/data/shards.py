@@ -1,4 +1,4 @@
-"""Shards of tokens on network storage: read once, tokenised if they are text, and mapped from the local disk.
+"""Shards of tokens on network storage: read once, tokenised if they are text, and kept on the local disk.
 
 ::
 
@@ -8,8 +8,9 @@
             <hash of a shard's path>.json    their description, and the shard's path, size and time on storage
             shards.json                      the list of the shards, for when storage does not answer
 
-Programs of one worker each (this module, run) make the shards, so that a script needs no ``if __name__ ==
-"__main__"``. A shard is renamed when it is whole: a run that was killed goes on with the next one.
+Processes of one thread each (this module, run) make the shards, so that a script needs no ``if __name__ ==
+"__main__"``. A shard is renamed when it is whole: a run that was killed goes on with the next one. This module does not
+import torch, so that these processes start fast.
 """
 
 from __future__ import annotations
@@ -19,16 +20,16 @@ import hashlib
 import io
 import json
 import os
-import pickle
+import socket
 import subprocess
 import sys
 import threading
+import time
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from concurrent.futures import wait as wait_for
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, cast
 
@@ -47,15 +48,12 @@ from lightning_sparse.data.folders import (
     usable,
     write_private,
 )
-from lightning_sparse.data.peers.collectives import on_all_ranks, on_rank_zero
-from lightning_sparse.data.sources.listing import CHECK_S
-from lightning_sparse.data.sources.storage import MissingFolderError, Storage, Unreadable
+from lightning_sparse.data.sources.storage import CHECK_S, MissingFolderError, Storage, Unreadable
 from lightning_sparse.data.text import DTYPES, TEXT_SUFFIXES, Tokenizer, documents, tokenizer_of, within, write_ids
 from lightning_sparse.messages import log
-from lightning_sparse.topology import Topology
 
 PART = 1 << 24  # bytes of a request
-POLL_S = 2.0  # far below the timeout of a process group
+MAX_WORKERS = 16
 ID_SUFFIXES = (".bin", ".npy")
 Progress = Callable[[int], None]
 
@@ -139,6 +137,8 @@ class TokenSource:
         """Return the source of a folder, or of a file in it. Raises: ValueError: as `CacheConfig` and `tokenizer_of`"""
         folder, _, name = (path if "://" in path else os.path.abspath(path)).rpartition("/")
         is_file = Path(name).suffix in (*ID_SUFFIXES, *TEXT_SUFFIXES)
+        if not is_file and "://" not in path and Path(cache_dir).resolve().is_relative_to(Path(path).resolve()):
+            raise ValueError(f"cache_dir={cache_dir!r} is in {path}, and would be taken for shards: give another.")
         config = CacheConfig(source=folder or "/" if is_file else path, cache_dir=cache_dir, format="bytes", **options)
         source = cls(config, name if is_file else "", tokenizer, vocab_size)
         source.encoder  # noqa: B018  an unknown one is refused now
@@ -152,7 +152,7 @@ class TokenSource:
     @cached_property
     def folder(self) -> Path:
         """Return the cache folder of the ids."""
-        key = f"{self.encoder.identity} {self.vocab_size}"
+        key = f"{self.encoder.identity} {self.encoder.end} {self.vocab_size}"
         root = cache_folder(self.config)
         folder = root / f"tokens-{hashlib.blake2b(key.encode(), digest_size=8).hexdigest()}"
         if not is_read_only(root):
@@ -165,6 +165,8 @@ class TokenSource:
             return self.vocab_size
         if Path(shards[0].path).suffix in TEXT_SUFFIXES:
             return self.encoder.vocab_size
+        if shards[0].path.endswith(".npy"):
+            raise ValueError(f"{self.config.source}/{shards[0].path} does not tell its vocabulary: give vocab_size.")
         kept = described(self.file(shards[0]))
         if kept is not None:
             return int(kept["vocab_size"])
@@ -243,12 +245,12 @@ class TokenSource:
             for left in target.parent.glob(f"{target.name}.*.tmp"):  # by a process that was killed
                 left.unlink()
             temporary = target.with_name(f"{target.name}.{os.getpid()}.tmp")
-            size, empty = self.size_of_vocabulary([shard]), [0]
+            empty = [0]
             with io.BufferedReader(ShardFile(storage, shard, progress), 1 << 16) as file:
-                parts = self._ids(shard, storage, cast(BinaryIO, file), empty)
+                ids = self._ids(shard, storage, cast(BinaryIO, file), empty)
                 try:
-                    checked = (within(each, size, f"{self.config.source}/{shard.path}") for each in parts)
-                    about = write_ids(temporary, checked, size)
+                    checked = (within(each, ids.vocab_size, f"{self.config.source}/{shard.path}") for each in ids.parts)
+                    about = write_ids(temporary, checked, ids.vocab_size, ids.end)
                     target.with_suffix(".json").unlink(missing_ok=True)  # it would describe the new file wrongly
                     os.replace(temporary, target)
                 finally:
@@ -256,25 +258,37 @@ class TokenSource:
             write_private(target.with_suffix(".json"), json.dumps({**about, **shard._asdict()}).encode())
             return empty[0]
 
-    def _ids(self, shard: Shard, storage: Storage, file: BinaryIO, empty: list[int]) -> Iterator[NDArray[np.int64]]:
+    def _ids(self, shard: Shard, storage: Storage, file: BinaryIO, empty: list[int]) -> _Ids:
         name = f"{self.config.source}/{shard.path}"
         if shard.path.endswith(".bin"):
-            yield from _of_bin(name, file, _beside(storage, shard))
-        elif shard.path.endswith(".npy"):
-            yield from _of_npy(name, file, self.vocab_size)
-        else:
-            first = True
-            for text in documents(name, file):
-                if not text:
-                    empty[0] += 1
-                    continue
-                if not first and self.encoder.end is not None:
-                    yield np.array([self.encoder.end])
-                first = False
-                try:
-                    yield np.asarray(self.encoder.encode(text)).astype(np.int64)
-                except UnicodeDecodeError as error:
-                    raise ValueError(f"{name} is not UTF-8 ({error}): convert it.") from error
+            about = _beside(storage, shard)
+            return _Ids(self.vocab_size or about["vocab_size"], about.get("end"), _of_bin(name, file, about))
+        if shard.path.endswith(".npy"):
+            return _Ids(self.size_of_vocabulary([shard]), None, _of_npy(name, file))
+        encoder = self.encoder
+        return _Ids(self.vocab_size or encoder.vocab_size, encoder.end, _encoded(encoder, name, file, empty))
+
+
+class _Ids(NamedTuple):
+    """The ids of a shard, in parts. end: id at the end of each document, None if unknown."""
+
+    vocab_size: int
+    end: int | None
+    parts: Iterator[NDArray[np.int64]]
+
+
+def _encoded(encoder: Tokenizer, name: str, file: BinaryIO, empty: list[int]) -> Iterator[NDArray[np.int64]]:
+    """Yield the ids of the documents of a text shard, each with its end. Counts those that are empty."""
+    for text in documents(name, file):
+        if not text:
+            empty[0] += 1
+            continue
+        try:
+            yield np.asarray(encoder.encode(text)).astype(np.int64)
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{name} is not UTF-8 ({error}): convert it.") from error
+        if encoder.end is not None:
+            yield np.array([encoder.end])
 
 
 def described(file: Path) -> dict[str, Any] | None:
@@ -298,7 +312,7 @@ def _beside(storage: Storage, shard: Shard) -> dict[str, Any]:
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(
             f"{storage.source}/{name} must describe {shard.path}, as in "
-            f'{{"dtype": "uint16", "vocab_size": 50257}} ({type(error).__name__}: {error}). Files .npy need vocab_size.'
+            f'{{"dtype": "uint16", "vocab_size": 50257}} ({type(error).__name__}: {error}).'
         ) from error
 
 
@@ -314,7 +328,7 @@ def _of_bin(name: str, file: BinaryIO, about: dict[str, Any]) -> Iterator[NDArra
         raise ValueError(f"{name} is damaged: its checksum is not that in its JSON. Write it again.")
 
 
-def _of_npy(name: str, file: BinaryIO, vocab_size: int | None) -> Iterator[NDArray[np.int64]]:
+def _of_npy(name: str, file: BinaryIO) -> Iterator[NDArray[np.int64]]:
     try:
         version = np.lib.format.read_magic(file)
         read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
@@ -339,119 +353,101 @@ def is_mapped_in_place(path: str) -> bool:
     return found and "://" not in path and file_system(here) not in NETWORK_FILE_SYSTEMS
 
 
-def prepared(source: TokenSource, topology: Topology) -> list[Path]:
-    """Return the files of ids of all shards, after one process of each host has made those that are missing. A
-    collective.
+class Workers:
+    """Processes that make the shards that are missing in the cache, started with the first call of `done`.
 
-    Raises:
-        ValueError, DataError: on all ranks, as `TokenSource.listed` and `TokenSource.make` on one.
+    Args:
+        quiet: show no progress bar.
     """
-    shards = on_rank_zero(source.listed)
-    stop = threading.Event()
-    with ThreadPoolExecutor(1) as pool:
-        work: Future[None] | None = None
-        if topology.device_index == 0:
-            work = pool.submit(_make_all, source, shards, stop, topology.rank == 0)
 
-        def is_done() -> bool:
-            if work is None:
-                return True
-            wait_for([work], POLL_S)
-            if work.done():
-                work.result()
-            return work.done()
+    def __init__(self, source: TokenSource, shards: Sequence[Shard], *, quiet: bool = False) -> None:
+        self._source, self._shards, self._quiet = source, shards, quiet
+        self._running: dict[Connection, subprocess.Popen[bytes]] = {}
+        self._bar: tqdm[None] | None = None
+        self._empty = 0  # documents
 
+    def done(self, patience_s: float) -> bool:
+        """Return whether all shards are there, after waiting up to `patience_s`.
+
+        Raises:
+            ValueError, DataError: as `TokenSource.make` in one of the processes.
+        """
+        if self._bar is None:
+            self._start()
+        end = time.monotonic() + patience_s
+        while self._running and (left := end - time.monotonic()) > 0:
+            for connection in wait([*self._running], left):
+                self._receive(cast(Connection, connection))
+        return not self._running
+
+    def _start(self) -> None:
+        missing = sorted((each for each in self._shards if not self._source.is_kept(each)), key=lambda each: -each.size)
+        total, name = sum(each.size for each in missing), f"tokens of {self._source.config.source}"
+        hidden = self._quiet or not missing
+        self._bar = tqdm(total=total, desc=name, unit="B", unit_scale=True, disable=hidden)
+        count = min(len(missing), len(os.sched_getaffinity(0)), MAX_WORKERS)
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+        own = replace(self._source)  # without the tokenizer, which starts threads
+        for number in range(count):
+            ours, theirs = socket.socketpair()
+            command = [sys.executable, "-m", __name__, str(theirs.fileno())]
+            with theirs:
+                process = subprocess.Popen(command, pass_fds=[theirs.fileno()], env=environment)
+            connection = Connection(ours.detach())
+            self._running[connection] = process
+            connection.send((own, missing[number::count]))
+
+    def _receive(self, connection: Connection) -> None:
+        assert self._bar is not None
         try:
-            while not all(on_all_ranks(is_done)):
-                pass
-        finally:
-            stop.set()
-    return [source.file(each) for each in shards]
+            kind, value = connection.recv()
+        except (EOFError, OSError) as error:
+            raise DataError(
+                f"a process that tokenises {self._source.config.source} ended early, as if killed for memory: start "
+                "again, with smaller files of text if they are .txt, which are read whole."
+            ) from error
+        if kind == "read":
+            self._bar.update(value)
+        elif kind == "error":
+            raise value
+        else:
+            self._empty += value
+            self._running.pop(connection).wait()
+            connection.close()
+
+    def close(self) -> None:
+        """End the processes."""
+        for connection, process in self._running.items():
+            process.kill()
+            process.wait()
+            connection.close()
+        self._running = {}
+        if self._bar is not None:
+            self._bar.close()
+        if self._empty:
+            log.info("%s: skipped %s empty document(s)", self._source.config.source, f"{self._empty:,}")
 
 
-def _make_all(source: TokenSource, shards: Sequence[Shard], stop: threading.Event, is_first: bool) -> None:
-    """Make the shards that are missing, in several processes."""
-    missing = sorted((each for each in shards if not source.is_kept(each)), key=lambda each: -each.size)
-    if not missing:
-        return
-    workers = min(len(missing), len(os.sched_getaffinity(0)), 16)
-    total = sum(each.size for each in missing)
-    skipped = 0
-    with (
-        tqdm(
-            total=total, desc=f"tokens of {source.config.source}", unit="B", unit_scale=True, disable=not is_first
-        ) as bar,
-        ThreadPoolExecutor(workers) as pool,
-    ):
-        running = [pool.submit(_supervise, source, missing[each::workers], stop, bar) for each in range(workers)]
-        try:
-            skipped = sum(each.result() for each in running)
-        finally:
-            stop.set()
-    if skipped:
-        log.info("%s: skipped %s empty document(s)", source.config.source, f"{skipped:,}")
-
-
-def _supervise(source: TokenSource, shards: Sequence[Shard], stop: threading.Event, bar: tqdm[None]) -> int:
-    """Run a worker until its shards are made; return the number of empty documents."""
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    command = [sys.executable, "-m", "lightning_sparse.data.shards"]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment) as worker:
-        assert worker.stdin is not None
-        assert worker.stdout is not None
-        ended = threading.Event()
-
-        def end_early() -> None:
-            while not ended.wait(0.2):
-                if stop.is_set():
-                    worker.kill()
-
-        watch = threading.Thread(target=end_early, daemon=True)
-        watch.start()
-        try:
-            own = TokenSource(source.config, source.only, source.tokenizer, source.vocab_size)  # without the tokenizer
-            pickle.dump((own, shards), worker.stdin)
-            worker.stdin.flush()  # left open: its end tells the worker that this process is gone
-            while True:
-                kind, value = pickle.load(worker.stdout)
-                if kind == "read":
-                    bar.update(value)
-                elif kind == "error":
-                    raise value
-                else:
-                    return int(value)
-        except (EOFError, BrokenPipeError) as error:
-            raise DataError(f"a process that tokenises {source.config.source} ended early. Start again.") from error
-        finally:
-            worker.kill()
-            ended.set()
-            watch.join()
-
-
-def main() -> None:
-    """A worker: makes the shards that stdin names, and reports to stdout."""
-    source, shards = pickle.load(sys.stdin.buffer)
-    report = os.fdopen(os.dup(1), "wb", buffering=0)
-    os.dup2(2, 1)  # what a tokenizer prints is no report
-
-    def tell(kind: str, value: Any) -> None:
-        with contextlib.suppress(BrokenPipeError):
-            report.write(pickle.dumps((kind, value)))
+def main(file: int) -> None:
+    """Make the shards that a message names, in a process of their own."""
+    connection = Connection(file)
+    source, shards = connection.recv()
 
     def leave_with_parent() -> None:
-        sys.stdin.buffer.read()
+        with contextlib.suppress(EOFError, OSError):
+            connection.recv()  # nothing comes
         os._exit(1)
 
     threading.Thread(target=leave_with_parent, daemon=True).start()
     try:
         with Storage.of(source.config) as storage:
-            empty = sum(source.make(each, storage, lambda size: tell("read", size)) for each in shards)
-        tell("end", empty)
+            empty = sum(source.make(each, storage, lambda size: connection.send(("read", size))) for each in shards)
+        connection.send(("end", empty))
     except Exception as error:
         said = str(error) if isinstance(error, (ValueError, DataError)) else f"{type(error).__name__}: {error}"
-        tell("error", ValueError(said) if isinstance(error, ValueError) else DataError(said))
+        connection.send(("error", ValueError(said) if isinstance(error, ValueError) else DataError(said)))
     os._exit(0)  # the thread still reads
 
 
 if __name__ == "__main__":
-    main()
+    main(int(sys.argv[1]))

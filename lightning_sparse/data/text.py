@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import tarfile
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -17,6 +18,7 @@ from numpy.typing import NDArray
 BYTES = 256  # ids without a tokenizer
 DTYPES: dict[str, np.dtype[Any]] = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
 TEXT_SUFFIXES = (".txt", ".jsonl", ".tar", ".parquet")
+_BLOCK = 1 << 24
 _ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[SEP]")  # in tokenizer.json, which does not say which
 
 
@@ -28,7 +30,7 @@ class Tokenizer:
         identity: differs where ids may differ.
         encode: returns the ids of a document, given in UTF-8.
         vocab_size: number of ids.
-        end: id between two documents of a shard; None: nothing is put there.
+        end: id at the end of each document; None: nothing is put there.
     """
 
     identity: str
@@ -138,8 +140,8 @@ def within(ids: NDArray[np.int64], vocab_size: int, path: str | Path) -> NDArray
     return ids
 
 
-def write_ids(file: Path, parts: Iterable[NDArray[np.int64]], vocab_size: int) -> dict[str, Any]:
-    """Write ids; return their description."""
+def write_ids(file: Path, parts: Iterable[NDArray[np.int64]], vocab_size: int, end: int | None) -> dict[str, Any]:
+    """Write ids; return their description. end: id at the end of each document, None if there is none."""
     dtype = "uint16" if vocab_size <= 2**16 else "uint32"
     tokens = checksum = 0
     with open(file, "wb") as stream:
@@ -147,4 +149,73 @@ def write_ids(file: Path, parts: Iterable[NDArray[np.int64]], vocab_size: int) -
             data = ids.astype(DTYPES[dtype]).tobytes()
             stream.write(data)
             tokens, checksum = tokens + len(ids), zlib.crc32(data, checksum)
-    return {"dtype": dtype, "vocab_size": vocab_size, "tokens": tokens, "checksum": checksum}
+    about = {"dtype": dtype, "vocab_size": vocab_size, "tokens": tokens, "checksum": checksum}
+    return about if end is None else {**about, "end": end}
+
+
+def prepare(
+    texts: Sequence[str | Path],
+    out: str | Path,
+    tokenizer: Callable[[str], Sequence[int]] | None = None,
+    vocab_size: int = BYTES,
+    end: int | None = None,
+) -> Path:
+    """Write the ids of text files to ``<out>.bin`` and their description to ``<out>.json``.
+
+    Args:
+        texts: files, in order.
+        out: path of the file to write; ``.bin`` is added if it is missing.
+        tokenizer: makes the ids of one file's text (UTF-8); default: its bytes are the ids.
+        vocab_size: number of ids of the tokenizer.
+        end: id to put after each text; default: none.
+
+    Returns:
+        Path of the ``.bin``.
+
+    Raises:
+        ValueError: if there is no text, a text is not UTF-8, or an id is not in the vocabulary.
+        OSError: if a file cannot be read or written.
+    """
+    out = Path(out) if Path(out).suffix == ".bin" else Path(f"{out}.bin")
+    if not 1 <= vocab_size <= 2**32:
+        raise ValueError(f"vocab_size={vocab_size} must be between 1 and 2**32: it is the number of ids.")
+    if end is not None and not 0 <= end < vocab_size:
+        raise ValueError(f"end={end} must be an id of the vocabulary, 0 or more and below vocab_size={vocab_size}.")
+    out.parent.mkdir(parents=True, exist_ok=True)
+    temporary = out.with_name(f"{out.name}.{os.getpid()}.tmp")
+    try:
+        about = write_ids(temporary, _ids(texts, tokenizer, vocab_size, end), vocab_size, end)
+        if not about["tokens"]:
+            raise ValueError(f"{len(texts)} text file(s) contain no tokens: give files with text.")
+        out.with_suffix(".json").unlink(missing_ok=True)  # it would describe the new file wrongly
+        os.replace(temporary, out)
+    finally:
+        temporary.unlink(missing_ok=True)
+    out.with_suffix(".json").write_text(json.dumps(about) + "\n", encoding="utf-8")
+    return out
+
+
+def _ids(
+    texts: Sequence[str | Path], tokenizer: Callable[[str], Sequence[int]] | None, vocab_size: int, end: int | None
+) -> Iterator[NDArray[np.int64]]:
+    """Yield the ids of the texts, in parts."""
+    for path in texts:
+        if tokenizer is None:
+            parts = _bytes_of(path)
+        else:
+            try:
+                parts = iter([np.asarray(tokenizer(Path(path).read_text(encoding="utf-8")), np.int64)])
+            except UnicodeDecodeError as error:
+                raise ValueError(f"{path} is not UTF-8 ({error}). Convert it, or leave out the tokenizer.") from error
+        empty = True
+        for ids in parts:
+            empty = empty and not len(ids)
+            yield within(ids, vocab_size, path)
+        if end is not None and not empty:
+            yield np.array([end])
+
+
+def _bytes_of(path: str | Path) -> Iterator[NDArray[np.int64]]:
+    with open(path, "rb") as stream:
+        while block := stream.read(_BLOCK):
+            yield np.frombuffer(block, np.uint8).astype(np.int64)

@@ -6,6 +6,7 @@ import logging
 import os
 import pickle
 import shutil
+import threading
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -15,9 +16,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lightning_sparse.data import folders
 from lightning_sparse.data.cache.store import owners
 from lightning_sparse.data.config import CacheConfig, DataError
-from lightning_sparse.data.folders import NETWORK_FILE_SYSTEMS, cache_folder, file_system
+from lightning_sparse.data.folders import NETWORK_FILE_SYSTEMS, cache_folder, file_system, locked
 from lightning_sparse.data.sources import listing, storage
 from lightning_sparse.data.sources.listing import classes_of, load_or_list
 from lightning_sparse.data.sources.manifest import Manifest, Paths
@@ -147,6 +149,7 @@ def test_a_source_that_cannot_be_asked_is_taken_as_it_was(
     if away == "silent":
         (tmp_path / "hangs.py").write_text("import time; time.sleep(60)")
         monkeypatch.setattr(storage, "_READER", tmp_path / "hangs.py")
+        monkeypatch.setattr(storage, "START_S", 0.5)
         monkeypatch.setattr(listing, "CHECK_S", 0.5)
     else:
         shutil.rmtree(folder)
@@ -250,6 +253,31 @@ def test_ownership_follows_the_seed_and_mixes_classes() -> None:
 def test_options_are_checked(option: str, value: object, said: str) -> None:
     with pytest.raises(ValueError, match=said):
         CacheConfig(**{"source": "/a", "cache_dir": "/b", option: value})
+
+
+def test_a_cache_in_its_source_is_refused(tmp_path: Path) -> None:
+    for inside in (tmp_path, tmp_path / "train" / "cache"):
+        with pytest.raises(ValueError, match="would be taken for data: give a folder on a local disk"):
+            config(tmp_path, inside)
+    config(tmp_path, tmp_path / "cache")
+
+
+def test_waiting_for_a_lock_is_logged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As of a process that was suspended with it."""
+    monkeypatch.setattr(folders, "WAIT_S", 0.05)
+    caplog.set_level(logging.INFO, "lightning_sparse")
+    with locked(tmp_path):
+        waiting = threading.Thread(target=lambda: locked(tmp_path).__enter__())
+        waiting.start()
+        while not caplog.records:
+            time.sleep(0.01)
+    waiting.join()
+    assert f"waiting for another process of this node that uses {tmp_path}" in caplog.text
+    with locked(tmp_path / "free"):
+        pass
+    assert len(caplog.records) == 1
 
 
 def test_missing_packages_are_named_together(monkeypatch: pytest.MonkeyPatch) -> None:

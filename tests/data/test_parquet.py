@@ -52,6 +52,17 @@ def config_of(folder: Path | str, cache: Path, **more: Any) -> CacheConfig:
     )
 
 
+def test_some_rows_are_those_of_the_whole_list(tmp_path: Path) -> None:
+    """As a limit leaves them: a row group is read for rows that are not neighbours."""
+    config = config_of(data_set(tmp_path / "source"), tmp_path / "cache")
+    some = np.array([1, 2, 5, 9, 17, 23])
+    store = SampleStore(config, load_or_list(config, "train", quiet=True).take(some))
+    found = store.get(range(len(some)))
+    store.close()
+    assert [each.data.tobytes() for each in found] == [payload(number) for number in some.tolist()]
+    assert [each.label for each in found] == [[number % 2] for number in some.tolist()]
+
+
 def test_rows_in_any_order_cross_the_link_once(tmp_path: Path) -> None:
     config = config_of(data_set(tmp_path / "source"), tmp_path / "cache")
     assert classes_of(config, "train")[0] == ("cat", "dog")

@@ -75,6 +75,28 @@ def test_a_class_that_train_does_not_have_is_refused_by_name(folder: Path, sessi
         opened(folder, sessions)
 
 
+def test_a_limit_leaves_an_equal_part_of_each_class(tmp_path: Path, sessions: list[Session]) -> None:
+    """What it leaves out is promised no memory; a lower limit leaves a part of what a higher one does."""
+    folder = make_folder(tmp_path / "pictures", per_class=10, classes=3)
+    kept: list[set[str]] = []
+    for limit in (6, 0.5):
+        session = opened(folder, sessions, limit=limit, val_fraction=0.1)
+        assert session.train is not None
+        assert session.val is not None
+        manifest = session.train.store.manifest
+        kept.append({manifest.paths[each] for each in session.train.samples.tolist()})
+        assert len(manifest) == len(session.train.samples) + len(session.val.samples)
+        assert not set(session.train.samples) & set(session.val.samples)
+        assert manifest.num_classes == 3
+        session.close()
+    assert [len(each) for each in kept] == [6, 14]
+    assert kept[0] < kept[1]
+    counts = [sum(f"train/c{label}/" in path for path in kept[0]) for label in range(3)]
+    assert counts == [2, 2, 2]
+    with pytest.raises(ValueError, match="limit=31 is more than the 30 samples to train on: omit it"):
+        opened(folder, sessions, limit=31)
+
+
 @pytest.mark.parametrize(("place", "said"), [("images", "does not have: images"), (".", "contains no class folders")])
 def test_a_flat_folder_is_refused_with_what_to_do(folder: Path, sessions: list[Session], place: str, said: str) -> None:
     """As Tiny-ImageNet has it: all images of val/ in one folder, and their labels in a text file."""

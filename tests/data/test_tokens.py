@@ -57,13 +57,15 @@ def test_windows_follow_one_another_in_each_shard(tmp_path: Path) -> None:
     counted(tmp_path / "2.bin", 0, 200)
     stream = TokenStream(tmp_path, context=3)
     assert len(stream) == 3 + 1
-    assert stream.windows(np.array([3, 0, 2])).tolist() == [[100, 101, 102, 103], [0, 1, 2, 3], [6, 7, 8, 9]]
+    inputs, targets = stream.windows(np.array([3, 0, 2]))
+    assert inputs.tolist() == [[100, 101, 102], [0, 1, 2], [6, 7, 8]]
+    assert np.array_equal(targets, inputs + 1)
     assert TokenStream(tmp_path, context=2).fingerprint != stream.fingerprint
 
 
 def test_an_id_outside_of_the_vocabulary_names_its_file(tmp_path: Path) -> None:
     stream = TokenStream(counted(tmp_path / "0.bin", 20, 990), context=4)
-    assert stream.windows(np.array([1])).tolist() == [[994, 995, 996, 997, 998]]
+    assert stream.windows(np.array([1]))[1].tolist() == [[995, 996, 997, 998]]
     with pytest.raises(DataError, match=r"0\.bin: id 1006 is not below vocab_size=1000"):
         stream.windows(np.array([0, 3]))
 

@@ -311,7 +311,7 @@ class SampleStore:
         for group in np.unique(groups[indices]).tolist():
             requested = [index for index in indices if groups[index] == group]
             # the ranks of a node ask for the same groups
-            with locked(tiers.disk.folder.with_suffix(f".{group % GROUP_LOCKS}.lock")):
+            with locked(tiers.disk.folder.with_suffix(f".{group % GROUP_LOCKS}.lock"), quiet=True):
                 keys = [self.manifest.key(index) for index in requested]
                 for index, file in zip(requested, tiers.disk.get(keys), strict=True):
                     found = None if file is None else self._from_disk(tiers, index, file)
@@ -324,11 +324,11 @@ class SampleStore:
     def _from_row_group(self, tiers: Tiers, group: int, requested: set[int]) -> Iterator[tuple[int, View | str]]:
         if tiers.disk.full:
             tiers.counter.warn_once("row groups", ROW_GROUPS)
-        first = int(np.searchsorted(self.manifest.shard_of, group))
+        first, last = np.searchsorted(self.manifest.shard_of, [group, group + 1]).tolist()
         answers = tiers.storage.rows(*self.manifest.row_group(first), self.config.member or "")
-        for index, answer in enumerate(answers, start=first):
+        for index in range(first, last):
             if index in requested or self._owned[index] or self.config.shuffle == "local":
-                found = self._from_storage(tiers, index, answer)
+                found = self._from_storage(tiers, index, answers[int(self.manifest.offsets[index])])
                 if index in requested:
                     yield index, found
         tiers.disk.flush()

@@ -19,12 +19,11 @@ from lightning_sparse.data.sources.layout import ClassFolders, Files, Layout, Sp
 from lightning_sparse.data.sources.lists import SampleList
 from lightning_sparse.data.sources.manifest import Manifest
 from lightning_sparse.data.sources.parquet import ParquetFiles
-from lightning_sparse.data.sources.storage import MissingFolderError
+from lightning_sparse.data.sources.storage import CHECK_S, MissingFolderError
 from lightning_sparse.data.sources.tar import TarShards
 from lightning_sparse.messages import log
 
 LAYOUTS: tuple[type[Layout], ...] = (SampleList, ParquetFiles, TarShards, Files, ClassFolders)  # the first one found
-CHECK_S = 10.0  # without an answer, a list in the cache is used as it is
 
 
 @contextlib.contextmanager

@@ -229,6 +229,13 @@ class Manifest:
             )
         return replace(self, labels=self.labels.astype(np.float64), fingerprint="")
 
+    def take(self, indices: npt.NDArray[np.int64]) -> Manifest:
+        """Return the manifest of some of the samples, in this order. Shards, classes and folders stay."""
+        arrays = {name: getattr(self, name)[indices] for name in ("labels", "sizes", "mtimes_ns")}
+        if len(self.shards):
+            arrays |= {"shard_of": self.shard_of[indices], "offsets": self.offsets[indices]}
+        return replace(self, paths=[self.paths[each] for each in indices.tolist()], **arrays, fingerprint="")
+
     def key(self, index: int) -> FileKey:
         """Return the file of a sample, as listed."""
         return FileKey(self.paths[index], int(self.sizes[index]), int(self.mtimes_ns[index]))

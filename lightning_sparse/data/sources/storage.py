@@ -32,6 +32,7 @@ from lightning_sparse.messages import log
 WARN_S = 5.0  # silence before a warning
 START_S = 60.0  # for the start of a reader and what it imports, which is no silence of storage
 RETRY_S = 1.0
+CHECK_S = 10.0  # where a list in the cache can be used instead of an answer
 RESTART_S = 30.0  # silence before the reader is restarted, doubling each time: its connection may never recover
 Location = str | tuple[str, int, int]  # path, or (path, first byte, last byte + 1)
 

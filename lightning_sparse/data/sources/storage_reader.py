@@ -45,7 +45,7 @@ from multiprocessing.connection import Connection
 from queue import SimpleQueue
 from typing import Any, NoReturn
 
-IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp", ".gif")
+IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp")
 # Errors of the file. All others (EIO, ENOTCONN, ESTALE, ETIMEDOUT, ...) are errors of the network and may pass.
 _FILE_ERRORS = (ENOENT, EACCES, EPERM, EISDIR, ENOTDIR, ELOOP, ENAMETOOLONG, ENXIO)
 # Errors of a program or of its options, which do not pass.
@@ -276,7 +276,8 @@ def answer(source: Source, kind: str, arguments: "tuple[Any, ...]", progress: "C
     except UnreadableFileError as error:
         return "s", str(error), 0, 0
     except Exception as error:
-        if isinstance(error, _PROGRAM_ERRORS) or (kind != "read" and "Credentials" in type(error).__name__):
+        refused = isinstance(error, PermissionError) or "Credentials" in type(error).__name__
+        if isinstance(error, _PROGRAM_ERRORS) or (kind != "read" and refused):
             return "x", _described(error), 0, 0
         missing = isinstance(error, FileNotFoundError)
         final = missing or isinstance(error, PermissionError)  # object stores set no errno

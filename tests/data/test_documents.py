@@ -1,0 +1,184 @@
+"""Documents in windows of tokens, apart or packed, and windows that a limit leaves. Pure: files and streams alone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+from torch.nn.functional import cross_entropy, scaled_dot_product_attention
+
+from lightning_sparse.data.streams import IGNORED, Documents, PackedStream, Part, TokenStream, pack
+from lightning_sparse.data.tokens import cu_seqlens, document_mask, prepare
+from lightning_sparse.flavours.pytorch_lightning import TokenDataModule
+from tests.data.test_tokens import counted
+
+TEXTS = ["abc", "defghijklmnop", "q", "rs", "tuvw"]
+CONTEXT = 6
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    """One file whose documents are `TEXTS`."""
+    for number, text in enumerate(TEXTS):
+        (tmp_path / f"{number}.txt").write_text(text)
+    (tmp_path / "empty.txt").touch()
+    texts = [tmp_path / f"{number}.txt" for number in range(len(TEXTS))]
+    return prepare([*texts, tmp_path / "empty.txt"], tmp_path / "all", end=0)
+
+
+def windows(file: Path, documents: Documents, context: int = CONTEXT) -> list[tuple[Any, ...]]:
+    """(inputs, targets, positions) of each window, ids as characters and the end as a point."""
+    kind = PackedStream if documents == "packed" else TokenStream
+    stream = kind(file, context, documents=documents)
+    rows = zip(*stream.windows(np.arange(len(stream))), strict=True)
+    return [(shown(inputs), shown(targets), positions.tolist()) for inputs, targets, positions in rows]
+
+
+def shown(ids: Any) -> str:
+    return "".join({0: ".", IGNORED: "_"}.get(each, chr(each % 256)) for each in ids.tolist())
+
+
+def test_separate_documents_have_positions_and_do_not_see_each_others_targets(file: Path) -> None:
+    assert windows(file, "separate") == [
+        ("abc.de", "bc._ef", [0, 1, 2, 3, 0, 1]),
+        ("fghijk", "ghijkl", [0, 1, 2, 3, 4, 5]),
+        ("lmnop.", "mnop._", [0, 1, 2, 3, 4, 5]),
+        ("q.rs.t", "._s._u", [0, 1, 0, 1, 2, 0]),
+    ]
+
+
+def test_packed_documents_are_whole_and_fill_windows(file: Path) -> None:
+    found = windows(file, "packed")
+    pairs = sorted(pair for inputs, targets, _ in found for pair in zip(inputs, targets, strict=True))
+    expected = sorted(pair for text in TEXTS for pair in zip(text, f"{text[1:]}.", strict=True))
+    assert [pair for pair in pairs if pair[1] != "_"] == expected, "each token is a target once"
+    for text in TEXTS:
+        pieces = [text[first : first + CONTEXT] for first in range(0, len(text), CONTEXT)]
+        assert all(any(piece in inputs for inputs, _, _ in found) for piece in pieces)
+    assert len(found) == 4, "23 inputs into windows of 6"
+    assert ("rstuvw", "s.uvw.", [0, 1, 0, 1, 2, 3]) in found
+    assert found[-1] == ("abcpq.", "bc..._", [0, 1, 2, 0, 0, 0]), "filled up with an end that is no input"
+
+
+def test_ends_that_are_unknown_are_refused_with_the_way_out(tmp_path: Path) -> None:
+    for documents in ("separate", "packed"):
+        with pytest.raises(
+            ValueError, match=rf'documents={documents!r} needs the id .* has None: write "end": ID into'
+        ):
+            windows(counted(tmp_path / "0.bin", 20), documents)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="documents='whole': choose one of joined, separate, packed"):
+        TokenDataModule(tmp_path / "0.bin", documents="whole")  # type: ignore[arg-type]
+    (tmp_path / "a.txt").write_text("a")
+    with pytest.raises(ValueError, match="end=256 must be an id of the vocabulary"):
+        prepare([tmp_path / "a.txt"], tmp_path / "a", end=256)
+    prepare([tmp_path / "a.txt"], tmp_path / "ended", vocab_size=257, end=256)
+    prepare([tmp_path / "a.txt"], tmp_path / "other", vocab_size=257, end=5)
+    with pytest.raises(ValueError, match=r"the same in all files, and other\.bin has 5"):
+        TokenStream(tmp_path, 1, [tmp_path / "ended.bin", tmp_path / "other.bin"], "separate")
+
+
+class Attention(nn.Module):
+    """A model of one layer, whose positions are those in a document."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.token, self.position = nn.Embedding(256, 8), nn.Embedding(CONTEXT, 8)
+
+    def forward(self, inputs: Any, positions: Any) -> Any:
+        x = self.token(inputs) + self.position(positions)
+        seen = scaled_dot_product_attention(*[x[:, None]] * 3, attn_mask=document_mask(positions))[:, 0]
+        return seen @ self.token.weight.T
+
+
+def test_a_packed_document_has_the_loss_that_it_has_alone(file: Path) -> None:
+    torch.manual_seed(0)
+    model = Attention().double()
+    stream = PackedStream(file, CONTEXT, documents="packed")
+    inputs, targets, positions = map(torch.from_numpy, stream.windows(np.arange(len(stream))))
+    together = cross_entropy(model(inputs, positions).flatten(0, 1), targets.flatten(), reduction="sum")
+    alone = torch.zeros((), dtype=torch.float64)
+    for text in TEXTS:
+        for first in range(0, len(text), CONTEXT):
+            ids = torch.tensor([*text.encode(), 0])[first : first + CONTEXT + 1]
+            logits = model(ids[None, :-1], torch.arange(len(ids) - 1)[None])
+            alone = alone + cross_entropy(logits[0], ids[1:], reduction="sum")
+    torch.testing.assert_close(together, alone)
+    lengths = cu_seqlens(positions).diff()
+    assert int(lengths.sum()) == inputs.numel()
+    assert int(lengths.max()) <= CONTEXT
+
+
+@given(
+    st.integers(1, 40).flatmap(
+        lambda room: st.tuples(st.just(room), st.lists(st.integers(1, room), min_size=1, max_size=80))
+    )
+)
+def test_pieces_are_packed_without_a_window_that_would_fit_into_another(case: tuple[int, list[int]]) -> None:
+    room, lengths = case
+    found = pack(np.array(lengths, np.int64), room)
+    used = np.bincount(found, lengths)
+    assert len(found) == len(lengths)
+    assert (used > 0).all()
+    assert (used <= room).all()
+    assert sum(sorted(used)[:2]) > room or len(used) < 2
+
+
+def test_a_part_is_numbered_anew_and_has_a_fingerprint_of_its_own(tmp_path: Path) -> None:
+    stream = TokenStream(counted(tmp_path / "0.bin", 21), context=4)
+    part = Part(stream, np.array([3, 1]))
+    assert (len(part), part.context) == (2, 4)
+    assert part.windows(np.array([1, 0]))[0][:, 0].tolist() == [4, 12]
+    assert len({stream.fingerprint, part.fingerprint, Part(stream, np.array([1, 3])).fingerprint}) == 3
+
+
+def firsts(data: TokenDataModule, epoch: int = 0) -> list[int]:
+    """The first ids of the windows to train on."""
+    data.setup("fit")
+    stream = data._streams["train"]
+    found: list[int] = stream.windows(np.arange(len(stream)), epoch)[0][:, 0].tolist()
+    data.teardown("fit")
+    return found
+
+
+def test_a_limit_leaves_some_windows_the_same_in_every_run(tmp_path: Path) -> None:
+    file = counted(tmp_path / "0.bin", 401)
+
+    def with_limit(limit: float, **more: Any) -> list[int]:
+        return firsts(TokenDataModule(file, context=4, limit=limit, **more))
+
+    assert with_limit(10) == with_limit(0.1) == with_limit(10, seed=5)
+    assert len(with_limit(10)) == 10
+    assert set(with_limit(10)) < set(with_limit(0.4)), "a lower limit leaves a part of what a higher one does"
+    held_out = with_limit(0.5, val_fraction=0.2)
+    assert len(held_out) == 40
+    assert max(held_out) < 4 * 80
+    with pytest.raises(ValueError, match="limit=101 is more than the 100 samples to train on: omit it"):
+        with_limit(101)
+    for wrong in (0, -1, 1.5, 1.0, True, float("nan")):
+        with pytest.raises(ValueError, match="must be a number of samples, 1 or more, or a fraction of them below 1"):
+            with_limit(wrong)
+
+
+def test_of_a_mixture_the_end_of_each_source_is_held_out(tmp_path: Path) -> None:
+    one, other = counted(tmp_path / "0.bin", 401), counted(tmp_path / "1.bin", 201, 500)
+    data = TokenDataModule({str(one): 3, str(other): 1}, context=4, val_fraction=0.1, batch_size=3)
+    assert max(each for each in firsts(data) if each < 500) < 4 * 90
+    data.setup("fit")
+    held_out = sorted({each for inputs, _ in data.val_dataloader() for each in inputs[:, 0].tolist()})
+    assert held_out == [*range(360, 400, 4), *range(680, 700, 4)]
+    data.teardown("fit")
+
+
+def test_a_limit_of_a_mixture_keeps_its_proportions(tmp_path: Path) -> None:
+    one, other = counted(tmp_path / "0.bin", 401), counted(tmp_path / "1.bin", 401, 500)
+    data = TokenDataModule({str(one): 3, str(other): 1}, context=4, limit=20)
+    whole = [each for epoch in range(3) for each in firsts(data, epoch)]
+    assert sum(each >= 500 for each in whole) == 3 * 5
+    assert len(whole) == 3 * 20
+    assert len(set(whole)) == 15 + 15, "those of the second come by turns"
