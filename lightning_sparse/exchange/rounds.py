@@ -362,7 +362,7 @@ class Rounds:
         """Go on with the weights of that name. Returns what this node had sent in rounds that they know nothing of."""
         self.history.extend(history)
         self.history.append(token)
-        self.token, self.number, self.wants = token, number, ""
+        self.token, self.number, self.wants, self.observed = token, number, "", []
         unknown = [held for found, held in self._doubtful if found.base in self.history]
         known = [held for found, held in self._doubtful if found.token in self.history]
         self._doubtful = []

@@ -52,7 +52,7 @@ class Sent:
 
 
 def main(name: str, lighthouse: str, options: dict[str, Any]) -> None:
-    steps, pause, seed = (options.pop(each, value) for each, value in (("steps", 100), ("pause", 0.02), ("seed", 0)))
+    steps, pause, seed = (options.pop(each, value) for each, value in (("steps", 100_000), ("pause", 0.02), ("seed", 0)))
     torch.set_num_threads(1)
     show_log_lines()
     store = dist.TCPStore("127.0.0.1", 0, 1, is_master=True)
@@ -84,7 +84,7 @@ def main(name: str, lighthouse: str, options: dict[str, Any]) -> None:
         at = step
         updates.serve(lambda: {"step": at})
         time.sleep(pause)
-        if step % 5 == 0 or step == steps:
+        if True:
             token, number = updates.version
             digest = hashlib.sha1(state.read_shared().numpy().tobytes()).hexdigest()[:12]
             off = (made - sent.total - pending(state, updates)).abs().max().item()
