@@ -67,7 +67,7 @@ class Outcome:
         rounds: that count from now on, in order.
         returned: what this node had sent and no node took: a message, or all of its pending updates.
         wanted: names of snapshots that other nodes ask of this one.
-        asked: some node asks for one.
+        asked: names of all snapshots that nodes ask for.
         alone: no other node took part.
         behind: this node's weights are not those that the round changed.
         exchanges: the largest that a node said.
@@ -76,7 +76,7 @@ class Outcome:
     rounds: list[Round] = field(default_factory=list)
     returned: list[Tensor] = field(default_factory=list)
     wanted: list[str] = field(default_factory=list)
-    asked: bool = False
+    asked: list[str] = field(default_factory=list)
     alone: bool = False
     behind: bool = False
     exchanges: int = 0
@@ -369,7 +369,7 @@ class Rounds:
         return [held for held in unknown if not any(held is each for each in known)]
 
     def _assign_snapshots(self, quorum: Quorum, outcome: Outcome) -> None:
-        outcome.asked = any(each.said.wants for each in quorum.members)
+        outcome.asked = [each.said.wants for each in quorum.members if each.said.wants]
         sources = quorum.contributors or [each for each in quorum.training if not each.said.wants]
         for member in quorum.members:
             if member.said.wants and sources:

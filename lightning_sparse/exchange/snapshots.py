@@ -8,6 +8,7 @@ import threading
 import time
 import urllib.error
 import urllib.request
+from collections.abc import Collection
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
@@ -30,15 +31,15 @@ class SnapshotServer:
         threading.Thread(target=self._server.serve_forever, daemon=True).start()
 
     def offer(self, names: list[str], state: Any) -> None:
-        """Offer a state under these names, and no other from now on."""
+        """Offer a state under these names."""
         written = io.BytesIO()
         torch.save(state, written)
-        self._offered.clear()
         self._offered.update(dict.fromkeys(names, written.getvalue()))
 
-    def withdraw(self) -> None:
-        """Offer nothing."""
-        self._offered.clear()
+    def keep(self, names: Collection[str]) -> None:
+        """Offer none but these from now on."""
+        for name in self._offered.keys() - set(names):
+            del self._offered[name]
 
     def close(self) -> None:
         """End it."""

@@ -178,9 +178,9 @@ class ElasticUpdates(LocalUpdates):
         """
         state = self._state
         names, state.wanted = [each for each in state.wanted if each not in state.served], []
+        if self._server is not None:
+            self._server.keep(state.asked)
         if not names:
-            if self._server is not None and not state.asked:
-                self._server.withdraw()
             return
         state.served = (state.served + names)[-64:]
         with self.shared_weights():
@@ -349,7 +349,7 @@ class ElasticDifference(Difference):
     Attributes:
         alone: no other node took part in the last round.
         behind: the global weights have moved on without this node.
-        asked: a node asks for a snapshot.
+        asked: names of the snapshots that nodes ask for.
         wanted, served: names of snapshots that other nodes ask this one for, and of those that were served.
     """
 
@@ -363,7 +363,8 @@ class ElasticDifference(Difference):
         super()._make_models()
         if self.slices.numel == 0:
             raise ValueError("a device has no parameters to exchange: use fewer devices for a model so small.")
-        self.alone = self.behind = self.asked = False
+        self.alone = self.behind = False
+        self.asked: list[str] = []
         self.wanted: list[str] = []
         self.served: list[str] = []
         self._num_nodes = 0  # M of the last round
