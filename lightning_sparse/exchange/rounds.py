@@ -106,8 +106,8 @@ class Rounds:
         name: of this node.
         token, number: of the weights that this device has once all outcomes so far are applied.
         in_step: whether these are the weights that the next round changes.
-        observed: rounds that this device received without contributing, since it had the weights named
-        observed_from: or since it began to observe.
+        observed: rounds that lead from the weights named
+        observed_from: to those of now, while this device has others.
         wants, source: the name of the snapshot that this node asks for, and where it is; empty for none.
         history: tokens of the last rounds.
     """
@@ -282,15 +282,15 @@ class Rounds:
         """A round counts."""
         self.stats.nodes = found.num_nodes
         if held is not None:
-            outcome.rounds.append(found)
             self._doubtful = [(found, held)]
-        else:
-            if not self.observed or self.observed[-1].token != found.base:
-                self.observed, self.observed_from = [], found.base
-            self.observed.append(found)
         if self.token == found.base:
+            outcome.rounds.append(found)
             self.token, self.number = found.token, found.number
             self.history.append(found.token)
+            return
+        if not self.observed or self.observed[-1].token != found.base:
+            self.observed, self.observed_from = [], found.base
+        self.observed.append(found)
 
     def _settle(self, token: str, outcome: Outcome) -> None:
         """Decide about a round of which this node did not know whether it counts.

@@ -279,8 +279,7 @@ class ElasticUpdates(LocalUpdates):
         if self._watch.running:
             self._watch.stop()
             self._watch.check()
-            self._state.arrive(self.peers.observed, self._watch.wanted)
-            self.peers.observed, self._watch.wanted = [], []
+            self._state.arrive(self._watch.take())
 
     def _from_first(self, ask: Callable[[], Any]) -> Any:
         """Return on all devices what the first is told. A collective of the node."""
@@ -307,7 +306,7 @@ class Watch:
         self._thread: threading.Thread | None = None
         self._stopped = threading.Event()
         self._error: BaseException | None = None
-        self.wanted: list[str] = []
+        self._seen = Outcome()
 
     @property
     def running(self) -> bool:
@@ -334,11 +333,18 @@ class Watch:
             error, self._error = self._error, None
             raise error
 
+    def take(self) -> Outcome:
+        """Return what it has seen."""
+        seen, self._seen = self._seen, Outcome()
+        return seen
+
     def _observe(self) -> None:
         try:
             while self._peers.goes_on(not self._stopped.is_set()):
                 with torch.no_grad():
-                    self.wanted += self._peers.round().wanted
+                    outcome = self._peers.round()
+                self._seen.rounds += outcome.rounds
+                self._seen.wanted += outcome.wanted
         except BaseException as error:
             self._error = error
 
@@ -414,13 +420,13 @@ class ElasticDifference(Difference):
         self._take_back(returned, self.own_S)
         self.begin()
 
-    def arrive(self, rounds: Sequence[Round], wanted: Sequence[str]) -> None:
+    def arrive(self, seen: Outcome) -> None:
         """Add rounds that came while this node only watched, with the next exchange."""
-        self.wanted += wanted
-        if rounds:
+        self.wanted += seen.wanted
+        if seen.rounds:
             self.receive()
             before = self._messages or Outcome()
-            self._messages = Outcome([*before.rounds, *rounds], before.returned)
+            self._messages = Outcome([*before.rounds, *seen.rounds], before.returned)
 
     @property
     def pending_S(self) -> Tensor:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import signal
 import sys
 import time
@@ -18,7 +19,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_sparse.exchange.rounds import Outcome, Round, Rounds
-from lightning_sparse.messages import show_log_lines
 from lightning_sparse.topology import discover
 from lightning_sparse.updates.elastic import ElasticConfig, ElasticUpdates
 
@@ -54,7 +54,7 @@ class Sent:
 def main(name: str, lighthouse: str, options: dict[str, Any]) -> None:
     steps, pause, seed = (options.pop(each, value) for each, value in (("steps", 100_000), ("pause", 0.02), ("seed", 0)))
     torch.set_num_threads(1)
-    show_log_lines()
+    logging.basicConfig(level=logging.INFO, stream=sys.stderr, force=True)
     store = dist.TCPStore("127.0.0.1", 0, 1, is_master=True)
     dist.init_process_group("gloo", store=store, rank=0, world_size=1)
     torch.manual_seed(seed)

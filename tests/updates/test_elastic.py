@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -44,18 +44,19 @@ def end(nodes: Nodes, names: str) -> None:
     assert [nodes.join(name) for name in names] == [0] * len(names)
 
 
-def step(count: int) -> Any:
-    return lambda report: report.get("step", 0) >= count
+def of(count: int, after: int = 0) -> Callable[[dict[str, Any]], bool]:
+    """A report of a round of so many nodes, after another round."""
+    return lambda report: report.get("nodes") == count and report["number"] > after
 
 
 def test_one_of_three_is_killed_and_comes_back(nodes: Nodes) -> None:
     for name in "abc":
         nodes.start(name, timeout=5, density=0.1)
-    nodes.wait_for("c", lambda report: report.get("nodes") == 3)
+    begun = nodes.wait_for("c", of(3))["number"]
     nodes.kill("c")
-    nodes.wait_for("a", lambda report: report.get("nodes") == 2)
+    nodes.wait_for("a", of(2, begun))
     nodes.start("c", timeout=5, density=0.1, seed=7)
-    nodes.wait_for("c", lambda report: report.get("nodes") == 3)
+    nodes.wait_for("c", of(3))
     end(nodes, "abc")
     tokens = check(nodes, "abc")
     assert set(tokens["a"]) & set(tokens["b"]) & set(tokens["c"])
@@ -67,12 +68,12 @@ def test_one_of_three_is_killed_and_comes_back(nodes: Nodes) -> None:
 def test_a_node_that_stands_still_is_out_and_comes_back(nodes: Nodes) -> None:
     for name in "abc":
         nodes.start(name, timeout=3, density=0.1)
-    nodes.wait_for("c", lambda report: report.get("nodes") == 3)
+    begun = nodes.wait_for("c", of(3))["number"]
     nodes.send("c", signal.SIGSTOP)
-    nodes.wait_for("a", lambda report: report.get("nodes") == 2)
-    time.sleep(1)
+    without = nodes.wait_for("a", of(2, begun))["number"]
+    nodes.wait_for("a", of(2, without + 10))
     nodes.send("c", signal.SIGCONT)
-    nodes.wait_for("c", lambda report: report.get("nodes") == 3)
+    nodes.wait_for("c", of(3, without))
     assert "has missed rounds" in nodes.output("c")
     end(nodes, "abc")
     check(nodes, "abc")
@@ -81,13 +82,13 @@ def test_a_node_that_stands_still_is_out_and_comes_back(nodes: Nodes) -> None:
 def test_a_node_that_is_told_to_end_sends_what_is_pending(nodes: Nodes) -> None:
     for name in "abc":
         nodes.start(name, timeout=5, density=0.02)
-    nodes.wait_for("c", lambda report: report.get("nodes") == 3)
+    begun = nodes.wait_for("c", of(3))["number"]
     nodes.send("c", signal.SIGTERM)
     assert nodes.join("c") == 0
     last = nodes.reports("c")[-1]
     assert last["ends"] > 0
     assert last["left"] < 1e-6
-    nodes.wait_for("a", lambda report: report.get("nodes") == 2)
+    nodes.wait_for("a", of(2, begun))
     end(nodes, "ab")
     check(nodes, "abc")
 
@@ -95,12 +96,12 @@ def test_a_node_that_is_told_to_end_sends_what_is_pending(nodes: Nodes) -> None:
 def test_nodes_train_on_while_there_is_no_lighthouse(nodes: Nodes) -> None:
     for name in "ab":
         nodes.start(name, timeout=5, density=0.1)
-    before = nodes.wait_for("a", lambda report: report.get("nodes") == 2)
+    before = nodes.wait_for("a", of(2))
     nodes.darken()
-    during = nodes.wait_for("a", step(before["step"] + 30))
+    during = nodes.wait_for("a", lambda report: report["step"] > before["step"] + 30)
     assert during["number"] < before["number"] + 30
     nodes.light()
-    nodes.wait_for("a", lambda report: report["number"] > during["number"] + 10 and report["nodes"] == 2)
+    nodes.wait_for("a", of(2, during["number"] + 10))
     end(nodes, "ab")
     check(nodes, "ab")
 
@@ -108,11 +109,11 @@ def test_nodes_train_on_while_there_is_no_lighthouse(nodes: Nodes) -> None:
 def test_a_node_with_other_options_is_refused_and_the_others_go_on(nodes: Nodes) -> None:
     for name in "ab":
         nodes.start(name, timeout=5, density=0.1)
-    nodes.wait_for("a", lambda report: report.get("nodes") == 2)
+    nodes.wait_for("a", of(2))
     nodes.start("c", timeout=5, density=0.2)
     assert nodes.join("c") == 1
     assert "this node differs from those that train: density=0.2, theirs 0.1" in nodes.output("c")
-    nodes.wait_for("a", lambda report: report["nodes"] == 2)
+    nodes.wait_for("a", of(2))
     check(nodes, "ab")
 
 
@@ -122,7 +123,7 @@ def test_twenty_nodes_die_at_random_moments_and_come_back(nodes: Nodes) -> None:
     options: dict[str, Any] = {"timeout": 3, "density": 0.1, "pause": 0.01}
     for name in "abc":
         nodes.start(name, **options)
-    nodes.wait_for("a", lambda report: report.get("nodes") == 3)
+    nodes.wait_for("a", of(3))
     for _ in range(20):
         name = generator.choice("abc")
         time.sleep(generator.uniform(0, 1))
@@ -130,6 +131,6 @@ def test_twenty_nodes_die_at_random_moments_and_come_back(nodes: Nodes) -> None:
         time.sleep(generator.uniform(0, 2))
         nodes.start(name, **options)  # while another may die
     for name in "abc":
-        nodes.wait_for(name, lambda report: report.get("nodes") == 3, timeout=120)
+        nodes.wait_for(name, of(3), timeout=120)
     end(nodes, "abc")
     check(nodes, "abc")
