@@ -143,8 +143,8 @@ def _connect(address: str) -> Any:
         return LighthouseClient(address, timedelta(seconds=CONNECT_SECONDS))
     except (RuntimeError, TimeoutError) as error:
         raise ValueError(
-            f"no lighthouse answers at {address}: start one there with `{COMMAND}`, or give the address of one. torchft "
-            f"said: {error}"
+            f"no lighthouse answers at {address}: start one there with `{COMMAND}`, or give the address of one. "
+            f"torchft said: {error}"
         ) from error
 
 

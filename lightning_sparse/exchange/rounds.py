@@ -110,6 +110,7 @@ class Rounds:
         observed_from: to those of now, while this device has others.
         wants, source: the name of the snapshot that this node asks for, and where it is; empty for none.
         history: tokens of the last rounds.
+        first: whether this node is the first one of the last quorum.
     """
 
     def __init__(
@@ -134,10 +135,12 @@ class Rounds:
         self.wants = self.source = self.observed_from = ""
         self.observed: list[Round] = []
         self.history: deque[str] = deque(maxlen=REMEMBERED)
-        self.stats = RoundStats()
+        self.stats, self.first = RoundStats(), True
         self._tries = self._broken = 0
         self._unsettled: tuple[Round, Tensor | None] | None = None
-        self._doubtful: list[tuple[Round, Tensor]] = []  # rounds of which other nodes may know nothing, and what was sent
+        self._doubtful: list[
+            tuple[Round, Tensor]
+        ] = []  # rounds of which other nodes may know nothing, and what was sent
         self._names: tuple[str, ...] = ()
 
     def fit(self, message_bytes: int, sample_bytes: int, numel: int) -> None:
@@ -390,12 +393,15 @@ class Rounds:
     def _tell(self, quorum: Quorum) -> None:
         """Log who has come and gone."""
         names = tuple(each.name for each in quorum.contributors)
+        self.first = not names or names[0] == self.name
         if self._devices.place > 0 or names == self._names or not names:
             return
         come, gone = (_shown(a - b) for a, b in ((set(names), set(self._names)), (set(self._names), set(names))))
         said = [f"{come} joined"] * bool(come and self._names) + [f"{gone} left"] * bool(gone)
         self._names = names
-        log.info("round %d: %s", quorum.number + 1, "; ".join([*said, f"{len(names)} node(s) exchange: {_shown(names)}"]))
+        log.info(
+            "round %d: %s", quorum.number + 1, "; ".join([*said, f"{len(names)} node(s) exchange: {_shown(names)}"])
+        )
 
 
 # -- what all members conclude alike -----------------------------------------------------------------------------------
@@ -423,7 +429,9 @@ class Quorum:
 def quorum_of(members: Sequence[Member]) -> Quorum:
     """Return what all members conclude from what they said; one of them at least has weights."""
     votes = Counter(token for each in members for token in {each.said.token, each.said.prepared})
-    _, _, token = max((each.said.number, votes[each.said.token], each.said.token) for each in members if each.said.token)
+    _, _, token = max(
+        (each.said.number, votes[each.said.token], each.said.token) for each in members if each.said.token
+    )
     training = [each for each in members if token in (each.said.token, each.said.prepared)]
     number = max(each.said.number + (each.said.token != token) for each in training)
     stated = Counter(repr(each.said.facts) for each in training).most_common(1)[0][0]

@@ -67,6 +67,9 @@ class _Server(ThreadingHTTPServer):
         self.address_family = socket.AF_INET6 if ":" in place[0] else socket.AF_INET
         super().__init__(place, handler)
 
+    def handle_error(self, *_: Any) -> None:
+        """Say nothing: a node that asks for a snapshot may end at any time."""
+
 
 def _handler(offered: dict[str, bytes]) -> type[BaseHTTPRequestHandler]:
     class Handler(BaseHTTPRequestHandler):

@@ -92,11 +92,13 @@ class ElasticUpdates(LocalUpdates):
             default: they are new.
 
     Attributes:
-        taken: what the peer gave to ``serve``; None for a node that did not join others.
+        taken: "weights", "optimizer" and "extra" of the peer; None for a node that did not join others.
 
     Raises:
         ValueError: without a lighthouse, for what cannot be exchanged so, or for a node that differs from the others.
     """
+
+    kind = "elastic"
 
     def __init__(
         self,
@@ -233,7 +235,8 @@ class ElasticUpdates(LocalUpdates):
         pending_S = self._state.collect()
         self.peers.ask()
         self._watch.start()
-        self._take_up(pending_S)
+        if not self._take_up(pending_S):  # the others are gone, and these weights are the ones to go on with
+            self._state.start_from([], pending_S, [])
         self._stop_watching()
 
     def _take_up(self, pending_S: Tensor | None) -> bool:
@@ -268,7 +271,7 @@ class ElasticUpdates(LocalUpdates):
         self.module.load_state_dict(given["weights"])
         if pending_S is None:
             one.optimizer.load_state_dict(given["optimizer"])
-            self.taken = given["extra"]
+            self.taken = given
         token, number = (rounds[-1].token, rounds[-1].number) if rounds else given["version"]
         history = [*given["history"], *(each.token for each in rounds)]
         state.start_from(rounds, pending_S, self.peers.take_over(token, number, history))
@@ -413,7 +416,8 @@ class ElasticDifference(Difference):
         self.receive()
         self._messages = self._sent = self._samples = None
         self.behind = self.alone = False
-        self.slices.copy_to(self.shared_S)
+        if fresh:
+            self.slices.copy_to(self.shared_S)
         for each in rounds:
             self._add_round(each, self.shared_S)
         self.set_pending(torch.zeros_like(self.shared_S) if pending_S is None else pending_S)
@@ -550,8 +554,8 @@ def _connect(devices: Group, config: ElasticConfig, name: str) -> Lighthouse | N
 def _check(optimizers: Sequence[Optimizer], topology: Topology) -> None:
     if topology.num_nodes != 1:
         raise ValueError(
-            f"the world has {topology.num_nodes} nodes, and each node that may come and go is a world of its own: start "
-            f"it alone, with num_nodes=1."
+            f"the world has {topology.num_nodes} nodes, and each node that may come and go is a world of its own: "
+            f"start it alone, with num_nodes=1."
         )
     if len(optimizers) != 1:
         raise ValueError(f"{len(optimizers)} optimizers: one is exchanged between nodes that come and go.")

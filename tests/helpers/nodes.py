@@ -78,7 +78,9 @@ class Nodes:
 
     def reports(self, name: str) -> list[dict[str, Any]]:
         """The lines of JSON among that."""
-        return [json.loads(line) for line in self.output(name).splitlines() if line.startswith("{") and line.endswith("}")]
+        return [
+            json.loads(line) for line in self.output(name).splitlines() if line.startswith("{") and line.endswith("}")
+        ]
 
     def wait_for(self, name: str, condition: Callable[[dict[str, Any]], bool], timeout: float = 60) -> dict[str, Any]:
         """Wait for a report of the node's that is new and meets the condition."""

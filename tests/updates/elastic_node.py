@@ -12,6 +12,7 @@ import logging
 import signal
 import sys
 import time
+from functools import partial
 from typing import Any
 
 import torch
@@ -52,15 +53,12 @@ class Sent:
 
 
 def main(name: str, lighthouse: str, options: dict[str, Any]) -> None:
-    steps, pause, seed = (options.pop(each, value) for each, value in (("steps", 100_000), ("pause", 0.02), ("seed", 0)))
+    steps, pause, seed = options.pop("steps", 100_000), options.pop("pause", 0.02), options.pop("seed", 0)
     torch.set_num_threads(1)
     logging.basicConfig(level=logging.INFO, stream=sys.stderr, force=True)
     store = dist.TCPStore("127.0.0.1", 0, 1, is_master=True)
     dist.init_process_group("gloo", store=store, rank=0, world_size=1)
-    torch.manual_seed(seed)
-    teacher, model = (nn.Sequential(nn.Linear(16, 64), nn.Tanh(), nn.Linear(64, 4)) for _ in range(2))
-    torch.manual_seed(1)
-    teacher = nn.Sequential(nn.Linear(16, 64), nn.Tanh(), nn.Linear(64, 4))
+    model, teacher = toy(seed), toy(-1)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     leaving: list[int] = []
     signal.signal(signal.SIGTERM, lambda *_: leaving.append(1))
@@ -69,33 +67,36 @@ def main(name: str, lighthouse: str, options: dict[str, Any]) -> None:
     state = sent.state = updates._state
     data = torch.Generator().manual_seed(int.from_bytes(hashlib.sha1(updates.peers.name.encode()).digest()[:4]))
     made = torch.zeros(state.slices.numel, dtype=torch.float64)
-    step = 0 if updates.taken is None else updates.taken["step"]
-    print(json.dumps({"begins": step, "token": updates.version[0]}), flush=True)
+
+    def report(**more: Any) -> None:
+        token, number = updates.version
+        digest = hashlib.sha1(state.read_shared().numpy().tobytes()).hexdigest()[:12]
+        off = (made - sent.total - pending(state, updates)).abs().max().item()
+        told = {"token": token, "number": number, "digest": digest, "off": off, **updates.gauges()}
+        print(json.dumps({**more, **told}), flush=True)
+
+    step = 0 if updates.taken is None else updates.taken["extra"]["step"]
+    print(json.dumps({"begins": step}), flush=True)
     while step < steps and not leaving:
         x = torch.randn(32, 16, generator=data)
         optimizer.zero_grad()
-        loss = nn.functional.mse_loss(model(x), teacher(x).detach())
-        loss.backward()
+        nn.functional.mse_loss(model(x), teacher(x).detach()).backward()
         before = flat(model).double()
         optimizer.step()
         made += before - flat(model).double()
         updates.step()
         step += 1
-        at = step
-        updates.serve(lambda: {"step": at})
+        updates.serve(partial(dict, step=step))
         time.sleep(pause)
-        if True:
-            token, number = updates.version
-            digest = hashlib.sha1(state.read_shared().numpy().tobytes()).hexdigest()[:12]
-            off = (made - sent.total - pending(state, updates)).abs().max().item()
-            report = {"step": step, "token": token, "number": number, "digest": digest, "off": off, "loss": loss.item()}
-            print(json.dumps({**report, **updates.gauges(), "wall": time.time()}), flush=True)
+        report(step=step)
     updates.finish()
-    digest = hashlib.sha1(state.read_shared().numpy().tobytes()).hexdigest()[:12]
-    left = state.pending_S.abs().max().item()
-    off = (made - sent.total - state.pending_S.double()).abs().max().item()
-    print(json.dumps({"ends": step, "token": updates.version[0], "digest": digest, "left": left, "off": off}), flush=True)
+    report(ends=step, left=state.pending_S.abs().max().item())
     updates.end()
+
+
+def toy(seed: int) -> nn.Module:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(16, 64), nn.Tanh(), nn.Linear(64, 4))
 
 
 def pending(state: Any, updates: ElasticUpdates) -> Tensor:

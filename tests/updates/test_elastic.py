@@ -12,8 +12,8 @@ import pytest
 
 pytest.importorskip("torchft", reason="needs torchft")
 
-from tests.helpers.nodes import Nodes, nodes_of  # noqa: E402
-from tests.updates.elastic_node import main  # noqa: E402
+from tests.helpers.nodes import Nodes, nodes_of
+from tests.updates.elastic_node import main
 
 pytestmark = pytest.mark.slow
 
