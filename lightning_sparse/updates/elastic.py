@@ -236,7 +236,8 @@ class ElasticUpdates(LocalUpdates):
         self.peers.ask()
         self._watch.start()
         if not self._take_up(pending_S):  # the others are gone, and these weights are the ones to go on with
-            self._state.start_from([], pending_S, [])
+            self._state.go_on(pending_S)
+            self.optimizers[0].gather()
         self._stop_watching()
 
     def _take_up(self, pending_S: Tensor | None) -> bool:
@@ -415,12 +416,15 @@ class ElasticDifference(Difference):
         """Go on from the weights that the parameters hold, and the rounds since."""
         self.receive()
         self._messages = self._sent = self._samples = None
-        self.behind = self.alone = False
-        if fresh:
-            self.slices.copy_to(self.shared_S)
+        self.slices.copy_to(self.shared_S)
         for each in rounds:
             self._add_round(each, self.shared_S)
-        self.set_pending(torch.zeros_like(self.shared_S) if pending_S is None else pending_S)
+        self.go_on(torch.zeros_like(self.shared_S) if pending_S is None else pending_S, returned)
+
+    def go_on(self, pending_S: Tensor, returned: Sequence[Tensor] = ()) -> None:
+        """Put this node's model into the parameters, given what is pending and what is to be pending again."""
+        self.behind = self.alone = False
+        self.set_pending(pending_S)
         self._take_back(returned, self.own_S)
         self.begin()
 
