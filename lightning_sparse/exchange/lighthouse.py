@@ -99,7 +99,7 @@ class Lighthouse:
         self.name = f"{node}:{uuid.uuid4().hex[:12]}"
         self.host = _own_address(self.address)
         self._client, beats = _connect(self.address), _connect(self.address)
-        self._store = dist.TCPStore(self.host, 0, is_master=True, wait_for_workers=False)
+        self._store = dist.TCPStore(self.host, 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
         self._timeout = timedelta(seconds=timeout)
         self._asks_again = 0.0
         self._left = threading.Event()

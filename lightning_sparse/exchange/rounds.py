@@ -25,6 +25,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -211,7 +212,7 @@ class Rounds:
                 self._server,
                 self._facts,
             )
-            members = self._from_first(lambda said=said: self._lighthouse.quorum(said) if self._lighthouse else None)
+            members = self._from_first(partial(self._ask, said))
             waited = time.monotonic() - began
             quorum = None if members is None else self._quorum_of(members, outcome)
             few = quorum is not None and len(quorum.contributors) < (self._min_nodes if message_B is not None else 1)
@@ -220,6 +221,9 @@ class Rounds:
             if not few or message_B is None or waited > self._timeout:
                 self.stats.waited_s += waited
                 return None if few else quorum
+
+    def _ask(self, said: Said) -> list[Member] | None:
+        return None if self._lighthouse is None else self._lighthouse.quorum(said)
 
     def _quorum_of(self, members: list[Member], outcome: Outcome) -> Quorum | None:
         """Find this node's place among those that are there."""

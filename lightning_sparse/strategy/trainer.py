@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -56,9 +56,10 @@ if TYPE_CHECKING:
         _ddp_comm_state: Any
         _save_distributed_checkpoint: bool
         num_nodes: int
-        distributed_sampler_kwargs: dict[str, Any]
 
         def __init__(self, **kwargs: Any) -> None: ...
+        @property
+        def distributed_sampler_kwargs(self) -> dict[str, Any]: ...
         def setup_environment(self) -> None: ...
         def on_exception(self, exception: BaseException) -> None: ...
         def broadcast(self, obj: Any, src: int = 0) -> Any: ...
@@ -379,11 +380,16 @@ class MSTopKLocalMixin(TrainerAdapter):
         ValueError: for a bad value, an unknown option, or one that cannot be combined with this strategy.
     """
 
+    _engine: ClassVar[type[LocalUpdates]] = LocalUpdates
+    _config: ClassVar[type[UpdatesConfig]] = UpdatesConfig
+    _own: ClassVar[tuple[str, ...]] = OWN_OF_UPDATES
+    _refused: ClassVar[Mapping[str, str]] = REFUSED_BY_UPDATES
+
     @with_options_of(UpdatesConfig, OWN_OF_UPDATES)
     def __init__(self, *, node_name: str | None = None, **kwargs: Any) -> None:
-        config = take(UpdatesConfig, OWN_OF_UPDATES, kwargs)
-        check_options(type(self), kwargs, OWN_OF_UPDATES, REFUSED_BY_UPDATES)
-        self._begin(config, node_name, LocalUpdates.kind)
+        config = take(self._config, self._own, kwargs)
+        check_options(type(self), kwargs, self._own, self._refused)
+        self._begin(config, node_name, self._engine.kind)
         super().__init__(**kwargs)  # spelt plainly: LightningCLI reads it to know which options a YAML file may give
 
     @property
@@ -462,14 +468,12 @@ class MSTopKElasticMixin(MSTopKLocalMixin):
         ValueError: for a bad value, an unknown option, or one that cannot be combined with this strategy.
     """
 
+    _engine, _config, _own, _refused = ElasticUpdates, ElasticConfig, OWN_OF_ELASTIC, REFUSED_BY_ELASTIC
+
     @with_options_of(ElasticConfig, OWN_OF_ELASTIC)
     def __init__(self, *, node_name: str | None = None, **kwargs: Any) -> None:
-        config = take(ElasticConfig, OWN_OF_ELASTIC, kwargs)
-        check_options(type(self), kwargs, OWN_OF_ELASTIC, REFUSED_BY_ELASTIC)
-        self._version: tuple[str, int] | None = None  # of the weights that were loaded
         super().__init__(node_name=node_name, **kwargs)
-        self._begin(config, None, ElasticUpdates.kind)
-        self._name = node_name or ""
+        self._version: tuple[str, int] | None = None  # of the weights that were loaded
 
     def setup_environment(self) -> None:
         """Refuse a world of several nodes, which would wait for one another."""
@@ -494,7 +498,9 @@ class MSTopKElasticMixin(MSTopKLocalMixin):
         return {**kwargs, "seed": int(hashlib.sha1(self.elastic.peers.name.encode()).hexdigest()[:8], 16)}
 
     def _new_updates(self, module: nn.Module, optimizers: list[torch.optim.Optimizer]) -> ElasticUpdates:
-        updates = ElasticUpdates(module, optimizers, self.config, self._place, name=self._name, version=self._version)
+        updates = ElasticUpdates(
+            module, optimizers, self.config, self._place, name=self._node_name or "", version=self._version
+        )
         self._version = None
         if updates.taken is not None:
             checkpoint = {**updates.taken["extra"], "optimizer_states": [updates.taken["optimizer"]]}

@@ -535,7 +535,7 @@ def _own_group(topology: Topology) -> Group:
     """The node's devices, for the thread of the exchange alone."""
     ranks = tuple(range(topology.world_size))
     handle = dist.new_group(list(ranks), backend="gloo") if len(ranks) > 1 else None
-    return Group(ranks, topology.rank, handle)
+    return Group(ranks, topology.rank, handle if isinstance(handle, dist.ProcessGroup) else None)
 
 
 def _connect(devices: Group, config: ElasticConfig, name: str) -> Lighthouse | None:
