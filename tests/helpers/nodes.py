@@ -10,6 +10,7 @@ import socket
 import sys
 import tempfile
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -119,6 +120,7 @@ def _shine(port: int, options: dict[str, int]) -> None:
 
 
 def _run(main: Main, name: str, lighthouse: str, options: dict[str, Any], output: Path) -> None:
+    warnings.simplefilter("ignore")
     file = open(output, "a", buffering=1, encoding="utf-8")  # noqa: SIM115
     os.dup2(file.fileno(), 1)
     os.dup2(file.fileno(), 2)

@@ -75,7 +75,7 @@ def main(name: str, lighthouse: str, options: dict[str, Any]) -> None:
     trainer = pl.Trainer(
         accelerator="cpu",
         devices=devices,
-        strategy=MSTopKElasticStrategy(lighthouse=lighthouse, node_name=name, **options),
+        strategy=MSTopKElasticStrategy(lighthouse=lighthouse, node_name=options.pop("node", name), **options),
         max_steps=steps,
         max_epochs=epochs,
         logger=False,

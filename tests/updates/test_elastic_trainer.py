@@ -80,7 +80,8 @@ def test_nodes_of_two_devices(nodes: Nodes, tmp_path: Path) -> None:
         env = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "NODE_RANK": "0", "WORLD_SIZE": "2"}
         for device in range(2):
             place = {**env, "LOCAL_RANK": str(device), "RANK": str(device)}
-            nodes.start(f"{name}{device}", devices=2, folder=str(tmp_path / name), timeout=5, density=0.1, env=place)
+            options = {"devices": 2, "env": place, "node": name, "folder": str(tmp_path / name)}
+            nodes.start(f"{name}{device}", **options, timeout=5, density=0.1)
     begun = nodes.wait_for("b0", of(2))["number"]
     nodes.wait_for("a0", of(2, begun + 10))
     nodes.kill("b0")
