@@ -25,16 +25,17 @@ class Nodes:
 
     Args:
         main: what a node runs, a function of a module: name, lighthouse, options.
-        lighthouse: options of the lighthouse.
+        host: of the lighthouse.
+        lighthouse: its options.
     """
 
-    def __init__(self, main: Main, folder: Path, **lighthouse: int) -> None:
-        self._main, self._folder = main, folder
+    def __init__(self, main: Main, folder: Path, host: str, **lighthouse: int) -> None:
+        self._main, self._folder, self._host = main, folder, host
         self._options = {"min_replicas": 1, "join_timeout_ms": 4000, "heartbeat_timeout_ms": 1500, **lighthouse}
         with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
+            probe.bind((host, 0))
             self._port = probe.getsockname()[1]
-        self.address = f"http://127.0.0.1:{self._port}"
+        self.address = f"http://{host}:{self._port}"
         self._context = multiprocessing.get_context("forkserver")
         self._context.set_forkserver_preload(PRELOAD)
         self._processes: dict[str, Any] = {}
@@ -42,7 +43,9 @@ class Nodes:
 
     def light(self) -> None:
         """Start the lighthouse, in a process of its own."""
-        self._lighthouse = self._context.Process(target=_shine, args=(self._port, self._options), daemon=True)
+        self._lighthouse = self._context.Process(
+            target=_shine, args=(f"{self._host}:{self._port}", self._options), daemon=True
+        )
         self._lighthouse.start()
 
     def darken(self) -> None:
@@ -101,20 +104,20 @@ class Nodes:
 
 
 @contextmanager
-def nodes_of(main: Main, **lighthouse: int) -> Iterator[Nodes]:
+def nodes_of(main: Main, host: str = "127.0.0.1", **lighthouse: int) -> Iterator[Nodes]:
     """Nodes that are stopped in the end."""
     with tempfile.TemporaryDirectory() as folder:
-        nodes = Nodes(main, Path(folder), **lighthouse)
+        nodes = Nodes(main, Path(folder), host, **lighthouse)
         try:
             yield nodes
         finally:
             nodes.close()
 
 
-def _shine(port: int, options: dict[str, int]) -> None:
+def _shine(bind: str, options: dict[str, int]) -> None:
     from torchft.coordination import LighthouseServer
 
-    server = LighthouseServer(bind=f"127.0.0.1:{port}", **options)
+    server = LighthouseServer(bind=bind, **options)
     signal.pause()
     server.shutdown()
 
