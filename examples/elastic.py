@@ -81,7 +81,7 @@ def train(name: str, steps: int) -> None:
 
 
 def demo(steps: int) -> int:
-    """Run a lighthouse and three nodes; kill node c after a quarter of the steps, and start it again a quarter later."""
+    """Run a lighthouse and three nodes; kill node c after a quarter of the steps, and start it again later."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]

@@ -457,7 +457,7 @@ class MSTopKElasticMixin(MSTopKLocalMixin):
     """Updates between nodes that come and go, each a Trainer of its own (``num_nodes=1``, DDP inside); torchft's
     lighthouse says which of them there are.
 
-    A node that joins begins with the weights, the state of the optimizer, the schedules and the progress of another.
+    A node that joins begins with the weights, the optimizer's state, the schedules and the progress of another.
 
     Args:
         node_name: the name of this node in the log; default: its host.
