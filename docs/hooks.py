@@ -21,7 +21,7 @@ OUTSIDE = (
     "examples/language_model.py",
     "examples/quickstart_sgd.py",
     "examples/ray_train.py",
-    "examples/torchft_local.py",
+    "examples/elastic.py",
     "release/c++",
 )
 

@@ -14,8 +14,9 @@ from lightning_sparse.data.tokens import TokenDataModuleMixin
 from lightning_sparse.exchange import ExchangeConfig
 from lightning_sparse.gradients import HierConfig
 from lightning_sparse.pto.callback import PTOMixin
-from lightning_sparse.strategy.trainer import MSTopKFSDPMixin, MSTopKHierMixin, MSTopKLocalMixin
+from lightning_sparse.strategy.trainer import MSTopKElasticMixin, MSTopKFSDPMixin, MSTopKHierMixin, MSTopKLocalMixin
 from lightning_sparse.updates import UpdatesConfig
+from lightning_sparse.updates.elastic import ElasticConfig
 
 PAGE = Path(__file__).with_name("options.md")
 HEAD = """# Options
@@ -35,6 +36,7 @@ With `lightning.pytorch`, import it first. Other options are passed on: to Light
 TABLES: tuple[tuple[str, type, tuple[type, ...]], ...] = (
     ("`MSTopKHierStrategy`, `mstopk_hier`", MSTopKHierMixin, (ExchangeConfig, HierConfig)),
     ("`MSTopKLocalStrategy`, `mstopk_local`", MSTopKLocalMixin, (ExchangeConfig, UpdatesConfig)),
+    ("`MSTopKElasticStrategy`, `mstopk_elastic`", MSTopKElasticMixin, (ExchangeConfig, UpdatesConfig, ElasticConfig)),
     ("`MSTopKFSDPStrategy`, `mstopk_fsdp`", MSTopKFSDPMixin, (ExchangeConfig, UpdatesConfig)),
     ("`CachedImageDataModule`", CachedImageDataModuleMixin, (CacheConfig, DataOptions, ImageOptions)),
     ("`CachedDataModule`", CachedDataModuleMixin, (CacheConfig, DataOptions, SampleOptions)),

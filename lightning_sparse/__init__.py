@@ -27,6 +27,7 @@ if TYPE_CHECKING:
         CachedDataModule,
         CachedImageDataModule,
         CommStatsCallback,
+        MSTopKElasticStrategy,
         MSTopKFSDPStrategy,
         MSTopKHierStrategy,
         MSTopKLocalStrategy,
@@ -37,8 +38,8 @@ if TYPE_CHECKING:
 __version__ = "0.2.0"
 
 __all__ = [
-    "CachedDataModule", "CachedImageDataModule", "CommStatsCallback", "MSTopKFSDPStrategy", "MSTopKHierStrategy",
-    "MSTopKLocalStrategy", "PTOCallback", "TokenDataModule", "__version__",
+    "CachedDataModule", "CachedImageDataModule", "CommStatsCallback", "MSTopKElasticStrategy", "MSTopKFSDPStrategy",
+    "MSTopKHierStrategy", "MSTopKLocalStrategy", "PTOCallback", "TokenDataModule", "__version__",
 ]  # fmt: skip
 
 # The root module of a flavour, as in sys.modules -> our module for it, in order of preference.

@@ -43,12 +43,18 @@ _SUFFIXES: dict[str, dict[str, Any]] = {
     "_find_unused_parameters_true": {"start_method": "popen", "find_unused_parameters": True},
 }
 _NO_SUFFIXES: dict[str, dict[str, Any]] = {"": {}}
+TRAINER_ONLY = {"mstopk_elastic"}
 # Name -> the class of every flavour's module, what it does, and the suffixes that it takes.
 CLASSES = {
     "mstopk_hier": ("MSTopKHierStrategy", "Hierarchical top-k gradient communication between nodes", _SUFFIXES),
     "mstopk_local": (
         "MSTopKLocalStrategy",
         "An optimizer per node, and top-k communication of updates between nodes",
+        _SUFFIXES,
+    ),
+    "mstopk_elastic": (
+        "MSTopKElasticStrategy",
+        "As mstopk_local, between nodes that come and go",
         _SUFFIXES,
     ),
     "mstopk_fsdp": ("MSTopKFSDPStrategy", "FSDP2 per node, and top-k communication of updates between", _NO_SUFFIXES),
@@ -76,6 +82,8 @@ def _register(strategies: ModuleType | None) -> None:
     if strategies is None or registry is None:
         return
     for base, (cls, does, suffixes) in CLASSES.items():
+        if base in TRAINER_ONLY and "fabric" in strategies.__name__:
+            continue
         factory = partial(_create, FLAVOURS[strategies.__name__], cls)
         for suffix, arguments in suffixes.items():
             if f"{base}{suffix}" not in registry:

@@ -42,7 +42,7 @@ Status = Literal["ok", "note", "bad"]
 OLDEST_TORCH = (2, 11)
 MALWARE = ("2.6.2", "2.6.3")
 SAFE_LIGHTNING = (2, 6, 6)
-STRATEGIES = ("mstopk_hier", "mstopk_local", "mstopk_fsdp")
+STRATEGIES = ("mstopk_hier", "mstopk_local", "mstopk_fsdp", "mstopk_elastic")
 FLAVOURS = {"pytorch-lightning": "pytorch_lightning.strategies", "lightning": "lightning.pytorch.strategies"}
 EXTRAS = {
     "torchvision": "models and data sets of the examples",

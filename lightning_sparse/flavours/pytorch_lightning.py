@@ -8,7 +8,7 @@ from lightning_sparse.data.datamodule import CachedDataModuleMixin, CachedImageD
 from lightning_sparse.data.tokens import TokenDataModuleMixin
 from lightning_sparse.pto.callback import PTOMixin
 from lightning_sparse.strategy.callback import CommStatsMixin
-from lightning_sparse.strategy.trainer import MSTopKFSDPMixin, MSTopKHierMixin, MSTopKLocalMixin
+from lightning_sparse.strategy.trainer import MSTopKElasticMixin, MSTopKFSDPMixin, MSTopKHierMixin, MSTopKLocalMixin
 
 
 class MSTopKHierStrategy(MSTopKHierMixin, DDPStrategy):
@@ -17,6 +17,10 @@ class MSTopKHierStrategy(MSTopKHierMixin, DDPStrategy):
 
 class MSTopKLocalStrategy(MSTopKLocalMixin, DDPStrategy):
     __doc__ = MSTopKLocalMixin.__doc__
+
+
+class MSTopKElasticStrategy(MSTopKElasticMixin, DDPStrategy):
+    __doc__ = MSTopKElasticMixin.__doc__
 
 
 class MSTopKFSDPStrategy(MSTopKFSDPMixin, ModelParallelStrategy):

@@ -25,6 +25,8 @@ class CommStatsMixin:
     | density | share of entries that a device sent in the last step, dense groups counted as 1 |
     | effective_density | share of entries that the last step applied, at most |
     | step_ahead | of updates: share of its own pending ones that this device's weights keep |
+    | nodes | between nodes that come and go: those that contributed to the last round |
+    | rounds_lost, waited_s | the same: rounds that failed so far, seconds that this node has waited for others |
     | residual_norm, pending_norm | L2 norm of what this device has not sent yet: of gradients, of updates |
     | residual_to_gradient | the same over the norm of the gradient, of the same entries: steps' worth not sent yet |
 
@@ -55,8 +57,8 @@ class CommStatsMixin:
         if not isinstance(trainer.strategy, TrainerAdapter):
             raise ValueError(
                 f"CommStatsCallback reports on the strategies of lightning_sparse, but the strategy is "
-                f"{type(trainer.strategy).__name__}: use strategy='mstopk_hier', 'mstopk_local' or 'mstopk_fsdp', or "
-                f"leave the callback out."
+                f"{type(trainer.strategy).__name__}: use strategy='mstopk_hier', 'mstopk_local', 'mstopk_fsdp' or "
+                f"'mstopk_elastic', or leave the callback out."
             )
         self._norms = {}  # the last fit's may be of another module, on another device
         engine = _reporting(trainer.strategy)

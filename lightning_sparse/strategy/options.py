@@ -19,10 +19,14 @@ from lightning_sparse.gradients.config import HierConfig
 from lightning_sparse.internals import scale_of
 from lightning_sparse.topology import Topology
 from lightning_sparse.updates import UpdatesConfig
+from lightning_sparse.updates.elastic import ElasticConfig
 
 OWN = tuple(field.name for field in fields(HierConfig))
 """The options that are not DDP's."""
 OWN_OF_UPDATES = tuple(field.name for field in fields(UpdatesConfig) if field.name != "inter_gbps")
+OWN_OF_ELASTIC = tuple(
+    field.name for field in fields(ElasticConfig) if field.name not in ("inter_gbps", "exchange", "overlap")
+)
 OWN_OF_FSDP = tuple(name for name in OWN_OF_UPDATES if name != "shard_optimizer")
 Config = TypeVar("Config", bound=ExchangeConfig)
 Send = Literal["updates", "gradients"]
@@ -48,6 +52,10 @@ REFUSED_BY_FSDP = {
 REFUSED_BY_UPDATES = {
     "model_averaging_period": "averaging parameters now and then replaces the exchange of updates",
     "process_group": "this strategy lets DistributedDataParallel average inside each node; name nodes with node_name",
+}
+REFUSED_BY_ELASTIC = {
+    **REFUSED_BY_UPDATES,
+    "exchange": "nodes that come and go exchange the largest entries, exchange='sparse'",
 }
 
 

@@ -5,13 +5,14 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -28,8 +29,10 @@ from lightning_sparse.sharding import parameters_of
 from lightning_sparse.strategy.adapter import Adapter, GradientEngines, ShardsAdapter, detached
 from lightning_sparse.strategy.options import (
     OWN,
+    OWN_OF_ELASTIC,
     OWN_OF_FSDP,
     OWN_OF_UPDATES,
+    REFUSED_BY_ELASTIC,
     REFUSED_BY_UPDATES,
     Send,
     check_options,
@@ -38,6 +41,7 @@ from lightning_sparse.strategy.options import (
 )
 from lightning_sparse.strategy.saves import KEY, check_loaded_by_all, remove_side_files
 from lightning_sparse.updates import LocalUpdates, UpdatesConfig
+from lightning_sparse.updates.elastic import ElasticConfig, ElasticUpdates
 from lightning_sparse.updates.moments import plain
 
 if TYPE_CHECKING:
@@ -53,9 +57,13 @@ if TYPE_CHECKING:
         _ddp_comm_hook: Any
         _ddp_comm_state: Any
         _save_distributed_checkpoint: bool
+        num_nodes: int
 
         def __init__(self, **kwargs: Any) -> None: ...
+        @property
+        def distributed_sampler_kwargs(self) -> dict[str, Any]: ...
         def setup_environment(self) -> None: ...
+        def on_exception(self, exception: BaseException) -> None: ...
         def broadcast(self, obj: Any, src: int = 0) -> Any: ...
         def setup(self, trainer: Any) -> None: ...
         def setup_optimizers(self, trainer: Any) -> None: ...
@@ -77,6 +85,9 @@ if TYPE_CHECKING:
 
 else:
     Host = object
+
+ELASTIC_KEY = "lightning_sparse_elastic"
+"""In a checkpoint: name and number of its weights."""
 
 
 class TrainerAdapter(Adapter, Host):
@@ -373,11 +384,16 @@ class MSTopKLocalMixin(TrainerAdapter):
         ValueError: for a bad value, an unknown option, or one that cannot be combined with this strategy.
     """
 
+    _engine: ClassVar[type[LocalUpdates]] = LocalUpdates
+    _config: ClassVar[type[UpdatesConfig]] = UpdatesConfig
+    _own: ClassVar[tuple[str, ...]] = OWN_OF_UPDATES
+    _refused: ClassVar[Mapping[str, str]] = REFUSED_BY_UPDATES
+
     @with_options_of(UpdatesConfig, OWN_OF_UPDATES)
     def __init__(self, *, node_name: str | None = None, **kwargs: Any) -> None:
-        config = take(UpdatesConfig, OWN_OF_UPDATES, kwargs)
-        check_options(type(self), kwargs, OWN_OF_UPDATES, REFUSED_BY_UPDATES)
-        self._begin(config, node_name, LocalUpdates.kind)
+        config = take(self._config, self._own, kwargs)
+        check_options(type(self), kwargs, self._own, self._refused)
+        self._begin(config, node_name, self._engine.kind)
         super().__init__(**kwargs)  # spelt plainly: LightningCLI reads it to know which options a YAML file may give
 
     @property
@@ -436,6 +452,112 @@ class MSTopKLocalMixin(TrainerAdapter):
         if self.engine is not None and self._fitting:
             self.engine.restart()
             self._restore(self.engine)
+
+
+# -- nodes that come and go --------------------------------------------------------------------------------------------
+
+
+class MSTopKElasticMixin(MSTopKLocalMixin):
+    """Updates between nodes that come and go, each a Trainer of its own (``num_nodes=1``, DDP inside); torchft's
+    lighthouse says which of them there are.
+
+    A node that joins begins with the weights, the optimizer's state, the schedules and the progress of another.
+
+    Args:
+        node_name: the name of this node in the log; default: its host.
+        **kwargs: options of `ElasticConfig` (``lighthouse``, ``min_nodes``, ``timeout``, ``density``, ...), and
+            DDPStrategy's and DistributedDataParallel's own. ``gradient_as_bucket_view`` is True unless given.
+
+    Raises:
+        ValueError: for a bad value, an unknown option, or one that cannot be combined with this strategy.
+    """
+
+    _engine, _config, _own, _refused = ElasticUpdates, ElasticConfig, OWN_OF_ELASTIC, REFUSED_BY_ELASTIC
+
+    @with_options_of(ElasticConfig, OWN_OF_ELASTIC)
+    def __init__(self, *, node_name: str | None = None, **kwargs: Any) -> None:
+        super().__init__(node_name=node_name, **kwargs)
+        self._version: tuple[str, int] | None = None  # of the weights that were loaded
+
+    def setup_environment(self) -> None:
+        """Refuse a world of several nodes, which would wait for one another."""
+        if self.num_nodes != 1:
+            raise ValueError(
+                f"num_nodes={self.num_nodes}: nodes that come and go are Trainers of their own. Start each with "
+                f"num_nodes=1 and the address of one lighthouse."
+            )
+        super().setup_environment()
+
+    @property
+    def elastic(self) -> ElasticUpdates | None:
+        """The engine of the module that is trained; None before the first fit."""
+        return self.engines[-1] if self.engines else None
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        """Each node draws all samples in an order of its own, and its devices share them."""
+        kwargs: dict[str, Any] = super().distributed_sampler_kwargs
+        if self.elastic is None:
+            return kwargs
+        return {**kwargs, "seed": int(hashlib.sha1(self.elastic.peers.name.encode()).hexdigest()[:8], 16)}
+
+    def _new_updates(self, module: nn.Module, optimizers: list[torch.optim.Optimizer]) -> ElasticUpdates:
+        updates = ElasticUpdates(
+            module, optimizers, self.config, self._place, name=self._node_name or "", version=self._version
+        )
+        self._version = None
+        if updates.taken is not None:
+            checkpoint = {**updates.taken["extra"], "optimizer_states": [updates.taken["optimizer"]]}
+            updates.taken = None
+            connector = self.lightning_module.trainer._checkpoint_connector
+            connector._loaded_checkpoint = checkpoint  # Lightning restores the rest of it, as of a file
+            connector.restore_callbacks()
+        return updates
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        """Train this node's own model; before that, give nodes that join what they ask for."""
+        super().on_train_batch_start(batch, batch_idx)
+        if self.elastic is not None:
+            self.elastic.serve(self._progress)
+
+    def _progress(self) -> dict[str, Any]:
+        """All that a checkpoint has but weights and optimizer."""
+        trainer = self.lightning_module.trainer
+        checkpoint: dict[str, Any] = trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
+        return {name: each for name, each in checkpoint.items() if name not in ("state_dict", "optimizer_states")}
+
+    def on_exception(self, exception: BaseException) -> None:
+        """Send what is pending when the process is told to end."""
+        super().on_exception(exception)
+        if type(exception).__name__ == "SIGTERMException" and self.elastic is not None:
+            self.elastic.finish()
+
+    # -- checkpoints ---------------------------------------------------------------------------------------------------
+
+    @property
+    def _writes(self) -> bool:
+        """Whether this node is the one that writes checkpoints."""
+        return self.elastic is None or self.elastic.peers.first
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        """The first node writes."""
+        if not self._writes:
+            return
+        if self.elastic is not None:
+            checkpoint[ELASTIC_KEY] = list(self.elastic.version)
+        super().save_checkpoint(checkpoint, filepath, storage_options)
+
+    def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """Weights, optimizer and progress; nodes that load the same file go on together."""
+        checkpoint = super().load_checkpoint(checkpoint_path, *args, **kwargs)
+        token, number = checkpoint.get(ELASTIC_KEY, (None, 0))
+        self._version = None if token is None else (str(token), int(number))
+        return checkpoint
+
+    def remove_checkpoint(self, filepath: Any) -> None:
+        """The first node removes."""
+        if self._writes:
+            super().remove_checkpoint(filepath)
 
 
 # -- shards ------------------------------------------------------------------------------------------------------------

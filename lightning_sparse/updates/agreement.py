@@ -29,7 +29,6 @@ class Agreement:
     """How far nodes agree on the pending updates of one slice."""
 
     numel: int
-    num_nodes: int
 
     @staticmethod
     def due(exchanges: int) -> bool:
@@ -45,11 +44,12 @@ class Agreement:
     def measure(self, samples: HostCopy) -> float | None:
         """a, the same on all nodes, whatever their processors; None where nothing is pending, or not finite."""
         pending = samples.read().view(torch.float32).double()
+        nodes = len(pending)
         together = _total(reduce(torch.add, pending).square())
         apart = _total(reduce(torch.add, pending.square()))
         if not 0 < apart < math.inf:
             return None
-        return min(1.0, max(1.0 / self.num_nodes, round(together / apart / self.num_nodes, 3)))
+        return min(1.0, max(1.0 / nodes, round(together / apart / nodes, 3)))
 
 
 def _total(values: Tensor) -> float:

@@ -22,6 +22,8 @@ from lightning_sparse.updates import checkpoint, moments
 from lightning_sparse.updates.buffers import Buffers
 from lightning_sparse.updates.config import UpdatesConfig
 from lightning_sparse.updates.optimizer import LocalOptimizer, check_optimizer
+from lightning_sparse.updates.slices import Slices
+from lightning_sparse.updates.state import UpdateState, state_of
 
 
 class LocalUpdates(Engine):
@@ -66,7 +68,7 @@ class LocalUpdates(Engine):
         for optimizer in optimizers:
             check_optimizer(optimizer)
         self.module, self.config, self.topology = module, config, topology
-        self.active = topology.kind == "hierarchical"
+        self.active = self._has_others()
         self.log_once = LogOnce(topology.rank)
         self.optimizers: list[LocalOptimizer] = []
         self._names: dict[int, str] = {}
@@ -83,8 +85,16 @@ class LocalUpdates(Engine):
         self.exchange.communicator.begin_with_first([*module.parameters(), *module.buffers()])
         self._inside = inside = HierCommunicator(topology, world=self.exchange.communicator.node)
         self.optimizers = [
-            LocalOptimizer(each, module, self.names, self.exchange, inside, config) for each in optimizers
+            LocalOptimizer(each, module, self.names, self.exchange, inside, config, self._make_state)
+            for each in optimizers
         ]
+
+    def _has_others(self) -> bool:
+        """Whether there may be other nodes."""
+        return self.topology.kind == "hierarchical"
+
+    def _make_state(self, slices: Slices, exchange: Exchange, config: UpdatesConfig) -> UpdateState:
+        return state_of(slices, exchange, config)
 
     def _stepped(self) -> set[int]:
         return {id(p) for one in self.optimizers for p in one.parameters}
@@ -282,9 +292,15 @@ def _check_ranks(
     module: nn.Module, names: Mapping[int, str], optimizers: Sequence[Optimizer], config: UpdatesConfig
 ) -> None:
     """Raise ValueError unless all ranks have the same options and tensors. A collective of the world."""
+    same_options(facts_of(module, names, optimizers, config))
+
+
+def facts_of(
+    module: nn.Module, names: Mapping[int, str], optimizers: Sequence[Optimizer], config: UpdatesConfig
+) -> dict[str, Any]:
+    """Return what must be the same on all ranks, by name."""
     held = [*module.named_parameters(), *module.named_buffers()]
     stepped = [[names[id(p)] for p in parameters_of(each)] for each in optimizers]
     told = repr((stepped, [(name, tuple(t.shape), t.stride(), t.dtype) for name, t in held]))
     digest = hashlib.sha256(told.encode()).hexdigest()[:8]
-    mine = {**config.to_dict(), "module": f"{len(held)} tensors, their order and shapes with digest {digest}"}
-    same_options(mine)
+    return {**config.to_dict(), "module": f"{len(held)} tensors, their order and shapes with digest {digest}"}

@@ -6,7 +6,7 @@ parameters are sharded themselves (FSDP2).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from operator import is_
 from typing import Any
 
@@ -40,6 +40,7 @@ class LocalOptimizer:
 
     Args:
         optimizer: of this node; its parameters hold the shared weights.
+        make_state: returns the state of a device's slice.
 
     Attributes:
         division: of the step over the node's devices.
@@ -54,11 +55,12 @@ class LocalOptimizer:
         exchange: Exchange,
         inside: HierCommunicator,
         config: UpdatesConfig,
+        make_state: Callable[[Slices, Exchange, UpdatesConfig], UpdateState] = state_of,
     ) -> None:
         self.optimizer, self.steps = optimizer, 0
         self._hook = optimizer.register_step_pre_hook(lambda *_: self.follow_groups())
         self.division = division_of(optimizer, module, inside, names, config.shard_optimizer)
-        self._exchange, self._config = exchange, config
+        self._exchange, self._config, self._make_state = exchange, config, make_state
         self.state = self._new_state()
         self._own: list[Tensor] | None = None  # pieces of this node's weights while the shared ones are shown
         self._looked = type(optimizer).__module__.startswith("torch.optim")  # which step the parameters themselves
@@ -99,8 +101,7 @@ class LocalOptimizer:
             self.state.advance(occasion)
         else:
             self.state.settle(since)
-            settles = self._config.settles(since, self._exchange.topology.num_nodes)
-            if self.division.steps_all and not settles:
+            if self.division.steps_all and not self.state.may_settle(since):
                 return  # devices hold the same
         self.gather()
 
@@ -181,7 +182,7 @@ class LocalOptimizer:
         self.gather()
 
     def _new_state(self) -> UpdateState:
-        return state_of(Slices(self.parameters, self.division.mine), self._exchange, self._config)
+        return self._make_state(Slices(self.parameters, self.division.mine), self._exchange, self._config)
 
 
 def check_optimizer(optimizer: Optimizer) -> None:

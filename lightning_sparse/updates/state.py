@@ -118,6 +118,10 @@ class UpdateState:
         self._pending_S.copy_(self._collect())
         self.begin()
 
+    def may_settle(self, since: int) -> bool:
+        """Whether ``settle`` may change the parameters on some device of the node: the same answer on all."""
+        return self._config.settles(since, self._exchange.topology.num_nodes)
+
     def begin(self) -> None:
         """Put this node's model into the parameters; nothing is in flight."""
         torch.add(self.shared_S, self._pending_S, alpha=-self.ahead, out=self._start_S)
@@ -237,7 +241,7 @@ class Difference(UpdateState):
         self._agreement: Agreement | None = None
         nodes = self._exchange.topology.num_nodes
         if self._config.measures_ahead(nodes):
-            self._agreement, self.ahead = Agreement(self.slices.numel, nodes), 1.0
+            self._agreement, self.ahead = Agreement(self.slices.numel), 1.0
         self._exchanges = 0
         self._samples: HostCopy | None = None  # of what nodes had pending at the last exchange
         self._messages: Tensor | None = None  # those, uint8 [M, B], once they are received
@@ -256,7 +260,7 @@ class Difference(UpdateState):
         if self._messages is None:
             return self.shared_S
         shared_S = self.shared_S.clone()
-        self._path.add(self._messages, shared_S, self._mean)
+        self._add_messages(self._messages, shared_S)
         return shared_S
 
     def advance(self, occasion: int = 0) -> None:
@@ -268,7 +272,7 @@ class Difference(UpdateState):
         sample = self._sample()
         transfer = self._exchange.begin(self._path, Shard(self.own_S, self.shared_S, factor=self._minus_one))
         mark(transfer.carried, occasion)
-        sent, delivery = transfer.carried.view(1, -1), Delivery(self._exchange, transfer, sample_B=sample)
+        sent, delivery = transfer.carried.view(1, -1), self._delivery(transfer, sample)
         self.receive()
         messages, self._messages = self._messages, None
         self._start(delivery)
@@ -281,6 +285,9 @@ class Difference(UpdateState):
         elif self.ahead != 1.0:
             self._path.add(sent, self.own_S, 1.0 - 1.0 / self.ahead)  # what is under way is seen in full
         self.begin()
+
+    def _delivery(self, transfer: Transfer, sample_B: Tensor | None) -> Delivery:
+        return Delivery(self._exchange, transfer, sample_B=sample_B)
 
     def _settle(self, arrives: bool, since: int) -> None:
         if arrives:
@@ -400,8 +407,11 @@ class Difference(UpdateState):
     def _add_mean(self, messages: Tensor | None) -> None:
         """Add the messages of all nodes to both models."""
         if messages is not None:
-            self._path.add(messages, self.shared_S, self._mean)
-            self._path.add(messages, self.own_S, self._mean)
+            self._add_messages(messages, self.shared_S)
+            self._add_messages(messages, self.own_S)
+
+    def _add_messages(self, messages: Tensor, target_S: Tensor) -> None:
+        self._path.add(messages, target_S, self._mean)
 
 
 def state_of(slices: Slices, exchange: Exchange, config: UpdatesConfig) -> UpdateState:

@@ -20,7 +20,7 @@ from tests.updates.runs import adamw, shared_of, start, steps
 
 def measured(pending_MN: Tensor) -> float | None:
     """Of whole tensors, which are samples here."""
-    agreement = Agreement(pending_MN.shape[1], len(pending_MN))
+    agreement = Agreement(pending_MN.shape[1])
     return agreement.measure(HostCopy(pending_MN.contiguous().view(torch.uint8)))
 
 
@@ -60,7 +60,7 @@ def test_it_is_the_best_estimate_of_the_mean(nodes: int, common: float, seed: in
 @given(st.integers(1, 3 * PLACES), st.integers(1, 4 * EVERY))
 def test_samples_lie_all_over_the_slice(numel: int, exchanges: int) -> None:
     values = torch.arange(numel, dtype=torch.float32)
-    places = Agreement(numel, 2).sample(exchanges, torch.zeros(numel), values).view(torch.float32)
+    places = Agreement(numel).sample(exchanges, torch.zeros(numel), values).view(torch.float32)
     assert min(numel, PLACES // 2) <= len(places) <= PLACES
     assert places[0] < numel / len(places) + 1
     assert places[-1] > numel - 2 * numel / len(places) - 2

@@ -1,0 +1,129 @@
+"""Nodes that come and go train one small model.
+
+pip install 'lightning-sparse[pytorch-lightning,torchft]'
+torchft_lighthouse --min_replicas 1 --join_timeout_ms 10000                 # on one machine
+TORCHFT_LIGHTHOUSE=http://HOST:29510 python examples/elastic.py --name a    # on each node, at any time
+
+python examples/elastic.py --demo    # all of it on this machine: three nodes, one of which is killed and comes back
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import os
+import re
+import socket
+import subprocess
+import sys
+import time
+import warnings
+from typing import Any
+
+import pytorch_lightning as pl
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_sparse.flavours.pytorch_lightning import MSTopKElasticStrategy
+
+# Lightning 2.6 asks torch 2.15 in an old way.
+warnings.filterwarnings("ignore", r".*isinstance\(treespec, LeafSpec\)")
+
+
+class Student(pl.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(32, 256), nn.Tanh(), nn.Linear(256, 8))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = batch
+        return nn.functional.mse_loss(self.net(x), y)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=1e-3)
+
+
+class Report(pl.Callback):
+    """Says now and then what the global weights are."""
+
+    def on_train_batch_end(self, trainer: pl.Trainer, module: pl.LightningModule, outputs: Any, *_: Any) -> None:
+        time.sleep(0.02)  # else the toy is over before anything happens
+        if trainer.global_step % 5:
+            return
+        strategy: Any = trainer.strategy
+        _, number = strategy.elastic.version
+        with strategy.shared_weights():
+            weights = torch.cat([p.detach().flatten() for p in module.parameters()])
+        digest = hashlib.sha256(weights.numpy().tobytes()).hexdigest()[:8]
+        nodes = strategy.elastic.gauges()["nodes"]
+        print(f"round {number} of {nodes} nodes: loss {outputs['loss']:.4f}, weights {digest}", flush=True)
+
+
+def train(name: str, steps: int) -> None:
+    """Be one node."""
+    pl.seed_everything(0, verbose=False)
+    torch.set_num_threads(1)
+    x = torch.randn(8192, 32)
+    data = TensorDataset(x, torch.tanh(x @ torch.randn(32, 8)))
+    trainer = pl.Trainer(
+        accelerator="cpu",
+        devices=1,
+        strategy=MSTopKElasticStrategy(node_name=name, timeout=10),
+        max_steps=steps,
+        callbacks=[Report()],
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    trainer.fit(Student(), DataLoader(data, batch_size=64, shuffle=True))
+
+
+def demo(steps: int) -> int:
+    """Run a lighthouse and three nodes; kill node c after a quarter of the steps, and start it again later."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    light = ["torchft_lighthouse", "--min_replicas", "1", "--join_timeout_ms", "5000", "--heartbeat_timeout_ms", "3000"]
+    lighthouse = subprocess.Popen([*light, "--bind", f"127.0.0.1:{port}"], stderr=subprocess.DEVNULL)
+    environment = {**os.environ, "TORCHFT_LIGHTHOUSE": f"http://127.0.0.1:{port}"}
+
+    def start(name: str) -> subprocess.Popen[str]:
+        command = [sys.executable, __file__, "--name", name, "--steps", str(steps)]
+        return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE if name == "a" else None, text=True)
+
+    nodes = {name: start(name) for name in "abc"}
+    try:
+        killed = 0
+        for line in nodes["a"].stdout or ():
+            print(line, end="", flush=True)
+            found = re.match(r"round (\d+) of (\d)", line)
+            number, count = map(int, found.groups()) if found else (0, 0)
+            if not killed and count == 3 and number > steps // 4:
+                print("node c is killed", flush=True)
+                nodes["c"].kill()
+                nodes["c"].wait()
+                killed = number
+            elif killed and nodes["c"].returncode is not None and number > killed + steps // 4:
+                print("node c comes back", flush=True)
+                nodes["c"] = start("c")
+        return max(each.wait() for each in nodes.values())
+    finally:
+        for each in (*nodes.values(), lighthouse):
+            each.kill()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=800)
+    parser.add_argument("--name", help="of this node, in the log")
+    parser.add_argument("--demo", action="store_true", help="start a lighthouse and three nodes here")
+    args = parser.parse_args()
+    if args.demo:
+        sys.exit(demo(args.steps))
+    train(args.name or socket.gethostname(), args.steps)
+
+
+if __name__ == "__main__":
+    main()

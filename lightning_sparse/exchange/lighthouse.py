@@ -1,0 +1,164 @@
+"""Who takes part in a round: what torchft's lighthouse says of the nodes that are there.
+
+Each node says something of itself with its request, and reads what all the others said. So every decision about a round
+is a function of one list that its members have alike (see `rounds`).
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+import time
+import uuid
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from datetime import timedelta
+from typing import Any, NamedTuple
+from urllib.parse import urlsplit
+
+import torch.distributed as dist
+
+VARIABLE = "TORCHFT_LIGHTHOUSE"
+COMMAND = "torchft_lighthouse --min_replicas 1 --join_timeout_ms 10000"
+CONNECT_SECONDS = 5.0
+BEAT_SECONDS = 0.25
+PAUSE_SECONDS = 5.0
+"""After a request that failed, for a lighthouse that is gone must not slow down every step."""
+
+
+@dataclass(frozen=True)
+class Said:
+    """What a node says of itself.
+
+    Args:
+        token: names its global weights; empty for none yet.
+        number: rounds that led to them.
+        prepared: the token of a round whose messages it has, without knowing whether the others do.
+        tries: rounds that it tried, so that no two have one name.
+        broken: groups of its that failed, so that all make a new one.
+        observes: it receives and sends nothing.
+        flushes: it sends everything that is pending.
+        sampled: its message carries a sample.
+        exchanges: of its, for when samples are due.
+        wants: the name of the snapshot that it asks for; empty for none.
+        server: where its snapshots are.
+        facts: what must be the same on all nodes.
+    """
+
+    token: str = ""
+    number: int = 0
+    prepared: str = ""
+    tries: int = 0
+    broken: int = 0
+    observes: bool = True
+    flushes: bool = False
+    sampled: bool = False
+    exchanges: int = 0
+    wants: str = ""
+    server: str = ""
+    facts: Mapping[str, Any] = field(default_factory=dict)
+
+
+class Member(NamedTuple):
+    """A node of a quorum.
+
+    Args:
+        name: unique to this start of the node.
+        store: address of its TCPStore.
+    """
+
+    name: str
+    store: str
+    said: Said
+
+
+class Lighthouse:
+    """The connection of one node, which tells the lighthouse in a thread that the node is alive.
+
+    Args:
+        address: as ``http://host:port``; default: the environment variable TORCHFT_LIGHTHOUSE.
+        node: its name.
+        timeout: seconds that a request waits for other nodes.
+
+    Attributes:
+        host: the address of this machine that other nodes reach: that by which it reaches the lighthouse.
+
+    Raises:
+        ValueError: when torchft is not installed, or no lighthouse answers.
+    """
+
+    def __init__(self, address: str | None, node: str, timeout: float) -> None:
+        address = address or os.environ.get(VARIABLE)
+        if not address:
+            raise ValueError(
+                f"no lighthouse is named: start one (`{COMMAND}`) and give its address, lighthouse="
+                f"'http://host:29510', or set {VARIABLE}."
+            )
+        self.address = address if "://" in address else f"http://{address}"
+        self.name = f"{node}:{uuid.uuid4().hex[:12]}"
+        self.host = _own_address(self.address)
+        self._client, beats = _connect(self.address), _connect(self.address)
+        self._store = dist.TCPStore(self.host, 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
+        self._timeout = timedelta(seconds=timeout)
+        self._asks_again = 0.0
+        self._left = threading.Event()
+        self._thread = threading.Thread(target=_beat, args=(beats, self.name, self._left), daemon=True)
+        self._thread.start()
+
+    def quorum(self, said: Said) -> list[Member] | None:
+        """Return the nodes of the next quorum in the order of their names, this one among them; None for none within
+        the timeout. It is there once all nodes of the last one that are alive have asked."""
+        if time.monotonic() < self._asks_again:
+            return None
+        try:
+            found = self._client.quorum(
+                self.name,
+                timeout=self._timeout,
+                store_address=f"{self.host}:{self._store.port}",
+                step=said.number,
+                world_size=1,
+                data=asdict(said),
+            )
+        except (RuntimeError, TimeoutError):
+            self._asks_again = time.monotonic() + min(PAUSE_SECONDS, self._timeout.total_seconds())
+            return None
+        members = (Member(each.replica_id, each.store_address, Said(**each.data)) for each in found.participants)
+        return sorted(members, key=lambda each: each.name)
+
+    def leave(self) -> None:
+        """Stop telling that this node is alive."""
+        self._left.set()
+        self._thread.join()
+
+
+def _connect(address: str) -> Any:
+    try:
+        from torchft.coordination import LighthouseClient
+    except ModuleNotFoundError as error:
+        raise ValueError(
+            "nodes that come and go need torchft, which is not installed: pip install 'lightning-sparse[torchft]'."
+        ) from error
+    try:
+        return LighthouseClient(address, timedelta(seconds=CONNECT_SECONDS))
+    except (RuntimeError, TimeoutError) as error:
+        raise ValueError(
+            f"no lighthouse answers at {address}: start one there with `{COMMAND}`, or give the address of one. "
+            f"torchft said: {error}"
+        ) from error
+
+
+def _beat(client: Any, name: str, left: threading.Event) -> None:
+    while not left.wait(BEAT_SECONDS):
+        try:
+            client.heartbeat(name)
+        except (RuntimeError, TimeoutError):  # it may come back
+            left.wait(BEAT_SECONDS)
+
+
+def _own_address(lighthouse: str) -> str:
+    place = urlsplit(lighthouse)
+    family, *_, target = socket.getaddrinfo(place.hostname, place.port or 29510, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect(target)  # sends nothing
+        return str(probe.getsockname()[0])

@@ -1,0 +1,462 @@
+"""Rounds between nodes that come and go: who takes part, whether a round counts, and what a node that joins needs.
+
+The global weights have a name, a *token*, which each round that counts changes. One round goes so:
+
+1. All nodes ask the lighthouse. Those with the token that has most rounds behind it contribute; all others observe:
+   they receive, and send nothing.
+2. All-gather of messages over the group of this quorum. A node that has them all, on all of its devices, is *prepared*.
+3. A second, empty all-gather: a node that comes out of it knows that all are prepared. Then the round counts.
+
+A node that fails before it is prepared knows that the round counts nowhere. One that fails between 2 and 3 does not
+know, and keeps the messages until the next quorum: if anybody there has the round's token, it counts, else for nobody.
+So either all nodes that train on apply a round or none does, and messages of two quorums never meet in one. What a node
+has sent in a round that does not count is returned to it.
+
+A node that joins or has missed rounds observes from its first quorum on, and downloads the weights of a peer beside it:
+with the rounds since, it has those of the others, who have not waited.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+import uuid
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_sparse.exchange.communicator import GlooCollectives, Group
+from lightning_sparse.exchange.lighthouse import Lighthouse, Member, Said
+from lightning_sparse.messages import log
+
+REMEMBERED = 4096  # tokens
+IDLE_SECONDS = 0.1  # between quorums without a round
+
+
+@dataclass(frozen=True)
+class Round:
+    """One that counts.
+
+    Args:
+        base, token: of the global weights before and after it.
+        number: rounds that led to the latter.
+        num_nodes: M, nodes that contributed.
+        messages_MB: theirs, in their order, but for those that
+        dense: sent everything, fp32 [S].
+    """
+
+    base: str
+    token: str
+    number: int
+    num_nodes: int
+    messages_MB: Tensor
+    dense: tuple[Tensor, ...] = ()
+
+
+@dataclass
+class Outcome:
+    """What a node knows after a round.
+
+    Args:
+        rounds: that count from now on, in order.
+        returned: what this node had sent and no node took: a message, or all of its pending updates.
+        wanted: names of snapshots that other nodes ask of this one.
+        asked: names of all snapshots that nodes ask for.
+        alone: no other node took part.
+        behind: this node's weights are not those that the round changed.
+        exchanges: the largest that a node said.
+    """
+
+    rounds: list[Round] = field(default_factory=list)
+    returned: list[Tensor] = field(default_factory=list)
+    wanted: list[str] = field(default_factory=list)
+    asked: list[str] = field(default_factory=list)
+    alone: bool = False
+    behind: bool = False
+    exchanges: int = 0
+
+
+@dataclass
+class RoundStats:
+    """Counts of one device so far, and the nodes of the last round."""
+
+    nodes: int = 0
+    lost: int = 0
+    waited_s: float = 0.0
+
+
+class Rounds:
+    """The rounds of one device.
+
+    Args:
+        lighthouse: on the first device of a node, None on the others.
+        devices: those of the node, in a group that nothing else uses.
+        facts: what must be the same on all nodes.
+        min_nodes: with fewer, a node that has something to send waits for others, up to
+        timeout: in seconds; also that of collectives.
+        server: where this node's snapshots are.
+
+    Attributes:
+        name: of this node.
+        token, number: of the weights that this device has once all outcomes so far are applied.
+        in_step: whether these are the weights that the next round changes.
+        observed: rounds that lead from the weights named
+        observed_from: to those of now, while this device has others.
+        wants, source: the name of the snapshot that this node asks for, and where it is; empty for none.
+        history: tokens of the last rounds.
+        first: whether this node is the first one of the last quorum.
+    """
+
+    def __init__(
+        self,
+        lighthouse: Lighthouse | None,
+        devices: Group,
+        facts: Mapping[str, Any],
+        *,
+        min_nodes: int,
+        timeout: float,
+        server: str = "",
+    ) -> None:
+        from torchft.process_group import ProcessGroupGloo
+
+        self._lighthouse, self._devices, self._facts = lighthouse, devices, dict(facts)
+        self._min_nodes, self._timeout, self._server = min_nodes, timeout, server
+        self._process_group = ProcessGroupGloo(timeout=timedelta(seconds=timeout))
+        self._group: Group | None = None
+        self._group_of: object = None
+        self.name = str(self._from_first(lambda: lighthouse.name if lighthouse else ""))
+        self.token, self.number, self.in_step = "", 0, False
+        self.wants = self.source = self.observed_from = ""
+        self.observed: list[Round] = []
+        self.history: deque[str] = deque(maxlen=REMEMBERED)
+        self.stats, self.first = RoundStats(), True
+        self._tries = self._broken = 0
+        self._unsettled: tuple[Round, Tensor | None] | None = None
+        self._doubtful: list[
+            tuple[Round, Tensor]
+        ] = []  # rounds of which other nodes may know nothing, and what was sent
+        self._names: tuple[str, ...] = ()
+
+    def fit(self, message_bytes: int, sample_bytes: int, numel: int) -> None:
+        """Set the sizes: of a message, of the sample that may follow it, of the slice."""
+        self._message_bytes, self._sample_bytes, self._numel = message_bytes, sample_bytes, numel
+
+    @property
+    def settled(self) -> bool:
+        """Whether it is known of all rounds whether they count."""
+        return self._unsettled is None
+
+    def goes_on(self, wanted: bool) -> bool:
+        """Whether the node's first device wants another round. A collective of the node's devices."""
+        return bool(self._from_first(lambda: wanted))
+
+    # -- a round -------------------------------------------------------------------------------------------------------
+
+    def round(self, message_B: Tensor | None = None, dense_S: Tensor | None = None, exchanges: int = 0) -> Outcome:
+        """Take part in the next one. All devices of a node call it.
+
+        Args:
+            message_B: uint8, what this device sends, and maybe a sample.
+            dense_S: all that is pending, instead.
+
+        Raises:
+            ValueError: when this node differs from those that train in what must be the same.
+        """
+        sent, outcome = dense_S if message_B is None else message_B, Outcome()
+        quorum = self._meet(message_B, dense_S, exchanges, outcome)
+        here = quorum is not None and self.name in [each.name for each in quorum.contributors]
+        if sent is not None and not here:
+            outcome.returned.append(sent)
+        if quorum is None or not quorum.contributors:
+            return outcome
+        outcome.alone = here and len(quorum.members) == 1
+        outcome.exchanges = max(each.said.exchanges for each in quorum.contributors)
+        held = sent if here else None
+        rows = self._transfer(held, quorum)
+        if rows is None:
+            self.stats.lost += 1
+            outcome.returned += [] if held is None else [held]
+            return outcome
+        token, size = _after(quorum), len(quorum.contributors)
+        found = Round(quorum.token, token, quorum.number + 1, size, *rows)
+        if self._all_are_prepared():
+            self._count(found, held, outcome)
+        else:
+            self._unsettled = found, held
+        return outcome
+
+    def _meet(
+        self, message_B: Tensor | None, dense_S: Tensor | None, exchanges: int, outcome: Outcome
+    ) -> Quorum | None:
+        """Return the next quorum; None for none, or one without weights or with too few nodes."""
+        began, sampled = time.monotonic(), message_B is not None and message_B.numel() > self._message_bytes
+        while True:
+            said = Said(
+                self.token,
+                self.number,
+                self._unsettled[0].token if self._unsettled else "",
+                self._tries,
+                self._broken,
+                message_B is None and dense_S is None,
+                dense_S is not None,
+                sampled,
+                exchanges,
+                self.wants,
+                self._server,
+                self._facts,
+            )
+            members = self._from_first(partial(self._ask, said))
+            waited = time.monotonic() - began
+            quorum = None if members is None else self._quorum_of(members, outcome)
+            few = quorum is not None and len(quorum.contributors) < (self._min_nodes if message_B is not None else 1)
+            if few:
+                time.sleep(IDLE_SECONDS)
+            if not few or message_B is None or waited > self._timeout:
+                self.stats.waited_s += waited
+                return None if few else quorum
+
+    def _ask(self, said: Said) -> list[Member] | None:
+        return None if self._lighthouse is None else self._lighthouse.quorum(said)
+
+    def _quorum_of(self, members: list[Member], outcome: Outcome) -> Quorum | None:
+        """Find this node's place among those that are there."""
+        self._tries += 1
+        if not any(each.said.token for each in members):
+            if members[0].name == self.name:  # its weights are the first ones
+                self.token, self.wants = self.name, ""
+            time.sleep(IDLE_SECONDS)
+            return None
+        quorum = quorum_of(members)
+        if self._facts != quorum.facts:
+            raise ValueError(_refusal(self._facts, quorum.facts))
+        self._settle(quorum.token, outcome)
+        self.in_step = self.token == quorum.token
+        outcome.behind = not self.in_step
+        self._assign_snapshots(quorum, outcome)
+        self._tell(quorum)
+        return quorum
+
+    def _transfer(self, held: Tensor | None, quorum: Quorum) -> tuple[Tensor, tuple[Tensor, ...]] | None:
+        """Return messages and dense updates of all contributors; None unless all devices of this node have them."""
+        sparse = [each for each in quorum.contributors if not each.said.flushes]
+        size = self._message_bytes + self._sample_bytes * all(each.said.sampled for each in sparse)
+        row_B = torch.zeros(size, dtype=torch.uint8)
+        if held is not None and held.dtype == torch.uint8:
+            row_B = held[:size].cpu()
+        try:
+            group = self._group_for(quorum.members)
+            rows_PB = row_B.view(1, -1) if group is None else GlooCollectives().all_gather(row_B, group)
+            dense = tuple(self._dense(each, held, quorum, group) for each in quorum.contributors if each.said.flushes)
+            whole = True
+        except RuntimeError as error:
+            whole = False
+            log.debug("round %d failed before its messages were there: %s", quorum.number + 1, error)
+        if not self._all_devices(whole):
+            self._break_up()
+            return None
+        places = [place for place, each in enumerate(quorum.members) if each in sparse]
+        return rows_PB[places], dense
+
+    def _dense(self, member: Member, held: Tensor | None, quorum: Quorum, group: Group | None) -> Tensor:
+        own = held if member.name == self.name else None
+        updates_S = torch.empty(self._numel) if own is None else own.cpu()
+        if group is not None:
+            dist.broadcast(updates_S, group=group.handle, group_src=quorum.members.index(member))
+        return updates_S
+
+    def _all_are_prepared(self) -> bool:
+        """Whether all nodes have all messages. False: one may not."""
+        told = True
+        if self._group is not None:
+            try:
+                GlooCollectives().all_gather(torch.zeros(1, dtype=torch.uint8), self._group)
+            except RuntimeError as error:
+                told = False
+                log.debug("a round failed while nodes said that they have its messages: %s", error)
+        if not self._all_devices(told):
+            self._break_up()
+            return False
+        return True
+
+    def _count(self, found: Round, held: Tensor | None, outcome: Outcome) -> None:
+        """A round counts."""
+        self.stats.nodes = found.num_nodes
+        if held is not None:
+            self._doubtful = [(found, held)]
+        if self.token == found.base:
+            outcome.rounds.append(found)
+            self.token, self.number = found.token, found.number
+            self.history.append(found.token)
+            return
+        if not self.observed or self.observed[-1].token != found.base:
+            self.observed, self.observed_from = [], found.base
+        self.observed.append(found)
+
+    def _settle(self, token: str, outcome: Outcome) -> None:
+        """Decide about a round of which this node did not know whether it counts.
+
+        Args:
+            token: of the weights that the next round changes.
+        """
+        if self._unsettled is None:
+            return
+        found, held = self._unsettled
+        self._unsettled = None
+        if token == found.token:
+            self._count(found, held, outcome)
+        elif held is not None and token == found.base:
+            outcome.returned.append(held)
+        elif held is not None:
+            self._doubtful.append((found, held))
+
+    # -- the group -----------------------------------------------------------------------------------------------------
+
+    def _group_for(self, members: Sequence[Member]) -> Group | None:
+        """Return the group of these nodes, the same as long as none of them has seen it fail; None of one node."""
+        key = [(each.name, each.said.broken) for each in members]
+        if key != self._group_of:
+            self._group, self._group_of = None, None
+            if len(members) > 1:
+                names = [each.name for each in members]
+                prefix = hashlib.sha1(repr(key).encode()).hexdigest()[:16]
+                store = f"{members[0].store}/{prefix}/{self._devices.place}"
+                self._process_group.configure(store, self.name, names.index(self.name), len(names))
+                ranks = tuple(range(len(names)))
+                self._group = Group(ranks, names.index(self.name), self._process_group.parent)
+            self._group_of = key
+        return self._group
+
+    def _break_up(self) -> None:
+        """Close connections, so that other nodes see it."""
+        self._broken += 1
+        self._group = self._group_of = None
+        self._process_group.abort(errored=False)
+
+    def _all_devices(self, condition: bool) -> bool:
+        if self._devices.size == 1:
+            return condition
+        flag = torch.tensor([int(condition)])
+        dist.all_reduce(flag, op=dist.ReduceOp.MIN, group=self._devices.handle)
+        return bool(flag)
+
+    def _from_first(self, ask: Callable[[], Any]) -> Any:
+        """Return what the node's first device is told."""
+        if self._devices.size == 1:
+            return ask()
+        told = [ask() if self._devices.place == 0 else None]
+        dist.broadcast_object_list(told, group=self._devices.handle, group_src=0)
+        return told[0]
+
+    # -- nodes that join -----------------------------------------------------------------------------------------------
+
+    def ask(self) -> None:
+        """Ask for a snapshot from the next quorum on."""
+        self.source, self.wants = "", str(self._from_first(lambda: uuid.uuid4().hex[:16]))
+
+    def since(self, token: str) -> list[Round] | None:
+        """Return the rounds that lead from the weights of that name to those of now; None if they are not known."""
+        tokens = [self.observed_from, *(each.token for each in self.observed)]
+        return self.observed[tokens.index(token) :] if token in tokens else None
+
+    def take_over(self, token: str, number: int, history: Sequence[str]) -> list[Tensor]:
+        """Go on with the weights of that name. Returns what this node had sent in rounds that they know nothing of."""
+        self.history.extend(history)
+        self.history.append(token)
+        self.token, self.number, self.wants, self.observed = token, number, "", []
+        unknown = [held for found, held in self._doubtful if found.base in self.history]
+        known = [held for found, held in self._doubtful if found.token in self.history]
+        self._doubtful = []
+        return [held for held in unknown if not any(held is each for each in known)]
+
+    def _assign_snapshots(self, quorum: Quorum, outcome: Outcome) -> None:
+        outcome.asked = [each.said.wants for each in quorum.members if each.said.wants]
+        sources = quorum.contributors or [each for each in quorum.training if not each.said.wants]
+        for member in quorum.members:
+            if member.said.wants and sources:
+                source = sources[int(member.said.wants[:8], 16) % len(sources)]
+                if source.name == self.name:
+                    outcome.wanted.append(member.said.wants)
+                if member.name == self.name:
+                    self.source = source.said.server
+
+    # -- the end -------------------------------------------------------------------------------------------------------
+
+    def leave(self) -> None:
+        """Leave the other nodes."""
+        self._break_up()
+        if self._lighthouse is not None:
+            self._lighthouse.leave()
+
+    def _tell(self, quorum: Quorum) -> None:
+        """Log who has come and gone."""
+        names = tuple(each.name for each in quorum.contributors)
+        self.first = not names or names[0] == self.name
+        if self._devices.place > 0 or names == self._names or not names:
+            return
+        come, gone = (_shown(a - b) for a, b in ((set(names), set(self._names)), (set(self._names), set(names))))
+        said = [f"{come} joined"] * bool(come and self._names) + [f"{gone} left"] * bool(gone)
+        self._names = names
+        log.info(
+            "round %d: %s", quorum.number + 1, "; ".join([*said, f"{len(names)} node(s) exchange: {_shown(names)}"])
+        )
+
+
+# -- what all members conclude alike -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Quorum:
+    """A round to be.
+
+    Args:
+        members: that take part, in the order of their ranks.
+        training: those of them with the weights named ``token``, which ``number`` rounds led to.
+        contributors: those of them that send something.
+        facts: what all must have alike.
+    """
+
+    members: list[Member]
+    training: list[Member]
+    contributors: list[Member]
+    token: str
+    number: int
+    facts: Mapping[str, Any]
+
+
+def quorum_of(members: Sequence[Member]) -> Quorum:
+    """Return what all members conclude from what they said; one of them at least has weights."""
+    votes = Counter(token for each in members for token in {each.said.token, each.said.prepared})
+    _, _, token = max(
+        (each.said.number, votes[each.said.token], each.said.token) for each in members if each.said.token
+    )
+    training = [each for each in members if token in (each.said.token, each.said.prepared)]
+    number = max(each.said.number + (each.said.token != token) for each in training)
+    stated = Counter(repr(each.said.facts) for each in training).most_common(1)[0][0]
+    facts = next(each.said.facts for each in training if repr(each.said.facts) == stated)
+    alike = [each for each in members if each.said.facts == facts]
+    training = [each for each in training if each in alike]
+    contributors = [each for each in training if not each.said.observes]
+    return Quorum(alike, training, contributors, token, number, facts)
+
+
+def _after(quorum: Quorum) -> str:
+    """Return the token that a round leads to: no two tries have one."""
+    told = repr((quorum.token, [(each.name, each.said.tries) for each in quorum.contributors]))
+    return hashlib.sha1(told.encode()).hexdigest()[:16]
+
+
+def _refusal(mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> str:
+    different = [name for name in {**theirs, **mine} if mine.get(name) != theirs.get(name)]
+    said = ", ".join(f"{name}={mine.get(name)!r}, theirs {theirs.get(name)!r}" for name in different)
+    return f"this node differs from those that train: {said}. Start it as they were started; they go on without it."
+
+
+def _shown(names: Iterable[str]) -> str:
+    return ", ".join(sorted(name.rpartition(":")[0] for name in names))

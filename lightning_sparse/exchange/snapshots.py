@@ -1,0 +1,89 @@
+"""Hands the state of one node to others, over HTTP, while it trains on."""
+
+from __future__ import annotations
+
+import io
+import socket
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Collection
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import torch
+
+ATTEMPT_SECONDS = 0.2
+
+
+class SnapshotServer:
+    """Serves what is offered, by name.
+
+    Args:
+        host: the address of this machine that other nodes reach.
+    """
+
+    def __init__(self, host: str) -> None:
+        self._offered: dict[str, bytes] = {}
+        self._server = _Server((host, 0), _handler(self._offered))
+        self.address = f"http://{f'[{host}]' if ':' in host else host}:{self._server.server_address[1]}"
+        threading.Thread(target=self._server.serve_forever, daemon=True).start()
+
+    def offer(self, names: list[str], state: Any) -> None:
+        """Offer a state under these names."""
+        written = io.BytesIO()
+        torch.save(state, written)
+        self._offered.update(dict.fromkeys(names, written.getvalue()))
+
+    def keep(self, names: Collection[str]) -> None:
+        """Offer none but these from now on."""
+        for name in self._offered.keys() - set(names):
+            del self._offered[name]
+
+    def close(self) -> None:
+        """End it."""
+        self._server.shutdown()
+        self._server.server_close()
+
+
+def fetch(address: str, name: str, timeout: float) -> Any:
+    """Return the state that is offered under that name, once it is; None if it is not within the timeout, in seconds.
+    As Lightning's checkpoints, it is unpickled: nodes trust one another."""
+    until = time.monotonic() + timeout
+    while time.monotonic() < until:
+        try:
+            with urllib.request.urlopen(f"{address}/{name}", timeout=timeout) as answer:
+                return torch.load(io.BytesIO(answer.read()), map_location="cpu", weights_only=False)
+        except (urllib.error.URLError, OSError):
+            time.sleep(ATTEMPT_SECONDS)
+    return None
+
+
+class _Server(ThreadingHTTPServer):
+    daemon_threads = True
+
+    def __init__(self, place: tuple[str, int], handler: type[BaseHTTPRequestHandler]) -> None:
+        self.address_family = socket.AF_INET6 if ":" in place[0] else socket.AF_INET
+        super().__init__(place, handler)
+
+    def handle_error(self, *_: Any) -> None:
+        """Say nothing: a node that asks for a snapshot may end at any time."""
+
+
+def _handler(offered: dict[str, bytes]) -> type[BaseHTTPRequestHandler]:
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            state = offered.get(self.path.strip("/"))
+            if state is None:
+                self.send_error(404)
+                return
+            self.send_response(200)
+            self.send_header("Content-Length", str(len(state)))
+            self.end_headers()
+            self.wfile.write(state)
+
+        def log_message(self, *_: Any) -> None:
+            return
+
+    return Handler

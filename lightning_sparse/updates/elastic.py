@@ -1,0 +1,571 @@
+"""Updates between nodes that come and go: `LocalUpdates` whose rounds are those of `lightning_sparse.exchange.rounds`.
+
+The algorithm is that of fixed nodes; what differs is what a round brings. M is that of the round. What a node has sent
+in a round that does not count is pending again. A node that exchanges alone sends everything. Each node is a world of
+its own, of its devices.
+"""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_sparse import __version__
+from lightning_sparse.exchange import Exchange, Transfer
+from lightning_sparse.exchange.communicator import Group
+from lightning_sparse.exchange.config import is_number
+from lightning_sparse.exchange.host import HostCopy
+from lightning_sparse.exchange.lanes import FifoLanes
+from lightning_sparse.exchange.lighthouse import Lighthouse
+from lightning_sparse.exchange.rounds import Outcome, Round, Rounds
+from lightning_sparse.exchange.snapshots import SnapshotServer, fetch
+from lightning_sparse.messages import log
+from lightning_sparse.sharding import parameters_of
+from lightning_sparse.topology import Topology
+from lightning_sparse.updates.agreement import Agreement
+from lightning_sparse.updates.config import UpdatesConfig
+from lightning_sparse.updates.local import LocalUpdates, facts_of
+from lightning_sparse.updates.slices import Slices
+from lightning_sparse.updates.state import Delivery, Difference
+
+TRIES_TO_FLUSH = 3
+WATCH_SECONDS = 0.05
+
+
+@dataclass(frozen=True, kw_only=True)
+class ElasticConfig(UpdatesConfig):
+    """Options of ``ElasticUpdates``: those of `UpdatesConfig` for ``exchange="sparse"``, and
+
+    Args:
+        lighthouse: address of torchft's lighthouse, ``"http://host:29510"``; default: the environment variable
+            TORCHFT_LIGHTHOUSE.
+        min_nodes: with fewer, a node waits for others.
+        timeout: seconds after which a round has failed: a node that takes part did not answer. A lighthouse waits for
+            slow nodes for its own ``--join_timeout_ms``, which is to be less.
+    """
+
+    lighthouse: str | None = None
+    min_nodes: int = 1
+    timeout: float = 30.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.exchange != "sparse":
+            raise ValueError(
+                f"exchange={self.exchange!r} needs nodes that stay: between nodes that come and go use "
+                f"exchange='sparse', or strategy='mstopk_local'."
+            )
+        if isinstance(self.min_nodes, bool) or not isinstance(self.min_nodes, int) or self.min_nodes < 1:
+            raise ValueError(f"min_nodes={self.min_nodes!r} must be a whole number of nodes, at least 1.")
+        if not (is_number(self.timeout) and self.timeout > 0):
+            raise ValueError(f"timeout={self.timeout!r} must be a number of seconds, more than 0.")
+
+
+class ElasticUpdates(LocalUpdates):
+    """Exchanges what the optimizer of this node did with the nodes that are there.
+
+    A node that joins has the parameters, buffers and optimizer state of another one when this returns. In a loop::
+
+        updates = ElasticUpdates(model, optimizer, ElasticConfig(lighthouse=...), topology)
+        for batch in loader:
+            optimizer.zero_grad()
+            loss_of(ddp, batch).backward()
+            optimizer.step()
+            updates.step()
+            updates.serve()
+        updates.finish()
+        updates.end()
+
+    Args:
+        topology: of this node alone.
+        name: of this node, for the log; default: its host.
+        version: name and number of the global weights that the module holds, as ``version`` was when they were saved;
+            default: they are new.
+
+    Attributes:
+        taken: "weights", "optimizer" and "extra" of the peer; None for a node that did not join others.
+
+    Raises:
+        ValueError: without a lighthouse, for what cannot be exchanged so, or for a node that differs from the others.
+    """
+
+    kind = "elastic"
+
+    def __init__(
+        self,
+        module: nn.Module,
+        optimizer: Optimizer | Sequence[Optimizer],
+        config: ElasticConfig,
+        topology: Topology,
+        *,
+        name: str = "",
+        version: tuple[str, int] | None = None,
+    ) -> None:
+        optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
+        _check(optimizers, topology)
+        names = {id(p): each for each, p in module.named_parameters()}
+        facts = facts_of(module, names, optimizers, config)
+        facts = {name: value for name, value in facts.items() if name not in ("lighthouse", "min_nodes", "timeout")}
+        facts |= {"lightning_sparse": __version__, "optimizer": type(optimizers[0]).__name__}
+        facts |= {"devices": topology.world_size}
+        self._devices = _own_group(topology)
+        lighthouse = _connect(self._devices, config, name)
+        self._server = SnapshotServer(lighthouse.host) if lighthouse is not None else None
+        self.peers = Rounds(
+            lighthouse,
+            self._devices,
+            facts,
+            min_nodes=config.min_nodes,
+            timeout=config.timeout,
+            server=self._server.address if self._server is not None else "",
+        )
+        self._watch = Watch(self.peers)
+        super().__init__(module, optimizers, config, topology)
+        self.exchange.runner = FifoLanes()  # threads also for GPUs: the host waits for other nodes there
+        self.taken: Any = None
+        if version is not None:
+            self.peers.token, self.peers.number = version
+        try:
+            self._join()
+        except BaseException:
+            self.end()
+            raise
+
+    def _has_others(self) -> bool:
+        return True
+
+    def _make_state(self, slices: Slices, exchange: Exchange, config: UpdatesConfig) -> ElasticDifference:
+        return ElasticDifference(slices, exchange, config, self.peers)
+
+    @property
+    def _state(self) -> ElasticDifference:
+        state = self.optimizers[0].state
+        assert isinstance(state, ElasticDifference)
+        return state
+
+    @property
+    def version(self) -> tuple[str, int]:
+        """Name and number of the global weights, for a checkpoint."""
+        self._state.receive()
+        return self.peers.token, self.peers.number
+
+    # -- training ------------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def step(self, optimizer: Optimizer | None = None) -> None:
+        """After a step of the optimizer.
+
+        Raises:
+            ValueError: when the other nodes refuse this one.
+        """
+        self._stop_watching()
+        super().step(optimizer)
+        if self._state.behind:
+            self._catch_up()
+
+    def serve(self, extra: Callable[[], Any] | None = None) -> None:
+        """Give nodes that join what they ask this one for. Call it between two steps, on all devices of the node.
+
+        Args:
+            extra: returns what else they are to have, on the first device; called if any node asks.
+        """
+        state = self._state
+        names, state.wanted = [each for each in state.wanted if each not in state.served], []
+        if self._server is not None:
+            self._server.keep(state.asked)
+        if not names:
+            return
+        state.served = (state.served + names)[-64:]
+        with self.shared_weights():
+            weights = {name: each.detach().to("cpu", copy=True) for name, each in self.module.state_dict().items()}
+        optimizer, more = self.optimizers[0].division.optimizer_state(), None if extra is None else extra()
+        if self._server is not None:
+            given = {"weights": weights, "optimizer": optimizer, "extra": more, "version": self.version}
+            self._server.offer(names, {**given, "history": list(self.peers.history)})
+
+    def finish(self) -> None:
+        """Send everything that is pending. Every device of the node calls it."""
+        self._stop_watching()
+        super().finish()
+
+    def end(self) -> None:
+        """Leave the other nodes."""
+        self._watch.stop()
+        if self.optimizers:
+            self.exchange.runner.drain()
+        super().end()
+        self.peers.leave()
+        if self._server is not None:
+            self._server.close()
+            self._server = None
+
+    @property
+    def saves(self) -> bool:
+        """Nothing beside the main file."""
+        return False
+
+    def gauges(self) -> dict[str, float]:
+        """Return, of the rounds so far: nodes in the last one, rounds that failed, seconds that this node waited."""
+        stats = self.peers.stats
+        return {**super().gauges(), "nodes": stats.nodes, "rounds_lost": stats.lost, "waited_s": stats.waited_s}
+
+    # -- joining -------------------------------------------------------------------------------------------------------
+
+    def _join(self) -> None:
+        """Take up the weights of the nodes that are there; be the first if none is."""
+        began = self.peers.token
+        self.peers.ask()
+        self._watch.start()
+        if not self._take_up(pending_S=None):
+            self.peers.wants = ""
+            log.info("this node goes on from %s", "its checkpoint" if began else "its own weights: it is the first one")
+
+    def _catch_up(self) -> None:
+        """Take up the global weights after rounds that this node has missed; what it has not sent stays pending."""
+        log.info("this node has missed rounds after %d, and takes up the weights of a peer", self.peers.number)
+        pending_S = self._state.collect()
+        self.peers.ask()
+        self._watch.start()
+        if not self._take_up(pending_S):  # the others are gone, and these weights are the ones to go on with
+            self._state.go_on(pending_S)
+            self.optimizers[0].gather()
+        self._stop_watching()
+
+    def _take_up(self, pending_S: Tensor | None) -> bool:
+        """Take up a peer's snapshot and the rounds since; False if the next round changes this node's own weights."""
+        while True:
+            given = self._from_first(self._fetch)
+            if given is None:
+                return False
+            self._watch.stop()
+            rounds = self.peers.since(given["version"][0])
+            if rounds is not None:
+                self._install(given, rounds, pending_S)
+                self._watch.start()
+                return True
+            self.peers.ask()
+            self._watch.start()
+
+    def _fetch(self) -> Any:
+        """Wait for the snapshot that this node asks for; None once it needs none."""
+        while True:
+            self._watch.check()
+            if self.peers.in_step:
+                return None
+            given = fetch(self.peers.source, self.peers.wants, 1.0) if self.peers.source else None
+            if given is not None:
+                return given
+            time.sleep(WATCH_SECONDS)
+
+    @torch.no_grad()
+    def _install(self, given: dict[str, Any], rounds: list[Round], pending_S: Tensor | None) -> None:
+        one, state = self.optimizers[0], self._state
+        self.module.load_state_dict(given["weights"])
+        if pending_S is None:
+            one.optimizer.load_state_dict(given["optimizer"])
+            self.taken = given
+        token, number = (rounds[-1].token, rounds[-1].number) if rounds else given["version"]
+        history = [*given["history"], *(each.token for each in rounds)]
+        state.start_from(rounds, pending_S, self.peers.take_over(token, number, history))
+        one.gather()
+
+    def _stop_watching(self) -> None:
+        """Exchange from now on; what came while this node watched arrives with the next exchange."""
+        if self._watch.running:
+            self._watch.stop()
+            self._watch.check()
+            self._state.arrive(self._watch.take())
+
+    def _from_first(self, ask: Callable[[], Any]) -> Any:
+        """Return on all devices what the first is told. A collective of the node."""
+        told: Any = None
+        if self._devices.place == 0:
+            try:
+                told = ask()
+            except ValueError as error:
+                told = error
+        if self._devices.size > 1:
+            held = [told]
+            dist.broadcast_object_list(held, src=0)
+            told = held[0]
+        if isinstance(told, ValueError):
+            raise told
+        return told
+
+
+class Watch:
+    """Observes rounds in a thread, so that the others do not wait for this node."""
+
+    def __init__(self, rounds: Rounds) -> None:
+        self._peers = rounds
+        self._thread: threading.Thread | None = None
+        self._stopped = threading.Event()
+        self._error: BaseException | None = None
+        self._seen = Outcome()
+
+    @property
+    def running(self) -> bool:
+        """Whether it observes."""
+        return self._thread is not None
+
+    def start(self) -> None:
+        """Begin."""
+        if self._thread is None:
+            self._stopped.clear()
+            self._thread = threading.Thread(target=self._observe, name="lightning_sparse", daemon=True)
+            self._thread.start()
+
+    def stop(self) -> None:
+        """After the round under way."""
+        if self._thread is not None:
+            self._stopped.set()
+            self._thread.join()
+            self._thread = None
+
+    def check(self) -> None:
+        """Raise the error that ended it, if one did."""
+        if self._error is not None:
+            error, self._error = self._error, None
+            raise error
+
+    def take(self) -> Outcome:
+        """Return what it has seen."""
+        seen, self._seen = self._seen, Outcome()
+        return seen
+
+    def _observe(self) -> None:
+        try:
+            while self._peers.goes_on(not self._stopped.is_set()):
+                with torch.no_grad():
+                    outcome = self._peers.round()
+                self._seen.rounds += outcome.rounds
+                self._seen.wanted += outcome.wanted
+        except BaseException as error:
+            self._error = error
+
+
+class ElasticDifference(Difference):
+    """The state of one device.
+
+    Attributes:
+        alone: no other node took part in the last round.
+        behind: the global weights have moved on without this node.
+        asked: names of the snapshots that nodes ask for.
+        wanted, served: names of snapshots that other nodes ask this one for, and of those that were served.
+    """
+
+    _messages: Outcome | None  # type: ignore[assignment]
+
+    def __init__(self, slices: Slices, exchange: Exchange, config: UpdatesConfig, rounds: Rounds) -> None:
+        self._peers = rounds
+        super().__init__(slices, exchange, config)
+
+    def _make_models(self) -> None:
+        super()._make_models()
+        if self.slices.numel == 0:
+            raise ValueError("a device has no parameters to exchange: use fewer devices for a model so small.")
+        self.alone = self.behind = False
+        self.asked: list[str] = []
+        self.wanted: list[str] = []
+        self.served: list[str] = []
+        self._num_nodes = 0  # M of the last round
+        sample_bytes = 0
+        if self._config.measures_ahead(3):
+            self._agreement, self.ahead = Agreement(self.slices.numel), 1.0
+            sample_bytes = self._agreement.sample(1, self.own_S, self.shared_S).numel()
+        self._peers.fit(self._path.message_bytes, sample_bytes, self.slices.numel)
+
+    def advance(self, occasion: int = 0) -> None:
+        if self.alone and self._messages is None:
+            self._flush()
+        else:
+            super().advance(occasion)
+
+    def may_settle(self, since: int) -> bool:
+        return True
+
+    def flush(self) -> None:
+        """Send everything that is pending, to the nodes that are there; some of it stays if rounds fail."""
+        for _ in range(TRIES_TO_FLUSH):
+            if self._flush():
+                return
+
+    def _flush(self) -> bool:
+        pending_S = self.collect()
+        self.own_S.add_(pending_S)
+        outcome = self._peers.round(dense_S=pending_S)
+        self._take(outcome)
+        self._take_messages()
+        self.begin()
+        return not outcome.returned and self._peers.settled
+
+    def collect(self) -> Tensor:
+        """Return what this node has not sent, with nothing in flight; ``begin`` is to follow."""
+        return self._collect()
+
+    def start_from(self, rounds: Sequence[Round], pending_S: Tensor | None, returned: Sequence[Tensor]) -> None:
+        """Go on from the weights that the parameters hold, and the rounds since."""
+        self.receive()
+        self._messages = self._sent = self._samples = None
+        self.slices.copy_to(self.shared_S)
+        for each in rounds:
+            self._add_round(each, self.shared_S)
+        self.go_on(torch.zeros_like(self.shared_S) if pending_S is None else pending_S, returned)
+
+    def go_on(self, pending_S: Tensor, returned: Sequence[Tensor] = ()) -> None:
+        """Put this node's model into the parameters, given what is pending and what is to be pending again."""
+        self.behind = self.alone = False
+        self.set_pending(pending_S)
+        self._take_back(returned, self.own_S)
+        self.begin()
+
+    def arrive(self, seen: Outcome) -> None:
+        """Add rounds that came while this node only watched, with the next exchange."""
+        self.wanted += seen.wanted
+        if seen.rounds:
+            self.receive()
+            before = self._messages or Outcome()
+            self._messages = Outcome([*before.rounds, *seen.rounds], before.returned)
+
+    @property
+    def pending_S(self) -> Tensor:
+        own_S = self.own_S.clone()
+        self._add_sent(own_S)
+        if self._messages is not None:
+            self._take_back(self._messages.returned, own_S)
+        return self.shared_S - own_S
+
+    def take_over(self, before: Any) -> None:
+        raise ValueError(
+            "parameters were added to an optimizer in the middle of a run, and nodes that join would not know: give "
+            "the optimizer all parameters at the start, or use strategy='mstopk_local'."
+        )
+
+    def _delivery(self, transfer: Transfer, sample_B: Tensor | None) -> Delivery:
+        return RoundJob(self._exchange, transfer, sample_B, self._peers, self._exchanges)
+
+    def _keep(self, delivery: Delivery) -> None:
+        assert isinstance(delivery, RoundJob)
+        self._take(delivery.outcome)
+
+    def _take(self, outcome: Outcome) -> None:
+        """Keep what a round brought until it is added."""
+        self.alone, self.behind, self.asked = outcome.alone, outcome.behind, outcome.asked
+        self.wanted += outcome.wanted
+        self._exchanges = max(self._exchanges, outcome.exchanges)
+        before = self._messages or Outcome()
+        self._messages = Outcome([*before.rounds, *outcome.rounds], [*before.returned, *outcome.returned])
+        if not outcome.rounds:
+            return
+        last = outcome.rounds[-1]
+        self._exchange.stats.count_bytes((len(last.messages_MB) - 1) * last.messages_MB.shape[-1])
+        if last.num_nodes != self._num_nodes:
+            self._num_nodes, self._exchanges = last.num_nodes, 0  # samples come often after a change
+        beside = last.messages_MB[:, self._path.message_bytes :]
+        if beside.numel() and len(beside) == last.num_nodes:
+            self._samples = HostCopy(beside.contiguous())
+
+    def _follow_agreement(self) -> None:
+        if self._agreement is not None and self._num_nodes and not self._config.measures_ahead(self._num_nodes):
+            self.ahead, self._samples = self._config.ahead(self._num_nodes), None
+        else:
+            super()._follow_agreement()
+
+    def _add_mean(self, messages: Outcome | None) -> None:  # type: ignore[override]
+        if messages is not None:
+            super()._add_mean(messages)  # type: ignore[arg-type]
+            self._take_back(messages.returned, self.own_S)
+
+    def _add_messages(self, messages: Outcome, target_S: Tensor) -> None:  # type: ignore[override]
+        for each in messages.rounds:
+            self._add_round(each, target_S)
+
+    def _add_round(self, found: Round, target_S: Tensor) -> None:
+        mean = -1.0 / found.num_nodes
+        if len(found.messages_MB):
+            messages_MB = found.messages_MB[:, : self._path.message_bytes].contiguous()
+            self._path.add(messages_MB.to(target_S.device), target_S, mean)
+        for each in found.dense:
+            target_S.add_(each.to(target_S.device), alpha=mean)
+
+    def _take_back(self, returned: Sequence[Tensor], own_S: Tensor) -> None:
+        """Make pending again what no node took."""
+        for each in returned:
+            if each.dtype == torch.uint8:
+                self._path.add(each[: self._path.message_bytes].view(1, -1).to(own_S.device), own_S, -1.0)
+            else:
+                own_S.sub_(each)
+
+
+class RoundJob(Delivery):
+    """The job of a round, whoever takes part.
+
+    Attributes:
+        outcome: of the round, once it is done.
+    """
+
+    outcome: Outcome
+
+    def __init__(
+        self, exchange: Exchange, transfer: Transfer, sample_B: Tensor | None, rounds: Rounds, exchanges: int
+    ) -> None:
+        super().__init__(exchange, transfer, sample_B=sample_B)
+        self._peers, self._exchanges = rounds, exchanges
+
+    def transfer(self) -> Sequence[Tensor]:
+        """Take part in a round."""
+        self.outcome = self._peers.round(self._transfer.carried, exchanges=self._exchanges)
+        return self._transfer.tensors
+
+    def apply(self) -> Sequence[Tensor]:
+        """It is kept."""
+        return ()
+
+
+def _own_group(topology: Topology) -> Group:
+    """The node's devices, for the thread of the exchange alone."""
+    ranks = tuple(range(topology.world_size))
+    handle = dist.new_group(list(ranks), backend="gloo") if len(ranks) > 1 else None
+    return Group(ranks, topology.rank, handle if isinstance(handle, dist.ProcessGroup) else None)
+
+
+def _connect(devices: Group, config: ElasticConfig, name: str) -> Lighthouse | None:
+    """The lighthouse, on the first device of the node. All devices raise its error."""
+    found, error = None, None
+    if devices.place == 0:
+        try:
+            found = Lighthouse(config.lighthouse, name or socket.gethostname(), config.timeout)
+        except ValueError as caught:
+            error = caught
+    if devices.size > 1:
+        told = [error]
+        dist.broadcast_object_list(told, group=devices.handle, group_src=0)
+        error = told[0]
+    if error is not None:
+        raise error
+    return found
+
+
+def _check(optimizers: Sequence[Optimizer], topology: Topology) -> None:
+    if topology.num_nodes != 1:
+        raise ValueError(
+            f"the world has {topology.num_nodes} nodes, and each node that may come and go is a world of its own: "
+            f"start it alone, with num_nodes=1."
+        )
+    if len(optimizers) != 1:
+        raise ValueError(f"{len(optimizers)} optimizers: one is exchanged between nodes that come and go.")
+    odd = sorted({str(p.dtype) for p in parameters_of(optimizers[0]) if p.dtype != torch.float32})
+    if odd:
+        raise ValueError(
+            f"parameters of {', '.join(odd)}: a node that joins receives the weights as the module holds them, so hold "
+            f"them in float32 (precision='bf16-mixed' computes in bfloat16)."
+        )

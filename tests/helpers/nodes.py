@@ -1,0 +1,131 @@
+"""Nodes that come and go: a process each, with torchft's own lighthouse, for tests that kill, stop and cut them off."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import signal
+import socket
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+PRELOAD = ["torchft.process_group", "torchft.coordination", "lightning_sparse.updates.elastic", "tests.helpers.nodes"]
+Main = Callable[[str, str, dict[str, Any]], None]
+
+
+class Nodes:
+    """Nodes of one lighthouse.
+
+    Args:
+        main: what a node runs, a function of a module: name, lighthouse, options.
+        host: of the lighthouse.
+        lighthouse: its options.
+    """
+
+    def __init__(self, main: Main, folder: Path, host: str, **lighthouse: int) -> None:
+        self._main, self._folder, self._host = main, folder, host
+        self._options = {"min_replicas": 1, "join_timeout_ms": 4000, "heartbeat_timeout_ms": 1500, **lighthouse}
+        with socket.socket() as probe:
+            probe.bind((host, 0))
+            self._port = probe.getsockname()[1]
+        self.address = f"http://{host}:{self._port}"
+        self._context = multiprocessing.get_context("forkserver")
+        self._context.set_forkserver_preload(PRELOAD)
+        self._processes: dict[str, Any] = {}
+        self.light()
+
+    def light(self) -> None:
+        """Start the lighthouse, in a process of its own."""
+        self._lighthouse = self._context.Process(
+            target=_shine, args=(f"{self._host}:{self._port}", self._options), daemon=True
+        )
+        self._lighthouse.start()
+
+    def darken(self) -> None:
+        """Kill the lighthouse."""
+        self._lighthouse.kill()
+        self._lighthouse.join()
+
+    def start(self, name: str, **options: Any) -> None:
+        """Start a node, or start it again."""
+        arguments = (self._main, name, self.address, options, self._folder / f"{name}.txt")
+        self._processes[name] = self._context.Process(target=_run, args=arguments, daemon=True)
+        self._processes[name].start()
+
+    def send(self, name: str, number: signal.Signals) -> None:
+        """Send a signal to a node."""
+        os.kill(self._processes[name].pid, number)
+
+    def kill(self, name: str) -> None:
+        """Kill a node, and wait until it is gone."""
+        self.send(name, signal.SIGKILL)
+        self._processes[name].join()
+
+    def join(self, name: str, timeout: float = 60) -> int:
+        """Wait for the end of a node, and return its exit status."""
+        self._processes[name].join(timeout)
+        code = self._processes[name].exitcode
+        assert code is not None, f"node {name} still runs:\n{self.output(name)[-3000:]}"
+        return int(code)
+
+    def output(self, name: str) -> str:
+        """All that a node wrote, in all its lives."""
+        path = self._folder / f"{name}.txt"
+        return path.read_text(encoding="utf-8") if path.exists() else ""
+
+    def reports(self, name: str) -> list[dict[str, Any]]:
+        """The lines of JSON among that."""
+        return [
+            json.loads(line) for line in self.output(name).splitlines() if line.startswith("{") and line.endswith("}")
+        ]
+
+    def wait_for(self, name: str, condition: Callable[[dict[str, Any]], bool], timeout: float = 60) -> dict[str, Any]:
+        """Wait for a report of the node's that is new and meets the condition."""
+        seen, until = len(self.reports(name)), time.monotonic() + timeout
+        while time.monotonic() < until:
+            found = next((each for each in self.reports(name)[seen:] if condition(each)), None)
+            if found is not None:
+                return found
+            time.sleep(0.05)
+        raise AssertionError(f"node {name} did not come so far:\n{self.output(name)[-3000:]}")
+
+    def close(self) -> None:
+        """Stop everything."""
+        for each in (*self._processes.values(), self._lighthouse):
+            each.kill()
+            each.join()
+
+
+@contextmanager
+def nodes_of(main: Main, host: str = "127.0.0.1", **lighthouse: int) -> Iterator[Nodes]:
+    """Nodes that are stopped in the end."""
+    with tempfile.TemporaryDirectory() as folder:
+        nodes = Nodes(main, Path(folder), host, **lighthouse)
+        try:
+            yield nodes
+        finally:
+            nodes.close()
+
+
+def _shine(bind: str, options: dict[str, int]) -> None:
+    from torchft.coordination import LighthouseServer
+
+    server = LighthouseServer(bind=bind, **options)
+    signal.pause()
+    server.shutdown()
+
+
+def _run(main: Main, name: str, lighthouse: str, options: dict[str, Any], output: Path) -> None:
+    warnings.simplefilter("ignore")
+    file = open(output, "a", buffering=1, encoding="utf-8")  # noqa: SIM115
+    os.dup2(file.fileno(), 1)
+    os.dup2(file.fileno(), 2)
+    sys.stdout = sys.stderr = file
+    main(name, lighthouse, options)

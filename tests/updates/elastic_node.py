@@ -1,0 +1,116 @@
+"""A node of its own, in a process that tests kill: ``python -m tests.updates.elastic_node NAME LIGHTHOUSE OPTIONS``.
+
+It trains a toy and prints a line of JSON after each step. OPTIONS is a JSON object: those of `ElasticConfig`, and
+``steps``, ``pause`` (seconds between steps), ``seed``.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import signal
+import sys
+import time
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lightning_sparse.exchange.rounds import Outcome, Round, Rounds
+from lightning_sparse.topology import discover
+from lightning_sparse.updates.elastic import ElasticConfig, ElasticUpdates
+
+
+def flat(model: nn.Module) -> Tensor:
+    return torch.cat([p.detach().flatten() for p in model.parameters()])
+
+
+class Sent:
+    """The sum of what this node has sent in rounds that count."""
+
+    def __init__(self) -> None:
+        self.total: Tensor | float = 0.0
+        self.state: Any = None
+        count = Rounds._count
+
+        def counted(rounds: Rounds, found: Round, held: Tensor | None, outcome: Outcome) -> None:
+            if held is not None:
+                self.total = self.total + self.dense(held)
+            count(rounds, found, held, outcome)
+
+        Rounds._count = counted  # type: ignore[method-assign]
+
+    def dense(self, held: Tensor) -> Tensor:
+        if held.dtype != torch.uint8:
+            return held.double()
+        path = self.state._path
+        sent = torch.zeros(path.work.shard_numel)
+        path.add(held[: path.message_bytes].view(1, -1), sent, 1.0)
+        return sent.double()
+
+
+def main(name: str, lighthouse: str, options: dict[str, Any]) -> None:
+    steps, pause, seed = options.pop("steps", 100_000), options.pop("pause", 0.02), options.pop("seed", 0)
+    torch.set_num_threads(1)
+    logging.basicConfig(level=logging.INFO, stream=sys.stderr, force=True)
+    store = dist.TCPStore("127.0.0.1", 0, 1, is_master=True)
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    model, teacher = toy(seed), toy(-1)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    leaving: list[int] = []
+    signal.signal(signal.SIGTERM, lambda *_: leaving.append(1))
+    sent = Sent()
+    updates = ElasticUpdates(model, optimizer, ElasticConfig(lighthouse=lighthouse, **options), discover(), name=name)
+    state = sent.state = updates._state
+    data = torch.Generator().manual_seed(int.from_bytes(hashlib.sha1(updates.peers.name.encode()).digest()[:4]))
+    made = torch.zeros(state.slices.numel, dtype=torch.float64)
+
+    def report(**more: Any) -> None:
+        token, number = updates.version
+        digest = hashlib.sha1(state.read_shared().numpy().tobytes()).hexdigest()[:12]
+        off = (made - sent.total - pending(state, updates)).abs().max().item()
+        told = {"token": token, "number": number, "digest": digest, "off": off, **updates.gauges()}
+        print(json.dumps({**more, **told}), flush=True)
+
+    step = 0 if updates.taken is None else updates.taken["extra"]["step"]
+    print(json.dumps({"begins": step}), flush=True)
+    while step < steps and not leaving:
+        x = torch.randn(32, 16, generator=data)
+        optimizer.zero_grad()
+        nn.functional.mse_loss(model(x), teacher(x).detach()).backward()
+        before = flat(model).double()
+        optimizer.step()
+        made += before - flat(model).double()
+        updates.step()
+        step += 1
+        updates.serve(partial(dict, step=step))
+        time.sleep(pause)
+        report(step=step)
+    updates.finish()
+    report(ends=step, left=state.pending_S.abs().max().item())
+    updates.end()
+
+
+def toy(seed: int) -> nn.Module:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(16, 64), nn.Tanh(), nn.Linear(64, 4))
+
+
+def pending(state: Any, updates: ElasticUpdates) -> Tensor:
+    """What is pending, and what is in limbo."""
+    total = state.pending_S.double()
+    unsettled = updates.peers._unsettled
+    held = None if unsettled is None else unsettled[1]
+    if held is not None:
+        path = state._path
+        limbo = torch.zeros_like(state.shared_S)
+        path.add(held[: path.message_bytes].view(1, -1), limbo, 1.0)
+        total += limbo.double()
+    return total
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2], json.loads(sys.argv[3]))

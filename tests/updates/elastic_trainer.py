@@ -1,0 +1,93 @@
+"""A node as Trainer has it, in a process that tests kill; it prints a line of JSON after each step."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytorch_lightning as pl
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_sparse.flavours.pytorch_lightning import CommStatsCallback, MSTopKElasticStrategy
+
+
+class Toy(pl.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(16, 64), nn.BatchNorm1d(64), nn.Tanh(), nn.Linear(64, 4))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = batch
+        return nn.functional.mse_loss(self.net(x), y)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        x, y = batch
+        self.log("val_loss", nn.functional.mse_loss(self.net(x), y))
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2)
+        return [optimizer], [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.99)]
+
+
+class Report(pl.Callback):
+    def __init__(self, pause: float) -> None:
+        self.pause = pause
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
+        time.sleep(self.pause)
+        report(trainer, step=trainer.global_step, epoch=trainer.current_epoch)
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        report(trainer, step=trainer.global_step)
+
+
+def report(trainer: Any, **more: Any) -> None:
+    updates = trainer.strategy.elastic
+    token, number = updates.version
+    with updates.shared_weights():
+        weights = torch.cat([p.detach().flatten() for p in trainer.lightning_module.parameters()])
+    digest = hashlib.sha1(weights.numpy().tobytes()).hexdigest()[:12]
+    lr = trainer.optimizers[0].param_groups[0]["lr"]
+    told = {"token": token, "number": number, "digest": digest, "lr": lr, **updates.gauges()}
+    if trainer.is_global_zero:
+        print(json.dumps({**more, **told}), flush=True)
+
+
+def main(name: str, lighthouse: str, options: dict[str, Any]) -> None:
+    steps, pause, folder = options.pop("steps", -1), options.pop("pause", 0.02), options.pop("folder")
+    epochs, devices = options.pop("epochs", -1), options.pop("devices", 1)
+    os.environ.update(options.pop("env", {}))
+    torch.set_num_threads(1)
+    logging.basicConfig(level=logging.INFO, stream=sys.stderr, force=True)
+    pl.seed_everything(0)
+    x = torch.randn(2048, 16)
+    data = TensorDataset(x, torch.tanh(x @ torch.randn(16, 4)))
+    checkpoints = Path(folder)
+    saved = checkpoints / "last.ckpt"
+    trainer = pl.Trainer(
+        accelerator="cpu",
+        devices=devices,
+        strategy=MSTopKElasticStrategy(lighthouse=lighthouse, node_name=options.pop("node", name), **options),
+        max_steps=steps,
+        max_epochs=epochs,
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        callbacks=[
+            Report(pause),
+            CommStatsCallback(),
+            pl.callbacks.ModelCheckpoint(checkpoints, save_last=True, every_n_train_steps=10, save_top_k=1),
+        ],
+    )
+    loader = DataLoader(data, batch_size=32, shuffle=True)
+    trainer.fit(Toy(), loader, DataLoader(data, batch_size=256), ckpt_path=str(saved) if saved.exists() else None)
+    if trainer.is_global_zero:
+        print(json.dumps({"ends": trainer.global_step}), flush=True)

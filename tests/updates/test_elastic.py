@@ -1,0 +1,136 @@
+"""Nodes that come and go, on real processes with torchft's lighthouse: killed, stopped, cut off, back again."""
+
+from __future__ import annotations
+
+import random
+import signal
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torchft", reason="needs torchft")
+
+from tests.helpers.nodes import Nodes, nodes_of
+from tests.updates.elastic_node import main
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture
+def nodes() -> Iterator[Nodes]:
+    with nodes_of(main) as nodes:
+        yield nodes
+
+
+def check(nodes: Nodes, names: str) -> dict[str, list[str]]:
+    """Weights of one name have the same bits wherever they are, and no node has lost what it trained: what it made, in
+    its last life, is what it sent in rounds that count and what is pending. Returns the names that each node had."""
+    digests: dict[str, set[str]] = {}
+    for name in names:
+        for each in nodes.reports(name):
+            if "digest" in each:
+                digests.setdefault(each["token"], set()).add(each["digest"])
+                assert each["off"] < 1e-5, (name, each)
+    assert {token: found for token, found in digests.items() if len(found) > 1} == {}
+    return {name: [each["token"] for each in nodes.reports(name) if "digest" in each] for name in names}
+
+
+def end(nodes: Nodes, names: str) -> None:
+    """Tell nodes to end, and check all that they have said."""
+    for name in names:
+        nodes.send(name, signal.SIGTERM)
+    assert [nodes.join(name) for name in names] == [0] * len(names)
+
+
+def of(count: int, after: int = 0) -> Callable[[dict[str, Any]], bool]:
+    """A report of a round of so many nodes, after another round."""
+    return lambda report: report.get("nodes") == count and report["number"] > after
+
+
+def test_one_of_three_is_killed_and_comes_back(nodes: Nodes) -> None:
+    for name in "abc":
+        nodes.start(name, timeout=5, density=0.1)
+    begun = nodes.wait_for("c", of(3))["number"]
+    nodes.kill("c")
+    nodes.wait_for("a", of(2, begun))
+    nodes.start("c", timeout=5, density=0.1, seed=7)
+    nodes.wait_for("c", of(3))
+    end(nodes, "abc")
+    tokens = check(nodes, "abc")
+    assert set(tokens["a"]) & set(tokens["b"]) & set(tokens["c"])
+    begins = [each["begins"] for each in nodes.reports("c") if "begins" in each]
+    assert begins[-1] > 0  # where its peer was, and not with weights of its own
+    assert nodes.reports("a")[-1]["left"] < 1e-6  # all that was pending is sent in the end
+
+
+def test_a_node_that_stands_still_is_out_and_comes_back(nodes: Nodes) -> None:
+    for name in "abc":
+        nodes.start(name, timeout=3, density=0.1)
+    begun = nodes.wait_for("c", of(3))["number"]
+    nodes.send("c", signal.SIGSTOP)
+    without = nodes.wait_for("a", of(2, begun))["number"]
+    nodes.wait_for("a", of(2, without + 10))
+    nodes.send("c", signal.SIGCONT)
+    nodes.wait_for("c", of(3, without))
+    assert "has missed rounds" in nodes.output("c")
+    end(nodes, "abc")
+    check(nodes, "abc")
+
+
+def test_a_node_that_is_told_to_end_sends_what_is_pending(nodes: Nodes) -> None:
+    for name in "abc":
+        nodes.start(name, timeout=5, density=0.02)
+    begun = nodes.wait_for("c", of(3))["number"]
+    nodes.send("c", signal.SIGTERM)
+    assert nodes.join("c") == 0
+    last = nodes.reports("c")[-1]
+    assert last["ends"] > 0
+    assert last["left"] < 1e-6
+    nodes.wait_for("a", of(2, begun))
+    end(nodes, "ab")
+    check(nodes, "abc")
+
+
+def test_nodes_train_on_while_there_is_no_lighthouse(nodes: Nodes) -> None:
+    for name in "ab":
+        nodes.start(name, timeout=5, density=0.1)
+    before = nodes.wait_for("a", of(2))
+    nodes.darken()
+    during = nodes.wait_for("a", lambda report: report["step"] > before["step"] + 30)
+    assert during["number"] < before["number"] + 30
+    nodes.light()
+    nodes.wait_for("a", of(2, during["number"] + 10))
+    end(nodes, "ab")
+    check(nodes, "ab")
+
+
+def test_a_node_with_other_options_is_refused_and_the_others_go_on(nodes: Nodes) -> None:
+    for name in "ab":
+        nodes.start(name, timeout=5, density=0.1)
+    nodes.wait_for("a", of(2))
+    nodes.start("c", timeout=5, density=0.2)
+    assert nodes.join("c") == 1
+    assert "this node differs from those that train: density=0.2, theirs 0.1" in nodes.output("c")
+    nodes.wait_for("a", of(2))
+    check(nodes, "ab")
+
+
+@pytest.mark.timeout(600)
+def test_twenty_nodes_die_at_random_moments_and_come_back(nodes: Nodes) -> None:
+    generator = random.Random(0)
+    options: dict[str, Any] = {"timeout": 3, "density": 0.1, "pause": 0.01}
+    for name in "abc":
+        nodes.start(name, **options)
+    nodes.wait_for("a", of(3))
+    for _ in range(20):
+        name = generator.choice("abc")
+        time.sleep(generator.uniform(0, 1))
+        nodes.kill(name)
+        time.sleep(generator.uniform(0, 2))
+        nodes.start(name, **options)  # while another may die
+    for name in "abc":
+        nodes.wait_for(name, of(3), timeout=120)
+    end(nodes, "abc")
+    check(nodes, "abc")

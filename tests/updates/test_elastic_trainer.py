@@ -1,0 +1,116 @@
+"""Trainers that come and go."""
+
+from __future__ import annotations
+
+import signal
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("torchft", reason="needs torchft")
+
+from lightning_sparse.flavours.pytorch_lightning import MSTopKElasticStrategy
+from tests.helpers.nodes import Nodes, nodes_of
+from tests.updates.elastic_trainer import main
+from tests.updates.test_elastic import of
+
+
+@pytest.fixture
+def nodes() -> Iterator[Nodes]:
+    with nodes_of(main) as nodes:
+        yield nodes
+
+
+def digests_agree(nodes: Nodes, names: str) -> None:
+    """Weights of one name have the same bits on all nodes."""
+    found: dict[str, set[str]] = {}
+    for name in names:
+        for each in nodes.reports(name):
+            if "digest" in each:
+                found.setdefault(each["token"], set()).add(each["digest"])
+    assert max(map(len, found.values())) == 1, found
+
+
+@pytest.mark.slow
+def test_a_trainer_that_joins_goes_on_where_the_others_are(nodes: Nodes, tmp_path: Path) -> None:
+    options: dict[str, Any] = {"timeout": 5, "density": 0.1}
+    for name in "ab":
+        nodes.start(name, folder=str(tmp_path / name), **options)
+    begun = nodes.wait_for("b", of(2))["number"]
+    nodes.kill("b")
+    alone = nodes.wait_for("a", lambda report: report.get("nodes") == 1 and report["number"] > begun)
+    nodes.start("b", folder=str(tmp_path / "fresh"), **options)
+    back = nodes.wait_for("b", of(2, alone["number"]))
+    there = next(each for each in nodes.reports("a") if each.get("number", 0) >= back["number"])
+    assert abs(back["step"] - there["step"]) <= 3  # progress, too
+    assert back["lr"] == pytest.approx(0.01 * 0.99 ** back["epoch"])  # and the schedule
+    for name in "ab":
+        nodes.send(name, signal.SIGTERM)
+    assert [nodes.join(name) for name in "ab"] == [0, 0]
+    digests_agree(nodes, "ab")
+
+
+@pytest.mark.slow
+def test_a_job_that_was_stopped_resumes_on_another_number_of_nodes(nodes: Nodes, tmp_path: Path) -> None:
+    options: dict[str, Any] = {"timeout": 5, "density": 0.1, "folder": str(tmp_path)}
+    nodes.start("a", **options)
+    nodes.wait_for("a", lambda report: report.get("step", 0) > 25)
+    nodes.kill("a")
+    saved = torch.load(tmp_path / "last.ckpt", weights_only=False)
+    for name in "ab":
+        nodes.start(name, **options)
+    first = nodes.wait_for("b", of(2))
+    assert first["step"] > saved["global_step"] > 0
+    for name in "ab":
+        nodes.send(name, signal.SIGTERM)
+    assert [nodes.join(name) for name in "ab"] == [0, 0]
+    digests_agree(nodes, "ab")
+
+
+@pytest.mark.slow
+def test_nodes_of_two_devices(nodes: Nodes, tmp_path: Path) -> None:
+    for name in "ab":
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        env = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "NODE_RANK": "0", "WORLD_SIZE": "2"}
+        for device in range(2):
+            place = {**env, "LOCAL_RANK": str(device), "RANK": str(device)}
+            options = {"devices": 2, "env": place, "node": name, "folder": str(tmp_path / name)}
+            nodes.start(f"{name}{device}", **options, timeout=5, density=0.1)
+    begun = nodes.wait_for("b0", of(2))["number"]
+    nodes.wait_for("a0", of(2, begun + 10))
+    nodes.kill("b0")
+    nodes.kill("b1")
+    nodes.wait_for("a0", lambda report: report.get("nodes") == 1 and report["number"] > begun)
+    found: dict[str, set[str]] = {}
+    for name in ("a0", "b0"):
+        for each in nodes.reports(name):
+            found.setdefault(each.get("token", ""), set()).add(each.get("digest", ""))
+    assert max(map(len, found.values())) == 1
+    assert set(each.get("token") for each in nodes.reports("b0")) & {each.get("token") for each in nodes.reports("a0")}
+
+
+def test_without_a_lighthouse_the_error_tells_the_command() -> None:
+    from lightning_sparse.exchange.lighthouse import Lighthouse
+
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    with pytest.raises(
+        ValueError, match=rf"no lighthouse answers at http://127.0.0.1:{port}: start one.*torchft_light"
+    ):
+        Lighthouse(f"127.0.0.1:{port}", "a", timeout=1)
+
+
+def test_bad_options_are_refused() -> None:
+    with pytest.raises(ValueError, match="exchange='regional' cannot be combined with MSTopKElasticStrategy"):
+        MSTopKElasticStrategy(exchange="regional")
+    with pytest.raises(ValueError, match="min_nodes=0 must be a whole number"):
+        MSTopKElasticStrategy(min_nodes=0)
+    with pytest.raises(ValueError, match="timeout=-1 must be a number of seconds"):
+        MSTopKElasticStrategy(timeout=-1)
