@@ -203,7 +203,8 @@ def write_report(out: Path) -> None:
         parts += [table(here), "", trials(here)]
     if any(_is_usual(record) for record in records):
         parts += ["", "## Beside real processes", "", agreement(records)]
-    write(out / "results.json", {**about, "rows": rows, "runs": records}, "\n".join(parts), plot)
+    drawn = plot if any(_is_usual(record) for record in records) else None
+    write(out / "results.json", {**about, "rows": rows, "runs": records}, "\n".join(parts), drawn)
 
 
 def main() -> None:
