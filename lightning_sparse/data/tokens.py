@@ -14,8 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_sparse.data.base import DataModuleMixin
 from lightning_sparse.data.config import check_limit, limited_count
+from lightning_sparse.data.datamodule import DataModuleMixin
 from lightning_sparse.data.peers.collectives import find_topology, on_all_ranks, on_rank_zero
 from lightning_sparse.data.pipeline.batch import BatchRequest
 from lightning_sparse.data.pipeline.loader import EvalLoader, TrainLoader
