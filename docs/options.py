@@ -6,9 +6,8 @@ import inspect
 import re
 from pathlib import Path
 
-from lightning_sparse.data.config import CacheConfig
+from lightning_sparse.data.config import CacheConfig, ImageOptions, SampleOptions
 from lightning_sparse.data.datamodule import CachedDataModuleMixin, CachedImageDataModuleMixin
-from lightning_sparse.data.pipeline.options import ImageOptions, SampleOptions
 from lightning_sparse.data.session import DataOptions
 from lightning_sparse.data.tokens import TokenDataModuleMixin
 from lightning_sparse.exchange import ExchangeConfig

@@ -72,13 +72,12 @@ MAY_IMPORT_IN_DATA: dict[str, set[str]] = {
     "peers": {"config", "sample"},
     "cache": {"config", "sample", "decode", "rng", "folders", "sources", "peers"},  # reads peers as it reads any tier
     "pipeline": {"config", "sample", "decode", "rng"},  # reads from whatever has `get`; a test's fake store, too
-    "base": {"pipeline"},
     "text": set(),
     "shards": {"config", "folders", "sources", "text"},
     "streams": {"config", "rng", "text"},
-    "tokens": {"base", "config", "peers", "pipeline", "rng", "shards", "streams", "text"},
+    "tokens": {"config", "datamodule", "peers", "pipeline", "rng", "shards", "streams", "text"},
     "session": {"config", "sample", "rng", "folders", "sources", "cache", "peers", "pipeline"},
-    "datamodule": {"base", "config", "cache", "sources", "pipeline", "session"},
+    "datamodule": {"config", "cache", "sources", "pipeline", "session"},
 }
 RULES = {PACKAGE: MAY_IMPORT, f"{PACKAGE}.data": MAY_IMPORT_IN_DATA}
 # What is heavy or optional -> the files that may import it, by the beginning of their path in the package.

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from lightning_sparse.cli.report import need
-from lightning_sparse.data.pipeline.options import MEAN, STD
+from lightning_sparse.data.config import MEAN, STD
 
 BATCH = 64
 

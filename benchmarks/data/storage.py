@@ -74,8 +74,7 @@ def read(
 
 
 def _ours(source: str, work: Path, shuffle: str) -> tuple[Any, Any]:
-    from lightning_sparse.data.config import CacheConfig
-    from lightning_sparse.data.pipeline.options import ImageOptions
+    from lightning_sparse.data.config import CacheConfig, ImageOptions
     from lightning_sparse.data.session import DataOptions, open_session
 
     cache_dir = work / f"local-disk-of-node{os.environ['NODE_RANK']}"

@@ -37,10 +37,9 @@ from benchmarks.processes import alone
 from benchmarks.record import Rows, parser_of, surroundings, write
 from lightning_sparse.cli.report import format_table
 from lightning_sparse.data.cache.store import SampleStore
-from lightning_sparse.data.config import CacheConfig
+from lightning_sparse.data.config import CacheConfig, ImageOptions
 from lightning_sparse.data.pipeline.batch import Batch, BatchRequest, Pipeline
 from lightning_sparse.data.pipeline.images import has_dali
-from lightning_sparse.data.pipeline.options import ImageOptions
 from lightning_sparse.data.pipeline.sampler import Sampler, SamplerConfig
 from lightning_sparse.data.sources.listing import load_or_list
 

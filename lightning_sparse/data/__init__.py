@@ -10,10 +10,10 @@ keeps it in memory for later epochs and sends it to the other nodes.
                                   memory of other nodes (zmq, CURVE)
 
 ============== ===========================================================================
-datamodule.py  the LightningDataModules: of images, and of files of any kind
-tokens.py      token streams, with a LightningDataModule of their own
+datamodule.py  what all DataModules share; those of images, and of files of any kind
+tokens.py      the LightningDataModule of token ids: text.py makes them, shards.py those of network storage, and
+               streams.py windows of them
 session.py     what is open between setup and teardown, and what ranks agree on before
-base.py        what all DataModules share
 pipeline/      samples -> batches: sampler, loader, augmentation, DALI and torch
 cache/         the tiers of a node, and the store that reads a sample from the nearest one
 peers/         between nodes: server, client, addresses, collectives

@@ -18,13 +18,19 @@ from numpy.typing import NDArray
 from lightning_sparse.data.cache.counts import TierCounts, TierLog
 from lightning_sparse.data.cache.memory import format_for
 from lightning_sparse.data.cache.store import Placement, SampleStore, new_run, owners_of
-from lightning_sparse.data.config import CacheConfig, check_limit, limited_count
+from lightning_sparse.data.config import (
+    CacheConfig,
+    ImageOptions,
+    ImageSizes,
+    SampleOptions,
+    check_limit,
+    limited_count,
+)
 from lightning_sparse.data.peers.collectives import find_topology, on_all_ranks, on_rank_zero
 from lightning_sparse.data.peers.protocol import node_address, reachable
 from lightning_sparse.data.pipeline.batch import Pipeline
 from lightning_sparse.data.pipeline.images import choose_backend, has_dali, image_pipeline
 from lightning_sparse.data.pipeline.loader import EvalLoader, TrainLoader
-from lightning_sparse.data.pipeline.options import ImageOptions, ImageSizes, SampleOptions
 from lightning_sparse.data.pipeline.sampler import Indices, Sampler, SamplerConfig, evaluation_batches
 from lightning_sparse.data.pipeline.workers import WorkerPipeline
 from lightning_sparse.data.rng import bits, shuffled

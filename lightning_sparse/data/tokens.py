@@ -14,8 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_sparse.data.base import DataModuleMixin
 from lightning_sparse.data.config import check_limit, limited_count
+from lightning_sparse.data.datamodule import DataModuleMixin
 from lightning_sparse.data.peers.collectives import find_topology, on_all_ranks, on_rank_zero
 from lightning_sparse.data.pipeline.batch import BatchRequest
 from lightning_sparse.data.pipeline.loader import EvalLoader, TrainLoader
@@ -178,11 +178,13 @@ class TokenDataModuleMixin(DataModuleMixin):
         """
         kind = PackedStream if self._documents == "packed" else TokenStream
         streams = {path: kind(path, self._context, made.get(path), self._documents) for path in self._all_paths}
+        first = next(iter(self._weights))
+        self._vocab_size = self._vocab_size or streams[first].vocab_size  # without asking storage again
         for path, stream in streams.items():
-            if stream.vocab_size != self.vocab_size:
+            if stream.vocab_size != self._vocab_size:
                 raise ValueError(
-                    f"{path} has vocab_size {stream.vocab_size}, but train={next(iter(self._weights))!r} has "
-                    f"{self.vocab_size}: use one tokenizer for all files."
+                    f"{path} has vocab_size {stream.vocab_size}, but train={first!r} has {self._vocab_size}: use one "
+                    "tokenizer for all files."
                 )
         parts: Sequence[Windows] = [streams[path] for path in self._weights]
         weights = [*self._weights.values()]

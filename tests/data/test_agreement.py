@@ -12,8 +12,7 @@ import torch.distributed as dist
 
 from lightning_sparse.data.cache import segment as segments
 from lightning_sparse.data.cache.store import Placement
-from lightning_sparse.data.config import CacheConfig
-from lightning_sparse.data.pipeline.options import ImageOptions
+from lightning_sparse.data.config import CacheConfig, ImageOptions
 from lightning_sparse.data.session import DataOptions, agreed_format, agreed_manifest, open_session
 from lightning_sparse.data.sources import listing
 from lightning_sparse.data.sources.listing import load_or_list

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
+from lightning_sparse.data.config import ImageOptions
 from lightning_sparse.data.pipeline.images import has_dali
-from lightning_sparse.data.pipeline.options import ImageOptions
 from tests.data.fake_store import FolderStore
 from tests.data.pictures import make_folder
 from tests.data.test_pipelines import requests

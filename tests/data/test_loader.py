@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 import torch
 
+from lightning_sparse.data.config import ImageSizes
 from lightning_sparse.data.pipeline.batch import Batch, BatchRequest
 from lightning_sparse.data.pipeline.loader import EvalLoader, TrainLoader
-from lightning_sparse.data.pipeline.options import ImageSizes
 from lightning_sparse.data.pipeline.sampler import Sampler, SamplerConfig
 
 CONFIG = SamplerConfig(batch_size=4)

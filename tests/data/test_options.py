@@ -62,4 +62,4 @@ def test_lightning_cli_accepts_the_options(flavour: str) -> None:
 )
 def test_bad_options_are_refused_early(tmp_path: Path, options: dict[str, Any], says: str) -> None:
     with pytest.raises(ValueError, match=says):
-        CachedImageDataModuleMixin(str(tmp_path), **{"cache_dir": str(tmp_path), **options})
+        CachedImageDataModuleMixin(str(tmp_path), **{"cache_dir": str(tmp_path / "cache"), **options})

@@ -14,9 +14,8 @@ import numpy as np
 import pytest
 import torch
 
-from lightning_sparse.data.pipeline.augment import random_crops
-from lightning_sparse.data.pipeline.batch import BatchRequest, prepare
-from lightning_sparse.data.pipeline.options import ImageOptions
+from lightning_sparse.data.config import ImageOptions
+from lightning_sparse.data.pipeline.batch import BatchRequest, prepare, random_crops
 from tests.data.fake_store import FolderStore
 from tests.data.pictures import make_folder
 

@@ -13,8 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_sparse.data.config import CacheConfig
-from lightning_sparse.data.pipeline.options import ImageOptions
+from lightning_sparse.data.config import CacheConfig, ImageOptions
 from lightning_sparse.data.session import DataOptions, Session, open_session
 from lightning_sparse.data.sources.listing import load_or_list
 from tests.data.small import jpeg, make_folder

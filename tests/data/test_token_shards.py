@@ -102,7 +102,7 @@ def test_s3_is_read_once_and_may_vanish_in_the_middle_of_an_epoch(
             steps = sum(1 for _ in data.train_dataloader())
         batches = iter(data.train_dataloader())
         next(batches)
-    assert sum('"GET /texts/' in said and ".txt" in said for said in caplog.messages) == len(TEXTS)
+    assert sum("GET /texts/" in said and ".txt" in said for said in caplog.messages) == len(TEXTS)
     assert 1 + sum(1 for _ in batches) == steps > 20
     data.teardown("fit")
 

@@ -27,9 +27,9 @@ from numpy.typing import NDArray
 from nvidia.dali import fn, pipeline_def, types
 from torch.utils.dlpack import from_dlpack
 
+from lightning_sparse.data.config import ImageOptions
 from lightning_sparse.data.decode import decode
 from lightning_sparse.data.pipeline.batch import Batch, BatchRequest, PreparedBatch, prepare
-from lightning_sparse.data.pipeline.options import ImageOptions
 from lightning_sparse.data.pipeline.prefetch import prefetch_map
 from lightning_sparse.data.sample import SampleReader
 

@@ -17,10 +17,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from lightning_sparse.data.config import is_installed
+from lightning_sparse.data.config import Backend, ImageOptions, is_installed
 from lightning_sparse.data.decode import decode, resized
 from lightning_sparse.data.pipeline.batch import Batch, BatchRequest, Pipeline, PreparedBatch, prepare
-from lightning_sparse.data.pipeline.options import Backend, ImageOptions
 from lightning_sparse.data.pipeline.prefetch import prefetch_map
 from lightning_sparse.data.sample import SampleReader
 

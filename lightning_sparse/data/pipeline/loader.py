@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 
+from lightning_sparse.data.config import ImageSizes
 from lightning_sparse.data.pipeline.batch import BatchRequest, Pipeline
-from lightning_sparse.data.pipeline.options import ImageSizes
 from lightning_sparse.data.pipeline.sampler import EpochSegment, Indices, Sampler
 from lightning_sparse.messages import log
 

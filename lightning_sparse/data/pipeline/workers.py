@@ -25,9 +25,8 @@ import torch
 from torch.utils.data import DataLoader, Dataset, default_collate
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
-from lightning_sparse.data.config import DataError
+from lightning_sparse.data.config import DataError, SampleOptions
 from lightning_sparse.data.pipeline.batch import BatchRequest, label_tensor
-from lightning_sparse.data.pipeline.options import SampleOptions
 from lightning_sparse.data.pipeline.prefetch import prefetch
 from lightning_sparse.data.rng import bits
 from lightning_sparse.data.sample import EXIT_PRIORITY, ReplacingReader, Sample
