@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
@@ -204,7 +205,7 @@ def damaged(folder: str, kind: str) -> list[str]:
         dist.barrier()
         try:
             load(loop, str(copy))
-        except Exception as error:
+        except (Exception, CheckpointException) as error:  # torch's is no Exception
             found.append(f"{type(error).__name__}: {error}")
         else:
             found.append("same" if torch.equal(weights_of(loop[0]), expected) else "wrong weights")
@@ -214,7 +215,7 @@ def damaged(folder: str, kind: str) -> list[str]:
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["updates", "updates of shards"])
 def test_a_damaged_byte_is_an_error_or_harmless(kind: str, tmp_path: Path) -> None:
-    several = run_ranks(damaged, str(tmp_path), kind, nodes=2, devices=2, timeout=200)
+    several = run_ranks(damaged, str(tmp_path), kind, nodes=2, devices=2, timeout=150)
     for found in zip(*several, strict=True):
         assert len({each == "same" for each in found}) == 1, found
         assert "wrong weights" not in found
