@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
@@ -29,7 +28,7 @@ from lightning_sparse.fsdp import ShardedGradients
 from lightning_sparse.gradients import HierConfig, HierState, hier_hook
 from lightning_sparse.messages import described, said_if_long, show_log_lines
 from lightning_sparse.sharding import local_of, parameters_of
-from lightning_sparse.strategy.folders import verify, whole_or_none
+from lightning_sparse.strategy.folders import verify, verify_file, whole_or_none
 from lightning_sparse.strategy.options import (
     OWN_OF_FSDP,
     REFUSED_BY_FSDP,
@@ -175,9 +174,12 @@ class Adapter:
         return path
 
     def _verify(self, path: Any) -> None:
-        """Raise RuntimeError for a checkpoint that is damaged. Every rank calls it."""
-        if dist.is_initialized():
-            verify(Path(self._main_path(path)), self.root_device)
+        """Raise RuntimeError for a checkpoint that is damaged. Of a folder a collective of the world."""
+        path = Path(self._main_path(path))
+        if (path / ".metadata").is_file():
+            verify(path, self.root_device)
+        else:
+            verify_file(path)
 
     def _go_on(self, engine: Engine, saved: Saved) -> None:
         """Let an engine go on from what a checkpoint has of it. A collective of the world."""

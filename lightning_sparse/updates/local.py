@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -196,6 +197,13 @@ class LocalUpdates(Engine):
 
     def state(self) -> State:
         return checkpoint.state_of(self)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Say so where it holds nothing of the optimizers."""
+        if not self.active:
+            said = "one node exchanges no updates, so the state of its optimizers is not saved with them: save it apart"
+            self.log_once(said, logging.WARNING)
+        return super().state_dict()
 
     def device_state(self) -> dict[str, Any]:
         """Its optimizers' state, too, which differs between nodes."""

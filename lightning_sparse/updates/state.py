@@ -375,7 +375,9 @@ class Difference(UpdateState):
         marks = [] if self._marks is None else self._marks.read().tolist()
         self._marks = None
         if len(set(marks)) > 1:
-            said = ", ".join(f"node {node} in batch {each >> 8}" for node, each in enumerate(marks))
+            said = ", ".join(
+                f"node {node} in batch {each >> 8} with optimizer {each & 255}" for node, each in enumerate(marks)
+            )
             raise RuntimeError(
                 f"nodes have exchanged updates of different steps ({said}): one skipped a step that others made, and "
                 f"what they sent since belongs to other weights. In manual optimization step on all nodes or on none: "

@@ -1,6 +1,8 @@
 """Checkpoints of loops without Lightning in folders of torch.distributed.checkpoint: exact on the same cluster, nothing
 lost on another, damage found."""
 
+import random
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +11,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
@@ -183,3 +186,37 @@ def test_another_cluster_loses_nothing(nodes: int, devices: int, tmp_path: Path)
             assert pending.count_nonzero() > 0, kind
             torch.testing.assert_close(waiting, pending, rtol=1e-5, atol=1e-7, msg=kind)
             assert steps <= {STEPS + 1}, "optimizers go on with the state of the first node"
+
+
+def damaged(folder: str, kind: str) -> list[str]:
+    """What becomes of each of 20 damaged bytes: an error, or what the undamaged folder gives."""
+    chance, loop, found = random.Random(kind), begin(kind, 0), []
+    train(loop, 0, STEPS)
+    save(loop, f"{folder}/saved", "save")
+    expected = weights_of(loop[0])
+    for number in range(20):
+        copy = Path(folder) / str(number)
+        if dist.get_rank() == 0:
+            shutil.copytree(f"{folder}/saved", copy)
+            file = chance.choice(sorted(copy.glob("*.distcp")))
+            content = bytearray(file.read_bytes())
+            content[chance.randrange(len(content))] ^= 1 << chance.randrange(8)
+            file.write_bytes(content)
+        dist.barrier()
+        try:
+            load(loop, str(copy))
+        except (Exception, CheckpointException) as error:  # torch's is no Exception
+            found.append(f"{type(error).__name__}: {error}")
+        else:
+            found.append("same" if torch.equal(weights_of(loop[0]), expected) else "wrong weights")
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["updates", "updates of shards"])
+def test_a_damaged_byte_is_an_error_or_harmless(kind: str, tmp_path: Path) -> None:
+    several = run_ranks(damaged, str(tmp_path), kind, nodes=2, devices=2, timeout=150)
+    for found in zip(*several, strict=True):
+        assert len({each == "same" for each in found}) == 1, found
+        assert "wrong weights" not in found
+    assert sum(each != "same" for each in several[0]) > 5

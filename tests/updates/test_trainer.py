@@ -342,4 +342,4 @@ def skipping(folder: str) -> str:
 
 def test_a_node_that_skips_a_step_alone_is_an_error(tmp_path: Path) -> None:
     for said in run_ranks(skipping, str(tmp_path), nodes=2, devices=1, timeout=100, init=False):
-        assert "node 0 in batch 4, node 1 in batch 5" in said
+        assert "node 0 in batch 4 with optimizer 0, node 1 in batch 5" in said
