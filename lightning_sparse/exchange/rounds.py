@@ -99,8 +99,8 @@ class Rounds:
         lighthouse: on the first device of a node, None on the others.
         devices: those of the node, in a group that nothing else uses.
         facts: what must be the same on all nodes.
-        min_nodes: with fewer, a node that has something to send waits for others, up to
-        timeout: in seconds; also that of collectives.
+        min_nodes: with fewer, a node that has something to send waits for others, up to the timeout; one of the facts.
+        timeout: of collectives, in seconds.
         server: where this node's snapshots are.
 
     Attributes:
@@ -215,7 +215,7 @@ class Rounds:
             members = self._from_first(partial(self._ask, said))
             waited = time.monotonic() - began
             quorum = None if members is None else self._quorum_of(members, outcome)
-            few = quorum is not None and len(quorum.contributors) < (self._min_nodes if message_B is not None else 1)
+            few = quorum is not None and quorum.is_too_small(self._min_nodes)  # the same on all of them
             if few:
                 time.sleep(IDLE_SECONDS)
             if not few or message_B is None or waited > self._timeout:
@@ -428,6 +428,10 @@ class Quorum:
     token: str
     number: int
     facts: Mapping[str, Any]
+
+    def is_too_small(self, min_nodes: int) -> bool:
+        """Whether there is no round; what a node that leaves sends always counts."""
+        return len(self.contributors) < min_nodes and not any(each.said.flushes for each in self.contributors)
 
 
 def quorum_of(members: Sequence[Member]) -> Quorum:

@@ -48,7 +48,7 @@ class ElasticConfig(UpdatesConfig):
     Args:
         lighthouse: address of torchft's lighthouse, ``"http://host:29510"``; default: the environment variable
             TORCHFT_LIGHTHOUSE.
-        min_nodes: with fewer, a node waits for others.
+        min_nodes: with fewer, a node waits for others; the same on all nodes.
         timeout: seconds after which a round has failed: a node that takes part did not answer. A lighthouse waits for
             slow nodes for its own ``--join_timeout_ms``, which is to be less.
     """
@@ -114,7 +114,7 @@ class ElasticUpdates(LocalUpdates):
         _check(optimizers, topology)
         names = {id(p): each for each, p in module.named_parameters()}
         facts = facts_of(module, names, optimizers, config)
-        facts = {name: value for name, value in facts.items() if name not in ("lighthouse", "min_nodes", "timeout")}
+        facts = {name: value for name, value in facts.items() if name not in ("lighthouse", "timeout")}
         facts |= {"lightning_sparse": __version__, "optimizer": type(optimizers[0]).__name__}
         facts |= {"devices": topology.world_size}
         self._devices = _own_group(topology)
