@@ -175,6 +175,7 @@ class Rounds:
         if sent is not None and not here:
             outcome.returned.append(sent)
         if quorum is None or not quorum.contributors:
+            self.stats.lost += sent is not None
             return outcome
         outcome.alone = here and len(quorum.members) == 1
         outcome.exchanges = max(each.said.exchanges for each in quorum.contributors)
