@@ -114,12 +114,12 @@ def demo(rounds: int) -> int:
                 print("node c comes back", flush=True)
                 nodes["c"] = start("c")
             else:
-                for each in nodes.values():
-                    each.terminate()
-        return max(each.wait() for each in nodes.values())
+                for node in nodes.values():
+                    node.terminate()
+        return max(node.wait() for node in nodes.values())
     finally:
-        for each in (*nodes.values(), lighthouse):
-            each.kill()
+        for process in (*nodes.values(), lighthouse):
+            process.kill()
 
 
 def main() -> None:
