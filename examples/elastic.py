@@ -118,8 +118,9 @@ def demo(rounds: int) -> int:
                     node.terminate()
         return max(node.wait() for node in nodes.values())
     finally:
-        for process in (*nodes.values(), lighthouse):
-            process.kill()
+        lighthouse.kill()
+        for node in nodes.values():
+            node.kill()
 
 
 def main() -> None:
