@@ -60,8 +60,8 @@ class Report(pl.Callback):
         print(f"round {number} of {nodes} nodes: loss {outputs['loss']:.4f}, weights {digest}", flush=True)
 
 
-def train(name: str, steps: int) -> None:
-    """Be one node."""
+def train(name: str) -> None:
+    """Be one node, until it is told to end: then it sends what is pending, and leaves."""
     pl.seed_everything(0, verbose=False)
     torch.set_num_threads(1)
     x = torch.randn(8192, 32)
@@ -70,7 +70,7 @@ def train(name: str, steps: int) -> None:
         accelerator="cpu",
         devices=1,
         strategy=MSTopKElasticStrategy(node_name=name, timeout=10),
-        max_steps=steps,
+        max_epochs=-1,
         callbacks=[Report()],
         logger=False,
         enable_checkpointing=False,
@@ -80,8 +80,8 @@ def train(name: str, steps: int) -> None:
     trainer.fit(Student(), DataLoader(data, batch_size=64, shuffle=True))
 
 
-def demo(steps: int) -> int:
-    """Run a lighthouse and three nodes; kill node c after a quarter of the steps, and start it again later."""
+def demo(rounds: int) -> int:
+    """Run a lighthouse and three nodes; kill node c, start it again, and tell all to end, `rounds` apart."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -90,39 +90,48 @@ def demo(steps: int) -> int:
     environment = {**os.environ, "TORCHFT_LIGHTHOUSE": f"http://127.0.0.1:{port}"}
 
     def start(name: str) -> subprocess.Popen[str]:
-        command = [sys.executable, __file__, "--name", name, "--steps", str(steps)]
-        return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE if name == "a" else None, text=True)
+        output = subprocess.PIPE if name == "a" else None
+        return subprocess.Popen([sys.executable, __file__, "--name", name], env=environment, stdout=output, text=True)
 
     nodes = {name: start(name) for name in "abc"}
     try:
-        killed = 0
+        due, waits_for = 0, [3, 2, 3]  # nodes
         for line in nodes["a"].stdout or ():
             print(line, end="", flush=True)
             found = re.match(r"round (\d+) of (\d)", line)
             number, count = map(int, found.groups()) if found else (0, 0)
-            if not killed and count == 3 and number > steps // 4:
+            if not waits_for or count != waits_for[0]:
+                continue
+            due = due or number + rounds
+            if number < due:
+                continue
+            due, _ = 0, waits_for.pop(0)
+            if len(waits_for) == 2:
                 print("node c is killed", flush=True)
                 nodes["c"].kill()
                 nodes["c"].wait()
-                killed = number
-            elif killed and nodes["c"].returncode is not None and number > killed + steps // 4:
+            elif len(waits_for) == 1:
                 print("node c comes back", flush=True)
                 nodes["c"] = start("c")
-        return max(each.wait() for each in nodes.values())
+            else:
+                for node in nodes.values():
+                    node.terminate()
+        return max(node.wait() for node in nodes.values())
     finally:
-        for each in (*nodes.values(), lighthouse):
-            each.kill()
+        lighthouse.kill()
+        for node in nodes.values():
+            node.kill()
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=800)
+    parser.add_argument("--rounds", type=int, default=100, help="of the demo, between one event and the next")
     parser.add_argument("--name", help="of this node, in the log")
     parser.add_argument("--demo", action="store_true", help="start a lighthouse and three nodes here")
     args = parser.parse_args()
     if args.demo:
-        sys.exit(demo(args.steps))
-    train(args.name or socket.gethostname(), args.steps)
+        sys.exit(demo(args.rounds))
+    train(args.name or socket.gethostname())
 
 
 if __name__ == "__main__":

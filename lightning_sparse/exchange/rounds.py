@@ -4,7 +4,8 @@ The global weights have a name, a *token*, which each round that counts changes.
 
 1. All nodes ask the lighthouse. Those with the token that has most rounds behind it contribute; all others observe:
    they receive, and send nothing.
-2. All-gather of messages over the group of this quorum. A node that has them all, on all of its devices, is *prepared*.
+2. All-gather of messages over the group of this quorum; before each goes the token that the round leads to. A node that
+   has them all, on all of its devices, is *prepared*.
 3. A second, empty all-gather: a node that comes out of it knows that all are prepared. Then the round counts.
 
 A node that fails before it is prepared knows that the round counts nowhere. One that fails between 2 and 3 does not
@@ -99,8 +100,8 @@ class Rounds:
         lighthouse: on the first device of a node, None on the others.
         devices: those of the node, in a group that nothing else uses.
         facts: what must be the same on all nodes.
-        min_nodes: with fewer, a node that has something to send waits for others, up to
-        timeout: in seconds; also that of collectives.
+        min_nodes: with fewer, a node that has something to send waits for others, up to the timeout; one of the facts.
+        timeout: of collectives, in seconds.
         server: where this node's snapshots are.
 
     Attributes:
@@ -133,15 +134,13 @@ class Rounds:
         self._group_of: object = None
         self.name = str(self._from_first(lambda: lighthouse.name if lighthouse else ""))
         self.token, self.number, self.in_step = "", 0, False
-        self.wants = self.source = self.observed_from = ""
+        self.wants = self.source = self.observed_from = self._now = ""
         self.observed: list[Round] = []
         self.history: deque[str] = deque(maxlen=REMEMBERED)
         self.stats, self.first = RoundStats(), True
         self._tries = self._broken = 0
         self._unsettled: tuple[Round, Tensor | None] | None = None
-        self._doubtful: list[
-            tuple[Round, Tensor]
-        ] = []  # rounds of which other nodes may know nothing, and what was sent
+        self._doubtful: list[tuple[Round, Tensor]] = []  # rounds that others may not know of, and what was sent in them
         self._names: tuple[str, ...] = ()
 
     def fit(self, message_bytes: int, sample_bytes: int, numel: int) -> None:
@@ -175,18 +174,18 @@ class Rounds:
         if sent is not None and not here:
             outcome.returned.append(sent)
         if quorum is None or not quorum.contributors:
+            self.stats.lost += sent is not None
             return outcome
         outcome.alone = here and len(quorum.members) == 1
         outcome.exchanges = max(each.said.exchanges for each in quorum.contributors)
-        held = sent if here else None
-        rows = self._transfer(held, quorum)
+        held, token = sent if here else None, _after(quorum)
+        rows = self._transfer(held, quorum, _tag(token))
         if rows is None:
             self.stats.lost += 1
             outcome.returned += [] if held is None else [held]
             return outcome
-        token, size = _after(quorum), len(quorum.contributors)
-        found = Round(quorum.token, token, quorum.number + 1, size, *rows)
-        if self._all_are_prepared():
+        found = Round(quorum.token, token, quorum.number + 1, len(quorum.contributors), *rows)
+        if self._all_are_prepared(_tag(token)):
             self._count(found, held, outcome)
         else:
             self._unsettled = found, held
@@ -199,26 +198,26 @@ class Rounds:
         began, sampled = time.monotonic(), message_B is not None and message_B.numel() > self._message_bytes
         while True:
             said = Said(
-                self.token,
-                self.number,
-                self._unsettled[0].token if self._unsettled else "",
-                self._tries,
-                self._broken,
-                message_B is None and dense_S is None,
-                dense_S is not None,
-                sampled,
-                exchanges,
-                self.wants,
-                self._server,
-                self._facts,
+                token=self.token,
+                number=self.number,
+                prepared=self._unsettled[0].token if self._unsettled else "",
+                tries=self._tries,
+                broken=self._broken,
+                observes=message_B is None and dense_S is None,
+                flushes=dense_S is not None,
+                sampled=sampled,
+                exchanges=exchanges,
+                wants=self.wants,
+                server=self._server,
+                facts=self._facts,
             )
             members = self._from_first(partial(self._ask, said))
             waited = time.monotonic() - began
             quorum = None if members is None else self._quorum_of(members, outcome)
-            few = quorum is not None and len(quorum.contributors) < (self._min_nodes if message_B is not None else 1)
+            few = quorum is not None and quorum.is_too_small(self._min_nodes)  # the same on all of them
             if few:
                 time.sleep(IDLE_SECONDS)
-            if not few or message_B is None or waited > self._timeout:
+            if not few or message_B is None or outcome.wanted or waited > self._timeout:
                 self.stats.waited_s += waited
                 return None if few else quorum
 
@@ -237,13 +236,13 @@ class Rounds:
         if self._facts != quorum.facts:
             raise ValueError(_refusal(self._facts, quorum.facts))
         self._settle(quorum.token, outcome)
-        self.in_step = self.token == quorum.token
+        self._now, self.in_step = quorum.token, self.token == quorum.token
         outcome.behind = not self.in_step
         self._assign_snapshots(quorum, outcome)
         self._tell(quorum)
         return quorum
 
-    def _transfer(self, held: Tensor | None, quorum: Quorum) -> tuple[Tensor, tuple[Tensor, ...]] | None:
+    def _transfer(self, held: Tensor | None, quorum: Quorum, tag: Tensor) -> tuple[Tensor, tuple[Tensor, ...]] | None:
         """Return messages and dense updates of all contributors; None unless all devices of this node have them."""
         sparse = [each for each in quorum.contributors if not each.said.flushes]
         size = self._message_bytes + self._sample_bytes * all(each.said.sampled for each in sparse)
@@ -252,9 +251,8 @@ class Rounds:
             row_B = held[:size].cpu()
         try:
             group = self._group_for(quorum.members)
-            rows_PB = row_B.view(1, -1) if group is None else GlooCollectives().all_gather(row_B, group)
+            rows_PB, whole = _gather(torch.cat([tag, row_B]), group, tag)
             dense = tuple(self._dense(each, held, quorum, group) for each in quorum.contributors if each.said.flushes)
-            whole = True
         except RuntimeError as error:
             whole = False
             log.debug("round %d failed before its messages were there: %s", quorum.number + 1, error)
@@ -262,7 +260,7 @@ class Rounds:
             self._break_up()
             return None
         places = [place for place, each in enumerate(quorum.members) if each in sparse]
-        return rows_PB[places], dense
+        return rows_PB[places, len(tag) :], dense
 
     def _dense(self, member: Member, held: Tensor | None, quorum: Quorum, group: Group | None) -> Tensor:
         own = held if member.name == self.name else None
@@ -271,15 +269,13 @@ class Rounds:
             dist.broadcast(updates_S, group=group.handle, group_src=quorum.members.index(member))
         return updates_S
 
-    def _all_are_prepared(self) -> bool:
+    def _all_are_prepared(self, tag: Tensor) -> bool:
         """Whether all nodes have all messages. False: one may not."""
-        told = True
-        if self._group is not None:
-            try:
-                GlooCollectives().all_gather(torch.zeros(1, dtype=torch.uint8), self._group)
-            except RuntimeError as error:
-                told = False
-                log.debug("a round failed while nodes said that they have its messages: %s", error)
+        try:
+            _, told = _gather(tag, self._group, tag)
+        except RuntimeError as error:
+            told = False
+            log.debug("a round failed while nodes said that they have its messages: %s", error)
         if not self._all_devices(told):
             self._break_up()
             return False
@@ -363,7 +359,9 @@ class Rounds:
     def since(self, token: str) -> list[Round] | None:
         """Return the rounds that lead from the weights of that name to those of now; None if they are not known."""
         tokens = [self.observed_from, *(each.token for each in self.observed)]
-        return self.observed[tokens.index(token) :] if token in tokens else None
+        if token in tokens:
+            return self.observed[tokens.index(token) :]
+        return [] if token == self._now else None
 
     def take_over(self, token: str, number: int, history: Sequence[str]) -> list[Tensor]:
         """Go on with the weights of that name. Returns what this node had sent in rounds that they know nothing of."""
@@ -429,6 +427,10 @@ class Quorum:
     number: int
     facts: Mapping[str, Any]
 
+    def is_too_small(self, min_nodes: int) -> bool:
+        """Whether there is no round; what a node that leaves sends always counts."""
+        return len(self.contributors) < min_nodes and not any(each.said.flushes for each in self.contributors)
+
 
 def quorum_of(members: Sequence[Member]) -> Quorum:
     """Return what all members conclude from what they said; one of them at least has weights."""
@@ -450,6 +452,17 @@ def _after(quorum: Quorum) -> str:
     """Return the token that a round leads to: no two tries have one."""
     told = repr((quorum.token, [(each.name, each.said.tries) for each in quorum.contributors]))
     return hashlib.sha1(told.encode()).hexdigest()[:16]
+
+
+def _tag(token: str) -> Tensor:
+    """Return the name of a round as bytes, which go before each message."""
+    return torch.frombuffer(bytearray.fromhex(token), dtype=torch.uint8)
+
+
+def _gather(row_B: Tensor, group: Group | None, tag: Tensor) -> tuple[Tensor, bool]:
+    """Return the rows of all nodes, and whether all are of the round with that tag."""
+    rows_PB = row_B.view(1, -1) if group is None else GlooCollectives().all_gather(row_B, group)
+    return rows_PB, bool((rows_PB[:, : len(tag)] == tag).all())
 
 
 def _refusal(mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> str:

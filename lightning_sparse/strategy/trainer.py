@@ -514,6 +514,10 @@ class MSTopKElasticMixin(MSTopKLocalMixin):
             connector.restore_callbacks()
         return updates
 
+    def _leave_gradients(self, ddp: Any) -> None:
+        """With one device there is nothing to average: spare DDP's copies into buckets."""
+        ddp.require_backward_grad_sync = self._place.num_devices > 1
+
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """Train this node's own model; before that, give nodes that join what they ask for."""
         super().on_train_batch_start(batch, batch_idx)

@@ -48,7 +48,7 @@ class ElasticConfig(UpdatesConfig):
     Args:
         lighthouse: address of torchft's lighthouse, ``"http://host:29510"``; default: the environment variable
             TORCHFT_LIGHTHOUSE.
-        min_nodes: with fewer, a node waits for others.
+        min_nodes: with fewer, a node waits for others; the same on all nodes.
         timeout: seconds after which a round has failed: a node that takes part did not answer. A lighthouse waits for
             slow nodes for its own ``--join_timeout_ms``, which is to be less.
     """
@@ -114,7 +114,7 @@ class ElasticUpdates(LocalUpdates):
         _check(optimizers, topology)
         names = {id(p): each for each, p in module.named_parameters()}
         facts = facts_of(module, names, optimizers, config)
-        facts = {name: value for name, value in facts.items() if name not in ("lighthouse", "min_nodes", "timeout")}
+        facts = {name: value for name, value in facts.items() if name not in ("lighthouse", "timeout")}
         facts |= {"lightning_sparse": __version__, "optimizer": type(optimizers[0]).__name__}
         facts |= {"devices": topology.world_size}
         self._devices = _own_group(topology)
@@ -176,7 +176,7 @@ class ElasticUpdates(LocalUpdates):
         """Give nodes that join what they ask this one for. Call it between two steps, on all devices of the node.
 
         Args:
-            extra: returns what else they are to have, on the first device; called if any node asks.
+            extra: returns what else they are to have, on the first device; all devices call it if a node asks.
         """
         state = self._state
         names, state.wanted = [each for each in state.wanted if each not in state.served], []
@@ -185,12 +185,15 @@ class ElasticUpdates(LocalUpdates):
         if not names:
             return
         state.served = (state.served + names)[-64:]
+        given = {
+            "optimizer": self.optimizers[0].division.optimizer_state(),
+            "extra": None if extra is None else extra(),
+            "version": self.version,
+            "history": list(self.peers.history),
+        }
         with self.shared_weights():
-            weights = {name: each.detach().to("cpu", copy=True) for name, each in self.module.state_dict().items()}
-        optimizer, more = self.optimizers[0].division.optimizer_state(), None if extra is None else extra()
-        if self._server is not None:
-            given = {"weights": weights, "optimizer": optimizer, "extra": more, "version": self.version}
-            self._server.offer(names, {**given, "history": list(self.peers.history)})
+            if self._server is not None:
+                self._server.offer(names, {**given, "weights": self.module.state_dict()})
 
     def finish(self) -> None:
         """Send everything that is pending. Every device of the node calls it."""

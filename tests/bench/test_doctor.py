@@ -38,7 +38,7 @@ def test_the_command() -> None:
     command = [sys.executable, "-m", "lightning_sparse.cli", "doctor"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False, env=without)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "strategies 'mstopk_hier', 'mstopk_local', 'mstopk_fsdp' are registered" in done.stdout
+    assert "strategies 'mstopk_hier', 'mstopk_local', 'mstopk_fsdp', 'mstopk_elastic' are registered" in done.stdout
     assert "torchrun ... --no-python lightning-sparse doctor" in done.stdout, "how to get the network part"
     assert len(done.stdout.splitlines()) < 25, "one screen"
 

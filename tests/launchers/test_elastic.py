@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parents[2]
 @pytest.mark.timeout(500)
 @pytest.mark.skipif(importlib.util.find_spec("torchft") is None, reason="needs torchft")
 def test_a_node_leaves_and_comes_back(tmp_path: Path) -> None:
-    command = [sys.executable, str(ROOT / "examples" / "elastic.py"), "--demo", "--steps", "600"]
+    command = [sys.executable, str(ROOT / "examples" / "elastic.py"), "--demo", "--rounds", "50"]
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "PATH": path}
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=450)

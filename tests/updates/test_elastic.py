@@ -49,13 +49,14 @@ def of(count: int, after: int = 0) -> Callable[[dict[str, Any]], bool]:
     return lambda report: report.get("nodes") == count and report["number"] > after
 
 
-def test_one_of_three_is_killed_and_comes_back(nodes: Nodes) -> None:
+@pytest.mark.parametrize("options", [{}, {"delay": 0}, {"sync_every": 3, "delay": 2, "step_ahead": 0.5}])
+def test_one_of_three_is_killed_and_comes_back(nodes: Nodes, options: dict[str, Any]) -> None:
     for name in "abc":
-        nodes.start(name, timeout=5, density=0.1)
+        nodes.start(name, timeout=5, density=0.1, **options)
     begun = nodes.wait_for("c", of(3))["number"]
     nodes.kill("c")
     nodes.wait_for("a", of(2, begun))
-    nodes.start("c", timeout=5, density=0.1, seed=7)
+    nodes.start("c", timeout=5, density=0.1, seed=7, **options)
     nodes.wait_for("c", of(3))
     end(nodes, "abc")
     tokens = check(nodes, "abc")
@@ -102,6 +103,16 @@ def test_nodes_train_on_while_there_is_no_lighthouse(nodes: Nodes) -> None:
     assert during["number"] < before["number"] + 30
     nodes.light()
     nodes.wait_for("a", of(2, during["number"] + 10))
+    end(nodes, "ab")
+    check(nodes, "ab")
+
+
+def test_a_node_waits_for_others(nodes: Nodes) -> None:
+    nodes.start("a", timeout=2, density=0.1, min_nodes=2)
+    before = nodes.wait_for("a", lambda report: report.get("step", 0) > 1)
+    assert before["number"] == 0
+    nodes.start("b", timeout=2, density=0.1, min_nodes=2)
+    nodes.wait_for("a", of(2, 10))
     end(nodes, "ab")
     check(nodes, "ab")
 
