@@ -37,7 +37,7 @@ from lightning_sparse.exchange.communicator import GlooCollectives, Group
 from lightning_sparse.exchange.lighthouse import Lighthouse, Member, Said
 from lightning_sparse.messages import log
 
-REMEMBERED = 4096  # tokens
+REMEMBERED, REFUSED = 4096, 16  # tokens
 IDLE_SECONDS = 0.1  # between quorums without a round
 
 
@@ -139,6 +139,7 @@ class Rounds:
         self.history: deque[str] = deque(maxlen=REMEMBERED)
         self.stats, self.first = RoundStats(), True
         self._tries = self._broken = 0
+        self._refused: deque[str] = deque(maxlen=REFUSED)
         self._unsettled: tuple[Round, Tensor | None] | None = None
         self._doubtful: list[tuple[Round, Tensor]] = []  # rounds that others may not know of, and what was sent in them
         self._names: tuple[str, ...] = ()
@@ -307,8 +308,9 @@ class Rounds:
         self._unsettled = None
         if token == found.token:
             self._count(found, held, outcome)
-        elif held is not None and token == found.base:
-            outcome.returned.append(held)
+        elif token == found.base:
+            self._refused.append(found.token)
+            outcome.returned += [] if held is None else [held]
         elif held is not None:
             self._doubtful.append((found, held))
 
@@ -433,10 +435,17 @@ class Quorum:
 
 
 def quorum_of(members: Sequence[Member]) -> Quorum:
-    """Return what all members conclude from what they said; one of them at least has weights."""
+    """Return what all members conclude from what they said; one of them at least has weights.
+
+    A node that alone knows that a round counts may come back after the others have refused it and sent its messages
+    again: theirs are the weights then.
+    """
     votes = Counter(token for each in members for token in {each.said.token, each.said.prepared})
-    _, _, token = max(
-        (each.said.number, votes[each.said.token], each.said.token) for each in members if each.said.token
+    refused = {token for each in members for token in each.said.refused}
+    _, _, _, token = max(
+        (each.said.token not in refused, each.said.number, votes[each.said.token], each.said.token)
+        for each in members
+        if each.said.token
     )
     training = [each for each in members if token in (each.said.token, each.said.prepared)]
     number = max(each.said.number + (each.said.token != token) for each in training)

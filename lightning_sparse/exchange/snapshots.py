@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import pickle
 import socket
 import threading
 import time
@@ -49,15 +50,28 @@ class SnapshotServer:
 
 def fetch(address: str, name: str, timeout: float) -> Any:
     """Return the state that is offered under that name, once it is; None if it is not within the timeout, in seconds.
-    As Lightning's checkpoints, it is unpickled: nodes trust one another."""
+
+    Raises:
+        RuntimeError: if it has other types than a safe load reads.
+    """
     until = time.monotonic() + timeout
     while time.monotonic() < until:
         try:
             with urllib.request.urlopen(f"{address}/{name}", timeout=timeout) as answer:
-                return torch.load(io.BytesIO(answer.read()), map_location="cpu", weights_only=False)
+                return _loaded(answer.read())
         except (urllib.error.URLError, OSError):
             time.sleep(ATTEMPT_SECONDS)
     return None
+
+
+def _loaded(state: bytes) -> Any:
+    try:
+        return torch.load(io.BytesIO(state), map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError as error:
+        raise RuntimeError(
+            f"a node that trains offers state that a safe load refuses ({error}): keep tensors and plain values in "
+            f"optimizers, schedules and state_dict()s."
+        ) from error
 
 
 class _Server(ThreadingHTTPServer):
