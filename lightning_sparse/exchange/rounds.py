@@ -202,6 +202,7 @@ class Rounds:
                 token=self.token,
                 number=self.number,
                 prepared=self._unsettled[0].token if self._unsettled else "",
+                refused=tuple(self._refused),
                 tries=self._tries,
                 broken=self._broken,
                 observes=message_B is None and dense_S is None,
@@ -229,8 +230,8 @@ class Rounds:
         """Find this node's place among those that are there."""
         self._tries += 1
         if not any(each.said.token for each in members):
-            if members[0].name == self.name:  # its weights are the first ones
-                self.token, self.wants = self.name, ""
+            if members[0].name == self.name:  # its weights are the first ones, unless others turn out to have trained
+                self.token = self.name
             time.sleep(IDLE_SECONDS)
             return None
         quorum = quorum_of(members)
