@@ -273,7 +273,13 @@ GAPS = (
 
 
 def expect(found: Sequence[Row], steps: int) -> str:
-    """How often each entry of the updates is sent in so many steps, and what that cost where it was measured."""
+    """How often each entry of the updates is sent in so many steps, and what that cost where it was measured.
+
+    Raises:
+        ValueError: for a run without steps.
+    """
+    if steps < 1:
+        raise ValueError(f"steps={steps} must be at least 1, the optimizer steps of the whole run.")
     updates = next(row for row in found if row.path == "updates")
     times = steps * updates.density
     told = next(told for least, told in GAPS if times >= least)

@@ -100,6 +100,10 @@ def _described(path: Path) -> TokenFile:
         )
     if not 1 <= vocab_size <= np.iinfo(dtype).max + 1:
         raise ValueError(f"{beside}: vocab_size={vocab_size} must be between 1 and the {dtype.name} limit.")
+    if end is not None and not 0 <= end < vocab_size:
+        raise ValueError(
+            f"{beside}: end={end} must be an id below vocab_size={vocab_size}, the id that ends a document."
+        )
     return TokenFile(path, dtype, vocab_size, tokens, checksum, end)
 
 
@@ -364,7 +368,8 @@ class Mixture:
     def __init__(self, streams: Sequence[Windows], weights: Sequence[float], seed: int) -> None:
         self._streams, self.context = streams, streams[0].context
         lengths = np.array([len(each) for each in streams])
-        shares = np.array(weights) / sum(weights)
+        shares = np.array(weights) / max(weights)  # first: their sum may overflow
+        shares /= shares.sum()
         self._counts = np.round(shares * (lengths / shares).min()).clip(1, lengths).astype(np.int64)  # of an epoch
         self._ends = np.cumsum(self._counts)
         self._orders = [shuffled(np.arange(each), seed, number, _MIXTURE) for number, each in enumerate(lengths)]

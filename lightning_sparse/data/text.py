@@ -47,7 +47,7 @@ def tokenizer_of(name: str) -> Tokenizer:
     """
     kind, _, which = name.partition(":")
     if name == "bytes":
-        return Tokenizer(name, lambda text: np.frombuffer(text, np.uint8), BYTES, 0)  # no text contains the byte 0
+        return Tokenizer(name, lambda text: np.frombuffer(text, np.uint8), BYTES, 0)  # which ends a text
     if kind not in ("tiktoken", "tokenizers") or not which:
         raise ValueError(
             f"tokenizer={name!r} must be 'bytes', an encoding such as 'tiktoken:gpt2', or a file such as "
@@ -101,7 +101,7 @@ def documents(name: str, file: BinaryIO) -> Iterator[bytes]:
         yield from kinds[Path(name).suffix](file)
     except ImportError as error:
         raise ValueError(f"{name} needs pyarrow: `pip install 'lightning-sparse[storage]'`.") from error
-    except (ValueError, KeyError, TypeError, tarfile.TarError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, tarfile.TarError) as error:
         raise ValueError(f"{name} cannot be read as text ({type(error).__name__}: {error}).") from error
 
 
@@ -127,7 +127,8 @@ def _rows(file: BinaryIO) -> Iterator[bytes]:
     for batch in ParquetFile(pyarrow.PythonFile(file, "r")).iter_batches(1024, columns=["text"]):
         if not batch.num_columns:
             raise KeyError("it has no column text")
-        yield from ((each or "").encode() for each in batch.column(0).to_pylist())
+        for each in batch.column(0).to_pylist():
+            yield each if isinstance(each, bytes) else (each or "").encode()
 
 
 def within(ids: NDArray[np.int64], vocab_size: int, path: str | Path) -> NDArray[np.int64]:

@@ -73,7 +73,8 @@ class TokenDataModuleMixin(DataModuleMixin):
         context: tokens of a sample.
         documents: ``"joined"``: windows go on over the ends of documents; ``"separate"``: the same windows, with
             positions; ``"packed"``: a window has whole documents, and only those that are longer are cut.
-        limit: train on this number of windows, or this fraction of them, the same in every run: for a trial.
+        limit: train on this number of windows, or this fraction of them, the same in every run: for a trial. Of a
+            mixture as many as the weights allow near it, at least one of each source.
         batch_size: samples per device and step.
         val_fraction: validate on the end of `train`, this fraction of the windows of each source, instead of on `val`.
         seed: seed of the order.

@@ -12,12 +12,14 @@ import threading
 import time
 import uuid
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from datetime import timedelta
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
 import torch.distributed as dist
+
+from lightning_sparse.messages import log
 
 VARIABLE = "TORCHFT_LIGHTHOUSE"
 COMMAND = "torchft_lighthouse --min_replicas 1 --join_timeout_ms 10000"
@@ -103,7 +105,7 @@ class Lighthouse:
         self._client, beats = _connect(self.address), _connect(self.address)
         self._store = dist.TCPStore(self.host, 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
         self._timeout = timedelta(seconds=timeout)
-        self._asks_again = 0.0
+        self._asks_again, self._is_answered = 0.0, True
         self._left = threading.Event()
         self._thread = threading.Thread(target=_beat, args=(beats, self.name, self._left), daemon=True)
         self._thread.start()
@@ -122,16 +124,32 @@ class Lighthouse:
                 world_size=1,
                 data=asdict(said),
             )
-        except (RuntimeError, TimeoutError):
+        except (RuntimeError, TimeoutError) as error:
             self._asks_again = time.monotonic() + min(PAUSE_SECONDS, self._timeout.total_seconds())
+            if self._is_answered:
+                log.warning(
+                    "no quorum from the lighthouse at %s: this node trains on by itself (%s)", self.address, error
+                )
+            self._is_answered = False
             return None
-        members = (Member(each.replica_id, each.store_address, Said(**each.data)) for each in found.participants)
+        self._is_answered = True
+        members = (Member(each.replica_id, each.store_address, _said(each.data)) for each in found.participants)
         return sorted(members, key=lambda each: each.name)
+
+    def ask_again(self) -> None:
+        """Make the next request, however soon it comes after one that failed."""
+        self._asks_again = 0.0
 
     def leave(self) -> None:
         """Stop telling that this node is alive."""
         self._left.set()
         self._thread.join()
+
+
+def _said(data: Any) -> Said:
+    """Return what a node said; of one of another version what is known, for its facts differ."""
+    names = {each.name for each in fields(Said)}
+    return Said(**{name: value for name, value in (data or {}).items() if name in names})
 
 
 def _connect(address: str) -> Any:

@@ -69,7 +69,7 @@ class Outcome:
         rounds: that count from now on, in order.
         returned: what this node had sent and no node took: a message, or all of its pending updates.
         wanted: names of snapshots that other nodes ask of this one.
-        asked: names of all snapshots that nodes ask for.
+        asked: names of all snapshots that nodes ask for; None without a quorum.
         alone: no other node took part.
         behind: this node's weights are not those that the round changed.
         exchanges: the largest that a node said.
@@ -78,7 +78,7 @@ class Outcome:
     rounds: list[Round] = field(default_factory=list)
     returned: list[Tensor] = field(default_factory=list)
     wanted: list[str] = field(default_factory=list)
-    asked: list[str] = field(default_factory=list)
+    asked: list[str] | None = None
     alone: bool = False
     behind: bool = False
     exchanges: int = 0
@@ -147,6 +147,11 @@ class Rounds:
     def fit(self, message_bytes: int, sample_bytes: int, numel: int) -> None:
         """Set the sizes: of a message, of the sample that may follow it, of the slice."""
         self._message_bytes, self._sample_bytes, self._numel = message_bytes, sample_bytes, numel
+
+    def try_again(self) -> None:
+        """Ask for the next quorum at once, also after a request that failed."""
+        if self._lighthouse is not None:
+            self._lighthouse.ask_again()
 
     @property
     def settled(self) -> bool:

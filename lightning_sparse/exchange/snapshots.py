@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import http.client
 import io
 import pickle
 import socket
 import threading
 import time
-import urllib.error
 import urllib.request
 from collections.abc import Collection
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -59,7 +59,7 @@ def fetch(address: str, name: str, timeout: float) -> Any:
         try:
             with urllib.request.urlopen(f"{address}/{name}", timeout=timeout) as answer:
                 return _loaded(answer.read())
-        except (urllib.error.URLError, OSError):
+        except (OSError, http.client.HTTPException):  # it is not offered yet, or the peer dies meanwhile
             time.sleep(ATTEMPT_SECONDS)
     return None
 

@@ -108,7 +108,11 @@ def verify(path: Path, device: torch.device) -> None:
 
 def _damaged(path: Path) -> str:
     """Return where this rank's share of the checksums is wrong; empty where none is."""
-    for index, (file, offset, length) in enumerate(_items(path)):
+    try:
+        items = _items(path)
+    except Exception as error:  # a rank that cannot see it tells the others
+        return f"{type(error).__name__}: {error}"
+    for index, (file, offset, length) in enumerate(items):
         if index % dist.get_world_size() != dist.get_rank():
             continue
         try:

@@ -525,10 +525,11 @@ class MSTopKElasticMixin(MSTopKLocalMixin):
             self.elastic.serve(self._progress)
 
     def _progress(self) -> dict[str, Any]:
-        """All that a checkpoint has but weights and optimizer."""
+        """All that a checkpoint has but weights, optimizer and hyperparameters, which may be of any type."""
         trainer = self.lightning_module.trainer
         checkpoint: dict[str, Any] = trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
-        return {name: each for name, each in checkpoint.items() if name not in ("state_dict", "optimizer_states")}
+        left_out = ("state_dict", "optimizer_states", "hyper_parameters", "datamodule_hyper_parameters", "hparams_type")
+        return {name: each for name, each in checkpoint.items() if name not in left_out}
 
     def on_exception(self, exception: BaseException) -> None:
         """Send what is pending when the process is told to end."""

@@ -28,12 +28,13 @@ from lightning_sparse.exchange.lanes import FifoLanes
 from lightning_sparse.exchange.lighthouse import Lighthouse
 from lightning_sparse.exchange.rounds import Outcome, Round, Rounds
 from lightning_sparse.exchange.snapshots import SnapshotServer, fetch
-from lightning_sparse.messages import log
+from lightning_sparse.messages import log, said_if_long
 from lightning_sparse.sharding import parameters_of
 from lightning_sparse.topology import Topology
 from lightning_sparse.updates.agreement import Agreement
 from lightning_sparse.updates.config import UpdatesConfig
 from lightning_sparse.updates.local import LocalUpdates, facts_of
+from lightning_sparse.updates.moments import plain
 from lightning_sparse.updates.slices import Slices
 from lightning_sparse.updates.state import Delivery, Difference
 
@@ -129,12 +130,13 @@ class ElasticUpdates(LocalUpdates):
             server=self._server.address if self._server is not None else "",
         )
         self._watch = Watch(self.peers)
-        super().__init__(module, optimizers, config, topology)
-        self.exchange.runner = FifoLanes()  # threads also for GPUs: the host waits for other nodes there
         self.taken: Any = None
-        if version is not None:
-            self.peers.token, self.peers.number = version
+        self.optimizers = []
         try:
+            super().__init__(module, optimizers, config, topology)
+            self.exchange.runner = FifoLanes()  # threads also for GPUs: the host waits for other nodes there
+            if version is not None:
+                self.peers.token, self.peers.number = version
             self._join()
         except BaseException:
             self.end()
@@ -155,6 +157,7 @@ class ElasticUpdates(LocalUpdates):
     @property
     def version(self) -> tuple[str, int]:
         """Name and number of the global weights, for a checkpoint."""
+        self._stop_watching()
         self._state.receive()
         return self.peers.token, self.peers.number
 
@@ -180,14 +183,16 @@ class ElasticUpdates(LocalUpdates):
         """
         state = self._state
         names, state.wanted = [each for each in state.wanted if each not in state.served], []
-        if self._server is not None:
-            self._server.keep(state.asked)
+        if state.asked is not None:
+            state.served = [each for each in state.served if each in state.asked]
+            if self._server is not None:
+                self._server.keep(state.asked)
         if not names:
             return
-        state.served = (state.served + names)[-64:]
+        state.served += names
         given = {
-            "optimizer": self.optimizers[0].division.optimizer_state(),
-            "extra": None if extra is None else extra(),
+            "optimizer": plain(self.optimizers[0].division.optimizer_state()),
+            "extra": None if extra is None else plain(extra()),
             "version": self.version,
             "history": list(self.peers.history),
         }
@@ -205,7 +210,7 @@ class ElasticUpdates(LocalUpdates):
         self._watch.stop()
         if self.optimizers:
             self.exchange.runner.drain()
-        super().end()
+            super().end()
         self.peers.leave()
         if self._server is not None:
             self._server.close()
@@ -260,14 +265,15 @@ class ElasticUpdates(LocalUpdates):
 
     def _fetch(self) -> Any:
         """Wait for the snapshot that this node asks for; None once it needs none."""
-        while True:
-            self._watch.check()
-            if self.peers.in_step:
-                return None
-            given = fetch(self.peers.source, self.peers.wants, 1.0) if self.peers.source else None
-            if given is not None:
-                return given
-            time.sleep(WATCH_SECONDS)
+        with said_if_long("joining other nodes"):
+            while True:
+                self._watch.check()
+                if self.peers.in_step:
+                    return None
+                given = fetch(self.peers.source, self.peers.wants, 1.0) if self.peers.source else None
+                if given is not None:
+                    return given
+                time.sleep(WATCH_SECONDS)
 
     @torch.no_grad()
     def _install(self, given: dict[str, Any], rounds: list[Round], pending_S: Tensor | None) -> None:
@@ -294,13 +300,13 @@ class ElasticUpdates(LocalUpdates):
         if self._devices.place == 0:
             try:
                 told = ask()
-            except ValueError as error:
+            except Exception as error:  # the other devices wait for this one
                 told = error
         if self._devices.size > 1:
             held = [told]
             dist.broadcast_object_list(held, src=0)
             told = held[0]
-        if isinstance(told, ValueError):
+        if isinstance(told, Exception):
             raise told
         return told
 
@@ -351,6 +357,7 @@ class Watch:
                 with torch.no_grad():
                     outcome = self._peers.round()
                 self._seen.rounds += outcome.rounds
+                self._seen.returned += outcome.returned
                 self._seen.wanted += outcome.wanted
         except BaseException as error:
             self._error = error
@@ -377,7 +384,7 @@ class ElasticDifference(Difference):
         if self.slices.numel == 0:
             raise ValueError("a device has no parameters to exchange: use fewer devices for a model so small.")
         self.alone = self.behind = False
-        self.asked: list[str] = []
+        self.asked: list[str] | None = None
         self.wanted: list[str] = []
         self.served: list[str] = []
         self._num_nodes = 0  # M of the last round
@@ -399,8 +406,11 @@ class ElasticDifference(Difference):
     def flush(self) -> None:
         """Send everything that is pending, to the nodes that are there; some of it stays if rounds fail."""
         for _ in range(TRIES_TO_FLUSH):
+            self._peers.try_again()
             if self._flush():
                 return
+        norm = torch.linalg.vector_norm(self.pending_S).item()
+        log.warning("updates of norm %.3g are not sent: no round counted in %d tries", norm, TRIES_TO_FLUSH)
 
     def _flush(self) -> bool:
         pending_S = self.collect()
@@ -434,10 +444,10 @@ class ElasticDifference(Difference):
     def arrive(self, seen: Outcome) -> None:
         """Add rounds that came while this node only watched, with the next exchange."""
         self.wanted += seen.wanted
-        if seen.rounds:
+        if seen.rounds or seen.returned:
             self.receive()
             before = self._messages or Outcome()
-            self._messages = Outcome([*before.rounds, *seen.rounds], before.returned)
+            self._messages = Outcome([*before.rounds, *seen.rounds], [*before.returned, *seen.returned])
 
     @property
     def pending_S(self) -> Tensor:

@@ -2,8 +2,12 @@
 
 from typing import Any
 
-from lightning_sparse.exchange.lighthouse import Member, Said
-from lightning_sparse.exchange.rounds import quorum_of
+import pytest
+import torch
+
+from lightning_sparse.exchange.communicator import Group
+from lightning_sparse.exchange.lighthouse import Lighthouse, Member, Said, _said
+from lightning_sparse.exchange.rounds import Outcome, Round, Rounds, quorum_of
 
 
 def member(name: str, token: str, number: int, **said: Any) -> Member:
@@ -39,3 +43,30 @@ def test_a_node_that_differs_is_left_out() -> None:
     facts = [{"density": 0.1}, {"density": 0.1}, {"density": 0.2}]
     found = quorum_of([member(name, "token", 1, facts=each) for name, each in zip("abc", facts, strict=True)])
     assert names(found.members) == ["a", "b"]
+
+
+class Silent(Lighthouse):
+    """Has no quorum for anybody."""
+
+    def __init__(self) -> None:
+        self.name, self.heard = "a:1", list[Said]()
+
+    def quorum(self, said: Said) -> None:
+        self.heard.append(said)
+
+
+def test_a_node_tells_which_rounds_it_has_refused() -> None:
+    pytest.importorskip("torchft", reason="needs torchft")
+    lighthouse, sent, outcome = Silent(), torch.ones(4), Outcome()
+    rounds = Rounds(lighthouse, Group((0,), 0), {}, min_nodes=1, timeout=1.0)
+    rounds.fit(8, 0, 4)
+    rounds._unsettled = Round("base", "round", 5, 2, torch.empty(0)), sent
+    rounds._settle("base", outcome)
+    assert outcome.returned == [sent]
+    rounds.round()
+    assert lighthouse.heard[-1].refused == ("round",)
+
+
+def test_what_a_node_of_another_version_says_is_read_as_far_as_it_is_known() -> None:
+    assert _said({"token": "t", "colour": "red"}) == Said(token="t")
+    assert _said(None) == Said()
