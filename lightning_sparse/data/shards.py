@@ -283,11 +283,6 @@ def _encoded(encoder: Tokenizer, name: str, file: BinaryIO, empty: list[int]) ->
         if not text:
             empty[0] += 1
             continue
-        if encoder.end == 0 and encoder.identity == "bytes" and b"\0" in text:
-            raise ValueError(
-                f"{name} has a document with the byte 0, which ends a document with tokenizer='bytes': remove it, or "
-                f"name another tokenizer."
-            )
         try:
             yield np.asarray(encoder.encode(text)).astype(np.int64)
         except UnicodeDecodeError as error:

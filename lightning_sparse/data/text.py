@@ -47,7 +47,7 @@ def tokenizer_of(name: str) -> Tokenizer:
     """
     kind, _, which = name.partition(":")
     if name == "bytes":
-        return Tokenizer(name, lambda text: np.frombuffer(text, np.uint8), BYTES, 0)  # which ends a text
+        return Tokenizer(name, lambda text: np.frombuffer(text, np.uint8), BYTES, 0)  # 0: rare in text, and ends it
     if kind not in ("tiktoken", "tokenizers") or not which:
         raise ValueError(
             f"tokenizer={name!r} must be 'bytes', an encoding such as 'tiktoken:gpt2', or a file such as "
