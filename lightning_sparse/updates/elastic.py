@@ -234,7 +234,6 @@ class ElasticUpdates(LocalUpdates):
         self.peers.ask()
         self._watch.start()
         if not self._take_up(pending_S=None):
-            self.peers.wants = ""
             log.info("this node goes on from %s", "its checkpoint" if began else "its own weights: it is the first one")
 
     def _catch_up(self) -> None:
@@ -253,6 +252,7 @@ class ElasticUpdates(LocalUpdates):
         while True:
             given = self._from_first(self._fetch)
             if given is None:
+                self.peers.wants = ""
                 return False
             self._watch.stop()
             rounds = self.peers.since(given["version"][0])

@@ -67,6 +67,23 @@ def test_a_node_tells_which_rounds_it_has_refused() -> None:
     assert lighthouse.heard[-1].refused == ("round",)
 
 
+class Alone(Silent):
+    """Has nobody but the node itself."""
+
+    def quorum(self, said: Said) -> list[Member]:  # type: ignore[override]
+        return [Member(self.name, "", said)]
+
+
+def test_a_node_that_finds_no_weights_begins_with_its_own_and_still_asks_in_case_others_have_some() -> None:
+    pytest.importorskip("torchft", reason="needs torchft")
+    rounds = Rounds(Alone(), Group((0,), 0), {}, min_nodes=1, timeout=1.0)
+    rounds.fit(8, 0, 4)
+    rounds.ask()
+    asked = rounds.wants
+    rounds.round()
+    assert (rounds.token, rounds.wants) == ("a:1", asked)
+
+
 def test_what_a_node_of_another_version_says_is_read_as_far_as_it_is_known() -> None:
     assert _said({"token": "t", "colour": "red"}) == Said(token="t")
     assert _said(None) == Said()
