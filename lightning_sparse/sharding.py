@@ -8,7 +8,7 @@ tells the shard of a parameter that FSDP2 has sharded.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from math import prod
 from typing import NamedTuple
 
@@ -71,6 +71,15 @@ def sparse_parameters(module: nn.Module) -> set[int]:
 def parameters_of(optimizer: Optimizer) -> list[Tensor]:
     """Return its parameters in the order of its groups, as they are now: groups are added while training."""
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def trained_by(optimizer: Optimizer, known: Collection[int] = ()) -> list[Tensor]:
+    """Return those of its parameters that a step can change: not what is frozen, unless it was trained before.
+
+    Args:
+        known: ``id()`` of what was trained before.
+    """
+    return [p for p in parameters_of(optimizer) if p.requires_grad or p.grad is not None or id(p) in known]
 
 
 # -- the division of a step over ranks ---------------------------------------------------------------------------------

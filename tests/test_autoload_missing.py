@@ -25,7 +25,7 @@ def said(done: subprocess.CompletedProcess[str]) -> list[str]:
     return [line for line in done.stderr.splitlines() if "lightning-sparse" in line]
 
 
-MODES = ["compat", *(pytest.param(mode, marks=pytest.mark.slow) for mode in ("", "strict"))]
+MODES = [pytest.param(mode, marks=pytest.mark.slow) for mode in ("compat", "", "strict")]
 
 
 @pytest.fixture(scope="module", params=MODES)
@@ -54,6 +54,7 @@ def test_a_moved_checkout_leaves_torch_importable(editable: tuple[Path, Path], t
     assert not said(back)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("editable", ["compat"], indirect=True)
 def test_a_package_that_raises_leaves_torch_importable(editable: tuple[Path, Path], tmp_path: Path) -> None:
     """A checkout in the middle of an update, say."""

@@ -174,12 +174,8 @@ class Adapter:
         return path
 
     def _verify(self, path: Any) -> None:
-        """Raise RuntimeError for a checkpoint that is damaged. Of a folder a collective of the world."""
-        path = Path(self._main_path(path))
-        if (path / ".metadata").is_file():
-            verify(path, self.root_device)
-        else:
-            verify_file(path)
+        """Raise RuntimeError for a checkpoint that is damaged."""
+        verify_file(Path(path))
 
     def _go_on(self, engine: Engine, saved: Saved) -> None:
         """Let an engine go on from what a checkpoint has of it. A collective of the world."""
@@ -329,6 +325,15 @@ class ShardsAdapter(Adapter):
 
     def _main_path(self, path: Any) -> Any:
         return self.broadcast(path)  # type: ignore[attr-defined]
+
+    def _verify(self, path: Any) -> None:
+        """Raise RuntimeError on all ranks for a folder that is damaged, or that one of them does not see. A collective
+        of the world."""
+        path = Path(self._main_path(path))
+        if self.broadcast((path / ".metadata").is_file()):  # type: ignore[attr-defined]
+            verify(path, self.root_device)
+        else:
+            super()._verify(path)
 
     @contextmanager
     def _whole(self, path: Any) -> Iterator[Any]:

@@ -17,7 +17,7 @@ from lightning_sparse.agree import same_options
 from lightning_sparse.engine import Engine, State
 from lightning_sparse.exchange import Exchange, HierCommunicator
 from lightning_sparse.messages import LogOnce
-from lightning_sparse.sharding import check_sharded, parameters_of
+from lightning_sparse.sharding import check_sharded, parameters_of, trained_by
 from lightning_sparse.topology import Topology
 from lightning_sparse.updates import checkpoint, moments
 from lightning_sparse.updates.buffers import Buffers
@@ -44,7 +44,7 @@ class LocalUpdates(Engine):
 
     Args:
         module: the model; not wrapped, or what is wrapped.
-        optimizers: one or several, of parameters that no two share.
+        optimizers: one or several, of parameters that no two share. What is frozen is not exchanged until it is trained.
         topology: of the ranks, with its groups, from ``topology.discover()``.
 
     Raises:
@@ -78,7 +78,7 @@ class LocalUpdates(Engine):
             return
         _check_parameters(self.names, optimizers)
         _check_ranks(module, self.names, optimizers, config)
-        parameters = [p for each in optimizers for p in parameters_of(each)]
+        parameters = [p for each in optimizers for p in trained_by(each)]
         device = next((p.device for p in (*parameters, *module.parameters())), torch.device("cpu"))
         numel = sum(p.numel() for p in parameters)
         self.exchange = Exchange(config, topology, device, numel, self.log_once)
@@ -281,7 +281,7 @@ def _check_parameters(names: Mapping[int, str], optimizers: Sequence[Optimizer])
                     f"{type(optimizer).__name__} steps a parameter of shape {tuple(parameter.shape)} that the module "
                     f"does not hold: ranks would begin with different values. Make it a parameter of the module."
                 )
-            if not parameter.is_floating_point():
+            if parameter.is_complex():
                 raise ValueError(
                     f"parameter {name} is of {parameter.dtype}, and updates are exchanged as real numbers: hold real "
                     f"and imaginary parts in a real parameter (torch.view_as_real), or use strategy='ddp'."
@@ -308,7 +308,7 @@ def facts_of(
 ) -> dict[str, Any]:
     """Return what must be the same on all ranks, by name."""
     held = [*module.named_parameters(), *module.named_buffers()]
-    stepped = [[names[id(p)] for p in parameters_of(each)] for each in optimizers]
+    stepped = [[names[id(p)] for p in trained_by(each)] for each in optimizers]
     told = repr((stepped, [(name, tuple(t.shape), t.stride(), t.dtype) for name, t in held]))
     digest = hashlib.sha256(told.encode()).hexdigest()[:8]
     return {**config.to_dict(), "module": f"{len(held)} tensors, their order and shapes with digest {digest}"}

@@ -29,6 +29,7 @@ from lightning_sparse.sharding import (
     parameters_of,
     part_of,
     sparse_parameters,
+    trained_by,
 )
 from lightning_sparse.updates.config import UpdatesConfig
 from lightning_sparse.updates.slices import Slices
@@ -67,7 +68,7 @@ class LocalOptimizer:
 
     @property
     def parameters(self) -> list[Tensor]:
-        """What is exchanged, in the order of the optimizer's groups."""
+        """What is exchanged, in the order of the optimizer's groups: all but what is frozen."""
         return self.division.parameters
 
     def stepped(self) -> list[tuple[Tensor, Part]]:
@@ -168,12 +169,13 @@ class LocalOptimizer:
 
     @torch.no_grad()
     def follow_groups(self) -> None:
-        """Take up parameters of ``add_param_group()``; all ranks begin with those of rank 0."""
+        """Take up parameters of ``add_param_group()``, and those that are frozen no more; all ranks begin with those of
+        rank 0."""
         known = self.parameters
-        now = parameters_of(self.optimizer)
+        ids = set(map(id, known))
+        now = trained_by(self.optimizer, ids)
         if len(now) == len(known) and all(map(is_, now, known)):
             return
-        ids = set(map(id, known))
         self.division.follow_groups()
         self._exchange.communicator.begin_with_first(p for p in now if id(p) not in ids)
         before = self.state
@@ -210,7 +212,7 @@ class Division:
             each device does the whole step, and exchanges any part of the result.
 
     Attributes:
-        parameters: in the order of the optimizer's groups.
+        parameters: that are trained, in the order of the optimizer's groups.
         mine: of each parameter the part that this device exchanges, or None.
         steps_all: each device does the whole step, so that they hold the same after it.
     """
@@ -225,7 +227,8 @@ class Division:
 
     def follow_groups(self) -> None:
         """Take up what the optimizer steps now."""
-        here, size, now = self._inside.node.place, self._inside.node.size, parameters_of(self.optimizer)
+        here, size = self._inside.node.place, self._inside.node.size
+        now = trained_by(self.optimizer, set(map(id, self.parameters)))
         if self._step is not None:
             self._step.follow_groups()
             known = {id(p): parts for p, parts in zip(self._step.parameters, self._step.parts, strict=True)}
@@ -266,7 +269,7 @@ class Shards(Division):
         self.steps_all = False
 
     def follow_groups(self) -> None:
-        self.parameters = parameters_of(self.optimizer)
+        self.parameters = trained_by(self.optimizer, set(map(id, self.parameters)))
         self.mine = [part_of(p) for p in self.parameters]
 
     def gather(self) -> None:

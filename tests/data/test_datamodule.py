@@ -250,7 +250,7 @@ def stopped_after_an_epoch(flavour: str, folder: Path) -> dict[str, Any]:
     return resumed_at(6, flavour, folder)
 
 
-@scenario
+@SCENARIOS.slow
 def resuming(flavour: str, folder: Path) -> dict[str, Any]:
     """Checkpoints of the end of an epoch, after its validation and before."""
     out: dict[str, Any] = {}
@@ -278,6 +278,7 @@ def test_a_resumed_run_sees_exactly_what_the_uninterrupted_one_does(
         assert each[f"stopped_{stopped}"][f"{shuffle} end"] == (18, 2)
 
 
+@pytest.mark.slow
 def test_a_run_resumed_between_epochs_begins_the_next(results: Results) -> None:
     for rank, each in enumerate(results):
         mine = [[step[rank // 2][rank % 2] for step in expected("global", epoch)] for epoch in range(3)]

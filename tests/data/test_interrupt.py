@@ -175,7 +175,11 @@ def mounted(folder: Path) -> Iterator[str]:
 
 @pytest.mark.parametrize(
     ("program", "kind"),
-    [(IMAGES, TORCH), pytest.param(IMAGES, "dali", marks=SLOW_DALI.marks), (WORKERS, "-")],
+    [
+        (IMAGES, TORCH),
+        pytest.param(IMAGES, "dali", marks=SLOW_DALI.marks),
+        pytest.param(WORKERS, "-", marks=pytest.mark.slow),
+    ],
     ids=["torch", "dali", "workers"],
 )
 def test_ctrl_c_ends_a_fit_that_waits_for_storage(tmp_path: Path, program: str, kind: str) -> None:
@@ -188,7 +192,7 @@ def test_ctrl_c_ends_a_fit_that_waits_for_storage(tmp_path: Path, program: str, 
     [
         pytest.param(IMAGES, BODY, marks=pytest.mark.slow, id="images"),
         pytest.param(WORKERS, LOOP, marks=pytest.mark.slow, id="workers, waiting"),
-        pytest.param(WORKERS, BODY, id="workers, computing"),
+        pytest.param(WORKERS, BODY, marks=pytest.mark.slow, id="workers, computing"),
     ],
 )
 def test_ctrl_c_ends_a_loop_on_a_mount_that_hangs(tmp_path: Path, program: str, code: str) -> None:
@@ -198,10 +202,12 @@ def test_ctrl_c_ends_a_loop_on_a_mount_that_hangs(tmp_path: Path, program: str, 
     assert errors.rstrip().endswith("KeyboardInterrupt")
 
 
+@pytest.mark.slow
 def test_workers_end_with_a_program_that_is_killed(tmp_path: Path) -> None:
     run(OPENED + WORKERS + LOOP, "-", tmp_path, send=signal.SIGKILL)
 
 
+@pytest.mark.slow
 def test_ctrl_c_ends_a_fill_that_waits_for_storage(tmp_path: Path) -> None:
     run(WARM, "-", tmp_path, send=signal.SIGINT)
 

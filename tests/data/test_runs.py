@@ -221,6 +221,7 @@ def line_of(run: subprocess.Popen[str]) -> str:
     return run.stdout.readline().strip()
 
 
+@pytest.mark.slow
 def test_a_killed_run_takes_nothing_from_the_others(folder: Path, runs: list[subprocess.Popen[str]]) -> None:
     """Three runs; the one that made the segment is killed, then one ends; at last the next run starts anew."""
     warm(config_of(folder), "train")

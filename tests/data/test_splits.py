@@ -147,6 +147,7 @@ def num_classes(folder: str) -> str:
     return f"{classes} classes"
 
 
+@pytest.mark.slow
 def test_all_nodes_have_as_many_classes(folder: Path) -> None:
     assert run_ranks(num_classes, str(folder.parent), nodes=2, devices=1) == ["4 classes"] * 2
 

@@ -64,7 +64,7 @@ def _get_in_child(store: SampleStore, connection) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
-@pytest.mark.parametrize("method", ["fork", "spawn"])
+@pytest.mark.parametrize("method", ["fork", pytest.param("spawn", marks=pytest.mark.slow)])
 def test_a_worker_opens_its_own_and_shares_memory(folder: Path, method: str) -> None:
     """Also what it reads from storage and disk is written when it ends, without a close."""
     store = store_of(folder)

@@ -71,7 +71,8 @@ SAVED: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("flavour", [list(FLAVOURS)[0], pytest.param(list(FLAVOURS)[1], marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("flavour", list(FLAVOURS))
 def test_fabric(flavour: str, tmp_path: Path) -> None:
     many: dict[str, Any] = {"nodes": 2, "devices": 2, "timeout": 120, "init": False}
     results = run_ranks(by_name, flavour, **many)

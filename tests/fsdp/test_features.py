@@ -112,6 +112,7 @@ def everything(_: None) -> dict[str, list[Tensor]]:
     return found
 
 
+@pytest.mark.slow
 def test_what_users_put_around_it() -> None:
     results = run_ranks(everything, None, nodes=2, devices=2, timeout=200, init=False)
     for name, (began, ended) in results[0].items():

@@ -147,6 +147,27 @@ def test_a_folder_that_nodes_do_not_share_is_refused(tmp_path: Path) -> None:
     assert "last.ckpt" not in zero[1] + one[1]
 
 
+def unseen_and_read(folder: str) -> str:
+    path = Path(folder) / "last.ckpt"
+    saver = fitted(FLAVOUR, fsdp(FLAVOUR))
+    saver.save_checkpoint(path)
+    if saver.global_rank == 1:
+        Path.is_file = lambda self: False  # type: ignore[method-assign]
+        folders.FileSystemReader.read_metadata = no_file
+    return fitted_from(path, saver)
+
+
+def no_file(*_: Any) -> None:
+    raise FileNotFoundError("a folder of another node")
+
+
+@pytest.mark.slow
+def test_a_folder_that_one_rank_does_not_see_is_an_error_on_all(tmp_path: Path) -> None:
+    zero, one = run_ranks(unseen_and_read, str(tmp_path), nodes=2, devices=1, timeout=100, init=False)
+    assert "another rank says where" in zero
+    assert "FileNotFoundError: a folder of another node" in one
+
+
 @pytest.mark.parametrize("exchanged", [True, False])
 def test_a_folder_takes_the_place_of_another(exchanged: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if not exchanged:  # as on file systems that cannot

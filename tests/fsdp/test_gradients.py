@@ -176,6 +176,7 @@ def residuals(folder: str, begin: int | None, end: int) -> dict[str, Tensor]:
     return found
 
 
+@pytest.mark.slow
 def test_on_another_cluster_the_mean_of_residuals_stays(tmp_path: Path) -> None:
     many: dict[str, Any] = {"timeout": 120, "init": False}
     before = run_ranks(residuals, str(tmp_path), None, 4, nodes=2, devices=2, **many)[0]

@@ -121,8 +121,8 @@ def saved_and_resumed(
 
 CASES: list[Any] = [
     ((2, 2), {}, {}),
-    ((2, 2), {"save_distributed_checkpoint": False, "step_ahead": 0.5}, {}),
-    ((3, 1), {"sync_every": 4, "delay": 0}, {"precision": "bf16-true"}),
+    pytest.param((2, 2), {"save_distributed_checkpoint": False, "step_ahead": 0.5}, {}, marks=pytest.mark.slow),
+    pytest.param((3, 1), {"sync_every": 4, "delay": 0}, {"precision": "bf16-true"}, marks=pytest.mark.slow),
     pytest.param((2, 2), {"exchange": "dense16"}, {"precision": "bf16-mixed"}, marks=pytest.mark.slow),
 ]
 

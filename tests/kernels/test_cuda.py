@@ -105,10 +105,11 @@ def test_regions(numel: int, num_regions: int, value_dtype: torch.dtype) -> None
 @pytest.mark.parametrize(("numel", "k"), [(1, 1), (100, 100), (70_001, 700), (1_000_003, 30_000)])
 def test_accumulate(numel: int, k: int, dtype: torch.dtype) -> None:
     messages = messages_of(numel, k, 5, dtype)
-    want, shard = torch.empty(numel), torch.empty(numel, device="cuda")
-    plain.accumulate(messages, want, k, dtype)
-    accumulate(messages.cuda(), shard, k, dtype)
-    assert same_bits(shard.cpu(), want)
+    for count, alpha in ((5, None), (5, -0.25), (1, -0.25)):
+        want, shard = torch.full((numel,), 3.0), torch.full((numel,), 3.0, device="cuda")
+        plain.accumulate(messages[:count], want, k, dtype, alpha)
+        accumulate(messages[:count].cuda(), shard, k, dtype, alpha)
+        assert same_bits(shard.cpu(), want)
 
 
 def test_damaged_messages_poison() -> None:

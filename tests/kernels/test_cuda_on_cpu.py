@@ -100,8 +100,20 @@ def test_accumulate(cuda: Emulation, dtype: torch.dtype) -> None:
             assert same_bits(got, want)
 
 
-def test_more_messages_than_are_open_at_once(cuda: Emulation) -> None:
-    numel, k = 5000, 40
+@pytest.mark.parametrize("dtype", [torch.bfloat16, wire.TWO_BIT], ids=str)
+def test_few_pairs_are_added_without_a_look_at_the_other_elements(cuda: Emulation, dtype: torch.dtype) -> None:
+    numel, k = 400_000, 4000
+    messages, nbytes = messages_of(numel, k, 4, dtype), []
+    for count in (1, 4):
+        cuda.accumulate(messages[:count].contiguous(), torch.zeros(numel), k, dtype, -0.25)
+        nbytes.append(cuda.nbytes)
+    assert nbytes[1] < numel * 8 / 4, "a pass over all elements"
+    cuda.accumulate(messages.repeat(5, 1), torch.zeros(numel), k, dtype, -0.25)  # many are added in one pass
+    assert cuda.nbytes > numel * 8
+
+
+@pytest.mark.parametrize(("numel", "k"), [(5000, 40), (50_000, 50)])
+def test_more_messages_than_are_open_at_once(cuda: Emulation, numel: int, k: int) -> None:
     messages = messages_of(numel, k, 70, torch.bfloat16).clone()
     got, want = torch.full((2, numel), 0.5)
     plain.accumulate(messages, want, k, torch.bfloat16, 3.0)

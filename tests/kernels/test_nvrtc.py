@@ -27,7 +27,7 @@ SINKS = [
     *(f"TensorSink<{index}, {value}>" for index in ("int", "long") for value in ("unsigned", "short")),
 ]
 KERNELS = {
-    "accumulate_cuda.cu": ["accumulate_kernel"],
+    "accumulate_cuda.cu": [f"accumulate_kernel<{in_place}>" for in_place in ("true", "false")],
     "models_cuda.cu": [f"move_kernel<{adds}>" for adds in ("true", "false")],
     "mstopk_cuda.cu": [
         *(kernel + dtype for kernel in ("sample_kernel", "pass_kernel") for dtype in EACH),

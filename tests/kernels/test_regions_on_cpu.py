@@ -163,7 +163,7 @@ def test_what_finds_the_wrong_ones_passes(emulation: Emulation) -> None:
     try_everything(emulation)
 
 
-@finds_each(WRONG, "regions begin too early")
+@finds_each(WRONG)
 def test_what_is_wrong_is_found(fault: tuple[str, ...], tmp_path: Path) -> None:
     *change, said = fault
     wrong = Emulation(build(tmp_path, with_fault(tmp_path, *change), flags=["-DLS_MOST_BLOCKS=7"]))

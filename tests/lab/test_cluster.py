@@ -300,6 +300,7 @@ def test_ranks_of_a_killed_rehearsal_end_with_it(tmp_path, network):
 
 
 @pytest.mark.root
+@pytest.mark.slow
 def test_an_answer_takes_the_round_trip_that_was_asked_for(tmp_path):
     script = tmp_path / "answers.py"
     script.write_text(ANSWERS)

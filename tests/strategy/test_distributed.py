@@ -112,7 +112,7 @@ def whole_and_resumed(folder: str, kinds: list[str], how: str) -> list[tuple[Ten
     return ends
 
 
-@pytest.mark.parametrize("how", ["save", "async_save"])
+@pytest.mark.parametrize("how", ["save", pytest.param("async_save", marks=pytest.mark.slow)])
 def test_a_resumed_loop_is_bit_identical(how: str, tmp_path: Path) -> None:
     kinds = list(KINDS)
     for ends in run_ranks(whole_and_resumed, str(tmp_path), kinds, how, nodes=2, devices=2, timeout=100):
@@ -174,7 +174,11 @@ def resumed_elsewhere(folder: str, kinds: list[str]) -> list[tuple[Tensor, Tenso
 
 @pytest.mark.parametrize(
     ("nodes", "devices"),
-    [(4, 1), pytest.param(3, 2, marks=pytest.mark.slow), pytest.param(2, 1, marks=pytest.mark.slow)],
+    [
+        pytest.param(4, 1, marks=pytest.mark.slow),
+        pytest.param(3, 2, marks=pytest.mark.slow),
+        pytest.param(2, 1, marks=pytest.mark.slow),
+    ],
 )
 def test_another_cluster_loses_nothing(nodes: int, devices: int, tmp_path: Path) -> None:
     kinds = list(KINDS)

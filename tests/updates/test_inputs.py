@@ -157,6 +157,40 @@ def test_sparse_gradients_and_several_dtypes(ranks: RunRanks) -> None:
         assert all(bool(each.isfinite().all()) for each in found)
 
 
+def partly_frozen(all_given: bool, unfreeze_at: int = -1) -> tuple[list[Tensor], int, int]:
+    """Train the last layer; the optimizer is given all parameters or that layer's."""
+    model = mlp(seed=dist.get_rank())
+    layers = [each for each in model if isinstance(each, nn.Linear)]
+    for parameter in nn.ModuleList(layers[:-1]).parameters():
+        parameter.requires_grad_(False)
+    given = model if all_given else layers[-1]
+    ddp, optimizer, updates = start(lambda _: torch.optim.AdamW(given.parameters(), lr=0.01), model, density=0.1)
+    (one,) = updates.optimizers
+    before, first = one.state.slices.numel, layers[0].weight.detach().clone()
+    steps(ddp, optimizer, updates, 0, 5)
+    if unfreeze_at > 0:
+        layers[0].weight.requires_grad_(True)
+        steps(ddp, optimizer, updates, 5, 10)
+    updates.finish()
+    moved = not torch.equal(first, layers[0].weight)
+    assert moved == (unfreeze_at > 0)
+    return [p.detach().clone() for p in model.parameters()], before, one.state.slices.numel
+
+
+def test_what_is_frozen_is_not_exchanged(ranks: RunRanks) -> None:
+    for held, apart in zip(
+        ranks(partly_frozen, True, nodes=2, devices=1), ranks(partly_frozen, False, nodes=2, devices=1), strict=True
+    ):
+        assert held[1] == apart[1]
+        assert all(torch.equal(one, other) for one, other in zip(held[0], apart[0], strict=True))
+
+
+def test_what_is_frozen_no_more_is_exchanged(ranks: RunRanks) -> None:
+    zero, one = ranks(partly_frozen, True, 5, nodes=2, devices=1)
+    assert zero[2] == zero[1] + zero[0][0].numel()
+    assert all(torch.equal(mine, other) for mine, other in zip(zero[0], one[0], strict=True))
+
+
 def one_node_skips() -> tuple[Tensor, list[float]]:
     """A loss scaler skips every third step on node 1 alone."""
     ddp, optimizer, updates = start(adamw, mlp(), density=0.05)

@@ -1,7 +1,8 @@
 // Sums M messages in one launch, or those of each region of a shard, which has a row of blocks. A block owns
 // consecutive pieces of 4,096 elements; it adds the pairs of all messages to a piece in shared memory, one message at a
 // time, in row order, so no two threads add to the same element concurrently, and writes the piece once. With alpha,
-// pieces begin as they are instead of at zero.
+// pieces begin as they are instead of at zero; and where pairs are few, it adds them to the shard itself, in the same
+// order, and leaves the other elements alone.
 //
 // Each block finds out by itself where its pairs begin in each message, and whether the message is valid, from the
 // counts: blocks need nothing of each other. Only indices out of order are found on the way, by one block; then the
@@ -15,6 +16,7 @@ namespace {
 
 constexpr int kPiece = kTile;
 constexpr int kTogether = 64;  // messages that a block has open at a time
+constexpr int kSparse = 8;     // elements a pair from which on 32 bytes to and fro for each pair are less than all of it
 
 struct Flags {
   Count finished;  // blocks
@@ -259,8 +261,10 @@ __device__ void store_piece(const Sum& sum, const Piece& piece, const float* acc
 }
 
 // Adds the messages `from` ... `from + count - 1` to the pieces `first` ... `last - 1`; false if one is invalid.
+template <bool in_place>
 __device__ bool add_messages(const Sum& sum, int64_t from, int count, int64_t first, int64_t last) {
-  alignas(16) __shared__ float acc[kPiece];
+  constexpr int kHeld = in_place ? 4 : kPiece;
+  alignas(16) __shared__ float acc[kHeld];
   __shared__ Cursor cursors[kTogether];
   __shared__ uint16_t ends[kTogether][kCells];
   const bool with_cells = sum.layout.num_cells > 0;
@@ -271,7 +275,8 @@ __device__ bool add_messages(const Sum& sum, int64_t from, int count, int64_t fi
   if (__syncthreads_or(!valid)) return false;
   for (int64_t number = first; number < last; ++number) {
     const Piece piece(sum, number);
-    load_piece(sum, piece, sum.clear && from == 0, acc);
+    float* to = in_place ? sum.shard + piece.base : acc;
+    if (!in_place) load_piece(sum, piece, sum.clear && from == 0, acc);
     if (number > first && piece.start == 0) {  // a new wire block
       __syncthreads();                         // thread 0 may still move a cursor
       advance(sum, from, count, piece.block, cursors);
@@ -282,12 +287,12 @@ __device__ bool add_messages(const Sum& sum, int64_t from, int count, int64_t fi
     __syncthreads();
     for (int m = 0; m < count; ++m) {
       if (with_cells) {
-        add_cells(sum, message_at(sum, from + m), piece, ends[m], cursors[m], acc);
+        add_cells(sum, message_at(sum, from + m), piece, ends[m], cursors[m], to);
       } else {
-        add_message(sum, message_at(sum, from + m), piece, cursors[m], acc);
+        add_message(sum, message_at(sum, from + m), piece, cursors[m], to);
       }
     }
-    store_piece(sum, piece, acc);
+    if (!in_place) store_piece(sum, piece, acc);
   }
   __syncthreads();
   return true;
@@ -297,13 +302,14 @@ __device__ void poison(const Sum& sum, int64_t begin, int64_t end) {
   for (int64_t i = begin + threadIdx.x; i < end; i += kThreads) sum.shard[i] = float_of(0x7FC00000u);
 }
 
+template <bool in_place>
 __global__ void __launch_bounds__(kThreads, 4) accumulate_kernel(Sums sums) {
   const Sum sum(sums, blockIdx.y);
   const int64_t first = sum.num_pieces * blockIdx.x / gridDim.x, last = sum.num_pieces * (blockIdx.x + 1) / gridDim.x;
   bool valid = true;
   for (int64_t from = 0; from < sum.num_messages && valid; from += kTogether) {
     const int64_t left = sum.num_messages - from;
-    valid = add_messages(sum, from, static_cast<int>(left < kTogether ? left : kTogether), first, last);
+    valid = add_messages<in_place>(sum, from, static_cast<int>(left < kTogether ? left : kTogether), first, last);
   }
   if (!valid) poison(sum, first * kPiece, last * kPiece < sum.numel ? last * kPiece : sum.numel);  // as all blocks do
   if (is_last(&sum.flags->finished, gridDim.x) && peek(&sum.flags->damaged)) poison(sum, 0, sum.numel);
@@ -326,7 +332,12 @@ void accumulate(const uint8_t* messages, int64_t num_messages, const Regions& re
                   .alpha = alpha ? *alpha : 1.0f,
                   .flags = flags};
   check(cudaMemsetAsync(flags, 0, regions.count * sizeof(Flags), on));
-  accumulate_kernel<<<dim3(blocks_of_region(regions, kPiece), regions.count), kThreads, 0, on>>>(sums);
+  const dim3 blocks(blocks_of_region(regions, kPiece), regions.count);
+  if (alpha && num_messages * k * kSparse <= regions.numel(0)) {
+    accumulate_kernel<true><<<blocks, kThreads, 0, on>>>(sums);
+  } else {
+    accumulate_kernel<false><<<blocks, kThreads, 0, on>>>(sums);
+  }
   check(cudaGetLastError());
 }
 
