@@ -44,7 +44,7 @@ class LocalUpdates(Engine):
 
     Args:
         module: the model; not wrapped, or what is wrapped.
-        optimizers: one or several, of parameters that no two share. What is frozen is not exchanged until it is trained.
+        optimizers: one or several, of parameters that no two share. What is frozen is exchanged once it is trained.
         topology: of the ranks, with its groups, from ``topology.discover()``.
 
     Raises:
