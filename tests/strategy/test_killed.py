@@ -201,24 +201,30 @@ def own_folders(folder: str) -> str:
     return "saved"
 
 
-def test_a_folder_that_nodes_do_not_share_is_noticed_at_the_first_save(tmp_path: Path) -> None:
-    """One path, another folder on each node: here each rank's is relative to a working directory of its own."""
-    lines = run_ranks(one_path_two_folders, str(tmp_path), nodes=2, devices=1, timeout=100, init=False)
-    assert ["the side files of rank(s) 1 are not in" in line for line in lines[0]] == [True]
-    assert lines[1] == []
+@pytest.mark.parametrize(("devices", "unseen"), [(1, "1"), pytest.param(2, "2, 3", marks=pytest.mark.slow)])
+def test_a_folder_that_nodes_do_not_share_is_noticed_at_the_first_save(
+    devices: int, unseen: str, tmp_path: Path
+) -> None:
+    """One path, another folder on each node: here each rank's is relative to the working directory of its node."""
+    found = run_ranks(one_path_two_folders, str(tmp_path), nodes=2, devices=devices, timeout=100, init=False)
+    lines, kept = zip(*found, strict=True)
+    assert [f"the side files of rank(s) {unseen} are not in" in line for line in lines[0]] == [True]
+    assert not any(lines[1:])
+    files = [devices] * devices + [2 * devices] * devices  # another node's last save stays until the next one
+    assert [len(names) for names in kept] == files
 
 
-def one_path_two_folders(folder: str) -> list[str]:
+def one_path_two_folders(folder: str) -> tuple[list[str], list[str]]:
     t = trainer(
         "pytorch_lightning", sparse("pytorch_lightning", timeout=timedelta(seconds=10)), max_steps=2, **_ranks()
     )
     t.fit(plain_module("pytorch_lightning"))
-    os.mkdir(f"{folder}/node{t.global_rank}")
-    os.chdir(f"{folder}/node{t.global_rank}")
+    os.makedirs(f"{folder}/node{t.node_rank}", exist_ok=True)
+    os.chdir(f"{folder}/node{t.node_rank}")
     lines = Lines().lines
-    for name in ("first.ckpt", "second.ckpt"):
-        t.strategy.save_checkpoint(t._checkpoint_connector.dump_checkpoint(), name)
-    return lines
+    for name in ("first.ckpt", "first.ckpt", "first.ckpt", "second.ckpt"):
+        t.save_checkpoint(name)
+    return lines, [each.name for each in Path("first.ckpt.residual").rglob("*.pt")]
 
 
 def test_a_rank_that_does_not_see_the_checkpoint_fails_all(tmp_path: Path) -> None:
