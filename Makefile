@@ -7,8 +7,8 @@ PYTHON ?= python3
 VENV   ?= .venv
 OUT    ?= runs
 
-# The oldest supported torch, with the matching torchvision.
-OLDEST = torch==2.11.0 torchvision==0.26.0
+# The oldest supported torch, with the matching torchvision, and Lightning.
+OLDEST = torch==2.11.0 torchvision==0.26.0 pytorch-lightning==2.6.0 lightning==2.6.0
 
 RUN      = $(VENV)/bin/python
 PIP      = $(RUN) -m pip --disable-pip-version-check install --no-warn-script-location
@@ -39,7 +39,7 @@ test-slow: $(VENV)/.built ## run the slow tests
 test-all: $(VENV)/.built ## run all tests
 	$(RUN) -m pytest $(PARALLEL) --durations=10 $(ARGS)
 
-test-oldest: ## run all tests with the oldest supported torch, in .venv-oldest
+test-oldest: ## run all tests with the oldest supported torch and Lightning, in .venv-oldest
 	$(MAKE) --no-print-directory test-all VENV=.venv-oldest TORCH="$(OLDEST)"
 
 lint: $(VENV)/.installed ## check style, types, spelling and native formatting
@@ -103,7 +103,7 @@ clean: ## remove environments and build outputs
 $(VENV)/.installed: $(DEPENDS)
 	@echo "1 of 3: creating $(VENV); 6 GB of packages will be downloaded, which takes minutes"
 	$(PYTHON) -m venv $(VENV)
-	grep -v -E '$(if $(TORCH),^(torch|torchvision|setuptools)==,^$$)' constraints.txt > $(VENV)/constraints.txt
+	grep -v -E '$(if $(TORCH),^(torch|torchvision|setuptools|lightning|pytorch-lightning)==,^$$)' constraints.txt > $(VENV)/constraints.txt
 	@echo "2 of 3: torch, with the CUDA libraries that it brings along"
 	$(PIP) -c $(VENV)/constraints.txt 'setuptools>=77' wheel ninja numpy $(or $(TORCH),torch torchvision)
 	@echo "3 of 3: Lightning, DALI and the tools"
