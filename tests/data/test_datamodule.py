@@ -55,6 +55,9 @@ def flavour(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
+one_flavour = pytest.mark.parametrize("flavour", FLAVOURS[:1], indirect=True)
+
+
 @pytest.fixture(scope="module")
 def folder(pictures: Path, tmp_path_factory: pytest.TempPathFactory, flavour: str) -> Path:
     """The pictures and, beside them, caches and checkpoints of this flavour."""
@@ -71,8 +74,8 @@ def segments_before(flavour: str) -> set[str]:
 
 @pytest.fixture(scope="module")
 def results(flavour: str, folder: Path, segments_before: set[str], request: pytest.FixtureRequest) -> Results:
-    """What every scenario returned, by rank."""
-    names = list(SCENARIOS.wanted(request))
+    """What every scenario returned, by rank; of the second flavour not those that are slow."""
+    names = list(SCENARIOS.wanted(request) if flavour == FLAVOURS[0] else SCENARIOS.quick)
     return run_ranks(run_scenarios, flavour, str(folder), names, timeout=550, init=False)
 
 
@@ -188,6 +191,7 @@ def features(flavour: str, folder: Path) -> dict[str, Any]:
 
 
 @pytest.mark.slow
+@one_flavour
 def test_limits_overfitting_reloading_and_a_second_fit(results: Results) -> None:
     for rank, each in enumerate(results):
         seen = each["features"]
@@ -264,21 +268,28 @@ def resuming(flavour: str, folder: Path) -> dict[str, Any]:
     return out
 
 
-@pytest.mark.parametrize("shuffle", SHUFFLES)
-@pytest.mark.parametrize(
-    ("stopped", "step"), [("in_an_epoch", 9), pytest.param("after_an_epoch", 6, marks=pytest.mark.slow)]
-)
-def test_a_resumed_run_sees_exactly_what_the_uninterrupted_one_does(
-    results: Results, shuffle: str, stopped: str, step: int
-) -> None:
+def sees_the_rest(results: Results, shuffle: str, stopped: str, step: int) -> None:
     for rank, each in enumerate(results):
         mine = [[step[rank // 2][rank % 2] for step in expected(shuffle, epoch)] for epoch in range(3)]
         seen = [(epoch, batch, samples) for epoch in range(3) for batch, samples in enumerate(mine[epoch])]
-        assert each[f"stopped_{stopped}"][shuffle] == seen[step:]
-        assert each[f"stopped_{stopped}"][f"{shuffle} end"] == (18, 2)
+        assert each[stopped][shuffle] == seen[step:]
+        assert each[stopped][f"{shuffle} end"] == (18, 2)
+
+
+@pytest.mark.parametrize("shuffle", SHUFFLES)
+def test_a_resumed_run_sees_exactly_what_the_uninterrupted_one_does(results: Results, shuffle: str) -> None:
+    sees_the_rest(results, shuffle, "stopped_in_an_epoch", 9)
 
 
 @pytest.mark.slow
+@one_flavour
+@pytest.mark.parametrize("shuffle", SHUFFLES)
+def test_a_run_resumed_after_an_epoch_sees_the_same(results: Results, shuffle: str) -> None:
+    sees_the_rest(results, shuffle, "stopped_after_an_epoch", 6)
+
+
+@pytest.mark.slow
+@one_flavour
 def test_a_run_resumed_between_epochs_begins_the_next(results: Results) -> None:
     for rank, each in enumerate(results):
         mine = [[step[rank // 2][rank % 2] for step in expected("global", epoch)] for epoch in range(3)]

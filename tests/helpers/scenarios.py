@@ -33,7 +33,12 @@ class Scenarios(dict[str, Callable[..., Any]]):
         module = request.module
         tests = [each for each in request.session.items if getattr(each, "module", None) is module]
         with_slow = any(each.get_closest_marker("slow") for each in tests)
-        return {name: fn for name, fn in self.items() if with_slow or name not in self._slow}
+        return dict(self) if with_slow else self.quick
+
+    @property
+    def quick(self) -> dict[str, Callable[..., Any]]:
+        """Those that are not slow."""
+        return {name: fn for name, fn in self.items() if name not in self._slow}
 
 
 def returned(scenarios: Mapping[str, Callable[..., Any]], *args: Any) -> dict[str, Any]:
