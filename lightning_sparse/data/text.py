@@ -131,6 +131,67 @@ def _rows(file: BinaryIO) -> Iterator[bytes]:
             yield each if isinstance(each, bytes) else (each or "").encode()
 
 
+@dataclass(frozen=True)
+class TokenFile:
+    """A file of token ids, as the JSON beside it describes it.
+
+    Args:
+        tokens: number of ids in the file; 0 if unknown.
+        checksum: of the ids, 0 if unknown.
+        end: id at the end of each document; None if unknown.
+    """
+
+    path: Path
+    dtype: np.dtype[Any]
+    vocab_size: int
+    tokens: int
+    checksum: int = 0
+    end: int | None = None
+
+    @classmethod
+    def at(cls, path: Path) -> TokenFile:
+        """Return a file on disk. Raises: ValueError: as `of`"""
+        return cls.of(str(path), path.with_suffix(".json").read_bytes, path.stat().st_size)
+
+    @classmethod
+    def of(cls, name: str, describe: Callable[[], bytes], size: int | None) -> TokenFile:
+        """Return a file.
+
+        Args:
+            name: its path or URL.
+            describe: returns the contents of the JSON.
+            size: of the file in bytes; None if unknown.
+
+        Raises:
+            ValueError: if the JSON does not describe the file.
+        """
+        beside = f"{os.path.splitext(name)[0]}.json"
+        try:
+            about = json.loads(describe())
+            dtype, vocab_size = DTYPES[about["dtype"]], int(about["vocab_size"])
+            said, checksum = about.get("tokens"), int(about.get("checksum", 0))
+            end = None if about.get("end") is None else int(about["end"])
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise ValueError(
+                f"{beside} must describe {os.path.basename(name)}, as in "
+                f'{{"dtype": "uint16", "vocab_size": 50257}}, with dtype one of {", ".join(DTYPES)} '
+                f"({type(error).__name__}: {error})."
+            ) from error
+        tokens = (size or 0) // dtype.itemsize
+        if size is not None and (size % dtype.itemsize or said not in (None, tokens)):
+            raise ValueError(
+                f"{name} has {size:,} bytes, which are not the {said or 'whole number of'} tokens of {dtype.name} that "
+                f"{os.path.basename(beside)} describes: the file is incomplete, or of another run. Write it again."
+            )
+        if not 1 <= vocab_size <= np.iinfo(dtype).max + 1:
+            raise ValueError(f"{beside}: vocab_size={vocab_size} must be between 1 and the {dtype.name} limit.")
+        if end is not None and not 0 <= end < vocab_size:
+            raise ValueError(
+                f"{beside}: end={end} must be an id below vocab_size={vocab_size}, the id that ends a document."
+            )
+        return cls(Path(name), dtype, vocab_size, tokens, checksum, end)
+
+
 def within(ids: NDArray[np.int64], vocab_size: int, path: str | Path) -> NDArray[np.int64]:
     """Return the ids. Raises ValueError, naming the file, if one is not in the vocabulary."""
     if len(ids) and not 0 <= ids.min() <= ids.max() < vocab_size:
