@@ -174,23 +174,25 @@ class Storage:
         Raises:
             MissingFolderError: if a folder cannot be listed; also `names`, `files` and `mtimes`.
         """
-        return (Listed(*found) for found in self._ask("images" if images else "visible", folders))
+        return (Listed(*found) for found in self._ask("list", folders, "images" if images else "visible"))
 
     def names(self, folder: str) -> dict[str, int]:
         """Return the modification times in ns of the subfolders of a folder, by name; 0 if unknown."""
-        return dict(next(self._ask("names", [folder])))
+        ((_, folders),) = self._ask("list", [folder], "here")
+        return {path.rpartition("/")[2]: time for path, time in folders if path != folder}
 
     def files(self, folder: str) -> list[tuple[str, int, int]]:
         """Return (name, size, mtime in ns) of the files in a folder, not below it."""
-        return list(next(self._ask("files", [folder])))
+        ((files, _),) = self._ask("list", [folder], "here")
+        return [(path.rpartition("/")[2], size, time) for path, size, time in files]
 
     def mtimes(self, folders: Sequence[str]) -> list[int]:
         """Return the modification time of each folder in ns; 0 if unknown."""
         return list(self._ask("mtime", folders))
 
-    def _ask(self, kind: str, folders: Sequence[str]) -> Iterator[Any]:
+    def _ask(self, kind: str, folders: Sequence[str], *more: str) -> Iterator[Any]:
         """Yield an answer for each folder. All are requested at once."""
-        for folder, request in zip(folders, self._requested(kind, [(each,) for each in folders]), strict=True):
+        for folder, request in zip(folders, self._requested(kind, [(each, *more) for each in folders]), strict=True):
             status, result, _, _ = self._wait_for(request)
             if status != "k":
                 raise MissingFolderError(
@@ -202,10 +204,9 @@ class Storage:
 
     def _instead(self) -> str:
         """What the source has in place of a folder that is missing: its name may be spelled in another way."""
-        names = []
-        for kind in ("names", "files"):  # shards may lie in the source itself
-            status, result, _, _ = self._wait_for(*self._requested(kind, [("",)]))
-            names += sorted(entry[0] for entry in result) if status == "k" else []
+        status, result, _, _ = self._wait_for(*self._requested("list", [("", "here")]))
+        files, folders = result if status == "k" else ([], [])
+        names = [*sorted(path for path, _ in folders if path), *sorted(path for path, *_ in files)]
         return f"; it has {', '.join(names[:10])}" if names else ""
 
     def close(self) -> None:
