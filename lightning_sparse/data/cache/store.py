@@ -27,7 +27,7 @@ import numpy as np
 import numpy.typing as npt
 
 from lightning_sparse.data import decode
-from lightning_sparse.data.cache.counts import RunCounter, TierCounts, run_name
+from lightning_sparse.data.cache.counts import Counter, TierCounts, run_name
 from lightning_sparse.data.cache.disk import CachedFile, DiskCache, corrupt_file
 from lightning_sparse.data.cache.memory import open_memory
 from lightning_sparse.data.config import GB, CacheConfig, CorruptSampleError
@@ -106,7 +106,7 @@ class Tiers:
         with contextlib.ExitStack() as stack:  # one process at a time makes what others then find
             with usable(folder):
                 stack.enter_context(locked(folder))
-            self.counter = RunCounter(run_name(run, placement.node_index, manifest.split))
+            self.counter = Counter(run_name(run, placement.node_index, manifest.split))
             self.memory = open_memory(config, manifest, owned, self.counter)
         limit = None if config.disk_gb is None else int(config.disk_gb * GB)
         disk = folder / f"{file_name(manifest.split)}.lmdb"
