@@ -100,7 +100,7 @@ def _chunk(file: str) -> Iterator[np.ndarray[Any, Any]]:
 
 
 def write_mds(files: list[Path], out: Path) -> None:
-    from streaming import MDSWriter
+    from streaming import MDSWriter  # type: ignore[import-not-found, unused-ignore]
 
     columns = {"ids": f"ndarray:uint16:{CONTEXT + 1}"}
     with MDSWriter(out=str(out), columns=columns, size_limit=2 * SHARD_BYTES, progress_bar=False) as writer:
@@ -135,7 +135,7 @@ def litdata(folder: Path, work: Path, cached: bool = False) -> Batches:
     from litdata import StreamingDataLoader, StreamingDataset, TokensLoader
 
     place = {"input_dir": f"local:{folder}", "cache_dir": str(work)} if cached else {"input_dir": str(folder)}
-    data = StreamingDataset(**place, item_loader=TokensLoader(block_size=CONTEXT + 1), shuffle=True)  # type: ignore[arg-type]
+    data = StreamingDataset(**place, item_loader=TokensLoader(block_size=CONTEXT + 1), shuffle=True)
     loader = StreamingDataLoader(data, batch_size=BATCH, num_workers=1, persistent_workers=True)
     return lambda epoch: (_targets(rows) for rows in loader)
 
@@ -150,7 +150,7 @@ def mosaic(folder: Path, work: Path) -> Batches:
 
 def hugging_face(folder: Path, work: Path) -> Batches:
     os.environ |= {"HF_HOME": str(work), "HF_DATASETS_OFFLINE": "1"}
-    from datasets import load_dataset
+    from datasets import load_dataset  # type: ignore[import-not-found, unused-ignore]
 
     def windows(documents: dict[str, list[str]]) -> dict[str, list[Any]]:
         stream = b"".join(each.encode() + bytes([END]) for each in documents["text"])
@@ -254,7 +254,7 @@ def table(record: dict[str, Any]) -> str:
 
 def _speed(epochs: Rows) -> float:
     """Millions of tokens per CPU-second."""
-    return sum(each["tokens"] for each in epochs) / sum(each["cpu_seconds"] for each in epochs) / 1e6
+    return float(sum(each["tokens"] for each in epochs) / sum(each["cpu_seconds"] for each in epochs) / 1e6)
 
 
 if __name__ == "__main__":

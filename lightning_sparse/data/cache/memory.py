@@ -248,9 +248,7 @@ def format_for(config: CacheConfig, manifest: Manifest, owned: npt.NDArray[np.bo
     return "decoded" if needed_bytes(manifest, owned, "decoded", config.short_side) <= _allowed(config)[0] else "jpeg"
 
 
-def open_memory(
-    config: CacheConfig, manifest: Manifest, owned: npt.NDArray[np.bool_], counter: Counter
-) -> MemoryCache:
+def open_memory(config: CacheConfig, manifest: Manifest, owned: npt.NDArray[np.bool_], counter: Counter) -> MemoryCache:
     """Open the memory tier, which a run on this node may have filled. Called by one process at a time.
 
     Args:
