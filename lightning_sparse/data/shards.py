@@ -251,18 +251,11 @@ class TokenSource:
                 return 0
             for left in target.parent.glob(f"{target.name}.*.tmp"):  # by a process that was killed
                 left.unlink()
-            temporary = target.with_name(f"{target.name}.{os.getpid()}.tmp")
             empty = [0]
             with io.BufferedReader(ShardFile(storage, shard, progress), 1 << 16) as file:
                 ids = self._ids(shard, storage, cast(BinaryIO, file), empty)
-                try:
-                    checked = (within(each, ids.vocab_size, f"{self.config.source}/{shard.path}") for each in ids.parts)
-                    about = write_ids(temporary, checked, ids.vocab_size, ids.end)
-                    target.with_suffix(".json").unlink(missing_ok=True)  # it would describe the new file wrongly
-                    os.replace(temporary, target)
-                finally:
-                    temporary.unlink(missing_ok=True)
-            write_private(target.with_suffix(".json"), json.dumps({**about, **shard._asdict()}).encode())
+                checked = (within(each, ids.vocab_size, f"{self.config.source}/{shard.path}") for each in ids.parts)
+                write_ids(target, checked, ids.vocab_size, ids.end, **shard._asdict())
             return empty[0]
 
     def _ids(self, shard: Shard, storage: Storage, file: BinaryIO, empty: list[int]) -> _Ids:

@@ -142,11 +142,11 @@ class Storage:
 
     def row_groups(self, paths: Sequence[str], column: str) -> Iterator[dict[str, Any]]:
         """Yield what each Parquet file contains, as `storage_reader.row_groups`."""
-        return self._contents("groups", paths, column)
+        return self._ask("groups", paths, column)
 
     def rows(self, path: str, group: int, column: str) -> list[StoredFile | Unreadable]:
         """Return the samples in a row group of a Parquet file."""
-        (found,) = self._contents("rows", [path], column, group)
+        (found,) = self._ask("rows", [path], column, group)
         return [
             Unreadable("its row contains no bytes") if each is None else StoredFile(each, len(each), 0)
             for each in found
@@ -154,16 +154,7 @@ class Storage:
 
     def members(self, paths: Sequence[str]) -> Iterator[list[tuple[str, int, int, str]]]:
         """Yield (name, offset, size, contents of a label) of the members of each tar file."""
-        return self._contents("members", paths)
-
-    def _contents(self, kind: str, paths: Sequence[str], *more: Any) -> Iterator[Any]:
-        requests = self._requested(kind, [(path, *more) for path in paths])
-        for path, request in zip(paths, requests, strict=True):
-            status, result, _, _ = self._wait_for(request)
-            if status != "k":
-                what = f"the shard {path}" if kind == "members" else path
-                raise ValueError(f"source={self.source}: {what} cannot be used: {result}.")
-            yield result
+        return self._ask("members", paths)
 
     def listing(self, folders: Sequence[str], *, images: bool = True) -> Iterator[Listed]:
         """Yield the files and the folders below each folder.
@@ -190,16 +181,19 @@ class Storage:
         """Return the modification time of each folder in ns; 0 if unknown."""
         return list(self._ask("mtime", folders))
 
-    def _ask(self, kind: str, folders: Sequence[str], *more: str) -> Iterator[Any]:
-        """Yield an answer for each folder. All are requested at once."""
-        for folder, request in zip(folders, self._requested(kind, [(each, *more) for each in folders]), strict=True):
+    def _ask(self, kind: str, paths: Sequence[str], *more: Any) -> Iterator[Any]:
+        """Yield an answer for each path. All are requested at once."""
+        for path, request in zip(paths, self._requested(kind, [(each, *more) for each in paths]), strict=True):
             status, result, _, _ = self._wait_for(request)
-            if status != "k":
+            if status != "k" and kind in ("list", "mtime"):
                 raise MissingFolderError(
-                    f"source={self.source} has no folder {folder}/ to read ({result}{self._instead()}). "
+                    f"source={self.source} has no folder {path}/ to read ({result}{self._instead()}). "
                     f"Expected train/<class>/<image> or train/<shard>.tar, and the same in val/: check the path, and "
                     "that it is mounted."
                 )
+            if status != "k":
+                what = f"the shard {path}" if kind == "members" else path
+                raise ValueError(f"source={self.source}: {what} cannot be used: {result}.")
             yield result
 
     def _instead(self) -> str:
