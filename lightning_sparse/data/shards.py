@@ -49,7 +49,7 @@ from lightning_sparse.data.folders import (
     write_private,
 )
 from lightning_sparse.data.sources.storage import CHECK_S, MissingFolderError, Storage, Unreadable
-from lightning_sparse.data.text import DTYPES, TEXT_SUFFIXES, Tokenizer, documents, tokenizer_of, within, write_ids
+from lightning_sparse.data.text import TEXT_SUFFIXES, TokenFile, Tokenizer, documents, tokenizer_of, within, write_ids
 from lightning_sparse.messages import log
 
 PART = 1 << 24  # bytes of a request
@@ -59,11 +59,12 @@ Progress = Callable[[int], None]
 
 
 class Shard(NamedTuple):
-    """A file as it is on storage."""
+    """A file as it is on storage. beside: changes with the JSON beside it, if it is of ids."""
 
     path: str
     size: int
     mtime_ns: int
+    beside: int = 0
 
 
 class ShardFile(io.RawIOBase):
@@ -167,11 +168,10 @@ class TokenSource:
             return self.encoder.vocab_size
         if shards[0].path.endswith(".npy"):
             raise ValueError(f"{self.config.source}/{shards[0].path} does not tell its vocabulary: give vocab_size.")
-        kept = described(self.file(shards[0]))
-        if kept is not None:
-            return int(kept["vocab_size"])
+        if self.is_kept(shards[0]):
+            return TokenFile.at(self.file(shards[0])).vocab_size
         with Storage.of(self.config, readers=1) as storage:
-            return int(_beside(storage, shards[0])["vocab_size"])
+            return _described(storage, shards[0], None).vocab_size
 
     def file(self, shard: Shard) -> Path:
         """Return where the ids of a shard are kept."""
@@ -210,7 +210,12 @@ class TokenSource:
             files = storage.files("") if self.only else next(storage.listing([""], images=False)).files
         except MissingFolderError as error:
             raise ValueError(f"{source} cannot be listed: check the path, and that it is mounted.") from error
-        found = sorted(Shard(*each) for each in files if self.only in ("", each[0]))
+        jsons = {path: size + mtime for path, size, mtime in files if path.endswith(".json")}
+        found = sorted(
+            Shard(path, size, mtime, jsons.get(f"{path.removesuffix('.bin')}.json", 0))
+            for path, size, mtime in files
+            if self.only in ("", path)
+        )
         text = [each for each in found if Path(each.path).suffix in TEXT_SUFFIXES]
         ids = [each for each in found if Path(each.path).suffix in ID_SUFFIXES]
         if text and ids:
@@ -226,10 +231,12 @@ class TokenSource:
 
     def is_kept(self, shard: Shard) -> bool:
         """Whether the ids of the shard, as it is now, are in the cache."""
-        about, file = described(self.file(shard)), self.file(shard)
-        if about is None or [about.get("path"), about.get("size"), about.get("mtime_ns")] != list(shard):
+        try:
+            about = json.loads(self.file(shard).with_suffix(".json").read_text())
+            TokenFile.at(self.file(shard))  # it is whole
+            return [about.get(name, 0) for name in Shard._fields] == [*shard]
+        except (OSError, ValueError):
             return False
-        return file.exists() and file.stat().st_size == about["tokens"] * DTYPES[about["dtype"]].itemsize
 
     def make(self, shard: Shard, storage: Storage, progress: Progress) -> int:
         """Write the ids of a shard to the cache, unless another process has; return the number of empty documents.
@@ -244,25 +251,18 @@ class TokenSource:
                 return 0
             for left in target.parent.glob(f"{target.name}.*.tmp"):  # by a process that was killed
                 left.unlink()
-            temporary = target.with_name(f"{target.name}.{os.getpid()}.tmp")
             empty = [0]
             with io.BufferedReader(ShardFile(storage, shard, progress), 1 << 16) as file:
                 ids = self._ids(shard, storage, cast(BinaryIO, file), empty)
-                try:
-                    checked = (within(each, ids.vocab_size, f"{self.config.source}/{shard.path}") for each in ids.parts)
-                    about = write_ids(temporary, checked, ids.vocab_size, ids.end)
-                    target.with_suffix(".json").unlink(missing_ok=True)  # it would describe the new file wrongly
-                    os.replace(temporary, target)
-                finally:
-                    temporary.unlink(missing_ok=True)
-            write_private(target.with_suffix(".json"), json.dumps({**about, **shard._asdict()}).encode())
+                checked = (within(each, ids.vocab_size, f"{self.config.source}/{shard.path}") for each in ids.parts)
+                write_ids(target, checked, ids.vocab_size, ids.end, **shard._asdict())
             return empty[0]
 
     def _ids(self, shard: Shard, storage: Storage, file: BinaryIO, empty: list[int]) -> _Ids:
         name = f"{self.config.source}/{shard.path}"
         if shard.path.endswith(".bin"):
-            about = _beside(storage, shard)
-            return _Ids(self.vocab_size or about["vocab_size"], about.get("end"), _of_bin(name, file, about))
+            about = _described(storage, shard, file.seek(0, io.SEEK_END))
+            return _Ids(self.vocab_size or about.vocab_size, about.end, _of_bin(name, file, about))
         if shard.path.endswith(".npy"):
             return _Ids(self.size_of_vocabulary([shard]), None, _of_npy(name, file))
         encoder = self.encoder
@@ -291,40 +291,24 @@ def _encoded(encoder: Tokenizer, name: str, file: BinaryIO, empty: list[int]) ->
             yield np.array([encoder.end])
 
 
-def described(file: Path) -> dict[str, Any] | None:
-    """Return what the JSON beside a file in the cache says; None if there is none."""
-    try:
-        found = json.loads(file.with_suffix(".json").read_text())
-    except (OSError, ValueError):
-        return None
-    return found if isinstance(found, dict) else None
+def _described(storage: Storage, shard: Shard, size: int | None) -> TokenFile:
+    """Return a ``.bin`` on storage, as the JSON beside it describes it."""
 
-
-def _beside(storage: Storage, shard: Shard) -> dict[str, Any]:
-    """Return what the JSON beside a ``.bin`` on storage says."""
-    name = f"{shard.path.rpartition('.')[0]}.json"
-    (found,) = storage.read([name])
-    try:
+    def beside() -> bytes:
+        (found,) = storage.read([f"{shard.path.removesuffix('.bin')}.json"])
         if isinstance(found, Unreadable):
             raise ValueError(found.reason)
-        about: dict[str, Any] = json.loads(found.data)
-        return {**about, "dtype": DTYPES[about["dtype"]], "vocab_size": int(about["vocab_size"])}
-    except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(
-            f"{storage.source}/{name} must describe {shard.path}, as in "
-            f'{{"dtype": "uint16", "vocab_size": 50257}} ({type(error).__name__}: {error}).'
-        ) from error
+        return found.data
+
+    return TokenFile.of(f"{storage.source}/{shard.path}", beside, size)
 
 
-def _of_bin(name: str, file: BinaryIO, about: dict[str, Any]) -> Iterator[NDArray[np.int64]]:
-    dtype, checksum, size = about["dtype"], 0, file.seek(0, 2)
-    file.seek(0)
-    if size % dtype.itemsize or about.get("tokens", size // dtype.itemsize) != size // dtype.itemsize:
-        raise ValueError(f"{name} has {size:,} bytes, which its JSON does not describe: write it again.")
+def _of_bin(name: str, file: BinaryIO, about: TokenFile) -> Iterator[NDArray[np.int64]]:
+    checksum = file.seek(0)
     while part := file.read(PART):
         checksum = zlib.crc32(part, checksum)
-        yield np.frombuffer(part, dtype).astype(np.int64)
-    if about.get("checksum", checksum) != checksum:
+        yield np.frombuffer(part, about.dtype).astype(np.int64)
+    if about.checksum not in (0, checksum):
         raise ValueError(f"{name} is damaged: its checksum is not that in its JSON. Write it again.")
 
 

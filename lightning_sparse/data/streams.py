@@ -8,7 +8,6 @@ document. A folder of such files is read as shards, by name.
 from __future__ import annotations
 
 import hashlib
-import json
 from bisect import bisect_left, insort
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -22,7 +21,7 @@ from torch import Tensor
 
 from lightning_sparse.data.config import DataError
 from lightning_sparse.data.rng import shuffled
-from lightning_sparse.data.text import DTYPES
+from lightning_sparse.data.text import TokenFile
 
 Documents = Literal["joined", "separate", "packed"]
 DOCUMENTS = get_args(Documents)
@@ -30,24 +29,6 @@ IGNORED = -100  # a target that torch's cross entropy leaves out
 _BLOCK = 1 << 24
 _MIXTURE = 4  # what is drawn from the seed: beside those of `sampler.py`
 Arrays = tuple[NDArray[np.int64], ...]
-
-
-@dataclass(frozen=True)
-class TokenFile:
-    """A file of token ids, as the JSON beside it describes it.
-
-    Args:
-        tokens: number of ids in the file.
-        checksum: of the ids, 0 if unknown.
-        end: id at the end of each document; None if unknown.
-    """
-
-    path: Path
-    dtype: np.dtype[Any]
-    vocab_size: int
-    tokens: int
-    checksum: int = 0
-    end: int | None = None
 
 
 def files_of(path: str | Path) -> list[TokenFile]:
@@ -68,7 +49,7 @@ def files_of(path: str | Path) -> list[TokenFile]:
 
 
 def _of_one_tokenizer(paths: Sequence[Path]) -> list[TokenFile]:
-    files = [_described(each) for each in paths]
+    files = [TokenFile.at(each) for each in paths]
     for each in files:
         if each.vocab_size != files[0].vocab_size:
             raise ValueError(
@@ -76,35 +57,6 @@ def _of_one_tokenizer(paths: Sequence[Path]) -> list[TokenFile]:
                 "tokenizer for all files."
             )
     return files
-
-
-def _described(path: Path) -> TokenFile:
-    beside = path.with_suffix(".json")
-    try:
-        about = json.loads(beside.read_text(encoding="utf-8"))
-        dtype, vocab_size = DTYPES[about["dtype"]], int(about["vocab_size"])
-        said, checksum = about.get("tokens"), int(about.get("checksum", 0))
-        end = None if about.get("end") is None else int(about["end"])
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ValueError(
-            f"{beside} must describe {path.name}, as in "
-            f'{{"dtype": "uint16", "vocab_size": 50257}}, with dtype one of {", ".join(DTYPES)} '
-            f"({type(error).__name__}: {error})."
-        ) from error
-    size = path.stat().st_size
-    tokens = size // dtype.itemsize
-    if size % dtype.itemsize or said not in (None, tokens):
-        raise ValueError(
-            f"{path} has {size:,} bytes, which are not the {said or 'whole number of'} tokens of {dtype.name} that "
-            f"{beside.name} describes: the file is incomplete, or of another run. Write it again."
-        )
-    if not 1 <= vocab_size <= np.iinfo(dtype).max + 1:
-        raise ValueError(f"{beside}: vocab_size={vocab_size} must be between 1 and the {dtype.name} limit.")
-    if end is not None and not 0 <= end < vocab_size:
-        raise ValueError(
-            f"{beside}: end={end} must be an id below vocab_size={vocab_size}, the id that ends a document."
-        )
-    return TokenFile(path, dtype, vocab_size, tokens, checksum, end)
 
 
 class Windows(Protocol):

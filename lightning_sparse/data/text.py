@@ -131,6 +131,67 @@ def _rows(file: BinaryIO) -> Iterator[bytes]:
             yield each if isinstance(each, bytes) else (each or "").encode()
 
 
+@dataclass(frozen=True)
+class TokenFile:
+    """A file of token ids, as the JSON beside it describes it.
+
+    Args:
+        tokens: number of ids in the file; 0 if unknown.
+        checksum: of the ids, 0 if unknown.
+        end: id at the end of each document; None if unknown.
+    """
+
+    path: Path
+    dtype: np.dtype[Any]
+    vocab_size: int
+    tokens: int
+    checksum: int = 0
+    end: int | None = None
+
+    @classmethod
+    def at(cls, path: Path) -> TokenFile:
+        """Return a file on disk. Raises: ValueError: as `of`"""
+        return cls.of(str(path), path.with_suffix(".json").read_bytes, path.stat().st_size)
+
+    @classmethod
+    def of(cls, name: str, describe: Callable[[], bytes], size: int | None) -> TokenFile:
+        """Return a file.
+
+        Args:
+            name: its path or URL.
+            describe: returns the contents of the JSON.
+            size: of the file in bytes; None if unknown.
+
+        Raises:
+            ValueError: if the JSON does not describe the file.
+        """
+        beside = f"{os.path.splitext(name)[0]}.json"
+        try:
+            about = json.loads(describe())
+            dtype, vocab_size = DTYPES[about["dtype"]], int(about["vocab_size"])
+            said, checksum = about.get("tokens"), int(about.get("checksum", 0))
+            end = None if about.get("end") is None else int(about["end"])
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise ValueError(
+                f"{beside} must describe {os.path.basename(name)}, as in "
+                f'{{"dtype": "uint16", "vocab_size": 50257}}, with dtype one of {", ".join(DTYPES)} '
+                f"({type(error).__name__}: {error})."
+            ) from error
+        tokens = (size or 0) // dtype.itemsize
+        if size is not None and (size % dtype.itemsize or said not in (None, tokens)):
+            raise ValueError(
+                f"{name} has {size:,} bytes, which are not the {said or 'whole number of'} tokens of {dtype.name} that "
+                f"{os.path.basename(beside)} describes: the file is incomplete, or of another run. Write it again."
+            )
+        if not 1 <= vocab_size <= np.iinfo(dtype).max + 1:
+            raise ValueError(f"{beside}: vocab_size={vocab_size} must be between 1 and the {dtype.name} limit.")
+        if end is not None and not 0 <= end < vocab_size:
+            raise ValueError(
+                f"{beside}: end={end} must be an id below vocab_size={vocab_size}, the id that ends a document."
+            )
+        return cls(Path(name), dtype, vocab_size, tokens, checksum, end)
+
+
 def within(ids: NDArray[np.int64], vocab_size: int, path: str | Path) -> NDArray[np.int64]:
     """Return the ids. Raises ValueError, naming the file, if one is not in the vocabulary."""
     if len(ids) and not 0 <= ids.min() <= ids.max() < vocab_size:
@@ -141,17 +202,30 @@ def within(ids: NDArray[np.int64], vocab_size: int, path: str | Path) -> NDArray
     return ids
 
 
-def write_ids(file: Path, parts: Iterable[NDArray[np.int64]], vocab_size: int, end: int | None) -> dict[str, Any]:
-    """Write ids; return their description. end: id at the end of each document, None if there is none."""
+def write_ids(
+    target: Path, parts: Iterable[NDArray[np.int64]], vocab_size: int, end: int | None, **more: object
+) -> None:
+    """Write ids to a ``.bin``, which is there when it is whole, and its description to the JSON beside it.
+
+    Args:
+        end: id at the end of each document, None if there is none.
+        more: what else the description says.
+    """
     dtype = "uint16" if vocab_size <= 2**16 else "uint32"
     tokens = checksum = 0
-    with open(file, "wb") as stream:
-        for ids in parts:
-            data = ids.astype(DTYPES[dtype]).tobytes()
-            stream.write(data)
-            tokens, checksum = tokens + len(ids), zlib.crc32(data, checksum)
+    temporary, beside = target.with_name(f"{target.name}.{os.getpid()}.tmp"), target.with_suffix(".json")
+    try:
+        with open(temporary, "wb") as stream:
+            for ids in parts:
+                data = ids.astype(DTYPES[dtype]).tobytes()
+                stream.write(data)
+                tokens, checksum = tokens + len(ids), zlib.crc32(data, checksum)
+        beside.unlink(missing_ok=True)  # it would describe the new file wrongly
+        os.replace(temporary, target)
+    finally:
+        temporary.unlink(missing_ok=True)
     about = {"dtype": dtype, "vocab_size": vocab_size, "tokens": tokens, "checksum": checksum}
-    return about if end is None else {**about, "end": end}
+    beside.write_text(json.dumps({**about, **({} if end is None else {"end": end}), **more}) + "\n", encoding="utf-8")
 
 
 def prepare(
@@ -183,16 +257,7 @@ def prepare(
     if end is not None and not 0 <= end < vocab_size:
         raise ValueError(f"end={end} must be an id of the vocabulary, 0 or more and below vocab_size={vocab_size}.")
     out.parent.mkdir(parents=True, exist_ok=True)
-    temporary = out.with_name(f"{out.name}.{os.getpid()}.tmp")
-    try:
-        about = write_ids(temporary, _ids(texts, tokenizer, vocab_size, end), vocab_size, end)
-        if not about["tokens"]:
-            raise ValueError(f"{len(texts)} text file(s) contain no tokens: give files with text.")
-        out.with_suffix(".json").unlink(missing_ok=True)  # it would describe the new file wrongly
-        os.replace(temporary, out)
-    finally:
-        temporary.unlink(missing_ok=True)
-    out.with_suffix(".json").write_text(json.dumps(about) + "\n", encoding="utf-8")
+    write_ids(out, _ids(texts, tokenizer, vocab_size, end), vocab_size, end)
     return out
 
 
@@ -200,6 +265,7 @@ def _ids(
     texts: Sequence[str | Path], tokenizer: Callable[[str], Sequence[int]] | None, vocab_size: int, end: int | None
 ) -> Iterator[NDArray[np.int64]]:
     """Yield the ids of the texts, in parts."""
+    empty = True
     for path in texts:
         if tokenizer is None:
             parts = _bytes_of(path)
@@ -208,12 +274,15 @@ def _ids(
                 parts = iter([np.asarray(tokenizer(Path(path).read_text(encoding="utf-8")), np.int64)])
             except UnicodeDecodeError as error:
                 raise ValueError(f"{path} is not UTF-8 ({error}). Convert it, or leave out the tokenizer.") from error
-        empty = True
+        length = 0
         for ids in parts:
-            empty = empty and not len(ids)
+            length += len(ids)
             yield within(ids, vocab_size, path)
-        if end is not None and not empty:
+        if end is not None and length:
             yield np.array([end])
+        empty = empty and not length
+    if empty:
+        raise ValueError(f"{len(texts)} text file(s) contain no tokens: give files with text.")
 
 
 def _bytes_of(path: str | Path) -> Iterator[NDArray[np.int64]]:

@@ -13,7 +13,7 @@ import pytest
 
 from lightning_sparse.data.cache import memory as memory_tier
 from lightning_sparse.data.cache import segment as segments
-from lightning_sparse.data.cache.counts import RunCounter
+from lightning_sparse.data.cache.counts import Counter
 from lightning_sparse.data.cache.memory import MemoryCache
 from lightning_sparse.data.config import CacheConfig
 from lightning_sparse.data.sources import layout
@@ -35,7 +35,7 @@ def open_memory(tmp_path: Path) -> Iterator[Callable[..., MemoryCache]]:
 
         def opened(run: str = "a run", **options: Any) -> MemoryCache:
             config = CacheConfig(source="/somewhere", cache_dir=str(tmp_path), **options)
-            counters = RunCounter(f"{os.getpid()} {run}")
+            counters = Counter(f"{os.getpid()} {run}")
             memory = memory_tier.open_memory(config, manifest(), np.ones(100, np.bool_), counters)
             stack.callback(counters.close)
             stack.callback(memory.close)
@@ -92,7 +92,7 @@ def test_no_more_is_reserved_than_the_samples_need(tmp_path: Path, format: str) 
     small, owned = listed(make_folder(tmp_path / "pictures", per_class=50, classes=2)), np.ones(100, np.bool_)
     config = CacheConfig(source="/somewhere", cache_dir=str(tmp_path), memory_gb=1, format=format)  # type: ignore[arg-type]
     needed = memory_tier.needed_bytes(small, owned, format, 256)  # type: ignore[arg-type]
-    counters = RunCounter(f"{os.getpid()} {format}")
+    counters = Counter(f"{os.getpid()} {format}")
     with (
         contextlib.closing(counters),
         contextlib.closing(memory_tier.open_memory(config, small, owned, counters)) as memory,

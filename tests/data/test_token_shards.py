@@ -19,6 +19,8 @@ import numpy as np
 import pytest
 
 from lightning_sparse.data.config import DataError
+from lightning_sparse.data.shards import TokenSource
+from lightning_sparse.data.sources.storage import Storage
 from lightning_sparse.data.tokens import prepare
 from lightning_sparse.flavours.pytorch_lightning import TokenDataModule
 from tests.data.test_shards import needs_s3, s3_server
@@ -138,6 +140,24 @@ def test_shards_of_ids_are_kept_and_verified(server: Server, folder: Path, tmp_p
     (folder / "a.json").write_text(json.dumps({**about, "checksum": 1}))
     with pytest.raises(ValueError, match=r"a\.bin is damaged: its checksum"):
         ids(server.url, tmp_path / "other", storage_options=KEY)
+
+
+def test_another_description_of_a_shard_is_noticed(folder: Path, tmp_path: Path) -> None:
+    """Of a shard of ids on a mount: it may be of another tokenizer."""
+    for text in folder.rglob("*.txt"):
+        prepare([text], text.with_suffix(".bin"), vocab_size=1000, end=0)
+        text.unlink()
+    source = TokenSource.of(str(folder), str(tmp_path / "cache"), "bytes", None)
+    for vocab_size in (1000, 1000, 500):
+        about = json.loads((folder / "a.json").read_text())
+        (folder / "a.json").write_text(json.dumps({**about, "vocab_size": vocab_size}))
+        shards = source.listed()
+        kept = [source.is_kept(each) for each in shards]
+        with Storage.of(source.config) as storage:
+            for each in shards:
+                source.make(each, storage, lambda size: None)
+    assert kept == [False, True, True], "the first shard alone is read again"
+    assert source.size_of_vocabulary(shards) == 500
 
 
 def test_arrays_of_numpy_need_the_vocabulary(tmp_path: Path) -> None:

@@ -7,27 +7,25 @@ file.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import shutil
-from collections.abc import Iterable, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 from tqdm import tqdm
 
-from lightning_sparse.data.cache.counts import Counter
 from lightning_sparse.data.cache.disk import DiskCache
-from lightning_sparse.data.cache.store import Placement, decoder_of, open_disk, owners_of, store_file
+from lightning_sparse.data.cache.store import Placement, SampleStore
 from lightning_sparse.data.config import SPLITS, CacheConfig, DataError
 from lightning_sparse.data.folders import VERSION, source_name
-from lightning_sparse.data.sample import FileKey
 from lightning_sparse.data.sources.listing import has_split, listed_splits, load_or_list
 from lightning_sparse.data.sources.manifest import Manifest
-from lightning_sparse.data.sources.storage import Storage, StoredFile, Unreadable
 
 CHUNK = 16  # files per request of a thread
 
@@ -71,24 +69,21 @@ def warm(
     Raises:
         ValueError, DataError: as `manifest.list_source`; StorageTimeoutError if storage does not respond.
     """
-    placement = placement or Placement()
-    manifest = load_or_list(config, split, relist=True)
-    owned = np.flatnonzero(owners_of(manifest, placement.num_nodes, config.seed) == placement.node_index)
-    report = WarmReport(split, files=len(owned))
-    disk = open_disk(config, split, Counter())
-    storage = Storage.of(config)
-    try:
-        keys = [manifest.key(index) for index in owned.tolist()]
-        report.pruned = disk.prune(keys) if prune else 0
-        missing = owned[~np.array(disk.has(keys), np.bool_)]
+    placement, report = placement or Placement(), WarmReport(split)
+    # files are kept as they are, and on disk alone
+    config = replace(config, memory_gb=0, format="bytes" if config.format == "bytes" else "jpeg")
+    store = SampleStore(config, load_or_list(config, split, relist=True), placement)
+    # Ctrl-C closes the store before it waits for the threads, which may wait for storage
+    with ThreadPoolExecutor(threads) as pool, contextlib.closing(store):
+        owned = np.flatnonzero(store.owners == placement.node_index)
+        keys = [store.manifest.key(index) for index in owned.tolist()]
+        report.files, report.pruned = len(keys), store.disk.prune(keys) if prune else 0
+        missing = owned[~np.array(store.disk.has(keys), np.bool_)]
         report.present = len(keys) - len(missing)
         with tqdm(total=len(keys), initial=report.present, desc=f"caching {split}", unit="file") as bar:
-            _fill(config, disk, storage, manifest, missing, threads, report, bar)
-        disk.flush()
-        report.full = disk.full
-    finally:
-        disk.close()
-        storage.close()
+            _fill(store, missing, pool, report, bar)
+        store.flush()
+        report.full, report.fetched_bytes = store.disk.full, store.counters().storage_bytes
     return report
 
 
@@ -109,63 +104,30 @@ def warm_splits(
 
 
 def _fill(
-    config: CacheConfig,
-    disk: DiskCache,
-    storage: Storage,
-    manifest: Manifest,
-    missing: npt.NDArray[np.int64],
-    threads: int,
-    report: WarmReport,
-    bar: tqdm[None],
+    store: SampleStore, missing: npt.NDArray[np.int64], pool: ThreadPoolExecutor, report: WarmReport, bar: tqdm[None]
 ) -> None:
-    decoder = decoder_of(config)
+    def fetch(chunk: list[int]) -> tuple[int, dict[int, str]]:
+        """Return how many files were cached, and why others are corrupt."""
+        if store.disk.full:
+            return 0, {}
+        corrupt = store.cache_files(chunk)
+        return 0 if store.disk.full else len(chunk) - len(corrupt), corrupt
 
-    def fetch(chunk: npt.NDArray[np.int64]) -> list[tuple[FileKey, int, str]]:
-        """Return (key, bytes read, reason why the file is corrupt or "") of each file."""
-        done = []
-        for index, answer in zip(chunk.tolist(), _answers(config, storage, manifest, chunk), strict=True):
-            key = manifest.key(index)
-            stored = store_file(config, disk, key, answer, decoder)
-            nbytes = len(answer.data) if isinstance(answer, StoredFile) else 0
-            done.append((key, nbytes, stored if isinstance(stored, str) else ""))
-        return done
-
-    chunks = _chunks(manifest, missing)[::-1]
-    # Ctrl-C closes storage before it waits for the threads, which may wait for storage
-    with ThreadPoolExecutor(threads) as pool, storage:
-        running: set[Future[list[tuple[FileKey, int, str]]]] = set()
-        while chunks or running:
-            while chunks and len(running) < 2 * threads and not disk.full:
-                running.add(pool.submit(fetch, chunks.pop()))
-            if not running:
-                return  # the disk is full
-            finished, running = wait(running, return_when=FIRST_COMPLETED)
-            for key, nbytes, reason in (each for future in finished for each in future.result()):
-                report.fetched_bytes += nbytes
-                if reason:
-                    report.corrupt.append((key.path, reason))
-                elif not disk.full:
-                    report.fetched += 1
-                bar.update()
+    try:
+        for fetched, corrupt in pool.map(fetch, _chunks(store.manifest, missing)):
+            report.fetched += fetched
+            report.corrupt += [(store.manifest.paths[index], reason) for index, reason in corrupt.items()]
+            bar.update(fetched + len(corrupt))
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)
 
 
-def _chunks(manifest: Manifest, missing: npt.NDArray[np.int64]) -> list[npt.NDArray[np.int64]]:
-    """Return what a thread reads at a time: some files, or those of a row group."""
-    if not len(missing):
-        return []
+def _chunks(manifest: Manifest, missing: npt.NDArray[np.int64]) -> Iterator[list[int]]:
+    """Yield what a thread reads at a time: some files, or those of a row group."""
     ends = np.arange(CHUNK, len(missing), CHUNK)
     if manifest.has_row_groups:
         ends = np.flatnonzero(np.diff(manifest.shard_of[missing])) + 1
-    return np.split(missing, ends)
-
-
-def _answers(
-    config: CacheConfig, storage: Storage, manifest: Manifest, chunk: npt.NDArray[np.int64]
-) -> Iterable[StoredFile | Unreadable]:
-    if not manifest.has_row_groups:
-        return storage.read([manifest.location(index) for index in chunk.tolist()])
-    found = storage.rows(*manifest.row_group(int(chunk[0])), config.member or "")
-    return [found[row] for row in manifest.offsets[chunk].tolist()]
+    return (chunk.tolist() for chunk in np.split(missing, ends) if len(chunk))
 
 
 _FOLDER = re.compile(r"v(\d+)-[0-9a-f]{16}")

@@ -9,7 +9,6 @@ from collections.abc import Callable
 from dataclasses import asdict, astuple, dataclass, fields
 
 import numpy as np
-import numpy.typing as npt
 
 from lightning_sparse.data.cache import segment as segments
 from lightning_sparse.data.folders import file_name
@@ -66,39 +65,13 @@ class TierCounts:
 
 NAMES = tuple(field.name for field in fields(TierCounts))
 _COLUMN = {name: column for column, name in enumerate(NAMES)}
-
-
-class Counter:
-    """The counts of this process.
-
-    Args:
-        row: int64 [len(NAMES)], in shared memory if other processes of the node read it.
-    """
-
-    def __init__(self, row: npt.NDArray[np.int64] | None = None) -> None:
-        self._row = np.zeros(len(NAMES), np.int64) if row is None else row
-        self._lock = threading.Lock()
-
-    def add(self, **counts: int) -> None:
-        with self._lock:
-            for name, count in counts.items():
-                self._row[_COLUMN[name]] += count
-
-    def read(self) -> TierCounts:
-        return TierCounts(*self._row.tolist())
-
-    def warn_once(self, topic: str, text: str) -> None:
-        """Log a warning, each topic once."""
-        log.warning("%s", text)
-
-
 _PROCESSES, _TOPICS = 0, 64
 _ROWS, _ROW = 256, 16
 _SIZE = 4096 + _ROWS * _ROW * 8
 assert len(NAMES) <= _ROW
 
 
-class RunCounter(Counter):
+class Counter:
     """The counts of this process, beside those of all processes of a run on a node, and the topics that it has logged.
 
     Each process of the run opens it once, for each split. A segment of the run alone has the numbers:
@@ -111,21 +84,31 @@ class RunCounter(Counter):
     =================== ============= ==================================================
 
     Args:
-        name: of the segment, from `run_name`.
+        name: of the segment, from `run_name`; "": no other process has it.
 
     Attributes:
         is_first: whether no other process of the run had opened it.
     """
 
-    def __init__(self, name: str) -> None:
-        self._segment = segments.find(name) or segments.create(name, _SIZE, b"")
+    def __init__(self, name: str = "") -> None:
+        self._segment = (segments.find(name) if name else None) or segments.create(name, _SIZE, b"")
         self._header = np.frombuffer(self._segment.map, np.int64, 512)
         self._rows = np.frombuffer(self._segment.map, np.int64, _ROWS * _ROW, offset=4096).reshape(_ROWS, _ROW)
         with self._segment.locked():
             row = int(self._header[_PROCESSES])
             self._header[_PROCESSES] += 1
         self.is_first = row == 0
-        super().__init__(self._rows[min(row, _ROWS - 1), : len(NAMES)])  # from the 256th process on, less exact: shared
+        self._row = self._rows[min(row, _ROWS - 1)]  # from the 256th process on, less exact: shared
+        self._lock = threading.Lock()
+
+    def add(self, **counts: int) -> None:
+        with self._lock:
+            for name, count in counts.items():
+                self._row[_COLUMN[name]] += count
+
+    def read(self) -> TierCounts:
+        """Return the counts of this process."""
+        return TierCounts(*self._row[: len(NAMES)].tolist())
 
     def total(self) -> TierCounts:
         """Return the counts of all processes, also of those that have ended."""

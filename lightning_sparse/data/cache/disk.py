@@ -32,10 +32,11 @@ import os
 import struct
 import threading
 import time
+import weakref
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
+from weakref import WeakValueDictionary
 
 from lightning_sparse.data.cache.counts import Counter
 from lightning_sparse.data.config import DataError, no_address_space
@@ -96,12 +97,16 @@ class DiskCache:
         self._removed = 0  # bytes of removed files whose space is not taken yet
         self.full = is_read_only(folder)
         self._pid = os.getpid()
-        self._environment: lmdb.Environment | None = acquire(folder, FORMAT)
+        self._shared: _Shared | None = opened(folder, FORMAT)
+
+    @property
+    def _environment(self) -> lmdb.Environment:
+        assert self._shared is not None, "the cache is closed"
+        return self._shared.environment
 
     def get(self, keys: Sequence[FileKey]) -> list[CachedFile | None]:
         """Return the cached files; None if a file is not cached, has changed on storage, or fails its checksum."""
         found: list[CachedFile | None] = []
-        assert self._environment is not None, "the cache is closed"
         with self._environment.begin(buffers=True) as transaction:
             for key in keys:
                 digest = key.digest()
@@ -115,7 +120,6 @@ class DiskCache:
 
     def has(self, keys: Sequence[FileKey]) -> list[bool]:
         """Whether each file is cached in its listed version, from the header alone."""
-        assert self._environment is not None, "the cache is closed"
         with self._environment.begin(buffers=True) as transaction:
             values = [transaction.get(key.digest()) for key in keys]
             return [value is not None and _matches(key, value) for key, value in zip(keys, values, strict=True)]
@@ -143,7 +147,7 @@ class DiskCache:
         import lmdb
 
         with self._lock:
-            if not self._pending or self._environment is None:
+            if not self._pending or self._shared is None:
                 return
             try:
                 reason = self._write(self._environment, self._pending)
@@ -187,7 +191,6 @@ class DiskCache:
     def prune(self, keys: Iterable[FileKey]) -> int:
         """Remove all files but these, in any version; return how many. LMDB's file does not shrink: later files of this
         process take their space."""
-        assert self._environment is not None, "the cache is closed"
         keep = {key.digest() for key in keys}
         with self._lock, self._environment.begin(write=True, buffers=True) as transaction:
             sizes = {bytes(name): len(value) for name, value in transaction.cursor()}
@@ -210,7 +213,6 @@ class DiskCache:
 
     def entries(self) -> int:
         """Number of cached files, including corrupt ones."""
-        assert self._environment is not None, "the cache is closed"
         return int(self._environment.stat()["entries"]) - 1
 
     def bytes(self) -> int:
@@ -222,10 +224,8 @@ class DiskCache:
         if os.getpid() != self._pid:
             return  # a forked copy; the parent writes its batch
         with self._lock:
-            if self._environment is not None:
-                self.flush()
-                self._environment = None
-                release(self.folder)
+            self.flush()
+            self._shared = None
 
 
 def _packed(key: FileKey, digest: bytes, stored: CachedFile) -> bytes:
@@ -250,18 +250,19 @@ def _matches(key: FileKey, value: memoryview) -> bool:
 
 LOCK_BYTES = 1 << 17  # of the lock file, rounded up
 MAP_BYTES = 1 << 42  # address space, not disk space: it never has to grow while other processes use it
-_open: dict[str, _Shared] = {}
+_open: WeakValueDictionary[str, _Shared] = WeakValueDictionary()  # by folder
 _lock = threading.Lock()
 
 
-@dataclass
 class _Shared:
-    environment: lmdb.Environment
-    pid: int
-    users: int
+    """An open environment, which is closed when nobody uses it any more."""
+
+    def __init__(self, environment: lmdb.Environment) -> None:
+        self.environment, self.pid = environment, os.getpid()
+        weakref.finalize(self, environment.close).atexit = False
 
 
-def acquire(folder: Path, format: bytes) -> lmdb.Environment:
+def opened(folder: Path, format: bytes) -> _Shared:
     """Open the environment in `folder`, or share the open one. `format` identifies the cache format.
 
     Raises:
@@ -274,22 +275,8 @@ def acquire(folder: Path, format: bytes) -> lmdb.Environment:
             shared.environment.close()  # belongs to the parent; closing it here does not release the parent's locks
             shared = None
         if shared is None:
-            shared = _open[name] = _Shared(_opened(folder, format), os.getpid(), 0)
-        shared.users += 1
-        return shared.environment
-
-
-def release(folder: Path) -> None:
-    """Undo one `acquire`."""
-    name = os.path.realpath(folder)
-    with _lock:
-        shared = _open.get(name)
-        if shared is None or shared.pid != os.getpid():
-            return
-        shared.users -= 1
-        if shared.users == 0:
-            shared.environment.close()
-            del _open[name]
+            shared = _open[name] = _Shared(_opened(folder, format))
+        return shared
 
 
 def _opened(folder: Path, format: bytes) -> lmdb.Environment:

@@ -32,7 +32,7 @@ import torch
 
 from lightning_sparse.data import decode
 from lightning_sparse.data.cache import segment as segments
-from lightning_sparse.data.cache.counts import RunCounter
+from lightning_sparse.data.cache.counts import Counter
 from lightning_sparse.data.cache.segment import Segment
 from lightning_sparse.data.config import GB, CacheConfig
 from lightning_sparse.data.folders import file_name, source_name
@@ -248,9 +248,7 @@ def format_for(config: CacheConfig, manifest: Manifest, owned: npt.NDArray[np.bo
     return "decoded" if needed_bytes(manifest, owned, "decoded", config.short_side) <= _allowed(config)[0] else "jpeg"
 
 
-def open_memory(
-    config: CacheConfig, manifest: Manifest, owned: npt.NDArray[np.bool_], counter: RunCounter
-) -> MemoryCache:
+def open_memory(config: CacheConfig, manifest: Manifest, owned: npt.NDArray[np.bool_], counter: Counter) -> MemoryCache:
     """Open the memory tier, which a run on this node may have filled. Called by one process at a time.
 
     Args:

@@ -27,7 +27,7 @@ import numpy as np
 import numpy.typing as npt
 
 from lightning_sparse.data import decode
-from lightning_sparse.data.cache.counts import Counter, RunCounter, TierCounts, run_name
+from lightning_sparse.data.cache.counts import Counter, TierCounts, run_name
 from lightning_sparse.data.cache.disk import CachedFile, DiskCache, corrupt_file
 from lightning_sparse.data.cache.memory import open_memory
 from lightning_sparse.data.config import GB, CacheConfig, CorruptSampleError
@@ -106,11 +106,13 @@ class Tiers:
         with contextlib.ExitStack() as stack:  # one process at a time makes what others then find
             with usable(folder):
                 stack.enter_context(locked(folder))
-            self.counter = RunCounter(run_name(run, placement.node_index, manifest.split))
+            self.counter = Counter(run_name(run, placement.node_index, manifest.split))
             self.memory = open_memory(config, manifest, owned, self.counter)
-        self.disk = open_disk(config, manifest.split, self.counter)
+        limit = None if config.disk_gb is None else int(config.disk_gb * GB)
+        disk = folder / f"{file_name(manifest.split)}.lmdb"
+        self.disk = DiskCache(disk, limit_bytes=limit, counter=self.counter)
         self.storage = Storage.of(config, quiet=placement.device_index != 0)  # one rank per node logs interruptions
-        self.decoder = decoder_of(config)
+        self.decoder = 0 if config.format == "bytes" else decode.decoder_id()  # that validates files
         self.peers: PeerClient | None = None
         self.server: PeerServer | None = None
         self._reads, self._changed = 0, threading.Condition()
@@ -153,42 +155,6 @@ class Tiers:
         self.disk.close()
         self.memory.close()
         self.counter.close()
-
-
-def decoder_of(config: CacheConfig) -> int:
-    """Return the id of the decoder that validates files; 0 if none does."""
-    return 0 if config.format == "bytes" else decode.decoder_id()
-
-
-def store_file(
-    config: CacheConfig, disk: DiskCache, key: FileKey, answer: StoredFile | Unreadable, decoder: int
-) -> tuple[CachedFile, npt.NDArray[np.uint8] | None] | str:
-    """Validate a file from storage by decoding it if it is an image, and cache it on disk.
-
-    Returns:
-        The file and its pixels, or the reason why it is corrupt.
-    """
-    pixels = None
-    try:
-        if isinstance(answer, Unreadable):
-            raise decode.UndecodableError(answer.reason)
-        if config.format == "bytes":
-            file = CachedFile(answer.data, 1, len(answer.data), decoder)
-        else:
-            pixels, height, width = decode.decode_sized(answer.data, config.short_side)
-            file = CachedFile(answer.data, height, width, decoder)
-    except decode.UndecodableError as error:
-        if config.on_corrupt == "skip":
-            disk.put(key, corrupt_file(str(error), decoder))
-        return str(error)
-    disk.put(key, file)
-    return file, pixels
-
-
-def open_disk(config: CacheConfig, split: str, counter: Counter) -> DiskCache:
-    """Open the disk tier of a split."""
-    limit = None if config.disk_gb is None else int(config.disk_gb * GB)
-    return DiskCache(cache_folder(config) / f"{file_name(split)}.lmdb", limit_bytes=limit, counter=counter)
 
 
 def new_run() -> bytes:
@@ -349,14 +315,27 @@ class SampleStore:
         return self._kept(tiers, index, file, pixels)
 
     def _from_storage(self, tiers: Tiers, index: int, answer: StoredFile | Unreadable) -> View | str:
-        """Validate a file from storage and keep it."""
+        """Validate a file from storage, by decoding it if it is an image, and keep it."""
         key = self.manifest.key(index)
         if isinstance(answer, StoredFile):
             tiers.counter.add(storage_samples=1, storage_bytes=len(answer.data))
             if not self.manifest.has_row_groups:  # which do not tell the size of a sample before they are read
                 self._check_unchanged(tiers, key, answer)
-        found = store_file(self.config, tiers.disk, key, answer, tiers.decoder)
-        return found if isinstance(found, str) else self._kept(tiers, index, *found)
+        pixels = None
+        try:
+            if isinstance(answer, Unreadable):
+                raise decode.UndecodableError(answer.reason)
+            if self.config.format == "bytes":
+                file = CachedFile(answer.data, 1, len(answer.data), tiers.decoder)
+            else:
+                pixels, height, width = decode.decode_sized(answer.data, self.config.short_side)
+                file = CachedFile(answer.data, height, width, tiers.decoder)
+        except decode.UndecodableError as error:
+            if self.config.on_corrupt == "skip":
+                tiers.disk.put(key, corrupt_file(str(error), tiers.decoder))
+            return str(error)
+        tiers.disk.put(key, file)
+        return self._kept(tiers, index, file, pixels)
 
     def _kept(self, tiers: Tiers, index: int, file: CachedFile, pixels: npt.NDArray[np.uint8] | None) -> View:
         """Return the sample of a file, and keep it in memory if this node keeps it."""
@@ -379,6 +358,13 @@ class SampleStore:
             f"{key.path} has changed since it was listed ({key.size:,} bytes then, {file.size:,} now); using its "
             f"current content. Run `lightning-sparse cache warm` to list the source again.",
         )
+
+    def cache_files(self, indices: Sequence[int]) -> dict[int, str]:
+        """Cache files on disk; return why those that are corrupt cannot be used, by index."""
+        tiers = self._tiers()
+        with tiers.reading():
+            found = dict(self._from_files(tiers, list(indices)))
+        return {index: reason for index, reason in found.items() if isinstance(reason, str)}
 
     def replacement(self, index: int, reason: str) -> Sample:
         """Return another sample in place of one that cannot be decoded.
@@ -463,9 +449,14 @@ class SampleStore:
         tiers = self._tiers()
         return tiers.memory.cached, tiers.memory.bytes, tiers.disk.entries(), tiers.disk.bytes()
 
+    @property
+    def disk(self) -> DiskCache:
+        """The disk tier."""
+        return self._tiers().disk
+
     def flush(self) -> None:
         """Write pending files to disk."""
-        self._tiers().disk.flush()
+        self.disk.flush()
 
     def interrupt(self) -> None:
         """As `Tiers.interrupt`."""

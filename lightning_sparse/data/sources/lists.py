@@ -163,12 +163,8 @@ def _highest(paths: Sequence[str]) -> list[str]:
     ['a/b', 'd']
     """
     folders = {path.rpartition("/")[0] for path in paths}
-    if "" in folders:
-        return [""]
-    parts = ([folder, *_parents(folder)] for folder in sorted(folders))
-    return [folder for folder, *above in parts if not folders.intersection(above)]
-
-
-def _parents(folder: str) -> list[str]:
-    parts = folder.split("/")
-    return ["/".join(parts[:end]) for end in range(1, len(parts))]
+    found: list[str] = []
+    for folder in sorted(folders, key=lambda each: f"{each}/") if "" not in folders else [""]:
+        if not found or not folder.startswith(f"{found[-1]}/"):
+            found.append(folder)
+    return found

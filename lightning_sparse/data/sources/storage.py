@@ -142,11 +142,11 @@ class Storage:
 
     def row_groups(self, paths: Sequence[str], column: str) -> Iterator[dict[str, Any]]:
         """Yield what each Parquet file contains, as `storage_reader.row_groups`."""
-        return self._contents("groups", paths, column)
+        return self._ask("groups", paths, column)
 
     def rows(self, path: str, group: int, column: str) -> list[StoredFile | Unreadable]:
         """Return the samples in a row group of a Parquet file."""
-        (found,) = self._contents("rows", [path], column, group)
+        (found,) = self._ask("rows", [path], column, group)
         return [
             Unreadable("its row contains no bytes") if each is None else StoredFile(each, len(each), 0)
             for each in found
@@ -154,16 +154,7 @@ class Storage:
 
     def members(self, paths: Sequence[str]) -> Iterator[list[tuple[str, int, int, str]]]:
         """Yield (name, offset, size, contents of a label) of the members of each tar file."""
-        return self._contents("members", paths)
-
-    def _contents(self, kind: str, paths: Sequence[str], *more: Any) -> Iterator[Any]:
-        requests = self._requested(kind, [(path, *more) for path in paths])
-        for path, request in zip(paths, requests, strict=True):
-            status, result, _, _ = self._wait_for(request)
-            if status != "k":
-                what = f"the shard {path}" if kind == "members" else path
-                raise ValueError(f"source={self.source}: {what} cannot be used: {result}.")
-            yield result
+        return self._ask("members", paths)
 
     def listing(self, folders: Sequence[str], *, images: bool = True) -> Iterator[Listed]:
         """Yield the files and the folders below each folder.
@@ -174,38 +165,42 @@ class Storage:
         Raises:
             MissingFolderError: if a folder cannot be listed; also `names`, `files` and `mtimes`.
         """
-        return (Listed(*found) for found in self._ask("images" if images else "visible", folders))
+        return (Listed(*found) for found in self._ask("list", folders, "images" if images else "visible"))
 
     def names(self, folder: str) -> dict[str, int]:
         """Return the modification times in ns of the subfolders of a folder, by name; 0 if unknown."""
-        return dict(next(self._ask("names", [folder])))
+        ((_, folders),) = self._ask("list", [folder], "here")
+        return {path.rpartition("/")[2]: time for path, time in folders if path != folder}
 
     def files(self, folder: str) -> list[tuple[str, int, int]]:
         """Return (name, size, mtime in ns) of the files in a folder, not below it."""
-        return list(next(self._ask("files", [folder])))
+        ((files, _),) = self._ask("list", [folder], "here")
+        return [(path.rpartition("/")[2], size, time) for path, size, time in files]
 
     def mtimes(self, folders: Sequence[str]) -> list[int]:
         """Return the modification time of each folder in ns; 0 if unknown."""
         return list(self._ask("mtime", folders))
 
-    def _ask(self, kind: str, folders: Sequence[str]) -> Iterator[Any]:
-        """Yield an answer for each folder. All are requested at once."""
-        for folder, request in zip(folders, self._requested(kind, [(each,) for each in folders]), strict=True):
+    def _ask(self, kind: str, paths: Sequence[str], *more: Any) -> Iterator[Any]:
+        """Yield an answer for each path. All are requested at once."""
+        for path, request in zip(paths, self._requested(kind, [(each, *more) for each in paths]), strict=True):
             status, result, _, _ = self._wait_for(request)
-            if status != "k":
+            if status != "k" and kind in ("list", "mtime"):
                 raise MissingFolderError(
-                    f"source={self.source} has no folder {folder}/ to read ({result}{self._instead()}). "
+                    f"source={self.source} has no folder {path}/ to read ({result}{self._instead()}). "
                     f"Expected train/<class>/<image> or train/<shard>.tar, and the same in val/: check the path, and "
                     "that it is mounted."
                 )
+            if status != "k":
+                what = f"the shard {path}" if kind == "members" else path
+                raise ValueError(f"source={self.source}: {what} cannot be used: {result}.")
             yield result
 
     def _instead(self) -> str:
         """What the source has in place of a folder that is missing: its name may be spelled in another way."""
-        names = []
-        for kind in ("names", "files"):  # shards may lie in the source itself
-            status, result, _, _ = self._wait_for(*self._requested(kind, [("",)]))
-            names += sorted(entry[0] for entry in result) if status == "k" else []
+        status, result, _, _ = self._wait_for(*self._requested("list", [("", "here")]))
+        files, folders = result if status == "k" else ([], [])
+        names = [*sorted(path for path, _ in folders if path), *sorted(path for path, *_ in files)]
         return f"; it has {', '.join(names[:10])}" if names else ""
 
     def close(self) -> None:

@@ -10,8 +10,7 @@ fsspec if the source is a URL, so that it starts fast; where that takes long, it
 
 =========  ====================================  =======================================================
 request    number, kind, arguments               "read": a file, or first and last byte of a part of it
-                                                 "images", "visible": what is below a folder
-                                                 "names": its subfolders, "files": the files in it
+                                                 "list": what is in a folder, or below it, see `WANTED`
                                                  "mtime": when it changed
                                                  "members": of a tar file
                                                  "groups": the row groups of a Parquet file; its column
@@ -62,6 +61,10 @@ class UnreadableFileError(Exception):
     """The file cannot be read, now or later."""
 
 
+Listing = tuple[list[tuple[str, int, int]], list[tuple[str, int]]]
+"""(Path relative to the root, size, mtime in ns) of files, and (path, mtime) of folders; 0 if unknown."""
+
+
 class LocalStorage:
     """A mounted folder."""
 
@@ -90,44 +93,25 @@ class LocalStorage:
     def opened(self, path: str) -> Any:
         return open(os.path.join(self.root, path), "rb")
 
-    def names(self, path: str) -> "list[tuple[str, int]]":
-        """Return (name, mtime in ns) of the subfolders, without hidden ones."""
-        with os.scandir(os.path.join(self.root, path)) as entries:
-            folders = [entry for entry in entries if is_visible(entry.name) and entry.is_dir()]
-            return [(entry.name, entry.stat().st_mtime_ns) for entry in folders]
-
-    def files(self, path: str) -> "list[tuple[str, int, int]]":
-        """Return (name, size, mtime in ns) of the files in a folder, not below it."""
-        with os.scandir(os.path.join(self.root, path)) as entries:
-            found = [(entry.name, _stat(entry)) for entry in entries if not entry.is_dir()]
-        return [(name, about.st_size, about.st_mtime_ns) if about else (name, 0, 0) for name, about in found]
-
     def mtime(self, path: str) -> int:
         return os.stat(os.path.join(self.root, path)).st_mtime_ns
 
-    def listing(
-        self, path: str, wanted: "Callable[[str], bool]", progress: "Callable[[], None]"
-    ) -> "tuple[list[tuple[str, int, int]], list[tuple[str, int]]]":
-        """Return (path relative to the root, size, mtime) of each file below `path`, (path, mtime) of each folder;
-        hidden ones are left out, and what they contain.
+    def listing(self, path: str, kind: str, progress: "Callable[[], None]") -> Listing:
+        """List a folder.
 
-        wanted: whether to list a file of this name.
         progress: called every `PROGRESS_S` seconds, if entries are read.
         """
-        found: list[tuple[str, int, int]] = []
-        folders: list[tuple[str, int]] = []
+        found: Listing = ([], [])
         told = time.monotonic()
-        for files, below in self._walk(path, wanted, ()):
-            found += files
-            folders += below
+        for files, folders in self._walk(path, kind, ()):
+            found[0].extend(files)
+            found[1].extend(folders)
             if time.monotonic() - told >= PROGRESS_S:
                 progress()
                 told = time.monotonic()
-        return found, folders
+        return found
 
-    def _walk(
-        self, folder: str, wanted: "Callable[[str], bool]", parents: "tuple[tuple[int, int], ...]"
-    ) -> "Iterator[tuple[list[tuple[str, int, int]], list[tuple[str, int]]]]":
+    def _walk(self, folder: str, kind: str, parents: "tuple[tuple[int, int], ...]") -> Iterator[Listing]:
         """Yield files and folders, one at a time.
 
         parents: device and inode of the folders above, because links could form a loop.
@@ -138,11 +122,14 @@ class LocalStorage:
             return
         yield [], [(folder, about.st_mtime_ns)]
         with os.scandir(os.path.join(self.root, folder)) as entries:
-            for entry in (each for each in entries if is_visible(each.name)):
+            for entry in entries:
                 name = f"{folder}/{entry.name}" if folder else entry.name
                 if entry.is_dir():
-                    yield from self._walk(name, wanted, (*parents, own))
-                elif wanted(entry.name):
+                    if is_visible(entry.name) and kind == "here":
+                        yield [], [(name, entry.stat().st_mtime_ns)]
+                    elif is_visible(entry.name):
+                        yield from self._walk(name, kind, (*parents, own))
+                elif WANTED[kind](entry.name):
                     file = _stat(entry)
                     yield [(name, file.st_size, file.st_mtime_ns) if file else (name, 0, 0)], []
 
@@ -169,22 +156,11 @@ class FsspecStorage:
     def opened(self, path: str) -> Any:
         return self._fs.open(self._at(path), "rb", block_size=1 << 20)
 
-    def names(self, path: str) -> "list[tuple[str, int]]":
-        entries = [each for each in self._fs.ls(self._at(path), detail=True) if each["type"] == "directory"]
-        found = [(each["name"].rstrip("/").rpartition("/")[2], _mtime(each)) for each in entries]
-        return [(name, mtime) for name, mtime in found if is_visible(name)]
-
-    def files(self, path: str) -> "list[tuple[str, int, int]]":
-        entries = [each for each in self._fs.ls(self._at(path), detail=True) if each["type"] == "file"]
-        return [(each["name"].rpartition("/")[2], each.get("size") or 0, _mtime(each)) for each in entries]
-
     def mtime(self, path: str) -> int:
         """0 if storage keeps no times of folders."""
         return _mtime(self._fs.info(self._at(path)))
 
-    def listing(
-        self, path: str, wanted: "Callable[[str], bool]", progress: "Callable[[], None]"
-    ) -> "tuple[list[tuple[str, int, int]], list[tuple[str, int]]]":
+    def listing(self, path: str, kind: str, progress: "Callable[[], None]") -> Listing:
         ended, deadline = threading.Event(), time.monotonic() + MAX_LISTING_S
 
         def report() -> None:
@@ -193,22 +169,26 @@ class FsspecStorage:
 
         threading.Thread(target=report, daemon=True).start()
         try:
-            return self._listing(path, wanted)
+            return self._listing(path, kind)
         finally:
             ended.set()
 
-    def _listing(
-        self, path: str, wanted: "Callable[[str], bool]"
-    ) -> "tuple[list[tuple[str, int, int]], list[tuple[str, int]]]":
-        skip = len(self._root) + 1 if self._root else 0
-        found, folders = [], []
-        for name, about in self._fs.find(self._at(path), detail=True, withdirs=True).items():
-            visible = all(map(is_visible, name[len(self._at(path)) :].split("/")))
-            if visible and about["type"] == "directory":
-                folders.append((name.rstrip("/")[skip:], _mtime(about)))
-            elif visible and wanted(name.rpartition("/")[2]):
-                found.append((name[skip:], about.get("size") or 0, _mtime(about)))
-        return found, folders
+    def _listing(self, path: str, kind: str) -> Listing:
+        at, skip = self._at(path), len(self._root) + 1 if self._root else 0
+        if kind == "here":
+            entries = {each["name"]: each for each in self._fs.ls(at, detail=True)}
+        else:
+            entries = self._fs.find(at, detail=True, withdirs=True)
+        found: Listing = ([], [])
+        for name, about in entries.items():
+            *folders, last = name[len(at) :].rstrip("/").split("/")
+            if not all(map(is_visible, folders)):
+                continue
+            if about["type"] == "directory" and is_visible(last):
+                found[1].append((name.rstrip("/")[skip:], _mtime(about)))
+            elif about["type"] != "directory" and WANTED[kind](last):
+                found[0].append((name[skip:], about.get("size") or 0, _mtime(about)))
+        return found
 
     def alive(self) -> bool:
         return bool(self._fs.ls(self._root or "", detail=False))
@@ -223,6 +203,14 @@ def is_image(name: str) -> bool:
 
 def is_visible(name: str) -> bool:
     return not name.startswith(".")
+
+
+WANTED: "dict[str, Callable[[str], bool]]" = {
+    "here": lambda name: True,  # all files in the folder; the others: below it
+    "visible": is_visible,
+    "images": lambda name: is_visible(name) and is_image(name),
+}
+"""Which files are listed, by their names. Hidden folders are not."""
 
 
 def _stat(entry: "os.DirEntry[str]") -> "os.stat_result | None":
@@ -293,12 +281,12 @@ def answer(source: Source, kind: str, arguments: "tuple[Any, ...]", progress: "C
 def _found(
     storage: "LocalStorage | FsspecStorage", kind: str, path: str, *more: Any, progress: "Callable[[], None]"
 ) -> Any:
-    if kind in ("images", "visible"):
-        return storage.listing(path, is_image if kind == "images" else is_visible, progress)
-    if kind in ("members", "groups", "rows"):
-        functions: dict[str, Callable[..., Any]] = {"members": members, "groups": row_groups, "rows": rows}
-        return functions[kind](storage.opened(path), *more, progress)
-    return {"names": storage.names, "files": storage.files, "mtime": storage.mtime}[kind](path)
+    if kind == "list":
+        return storage.listing(path, more[0], progress)
+    if kind == "mtime":
+        return storage.mtime(path)
+    functions: dict[str, Callable[..., Any]] = {"members": members, "groups": row_groups, "rows": rows}
+    return functions[kind](storage.opened(path), *more, progress)
 
 
 def _described(error: Exception) -> str:
