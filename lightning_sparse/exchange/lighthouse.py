@@ -11,7 +11,7 @@ import socket
 import threading
 import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from datetime import timedelta
 from typing import Any, NamedTuple
@@ -37,7 +37,6 @@ class Said:
         token: names its global weights; empty for none yet.
         number: rounds that led to them.
         prepared: the token of a round whose messages it has, without knowing whether the others do.
-        refused: tokens of the last rounds of which it has concluded that they count for nobody.
         tries: rounds that it tried, so that no two have one name.
         broken: groups of its that failed, so that all make a new one.
         observes: it receives and sends nothing.
@@ -52,7 +51,6 @@ class Said:
     token: str = ""
     number: int = 0
     prepared: str = ""
-    refused: Sequence[str] = ()
     tries: int = 0
     broken: int = 0
     observes: bool = True

@@ -243,7 +243,7 @@ class ElasticUpdates(LocalUpdates):
         self.peers.ask()
         self._watch.start()
         if not self._take_up(pending_S):  # the others are gone, and these weights are the ones to go on with
-            self._state.go_on(pending_S)
+            self._state.go_on(pending_S, *self.peers.reconcile())
             self.optimizers[0].gather()
         self._stop_watching()
 
@@ -284,7 +284,8 @@ class ElasticUpdates(LocalUpdates):
             self.taken = given
         token, number = (rounds[-1].token, rounds[-1].number) if rounds else given["version"]
         history = [*given["history"], *(each.token for each in rounds)]
-        state.start_from(rounds, pending_S, self.peers.take_over(token, number, history))
+        returned, had = self.peers.take_over(token, number, history)
+        state.start_from(rounds, pending_S, returned, had)
         one.gather()
 
     def _stop_watching(self) -> None:
@@ -425,20 +426,28 @@ class ElasticDifference(Difference):
         """Return what this node has not sent, with nothing in flight; ``begin`` is to follow."""
         return self._collect()
 
-    def start_from(self, rounds: Sequence[Round], pending_S: Tensor | None, returned: Sequence[Tensor]) -> None:
+    def start_from(
+        self, rounds: Sequence[Round], pending_S: Tensor | None, returned: Sequence[Tensor], had: Sequence[Tensor]
+    ) -> None:
         """Go on from the weights that the parameters hold, and the rounds since."""
         self.receive()
         self._messages = self._sent = self._samples = None
         self.slices.copy_to(self.shared_S)
         for each in rounds:
             self._add_round(each, self.shared_S)
-        self.go_on(torch.zeros_like(self.shared_S) if pending_S is None else pending_S, returned)
+        self.go_on(torch.zeros_like(self.shared_S) if pending_S is None else pending_S, returned, had)
 
-    def go_on(self, pending_S: Tensor, returned: Sequence[Tensor] = ()) -> None:
-        """Put this node's model into the parameters, given what is pending and what is to be pending again."""
+    def go_on(self, pending_S: Tensor, returned: Sequence[Tensor], had: Sequence[Tensor]) -> None:
+        """Put this node's model into the parameters.
+
+        Args:
+            returned: what is to be pending besides.
+            had: what is not.
+        """
         self.behind = self.alone = False
         self.set_pending(pending_S)
         self._take_back(returned, self.own_S)
+        self._take_back(had, self.own_S, -1.0)
         self.begin()
 
     def arrive(self, seen: Outcome) -> None:
@@ -510,13 +519,13 @@ class ElasticDifference(Difference):
         for each in found.dense:
             target_S.add_(each.to(target_S.device), alpha=mean)
 
-    def _take_back(self, returned: Sequence[Tensor], own_S: Tensor) -> None:
+    def _take_back(self, returned: Sequence[Tensor], own_S: Tensor, times: float = 1.0) -> None:
         """Make pending again what no node took."""
         for each in returned:
             if each.dtype == torch.uint8:
-                self._path.add(each[: self._path.message_bytes].view(1, -1).to(own_S.device), own_S, -1.0)
+                self._path.add(each[: self._path.message_bytes].view(1, -1).to(own_S.device), own_S, -times)
             else:
-                own_S.sub_(each)
+                own_S.sub_(each, alpha=times)
 
 
 class RoundJob(Delivery):
