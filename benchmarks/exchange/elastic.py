@@ -7,7 +7,7 @@ steps of its rows, which run beside them on fixed nodes. torchft's lighthouse is
 killed by SIGKILL. What the nodes print after each step is compared: global weights of one name must have one digest.
 
 Seconds lost to an event are those by which the steps of a node that went on exceed its usual ones until the next event.
-The steps of fixed and of elastic nodes are timed in the same processes, in turn. Writes OUT/elastic.json, .md and .svg.
+The steps of fixed and of elastic nodes are timed in turn, without a pause. Writes OUT/elastic.json, .md and .svg.
 """
 
 from __future__ import annotations
@@ -28,7 +28,6 @@ from statistics import median
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.nn import functional as F
 
 from benchmarks.convergence import text, time_to_loss
@@ -40,14 +39,13 @@ from lightning_sparse.cli.report import format_table
 from lightning_sparse.lab import signals_as_exit
 from lightning_sparse.lab.network import INTERFACE, Network, node_address
 from lightning_sparse.lab.processes import RUN_VARIABLE, RunName, die_with_parent, kill_processes
-from lightning_sparse.topology import Topology, own_group
+from lightning_sparse.topology import Topology
 from lightning_sparse.updates import LocalUpdates, UpdatesConfig
-from lightning_sparse.updates.elastic import ElasticConfig, ElasticUpdates
 
 FIXED = ("dense", "updates 1%", time_to_loss.ALONE)
 PORT = 29510
 EVERY_SECONDS = 30.0
-BLOCKS, STEPS = 12, 25  # of timed steps
+WARM = 50  # steps that are not timed
 
 
 # -- nodes that come and go --------------------------------------------------------------------------------------------
@@ -239,46 +237,42 @@ def lost(said: dict[int, Rows], events: list[tuple[float, str, int]]) -> dict[st
 # -- fixed nodes beside elastic ones -----------------------------------------------------------------------------------
 
 
-def step_times(topology: Topology, device: torch.device, gbps: float | None) -> Rows:
-    """Seconds of a step of either way, in turn. A collective."""
-    from torchft.coordination import LighthouseServer
+def fixed_steps(topology: Topology, device: torch.device, _: float | None, steps: int) -> Rows:
+    """Median seconds of a step of fixed nodes, of the slowest one. A collective."""
+    learner = learner_of(text.corpus_of(text.read_library()), 0, steps, topology.rank)
+    batches = Batches(learner, 0, topology.rank)
+    updates = LocalUpdates(learner.model, learner.optimizer, UpdatesConfig(density=0.01), topology)
+    seconds = []
+    for step in range(steps):
+        begin = time.perf_counter()
+        learner.optimizer.zero_grad()
+        batches.loss(step).backward()  # type: ignore[no-untyped-call]
+        learner.optimizer.step()
+        updates.step()
+        seconds.append(time.perf_counter() - begin)
+    updates.finish()
+    updates.end()
+    return [{"step s": slowest(median(seconds[WARM:]), device).item()}]
 
-    host = "127.0.0.1" if gbps is None else node_address(0)
-    light = None
-    if topology.rank == 0:
-        light = LighthouseServer(bind=f"{host}:{PORT}", min_replicas=1, join_timeout_ms=10000)
-    dist.barrier()
-    corpus = text.corpus_of(text.read_library())
-    alone = Topology(((0,),), 0, world=own_group([(rank,) for rank in range(topology.world_size)], None, "alone"))
-    engines: dict[str, LocalUpdates] = {}
-    batches: dict[str, Batches] = {}
-    for way in ("mstopk_local", "mstopk_elastic"):
-        learner = learner_of(corpus, 0, 600, topology.rank)
-        batches[way] = Batches(learner, 0, topology.rank)
-        if way == "mstopk_local":
-            engines[way] = LocalUpdates(learner.model, learner.optimizer, UpdatesConfig(density=0.01), topology)
-        else:
-            config = ElasticConfig(lighthouse=f"http://{host}:{PORT}", density=0.01)
-            engines[way] = ElasticUpdates(learner.model, learner.optimizer, config, alone, name=f"node{topology.rank}")
-    seconds: dict[str, list[float]] = {way: [] for way in engines}
-    for block in range(1 + BLOCKS):
-        for way, engine in engines.items():
-            dist.barrier()
-            for step in range(STEPS):
-                begin = time.perf_counter()
-                engine.optimizers[0].optimizer.zero_grad()
-                batches[way].loss(step).backward()  # type: ignore[no-untyped-call]
-                engine.optimizers[0].optimizer.step()
-                engine.step()
-                if block and step:
-                    seconds[way].append(time.perf_counter() - begin)
-            engine.optimizers[0].state.receive()
-    rows = [{"way": way, "step s": slowest(each, device).median().item()} for way, each in seconds.items()]
-    dist.barrier()
-    for engine in engines.values():
-        engine.end()
-    if light is not None:
-        light.shutdown()
+
+def elastic_steps(gbps: float, steps: int) -> float:
+    """The same of nodes that may come and go."""
+    with world(gbps, 0, steps, 0.0) as nodes:
+        for place in range(NODES):
+            nodes.start(place)
+        nodes.wait()
+        lines = [[line for line in nodes.lines(place) if line.get("nodes") == NODES] for place in range(NODES)]
+    return max(median(line["seconds"] for line in each[WARM:] if "seconds" in line) for each in lines)
+
+
+def step_times(gbps: float, steps: int, repeats: int) -> Rows:
+    """Step times of either, in turn."""
+    rows = Rows()
+    for repeat in range(repeats):
+        (fixed,) = on_clusters(fixed_steps, steps, clusters=[f"{NODES}x1"], gbps=[gbps]) or ()
+        found = {"mstopk_local": fixed["step s"], "mstopk_elastic": elastic_steps(gbps, steps)}
+        rows += [{"way": way, "gbps": gbps, "repeat": repeat, "step s": each} for way, each in found.items()]
+        print(rows[-2:], flush=True)
     return rows
 
 
@@ -305,7 +299,10 @@ def table(record: dict[str, Any]) -> str:
         )
     head = ("way", "seed", text.BITS.heading, "kills", "s lost a kill", "s lost a return")
     losses = format_table((*head, "rounds lost", "different weights"), lines)
-    times = [(row["way"], row["gbps"], 1e3 * row["step s"]) for row in record["times"]]
+    several: dict[tuple[str, float], list[float]] = {}
+    for row in record["times"]:
+        several.setdefault((row["way"], row["gbps"]), []).append(1e3 * row["step s"])
+    times = [(*of, shown(each)) for of, each in several.items()]
     return f"{losses}\n\n{format_table(('way', 'Gbit/s', 'step ms'), times)}"
 
 
@@ -335,11 +332,12 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
     parser.add_argument("--steps", type=int, default=600)
     parser.add_argument("--pause", type=float, default=0.25, help="seconds between two steps of elastic nodes")
+    parser.add_argument("--repeats", type=int, default=3, help="of step times")
     parser.add_argument("--ways", nargs="+", default=list(SCENARIOS), help="of elastic nodes")
     options = parser.parse_args()
     record: dict[str, Any] = {**surroundings("torchft"), "rows": []}
     gbps, epochs = options.gbps[0], options.steps // text.TextSettings.steps_per_epoch
-    record["times"] = on_clusters(step_times, clusters=[f"{NODES}x1"], gbps=options.gbps)
+    record["times"] = [row for rate in options.gbps for row in step_times(rate, 400, options.repeats)]
     fixed = on_clusters(time_to_loss.measure, None, FIXED, epochs, (), clusters=[f"{NODES}x1"], gbps=[gbps])
     record["rows"] += [{**row, "seed": 0} for row in fixed or ()]
     with signals_as_exit():

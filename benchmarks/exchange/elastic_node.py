@@ -115,6 +115,7 @@ def main() -> None:
         for group in learner.optimizer.param_groups:
             group["lr"] = 0.008 * text.scale(step, learner.settings.lr_warmup_steps, node.steps)
         time.sleep(node.pause)
+        begin = time.perf_counter()
         learner.optimizer.zero_grad()
         loss = batches.loss(step)
         loss.backward()  # type: ignore[no-untyped-call]
@@ -122,12 +123,13 @@ def main() -> None:
         updates.step()
         step += 1
         updates.serve(partial(dict, step=step))
+        seconds = time.perf_counter() - begin
         if step % KEPT_EVERY == 0 and step < node.steps:
             with updates.shared_weights():
                 torch.save(learner.model.state_dict(), folder / f"{step}.pt")
         digest = hashlib.sha1(updates._state.shared_S.numpy().tobytes()).hexdigest()[:12]
         told: dict[str, Any] = {"token": held.token, "digest": digest} if held.token else {}
-        tell(step=step, number=held.number, loss=loss.item(), **told, **updates.gauges())
+        tell(step=step, number=held.number, seconds=seconds, loss=loss.item(), **told, **updates.gauges())
     updates.finish()
     torch.save(learner.model.state_dict(), folder / f"{step}.pt")
     tell(ends=step, received=updates.exchange.stats.bytes_between_nodes, **updates.gauges())

@@ -524,6 +524,12 @@ class MSTopKElasticMixin(MSTopKLocalMixin):
         if self.elastic is not None:
             self.elastic.serve(self._progress)
 
+    def on_validation_start(self) -> None:
+        """Validate the global weights; the other nodes do not wait for it."""
+        super().on_validation_start()
+        if self.elastic is not None and self._fitting:
+            self.elastic.watch()
+
     def _progress(self) -> dict[str, Any]:
         """All that a checkpoint has but weights, optimizer and hyperparameters, which may be of any type."""
         trainer = self.lightning_module.trainer

@@ -40,6 +40,8 @@ from lightning_sparse.updates.state import Delivery, Difference
 
 TRIES_TO_FLUSH = 3
 WATCH_SECONDS = 0.05
+WATCHED_BYTES = 1 << 30
+"""Of messages that a node keeps while it does not train; with more it has missed rounds."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -156,7 +158,9 @@ class ElasticUpdates(LocalUpdates):
 
     @property
     def version(self) -> tuple[str, int]:
-        """Name and number of the global weights, for a checkpoint."""
+        """Name and number of the global weights, for a checkpoint: while the module holds them, of those."""
+        if self._shown:
+            return self._shows
         self._stop_watching()
         self._state.receive()
         return self.peers.token, self.peers.number
@@ -174,6 +178,19 @@ class ElasticUpdates(LocalUpdates):
         super().step(optimizer)
         if self._state.behind:
             self._catch_up()
+
+    @torch.no_grad()
+    def show_shared(self) -> None:
+        """Put the global weights into the module, and averaged buffers."""
+        if not self._shown:
+            self._shows = self.version
+        super().show_shared()
+
+    def watch(self) -> None:
+        """Observe rounds until the next step, so that other nodes do not wait for this one: before a validation, say.
+        Every device of the node calls it."""
+        self._state.receive()
+        self._watch.start()
 
     def serve(self, extra: Callable[[], Any] | None = None) -> None:
         """Give nodes that join what they ask this one for. Call it between two steps, on all devices of the node.
@@ -202,6 +219,7 @@ class ElasticUpdates(LocalUpdates):
 
     def finish(self) -> None:
         """Send everything that is pending. Every device of the node calls it."""
+        self.show_own()
         self._stop_watching()
         super().finish()
 
@@ -353,10 +371,12 @@ class Watch:
         return seen
 
     def _observe(self) -> None:
+        kept = 0
         try:
-            while self._peers.goes_on(not self._stopped.is_set()):
+            while self._peers.goes_on(not self._stopped.is_set() and kept < WATCHED_BYTES):
                 with torch.no_grad():
                     outcome = self._peers.round()
+                kept += sum(each.nbytes for found in outcome.rounds for each in (found.messages_MB, *found.dense))
                 self._seen.rounds += outcome.rounds
                 self._seen.returned += outcome.returned
                 self._seen.wanted += outcome.wanted

@@ -20,8 +20,9 @@ from lightning_sparse.flavours.pytorch_lightning import CommStatsCallback, MSTop
 
 
 class Toy(pl.LightningModule):
-    def __init__(self) -> None:
+    def __init__(self, validation: float = 0.0) -> None:
         super().__init__()
+        self.validation = validation
         self.net = nn.Sequential(nn.Linear(16, 64), nn.BatchNorm1d(64), nn.Tanh(), nn.Linear(64, 4))
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
@@ -30,6 +31,9 @@ class Toy(pl.LightningModule):
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         x, y = batch
+        if self.validation and not self.trainer.sanity_checking:
+            report(self.trainer, validates=True)
+            time.sleep(self.validation)
         self.log("val_loss", nn.functional.mse_loss(self.net(x), y))
 
     def configure_optimizers(self) -> Any:
@@ -51,8 +55,8 @@ class Report(pl.Callback):
 
 def report(trainer: Any, **more: Any) -> None:
     updates = trainer.strategy.elastic
-    token, number = updates.version
     with updates.shared_weights():
+        token, number = updates.version
         weights = torch.cat([p.detach().flatten() for p in trainer.lightning_module.parameters()])
     digest = hashlib.sha1(weights.numpy().tobytes()).hexdigest()[:12]
     lr = trainer.optimizers[0].param_groups[0]["lr"]
@@ -64,6 +68,7 @@ def report(trainer: Any, **more: Any) -> None:
 def main(name: str, lighthouse: str, options: dict[str, Any]) -> None:
     steps, pause, folder = options.pop("steps", -1), options.pop("pause", 0.02), options.pop("folder")
     epochs, devices = options.pop("epochs", -1), options.pop("devices", 1)
+    module = Toy(options.pop("validation", 0.0))
     os.environ.update(options.pop("env", {}))
     torch.set_num_threads(1)
     logging.basicConfig(level=logging.INFO, stream=sys.stderr, force=True)
@@ -88,6 +93,6 @@ def main(name: str, lighthouse: str, options: dict[str, Any]) -> None:
         ],
     )
     loader = DataLoader(data, batch_size=32, shuffle=True)
-    trainer.fit(Toy(), loader, DataLoader(data, batch_size=256), ckpt_path=str(saved) if saved.exists() else None)
+    trainer.fit(module, loader, DataLoader(data, batch_size=2048), ckpt_path=str(saved) if saved.exists() else None)
     if trainer.is_global_zero:
         print(json.dumps({"ends": trainer.global_step}), flush=True)
