@@ -262,17 +262,17 @@ def elastic_steps(gbps: float, steps: int) -> float:
             nodes.start(place)
         nodes.wait()
         lines = [[line for line in nodes.lines(place) if line.get("nodes") == NODES] for place in range(NODES)]
-    return max(median(line["seconds"] for line in each[WARM:] if "seconds" in line) for each in lines)
+    return max(median([float(line["seconds"]) for line in each[WARM:] if "seconds" in line]) for each in lines)
 
 
 def step_times(gbps: float, steps: int, repeats: int) -> Rows:
     """Step times of either, in turn."""
     rows = Rows()
     for repeat in range(repeats):
-        (fixed,) = on_clusters(fixed_steps, steps, clusters=[f"{NODES}x1"], gbps=[gbps]) or ()
-        found = {"mstopk_local": fixed["step s"], "mstopk_elastic": elastic_steps(gbps, steps)}
+        fixed = on_clusters(fixed_steps, steps, clusters=[f"{NODES}x1"], gbps=[gbps])
+        assert fixed is not None
+        found = {"mstopk_local": fixed[0]["step s"], "mstopk_elastic": elastic_steps(gbps, steps)}
         rows += [{"way": way, "gbps": gbps, "repeat": repeat, "step s": each} for way, each in found.items()]
-        print(rows[-2:], flush=True)
     return rows
 
 
@@ -335,14 +335,16 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3, help="of step times")
     parser.add_argument("--ways", nargs="+", default=list(SCENARIOS), help="of elastic nodes")
     options = parser.parse_args()
-    record: dict[str, Any] = {**surroundings("torchft"), "rows": []}
+    record: dict[str, Any] = {**surroundings("torchft"), "rows": [], "times": []}
     gbps, epochs = options.gbps[0], options.steps // text.TextSettings.steps_per_epoch
-    record["times"] = [row for rate in options.gbps for row in step_times(rate, 400, options.repeats)]
     fixed = on_clusters(time_to_loss.measure, None, FIXED, epochs, (), clusters=[f"{NODES}x1"], gbps=[gbps])
     record["rows"] += [{**row, "seed": 0} for row in fixed or ()]
     with signals_as_exit():
         for seed, way in itertools.product(options.seeds, options.ways):
             record["rows"].append(measure(way, gbps, seed, options.steps, options.pause))
+            write(options.out / "elastic.json", record, table(record), plot)
+        for rate in options.gbps:
+            record["times"] += step_times(rate, 300, options.repeats)
             write(options.out / "elastic.json", record, table(record), plot)
 
 
