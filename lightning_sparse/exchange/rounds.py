@@ -34,6 +34,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_sparse.exchange.communicator import GlooCollectives, Group
+from lightning_sparse.exchange.deals import Deals, Drawn
 from lightning_sparse.exchange.lighthouse import Lighthouse, Member, Said
 from lightning_sparse.messages import log
 
@@ -101,11 +102,13 @@ class Sent(NamedTuple):
 
 @dataclass
 class RoundStats:
-    """Counts of one device so far, and the nodes of the last round."""
+    """Nodes of the last round; of one device so far: rounds that failed, seconds that it waited for others, and seconds
+    until it had taken up the weights of others, when it joined and after rounds that it missed."""
 
     nodes: int = 0
     lost: int = 0
     waited_s: float = 0.0
+    healing_s: float = 0.0
 
 
 class Rounds:
@@ -128,6 +131,7 @@ class Rounds:
         wants, source: the name of the snapshot that this node asks for, and where it is; empty for none.
         history: tokens of the last rounds.
         first: whether this node is the first one of the last quorum.
+        deals: of samples.
     """
 
     def __init__(
@@ -153,6 +157,7 @@ class Rounds:
         self.observed: list[Round] = []
         self.history: deque[str] = deque(maxlen=REMEMBERED)
         self.stats, self.first = RoundStats(), True
+        self.deals = Deals(self.name)
         self._tries = self._broken = 0
         self._unsettled: tuple[Round, Tensor | None] | None = None
         self._ledger: deque[Sent] = deque(maxlen=LEDGER)
@@ -229,6 +234,7 @@ class Rounds:
                 exchanges=exchanges,
                 wants=self.wants,
                 server=self._server,
+                drawn=self.deals.say(),
                 facts=self._facts,
             )
             members = self._from_first(partial(self._ask, said))
@@ -255,6 +261,7 @@ class Rounds:
         quorum = quorum_of(members)
         if self._facts != quorum.facts:
             raise ValueError(_refusal(self._facts, quorum.facts))
+        self.deals.follow([each.name for each in quorum.members], quorum.drawn)
         self._settle(quorum.token, outcome)
         self._now, self.in_step = quorum.token, self.token == quorum.token
         outcome.behind = not self.in_step
@@ -460,6 +467,11 @@ class Quorum:
     token: str
     number: int
     facts: Mapping[str, Any]
+
+    @property
+    def drawn(self) -> list[Drawn]:
+        """What members have drawn, first of one that has missed nothing."""
+        return [each.said.drawn for each in (*self.training[:1], *self.members)]
 
     def is_too_small(self, min_nodes: int) -> bool:
         """Whether there is no round; what a node that leaves sends always counts."""

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils.data import DataLoader
 
 from lightning_sparse import __version__
 from lightning_sparse.exchange import Exchange, Transfer
@@ -33,6 +34,7 @@ from lightning_sparse.sharding import parameters_of
 from lightning_sparse.topology import Topology
 from lightning_sparse.updates.agreement import Agreement
 from lightning_sparse.updates.config import UpdatesConfig
+from lightning_sparse.updates.dealing import ElasticSampler
 from lightning_sparse.updates.local import LocalUpdates, facts_of
 from lightning_sparse.updates.moments import plain
 from lightning_sparse.updates.slices import Slices
@@ -186,6 +188,17 @@ class ElasticUpdates(LocalUpdates):
             self._shows = self.version
         super().show_shared()
 
+    def deal(self, loader: DataLoader[Any], batches: int = 1) -> None:
+        """Have the `ElasticSampler` of a loader, if it has one, draw what is dealt to this device.
+
+        Args:
+            batches: between two steps.
+        """
+        if isinstance(loader.sampler, ElasticSampler):
+            batches = 1 + 2 * batches * self.config.sync_every + loader.num_workers * (loader.prefetch_factor or 0)
+            self.peers.deals.ahead = batches * (loader.batch_size or 1) * self._devices.size
+            loader.sampler.attach(self.peers.deals, self._devices.place, self._devices.size)
+
     def watch(self) -> None:
         """Observe rounds until the next step, so that other nodes do not wait for this one: before a validation, say.
         Every device of the node calls it."""
@@ -240,9 +253,10 @@ class ElasticUpdates(LocalUpdates):
         return False
 
     def gauges(self) -> dict[str, float]:
-        """Return, of the rounds so far: nodes in the last one, rounds that failed, seconds that this node waited."""
+        """Return, of the rounds so far, what `RoundStats` has."""
         stats = self.peers.stats
-        return {**super().gauges(), "nodes": stats.nodes, "rounds_lost": stats.lost, "waited_s": stats.waited_s}
+        told = {"nodes": stats.nodes, "rounds_lost": stats.lost}
+        return {**super().gauges(), **told, "waited_s": stats.waited_s, "healing_s": stats.healing_s}
 
     # -- joining -------------------------------------------------------------------------------------------------------
 
@@ -268,7 +282,9 @@ class ElasticUpdates(LocalUpdates):
     def _take_up(self, pending_S: Tensor | None) -> bool:
         """Take up a peer's snapshot and the rounds since; False if the next round changes this node's own weights."""
         while True:
+            began = time.monotonic()
             given = self._from_first(self._fetch)
+            self.peers.stats.healing_s += time.monotonic() - began
             if given is None:
                 self.peers.wants = ""
                 return False
