@@ -223,6 +223,8 @@ def lost(said: dict[int, Rows], events: list[tuple[float, str, int]]) -> dict[st
     most."""
     times = {place: [line["time"] for line in lines if "step" in line] for place, lines in said.items()}
     usual = median(after - before for each in times.values() for before, after in itertools.pairwise(each))
+    at_once = {after[0] for before, after in itertools.pairwise(events) if after[0] - before[0] < 1}
+    events = [each for each in events if each[0] not in at_once]  # a return right after the end is one event with it
     losses = []
     for (begin, what, place), (end, _, _) in itertools.pairwise([*events, (math.inf, "", -1)]):
         went_on = [times[each] for each in times if each != place]

@@ -374,12 +374,7 @@ class Rounds:
         return bool(flag)
 
     def _from_first(self, ask: Callable[[], Any]) -> Any:
-        """Return what the node's first device is told."""
-        if self._devices.size == 1:
-            return ask()
-        told = [ask() if self._devices.place == 0 else None]
-        dist.broadcast_object_list(told, group=self._devices.handle, group_src=0)
-        return told[0]
+        return from_first(self._devices, ask)
 
     # -- nodes that join -----------------------------------------------------------------------------------------------
 
@@ -445,6 +440,23 @@ class Rounds:
         log.info(
             "round %d: %s", quorum.number + 1, "; ".join([*said, f"{len(names)} node(s) exchange: {_shown(names)}"])
         )
+
+
+def from_first(devices: Group, ask: Callable[[], Any]) -> Any:
+    """Return on all devices what the first is told, or raise its error, since the others wait for it. A collective."""
+    if devices.size == 1:
+        return ask()
+    told: Any = None
+    if devices.place == 0:
+        try:
+            told = ask()
+        except Exception as error:
+            told = error
+    held = [told]
+    dist.broadcast_object_list(held, group=devices.handle, group_src=0)
+    if isinstance(held[0], Exception):
+        raise held[0]
+    return held[0]
 
 
 # -- what all members conclude alike -----------------------------------------------------------------------------------

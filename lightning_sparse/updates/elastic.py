@@ -27,7 +27,7 @@ from lightning_sparse.exchange.config import is_number
 from lightning_sparse.exchange.host import HostCopy
 from lightning_sparse.exchange.lanes import FifoLanes
 from lightning_sparse.exchange.lighthouse import Lighthouse
-from lightning_sparse.exchange.rounds import Outcome, Round, Rounds
+from lightning_sparse.exchange.rounds import Outcome, Round, Rounds, from_first
 from lightning_sparse.exchange.snapshots import SnapshotServer, fetch
 from lightning_sparse.messages import log, said_if_long
 from lightning_sparse.sharding import parameters_of
@@ -330,20 +330,8 @@ class ElasticUpdates(LocalUpdates):
             self._state.arrive(self._watch.take())
 
     def _from_first(self, ask: Callable[[], Any]) -> Any:
-        """Return on all devices what the first is told. A collective of the node."""
-        told: Any = None
-        if self._devices.place == 0:
-            try:
-                told = ask()
-            except Exception as error:  # the other devices wait for this one
-                told = error
-        if self._devices.size > 1:
-            held = [told]
-            dist.broadcast_object_list(held, src=0)
-            told = held[0]
-        if isinstance(told, Exception):
-            raise told
-        return told
+        """Beside the rounds, which have a group of their own."""
+        return from_first(Group(self._devices.ranks, self._devices.place), ask)
 
 
 class Watch:
@@ -598,19 +586,13 @@ def _own_group(topology: Topology) -> Group:
 
 def _connect(devices: Group, config: ElasticConfig, name: str) -> Lighthouse | None:
     """The lighthouse, on the first device of the node. All devices raise its error."""
-    found, error = None, None
-    if devices.place == 0:
-        try:
-            found = Lighthouse(config.lighthouse, name or socket.gethostname(), config.timeout)
-        except ValueError as caught:
-            error = caught
-    if devices.size > 1:
-        told = [error]
-        dist.broadcast_object_list(told, group=devices.handle, group_src=0)
-        error = told[0]
-    if error is not None:
-        raise error
-    return found
+    found: list[Lighthouse] = []
+
+    def connect() -> None:
+        found.append(Lighthouse(config.lighthouse, name or socket.gethostname(), config.timeout))
+
+    from_first(devices, connect)
+    return found[0] if found else None
 
 
 def _check(optimizers: Sequence[Optimizer], topology: Topology) -> None:

@@ -87,6 +87,23 @@ def test_a_node_trains_on_while_the_other_validates(nodes: Nodes, tmp_path: Path
 
 
 @pytest.mark.slow
+def test_samples_are_dealt_to_the_nodes_that_are_there(nodes: Nodes, tmp_path: Path) -> None:
+    for name in "ab":
+        nodes.start(name, folder=str(tmp_path / name), deal=True, timeout=5, density=0.1)
+    begun = nodes.wait_for("a", of(2))["epoch"]
+    for name in "ab":
+        nodes.wait_for(name, lambda report: report.get("epoch", 0) > begun + 1)
+        nodes.send(name, signal.SIGTERM)
+    assert [nodes.join(name) for name in "ab"] == [0, 0]
+    drawn: dict[int, list[int]] = {}
+    for report in (*nodes.reports("a"), *nodes.reports("b")):
+        if "drawn" in report:
+            drawn.setdefault(report["epoch"], []).extend(report["drawn"])
+    assert all(len(each) == len(set(each)) for each in drawn.values()), "none twice, also where a node joined"
+    assert len(drawn[begun + 1]) == 2048
+
+
+@pytest.mark.slow
 def test_nodes_of_two_devices(nodes: Nodes, tmp_path: Path) -> None:
     for name in "ab":
         with socket.socket() as probe:
