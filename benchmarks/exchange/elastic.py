@@ -110,7 +110,7 @@ class World:
     @property
     def training(self) -> list[int]:
         """Nodes that take part, by what they said last."""
-        return [place for place in self._nodes if self.lines(place)[-1].get("nodes", 0) > 1]
+        return [place for place in self._nodes if any(line.get("nodes", 0) > 1 for line in self.lines(place)[-1:])]
 
     def _step(self) -> int:
         return max((line.get("step", 0) for place in self._nodes for line in self.lines(place)[-1:]), default=0)
@@ -155,10 +155,11 @@ def one_is_killed(nodes: World) -> None:
 def killed_at_random(nodes: World) -> None:
     """Every 30 s a node is killed, and started again."""
     generator = random.Random(0)
+    nodes.wait(step=1)
     while nodes.wait(seconds=EVERY_SECONDS):
-        place = generator.choice(nodes.training)
-        nodes.kill(place)
-        nodes.start(place)
+        for place in generator.sample(nodes.training, k=min(1, len(nodes.training))):
+            nodes.kill(place)
+            nodes.start(place)
 
 
 SCENARIOS: dict[str, Callable[[World], None]] = {
@@ -219,14 +220,15 @@ def compared(said: dict[int, Rows]) -> dict[str, Any]:
 
 
 def lost(said: dict[int, Rows], events: list[tuple[float, str, int]]) -> dict[str, Any]:
-    """The usual seconds of a step, and for each event those lost until the next, by the node that went on and lost
-    most."""
+    """The usual seconds of a step, and for each event those lost until the next, or until a node has made all its
+    steps, by the node that went on and lost most."""
     times = {place: [line["time"] for line in lines if "step" in line] for place, lines in said.items()}
     usual = median(after - before for each in times.values() for before, after in itertools.pairwise(each))
     at_once = {after[0] for before, after in itertools.pairwise(events) if after[0] - before[0] < 1}
     events = [each for each in events if each[0] not in at_once]  # a return right after the end is one event with it
+    over = min((line["time"] for lines in said.values() for line in lines if "ends" in line), default=math.inf)
     losses = []
-    for (begin, what, place), (end, _, _) in itertools.pairwise([*events, (math.inf, "", -1)]):
+    for (begin, what, place), (end, _, _) in itertools.pairwise([*events, (over, "", -1)]):
         went_on = [times[each] for each in times if each != place]
         excess = [
             sum(max(0.0, b - a - usual) for a, b in itertools.pairwise(each) if begin <= b < end and b - a > 2 * usual)
