@@ -428,7 +428,7 @@ class ElasticDifference(Difference):
         self.asked: list[str] | None = None
         self.wanted: list[str] = []
         self.served: list[str] = []
-        self._num_nodes = 0  # M of the last round
+        self._num_nodes, self._changed = 0, False  # M of the last round, and whether it was another one before
         sample_bytes = 0
         if self._config.measures_ahead(3):
             self._agreement, self.ahead = Agreement(self.slices.numel), 1.0
@@ -485,6 +485,7 @@ class ElasticDifference(Difference):
             had: what is not.
         """
         self.behind = self.alone = False
+        self._num_nodes = 0  # others have counted without this node
         self.set_pending(pending_S)
         self._take_back(returned, self.own_S)
         self._take_back(had, self.own_S, -1.0)
@@ -495,6 +496,7 @@ class ElasticDifference(Difference):
         self.wanted += seen.wanted
         if seen.rounds or seen.returned:
             self.receive()
+            self._num_nodes = 0  # others have counted without this node
             before = self._messages or Outcome()
             self._messages = Outcome([*before.rounds, *seen.rounds], [*before.returned, *seen.returned])
 
@@ -523,15 +525,18 @@ class ElasticDifference(Difference):
         """Keep what a round brought until it is added."""
         self.alone, self.behind, self.asked = outcome.alone, outcome.behind, outcome.asked
         self.wanted += outcome.wanted
-        self._exchanges = max(self._exchanges, outcome.exchanges)
         before = self._messages or Outcome()
         self._messages = Outcome([*before.rounds, *outcome.rounds], [*before.returned, *outcome.returned])
         if not outcome.rounds:
             return
         last = outcome.rounds[-1]
         self._exchange.stats.count_bytes((len(last.messages_MB) - 1) * last.messages_MB.shape[-1])
-        if last.num_nodes != self._num_nodes:
+        changed = last.num_nodes != self._num_nodes
+        if changed:
             self._num_nodes, self._exchanges = last.num_nodes, 0  # samples come often after a change
+        elif not self._changed:  # then this round had begun before, and counts from before
+            self._exchanges = max(self._exchanges, outcome.exchanges)
+        self._changed = changed
         beside = last.messages_MB[:, self._path.message_bytes :]
         if beside.numel() and len(beside) == last.num_nodes:
             self._samples = HostCopy(beside.contiguous())
