@@ -87,6 +87,7 @@ BY = {
     "time-to-loss": "convergence.time_to_loss",
     "frontier": "frontier.report",
     "exchange": "exchange.gradients",
+    "elastic": "exchange.elastic",
     "kernels": "exchange.kernels",
     "pto": "exchange.pto",
     "data": "data.tiers",

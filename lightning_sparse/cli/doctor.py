@@ -31,6 +31,7 @@ from lightning_sparse.data.cache.segment import available_memory
 from lightning_sparse.data.folders import NETWORK_FILE_SYSTEMS, VERSION, file_system
 from lightning_sparse.exchange import ExchangeConfig, HierCommunicator
 from lightning_sparse.exchange.choice import MARGIN, PathChoice
+from lightning_sparse.exchange.lighthouse import COMMAND, VARIABLE, last_quorum
 from lightning_sparse.exchange.paths import PATHS, Flat
 from lightning_sparse.exchange.probe import probe
 from lightning_sparse.exchange.rates import Rates
@@ -82,7 +83,7 @@ class Finding:
 def examine() -> list[Finding]:
     """All checks of a single process. Imports the installed flavours of Lightning."""
     checks: list[Callable[[], Iterator[Finding]]] = [_python, _lightning, _extras, _kernels, _gpus, _memory, _settings]
-    return [finding for check in checks for finding in check()]
+    return [finding for check in (*checks, _lighthouse) for finding in check()]
 
 
 def report(findings: list[Finding]) -> str:
@@ -200,6 +201,20 @@ def _settings() -> Iterator[Finding]:
     for name, cost in SLOW_SETTINGS.items():
         if os.environ.get(name, "0") not in ("", "0", "OFF", "INFO"):
             yield Finding("note", name, f"{os.environ[name]}: {cost}")
+
+
+def _lighthouse() -> Iterator[Finding]:
+    """Nodes that come and go, where one says that it is one."""
+    address = os.environ.get(VARIABLE)
+    if not address:
+        return
+    try:
+        members = last_quorum(address)
+    except (OSError, ValueError) as error:
+        yield Finding("bad", "lighthouse", f"none answers at {address} ({error}): start one there with `{COMMAND}`")
+        return
+    nodes = ", ".join(f"{name} ({rounds:,} rounds)" for name, rounds in members)
+    yield Finding("ok", "lighthouse", f"{address}; nodes of its last quorum: {nodes or 'none yet'}")
 
 
 def _version(package: str) -> str | None:

@@ -7,18 +7,21 @@ is a function of one list that its members have alike (see `rounds`).
 from __future__ import annotations
 
 import os
+import re
 import socket
 import threading
 import time
+import urllib.request
 import uuid
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields, replace
 from datetime import timedelta
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
 import torch.distributed as dist
 
+from lightning_sparse.exchange.deals import Drawn
 from lightning_sparse.messages import log
 
 VARIABLE = "TORCHFT_LIGHTHOUSE"
@@ -37,7 +40,6 @@ class Said:
         token: names its global weights; empty for none yet.
         number: rounds that led to them.
         prepared: the token of a round whose messages it has, without knowing whether the others do.
-        refused: tokens of the last rounds of which it has concluded that they count for nobody.
         tries: rounds that it tried, so that no two have one name.
         broken: groups of its that failed, so that all make a new one.
         observes: it receives and sends nothing.
@@ -46,13 +48,13 @@ class Said:
         exchanges: of its, for when samples are due.
         wants: the name of the snapshot that it asks for; empty for none.
         server: where its snapshots are.
+        drawn: samples, if it deals them.
         facts: what must be the same on all nodes.
     """
 
     token: str = ""
     number: int = 0
     prepared: str = ""
-    refused: Sequence[str] = ()
     tries: int = 0
     broken: int = 0
     observes: bool = True
@@ -61,6 +63,7 @@ class Said:
     exchanges: int = 0
     wants: str = ""
     server: str = ""
+    drawn: Drawn = Drawn()
     facts: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -99,7 +102,7 @@ class Lighthouse:
                 f"no lighthouse is named: start one (`{COMMAND}`) and give its address, lighthouse="
                 f"'http://host:29510', or set {VARIABLE}."
             )
-        self.address = address if "://" in address else f"http://{address}"
+        self.address = _with_scheme(address)
         self.name = f"{node}:{uuid.uuid4().hex[:12]}"
         self.host = _own_address(self.address)
         self._client, beats = _connect(self.address), _connect(self.address)
@@ -146,10 +149,28 @@ class Lighthouse:
         self._thread.join()
 
 
+def last_quorum(address: str) -> list[tuple[str, int]]:
+    """Return the nodes of the last quorum that a lighthouse gave, and the rounds that each said it has behind it: what
+    its page for people says.
+
+    Raises:
+        OSError: if none answers.
+    """
+    with urllib.request.urlopen(f"{_with_scheme(address)}/status", timeout=CONNECT_SECONDS) as answer:
+        page = answer.read().decode()
+    found = re.findall(r"<b>([^<]*)</b>.*?Step: (\d+)", page, re.DOTALL)
+    return [(name.rpartition(":")[0], int(rounds)) for name, rounds in found]
+
+
+def _with_scheme(address: str) -> str:
+    return address if "://" in address else f"http://{address}"
+
+
 def _said(data: Any) -> Said:
     """Return what a node said; of one of another version what is known, for its facts differ."""
     names = {each.name for each in fields(Said)}
-    return Said(**{name: value for name, value in (data or {}).items() if name in names})
+    said = Said(**{name: value for name, value in (data or {}).items() if name in names})
+    return replace(said, drawn=Drawn(**said.drawn)) if isinstance(said.drawn, dict) else said
 
 
 def _connect(address: str) -> Any:

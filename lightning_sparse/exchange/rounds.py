@@ -27,17 +27,18 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from lightning_sparse.exchange.communicator import GlooCollectives, Group
+from lightning_sparse.exchange.deals import Deals, Drawn
 from lightning_sparse.exchange.lighthouse import Lighthouse, Member, Said
 from lightning_sparse.messages import log
 
-REMEMBERED, REFUSED = 4096, 16  # tokens
+REMEMBERED, LEDGER = 4096, 8  # tokens, rounds
 IDLE_SECONDS = 0.1  # between quorums without a round
 
 
@@ -84,13 +85,30 @@ class Outcome:
     exchanges: int = 0
 
 
+class Sent(NamedTuple):
+    """What this node has sent in a round that others may know of in another way.
+
+    Args:
+        base, token: of the global weights before and after the round.
+        held: a message, or all of its pending updates.
+        is_pending: the round has not counted here, and what was sent is pending again.
+    """
+
+    base: str
+    token: str
+    held: Tensor
+    is_pending: bool = False
+
+
 @dataclass
 class RoundStats:
-    """Counts of one device so far, and the nodes of the last round."""
+    """Nodes of the last round; of one device so far: rounds that failed, seconds that it waited for others, and seconds
+    until it had taken up the weights of others, when it joined and after rounds that it missed."""
 
     nodes: int = 0
     lost: int = 0
     waited_s: float = 0.0
+    healing_s: float = 0.0
 
 
 class Rounds:
@@ -113,6 +131,7 @@ class Rounds:
         wants, source: the name of the snapshot that this node asks for, and where it is; empty for none.
         history: tokens of the last rounds.
         first: whether this node is the first one of the last quorum.
+        deals: of samples.
     """
 
     def __init__(
@@ -138,10 +157,10 @@ class Rounds:
         self.observed: list[Round] = []
         self.history: deque[str] = deque(maxlen=REMEMBERED)
         self.stats, self.first = RoundStats(), True
+        self.deals = Deals(self.name)
         self._tries = self._broken = 0
-        self._refused: deque[str] = deque(maxlen=REFUSED)
         self._unsettled: tuple[Round, Tensor | None] | None = None
-        self._doubtful: list[tuple[Round, Tensor]] = []  # rounds that others may not know of, and what was sent in them
+        self._ledger: deque[Sent] = deque(maxlen=LEDGER)
         self._names: tuple[str, ...] = ()
 
     def fit(self, message_bytes: int, sample_bytes: int, numel: int) -> None:
@@ -207,7 +226,6 @@ class Rounds:
                 token=self.token,
                 number=self.number,
                 prepared=self._unsettled[0].token if self._unsettled else "",
-                refused=tuple(self._refused),
                 tries=self._tries,
                 broken=self._broken,
                 observes=message_B is None and dense_S is None,
@@ -216,6 +234,7 @@ class Rounds:
                 exchanges=exchanges,
                 wants=self.wants,
                 server=self._server,
+                drawn=self.deals.say(),
                 facts=self._facts,
             )
             members = self._from_first(partial(self._ask, said))
@@ -242,6 +261,7 @@ class Rounds:
         quorum = quorum_of(members)
         if self._facts != quorum.facts:
             raise ValueError(_refusal(self._facts, quorum.facts))
+        self.deals.follow([each.name for each in quorum.members], quorum.drawn)
         self._settle(quorum.token, outcome)
         self._now, self.in_step = quorum.token, self.token == quorum.token
         outcome.behind = not self.in_step
@@ -292,7 +312,7 @@ class Rounds:
         """A round counts."""
         self.stats.nodes = found.num_nodes
         if held is not None:
-            self._doubtful = [(found, held)]
+            self._remember(Sent(found.base, found.token, held))
         if self.token == found.base:
             outcome.rounds.append(found)
             self.token, self.number = found.token, found.number
@@ -314,11 +334,14 @@ class Rounds:
         self._unsettled = None
         if token == found.token:
             self._count(found, held, outcome)
-        elif token == found.base:
-            self._refused.append(found.token)
-            outcome.returned += [] if held is None else [held]
         elif held is not None:
-            self._doubtful.append((found, held))
+            self._remember(Sent(found.base, found.token, held, is_pending=token == found.base))
+            outcome.returned += [held] if token == found.base else []
+
+    def _remember(self, sent: Sent) -> None:
+        if sent.held.dtype != torch.uint8:
+            self._ledger.clear()  # as large as the model
+        self._ledger.append(sent)
 
     # -- the group -----------------------------------------------------------------------------------------------------
 
@@ -351,12 +374,7 @@ class Rounds:
         return bool(flag)
 
     def _from_first(self, ask: Callable[[], Any]) -> Any:
-        """Return what the node's first device is told."""
-        if self._devices.size == 1:
-            return ask()
-        told = [ask() if self._devices.place == 0 else None]
-        dist.broadcast_object_list(told, group=self._devices.handle, group_src=0)
-        return told[0]
+        return from_first(self._devices, ask)
 
     # -- nodes that join -----------------------------------------------------------------------------------------------
 
@@ -371,15 +389,25 @@ class Rounds:
             return self.observed[tokens.index(token) :]
         return [] if token == self._now else None
 
-    def take_over(self, token: str, number: int, history: Sequence[str]) -> list[Tensor]:
-        """Go on with the weights of that name. Returns what this node had sent in rounds that they know nothing of."""
-        self.history.extend(history)
-        self.history.append(token)
+    def take_over(self, token: str, number: int, history: Sequence[str]) -> tuple[list[Tensor], list[Tensor]]:
+        """Go on with the weights of that name. Returns what ``reconcile`` does."""
+        self.history = deque([*history, token], maxlen=REMEMBERED)
         self.token, self.number, self.wants, self.observed = token, number, "", []
-        unknown = [held for found, held in self._doubtful if found.base in self.history]
-        known = [held for found, held in self._doubtful if found.token in self.history]
-        self._doubtful = []
-        return [held for held in unknown if not any(held is each for each in known)]
+        return self.reconcile()
+
+    def reconcile(self) -> tuple[list[Tensor], list[Tensor]]:
+        """Return what this node has sent in rounds that its weights know nothing of, which is to be pending again; and
+        what is pending though they have it: its round was refused here, and another node had counted it."""
+        returned, had, known = list[Tensor](), list[Tensor](), set(self.history)
+        for each in self._ledger:
+            if each.base in known and not each.is_pending and each.token not in self.history:
+                returned.append(each.held)
+                known.add(each.token)
+            elif each.is_pending and each.token in self.history:
+                had.append(each.held)
+        kept = [each for each in self._ledger if each.token in self.history and not each.is_pending]
+        self._ledger = deque(kept, maxlen=LEDGER)
+        return returned, had
 
     def _assign_snapshots(self, quorum: Quorum, outcome: Outcome) -> None:
         outcome.asked = [each.said.wants for each in quorum.members if each.said.wants]
@@ -414,6 +442,23 @@ class Rounds:
         )
 
 
+def from_first(devices: Group, ask: Callable[[], Any]) -> Any:
+    """Return on all devices what the first is told, or raise its error, since the others wait for it. A collective."""
+    if devices.size == 1:
+        return ask()
+    told: Any = None
+    if devices.place == 0:
+        try:
+            told = ask()
+        except Exception as error:
+            told = error
+    held = [told]
+    dist.broadcast_object_list(held, group=devices.handle, group_src=0)
+    if isinstance(held[0], Exception):
+        raise held[0]
+    return held[0]
+
+
 # -- what all members conclude alike -----------------------------------------------------------------------------------
 
 
@@ -435,24 +480,21 @@ class Quorum:
     number: int
     facts: Mapping[str, Any]
 
+    @property
+    def drawn(self) -> list[Drawn]:
+        """What members have drawn, first of one that has missed nothing."""
+        return [each.said.drawn for each in (*self.training[:1], *self.members)]
+
     def is_too_small(self, min_nodes: int) -> bool:
         """Whether there is no round; what a node that leaves sends always counts."""
         return len(self.contributors) < min_nodes and not any(each.said.flushes for each in self.contributors)
 
 
 def quorum_of(members: Sequence[Member]) -> Quorum:
-    """Return what all members conclude from what they said; one of them at least has weights.
-
-    A node that alone knows that a round counts may come back after the others have refused it and sent its messages
-    again: theirs are the weights then.
-    """
+    """Return what all members conclude from what they said; one of them at least has weights."""
     votes = Counter(token for each in members for token in {each.said.token, each.said.prepared})
-    refused = {token for each in members for token in each.said.refused}
-    _, _, _, token = max(
-        (each.said.token not in refused, each.said.number, votes[each.said.token], each.said.token)
-        for each in members
-        if each.said.token
-    )
+    named = (each.said for each in members if each.said.token)
+    _, _, token = max((said.number, votes[said.token], said.token) for said in named)
     training = [each for each in members if token in (each.said.token, each.said.prepared)]
     number = max(each.said.number + (each.said.token != token) for each in training)
     stated = Counter(repr(each.said.facts) for each in training).most_common(1)[0][0]

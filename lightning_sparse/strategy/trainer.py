@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader
 
 from lightning_sparse.engine import Engine
 from lightning_sparse.fsdp import ShardedGradients, mesh_of, options_for, shard
@@ -63,6 +64,7 @@ if TYPE_CHECKING:
         @property
         def distributed_sampler_kwargs(self) -> dict[str, Any]: ...
         def setup_environment(self) -> None: ...
+        def process_dataloader(self, dataloader: Any) -> Any: ...
         def on_exception(self, exception: BaseException) -> None: ...
         def broadcast(self, obj: Any, src: int = 0) -> Any: ...
         def setup(self, trainer: Any) -> None: ...
@@ -501,6 +503,12 @@ class MSTopKElasticMixin(MSTopKLocalMixin):
             return kwargs
         return {**kwargs, "seed": int(hashlib.sha1(self.elastic.peers.name.encode()).hexdigest()[:8], 16)}
 
+    def process_dataloader(self, dataloader: Any) -> Any:
+        """Deal samples to the nodes that are there, if the loader has the sampler for it."""
+        if isinstance(dataloader, DataLoader) and self.elastic is not None:
+            self.elastic.deal(dataloader, self.lightning_module.trainer.accumulate_grad_batches)
+        return super().process_dataloader(dataloader)
+
     def _new_updates(self, module: nn.Module, optimizers: list[torch.optim.Optimizer]) -> ElasticUpdates:
         updates = ElasticUpdates(
             module, optimizers, self.config, self._place, name=self._node_name or "", version=self._version
@@ -523,6 +531,12 @@ class MSTopKElasticMixin(MSTopKLocalMixin):
         super().on_train_batch_start(batch, batch_idx)
         if self.elastic is not None:
             self.elastic.serve(self._progress)
+
+    def on_validation_start(self) -> None:
+        """Validate the global weights; the other nodes do not wait for it."""
+        super().on_validation_start()
+        if self.elastic is not None and self._fitting:
+            self.elastic.watch()
 
     def _progress(self) -> dict[str, Any]:
         """All that a checkpoint has but weights, optimizer and hyperparameters, which may be of any type."""

@@ -23,6 +23,7 @@ updates. The form of step 6 for SGD is step-ahead error feedback (Xu, Huo, Huang
 """
 
 from lightning_sparse.updates.config import UpdatesConfig
+from lightning_sparse.updates.dealing import ElasticSampler
 from lightning_sparse.updates.local import LocalUpdates
 
-__all__ = ["LocalUpdates", "UpdatesConfig"]
+__all__ = ["ElasticSampler", "LocalUpdates", "UpdatesConfig"]

@@ -10,7 +10,7 @@ from __future__ import annotations
 import socket
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils.data import DataLoader
 
 from lightning_sparse import __version__
 from lightning_sparse.exchange import Exchange, Transfer
@@ -26,13 +27,14 @@ from lightning_sparse.exchange.config import is_number
 from lightning_sparse.exchange.host import HostCopy
 from lightning_sparse.exchange.lanes import FifoLanes
 from lightning_sparse.exchange.lighthouse import Lighthouse
-from lightning_sparse.exchange.rounds import Outcome, Round, Rounds
+from lightning_sparse.exchange.rounds import Outcome, Round, Rounds, from_first
 from lightning_sparse.exchange.snapshots import SnapshotServer, fetch
 from lightning_sparse.messages import log, said_if_long
 from lightning_sparse.sharding import parameters_of
 from lightning_sparse.topology import Topology
 from lightning_sparse.updates.agreement import Agreement
 from lightning_sparse.updates.config import UpdatesConfig
+from lightning_sparse.updates.dealing import ElasticSampler
 from lightning_sparse.updates.local import LocalUpdates, facts_of
 from lightning_sparse.updates.moments import plain
 from lightning_sparse.updates.slices import Slices
@@ -40,6 +42,8 @@ from lightning_sparse.updates.state import Delivery, Difference
 
 TRIES_TO_FLUSH = 3
 WATCH_SECONDS = 0.05
+WATCHED_BYTES = 1 << 30
+"""Of messages that a node keeps while it does not train; with more it has missed rounds."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -156,7 +160,9 @@ class ElasticUpdates(LocalUpdates):
 
     @property
     def version(self) -> tuple[str, int]:
-        """Name and number of the global weights, for a checkpoint."""
+        """Name and number of the global weights, for a checkpoint: while the module holds them, of those."""
+        if self._shown:
+            return self._shows
         self._stop_watching()
         self._state.receive()
         return self.peers.token, self.peers.number
@@ -175,6 +181,30 @@ class ElasticUpdates(LocalUpdates):
         if self._state.behind:
             self._catch_up()
 
+    @torch.no_grad()
+    def show_shared(self) -> None:
+        """Put the global weights into the module, and averaged buffers."""
+        if not self._shown:
+            self._shows = self.version
+        super().show_shared()
+
+    def deal(self, loader: DataLoader[Any], batches: int = 1) -> None:
+        """Have the `ElasticSampler` of a loader, if it has one, draw what is dealt to this device.
+
+        Args:
+            batches: between two steps.
+        """
+        if isinstance(loader.sampler, ElasticSampler):
+            batches = 1 + 2 * batches * self.config.sync_every + loader.num_workers * (loader.prefetch_factor or 0)
+            self.peers.deals.ahead = batches * (loader.batch_size or 1) * self._devices.size
+            loader.sampler.attach(self.peers.deals, self._devices.place, self._devices.size)
+
+    def watch(self) -> None:
+        """Observe rounds until the next step, so that other nodes do not wait for this one: before a validation, say.
+        Every device of the node calls it."""
+        self._state.receive()
+        self._watch.start()
+
     def serve(self, extra: Callable[[], Any] | None = None) -> None:
         """Give nodes that join what they ask this one for. Call it between two steps, on all devices of the node.
 
@@ -190,18 +220,32 @@ class ElasticUpdates(LocalUpdates):
         if not names:
             return
         state.served += names
-        given = {
+        given: dict[str, Any] = {
             "optimizer": plain(self.optimizers[0].division.optimizer_state()),
             "extra": None if extra is None else plain(extra()),
             "version": self.version,
             "history": list(self.peers.history),
         }
+        pending_S = state.pending_S
         with self.shared_weights():
-            if self._server is not None:
-                self._server.offer(names, {**given, "weights": self.module.state_dict()})
+            given["weights"] = _copies_of(self.module.state_dict())
+            given["pending"] = self._gathered(pending_S)
+        if self._server is not None:
+            self._server.offer(names, given)
+
+    def _gathered(self, values_S: Tensor) -> dict[str, Tensor]:
+        """Return values of all devices by the names of parameters, which hold the global weights before and after."""
+        one, shared_S = self.optimizers[0], self._state.read_shared()
+        self._state.slices.write(values_S)
+        one.gather()
+        values = _copies_of({self.names[id(p)]: p.detach() for p in one.parameters})
+        self._state.slices.write(shared_S)
+        one.gather()
+        return values
 
     def finish(self) -> None:
         """Send everything that is pending. Every device of the node calls it."""
+        self.show_own()
         self._stop_watching()
         super().finish()
 
@@ -222,9 +266,10 @@ class ElasticUpdates(LocalUpdates):
         return False
 
     def gauges(self) -> dict[str, float]:
-        """Return, of the rounds so far: nodes in the last one, rounds that failed, seconds that this node waited."""
+        """Return, of the rounds so far, what `RoundStats` has."""
         stats = self.peers.stats
-        return {**super().gauges(), "nodes": stats.nodes, "rounds_lost": stats.lost, "waited_s": stats.waited_s}
+        told = {"nodes": stats.nodes, "rounds_lost": stats.lost}
+        return {**super().gauges(), **told, "waited_s": stats.waited_s, "healing_s": stats.healing_s}
 
     # -- joining -------------------------------------------------------------------------------------------------------
 
@@ -243,14 +288,16 @@ class ElasticUpdates(LocalUpdates):
         self.peers.ask()
         self._watch.start()
         if not self._take_up(pending_S):  # the others are gone, and these weights are the ones to go on with
-            self._state.go_on(pending_S)
+            self._state.go_on(pending_S, *self.peers.reconcile())
             self.optimizers[0].gather()
         self._stop_watching()
 
     def _take_up(self, pending_S: Tensor | None) -> bool:
         """Take up a peer's snapshot and the rounds since; False if the next round changes this node's own weights."""
         while True:
+            began = time.monotonic()
             given = self._from_first(self._fetch)
+            self.peers.stats.healing_s += time.monotonic() - began
             if given is None:
                 self.peers.wants = ""
                 return False
@@ -278,13 +325,17 @@ class ElasticUpdates(LocalUpdates):
     @torch.no_grad()
     def _install(self, given: dict[str, Any], rounds: list[Round], pending_S: Tensor | None) -> None:
         one, state = self.optimizers[0], self._state
-        self.module.load_state_dict(given["weights"])
-        if pending_S is None:
+        if pending_S is None:  # the mean of what is pending is as it was
+            for parameter in one.parameters:
+                parameter.copy_(given["pending"][self.names[id(parameter)]])
+            pending_S = state.slices.read()
             one.optimizer.load_state_dict(given["optimizer"])
             self.taken = given
+        self.module.load_state_dict(given["weights"])
         token, number = (rounds[-1].token, rounds[-1].number) if rounds else given["version"]
         history = [*given["history"], *(each.token for each in rounds)]
-        state.start_from(rounds, pending_S, self.peers.take_over(token, number, history))
+        returned, had = self.peers.take_over(token, number, history)
+        state.start_from(rounds, pending_S, returned, had)
         one.gather()
 
     def _stop_watching(self) -> None:
@@ -295,20 +346,8 @@ class ElasticUpdates(LocalUpdates):
             self._state.arrive(self._watch.take())
 
     def _from_first(self, ask: Callable[[], Any]) -> Any:
-        """Return on all devices what the first is told. A collective of the node."""
-        told: Any = None
-        if self._devices.place == 0:
-            try:
-                told = ask()
-            except Exception as error:  # the other devices wait for this one
-                told = error
-        if self._devices.size > 1:
-            held = [told]
-            dist.broadcast_object_list(held, src=0)
-            told = held[0]
-        if isinstance(told, Exception):
-            raise told
-        return told
+        """Beside the rounds, which have a group of their own."""
+        return from_first(Group(self._devices.ranks, self._devices.place), ask)
 
 
 class Watch:
@@ -352,10 +391,12 @@ class Watch:
         return seen
 
     def _observe(self) -> None:
+        kept = 0
         try:
-            while self._peers.goes_on(not self._stopped.is_set()):
+            while self._peers.goes_on(not self._stopped.is_set() and kept < WATCHED_BYTES):
                 with torch.no_grad():
                     outcome = self._peers.round()
+                kept += sum(each.nbytes for found in outcome.rounds for each in (found.messages_MB, *found.dense))
                 self._seen.rounds += outcome.rounds
                 self._seen.returned += outcome.returned
                 self._seen.wanted += outcome.wanted
@@ -387,7 +428,7 @@ class ElasticDifference(Difference):
         self.asked: list[str] | None = None
         self.wanted: list[str] = []
         self.served: list[str] = []
-        self._num_nodes = 0  # M of the last round
+        self._num_nodes, self._changed = 0, False  # M of the last round, and whether it was another one before
         sample_bytes = 0
         if self._config.measures_ahead(3):
             self._agreement, self.ahead = Agreement(self.slices.numel), 1.0
@@ -425,20 +466,29 @@ class ElasticDifference(Difference):
         """Return what this node has not sent, with nothing in flight; ``begin`` is to follow."""
         return self._collect()
 
-    def start_from(self, rounds: Sequence[Round], pending_S: Tensor | None, returned: Sequence[Tensor]) -> None:
+    def start_from(
+        self, rounds: Sequence[Round], pending_S: Tensor, returned: Sequence[Tensor], had: Sequence[Tensor]
+    ) -> None:
         """Go on from the weights that the parameters hold, and the rounds since."""
         self.receive()
         self._messages = self._sent = self._samples = None
         self.slices.copy_to(self.shared_S)
         for each in rounds:
             self._add_round(each, self.shared_S)
-        self.go_on(torch.zeros_like(self.shared_S) if pending_S is None else pending_S, returned)
+        self.go_on(pending_S, returned, had)
 
-    def go_on(self, pending_S: Tensor, returned: Sequence[Tensor] = ()) -> None:
-        """Put this node's model into the parameters, given what is pending and what is to be pending again."""
+    def go_on(self, pending_S: Tensor, returned: Sequence[Tensor], had: Sequence[Tensor]) -> None:
+        """Put this node's model into the parameters.
+
+        Args:
+            returned: what is to be pending besides.
+            had: what is not.
+        """
         self.behind = self.alone = False
+        self._num_nodes = 0  # others have counted without this node
         self.set_pending(pending_S)
         self._take_back(returned, self.own_S)
+        self._take_back(had, self.own_S, -1.0)
         self.begin()
 
     def arrive(self, seen: Outcome) -> None:
@@ -446,6 +496,7 @@ class ElasticDifference(Difference):
         self.wanted += seen.wanted
         if seen.rounds or seen.returned:
             self.receive()
+            self._num_nodes = 0  # others have counted without this node
             before = self._messages or Outcome()
             self._messages = Outcome([*before.rounds, *seen.rounds], [*before.returned, *seen.returned])
 
@@ -474,15 +525,18 @@ class ElasticDifference(Difference):
         """Keep what a round brought until it is added."""
         self.alone, self.behind, self.asked = outcome.alone, outcome.behind, outcome.asked
         self.wanted += outcome.wanted
-        self._exchanges = max(self._exchanges, outcome.exchanges)
         before = self._messages or Outcome()
         self._messages = Outcome([*before.rounds, *outcome.rounds], [*before.returned, *outcome.returned])
         if not outcome.rounds:
             return
         last = outcome.rounds[-1]
         self._exchange.stats.count_bytes((len(last.messages_MB) - 1) * last.messages_MB.shape[-1])
-        if last.num_nodes != self._num_nodes:
+        changed = last.num_nodes != self._num_nodes
+        if changed:
             self._num_nodes, self._exchanges = last.num_nodes, 0  # samples come often after a change
+        elif not self._changed:  # then this round had begun before, and counts from before
+            self._exchanges = max(self._exchanges, outcome.exchanges)
+        self._changed = changed
         beside = last.messages_MB[:, self._path.message_bytes :]
         if beside.numel() and len(beside) == last.num_nodes:
             self._samples = HostCopy(beside.contiguous())
@@ -510,13 +564,13 @@ class ElasticDifference(Difference):
         for each in found.dense:
             target_S.add_(each.to(target_S.device), alpha=mean)
 
-    def _take_back(self, returned: Sequence[Tensor], own_S: Tensor) -> None:
+    def _take_back(self, returned: Sequence[Tensor], own_S: Tensor, times: float = 1.0) -> None:
         """Make pending again what no node took."""
         for each in returned:
             if each.dtype == torch.uint8:
-                self._path.add(each[: self._path.message_bytes].view(1, -1).to(own_S.device), own_S, -1.0)
+                self._path.add(each[: self._path.message_bytes].view(1, -1).to(own_S.device), own_S, -times)
             else:
-                own_S.sub_(each)
+                own_S.sub_(each, alpha=times)
 
 
 class RoundJob(Delivery):
@@ -544,6 +598,11 @@ class RoundJob(Delivery):
         return ()
 
 
+def _copies_of(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a state whose tensors are copies on the CPU."""
+    return {name: each.cpu().clone() if isinstance(each, Tensor) else each for name, each in state.items()}
+
+
 def _own_group(topology: Topology) -> Group:
     """The node's devices, for the thread of the exchange alone."""
     ranks = tuple(range(topology.world_size))
@@ -553,19 +612,13 @@ def _own_group(topology: Topology) -> Group:
 
 def _connect(devices: Group, config: ElasticConfig, name: str) -> Lighthouse | None:
     """The lighthouse, on the first device of the node. All devices raise its error."""
-    found, error = None, None
-    if devices.place == 0:
-        try:
-            found = Lighthouse(config.lighthouse, name or socket.gethostname(), config.timeout)
-        except ValueError as caught:
-            error = caught
-    if devices.size > 1:
-        told = [error]
-        dist.broadcast_object_list(told, group=devices.handle, group_src=0)
-        error = told[0]
-    if error is not None:
-        raise error
-    return found
+    found: list[Lighthouse] = []
+
+    def connect() -> None:
+        found.append(Lighthouse(config.lighthouse, name or socket.gethostname(), config.timeout))
+
+    from_first(devices, connect)
+    return found[0] if found else None
 
 
 def _check(optimizers: Sequence[Optimizer], topology: Topology) -> None:

@@ -2,9 +2,12 @@
 
 import json
 import os
+import socket
 import subprocess
 import sys
+from datetime import timedelta
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import pytest
 import torch
@@ -48,6 +51,27 @@ def test_the_command_for_scripts(monkeypatch: pytest.MonkeyPatch, capsys: pytest
         monkeypatch.delenv(name, raising=False)
     assert cli.main(["doctor", "--json"]) == 0
     assert {each["status"] for each in json.loads(capsys.readouterr().out)} <= {"ok", "note"}
+
+
+def test_the_nodes_of_a_lighthouse(monkeypatch: pytest.MonkeyPatch) -> None:
+    coordination = pytest.importorskip("torchft.coordination", reason="needs torchft")
+    server = coordination.LighthouseServer(bind="127.0.0.1:0", min_replicas=1)
+    address = f"127.0.0.1:{urlsplit(server.address()).port}"
+    monkeypatch.setenv("TORCHFT_LIGHTHOUSE", address)
+    assert said(examine(), "lighthouse") == f"{address}; nodes of its last quorum: none yet"
+    client = coordination.LighthouseClient(f"http://{address}", timedelta(seconds=5))
+    client.quorum("rack 7:abc", timeout=timedelta(seconds=5), step=1234)
+    assert said(examine(), "lighthouse") == f"{address}; nodes of its last quorum: rack 7 (1,234 rounds)"
+    server.shutdown()
+
+
+def test_a_lighthouse_that_does_not_answer_is_bad(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        monkeypatch.setenv("TORCHFT_LIGHTHOUSE", f"127.0.0.1:{probe.getsockname()[1]}")
+    (found,) = [each for each in examine() if each.subject == "lighthouse"]
+    assert found.status == "bad"
+    assert "start one there with `torchft_lighthouse" in found.message
 
 
 def test_each_line_has_its_mark_subject_and_text() -> None:

@@ -13,6 +13,7 @@ import signal
 import sys
 import time
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -66,13 +67,13 @@ def main(name: str, lighthouse: str, options: dict[str, Any]) -> None:
     updates = ElasticUpdates(model, optimizer, ElasticConfig(lighthouse=lighthouse, **options), discover(), name=name)
     state = sent.state = updates._state
     data = torch.Generator().manual_seed(int.from_bytes(hashlib.sha1(updates.peers.name.encode()).digest()[:4]))
-    made = torch.zeros(state.slices.numel, dtype=torch.float64)
+    made = state.pending_S.double()  # of its peer
 
     def report(**more: Any) -> None:
         token, number = updates.version
         digest = hashlib.sha1(state.read_shared().numpy().tobytes()).hexdigest()[:12]
         off = (made - sent.total - pending(state, updates)).abs().max().item()
-        told = {"token": token, "number": number, "digest": digest, "off": off, **updates.gauges()}
+        told = {"token": token, "number": number, "digest": digest, "off": off, **updates.gauges(), **used()}
         print(json.dumps({**more, **told}), flush=True)
 
     step = 0 if updates.taken is None else updates.taken["extra"]["step"]
@@ -92,6 +93,13 @@ def main(name: str, lighthouse: str, options: dict[str, Any]) -> None:
     updates.finish()
     report(ends=step, left=state.pending_S.abs().max().item())
     updates.end()
+
+
+def used() -> dict[str, float]:
+    """Descriptors, threads and MB of this process."""
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    threads = len(list(Path("/proc/self/task").iterdir()))
+    return {"files": len(list(Path("/proc/self/fd").iterdir())), "threads": threads, "MB": pages * 4096 / 1e6}
 
 
 def toy(seed: int) -> nn.Module:

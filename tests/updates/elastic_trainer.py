@@ -17,19 +17,24 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_sparse.flavours.pytorch_lightning import CommStatsCallback, MSTopKElasticStrategy
+from lightning_sparse.updates import ElasticSampler
 
 
 class Toy(pl.LightningModule):
-    def __init__(self) -> None:
+    def __init__(self, validation: float = 0.0) -> None:
         super().__init__()
+        self.validation = validation
         self.net = nn.Sequential(nn.Linear(16, 64), nn.BatchNorm1d(64), nn.Tanh(), nn.Linear(64, 4))
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        x, y = batch
+        x, y, self.drawn = batch
         return nn.functional.mse_loss(self.net(x), y)
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
-        x, y = batch
+        x, y, _ = batch
+        if self.validation and not self.trainer.sanity_checking:
+            report(self.trainer, validates=True)
+            time.sleep(self.validation)
         self.log("val_loss", nn.functional.mse_loss(self.net(x), y))
 
     def configure_optimizers(self) -> Any:
@@ -43,7 +48,7 @@ class Report(pl.Callback):
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
         time.sleep(self.pause)
-        report(trainer, step=trainer.global_step, epoch=trainer.current_epoch)
+        report(trainer, step=trainer.global_step, epoch=trainer.current_epoch, drawn=pl_module.drawn.tolist())
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         report(trainer, step=trainer.global_step)
@@ -51,8 +56,8 @@ class Report(pl.Callback):
 
 def report(trainer: Any, **more: Any) -> None:
     updates = trainer.strategy.elastic
-    token, number = updates.version
     with updates.shared_weights():
+        token, number = updates.version
         weights = torch.cat([p.detach().flatten() for p in trainer.lightning_module.parameters()])
     digest = hashlib.sha1(weights.numpy().tobytes()).hexdigest()[:12]
     lr = trainer.optimizers[0].param_groups[0]["lr"]
@@ -64,12 +69,14 @@ def report(trainer: Any, **more: Any) -> None:
 def main(name: str, lighthouse: str, options: dict[str, Any]) -> None:
     steps, pause, folder = options.pop("steps", -1), options.pop("pause", 0.02), options.pop("folder")
     epochs, devices = options.pop("epochs", -1), options.pop("devices", 1)
+    module = Toy(options.pop("validation", 0.0))
     os.environ.update(options.pop("env", {}))
     torch.set_num_threads(1)
     logging.basicConfig(level=logging.INFO, stream=sys.stderr, force=True)
     pl.seed_everything(0)
     x = torch.randn(2048, 16)
-    data = TensorDataset(x, torch.tanh(x @ torch.randn(16, 4)))
+    data = TensorDataset(x, torch.tanh(x @ torch.randn(16, 4)), torch.arange(2048))
+    order: dict[str, Any] = {"sampler": ElasticSampler(data)} if options.pop("deal", False) else {"shuffle": True}
     checkpoints = Path(folder)
     saved = checkpoints / "last.ckpt"
     trainer = pl.Trainer(
@@ -87,7 +94,7 @@ def main(name: str, lighthouse: str, options: dict[str, Any]) -> None:
             pl.callbacks.ModelCheckpoint(checkpoints, save_last=True, every_n_train_steps=10, save_top_k=1),
         ],
     )
-    loader = DataLoader(data, batch_size=32, shuffle=True)
-    trainer.fit(Toy(), loader, DataLoader(data, batch_size=256), ckpt_path=str(saved) if saved.exists() else None)
+    loader = DataLoader(data, batch_size=32, **order)
+    trainer.fit(module, loader, DataLoader(data, batch_size=2048), ckpt_path=str(saved) if saved.exists() else None)
     if trainer.is_global_zero:
         print(json.dumps({"ends": trainer.global_step}), flush=True)

@@ -145,3 +145,25 @@ def test_twenty_nodes_die_at_random_moments_and_come_back(nodes: Nodes) -> None:
         nodes.wait_for(name, of(3), timeout=120)
     end(nodes, "abc")
     check(nodes, "abc")
+
+
+@pytest.mark.timeout(900)
+def test_a_node_that_stays_keeps_nothing_of_fifty_that_came_and_went(nodes: Nodes) -> None:
+    options: dict[str, Any] = {"timeout": 3, "density": 0.1}
+    nodes.start("a", **options)
+    used = []
+    for number in range(50):
+        nodes.start("b", **options)
+        used.append(nodes.wait_for("a", of(2)))
+        if number % 2:
+            nodes.kill("b")
+        else:
+            nodes.send("b", signal.SIGTERM)
+            assert nodes.join("b") == 0
+        nodes.wait_for("a", of(1, used[-1]["number"]))
+    settled, last = used[10], used[-1]
+    assert last["files"] <= settled["files"] + 2
+    assert last["threads"] <= settled["threads"] + 2
+    assert last["MB"] < settled["MB"] + 10
+    end(nodes, "a")
+    check(nodes, "ab")

@@ -71,6 +71,39 @@ def test_a_job_that_was_stopped_resumes_on_another_number_of_nodes(nodes: Nodes,
 
 
 @pytest.mark.slow
+def test_a_node_trains_on_while_the_other_validates(nodes: Nodes, tmp_path: Path) -> None:
+    options: dict[str, Any] = {"timeout": 4, "density": 0.1}
+    nodes.start("a", folder=str(tmp_path / "a"), **options)
+    nodes.start("b", folder=str(tmp_path / "b"), validation=6.0, **options)
+    begun = nodes.wait_for("b", lambda report: report.get("validates", False))["number"]
+    nodes.wait_for("a", lambda report: report["number"] > begun + 50)
+    ended = nodes.wait_for("b", lambda report: "step" in report)
+    assert ended["number"] > begun + 50
+    assert "has missed rounds" not in nodes.output("b")
+    for name in "ab":
+        nodes.send(name, signal.SIGTERM)
+    assert [nodes.join(name) for name in "ab"] == [0, 0]
+    digests_agree(nodes, "ab")
+
+
+@pytest.mark.slow
+def test_samples_are_dealt_to_the_nodes_that_are_there(nodes: Nodes, tmp_path: Path) -> None:
+    for name in "ab":
+        nodes.start(name, folder=str(tmp_path / name), deal=True, timeout=5, density=0.1)
+    begun = nodes.wait_for("a", of(2))["epoch"]
+    for name in "ab":
+        nodes.wait_for(name, lambda report: report.get("epoch", 0) > begun + 1)
+        nodes.send(name, signal.SIGTERM)
+    assert [nodes.join(name) for name in "ab"] == [0, 0]
+    drawn: dict[int, list[int]] = {}
+    for report in (*nodes.reports("a"), *nodes.reports("b")):
+        if "drawn" in report:
+            drawn.setdefault(report["epoch"], []).extend(report["drawn"])
+    assert all(len(each) == len(set(each)) for each in drawn.values()), "none twice, also where a node joined"
+    assert len(drawn[begun + 1]) == 2048
+
+
+@pytest.mark.slow
 def test_nodes_of_two_devices(nodes: Nodes, tmp_path: Path) -> None:
     for name in "ab":
         with socket.socket() as probe:

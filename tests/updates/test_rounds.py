@@ -1,9 +1,11 @@
 """What nodes that come and go conclude alike from what they said of themselves."""
 
+from collections import deque
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from lightning_sparse.exchange.communicator import Group
 from lightning_sparse.exchange.lighthouse import Lighthouse, Member, Said, _said
@@ -33,12 +35,6 @@ def test_a_round_that_one_node_knows_counts_for_those_that_are_prepared() -> Non
     assert (found.token, names(found.training)) == ("round", ["a", "b"])
 
 
-def test_a_round_that_was_refused_counts_no_more() -> None:
-    """Its messages were sent again: the node that alone knew that it counts, and comes back, takes up the others'."""
-    found = quorum_of([member("a", "round", 5), member("b", "base", 4, refused=["round"])])
-    assert (found.token, names(found.contributors)) == ("base", ["b"])
-
-
 def test_a_node_that_differs_is_left_out() -> None:
     facts = [{"density": 0.1}, {"density": 0.1}, {"density": 0.2}]
     found = quorum_of([member(name, "token", 1, facts=each) for name, each in zip("abc", facts, strict=True)])
@@ -55,16 +51,62 @@ class Silent(Lighthouse):
         self.heard.append(said)
 
 
-def test_a_node_tells_which_rounds_it_has_refused() -> None:
+@pytest.fixture
+def rounds() -> Rounds:
     pytest.importorskip("torchft", reason="needs torchft")
-    lighthouse, sent, outcome = Silent(), torch.ones(4), Outcome()
-    rounds = Rounds(lighthouse, Group((0,), 0), {}, min_nodes=1, timeout=1.0)
+    rounds = Rounds(Silent(), Group((0,), 0), {}, min_nodes=1, timeout=1.0)
     rounds.fit(8, 0, 4)
-    rounds._unsettled = Round("base", "round", 5, 2, torch.empty(0)), sent
-    rounds._settle("base", outcome)
-    assert outcome.returned == [sent]
-    rounds.round()
-    assert lighthouse.heard[-1].refused == ("round",)
+    rounds.token, rounds.history = "0", deque(["0"])
+    return rounds
+
+
+def message(value: int) -> Tensor:
+    return torch.full((8,), value, dtype=torch.uint8)
+
+
+def count(rounds: Rounds, base: str, token: str, held: Tensor) -> None:
+    rounds._count(Round(base, token, 0, 2, torch.empty(0)), held, Outcome())
+
+
+def settle(rounds: Rounds, token: str, held: Tensor, now: str) -> list[Tensor]:
+    """Settle a round that led from "0" to ``token``. Returns what is pending again."""
+    outcome = Outcome()
+    rounds._unsettled = Round("0", token, 1, 2, torch.empty(0)), held
+    rounds._settle(now, outcome)
+    return outcome.returned
+
+
+def test_what_was_sent_in_rounds_that_others_never_had_is_pending_again(rounds: Rounds) -> None:
+    first, second = message(1), message(2)
+    count(rounds, "0", "1b", first)
+    count(rounds, "1b", "2b", second)
+    returned, had = rounds.take_over("9a", 9, ["0", "1a"])
+    assert returned == [first, second]
+    assert had == []
+    assert rounds.take_over("9c", 9, ["0", "1a", "9a"]) == ([], []), "once"
+
+
+def test_a_message_of_a_round_that_was_refused_counts_once_if_a_node_comes_back_that_had_counted_it(
+    rounds: Rounds,
+) -> None:
+    sent, again = message(1), message(2)
+    assert settle(rounds, "1a", sent, now="0") == [sent]
+    count(rounds, "0", "1b", again)
+    returned, had = rounds.take_over("3a", 3, ["0", "1a", "2a"])
+    assert returned == [again]
+    assert had == [sent], "which is in the weights, and among what is pending"
+
+
+def test_a_node_that_goes_on_alone_has_pending_again_what_only_those_that_are_gone_may_know(rounds: Rounds) -> None:
+    sent = message(1)
+    assert settle(rounds, "1a", sent, now="7a") == []
+    assert rounds.reconcile() == ([sent], [])
+
+
+def test_all_that_is_pending_is_kept_of_one_round_alone(rounds: Rounds) -> None:
+    for number in range(3):
+        count(rounds, str(number), str(number + 1), torch.full((4,), float(number)))
+    assert len(rounds._ledger) == 1
 
 
 class Alone(Silent):

@@ -1,0 +1,356 @@
+"""What do nodes that come and go cost, in loss and in seconds?
+
+    sudo python -m benchmarks.exchange.elastic OUT [--gbps 0.1] [--seeds 0]
+
+Three nodes, which are namespaces on one machine, train the task of convergence/text.py: the batches, the rates and the
+steps of its rows, which run beside them on fixed nodes. torchft's lighthouse is a fourth host. A node that is killed is
+killed by SIGKILL. What the nodes print after each step is compared: global weights of one name must have one digest.
+
+Seconds lost to an event are those by which the steps of a node that went on exceed its usual ones until the next event.
+The steps of fixed and of elastic nodes are timed in turn, without a pause. Writes OUT/elastic.json, .md and .svg.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import os
+import random
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from torch.nn import functional as F
+
+from benchmarks.convergence import text, time_to_loss
+from benchmarks.exchange.elastic_node import KEPT_EVERY, NODES, Batches, Node, learner_of
+from benchmarks.pictures import GREY, colour, picture
+from benchmarks.processes import on_clusters, slowest
+from benchmarks.record import Rows, parser_of, surroundings, write
+from lightning_sparse.cli.report import format_table
+from lightning_sparse.lab import signals_as_exit
+from lightning_sparse.lab.network import INTERFACE, Network, node_address
+from lightning_sparse.lab.processes import RUN_VARIABLE, RunName, die_with_parent, kill_processes
+from lightning_sparse.topology import Topology
+from lightning_sparse.updates import LocalUpdates, UpdatesConfig
+
+FIXED = ("dense", "updates 1%", time_to_loss.ALONE)
+PORT = 29510
+EVERY_SECONDS = 30.0
+WARM = 50  # steps that are not timed
+
+
+# -- nodes that come and go --------------------------------------------------------------------------------------------
+
+
+class World:
+    """Three nodes and a lighthouse in namespaces.
+
+    Attributes:
+        events: what was done to nodes: when, what, to which.
+    """
+
+    def __init__(self, network: Network, folder: Path, seed: int, steps: int, pause: float) -> None:
+        self._network, self.folder, self.steps = network, folder, steps
+        self._work: dict[str, Any] = {"seed": seed, "steps": steps, "pause": pause}
+        self.events: list[tuple[float, str, int]] = []
+        self._nodes: dict[int, subprocess.Popen[bytes]] = {}
+        host = network.addresses["lighthouse"]
+        self._lighthouse = f"http://{host}:{PORT}"
+        light = [str(Path(sys.executable).with_name("torchft_lighthouse")), "--min_replicas", "1"]
+        light += ["--join_timeout_ms", "10000", "--bind", f"{host}:{PORT}"]
+        self._spawn("lighthouse", light, folder / "lighthouse.txt")
+
+    def start(self, place: int) -> None:
+        """Start a node, or start it again."""
+        work = Node(place=place, lighthouse=self._lighthouse, folder=str(self.folder), **self._work)
+        command = [sys.executable, "-m", "benchmarks.exchange.elastic_node", work.to_json()]
+        self.events.append((time.time(), "start", place))
+        self._nodes[place] = self._spawn(f"node{place}", command, self.folder / f"{place}.txt")
+
+    def kill(self, place: int) -> None:
+        """Kill a node."""
+        self.events.append((time.time(), "kill", place))
+        node = self._nodes.pop(place)
+        node.kill()
+        node.wait()
+
+    def wait(self, *, step: float = math.inf, seconds: float = math.inf) -> bool:
+        """Wait until a node has made so many steps, or so many seconds; False once all nodes have ended.
+
+        Raises:
+            RuntimeError: if a node has failed.
+        """
+        until = time.monotonic() + seconds
+        while any(self._runs(place) for place in self._nodes):
+            if self._step() >= step or time.monotonic() > until:
+                return True
+            time.sleep(0.2)
+        return False
+
+    def _runs(self, place: int) -> bool:
+        code = self._nodes[place].poll()
+        if code not in (None, 0):
+            raise RuntimeError(f"node {place} ended with {code}:\n{(self.folder / f'{place}.txt').read_text()[-3000:]}")
+        return code is None
+
+    def lines(self, place: int) -> Rows:
+        """What a node has said, in all its lives."""
+        said = (self.folder / f"{place}.txt").read_text().splitlines()
+        return [json.loads(line) for line in said if line.startswith("{") and line.endswith("}")]
+
+    @property
+    def training(self) -> list[int]:
+        """Nodes that take part, by what they said last."""
+        return [place for place in self._nodes if any(line.get("nodes", 0) > 1 for line in self.lines(place)[-1:])]
+
+    def _step(self) -> int:
+        return max((line.get("step", 0) for place in self._nodes for line in self.lines(place)[-1:]), default=0)
+
+    def _spawn(self, host: str, command: list[str], output: Path) -> subprocess.Popen[bytes]:
+        env = {**os.environ, RUN_VARIABLE: str(self._network.run), "GLOO_SOCKET_IFNAME": INTERFACE}
+        env |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+        command = [*die_with_parent(), *self._network.enter_node(host), *command]
+        with output.open("ab") as file:
+            return subprocess.Popen(command, env=env, stdin=subprocess.DEVNULL, stdout=file, stderr=file)
+
+
+@contextmanager
+def world(gbps: float, seed: int, steps: int, pause: float) -> Iterator[World]:
+    """A world that is removed in the end."""
+    hosts = [f"node{place}" for place in range(NODES)] + ["lighthouse"]
+    network = Network(RunName.new(), [(host, node_address(place), gbps) for place, host in enumerate(hosts)])
+    with tempfile.TemporaryDirectory() as folder:
+        text.save_corpus(text.read_library(), Path(folder))
+        try:
+            yield World(network, Path(folder), seed, steps, pause)
+        finally:
+            kill_processes(str(network.run))
+            network.close()
+
+
+# -- what happens to them ----------------------------------------------------------------------------------------------
+
+
+def no_fault(nodes: World) -> None:
+    """Nothing."""
+
+
+def one_is_killed(nodes: World) -> None:
+    """A node is killed after a third of the steps, and comes back later."""
+    nodes.wait(step=nodes.steps / 3)
+    nodes.kill(NODES - 1)
+    nodes.wait(step=nodes.steps * 7 / 12)
+    nodes.start(NODES - 1)
+
+
+def killed_at_random(nodes: World) -> None:
+    """Every 30 s a node is killed, and started again."""
+    generator = random.Random(0)
+    nodes.wait(step=1)
+    while nodes.wait(seconds=EVERY_SECONDS):
+        for place in generator.sample(nodes.training, k=min(1, len(nodes.training))):
+            nodes.kill(place)
+            nodes.start(place)
+
+
+SCENARIOS: dict[str, Callable[[World], None]] = {
+    "elastic": no_fault,
+    "elastic, one node killed at 200, back at 350": one_is_killed,
+    "elastic, a node killed every 30 s": killed_at_random,
+}
+
+
+def measure(name: str, gbps: float, seed: int, steps: int, pause: float) -> dict[str, Any]:
+    """A run of nodes that come and go."""
+    with world(gbps, seed, steps, pause) as nodes:
+        for place in range(NODES):
+            nodes.start(place)
+        SCENARIOS[name](nodes)
+        nodes.wait()
+        said = {place: nodes.lines(place) for place in range(NODES)}
+        history = validated(nodes.folder, seed, steps)
+    return {
+        "way": name,
+        "gbps": gbps,
+        "seed": seed,
+        "pause": pause,
+        "history": history,
+        "events": [{"time": at, "what": what, "node": place} for at, what, place in nodes.events[NODES:]],
+        **compared(said),
+        **lost(said, nodes.events[NODES:]),
+    }
+
+
+def validated(folder: Path, seed: int, steps: int) -> Rows:
+    """Validation losses of the weights that nodes have left."""
+    corpus = torch.load(folder / "corpus.pt", weights_only=False)
+    learner, history = learner_of(corpus, seed, steps), Rows()
+    x_NL, y_NL = corpus.val_windows(text.CONTEXT)
+    for step in [*range(KEPT_EVERY, steps, KEPT_EVERY), steps]:
+        learner.model.load_state_dict(torch.load(folder / f"{step}.pt"))
+        with torch.no_grad():
+            nats = F.cross_entropy(learner.model(x_NL).flatten(0, 1), y_NL.flatten()).item()
+        history.append({"step": step, text.BITS.key: nats / math.log(2)})
+    return history
+
+
+def compared(said: dict[int, Rows]) -> dict[str, Any]:
+    """Rounds whose weights more than one node told, and those of which they told different bits; rounds lost."""
+    digests: dict[str, dict[int, str]] = {}
+    for place, lines in said.items():
+        for line in lines:
+            if "token" in line:
+                digests.setdefault(line["token"], {})[place] = line["digest"]
+    several = [set(each.values()) for each in digests.values() if len(each) > 1]
+    return {
+        "rounds": len(digests),
+        "compared": len(several),
+        "different": sum(len(each) > 1 for each in several),
+        "rounds_lost": {place: lines[-1]["rounds_lost"] for place, lines in said.items()},
+    }
+
+
+def lost(said: dict[int, Rows], events: list[tuple[float, str, int]]) -> dict[str, Any]:
+    """The usual seconds of a step, and for each event those lost until the next, or until a node has made all its
+    steps, by the node that went on and lost most."""
+    times = {place: [line["time"] for line in lines if "step" in line] for place, lines in said.items()}
+    usual = median(after - before for each in times.values() for before, after in itertools.pairwise(each))
+    at_once = {after[0] for before, after in itertools.pairwise(events) if after[0] - before[0] < 1}
+    events = [each for each in events if each[0] not in at_once]  # a return right after the end is one event with it
+    over = min((line["time"] for lines in said.values() for line in lines if "ends" in line), default=math.inf)
+    losses = []
+    for (begin, what, place), (end, _, _) in itertools.pairwise([*events, (over, "", -1)]):
+        went_on = [times[each] for each in times if each != place]
+        excess = [
+            sum(max(0.0, b - a - usual) for a, b in itertools.pairwise(each) if begin <= b < end and b - a > 2 * usual)
+            for each in went_on
+        ]
+        losses.append({"what": what, "node": place, "seconds": max(excess)})
+    return {"step s": usual, "lost": losses}
+
+
+# -- fixed nodes beside elastic ones -----------------------------------------------------------------------------------
+
+
+def fixed_steps(topology: Topology, device: torch.device, _: float | None, steps: int) -> Rows:
+    """Median seconds of a step of fixed nodes, of the slowest one. A collective."""
+    learner = learner_of(text.corpus_of(text.read_library()), 0, steps, topology.rank)
+    batches = Batches(learner, 0, topology.rank)
+    updates = LocalUpdates(learner.model, learner.optimizer, UpdatesConfig(density=0.01), topology)
+    seconds = []
+    for step in range(steps):
+        begin = time.perf_counter()
+        learner.optimizer.zero_grad()
+        batches.loss(step).backward()  # type: ignore[no-untyped-call]
+        learner.optimizer.step()
+        updates.step()
+        seconds.append(time.perf_counter() - begin)
+    updates.finish()
+    updates.end()
+    return [{"step s": slowest(median(seconds[WARM:]), device).item()}]
+
+
+def elastic_steps(gbps: float, steps: int) -> float:
+    """The same of nodes that may come and go."""
+    with world(gbps, 0, steps, 0.0) as nodes:
+        for place in range(NODES):
+            nodes.start(place)
+        nodes.wait()
+        lines = [[line for line in nodes.lines(place) if line.get("nodes") == NODES] for place in range(NODES)]
+    return max(median([float(line["seconds"]) for line in each[WARM:] if "seconds" in line]) for each in lines)
+
+
+def step_times(gbps: float, steps: int, repeats: int) -> Rows:
+    """Step times of either, in turn."""
+    rows = Rows()
+    for repeat in range(repeats):
+        fixed = on_clusters(fixed_steps, steps, clusters=[f"{NODES}x1"], gbps=[gbps])
+        assert fixed is not None
+        found = {"mstopk_local": fixed[0]["step s"], "mstopk_elastic": elastic_steps(gbps, steps)}
+        rows += [{"way": way, "gbps": gbps, "repeat": repeat, "step s": each} for way, each in found.items()]
+    return rows
+
+
+# -- the report --------------------------------------------------------------------------------------------------------
+
+
+def table(record: dict[str, Any]) -> str:
+    """Losses, then step times."""
+    lines = []
+    for row in record["rows"]:
+        kills = [each["seconds"] for each in row.get("lost", ()) if each["what"] == "kill"]
+        backs = [each["seconds"] for each in row.get("lost", ()) if each["what"] == "start"]
+        lines.append(
+            (
+                row["way"],
+                row["seed"],
+                f"{row['history'][-1][text.BITS.key]:.3f}",
+                len(kills),
+                shown(kills),
+                shown(backs),
+                max(row.get("rounds_lost", {0: "-"}).values()),
+                f"{row['different']} of {row['compared']}" if "compared" in row else "-",
+            )
+        )
+    head = ("way", "seed", text.BITS.heading, "kills", "s lost a kill", "s lost a return")
+    losses = format_table((*head, "rounds lost", "different weights"), lines)
+    several: dict[tuple[str, float], list[float]] = {}
+    for row in record["times"]:
+        several.setdefault((row["way"], row["gbps"]), []).append(1e3 * row["step s"])
+    times = [(*of, shown(each)) for of, each in several.items()]
+    return f"{losses}\n\n{format_table(('way', 'Gbit/s', 'step ms'), times)}"
+
+
+def shown(seconds: list[float]) -> str:
+    """Median and range."""
+    if not seconds:
+        return "-"
+    return f"{median(seconds):.1f} ({min(seconds):.1f} to {max(seconds):.1f})" if seconds[1:] else f"{seconds[0]:.1f}"
+
+
+def plot(record: dict[str, Any], file: Path) -> None:
+    """The loss over steps, of the first seed."""
+    with picture(file) as (axes,):
+        for index, row in enumerate(each for each in record["rows"] if each["seed"] == record["rows"][0]["seed"]):
+            alone = row["way"] == time_to_loss.ALONE
+            style = {"color": GREY, "linestyle": "--"} if alone else {"color": colour(index)}
+            line = [(each["step"], each[text.BITS.key]) for each in row["history"]]
+            axes.plot(*zip(*line, strict=True), marker=".", label=row["way"], **style)
+        axes.set(xlabel="steps", ylabel=text.BITS.axis)
+        axes.set_ylim(top=4)
+        axes.grid(visible=True)
+
+
+def main() -> None:
+    parser = parser_of(__doc__)
+    parser.add_argument("--gbps", type=float, nargs="+", default=[0.1, 1.0], metavar="R", help="the first for losses")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0])
+    parser.add_argument("--steps", type=int, default=600)
+    parser.add_argument("--pause", type=float, default=0.25, help="seconds between two steps of elastic nodes")
+    parser.add_argument("--repeats", type=int, default=3, help="of step times")
+    parser.add_argument("--ways", nargs="+", default=list(SCENARIOS), help="of elastic nodes")
+    options = parser.parse_args()
+    record: dict[str, Any] = {**surroundings("torchft"), "rows": [], "times": []}
+    gbps, epochs = options.gbps[0], options.steps // text.TextSettings.steps_per_epoch
+    fixed = on_clusters(time_to_loss.measure, None, FIXED, epochs, (), clusters=[f"{NODES}x1"], gbps=[gbps])
+    record["rows"] += [{**row, "seed": 0} for row in fixed or ()]
+    with signals_as_exit():
+        for seed, way in itertools.product(options.seeds, options.ways):
+            record["rows"].append(measure(way, gbps, seed, options.steps, options.pause))
+            write(options.out / "elastic.json", record, table(record), plot)
+        for rate in options.gbps:
+            record["times"] += step_times(rate, 300, options.repeats)
+            write(options.out / "elastic.json", record, table(record), plot)
+
+
+if __name__ == "__main__":
+    main()

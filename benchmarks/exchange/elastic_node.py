@@ -1,0 +1,145 @@
+"""One node of the benchmark of nodes that come and go: ``python -m benchmarks.exchange.elastic_node WORK``.
+
+WORK is a `Node` as JSON. The node trains the task of convergence/text.py, prints a line of JSON after each step, and
+leaves its global weights in the folder: every 40 steps, and in the end.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn import functional as F
+
+from benchmarks.convergence import text
+from benchmarks.convergence.runs import Run
+from lightning_sparse.exchange.rounds import Round, Rounds
+from lightning_sparse.topology import discover
+from lightning_sparse.updates.elastic import ElasticConfig, ElasticDifference, ElasticUpdates
+
+NODES = 3
+KEPT_EVERY = 40  # steps
+
+
+@dataclass(frozen=True, kw_only=True)
+class Node:
+    """What a node is told.
+
+    Args:
+        place: which share of each batch it takes.
+        folder: with the corpus; for weights.
+        pause: seconds between two steps, in the place of a larger model.
+    """
+
+    place: int
+    lighthouse: str
+    folder: str
+    seed: int
+    steps: int
+    pause: float
+
+    def to_json(self) -> str:
+        """For the command line."""
+        return json.dumps(asdict(self))
+
+
+class Held:
+    """The name of the global weights that the state of this process holds now; empty until it is known."""
+
+    def __init__(self) -> None:
+        self.token, self.number = "", 0
+        add, take_over = ElasticDifference._add_round, Rounds.take_over
+
+        def added(state: ElasticDifference, found: Round, target_S: Tensor) -> None:
+            add(state, found, target_S)
+            if target_S is state.shared_S:
+                self.token, self.number = found.token, found.number
+
+        def taken_over(rounds: Rounds, token: str, number: int, history: Sequence[str]) -> Any:
+            self.token, self.number = token, number
+            return take_over(rounds, token, number, history)
+
+        ElasticDifference._add_round = added  # type: ignore[assignment, method-assign]
+        Rounds.take_over = taken_over  # type: ignore[assignment, method-assign]
+
+
+class Batches:
+    """Losses of this node's share of the batches."""
+
+    def __init__(self, learner: text.TextLearner, seed: int, place: int) -> None:
+        self._learner, self._seed, self._place, self._epoch = learner, seed, place, -1
+
+    def loss(self, step: int) -> Tensor:
+        """Of one step of the run."""
+        learner, (epoch, row) = self._learner, divmod(step, self._learner.steps)
+        if epoch != self._epoch:
+            shape = learner.steps, learner.settings.global_batch
+            self._starts = text.start_of_windows(learner.corpus, self._seed, epoch, shape, text.CONTEXT)
+            self._epoch = epoch
+        x_BL, y_BL = learner.corpus.windows(self._starts[row, self._place :: NODES], text.CONTEXT)
+        return F.cross_entropy(learner.model(x_BL).flatten(0, 1), y_BL.flatten())
+
+
+def learner_of(corpus: text.Corpus, seed: int, steps: int, place: int = 0) -> text.TextLearner:
+    """The model and its optimizer, as all rows have them."""
+    epochs = -(-steps // text.TextSettings.steps_per_epoch)
+    settings = text.TextSettings(lr=0.008, text="", epochs=epochs, nodes=NODES, devices=1)
+    torch.manual_seed(seed)
+    return text.TextLearner(Run("elastic", None, seed, settings), corpus, place)
+
+
+def main() -> None:
+    node = Node(**json.loads(sys.argv[1]))
+    torch.set_num_threads(1)
+    folder = Path(node.folder)
+    store = dist.TCPStore("127.0.0.1", 0, 1, is_master=True)  # type: ignore[attr-defined]
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    corpus = torch.load(folder / "corpus.pt", weights_only=False)
+    learner = learner_of(corpus, node.seed, node.steps, node.place)
+    held, batches = Held(), Batches(learner, node.seed, node.place)
+    config = ElasticConfig(lighthouse=node.lighthouse, density=0.01)
+    updates = ElasticUpdates(learner.model, learner.optimizer, config, discover(), name=f"node{node.place}")
+    step = 0 if updates.taken is None else int(updates.taken["extra"]["step"])
+    tell(begins=step)
+    while step < node.steps:
+        for group in learner.optimizer.param_groups:
+            group["lr"] = 0.008 * text.scale(step, learner.settings.lr_warmup_steps, node.steps)
+        time.sleep(node.pause)
+        begin = time.perf_counter()
+        learner.optimizer.zero_grad()
+        loss = batches.loss(step)
+        loss.backward()  # type: ignore[no-untyped-call]
+        learner.optimizer.step()
+        updates.step()
+        step += 1
+        updates.serve(partial(dict, step=step))
+        seconds = time.perf_counter() - begin
+        if step % KEPT_EVERY == 0 and step < node.steps:
+            with updates.shared_weights():
+                torch.save(learner.model.state_dict(), folder / f"{step}.pt")
+        digest = hashlib.sha1(updates._state.shared_S.numpy().tobytes()).hexdigest()[:12]
+        told: dict[str, Any] = {"token": held.token, "digest": digest} if held.token else {}
+        tell(step=step, number=held.number, seconds=seconds, loss=loss.item(), **told, **updates.gauges())
+    updates.finish()
+    torch.save(learner.model.state_dict(), folder / f"{step}.pt")
+    tell(ends=step, received=updates.exchange.stats.bytes_between_nodes, **updates.gauges())
+    updates.end()
+
+
+def tell(**line: Any) -> None:
+    """Print a line for the benchmark."""
+    print(json.dumps({"time": time.time(), **line}), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,93 @@
+"""Which samples are whose, between nodes that come and go.
+
+The samples of all epochs stand in one line: those of an epoch in an order that depends on seed and epoch, after those
+of the epoch before. A *deal* gives out the line from a place on, to the nodes that are there, one by one. Each node
+says up to where it may draw before the next quorum. When nodes come or go, all conclude from that where the next deal
+begins: where nobody has drawn. Up to there the last deal holds. So no sample is drawn twice, and what is left out of an
+epoch is the share that a node which is gone had not drawn, up to there.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+REMEMBERED = 64  # deals
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """What a node says.
+
+    Args:
+        end: from this place on it draws nothing before the next quorum.
+        deal: the last one that it knows of, by name.
+    """
+
+    end: int = 0
+    deal: str = ""
+
+
+@dataclass(frozen=True)
+class Deal:
+    """Places of the line from ``begin`` on are dealt to these nodes, one by one."""
+
+    begin: int
+    names: tuple[str, ...]
+
+    @property
+    def name(self) -> str:
+        """The same on all nodes."""
+        return hashlib.sha1(repr((self.begin, self.names)).encode()).hexdigest()[:16]
+
+
+class Deals:
+    """The deals that one node knows, of which the last ones count.
+
+    Args:
+        node: its name.
+
+    Attributes:
+        ahead: samples that the node may draw between two quorums.
+    """
+
+    def __init__(self, node: str) -> None:
+        self._node = node
+        self._deals: tuple[Deal, ...] = ()  # replaced as a whole: threads read it
+        self._end = self.ahead = 0
+
+    def say(self) -> Drawn:
+        """Return what this node says with its next request."""
+        if not self._deals:
+            return Drawn(self._end)
+        now = max(self._end, self._deals[0].begin)
+        holds = next(place for place, each in reversed(list(enumerate(self._deals))) if each.begin <= now)
+        stride = max(len(each.names) for each in self._deals[holds:])
+        return Drawn(now + self.ahead * stride, self._deals[-1].name)
+
+    def follow(self, names: Sequence[str], said: Sequence[Drawn]) -> None:
+        """Deal anew if nodes have come or gone. All nodes of a quorum conclude the same.
+
+        Args:
+            said: of a node that has missed nothing, then of each.
+        """
+        last = self._deals[-1] if self._deals else Deal(0, ())
+        if last.names == tuple(names) and {each.deal for each in said} == {last.name}:
+            return
+        before = self._deals if said[0].deal == last.name else ()  # what was dealt while it was away
+        self._deals = (*before, Deal(max(each.end for each in said), tuple(names)))[-REMEMBERED:]
+
+    def takes(self, place: int, device: int = 0, devices: int = 1) -> bool:
+        """Whether a sample is this device's; it counts as drawn.
+
+        Args:
+            place: in the line.
+            device, devices: of this node.
+        """
+        self._end = max(self._end, place + 1)
+        deal = next((each for each in reversed(self._deals) if each.begin <= place), None)
+        if deal is None:
+            return False
+        turn, node = divmod(place - deal.begin, len(deal.names))
+        return deal.names[node] == self._node and turn % devices == device
