@@ -16,7 +16,7 @@ namespace {
 
 constexpr int kPiece = kTile;
 constexpr int kTogether = 64;  // messages that a block has open at a time
-constexpr int kSparse = 8;     // elements a pair from which on 32 bytes to and fro for each pair are less than all of it
+constexpr int kSparse = 8;     // elements a pair from which on a sector read and written for each pair is less than all of it
 
 struct Flags {
   Count finished;  // blocks
