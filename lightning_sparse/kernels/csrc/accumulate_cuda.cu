@@ -16,7 +16,7 @@ namespace {
 
 constexpr int kPiece = kTile;
 constexpr int kTogether = 64;  // messages that a block has open at a time
-constexpr int kSparse = 8;     // elements a pair from which on a sector read and written for each pair is less than all of it
+constexpr int kSparse = 8;     // elements a pair from which on to read and write a sector a pair is less than all
 
 struct Flags {
   Count finished;  // blocks
