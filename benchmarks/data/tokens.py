@@ -20,8 +20,8 @@ Hugging Face                documents, ``.jsonl``        load_dataset(streaming=
 
 What rows have on storage is written before anything is timed. Bytes are counted by the kernel on the storage node's
 link, frames and all; the page cache is dropped before each run. CPU time is that of the process and its children, from
-the call on that makes the loader, without sshfs. Rows that are not installed are left out. Writes OUT/data-tokens.json
-and .md.
+the call on that makes the loader, without sshfs; Lightning is imported before, by all rows. Rows that are not installed
+are left out. Writes OUT/data-tokens.json and .md.
 """
 
 from __future__ import annotations
@@ -188,6 +188,8 @@ LOADERS: dict[str, tuple[str, Callable[..., Batches], str, dict[str, Any]]] = {
 
 def read(topology: Topology, device: torch.device, gbps: float | None, row: str, source: str, work: str) -> Rows:
     """Tokens, CPU-seconds, seconds and bytes over the storage link of each epoch; the first has the start in it."""
+    import pytorch_lightning  # noqa: F401  # a training has imported it, whatever loads its data
+
     folder, make, _, more = LOADERS[row]
     rows, last = Rows(), (cpu_seconds(os.getpid()), time.perf_counter(), storage_sent())
     loader = make(Path(source, folder), Path(work), **more)
