@@ -10,7 +10,7 @@ from __future__ import annotations
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -220,28 +220,15 @@ class ElasticUpdates(LocalUpdates):
         if not names:
             return
         state.served += names
-        given: dict[str, Any] = {
+        given = {
             "optimizer": plain(self.optimizers[0].division.optimizer_state()),
             "extra": None if extra is None else plain(extra()),
             "version": self.version,
             "history": list(self.peers.history),
         }
-        pending_S = state.pending_S
         with self.shared_weights():
-            given["weights"] = _copies_of(self.module.state_dict())
-            given["pending"] = self._gathered(pending_S)
-        if self._server is not None:
-            self._server.offer(names, given)
-
-    def _gathered(self, values_S: Tensor) -> dict[str, Tensor]:
-        """Return values of all devices by the names of parameters, which hold the global weights before and after."""
-        one, shared_S = self.optimizers[0], self._state.read_shared()
-        self._state.slices.write(values_S)
-        one.gather()
-        values = _copies_of({self.names[id(p)]: p.detach() for p in one.parameters})
-        self._state.slices.write(shared_S)
-        one.gather()
-        return values
+            if self._server is not None:
+                self._server.offer(names, {**given, "weights": self.module.state_dict()})
 
     def finish(self) -> None:
         """Send everything that is pending. Every device of the node calls it."""
@@ -325,13 +312,10 @@ class ElasticUpdates(LocalUpdates):
     @torch.no_grad()
     def _install(self, given: dict[str, Any], rounds: list[Round], pending_S: Tensor | None) -> None:
         one, state = self.optimizers[0], self._state
-        if pending_S is None:  # the mean of what is pending is as it was
-            for parameter in one.parameters:
-                parameter.copy_(given["pending"][self.names[id(parameter)]])
-            pending_S = state.slices.read()
+        self.module.load_state_dict(given["weights"])
+        if pending_S is None:
             one.optimizer.load_state_dict(given["optimizer"])
             self.taken = given
-        self.module.load_state_dict(given["weights"])
         token, number = (rounds[-1].token, rounds[-1].number) if rounds else given["version"]
         history = [*given["history"], *(each.token for each in rounds)]
         returned, had = self.peers.take_over(token, number, history)
@@ -467,7 +451,7 @@ class ElasticDifference(Difference):
         return self._collect()
 
     def start_from(
-        self, rounds: Sequence[Round], pending_S: Tensor, returned: Sequence[Tensor], had: Sequence[Tensor]
+        self, rounds: Sequence[Round], pending_S: Tensor | None, returned: Sequence[Tensor], had: Sequence[Tensor]
     ) -> None:
         """Go on from the weights that the parameters hold, and the rounds since."""
         self.receive()
@@ -475,7 +459,7 @@ class ElasticDifference(Difference):
         self.slices.copy_to(self.shared_S)
         for each in rounds:
             self._add_round(each, self.shared_S)
-        self.go_on(pending_S, returned, had)
+        self.go_on(torch.zeros_like(self.shared_S) if pending_S is None else pending_S, returned, had)
 
     def go_on(self, pending_S: Tensor, returned: Sequence[Tensor], had: Sequence[Tensor]) -> None:
         """Put this node's model into the parameters.
@@ -596,11 +580,6 @@ class RoundJob(Delivery):
     def apply(self) -> Sequence[Tensor]:
         """It is kept."""
         return ()
-
-
-def _copies_of(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a state whose tensors are copies on the CPU."""
-    return {name: each.cpu().clone() if isinstance(each, Tensor) else each for name, each in state.items()}
 
 
 def _own_group(topology: Topology) -> Group:

@@ -67,7 +67,7 @@ def main(name: str, lighthouse: str, options: dict[str, Any]) -> None:
     updates = ElasticUpdates(model, optimizer, ElasticConfig(lighthouse=lighthouse, **options), discover(), name=name)
     state = sent.state = updates._state
     data = torch.Generator().manual_seed(int.from_bytes(hashlib.sha1(updates.peers.name.encode()).digest()[:4]))
-    made = state.pending_S.double()  # of its peer
+    made = torch.zeros(state.slices.numel, dtype=torch.float64)
 
     def report(**more: Any) -> None:
         token, number = updates.version

@@ -167,3 +167,17 @@ def test_a_node_that_stays_keeps_nothing_of_fifty_that_came_and_went(nodes: Node
     assert last["MB"] < settled["MB"] + 10
     end(nodes, "a")
     check(nodes, "ab")
+
+
+def test_step_ahead_is_measured_soon_after_nodes_have_come(nodes: Nodes) -> None:
+    for name in "abc":
+        nodes.start(name, timeout=5, density=0.1)
+    begun = nodes.wait_for("a", of(3, 70))["number"]  # when samples are rare
+    nodes.kill("c")
+    nodes.wait_for("a", of(2, begun))
+    nodes.start("c", timeout=5, density=0.1)
+    back = nodes.wait_for("a", of(3, begun))["number"]
+    measured = nodes.wait_for("a", lambda report: report.get("nodes") == 3 and report["step_ahead"] < 1)
+    assert measured["number"] < back + 20
+    end(nodes, "abc")
+    check(nodes, "abc")
