@@ -15,8 +15,8 @@ class ElasticSampler(DistributedSampler[int]):
     says.
 
     Give it to a DataLoader, in the place of ``shuffle``; ``strategy="mstopk_elastic"`` finds it there. It has no
-    length, which depends on the nodes that will be there: an epoch ends when it has given out the last sample. Devices of
-    a node draw as many each; of its share, those at the end that are fewer than its devices are left out.
+    length, which depends on the nodes that will be there: an epoch ends when it has given out the last sample. The
+    devices of a node draw as many each; of its share, those at the end that are fewer than its devices are left out.
 
     Args:
         dataset: of which it draws.
