@@ -18,6 +18,7 @@ import socket
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from http.client import HTTPException
 from importlib.metadata import PackageNotFoundError, entry_points, version
 from pathlib import Path
 from typing import Any, Literal
@@ -210,7 +211,7 @@ def _lighthouse() -> Iterator[Finding]:
         return
     try:
         members = last_quorum(address)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, HTTPException) as error:
         yield Finding("bad", "lighthouse", f"none answers at {address} ({error}): start one there with `{COMMAND}`")
         return
     nodes = ", ".join(f"{name} ({rounds:,} rounds)" for name, rounds in members)

@@ -78,16 +78,8 @@ class Deals:
         before = self._deals if said[0].deal == last.name else ()  # what was dealt while it was away
         self._deals = (*before, Deal(max(each.end for each in said), tuple(names)))[-REMEMBERED:]
 
-    def takes(self, place: int, device: int = 0, devices: int = 1) -> bool:
-        """Whether a sample is this device's; it counts as drawn.
-
-        Args:
-            place: in the line.
-            device, devices: of this node.
-        """
+    def takes(self, place: int) -> bool:
+        """Whether a sample in that place of the line is this node's; it counts as drawn."""
         self._end = max(self._end, place + 1)
         deal = next((each for each in reversed(self._deals) if each.begin <= place), None)
-        if deal is None:
-            return False
-        turn, node = divmod(place - deal.begin, len(deal.names))
-        return deal.names[node] == self._node and turn % devices == device
+        return deal is not None and deal.names[(place - deal.begin) % len(deal.names)] == self._node

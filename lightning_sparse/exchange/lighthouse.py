@@ -154,7 +154,7 @@ def last_quorum(address: str) -> list[tuple[str, int]]:
     its page for people says.
 
     Raises:
-        OSError: if none answers.
+        OSError, ValueError, http.client.HTTPException: if none answers.
     """
     with urllib.request.urlopen(f"{_with_scheme(address)}/status", timeout=CONNECT_SECONDS) as answer:
         page = answer.read().decode()

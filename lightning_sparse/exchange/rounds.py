@@ -482,8 +482,10 @@ class Quorum:
 
     @property
     def drawn(self) -> list[Drawn]:
-        """What members have drawn, first of one that has missed nothing."""
-        return [each.said.drawn for each in (*self.training[:1], *self.members)]
+        """What members have drawn, first of one that has missed nothing: it knows a deal, unless all have just loaded
+        these weights from a checkpoint."""
+        known = [each for each in self.training if each.said.drawn.deal]
+        return [each.said.drawn for each in (*(known or self.training)[:1], *self.members)]
 
     def is_too_small(self, min_nodes: int) -> bool:
         """Whether there is no round; what a node that leaves sends always counts."""

@@ -16,12 +16,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from lightning_sparse.agree import all_agree
 from lightning_sparse.engine import Engine, State
 from lightning_sparse.exchange import ExchangeConfig
 from lightning_sparse.fsdp import ShardedGradients
@@ -330,7 +332,7 @@ class ShardsAdapter(Adapter):
         """Raise RuntimeError on all ranks for a folder that is damaged, or that one of them does not see. A collective
         of the world."""
         path = Path(self._main_path(path))
-        if self.broadcast((path / ".metadata").is_file()):  # type: ignore[attr-defined]
+        if not all_agree(not (path / ".metadata").is_file(), dist.all_reduce, self.root_device):  # a rank sees a folder
             verify(path, self.root_device)
         else:
             super()._verify(path)

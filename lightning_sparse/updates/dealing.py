@@ -15,7 +15,8 @@ class ElasticSampler(DistributedSampler[int]):
     says.
 
     Give it to a DataLoader, in the place of ``shuffle``; ``strategy="mstopk_elastic"`` finds it there. It has no
-    length, which depends on the nodes that will be there: an epoch ends when it has given out the last sample.
+    length, which depends on the nodes that will be there: an epoch ends when it has given out the last sample. The
+    devices of a node draw as many each; of its share, those at the end that are fewer than its devices are left out.
 
     Args:
         dataset: of which it draws.
@@ -40,10 +41,13 @@ class ElasticSampler(DistributedSampler[int]):
             )
         generator = torch.Generator().manual_seed(self.seed + self.epoch)
         order = torch.randperm(self._size, generator=generator) if self.shuffle else torch.arange(self._size)
-        first = self.epoch * self._size
-        for place, index in enumerate(order.tolist(), first):
-            if self._deals.takes(place, self._device, self._devices):
-                yield index
+        turn: list[int] = []  # the node's next samples, one for each device, which step together
+        for place, index in enumerate(order.tolist(), self.epoch * self._size):
+            if self._deals.takes(place):
+                turn.append(index)
+            if len(turn) == self._devices:
+                yield turn[self._device]
+                turn = []
 
     def __len__(self) -> int:
         raise TypeError("ElasticSampler has no length: it depends on the nodes that will be there.")

@@ -30,7 +30,7 @@ from lightning_sparse.exchange.lighthouse import Lighthouse
 from lightning_sparse.exchange.rounds import Outcome, Round, Rounds, from_first
 from lightning_sparse.exchange.snapshots import SnapshotServer, fetch
 from lightning_sparse.messages import log, said_if_long
-from lightning_sparse.sharding import parameters_of
+from lightning_sparse.sharding import trained_by
 from lightning_sparse.topology import Topology
 from lightning_sparse.updates.agreement import Agreement
 from lightning_sparse.updates.config import UpdatesConfig
@@ -494,8 +494,9 @@ class ElasticDifference(Difference):
 
     def take_over(self, before: Any) -> None:
         raise ValueError(
-            "parameters were added to an optimizer in the middle of a run, and nodes that join would not know: give "
-            "the optimizer all parameters at the start, or use strategy='mstopk_local'."
+            "parameters were added to an optimizer, or are frozen no more, in the middle of a run, and nodes that join "
+            "would not know: give the optimizer all parameters at the start, none of them frozen that will be trained, "
+            "or use strategy='mstopk_local'."
         )
 
     def _delivery(self, transfer: Transfer, sample_B: Tensor | None) -> Delivery:
@@ -608,7 +609,7 @@ def _check(optimizers: Sequence[Optimizer], topology: Topology) -> None:
         )
     if len(optimizers) != 1:
         raise ValueError(f"{len(optimizers)} optimizers: one is exchanged between nodes that come and go.")
-    odd = sorted({str(p.dtype) for p in parameters_of(optimizers[0]) if p.dtype != torch.float32})
+    odd = sorted({str(p.dtype) for p in trained_by(optimizers[0]) if p.dtype != torch.float32})
     if odd:
         raise ValueError(
             f"parameters of {', '.join(odd)}: a node that joins receives the weights as the module holds them, so hold "

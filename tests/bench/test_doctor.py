@@ -5,6 +5,7 @@ import os
 import socket
 import subprocess
 import sys
+import threading
 from datetime import timedelta
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -72,6 +73,21 @@ def test_a_lighthouse_that_does_not_answer_is_bad(monkeypatch: pytest.MonkeyPatc
     (found,) = [each for each in examine() if each.subject == "lighthouse"]
     assert found.status == "bad"
     assert "start one there with `torchft_lighthouse" in found.message
+
+
+def test_an_address_that_is_none_or_of_another_service_is_bad(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+
+        def greet() -> None:
+            with other.accept()[0] as peer:
+                peer.sendall(b"SSH-2.0-OpenSSH_9.6\r\n")
+                peer.recv(1024)
+
+        threading.Thread(target=greet, daemon=True).start()
+        for address in (f"127.0.0.1:{other.getsockname()[1]}", "http://head:port", "http://"):
+            monkeypatch.setenv("TORCHFT_LIGHTHOUSE", address)
+            (found,) = doctor._lighthouse()
+            assert found.status == "bad", address
 
 
 def test_each_line_has_its_mark_subject_and_text() -> None:

@@ -19,6 +19,7 @@ from lightning_sparse.data.config import CacheConfig, DataError
 from lightning_sparse.data.sources import storage as storage_module
 from lightning_sparse.data.sources.listing import classes_of, load_or_list
 from lightning_sparse.data.sources.storage import ReaderProcess, Storage
+from lightning_sparse.data.sources.storage_reader import FsspecStorage
 from tests.data.small import make_folder
 from tests.data.stores import warnings_of
 
@@ -138,3 +139,20 @@ def test_what_the_import_of_a_file_system_takes_is_no_silence_of_storage(
         assert storage.names("").keys() == {"train"}
     assert started == ["one"]
     assert not warnings_of(caplog)
+
+
+class Bucket:
+    """As S3 lists one in which a console has made folders: an empty object marks each."""
+
+    def ls(self, path: str, detail: bool) -> list[dict[str, object]]:
+        return [{"name": f"{path}/", "type": "file", "size": 0}, {"name": f"{path}/0.bin", "type": "file", "size": 4}]
+
+    def find(self, path: str, detail: bool, withdirs: bool) -> dict[str, dict[str, object]]:
+        return {str(each["name"]): each for each in self.ls(path, detail)}
+
+
+@pytest.mark.parametrize("kind", ["here", "visible"])
+def test_what_marks_a_folder_is_no_file(kind: str) -> None:
+    storage = FsspecStorage("memory://", {})
+    storage._fs, storage._root = Bucket(), "bucket/data"
+    assert storage.listing("train", kind, lambda: None) == ([("train/0.bin", 4, 0)], [])

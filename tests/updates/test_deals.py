@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_sparse.exchange.deals import Deals
+from lightning_sparse.exchange.deals import Deals, Drawn
 from lightning_sparse.updates import ElasticSampler
 
 AHEAD = 4
@@ -76,11 +76,33 @@ def test_a_node_that_was_away_gives_back_what_it_had_not_drawn() -> None:
     assert not set(nodes["a"].drawn) & set(nodes["b"].drawn)
 
 
-def test_devices_of_a_node_share_what_it_is_dealt() -> None:
-    deals = Deals("a")
+def of_device(device: int, size: int, ends: int | None = None) -> list[list[int]]:
+    """What a device of two draws in three epochs; another node is there until `ends`, samples of the first one."""
+    deals, sampler = Deals("a"), ElasticSampler(range(size), shuffle=False)
     deals.follow(["a", "b"], [deals.say()] * 2)
-    shares = [[place for place in range(12) if deals.takes(place, device, 2)] for device in range(2)]
-    assert shares == [[0, 4, 8], [2, 6, 10]]
+    if ends is not None:
+        deals.follow(["a"], [Drawn(ends, deals.say().deal)] * 2)
+    sampler.attach(deals, device, devices=2)
+    epochs = []
+    for epoch in range(3):
+        sampler.set_epoch(epoch)
+        epochs.append(list(sampler))
+    return epochs
+
+
+def test_devices_of_a_node_share_what_it_is_dealt() -> None:
+    assert [of_device(device, 12)[0] for device in range(2)] == [[0, 4, 8], [2, 6, 10]]
+
+
+@pytest.mark.parametrize("size", [1, 5, 7, 33])
+@pytest.mark.parametrize("ends", [None, 1, 3, 10])
+def test_devices_of_a_node_draw_as_many_samples_each(size: int, ends: int | None) -> None:
+    zero, one = (of_device(device, size, ends) for device in range(2))
+    assert [*map(len, zero)] == [*map(len, one)], "the node steps together"
+    assert not any(set(mine) & set(other) for mine, other in zip(zero, one, strict=True))
+    both = [len(mine) + len(other) for mine, other in zip(zero, one, strict=True)]
+    if ends is not None:
+        assert size - 1 <= both[2] <= size or size <= ends / 2
 
 
 def test_a_sampler_draws_an_epoch_in_its_order() -> None:

@@ -2,6 +2,7 @@
 
 import re
 from copy import deepcopy
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 from lightning_sparse.exchange import CommunicationError
 from lightning_sparse.flavours.pytorch_lightning import MSTopKLocalStrategy
 from lightning_sparse.topology import discover
-from lightning_sparse.updates import LocalUpdates, UpdatesConfig
+from lightning_sparse.updates import LocalUpdates, UpdatesConfig, elastic
 from lightning_sparse.updates.buffers import Buffers
 from tests.helpers.distributed import RanksFailed, RunRanks, run_ranks
 from tests.strategy.models import batch, flat_parameters, mlp
@@ -415,3 +416,16 @@ def test_a_teacher_that_is_trained_later_is_averaged_no_more() -> None:
     assert buffers.own().keys() == {"weight", "bias"}
     stepped.add(id(module.weight))
     assert buffers.own().keys() == {"bias"}
+
+
+def test_between_nodes_that_come_and_go_what_is_frozen_may_be_of_any_type_and_stays_so() -> None:
+    frozen = nn.Linear(3, 3, dtype=torch.bfloat16).requires_grad_(False)
+    one_node: Any = SimpleNamespace(num_nodes=1)
+    optimizer = torch.optim.SGD([*frozen.parameters(), *nn.Linear(3, 3).parameters()])
+    elastic._check([optimizer], one_node)
+    frozen.requires_grad_(True)
+    with pytest.raises(ValueError, match="parameters of torch.bfloat16"):
+        elastic._check([optimizer], one_node)
+    state: Any = object()
+    with pytest.raises(ValueError, match="are frozen no more, in the middle of a run"):
+        elastic.ElasticDifference.take_over(state, None)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from lightning_sparse.exchange.communicator import Group
+from lightning_sparse.exchange.deals import Deals, Drawn
 from lightning_sparse.exchange.lighthouse import Lighthouse, Member, Said, _said
 from lightning_sparse.exchange.rounds import Outcome, Round, Rounds, quorum_of
 
@@ -39,6 +40,15 @@ def test_a_node_that_differs_is_left_out() -> None:
     facts = [{"density": 0.1}, {"density": 0.1}, {"density": 0.2}]
     found = quorum_of([member(name, "token", 1, facts=each) for name, each in zip("abc", facts, strict=True)])
     assert names(found.members) == ["a", "b"]
+
+
+def test_a_node_that_has_just_loaded_the_same_weights_does_not_make_others_give_up_what_they_were_dealt() -> None:
+    deals = Deals("b")
+    deals.follow(["b"], [deals.say()] * 2)
+    begun = member("b", "saved", 4, drawn=Drawn(40, deals.say().deal))
+    found = quorum_of([member("a", "saved", 4), begun])
+    deals.follow(names(found.members), found.drawn)
+    assert [place for place in range(44) if deals.takes(place)] == [*range(40), 41, 43]
 
 
 class Silent(Lighthouse):

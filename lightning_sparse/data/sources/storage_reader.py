@@ -186,7 +186,7 @@ class FsspecStorage:
                 continue
             if about["type"] == "directory" and is_visible(last):
                 found[1].append((name.rstrip("/")[skip:], _mtime(about)))
-            elif about["type"] != "directory" and WANTED[kind](last):
+            elif about["type"] != "directory" and not name.endswith("/") and WANTED[kind](last):  # which marks a folder
                 found[0].append((name[skip:], about.get("size") or 0, _mtime(about)))
         return found
 
