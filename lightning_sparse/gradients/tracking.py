@@ -108,10 +108,11 @@ class StepTracker:
         self.unwatch()
         self.watching, module = bool(optimizers), self._parameters.module
         if self.watching and module is not None:
-            # torch keeps these hooks: by them it must not keep what this belongs to, residuals among it
+            # torch keeps these hooks: by them it must not keep what this belongs to, residuals among it. Those of a
+            # tracker that is gone stay and do nothing: it may go while torch walks through all hooks in a step.
             begin, end = _weak(self._begin), _weak(self._end)
             handles = (register_optimizer_step_pre_hook(begin), register_optimizer_step_post_hook(end))
-            self._hooks = [weakref.finalize(self, each.remove) for each in handles]
+            self._hooks = [each.remove for each in handles]
 
     def unwatch(self) -> None:
         """Take the hooks off; what was noted stays."""

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from lightning_sparse.gradients.tracking import MANY_STEPS, Parameters, StepTracker
 from lightning_sparse.strategy import HierConfig
@@ -130,6 +131,26 @@ def test_a_model_that_is_trained_on_without_rounds_gathers_nothing() -> None:
     del watch
     gc.collect()
     assert reference() is None
+
+
+def test_a_watch_may_go_in_the_middle_of_a_step() -> None:
+    """As the garbage collector has it: torch walks through all hooks then."""
+    model = mlp()
+    held = [StepTracker(Parameters(model), set)]
+    held[0].watch([optimizer := torch.optim.SGD(model.parameters(), lr=0.05)])
+    before = flat_parameters(model).clone()
+
+    def let_go(*_: Any) -> None:
+        held.clear()
+        gc.collect()
+
+    others = [register_optimizer_step_pre_hook(each) for each in (let_go, lambda *_: None)]
+    for _ in range(2):
+        model(torch.randn(4, 13)).sum().backward()
+        optimizer.step()
+    for each in others:
+        each.remove()
+    assert not torch.equal(before, flat_parameters(model))
 
 
 def test_who_lives_where_a_parameter_lived_is_not_taken_for_it() -> None:
