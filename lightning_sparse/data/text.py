@@ -171,7 +171,7 @@ class TokenFile:
             dtype, vocab_size = DTYPES[about["dtype"]], int(about["vocab_size"])
             said, checksum = about.get("tokens"), int(about.get("checksum", 0))
             end = None if about.get("end") is None else int(about["end"])
-        except (OSError, ValueError, KeyError, TypeError) as error:
+        except (OSError, ValueError, OverflowError, KeyError, TypeError) as error:
             raise ValueError(
                 f"{beside} must describe {os.path.basename(name)}, as in "
                 f'{{"dtype": "uint16", "vocab_size": 50257}}, with dtype one of {", ".join(DTYPES)} '

@@ -77,9 +77,10 @@ def test_files_that_are_not_what_they_say_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"context=10 needs files of 11 tokens or more, and the longest has 10"):
         TokenStream(path, context=10)
     beside = path.with_suffix(".json")
-    beside.write_text('{"dtype": "int8", "vocab_size": 3}')
-    with pytest.raises(ValueError, match=r"a\.json must describe a\.bin"):
-        files_of(path)
+    for said in ('{"dtype": "int8", "vocab_size": 3}', '{"dtype": "uint16", "vocab_size": 1e999}'):
+        beside.write_text(said)
+        with pytest.raises(ValueError, match=r"a\.json must describe a\.bin"):
+            files_of(path)
     beside.write_text('{"dtype": "uint16", "vocab_size": 3, "tokens": 11}')
     with pytest.raises(ValueError, match="20 bytes, which are not the 11 tokens of uint16"):
         files_of(path)
