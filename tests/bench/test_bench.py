@@ -128,9 +128,8 @@ def place(topology: Topology, device: torch.device, gbps: float | None, word: st
     return [{"said": word, "given": gbps, "ranks": topology.world_size, "node": topology.num_devices}]
 
 
-@pytest.mark.parametrize(
-    "reason", [pytest.param(None, marks=pytest.mark.slow), pytest.param("this user is not root", id="without root")]
-)
+@pytest.mark.parametrize("reason", [None, pytest.param("this user is not root", id="without root")])
+@pytest.mark.slow
 def test_a_cluster_is_emulated(
     reason: str | None, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

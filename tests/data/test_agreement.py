@@ -138,6 +138,7 @@ def hosts_of_a_rack(folder: str) -> tuple[tuple[tuple[int, ...], ...], int, int]
     return session.topology.nodes, *counts
 
 
+@pytest.mark.slow
 def test_data_is_shared_by_host_where_a_node_has_several(tmp_path: Path) -> None:
     """Each file crosses the storage link once, and is kept on one of them."""
     for split in ("train", "val"):

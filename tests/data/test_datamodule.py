@@ -317,6 +317,7 @@ def moved(flavour: str, folder: Path, results: Results) -> Results:
 
 
 @pytest.mark.parametrize(("shuffle", "batch"), [("global", 10), ("global", 5), ("local", 5)])
+@pytest.mark.slow
 def test_a_run_moves_to_another_number_of_nodes(moved: Results, shuffle: str, batch: int) -> None:
     seen = [each[f"{shuffle} {batch}"][0] for each in moved]
     length = TRAIN // (2 * batch)

@@ -138,6 +138,7 @@ def test_several_processes_fill_one_cache(tmp_path: Path) -> None:
     cache.close()
 
 
+@pytest.mark.slow
 def test_a_killed_writer_loses_a_batch_and_nothing_else(tmp_path: Path) -> None:
     """kill -9 in the middle of filling, four times: what was kept is whole, and less than a batch is missing."""
     code = f"""

@@ -213,6 +213,7 @@ def test_ctrl_c_ends_a_fill_that_waits_for_storage(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", [TORCH, SLOW_DALI])
+@pytest.mark.slow
 def test_a_program_may_end_while_storage_hangs(tmp_path: Path, kind: str) -> None:
     assert run(OPENED + IMAGES + END, kind, tmp_path) == (0, "")
 

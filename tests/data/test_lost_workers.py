@@ -49,9 +49,9 @@ WAS_KILLED = "was killed, mostly because the node or the job ran out of memory"
     ("loss", "code", "says"),
     [
         (KILLED, FIT, WAS_KILLED),
-        (KILLED, LOOP, WAS_KILLED),
+        pytest.param(KILLED, LOOP, WAS_KILLED, marks=pytest.mark.slow),
         pytest.param(EXITS, FIT, "ended with status 3 inside decode", marks=pytest.mark.slow),
-        (NO_MEMORY, LOOP, "decode ran out of memory"),
+        pytest.param(NO_MEMORY, LOOP, "decode ran out of memory", marks=pytest.mark.slow),
     ],
     ids=["killed, fit", "killed, loop", "exits, fit", "out of memory, loop"],
 )

@@ -115,6 +115,7 @@ def _fill_all(name: str) -> None:
     memory.close()
 
 
+@pytest.mark.slow
 def test_processes_that_fill_together_do_not_overlap() -> None:
     memory = slab(slots=200, capacity=200 * 1856)
     context = multiprocessing.get_context("spawn")

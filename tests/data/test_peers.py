@@ -140,6 +140,7 @@ def test_a_busy_peer_is_not_taken_for_dead(nodes: Nodes, monkeypatch: pytest.Mon
     assert first.counters().peer_samples == len(foreign)
 
 
+@pytest.mark.slow
 def test_the_server_ends_with_who_started_it(tmp_path: Path) -> None:
     make_folder(tmp_path / "pictures")
     code = f"""

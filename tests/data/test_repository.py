@@ -74,6 +74,7 @@ def test_a_cloned_repository_is_read_as_it_is(tmp_path: Path) -> None:
 
 @needs_s3
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::ResourceWarning")
+@pytest.mark.slow
 def test_a_repository_in_s3(tmp_path: Path) -> None:
     folder = repository(tmp_path / "source")
     with s3_server() as (options, files):

@@ -236,6 +236,7 @@ def test_a_killed_run_takes_nothing_from_the_others(folder: Path, runs: list[sub
     assert line_of(start(folder, runs)).startswith("0 20 0 ")
 
 
+@pytest.mark.slow
 def test_runs_that_start_at_once_make_one_segment(
     folder: Path, runs: list[subprocess.Popen[str]], stores: Open
 ) -> None:

@@ -117,6 +117,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     )
 
 
+@pytest.mark.slow
 def test_a_sample_depends_on_seed_epoch_and_index_only(results: list[dict[str, Any]], folder: Path) -> None:
     """Not on workers, and not on the ranks: one process without workers makes the same."""
     with_workers, without = (merged([each[workers][0] for each in results]) for workers in ("2", "0"))
@@ -148,6 +149,7 @@ def alone(folder: Path) -> Seen:
     return seen
 
 
+@pytest.mark.slow
 def test_a_resumed_run_makes_the_same_samples(results: list[dict[str, Any]]) -> None:
     for each in results:
         whole = each["2"][0]
@@ -157,10 +159,12 @@ def test_a_resumed_run_makes_the_same_samples(results: list[dict[str, Any]]) -> 
         assert each["resumed"] == {key: whole[key] for key in left}
 
 
+@pytest.mark.slow
 def test_a_test_uses_its_own_split(results: list[dict[str, Any]]) -> None:
     assert merged([each["tested"] for each in results]).keys() == {(0, index) for index in range(4)}
 
 
+@pytest.mark.slow
 def test_nothing_is_left_behind(results: list[dict[str, Any]]) -> None:
     assert [each["left"] for each in results] == [[], []]
 

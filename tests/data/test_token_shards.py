@@ -236,6 +236,7 @@ def test_a_changed_shard_is_announced_and_made_again(
     assert sum(each.stat().st_mtime_ns == time for each, time in kept.items()) == 2, "the others are kept"
 
 
+@pytest.mark.slow
 def test_without_an_answer_the_ids_in_the_cache_are_used(
     folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -185,7 +185,6 @@ ALL: Clusters = (4, 1), (2, 1), (2, 2), (1, 2), (1, 4)
 @pytest.mark.parametrize(
     ("distributed", "clusters"),
     [
-        (True, ((4, 1), (1, 2))),
         pytest.param(True, ALL, marks=pytest.mark.slow),
         pytest.param(False, ALL, marks=pytest.mark.slow),
     ],

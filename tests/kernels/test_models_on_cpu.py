@@ -14,7 +14,7 @@ from tests.kernels.emulation import CSRC, Emulation, EmulationError, build, find
 from tests.kernels.paths import same_bits
 from tests.kernels.test_models import SHARES, models, pieces_of
 
-pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="no g++ on PATH")
+pytestmark = [pytest.mark.skipif(shutil.which("g++") is None, reason="no g++ on PATH"), pytest.mark.slow]
 MOST = 96  # pieces of a launch
 # What is wrong -> the line, what it becomes, and what is said of it.
 WRONG = {

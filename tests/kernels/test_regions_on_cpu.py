@@ -1,5 +1,5 @@
 """The CUDA kernels of several regions without a GPU, as in test_cuda_on_cpu.py, and kernels that are wrong in one line
-each, which the emulation must find. Fifteen seconds, and a minute of slow ones."""
+each, which the emulation must find."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from lightning_sparse.kernels import plain, wire
 from tests.kernels.emulation import Emulation, EmulationError, build, finds_each, with_fault
 from tests.kernels.paths import DTYPES, VALUES, inputs, same_bits
 
-pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="no g++ on PATH")
+pytestmark = [pytest.mark.skipif(shutil.which("g++") is None, reason="no g++ on PATH"), pytest.mark.slow]
 # What is wrong -> the file, the line, what it becomes, and what is said of it.
 WRONG = {
     "regions begin too early": ("common.h", "each * region + rest * region / count", "each * region", "race: "),

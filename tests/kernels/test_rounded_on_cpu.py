@@ -15,7 +15,7 @@ from tests.kernels.emulation import CSRC, Emulation, EmulationError, build, find
 from tests.kernels.paths import DTYPES, inputs, same_bits
 from tests.kernels.test_rounded import rows_of
 
-pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="no g++ on PATH")
+pytestmark = [pytest.mark.skipif(shutil.which("g++") is None, reason="no g++ on PATH"), pytest.mark.slow]
 # What is wrong -> the line, what it becomes, and what is said of it.
 WRONG = {
     "padding is left out": ("blocks_of(r.padded, kTile)", "blocks_of(source.numel, kTile)", "other bits"),

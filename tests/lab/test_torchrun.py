@@ -28,6 +28,7 @@ if os.environ.get("NODE_RANK") == "1" and "lightning_sparse.lab.torchrun" in sys
 
 
 @pytest.mark.timeout(120)
+@pytest.mark.slow
 def test_a_launcher_that_is_late_still_finds_the_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "sitecustomize.py").write_text(HELD_UP)
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{Path(__file__).parents[2]}")
