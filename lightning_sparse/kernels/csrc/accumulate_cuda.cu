@@ -303,7 +303,7 @@ __device__ void poison(const Sum& sum, int64_t begin, int64_t end) {
 }
 
 template <bool in_place>
-__global__ void __launch_bounds__(kThreads, 4) accumulate_kernel(Sums sums) {
+__global__ void __launch_bounds__(kThreads, in_place ? 2 : 4) accumulate_kernel(Sums sums) {
   const Sum sum(sums, blockIdx.y);
   const int64_t first = sum.num_pieces * blockIdx.x / gridDim.x, last = sum.num_pieces * (blockIdx.x + 1) / gridDim.x;
   bool valid = true;
