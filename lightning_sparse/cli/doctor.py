@@ -83,8 +83,10 @@ class Finding:
 
 def examine() -> list[Finding]:
     """All checks of a single process. Imports the installed flavours of Lightning."""
-    checks: list[Callable[[], Iterator[Finding]]] = [_python, _lightning, _extras, _kernels, _gpus, _memory, _settings]
-    return [finding for check in (*checks, _lighthouse) for finding in check()]
+    checks: list[Callable[[], Iterator[Finding]]] = [
+        _python, _lightning, _extras, _kernels, _gpus, _memory, _settings, _lighthouse,
+    ]  # fmt: skip
+    return [finding for check in checks for finding in check()]
 
 
 def report(findings: list[Finding]) -> str:

@@ -86,7 +86,7 @@ class Nodes:
             json.loads(line) for line in self.output(name).splitlines() if line.startswith("{") and line.endswith("}")
         ]
 
-    def wait_for(self, name: str, condition: Callable[[dict[str, Any]], bool], timeout: float = 120) -> dict[str, Any]:
+    def wait_for(self, name: str, condition: Callable[[dict[str, Any]], bool], timeout: float = 60) -> dict[str, Any]:
         """Wait for a report of the node's that is new and meets the condition."""
         seen, until = len(self.reports(name)), time.monotonic() + timeout
         while time.monotonic() < until:

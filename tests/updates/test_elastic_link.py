@@ -59,7 +59,7 @@ def nodes() -> Iterator[Nodes]:
 @pytest.mark.timeout(240)
 def test_a_node_whose_link_was_cut_comes_back_with_what_it_trained(nodes: Nodes) -> None:
     for name in "abc":
-        nodes.start(name, timeout=5, density=0.1)
+        nodes.start(name, timeout=5, density=0.1, pause=0.05)  # sums round in each step: few hundreds of them
     begun = nodes.wait_for("c", of(3))["number"]
     ip("link set ls-c-0 down")
     without = nodes.wait_for("a", of(2, begun))["number"]

@@ -158,7 +158,7 @@ def test_sparse_gradients_and_several_dtypes(ranks: RunRanks) -> None:
         assert all(bool(each.isfinite().all()) for each in found)
 
 
-def partly_frozen(all_given: bool, unfreeze_at: int = -1) -> tuple[list[Tensor], int, int]:
+def partly_frozen(all_given: bool, unfreezes: bool = False) -> tuple[list[Tensor], int, int]:
     """Train the last layer; the optimizer is given all parameters or that layer's."""
     model = mlp(seed=dist.get_rank())
     layers = [each for each in model if isinstance(each, nn.Linear)]
@@ -169,12 +169,12 @@ def partly_frozen(all_given: bool, unfreeze_at: int = -1) -> tuple[list[Tensor],
     (one,) = updates.optimizers
     before, first = one.state.slices.numel, layers[0].weight.detach().clone()
     steps(ddp, optimizer, updates, 0, 5)
-    if unfreeze_at > 0:
+    if unfreezes:
         layers[0].weight.requires_grad_(True)
         steps(ddp, optimizer, updates, 5, 10)
     updates.finish()
     moved = not torch.equal(first, layers[0].weight)
-    assert moved == (unfreeze_at > 0)
+    assert moved == unfreezes
     return [p.detach().clone() for p in model.parameters()], before, one.state.slices.numel
 
 
@@ -187,7 +187,7 @@ def test_what_is_frozen_is_not_exchanged(ranks: RunRanks) -> None:
 
 
 def test_what_is_frozen_no_more_is_exchanged(ranks: RunRanks) -> None:
-    zero, one = ranks(partly_frozen, True, 5, nodes=2, devices=1)
+    zero, one = ranks(partly_frozen, True, True, nodes=2, devices=1)
     assert zero[2] == zero[1] + zero[0][0].numel()
     assert all(torch.equal(mine, other) for mine, other in zip(zero[0], one[0], strict=True))
 
