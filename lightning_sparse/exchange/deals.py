@@ -63,8 +63,9 @@ class Deals:
             return Drawn(self._end)
         now = max(self._end, self._deals[0].begin)
         holds = next(place for place, each in reversed(list(enumerate(self._deals))) if each.begin <= now)
-        stride = max(len(each.names) for each in self._deals[holds:])
-        return Drawn(now + self.ahead * stride, self._deals[-1].name)
+        strides = [len(each.names) for each in self._deals[holds:]]
+        # From one of its places to the next it is at most a stride; one more where the next is in a later deal.
+        return Drawn(now + (self.ahead + len(strides) - 1) * max(strides), self._deals[-1].name)
 
     def follow(self, names: Sequence[str], said: Sequence[Drawn]) -> None:
         """Deal anew if nodes have come or gone. All nodes of a quorum conclude the same.
