@@ -4,7 +4,8 @@
 
 Three nodes, which are namespaces on one machine, train the task of convergence/text.py: the batches, the rates and the
 steps of its rows, which run beside them on fixed nodes. torchft's lighthouse is a fourth host. A node that is killed is
-killed by SIGKILL. What the nodes print after each step is compared: global weights of one name must have one digest.
+killed by SIGKILL; one that leaves sends what is pending first. What the nodes print after each step is compared: global
+weights of one name must have one digest.
 
 Seconds lost to an event are those by which the steps of a node that went on exceed its usual ones until the next event.
 The steps of fixed and of elastic nodes are timed in turn, without a pause. Writes OUT/elastic.json, .md and .svg.
@@ -17,12 +18,14 @@ import json
 import math
 import os
 import random
+import signal
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -76,11 +79,11 @@ class World:
         self.events.append((time.time(), "start", place))
         self._nodes[place] = self._spawn(f"node{place}", command, self.folder / f"{place}.txt")
 
-    def kill(self, place: int) -> None:
-        """Kill a node."""
+    def kill(self, place: int, by: signal.Signals = signal.SIGKILL) -> None:
+        """Kill a node, or let it leave in order by SIGTERM."""
         self.events.append((time.time(), "kill", place))
         node = self._nodes.pop(place)
-        node.kill()
+        node.send_signal(by)
         node.wait()
 
     def wait(self, *, step: float = math.inf, seconds: float = math.inf) -> bool:
@@ -145,10 +148,10 @@ def no_fault(nodes: World) -> None:
     """Nothing."""
 
 
-def one_is_killed(nodes: World) -> None:
-    """A node is killed after a third of the steps, and comes back later."""
+def one_is_away(nodes: World, by: signal.Signals) -> None:
+    """A node goes after a third of the steps, and comes back later."""
     nodes.wait(step=nodes.steps / 3)
-    nodes.kill(NODES - 1)
+    nodes.kill(NODES - 1, by)
     nodes.wait(step=nodes.steps * 7 / 12)
     nodes.start(NODES - 1)
 
@@ -166,7 +169,8 @@ def killed_at_random(nodes: World) -> None:
 
 SCENARIOS: dict[str, Callable[[World], None]] = {
     "elastic": no_fault,
-    "elastic, one node killed at 200, back at 350": one_is_killed,
+    "elastic, one node killed at 200, back at 350": partial(one_is_away, by=signal.SIGKILL),
+    "elastic, one node leaves at 200, back at 350": partial(one_is_away, by=signal.SIGTERM),
     "elastic, a node killed every 30 s": killed_at_random,
 }
 

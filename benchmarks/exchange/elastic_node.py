@@ -1,13 +1,15 @@
 """One node of the benchmark of nodes that come and go: ``python -m benchmarks.exchange.elastic_node WORK``.
 
 WORK is a `Node` as JSON. The node trains the task of convergence/text.py, prints a line of JSON after each step, and
-leaves its global weights in the folder: every 40 steps, and in the end.
+leaves its global weights in the folder: every 40 steps, and in the end. On SIGTERM it sends what is pending, and
+leaves.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import signal
 import sys
 import time
 from collections.abc import Sequence
@@ -110,8 +112,10 @@ def main() -> None:
     config = ElasticConfig(lighthouse=node.lighthouse, density=0.01)
     updates = ElasticUpdates(learner.model, learner.optimizer, config, discover(), name=f"node{node.place}")
     step = 0 if updates.taken is None else int(updates.taken["extra"]["step"])
+    told_to_leave = list[int]()
+    signal.signal(signal.SIGTERM, lambda number, _: told_to_leave.append(number))
     tell(begins=step)
-    while step < node.steps:
+    while step < node.steps and not told_to_leave:
         for group in learner.optimizer.param_groups:
             group["lr"] = 0.008 * text.scale(step, learner.settings.lr_warmup_steps, node.steps)
         time.sleep(node.pause)
@@ -131,8 +135,9 @@ def main() -> None:
         told: dict[str, Any] = {"token": held.token, "digest": digest} if held.token else {}
         tell(step=step, number=held.number, seconds=seconds, loss=loss.item(), **told, **updates.gauges())
     updates.finish()
-    torch.save(learner.model.state_dict(), folder / f"{step}.pt")
-    tell(ends=step, received=updates.exchange.stats.bytes_between_nodes, **updates.gauges())
+    if step == node.steps:
+        torch.save(learner.model.state_dict(), folder / f"{step}.pt")
+        tell(ends=step, received=updates.exchange.stats.bytes_between_nodes, **updates.gauges())
     updates.end()
 
 

@@ -8,6 +8,7 @@ document. A folder of such files is read as shards, by name.
 from __future__ import annotations
 
 import hashlib
+import os
 from bisect import bisect_left, insort
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -45,6 +46,9 @@ def files_of(path: str | Path) -> list[TokenFile]:
             "tokens` or `lightning_sparse.data.tokens.prepare`; or give cache_dir, a local folder, to use text or "
             "network storage."
         )
+    for each in paths:
+        if not each.exists():
+            raise ValueError(f"{each} is a link to {os.readlink(each)}, which is not there: mend or remove the link.")
     return _of_one_tokenizer(paths)
 
 

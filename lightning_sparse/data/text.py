@@ -222,10 +222,12 @@ def write_ids(
                 tokens, checksum = tokens + len(ids), zlib.crc32(data, checksum)
         beside.unlink(missing_ok=True)  # it would describe the new file wrongly
         os.replace(temporary, target)
+        about = {"dtype": dtype, "vocab_size": vocab_size, "tokens": tokens, "checksum": checksum}
+        about |= more if end is None else {"end": end, **more}
+        temporary.write_text(json.dumps(about) + "\n", encoding="utf-8")
+        os.replace(temporary, beside)
     finally:
         temporary.unlink(missing_ok=True)
-    about = {"dtype": dtype, "vocab_size": vocab_size, "tokens": tokens, "checksum": checksum}
-    beside.write_text(json.dumps({**about, **({} if end is None else {"end": end}), **more}) + "\n", encoding="utf-8")
 
 
 def prepare(

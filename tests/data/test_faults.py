@@ -83,6 +83,14 @@ def test_a_full_disk_ends_inserting_and_not_the_run(
     assert ("of the disk are free" if reserve else "the write failed") in said[0]
 
 
+def test_what_warm_could_not_keep_is_not_counted_as_fetched(tmp_path: Path) -> None:
+    folder = make_folder(tmp_path / "pictures", per_class=3, classes=2)
+    report = warm(config_of(folder, disk_gb=1e-6), "train")
+    assert (report.files, report.fetched, report.full) == (6, 0, True)
+    assert "0 fetched" in report.describe()
+    assert "6 did not fit" in report.describe()
+
+
 # ------------------------------------------------------------------------------------------------------- other runs
 
 

@@ -95,6 +95,9 @@ def test_files_that_are_not_what_they_say_are_refused(tmp_path: Path) -> None:
     prepare([tmp_path / "b.txt"], tmp_path / "b.bin")
     with pytest.raises(ValueError, match=r"b\.bin has vocab_size 256, but .*a\.bin has 1000"):
         files_of(tmp_path)
+    (tmp_path / "c.bin").symlink_to("gone.bin")
+    with pytest.raises(ValueError, match=r"c\.bin is a link to gone\.bin, which is not there"):
+        files_of(tmp_path)
 
 
 def test_texts_that_cannot_become_ids_are_refused_and_leave_nothing(tmp_path: Path) -> None:

@@ -83,6 +83,11 @@ def warm(
         with tqdm(total=len(keys), initial=report.present, desc=f"caching {split}", unit="file") as bar:
             _fill(store, missing, pool, report, bar)
         store.flush()
+        broken = {path for path, _ in report.corrupt}
+        kept = store.disk.has([store.manifest.key(index) for index in missing.tolist()])
+        report.fetched = sum(
+            each and store.manifest.paths[index] not in broken for index, each in zip(missing, kept, strict=True)
+        )
         report.full, report.fetched_bytes = store.disk.full, store.counters().storage_bytes
     return report
 
@@ -107,7 +112,7 @@ def _fill(
     store: SampleStore, missing: npt.NDArray[np.int64], pool: ThreadPoolExecutor, report: WarmReport, bar: tqdm[None]
 ) -> None:
     def fetch(chunk: list[int]) -> tuple[int, dict[int, str]]:
-        """Return how many files were cached, and why others are corrupt."""
+        """Return how many files were read, and why others are corrupt."""
         if store.disk.full:
             return 0, {}
         corrupt = store.cache_files(chunk)
@@ -115,7 +120,6 @@ def _fill(
 
     try:
         for fetched, corrupt in pool.map(fetch, _chunks(store.manifest, missing)):
-            report.fetched += fetched
             report.corrupt += [(store.manifest.paths[index], reason) for index, reason in corrupt.items()]
             bar.update(fetched + len(corrupt))
     finally:
