@@ -56,11 +56,14 @@ class ElasticConfig(UpdatesConfig):
         min_nodes: with fewer, a node waits for others; the same on all nodes.
         timeout: seconds after which a round has failed: a node that takes part did not answer. A lighthouse waits for
             slow nodes for its own ``--join_timeout_ms``, which is to be less.
+        flush_every: exchanges after which a node sends all that is pending, 4 bytes a parameter, and waits for it, so
+            that a node that dies later takes less with it; default: only when it leaves.
     """
 
     lighthouse: str | None = None
     min_nodes: int = 1
     timeout: float = 30.0
+    flush_every: int | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -73,6 +76,9 @@ class ElasticConfig(UpdatesConfig):
             raise ValueError(f"min_nodes={self.min_nodes!r} must be a whole number of nodes, at least 1.")
         if not (is_number(self.timeout) and self.timeout > 0):
             raise ValueError(f"timeout={self.timeout!r} must be a number of seconds, more than 0.")
+        every = self.flush_every
+        if every is not None and (isinstance(every, bool) or not isinstance(every, int) or every < 1):
+            raise ValueError(f"flush_every={every!r} must be a whole number of exchanges, at least 1, or None.")
 
 
 class ElasticUpdates(LocalUpdates):
@@ -150,6 +156,7 @@ class ElasticUpdates(LocalUpdates):
         return True
 
     def _make_state(self, slices: Slices, exchange: Exchange, config: UpdatesConfig) -> ElasticDifference:
+        assert isinstance(config, ElasticConfig)
         return ElasticDifference(slices, exchange, config, self.peers)
 
     @property
@@ -400,8 +407,8 @@ class ElasticDifference(Difference):
 
     _messages: Outcome | None  # type: ignore[assignment]
 
-    def __init__(self, slices: Slices, exchange: Exchange, config: UpdatesConfig, rounds: Rounds) -> None:
-        self._peers = rounds
+    def __init__(self, slices: Slices, exchange: Exchange, config: ElasticConfig, rounds: Rounds) -> None:
+        self._peers, self._flush_every, self._advances = rounds, config.flush_every, 0
         super().__init__(slices, exchange, config)
 
     def _make_models(self) -> None:
@@ -420,7 +427,9 @@ class ElasticDifference(Difference):
         self._peers.fit(self._path.message_bytes, sample_bytes, self.slices.numel)
 
     def advance(self, occasion: int = 0) -> None:
-        if self.alone and self._messages is None:
+        self._advances += 1
+        due = self._flush_every is not None and self._advances % self._flush_every == 0
+        if due or (self.alone and self._messages is None):
             self._flush()
         else:
             super().advance(occasion)

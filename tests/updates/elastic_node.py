@@ -73,8 +73,9 @@ def main(name: str, lighthouse: str, options: dict[str, Any]) -> None:
         token, number = updates.version
         digest = hashlib.sha1(state.read_shared().numpy().tobytes()).hexdigest()[:12]
         off = (made - sent.total - pending(state, updates)).abs().max().item()
-        told = {"token": token, "number": number, "digest": digest, "off": off, **updates.gauges(), **used()}
-        print(json.dumps({**more, **told}), flush=True)
+        left = state.pending_S.abs().max().item()
+        told = {"token": token, "number": number, "digest": digest, "off": off, "left": left}
+        print(json.dumps({**more, **told, **updates.gauges(), **used()}), flush=True)
 
     step = 0 if updates.taken is None else updates.taken["extra"]["step"]
     print(json.dumps({"begins": step}), flush=True)
@@ -91,7 +92,7 @@ def main(name: str, lighthouse: str, options: dict[str, Any]) -> None:
         time.sleep(pause)
         report(step=step)
     updates.finish()
-    report(ends=step, left=state.pending_S.abs().max().item())
+    report(ends=step)
     updates.end()
 
 

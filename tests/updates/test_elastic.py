@@ -94,6 +94,22 @@ def test_a_node_that_is_told_to_end_sends_what_is_pending(nodes: Nodes) -> None:
     check(nodes, "abc")
 
 
+def test_a_node_that_flushes_has_nothing_pending_then(nodes: Nodes) -> None:
+    for name in "abc":
+        nodes.start(name, timeout=5, density=0.02, flush_every=5)
+    begun = nodes.wait_for("c", of(3))["number"]
+    nodes.wait_for("a", of(3, begun + 30))
+    nodes.kill("c")
+    nodes.wait_for("a", of(2, begun + 50))
+    end(nodes, "ab")
+    check(nodes, "abc")
+    for name in "abc":
+        left = [each["left"] for each in nodes.reports(name) if "step" in each and not each["rounds_lost"]]
+        flushed = [place for place, each in enumerate(left) if each < 1e-6]
+        assert flushed[2:]
+        assert {(place + 1) % 5 for place in flushed} == {0}, "and only then"
+
+
 def test_nodes_train_on_while_there_is_no_lighthouse(nodes: Nodes) -> None:
     for name in "ab":
         nodes.start(name, timeout=5, density=0.1)

@@ -113,7 +113,7 @@ def test_nodes_of_two_devices(nodes: Nodes, tmp_path: Path) -> None:
         for device in range(2):
             place = {**env, "LOCAL_RANK": str(device), "RANK": str(device)}
             options = {"devices": 2, "env": place, "node": name, "folder": str(tmp_path / name)}
-            nodes.start(f"{name}{device}", **options, timeout=5, density=0.1)
+            nodes.start(f"{name}{device}", **options, timeout=5, density=0.1, flush_every=4)
     begun = nodes.wait_for("b0", of(2))["number"]
     nodes.wait_for("a0", of(2, begun + 10))
     nodes.kill("b0")
@@ -144,5 +144,7 @@ def test_bad_options_are_refused() -> None:
         MSTopKElasticStrategy(exchange="regional")
     with pytest.raises(ValueError, match="min_nodes=0 must be a whole number"):
         MSTopKElasticStrategy(min_nodes=0)
+    with pytest.raises(ValueError, match="flush_every=0 must be a whole number of exchanges"):
+        MSTopKElasticStrategy(flush_every=0)
     with pytest.raises(ValueError, match="timeout=-1 must be a number of seconds"):
         MSTopKElasticStrategy(timeout=-1)
