@@ -525,8 +525,8 @@ def _gather(row_B: Tensor, group: Group | None, tag: Tensor) -> tuple[Tensor, bo
 
 
 def _refusal(mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> str:
-    different = [name for name in {**theirs, **mine} if mine.get(name) != theirs.get(name)]
-    said = ", ".join(f"{name}={mine.get(name)!r}, theirs {theirs.get(name)!r}" for name in different)
+    different = [name for name in {**theirs, **mine} if mine.get(name, ...) != theirs.get(name, ...)]
+    said = ", ".join(f"{name}={mine.get(name, 'none')!r}, theirs {theirs.get(name, 'none')!r}" for name in different)
     return f"this node differs from those that train: {said}. Start it as they were started; they go on without it."
 
 

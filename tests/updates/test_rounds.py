@@ -10,7 +10,7 @@ from torch import Tensor
 from lightning_sparse.exchange.communicator import Group
 from lightning_sparse.exchange.deals import Deals, Drawn
 from lightning_sparse.exchange.lighthouse import Lighthouse, Member, Said, _said
-from lightning_sparse.exchange.rounds import Outcome, Round, Rounds, quorum_of
+from lightning_sparse.exchange.rounds import Outcome, Round, Rounds, _refusal, quorum_of
 
 
 def member(name: str, token: str, number: int, **said: Any) -> Member:
@@ -40,6 +40,10 @@ def test_a_node_that_differs_is_left_out() -> None:
     facts = [{"density": 0.1}, {"density": 0.1}, {"density": 0.2}]
     found = quorum_of([member(name, "token", 1, facts=each) for name, each in zip("abc", facts, strict=True)])
     assert names(found.members) == ["a", "b"]
+
+
+def test_a_refusal_names_what_one_of_them_does_not_have() -> None:
+    assert "differs from those that train: new=None, theirs 'none'." in _refusal({"new": None, "same": 1}, {"same": 1})
 
 
 def test_a_node_that_has_just_loaded_the_same_weights_does_not_make_others_give_up_what_they_were_dealt() -> None:
