@@ -275,6 +275,7 @@ def test_without_the_entry_point_an_import_does_it(installed: Path, tmp_path: Pa
     run_python(code, installed, cwd=tmp_path, TORCH_DEVICE_BACKEND_AUTOLOAD="0")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("installed", ["wheel"], indirect=True)
 @pytest.mark.parametrize(
     "sabotage",

@@ -66,7 +66,10 @@ def end(how: int) -> None:
     os.kill(os.getpid(), -how) if how < 0 else os._exit(how)
 
 
-@pytest.mark.parametrize(("how", "said"), [(-signal.SIGKILL, "SIGKILL.*memory is short"), (3, "status 3")])
+@pytest.mark.parametrize(
+    ("how", "said"),
+    [(-signal.SIGKILL, "SIGKILL.*memory is short"), pytest.param(3, "status 3", marks=pytest.mark.slow)],
+)
 def test_a_process_that_dies_is_named_with_how_it_ended(how: int, said: str) -> None:
     with pytest.raises(RuntimeError, match=rf"process of the row 'x' \(pid \d+\).*{said}"):
         processes.alone("the row 'x'", end, how)

@@ -121,7 +121,17 @@ def resumed_at_each_step(options: dict[str, Any]) -> list[list[Tensor]]:
     return [resumed_after(done, options) for done in range(1, 10)]
 
 
-@pytest.mark.parametrize("options", [{}, {"delay": 0}, {"sync_every": 2}, {"sync_every": 3, "delay": 2}], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        *(
+            pytest.param(each, marks=pytest.mark.slow)
+            for each in ({"delay": 0}, {"sync_every": 2}, {"sync_every": 3, "delay": 2})
+        ),
+    ],
+    ids=str,
+)
 def test_a_resumed_run_measures_what_was_under_way(ranks: RunRanks, options: dict[str, Any]) -> None:
     for runs in ranks(resumed_at_each_step, options, nodes=3, devices=1):
         for ends in runs:
