@@ -450,7 +450,7 @@ class ElasticDifference(Difference):
         pending_S = self.collect()
         self.own_S.add_(pending_S)
         outcome = self._peers.round(dense_S=pending_S)
-        self._take(outcome)
+        self._take(outcome, pending_S.nbytes)
         self._take_messages()
         self.begin()
         return not outcome.returned and self._peers.settled
@@ -513,10 +513,11 @@ class ElasticDifference(Difference):
 
     def _keep(self, delivery: Delivery) -> None:
         assert isinstance(delivery, RoundJob)
-        self._take(delivery.outcome)
+        rounds = delivery.outcome.rounds
+        self._take(delivery.outcome, rounds[-1].messages_MB.shape[-1] if rounds else 0)
 
-    def _take(self, outcome: Outcome) -> None:
-        """Keep what a round brought until it is added."""
+    def _take(self, outcome: Outcome, own_bytes: int) -> None:
+        """Keep what a round brought, its own included, until it is added."""
         self.alone, self.behind, self.asked = outcome.alone, outcome.behind, outcome.asked
         self.wanted += outcome.wanted
         before = self._messages or Outcome()
@@ -524,7 +525,8 @@ class ElasticDifference(Difference):
         if not outcome.rounds:
             return
         last = outcome.rounds[-1]
-        self._exchange.stats.count_bytes((len(last.messages_MB) - 1) * last.messages_MB.shape[-1])
+        nbytes = last.messages_MB.nbytes + sum(each.nbytes for each in last.dense)
+        self._exchange.stats.count_bytes(nbytes if outcome.returned else nbytes - own_bytes)
         changed = last.num_nodes != self._num_nodes
         if changed:
             self._num_nodes, self._exchanges = last.num_nodes, 0  # samples come often after a change

@@ -75,6 +75,7 @@ def main(name: str, lighthouse: str, options: dict[str, Any]) -> None:
         off = (made - sent.total - pending(state, updates)).abs().max().item()
         left = state.pending_S.abs().max().item()
         told = {"token": token, "number": number, "digest": digest, "off": off, "left": left}
+        told["received"] = updates.exchange.stats.bytes_between_nodes
         print(json.dumps({**more, **told, **updates.gauges(), **used()}), flush=True)
 
     step = 0 if updates.taken is None else updates.taken["extra"]["step"]
