@@ -191,7 +191,7 @@ class Job:
         return ()
 
     def apply(self):
-        print("applied", flush=True)
+        print("applied\\n", end="", flush=True)
         return ()
 
 FifoLanes().start(Job(), torch.zeros(1))
