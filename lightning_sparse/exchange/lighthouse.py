@@ -43,7 +43,8 @@ class Said:
         tries: rounds that it tried, so that no two have one name.
         broken: groups of its that failed, so that all make a new one.
         observes: it receives and sends nothing.
-        flushes: it sends everything that is pending.
+        flushes: it sends everything that is pending,
+        leaves: and leaves.
         sampled: its message carries a sample.
         exchanges: of its, for when samples are due.
         wants: the name of the snapshot that it asks for; empty for none.
@@ -59,6 +60,7 @@ class Said:
     broken: int = 0
     observes: bool = True
     flushes: bool = False
+    leaves: bool = False
     sampled: bool = False
     exchanges: int = 0
     wants: str = ""

@@ -183,18 +183,26 @@ class Rounds:
 
     # -- a round -------------------------------------------------------------------------------------------------------
 
-    def round(self, message_B: Tensor | None = None, dense_S: Tensor | None = None, exchanges: int = 0) -> Outcome:
+    def round(
+        self,
+        message_B: Tensor | None = None,
+        dense_S: Tensor | None = None,
+        exchanges: int = 0,
+        *,
+        leaves: bool = False,
+    ) -> Outcome:
         """Take part in the next one. All devices of a node call it.
 
         Args:
             message_B: uint8, what this device sends, and maybe a sample.
             dense_S: all that is pending, instead.
+            leaves: that is the last of it, which counts however few nodes are there.
 
         Raises:
             ValueError: when this node differs from those that train in what must be the same.
         """
         sent, outcome = dense_S if message_B is None else message_B, Outcome()
-        quorum = self._meet(message_B, dense_S, exchanges, outcome)
+        quorum = self._meet(message_B, dense_S, exchanges, leaves, outcome)
         here = quorum is not None and self.name in [each.name for each in quorum.contributors]
         if sent is not None and not here:
             outcome.returned.append(sent)
@@ -217,10 +225,11 @@ class Rounds:
         return outcome
 
     def _meet(
-        self, message_B: Tensor | None, dense_S: Tensor | None, exchanges: int, outcome: Outcome
+        self, message_B: Tensor | None, dense_S: Tensor | None, exchanges: int, leaves: bool, outcome: Outcome
     ) -> Quorum | None:
         """Return the next quorum; None for none, or one without weights or with too few nodes."""
         began, sampled = time.monotonic(), message_B is not None and message_B.numel() > self._message_bytes
+        observes = message_B is None and dense_S is None
         while True:
             said = Said(
                 token=self.token,
@@ -228,8 +237,9 @@ class Rounds:
                 prepared=self._unsettled[0].token if self._unsettled else "",
                 tries=self._tries,
                 broken=self._broken,
-                observes=message_B is None and dense_S is None,
+                observes=observes,
                 flushes=dense_S is not None,
+                leaves=leaves,
                 sampled=sampled,
                 exchanges=exchanges,
                 wants=self.wants,
@@ -243,7 +253,7 @@ class Rounds:
             few = quorum is not None and quorum.is_too_small(self._min_nodes)  # the same on all of them
             if few:
                 time.sleep(IDLE_SECONDS)
-            if not few or message_B is None or outcome.wanted or waited > self._timeout:
+            if not few or observes or leaves or outcome.wanted or waited > self._timeout:
                 self.stats.waited_s += waited
                 return None if few else quorum
 
@@ -292,8 +302,11 @@ class Rounds:
     def _dense(self, member: Member, held: Tensor | None, quorum: Quorum, group: Group | None) -> Tensor:
         own = held if member.name == self.name else None
         updates_S = torch.empty(self._numel) if own is None else own.cpu()
-        if group is not None:
-            dist.broadcast(updates_S, group=group.handle, group_src=quorum.members.index(member))
+        if group is not None and group.handle is not None:
+            options = dist.BroadcastOptions()
+            options.rootRank = quorum.members.index(member)
+            # dist.broadcast would hide Gloo's error behind one of its own: it does not know the group
+            group.handle.broadcast([updates_S], options).wait()
         return updates_S
 
     def _all_are_prepared(self, tag: Tensor) -> bool:
@@ -489,7 +502,7 @@ class Quorum:
 
     def is_too_small(self, min_nodes: int) -> bool:
         """Whether there is no round; what a node that leaves sends always counts."""
-        return len(self.contributors) < min_nodes and not any(each.said.flushes for each in self.contributors)
+        return len(self.contributors) < min_nodes and not any(each.said.leaves for each in self.contributors)
 
 
 def quorum_of(members: Sequence[Member]) -> Quorum:

@@ -56,8 +56,9 @@ class ElasticConfig(UpdatesConfig):
         min_nodes: with fewer, a node waits for others; the same on all nodes.
         timeout: seconds after which a round has failed: a node that takes part did not answer. A lighthouse waits for
             slow nodes for its own ``--join_timeout_ms``, which is to be less.
-        flush_every: exchanges after which a node sends all that is pending, 4 bytes a parameter, and waits for it, so
-            that a node that dies later takes less with it; default: only when it leaves.
+        flush_every: rounds after which the nodes send all that is pending, 4 bytes a parameter, and wait for it, so
+            that a node that dies later takes less with it; it is to take less than the timeout. Default: only a node
+            that leaves does.
     """
 
     lighthouse: str | None = None
@@ -78,7 +79,7 @@ class ElasticConfig(UpdatesConfig):
             raise ValueError(f"timeout={self.timeout!r} must be a number of seconds, more than 0.")
         every = self.flush_every
         if every is not None and (isinstance(every, bool) or not isinstance(every, int) or every < 1):
-            raise ValueError(f"flush_every={every!r} must be a whole number of exchanges, at least 1, or None.")
+            raise ValueError(f"flush_every={every!r} must be a whole number of rounds, at least 1, or None.")
 
 
 class ElasticUpdates(LocalUpdates):
@@ -408,7 +409,7 @@ class ElasticDifference(Difference):
     _messages: Outcome | None  # type: ignore[assignment]
 
     def __init__(self, slices: Slices, exchange: Exchange, config: ElasticConfig, rounds: Rounds) -> None:
-        self._peers, self._flush_every, self._advances = rounds, config.flush_every, 0
+        self._peers, self._flush_every = rounds, config.flush_every
         super().__init__(slices, exchange, config)
 
     def _make_models(self) -> None:
@@ -420,6 +421,7 @@ class ElasticDifference(Difference):
         self.wanted: list[str] = []
         self.served: list[str] = []
         self._num_nodes, self._changed = 0, False  # M of the last round, and whether it was another one before
+        self._number = self._flushed = 0  # of the last round, and flushes that were due until then
         sample_bytes = 0
         if self._config.measures_ahead(3):
             self._agreement, self.ahead = Agreement(self.slices.numel), 1.0
@@ -427,9 +429,10 @@ class ElasticDifference(Difference):
         self._peers.fit(self._path.message_bytes, sample_bytes, self.slices.numel)
 
     def advance(self, occasion: int = 0) -> None:
-        self._advances += 1
-        due = self._flush_every is not None and self._advances % self._flush_every == 0
-        if due or (self.alone and self._messages is None):
+        flushed = self._flushed
+        if self._flush_every is not None:  # by the number of a round that is taken: all nodes flush in the same one
+            self._flushed = self._number // self._flush_every
+        if self._flushed > flushed or (self.alone and self._messages is None):
             self._flush()
         else:
             super().advance(occasion)
@@ -441,15 +444,15 @@ class ElasticDifference(Difference):
         """Send everything that is pending, to the nodes that are there; some of it stays if rounds fail."""
         for _ in range(TRIES_TO_FLUSH):
             self._peers.try_again()
-            if self._flush():
+            if self._flush(leaves=True):
                 return
         norm = torch.linalg.vector_norm(self.pending_S).item()
         log.warning("updates of norm %.3g are not sent: no round counted in %d tries", norm, TRIES_TO_FLUSH)
 
-    def _flush(self) -> bool:
+    def _flush(self, leaves: bool = False) -> bool:
         pending_S = self.collect()
         self.own_S.add_(pending_S)
-        outcome = self._peers.round(dense_S=pending_S)
+        outcome = self._peers.round(dense_S=pending_S, leaves=leaves)
         self._take(outcome, pending_S.nbytes)
         self._take_messages()
         self.begin()
@@ -525,6 +528,7 @@ class ElasticDifference(Difference):
         if not outcome.rounds:
             return
         last = outcome.rounds[-1]
+        self._number = last.number
         nbytes = last.messages_MB.nbytes + sum(each.nbytes for each in last.dense)
         self._exchange.stats.count_bytes(nbytes if outcome.returned else nbytes - own_bytes)
         changed = last.num_nodes != self._num_nodes

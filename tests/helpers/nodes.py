@@ -53,9 +53,9 @@ class Nodes:
         self._lighthouse.kill()
         self._lighthouse.join()
 
-    def start(self, name: str, **options: Any) -> None:
-        """Start a node, or start it again."""
-        arguments = (self._main, name, self.address, options, self._folder / f"{name}.txt")
+    def start(self, name: str, main: Main | None = None, **options: Any) -> None:
+        """Start a node, or start it again; `main`: what it runs, if not what the others do."""
+        arguments = (main or self._main, name, self.address, options, self._folder / f"{name}.txt")
         self._processes[name] = self._context.Process(target=_run, args=arguments, daemon=True)
         self._processes[name].start()
 

@@ -72,7 +72,7 @@ def main(name: str, lighthouse: str, options: dict[str, Any]) -> None:
     def report(**more: Any) -> None:
         token, number = updates.version
         digest = hashlib.sha1(state.read_shared().numpy().tobytes()).hexdigest()[:12]
-        off = (made - sent.total - pending(state, updates)).abs().max().item()
+        off = (made - sent.total - pending(state, updates, sent)).abs().max().item()
         left = state.pending_S.abs().max().item()
         told = {"token": token, "number": number, "digest": digest, "off": off, "left": left}
         told["received"] = updates.exchange.stats.bytes_between_nodes
@@ -109,16 +109,13 @@ def toy(seed: int) -> nn.Module:
     return nn.Sequential(nn.Linear(16, 64), nn.Tanh(), nn.Linear(64, 4))
 
 
-def pending(state: Any, updates: ElasticUpdates) -> Tensor:
+def pending(state: Any, updates: ElasticUpdates, sent: Sent) -> Tensor:
     """What is pending, and what is in limbo."""
     total = state.pending_S.double()
     unsettled = updates.peers._unsettled
     held = None if unsettled is None else unsettled[1]
     if held is not None:
-        path = state._path
-        limbo = torch.zeros_like(state.shared_S)
-        path.add(held[: path.message_bytes].view(1, -1), limbo, 1.0)
-        total += limbo.double()
+        total += sent.dense(held)
     return total
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import signal
 import time
@@ -12,6 +13,7 @@ import pytest
 
 pytest.importorskip("torchft", reason="needs torchft")
 
+from lightning_sparse.exchange.rounds import Rounds
 from tests.helpers.nodes import Nodes, nodes_of
 from tests.updates.elastic_node import main, toy
 
@@ -95,23 +97,61 @@ def test_a_node_that_is_told_to_end_sends_what_is_pending(nodes: Nodes) -> None:
     check(nodes, "abc")
 
 
-def test_a_node_that_flushes_has_nothing_pending_then(nodes: Nodes) -> None:
-    for name in "abc":
+def test_nodes_flush_in_the_same_rounds(nodes: Nodes) -> None:
+    for name in "ab":
         nodes.start(name, timeout=5, density=0.02, flush_every=5)
+    nodes.wait_for("a", of(2, 7))
+    nodes.start("c", timeout=5, density=0.02, flush_every=5)
     begun = nodes.wait_for("c", of(3))["number"]
     nodes.wait_for("a", of(3, begun + 30))
     nodes.kill("c")
     nodes.wait_for("a", of(2, begun + 50))
     end(nodes, "ab")
     check(nodes, "abc")
+    places = set()
     for name in "abc":
-        steps = [each for each in nodes.reports(name) if "step" in each]
-        whole = [(place, each) for place, each in enumerate(steps, 1) if each["nodes"] == 3 and not each["rounds_lost"]]
-        flushed = [(place, each) for place, each in whole[2:] if each["left"] < 1e-6]  # first it may have been alone
+        whole = [each for each in nodes.reports(name) if each.get("nodes") == 3 and not each["rounds_lost"]]
+        flushed = [each for each in whole[2:] if each["left"] < 1e-6]
         assert len(flushed) > 3
-        assert {place % 5 for place, _ in flushed} == {0}, "and only then"
-        received = flushed[-1][1]["received"] - flushed[0][1]["received"]
+        places |= {each["number"] % 5 for each in flushed}
+        received = flushed[-1]["received"] - flushed[0]["received"]
         assert received > 2 * 4 * PARAMETERS * (len(flushed) - 2), "all that the two others had pending"
+    assert len(places) == 1, "and only then"
+
+
+def dies_in_a_flush(name: str, lighthouse: str, options: dict[str, Any]) -> None:
+    """A node that is killed where it would send what is pending to two others."""
+    dense = Rounds._dense
+
+    def dies(rounds: Rounds, *args: Any) -> Any:
+        if rounds.stats.nodes == 3:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return dense(rounds, *args)
+
+    Rounds._dense = dies  # type: ignore[method-assign]
+    main(name, lighthouse, options)
+
+
+def test_a_node_that_dies_in_a_flush_ends_no_other(nodes: Nodes) -> None:
+    for name in "abc":
+        nodes.start(name, main=dies_in_a_flush if name == "b" else main, timeout=5, density=0.05, flush_every=5)
+    nodes.join("b")
+    for name in "ac":
+        nodes.wait_for(name, of(2, nodes.reports(name)[-1]["number"] + 10))
+    assert nodes.reports("a")[-1]["rounds_lost"] > 0
+    end(nodes, "ac")
+    check(nodes, "ac")
+
+
+def test_with_too_few_nodes_a_flush_counts_no_more_than_other_rounds(nodes: Nodes) -> None:
+    for name in "ab":
+        nodes.start(name, timeout=2, density=0.1, min_nodes=2, flush_every=2)
+    nodes.wait_for("a", of(2, 10))
+    nodes.kill("b")
+    time.sleep(6)
+    before = nodes.reports("a")[-1]
+    after = nodes.wait_for("a", lambda report: report.get("step", 0) > before["step"] + 2)
+    assert after["number"] == before["number"]
 
 
 def test_nodes_train_on_while_there_is_no_lighthouse(nodes: Nodes) -> None:

@@ -144,7 +144,7 @@ def test_bad_options_are_refused() -> None:
         MSTopKElasticStrategy(exchange="regional")
     with pytest.raises(ValueError, match="min_nodes=0 must be a whole number"):
         MSTopKElasticStrategy(min_nodes=0)
-    with pytest.raises(ValueError, match="flush_every=0 must be a whole number of exchanges"):
+    with pytest.raises(ValueError, match="flush_every=0 must be a whole number of rounds"):
         MSTopKElasticStrategy(flush_every=0)
     with pytest.raises(ValueError, match="timeout=-1 must be a number of seconds"):
         MSTopKElasticStrategy(timeout=-1)
