@@ -103,15 +103,15 @@ def test_nodes_flush_in_the_same_rounds(nodes: Nodes) -> None:
     nodes.wait_for("a", of(2, 7))
     nodes.start("c", timeout=5, density=0.02, flush_every=5)
     begun = nodes.wait_for("c", of(3))["number"]
-    nodes.wait_for("a", of(3, begun + 30))
+    nodes.wait_for("a", of(3, begun + 50))
     nodes.kill("c")
-    nodes.wait_for("a", of(2, begun + 50))
+    nodes.wait_for("a", of(2, begun + 60))
     end(nodes, "ab")
     check(nodes, "abc")
     places = set()
     for name in "abc":
         whole = [each for each in nodes.reports(name) if each.get("nodes") == 3 and not each["rounds_lost"]]
-        flushed = [each for each in whole[2:] if each["left"] < 1e-6]
+        flushed = [each for each in whole[10:] if each["left"] < 1e-6]  # one that has just joined flushes at once
         assert len(flushed) > 3
         places |= {each["number"] % 5 for each in flushed}
         received = flushed[-1]["received"] - flushed[0]["received"]
