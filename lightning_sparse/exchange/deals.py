@@ -3,8 +3,8 @@
 The samples of all epochs stand in one line: those of an epoch in an order that depends on seed and epoch, after those
 of the epoch before. A *deal* gives out the line from a place on, to the nodes that are there, one by one. Each node
 says up to where it may draw before the next quorum. When nodes come or go, all conclude from that where the next deal
-begins: where nobody has drawn. Up to there the last deal holds. So no sample is drawn twice, and what is left out of an
-epoch is the share that a node which is gone had not drawn, up to there.
+begins: where nobody has drawn. Up to there the last deal holds. So nodes that stay draw no sample twice, and what is
+left out of an epoch is the share that a node which is gone had not drawn, up to there.
 """
 
 from __future__ import annotations

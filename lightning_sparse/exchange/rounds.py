@@ -539,8 +539,12 @@ def _gather(row_B: Tensor, group: Group | None, tag: Tensor) -> tuple[Tensor, bo
 
 def _refusal(mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> str:
     different = [name for name in {**theirs, **mine} if mine.get(name, ...) != theirs.get(name, ...)]
-    said = ", ".join(f"{name}={mine.get(name, 'none')!r}, theirs {theirs.get(name, 'none')!r}" for name in different)
+    said = ", ".join(f"{name}={_of(mine, name)}, theirs {_of(theirs, name)}" for name in different)
     return f"this node differs from those that train: {said}. Start it as they were started; they go on without it."
+
+
+def _of(facts: Mapping[str, Any], name: str) -> str:
+    return repr(facts[name]) if name in facts else "not there"
 
 
 def _shown(names: Iterable[str]) -> str:

@@ -421,7 +421,7 @@ class ElasticDifference(Difference):
         self.wanted: list[str] = []
         self.served: list[str] = []
         self._num_nodes, self._changed = 0, False  # M of the last round, and whether it was another one before
-        self._number = self._flushed = 0  # of the last round, and flushes that were due until then
+        self._number = self._seen = 0  # of the last round, and of that before the last exchange
         sample_bytes = 0
         if self._config.measures_ahead(3):
             self._agreement, self.ahead = Agreement(self.slices.numel), 1.0
@@ -429,10 +429,10 @@ class ElasticDifference(Difference):
         self._peers.fit(self._path.message_bytes, sample_bytes, self.slices.numel)
 
     def advance(self, occasion: int = 0) -> None:
-        flushed = self._flushed
-        if self._flush_every is not None:  # by the number of a round that is taken: all nodes flush in the same one
-            self._flushed = self._number // self._flush_every
-        if self._flushed > flushed or (self.alone and self._messages is None):
+        every, before, self._seen = self._flush_every, self._seen, self._number
+        # by the number of a round: all nodes flush in the same one
+        due = every is not None and self._number // every > before // every
+        if due or (self.alone and self._messages is None):
             self._flush()
         else:
             super().advance(occasion)
@@ -482,6 +482,7 @@ class ElasticDifference(Difference):
         """
         self.behind = self.alone = False
         self._num_nodes = 0  # others have counted without this node
+        self._number = self._seen = self._peers.number
         self.set_pending(pending_S)
         self._take_back(returned, self.own_S)
         self._take_back(had, self.own_S, -1.0)

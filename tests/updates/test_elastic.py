@@ -111,7 +111,7 @@ def test_nodes_flush_in_the_same_rounds(nodes: Nodes) -> None:
     places = set()
     for name in "abc":
         whole = [each for each in nodes.reports(name) if each.get("nodes") == 3 and not each["rounds_lost"]]
-        flushed = [each for each in whole[10:] if each["left"] < 1e-6]  # one that has just joined flushes at once
+        flushed = [each for each in whole[2:] if each["left"] < 1e-6]  # first it may have been alone
         assert len(flushed) > 3
         places |= {each["number"] % 5 for each in flushed}
         received = flushed[-1]["received"] - flushed[0]["received"]

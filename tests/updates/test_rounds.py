@@ -43,7 +43,9 @@ def test_a_node_that_differs_is_left_out() -> None:
 
 
 def test_a_refusal_names_what_one_of_them_does_not_have() -> None:
-    assert "differs from those that train: new=None, theirs 'none'." in _refusal({"new": None, "same": 1}, {"same": 1})
+    assert "differs from those that train: new=None, theirs not there." in _refusal(
+        {"new": None, "same": 1}, {"same": 1}
+    )
 
 
 def test_a_node_that_has_just_loaded_the_same_weights_does_not_make_others_give_up_what_they_were_dealt() -> None:
