@@ -39,7 +39,16 @@ UPDATES = {"updates": "sparse", "updates regional": "regional"}
 """Ways that exchange updates, after the optimizer, and the path of each."""
 WAYS = ("ddp", "ddp16", *_OURS, *UPDATES)
 """The simplest first."""
-_NAMES = {"ddp": "DDP", "ddp16": "DDP, 16-bit hook", "dense": "2-D dense", "dense16": "2-D dense, 16-bit"}
+_NAMES = {
+    "ddp": "DDP",
+    "ddp16": "DDP, 16-bit hook",
+    "dense": "2-D dense",
+    "dense16": "2-D dense, 16-bit",
+    "sparse": "mstopk_hier",
+    "regional": "mstopk_hier, regional",
+    "updates": "mstopk_local",
+    "updates regional": "mstopk_local, regional",
+}
 FIRST_BUCKET, BUCKET = 1 << 20, 25 << 20  # bytes, DDP's defaults
 VALUES, UPDATE_VALUES = HierConfig().dtype, UpdatesConfig().dtype  # of a message
 ADDED = 1 << 22  # elements of the vectors that --measure adds
@@ -150,7 +159,7 @@ class Row:
 
     @property
     def name(self) -> str:
-        return _NAMES.get(self.path, self.path) + (f" {100 * self.density:.3g} %" if self.selects else "")
+        return _NAMES[self.path] + (f" {100 * self.density:.3g} %" if self.selects else "")
 
 
 def predict(scenario: Scenario, nodes: int, way: str, density: float = 1.0) -> Row:
@@ -232,34 +241,39 @@ def simplest(found: Sequence[Row], *, overlap: bool) -> Row:
 
 
 def recommend(found: Sequence[Row], compute_s: float | None) -> str:
-    """Recommend a path, from the rows of one node count and one density."""
-    nodes = found[0].nodes
-    if nodes == 1:
+    """Recommend a way for AdamW and one for SGD, from the rows of one node count and one density."""
+    if found[0].nodes == 1:
         return "Use plain DDP: a single node has no inter-node traffic."
+    return f"{_for_adam(found)}\n{_for_sgd(found, compute_s)}"
+
+
+def _for_sgd(found: Sequence[Row], compute_s: float | None) -> str:
+    nodes, use = found[0].nodes, "With SGD, use"
     plain, least = simplest(found, overlap=False), simplest(found, overlap=True)
     gain = _gain(found, plain, overlap=False)
     if compute_s is None:
-        return f"Use {_advice(plain)}: its synchronisation {gain} (what that saves depends on the compute of a step)."
+        return f"{use} {_advice(plain)}: its synchronisation {gain} (what that saves depends on the compute of a step)."
     if plain.path == least.path:
         hidden = _gain(found, plain, overlap=True)
         bounds = gain if gain == hidden else f"{gain} without overlap and {hidden} with perfect overlap"
-        return f"Use {_advice(plain)} on {nodes} nodes: its step {bounds}."
+        return f"{use} {_advice(plain)} on {nodes} nodes: its step {bounds}."
     return (
-        f"Use {_advice(least)} on {nodes} nodes if synchronisation overlaps with backward. If not, use "
+        f"{use} {_advice(least)} on {nodes} nodes if synchronisation overlaps with backward. If not, use "
         f"{_advice(plain)}: its step without overlap {gain}. Measure both."
     )
 
 
-def recommend_for_adam(found: Sequence[Row]) -> str:
-    """What to use with Adam and other optimizers that divide by the size of recent gradients, from the same rows."""
-    gradients, updates = simplest(found, overlap=True), next(row for row in found if row.path == "updates")
+def _for_adam(found: Sequence[Row]) -> str:
+    """For Adam and other optimizers that divide by the size of recent gradients."""
+    use, gradients = "With AdamW, use", simplest(found, overlap=True)
+    updates = next(row for row in found if row.path == "updates")
     exact = min((row for row in found if not row.selects), key=lambda row: _seconds(row, True))
     if not gradients.selects or MARGIN * _seconds(exact, True) <= _seconds(updates, True):
-        return f"With AdamW: {_advice(exact if gradients.selects else gradients)}."
+        return f"{use} {_advice(exact if gradients.selects else gradients)}."
     compared = "synchronisation" if updates.step_s is None else "step"
     return (
-        f"With AdamW a sparse exchange of gradients ends worse than one node alone: use {_advice(updates)}, whose "
-        f"{compared} is {_seconds(exact, True) / _seconds(updates, True):.2g} times as fast as that of {exact.name}."
+        f"{use} {_advice(updates)}: its {compared} {_gain(found, updates, overlap=True)} (sparse gradients end worse "
+        f"there than one node alone)."
     )
 
 
@@ -326,10 +340,11 @@ def _seconds(row: Row, overlap: bool) -> float:
 def assumptions(scenario: Scenario) -> list[str]:
     """The assumptions of a prediction, one per line."""
     host, rates = scenario.host, scenario.host.rates
+    inside = f", inside {scenario.intra_gbps:g} Gbit/s per device" if scenario.devices > 1 else ""
     return [
         f"{scenario.numel:,} gradients of {scenario.itemsize} bytes in {scenario.buckets} buckets; "
         f"{scenario.devices} devices per node",
-        f"between nodes {scenario.inter_gbps:g} Gbit/s per node, inside {scenario.intra_gbps:g} Gbit/s per device; "
+        f"between nodes {scenario.inter_gbps:g} Gbit/s per node{inside}; "
         f"latency {1e6 * scenario.inter_latency:g} and {1e6 * scenario.intra_latency:g} us (assumed)",
         f"selection {rate(rates.select, 'elements')}, scatter {rate(rates.scatter, 'pairs')}: {host.source}",
     ]
@@ -460,7 +475,9 @@ def declare(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--nodes", type=int, required=True, metavar="M")
     parser.add_argument("--devices", type=int, required=True, metavar="L", help="devices per node")
     parser.add_argument("--inter-gbps", type=float, required=True, metavar="R", help="Gbit/s of a node's link each way")
-    parser.add_argument("--intra-gbps", type=float, required=True, metavar="R", help="Gbit/s of a device in its node")
+    parser.add_argument(
+        "--intra-gbps", type=float, metavar="R", help="Gbit/s of a device in its node; needed for several devices"
+    )
     parser.add_argument("--density", type=float, nargs="+", default=[0.01, 0.001], help="default %(default)s")
     parser.add_argument("--steps", type=int, metavar="N", help="of the whole run: shows how often each entry is sent")
     parser.add_argument("--bytes-per-gradient", type=int, default=4, choices=(2, 4), help="default: 4 (also under AMP)")
@@ -479,10 +496,8 @@ def _run(arguments: argparse.Namespace) -> int:
     shown = [row for row in found if not row.selects or row.density == arguments.density[0]]
     compared = [row for row in shown if row.nodes == arguments.nodes]
     advice = recommend(compared, scenario.compute_s)
-    if arguments.nodes > 1:
-        advice += "\n" + recommend_for_adam(compared)
-        if arguments.steps is not None:
-            advice += "\n" + expect(compared, arguments.steps)
+    if arguments.nodes > 1 and arguments.steps is not None:
+        advice += "\n" + expect(compared, arguments.steps)
     if arguments.plot is not None:
         what = arguments.model or f"{scenario.numel:,} gradients"
         compute = "" if scenario.compute_s is None else f", {1e3 * scenario.compute_s:.4g} ms of compute"
@@ -504,6 +519,11 @@ def _run(arguments: argparse.Namespace) -> int:
 
 def _scenario(arguments: argparse.Namespace) -> tuple[Scenario, list[str]]:
     """The scenario and its assumptions."""
+    if arguments.intra_gbps is None and arguments.devices > 1:
+        raise ValueError(
+            f"--intra-gbps is missing: the {arguments.devices} devices of a node exchange gradients. Give the rate of "
+            f"a device in its node, for example 1200 with NVLink or 100 with PCIe."
+        )
     model = None
     if arguments.model is not None and (arguments.measure or arguments.model not in models.SIZES):
         model = models.find(arguments.model)
@@ -526,7 +546,7 @@ def _scenario(arguments: argparse.Namespace) -> tuple[Scenario, list[str]]:
         numel=models.SIZES.get(arguments.model or "") or int(arguments.parameters if model is None else model.numel),
         devices=arguments.devices,
         inter_gbps=arguments.inter_gbps,
-        intra_gbps=arguments.intra_gbps,
+        intra_gbps=arguments.inter_gbps if arguments.intra_gbps is None else arguments.intra_gbps,
         itemsize=arguments.bytes_per_gradient,
         compute_s=compute_s,
         host=host,

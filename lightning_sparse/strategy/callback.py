@@ -116,7 +116,8 @@ def table(stats: CommStats, seconds: float, unsent: float, ratio: float = 0.0) -
     more = f"; plain DDP {ddp:,.3f} MB, {ddp / here:,.1f} times the bytes" if here else f"; plain DDP {ddp:,.3f} MB"
     paths = ", ".join(f"{count / total:.1%} {path}" for path, count in stats.paths.most_common())
     lines = [
-        f"what one device exchanged with other nodes, in {stats.rounds:,} rounds:",
+        f"what one device exchanged with other nodes, in {stats.rounds:,} rounds, "
+        "dense ones at the start and the end of fit included:",
         f"  received a round    {here:,.3f} MB{more}",
         f"  paths               {paths} (share of entries)",
         f"  density             {stats.sent / total:.2%} sent, at most {stats.applied / total:.2%} applied",

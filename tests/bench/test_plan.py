@@ -10,7 +10,7 @@ import torch
 
 from lightning_sparse import cli
 from lightning_sparse.cli import models, plan
-from lightning_sparse.cli.plan import WAYS, Row, Scenario, predict, recommend_for_adam
+from lightning_sparse.cli.plan import WAYS, Row, Scenario, predict
 from lightning_sparse.exchange import Work
 from lightning_sparse.exchange.paths import Dense, Flat, Regional, Sparse, num_selected
 from lightning_sparse.kernels import message_bytes
@@ -93,17 +93,17 @@ MSTOPK = "strategy='mstopk_hier' with density=0.01"
     ("nodes", "options", "begins", "says"),
     [
         (1, {}, "Use plain DDP: a single node has no inter-node traffic.", ""),
-        (16, {"inter_gbps": 1.0, "compute_s": 0.1}, f"Use {MSTOPK} on 16 nodes: its step", "times as fast as DDP's"),
-        (2, {"inter_gbps": 400.0, "compute_s": 0.2}, "Use plain DDP on 2 nodes: its step is within", ""),
-        (16, {"compute_s": 0.213}, "Use plain DDP on 16 nodes if synchronisation overlaps with backward", MSTOPK),
+        (16, {"inter_gbps": 1.0, "compute_s": 0.1}, f"With SGD, use {MSTOPK} on 16 nodes: its step", "times as fast as DDP's"),
+        (2, {"inter_gbps": 400.0, "compute_s": 0.2}, "With SGD, use plain DDP on 2 nodes: its step is within", ""),
+        (16, {"compute_s": 0.213}, "With SGD, use plain DDP on 16 nodes if synchronisation overlaps with backward", MSTOPK),
         # sparse loses to dense where density is above 2 / M for pairs of 4 bytes
-        (256, {"density": 0.05, "inter_gbps": 1.0}, "Use strategy='mstopk_hier' with exchange='dense16'", ""),
-        (16, {}, "Use ", "depends on the compute"),
+        (256, {"density": 0.05, "inter_gbps": 1.0}, "With SGD, use strategy='mstopk_hier' with exchange='dense16'", ""),
+        (16, {}, "With SGD, use ", "depends on the compute"),
     ],
 )
 def test_the_recommendation(nodes: int, options: dict[str, float], begins: str, says: str) -> None:
     said = plan.recommend(*here(nodes, **options))
-    assert said.startswith(begins)
+    assert said.splitlines()[-1].startswith(begins)
     assert says in said
 
 
@@ -165,20 +165,28 @@ def test_the_command_prints_tables_and_one_recommendation(capsys: pytest.Capture
     said = capsys.readouterr().out
     assert "assumed, not measured" in said
     assert "213 ms (given)" in said
-    for name in ("DDP", "2-D dense", "sparse 1 %", "sparse 0.1 %", "regional 1 %", "updates 1 %"):
+    names = ("DDP", "2-D dense", "mstopk_hier 1 %", "mstopk_hier 0.1 %", "mstopk_hier, regional 1 %", "mstopk_local 1 %")
+    for name in names:
         assert any(line.startswith(name) for line in said.splitlines())
-    assert said.rstrip().splitlines()[-2].startswith("Use plain DDP on 16 nodes if")
-    assert said.rstrip().splitlines()[-1] == "With AdamW: plain DDP."
+    assert said.rstrip().splitlines()[-2] == "With AdamW, use plain DDP."
+    assert said.rstrip().splitlines()[-1].startswith("With SGD, use plain DDP on 16 nodes if")
+
+
+def test_the_rate_inside_a_node_is_asked_where_there_are_several_devices(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["plan", "--parameters", "1e6", "--nodes", "2", "--inter-gbps", "1"]
+    assert cli.main([*words, "--devices", "1"]) == 0
+    assert "inside" not in capsys.readouterr().out
+    assert cli.main([*words, "--devices", "2"]) == 1
+    assert "--intra-gbps is missing" in capsys.readouterr().err
 
 
 def test_adam_is_sent_to_updates_where_the_link_is_slow() -> None:
     slow = scenario(devices=1, inter_gbps=1.0, compute_s=0.1)
     found = [predict(slow, 4, way, 0.01) for way in WAYS]
-    said = recommend_for_adam(found)
-    assert "strategy='mstopk_local' with density=0.01" in said
-    updates = next(row for row in found if row.path == "updates")
-    others = [row.overlapped_step_s or 0 for row in found if not row.selects]
-    assert f"{min(others) / (updates.overlapped_step_s or 1):.2g} times as fast" in said
+    said = plan.recommend(found, slow.compute_s)
+    updates, ddp = (next(row for row in found if row.path == path) for path in ("updates", "ddp"))
+    times = (ddp.overlapped_step_s or 0) / (updates.overlapped_step_s or 1)
+    assert f"With AdamW, use strategy='mstopk_local' with density=0.01: its step is {times:.2g} times as fast" in said
 
 
 def test_updates_hide_behind_the_whole_step() -> None:

@@ -77,7 +77,7 @@ def test_a_fit_is_counted_without_what_came_before() -> None:
     assert (late.rounds, late.bytes_between_nodes, late.dense_equivalent_bytes) == (2, 8, 800)
     assert late.paths == {"sparse": 200}
     assert table(late, 0.5, unsent=3.0, ratio=2.0).splitlines() == [
-        "what one device exchanged with other nodes, in 2 rounds:",
+        "what one device exchanged with other nodes, in 2 rounds, dense ones at the start and the end of fit included:",
         "  received a round    0.000 MB; plain DDP 0.000 MB, 100.0 times the bytes",
         "  paths               100.0% sparse (share of entries)",
         "  density             1.00% sent, at most 2.00% applied",
