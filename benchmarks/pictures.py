@@ -69,15 +69,6 @@ def picture(file: Path, *, height: float = 4.5, columns: int = 1, sharey: bool =
         drawn.savefig(file, metadata={"Date": None} if file.suffix == ".svg" else None)
 
 
-def bars(file: Path, values: dict[str, float], colours: Sequence[str], label: str, fmt: str = "%.0f") -> None:
-    """Horizontal bars with their values, the first at the top."""
-    with picture(file, height=0.36 * len(values) + 1.2) as (axes,):
-        axes.bar_label(axes.barh(list(values), list(values.values()), color=colours), fmt=fmt, padding=3)
-        axes.invert_yaxis()
-        axes.set(xlabel=label)
-        axes.margins(x=0.12)
-
-
 # -- again -------------------------------------------------------------------------------------------------------------
 
 # beginning of a picture's name -> the module of this folder that draws it; the longest one counts
@@ -93,7 +84,7 @@ BY = {
     "data": "data.tiers",
     "data-storage": "data.storage",
 }
-SUFFIXES = (".svg", ".png", "-time.png", "-bytes.png", "-seconds.svg", "-size.svg")
+SUFFIXES = (".svg", ".png", "-time.png", "-bytes.png", "-seconds.svg")
 GONE = ("data-learning", "peers")
 """Their benchmarks are no longer here."""
 

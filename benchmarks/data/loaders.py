@@ -11,13 +11,16 @@ import io
 import math
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import numpy as np
 import torch
+from tqdm import tqdm
 
+from benchmarks.processes import alone
 from lightning_sparse.cli.report import need
 from lightning_sparse.data.config import MEAN, STD
 
@@ -52,6 +55,16 @@ def cpu_seconds(process: int) -> float:
         with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # a thread that has ended meanwhile
             children += map(int, (task / "children").read_text().split())
     return sum(map(int, fields[11:15])) / os.sysconf("SC_CLK_TCK") + sum(map(cpu_seconds, children))
+
+
+def in_turn(
+    measure: Callable[..., dict[str, float]], cases: dict[str, tuple[Any, ...]], rounds: int
+) -> dict[str, dict[str, float]]:
+    """Measure cases (name -> arguments), each in a process of its own, so many times in turn; the medians by name."""
+    found: dict[str, list[dict[str, float]]] = {name: [] for name in cases}
+    for name in tqdm([*cases] * rounds, unit="row", disable=None):
+        found[name].append(alone(f"the row {name!r}", measure, *cases[name]))
+    return {name: {key: median(run[key] for run in runs) for key in runs[0]} for name, runs in found.items()}
 
 
 # -- image folders -----------------------------------------------------------------------------------------------------

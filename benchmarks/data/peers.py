@@ -26,15 +26,12 @@ import tempfile
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import numpy as np
 import torch
-from tqdm import tqdm
 
 from benchmarks.data import loaders
-from benchmarks.processes import alone
 from benchmarks.record import Rows, parser_of, surroundings, write
 from lightning_sparse.cli.report import format_table
 
@@ -129,15 +126,12 @@ def main() -> None:
     parser.add_argument("--rows", nargs="+", choices=list(ROWS), metavar="ROW", help="default: all that are installed")
     options = parser.parse_args()
     names = options.rows or [name for name in ROWS if name != "LitData" or find_spec("litdata") is not None]
-    found: dict[tuple[str, str], list[dict[str, float]]] = {}
     parts = [(each.partition("=")[0], *each.partition("=")[2].rsplit(":", 1)) for each in options.sets]
-    runs = [(part, name) for _ in range(ROUNDS) for part in parts for name in names]
-    for (label, pictures, size), name in tqdm(runs, disable=None):
-        row = alone(f"the row {name!r} of {label}", measure, name, Path(pictures), int(size))
-        found.setdefault((label, name), []).append(row)
+    cases = {f"{name}, {label}": (name, Path(of), int(size)) for label, of, size in parts for name in names}
+    keys = [{"set": label, "row": name} for label, *_ in parts for name in names]
+    found = loaders.in_turn(measure, cases, ROUNDS).values()
     rows: Rows = [
-        {"set": label, "row": name, **{key: round(median(run[key] for run in each), 2) for key in each[0]}}
-        for (label, name), each in found.items()
+        {**key, **{of: round(value, 2) for of, value in row.items()}} for key, row in zip(keys, found, strict=True)
     ]
     about = surroundings("torchvision", "nvidia-dali-cuda130", "pillow", "litdata")
     write(options.out / "data-peers.json", {**about, "rounds": ROUNDS, "rows": rows}, table(rows))

@@ -22,71 +22,44 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
-from statistics import median
 from typing import Any
 
-import numpy as np
 import torch
-from tqdm import tqdm
 
-from benchmarks.data.loaders import BATCH, files_of, generated, throughput
-from benchmarks.pictures import bars
-from benchmarks.processes import alone
+from benchmarks.data.loaders import BATCH, files_of, generated, in_turn, throughput
+from benchmarks.pictures import picture
 from benchmarks.record import Rows, parser_of, surroundings, write
 from lightning_sparse.cli.report import format_table
-from lightning_sparse.data.cache.store import SampleStore
-from lightning_sparse.data.config import CacheConfig, ImageOptions
-from lightning_sparse.data.pipeline.batch import Batch, BatchRequest, Pipeline
+from lightning_sparse.data.config import Backend, CacheConfig, ImageOptions
+from lightning_sparse.data.pipeline.batch import Batch
 from lightning_sparse.data.pipeline.images import has_dali
-from lightning_sparse.data.pipeline.sampler import Sampler, SamplerConfig
-from lightning_sparse.data.sources.listing import load_or_list
+from lightning_sparse.data.session import DataOptions, open_session
 
 SIZE, ROUNDS = 224, 3
 TIERS = ("storage", "disk", "memory jpeg", "memory decoded")
 
 
-def config_of(tier: str, pictures: Path, cache: Path) -> CacheConfig:
-    config = CacheConfig(source=str(pictures), cache_dir=str(cache), memory_gb=4.0, format="decoded")
-    if tier == "disk":
-        return replace(config, memory_gb=0.0)
-    return replace(config, format="jpeg") if tier == "memory jpeg" else config
-
-
-def pipeline_of(backend: str, store: SampleStore, device: int | None) -> Pipeline:
-    if backend == "dali":
-        from lightning_sparse.data.pipeline.dali import DaliPipeline
-
-        return DaliPipeline(store, ImageOptions(), batch_size=BATCH, threads=1, device=device)
-    from lightning_sparse.data.pipeline.images import TorchPipeline
-
-    return TorchPipeline(store, ImageOptions(), threads=1)
-
-
 def batches_of(
-    tier: str, backend: str, pictures: Path, cache: Path, epochs: int, device: int | None
+    tier: str, backend: Backend, pictures: Path, folder: Path, epochs: int, device: torch.device
 ) -> Iterator[Batch]:
-    """Yield the batches of some epochs of a tier. All tiers but "storage" are filled before the first batch."""
-    config = config_of(tier, pictures, cache)
-    manifest = load_or_list(config, "train", quiet=True)
-    store = SampleStore(config, manifest)
-    pipeline = pipeline_of(backend, store, device)
-    sampler = Sampler(np.arange(len(manifest)), lambda nodes: store.owners, SamplerConfig(batch_size=BATCH))
-    if tier != "storage":
-        for first in range(0, len(manifest), BATCH):
-            store.get(range(first, min(first + BATCH, len(manifest))))
-        store.flush()
+    """Yield the batches of some epochs of a tier; the first one fills it."""
+    memory_gb, kept = 0.0 if tier == "disk" else 4.0, "jpeg" if tier == "memory jpeg" else "decoded"
+    cache = CacheConfig(source=str(pictures), cache_dir=str(folder), memory_gb=memory_gb, format=kept)  # type: ignore[arg-type]
+    options = DataOptions(cache=cache, batch_size=BATCH, samples=ImageOptions(backend=backend, threads=1))
+    session = open_session(options, device=device)
     try:
+        loader = session.train_loader(fixed=False, on_epoch=lambda epoch: None, on_resume=lambda done: None)
         for epoch in range(epochs):
-            plan = sampler.epoch(epoch)
-            yield from pipeline.run(BatchRequest(plan.batch(s, 0, 0), epoch, SIZE, True) for s in range(plan.steps))
+            loader.set_epoch(epoch)
+            yield from loader
+            assert session.train is not None
+            session.train.store.flush()
     finally:
-        pipeline.close()
-        store.close()
+        session.close()
 
 
-def one_row(tier: str, backend: str, pictures: Path, images: int, device: int | None) -> dict[str, float]:
+def one_row(tier: str, backend: Backend, pictures: Path, images: int, device: torch.device) -> dict[str, float]:
     """Measure the whole first epoch of the tier "storage"; of others `images` images after the first epoch."""
     torch.set_num_threads(1)
     count = len(files_of(pictures))
@@ -98,19 +71,15 @@ def one_row(tier: str, backend: str, pictures: Path, images: int, device: int | 
         return throughput(batches)
 
 
-def measure(pictures: Path, device: int | None, rounds: int, images: int) -> Rows:
+def measure(pictures: Path, device: torch.device, rounds: int, images: int) -> Rows:
     """One row for each tier and backend; of decoded images, four times as many."""
-    backends = ["dali"] if device is not None else ["torch", *["dali"] * has_dali()]
-    found: dict[str, list[dict[str, float]]] = {}
-    cases = [(tier, backend) for tier in TIERS for backend in backends]
-    for tier, backend in tqdm(cases * rounds, unit="row", disable=None):
-        name, wanted = f"{tier}, {backend}", (4 if tier == "memory decoded" else 1) * images
-        row = alone(f"the row {name!r}", one_row, tier, backend, pictures, wanted, device)
-        found.setdefault(name, []).append(row)
-    return [
-        {"row": name, **{key: median(each[key] for each in runs) for key in runs[0]}, "rounds": rounds}
-        for name, runs in found.items()
-    ]
+    backends = ["dali"] if device.type == "cuda" else ["torch", *["dali"] * has_dali()]
+    cases = {
+        f"{tier}, {backend}": (tier, backend, pictures, (4 if tier == "memory decoded" else 1) * images, device)
+        for tier in TIERS
+        for backend in backends
+    }
+    return [{"row": name, **row, "rounds": rounds} for name, row in in_turn(one_row, cases, rounds).items()]
 
 
 def table(rows: Rows) -> str:
@@ -119,10 +88,15 @@ def table(rows: Rows) -> str:
 
 
 def plot(record: dict[str, Any], file: Path) -> None:
+    """Horizontal bars, the first at the top."""
     values = {row["row"]: row["per_cpu_second"] for row in record["rows"]}
     by_backend = {"torch": "#d1495b", "dali": "#2e7d32"}
     colours = [by_backend.get(name.rpartition(", ")[2], "#8a8a8a") for name in values]
-    bars(file, values, colours, f"images per CPU-second, random resized crop to {SIZE}, normalised")
+    with picture(file, height=0.36 * len(values) + 1.2) as (axes,):
+        axes.bar_label(axes.barh(list(values), list(values.values()), color=colours), fmt="%.0f", padding=3)
+        axes.invert_yaxis()
+        axes.set(xlabel=f"images per CPU-second, random resized crop to {SIZE}, normalised")
+        axes.margins(x=0.12)
 
 
 def main() -> None:
@@ -132,8 +106,8 @@ def main() -> None:
     options = parser.parse_args()
     if options.pictures is not None and not (options.pictures / "train").is_dir():
         parser.error(f"{options.pictures} has no folder train/. Pass an image folder.")
-    device = torch.cuda.current_device() if options.device == "cuda" else None
-    images = (192 if options.quick else 640) * (1 if device is None else 20)
+    device = torch.device(*(["cuda", 0] if options.device == "cuda" else ["cpu"]))
+    images = (192 if options.quick else 640) * (1 if device.type == "cpu" else 20)
     with tempfile.TemporaryDirectory(prefix="data-benchmark-") as folder:
         pictures = options.pictures or generated(Path(folder))
         rows = measure(pictures, device, 1 if options.quick else ROUNDS, images)
