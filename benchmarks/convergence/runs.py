@@ -210,11 +210,7 @@ def train(
 def worker(rank: int, task: Task, runs: list[Run], data_file: Path, folder: Path, rendezvous: str) -> None:
     """One rank of runs of one world size. Rank 0 writes the files and shows the progress."""
     world_size = runs[0].world_size
-    os.environ.update(
-        RANK=str(rank),
-        WORLD_SIZE=str(world_size),
-        GLOO_SOCKET_IFNAME="lo",
-    )
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), GLOO_SOCKET_IFNAME="lo")
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=world_size, timeout=timedelta(minutes=30)

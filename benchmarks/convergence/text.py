@@ -214,7 +214,7 @@ class TextLearner(Learner):
 
     def __init__(self, run: Run, corpus: Corpus, rank: int) -> None:
         self.settings: TextSettings = run.settings
-        self.seed, self.corpus, self.rank = run.seed, corpus, rank
+        self.seed, self.corpus, self.rank, self._epoch = run.seed, corpus, rank, -1
         self.model = CharacterTransformer(corpus.num_symbols)
         lr, decay = self.settings.lr * run.option("lr_times", 1.0), self.settings.weight_decay
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr, weight_decay=decay, foreach=True)
@@ -223,10 +223,16 @@ class TextLearner(Learner):
         self.schedule = torch.optim.lr_scheduler.LambdaLR(self.optimizer, at)
 
     def losses(self, model: nn.Module, epoch: int) -> Iterator[Tensor]:
-        shape = (self.steps, self.settings.global_batch)
-        for start_B in start_of_windows(self.corpus, self.seed, epoch, shape, CONTEXT):
-            x_BL, y_BL = self.corpus.windows(start_B[self.rank :: self.settings.world_size], CONTEXT)
-            yield F.cross_entropy(model(x_BL).flatten(0, 1), y_BL.flatten())
+        return (self.loss(model, epoch * self.steps + step) for step in range(self.steps))
+
+    def loss(self, model: nn.Module, step: int) -> Tensor:
+        """Of one step of the run."""
+        epoch, row = divmod(step, self.steps)
+        if epoch != self._epoch:
+            shape = (self.steps, self.settings.global_batch)
+            self._epoch, self._starts = epoch, start_of_windows(self.corpus, self.seed, epoch, shape, CONTEXT)
+        x_BL, y_BL = self.corpus.windows(self._starts[row, self.rank :: self.settings.world_size], CONTEXT)
+        return F.cross_entropy(model(x_BL).flatten(0, 1), y_BL.flatten())
 
     @torch.no_grad()
     def validate(self) -> float:
@@ -239,11 +245,7 @@ class TextLearner(Learner):
 
 
 TASK = Task(
-    metric=BITS,
-    configs=CONFIGS,
-    learner=TextLearner,
-    settings=TextSettings,
-    tune_lrs=(1e-3, 2e-3, 4e-3, 8e-3, 1.6e-2),
+    metric=BITS, configs=CONFIGS, learner=TextLearner, settings=TextSettings, tune_lrs=(1e-3, 2e-3, 4e-3, 8e-3, 1.6e-2)
 )
 
 

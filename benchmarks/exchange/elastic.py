@@ -34,7 +34,7 @@ import torch
 from torch.nn import functional as F
 
 from benchmarks.convergence import text, time_to_loss
-from benchmarks.exchange.elastic_node import KEPT_EVERY, NODES, Batches, Node, learner_of
+from benchmarks.exchange.elastic_node import KEPT_EVERY, NODES, Node, learner_of
 from benchmarks.pictures import GREY, colour, picture
 from benchmarks.processes import on_clusters, slowest
 from benchmarks.record import Rows, parser_of, surroundings, write
@@ -250,13 +250,12 @@ def lost(said: dict[int, Rows], events: list[tuple[float, str, int]]) -> dict[st
 def fixed_steps(topology: Topology, device: torch.device, _: float | None, steps: int) -> Rows:
     """Median seconds of a step of fixed nodes, of the slowest one. A collective."""
     learner = learner_of(text.corpus_of(text.read_library()), 0, steps, topology.rank)
-    batches = Batches(learner, 0, topology.rank)
     updates = LocalUpdates(learner.model, learner.optimizer, UpdatesConfig(density=0.01), topology)
     seconds = []
     for step in range(steps):
         begin = time.perf_counter()
         learner.optimizer.zero_grad()
-        batches.loss(step).backward()  # type: ignore[no-untyped-call]
+        learner.loss(learner.model, step).backward()  # type: ignore[no-untyped-call]
         learner.optimizer.step()
         updates.step()
         seconds.append(time.perf_counter() - begin)

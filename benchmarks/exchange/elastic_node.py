@@ -21,7 +21,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.nn import functional as F
 
 from benchmarks.convergence import text
 from benchmarks.convergence.runs import Run
@@ -75,23 +74,6 @@ class Held:
         Rounds.take_over = taken_over  # type: ignore[assignment, method-assign]
 
 
-class Batches:
-    """Losses of this node's share of the batches."""
-
-    def __init__(self, learner: text.TextLearner, seed: int, place: int) -> None:
-        self._learner, self._seed, self._place, self._epoch = learner, seed, place, -1
-
-    def loss(self, step: int) -> Tensor:
-        """Of one step of the run."""
-        learner, (epoch, row) = self._learner, divmod(step, self._learner.steps)
-        if epoch != self._epoch:
-            shape = learner.steps, learner.settings.global_batch
-            self._starts = text.start_of_windows(learner.corpus, self._seed, epoch, shape, text.CONTEXT)
-            self._epoch = epoch
-        x_BL, y_BL = learner.corpus.windows(self._starts[row, self._place :: NODES], text.CONTEXT)
-        return F.cross_entropy(learner.model(x_BL).flatten(0, 1), y_BL.flatten())
-
-
 def learner_of(corpus: text.Corpus, seed: int, steps: int, place: int = 0) -> text.TextLearner:
     """The model and its optimizer, as all rows have them."""
     epochs = -(-steps // text.TextSettings.steps_per_epoch)
@@ -108,7 +90,7 @@ def main() -> None:
     dist.init_process_group("gloo", store=store, rank=0, world_size=1)
     corpus = torch.load(folder / "corpus.pt", weights_only=False)
     learner = learner_of(corpus, node.seed, node.steps, node.place)
-    held, batches = Held(), Batches(learner, node.seed, node.place)
+    held = Held()
     config = ElasticConfig(lighthouse=node.lighthouse, density=0.01)
     updates = ElasticUpdates(learner.model, learner.optimizer, config, discover(), name=f"node{node.place}")
     step = 0 if updates.taken is None else int(updates.taken["extra"]["step"])
@@ -121,7 +103,7 @@ def main() -> None:
         time.sleep(node.pause)
         begin = time.perf_counter()
         learner.optimizer.zero_grad()
-        loss = batches.loss(step)
+        loss = learner.loss(learner.model, step)
         loss.backward()  # type: ignore[no-untyped-call]
         learner.optimizer.step()
         updates.step()
