@@ -12,6 +12,7 @@ import shutil
 import subprocess
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -28,6 +29,14 @@ CHECKED = [
     *("--param", "tsan-distinguish-volatile=1"),
     "--param=tsan-instrument-func-entry-exit=0",
 ]
+
+
+ORDERS = [
+    pytest.param((1000, False), id="candidates"),
+    pytest.param((2000, False), id="other-orders", marks=pytest.mark.slow),
+    pytest.param((3000, True), id="whole", marks=pytest.mark.slow),
+]
+"""Arguments of `Emulation.start`."""
 
 
 class EmulationError(Exception):
@@ -85,9 +94,8 @@ def with_fault(folder: Path, file: str, line: str, instead: str) -> Path:
     return folder / "csrc"
 
 
-def finds_each(wrong: Mapping[str, tuple[str, ...]], *quick: str) -> pytest.MarkDecorator:
-    """Parametrize over kernels that are wrong in one way each, as arguments of `with_fault` and what is to be said of
-    it; all but the quick ones are slow."""
+def finds_each(wrong: Mapping[str, tuple[Any, ...]], *quick: str) -> pytest.MarkDecorator:
+    """Parametrize over kernels that are wrong in one way each; all but the quick ones are slow."""
     slow = pytest.mark.slow
     cases = [pytest.param(case, id=name, marks=() if name in quick else slow) for name, case in wrong.items()]
     return pytest.mark.parametrize("fault", cases)
@@ -127,15 +135,9 @@ class Emulation:
         return values, indices
 
     def compress(
-        self,
-        grad: Tensor,
-        residual: Tensor | None,
-        next_residual: Tensor | None,
-        k: int,
-        value_dtype: torch.dtype,
-        scale: Tensor | None = None,
+        self, grad: Tensor, residual: Tensor | None, next_residual: Tensor | None, k: int, *rest: Any
     ) -> Tensor:
-        return self.compress_regions(grad, residual, next_residual, k, 1, value_dtype, scale)[0]
+        return self.compress_regions(grad, residual, next_residual, k, 1, *rest)[0]
 
     def compress_regions(
         self,

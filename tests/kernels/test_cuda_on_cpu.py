@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from lightning_sparse.kernels import plain, reference, wire
-from tests.kernels.emulation import Emulation, build
+from tests.kernels.emulation import ORDERS, Emulation, build
 from tests.kernels.paths import DTYPES, VALUES, inputs, ks, same_bits
 from tests.kernels.test_accumulate import damaged, messages_of
 
@@ -24,13 +24,7 @@ def emulation(tmp_path_factory: pytest.TempPathFactory) -> Emulation:
     return Emulation(build(tmp_path_factory.mktemp("cuda_on_cpu"), flags=["-DLS_MOST_BLOCKS=3"]))
 
 
-@pytest.fixture(
-    params=[
-        pytest.param((1000, False), id="candidates"),
-        pytest.param((2000, False), id="other-orders", marks=pytest.mark.slow),
-        pytest.param((3000, True), id="whole", marks=pytest.mark.slow),
-    ]
-)
+@pytest.fixture(params=ORDERS)
 def cuda(emulation: Emulation, request: pytest.FixtureRequest) -> Emulation:
     emulation.start(*request.param)
     return emulation
