@@ -17,7 +17,7 @@ import pytest
 
 import lightning_sparse
 from lightning_sparse._autoload import STRATEGIES
-from tests.helpers.installed import copy_of_checkout, pip_install
+from tests.helpers.installed import copy_of_checkout, environment_without_us, pip_install
 
 ROOT = Path(__file__).resolve().parents[1]
 FLAVOURS = ("pytorch_lightning", "lightning.pytorch")
@@ -288,3 +288,65 @@ def test_without_the_entry_point_an_import_does_it(installed: Path, tmp_path: Pa
 def test_a_failing_autoload_does_not_break_torch(installed: Path, tmp_path: Path, sabotage: str) -> None:
     code = f"import sys, types\n{sabotage}\nimport torch\nassert 'lightning_sparse' in sys.modules\ntorch.zeros(1)"
     run_python(code, installed, cwd=tmp_path)
+
+
+# -- metadata that is left where the package is gone -------------------------------------------------------------------
+
+# What it does then is tested above: Lightning takes three times as long to import as torch.
+KNOWN = "import sys, torch; print('lightning_sparse._autoload' in sys.modules)"
+
+
+def run(python: Path, code: str, *options: str) -> subprocess.CompletedProcess[str]:
+    """In a folder of its own, with nothing of this process's environment that could find the package."""
+    kept = {name: value for name, value in os.environ.items() if name != "TORCH_DEVICE_BACKEND_AUTOLOAD"}
+    environment = {**kept, "PYTHONPATH": "", "PYTHONSAFEPATH": "1"}
+    return subprocess.run(
+        [str(python), *options, "-c", code], env=environment, cwd="/", capture_output=True, text=True, timeout=120
+    )
+
+
+def said(done: subprocess.CompletedProcess[str]) -> list[str]:
+    return [line for line in done.stderr.splitlines() if "lightning-sparse" in line]
+
+
+MODES = [pytest.param(mode, marks=pytest.mark.slow) for mode in ("compat", "", "strict")]
+
+
+@pytest.fixture(scope="module", params=MODES)
+def editable(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """An interpreter for which a checkout is installed, and the checkout."""
+    folder = tmp_path_factory.mktemp("editable")
+    python = environment_without_us(folder / "environment")
+    source = copy_of_checkout(folder / "source")
+    settings = ["--config-settings", f"editable_mode={request.param}"] if request.param else []
+    pip_install(*settings, "--editable", str(source), python=python)
+    return python, source
+
+
+def test_a_moved_checkout_leaves_torch_importable(editable: tuple[Path, Path], tmp_path: Path) -> None:
+    python, source = editable
+    source.rename(tmp_path / "moved")
+    without = run(python, "import torch; print(torch.zeros(1).sum().item())", "-W", "error::UserWarning")
+    (tmp_path / "moved").rename(source)
+    assert without.returncode == 0, without.stderr
+    assert without.stdout.strip() == "0.0"
+    assert len(said(without)) == 1
+    assert "its package cannot be imported (ModuleNotFoundError: No module named 'lightning_sparse')" in without.stderr
+
+    back = run(python, KNOWN)
+    assert back.stdout.strip() == "True"
+    assert not said(back)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("editable", ["compat"], indirect=True)
+def test_a_package_that_raises_leaves_torch_importable(editable: tuple[Path, Path], tmp_path: Path) -> None:
+    """A checkout in the middle of an update, say."""
+    python, source = editable
+    module = source / "lightning_sparse" / "_autoload.py"
+    module.rename(tmp_path / "whole")
+    module.write_text("<<<<<<< HEAD\n")
+    done = run(python, "import torch")
+    (tmp_path / "whole").replace(module)
+    assert done.returncode == 0, done.stderr
+    assert "cannot be imported (SyntaxError: " in done.stderr

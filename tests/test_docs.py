@@ -1,4 +1,4 @@
-"""The documents: every relative link leads somewhere, what they show as Python runs, and the site builds."""
+"""The documents: every relative link leads somewhere, what they and docstrings show as Python runs, the site builds."""
 
 import doctest
 import os
@@ -6,6 +6,7 @@ import re
 import runpy
 import subprocess
 import sys
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -89,31 +90,36 @@ def test_commands_of_the_readme() -> None:
 
 
 @pytest.mark.slow
-def test_the_quick_start(tmp_path: Path) -> None:
-    pytest.importorskip("pytorch_lightning")
-    (command,) = re.findall(r"`lightning-sparse (lab [^`]*)`", (ROOT / "README.md").read_text(encoding="utf-8"))
-    script = str(ROOT / "examples" / "quickstart.py")
-    words = [sys.executable, "-m", "lightning_sparse.cli", *command.replace("examples/quickstart.py", script).split()]
-    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=200, check=False)
-    said = done.stdout + done.stderr
-    assert done.returncode == 0, said
-    assert "2 node(s) x 1 device(s): 1 % of each device's updates after each step" in said
-    assert "`max_epochs=3` reached" in said
-
-
-@pytest.mark.slow
-def test_the_quick_start_with_sgd(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("script", "page", "command", "says"),
+    [
+        (
+            "quickstart",
+            "README.md",
+            r"`lightning-sparse (lab [^`]*)`",
+            ["2 node(s) x 1 device(s): 1 % of each device's updates after each step", "`max_epochs=3` reached"],
+        ),
+        (
+            "quickstart_sgd",
+            "examples/quickstart_sgd.py",
+            r"(?m)^lightning-sparse (lab .*)$",
+            ["1 sparse, at density", "`max_epochs=5` reached"],
+        ),
+    ],
+)
+def test_the_quick_start(script: str, page: str, command: str, says: list[str], tmp_path: Path) -> None:
     pytest.importorskip("pytorch_lightning")
     pytest.importorskip("sklearn")
-    script = ROOT / "examples" / "quickstart_sgd.py"
-    (command,) = re.findall(r"^lightning-sparse (lab .*)$", script.read_text(encoding="utf-8"), re.MULTILINE)
-    words = [sys.executable, "-m", "lightning_sparse.cli", *command.replace(script.name, str(script)).split()]
-    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=200, check=False)
+    (words,) = re.findall(command, (ROOT / page).read_text(encoding="utf-8"))
+    there = re.sub(rf"(examples/)?{script}\.py", str(ROOT / "examples" / f"{script}.py"), words)
+    start = [sys.executable, "-m", "lightning_sparse.cli", *there.split()]
+    done = subprocess.run(start, cwd=tmp_path, capture_output=True, text=True, timeout=200, check=False)
     said = done.stdout + done.stderr
     assert done.returncode == 0, said
-    assert "1 sparse, at density" in said
-    assert "`max_epochs=5` reached" in said
-    assert float(re.findall(r"val_accuracy=([\d.]+)", said)[-1]) > 0.8
+    for each in says:
+        assert each in said
+    if "sgd" in script:
+        assert float(re.findall(r"val_accuracy=([\d.]+)", said)[-1]) > 0.8
 
 
 @pytest.mark.slow
@@ -145,3 +151,21 @@ def test_python_in_documents_means_something(tmp_path: Path) -> None:
         command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120, check=False
     )
     assert done.returncode == 0, done.stderr[-3000:]
+
+
+# -- docstrings --------------------------------------------------------------------------------------------------------
+
+MODULES = [
+    "lightning_sparse.topology",
+    "lightning_sparse.sharding",
+    "lightning_sparse.exchange.paths",
+    "lightning_sparse.gradients.config",
+    "lightning_sparse.kernels.ops",
+]
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_docstring_examples(name: str) -> None:
+    result = doctest.testmod(import_module(name))
+    assert result.attempted > 0
+    assert result.failed == 0

@@ -1,4 +1,4 @@
-"""The convergence benchmarks: what their tables are made of, without training; and one run on real ranks, twice."""
+"""What benchmarks make of what they measured: tables, pictures, without training; and one run on real ranks, twice."""
 
 import json
 from pathlib import Path
@@ -77,3 +77,60 @@ def test_runs_are_kept_and_others_settings_are_refused(tmp_path: Path) -> None:
     assert execute(TASK, runs, tmp_path / "not there", tmp_path / "runs") == records
     with pytest.raises(ValueError, match="was made with"):
         execute(TASK, [TASK.run("dense", 0, TextSettings(lr=1e-3, text="any"))], corpus, tmp_path / "runs")
+
+
+# -- pictures of results come out of the result files again ------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "name", ["exchange-8x1-2026-11-22.svg", "kernels-2026-11-21.svg", "convergence-long-2026-11-22.svg"]
+)
+def test_a_picture_is_drawn_again(name: str, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    from benchmarks import pictures
+
+    record = json.loads((BENCHMARKS / "results" / name).with_suffix(".json").read_text())
+    pictures.draw(tmp_path / name, record)
+    drawn = (tmp_path / name).read_text()
+    assert drawn.startswith("<?xml")
+    assert "#ffffff" not in drawn, "transparent"
+    published = BENCHMARKS / "results" / name
+    if published.exists():
+        assert len(drawn) == pytest.approx(len(published.read_text()), rel=0.1)
+
+
+def test_every_picture_has_a_record_and_a_benchmark_that_draws_it() -> None:
+    from benchmarks.pictures import BY, GONE, SUFFIXES
+
+    for file in (BENCHMARKS / "results").glob("*.[sp][vn]g"):
+        assert file.name.startswith((*BY, *GONE)), file
+        records = [file.name.removesuffix(suffix) + ".json" for suffix in SUFFIXES if file.name.endswith(suffix)]
+        assert any((file.parent / record).exists() for record in records), file
+
+
+# -- nodes that come and go: what is concluded from what they say ------------------------------------------------------
+
+
+def said(step: int, time: float, token: str, digest: str) -> dict[str, Any]:
+    return {"step": step, "time": time, "token": token, "digest": digest, "rounds_lost": 0}
+
+
+ELASTIC = "benchmarks.exchange.elastic"
+
+
+def test_weights_of_one_name_must_have_one_digest() -> None:
+    compared = pytest.importorskip(ELASTIC, reason="needs torchft").compared
+    first = [said(1, 0.0, "a", "1"), said(2, 1.0, "b", "2"), said(3, 2.0, "c", "3")]
+    second = [said(1, 0.0, "a", "1"), said(2, 1.0, "b", "other")]
+    found = compared({0: first, 1: second})
+    assert (found["rounds"], found["compared"], found["different"]) == (3, 2, 1)
+
+
+def test_seconds_lost_are_those_beyond_usual_steps_of_a_node_that_went_on() -> None:
+    lost = pytest.importorskip(ELASTIC, reason="needs torchft").lost
+    times = [0.0, 1.0, 2.0, 8.0, 9.0, 10.0, 11.0]
+    lines = [said(step, time, "", "") for step, time in enumerate(times)]
+    found = lost({0: lines, 1: lines[:3]}, [(2.5, "kill", 1), (9.5, "start", 1)])
+    assert found["step s"] == 1.0
+    assert [each["seconds"] for each in found["lost"]] == [5.0, 0.0]
+    assert len(lost({0: lines}, [(2.5, "kill", 1), (2.6, "start", 1)])["lost"]) == 1

@@ -1,8 +1,9 @@
-"""The commands of docs/launchers.md as they stand there, for two nodes on this machine.
+"""The commands of docs/launchers.md as they stand there, for two nodes on this machine, and examples/elastic.py.
 
 What a launcher sets is set by hand: these tests hold that the commands fit the variables, and that nodes are found.
 """
 
+import importlib.util
 import os
 import re
 import socket
@@ -115,3 +116,19 @@ def test_nodes_are_found_by_the_variables_of_srun(folder: Path) -> None:
     output = run_all(commands, port, folder)
     for rank in range(tasks):
         assert f"rank {rank} of {FOUND}, nodes ((0, 1), (2, 3))" in output
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(500)
+@pytest.mark.skipif(importlib.util.find_spec("torchft") is None, reason="needs torchft")
+def test_a_node_leaves_and_comes_back(tmp_path: Path) -> None:
+    command = [sys.executable, str(ROOT / "examples" / "elastic.py"), "--demo", "--rounds", "50"]
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "PATH": path}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=450)
+    assert done.returncode == 0, done.stderr[-6000:]
+    before, _, after = done.stdout.partition("node c is killed")
+    said = r"round \d+ of (\d) nodes: loss ([\d.]+), weights [0-9a-f]{8}"
+    assert {count for count, _ in re.findall(said, after)} >= {"2", "3"}  # without it, and with it again
+    losses = [float(loss) for _, loss in re.findall(said, done.stdout)]
+    assert sum(losses[-5:]) < sum(losses[:5]) / 2
