@@ -21,9 +21,7 @@ PACKAGE = "lightning_sparse"
 ROOT = Path(__file__).resolve().parents[1]
 MAX_LINES_OF_A_FUNCTION = 40
 # Functions whose signature and docstring are their length: what users see, and command lines.
-LONG_FUNCTIONS = {
-    "data/datamodule.py": {"__init__"},
-}
+LONG_FUNCTIONS = {"data/datamodule.py": {"__init__"}}
 
 # Part of the package -> the parts that it may import, itself aside. A dotted entry is one module of a part.
 MAY_IMPORT: dict[str, set[str]] = {
@@ -234,10 +232,7 @@ def test_a_broken_rule_is_found(path: str, source: str, said: str) -> None:
 @pytest.mark.parametrize(
     ("path", "source"),
     [
-        (
-            "gradients/hook.py",
-            "from ..exchange import Shard\nfrom .state import HierState\nimport torch",
-        ),
+        ("gradients/hook.py", "from ..exchange import Shard\nfrom .state import HierState\nimport torch"),
         ("gradients/__init__.py", "from .hook import hier_hook"),
         ("pto.py", "from .exchange.communicator import HierCommunicator\nfrom . import topology"),
         ("flavours/lightning.py", "from lightning.pytorch import Trainer\nfrom ..strategy import trainer"),

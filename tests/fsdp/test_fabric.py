@@ -2,7 +2,6 @@
 
 import os
 from functools import partial
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +12,9 @@ from torch import Tensor
 from tests.fsdp.runs import Blocks, loss_of, whole
 from tests.fsdp.test_trainer import fsdp
 from tests.helpers.distributed import run_ranks
-from tests.strategy.test_fabric import FLAVOURS, STEPS, fabric_with
+from tests.strategy.test_fabric import FLAVOURS, STEPS, fabric_with, of_class
 
-
-def ours(flavour: str, **options: Any) -> Any:
-    module = import_module(f"lightning_sparse.flavours.{FLAVOURS[flavour]}")
-    return module.MSTopKFSDPStrategy(**{"density": 0.05, **options})
+ours = partial(of_class, "MSTopKFSDPStrategy")
 
 
 def prepared(flavour: str, strategy: Any, seed: int = 0) -> tuple[Any, Any, Any]:
@@ -64,11 +60,7 @@ def resumed(flavour: str, folder: str, options: dict[str, Any]) -> tuple[Tensor,
     return whole(model).clone(), whole(again).clone()
 
 
-SAVED: list[dict[str, Any]] = [
-    {},
-    {"save_distributed_checkpoint": False},
-    {"send": "gradients", "exchange": "sparse"},
-]
+SAVED: list[dict[str, Any]] = [{}, {"save_distributed_checkpoint": False}, {"send": "gradients", "exchange": "sparse"}]
 
 
 @pytest.mark.slow

@@ -1,4 +1,5 @@
-"""`MSTopKFSDPStrategy` in a Trainer: beside DDP and Lightning's FSDP2, validated, saved and resumed."""
+"""`MSTopKFSDPStrategy` in a Trainer: beside DDP and Lightning's FSDP2, validated, saved and resumed; and updates of
+sharded parameters without it."""
 
 import os
 from pathlib import Path
@@ -9,12 +10,16 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 
 from lightning_sparse.sharding import parameters_of
+from lightning_sparse.topology import discover
+from lightning_sparse.updates import LocalUpdates, UpdatesConfig
+from tests.fsdp import runs
 from tests.fsdp.runs import Blocks, whole
 from tests.helpers.distributed import run_ranks
-from tests.strategy.trainers import lightning_of, ours, plain_module, trainer
-from tests.updates.runs import mean_over_nodes
+from tests.strategy.trainers import lightning_of, ours, plain_module, ranks, trainer
+from tests.updates.runs import adamw, mean_over_nodes
 
 FLAVOURS = ["pytorch_lightning", pytest.param("lightning", marks=pytest.mark.slow)]
 
@@ -29,11 +34,6 @@ def module(flavour: str, seed: int = 0) -> Any:
 
 def fsdp(flavour: str, **options: Any) -> Any:
     return ours(flavour).MSTopKFSDPStrategy(**{"density": 0.05, **options})
-
-
-def ranks() -> dict[str, int]:
-    devices = int(os.environ["LOCAL_WORLD_SIZE"])
-    return {"devices": devices, "num_nodes": int(os.environ["WORLD_SIZE"]) // devices}
 
 
 def fitted(flavour: str, strategy: Any, trained: Any = None, path: str | None = None, **options: Any) -> Any:
@@ -184,10 +184,7 @@ ALL: Clusters = (4, 1), (2, 1), (2, 2), (1, 2), (1, 4)
 
 @pytest.mark.parametrize(
     ("distributed", "clusters"),
-    [
-        pytest.param(True, ALL, marks=pytest.mark.slow),
-        pytest.param(False, ALL, marks=pytest.mark.slow),
-    ],
+    [pytest.param(True, ALL, marks=pytest.mark.slow), pytest.param(False, ALL, marks=pytest.mark.slow)],
     ids=str,
 )
 def test_on_another_cluster_shared_weights_and_the_mean_of_what_is_pending_stay(
@@ -258,3 +255,60 @@ def gathered_in(flavour: str, precision: str) -> set[tuple[torch.dtype, torch.dt
 def test_mixed_precision_gathers_half_the_bytes(precision: str, dtypes: set[tuple[torch.dtype, torch.dtype]]) -> None:
     for found in run_ranks(gathered_in, "pytorch_lightning", precision, nodes=2, devices=2, timeout=120, init=False):
         assert found == dtypes
+
+
+# -- updates in a loop of one's own ------------------------------------------------------------------------------------
+
+OPTIONS: list[dict[str, Any]] = [
+    {"density": 0.05},
+    {"density": 0.1, "delay": 0, "step_ahead": 0.5},
+    {"exchange": "dense16", "sync_every": 2},
+]
+
+
+def shared_of(updates: LocalUpdates) -> Tensor:
+    with updates.shared_weights():
+        return runs.whole(updates.module).clone()
+
+
+def with_all_options(steps: int) -> list[tuple[Tensor, Tensor, Tensor]]:
+    return [trained(options, steps) for options in OPTIONS]
+
+
+def trained(options: dict[str, Any], steps: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Shared weights, and the mean of the nodes' own ones before and after all is sent."""
+    model, optimizer, updates = runs.start(adamw, discover().rank, **options)
+    runs.steps(model, optimizer, updates, 0, steps)
+    shared = shared_of(updates)
+    pending = [node.state.read_shared() - node.state.pending_S for node in updates.optimizers]
+    assert all(torch.isfinite(each).all() for each in pending)
+    updates.finish()
+    return shared, mean_over_nodes(runs.whole(model)), runs.whole(model).clone()
+
+
+@pytest.mark.parametrize("steps", [12, pytest.param(50, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("nodes", "devices"), [(2, 2), (3, 1)])
+def test_nodes_share_one_model(nodes: int, devices: int, steps: int) -> None:
+    everyone = run_ranks(with_all_options, steps, nodes=nodes, devices=devices)
+    for results in zip(*everyone, strict=True):
+        for shared, mean, finished in results:
+            assert torch.equal(shared, results[0][0])
+            assert torch.equal(finished, results[0][2])
+            torch.testing.assert_close(mean.float(), finished)
+
+
+def beside_ddp(options: dict[str, Any]) -> tuple[Tensor, Tensor]:
+    """Twenty steps of the same model: FSDP2 inside the node, and DDP inside the node."""
+    model, optimizer, updates = runs.start(adamw, **options)
+    runs.steps(model, optimizer, updates, 0, 20)
+    topology, plain = discover(), runs.Blocks()
+    stepped = adamw(plain)
+    local = LocalUpdates(plain, stepped, UpdatesConfig(**options), topology)
+    ddp = DistributedDataParallel(plain, process_group=topology.intra)
+    runs.steps(ddp, stepped, local, 0, 20)
+    return shared_of(updates), shared_of(local)
+
+
+def test_one_device_a_node_selects_as_replicated_nodes_do() -> None:
+    for mine, local in run_ranks(beside_ddp, {"density": 0.05}, nodes=2, devices=1):
+        torch.testing.assert_close(mine, local, rtol=1e-5, atol=1e-6)

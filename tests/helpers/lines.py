@@ -1,6 +1,7 @@
-"""What the package says."""
+"""What the package says, and what a call raises."""
 
 import logging
+from collections.abc import Callable
 
 from lightning_sparse.messages import log
 
@@ -16,3 +17,12 @@ class Lines(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         self.lines.append(record.getMessage())
+
+
+def raised(call: Callable[..., object], *args: object, **options: object) -> str:
+    """What a call raises, for a rank to return; empty for nothing."""
+    try:
+        call(*args, **options)
+    except Exception as error:
+        return str(error)
+    return ""

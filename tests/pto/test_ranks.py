@@ -3,8 +3,6 @@
 Every rank also makes the plain step, and compares parameters and consolidated state by their bits.
 """
 
-import os
-import signal
 import time
 from typing import Any
 
@@ -20,8 +18,10 @@ from lightning_sparse.pto import ShardedStep, communicator_of
 from lightning_sparse.pto import step as timing
 from lightning_sparse.topology import discover
 from tests.helpers.distributed import RanksFailed, run_ranks
+from tests.helpers.lines import raised
 from tests.helpers.scenarios import Scenarios
 from tests.pto.steps import STEPS, compare, groups, parameters, results_of, same, set_gradients, train, whole_state
+from tests.strategy.kills import die
 
 SCENARIOS = Scenarios()
 scenario = SCENARIOS.add
@@ -178,11 +178,7 @@ def state_without_asking(communicator: HierCommunicator) -> dict[str, Any]:
     said = []
     train(params, optimizer, last=2)
     for _ in range(2):
-        try:
-            optimizer.state_dict()
-            said.append("")
-        except RuntimeError as error:
-            said.append(str(error))
+        said.append(raised(optimizer.state_dict))
         optimizer.consolidate_state_dict(to=communicator.topology.world_size - 1)  # type: ignore[attr-defined]
     return {"said": said}
 
@@ -211,11 +207,7 @@ def different_ranks(communicator: HierCommunicator) -> str:
     set_gradients(params, 0)
     if dist.get_rank() == 0:
         params[4].grad.view(-1)[3] += 1e-3  # type: ignore[union-attr]
-    try:
-        optimizer.step()
-    except ValueError as error:
-        return str(error)
-    return ""
+    return raised(optimizer.step)
 
 
 @scenario
@@ -229,10 +221,7 @@ def a_step_that_raises(communicator: HierCommunicator) -> dict[str, Any]:
     said = []
     for attempt in (optimizer.step, optimizer.step, optimizer.consolidate_state_dict):  # type: ignore[attr-defined]
         set_gradients(params, 2)
-        try:
-            attempt()
-        except Exception as error:
-            said.append(str(error))
+        said.append(raised(attempt))
     return {"said": said}
 
 
@@ -247,10 +236,7 @@ def a_closure_that_raises(communicator: HierCommunicator) -> dict[str, Any]:
     def closure() -> float:
         raise KeyError("a bad sample")
 
-    try:
-        optimizer.step(closure)
-    except KeyError as error:
-        said = str(error)
+    said = raised(optimizer.step, closure)
     whole = all(p.grad is not None for p in params)
     train(params, optimizer)
     train(expected, reference)
@@ -272,9 +258,7 @@ def test_what_happens_in_a_run(results: list[dict[str, Any]]) -> None:
     assert (bool(last[0]), last[1]) == (True, "")
 
 
-def test_state_that_cannot_be_sent_is_an_error_on_both_ends(
-    results: list[dict[str, Any]],
-) -> None:
+def test_state_that_cannot_be_sent_is_an_error_on_both_ends(results: list[dict[str, Any]]) -> None:
     said = [each["state_that_cannot_be_sent"] for each in results]
     if len(said) > 1:
         assert (said[0], said[-1]) == ("RuntimeError", "ValueError")
@@ -382,13 +366,7 @@ def named(communicator: HierCommunicator) -> dict[str, Any]:
     out["steps"] = sharded.steps
     optimizer.fails = True
     set_gradients(params, 2)
-    said = []
-    for _ in range(2):
-        try:
-            optimizer.step()
-        except Exception as error:
-            said.append(str(error))
-    return {**out, "said": said}
+    return {**out, "said": [raised(optimizer.step) for _ in range(2)]}
 
 
 @scenario
@@ -396,11 +374,7 @@ def a_second_evaluation(communicator: HierCommunicator) -> str:
     params = parameters(odd=False)
     optimizer = Twice(params, lr=0.1)
     ShardedStep(optimizer, communicator, trusted=True)
-    try:
-        optimizer.step(lambda: set_gradients(params, 0))
-    except RuntimeError as error:
-        return str(error)
-    return ""
+    return raised(optimizer.step, lambda: set_gradients(params, 0))
 
 
 def test_a_named_optimizer_is_shared_whole_and_steps_once(results: list[dict[str, Any]]) -> None:
@@ -432,7 +406,7 @@ def die_in_the_gather() -> None:
     step = ShardedStep(optimizer, communicator_of(discover(), "world"))
     train(params, optimizer, last=2)
     if dist.get_rank() == 1:
-        step.communicator.gather = lambda _: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore
+        step.communicator.gather = die  # type: ignore
     set_gradients(params, 2)
     try:
         optimizer.step()

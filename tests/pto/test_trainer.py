@@ -16,9 +16,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from tests.helpers.distributed import run_ranks
+from tests.helpers.lines import raised
 from tests.helpers.scenarios import Scenarios, returned
 from tests.pto.steps import same
-from tests.strategy.trainers import Branches, ddp, gan, lightning_of, ours, plain_module, sparse, trainer
+from tests.strategy.trainers import Branches, ddp, gan, lightning_of, ours, plain_module, ranks, sparse, trainer
 
 STEPS = 12
 KEYS = ("state_dict", "optimizer_states", "lr_schedulers", "MixedPrecision", "global_step")
@@ -71,15 +72,7 @@ def fit(
     """The trainer after a fit, and its callback if it has one."""
     pto = ours(flavour).PTOCallback(scope) if scope else None
     callbacks = [*options.pop("callbacks", []), *([pto] if pto else [])]
-    local = int(os.environ["LOCAL_WORLD_SIZE"])
-    shape = {"devices": local, "num_nodes": int(os.environ["WORLD_SIZE"]) // local}
-    given = {
-        "max_steps": STEPS,
-        "max_epochs": -1,
-        **shape,
-        "callbacks": callbacks,
-        **options,
-    }
+    given = {"max_steps": STEPS, "max_epochs": -1, **ranks(), "callbacks": callbacks, **options}
     t = trainer(flavour, strategy or ddp(flavour), **given)
     t.fit(module, ckpt_path=resume)
     return t, pto
@@ -347,10 +340,8 @@ def refusals(flavour: str) -> dict[str, Any]:
     said = {}
     for name, cls in (("lbfgs", torch.optim.LBFGS), ("adam", torch.optim.Adam)):
         twice = [ours(flavour).PTOCallback("world")] if name == "adam" else []
-        try:
-            fit(flavour, module_with(flavour, lambda m, cls=cls: cls(m.parameters())), "node", callbacks=twice)
-        except ValueError as error:
-            said[name] = str(error)
+        module = module_with(flavour, lambda m, cls=cls: cls(m.parameters()))
+        said[name] = raised(fit, flavour, module, "node", callbacks=twice)
     return said
 
 

@@ -42,10 +42,7 @@ def wrap(
     """DDP with the hook; `state` carries over from an earlier wrap."""
     if state is None:
         state = HierState(
-            model,
-            config,
-            topology or discover(),
-            find_unused_parameters=bool(ddp.get("find_unused_parameters", False)),
+            model, config, topology or discover(), find_unused_parameters=bool(ddp.get("find_unused_parameters", False))
         )
     wrapped = DistributedDataParallel(model, **ddp)  # type: ignore[arg-type]
     wrapped.register_comm_hook(state, hier_hook)
@@ -59,6 +56,21 @@ def train(model: nn.Module, ddp: DistributedDataParallel, steps: int, lr: float 
         loss_of(ddp, step, dist.get_rank()).backward()
         optimizer.step()
     return flat_parameters(model)
+
+
+def loop(ddp: nn.Module, state: HierState, optimizer: torch.optim.Optimizer, steps: Iterable[int]) -> None:
+    """Steps of a loop of one's own, in which the state knows the optimizer."""
+    for step in steps:
+        state.before_backward()
+        loss_of(ddp, step, dist.get_rank()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def backward(ddp: nn.Module, steps: Iterable[int]) -> None:
+    """Gradients of these steps, which nobody makes."""
+    for step in steps:
+        loss_of(ddp, step, dist.get_rank()).backward()
 
 
 def flat_grads(model: nn.Module) -> Tensor:

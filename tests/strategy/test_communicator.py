@@ -1,5 +1,7 @@
-"""What travels between nodes arrives whole, in node order, for any number of nodes and any order of ranks."""
+"""What travels between nodes arrives whole, in node order, for any number of nodes and any order of ranks; and who is
+in which node."""
 
+import os
 from datetime import timedelta
 from unittest.mock import patch
 
@@ -9,8 +11,8 @@ import torch.distributed as dist
 
 from lightning_sparse.exchange import CommunicationError
 from lightning_sparse.strategy import HierCommunicator
-from lightning_sparse.topology import Topology, discover
-from tests.helpers.distributed import RunRanks, run_ranks
+from lightning_sparse.topology import NODE_VARIABLE, Topology, discover
+from tests.helpers.distributed import RanksFailed, RunRanks, run_ranks
 
 PLACEMENTS = {
     "two": [[0], [1]],
@@ -93,3 +95,51 @@ def test_an_error_of_the_backend_names_the_step() -> None:
     ):
         comm.all_reduce(torch.zeros(4))
     assert failed.value.__cause__ is gone
+
+
+# -- nodes by name, the mesh, and ranks that were configured differently -----------------------------------------------
+
+
+def mesh() -> tuple[list[int], list[int], tuple[str, ...] | None]:
+    found = discover(timeout=timedelta(seconds=60)).mesh
+    assert found is not None
+    node, device = found["node"], found["device"]
+    total = torch.tensor([float(dist.get_rank())])
+    dist.all_reduce(total, group=device.get_group())
+    assert total == sum(device.mesh.tolist())
+    return node.mesh.tolist(), device.mesh.tolist(), found.mesh_dim_names
+
+
+def test_the_topology_is_a_mesh() -> None:
+    for rank, (node, device, names) in enumerate(run_ranks(mesh, nodes=2, devices=2)):
+        assert names == ("node", "device")
+        assert node == [rank % 2, rank % 2 + 2]
+        assert device == [rank // 2 * 2, rank // 2 * 2 + 1]
+
+
+def named(by_option: bool) -> tuple[tuple[int, ...], ...]:
+    name = f"rack{dist.get_rank() % 2}"
+    if not by_option:
+        os.environ[NODE_VARIABLE] = name
+    nodes = discover(node_name=name if by_option else None).nodes
+    dist.barrier()  # a rank that leaves at once fails those that still connect to it
+    return nodes
+
+
+@pytest.mark.parametrize("by_option", [True, False])
+def test_a_node_can_be_named(by_option: bool) -> None:
+    assert run_ranks(named, by_option, nodes=1, devices=4) == [((0, 2), (1, 3))] * 4
+
+
+def configured(differs: bool) -> None:
+    discover(config={"density": 0.02 if differs and dist.get_rank() == 2 else 0.01, "exchange": "auto"})
+    dist.barrier()
+
+
+def test_ranks_with_other_options_are_named_before_they_hang() -> None:
+    run_ranks(configured, False, nodes=3, devices=1)
+    with pytest.raises(RanksFailed) as failed:
+        run_ranks(configured, True, nodes=3, devices=1)
+    for said in failed.value.raised.values():
+        assert "ranks differ in their options: rank 2 has density=0.02, rank 0 has 0.01" in said
+    assert failed.value.raised.keys() == {0, 1, 2}

@@ -3,21 +3,27 @@
 Every test runs the worker below it (named after the test) in P processes and compares what the ranks return.
 """
 
+import gc
 import itertools
+import weakref
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from lightning_sparse.gradients.tracking import MANY_STEPS, Parameters, StepTracker
 from lightning_sparse.strategy import HierConfig
-from tests.helpers.distributed import RunRanks
+from tests.helpers.distributed import RunRanks, run_ranks
 from tests.strategy.models import (
     PLAIN,
     conserved,
     flat_grads,
     flat_parameters,
+    loop,
     loss_of,
     mean_gradient,
     mlp,
@@ -26,6 +32,7 @@ from tests.strategy.models import (
     watched,
     wrap,
 )
+from tests.strategy.trainers import plain_module, sparse, trainer, weights
 
 SHAPES = [(2, 2), (3, 1), (1, 3)]
 
@@ -179,12 +186,7 @@ def test_all_rounds_of_a_gradient_that_is_thrown_away_leave_no_trace(
 
 def throw_away(exchange: str, set_to_none: bool) -> tuple[Tensor, Tensor]:
     ddp, state, optimizer = watched(density=0.05, exchange=exchange)
-    for step in range(6):
-        optimizer.zero_grad()
-        state.before_backward()
-        loss_of(ddp, step, dist.get_rank()).backward()
-        optimizer.step()
-    optimizer.zero_grad()
+    loop(ddp, state, optimizer, range(6))
     state.before_backward()
     before = node_residual(ddp.module, state)
     for step in (6, 7, 8):
@@ -220,3 +222,236 @@ def drop_some() -> tuple[Tensor, Tensor, bool]:
     state.settle()
     after = node_residual(ddp.module, state)
     return before[-last:], after[-last:], not torch.equal(before[:-last], after[:-last])
+
+
+# -- optimizers that step in ways of their own -------------------------------------------------------------------------
+
+Stepper = tuple[list[torch.optim.Optimizer], Callable[[], Any]]
+"""The optimizers that are watched, and what a step calls."""
+
+
+class Outer(torch.optim.Optimizer):
+    """Leaves the step to another optimizer inside it, as SAM does."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {})
+        self.inner = torch.optim.SGD(self.param_groups, lr=0.05)
+
+
+def nesterov(model: nn.Module) -> Stepper:
+    """Writes to the gradients."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, nesterov=True, foreach=True)
+    return [optimizer], optimizer.step
+
+
+def inner(model: nn.Module) -> Stepper:
+    optimizer = Outer(model.parameters())
+    return [optimizer], optimizer.inner.step
+
+
+def unknown(model: nn.Module) -> Stepper:
+    return [], torch.optim.SGD(model.parameters(), lr=0.05).step
+
+
+class Overriding(torch.optim.SGD):
+    """Calls the step that it overrides, and not for all that it was given, as a sharded step does."""
+
+    def step(self, closure: Any = None) -> Any:
+        first = self.param_groups[0]["params"][0]
+        kept, first.grad = first.grad, None
+        super().step(closure)
+        first.grad = kept
+
+
+def overriding(model: nn.Module) -> Stepper:
+    torch.optim.SGD(model.parameters(), lr=0.05)  # from now on SGD's own step tells, too
+    optimizer = Overriding(model.parameters(), lr=0.05)
+    return [optimizer], optimizer.step
+
+
+def closure(model: nn.Module) -> Stepper:
+    """The gradients are there only once the optimizer has called it."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    return [optimizer], lambda: optimizer.step(lambda: 0.0)
+
+
+STEPPERS = [nesterov, inner, unknown, overriding, closure]
+
+
+@pytest.fixture(scope="module")
+def lost() -> list[dict[str, float]]:
+    return run_ranks(what_is_lost, nodes=2, devices=1)
+
+
+@pytest.mark.parametrize("name", [stepper.__name__ for stepper in STEPPERS])
+def test_nothing_is_lost(lost: list[dict[str, float]], name: str) -> None:
+    assert all(each[name] < 1e-6 for each in lost), lost
+
+
+def what_is_lost() -> dict[str, float]:
+    return {stepper.__name__: lost_with(stepper) for stepper in STEPPERS}
+
+
+def lost_with(stepper: Callable[[nn.Module], Stepper]) -> float:
+    """The largest entry of the mean gradients minus what was applied and what waits."""
+    model = mlp()
+    watched, step = stepper(model)
+    config = HierConfig(density=0.05, exchange="sparse", warmup_epochs=0)
+    ddp, state = wrap(model, config, bucket_cap_mb=0.002)
+    state.watch(watched)
+    first = next(model.parameters())
+    balance = torch.zeros_like(flat_parameters(model)).double()
+    for number in range(8):
+        given = mean_gradient(ddp, number)
+        model.zero_grad()
+        state.before_backward()
+        loss_of(ddp, number, dist.get_rank()).backward()
+        change = given - flat_grads(model)
+        if watched and number >= 4:  # held still: that gradient is thrown away
+            first.grad = None
+            change[: first.numel()] = 0
+        balance += change
+        step()
+    state.settle()
+    return float((balance - sum_over_nodes(node_residual(model, state), state)).abs().max())
+
+
+def test_a_model_that_is_trained_on_without_rounds_gathers_nothing() -> None:
+    """And what torch keeps to tell of steps does not keep the watch."""
+    model = mlp()
+    parameters = Parameters(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    watch = StepTracker(parameters, lambda: set(parameters.numels))
+    watch.watch([optimizer])
+    for _ in range(3 * MANY_STEPS):
+        model(torch.randn(4, 13)).sum().backward()
+        optimizer.step()
+    assert len(watch._steps) <= MANY_STEPS
+    assert watch.stepped() == set(parameters.numels)
+    reference = weakref.ref(watch)
+    del watch
+    gc.collect()
+    assert reference() is None
+
+
+def test_a_watch_may_go_in_the_middle_of_a_step() -> None:
+    """As the garbage collector has it: torch walks through all hooks then."""
+    model = mlp()
+    held = [StepTracker(Parameters(model), set)]
+    held[0].watch([optimizer := torch.optim.SGD(model.parameters(), lr=0.05)])
+    before = flat_parameters(model).clone()
+
+    def let_go(*_: Any) -> None:
+        held.clear()
+        gc.collect()
+
+    others = [register_optimizer_step_pre_hook(each) for each in (let_go, lambda *_: None)]
+    for _ in range(2):
+        model(torch.randn(4, 13)).sum().backward()
+        optimizer.step()
+    for each in others:
+        each.remove()
+    assert not torch.equal(before, flat_parameters(model))
+
+
+def test_who_lives_where_a_parameter_lived_is_not_taken_for_it() -> None:
+    model = mlp()
+    parameters, stranger = Parameters(model), nn.Parameter(torch.zeros(3))
+    name, first = next(iter(model.named_parameters()))
+    assert parameters.name_of(first) == name
+    parameters.names[id(stranger)] = name  # as if it had been given that place in memory
+    assert parameters.name_of(stranger) == ""
+    assert not parameters.are_stepped_by(torch.optim.SGD([stranger], lr=0.1))
+
+
+# -- 16-bit mixed precision with a loss scaler: an inf on one rank leaves no trace -------------------------------------
+
+BAD_STEPS = (5, 6, 9)
+
+
+@pytest.mark.parametrize(("exchange", "fused"), [("sparse", False), ("sparse", True), ("dense16", False)])
+@pytest.mark.parametrize(("nodes", "devices"), [(2, 2), (3, 1)])
+def test_a_skipped_step_leaves_everything_as_it_was(
+    ranks: RunRanks, nodes: int, devices: int, exchange: str, fused: bool
+) -> None:
+    everyone = ranks(skip_steps, exchange, fused, nodes=nodes, devices=devices)
+    for each in everyone:
+        assert each["skipped"] == list(BAD_STEPS)
+        assert each["unchanged"] == [True] * len(BAD_STEPS), "parameters, optimizer state or residual changed"
+        assert each["scale"] == everyone[0]["scale"]
+        assert torch.equal(each["weights"], everyone[0]["weights"])
+        torch.testing.assert_close(each["given"], each["accounted"], rtol=1e-4, atol=2e-5)
+
+
+def skip_steps(exchange: Any, fused: bool) -> dict[str, Any]:
+    """fp32 model with a scaler; the inf comes on one rank, in the parameter whose bucket is reduced last."""
+    model = mlp()
+    config = HierConfig(density=0.05, exchange=exchange, warmup_epochs=0, value_dtype="float32")
+    ddp, state = wrap(model, config, bucket_cap_mb=0.002)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, fused=fused)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=3)
+    state.loss_scale = scaler._get_scale_async
+    state.watch([optimizer])
+    skipped, unchanged = [], []
+    given = torch.zeros_like(flat_parameters(model)).double()
+    applied = given.clone()
+    for step in range(12):
+        bad = step in BAD_STEPS
+        mean = mean_gradient(ddp, step)
+        optimizer.zero_grad()
+        state.before_backward()
+        before, scale = snapshot(model, optimizer, state), scaler.get_scale()
+        loss = loss_of(ddp, step, dist.get_rank())
+        if bad and dist.get_rank() == 1:
+            loss = loss + float("inf") * model[0].weight.flatten()[7]
+        scaler.scale(loss).backward()
+        grads = flat_grads(model).double() / scale
+        scaler.step(optimizer)
+        scaler.update()
+        if scaler.get_scale() < scale:
+            skipped.append(step)
+        if bad:
+            optimizer.zero_grad()
+            state.before_backward()
+            unchanged.append(
+                all(torch.equal(a, b) for a, b in zip(before, snapshot(model, optimizer, state), strict=True))
+            )
+        else:
+            given += mean
+            applied += grads
+    state.settle()
+    accounted = applied + sum_over_nodes(node_residual(model, state), state)
+    return {
+        "skipped": skipped, "unchanged": unchanged, "scale": scaler.get_scale(), "weights": flat_parameters(model),
+        "given": given, "accounted": accounted,
+    }  # fmt: skip
+
+
+def snapshot(model: torch.nn.Module, optimizer: torch.optim.Optimizer, state: Any) -> list[Tensor]:
+    momenta = [each["momentum_buffer"].clone() for each in optimizer.state.values() if "momentum_buffer" in each]
+    return [flat_parameters(model), node_residual(model, state), *momenta]
+
+
+@pytest.mark.slow
+def test_16_mixed_in_a_trainer() -> None:
+    everyone = run_ranks(mixed_fit, nodes=2, devices=2, timeout=120, init=False)
+    for each in everyone:
+        assert torch.equal(each["weights"], everyone[0]["weights"])
+        assert each["weights"].isfinite().all()
+        assert each["scale"] == everyone[0]["scale"] < 2.0**16
+        assert 0 < each["norm"] < 10, "a residual in scaled units would be thousands of times larger"
+
+
+def mixed_fit() -> dict[str, Any]:
+    from pytorch_lightning.plugins.precision import MixedPrecision
+
+    module, strategy = plain_module("pytorch_lightning", by_step=True), sparse("pytorch_lightning")
+
+    def overflow(_: Any, __: Any, out: Tensor) -> Tensor:
+        return out * float("inf") if module.trainer.global_step == 5 and module.global_rank == 3 else out
+
+    module.net.register_forward_hook(overflow)
+    precision = MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu"))
+    trainer("pytorch_lightning", strategy, plugins=[precision]).fit(module)
+    norm = float(strategy.hier_state.residual_norm())
+    return {"weights": weights(module), "scale": precision.scaler.get_scale(), "norm": norm}

@@ -1,8 +1,6 @@
 """Checkpoints of loops without Lightning in folders of torch.distributed.checkpoint: exact on the same cluster, nothing
 lost on another, damage found."""
 
-import random
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +22,7 @@ from lightning_sparse.topology import discover
 from lightning_sparse.updates import LocalUpdates, UpdatesConfig
 from tests.fsdp.runs import Blocks
 from tests.helpers.distributed import run_ranks
+from tests.strategy.kills import damaged_copies
 from tests.strategy.models import loss_of, mlp, node_residual, wrap
 
 Loop = tuple[nn.Module, torch.optim.Optimizer, Engine]
@@ -194,19 +193,11 @@ def test_another_cluster_loses_nothing(nodes: int, devices: int, tmp_path: Path)
 
 def damaged(folder: str, kind: str) -> list[str]:
     """What becomes of each of 20 damaged bytes: an error, or what the undamaged folder gives."""
-    chance, loop, found = random.Random(kind), begin(kind, 0), []
+    loop, found = begin(kind, 0), []
     train(loop, 0, STEPS)
     save(loop, f"{folder}/saved", "save")
     expected = weights_of(loop[0])
-    for number in range(20):
-        copy = Path(folder) / str(number)
-        if dist.get_rank() == 0:
-            shutil.copytree(f"{folder}/saved", copy)
-            file = chance.choice(sorted(copy.glob("*.distcp")))
-            content = bytearray(file.read_bytes())
-            content[chance.randrange(len(content))] ^= 1 << chance.randrange(8)
-            file.write_bytes(content)
-        dist.barrier()
+    for copy in damaged_copies(Path(folder) / "saved", Path(folder), kind):
         try:
             load(loop, str(copy))
         except (Exception, CheckpointException) as error:  # torch's is no Exception

@@ -17,6 +17,7 @@ from lightning_sparse.kernels import message_bytes
 from lightning_sparse.topology import discover
 from tests.helpers.distributed import RunRanks
 from tests.strategy.models import (
+    backward,
     flat_parameters,
     go_on,
     loss_of,
@@ -100,8 +101,7 @@ def test_their_bytes_are_counted(ranks: RunRanks) -> None:
 def count_bytes() -> None:
     model = mlp()
     ddp, state = wrap(model, HierConfig(**SPARSE, exclude="vectors"))
-    for step in range(4):
-        loss_of(ddp, step, dist.get_rank()).backward()
+    backward(ddp, range(4))
     weights, biases = (13 * 37 + 37 * 29 + 29 * 5 + 1) // 2, (37 + 29 + 5 + 1) // 2  # shards
     k = num_selected(0.03, weights)
     sparse = Sparse(Work(2, 1, weights), k, torch.float32).bytes()
@@ -116,8 +116,7 @@ def test_where_everything_is_dense_nothing_is_cut(ranks: RunRanks) -> None:
 
 def groups_when_dense() -> int:
     ddp, state = wrap(mlp(), HierConfig(exchange="dense", exclude="vectors"))
-    for step in range(3):
-        loss_of(ddp, step, dist.get_rank()).backward()
+    backward(ddp, range(3))
     return len(state.layout.settled)
 
 

@@ -25,9 +25,14 @@ def fabric_with(flavour: str, strategy: Any, **options: Any) -> Any:
     return fabric
 
 
+def of_class(name: str, flavour: str, **options: Any) -> Any:
+    return getattr(import_module(f"lightning_sparse.flavours.{FLAVOURS[flavour]}"), name)(
+        **{"density": 0.05, **options}
+    )
+
+
 def ours(flavour: str, **options: Any) -> Any:
-    options = {"exchange": "sparse", "density": 0.05, **options}
-    return import_module(f"lightning_sparse.flavours.{FLAVOURS[flavour]}").MSTopKHierStrategy(**options)
+    return of_class("MSTopKHierStrategy", flavour, **{"exchange": "sparse", **options})
 
 
 def prepared(fabric: Any, lr: float = 0.1) -> tuple[Any, Any]:

@@ -20,9 +20,10 @@ from lightning_sparse.kernels import message_bytes
 from lightning_sparse.strategy import HierConfig
 from lightning_sparse.topology import discover, with_groups
 from tests.helpers.distributed import RunRanks, run_ranks
-from tests.helpers.lines import Lines
+from tests.helpers.lines import Lines, raised
 from tests.strategy.models import (
     PLAIN,
+    backward,
     flat_grads,
     flat_parameters,
     loss_of,
@@ -87,9 +88,13 @@ def loop_of_the_documents(code: str) -> tuple[Tensor, Tensor, Tensor, bool, bool
 # -- the identity ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("nodes", "devices", "exchange"), [(1, 3, "auto"), (1, 1, "auto"), (3, 1, "dense")])
-def test_identity_equals_ddp_exactly(ranks: RunRanks, nodes: int, devices: int, exchange: str) -> None:
-    for ours, ddp in ranks(identity_equals_ddp, exchange, nodes=nodes, devices=devices):
+@pytest.mark.parametrize(
+    ("placement", "exchange"),
+    [([[0, 1, 2]], "auto"), ([[0]], "auto"), ([[0], [1], [2]], "dense"), ([[0, 2], [1]], "auto")],
+)
+def test_identity_equals_ddp_exactly(ranks: RunRanks, placement: list[list[int]], exchange: str) -> None:
+    """Also where nodes are of unequal size."""
+    for ours, ddp in ranks(identity_equals_ddp, exchange, placement=placement):
         assert torch.equal(ours, ddp)
 
 
@@ -97,11 +102,6 @@ def identity_equals_ddp(exchange: str) -> tuple[Tensor, Tensor]:
     ours, plain = mlp(), mlp()
     wrapped, _ = wrap(ours, HierConfig(exchange=exchange), **PLAIN)
     return train(ours, wrapped, 6), train(plain, DistributedDataParallel(plain, **PLAIN), 6)
-
-
-def test_unequal_nodes_take_the_identity(ranks: RunRanks) -> None:
-    for ours, ddp in ranks(identity_equals_ddp, "auto", placement=[[0, 2], [1]]):
-        assert torch.equal(ours, ddp)
 
 
 def test_one_node_asks_nobody_which_parameters_are_unused(ranks: RunRanks) -> None:
@@ -117,8 +117,7 @@ def collectives_of_one_node() -> list[torch.dtype]:
         all_reduce(tensor, **options)
 
     state.exchange.communicator.flat_all_reduce = note  # type: ignore[method-assign]
-    for step in range(3):
-        loss_of(ddp, step, dist.get_rank()).backward()
+    backward(ddp, range(3))
     return reduced
 
 
@@ -303,12 +302,5 @@ def awkward_buckets() -> tuple[Tensor, Tensor, set[int]]:
 
 
 def test_a_topology_of_another_world_is_refused(ranks: RunRanks) -> None:
-    assert all("hold 3 ranks but the world has 2" in said for said in ranks(other_world, nodes=2, devices=1))
-
-
-def other_world() -> str:
-    try:
-        with_groups(((0, 1), (2,)))
-    except ValueError as error:
-        return str(error)
-    return ""
+    for said in ranks(raised, with_groups, ((0, 1), (2,)), nodes=2, devices=1):
+        assert "hold 3 ranks but the world has 2" in said

@@ -5,7 +5,6 @@ Ranks are real processes that SIGKILL themselves; what the others do is what the
 
 import os
 import random
-import signal
 import subprocess
 import sys
 from datetime import timedelta
@@ -17,161 +16,124 @@ import torch
 
 from lightning_sparse.strategy import saves
 from lightning_sparse.strategy.saves import StoreBarrier
-from tests.helpers.distributed import RanksFailed, run_ranks
-from tests.helpers.lines import Lines
+from tests.helpers.distributed import run_ranks
+from tests.helpers.lines import Lines, raised
+from tests.strategy.kills import FLAVOUR, Kill, fit_on, patience, whole_and_killed
 from tests.strategy.models import node_residual
-from tests.strategy.test_resume import _ranks
-from tests.strategy.trainers import lightning_of, plain_module, sparse, trainer, weights
+from tests.strategy.trainers import plain_module, ranks, sparse, trainer, weights
 
 STEPS = 12
 SHAPES = [(2, 2), (1, 3), (2, 3)]
-POINTS = ["in a step", "before its side file", "before the main file", "after the main file"]
 
 
-def fit(folder: str, precision: str, kill: dict[str, Any] | None, patience: float = 100) -> dict[str, Any]:
+def fit(folder: str, kill: Kill | None, precision: str = "32-true", seconds: float | None = None) -> dict[str, Any]:
     """Train with a checkpoint after every step, from the last one if there is one."""
-    pl = lightning_of("pytorch_lightning")
-    saver = pl.callbacks.ModelCheckpoint(folder, filename="last", every_n_train_steps=1, enable_version_counter=False)
-    strategy = sparse("pytorch_lightning", timeout=timedelta(seconds=patience))
-    path = f"{folder}/last.ckpt"
-    options: dict[str, Any] = {"callbacks": [saver, *([Killer(kill)] if kill else [])], "enable_checkpointing": True}
-    if precision == "16-mixed":
-        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=3)
-        options["plugins"] = [pl.plugins.MixedPrecision("16-mixed", "cpu", scaler=scaler)]
-    t = trainer("pytorch_lightning", strategy, max_steps=STEPS, max_epochs=-1, **_ranks(), **options)
-    module = plain_module("pytorch_lightning", by_step=True)
-    t.fit(module, ckpt_path=path if os.path.exists(path) else None)
+    strategy = sparse(FLAVOUR, timeout=timedelta(seconds=seconds) if seconds else patience(kill))
+    module = plain_module(FLAVOUR, by_step=True)
+    t = fit_on(folder, strategy, module, kill, max_steps=STEPS, precision=precision)
     state = t.strategy.hier_state
     state.settle()
     return {"weights": weights(module), "residual": node_residual(module, state), "round": state.round}
 
 
-def Killer(kill: dict[str, Any]) -> Any:
-    pl = lightning_of("pytorch_lightning")
-
-    class _Killer(pl.Callback):  # type: ignore[misc, name-defined]
-        def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
-            if trainer.global_step != kill["step"] or trainer.global_rank != kill["rank"]:
-                return
-            if kill["point"] == "in a step":
-                die()
-            elif kill["point"] == "before its side file":
-                saves.write_side_file = die
-            elif kill["point"] == "before the main file":
-                trainer.strategy.checkpoint_io.save_checkpoint = die
-            else:
-                saves.remove_side_files = die
-
-    return _Killer()
+def same_ends(one: dict[str, Any], other: dict[str, Any]) -> None:
+    assert one["round"] == other["round"]
+    assert torch.equal(one["weights"], other["weights"])
+    assert torch.equal(one["residual"], other["residual"])
 
 
-def die(*_: Any, **__: Any) -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
+QUICK = ["before its side file", "before the main file"]
+POINTS = ["in a step", QUICK[0], "after its side file", QUICK[1], "after the main file"]
+SLOW = [(*shape, precision, POINTS) for shape in SHAPES for precision in ("32-true", "16-mixed")]
 
 
 @pytest.mark.parametrize(
-    ("nodes", "devices", "precision"),
-    [
-        (2, 2, "32-true"),
-        *(
-            pytest.param(*shape, precision, marks=pytest.mark.slow)
-            for shape in SHAPES
-            for precision in ("32-true", "16-mixed")
-            if (shape, precision) != ((2, 2), "32-true")
-        ),
-    ],
+    ("nodes", "devices", "precision", "points"),
+    [(2, 2, "32-true", QUICK), *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW)],
 )
-def test_a_killed_run_goes_on_bit_identically(nodes: int, devices: int, precision: str, tmp_path: Path) -> None:
+def test_a_killed_run_goes_on_bit_identically(
+    nodes: int, devices: int, precision: str, points: list[str], tmp_path: Path
+) -> None:
     """Killed at each point in turn, each time in a later step, by a rank of chance where any may be hit."""
     chance = random.Random(f"{nodes} {devices} {precision}")
-    ranks = {"nodes": nodes, "devices": devices, "timeout": 100, "init": False}
-    (tmp_path / "whole").mkdir()
-    whole = run_ranks(fit, str(tmp_path / "whole"), precision, None, **ranks)
-    for number, point in enumerate(POINTS):
-        anyone = point in ("in a step", "before its side file")
-        rank = chance.randrange(1, nodes * devices) if anyone else 0
-        kill = {"point": point, "step": 4 + 2 * number, "rank": rank}
-        with pytest.raises(RanksFailed) as failed:
-            run_ranks(fit, str(tmp_path), precision, kill, 4, **ranks)
-        assert failed.value.killed.keys() == {rank}
-        assert not failed.value.hung
-    for one, other in zip(whole, run_ranks(fit, str(tmp_path), precision, None, **ranks), strict=True):
-        assert one["round"] == other["round"]
-        assert torch.equal(one["weights"], other["weights"])
-        assert torch.equal(one["residual"], other["residual"])
+    kills = []
+    for number, point in enumerate(points):
+        rank = 0 if "main" in point else chance.randrange(1, nodes * devices)
+        kills.append(Kill(point, rank, 3 + 2 * number))
+    many: dict[str, Any] = {"nodes": nodes, "devices": devices, "timeout": 100}
+    for one, other in whole_and_killed(fit, tmp_path, kills, precision, **many):
+        same_ends(one, other)
 
 
 @pytest.mark.slow
 def test_torchrun_restarts_a_run_that_goes_on(tmp_path: Path) -> None:
     (tmp_path / "whole").mkdir()
-    whole = run_ranks(fit, str(tmp_path / "whole"), "32-true", None, nodes=2, devices=1, timeout=100, init=False)
+    whole = run_ranks(fit, str(tmp_path / "whole"), None, nodes=2, devices=1, timeout=100, init=False)
     words = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=1"]
     environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": os.getcwd(), "OMP_NUM_THREADS": "1"}
     # torch 2.15 gives the second life the store of the first one, where Gloo finds addresses of the dead; plain
     # all_reduce fails there, too.
     environment["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     done = subprocess.run(
-        [*words, "-m", "tests.strategy.elastic_script", str(tmp_path)],
+        [*words, "-m", "tests.strategy.test_killed", str(tmp_path)],
         env=environment, capture_output=True, text=True, timeout=200, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     for rank, one in enumerate(whole):
         other = torch.load(tmp_path / f"result{rank}.pt")
         assert other["restarts"] == 1
-        assert one["round"] == other["round"]
-        assert torch.equal(one["weights"], other["weights"])
-        assert torch.equal(one["residual"], other["residual"])
+        same_ends(one, other)
 
 
-def test_a_checkpoint_is_not_replaced_by_one_that_lacks_residuals(tmp_path: Path) -> None:
-    """The rank that does not answer is alive, only too late; the saves before and after it are whole."""
-    said = run_ranks(late_rank, str(tmp_path), nodes=2, devices=1, timeout=100, init=False)
-    assert "rank(s) 1 did not write their residuals" in said[0]
-    assert "stays as it was" in said[0]
-    assert said[1] == "late"
+def main(folder: str) -> None:
+    """One rank under torchrun; in the first of its lives one of them dies. One agent starts all, each a node."""
+    os.environ.update(GROUP_RANK=os.environ["LOCAL_RANK"], LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")
+    restarts = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+    result = fit(folder, None if restarts else Kill("in a step", rank=1, step=6), seconds=20)
+    torch.save({**result, "restarts": restarts}, f"{folder}/result{os.environ['RANK']}.pt")
 
 
-def late_rank(folder: str) -> str:
-    fit(folder, "32-true", None)
-    path = Path(folder) / "last.ckpt"
-    before = path.read_bytes()
-    t = trainer("pytorch_lightning", sparse("pytorch_lightning", timeout=timedelta(seconds=2)), max_steps=2, **_ranks())
-    t.fit(plain_module("pytorch_lightning"))
-    if t.global_rank == 1:
-        return "late"
-    try:
-        t.strategy.save_checkpoint(t._checkpoint_connector.dump_checkpoint(), path)
-    except RuntimeError as error:
-        assert path.read_bytes() == before
-        return str(error)
-    return "saved"
+def two_steps(seconds: float) -> Any:
+    """A Trainer after a fit, in which ranks wait for each other for so long."""
+    t = trainer(FLAVOUR, sparse(FLAVOUR, timeout=timedelta(seconds=seconds)), max_steps=2, **ranks())
+    t.fit(plain_module(FLAVOUR))
+    return t
 
 
-def test_a_rank_that_cannot_write_tells_the_others(tmp_path: Path) -> None:
-    """All of them, long before the timeout of 100 s, and the checkpoint that was there stays."""
-    said = run_ranks(full_disk, str(tmp_path), nodes=3, devices=1, timeout=60, init=False)
-    assert said[1] == "no space left"
-    for other in (said[0], said[2]):
+def save(t: Any, path: Path | str) -> None:
+    t.strategy.save_checkpoint(t._checkpoint_connector.dump_checkpoint(), path)
+
+
+@pytest.mark.parametrize(("nodes", "seconds"), [(2, 2.0), (3, 100.0)])
+def test_a_checkpoint_is_not_replaced_by_one_that_lacks_residuals(nodes: int, seconds: float, tmp_path: Path) -> None:
+    """Of a rank that is alive, only too late; or that cannot write, which tells the others long before the timeout. The
+    save that was there stays."""
+    first, missing, *others = run_ranks(
+        saved_by_others, str(tmp_path), seconds, nodes=nodes, devices=1, timeout=60, init=False
+    )
+    if not others:
+        assert missing == "late"
+        assert "rank(s) 1 did not write their residuals" in first
+        assert "stays as it was" in first
+        return
+    assert missing == "no space left"
+    for other in (first, *others):
         assert "a rank could not write its residuals" in other
         assert "OSError: no space left" in other
 
 
-def full_disk(folder: str) -> str:
-    fit(folder, "32-true", None)
+def saved_by_others(folder: str, seconds: float) -> str:
+    fit(folder, None)
     path = Path(folder) / "last.ckpt"
     before = path.read_bytes()
-    t = trainer(
-        "pytorch_lightning", sparse("pytorch_lightning", timeout=timedelta(seconds=100)), max_steps=2, **_ranks()
-    )
-    t.fit(plain_module("pytorch_lightning"))
+    t = two_steps(seconds)
     if t.global_rank == 1:
+        if seconds < 10:
+            return "late"
         saves.write_side_file = no_space
-    try:
-        t.strategy.save_checkpoint(t._checkpoint_connector.dump_checkpoint(), path)
-    except (RuntimeError, OSError) as error:
-        assert path.read_bytes() == before
-        return str(error)
-    return "saved"
+    said = raised(save, t, path)
+    assert path.read_bytes() == before
+    return said
 
 
 def no_space(*_: Any) -> None:
@@ -189,14 +151,11 @@ def test_paths_may_differ_by_rank(tmp_path: Path) -> None:
 
 
 def own_folders(folder: str) -> str:
-    t = trainer(
-        "pytorch_lightning", sparse("pytorch_lightning", timeout=timedelta(seconds=10)), max_steps=2, **_ranks()
-    )
-    t.fit(plain_module("pytorch_lightning"))
+    t = two_steps(seconds=10)
     lines = Lines().lines
     for _ in range(4):  # the same name, again and in the same round
         path = f"{folder}/worker{t.global_rank}/last.ckpt"
-        t.strategy.save_checkpoint(t._checkpoint_connector.dump_checkpoint(), path)
+        save(t, path)
     assert lines == []
     return "saved"
 
@@ -215,10 +174,7 @@ def test_a_folder_that_nodes_do_not_share_is_noticed_at_the_first_save(
 
 
 def one_path_two_folders(folder: str) -> tuple[list[str], list[str]]:
-    t = trainer(
-        "pytorch_lightning", sparse("pytorch_lightning", timeout=timedelta(seconds=10)), max_steps=2, **_ranks()
-    )
-    t.fit(plain_module("pytorch_lightning"))
+    t = two_steps(seconds=10)
     os.makedirs(f"{folder}/node{t.node_rank}", exist_ok=True)
     os.chdir(f"{folder}/node{t.node_rank}")
     lines = Lines().lines
@@ -229,19 +185,15 @@ def one_path_two_folders(folder: str) -> tuple[list[str], list[str]]:
 
 def test_a_rank_that_does_not_see_the_checkpoint_fails_all(tmp_path: Path) -> None:
     """Where nodes do not share the folder, ``ckpt_path="last"`` finds it on one of them: all say so, none waits."""
-    run_ranks(fit, str(tmp_path), "32-true", None, nodes=2, devices=1, timeout=100, init=False)
+    run_ranks(fit, str(tmp_path), None, nodes=2, devices=1, timeout=100, init=False)
     for said in run_ranks(seen_by_one, str(tmp_path), nodes=2, devices=1, timeout=60, init=False):
         assert "rank(s) 1 loaded no checkpoint and rank 0" in said
 
 
 def seen_by_one(folder: str) -> str:
-    t = trainer("pytorch_lightning", sparse("pytorch_lightning"), max_steps=STEPS + 2, **_ranks())
+    t = trainer(FLAVOUR, sparse(FLAVOUR), max_steps=STEPS + 2, **ranks())
     path = f"{folder}/last.ckpt" if os.environ["RANK"] == "0" else None
-    try:
-        t.fit(plain_module("pytorch_lightning"), ckpt_path=path)
-    except ValueError as error:
-        return str(error)
-    return "resumed"
+    return raised(t.fit, plain_module(FLAVOUR), ckpt_path=path)
 
 
 def test_one_rank_waits_for_all() -> None:
@@ -260,3 +212,7 @@ def test_one_rank_waits_for_all() -> None:
         each.arrive(rank, f"loss={rank}.ckpt")
     assert named[0].wait(second) == []
     assert named[0].names == ["loss=0.ckpt", "loss=1.ckpt"]
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

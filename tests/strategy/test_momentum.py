@@ -1,4 +1,5 @@
-"""Momentum correction on real ranks: SGD's own momentum at density 1, masked where something was sent, never lost."""
+"""Momentum correction: SGD's own momentum at density 1, masked where something was sent, never lost; in one process, on
+real ranks and in a Trainer."""
 
 import copy
 import os
@@ -11,10 +12,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from lightning_sparse.gradients.groups import ParamGroup
 from lightning_sparse.strategy import HierConfig, HierState
 from lightning_sparse.topology import Topology, discover
 from tests.helpers.distributed import RunRanks, run_ranks
-from tests.strategy.models import flat_parameters, go_on, loss_of, mlp, save, wrap
+from tests.strategy.models import flat_parameters, go_on, loop, loss_of, mlp, save, wrap
+from tests.strategy.trainers import dense_one, ours, plain_module, sparse, trainer, weights
 
 SHAPES = [(2, 2, 12), *(pytest.param(each, marks=pytest.mark.slow) for each in ((2, 2, 24), (3, 1, 24)))]
 EXACT: dict[str, Any] = {"warmup_epochs": 0, "value_dtype": "float32", "momentum_correction": True}
@@ -104,26 +107,18 @@ def resumed(config: HierConfig) -> tuple[Tensor, Tensor]:
         state.watch([optimizer])
         return model, ddp, state, optimizer
 
-    def steps(run: tuple[Any, ...], first: int, last: int) -> None:
-        _, ddp, state, optimizer = run
-        for step in range(first, last):
-            state.before_backward()
-            loss_of(ddp, step, dist.get_rank()).backward()
-            optimizer.step()
-            optimizer.zero_grad()
+    topology, path = discover(), "momentum.ckpt"
+    model, *run = fresh(topology)
+    loop(*run, range(9))
+    save(run[1], path)
+    weights = copy.deepcopy(model.state_dict())
+    loop(*run, range(9, 15))
 
-    topology = discover()
-    whole, path = fresh(topology), "momentum.ckpt"
-    steps(whole, 0, 9)
-    save(whole[2], path)
-    weights = copy.deepcopy(whole[0].state_dict())
-    steps(whole, 9, 15)
-
-    again = fresh(topology)
-    again[0].load_state_dict(weights)
-    assert go_on(again[2], path) == []
-    steps(again, 9, 15)
-    return flat_parameters(whole[0]), flat_parameters(again[0])
+    again, *run = fresh(topology)
+    again.load_state_dict(weights)
+    assert go_on(run[1], path) == []
+    loop(*run, range(9, 15))
+    return flat_parameters(model), flat_parameters(again)
 
 
 def discarded() -> dict[str, bool]:
@@ -292,3 +287,164 @@ def go_on_without(path: str, nesterov: bool, options: dict[str, Any]) -> Tensor:
     state.watch([optimizer])
     assert state.momentum is None
     return still(ddp, state, optimizer, model)
+
+
+# -- in one process: what it may be used with, and what the optimizer and its checkpoint see of it ---------------------
+
+
+def hierarchical_state(model: nn.Module) -> HierState:
+    return HierState(model, HierConfig(momentum_correction=True, overlap=False), Topology(((0,), (1,)), 0))
+
+
+def test_a_new_optimizer_begins_without_momentum() -> None:
+    model = mlp()
+    state = hierarchical_state(model)
+    assert state.momentum is not None
+    group = ParamGroup(("0.weight",), (13 * 37,))
+    for kept in (True, False):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        state.watch([optimizer])
+        state.momentum.store.stage(group, torch.ones(13 * 37))
+        state.momentum.store.settle(frozenset())
+        state.detach()
+        state.watch([optimizer] if kept else [torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)])
+        assert (group in state.momentum.store.current) == kept
+
+
+@pytest.mark.parametrize(
+    ("optimizers", "message"),
+    [
+        (lambda p: [torch.optim.AdamW(p)], "with AdamW: the correction is that of torch.optim.SGD"),
+        (lambda p: [torch.optim.SGD(p, lr=0.1)], r"SGD\(momentum=0\), which must be more than 0"),
+        (lambda p: [torch.optim.SGD(p, lr=0.1, momentum=0.9, dampening=0.1)], "dampening"),
+        (lambda p: [torch.optim.SGD(p, lr=0.1, momentum=0.9)] * 2, "with 2 optimizers; it needs one"),
+    ],
+)
+def test_what_cannot_be_corrected_is_refused(optimizers: Any, message: str) -> None:
+    model = mlp()
+    with pytest.raises(ValueError, match=message):
+        hierarchical_state(model).watch(optimizers(list(model.parameters())))
+
+
+def test_parameters_that_are_reduced_whole_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"64 bits or complex ones \(weight, bias\)"):
+        hierarchical_state(nn.Linear(2, 2).double())
+
+
+def test_an_optimizer_nobody_named_is_asked_for() -> None:
+    state = hierarchical_state(mlp())
+    assert state.momentum is not None
+    with pytest.raises(ValueError, match=r"call state.watch\(\[optimizer\]\)"):
+        state.before_backward()
+
+
+def test_the_optimizer_has_its_momentum_but_for_the_step() -> None:
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.1, nesterov=True)
+    state = hierarchical_state(model)
+    state.watch([optimizer])
+    seen: list[Any] = []
+
+    def closure() -> Tensor:
+        seen.append((optimizer.param_groups[0]["momentum"], optimizer.state_dict()["param_groups"][0]["momentum"]))
+        if len(seen) == 2:
+            raise RuntimeError("closure")
+        for p in model.parameters():
+            p.grad = torch.ones_like(p)
+        return torch.zeros(())
+
+    given = {name: optimizer.param_groups[0][name] for name in ("momentum", "weight_decay", "nesterov")}
+    before = flat_parameters(model)
+    optimizer.step(closure)
+    torch.testing.assert_close(flat_parameters(model), before - 0.1)
+    assert not any(
+        "momentum_buffer" in each and each["momentum_buffer"] is not None for each in optimizer.state.values()
+    )
+    assert {name: optimizer.param_groups[0][name] for name in given} == given
+    with pytest.raises(RuntimeError, match="closure"):
+        optimizer.step(closure)
+    assert seen == [(0.0, 0.9)] * 2
+    assert optimizer.state_dict()["param_groups"][0]["momentum"] == 0.9
+    state.detach()
+    assert {name: optimizer.param_groups[0][name] for name in given} == given
+
+
+def test_one_node_leaves_momentum_to_the_optimizer() -> None:
+    state = HierState(mlp(), HierConfig(momentum_correction=True, overlap=False), Topology(((0, 1),), 0))
+    assert state.momentum is None
+
+
+def test_momentum_of_a_run_without_correction_is_not_dropped_in_silence(caplog: pytest.LogCaptureFixture) -> None:
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+    empty = optimizer.state_dict()
+    optimizer.step()
+    saved, resumed = optimizer.state_dict(), torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    hierarchical_state(model).watch([resumed])
+    resumed.load_state_dict(empty)
+    assert "brings momentum along" not in caplog.text
+    resumed.load_state_dict(saved)
+    assert "brings momentum along" in caplog.text
+
+
+# -- in a Trainer: DDP's result where all is sent ----------------------------------------------------------------------
+
+FLAVOUR = "pytorch_lightning"
+STEPS = 24
+
+
+@pytest.mark.slow
+def test_a_trainer_trains_as_with_ddp(tmp_path: Path) -> None:
+    for each in run_ranks(trained, str(tmp_path), nodes=2, devices=2, timeout=120, init=False):
+        for name, (ddp, corrected) in each["runs"].items():
+            torch.testing.assert_close(corrected, ddp, rtol=1e-5, atol=1e-6, msg=lambda text, name=name: name + text)
+        assert each["saved"] == {"momentum": each["saved"]["momentum"], "weight_decay": 0.01, "nesterov": True}
+        assert each["saved"]["momentum"] > 0.5
+        assert each["masked and shared"]
+
+
+def trained(folder: str) -> dict[str, Any]:
+    os.chdir(folder)
+    warnings.simplefilter("ignore")
+
+    def optimizers(self: Any) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.02, momentum=0.9, weight_decay=0.01, nesterov=True)
+        cycle = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.05, total_steps=STEPS)  # momentum cycles, too
+        return [optimizer], [{"scheduler": cycle, "interval": "step"}]
+
+    def run(strategy: Any, **options: Any) -> tuple[Any, Tensor]:
+        module = plain_module(FLAVOUR, by_step=True)
+        type(module).configure_optimizers = optimizers
+        t = trainer(FLAVOUR, strategy, max_steps=STEPS, max_epochs=-1, **options)
+        t.fit(module)
+        return t, weights(module)
+
+    def twice(strategy: Any) -> Tensor:
+        """The second fit has an optimizer of its own."""
+        module = plain_module(FLAVOUR)
+        t = trainer(FLAVOUR, strategy, max_epochs=1, max_steps=-1)
+        t.fit(module)
+        t.fit_loop.max_epochs = 2
+        t.fit(module)
+        return weights(module)
+
+    exact = {"momentum_correction": True, "warmup_epochs": 0}
+    runs = {"second fit": [twice("ddp"), twice(dense_one(FLAVOUR, **exact))]}
+    for name, make in {
+        "plain": dict,
+        "accumulated": lambda: {"accumulate_grad_batches": 2},
+        "shared step": lambda: {"callbacks": [ours(FLAVOUR).PTOCallback("node")]},
+    }.items():
+        runs[name] = [run("ddp", **make())[1], run(dense_one(FLAVOUR, **exact), **make())[1]]
+    t, _ = run(sparse(FLAVOUR, **exact))
+    t.save_checkpoint("corrected.ckpt")
+    group = torch.load("corrected.ckpt", weights_only=True)["optimizer_states"][0]["param_groups"][0]
+    shared = run(sparse(FLAVOUR, **exact), callbacks=[ours(FLAVOUR).PTOCallback("node")])[1]
+    alone = run(sparse(FLAVOUR, **exact))[1]
+    return {
+        "runs": runs,
+        "saved": {name: group[name] for name in ("momentum", "weight_decay", "nesterov")},
+        "masked and shared": torch.equal(shared, alone),
+    }

@@ -1,24 +1,29 @@
 """A run that is saved and resumed, on the same ranks and on others."""
 
 import os
+from math import prod
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor
 
-from lightning_sparse.engine import Piece, State, total
+from lightning_sparse.engine import Piece, State, flattened, read, total
 from lightning_sparse.fsdp import residual_of
 from lightning_sparse.strategy import HierConfig, HierState, saves
 from lightning_sparse.topology import Topology, discover
 from tests.helpers.distributed import RunRanks, run_ranks
 from tests.helpers.lines import Lines
 from tests.strategy.models import (
+    backward,
     flat_grads,
     flat_parameters,
     go_on,
+    loop,
     loss_of,
     mlp,
     node_residual,
@@ -27,20 +32,16 @@ from tests.strategy.models import (
     wrap,
 )
 from tests.strategy.trainers import lightning_of, plain_module, sparse, trainer, weights
+from tests.strategy.trainers import ranks as cluster
 
 SHAPES = [(2, 2), *(pytest.param(*shape, marks=pytest.mark.slow) for shape in ((1, 3), (2, 3)))]
 
 
 def fit(last: int, resume: str | None = None) -> tuple[Any, Any]:
     module, strategy = plain_module("pytorch_lightning", by_step=True), sparse("pytorch_lightning")
-    t = trainer("pytorch_lightning", strategy, max_steps=last, max_epochs=-1, **_ranks())
+    t = trainer("pytorch_lightning", strategy, max_steps=last, max_epochs=-1, **cluster())
     t.fit(module, ckpt_path=resume)
     return t, module
-
-
-def _ranks() -> dict[str, int]:
-    local = int(os.environ["LOCAL_WORLD_SIZE"])
-    return {"devices": local, "num_nodes": int(os.environ["WORLD_SIZE"]) // local}
 
 
 @pytest.mark.parametrize(("nodes", "devices"), SHAPES)
@@ -120,7 +121,7 @@ def back_and_on(folder: str) -> tuple[list[Tensor], bool]:
                 residuals.append(node_residual(module, state))
 
     module, strategy = plain_module("pytorch_lightning", by_step=True), sparse("pytorch_lightning")
-    trainer("pytorch_lightning", strategy, max_steps=10, max_epochs=-1, callbacks=[Back()], **_ranks()).fit(module)
+    trainer("pytorch_lightning", strategy, max_steps=10, max_epochs=-1, callbacks=[Back()], **cluster()).fit(module)
     return residuals, bool(strategy._saves.loaded) or strategy._resumes
 
 
@@ -152,8 +153,7 @@ def load_by_hand(path: str) -> dict[str, Any]:
     said = go_on(state, path)
     total = sum_over_nodes(node_residual(model, state), state)
     ddp, _ = wrap(model, state.config, state=state, bucket_cap_mb=0.002)
-    for step in range(7, 9):
-        loss_of(ddp, step, dist.get_rank()).backward()
+    backward(ddp, range(7, 9))
     assert flat_parameters(model).isfinite().all()
     return {"sum": total, "said": said}
 
@@ -257,7 +257,7 @@ def come_and_go(folder: str) -> dict[str, Any]:
     t.save_checkpoint(Path(folder) / "light.ckpt", weights_only=True)
     out["weights only"] = len(list(Path(folder).glob("light.ckpt.*")))
     other = sparse("pytorch_lightning", density=0.5)
-    resumed = trainer("pytorch_lightning", other, max_steps=9, max_epochs=-1, **_ranks())
+    resumed = trainer("pytorch_lightning", other, max_steps=9, max_epochs=-1, **cluster())
     resumed.fit(plain_module("pytorch_lightning"), ckpt_path=path)
     out["changed"] = any("options differ from the saved run's" in line for line in lines.lines)
     dist.barrier()
@@ -373,14 +373,39 @@ def save_with_momentum(path: str) -> None:
     ddp, state = wrap(model, HierConfig(density=0.05, exchange="sparse", warmup_epochs=0, momentum_correction=True))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
     state.watch([optimizer])
-    for step in range(4):
-        state.before_backward()
-        loss_of(ddp, step, dist.get_rank()).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+    loop(ddp, state, optimizer, range(4))
     save(state, path)
 
 
 def go_on_without_momentum(path: str) -> list[str]:
     _, state = wrap(mlp(), HierConfig(density=0.05, exchange="sparse", warmup_epochs=0))
     return go_on(state, path)
+
+
+# -- ranges of parameters ----------------------------------------------------------------------------------------------
+
+
+@given(st.data())
+def test_a_range_is_what_a_cut_of_the_whole_gives(data: st.DataObject) -> None:
+    shape = data.draw(st.lists(st.integers(1, 4), min_size=1, max_size=4))
+    saved, now = (list(data.draw(st.permutations(range(len(shape))))) for _ in range(2))
+    whole = torch.arange(1.0, prod(shape) + 1).view(shape)
+    numel, flat = whole.numel(), flattened(whole, (shape, saved))
+    edges = st.integers(0, numel)
+    cuts = sorted({0, numel, *data.draw(st.lists(edges, max_size=5))})
+    devices = [State(layouts={"w": (shape, saved)}) for _ in range(data.draw(st.integers(1, 3)))]
+    missing = torch.zeros(numel, dtype=torch.bool)
+    for first, last in zip(cuts, cuts[1:], strict=False):
+        index = data.draw(st.integers(-1, len(devices) - 1))
+        if index < 0:
+            missing[first:last] = True
+        else:
+            devices[index].pieces.setdefault("residual", []).append(Piece("w", first, last, flat[first:last]))
+    begin, end = sorted(data.draw(st.tuples(edges, edges)))
+    flat[missing] = 0.0
+    there = flat.view([shape[dim] for dim in saved]).permute([saved.index(dim) for dim in range(len(shape))])
+    expected = flattened(there, (shape, now))[begin:end]
+    found = read(devices, residual_of, "w", begin, end, (shape, now))
+    assert torch.equal(torch.zeros(end - begin) if found is None else found, expected)
+    assert read(devices, residual_of, "other", begin, end, (shape, now)) is None
+    assert read(devices, residual_of, "w", begin, end, ([*shape, 2], [*now, len(now)])) is None

@@ -14,8 +14,7 @@ from tests.helpers.lines import Lines
 from tests.strategy.models import mlp
 from tests.strategy.test_fabric import fabric_with, prepared, train
 from tests.strategy.test_fabric import ours as fabric_strategy
-from tests.strategy.test_resume import _ranks
-from tests.strategy.trainers import data, lightning_of, ours, plain_module, trainer
+from tests.strategy.trainers import data, lightning_of, ours, plain_module, ranks, trainer
 
 
 class Ordered:
@@ -62,13 +61,13 @@ def fit_twice(folder: str) -> tuple[list[str], list[str], Warmup, list[str]]:
     warnings.simplefilter("ignore")
     lines, first, second = Lines().lines, Ordered(), Ordered()
     strategy = ours("pytorch_lightning").MSTopKHierStrategy(exchange="sparse")
-    t = trainer("pytorch_lightning", strategy, max_steps=-1, max_epochs=2, **_ranks())
+    t = trainer("pytorch_lightning", strategy, max_steps=-1, max_epochs=2, **ranks())
     t.fit(module_with_late_data(first))
-    plain = trainer("pytorch_lightning", "ddp", max_steps=6, max_epochs=-1, **_ranks())
+    plain = trainer("pytorch_lightning", "ddp", max_steps=6, max_epochs=-1, **ranks())
     plain.fit(module_with_late_data(Ordered()))
     plain.save_checkpoint(f"{folder}/plain.ckpt")
     again = ours("pytorch_lightning").MSTopKHierStrategy(exchange="sparse")
-    resumed = trainer("pytorch_lightning", again, max_steps=8, max_epochs=3, **_ranks())
+    resumed = trainer("pytorch_lightning", again, max_steps=8, max_epochs=3, **ranks())
     resumed.fit(module_with_late_data(second), ckpt_path=f"{folder}/plain.ckpt")
     return first.calls, second.calls, strategy.hier_state.warmup, [line for line in lines if "warm-up ends" in line]
 
@@ -86,7 +85,7 @@ def test_its_length_is_asked_for_when_data_is_there_and_loops_are_restored(tmp_p
 def fit_and_forget() -> tuple[int, int]:
     warnings.simplefilter("ignore")
     strategy = ours("pytorch_lightning").MSTopKHierStrategy(exchange="sparse", warmup_epochs=0)
-    t = trainer("pytorch_lightning", strategy, max_steps=0, **_ranks())
+    t = trainer("pytorch_lightning", strategy, max_steps=0, **ranks())
     modules, states = [], []
     for _ in range(3):
         t.fit_loop.epoch_loop.max_steps += 4

@@ -99,6 +99,12 @@ def trainer(flavour: str, strategy: Any, **options: Any) -> Any:
     return pl.Trainer(strategy=strategy, **{**defaults, **options})
 
 
+def ranks() -> dict[str, int]:
+    """The cluster of a launcher, as options of a Trainer."""
+    devices = int(os.environ["LOCAL_WORLD_SIZE"])
+    return {"devices": devices, "num_nodes": int(os.environ["WORLD_SIZE"]) // devices}
+
+
 def fitted(flavour: str, strategy: Any, module: Any = None, **options: Any) -> Any:
     module = plain_module(flavour) if module is None else module
     trainer(flavour, strategy, **options).fit(module)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import random
 import signal
+import subprocess
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import pytest
@@ -27,24 +29,41 @@ def nodes() -> Iterator[Nodes]:
         yield nodes
 
 
-def check(nodes: Nodes, names: str) -> dict[str, list[str]]:
-    """Weights of one name have the same bits wherever they are, and no node has lost what it trained: what it made, in
-    its last life, is what it sent in rounds that count and what is pending. Returns the names that each node had."""
+def tokens_of(nodes: Nodes, names: Iterable[str]) -> dict[str, list[str]]:
+    """The names of weights that each node had; weights of one name have the same bits wherever they are."""
     digests: dict[str, set[str]] = {}
-    for name in names:
-        for each in nodes.reports(name):
-            if "digest" in each:
-                digests.setdefault(each["token"], set()).add(each["digest"])
-                assert each["off"] < 1e-5, (name, each)
+    told = {name: [each for each in nodes.reports(name) if "digest" in each] for name in names}
+    for each in (each for reports in told.values() for each in reports):
+        digests.setdefault(each["token"], set()).add(each["digest"])
     assert {token: found for token, found in digests.items() if len(found) > 1} == {}
-    return {name: [each["token"] for each in nodes.reports(name) if "digest" in each] for name in names}
+    return {name: [each["token"] for each in reports] for name, reports in told.items()}
+
+
+def check(nodes: Nodes, names: str) -> dict[str, list[str]]:
+    """The same, and no node has lost what it trained: what it made, in its last life, is what it sent in rounds that
+    count and what is pending."""
+    for name in names:
+        assert all(each["off"] < 1e-5 for each in nodes.reports(name) if "digest" in each), name
+    return tokens_of(nodes, names)
 
 
 def end(nodes: Nodes, names: str) -> None:
-    """Tell nodes to end, and check all that they have said."""
+    """Tell nodes to end."""
     for name in names:
         nodes.send(name, signal.SIGTERM)
     assert [nodes.join(name) for name in names] == [0] * len(names)
+
+
+def finish(nodes: Nodes, names: str) -> dict[str, list[str]]:
+    """Both, of the same nodes."""
+    end(nodes, names)
+    return check(nodes, names)
+
+
+def begin(nodes: Nodes, names: str, **options: Any) -> None:
+    """Start nodes."""
+    for name in names:
+        nodes.start(name, **options)
 
 
 def of(count: int, after: int = 0) -> Callable[[dict[str, Any]], bool]:
@@ -54,15 +73,13 @@ def of(count: int, after: int = 0) -> Callable[[dict[str, Any]], bool]:
 
 @pytest.mark.parametrize("options", [{}, {"delay": 0}, {"sync_every": 3, "delay": 2, "step_ahead": 0.5}])
 def test_one_of_three_is_killed_and_comes_back(nodes: Nodes, options: dict[str, Any]) -> None:
-    for name in "abc":
-        nodes.start(name, timeout=5, density=0.1, **options)
+    begin(nodes, "abc", timeout=5, density=0.1, **options)
     begun = nodes.wait_for("c", of(3))["number"]
     nodes.kill("c")
     nodes.wait_for("a", of(2, begun))
     nodes.start("c", timeout=5, density=0.1, seed=7, **options)
     nodes.wait_for("c", of(3))
-    end(nodes, "abc")
-    tokens = check(nodes, "abc")
+    tokens = finish(nodes, "abc")
     assert set(tokens["a"]) & set(tokens["b"]) & set(tokens["c"])
     begins = [each["begins"] for each in nodes.reports("c") if "begins" in each]
     assert begins[-1] > 0  # where its peer was, and not with weights of its own
@@ -70,8 +87,7 @@ def test_one_of_three_is_killed_and_comes_back(nodes: Nodes, options: dict[str, 
 
 
 def test_a_node_that_stands_still_is_out_and_comes_back(nodes: Nodes) -> None:
-    for name in "abc":
-        nodes.start(name, timeout=3, density=0.1)
+    begin(nodes, "abc", timeout=3, density=0.1)
     begun = nodes.wait_for("c", of(3))["number"]
     nodes.send("c", signal.SIGSTOP)
     without = nodes.wait_for("a", of(2, begun))["number"]
@@ -79,13 +95,11 @@ def test_a_node_that_stands_still_is_out_and_comes_back(nodes: Nodes) -> None:
     nodes.send("c", signal.SIGCONT)
     nodes.wait_for("c", of(3, without))
     assert "has missed rounds" in nodes.output("c")
-    end(nodes, "abc")
-    check(nodes, "abc")
+    finish(nodes, "abc")
 
 
 def test_a_node_that_is_told_to_end_sends_what_is_pending(nodes: Nodes) -> None:
-    for name in "abc":
-        nodes.start(name, timeout=5, density=0.02)
+    begin(nodes, "abc", timeout=5, density=0.02)
     begun = nodes.wait_for("c", of(3))["number"]
     nodes.send("c", signal.SIGTERM)
     assert nodes.join("c") == 0
@@ -98,8 +112,7 @@ def test_a_node_that_is_told_to_end_sends_what_is_pending(nodes: Nodes) -> None:
 
 
 def test_nodes_flush_in_the_same_rounds(nodes: Nodes) -> None:
-    for name in "ab":
-        nodes.start(name, timeout=5, density=0.02, flush_every=5)
+    begin(nodes, "ab", timeout=5, density=0.02, flush_every=5)
     nodes.wait_for("a", of(2, 7))
     nodes.start("c", timeout=5, density=0.02, flush_every=5)
     begun = nodes.wait_for("c", of(3))["number"]
@@ -139,13 +152,11 @@ def test_a_node_that_dies_in_a_flush_ends_no_other(nodes: Nodes) -> None:
     for name in "ac":
         nodes.wait_for(name, of(2, nodes.reports(name)[-1]["number"] + 10))
     assert nodes.reports("a")[-1]["rounds_lost"] > 0
-    end(nodes, "ac")
-    check(nodes, "ac")
+    finish(nodes, "ac")
 
 
 def test_with_too_few_nodes_a_flush_counts_no_more_than_other_rounds(nodes: Nodes) -> None:
-    for name in "ab":
-        nodes.start(name, timeout=2, density=0.1, min_nodes=2, flush_every=1)
+    begin(nodes, "ab", timeout=2, density=0.1, min_nodes=2, flush_every=1)
     nodes.wait_for("a", of(2, 10))
     nodes.kill("b")
     time.sleep(6)
@@ -155,16 +166,14 @@ def test_with_too_few_nodes_a_flush_counts_no_more_than_other_rounds(nodes: Node
 
 
 def test_nodes_train_on_while_there_is_no_lighthouse(nodes: Nodes) -> None:
-    for name in "ab":
-        nodes.start(name, timeout=5, density=0.1)
+    begin(nodes, "ab", timeout=5, density=0.1)
     before = nodes.wait_for("a", of(2))
     nodes.darken()
     during = nodes.wait_for("a", lambda report: report["step"] > before["step"] + 30)
     assert during["number"] < before["number"] + 30
     nodes.light()
     nodes.wait_for("a", of(2, during["number"] + 10))
-    end(nodes, "ab")
-    check(nodes, "ab")
+    finish(nodes, "ab")
 
 
 def test_a_node_waits_for_others(nodes: Nodes) -> None:
@@ -173,13 +182,11 @@ def test_a_node_waits_for_others(nodes: Nodes) -> None:
     assert before["number"] == 0
     nodes.start("b", timeout=2, density=0.1, min_nodes=2)
     nodes.wait_for("a", of(2, 10))
-    end(nodes, "ab")
-    check(nodes, "ab")
+    finish(nodes, "ab")
 
 
 def test_a_node_with_other_options_is_refused_and_the_others_go_on(nodes: Nodes) -> None:
-    for name in "ab":
-        nodes.start(name, timeout=5, density=0.1)
+    begin(nodes, "ab", timeout=5, density=0.1)
     nodes.wait_for("a", of(2))
     nodes.start("c", timeout=5, density=0.2)
     assert nodes.join("c") == 1
@@ -192,8 +199,7 @@ def test_a_node_with_other_options_is_refused_and_the_others_go_on(nodes: Nodes)
 def test_twenty_nodes_die_at_random_moments_and_come_back(nodes: Nodes) -> None:
     generator = random.Random(0)
     options: dict[str, Any] = {"timeout": 3, "density": 0.1, "pause": 0.01}
-    for name in "abc":
-        nodes.start(name, **options)
+    begin(nodes, "abc", **options)
     nodes.wait_for("a", of(3))
     for _ in range(20):
         name = generator.choice("abc")
@@ -203,8 +209,7 @@ def test_twenty_nodes_die_at_random_moments_and_come_back(nodes: Nodes) -> None:
         nodes.start(name, **options)  # while another may die
     for name in "abc":
         nodes.wait_for(name, of(3), timeout=120)
-    end(nodes, "abc")
-    check(nodes, "abc")
+    finish(nodes, "abc")
 
 
 @pytest.mark.timeout(900)
@@ -230,8 +235,7 @@ def test_a_node_that_stays_keeps_nothing_of_fifty_that_came_and_went(nodes: Node
 
 
 def test_step_ahead_is_measured_soon_after_nodes_have_come(nodes: Nodes) -> None:
-    for name in "abc":
-        nodes.start(name, timeout=5, density=0.1)
+    begin(nodes, "abc", timeout=5, density=0.1)
     begun = nodes.wait_for("a", of(3, 70))["number"]  # when samples are rare
     nodes.kill("c")
     nodes.wait_for("a", of(2, begun))
@@ -239,5 +243,58 @@ def test_step_ahead_is_measured_soon_after_nodes_have_come(nodes: Nodes) -> None
     back = nodes.wait_for("a", of(3, begun))["number"]
     measured = nodes.wait_for("a", lambda report: report.get("nodes") == 3 and report["step_ahead"] < 1)
     assert measured["number"] < back + 20
-    end(nodes, "abc")
-    check(nodes, "abc")
+    finish(nodes, "abc")
+
+
+# -- a link that is cut, in network namespaces -------------------------------------------------------------------------
+
+BRIDGE, GATEWAY = "ls-elastic", "10.77.0.1"
+CUT_SECONDS = 20.0
+
+
+def ip(words: str) -> None:
+    subprocess.run(["ip", *words.split()], check=True, capture_output=True)
+
+
+def main_in_namespace(name: str, lighthouse: str, options: dict[str, Any]) -> None:
+    """The same node, in the namespace of its name."""
+    with open(f"/run/netns/ls-{name}") as namespace:
+        assert ctypes.CDLL(None).setns(namespace.fileno(), 0) == 0
+    os.environ["GLOO_SOCKET_IFNAME"] = f"ls-{name}-1"
+    main(name, lighthouse, options)
+
+
+@pytest.fixture
+def apart() -> Iterator[Nodes]:
+    try:
+        ip(f"link add {BRIDGE} type bridge")
+        ip(f"addr add {GATEWAY}/24 dev {BRIDGE}")
+        ip(f"link set {BRIDGE} up")
+        for place, name in enumerate("abc"):
+            ip(f"netns add ls-{name}")
+            ip(f"link add ls-{name}-0 type veth peer name ls-{name}-1 netns ls-{name}")
+            ip(f"link set ls-{name}-0 master {BRIDGE} up")
+            ip(f"-n ls-{name} addr add 10.77.0.{place + 2}/24 dev ls-{name}-1")
+            ip(f"-n ls-{name} link set ls-{name}-1 up")
+            ip(f"-n ls-{name} link set lo up")
+        with nodes_of(main_in_namespace, host=GATEWAY) as nodes:
+            yield nodes
+    finally:
+        for name in "abc":
+            subprocess.run(["ip", "netns", "del", f"ls-{name}"], check=False)
+        subprocess.run(["ip", "link", "del", BRIDGE], check=False)
+
+
+@pytest.mark.root
+@pytest.mark.timeout(240)
+def test_a_node_whose_link_was_cut_comes_back_with_what_it_trained(apart: Nodes) -> None:
+    for name in "abc":
+        apart.start(name, timeout=5, density=0.1, pause=0.05)  # sums round in each step: few hundreds of them
+    begun = apart.wait_for("c", of(3))["number"]
+    ip("link set ls-c-0 down")
+    without = apart.wait_for("a", of(2, begun))["number"]
+    time.sleep(CUT_SECONDS)
+    ip("link set ls-c-0 up")
+    apart.wait_for("c", of(3, without), timeout=90)
+    assert "has missed rounds" in apart.output("c")
+    finish(apart, "abc")

@@ -16,23 +16,13 @@ pytest.importorskip("torchft", reason="needs torchft")
 from lightning_sparse.flavours.pytorch_lightning import MSTopKElasticStrategy
 from tests.helpers.nodes import Nodes, nodes_of
 from tests.updates.elastic_trainer import main
-from tests.updates.test_elastic import of
+from tests.updates.test_elastic import end, of, tokens_of
 
 
 @pytest.fixture
 def nodes() -> Iterator[Nodes]:
     with nodes_of(main) as nodes:
         yield nodes
-
-
-def digests_agree(nodes: Nodes, names: str) -> None:
-    """Weights of one name have the same bits on all nodes."""
-    found: dict[str, set[str]] = {}
-    for name in names:
-        for each in nodes.reports(name):
-            if "digest" in each:
-                found.setdefault(each["token"], set()).add(each["digest"])
-    assert max(map(len, found.values())) == 1, found
 
 
 @pytest.mark.slow
@@ -47,10 +37,8 @@ def test_a_trainer_that_joins_goes_on_where_the_others_are(nodes: Nodes, tmp_pat
     back = nodes.wait_for("b", of(2, alone["number"]))
     assert back["step"] > alone["step"]  # its peer's progress, too
     assert back["lr"] == pytest.approx(0.01 * 0.99 ** back["epoch"])  # and the schedule
-    for name in "ab":
-        nodes.send(name, signal.SIGTERM)
-    assert [nodes.join(name) for name in "ab"] == [0, 0]
-    digests_agree(nodes, "ab")
+    end(nodes, "ab")
+    tokens_of(nodes, "ab")
 
 
 @pytest.mark.slow
@@ -64,10 +52,8 @@ def test_a_job_that_was_stopped_resumes_on_another_number_of_nodes(nodes: Nodes,
         nodes.start(name, **options)
     first = nodes.wait_for("b", of(2))
     assert first["step"] > saved["global_step"] > 0
-    for name in "ab":
-        nodes.send(name, signal.SIGTERM)
-    assert [nodes.join(name) for name in "ab"] == [0, 0]
-    digests_agree(nodes, "ab")
+    end(nodes, "ab")
+    tokens_of(nodes, "ab")
 
 
 @pytest.mark.slow
@@ -80,10 +66,8 @@ def test_a_node_trains_on_while_the_other_validates(nodes: Nodes, tmp_path: Path
     ended = nodes.wait_for("b", lambda report: "step" in report)
     assert ended["number"] > begun + 50
     assert "has missed rounds" not in nodes.output("b")
-    for name in "ab":
-        nodes.send(name, signal.SIGTERM)
-    assert [nodes.join(name) for name in "ab"] == [0, 0]
-    digests_agree(nodes, "ab")
+    end(nodes, "ab")
+    tokens_of(nodes, "ab")
 
 
 @pytest.mark.slow
@@ -119,12 +103,8 @@ def test_nodes_of_two_devices(nodes: Nodes, tmp_path: Path) -> None:
     nodes.kill("b0")
     nodes.kill("b1")
     nodes.wait_for("a0", lambda report: report.get("nodes") == 1 and report["number"] > begun)
-    found: dict[str, set[str]] = {}
-    for name in ("a0", "b0"):
-        for each in nodes.reports(name):
-            found.setdefault(each.get("token", ""), set()).add(each.get("digest", ""))
-    assert max(map(len, found.values())) == 1
-    assert set(each.get("token") for each in nodes.reports("b0")) & {each.get("token") for each in nodes.reports("a0")}
+    tokens = tokens_of(nodes, ("a0", "b0"))
+    assert set(tokens["a0"]) & set(tokens["b0"])
 
 
 def test_without_a_lighthouse_the_error_tells_the_command() -> None:
@@ -140,11 +120,11 @@ def test_without_a_lighthouse_the_error_tells_the_command() -> None:
 
 
 def test_bad_options_are_refused() -> None:
-    with pytest.raises(ValueError, match="exchange='regional' cannot be combined with MSTopKElasticStrategy"):
-        MSTopKElasticStrategy(exchange="regional")
-    with pytest.raises(ValueError, match="min_nodes=0 must be a whole number"):
-        MSTopKElasticStrategy(min_nodes=0)
-    with pytest.raises(ValueError, match="flush_every=0 must be a whole number of rounds"):
-        MSTopKElasticStrategy(flush_every=0)
-    with pytest.raises(ValueError, match="timeout=-1 must be a number of seconds"):
-        MSTopKElasticStrategy(timeout=-1)
+    for wrong, said in (
+        ({"exchange": "regional"}, "exchange='regional' cannot be combined with MSTopKElasticStrategy"),
+        ({"min_nodes": 0}, "min_nodes=0 must be a whole number"),
+        ({"flush_every": 0}, "flush_every=0 must be a whole number of rounds"),
+        ({"timeout": -1}, "timeout=-1 must be a number of seconds"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            MSTopKElasticStrategy(**wrong)  # type: ignore[arg-type]

@@ -1,7 +1,7 @@
 """`strategy="mstopk_local"` in Fabric, in both flavours, on real ranks."""
 
 import os
-from importlib import import_module
+from functools import partial
 from typing import Any
 
 import pytest
@@ -10,12 +10,9 @@ from torch import Tensor, nn
 
 from tests.helpers.distributed import run_ranks
 from tests.strategy.models import batch, flat_parameters, mlp
-from tests.strategy.test_fabric import FLAVOURS, STEPS, fabric_with, train
+from tests.strategy.test_fabric import FLAVOURS, STEPS, fabric_with, of_class, train
 
-
-def ours(flavour: str, **options: Any) -> Any:
-    module = import_module(f"lightning_sparse.flavours.{FLAVOURS[flavour]}")
-    return module.MSTopKLocalStrategy(**{"density": 0.05, **options})
+ours = partial(of_class, "MSTopKLocalStrategy")
 
 
 def prepared(fabric: Any) -> tuple[Any, Any]:

@@ -1,8 +1,6 @@
 """Resume: bit-identical on the same cluster; on another one the mean of what is pending is kept."""
 
-import os
 import random
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -12,14 +10,13 @@ import torch
 from torch import Tensor, nn
 
 from tests.helpers.distributed import RanksFailed, RunRanks, run_ranks
-from tests.helpers.lines import Lines
-from tests.strategy.test_killed import Killer
-from tests.strategy.trainers import ddp, lightning_of, plain_module, sparse, trainer, weights
+from tests.helpers.lines import Lines, raised
+from tests.strategy.kills import FLAVOUR, Kill, fit_on, patience, whole_and_killed
+from tests.strategy.trainers import ddp, lightning_of, plain_module, ranks, sparse, trainer, weights
 from tests.updates.runs import adamw, mean_over_nodes, start
 from tests.updates.test_properties import whole_pending
 from tests.updates.test_trainer import local
 
-FLAVOUR = "pytorch_lightning"
 STEPS = 12
 SHAPES = [(2, 2), (3, 1), (4, 1)]
 
@@ -37,28 +34,11 @@ def module() -> Any:
     return Module()
 
 
-def ranks() -> dict[str, int]:
-    devices = int(os.environ["LOCAL_WORLD_SIZE"])
-    return {"devices": devices, "num_nodes": int(os.environ["WORLD_SIZE"]) // devices}
-
-
-def fit(
-    folder: str, options: dict[str, Any], kill: dict[str, Any] | None = None, every: int = 1, steps: int = STEPS
-) -> dict[str, Any]:
+def fit(folder: str, kill: Kill | None, options: dict[str, Any], every: int = 1, steps: int = STEPS) -> dict[str, Any]:
     """Train with a checkpoint after every step, or every so many, from the last one if there is one."""
-    pl = lightning_of(FLAVOUR)
-    saver = pl.callbacks.ModelCheckpoint(folder, "last", every_n_train_steps=every, enable_version_counter=False)
     precision = options.pop("precision", "32-true")
-    strategy = local(FLAVOUR, timeout=timedelta(seconds=4 if kill else 60), **options)
-    callbacks = {"callbacks": [saver, *([Killer(kill)] if kill else [])], "enable_checkpointing": True}
-    if precision == "16-mixed":
-        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=3)
-        callbacks["plugins"] = [pl.plugins.MixedPrecision("16-mixed", "cpu", scaler=scaler)]
-    elif precision != "32-true":
-        callbacks["precision"] = precision
-    t = trainer(FLAVOUR, strategy, max_steps=steps, max_epochs=-1, **ranks(), **callbacks)
-    trained, path = module(), f"{folder}/last.ckpt"
-    t.fit(trained, ckpt_path=path if os.path.exists(path) else None)
+    strategy, trained = local(FLAVOUR, timeout=patience(kill), **options), module()
+    fit_on(folder, strategy, trained, kill, every, max_steps=steps, precision=precision)
     buffers = torch.cat([each.flatten().double() for each in trained.buffers()])
     return {"weights": weights(trained), "buffers": buffers, "steps": strategy.updates.steps}
 
@@ -86,9 +66,9 @@ def whole_and_resumed(folder: str, cases: list[dict[str, Any]]) -> list[tuple[di
     """For each case a run, and one of which the last steps are another Trainer's."""
     ends = []
     for number, options in enumerate(cases):
-        whole = fit(f"{folder}/whole{number}", dict(options), every=7)
-        fit(f"{folder}/{number}", dict(options), every=7, steps=7)
-        ends.append((whole, fit(f"{folder}/{number}", dict(options), every=7)))
+        whole = fit(f"{folder}/whole{number}", None, dict(options), every=7)
+        fit(f"{folder}/{number}", None, dict(options), every=7, steps=7)
+        ends.append((whole, fit(f"{folder}/{number}", None, dict(options), every=7)))
     return ends
 
 
@@ -108,26 +88,28 @@ def same_ends(one: dict[str, Any], other: dict[str, Any], which: str) -> None:
     assert torch.equal(one["buffers"], other["buffers"]), which
 
 
+QUICK = ["before its side file"]
+
+
 @pytest.mark.parametrize(
-    ("shape", "options"),
-    [CASES[0], *(pytest.param(*case, marks=pytest.mark.slow) for case in CASES[1:] + MORE)],
+    ("shape", "options", "points"),
+    [
+        (*CASES[0], QUICK),
+        *(pytest.param(*case, ["in a step", *QUICK], marks=pytest.mark.slow) for case in CASES + MORE),
+    ],
     ids=str,
 )
-def test_a_killed_run_goes_on_bit_identically(shape: tuple[int, int], options: dict[str, Any], tmp_path: Path) -> None:
-    """Killed in a step and in the middle of a save, by a rank of chance."""
+def test_a_killed_run_goes_on_bit_identically(
+    shape: tuple[int, int], options: dict[str, Any], points: list[str], tmp_path: Path
+) -> None:
+    """By a rank of chance, in a step and in the middle of a save; at all points in tests/strategy/test_sabotage.py."""
     nodes, devices = shape
     chance = random.Random(f"{shape} {options}")
-    many = {"nodes": nodes, "devices": devices, "timeout": 100, "init": False}
-    (tmp_path / "whole").mkdir()
-    whole = run_ranks(fit, str(tmp_path / "whole"), dict(options), **many)
-    for point, step in (("in a step", chance.randrange(2, 7)), ("before its side file", chance.randrange(7, 11))):
-        kill = {"point": point, "step": step, "rank": chance.randrange(1, nodes * devices)}
-        with pytest.raises(RanksFailed) as failed:
-            run_ranks(fit, str(tmp_path), dict(options), kill, **many)
-        assert failed.value.killed.keys() == {kill["rank"]}
-        assert not failed.value.hung
-    for rank, resumed in enumerate(run_ranks(fit, str(tmp_path), dict(options), **many)):
-        same_ends(whole[rank], resumed, f"rank {rank}")
+    steps = {"in a step": chance.randrange(2, 7), QUICK[0]: chance.randrange(7, 11)}
+    kills = [Kill(point, chance.randrange(1, nodes * devices), steps[point]) for point in points]
+    both = whole_and_killed(fit, tmp_path, kills, options, nodes=nodes, devices=devices, timeout=100)
+    for rank, (whole, resumed) in enumerate(both):
+        same_ends(whole, resumed, f"rank {rank}")
 
 
 def look(folder: str, begin: int | None, end: int) -> dict[int, tuple[Tensor, Tensor]]:
@@ -183,7 +165,7 @@ def test_on_one_node_the_mean_of_what_was_pending_is_in_the_weights(tmp_path: Pa
 @pytest.mark.parametrize("damage", ["missing", "zeroed"])
 def test_without_the_file_of_one_rank_all_go_on_from_the_weights(damage: str, tmp_path: Path) -> None:
     many: dict[str, Any] = {"nodes": 2, "devices": 2, "timeout": 60, "init": False}
-    run_ranks(fit, str(tmp_path), {"sync_every": 2}, None, 1, 5, **many)
+    run_ranks(fit, str(tmp_path), None, {"sync_every": 2}, 1, 5, **many)
     (lost,) = tmp_path.glob("last.ckpt.residual/*/rank00003.pt")
     if damage == "missing":
         lost.unlink()
@@ -192,20 +174,20 @@ def test_without_the_file_of_one_rank_all_go_on_from_the_weights(damage: str, tm
         place = content.index(torch.load(lost)["pieces"]["shared"][0][3].numpy().tobytes())
         content[place : place + 256] = bytes(256)
         lost.write_bytes(content)
-    results = run_ranks(fit, str(tmp_path), {"sync_every": 2}, **many)
+    results = run_ranks(fit, str(tmp_path), None, {"sync_every": 2}, **many)
     assert all(torch.equal(each["weights"], results[0]["weights"]) for each in results)
     assert {each["steps"] for each in results} == {STEPS - 5}
 
 
 def test_nodes_that_read_other_weights_are_told_apart(tmp_path: Path) -> None:
     many: dict[str, Any] = {"nodes": 2, "devices": 2, "timeout": 60, "init": False}
-    run_ranks(fit, str(tmp_path), {}, None, 1, 5, **many)
+    run_ranks(fit, str(tmp_path), None, {}, 1, 5, **many)
     (other,) = tmp_path.glob("last.ckpt.residual/*/rank00003.pt")
     content = torch.load(other)
     content["pieces"]["shared"][0][3].add_(1e-7)
     torch.save(content, other)
     with pytest.raises(RanksFailed, match="nodes hold different global weights after") as failed:
-        run_ranks(fit, str(tmp_path), {}, **many)
+        run_ranks(fit, str(tmp_path), None, {}, **many)
     assert len(failed.value.raised) == 4  # nobody waits for the others
     assert not failed.value.hung
 
@@ -226,12 +208,7 @@ def saved_bytes(options: dict[str, Any], count: int) -> tuple[float, float]:
 
 @pytest.mark.parametrize(
     ("options", "count", "bytes_an_element", "beside"),
-    [
-        ({}, 6, 8, 0.6),
-        ({"delay": 0}, 6, 8, 0.1),
-        ({"sync_every": 4}, 6, 8, 13),
-        ({"exchange": "regional"}, 6, 12, 0.1),
-    ],
+    [({}, 6, 8, 0.6), ({"delay": 0}, 6, 8, 0.1), ({"sync_every": 4}, 6, 8, 13), ({"exchange": "regional"}, 6, 12, 0.1)],
 )
 def test_a_save_takes_two_tensors(
     ranks: RunRanks, options: dict[str, Any], count: int, bytes_an_element: int, beside: float
@@ -330,11 +307,7 @@ def array_in_a_group(folder: str) -> str:
 
     t = trainer(FLAVOUR, local(FLAVOUR), max_steps=2, **ranks())
     t.fit(Module())
-    try:
-        t.save_checkpoint(f"{folder}/saved.ckpt")
-    except (ValueError, RuntimeError) as error:
-        return str(error)
-    return "saved"
+    return raised(t.save_checkpoint, f"{folder}/saved.ckpt")
 
 
 def test_a_save_that_could_not_be_resumed_is_refused(tmp_path: Path) -> None:

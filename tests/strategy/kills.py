@@ -1,0 +1,109 @@
+"""Runs of which a rank ends itself by SIGKILL, in a step or between two files of a save, and that go on from there."""
+
+import os
+import random
+import shutil
+import signal
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from lightning_sparse.strategy import folders, saves
+from tests.helpers.distributed import RanksFailed, run_ranks
+from tests.strategy.trainers import lightning_of, ranks, trainer
+
+FLAVOUR = "pytorch_lightning"
+# Point -> what it is that the rank does not come to call; "before the main file" is the strategy's own.
+POINTS: dict[str, tuple[Any, str]] = {
+    "before its side file": (saves, "write_side_file"),
+    "after its side file": (saves.StoreBarrier, "arrive"),
+    "after the main file": (saves, "remove_side_files"),
+    # of a checkpoint that is a folder
+    "meta.pt": (torch, "save"),
+    "its name": (folders, "_replace"),
+    "the old one goes": (folders.shutil, "rmtree"),
+}
+
+
+@dataclass(frozen=True)
+class Kill:
+    """Of a rank, in or after the step of this number: "in a step", "before the main file", or one of `POINTS`."""
+
+    point: str
+    rank: int
+    step: int
+
+
+def die(*_: Any, **__: Any) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def killer(kill: Kill | None) -> Any:
+    class Killer(lightning_of(FLAVOUR).Callback):  # type: ignore[misc]
+        def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
+            if kill is None or (trainer.global_step, trainer.global_rank) != (kill.step, kill.rank):
+                return
+            if kill.point == "in a step":
+                die()
+            main_file = trainer.strategy.checkpoint_io, "save_checkpoint"
+            setattr(*(main_file if kill.point == "before the main file" else POINTS[kill.point]), die)
+
+    return Killer()
+
+
+def patience(kill: Kill | None) -> timedelta:
+    """Of process groups, for ranks that are gone."""
+    return timedelta(seconds=4 if kill else 100)
+
+
+def fit_on(folder: str, strategy: Any, module: Any, kill: Kill | None, every: int = 1, **options: Any) -> Any:
+    """Train from the last checkpoint of the folder, if there is one, and save after so many steps; 0: never."""
+    pl = lightning_of(FLAVOUR)
+    saver = pl.callbacks.ModelCheckpoint(folder, "last", every_n_train_steps=every, enable_version_counter=False)
+    if every:
+        options |= {"callbacks": [saver, killer(kill)], "enable_checkpointing": True}
+    if options.get("precision") == "16-mixed":
+        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=3)
+        options["plugins"] = [pl.plugins.MixedPrecision(options.pop("precision"), "cpu", scaler=scaler)]
+    t = trainer(FLAVOUR, strategy, max_epochs=-1, **ranks(), **options)
+    path = Path(folder) / "last.ckpt"
+    t.fit(module, ckpt_path=path if path.exists() else None)
+    return t
+
+
+def whole_and_killed(
+    fit: Callable[..., Any], folder: Path, kills: Sequence[Kill], *args: Any, **many: Any
+) -> Iterator[tuple[Any, Any]]:
+    """For each rank what ``fit(folder, None, *args)`` returns, and what it does after a run for each of the kills."""
+    many |= {"init": False}
+    (folder / "whole").mkdir()
+    whole = run_ranks(fit, str(folder / "whole"), None, *args, **many)
+    for kill in kills:
+        with pytest.raises(RanksFailed) as failed:
+            run_ranks(fit, str(folder), kill, *args, **many)
+        assert failed.value.killed.keys() == {kill.rank}
+        assert not failed.value.hung
+    yield from zip(whole, run_ranks(fit, str(folder), None, *args, **many), strict=True)
+
+
+def damaged_copies(saved: Path, folder: Path, seed: object) -> Iterator[Path]:
+    """20 copies of the folder `saved`, each with one bit of one file changed. A collective."""
+    chance = random.Random(seed)
+    for number in range(20):
+        copy = folder / str(number)
+        if dist.get_rank() == 0:
+            shutil.copytree(saved, copy)
+            file = chance.choice(
+                sorted(each for each in copy.rglob("*") if each.is_file() and each.name != ".metadata")
+            )
+            content = bytearray(file.read_bytes())
+            content[chance.randrange(len(content))] ^= 1 << chance.randrange(8)
+            file.write_bytes(content)
+        dist.barrier()
+        yield copy
