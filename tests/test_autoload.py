@@ -8,6 +8,7 @@ Everything runs in subprocesses: what is under test is the state of an interpret
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import textwrap
@@ -189,10 +190,27 @@ def test_module_attributes() -> None:
 # --- the real thing: an installed distribution, real torch, real Lightning
 
 
-@pytest.fixture(scope="module", params=["wheel", pytest.param("editable", marks=pytest.mark.slow)])
+def described(folder: Path) -> Path:
+    """This checkout and the metadata that an installation would have, without one."""
+    for name in ("lightning_sparse", "lightning_sparse_autoload.py"):
+        (folder / name).symlink_to(ROOT / name)
+    metadata = folder / "lightning_sparse-0.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: lightning-sparse\nVersion: 0\n")
+    text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    (points,) = re.findall(r"^\[project\.entry-points\.(.*)\]\n(.+)$", text, re.MULTILINE)
+    (metadata / "entry_points.txt").write_text("[{}]\n{}\n".format(*(each.replace('"', "") for each in points)))
+    return folder
+
+
+@pytest.fixture(
+    scope="module", params=["metadata", *(pytest.param(each, marks=pytest.mark.slow) for each in ("wheel", "editable"))]
+)
 def installed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder for PYTHONPATH under which the project is installed."""
     folder = tmp_path_factory.mktemp(request.param)
+    if request.param == "metadata":
+        return described(folder)
     source, target = copy_of_checkout(folder / "source"), folder / "target"
     how = ["--editable"] if request.param == "editable" else []
     pip_install("--target", str(target), *how, str(source))
@@ -234,8 +252,8 @@ def test_strings_are_known_in_both_flavours_in_a_spawned_child(installed: Path, 
 @pytest.mark.parametrize(
     ("installed", "flavour"),
     [
-        ("wheel", FLAVOURS[0]),
-        pytest.param("wheel", FLAVOURS[1], marks=pytest.mark.slow),
+        ("metadata", FLAVOURS[0]),
+        *(pytest.param("wheel", flavour, marks=pytest.mark.slow) for flavour in FLAVOURS),
         pytest.param("editable", FLAVOURS[1], marks=pytest.mark.slow),
     ],
     indirect=["installed"],

@@ -86,7 +86,7 @@ def test_an_error_of_the_work_is_its_own() -> None:
 
 def _benchmark(module: Any, *words: str) -> None:
     gradients.QUICK = [torch.Size((100, 10))] * 3
-    gradients.SETTLING, gradients.BESIDE = 2, 3
+    gradients.SETTLING, gradients.BESIDE, gradients.MOST_REPEATS = 2, 3, 3
     pto.shapes_of = lambda model: [torch.Size((30, 10)), torch.Size((10,))]  # type: ignore[assignment]
     sys.argv = [module.__name__, *words, "--quick"]
     module.main()

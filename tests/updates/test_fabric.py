@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from tests.helpers.distributed import run_ranks
 from tests.strategy.models import batch, flat_parameters, mlp
-from tests.strategy.test_fabric import FLAVOURS, STEPS, fabric_with, of_class, train
+from tests.strategy.test_fabric import STEPS, fabric_with, of_class, train
 
 ours = partial(of_class, "MSTopKLocalStrategy")
 
@@ -108,7 +108,7 @@ def resumed(flavour: str) -> list[Tensor]:
     return ends
 
 
-@pytest.mark.parametrize("flavour", FLAVOURS)
+@pytest.mark.parametrize("flavour", ["lightning.fabric", pytest.param("lightning_fabric", marks=pytest.mark.slow)])
 def test_fabric(flavour: str, tmp_path: Any) -> None:
     results = run_ranks(everything, flavour, str(tmp_path), nodes=2, devices=2, timeout=120, init=False)
     for each in results:
