@@ -18,10 +18,13 @@ from lightning_sparse.updates import LocalUpdates, UpdatesConfig
 from tests.fsdp import runs
 from tests.fsdp.runs import Blocks, whole
 from tests.helpers.distributed import run_ranks
-from tests.strategy.trainers import lightning_of, ours, plain_module, ranks, trainer
+from tests.helpers.scenarios import Scenarios
+from tests.strategy.trainers import Results, lightning_of, ours, plain_module, ranks, results_of, trainer
 from tests.updates.runs import adamw, mean_over_nodes
 
-FLAVOURS = ["pytorch_lightning", pytest.param("lightning", marks=pytest.mark.slow)]
+SCENARIOS = Scenarios()
+scenario = SCENARIOS.add
+results = results_of(SCENARIOS)
 
 
 def module(flavour: str, seed: int = 0) -> Any:
@@ -43,19 +46,18 @@ def fitted(flavour: str, strategy: Any, trained: Any = None, path: str | None = 
     return t
 
 
-def beside_others(flavour: str, options: dict[str, Any]) -> dict[str, Tensor]:
-    """The final weights of three strategies that send everything."""
-    found = {}
+@scenario
+def beside_others(flavour: str) -> dict[str, Tensor]:
+    """The final weights of two strategies that send everything."""
+    found, options = {}, {"accumulate_grad_batches": 2}
     local = ours(flavour).MSTopKLocalStrategy(exchange="dense")
     for name, strategy in (("fsdp", fsdp(flavour, exchange="dense")), ("local", local)):
         found[name] = whole(fitted(flavour, strategy, **options).lightning_module).clone()
     return found
 
 
-@pytest.mark.parametrize("flavour", FLAVOURS)
-def test_everything_sent_gives_what_replicated_nodes_give(flavour: str) -> None:
-    options = {"accumulate_grad_batches": 2}
-    for found in run_ranks(beside_others, flavour, options, nodes=2, devices=2, timeout=120, init=False):
+def test_everything_sent_gives_what_replicated_nodes_give(results: Results) -> None:
+    for found in (each["beside_others"] for each in results):
         torch.testing.assert_close(found["fsdp"], found["local"], rtol=1e-5, atol=1e-6)
 
 
@@ -82,6 +84,7 @@ def test_one_node_is_lightnings_own_fsdp() -> None:
         assert torch.equal(mine, theirs)
 
 
+@scenario
 def with_and_without_looks(flavour: str) -> dict[str, Any]:
     """Runs that evaluate and save between steps, and one that does not."""
     seen: dict[str, Any] = {}
@@ -98,13 +101,12 @@ def with_and_without_looks(flavour: str) -> dict[str, Any]:
     return seen
 
 
-def test_validation_sees_the_shared_weights_and_changes_nothing() -> None:
-    results = run_ranks(with_and_without_looks, "pytorch_lightning", nodes=2, devices=2, timeout=120, init=False)
-    for seen in results:
+def test_validation_sees_the_shared_weights_and_changes_nothing(results: Results) -> None:
+    everyone = [each["with_and_without_looks"] for each in results]
+    for seen in everyone:
         assert torch.equal(seen["plain"], seen["looked"])
         assert len(seen["validated"]) == 3
-        for mine, first in zip(seen["validated"], results[0]["validated"], strict=True):
-            assert torch.equal(mine, first)
+        assert all(map(torch.equal, seen["validated"], everyone[0]["validated"]))
 
 
 def saved_and_resumed(
@@ -119,16 +121,26 @@ def saved_and_resumed(
     return ends, whole(resumed.lightning_module).clone()
 
 
-CASES: list[Any] = [
-    ((2, 2), {}, {}),
-    pytest.param((2, 2), {"save_distributed_checkpoint": False, "step_ahead": 0.5}, {}, marks=pytest.mark.slow),
-    pytest.param((3, 1), {"sync_every": 4, "delay": 0}, {"precision": "bf16-true"}, marks=pytest.mark.slow),
-    pytest.param((2, 2), {"exchange": "dense16"}, {"precision": "bf16-mixed"}, marks=pytest.mark.slow),
-]
+@scenario
+def resumed_in_a_folder(flavour: str) -> tuple[Tensor, Tensor]:
+    return saved_and_resumed(flavour, "resumed", {}, {})
 
 
-@pytest.mark.parametrize(("shape", "options", "extra"), CASES, ids=str)
-def test_a_resumed_run_is_bit_identical(
+def test_a_resumed_run_is_bit_identical(results: Results) -> None:
+    assert all(torch.equal(*each["resumed_in_a_folder"]) for each in results)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("shape", "options", "extra"),
+    [
+        ((2, 2), {"save_distributed_checkpoint": False, "step_ahead": 0.5}, {}),
+        ((3, 1), {"sync_every": 4, "delay": 0}, {"precision": "bf16-true"}),
+        ((2, 2), {"exchange": "dense16"}, {"precision": "bf16-mixed"}),
+    ],
+    ids=str,
+)
+def test_a_resumed_run_with_other_options_is_bit_identical(
     shape: tuple[int, int], options: dict[str, Any], extra: dict[str, Any], tmp_path: Path
 ) -> None:
     many: dict[str, Any] = {"nodes": shape[0], "devices": shape[1], "timeout": 120, "init": False}
@@ -205,10 +217,10 @@ def test_on_another_cluster_shared_weights_and_the_mean_of_what_is_pending_stay(
         torch.testing.assert_close(found[begin].double(), before[f"mean {begin}"], rtol=1e-6, atol=1e-7)
 
 
-def read_by_others(folder: str) -> dict[str, Tensor]:
+@scenario
+def read_by_others(flavour: str) -> dict[str, Tensor]:
     """The weights of a full checkpoint, as plain DDP, Lightning's FSDP2 and a single device read them."""
-    flavour, path = "pytorch_lightning", f"{folder}/whole.ckpt"
-    pl = lightning_of(flavour)
+    pl, path = lightning_of(flavour), "whole.ckpt"
     t = fitted(flavour, fsdp(flavour, save_distributed_checkpoint=False))
     t.save_checkpoint(path)
     found = {"saved": whole(t.lightning_module).clone()}
@@ -233,28 +245,29 @@ def read_by_others(folder: str) -> dict[str, Tensor]:
     return found
 
 
-def test_others_read_a_full_checkpoint(tmp_path: Path) -> None:
-    for found in run_ranks(read_by_others, str(tmp_path), nodes=2, devices=2, timeout=120, init=False):
+def test_others_read_a_full_checkpoint(results: Results) -> None:
+    for found in (each["read_by_others"] for each in results):
         assert found.keys() == {"saved", "DDPStrategy", "ModelParallelStrategy", "alone"}
         assert all(torch.equal(each, found["saved"]) for each in found.values())
 
 
-def gathered_in(flavour: str, precision: str) -> set[tuple[torch.dtype, torch.dtype]]:
+@scenario
+def gathered_in(flavour: str) -> dict[str, set[tuple[torch.dtype, torch.dtype]]]:
     """Dtypes of a parameter in the forward pass, and of its shard in the optimizer."""
-    seen: set[torch.dtype] = set()
-    trained = module(flavour)
-    trained.net.last.register_forward_pre_hook(lambda layer, _: seen.add(layer.weight.dtype))
-    t = fitted(flavour, fsdp(flavour), trained, max_steps=2, precision=precision)
-    return {(dtype, p.dtype) for dtype in seen for p in parameters_of(t.optimizers[0])}
+    found = {}
+    for precision in ("bf16-mixed", "32-true"):
+        seen: set[torch.dtype] = set()
+        trained = module(flavour)
+        trained.net.last.register_forward_pre_hook(lambda layer, _, seen=seen: seen.add(layer.weight.dtype))
+        t = fitted(flavour, fsdp(flavour), trained, max_steps=2, precision=precision)
+        found[precision] = {(dtype, p.dtype) for dtype in seen for p in parameters_of(t.optimizers[0])}
+    return found
 
 
-@pytest.mark.parametrize(
-    ("precision", "dtypes"),
-    [("bf16-mixed", {(torch.bfloat16, torch.float32)}), ("32-true", {(torch.float32, torch.float32)})],
-)
-def test_mixed_precision_gathers_half_the_bytes(precision: str, dtypes: set[tuple[torch.dtype, torch.dtype]]) -> None:
-    for found in run_ranks(gathered_in, "pytorch_lightning", precision, nodes=2, devices=2, timeout=120, init=False):
-        assert found == dtypes
+def test_mixed_precision_gathers_half_the_bytes(results: Results) -> None:
+    half, single = torch.bfloat16, torch.float32
+    for each in results:
+        assert each["gathered_in"] == {"bf16-mixed": {(half, single)}, "32-true": {(single, single)}}
 
 
 # -- updates in a loop of one's own ------------------------------------------------------------------------------------
