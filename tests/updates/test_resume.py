@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from tests.helpers.distributed import RanksFailed, RunRanks, run_ranks
 from tests.helpers.lines import Lines, raised
+from tests.helpers.scenarios import Scenarios
 from tests.strategy.kills import FLAVOUR, Kill, fit_on, patience, whole_and_killed
 from tests.strategy.trainers import ddp, lightning_of, plain_module, ranks, sparse, trainer, weights
 from tests.updates.runs import adamw, mean_over_nodes, start
@@ -219,6 +220,23 @@ def test_a_save_takes_two_tensors(
         assert found[1] < beside
 
 
+# -- what a checkpoint holds besides, and who else reads it ------------------------------------------------------------
+
+SCENARIOS = Scenarios()
+
+
+def all_of(scenarios: dict[str, Any], folder: str) -> dict[str, Any]:
+    return {name: scenario(f"{folder}/{name}") for name, scenario in scenarios.items()}
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """What each returned in a folder of its own, by rank of one start of 2 x 2."""
+    folder = str(tmp_path_factory.mktemp("scenarios"))
+    return run_ranks(all_of, dict(SCENARIOS), folder, nodes=2, devices=2, timeout=150, init=False)
+
+
+@SCENARIOS.add
 def changed_by_a_callback(folder: str) -> list[Tensor]:
     """A callback changes shared weights and buffers before they are saved; a whole run, and one that is resumed."""
     pl = lightning_of(FLAVOUR)
@@ -240,11 +258,11 @@ def changed_by_a_callback(folder: str) -> list[Tensor]:
     return ends
 
 
-def test_what_a_callback_changed_before_a_save_is_resumed(tmp_path: Path) -> None:
-    for whole, resumed in run_ranks(changed_by_a_callback, str(tmp_path), timeout=100, init=False):
-        assert torch.equal(whole, resumed)
+def test_what_a_callback_changed_before_a_save_is_resumed(results: list[dict[str, Any]]) -> None:
+    assert all(torch.equal(*each["changed_by_a_callback"]) for each in results)
 
 
+@SCENARIOS.add
 def in_another_layout(folder: str) -> tuple[Tensor, Tensor]:
     """The shared weights at a save, and those that a model in channels_last begins with."""
     found = []
@@ -267,13 +285,13 @@ def in_another_layout(folder: str) -> tuple[Tensor, Tensor]:
     return found[0], found[1]
 
 
-@pytest.mark.parametrize(("nodes", "devices"), [(2, 2), (4, 1)])
-def test_in_another_memory_layout(nodes: int, devices: int, tmp_path: Path) -> None:
-    options: dict[str, Any] = {"nodes": nodes, "devices": devices, "timeout": 60, "init": False}
-    for saved, begins_with in run_ranks(in_another_layout, str(tmp_path), **options):
+def test_in_another_memory_layout(results: list[dict[str, Any]], tmp_path: Path) -> None:
+    of_one_device = run_ranks(in_another_layout, str(tmp_path), nodes=4, devices=1, timeout=60, init=False)
+    for saved, begins_with in (*of_one_device, *(each["in_another_layout"] for each in results)):
         assert torch.equal(saved, begins_with)
 
 
+@SCENARIOS.add
 def numpy_schedule(folder: str) -> list[Tensor]:
     """A whole run and a resumed one, with a learning rate that is a number of NumPy."""
 
@@ -295,11 +313,11 @@ def numpy_schedule(folder: str) -> list[Tensor]:
     return ends
 
 
-def test_numbers_of_numpy_in_an_optimizer(tmp_path: Path) -> None:
-    for whole, resumed in run_ranks(numpy_schedule, str(tmp_path), timeout=60, init=False):
-        assert torch.equal(whole, resumed)
+def test_numbers_of_numpy_in_an_optimizer(results: list[dict[str, Any]]) -> None:
+    assert all(torch.equal(*each["numpy_schedule"]) for each in results)
 
 
+@SCENARIOS.add
 def array_in_a_group(folder: str) -> str:
     class Module(type(module())):  # type: ignore[misc]
         def configure_optimizers(self) -> Any:
@@ -310,11 +328,11 @@ def array_in_a_group(folder: str) -> str:
     return raised(t.save_checkpoint, f"{folder}/saved.ckpt")
 
 
-def test_a_save_that_could_not_be_resumed_is_refused(tmp_path: Path) -> None:
-    for said in run_ranks(array_in_a_group, str(tmp_path), nodes=2, devices=1, timeout=60, init=False):
-        assert "numpy.ndarray, which a safe load refuses" in said
+def test_a_save_that_could_not_be_resumed_is_refused(results: list[dict[str, Any]]) -> None:
+    assert all("numpy.ndarray, which a safe load refuses" in each["array_in_a_group"] for each in results)
 
 
+@SCENARIOS.add
 def elsewhere(folder: str) -> tuple[Tensor, list[Tensor], list[str]]:
     """A checkpoint of updates, taken up by plain DDP and by the strategy of gradients."""
     path, lines, found = f"{folder}/saved.ckpt", Lines(), []
@@ -329,9 +347,7 @@ def elsewhere(folder: str) -> tuple[Tensor, list[Tensor], list[str]]:
     return weights(trained), found, list(lines.lines)
 
 
-def test_other_strategies_take_its_weights(tmp_path: Path) -> None:
-    results = run_ranks(elsewhere, str(tmp_path), nodes=2, devices=2, timeout=100, init=False)
-    for saved, found, _ in results:
-        for each in found:
-            assert torch.equal(saved, each)
-    assert any("was saved by a strategy that exchanges updates" in line for line in results[0][2])
+def test_other_strategies_take_its_weights(results: list[dict[str, Any]]) -> None:
+    for saved, found, _ in (each["elsewhere"] for each in results):
+        assert all(torch.equal(saved, each) for each in found)
+    assert any("was saved by a strategy that exchanges updates" in line for line in results[0]["elsewhere"][2])
