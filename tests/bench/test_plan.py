@@ -176,7 +176,7 @@ def test_the_rate_inside_a_node_is_asked_where_there_are_several_devices(capsys:
     words = ["plan", "--parameters", "1e6", "--nodes", "2", "--inter-gbps", "1"]
     assert cli.main([*words, "--devices", "1"]) == 0
     assert "inside" not in capsys.readouterr().out
-    assert cli.main([*words, "--devices", "2"]) == 1
+    assert cli.main([*words, "--devices", "2"]) == 2
     assert "--intra-gbps is missing" in capsys.readouterr().err
 
 
