@@ -99,7 +99,9 @@ bool add_cells(const Message& message, const Values& values, int64_t block, floa
     for (int cell = 0; cell < kCells; ++cell) n += cells[cell];
     if (n > std::min(end - at, kSpan)) return false;
     expand(cells, indices + at, positions);
-    if (std::any_of(indices + at, indices + at + n, [](uint8_t low) { return low >= kCell; })) return false;
+    uint8_t largest = 0;
+    for (int64_t i = 0; i < n; ++i) largest = std::max(largest, indices[at + i]);
+    if (largest >= kCell) return false;
     if (!add(values, positions, at, n, shard + begin, std::min(kSpan, size - begin), alpha)) return false;
     at += n;
   }
