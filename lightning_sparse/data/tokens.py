@@ -348,7 +348,7 @@ class TokenPipeline:
     """
 
     def __init__(self, stream: Windows, *, pin: bool = False, fixed: bool = False) -> None:
-        self._stream, self._pin, self._fixed = stream, pin, fixed
+        self._stream, self._pin, self._fixed, self.ahead = stream, pin, fixed, _PREFETCH
 
     def run(self, requests: Iterable[BatchRequest]) -> Generator[tuple[Tensor, ...], None, None]:
         """Yield batches, in the order of requests."""

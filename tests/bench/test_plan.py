@@ -93,9 +93,19 @@ MSTOPK = "strategy='mstopk_hier' with density=0.01"
     ("nodes", "options", "begins", "says"),
     [
         (1, {}, "Use plain DDP: a single node has no inter-node traffic.", ""),
-        (16, {"inter_gbps": 1.0, "compute_s": 0.1}, f"With SGD, use {MSTOPK} on 16 nodes: its step", "times as fast as DDP's"),
+        (
+            16,
+            {"inter_gbps": 1.0, "compute_s": 0.1},
+            f"With SGD, use {MSTOPK} on 16 nodes: its step",
+            "times as fast as DDP's",
+        ),
         (2, {"inter_gbps": 400.0, "compute_s": 0.2}, "With SGD, use plain DDP on 2 nodes: its step is within", ""),
-        (16, {"compute_s": 0.213}, "With SGD, use plain DDP on 16 nodes if synchronisation overlaps with backward", MSTOPK),
+        (
+            16,
+            {"compute_s": 0.213},
+            "With SGD, use plain DDP on 16 nodes if synchronisation overlaps with backward",
+            MSTOPK,
+        ),
         # sparse loses to dense where density is above 2 / M for pairs of 4 bytes
         (256, {"density": 0.05, "inter_gbps": 1.0}, "With SGD, use strategy='mstopk_hier' with exchange='dense16'", ""),
         (16, {}, "With SGD, use ", "depends on the compute"),
@@ -165,7 +175,14 @@ def test_the_command_prints_tables_and_one_recommendation(capsys: pytest.Capture
     said = capsys.readouterr().out
     assert "assumed, not measured" in said
     assert "213 ms (given)" in said
-    names = ("DDP", "2-D dense", "mstopk_hier 1 %", "mstopk_hier 0.1 %", "mstopk_hier, regional 1 %", "mstopk_local 1 %")
+    names = (
+        "DDP",
+        "2-D dense",
+        "mstopk_hier 1 %",
+        "mstopk_hier 0.1 %",
+        "mstopk_hier, regional 1 %",
+        "mstopk_local 1 %",
+    )
     for name in names:
         assert any(line.startswith(name) for line in said.splitlines())
     assert said.rstrip().splitlines()[-2] == "With AdamW, use plain DDP."

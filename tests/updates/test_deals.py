@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from functools import partial
 
 import pytest
 from hypothesis import example, given, settings
@@ -83,7 +84,7 @@ def of_device(device: int, size: int, ends: int | None = None) -> list[list[int]
     deals.follow(["a", "b"], [deals.say()] * 2)
     if ends is not None:
         deals.follow(["a"], [Drawn(ends, deals.say().deal)] * 2)
-    sampler.attach(deals, device, devices=2)
+    sampler.deal(partial(deals.share, device=device, devices=2))
     epochs = []
     for epoch in range(3):
         sampler.set_epoch(epoch)
@@ -114,7 +115,7 @@ def test_a_sampler_draws_an_epoch_in_its_order() -> None:
         len(sampler)
     deals = Deals("a")
     deals.follow(["a"], [deals.say()])
-    sampler.attach(deals, device=0, devices=1)
+    sampler.deal(partial(deals.share, device=0, devices=1))
     epochs = []
     for epoch in range(2):
         sampler.set_epoch(epoch)
