@@ -13,7 +13,7 @@ import pytest
 from lightning_sparse.data.cache.commands import warm
 from lightning_sparse.data.cache.store import Placement, SampleStore, new_run, owners_of
 from lightning_sparse.data.config import CacheConfig, CorruptSampleError
-from lightning_sparse.data.sources import parquet as parquet_files
+from lightning_sparse.data.sources import layout
 from lightning_sparse.data.sources.listing import classes_of, has_split, load_or_list
 
 pyarrow = pytest.importorskip("pyarrow", reason="it reads Parquet files")
@@ -164,6 +164,6 @@ def test_the_column_can_be_chosen_and_labels_may_be_names(tmp_path: Path) -> Non
 
 def test_without_pyarrow_the_package_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = config_of(data_set(tmp_path / "source"), tmp_path / "cache")
-    monkeypatch.setattr(parquet_files, "is_installed", lambda name: False)
+    monkeypatch.setattr(layout, "is_installed", lambda name: False)
     with pytest.raises(ValueError, match="need pyarrow: `pip install pyarrow`"):
         load_or_list(config, "train", quiet=True)

@@ -15,12 +15,17 @@ from pathlib import Path
 
 from lightning_sparse.data.config import CacheConfig, DataError
 from lightning_sparse.data.folders import cache_folder, file_name, is_read_only, locked, usable, write_private
-from lightning_sparse.data.sources.layout import ClassFolders, Files, Layout, Split
-from lightning_sparse.data.sources.lists import SampleList
+from lightning_sparse.data.sources.layout import (
+    ClassFolders,
+    Files,
+    Layout,
+    ParquetFiles,
+    SampleList,
+    Split,
+    TarShards,
+)
 from lightning_sparse.data.sources.manifest import Manifest
-from lightning_sparse.data.sources.parquet import ParquetFiles
 from lightning_sparse.data.sources.storage import CHECK_S, MissingFolderError
-from lightning_sparse.data.sources.tar import TarShards
 from lightning_sparse.messages import log
 
 LAYOUTS: tuple[type[Layout], ...] = (SampleList, ParquetFiles, TarShards, Files, ClassFolders)  # the first one found
