@@ -151,6 +151,15 @@ def test_what_cannot_be_used_is_said(
         load_or_list(config_of(tmp_path / "source", tmp_path / "cache", member=member), "train", quiet=True)
 
 
+@pytest.mark.parametrize("about", [b"{", b"[" * 100_000])
+def test_metadata_that_are_damaged_are_no_fault_of_the_network(tmp_path: Path, about: bytes) -> None:
+    file = tmp_path / "source" / "train" / "0.parquet"
+    write(file, {"a": [b"a"]})
+    parquet.write_table(parquet.read_table(file).replace_schema_metadata({b"huggingface": about}), file)
+    with pytest.raises(ValueError, match=r"0\.parquet cannot be used: (JSONDecodeError|RecursionError)"):
+        load_or_list(config_of(tmp_path / "source", tmp_path / "cache"), "train", quiet=True)
+
+
 def test_the_column_can_be_chosen_and_labels_may_be_names(tmp_path: Path) -> None:
     columns = {"left": [b"a", b"b"], "right": [b"c", b"d"], "label": ["oak", "beech"], "size": [1, 2]}
     write(tmp_path / "source" / "train" / "0.parquet", columns)

@@ -255,6 +255,7 @@ def test_without_an_answer_the_ids_in_the_cache_are_used(
         ("a.jsonl", b'{"text": "a"}\n{"body": "b"}\n', r"a\.jsonl cannot be read as text \(KeyError: 'text'\)"),
         ("a.jsonl", b"{", r"a\.jsonl cannot be read as text \(JSONDecodeError"),
         ("a.jsonl", b'{"text": 3}', "the field text is int, not a string"),
+        ("a.jsonl", b"[" * 100_000, r"a\.jsonl cannot be read as text \(RecursionError"),
         ("a.tar", b"no tar" * 200, r"a\.tar cannot be read as text \(ReadError"),
         ("a.parquet", b"no parquet", r"a\.parquet (cannot be read as text|needs pyarrow)"),
         ("a.bin", b"ab", r"a\.json must describe a\.bin"),
