@@ -128,8 +128,7 @@ def test_a_busy_peer_is_not_taken_for_dead(nodes: Nodes, monkeypatch: pytest.Mon
     monkeypatch.setattr(client, "DEAD_S", 1.0)
     monkeypatch.setattr(client, "PING_S", 0.1)
     first, second = nodes[0]
-    hold = "import fcntl, os, struct, sys, time; f = os.open(sys.argv[1], os.O_RDWR);"
-    hold += "fcntl.fcntl(f, fcntl.F_OFD_SETLKW, struct.pack('hhqqi', fcntl.F_WRLCK, 0, 0, 1, 0));"
+    hold = "import fcntl, os, sys, time; fcntl.flock(os.open(sys.argv[1], os.O_RDWR), fcntl.LOCK_EX);"
     hold += "print('held', flush=True); time.sleep(2.5)"
     path = f"/proc/{os.getpid()}/fd/{second._tiers().memory._segment.file}"
     with subprocess.Popen([sys.executable, "-c", hold, path], stdout=subprocess.PIPE) as holder:
