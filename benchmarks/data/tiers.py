@@ -76,7 +76,7 @@ def batches_of(
     if tier != "storage":
         for first in range(0, len(manifest), BATCH):
             store.get(range(first, min(first + BATCH, len(manifest))))
-        store.flush()
+        store.disk.flush()
     try:
         for epoch in range(epochs):
             plan = sampler.epoch(epoch)

@@ -156,7 +156,7 @@ def test_memory_that_was_short_for_one_run_may_be_there_for_the_next(
 def test_a_sample_that_was_damaged_is_repaired_for_all(folder: Path, stores: Open) -> None:
     first, second = store_of(folder, stores), store_of(folder, stores)
     expected = contents(first)
-    first.flush()
+    first.disk.flush()
     first._tiers().memory._payloads[100] ^= 1
     assert contents(second) == expected
     assert (second.counters().flipped_memory, second.counters().disk_samples) == (1, 1)

@@ -96,7 +96,7 @@ def test_nodes_keep_what_they_own(folder: Path) -> None:
     for store in stores:
         store.get(range(10))
         store.get(range(10))
-        store.flush()
+        store.disk.flush()
         assert store.counters().memory_samples == 5
     assert [store.counters().storage_samples for store in stores] == [10, 0]
     assert [store.counters().disk_samples for store in stores] == [5, 15]
