@@ -23,6 +23,7 @@ from lightning_sparse.data.config import (
     ImageOptions,
     ImageSizes,
     SampleOptions,
+    check_fraction,
     check_limit,
     limited_count,
 )
@@ -115,8 +116,7 @@ class DataOptions:
     def __post_init__(self) -> None:
         SamplerConfig(batch_size=self.batch_size)
         check_limit(self.limit)
-        if self.val_fraction is not None and not 0 < self.val_fraction < 1:
-            raise ValueError(f"val_fraction={self.val_fraction} must be between 0 and 1: it is a fraction of train/.")
+        check_fraction(self.val_fraction)
         largest = 0 if self.sizes is None else self.sizes.largest
         if self.cache.short_side < largest:
             raise ValueError(

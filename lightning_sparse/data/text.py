@@ -194,6 +194,12 @@ class TokenFile:
         return cls(Path(name), dtype, vocab_size, tokens, checksum, end)
 
 
+def check_vocab_size(size: int) -> None:
+    """Raise ValueError if no file can have ids of a vocabulary of this size."""
+    if not 1 <= size <= 2**32:
+        raise ValueError(f"vocab_size={size} must be between 1 and 2**32: it is the number of ids.")
+
+
 def _whole(name: str, value: object) -> int:
     if isinstance(value, bool) or not isinstance(value, int):
         raise TypeError(f"{name}={value!r} is not a whole number")
@@ -267,8 +273,7 @@ def prepare(
         OSError: if a file cannot be read or written.
     """
     out = Path(out) if Path(out).suffix == ".bin" else Path(f"{out}.bin")
-    if not 1 <= vocab_size <= 2**32:
-        raise ValueError(f"vocab_size={vocab_size} must be between 1 and 2**32: it is the number of ids.")
+    check_vocab_size(vocab_size)
     if end is not None and not 0 <= end < vocab_size:
         raise ValueError(f"end={end} must be an id of the vocabulary, 0 or more and below vocab_size={vocab_size}.")
     out.parent.mkdir(parents=True, exist_ok=True)

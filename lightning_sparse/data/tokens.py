@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_sparse.data.config import check_limit, limited_count
+from lightning_sparse.data.config import check_fraction, check_limit, limited_count
 from lightning_sparse.data.datamodule import DataModuleMixin
 from lightning_sparse.data.peers.collectives import find_topology, on_all_ranks, on_rank_zero
 from lightning_sparse.data.pipeline.batch import BatchRequest
@@ -35,7 +35,7 @@ from lightning_sparse.data.streams import (
     document_mask,
     files_of,
 )
-from lightning_sparse.data.text import prepare
+from lightning_sparse.data.text import check_vocab_size, prepare
 from lightning_sparse.messages import described
 from lightning_sparse.topology import Topology
 
@@ -314,12 +314,11 @@ def _check_options(
     """Raise ValueError if an option of `TokenDataModuleMixin` is out of range."""
     if context < 1:
         raise ValueError(f"context={context} must be at least 1: it is the number of tokens of a sample.")
-    if val_fraction is not None and not 0 < val_fraction < 1:
-        raise ValueError(f"val_fraction={val_fraction} must be between 0 and 1: it is a fraction of train.")
+    check_fraction(val_fraction)
     if val is not None and val_fraction is not None:
         raise ValueError(f"val={str(val)!r} and val_fraction={val_fraction} exclude each other: omit one.")
-    if vocab_size is not None and not 1 <= vocab_size <= 2**32:
-        raise ValueError(f"vocab_size={vocab_size} must be between 1 and 2**32: it is the number of ids.")
+    if vocab_size is not None:
+        check_vocab_size(vocab_size)
     if documents not in DOCUMENTS:
         raise ValueError(f"documents={documents!r}: choose one of {', '.join(DOCUMENTS)}.")
 
