@@ -11,7 +11,6 @@ import hashlib
 import os
 from bisect import bisect_left, insort
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol, get_args
 
@@ -64,7 +63,7 @@ def _of_one_tokenizer(paths: Sequence[Path]) -> list[TokenFile]:
 
 
 class Windows(Protocol):
-    """Numbered windows of token ids."""
+    """Numbered windows of token ids, those of a stream the same in every epoch."""
 
     @property
     def context(self) -> int:
@@ -75,7 +74,7 @@ class Windows(Protocol):
 
     @property
     def fingerprint(self) -> str:
-        """Hash of what a window's number stands for."""
+        """Hash of what a window's number stands for in each epoch."""
 
     def windows(self, indices: NDArray[np.int64], epoch: int = 0) -> Arrays:
         """Return (inputs, targets), int64 [B, context] each; with documents that are not joined, (.., positions), too.
@@ -137,13 +136,11 @@ class TokenStream:
 
     @property
     def fingerprint(self) -> str:
-        """Hash of what a window's number stands for."""
         about = [(each.dtype.name, each.vocab_size, each.tokens, each.checksum) for each in self.files]
         more = () if self.documents == "joined" else (self.documents, self.files[0].end)
         return hashlib.blake2b(repr((self.context, about, *more)).encode(), digest_size=16).hexdigest()
 
     def windows(self, indices: NDArray[np.int64], epoch: int = 0) -> Arrays:
-        """As `Windows.windows`, the same in every epoch."""
         rows = np.empty((len(indices), self.context + 1), np.int64)
         shards = np.searchsorted(self._ends, indices, side="right")
         starts = (indices - self._begins[shards]) * self.context
@@ -198,7 +195,6 @@ class PackedStream(TokenStream):
         return np.stack([np.repeat(begins, counts) + offsets, lengths])
 
     def windows(self, indices: NDArray[np.int64], epoch: int = 0) -> Arrays:
-        """As `Windows.windows`, the same in every epoch."""
         inputs = np.full((len(indices), self.context), self.files[0].end, np.int64)
         targets, firsts = np.full_like(inputs, IGNORED), np.zeros(inputs.shape, np.bool_)
         for row, window in enumerate(indices.tolist()):
@@ -284,30 +280,23 @@ def document_mask(positions: Tensor) -> Tensor:
     return (numbers[:, None, :, None] == numbers[:, None, None, :]).tril()
 
 
-@dataclass
 class Part:
     """Some windows of others, numbered anew."""
 
-    whole: Windows
-    indices: NDArray[np.int64]
-
-    @property
-    def context(self) -> int:
-        return self.whole.context
+    def __init__(self, whole: Windows, indices: NDArray[np.int64]) -> None:
+        self._whole, self._indices, self.context = whole, indices, whole.context
 
     def __len__(self) -> int:
-        return len(self.indices)
+        return len(self._indices)
 
     @property
     def fingerprint(self) -> str:
-        """Hash of what a window's number stands for."""
-        digest = hashlib.blake2b(self.whole.fingerprint.encode(), digest_size=16)
-        digest.update(self.indices.tobytes())
+        digest = hashlib.blake2b(self._whole.fingerprint.encode(), digest_size=16)
+        digest.update(self._indices.tobytes())
         return digest.hexdigest()
 
     def windows(self, indices: NDArray[np.int64], epoch: int = 0) -> Arrays:
-        """As `Windows.windows`."""
-        return self.whole.windows(self.indices[indices], epoch)
+        return self._whole.windows(self._indices[indices], epoch)
 
 
 class Mixture:
@@ -336,12 +325,10 @@ class Mixture:
 
     @property
     def fingerprint(self) -> str:
-        """Hash of what a number stands for in each epoch."""
         about = (*(each.fingerprint for each in self._streams), *self._about)
         return hashlib.blake2b(repr(about).encode(), digest_size=16).hexdigest()
 
     def windows(self, indices: NDArray[np.int64], epoch: int = 0) -> Arrays:
-        """As `Windows.windows`."""
         numbers = np.searchsorted(self._ends, indices, side="right")
         out: list[NDArray[np.int64]] = []
         for number in np.unique(numbers).tolist():

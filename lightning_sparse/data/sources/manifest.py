@@ -4,8 +4,8 @@ The samples are the files ``<source>/<split>/<class>/**/*.jpg``, or those of a l
 torchvision's ImageFolder; other splits use the numbers of train/ (`Manifest.numbered_as`). The size and the time of
 modification of each file identify its listed version: a file that differs has changed on storage.
 
-A manifest file is a line of JSON, with the types and shapes of its arrays and all else, and the arrays, each at a multiple
-of 64 bytes. Processes map the file, so that all processes of a node share one copy.
+A manifest file is a line of JSON, with the types and shapes of its arrays and all else, and then the arrays. Processes
+map the file, so that all processes of a node share one copy.
 """
 
 from __future__ import annotations
