@@ -153,7 +153,7 @@ def test_another_description_of_a_shard_is_noticed(folder: Path, tmp_path: Path)
         (folder / "a.json").write_text(json.dumps({**about, "vocab_size": vocab_size}))
         shards = source.listed()
         kept = [source.is_kept(each) for each in shards]
-        with Storage.of(source.config) as storage:
+        with Storage(source.config) as storage:
             for each in shards:
                 source.make(each, storage, lambda size: None)
     assert kept == [False, True, True], "the first shard alone is read again"

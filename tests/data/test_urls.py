@@ -135,7 +135,7 @@ def test_what_the_import_of_a_file_system_takes_is_no_silence_of_storage(
     monkeypatch.setattr(storage_module, "RESTART_S", 0.5)  # shorter than the import, as that of a busy machine may be
     started: list[str] = []
     monkeypatch.setattr(storage_module, "ReaderProcess", lambda *args: started.append("one") or ReaderProcess(*args))
-    with Storage(f"slow://{source}", timeout=2.0) as storage:
+    with Storage(config_of(str(source), tmp_path), f"slow://{source}", timeout=2.0) as storage:
         assert storage.names("").keys() == {"train"}
     assert started == ["one"]
     assert not warnings_of(caplog)

@@ -111,7 +111,7 @@ class Tiers:
         limit = None if config.disk_gb is None else int(config.disk_gb * GB)
         disk = folder / f"{file_name(manifest.split)}.lmdb"
         self.disk = DiskCache(disk, limit_bytes=limit, counter=self.counter)
-        self.storage = Storage.of(config, quiet=placement.device_index != 0)  # one rank per node logs interruptions
+        self.storage = Storage(config, quiet=placement.device_index != 0)  # one rank per node logs interruptions
         self.decoder = 0 if config.format == "bytes" else decode.decoder_id()  # that validates files
         self.peers: PeerClient | None = None
         self.server: PeerServer | None = None

@@ -66,7 +66,7 @@ class Split:
     def __post_init__(self) -> None:
         if not self.name or self.name.startswith("/") or ".." in self.name.split("/"):
             raise ValueError(f"split={self.name!r} must be the name of a folder in {self.source}, such as 'train'.")
-        self.storage = Storage.of(self.config, timeout=self.timeout, readers=LIST_READERS, quiet=self.quiet)
+        self.storage = Storage(self.config, timeout=self.timeout, readers=LIST_READERS, quiet=self.quiet)
 
     @property
     def source(self) -> str:
@@ -307,9 +307,8 @@ class SampleList(Layout):
             raise MissingFolderError(f"lists={lists} has no list of {split.name!r}.")
         file = lists[split.name]
         folder, _, name = file.rpartition("/")
-        options = split.config.storage_options if "://" in file else None
         source = folder or ("/" if file.startswith("/") else ".")
-        with Storage(source, timeout=split.timeout, readers=1, options=options) as storage:
+        with Storage(split.config, source, timeout=split.timeout, readers=1) as storage:
             (answer,) = storage.read([name])
         if isinstance(answer, Unreadable):
             raise ValueError(f"the list {file} of {split.name} cannot be read: {answer.reason}.")
