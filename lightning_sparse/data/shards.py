@@ -186,7 +186,9 @@ class TokenSource:
         """
         name = hashlib.blake2b(self.only.encode(), digest_size=4).hexdigest() if self.only else "shards"
         file = self.folder / f"{name}.json"
-        kept = [Shard(*each) for each in json.loads(file.read_text())] if file.exists() else None
+        kept: list[Shard] | None = None
+        with contextlib.suppress(OSError, ValueError, TypeError):  # as a loss of power may leave it, it is made again
+            kept = [Shard(*each) for each in json.loads(file.read_text())]
         timeout = self.config.storage_timeout if kept is None else min(CHECK_S, self.config.storage_timeout)
         try:
             with Storage(self.config, timeout=timeout, readers=1) as storage:

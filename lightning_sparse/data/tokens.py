@@ -36,7 +36,7 @@ from lightning_sparse.data.streams import (
     files_of,
 )
 from lightning_sparse.data.text import check_vocab_size, prepare
-from lightning_sparse.messages import described
+from lightning_sparse.messages import described, show_log_lines
 from lightning_sparse.topology import Topology
 
 __all__ = ["TokenDataModuleMixin", "TokenStream", "cu_seqlens", "document_mask", "files_of", "prepare"]
@@ -154,6 +154,7 @@ class TokenDataModuleMixin(DataModuleMixin):
             ValueError: if a file cannot be used, or differs between ranks.
             DataError: if storage or the cache folder cannot be used.
         """
+        show_log_lines()
         self._close()
         self._topology = topology = find_topology(*self._position)
         if len(set(on_all_ranks(lambda: tuple(path in self._sources for path in self._all_paths)))) > 1:

@@ -160,6 +160,16 @@ def test_another_description_of_a_shard_is_noticed(folder: Path, tmp_path: Path)
     assert source.size_of_vocabulary(shards) == 500
 
 
+@pytest.mark.parametrize("damaged", ["", "3", "[1]", '[["a.txt"]]'])
+def test_a_damaged_list_of_shards_is_made_again(folder: Path, tmp_path: Path, damaged: str) -> None:
+    expected = ids(folder, tmp_path / "cache")
+    (kept,) = (tmp_path / "cache").rglob("shards.json")
+    whole = kept.read_text()
+    kept.write_text(damaged)
+    assert ids(folder, tmp_path / "cache") == expected
+    assert kept.read_text() == whole
+
+
 def test_arrays_of_numpy_need_the_vocabulary(tmp_path: Path) -> None:
     (tmp_path / "source").mkdir()
     np.save(tmp_path / "source" / "a.npy", np.arange(50, dtype=np.int32))
