@@ -36,7 +36,7 @@ def config_of(folder: Path, text: str | None = None, **more: Any) -> CacheConfig
 
 
 def listed(folder: Path, text: str) -> Manifest:
-    return load_or_list(config_of(folder, text), "train", quiet=True)
+    return load_or_list(config_of(folder, text), "train")
 
 
 def test_samples_are_in_the_order_of_the_list_and_may_repeat(folder: Path) -> None:
@@ -100,21 +100,21 @@ def test_a_list_that_has_changed_is_read_again(folder: Path, monkeypatch: pytest
     second = listed(folder, "path,x\n4.bin,2\n")
     assert (first.labels.tolist(), second.labels.tolist()) == ([[1]], [[2]])
     monkeypatch.setattr(module, "list_source", None)
-    assert load_or_list(config_of(folder), "train", quiet=True).fingerprint == second.fingerprint
+    assert load_or_list(config_of(folder), "train").fingerprint == second.fingerprint
     monkeypatch.undo()
     time.sleep(0.02)  # the resolution of times on this file system
     (folder / "4.bin").unlink()
     with pytest.raises(ValueError, match=r"lists 1 file\(s\) that .* does not have, such as '4\.bin'"):
-        load_or_list(config_of(folder), "train", quiet=True)
+        load_or_list(config_of(folder), "train")
 
 
 def test_a_list_and_the_folder_are_not_mistaken_for_each_other(folder: Path) -> None:
     (folder / "train").mkdir()
     (folder / "train" / "5.bin").write_bytes(b"5")
     named = listed(folder, "path,x\n4.bin,1\n")
-    plain = load_or_list(config_of(folder, lists=None), "train", quiet=True)
+    plain = load_or_list(config_of(folder, lists=None), "train")
     assert list(plain.paths) == ["train/5.bin"]
-    assert load_or_list(config_of(folder), "train", quiet=True).fingerprint == named.fingerprint
+    assert load_or_list(config_of(folder), "train").fingerprint == named.fingerprint
 
 
 def test_names_of_another_split_are_numbered_as_those_of_train(folder: Path) -> None:
@@ -153,4 +153,4 @@ def test_options_of_lists_are_refused_early(folder: Path, monkeypatch: pytest.Mo
     with pytest.raises(ValueError, match=r"needs pyarrow: `pip install pyarrow`"):
         config_of(folder, lists={"train": "train.parquet"})
     with pytest.raises(ValueError, match=r"the list .*train\.csv of train cannot be read"):
-        load_or_list(config_of(folder), "train", quiet=True)
+        load_or_list(config_of(folder), "train")

@@ -44,7 +44,7 @@ def make_nodes(folder: Path, formats: tuple[Format, Format] = ("decoded", "decod
             shuffle="global",
             peer_address="127.0.0.1",
         )
-        stores.append(SampleStore(config, load_or_list(config, "train", quiet=True), Placement(node, 2), run))
+        stores.append(SampleStore(config, load_or_list(config, "train"), Placement(node, 2), run))
     return stores
 
 
@@ -304,7 +304,7 @@ def test_ports_are_those_of_the_given_range(tmp_path: Path) -> None:
         options = {"source": str(folder), "cache_dir": str(tmp_path / "cache"), "memory_gb": 0.01}
         for ports in ((port, min(port + 20, 65535)), (port, port)):
             config = CacheConfig(**options, peer_address="127.0.0.1", peer_ports=ports)  # type: ignore[arg-type]
-            store = SampleStore(config, load_or_list(config, "train", quiet=True), Placement(0, 2))
+            store = SampleStore(config, load_or_list(config, "train"), Placement(0, 2))
             if ports[0] < ports[1]:
                 assert ports[0] < int(store.serve().rpartition(":")[2]) <= ports[1]
             else:

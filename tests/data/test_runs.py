@@ -88,7 +88,7 @@ OTHERS: list[dict[str, Any]] = [{"source": "/other"}, {"member": "png"}, {"short
 
 def test_a_name_says_all_that_decides_what_is_kept(folder: Path, tmp_path: Path, monkeypatch: Any) -> None:
     config = config_of(folder, format="decoded")
-    manifest = load_or_list(config, "train", quiet=True)
+    manifest = load_or_list(config, "train")
     everything = np.ones(SAMPLES, np.bool_)
 
     def name(config: CacheConfig = config, **changed: Any) -> str:

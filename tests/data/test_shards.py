@@ -57,7 +57,7 @@ def config_of(folder: Path | str, cache: Path, **more: Any) -> CacheConfig:
 
 
 def contents(config: CacheConfig) -> tuple[Manifest, list[bytes], Any]:
-    manifest = load_or_list(config, "train", quiet=True)
+    manifest = load_or_list(config, "train")
     store = SampleStore(config, manifest)
     try:
         return manifest, [each.data.tobytes() for each in store.get(range(len(manifest)))], store.counters()

@@ -23,7 +23,7 @@ def folder(tmp_path: Path) -> Path:
 def store_of(folder: Path, place: Placement | None = None, run: bytes | None = None, **more: object) -> SampleStore:
     options = {"source": str(folder), "cache_dir": str(folder.parent / "cache"), "memory_gb": 0.01, **more}
     config = CacheConfig(**options)  # type: ignore[arg-type]
-    return SampleStore(config, load_or_list(config, "train", quiet=True), place, run)
+    return SampleStore(config, load_or_list(config, "train"), place, run)
 
 
 @pytest.mark.parametrize("format", ["decoded", "jpeg"])

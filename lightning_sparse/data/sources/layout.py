@@ -55,7 +55,7 @@ class Split:
     Args:
         name: of the split, such as "train".
         timeout: seconds to wait for storage.
-        quiet: show no progress bar.
+        quiet: as `Storage`; and show no progress bar.
     """
 
     config: CacheConfig
