@@ -131,15 +131,8 @@ class CachedMixin(DataModuleMixin):
     def _open(self, stage: str, formats: Formats | None = None, backend: str | None = None) -> None:
         self._close()
         self._stage = stage
-        node_rank, local_rank = self._position
         self._session = open_session(
-            self._options,
-            device=self._device,
-            stage=stage,
-            node_rank=node_rank,
-            local_rank=local_rank,
-            formats=formats,
-            backend=backend,
+            self._options, position=self._position, device=self._device, stage=stage, formats=formats, backend=backend
         )
 
     def state_dict(self) -> dict[str, Any]:

@@ -399,26 +399,25 @@ class Session:
 def open_session(
     options: DataOptions,
     *,
+    position: tuple[int | None, int | None] = (None, None),
     device: torch.device | None = None,
     stage: str = "fit",
-    node_rank: int | None = None,
-    local_rank: int | None = None,
     formats: Formats | None = None,
     backend: str | None = None,
 ) -> Session:
     """Find the topology, list the samples and open their stores. A collective.
 
     Args:
+        position: node rank and local rank of this process, if known.
         device: device that the batches are for; default: the CPU.
         stage: of the Trainer: "fit", "validate", "test" or "predict".
-        node_rank, local_rank: position of this process, if known.
         formats, backend: those of the run that this one continues; see `Session`.
 
     Raises:
         ValueError, DataError: if the source or the cache cannot be used.
     """
     show_log_lines()
-    topology = find_topology(node_rank, local_rank)
+    topology = find_topology(*position)
     session = Session(options, topology, device or torch.device("cpu"), formats=dict(formats or {}), backend=backend)
     try:
         session.open(on_rank_zero(new_run), stage)
