@@ -176,7 +176,7 @@ class CachedMixin(DataModuleMixin):
         """Log the last epoch and the summary, then close everything."""
         if self._session is not None and self._epoch is not None:
             self._end_epoch()
-            self._session.log_once(self._session.summary())
+            self._session.log_once(self._session.tiers.summary())
         self._close()
 
     def on_exception(self, exception: BaseException) -> None:

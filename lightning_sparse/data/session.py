@@ -346,19 +346,15 @@ class Session:
     def tiers(self) -> TierLog:
         """Counts of the training samples, over all nodes."""
         assert self.train is not None
-        store = self.train.store
-        return TierLog(lambda: store.node_counters() if self._rank[1] == 0 else TierCounts())  # one rank per node
+        store, reports = self.train.store, self.topology.device_index == 0  # one rank per node
+        return TierLog(
+            lambda: store.node_counters() if reports else TierCounts(),
+            lambda: store.sizes() if reports else (0, 0, 0, 0),
+        )
 
     @property
     def _rank(self) -> tuple[int, int]:
         return self.topology.node_index, self.topology.device_index
-
-    def summary(self) -> str:
-        """Return a table of the samples by tier and epoch, and the sizes of the tiers. A collective."""
-        assert self.train is not None
-        store = self.train.store
-        sizes = self.tiers.sizes(lambda: store.sizes() if self._rank[1] == 0 else (0, 0, 0, 0))
-        return "\n".join(["samples by tier and epoch, all nodes:", *self.tiers.table(), sizes])
 
     def log_once(self, line: str) -> None:
         """Log a line on rank 0 only."""

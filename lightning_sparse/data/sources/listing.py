@@ -136,7 +136,7 @@ def kept_manifest(config: CacheConfig, split: str) -> Manifest | None:
     """Return the list in the cache; None if there is none, or if it is corrupt."""
     file = _file(config, split)
     with contextlib.suppress(DataError):
-        return Manifest.load(file) if file.exists() else None
+        return Manifest.load(file)
     return None
 
 
