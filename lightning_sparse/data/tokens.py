@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-import math
+import sys
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -331,7 +331,8 @@ def _weights_of(train: str | Path | Mapping[str, float]) -> dict[str, float]:
     if not train:
         raise ValueError("train={} names no source: give a path, or paths with weights.")
     for path, weight in train.items():
-        if isinstance(weight, bool) or not isinstance(weight, (int, float)) or not 0 < weight < math.inf:
+        is_number = isinstance(weight, (int, float)) and not isinstance(weight, bool)
+        if not is_number or not 0 < weight <= sys.float_info.max:
             raise ValueError(
                 f"train: the weight {weight!r} of {path} must be a finite number above 0: omit a source that is not "
                 "used."

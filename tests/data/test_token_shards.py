@@ -464,6 +464,7 @@ def test_a_mixture_goes_on_with_other_nodes(mixed: dict[str, float], tmp_path: P
         ({"a.bin": -1.0}, {}, r"the weight -1\.0 of a\.bin must"),
         ({"a.bin": float("nan")}, {}, r"the weight nan of a\.bin must"),
         ({"a.bin": "1"}, {}, r"the weight '1' of a\.bin must"),
+        ({"a.bin": 10**400}, {}, r"of a\.bin must be a finite number"),
     ],
 )
 def test_mixtures_that_make_no_sense_are_refused(
