@@ -103,7 +103,10 @@ class Split:
         return list(self.progress(self.storage.listing(folders, images=images), len(folders), "folder"))
 
     def progress(self, listed: Iterator[Any], total: int, unit: str) -> Iterable[Any]:
-        return tqdm(listed, total=total, desc=f"listing {self.name}", unit=unit, disable=self.quiet or None)
+        bar: Iterable[Any] = tqdm(
+            listed, total=total, desc=f"listing {self.name}", unit=unit, disable=self.quiet or None
+        )
+        return bar
 
     def probed(self, files: Sequence[Location]) -> npt.NDArray[np.int64]:
         """Return (size, height, width) of up to `PROBES` of these images, without those that are corrupt."""

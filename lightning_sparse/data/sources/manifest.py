@@ -264,7 +264,8 @@ class Manifest:
             if not first.startswith(_MAGIC):
                 raise ValueError("it is of another version")
             about = json.loads(first[len(_MAGIC) :])
-            offset, found = len(first) + -len(first) % _ALIGN, {}
+            found: dict[str, Any] = {}
+            offset = len(first) + -len(first) % _ALIGN
             for name, (kind, shape) in about.pop("arrays").items():
                 found[name] = np.frombuffer(data, kind, math.prod(shape), offset).reshape(shape)
                 offset += found[name].nbytes + -found[name].nbytes % _ALIGN
