@@ -51,11 +51,17 @@ MAX_REPLACEMENTS = 100  # candidates that are tried in place of a corrupt file
 
 @dataclass(frozen=True)
 class Placement:
-    """Position of this process among the ranks."""
+    """Position of this process among the ranks. Raises ValueError if there is no such node."""
 
     node_index: int = 0
     num_nodes: int = 1
     device_index: int = 0
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.node_index < self.num_nodes:
+            raise ValueError(
+                f"node {self.node_index} of {self.num_nodes}: nodes are numbered from 0 to one below their number."
+            )
 
 
 def owners(labels: npt.NDArray[np.int64], num_nodes: int, seed: int) -> npt.NDArray[np.int64]:
@@ -67,14 +73,9 @@ def owners(labels: npt.NDArray[np.int64], num_nodes: int, seed: int) -> npt.NDAr
     Args:
         labels: class of each sample.
 
-    Raises:
-        ValueError: if num_nodes is less than 1.
-
     >>> owners(np.array([0, 0, 0, 1, 1, 1]), num_nodes=2, seed=1).tolist()
     [1, 0, 0, 0, 1, 1]
     """
-    if num_nodes < 1:
-        raise ValueError(f"num_nodes={num_nodes} must be at least 1.")
     dealt = np.lexsort((bits(seed, np.arange(len(labels))), labels))  # sorted by class, shuffled within each
     result = np.empty(len(labels), np.int64)
     result[dealt] = np.arange(len(labels)) % num_nodes
