@@ -66,6 +66,17 @@ class DataModuleMixin(_Host):
             self._place = None
         return loader
 
+    def teardown(self, stage: str) -> None:
+        """Close everything."""
+        self._close()
+
+    def on_exception(self, exception: BaseException) -> None:
+        """Close everything, without collectives: other ranks may be gone."""
+        self._close()
+
+    def _close(self) -> None:
+        raise NotImplementedError
+
     def _forget_loader(self) -> None:
         self._last = self.state_dict()
         self._train_loader = None
@@ -177,11 +188,7 @@ class CachedMixin(DataModuleMixin):
         if self._session is not None and self._epoch is not None:
             self._end_epoch()
             self._session.log_once(self._session.tiers.summary())
-        self._close()
-
-    def on_exception(self, exception: BaseException) -> None:
-        """Close everything, without collectives: other ranks may be gone."""
-        self._close()
+        super().teardown(stage)
 
     def _opened(self) -> Session:
         if self._session is None:

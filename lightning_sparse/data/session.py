@@ -334,12 +334,9 @@ class Session:
     @property
     def sampler_config(self) -> SamplerConfig:
         """Options of the sampler for this topology."""
-        cache = self.options.cache
+        cache, devices = self.options.cache, tuple(len(node) for node in self.topology.nodes)
         return SamplerConfig(
-            batch_size=self.options.batch_size,
-            devices=tuple(len(node) for node in self.topology.nodes),
-            shuffle=cache.shuffle,
-            seed=cache.seed,
+            batch_size=self.options.batch_size, devices=devices, shuffle=cache.shuffle, seed=cache.seed
         )
 
     @cached_property

@@ -230,14 +230,6 @@ class TokenDataModuleMixin(DataModuleMixin):
 
     predict_dataloader = test_dataloader
 
-    def teardown(self, stage: str) -> None:
-        """Unmap the files."""
-        self._close()
-
-    def on_exception(self, exception: BaseException) -> None:
-        """Unmap the files."""
-        self._close()
-
     def _eval_loader(self, split: str) -> EvalLoader:
         if self._topology is not None and split not in self._streams:
             raise ValueError(
@@ -266,6 +258,7 @@ class TokenDataModuleMixin(DataModuleMixin):
         return loader
 
     def _close(self) -> None:
+        """Stop the loaders and unmap the files."""
         for loader in self._loaders.values():
             loader.close()
         self._loaders, self._streams, self._topology = {}, {}, None
