@@ -105,6 +105,7 @@ def test_shards_of_images_serve_the_image_module(tmp_path: Path) -> None:
         ({"a.cls": b"1"}, "of which 0 can be the sample"),
         ({"a.npy": b"a", "a.cls": b"1", "b.npy": b"b"}, r"0\.tar/b\.npy has no \.cls member"),
         ({"a.npy": b"a", "a.cls": b"cat"}, r"a \.cls member .* is not a whole number"),
+        ({"a.npy": b"a", "a.cls": b"9" * 20}, r"a \.cls member .* is not a whole number"),
         ({}, "contain no samples"),
     ],
 )

@@ -315,7 +315,7 @@ class SampleList(Layout):
             (answer,) = storage.read([name])
         if isinstance(answer, Unreadable):
             raise ValueError(f"the list {file} of {split.name} cannot be read: {answer.reason}.")
-        columns = _of_parquet(answer.data) if name.endswith(".parquet") else _of_csv(file, answer.data)
+        columns = (_of_parquet if name.endswith(".parquet") else _of_csv)(file, answer.data)
         digest = hashlib.blake2b(answer.data, digest_size=16).hexdigest()
         if next(iter(columns), None) != "path" or not len(columns["path"]):
             raise ValueError(
@@ -361,14 +361,27 @@ def _of_csv(file: str, data: bytes) -> dict[str, Sequence[Any]]:
             raise ValueError(
                 f"{file}: row {number:,} has {len(row)} column(s), and the first row has {len(rows[0])}: {row}."
             )
-    return {names[0]: names[1:] for names in zip(*rows, strict=True)}
+    return _columns(file, ((names[0], names[1:]) for names in zip(*rows, strict=True)))
 
 
-def _of_parquet(data: bytes) -> dict[str, Sequence[Any]]:
+def _of_parquet(file: str, data: bytes) -> dict[str, Sequence[Any]]:
     import pyarrow.parquet
 
-    table = pyarrow.parquet.read_table(io.BytesIO(data))
-    return {name: table.column(name).to_pylist() for name in table.column_names}
+    try:
+        table = pyarrow.parquet.read_table(io.BytesIO(data))
+    except (ValueError, OSError) as error:
+        raise ValueError(f"{file} is not a Parquet file: {error}.") from error
+    values = (column.to_pylist() for column in table.columns)
+    return _columns(file, zip(table.column_names, values, strict=True))
+
+
+def _columns(file: str, named: Iterable[tuple[str, Sequence[Any]]]) -> dict[str, Sequence[Any]]:
+    columns: dict[str, Sequence[Any]] = {}
+    for name, values in named:
+        if name in columns:
+            raise ValueError(f"{file} has several columns named {name}: rename or remove all but one.")
+        columns[name] = values
+    return columns
 
 
 def numbered(file: str, columns: Mapping[str, Sequence[Any]]) -> tuple[npt.NDArray[Any], tuple[str, ...]]:
@@ -380,9 +393,9 @@ def numbered(file: str, columns: Mapping[str, Sequence[Any]]) -> tuple[npt.NDArr
             raise ValueError(f"{file}: column {name} has rows without a value. Give each sample a label.")
         array = _as_numbers(values)
         if array is None and position:
+            which = next((value for value in values if _as_numbers([value]) is None), values[0])
             raise ValueError(
-                f"{file}: column {name} contains {values[0]!r}, which is not a number. Only the first label may be a "
-                "name."
+                f"{file}: column {name} contains {which!r}, which is not a number. Only the first label may be a name."
             )
         if array is None:
             names, array = np.unique(np.array(values, str), return_inverse=True)
@@ -392,10 +405,13 @@ def numbered(file: str, columns: Mapping[str, Sequence[Any]]) -> tuple[npt.NDArr
 
 
 def _as_numbers(values: Sequence[Any]) -> npt.NDArray[Any] | None:
-    """Return numbers, int64 or float64; None if the values are names. 007 is a name."""
+    """Return numbers, int64 or float64; None if the values are names: 007 is one, and what int64 has no room for."""
     array = np.array(values)
     if array.dtype.kind in "US":
-        numbers = _converted(array, np.int64)
+        try:
+            numbers = _converted(array, np.int64)
+        except OverflowError:
+            return None
         if numbers is None:
             return _converted(array, np.float64)
         return numbers if (numbers.astype(str) == array).all() else None
@@ -461,7 +477,7 @@ class TarShards(Layout):
             )
         try:
             labels = np.array([[int(sample.label)] for sample in labelled], np.int64)
-        except ValueError as error:
+        except (ValueError, OverflowError) as error:
             raise ValueError(f"a .cls member of {shards[0]}, ... is not a whole number: {error}.") from error
         shard_of, offsets, sizes = (np.array(each, np.int64) for each in list(zip(*found, strict=True))[1:4])
         mtimes = np.array([mtime for _, _, mtime in self.listed.files], np.int64)
