@@ -52,14 +52,13 @@ class Segment:
         if not self._thread_lock.acquire(timeout=-1 if patience_s is None else patience_s):
             yield False
             return
+        held = False
         try:
             held = self._lock(patience_s)
-            try:
-                yield held
-            finally:
-                if held:
-                    fcntl.flock(self.file, fcntl.LOCK_UN)
+            yield held
         finally:
+            if held:
+                fcntl.flock(self.file, fcntl.LOCK_UN)
             self._thread_lock.release()
 
     def _lock(self, patience_s: float | None) -> bool:
