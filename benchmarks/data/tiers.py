@@ -69,14 +69,14 @@ def batches_of(
 ) -> Iterator[Batch]:
     """Yield the batches of some epochs of a tier. All tiers but "storage" are filled before the first batch."""
     config = config_of(tier, pictures, cache)
-    manifest = load_or_list(config, "train", quiet=True)
+    manifest = load_or_list(config, "train")
     store = SampleStore(config, manifest)
     pipeline = pipeline_of(backend, store, device)
     sampler = Sampler(np.arange(len(manifest)), lambda nodes: store.owners, SamplerConfig(batch_size=BATCH))
     if tier != "storage":
         for first in range(0, len(manifest), BATCH):
             store.get(range(first, min(first + BATCH, len(manifest))))
-        store.flush()
+        store.disk.flush()
     try:
         for epoch in range(epochs):
             plan = sampler.epoch(epoch)

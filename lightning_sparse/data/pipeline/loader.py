@@ -75,7 +75,6 @@ class TrainLoader(_Loader):
         on_epoch: called with the number of each epoch that starts.
         on_resume: called with the number of batches of the epoch that are done, if the state was saved by a run with
             other ranks or batches, so that its own count does not apply; in ``set_epoch`` of that epoch.
-        with_indices: end each batch with the indices of its samples.
     """
 
     def __init__(
@@ -183,7 +182,6 @@ class EvalLoader(_Loader):
     Args:
         batches: indices of the samples of each batch.
         size: height and width of the images; 0 for other samples.
-        with_indices: end each batch with the indices of its samples.
     """
 
     def __init__(
