@@ -199,7 +199,8 @@ def write_report(out: Path) -> None:
         batch = max(SIZES[size].batch, workers)
         parts += [
             "",
-            f"## {here[0]['parameters']:,} parameters, {optimizer}, {workers} workers, {steps:,} steps of {batch} windows",
+            f"## {here[0]['parameters']:,} parameters, {optimizer}, {workers} workers, {steps:,} steps of {batch} "
+            "windows",
             "",
         ]
         parts += [table(here), "", trials(here)]
