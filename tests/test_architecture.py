@@ -72,8 +72,7 @@ MAY_IMPORT_IN_DATA: dict[str, set[str]] = {
     "pipeline": {"config", "sample", "decode", "rng"},  # reads from whatever has `get`; a test's fake store, too
     "text": set(),
     "shards": {"config", "folders", "sources", "text"},
-    "streams": {"config", "rng", "text"},
-    "tokens": {"config", "datamodule", "peers", "pipeline", "rng", "shards", "streams", "text"},
+    "tokens": {"config", "datamodule", "peers", "pipeline", "rng", "shards", "text"},
     "session": {"config", "sample", "rng", "folders", "sources", "cache", "peers", "pipeline"},
     "datamodule": {"config", "cache", "sources", "pipeline", "session"},
 }

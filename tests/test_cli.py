@@ -45,3 +45,12 @@ def test_an_error_is_one_message_and_exit_code_2(
     assert code == 2, printed
     assert printed.err.startswith(f"lightning-sparse {words[0]}: ")
     assert "Traceback" not in printed.err
+
+
+def test_a_node_beyond_the_last_is_refused_where_it_would_cache_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "source" / "train" / "cats").mkdir(parents=True)
+    folders = [str(tmp_path / "source"), str(tmp_path / "cache")]
+    assert cli.main(["cache", "warm", *folders, "--nodes", "2", "--node", "2"]) == 2
+    assert "node 2 of 2: nodes are numbered from 0" in capsys.readouterr().err

@@ -54,7 +54,7 @@ def batches_of(
             loader.set_epoch(epoch)
             yield from loader
             assert session.train is not None
-            session.train.store.flush()
+            session.train.store.disk.flush()
     finally:
         session.close()
 

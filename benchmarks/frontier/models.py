@@ -115,3 +115,40 @@ class Models:
             wide = F.gelu(linear(f"{block}.mlp.0", norm(f"{block}.norms.1", x_MTD)))
             x_MTD = x_MTD + linear(f"{block}.mlp.2", wide)
         return linear("head", norm("norm", x_MTD))
+
+
+class Muon(torch.optim.AdamW):
+    """Muon (Jordan et al. 2024) on the matrices of the blocks, of all models at once, and AdamW on the rest, with one
+    learning rate: updates of matrices have the root mean square of AdamW's (Liu et al. 2025), as torch.optim.Muon's
+    with ``adjust_lr_fn="match_rms_adamw"``."""
+
+    MOMENTUM, STEPS, TERMS = 0.95, 5, (3.4445, -4.7750, 2.0315)
+
+    def __init__(self, models: Models, lr: float, weight_decay: float) -> None:
+        super().__init__([models.flat_MN], lr, weight_decay=weight_decay, fused=True)
+        self._models, self._momentum_MN = models, torch.zeros_like(models.flat_MN)
+        self._places = [p for name, p in models.places.items() if name.startswith("blocks") and len(p.shape) == 2]
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        models, lr = self._models, self.param_groups[0]["lr"]
+        updates = []
+        for place in self._places:
+            gradient, momentum = models.view(models.grad_MN, place), models.view(self._momentum_MN, place)
+            momentum.mul_(self.MOMENTUM).add_(gradient)
+            updates.append(self._orthogonal(gradient.add(momentum, alpha=self.MOMENTUM)))
+            gradient.zero_()
+        super().step()  # of matrices the decay alone
+        for place, update in zip(self._places, updates, strict=True):
+            models.view(models.flat_MN, place).sub_(update, alpha=0.2 * lr * max(place.shape) ** 0.5)
+
+    def _orthogonal(self, x: Tensor) -> Tensor:
+        """Return matrices with singular values near 1, by Newton and Schulz's iteration."""
+        a, b, c = self.TERMS
+        x = x / (x.norm(dim=(-2, -1), keepdim=True) + 1e-7)
+        if is_tall := x.shape[-2] > x.shape[-1]:
+            x = x.mT
+        for _ in range(self.STEPS):
+            gram = x @ x.mT
+            x = a * x + (b * gram + c * gram @ gram) @ x
+        return x.mT if is_tall else x

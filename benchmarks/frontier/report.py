@@ -33,14 +33,15 @@ def summarise(records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     rows = []
     for kind in dict.fromkeys(map(_kind, records)):
         here = [each for each in records if _kind(each) == kind]
-        dense = _best([each for each in here if each["row"] == "dense"])
+        dense = _best([each for each in here if each["row"].startswith("dense")])
         rows += [_row(each, here, dense) for each in ALL if any(one["row"] == each for one in here)]
     return rows
 
 
-def _kind(record: dict[str, Any]) -> tuple[int, int]:
-    """What rows must have in common to be compared: workers, and steps."""
-    return record["workers"], record["steps"] or STEPS
+def _kind(record: dict[str, Any]) -> tuple[int, int, str]:
+    """What rows must have in common to be compared: workers, steps, and optimizer."""
+    optimizer = "Muon" if ALL[record["row"]].muon else "AdamW"
+    return record["workers"], record["steps"] or STEPS, optimizer
 
 
 def _best(records: list[dict[str, Any]]) -> dict[int, dict[str, Any]]:
@@ -94,7 +95,7 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
     ]
     for row in sorted(rows, key=lambda each: float(each["val_bits"])):
         above, per_cent = "-", "-"
-        if row["difference"] is not None and row["row"] != "dense":
+        if row["difference"] is not None and not row["row"].startswith("dense"):
             half = row["half_width"]
             above = f"{row['difference']:+.3f}" + (f" ± {half:.3f}" if half is not None else "")
             per_cent = f"{row['per_cent']:+.1f}"
@@ -172,12 +173,14 @@ def write_report(out: Path) -> None:
     about = surroundings()
     about["commit"] = ", ".join(sorted({record["commit"] for record in records}))
     parts = [f"- {key}: {value}" for key, value in about.items()]
-    for workers, steps in dict.fromkeys(map(_kind, rows)):
-        here = [row for row in rows if _kind(row) == (workers, steps)]
+    for kind in dict.fromkeys(map(_kind, rows)):
+        here = [row for row in rows if _kind(row) == kind]
+        workers, steps, optimizer = kind
         batch = max(BATCH, workers)
         parts += [
             "",
-            f"## {here[0]['parameters']:,} parameters, {workers} workers, {steps:,} steps of {batch} windows",
+            f"## {here[0]['parameters']:,} parameters, {optimizer}, {workers} workers, {steps:,} steps of {batch} "
+            "windows",
             "",
         ]
         parts += [table(here), "", trials(here)]

@@ -41,7 +41,7 @@ from benchmarks.convergence.text import (
     start_of_windows,
 )
 from benchmarks.frontier import ways
-from benchmarks.frontier.models import Models
+from benchmarks.frontier.models import Models, Muon
 from benchmarks.record import commit, parser_of
 
 EPOCH = 40
@@ -61,6 +61,7 @@ class Row:
     way: Callable[..., ways.Way]
     options: tuple[Options, ...] = ({},)
     lrs: tuple[float, ...] = LRS
+    muon: bool = False
 
     @property
     def trials(self) -> list[tuple[float, Options]]:
@@ -80,6 +81,7 @@ def _outer(settings: tuple[tuple[float, float, float], ...], **options: Any) -> 
 
 
 DILOCO = ((0.001, 1.0, 0.7), (0.002, 1.0, 0.6), (0.002, 0.7, 0.9), (0.003, 1.0, 0.5), (0.004, 0.9, 0.6))
+MUON_LRS = (0.002, 0.004, 0.008, 0.012, 0.016)
 SPARSE_LRS = (0.0005, 0.001, 0.002, 0.004, 0.006)  # of ways whose best was the least of LRS in first trials
 ROWS: dict[str, Row] = {
     "dense": Row(ways.Dense),
@@ -100,6 +102,9 @@ ROWS: dict[str, Row] = {
     "SparseLoCo 10% every 30": Row(ways.SparseOuter, ({"every": 30, "density": 0.1},), SPARSE_LRS),
     "Streaming DiLoCo every 30": _outer(DILOCO, every=30, parts=4),
     "updates regional 1%": _updates(exchange="regional", density=0.01),
+    "dense, Muon": Row(ways.Dense, lrs=MUON_LRS, muon=True),
+    "updates 1%, Muon": Row(ways.Updates, ({"density": 0.01},), MUON_LRS, muon=True),
+    "one node alone, Muon": Row(ways.Alone, lrs=LRS, muon=True),
 }
 MANY: dict[str, Row] = {
     "updates 0.25%": _updates(density=0.0025),
@@ -148,7 +153,11 @@ def train(run: Run, corpus: Corpus, device: torch.device) -> dict[str, Any]:
     torch.manual_seed(run.seed)
     models = Models(CharacterTransformer(corpus.num_symbols), run.workers, device)
     way = row.way(models, **run.options)
-    optimizer = torch.optim.AdamW([models.flat_MN], run.lr, weight_decay=WEIGHT_DECAY, fused=True)
+    optimizer: torch.optim.AdamW
+    if row.muon:
+        optimizer = Muon(models, run.lr, WEIGHT_DECAY)
+    else:
+        optimizer = torch.optim.AdamW([models.flat_MN], run.lr, weight_decay=WEIGHT_DECAY, fused=True)
     models.flat_MN.grad = models.grad_MN
     nats, began = torch.zeros((), device=device), time.monotonic()
     batches = windows(corpus, run.seed, steps, run.batch, run.workers)

@@ -325,7 +325,11 @@ def _gain(found: Sequence[Row], row: Row, *, overlap: bool) -> str:
     """Compare the row with DDP, or DDP with the best other path."""
     if row.path != "ddp":
         ddp = next(each for each in found if each.path == "ddp")
-        return f"is {_seconds(ddp, overlap) / _seconds(row, overlap):.2g} times as fast as DDP's"
+        dense = min((each for each in found if not each.selects), key=lambda each: _seconds(each, overlap))
+        said = f"is {_seconds(ddp, overlap) / _seconds(row, overlap):.2g} times as fast as DDP's"
+        if dense in (ddp, row):
+            return said
+        return f"{said}, {_seconds(dense, overlap) / _seconds(row, overlap):.2g} times as fast as that of {dense.name}"
     others = [each for each in found if each.path != "ddp" and _is_comparable(each.path)]
     best = min(others, key=lambda each: _seconds(each, overlap))
     factor = _seconds(row, overlap) / _seconds(best, overlap)

@@ -11,8 +11,7 @@ keeps it in memory for later epochs and sends it to the other nodes.
 
 ============== ===========================================================================
 datamodule.py  what all DataModules share; those of images, and of files of any kind
-tokens.py      the LightningDataModule of token ids: text.py makes them, shards.py those of network storage, and
-               streams.py windows of them
+tokens.py      windows of token ids, and their DataModule; text.py makes the ids, shards.py those of network storage
 session.py     what is open between setup and teardown, and what ranks agree on before
 pipeline/      samples -> batches: sampler, loader, augmentation, DALI and torch
 cache/         the tiers of a node, and the store that reads a sample from the nearest one

@@ -208,6 +208,12 @@ def check_limit(limit: int | float | None) -> None:
         raise ValueError(f"limit={limit!r} must be a number of samples, 1 or more, or a fraction of them below 1.")
 
 
+def check_fraction(val_fraction: float | None) -> None:
+    """Raise ValueError if it is no part of the samples to train on."""
+    if val_fraction is not None and not 0 < val_fraction < 1:
+        raise ValueError(f"val_fraction={val_fraction} must be between 0 and 1: it is a fraction of train.")
+
+
 def limited_count(limit: int | float, count: int) -> int:
     """Return how many of `count` samples a limit leaves. Raises ValueError if it is above their number."""
     if limit > count:

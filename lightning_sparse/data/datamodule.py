@@ -66,6 +66,17 @@ class DataModuleMixin(_Host):
             self._place = None
         return loader
 
+    def teardown(self, stage: str) -> None:
+        """Close everything."""
+        self._close()
+
+    def on_exception(self, exception: BaseException) -> None:
+        """Close everything, without collectives: other ranks may be gone."""
+        self._close()
+
+    def _close(self) -> None:
+        raise NotImplementedError
+
     def _forget_loader(self) -> None:
         self._last = self.state_dict()
         self._train_loader = None
@@ -131,15 +142,8 @@ class CachedMixin(DataModuleMixin):
     def _open(self, stage: str, formats: Formats | None = None, backend: str | None = None) -> None:
         self._close()
         self._stage = stage
-        node_rank, local_rank = self._position
         self._session = open_session(
-            self._options,
-            device=self._device,
-            stage=stage,
-            node_rank=node_rank,
-            local_rank=local_rank,
-            formats=formats,
-            backend=backend,
+            self._options, position=self._position, device=self._device, stage=stage, formats=formats, backend=backend
         )
 
     def state_dict(self) -> dict[str, Any]:
@@ -183,12 +187,8 @@ class CachedMixin(DataModuleMixin):
         """Log the last epoch and the summary, then close everything."""
         if self._session is not None and self._epoch is not None:
             self._end_epoch()
-            self._session.log_once(self._session.summary())
-        self._close()
-
-    def on_exception(self, exception: BaseException) -> None:
-        """Close everything, without collectives: other ranks may be gone."""
-        self._close()
+            self._session.log_once(self._session.tiers.summary())
+        super().teardown(stage)
 
     def _opened(self) -> Session:
         if self._session is None:

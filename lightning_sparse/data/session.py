@@ -23,6 +23,7 @@ from lightning_sparse.data.config import (
     ImageOptions,
     ImageSizes,
     SampleOptions,
+    check_fraction,
     check_limit,
     limited_count,
 )
@@ -115,8 +116,7 @@ class DataOptions:
     def __post_init__(self) -> None:
         SamplerConfig(batch_size=self.batch_size)
         check_limit(self.limit)
-        if self.val_fraction is not None and not 0 < self.val_fraction < 1:
-            raise ValueError(f"val_fraction={self.val_fraction} must be between 0 and 1: it is a fraction of train/.")
+        check_fraction(self.val_fraction)
         largest = 0 if self.sizes is None else self.sizes.largest
         if self.cache.short_side < largest:
             raise ValueError(
@@ -334,31 +334,24 @@ class Session:
     @property
     def sampler_config(self) -> SamplerConfig:
         """Options of the sampler for this topology."""
-        cache = self.options.cache
+        cache, devices = self.options.cache, tuple(len(node) for node in self.topology.nodes)
         return SamplerConfig(
-            batch_size=self.options.batch_size,
-            devices=tuple(len(node) for node in self.topology.nodes),
-            shuffle=cache.shuffle,
-            seed=cache.seed,
+            batch_size=self.options.batch_size, devices=devices, shuffle=cache.shuffle, seed=cache.seed
         )
 
     @cached_property
     def tiers(self) -> TierLog:
         """Counts of the training samples, over all nodes."""
         assert self.train is not None
-        store = self.train.store
-        return TierLog(lambda: store.node_counters() if self._rank[1] == 0 else TierCounts())  # one rank per node
+        store, reports = self.train.store, self.topology.device_index == 0  # one rank per node
+        return TierLog(
+            lambda: store.node_counters() if reports else TierCounts(),
+            lambda: store.sizes() if reports else (0, 0, 0, 0),
+        )
 
     @property
     def _rank(self) -> tuple[int, int]:
         return self.topology.node_index, self.topology.device_index
-
-    def summary(self) -> str:
-        """Return a table of the samples by tier and epoch, and the sizes of the tiers. A collective."""
-        assert self.train is not None
-        store = self.train.store
-        sizes = self.tiers.sizes(lambda: store.sizes() if self._rank[1] == 0 else (0, 0, 0, 0))
-        return "\n".join(["samples by tier and epoch, all nodes:", *self.tiers.table(), sizes])
 
     def log_once(self, line: str) -> None:
         """Log a line on rank 0 only."""
@@ -399,26 +392,25 @@ class Session:
 def open_session(
     options: DataOptions,
     *,
+    position: tuple[int | None, int | None] = (None, None),
     device: torch.device | None = None,
     stage: str = "fit",
-    node_rank: int | None = None,
-    local_rank: int | None = None,
     formats: Formats | None = None,
     backend: str | None = None,
 ) -> Session:
     """Find the topology, list the samples and open their stores. A collective.
 
     Args:
+        position: node rank and local rank of this process, if known.
         device: device that the batches are for; default: the CPU.
         stage: of the Trainer: "fit", "validate", "test" or "predict".
-        node_rank, local_rank: position of this process, if known.
         formats, backend: those of the run that this one continues; see `Session`.
 
     Raises:
         ValueError, DataError: if the source or the cache cannot be used.
     """
     show_log_lines()
-    topology = find_topology(node_rank, local_rank)
+    topology = find_topology(*position)
     session = Session(options, topology, device or torch.device("cpu"), formats=dict(formats or {}), backend=backend)
     try:
         session.open(on_rank_zero(new_run), stage)

@@ -170,7 +170,7 @@ class TokenSource:
             raise ValueError(f"{self.config.source}/{shards[0].path} does not tell its vocabulary: give vocab_size.")
         if self.is_kept(shards[0]):
             return TokenFile.at(self.file(shards[0])).vocab_size
-        with Storage.of(self.config, readers=1) as storage:
+        with Storage(self.config, readers=1) as storage:
             return _described(storage, shards[0], None).vocab_size
 
     def file(self, shard: Shard) -> Path:
@@ -186,10 +186,12 @@ class TokenSource:
         """
         name = hashlib.blake2b(self.only.encode(), digest_size=4).hexdigest() if self.only else "shards"
         file = self.folder / f"{name}.json"
-        kept = [Shard(*each) for each in json.loads(file.read_text())] if file.exists() else None
+        kept: list[Shard] | None = None
+        with contextlib.suppress(OSError, ValueError, TypeError):  # as a loss of power may leave it, it is made again
+            kept = [Shard(*each) for each in json.loads(file.read_text())]
         timeout = self.config.storage_timeout if kept is None else min(CHECK_S, self.config.storage_timeout)
         try:
-            with Storage.of(self.config, timeout=timeout, readers=1) as storage:
+            with Storage(self.config, timeout=timeout, readers=1) as storage:
                 found = self._found(storage)
         except DataError as error:
             if kept is None:
@@ -424,7 +426,7 @@ def main(file: int) -> None:
 
     threading.Thread(target=leave_with_parent, daemon=True).start()
     try:
-        with Storage.of(source.config) as storage:
+        with Storage(source.config) as storage:
             empty = sum(source.make(each, storage, lambda size: connection.send(("read", size))) for each in shards)
         connection.send(("end", empty))
     except Exception as error:

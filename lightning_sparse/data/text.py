@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import glob
 import hashlib
 import json
 import os
+import socket
 import tarfile
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -101,7 +103,7 @@ def documents(name: str, file: BinaryIO) -> Iterator[bytes]:
         yield from kinds[Path(name).suffix](file)
     except ImportError as error:
         raise ValueError(f"{name} needs pyarrow: `pip install 'lightning-sparse[storage]'`.") from error
-    except (ValueError, KeyError, TypeError, AttributeError, tarfile.TarError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError, tarfile.TarError) as error:
         raise ValueError(f"{name} cannot be read as text ({type(error).__name__}: {error}).") from error
 
 
@@ -168,10 +170,10 @@ class TokenFile:
         beside = f"{os.path.splitext(name)[0]}.json"
         try:
             about = json.loads(describe())
-            dtype, vocab_size = DTYPES[about["dtype"]], int(about["vocab_size"])
-            said, checksum = about.get("tokens"), int(about.get("checksum", 0))
-            end = None if about.get("end") is None else int(about["end"])
-        except (OSError, ValueError, OverflowError, KeyError, TypeError) as error:
+            dtype, vocab_size = DTYPES[about["dtype"]], _whole("vocab_size", about["vocab_size"])
+            said, checksum = about.get("tokens"), _whole("checksum", about.get("checksum", 0))
+            end = None if about.get("end") is None else _whole("end", about["end"])
+        except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
             raise ValueError(
                 f"{beside} must describe {os.path.basename(name)}, as in "
                 f'{{"dtype": "uint16", "vocab_size": 50257}}, with dtype one of {", ".join(DTYPES)} '
@@ -190,6 +192,18 @@ class TokenFile:
                 f"{beside}: end={end} must be an id below vocab_size={vocab_size}, the id that ends a document."
             )
         return cls(Path(name), dtype, vocab_size, tokens, checksum, end)
+
+
+def check_vocab_size(size: int) -> None:
+    """Raise ValueError if no file can have ids of a vocabulary of this size."""
+    if not 1 <= size <= 2**32:
+        raise ValueError(f"vocab_size={size} must be between 1 and 2**32: it is the number of ids.")
+
+
+def _whole(name: str, value: object) -> int:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name}={value!r} is not a whole number")
+    return value
 
 
 def within(ids: NDArray[np.int64], vocab_size: int, path: str | Path) -> NDArray[np.int64]:
@@ -213,7 +227,7 @@ def write_ids(
     """
     dtype = "uint16" if vocab_size <= 2**16 else "uint32"
     tokens = checksum = 0
-    temporary, beside = target.with_name(f"{target.name}.{os.getpid()}.tmp"), target.with_suffix(".json")
+    temporary, beside = target.with_name(f"{_unfinished(target)}{os.getpid()}.tmp"), target.with_suffix(".json")
     try:
         with open(temporary, "wb") as stream:
             for ids in parts:
@@ -228,6 +242,11 @@ def write_ids(
         os.replace(temporary, beside)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def _unfinished(target: Path) -> str:
+    """Return what the names of files begin with that processes of this host write, to be renamed to `target`."""
+    return f"{target.name}.{socket.gethostname()}."
 
 
 def prepare(
@@ -254,11 +273,13 @@ def prepare(
         OSError: if a file cannot be read or written.
     """
     out = Path(out) if Path(out).suffix == ".bin" else Path(f"{out}.bin")
-    if not 1 <= vocab_size <= 2**32:
-        raise ValueError(f"vocab_size={vocab_size} must be between 1 and 2**32: it is the number of ids.")
+    check_vocab_size(vocab_size)
     if end is not None and not 0 <= end < vocab_size:
         raise ValueError(f"end={end} must be an id of the vocabulary, 0 or more and below vocab_size={vocab_size}.")
     out.parent.mkdir(parents=True, exist_ok=True)
+    for left in out.parent.glob(f"{glob.escape(_unfinished(out))}*.tmp"):
+        if not Path("/proc", left.name.split(".")[-2]).exists():  # its process was killed
+            left.unlink(missing_ok=True)
     write_ids(out, _ids(texts, tokenizer, vocab_size, end), vocab_size, end)
     return out
 

@@ -10,7 +10,7 @@ left out of an epoch is the share that a node which is gone had not drawn, up to
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 REMEMBERED = 64  # deals
@@ -84,3 +84,19 @@ class Deals:
         self._end = max(self._end, place + 1)
         deal = next((each for each in reversed(self._deals) if each.begin <= place), None)
         return deal is not None and deal.names[(place - deal.begin) % len(deal.names)] == self._node
+
+    def share(self, order: Sequence[int], first: int, device: int, devices: int) -> Iterator[int]:
+        """Yield the samples of an epoch that are dealt to a device of this node. Its devices step together, so each of
+        them gets as many.
+
+        Args:
+            order: all samples of the epoch.
+            first: place in the line of the first of them.
+        """
+        turn: list[int] = []  # the node's next samples, one for each device
+        for place, index in enumerate(order, first):
+            if self.takes(place):
+                turn.append(index)
+            if len(turn) == devices:
+                yield turn[device]
+                turn = []

@@ -19,7 +19,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader
 
 from lightning_sparse.engine import Engine
 from lightning_sparse.fsdp import ShardedGradients, mesh_of, options_for, shard
@@ -504,8 +503,8 @@ class MSTopKElasticMixin(MSTopKLocalMixin):
         return {**kwargs, "seed": int(hashlib.sha1(self.elastic.peers.name.encode()).hexdigest()[:8], 16)}
 
     def process_dataloader(self, dataloader: Any) -> Any:
-        """Deal samples to the nodes that are there, if the loader has the sampler for it."""
-        if isinstance(dataloader, DataLoader) and self.elastic is not None:
+        """Deal samples to the nodes that are there, if the loader can."""
+        if self.elastic is not None:
             self.elastic.deal(dataloader, self.lightning_module.trainer.accumulate_grad_batches)
         return super().process_dataloader(dataloader)
 

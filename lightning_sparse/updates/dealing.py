@@ -2,12 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sized
+from collections.abc import Callable, Iterator, Sized
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch.utils.data import DistributedSampler
 
-from lightning_sparse.exchange.deals import Deals
+Share = Callable[[list[int], int], Iterator[int]]
+"""Given all samples of an epoch in order, and how many samples the epochs before have: yields those of this device."""
+
+
+class Dealt(Protocol):
+    """What draws the samples that it is dealt.
+
+    Attributes:
+        ahead: batches that it may have drawn and not given out.
+    """
+
+    ahead: int
+
+    def deal(self, share: Share) -> None:
+        """Draw in each epoch what ``share`` yields."""
+
+
+@runtime_checkable
+class DealtLoader(Dealt, Protocol):
+    """A loader that does, of a bundled DataModule."""
+
+    batch_size: int
 
 
 class ElasticSampler(DistributedSampler[int]):
@@ -27,27 +49,22 @@ class ElasticSampler(DistributedSampler[int]):
     def __init__(self, dataset: Sized, *, shuffle: bool = True, seed: int = 0) -> None:
         super().__init__(dataset, num_replicas=1, rank=0, shuffle=shuffle, seed=seed)  # type: ignore[arg-type]
         self._size = len(dataset)
-        self._deals: Deals | None = None
+        self._share: Share | None = None
+        self.ahead = 0
 
-    def attach(self, deals: Deals, device: int, devices: int) -> None:
+    def deal(self, share: Share) -> None:
         """Draw what is dealt to this device of its node."""
-        self._deals, self._device, self._devices = deals, device, devices
+        self._share = share
 
     def __iter__(self) -> Iterator[int]:
-        if self._deals is None:
+        if self._share is None:
             raise RuntimeError(
                 "ElasticSampler draws what nodes agree on, and is attached to none: train with "
                 "strategy='mstopk_elastic', or call deal(loader) of ElasticUpdates."
             )
         generator = torch.Generator().manual_seed(self.seed + self.epoch)
         order = torch.randperm(self._size, generator=generator) if self.shuffle else torch.arange(self._size)
-        turn: list[int] = []  # the node's next samples, one for each device, which step together
-        for place, index in enumerate(order.tolist(), self.epoch * self._size):
-            if self._deals.takes(place):
-                turn.append(index)
-            if len(turn) == self._devices:
-                yield turn[self._device]
-                turn = []
+        yield from self._share(order.tolist(), self.epoch * self._size)
 
     def __len__(self) -> int:
         raise TypeError("ElasticSampler has no length: it depends on the nodes that will be there.")

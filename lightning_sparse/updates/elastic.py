@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -34,7 +35,7 @@ from lightning_sparse.sharding import trained_by
 from lightning_sparse.topology import Topology
 from lightning_sparse.updates.agreement import Agreement
 from lightning_sparse.updates.config import UpdatesConfig
-from lightning_sparse.updates.dealing import ElasticSampler
+from lightning_sparse.updates.dealing import Dealt, DealtLoader, ElasticSampler
 from lightning_sparse.updates.local import LocalUpdates, facts_of
 from lightning_sparse.updates.moments import plain
 from lightning_sparse.updates.slices import Slices
@@ -196,16 +197,24 @@ class ElasticUpdates(LocalUpdates):
             self._shows = self.version
         super().show_shared()
 
-    def deal(self, loader: DataLoader[Any], batches: int = 1) -> None:
-        """Have the `ElasticSampler` of a loader, if it has one, draw what is dealt to this device.
+    def deal(self, loader: Any, batches: int = 1) -> None:
+        """Have a loader draw what is dealt to this device: one of torch with an `ElasticSampler`, or that of a bundled
+        DataModule. Others are left as they are.
 
         Args:
             batches: between two steps.
         """
-        if isinstance(loader.sampler, ElasticSampler):
-            batches = 1 + 2 * batches * self.config.sync_every + loader.num_workers * (loader.prefetch_factor or 0)
-            self.peers.deals.ahead = batches * (loader.batch_size or 1) * self._devices.size
-            loader.sampler.attach(self.peers.deals, self._devices.place, self._devices.size)
+        dealt: Dealt
+        if isinstance(loader, DataLoader) and isinstance(loader.sampler, ElasticSampler):
+            dealt, batch_size = loader.sampler, loader.batch_size or 1
+            dealt.ahead = loader.num_workers * (loader.prefetch_factor or 0)
+        elif isinstance(loader, DealtLoader):
+            dealt, batch_size = loader, loader.batch_size
+        else:
+            return
+        deals, devices = self.peers.deals, self._devices
+        deals.ahead = (1 + 2 * batches * self.config.sync_every + dealt.ahead) * batch_size * devices.size
+        dealt.deal(partial(deals.share, device=devices.place, devices=devices.size))
 
     def watch(self) -> None:
         """Observe rounds until the next step, so that other nodes do not wait for this one: before a validation, say.

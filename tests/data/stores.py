@@ -21,12 +21,12 @@ def config_of(folder: Path, **more: object) -> CacheConfig:
 
 
 def listed(source: str | Path, split: str = "train", **more: object) -> Manifest:
-    return list_source(CacheConfig(source=str(source), cache_dir="none", **more), split, quiet=True)  # type: ignore[arg-type]
+    return list_source(CacheConfig(source=str(source), cache_dir="none", **more), split)  # type: ignore[arg-type]
 
 
 def store_of(folder: Path, stores: Open, **more: object) -> SampleStore:
     config = config_of(folder, **more)
-    stores.append(SampleStore(config, load_or_list(config, "train", quiet=True)))
+    stores.append(SampleStore(config, load_or_list(config, "train")))
     return stores[-1]
 
 

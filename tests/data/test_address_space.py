@@ -17,7 +17,7 @@ from lightning_sparse.data.cache import disk, memory
 used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
 resource.setrlimit(resource.RLIMIT_AS, (used + (256 << 20),) * 2)
 """
-DISK = "disk.opened(Path(sys.argv[1]) / 'train.lmdb', b'1')"
+DISK = "disk.DiskCache(Path(sys.argv[1]) / 'train.lmdb')"
 MEMORY = "memory.create('segment', 'bytes', 10, 1 << 30)"
 
 

@@ -60,11 +60,11 @@ def stale(folder: str) -> tuple[int, tuple[str, ...]]:
 
 def test_a_node_with_another_list_gets_that_of_rank_zero(tmp_path: Path) -> None:
     folder = make_folder(tmp_path / "pictures")
-    load_or_list(CacheConfig(source=str(folder), cache_dir=str(tmp_path / "cache1")), "train", quiet=True)
+    load_or_list(CacheConfig(source=str(folder), cache_dir=str(tmp_path / "cache1")), "train")
     (folder / "train" / "new").mkdir()
     (folder / "train" / "new" / "0.jpg").write_bytes(jpeg(0))
     assert run_ranks(stale, str(tmp_path)) == [(13, ("c0", "c1", "c2", "new"))] * 4
-    kept = load_or_list(CacheConfig(source=str(folder), cache_dir=str(tmp_path / "cache1")), "train", quiet=True)
+    kept = load_or_list(CacheConfig(source=str(folder), cache_dir=str(tmp_path / "cache1")), "train")
     assert len(kept) == 13
 
 

@@ -100,7 +100,7 @@ def test_a_file_that_changed_on_storage_is_noticed(
 ) -> None:
     """Since it was listed: its present content is taken, once. Listed anew, only the changed file is read again."""
     config = config_of(folder)
-    load_or_list(config, "train", quiet=True)
+    load_or_list(config, "train")
     path = folder / "train" / "c0" / "5.jpg"
     path.write_bytes(jpeg(99))
     for run in range(2):

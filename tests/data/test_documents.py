@@ -13,8 +13,17 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.nn.functional import cross_entropy, scaled_dot_product_attention
 
-from lightning_sparse.data.streams import IGNORED, Documents, PackedStream, Part, TokenStream, pack
-from lightning_sparse.data.tokens import cu_seqlens, document_mask, prepare
+from lightning_sparse.data.tokens import (
+    IGNORED,
+    Documents,
+    PackedStream,
+    Part,
+    TokenStream,
+    cu_seqlens,
+    document_mask,
+    pack,
+    prepare,
+)
 from lightning_sparse.flavours.pytorch_lightning import TokenDataModule
 from tests.data.test_tokens import counted
 

@@ -99,7 +99,7 @@ def test_all_files_of_a_run_are_the_users_alone(folder: Path, stores: Open) -> N
     try:
         store = store_of(folder, stores)
         contents(store)
-        store.flush()
+        store.disk.flush()
         places = [*(folder.parent / "cache").rglob("*"), folder.parent / "cache"]
         for place in places:
             assert place.stat().st_mode & 0o777 == (0o700 if place.is_dir() else 0o600), place

@@ -36,7 +36,7 @@ def config_of(folder: Path, text: str | None = None, **more: Any) -> CacheConfig
 
 
 def listed(folder: Path, text: str) -> Manifest:
-    return load_or_list(config_of(folder, text), "train", quiet=True)
+    return load_or_list(config_of(folder, text), "train")
 
 
 def test_samples_are_in_the_order_of_the_list_and_may_repeat(folder: Path) -> None:
@@ -100,21 +100,21 @@ def test_a_list_that_has_changed_is_read_again(folder: Path, monkeypatch: pytest
     second = listed(folder, "path,x\n4.bin,2\n")
     assert (first.labels.tolist(), second.labels.tolist()) == ([[1]], [[2]])
     monkeypatch.setattr(module, "list_source", None)
-    assert load_or_list(config_of(folder), "train", quiet=True).fingerprint == second.fingerprint
+    assert load_or_list(config_of(folder), "train").fingerprint == second.fingerprint
     monkeypatch.undo()
     time.sleep(0.02)  # the resolution of times on this file system
     (folder / "4.bin").unlink()
     with pytest.raises(ValueError, match=r"lists 1 file\(s\) that .* does not have, such as '4\.bin'"):
-        load_or_list(config_of(folder), "train", quiet=True)
+        load_or_list(config_of(folder), "train")
 
 
 def test_a_list_and_the_folder_are_not_mistaken_for_each_other(folder: Path) -> None:
     (folder / "train").mkdir()
     (folder / "train" / "5.bin").write_bytes(b"5")
     named = listed(folder, "path,x\n4.bin,1\n")
-    plain = load_or_list(config_of(folder, lists=None), "train", quiet=True)
+    plain = load_or_list(config_of(folder, lists=None), "train")
     assert list(plain.paths) == ["train/5.bin"]
-    assert load_or_list(config_of(folder), "train", quiet=True).fingerprint == named.fingerprint
+    assert load_or_list(config_of(folder), "train").fingerprint == named.fingerprint
 
 
 def test_names_of_another_split_are_numbered_as_those_of_train(folder: Path) -> None:
@@ -135,6 +135,9 @@ def test_names_of_another_split_are_numbered_as_those_of_train(folder: Path) -> 
         ("path,label\n4.bin\n", r"row 2 has 1 column\(s\), and the first row has 2"),
         ("path,label\n4.bin,\n", "column label has rows without a value"),
         ("path,a,b\n4.bin,1,dog\n", "column b contains 'dog', which is not a number"),
+        ("path,a,b\n4.bin,1,1\nc/3.bin,1,dog\n", "column b contains 'dog', which is not a number"),
+        (f"path,a,b\n4.bin,1,1\nc/3.bin,1,{10**20}\n", "column b contains '1000.*', which is not a number"),
+        ("path,a,b,a\n4.bin,1,1,2\n", "has several columns named a"),
         ("path,label\nnowhere/4.bin,1\n", "lists files of a folder that is not there"),
         ("path,label\n4.bin,1\n5.bin,1\n", r"lists 1 file\(s\) that .* does not have, such as '5\.bin'"),
     ],
@@ -142,6 +145,17 @@ def test_names_of_another_split_are_numbered_as_those_of_train(folder: Path) -> 
 def test_a_list_that_cannot_be_used_says_why(folder: Path, text: str, says: str) -> None:
     with pytest.raises(ValueError, match=says):
         listed(folder, text)
+
+
+def test_a_parquet_list_that_is_none_is_named(folder: Path) -> None:
+    pytest.importorskip("pyarrow")
+    (folder / "train.parquet").write_bytes(b"nothing of the kind")
+    with pytest.raises(ValueError, match=r"train\.parquet is not a Parquet file"):
+        load_or_list(config_of(folder, lists={"train": str(folder / "train.parquet")}), "train")
+
+
+def test_numbers_that_are_too_large_are_names(folder: Path) -> None:
+    assert listed(folder, f"path,kind\n4.bin,7\nc/3.bin,{10**20}\n").classes == (str(10**20), "7")
 
 
 def test_options_of_lists_are_refused_early(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -153,4 +167,4 @@ def test_options_of_lists_are_refused_early(folder: Path, monkeypatch: pytest.Mo
     with pytest.raises(ValueError, match=r"needs pyarrow: `pip install pyarrow`"):
         config_of(folder, lists={"train": "train.parquet"})
     with pytest.raises(ValueError, match=r"the list .*train\.csv of train cannot be read"):
-        load_or_list(config_of(folder), "train", quiet=True)
+        load_or_list(config_of(folder), "train")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Generator, Iterable
+from collections.abc import Callable, Generator, Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -13,13 +13,15 @@ import torch
 from lightning_sparse.data.config import ImageSizes
 from lightning_sparse.data.pipeline.batch import Batch, BatchRequest
 from lightning_sparse.data.pipeline.loader import EvalLoader, TrainLoader
-from lightning_sparse.data.pipeline.sampler import Sampler, SamplerConfig
+from lightning_sparse.data.pipeline.sampler import EpochSegment, Sampler, SamplerConfig
 
 CONFIG = SamplerConfig(batch_size=4)
 
 
 class Echo:
     """Gives the size as the picture and the indices as labels; reads two requests ahead, as real ones do."""
+
+    ahead = 2
 
     def __init__(self) -> None:
         self.begun = self.ended = 0
@@ -157,3 +159,25 @@ def test_evaluation_is_the_same_in_every_pass() -> None:
     next(old)
     one.close()
     assert list(old) == []
+
+
+def test_dealt_loaders_share_an_epoch_in_its_order_and_begin_it_anew_when_they_resume() -> None:
+    def every_second(place: int) -> Callable[[list[int], int], Iterator[int]]:
+        return lambda order, before: (each for at, each in enumerate(order, before) if at % 2 == place)
+
+    whole = [each for batch in samples(loader()) for each in batch][:22]
+    one, other = loader(), loader()
+    for place, each in enumerate((one, other)):
+        each.load_state_dict({"epoch": 0, "segments": [EpochSegment(CONFIG, 3).state_dict()], "fingerprint": "same"})
+        each.deal(every_second(place))
+        with pytest.raises(TypeError, match="depends on the nodes"):
+            len(each)
+    assert [samples(one), samples(other)] == [in_fours(whole[0::2]), in_fours(whole[1::2])]
+    one.load_state_dict({**one.state_dict(), "epoch": 1})
+    begun, sizes = samples(one), {int(size[1]) for size, _ in one}
+    assert begun != in_fours(whole[0::2])
+    assert sizes == {1}, "the epoch that was loaded"
+
+
+def in_fours(indices: list[int]) -> list[list[int]]:
+    return [indices[at : at + 4] for at in range(0, len(indices), 4)]

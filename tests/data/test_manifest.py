@@ -74,7 +74,7 @@ def test_links_are_followed_as_imagefolder_follows_them(folder: Path, tmp_path: 
     ]
     assert sorted(zip(manifest.paths, manifest.labels.tolist(), strict=True)) == sorted(expected)
     assert len(manifest) == 12 + 1 + 3 + 4 + 3
-    reader = Storage(str(folder))
+    reader = Storage(config(folder, folder.parent / "cache"))
     for path, answer in zip(manifest.paths, reader.read(list(manifest.paths)), strict=True):
         assert isinstance(answer, StoredFile)
         assert answer.data == (folder / path).read_bytes()

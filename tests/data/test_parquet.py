@@ -13,7 +13,7 @@ import pytest
 from lightning_sparse.data.cache.commands import warm
 from lightning_sparse.data.cache.store import Placement, SampleStore, new_run, owners_of
 from lightning_sparse.data.config import CacheConfig, CorruptSampleError
-from lightning_sparse.data.sources import parquet as parquet_files
+from lightning_sparse.data.sources import layout
 from lightning_sparse.data.sources.listing import classes_of, has_split, load_or_list
 
 pyarrow = pytest.importorskip("pyarrow", reason="it reads Parquet files")
@@ -56,7 +56,7 @@ def test_some_rows_are_those_of_the_whole_list(tmp_path: Path) -> None:
     """As a limit leaves them: a row group is read for rows that are not neighbours."""
     config = config_of(data_set(tmp_path / "source"), tmp_path / "cache")
     some = np.array([1, 2, 5, 9, 17, 23])
-    store = SampleStore(config, load_or_list(config, "train", quiet=True).take(some))
+    store = SampleStore(config, load_or_list(config, "train").take(some))
     found = store.get(range(len(some)))
     store.close()
     assert [each.data.tobytes() for each in found] == [payload(number) for number in some.tolist()]
@@ -67,7 +67,7 @@ def test_rows_in_any_order_cross_the_link_once(tmp_path: Path) -> None:
     config = config_of(data_set(tmp_path / "source"), tmp_path / "cache")
     assert classes_of(config, "train")[0] == ("cat", "dog")
     assert has_split(config, "train")
-    manifest = load_or_list(config, "train", quiet=True)
+    manifest = load_or_list(config, "train")
     assert manifest.labels.tolist() == [[number % 2] for number in range(24)]
     assert (len(manifest.shards), manifest.paths[4]) == (9, "train/0000.parquet#1/1")
     store = SampleStore(config, manifest)
@@ -79,7 +79,7 @@ def test_rows_in_any_order_cross_the_link_once(tmp_path: Path) -> None:
     assert counts.storage_bytes == sum(len(payload(number)) for number in range(24))
     assert counts.changed == 0
     store.close()
-    again = SampleStore(config, load_or_list(config, "train", quiet=True))
+    again = SampleStore(config, load_or_list(config, "train"))
     assert [each.data.tobytes() for each in again.get(range(24))] == [payload(number) for number in range(24)]
     assert again.counters().storage_samples == 0
     again.close()
@@ -87,7 +87,7 @@ def test_rows_in_any_order_cross_the_link_once(tmp_path: Path) -> None:
 
 def test_the_ranks_of_a_node_read_each_row_group_once(tmp_path: Path) -> None:
     config, run = config_of(data_set(tmp_path / "source"), tmp_path / "cache"), new_run()
-    manifest = load_or_list(config, "train", quiet=True)
+    manifest = load_or_list(config, "train")
     stores = [SampleStore(config, manifest, Placement(0, 1, rank), run) for rank in range(2)]
     with ThreadPoolExecutor(2) as pool:
         read = [pool.submit(store.get, range(24)) for store in stores]
@@ -99,7 +99,7 @@ def test_the_ranks_of_a_node_read_each_row_group_once(tmp_path: Path) -> None:
 
 def test_a_row_group_has_one_owner(tmp_path: Path) -> None:
     config = config_of(data_set(tmp_path / "source"), tmp_path / "cache")
-    manifest = load_or_list(config, "train", quiet=True)
+    manifest = load_or_list(config, "train")
     for nodes in (2, 3):
         owners = owners_of(manifest, nodes, 0)
         assert all(len(set(owners[manifest.shard_of == group])) == 1 for group in range(9))
@@ -113,7 +113,7 @@ def test_the_disk_cache_is_filled_by_row_groups(tmp_path: Path) -> None:
     assert 6 <= report.fetched == report.files < 24
     report = warm(config, "train")
     assert (report.present + report.fetched, report.present > 0, report.corrupt) == (24, True, [])
-    store = SampleStore(config, load_or_list(config, "train", quiet=True))
+    store = SampleStore(config, load_or_list(config, "train"))
     store.get(range(24))
     assert store.counters().storage_samples == 0
     store.close()
@@ -122,7 +122,7 @@ def test_the_disk_cache_is_filled_by_row_groups(tmp_path: Path) -> None:
 def test_a_row_without_bytes_is_named(tmp_path: Path) -> None:
     write(tmp_path / "source" / "train" / "0.parquet", {"image": image_column([b"a", None, b"c"])})
     config = config_of(tmp_path / "source", tmp_path / "cache")
-    manifest = load_or_list(config, "train", quiet=True)
+    manifest = load_or_list(config, "train")
     assert manifest.labels.shape == (3, 0)
     store = SampleStore(config, manifest)
     assert store.get([2])[0].data.tobytes() == b"c"
@@ -148,14 +148,23 @@ def test_what_cannot_be_used_is_said(
     if columns is None:
         file.write_bytes(b"nothing of the kind")
     with pytest.raises(ValueError, match=says):
-        load_or_list(config_of(tmp_path / "source", tmp_path / "cache", member=member), "train", quiet=True)
+        load_or_list(config_of(tmp_path / "source", tmp_path / "cache", member=member), "train")
+
+
+@pytest.mark.parametrize("about", [b"{", b"[" * 100_000])
+def test_metadata_that_are_damaged_are_no_fault_of_the_network(tmp_path: Path, about: bytes) -> None:
+    file = tmp_path / "source" / "train" / "0.parquet"
+    write(file, {"a": [b"a"]})
+    parquet.write_table(parquet.read_table(file).replace_schema_metadata({b"huggingface": about}), file)
+    with pytest.raises(ValueError, match=r"0\.parquet cannot be used: (JSONDecodeError|RecursionError)"):
+        load_or_list(config_of(tmp_path / "source", tmp_path / "cache"), "train")
 
 
 def test_the_column_can_be_chosen_and_labels_may_be_names(tmp_path: Path) -> None:
     columns = {"left": [b"a", b"b"], "right": [b"c", b"d"], "label": ["oak", "beech"], "size": [1, 2]}
     write(tmp_path / "source" / "train" / "0.parquet", columns)
     config = config_of(tmp_path / "source", tmp_path / "cache", member="right")
-    manifest = load_or_list(config, "train", quiet=True)
+    manifest = load_or_list(config, "train")
     assert (manifest.classes, manifest.labels.tolist()) == (("beech", "oak"), [[1], [0]])
     store = SampleStore(config, manifest)
     assert [each.data.tobytes() for each in store.get([0, 1])] == [b"c", b"d"]
@@ -164,6 +173,6 @@ def test_the_column_can_be_chosen_and_labels_may_be_names(tmp_path: Path) -> Non
 
 def test_without_pyarrow_the_package_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = config_of(data_set(tmp_path / "source"), tmp_path / "cache")
-    monkeypatch.setattr(parquet_files, "is_installed", lambda name: False)
+    monkeypatch.setattr(layout, "is_installed", lambda name: False)
     with pytest.raises(ValueError, match="need pyarrow: `pip install pyarrow`"):
-        load_or_list(config, "train", quiet=True)
+        load_or_list(config, "train")

@@ -44,7 +44,7 @@ def make_nodes(folder: Path, formats: tuple[Format, Format] = ("decoded", "decod
             shuffle="global",
             peer_address="127.0.0.1",
         )
-        stores.append(SampleStore(config, load_or_list(config, "train", quiet=True), Placement(node, 2), run))
+        stores.append(SampleStore(config, load_or_list(config, "train"), Placement(node, 2), run))
     return stores
 
 
@@ -128,8 +128,7 @@ def test_a_busy_peer_is_not_taken_for_dead(nodes: Nodes, monkeypatch: pytest.Mon
     monkeypatch.setattr(client, "DEAD_S", 1.0)
     monkeypatch.setattr(client, "PING_S", 0.1)
     first, second = nodes[0]
-    hold = "import fcntl, os, struct, sys, time; f = os.open(sys.argv[1], os.O_RDWR);"
-    hold += "fcntl.fcntl(f, fcntl.F_OFD_SETLKW, struct.pack('hhqqi', fcntl.F_WRLCK, 0, 0, 1, 0));"
+    hold = "import fcntl, os, sys, time; fcntl.flock(os.open(sys.argv[1], os.O_RDWR), fcntl.LOCK_EX);"
     hold += "print('held', flush=True); time.sleep(2.5)"
     path = f"/proc/{os.getpid()}/fd/{second._tiers().memory._segment.file}"
     with subprocess.Popen([sys.executable, "-c", hold, path], stdout=subprocess.PIPE) as holder:
@@ -305,7 +304,7 @@ def test_ports_are_those_of_the_given_range(tmp_path: Path) -> None:
         options = {"source": str(folder), "cache_dir": str(tmp_path / "cache"), "memory_gb": 0.01}
         for ports in ((port, min(port + 20, 65535)), (port, port)):
             config = CacheConfig(**options, peer_address="127.0.0.1", peer_ports=ports)  # type: ignore[arg-type]
-            store = SampleStore(config, load_or_list(config, "train", quiet=True), Placement(0, 2))
+            store = SampleStore(config, load_or_list(config, "train"), Placement(0, 2))
             if ports[0] < ports[1]:
                 assert ports[0] < int(store.serve().rpartition(":")[2]) <= ports[1]
             else:

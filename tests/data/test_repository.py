@@ -48,7 +48,7 @@ def repository(root: Path, make: Any = payload) -> Path:
 
 
 def contents(config: CacheConfig, split: str) -> tuple[list[bytes], list[Any]]:
-    manifest = load_or_list(config, split, quiet=True)
+    manifest = load_or_list(config, split)
     store = SampleStore(config, manifest)
     try:
         samples = store.get(range(len(manifest)))
@@ -118,14 +118,14 @@ def test_warming_finds_the_splits_and_a_new_file_is_noticed(tmp_path: Path, capl
     reports = warm_splits(config)
     assert [(each.split, each.fetched) for each in reports] == [("train", 12), ("val", 4), ("test", 4)]
     caplog.set_level(logging.INFO)
-    assert len(load_or_list(config, "train", quiet=True)) == 12
+    assert len(load_or_list(config, "train")) == 12
     assert "listing" not in caplog.text, "nothing has changed"
     for old, new in zip(files_of("train", 3), files_of("train", 4), strict=False):
         os.rename(folder / old, folder / new)
     with pytest.raises(ValueError, match=r"of the 4 files train-00000-of-00004.parquet, \.\.\., some are missing"):
-        load_or_list(config, "train", quiet=True)
+        load_or_list(config, "train")
     fill(folder, files_of("train", 4))
-    assert len(load_or_list(config, "train", quiet=True)) == 16
+    assert len(load_or_list(config, "train")) == 16
 
 
 @pytest.mark.parametrize(
@@ -149,18 +149,18 @@ def test_what_is_not_clear_is_said(tmp_path: Path, files: list[str], split: str,
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(b"")
     with pytest.raises((ValueError, DataError), match=says):
-        load_or_list(config_of(tmp_path / "source", tmp_path / "cache"), split, quiet=True)
+        load_or_list(config_of(tmp_path / "source", tmp_path / "cache"), split)
 
 
 def test_a_repository_without_its_large_files_says_what_to_run(tmp_path: Path) -> None:
     folder = repository(tmp_path / "source")
     (folder / files_of("train", 3)[1]).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n")
     with pytest.raises(ValueError, match=r"train-00001-of-00003.parquet cannot be used: .*run `git lfs pull`"):
-        load_or_list(config_of(folder, tmp_path / "cache"), "train", quiet=True)
+        load_or_list(config_of(folder, tmp_path / "cache"), "train")
 
 
 def test_files_with_other_names_of_classes_are_refused(tmp_path: Path) -> None:
     folder = repository(tmp_path / "source")
     write(folder / files_of("train", 3)[2], {"image": image_column([b"x"]), "label": [0]}, names=("ant", "dog"))
     with pytest.raises(ValueError, match="has other names of classes than data/train-00000-of-00003.parquet"):
-        load_or_list(config_of(folder, tmp_path / "cache"), "train", quiet=True)
+        load_or_list(config_of(folder, tmp_path / "cache"), "train")

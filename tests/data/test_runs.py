@@ -88,7 +88,7 @@ OTHERS: list[dict[str, Any]] = [{"source": "/other"}, {"member": "png"}, {"short
 
 def test_a_name_says_all_that_decides_what_is_kept(folder: Path, tmp_path: Path, monkeypatch: Any) -> None:
     config = config_of(folder, format="decoded")
-    manifest = load_or_list(config, "train", quiet=True)
+    manifest = load_or_list(config, "train")
     everything = np.ones(SAMPLES, np.bool_)
 
     def name(config: CacheConfig = config, **changed: Any) -> str:
@@ -156,7 +156,7 @@ def test_memory_that_was_short_for_one_run_may_be_there_for_the_next(
 def test_a_sample_that_was_damaged_is_repaired_for_all(folder: Path, stores: Open) -> None:
     first, second = store_of(folder, stores), store_of(folder, stores)
     expected = contents(first)
-    first.flush()
+    first.disk.flush()
     first._tiers().memory._payloads[100] ^= 1
     assert contents(second) == expected
     assert (second.counters().flipped_memory, second.counters().disk_samples) == (1, 1)

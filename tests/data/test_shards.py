@@ -57,7 +57,7 @@ def config_of(folder: Path | str, cache: Path, **more: Any) -> CacheConfig:
 
 
 def contents(config: CacheConfig) -> tuple[Manifest, list[bytes], Any]:
-    manifest = load_or_list(config, "train", quiet=True)
+    manifest = load_or_list(config, "train")
     store = SampleStore(config, manifest)
     try:
         return manifest, [each.data.tobytes() for each in store.get(range(len(manifest)))], store.counters()
@@ -105,6 +105,7 @@ def test_shards_of_images_serve_the_image_module(tmp_path: Path) -> None:
         ({"a.cls": b"1"}, "of which 0 can be the sample"),
         ({"a.npy": b"a", "a.cls": b"1", "b.npy": b"b"}, r"0\.tar/b\.npy has no \.cls member"),
         ({"a.npy": b"a", "a.cls": b"cat"}, r"a \.cls member .* is not a whole number"),
+        ({"a.npy": b"a", "a.cls": b"9" * 20}, r"a \.cls member .* is not a whole number"),
         ({}, "contain no samples"),
     ],
 )

@@ -60,7 +60,7 @@ def test_validation_has_the_labels_of_train(folder: Path, sessions: list[Session
     """Also with the lists of another run, and in a run that only tests."""
     if kept:
         for split in ("train", "val"):
-            load_or_list(config_of(folder), split, quiet=True)
+            load_or_list(config_of(folder), split)
     session = opened(folder, sessions, stage=stage)
     assert labels(session) == [1, 1, 2, 2]
     assert session.val is not None
@@ -128,7 +128,7 @@ def num_classes(folder: str) -> str:
     cache = Path(folder) / f"cache{node}"
     if node == "1":
         source.symlink_to(Path(folder) / "pictures")
-        load_or_list(CacheConfig(source=str(source), cache_dir=str(cache)), "train", quiet=True)
+        load_or_list(CacheConfig(source=str(source), cache_dir=str(cache)), "train")
         source.unlink()
     dist.barrier()
     if node == "0":

@@ -145,7 +145,7 @@ def ask(name):
     while not (work / f"{name} done").exists():
         time.sleep(0.02)
 config = CacheConfig(source=str(pictures), cache_dir=str(work / "cache"), memory_gb=0.01, storage_timeout=timeout)
-store = SampleStore(config, load_or_list(config, "train", quiet=True))
+store = SampleStore(config, load_or_list(config, "train"))
 store.get(range(5))
 ask("down")
 (work / "reading").touch()

@@ -23,7 +23,7 @@ def folder(tmp_path: Path) -> Path:
 def store_of(folder: Path, place: Placement | None = None, run: bytes | None = None, **more: object) -> SampleStore:
     options = {"source": str(folder), "cache_dir": str(folder.parent / "cache"), "memory_gb": 0.01, **more}
     config = CacheConfig(**options)  # type: ignore[arg-type]
-    return SampleStore(config, load_or_list(config, "train", quiet=True), place, run)
+    return SampleStore(config, load_or_list(config, "train"), place, run)
 
 
 @pytest.mark.parametrize("format", ["decoded", "jpeg"])
@@ -96,7 +96,7 @@ def test_nodes_keep_what_they_own(folder: Path) -> None:
     for store in stores:
         store.get(range(10))
         store.get(range(10))
-        store.flush()
+        store.disk.flush()
         assert store.counters().memory_samples == 5
     assert [store.counters().storage_samples for store in stores] == [10, 0]
     assert [store.counters().disk_samples for store in stores] == [5, 15]

@@ -153,11 +153,21 @@ def test_another_description_of_a_shard_is_noticed(folder: Path, tmp_path: Path)
         (folder / "a.json").write_text(json.dumps({**about, "vocab_size": vocab_size}))
         shards = source.listed()
         kept = [source.is_kept(each) for each in shards]
-        with Storage.of(source.config) as storage:
+        with Storage(source.config) as storage:
             for each in shards:
                 source.make(each, storage, lambda size: None)
     assert kept == [False, True, True], "the first shard alone is read again"
     assert source.size_of_vocabulary(shards) == 500
+
+
+@pytest.mark.parametrize("damaged", ["", "3", "[1]", '[["a.txt"]]'])
+def test_a_damaged_list_of_shards_is_made_again(folder: Path, tmp_path: Path, damaged: str) -> None:
+    expected = ids(folder, tmp_path / "cache")
+    (kept,) = (tmp_path / "cache").rglob("shards.json")
+    whole = kept.read_text()
+    kept.write_text(damaged)
+    assert ids(folder, tmp_path / "cache") == expected
+    assert kept.read_text() == whole
 
 
 def test_arrays_of_numpy_need_the_vocabulary(tmp_path: Path) -> None:
@@ -255,6 +265,7 @@ def test_without_an_answer_the_ids_in_the_cache_are_used(
         ("a.jsonl", b'{"text": "a"}\n{"body": "b"}\n', r"a\.jsonl cannot be read as text \(KeyError: 'text'\)"),
         ("a.jsonl", b"{", r"a\.jsonl cannot be read as text \(JSONDecodeError"),
         ("a.jsonl", b'{"text": 3}', "the field text is int, not a string"),
+        ("a.jsonl", b"[" * 100_000, r"a\.jsonl cannot be read as text \(RecursionError"),
         ("a.tar", b"no tar" * 200, r"a\.tar cannot be read as text \(ReadError"),
         ("a.parquet", b"no parquet", r"a\.parquet (cannot be read as text|needs pyarrow)"),
         ("a.bin", b"ab", r"a\.json must describe a\.bin"),
@@ -453,6 +464,7 @@ def test_a_mixture_goes_on_with_other_nodes(mixed: dict[str, float], tmp_path: P
         ({"a.bin": -1.0}, {}, r"the weight -1\.0 of a\.bin must"),
         ({"a.bin": float("nan")}, {}, r"the weight nan of a\.bin must"),
         ({"a.bin": "1"}, {}, r"the weight '1' of a\.bin must"),
+        ({"a.bin": 10**400}, {}, r"of a\.bin must be a finite number"),
     ],
 )
 def test_mixtures_that_make_no_sense_are_refused(

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -77,7 +81,9 @@ def test_files_that_are_not_what_they_say_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"context=10 needs files of 11 tokens or more, and the longest has 10"):
         TokenStream(path, context=10)
     beside = path.with_suffix(".json")
-    for said in ('{"dtype": "int8", "vocab_size": 3}', '{"dtype": "uint16", "vocab_size": 1e999}'):
+    numbers = ("1e999", "true", "50257.9", '3, "end": 1.5', '3, "checksum": false')
+    some = [f'{{"dtype": "uint16", "vocab_size": {each}}}' for each in numbers]
+    for said in ('{"dtype": "int8", "vocab_size": 3}', "[" * 100_000, *some):
         beside.write_text(said)
         with pytest.raises(ValueError, match=r"a\.json must describe a\.bin"):
             files_of(path)
@@ -113,6 +119,22 @@ def test_texts_that_cannot_become_ids_are_refused_and_leave_nothing(tmp_path: Pa
     with pytest.raises(ValueError, match="vocab_size=0 must be between 1"):
         prepare(texts, out, vocab_size=0)
     assert not list(tmp_path.glob("out*"))
+
+
+def test_what_a_killed_process_left_is_removed_and_what_another_one_writes_is_not(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("a")
+    script = (
+        "import os, signal, sys; from lightning_sparse.data.tokens import prepare;"
+        "prepare([sys.argv[1]], sys.argv[2], lambda text: os.kill(os.getpid(), signal.SIGKILL))"
+    )
+    command = [sys.executable, "-c", script, str(tmp_path / "a.txt"), str(tmp_path / "out.bin")]
+    assert subprocess.run(command, check=False).returncode == -signal.SIGKILL
+    (left,) = tmp_path.glob("out*")
+    others = [left.with_name(f"{left.name.rsplit('.', 2)[0]}.{os.getppid()}.tmp"), left.with_name("out.bin.b.1.tmp")]
+    for each in others:
+        each.touch()
+    prepare([tmp_path / "a.txt"], tmp_path / "out.bin")
+    assert sorted(tmp_path.glob("out*")) == sorted([*others, tmp_path / "out.bin", tmp_path / "out.json"])
 
 
 @pytest.mark.parametrize(

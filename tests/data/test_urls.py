@@ -69,7 +69,7 @@ def config_of(source: str, tmp_path: Path, **more: object) -> CacheConfig:
 def test_a_file_is_one_request(server: Server, tmp_path: Path) -> None:
     config = config_of(server.url, tmp_path, storage_options=KEY, format="jpeg")
     assert classes_of(config, "train")[0] == ("c0", "c1")
-    store = SampleStore(config, load_or_list(config, "train", quiet=True))
+    store = SampleStore(config, load_or_list(config, "train"))
     server.requests.clear()
     samples = store.get(range(6))
     store.close()
@@ -77,7 +77,7 @@ def test_a_file_is_one_request(server: Server, tmp_path: Path) -> None:
     for sample, path in zip(samples, store.manifest.paths, strict=True):
         assert sample.data.tobytes() == (tmp_path / "pictures" / path).read_bytes()
     assert store.manifest.labels.tolist() == [0, 0, 0, 1, 1, 1]
-    load_or_list(config, "train", quiet=True)
+    load_or_list(config, "train")
     assert "secret" not in repr(config)
 
 
@@ -97,10 +97,10 @@ def test_a_source_that_fsspec_cannot_open_is_refused_at_once(tmp_path: Path) -> 
     with pytest.raises(ValueError, match="must be plain values"):
         config_of("memory://there", tmp_path, storage_options={"key": object()})
     with pytest.raises(DataError, match=r"source=zip://there cannot be used: .*IsADirectoryError"):
-        load_or_list(config_of("zip://there", tmp_path), "train", quiet=True)
+        load_or_list(config_of("zip://there", tmp_path), "train")
     options = {"client_kwargs": {"nonsense": 1}}
     with pytest.raises(DataError, match=r"cannot be used: TypeError: .*nonsense"):
-        load_or_list(config_of("http://127.0.0.1:9", tmp_path, storage_options=options), "train", quiet=True)
+        load_or_list(config_of("http://127.0.0.1:9", tmp_path, storage_options=options), "train")
 
 
 def test_a_missing_package_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -135,7 +135,7 @@ def test_what_the_import_of_a_file_system_takes_is_no_silence_of_storage(
     monkeypatch.setattr(storage_module, "RESTART_S", 0.5)  # shorter than the import, as that of a busy machine may be
     started: list[str] = []
     monkeypatch.setattr(storage_module, "ReaderProcess", lambda *args: started.append("one") or ReaderProcess(*args))
-    with Storage(f"slow://{source}", timeout=2.0) as storage:
+    with Storage(config_of(str(source), tmp_path), f"slow://{source}", timeout=2.0) as storage:
         assert storage.names("").keys() == {"train"}
     assert started == ["one"]
     assert not warnings_of(caplog)

@@ -8,10 +8,11 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
+import torch.testing._internal.distributed.fake_pg  # registers "fake"
 
 from lightning_sparse.exchange import CommunicationError
 from lightning_sparse.strategy import HierCommunicator
-from lightning_sparse.topology import NODE_VARIABLE, Topology, discover
+from lightning_sparse.topology import NODE_VARIABLE, Topology, device_type, discover
 from tests.helpers.distributed import RanksFailed, RunRanks, run_ranks
 
 PLACEMENTS = {
@@ -143,3 +144,22 @@ def test_ranks_with_other_options_are_named_before_they_hang() -> None:
     for said in failed.value.raised.values():
         assert "ranks differ in their options: rank 2 has density=0.02, rank 0 has 0.01" in said
     assert failed.value.raised.keys() == {0, 1, 2}
+
+
+@pytest.mark.parametrize(
+    ("backend", "device"),
+    [
+        (None, "cuda" if torch.cuda.is_available() else "cpu"),
+        ("gloo", "cpu"),
+        ("cpu:gloo,cuda:fake", "cuda"),
+        ("fake", "cuda"),
+    ],
+)
+def test_the_device_of_ranks_is_that_of_their_groups_backends(backend: str | None, device: str) -> None:
+    """``fake`` in the place of NCCL. Without a name torch takes what there is, and calls it "undefined"."""
+    dist.init_process_group(backend, rank=0, world_size=1, store=dist.HashStore())
+    try:
+        assert device_type(dist.get_backend_config()) == device
+        assert discover(node_rank=0, local_rank=0).world_size == 1
+    finally:
+        dist.destroy_process_group()

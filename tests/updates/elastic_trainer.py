@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_sparse.flavours.pytorch_lightning import CommStatsCallback, MSTopKElasticStrategy
+from lightning_sparse.flavours.pytorch_lightning import CommStatsCallback, MSTopKElasticStrategy, TokenDataModule
 from lightning_sparse.updates import ElasticSampler
 
 
@@ -40,6 +40,21 @@ class Toy(pl.LightningModule):
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2)
         return [optimizer], [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.99)]
+
+
+class Reader(pl.LightningModule):
+    """Of windows of eight tokens that are the number of the window."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Embedding(512, 8)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.drawn = batch[0][:, 0]
+        return self.net(batch[0]).square().mean()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=1e-2)
 
 
 class Report(pl.Callback):
@@ -69,7 +84,8 @@ def report(trainer: Any, **more: Any) -> None:
 def main(name: str, lighthouse: str, options: dict[str, Any]) -> None:
     steps, pause, folder = options.pop("steps", -1), options.pop("pause", 0.02), options.pop("folder")
     epochs, devices = options.pop("epochs", -1), options.pop("devices", 1)
-    module = Toy(options.pop("validation", 0.0))
+    tokens = options.pop("tokens", None)
+    module = Toy(options.pop("validation", 0.0)) if tokens is None else Reader()
     os.environ.update(options.pop("env", {}))
     torch.set_num_threads(1)
     logging.basicConfig(level=logging.INFO, stream=sys.stderr, force=True)
@@ -94,7 +110,12 @@ def main(name: str, lighthouse: str, options: dict[str, Any]) -> None:
             pl.callbacks.ModelCheckpoint(checkpoints, save_last=True, every_n_train_steps=10, save_top_k=1),
         ],
     )
-    loader = DataLoader(data, batch_size=32, **order)
-    trainer.fit(module, loader, DataLoader(data, batch_size=2048), ckpt_path=str(saved) if saved.exists() else None)
+    given: dict[str, Any] = {"ckpt_path": str(saved) if saved.exists() else None}
+    if tokens is None:
+        given["train_dataloaders"] = DataLoader(data, batch_size=32, **order)
+        given["val_dataloaders"] = DataLoader(data, batch_size=2048)
+    else:
+        given["datamodule"] = TokenDataModule(tokens, context=8, batch_size=8)
+    trainer.fit(module, **given)
     if trainer.is_global_zero:
         print(json.dumps({"ends": trainer.global_step}), flush=True)

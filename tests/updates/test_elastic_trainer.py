@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -71,9 +72,15 @@ def test_a_node_trains_on_while_the_other_validates(nodes: Nodes, tmp_path: Path
 
 
 @pytest.mark.slow
-def test_samples_are_dealt_to_the_nodes_that_are_there(nodes: Nodes, tmp_path: Path) -> None:
+@pytest.mark.parametrize("of_bundled", [False, True], ids=["ElasticSampler", "TokenDataModule"])
+def test_samples_are_dealt_to_the_nodes_that_are_there(nodes: Nodes, tmp_path: Path, of_bundled: bool) -> None:
+    size, order = 2048, {"deal": True}
+    if of_bundled:
+        size, order = 512, {"tokens": str(tmp_path / "ids.bin")}
+        np.append(np.arange(size).repeat(8), 0).astype(np.uint16).tofile(tmp_path / "ids.bin")
+        (tmp_path / "ids.json").write_text('{"dtype": "uint16", "vocab_size": 512}')
     for name in "ab":
-        nodes.start(name, folder=str(tmp_path / name), deal=True, timeout=5, density=0.1)
+        nodes.start(name, folder=str(tmp_path / name), **order, timeout=5, density=0.1)
     begun = nodes.wait_for("a", of(2))["epoch"]
     for name in "ab":
         nodes.wait_for(name, lambda report: report.get("epoch", 0) > begun + 1)
@@ -84,7 +91,7 @@ def test_samples_are_dealt_to_the_nodes_that_are_there(nodes: Nodes, tmp_path: P
         if "drawn" in report:
             drawn.setdefault(report["epoch"], []).extend(report["drawn"])
     assert all(len(each) == len(set(each)) for each in drawn.values()), "none twice, also where a node joined"
-    assert len(drawn[begun + 1]) == 2048
+    assert len(drawn[begun + 1]) == size
 
 
 @pytest.mark.slow

@@ -2,6 +2,7 @@
 
 import random
 from collections import Counter, deque
+from functools import partial
 from typing import Any
 
 import pytest
@@ -224,7 +225,7 @@ def of_device(device: int, size: int, ends: int | None = None) -> list[list[int]
     deals.follow(["a", "b"], [deals.say()] * 2)
     if ends is not None:
         deals.follow(["a"], [Drawn(ends, deals.say().deal)] * 2)
-    sampler.attach(deals, device, devices=2)
+    sampler.deal(partial(deals.share, device=device, devices=2))
     epochs = []
     for epoch in range(3):
         sampler.set_epoch(epoch)
@@ -255,7 +256,7 @@ def test_a_sampler_draws_an_epoch_in_its_order() -> None:
         len(sampler)
     deals = Deals("a")
     deals.follow(["a"], [deals.say()])
-    sampler.attach(deals, device=0, devices=1)
+    sampler.deal(partial(deals.share, device=0, devices=1))
     epochs = []
     for epoch in range(2):
         sampler.set_epoch(epoch)

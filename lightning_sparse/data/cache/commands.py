@@ -82,7 +82,7 @@ def warm(
         report.present = len(keys) - len(missing)
         with tqdm(total=len(keys), initial=report.present, desc=f"caching {split}", unit="file") as bar:
             _fill(store, missing, pool, report, bar)
-        store.flush()
+        store.disk.flush()
         broken = {path for path, _ in report.corrupt}
         kept = store.disk.has([store.manifest.key(index) for index in missing.tolist()])
         report.fetched = sum(

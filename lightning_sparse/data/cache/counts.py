@@ -148,10 +148,11 @@ class TierLog:
 
     Args:
         read: returns what this rank reports so far; the reports of all ranks are added.
+        sizes: the same, of what the tiers hold; see `SampleStore.sizes`.
     """
 
-    def __init__(self, read: Callable[[], TierCounts]) -> None:
-        self._read = read
+    def __init__(self, read: Callable[[], TierCounts], sizes: Callable[[], tuple[int, ...]]) -> None:
+        self._read, self._sizes = read, sizes
         self._total = TierCounts()
         self.epochs: dict[int, TierCounts] = {}
 
@@ -162,15 +163,16 @@ class TierLog:
         self._total = total
         return self.epochs[epoch]
 
-    def sizes(self, read: Callable[[], tuple[int, ...]]) -> str:
-        """Return one line on what the tiers of all nodes hold. A collective; `read`: see `SampleStore.sizes`."""
-        memory, memory_bytes, disk, disk_bytes = (sum(column) for column in zip(*on_all_ranks(read), strict=True))
-        return (
+    def summary(self) -> str:
+        """Return a table of the samples by tier and epoch, and one line on what the tiers hold. A collective."""
+        memory, memory_bytes, disk, disk_bytes = map(sum, zip(*on_all_ranks(self._sizes), strict=True))
+        sizes = (
             f"  in memory: {memory:,} samples, {memory_bytes / 1e6:,.1f} MB; on local disks: {disk:,} samples, "
             f"{disk_bytes / 1e6:,.1f} MB"
         )
+        return "\n".join(["samples by tier and epoch, all nodes:", *self._table(), sizes])
 
-    def table(self) -> list[str]:
+    def _table(self) -> list[str]:
         """Return one line per epoch, of long runs the first and the last ones."""
         epochs = list(self.epochs.items())
         shown = epochs if len(epochs) <= 8 else [*epochs[:3], *epochs[-3:]]

@@ -46,7 +46,7 @@ from lightning_sparse.data.sample import DIGEST_BYTES, FileKey
 if TYPE_CHECKING:
     import lmdb
 
-FORMAT = b"lightning_sparse disk cache 1"
+_FORMAT = b"lightning_sparse disk cache 1"
 BATCH_BYTES, BATCH_S = 8 << 20, 2.0  # at most this is lost when a process is killed
 RESERVE_BYTES, RESERVE_SHARE = 1 << 30, 0.05  # of the disk; stays free
 _MAGIC = b"LSd1"
@@ -97,7 +97,7 @@ class DiskCache:
         self._removed = 0  # bytes of removed files whose space is not taken yet
         self.full = is_read_only(folder)
         self._pid = os.getpid()
-        self._shared: _Shared | None = opened(folder, FORMAT)
+        self._shared: _Shared | None = _opened(folder)
 
     @property
     def _environment(self) -> lmdb.Environment:
@@ -262,8 +262,8 @@ class _Shared:
         weakref.finalize(self, environment.close).atexit = False
 
 
-def opened(folder: Path, format: bytes) -> _Shared:
-    """Open the environment in `folder`, or share the open one. `format` identifies the cache format.
+def _opened(folder: Path) -> _Shared:
+    """Open the environment in `folder`, or share the open one.
 
     Raises:
         DataError: if the folder has another format, or its files are corrupt.
@@ -275,11 +275,11 @@ def opened(folder: Path, format: bytes) -> _Shared:
             shared.environment.close()  # belongs to the parent; closing it here does not release the parent's locks
             shared = None
         if shared is None:
-            shared = _open[name] = _Shared(_opened(folder, format))
+            shared = _open[name] = _Shared(_new_environment(folder))
         return shared
 
 
-def _opened(folder: Path, format: bytes) -> lmdb.Environment:
+def _new_environment(folder: Path) -> lmdb.Environment:
     import lmdb
 
     read_only = is_read_only(folder)
@@ -302,7 +302,7 @@ def _opened(folder: Path, format: bytes) -> lmdb.Environment:
             readahead=False,  # values are read in random order
         )
         try:
-            _check(environment, folder, format, read_only)
+            _check(environment, folder, read_only)
         except BaseException:
             environment.close()
             raise
@@ -325,7 +325,7 @@ def is_read_only(folder: Path) -> bool:
     return (folder / "data.mdb").is_file() and not os.access(folder / "data.mdb", os.W_OK)
 
 
-def _check(environment: lmdb.Environment, folder: Path, format: bytes, read_only: bool) -> None:
+def _check(environment: lmdb.Environment, folder: Path, read_only: bool) -> None:
     """Raise DataError if the files are truncated or have another format; write the format of a new environment."""
     if not read_only:
         environment.reader_check()  # free the slots of killed processes
@@ -336,10 +336,10 @@ def _check(environment: lmdb.Environment, folder: Path, format: bytes, read_only
     with environment.begin(write=not stat["entries"] and not read_only) as transaction:
         found = transaction.get(b"format")
         if found is None and not environment.stat()["entries"] and not read_only:
-            transaction.put(b"format", format)
-            found = format
-    if found != format:
-        raise _unusable(folder, f"was written by another version ({found!r}, expected {format!r})")
+            transaction.put(b"format", _FORMAT)
+            found = _FORMAT
+    if found != _FORMAT:
+        raise _unusable(folder, f"was written by another version ({found!r}, expected {_FORMAT!r})")
 
 
 def _unusable(folder: Path, reason: str) -> DataError:

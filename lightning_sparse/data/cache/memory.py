@@ -40,7 +40,7 @@ from lightning_sparse.data.sample import Format, View
 from lightning_sparse.data.sources.manifest import Manifest
 from lightning_sparse.messages import log
 
-VERSION = 4  # of this layout
+VERSION = 5  # of this layout, and of its lock
 EMPTY, FILLING, READY = 0, 1, 2
 ALIGN = 64
 RESERVE_BYTES = 64 << 20

@@ -10,7 +10,6 @@ import errno
 import fcntl
 import mmap
 import os
-import struct
 import threading
 import time
 import weakref
@@ -48,32 +47,28 @@ class Segment:
 
     @contextlib.contextmanager
     def locked(self, patience_s: float | None = None) -> Iterator[bool]:
-        """Exclude other threads and processes; yield whether that was possible within `patience_s`.
-
-        An open file description lock: the kernel releases it when its holder dies, but unlike a POSIX lock not when
-        another descriptor of the file is closed.
-        """
+        """Exclude other threads and processes; yield whether that was possible within `patience_s`. The kernel releases
+        the lock when its holder dies."""
         if not self._thread_lock.acquire(timeout=-1 if patience_s is None else patience_s):
             yield False
             return
+        held = False
         try:
             held = self._lock(patience_s)
-            try:
-                yield held
-            finally:
-                if held:
-                    fcntl.fcntl(self.file, fcntl.F_OFD_SETLK, _first_byte(fcntl.F_UNLCK))
+            yield held
         finally:
+            if held:
+                fcntl.flock(self.file, fcntl.LOCK_UN)
             self._thread_lock.release()
 
     def _lock(self, patience_s: float | None) -> bool:
         if patience_s is None:
-            fcntl.fcntl(self.file, fcntl.F_OFD_SETLKW, _first_byte(fcntl.F_WRLCK))
+            fcntl.flock(self.file, fcntl.LOCK_EX)
             return True
         end = time.monotonic() + patience_s
         while True:
             try:
-                fcntl.fcntl(self.file, fcntl.F_OFD_SETLK, _first_byte(fcntl.F_WRLCK))
+                fcntl.flock(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 return True
             except BlockingIOError:
                 if time.monotonic() >= end:
@@ -147,10 +142,6 @@ def _open_files(name: str) -> Iterator[str]:
                     link = os.readlink(f"{folder}/{file}")
                     if link == wanted or (not name and link.startswith(prefix)):
                         yield f"{folder}/{file}"
-
-
-def _first_byte(kind: int) -> bytes:
-    return struct.pack("hhqqi", kind, os.SEEK_SET, 0, 1, 0)
 
 
 def _left_to_control_groups(mounted: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> list[int]:

@@ -51,11 +51,17 @@ MAX_REPLACEMENTS = 100  # candidates that are tried in place of a corrupt file
 
 @dataclass(frozen=True)
 class Placement:
-    """Position of this process among the ranks."""
+    """Position of this process among the ranks. Raises ValueError if there is no such node."""
 
     node_index: int = 0
     num_nodes: int = 1
     device_index: int = 0
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.node_index < self.num_nodes:
+            raise ValueError(
+                f"node {self.node_index} of {self.num_nodes}: nodes are numbered from 0 to one below their number."
+            )
 
 
 def owners(labels: npt.NDArray[np.int64], num_nodes: int, seed: int) -> npt.NDArray[np.int64]:
@@ -67,14 +73,9 @@ def owners(labels: npt.NDArray[np.int64], num_nodes: int, seed: int) -> npt.NDAr
     Args:
         labels: class of each sample.
 
-    Raises:
-        ValueError: if num_nodes is less than 1.
-
     >>> owners(np.array([0, 0, 0, 1, 1, 1]), num_nodes=2, seed=1).tolist()
     [1, 0, 0, 0, 1, 1]
     """
-    if num_nodes < 1:
-        raise ValueError(f"num_nodes={num_nodes} must be at least 1.")
     dealt = np.lexsort((bits(seed, np.arange(len(labels))), labels))  # sorted by class, shuffled within each
     result = np.empty(len(labels), np.int64)
     result[dealt] = np.arange(len(labels)) % num_nodes
@@ -111,7 +112,7 @@ class Tiers:
         limit = None if config.disk_gb is None else int(config.disk_gb * GB)
         disk = folder / f"{file_name(manifest.split)}.lmdb"
         self.disk = DiskCache(disk, limit_bytes=limit, counter=self.counter)
-        self.storage = Storage.of(config, quiet=placement.device_index != 0)  # one rank per node logs interruptions
+        self.storage = Storage(config, quiet=placement.device_index != 0)  # one rank per node logs interruptions
         self.decoder = 0 if config.format == "bytes" else decode.decoder_id()  # that validates files
         self.peers: PeerClient | None = None
         self.server: PeerServer | None = None
@@ -179,6 +180,7 @@ class SampleStore:
         self, config: CacheConfig, manifest: Manifest, placement: Placement | None = None, run: bytes | None = None
     ) -> None:
         self.config, self.manifest = config, manifest
+        self.short_side = config.short_side
         self.placement, self._run = placement or Placement(), run or new_run()
         self.owners = owners_of(manifest, self.placement.num_nodes, config.seed)
         self._owned = self.owners == self.placement.node_index
@@ -188,11 +190,6 @@ class SampleStore:
         self._opened: Tiers | None = None
         self._lock, self._pid = threading.Lock(), os.getpid()
         self.format: Format = self._tiers().memory.format
-
-    @property
-    def short_side(self) -> int:
-        """Shorter side of decoded images, at most."""
-        return self.config.short_side
 
     def get(self, indices: Sequence[int]) -> list[Sample]:
         """Return samples in the order of `indices`, which refer to the manifest.
@@ -208,34 +205,21 @@ class SampleStore:
     def _get(self, tiers: Tiers, indices: Sequence[int]) -> list[Sample]:
         array = np.asarray(indices, np.int64)
         requested: list[int] = array.tolist()
+        labels = self.manifest.labels[array].tolist()
         views, flipped = tiers.memory.get(requested)
-        samples: list[Sample | None] = []
-        nbytes = missing = 0
-        for index, label, view in zip(requested, self.manifest.labels[array].tolist(), views, strict=True):
-            if view is None:
-                samples.append(None)
-                missing += 1
-            else:
-                data, height, width = view
-                nbytes += data.nbytes
-                samples.append(Sample(data, label, index, height, width))
-        hits = {f"{self.hits_count_as}_samples": len(requested) - missing, f"{self.hits_count_as}_bytes": nbytes}
-        tiers.counter.add(**hits, flipped_memory=flipped)
-        if missing:
-            self._fill_in(tiers, requested, samples)
+        hits = [view.data.nbytes for view in views if view is not None]
+        counts = {f"{self.hits_count_as}_samples": len(hits), f"{self.hits_count_as}_bytes": sum(hits)}
+        tiers.counter.add(**counts, flipped_memory=flipped)
+        found: dict[int, Sample] = {}
+        if len(hits) < len(views):
+            absent = dict.fromkeys(index for index, view in zip(requested, views, strict=True) if view is None)
+            for index, each in self._below_memory(tiers, [*absent]).items():
+                found[index] = self._replacement(tiers, index, each) if isinstance(each, str) else each
         tiers.disk.flush_old()
-        return samples  # type: ignore[return-value]  # _fill_in leaves no None
-
-    def _fill_in(self, tiers: Tiers, requested: list[int], samples: list[Sample | None]) -> None:
-        """Replace each None in `samples` by the sample from a lower tier."""
-        positions: dict[int, list[int]] = {}
-        for position, (index, sample) in enumerate(zip(requested, samples, strict=True)):
-            if sample is None:
-                positions.setdefault(index, []).append(position)
-        for index, found in self._below_memory(tiers, list(positions)).items():
-            sample = self._replacement(tiers, index, found) if isinstance(found, str) else found
-            for position in positions[index]:
-                samples[position] = sample
+        return [
+            found[index] if view is None else Sample(view.data, label, index, view.height, view.width)
+            for index, label, view in zip(requested, labels, views, strict=True)
+        ]
 
     def _below_memory(self, tiers: Tiers, indices: list[int]) -> dict[int, Sample | str]:
         """Read samples that are not in memory. A str is the reason why a file is corrupt."""
@@ -256,34 +240,35 @@ class SampleStore:
 
     def _from_files(self, tiers: Tiers, indices: list[int]) -> Iterator[tuple[int, View | str]]:
         """Read from local disk, then from network storage. Samples are kept in the tiers above."""
-        absent = []
-        files = tiers.disk.get([self.manifest.key(index) for index in indices])
-        for index, file in zip(indices, files, strict=True):
-            found = None if file is None else self._from_disk(tiers, index, file)
-            if found is None:
-                absent.append(index)
-            else:
-                yield index, found
+        absent = dict.fromkeys(indices)
+        for index, found in self._on_disk(tiers, indices):
+            del absent[index]
+            yield index, found
         if absent and self.manifest.has_row_groups:
-            yield from self._from_row_groups(tiers, absent)
+            yield from self._from_row_groups(tiers, [*absent])
         elif absent:
             answers = tiers.storage.read([self.manifest.location(index) for index in absent])
             for index, answer in zip(absent, answers, strict=True):
                 yield index, self._from_storage(tiers, index, answer)
 
+    def _on_disk(self, tiers: Tiers, indices: list[int]) -> Iterator[tuple[int, View | str]]:
+        """Yield the samples that are on local disk."""
+        files = tiers.disk.get([self.manifest.key(index) for index in indices])
+        for index, file in zip(indices, files, strict=True):
+            found = None if file is None else self._from_disk(tiers, index, file)
+            if found is not None:
+                yield index, found
+
     def _from_row_groups(self, tiers: Tiers, indices: list[int]) -> Iterator[tuple[int, View | str]]:
         """Read row groups from network storage, and keep all of their samples that this node owns."""
         groups = self.manifest.shard_of
         for group in np.unique(groups[indices]).tolist():
-            requested = [index for index in indices if groups[index] == group]
+            requested = dict.fromkeys(index for index in indices if groups[index] == group)
             # the ranks of a node ask for the same groups
             with locked(tiers.disk.folder.with_suffix(f".{group % GROUP_LOCKS}.lock"), quiet=True):
-                keys = [self.manifest.key(index) for index in requested]
-                for index, file in zip(requested, tiers.disk.get(keys), strict=True):
-                    found = None if file is None else self._from_disk(tiers, index, file)
-                    if found is not None:
-                        requested = [each for each in requested if each != index]
-                        yield index, found
+                for index, found in self._on_disk(tiers, [*requested]):
+                    del requested[index]
+                    yield index, found
                 if requested:
                     yield from self._from_row_group(tiers, group, set(requested))
 
@@ -404,7 +389,7 @@ class SampleStore:
         """Start the server process that serves this node's samples; called by one rank per node.
 
         Args:
-            address: IP address to listen on; default: `interface.node_address`.
+            address: IP address to listen on; default: `node_address`.
             clients: processes of other nodes that connect.
 
         Returns:
@@ -430,11 +415,8 @@ class SampleStore:
     def _connect(self, tiers: Tiers) -> None:
         if tiers.peers is not None:
             tiers.peers.close()
-            tiers.peers = None
         allow_connections(2 * len(self._endpoints))
-        tiers.peers = (
-            PeerClient(self._endpoints, self._run, self.format, tiers.counter.warn_once) if self._endpoints else None
-        )
+        tiers.peers = PeerClient(self._endpoints, self._run, self.format, tiers.counter.warn_once)
 
     def counters(self) -> TierCounts:
         """Return what this process has read since it opened the store."""
@@ -453,10 +435,6 @@ class SampleStore:
     def disk(self) -> DiskCache:
         """The disk tier."""
         return self._tiers().disk
-
-    def flush(self) -> None:
-        """Write pending files to disk."""
-        self.disk.flush()
 
     def interrupt(self) -> None:
         """As `Tiers.interrupt`."""

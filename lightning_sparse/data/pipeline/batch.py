@@ -75,7 +75,13 @@ class PreparedBatch(NamedTuple):
 
 
 class Pipeline(Protocol):
-    """Makes batches of requests, in order and ahead of time."""
+    """Makes batches of requests, in order and ahead of time.
+
+    Attributes:
+        ahead: requests that it takes, at most, before it yields the batch of the first of them.
+    """
+
+    ahead: int
 
     def run(self, requests: Iterable[BatchRequest]) -> Generator[Any, None, None]:
         """Yield batches; of images: float32 [B, 3, size, size] and labels int64 [B].

@@ -55,6 +55,7 @@ class DaliPipeline:
         device: int | None = None,
     ) -> None:
         self._store, self._options = store, options
+        self.ahead = 2 * _PREFETCH + 1  # the thread between the two queues holds one
         limits = {"batch_size": batch_size, "num_threads": threads, "device_id": device}
         self._pipe: Any = _graph(
             options, store.format, device is not None, **limits, prefetch_queue_depth=1, exec_dynamic=True

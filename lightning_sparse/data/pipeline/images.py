@@ -87,7 +87,7 @@ class TorchPipeline:
     ) -> None:
         self._store, self._options, self._device = store, options, device
         self._pin = device is not None and device.type == "cuda"
-        self._threads = threads
+        self._threads, self.ahead = threads, threads + 1
         self._open: weakref.WeakSet[Generator[Batch, None, None]] = weakref.WeakSet()
         self._buffers = BufferPool(threads + 3)
         # (pixel / 255 - mean) / std = pixel * scale + shift
@@ -96,7 +96,7 @@ class TorchPipeline:
 
     def run(self, requests: Iterable[BatchRequest]) -> Generator[Batch, None, None]:
         """Yield batches in the order of requests."""
-        batches = prefetch_map(self._make, requests, self._threads + 1, "batches", self._threads)
+        batches = prefetch_map(self._make, requests, self.ahead, "batches", self._threads)
         self._open.add(batches)
         try:
             for batch in batches:

@@ -10,9 +10,11 @@ They are plain iterables, not DataLoaders, so Lightning neither replaces nor add
 
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
+from itertools import islice
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import torch
 
 from lightning_sparse.data.config import ImageSizes
@@ -73,7 +75,6 @@ class TrainLoader(_Loader):
         on_epoch: called with the number of each epoch that starts.
         on_resume: called with the number of batches of the epoch that are done, if the state was saved by a run with
             other ranks or batches, so that its own count does not apply; in ``set_epoch`` of that epoch.
-        with_indices: end each batch with the indices of its samples.
     """
 
     def __init__(
@@ -97,6 +98,19 @@ class TrainLoader(_Loader):
         self._resumes = False  # the next iterator continues instead of starting over
         self._loaded: dict[str, Any] = {}
         self._corrected: int | None = None  # batches that are done, as this run counts them
+        self._share: Callable[[list[int], int], Iterator[int]] | None = None
+        self.batch_size = sampler.config.batch_size
+        self.ahead = pipeline.ahead
+
+    def deal(self, share: Callable[[list[int], int], Iterator[int]]) -> None:
+        """Draw in each epoch what `share` yields of all its samples in order, for ranks that come and go. The last
+        batch may be smaller. How many there are is not known, so a loader that resumes begins its epoch anew.
+
+        Args:
+            share: given that order, and how many samples all epochs before have.
+        """
+        self._share = share
+        self._before, self._done, self._resumes, self._corrected = (), 0, False, None
 
     @property
     def batch_sampler(self) -> SimpleNamespace:
@@ -113,9 +127,22 @@ class TrainLoader(_Loader):
         self._on_epoch(epoch)
 
     def __len__(self) -> int:
+        if self._share is not None:
+            raise TypeError("the number of batches depends on the nodes that will be there")
         return self._sampler.steps
 
+    def _dealt(self, share: Callable[[list[int], int], Iterator[int]]) -> Iterator[BatchRequest]:
+        epoch = self._epoch
+        (shard,) = self._sampler.epoch(0 if self._fixed else epoch).shards  # of one node
+        size = 0 if self._sizes is None else self._sizes.at(epoch)
+        drawn = share(shard.order.tolist(), epoch * len(shard.order))
+        while batch := list(islice(drawn, self.batch_size)):
+            yield BatchRequest(np.array(batch), epoch, size, True)
+
     def _requests(self) -> Iterator[BatchRequest]:
+        if self._share is not None:
+            self._done = 0
+            return self._dealt(self._share)
         if not self._resumes:
             self._before, self._done = (), 0
         self._resumes = False
@@ -132,6 +159,9 @@ class TrainLoader(_Loader):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue where a run stopped, also with other nodes, another batch size or another shuffle."""
+        if self._share is not None:
+            self._epoch = state["epoch"]
+            return
         if self._resumes and state == self._loaded:
             return  # by the DataModule and by Lightning
         self._loaded = state
@@ -152,7 +182,6 @@ class EvalLoader(_Loader):
     Args:
         batches: indices of the samples of each batch.
         size: height and width of the images; 0 for other samples.
-        with_indices: end each batch with the indices of its samples.
     """
 
     def __init__(

@@ -63,6 +63,8 @@ class WorkerPipeline:
             worker_init_fn=partial(_watch, store, self._closed),
             generator=torch.Generator(),  # the global one is the training's
         )
+        self._depth = _PREFETCH * max(1, workers)
+        self.ahead = self._depth + _PREFETCH * workers + 1
         # workers that outlive the tiers of a program that ends would leave its memory behind
         Finalize(self, _close, (weakref.ref(self),), exitpriority=EXIT_PRIORITY)
 
@@ -70,7 +72,7 @@ class WorkerPipeline:
         """Yield (samples,), or (samples, labels) if there are labels, in the order of requests."""
         assert self._loader is not None  # not closed
         # in a thread: finding the samples of a step takes milliseconds if there are a thousand ranks
-        ordered = prefetch(requests, _PREFETCH * max(1, self._loader.num_workers), "order")
+        ordered = prefetch(requests, self._depth, "order")
         self._current.requests = ordered
         try:
             for batch in self._loader:

@@ -1,47 +1,51 @@
-"""What a layout of a source is, what its class is given, and the layouts of samples that are files:
-``<split>/<class>/**/*``, or ``<split>/*``, without labels."""
+"""How the samples of a split lie in its source: what a layout is, what its class is given, and the layouts.
+
+======================= ================================================================================================
+`SampleList`            named by a CSV or Parquet file with the columns path, relative to the source, label and, if a
+                        sample has several, more. The first label may be a name; the order is that of the list
+`ParquetFiles`          rows of ``<split>/*.parquet``, or of a repository of Hugging Face as it is cloned or downloaded:
+                        ``data/train-00000-of-00004.parquet``, ``data/validation-00000-of-00001.parquet``; those of one
+                        configuration are in the folder of its name, which is then the source itself
+`TarShards`             members of ``<split>/*.tar``, shards of WebDataset
+`Files`                 ``<split>/*``, without labels
+`ClassFolders`          ``<split>/<class>/**/*``
+======================= ================================================================================================
+"""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+import csv
+import hashlib
+import io
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 from tqdm import tqdm
 
-from lightning_sparse.data.config import CacheConfig
+from lightning_sparse.data.config import SPLITS, CacheConfig, is_installed
 from lightning_sparse.data.decode import UndecodableError, probe
 from lightning_sparse.data.folders import source_name
-from lightning_sparse.data.sources.manifest import Manifest, Paths
-from lightning_sparse.data.sources.storage import Listed, Location, MissingFolderError, Storage, StoredFile
+from lightning_sparse.data.sources.manifest import Manifest, Paths, count_classes
+from lightning_sparse.data.sources.storage import (
+    Listed,
+    Location,
+    MissingFolderError,
+    Storage,
+    StoredFile,
+    Unreadable,
+)
 from lightning_sparse.data.sources.storage_reader import is_image, is_visible
 from lightning_sparse.messages import log
 
 LIST_READERS = 16  # folders listed at the same time
 PROBES = 64  # files that are read to estimate the size of decoded images
-
-
-class Layout(Protocol):
-    """How the samples of a split lie in its source."""
-
-    @classmethod
-    def find(cls, split: Split) -> Layout | None:
-        """Return the layout of this split; None if it is another one."""
-
-    def classes(self) -> tuple[tuple[str, ...], int] | None:
-        """Return the names of the classes and their number; None if only the whole list tells them."""
-
-    def manifest(self) -> Manifest:
-        """List the samples.
-
-        Raises:
-            ValueError: if there are none, or they cannot be used.
-            DataError: if storage cannot be listed.
-        """
 
 
 @dataclass
@@ -51,7 +55,7 @@ class Split:
     Args:
         name: of the split, such as "train".
         timeout: seconds to wait for storage.
-        quiet: show no progress bar.
+        quiet: as `Storage`; and show no progress bar.
     """
 
     config: CacheConfig
@@ -62,7 +66,7 @@ class Split:
     def __post_init__(self) -> None:
         if not self.name or self.name.startswith("/") or ".." in self.name.split("/"):
             raise ValueError(f"split={self.name!r} must be the name of a folder in {self.source}, such as 'train'.")
-        self.storage = Storage.of(self.config, timeout=self.timeout, readers=LIST_READERS, quiet=self.quiet)
+        self.storage = Storage(self.config, timeout=self.timeout, readers=LIST_READERS, quiet=self.quiet)
 
     @property
     def source(self) -> str:
@@ -98,9 +102,11 @@ class Split:
         """List folders, with a progress bar."""
         return list(self.progress(self.storage.listing(folders, images=images), len(folders), "folder"))
 
-    def progress(self, listed: Iterator[Any], total: int, unit: str) -> Iterator[Any]:
-        bar = tqdm(listed, total=total, desc=f"listing {self.name}", unit=unit, disable=self.quiet or None)
-        yield from bar
+    def progress(self, listed: Iterator[Any], total: int, unit: str) -> Iterable[Any]:
+        bar: Iterable[Any] = tqdm(
+            listed, total=total, desc=f"listing {self.name}", unit=unit, disable=self.quiet or None
+        )
+        return bar
 
     def probed(self, files: Sequence[Location]) -> npt.NDArray[np.int64]:
         """Return (size, height, width) of up to `PROBES` of these images, without those that are corrupt."""
@@ -111,6 +117,31 @@ class Split:
                 if isinstance(file, StoredFile):
                     rows.append((file.size, *probe(file.data)))
         return np.array(rows, np.int64).reshape(-1, 3)
+
+
+@dataclass
+class Layout(ABC):
+    """How the samples of a split lie in its source. Further layouts are named in `listing.LAYOUTS`."""
+
+    split: Split
+
+    @classmethod
+    @abstractmethod
+    def find(cls, split: Split) -> Layout | None:
+        """Return the layout of this split; None if it is another one."""
+
+    def classes(self) -> tuple[tuple[str, ...], int] | None:
+        """Return the names of the classes and their number; None if only the whole list tells them."""
+        return None
+
+    @abstractmethod
+    def manifest(self) -> Manifest:
+        """List the samples.
+
+        Raises:
+            ValueError: if there are none, or they cannot be used.
+            DataError: if storage cannot be listed.
+        """
 
 
 def manifest_of_files(
@@ -130,18 +161,12 @@ def folder_times(folders: Sequence[tuple[str, int]]) -> dict[str, Any]:
     return {"folders": Paths.of([path for path, _ in folders]), "folder_mtimes_ns": times}
 
 
-@dataclass
-class Files:
+class Files(Layout):
     """Files of any kind in the folder of the split."""
-
-    split: Split
 
     @classmethod
     def find(cls, split: Split) -> Files | None:
         return None if split.images or split.files is None else cls(split)
-
-    def classes(self) -> None:
-        return None
 
     def manifest(self) -> Manifest:
         split, listed = self.split, self.split.files
@@ -152,14 +177,13 @@ class Files:
 
 
 @dataclass
-class ClassFolders:
+class ClassFolders(Layout):
     """Files in folders of classes, which are listed at the same time.
 
     Args:
         times: modification time of the folder of each class.
     """
 
-    split: Split
     times: dict[str, int]
 
     @classmethod
@@ -177,11 +201,10 @@ class ClassFolders:
         below = split.below([f"{split.name}/{name}" for name in names], images=split.images)
         found = dict(zip(names, below, strict=True))
         self._check_classes(found)
-        if not split.images:
-            return manifest_of(split.source, split.name, self.times, found)
-        self._check_depth(found)
-        self._check_beside()
-        probed = split.probed([path for each in below for path, _, _ in each.files])
+        if split.images:
+            self._check_depth(found)
+            self._check_beside()
+        probed = split.probed([path for each in below for path, _, _ in each.files] if split.images else [])
         return manifest_of(split.source, split.name, self.times, found, probed=probed)
 
     def _check_classes(self, below: Mapping[str, Listed]) -> None:
@@ -251,3 +274,431 @@ def manifest_of(
     labels = np.array([label for *_, label in found], np.int64)
     listed = Listed([(path, size, mtime) for path, size, mtime, _ in found], list(folders.items()))
     return manifest_of_files(source, split, listed, labels, tuple(below), **more)
+
+
+@dataclass
+class SampleList(Layout):
+    """The samples that a list names.
+
+    Args:
+        file: the list.
+        digest: hash of its contents.
+        paths: of the samples, relative to the source.
+        labels: int64 or float64 [N, L].
+        names: names of the first label, in alphabetical order; empty if it is a number.
+    """
+
+    file: str
+    digest: str
+    paths: list[str]
+    labels: npt.NDArray[Any]
+    names: tuple[str, ...]
+
+    @classmethod
+    def find(cls, split: Split) -> SampleList | None:
+        """Read the list of a split.
+
+        Raises:
+            MissingFolderError: if there are lists, but none of this split.
+            ValueError: if the list cannot be read, or is not a list of samples.
+            DataError: if storage does not respond.
+        """
+        lists = split.config.lists
+        if lists is None:
+            return None
+        if split.name not in lists:
+            raise MissingFolderError(f"lists={lists} has no list of {split.name!r}.")
+        file = lists[split.name]
+        folder, _, name = file.rpartition("/")
+        source = folder or ("/" if file.startswith("/") else ".")
+        with Storage(split.config, source, timeout=split.timeout, readers=1) as storage:
+            (answer,) = storage.read([name])
+        if isinstance(answer, Unreadable):
+            raise ValueError(f"the list {file} of {split.name} cannot be read: {answer.reason}.")
+        columns = (_of_parquet if name.endswith(".parquet") else _of_csv)(file, answer.data)
+        digest = hashlib.blake2b(answer.data, digest_size=16).hexdigest()
+        if next(iter(columns), None) != "path" or not len(columns["path"]):
+            raise ValueError(
+                f"{file} must have a first column named path, and a row for each sample; its columns are "
+                f"{', '.join(columns) or 'none'}. As in a CSV file: path,label / train/cat/1.jpg,cat"
+            )
+        paths = [str(each) for each in columns.pop("path")]
+        labels, names = numbered(file, columns) if columns else (np.zeros((len(paths), 0), np.int64), ())
+        return cls(split, file, digest, paths, labels, names)
+
+    def classes(self) -> tuple[tuple[str, ...], int]:
+        return self.names, count_classes(self.names, self.labels)
+
+    def manifest(self) -> Manifest:
+        """Find the files, in the order of the list. Raises: ValueError: if the source does not have all of them."""
+        split, source = self.split, self.split.source
+        try:
+            below = split.below(_highest(self.paths), images=False)
+            probed = split.probed(self.paths if split.images else [])
+        except MissingFolderError as error:
+            raise ValueError(f"{self.file} lists files of a folder that is not there: {error}") from error
+        about = {path: (size, mtime) for each in below for path, size, mtime in each.files}
+        absent = [path for path in self.paths if path not in about]
+        if absent:
+            raise ValueError(
+                f"{self.file} lists {len(absent):,} file(s) that {source} does not have, such as {absent[0]!r}. Paths "
+                "are relative to the source, and hidden files are left out: correct the list, or remove these rows."
+            )
+        folders = [folder for each in below for folder in each.folders]
+        named = Listed([(path, *about[path]) for path in self.paths], folders)
+        return manifest_of_files(
+            source, split.name, named, self.labels, self.names, list_digest=self.digest, probed=probed
+        )
+
+
+def _of_csv(file: str, data: bytes) -> dict[str, Sequence[Any]]:
+    try:
+        rows = [row for row in csv.reader(io.StringIO(data.decode("utf-8-sig"), newline="")) if row]
+    except (UnicodeDecodeError, csv.Error) as error:
+        raise ValueError(f"{file} is not a CSV file in UTF-8: {error}.") from error
+    for number, row in enumerate(rows, start=1):
+        if len(row) != len(rows[0]):
+            raise ValueError(
+                f"{file}: row {number:,} has {len(row)} column(s), and the first row has {len(rows[0])}: {row}."
+            )
+    return _columns(file, ((names[0], names[1:]) for names in zip(*rows, strict=True)))
+
+
+def _of_parquet(file: str, data: bytes) -> dict[str, Sequence[Any]]:
+    import pyarrow.parquet
+
+    try:
+        table = pyarrow.parquet.read_table(io.BytesIO(data))
+    except (ValueError, OSError) as error:
+        raise ValueError(f"{file} is not a Parquet file: {error}.") from error
+    values = (column.to_pylist() for column in table.columns)
+    return _columns(file, zip(table.column_names, values, strict=True))
+
+
+def _columns(file: str, named: Iterable[tuple[str, Sequence[Any]]]) -> dict[str, Sequence[Any]]:
+    columns: dict[str, Sequence[Any]] = {}
+    for name, values in named:
+        if name in columns:
+            raise ValueError(f"{file} has several columns named {name}: rename or remove all but one.")
+        columns[name] = values
+    return columns
+
+
+def numbered(file: str, columns: Mapping[str, Sequence[Any]]) -> tuple[npt.NDArray[Any], tuple[str, ...]]:
+    """Return the labels as numbers [N, L], and the names of the first column."""
+    arrays: list[npt.NDArray[Any]] = []
+    classes: tuple[str, ...] = ()
+    for position, (name, values) in enumerate(columns.items()):
+        if any(value is None or value == "" for value in values):
+            raise ValueError(f"{file}: column {name} has rows without a value. Give each sample a label.")
+        array = _as_numbers(values)
+        if array is None and position:
+            which = next((value for value in values if _as_numbers([value]) is None), values[0])
+            raise ValueError(
+                f"{file}: column {name} contains {which!r}, which is not a number. Only the first label may be a name."
+            )
+        if array is None:
+            names, array = np.unique(np.array(values, str), return_inverse=True)
+            classes = tuple(names.tolist())
+        arrays.append(array)
+    return np.stack(arrays, 1), classes
+
+
+def _as_numbers(values: Sequence[Any]) -> npt.NDArray[Any] | None:
+    """Return numbers, int64 or float64; None if the values are names: 007 is one, and what int64 has no room for."""
+    array = np.array(values)
+    if array.dtype.kind in "US":
+        try:
+            numbers = _converted(array, np.int64)
+        except OverflowError:
+            return None
+        if numbers is None:
+            return _converted(array, np.float64)
+        return numbers if (numbers.astype(str) == array).all() else None
+    return array.astype(np.float64 if array.dtype.kind == "f" else np.int64) if array.dtype.kind in "iufb" else None
+
+
+def _converted(array: npt.NDArray[Any], dtype: type) -> npt.NDArray[Any] | None:
+    try:
+        return array.astype(dtype)
+    except ValueError:
+        return None
+
+
+def _highest(paths: Sequence[str]) -> list[str]:
+    """Return the folders of `paths` that are not in another one of them.
+
+    >>> _highest(["a/b/1.jpg", "a/b/c/2.jpg", "d/3.jpg"])
+    ['a/b', 'd']
+    """
+    folders = {path.rpartition("/")[0] for path in paths}
+    found: list[str] = []
+    for folder in sorted(folders, key=lambda each: f"{each}/") if "" not in folders else [""]:
+        if not found or not folder.startswith(f"{found[-1]}/"):
+            found.append(folder)
+    return found
+
+
+class _Sample(NamedTuple):
+    path: str
+    shard: int
+    offset: int
+    size: int
+    label: str
+
+
+@dataclass
+class TarShards(Layout):
+    """The samples of tar files, in order of shards and members.
+
+    Members whose names are equal up to the first dot belong to one sample: ``0001.jpg`` and ``0001.cls``. A member
+    ``.cls`` contains the label, a whole number; one of the others is the sample. Listing reads the headers once, and
+    each sample is then read by its place in the shard.
+    """
+
+    listed: Listed
+
+    @classmethod
+    def find(cls, split: Split) -> TarShards | None:
+        shards = split.shards(".tar")
+        return None if shards is None else cls(split, shards)
+
+    def manifest(self) -> Manifest:
+        split, shards = self.split, [path for path, _, _ in self.listed.files]
+        members = split.progress(split.storage.members(shards), len(shards), "shard")
+        found = [each for number, some in enumerate(members) for each in self._samples(number, shards[number], some)]
+        if not found:
+            raise ValueError(f"the shards {shards[0]}, ... contain no samples.")
+        labelled = [sample for sample in found if sample.label]
+        if labelled and len(labelled) < len(found):
+            without = next(sample for sample in found if not sample.label)
+            raise ValueError(
+                f"{without.path} has no .cls member, and other samples have one: give all of them a label."
+            )
+        try:
+            labels = np.array([[int(sample.label)] for sample in labelled], np.int64)
+        except (ValueError, OverflowError) as error:
+            raise ValueError(f"a .cls member of {shards[0]}, ... is not a whole number: {error}.") from error
+        shard_of, offsets, sizes = (np.array(each, np.int64) for each in list(zip(*found, strict=True))[1:4])
+        mtimes = np.array([mtime for _, _, mtime in self.listed.files], np.int64)
+        parts = [(shards[each.shard], each.offset, each.offset + each.size) for each in found if split.images]
+        return Manifest(
+            split.name,
+            source_name(split.source),
+            (),
+            [sample.path for sample in found],
+            labels.reshape(len(found), -1),
+            sizes,
+            mtimes[shard_of],
+            shards=Paths.of(shards),
+            shard_of=shard_of,
+            offsets=offsets,
+            probed=split.probed(parts),
+            **folder_times(self.listed.folders),
+        )
+
+    def _samples(self, number: int, shard: str, members: list[tuple[str, int, int, str]]) -> Iterator[_Sample]:
+        """Yield the samples in the members of a shard: (name, offset, size, contents of a label) of each.
+
+        Raises:
+            ValueError: if a sample has no member that can be it, or several.
+        """
+        groups: dict[str, list[tuple[str, int, int, str]]] = {}
+        for each in members:
+            folder, slash, name = each[0].rpartition("/")
+            groups.setdefault(f"{folder}{slash}{name.partition('.')[0]}", []).append(each)
+        for key, group in groups.items():
+            label = next((each[3] for each in group if each[0].endswith(".cls")), "")
+            data = [each for each in group if self._is_data(each[0])]
+            if len(data) != 1:
+                raise ValueError(
+                    f"{shard}: sample {key!r} has the members {', '.join(each[0] for each in group)}, of which "
+                    f"{len(data)} can be the sample. Give its extension, as in member='npy'."
+                )
+            name, offset, size, _ = data[0]
+            yield _Sample(f"{shard}/{name}", number, offset, size, label)
+
+    def _is_data(self, name: str) -> bool:
+        if self.split.config.member is not None:
+            return name.rpartition("/")[2].partition(".")[2] == self.split.config.member
+        return is_image(name) if self.split.images else not name.endswith(".cls")
+
+
+_NAMED = {"val": ("validation", "val")}  # what names of its files begin with; else the split
+_FILE = re.compile(r"(\w+)(?:-(\d{5})-of-(\d{5})[\w-]*)?\.parquet")
+_MAX_CONFIGURATIONS = 64  # folders that are looked into for them
+
+
+@dataclass
+class ParquetFiles(Layout):
+    """The rows of Parquet files, in order of files and rows.
+
+    A shard is a row group, ``<file>#<number>``, because it cannot be read in parts: it is read once, for all samples in
+    it that the node owns. A column of bytes, or of a struct with a field ``bytes``, as in image data sets of Hugging
+    Face, contains the samples; the column ``label`` or ``labels``, or the only one of whole numbers, the labels.
+    """
+
+    listed: Listed
+
+    @classmethod
+    def find(cls, split: Split) -> ParquetFiles | None:
+        """Raises: ValueError, MissingFolderError: as `files_of_repository`, and as `_check_alone`."""
+        folders = _folders(split.storage)
+        if isinstance(split.folders, MissingFolderError):
+            files = None if folders is None else files_of_repository(split.storage, split.name, folders)
+        else:
+            _check_alone(split.storage, split.name, f"{split.name}/", folders or {})
+            files = split.shards(".parquet")
+        return None if files is None else cls(split, files)
+
+    def manifest(self) -> Manifest:
+        split, files = self.split, [path for path, _, _ in self.listed.files]
+        if not is_installed("pyarrow"):
+            raise ValueError(
+                f"source={split.source}: the Parquet files in {split.name}/ need pyarrow: `pip install pyarrow`."
+            )
+        found = split.storage.row_groups(files, split.config.member or "")
+        contents = list(split.progress(found, len(files), "shard"))
+        groups = [
+            (f"{file}#{number}", rows, nbytes, mtime)
+            for (file, _, mtime), each in zip(self.listed.files, contents, strict=True)
+            for number, (rows, nbytes) in enumerate(each["groups"])
+        ]
+        counts, sizes, mtimes = (np.array([group[column] for group in groups], np.int64) for column in (1, 2, 3))
+        total = int(counts.sum())
+        if not total:
+            raise ValueError(f"the files {files[0]}, ... contain no rows.")
+        labels, classes = self._labels(files, contents, total)
+        shard_of = np.repeat(np.arange(len(groups)), counts)
+        return Manifest(
+            split.name,
+            source_name(split.source),
+            classes,
+            [f"{group}/{row}" for group, rows, *_ in groups for row in range(rows)],
+            labels,
+            (sizes // counts.clip(1))[shard_of],
+            mtimes[shard_of],
+            shards=Paths.of([group for group, *_ in groups]),
+            shard_of=shard_of,
+            offsets=np.concatenate([np.arange(rows) for rows in counts]),
+            **folder_times(self.listed.folders),
+        )
+
+    def _labels(
+        self, files: list[str], contents: list[dict[str, Any]], total: int
+    ) -> tuple[npt.NDArray[Any], tuple[str, ...]]:
+        """Return the labels [N, L] and the names of the classes.
+
+        Raises:
+            ValueError: if files differ in the names, or only some of them have labels.
+        """
+        names = tuple(contents[0]["names"])
+        for file, each in zip(files, contents, strict=True):
+            if tuple(each["names"]) != names:
+                raise ValueError(
+                    f"{file} has other names of classes than {files[0]}: write the files of a split together."
+                )
+        values = [label for each in contents for label in each["labels"]]
+        if len(values) not in (0, total):
+            raise ValueError(f"only some of the files {files[0]}, ... have a column of labels: give all of them one.")
+        if not values:
+            return np.zeros((total, 0), np.int64), names
+        labels, found = numbered(f"{files[0]}, ...", {"label": values})
+        return labels, found or names
+
+
+def files_of_repository(storage: Storage, split: str, folders: dict[str, int]) -> Listed | None:
+    """Return the Parquet files of a split that has no folder, and the folder that they are in.
+
+    Args:
+        folders: those of the source.
+
+    Returns:
+        None if the source is no such repository.
+
+    Raises:
+        ValueError: if it is not clear which files are those of the split, or some of them are missing.
+        MissingFolderError: if the repository has files of other splits only.
+    """
+    has_folders = sorted(set(SPLITS) & folders.keys())
+    if has_folders:
+        _check_alone(storage, split, f"{has_folders[0]}/", folders)
+        return None
+    there = ("data", "") if "data" in folders else ("",)
+    found = {folder: files for folder in there if (files := _by_prefix(storage, folder))}
+    if not found:
+        _check_no_configurations(storage, folders)
+        return None
+    if len(found) > 1:
+        raise ValueError(f"source={storage.source} has Parquet files in data/ and beside it: remove one of them.")
+    ((folder, files),) = found.items()
+    prefixes = [each for each in _prefixes(split) if each in files]
+    if not prefixes:
+        raise MissingFolderError(
+            f"source={storage.source} has no {split}/, and Parquet files of {', '.join(sorted(files))} only."
+        )
+    if len(prefixes) > 1:
+        raise ValueError(f"source={storage.source} has files of {' and of '.join(prefixes)}: remove one of them.")
+    names = sorted(files[prefixes[0]])
+    _check_complete(storage.source, [name for name, _, _ in names])
+    path = f"{folder}/" if folder else ""
+    return Listed([(path + name, size, mtime) for name, size, mtime in names], [(folder, storage.mtimes([folder])[0])])
+
+
+def _folders(storage: Storage) -> dict[str, int] | None:
+    """Return the folders in the source; None if it cannot be listed."""
+    try:
+        return storage.names("")
+    except MissingFolderError:
+        return None
+
+
+def _check_alone(storage: Storage, split: str, folder: str, folders: Iterable[str]) -> None:
+    """Raise ValueError if there are Parquet files of a split that has a folder, too."""
+    files = _by_prefix(storage, "data") if "data" in folders else {}
+    for prefix in _prefixes(split):
+        if prefix in files:
+            raise ValueError(
+                f"source={storage.source} has both {folder} and data/{min(files[prefix])[0]}, so it is not clear which "
+                f"samples are meant: remove one of them, or give a source that has only one."
+            )
+
+
+def _check_no_configurations(storage: Storage, folders: Iterable[str]) -> None:
+    """Raise ValueError if the repository has several configurations, each in a folder of its own."""
+    some = sorted(name for name in folders if not name.startswith("."))[:_MAX_CONFIGURATIONS]
+    found = [name for name in some if _by_prefix(storage, name)]
+    if found:
+        raise ValueError(
+            f"source={storage.source} has no train/, but Parquet files in {', '.join(f'{name}/' for name in found)}. "
+            f"Give one of these folders as the source, such as {storage.source}/{found[0]}."
+        )
+
+
+def _by_prefix(storage: Storage, folder: str) -> dict[str, list[tuple[str, int, int]]]:
+    """Return the Parquet files of each split in a folder."""
+    found: dict[str, list[tuple[str, int, int]]] = {}
+    known = {prefix for split in SPLITS for prefix in _prefixes(split)}
+    for file in storage.files(folder):
+        match = _FILE.fullmatch(file[0])
+        if match is not None and match[1] in known:
+            found.setdefault(match[1], []).append(file)
+    return found
+
+
+def _prefixes(split: str) -> tuple[str, ...]:
+    return _NAMED.get(split, (split,))
+
+
+def _check_complete(source: str, names: list[str]) -> None:
+    """Raise ValueError unless these are all files of one version of a split."""
+    matches = [_FILE.fullmatch(name) for name in names]
+    numbers = [(int(match[2]), int(match[3])) for match in matches if match is not None and match[2] is not None]
+    if len(names) == 1 and not numbers:
+        return
+    total = numbers[0][1] if numbers else 0
+    if len(numbers) < len(names) or numbers != [(number, total) for number in range(total)]:
+        raise ValueError(
+            f"source={source}: of the {total} files {names[0]}, ..., some are missing, or files of another version are "
+            f"beside them; there are {len(names)}. Download the data set again, into an empty folder."
+        )

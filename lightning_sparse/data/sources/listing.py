@@ -15,19 +15,24 @@ from pathlib import Path
 
 from lightning_sparse.data.config import CacheConfig, DataError
 from lightning_sparse.data.folders import cache_folder, file_name, is_read_only, locked, usable, write_private
-from lightning_sparse.data.sources.layout import ClassFolders, Files, Layout, Split
-from lightning_sparse.data.sources.lists import SampleList
+from lightning_sparse.data.sources.layout import (
+    ClassFolders,
+    Files,
+    Layout,
+    ParquetFiles,
+    SampleList,
+    Split,
+    TarShards,
+)
 from lightning_sparse.data.sources.manifest import Manifest
-from lightning_sparse.data.sources.parquet import ParquetFiles
 from lightning_sparse.data.sources.storage import CHECK_S, MissingFolderError
-from lightning_sparse.data.sources.tar import TarShards
 from lightning_sparse.messages import log
 
 LAYOUTS: tuple[type[Layout], ...] = (SampleList, ParquetFiles, TarShards, Files, ClassFolders)  # the first one found
 
 
 @contextlib.contextmanager
-def _asked(config: CacheConfig, split: str, kept: Manifest | None = None, *, quiet: bool = True) -> Iterator[Split]:
+def _asked(config: CacheConfig, split: str, kept: Manifest | None = None, *, quiet: bool = False) -> Iterator[Split]:
     """Yield a split whose storage can be asked, for a short time if there is a list in the cache."""
     timeout = config.storage_timeout if kept is None else min(CHECK_S, config.storage_timeout)
     asked = Split(config, split, timeout, quiet)
@@ -45,25 +50,24 @@ def layout_of(split: Split) -> Layout:
     return next(found for kind in LAYOUTS if (found := kind.find(split)) is not None)
 
 
-def list_source(config: CacheConfig, split: str, *, quiet: bool = False) -> Manifest:
-    """List the samples of a split on network storage, with a progress bar unless `quiet`.
+def list_source(config: CacheConfig, split: str) -> Manifest:
+    """List the samples of a split on network storage, with a progress bar.
 
     Raises:
         ValueError: if the split could lead outside the source, or its samples cannot be used.
         DataError: if storage cannot be listed.
     """
-    with _asked(config, split, quiet=quiet) as asked:
+    with _asked(config, split) as asked:
         return layout_of(asked).manifest()
 
 
-def load_or_list(config: CacheConfig, split: str, *, relist: bool = False, quiet: bool = False) -> Manifest:
+def load_or_list(config: CacheConfig, split: str, *, relist: bool = False) -> Manifest:
     """Return the manifest from the cache if the source has not changed, or list the source and keep the list.
 
     One process per node lists.
 
     Args:
         relist: list the source in any case.
-        quiet: show no progress bar.
 
     Raises:
         ValueError, DataError: as `list_source`.
@@ -77,7 +81,7 @@ def load_or_list(config: CacheConfig, split: str, *, relist: bool = False, quiet
         if kept is not None and fixed and not (config.lists or kept.list_digest):
             log.warning("using the list of %s/ in %s, which cannot be written", split, file.parent)
             return kept
-        manifest = list_source(config, split, quiet=quiet)
+        manifest = list_source(config, split)
         if not fixed:
             write_private(file, manifest.to_bytes())
         return manifest
@@ -95,7 +99,7 @@ def has_split(config: CacheConfig, split: str) -> bool:
         return True
     kept = next((each for each in map(lambda name: kept_manifest(config, name), ("val", "train")) if each), None)
     try:
-        with _asked(config, split, kept, quiet=False) as asked:
+        with _asked(config, split, kept) as asked:
             layout = layout_of(asked)
             return not isinstance(layout, ClassFolders) or layout.classes() is not None
     except MissingFolderError:
@@ -116,7 +120,7 @@ def classes_of(config: CacheConfig, split: str) -> tuple[tuple[str, ...], int]:
     """
     kept = kept_manifest(config, split)
     try:
-        with _asked(config, split, kept, quiet=False) as asked:
+        with _asked(config, split, kept) as asked:
             found = layout_of(asked).classes()
     except DataError:
         if kept is None:
@@ -132,7 +136,7 @@ def kept_manifest(config: CacheConfig, split: str) -> Manifest | None:
     """Return the list in the cache; None if there is none, or if it is corrupt."""
     file = _file(config, split)
     with contextlib.suppress(DataError):
-        return Manifest.load(file) if file.exists() else None
+        return Manifest.load(file)
     return None
 
 
@@ -161,7 +165,7 @@ def listed_splits(folder: Path) -> dict[str, int]:
 def _has_changed(config: CacheConfig, kept: Manifest) -> bool:
     """Whether the source has changed since it was listed. False if storage does not answer."""
     try:
-        with _asked(config, kept.split, kept) as asked:
+        with _asked(config, kept.split, kept, quiet=True) as asked:
             change = _change(asked, kept)
     except DataError as error:
         log.warning("using the list of %s/ in the cache, because storage cannot be asked: %s", kept.split, error)

@@ -4,30 +4,15 @@ The samples are the files ``<source>/<split>/<class>/**/*.jpg``, or those of a l
 torchvision's ImageFolder; other splits use the numbers of train/ (`Manifest.numbered_as`). The size and the time of
 modification of each file identify its listed version: a file that differs has changed on storage.
 
-A manifest file is a line of JSON with the names and lengths of its arrays, followed by the arrays:
-
-================ ============ ==================================================
-array            type         contents
-================ ============ ==================================================
-paths            uint8, int64 the paths one after the other, and their ends
-labels, sizes,   int64        of each sample
-mtimes_ns
-classes          uint8, int64 names
-folders          uint8, int64 paths
-folder_mtimes_ns int64        of each folder, when it was listed
-probed           int64        size, height and width of some files
-shards           uint8, int64 paths of tar files, or row groups of Parquet files
-shard_of,        int64        of each sample, if there are shards
-offsets
-================ ============ ==================================================
-
-Processes map the file, so that all processes of a node share one copy.
+A manifest file is a line of JSON, with the types and shapes of its arrays and all else, and then the arrays. Processes
+map the file, so that all processes of a node share one copy.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import math
 import mmap
 import os
 import re
@@ -42,7 +27,7 @@ import numpy.typing as npt
 from lightning_sparse.data.config import DataError
 from lightning_sparse.data.sample import FileKey
 
-_MAGIC = b"lightning_sparse manifest 2 "
+_MAGIC = b"lightning_sparse manifest 3 "
 _ALIGN = 64
 
 
@@ -90,7 +75,6 @@ class Paths:
 
 
 _NONE = Paths.of([])
-_STRINGS = ("paths", "classes", "folders", "shards")
 
 
 @dataclass(frozen=True, eq=False)
@@ -259,22 +243,16 @@ class Manifest:
 
     def to_bytes(self) -> bytes:
         """Return the contents of a manifest file."""
-        assert isinstance(self.paths, Paths)
-        classes = Paths.of(self.classes)
-        arrays: dict[str, npt.NDArray[Any]] = {
-            "labels": _as_int64(self.labels),
-            "sizes": self.sizes,
-            "mtimes_ns": self.mtimes_ns,
-            "folder_mtimes_ns": self.folder_mtimes_ns,
-            "probed": self.probed.reshape(-1),
-            "shard_of": self.shard_of,
-            "offsets": self.offsets,
-        }
-        for name, paths in zip(_STRINGS, (self.paths, classes, self.folders, self.shards), strict=True):
-            arrays |= {name: paths.joined, f"{name}_ends": paths.ends}
-        lengths = {name: len(array) for name, array in arrays.items()}
-        about: dict[str, Any] = {"split": self.split, "root": self.root, "fingerprint": self.fingerprint}
-        about |= {"arrays": lengths, "list_digest": self.list_digest, "columns": self._columns}
+        about: dict[str, Any] = {}
+        arrays: dict[str, npt.NDArray[Any]] = {}
+        for name, value in vars(self).items():
+            if isinstance(value, Paths):
+                arrays |= {f"{name} joined": value.joined, f"{name} ends": value.ends}
+            elif isinstance(value, np.ndarray):
+                arrays[name] = value
+            else:
+                about[name] = value
+        about["arrays"] = {name: (array.dtype.str, array.shape) for name, array in arrays.items()}
         parts = [_MAGIC + json.dumps(about).encode() + b"\n", *(array.tobytes() for array in arrays.values())]
         return b"".join(part + bytes(-len(part) % _ALIGN) for part in parts)
 
@@ -286,17 +264,14 @@ class Manifest:
             if not first.startswith(_MAGIC):
                 raise ValueError("it is of another version")
             about = json.loads(first[len(_MAGIC) :])
-            arrays: dict[str, Any] = {}
+            found: dict[str, Any] = {}
             offset = len(first) + -len(first) % _ALIGN
-            for name, length in about.pop("arrays").items():
-                kind = np.dtype(np.uint8 if name in _STRINGS else np.int64)
-                arrays[name] = np.frombuffer(data, kind, length, offset)
-                offset += length * kind.itemsize + -length * kind.itemsize % _ALIGN
-            if columns := about.pop("columns"):
-                arrays["labels"] = arrays["labels"].view(columns[0]).reshape(len(arrays["sizes"]), columns[1])
-            paths = {name: Paths(arrays.pop(name), arrays.pop(f"{name}_ends")) for name in _STRINGS}
-            about |= {**paths, "classes": tuple(paths["classes"]), "probed": arrays.pop("probed").reshape(-1, 3)}
-            return cls(**about, **arrays)
+            for name, (kind, shape) in about.pop("arrays").items():
+                found[name] = np.frombuffer(data, kind, math.prod(shape), offset).reshape(shape)
+                offset += found[name].nbytes + -found[name].nbytes % _ALIGN
+            for name in [each.removesuffix(" ends") for each in found if each.endswith(" ends")]:
+                found[name] = Paths(found.pop(f"{name} joined"), found.pop(f"{name} ends"))
+            return cls(**{**about, **found, "classes": tuple(about["classes"])})
         except DataError:
             raise
         except Exception as error:

@@ -82,25 +82,26 @@ class Storage:
     """The files below a folder of network storage. Thread-safe. The reader process starts with the first request.
 
     Args:
-        source: folder or fsspec URL.
+        source: folder or fsspec URL; this and the next two: default: those of the config.
         timeout: seconds without an answer before reads raise StorageTimeoutError.
         readers: files read at the same time.
         quiet: log interruptions at debug level; for all but one process of a node.
-        options: for fsspec, if the source is a URL.
     """
 
     def __init__(
         self,
-        source: str,
+        config: CacheConfig,
+        source: str | None = None,
         *,
-        timeout: float = 300.0,
-        readers: int = 8,
+        timeout: float | None = None,
+        readers: int | None = None,
         quiet: bool = False,
-        options: dict[str, Any] | None = None,
     ) -> None:
+        source = config.source if source is None else source
         self.source = source if "://" in source else os.path.abspath(source)
-        self.options = options or {}
-        self.timeout, self._readers, self._quiet = timeout, readers, quiet
+        self._options = (config.storage_options or {}) if "://" in source else {}
+        self.timeout = config.storage_timeout if timeout is None else timeout
+        self._readers, self._quiet = readers or config.storage_readers, quiet
         self._lock = threading.RLock()
         self._requests: dict[int, _Request] = {}
         self._to_retry: list[int] = []
@@ -113,19 +114,6 @@ class Storage:
         self._restart_after = self._restart_at = 0.0
         self._warned_since: float | None = None  # when the silence that was logged began
         self._trouble = ""
-
-    @classmethod
-    def of(
-        cls, config: CacheConfig, *, timeout: float | None = None, readers: int | None = None, quiet: bool = False
-    ) -> Storage:
-        """Return the storage of a source. timeout, readers: default: those of the config."""
-        return cls(
-            config.source,
-            timeout=config.storage_timeout if timeout is None else timeout,
-            readers=readers or config.storage_readers,
-            quiet=quiet,
-            options=config.storage_options,
-        )
 
     def __enter__(self) -> Storage:
         return self
@@ -240,7 +228,7 @@ class Storage:
         self._starting_since = time.monotonic()
         self._restart_at = self._starting_since + self._restart_after
         self._reader = ReaderProcess(self.source, self._readers, self)
-        self._reader.send(self.options)
+        self._reader.send(self._options)
         self._to_retry.clear()
         self._reader.send([each.message for each in self._requests.values()])
 

@@ -270,6 +270,8 @@ def answer(source: Source, kind: str, arguments: "tuple[Any, ...]", progress: "C
         missing = isinstance(error, FileNotFoundError)
         final = missing or isinstance(error, PermissionError)  # object stores set no errno
         final = final or (isinstance(error, OSError) and error.errno in _FILE_ERRORS)
+        # what is in the file: pyarrow's errors of a damaged one, and JSON in it
+        final = final or (kind in _PARSERS and isinstance(error, (ValueError, RecursionError)))
         try:
             if missing and kind == "read" and not storage.alive():
                 final = False
@@ -285,8 +287,7 @@ def _found(
         return storage.listing(path, more[0], progress)
     if kind == "mtime":
         return storage.mtime(path)
-    functions: dict[str, Callable[..., Any]] = {"members": members, "groups": row_groups, "rows": rows}
-    return functions[kind](storage.opened(path), *more, progress)
+    return _PARSERS[kind](storage.opened(path), *more, progress)
 
 
 def _described(error: Exception) -> str:
@@ -441,6 +442,9 @@ def _names(schema: Any, label: str) -> list[str]:
     """Return the names of the classes, if the data set library of Hugging Face wrote them; else none."""
     about = json.loads((schema.metadata or {}).get(b"huggingface", b"{}"))
     return list(about.get("info", {}).get("features", {}).get(label, {}).get("names") or [])
+
+
+_PARSERS: "dict[str, Callable[..., Any]]" = {"members": members, "groups": row_groups, "rows": rows}
 
 
 def _import_file_system(url: str) -> None:
