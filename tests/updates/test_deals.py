@@ -26,10 +26,10 @@ class Node:
 
     def draw(self, count: int) -> None:
         for _ in range(count):
-            while not self.deals.takes(self.place):
-                self.place += 1
-            self.drawn.append(self.place)
-            self.place += 1
+            place = self.deals.draw(self.place)
+            assert place is not None
+            self.drawn.append(place)
+            self.place = place + 1
 
 
 def quorum(nodes: dict[str, Node], generator: random.Random, joins: list[str]) -> None:
