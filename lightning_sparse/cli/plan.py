@@ -244,12 +244,14 @@ def recommend(found: Sequence[Row], compute_s: float | None) -> str:
     """Recommend a way for AdamW and one for SGD, from the rows of one node count and one density."""
     if found[0].nodes == 1:
         return "Use plain DDP: a single node has no inter-node traffic."
-    return f"{_for_adam(found)}\n{_for_sgd(found, compute_s)}"
+    return (
+        f"{_said('With AdamW, use', found, compute_s, _for_adam)}\n{_said('With SGD, use', found, compute_s, simplest)}"
+    )
 
 
-def _for_sgd(found: Sequence[Row], compute_s: float | None) -> str:
-    nodes, use = found[0].nodes, "With SGD, use"
-    plain, least = simplest(found, overlap=False), simplest(found, overlap=True)
+def _said(use: str, found: Sequence[Row], compute_s: float | None, choose: Callable[..., Row]) -> str:
+    nodes = found[0].nodes
+    plain, least = choose(found, overlap=False), choose(found, overlap=True)
     gain = _gain(found, plain, overlap=False)
     if compute_s is None:
         return f"{use} {_advice(plain)}: its synchronisation {gain} (what that saves depends on the compute of a step)."
@@ -263,18 +265,12 @@ def _for_sgd(found: Sequence[Row], compute_s: float | None) -> str:
     )
 
 
-def _for_adam(found: Sequence[Row]) -> str:
-    """For Adam and other optimizers that divide by the size of recent gradients."""
-    use, gradients = "With AdamW, use", simplest(found, overlap=True)
+def _for_adam(found: Sequence[Row], *, overlap: bool) -> Row:
+    """Updates where they are faster than all that sends everything, for Adam and other optimizers that divide by the
+    size of recent gradients: sparse gradients end worse there than one node alone."""
     updates = next(row for row in found if row.path == "updates")
-    exact = min((row for row in found if not row.selects), key=lambda row: _seconds(row, True))
-    if not gradients.selects or MARGIN * _seconds(exact, True) <= _seconds(updates, True):
-        return f"{use} {_advice(exact if gradients.selects else gradients)}."
-    compared = "synchronisation" if updates.step_s is None else "step"
-    return (
-        f"{use} {_advice(updates)}: its {compared} {_gain(found, updates, overlap=True)} (sparse gradients end worse "
-        f"there than one node alone)."
-    )
+    whole = simplest([row for row in found if not row.selects], overlap=overlap)
+    return whole if MARGIN * _seconds(whole, overlap) <= _seconds(updates, overlap) else updates
 
 
 GAPS = (
@@ -326,14 +322,17 @@ def _gain(found: Sequence[Row], row: Row, *, overlap: bool) -> str:
     if row.path != "ddp":
         ddp = next(each for each in found if each.path == "ddp")
         dense = min((each for each in found if not each.selects), key=lambda each: _seconds(each, overlap))
-        said = f"is {_seconds(ddp, overlap) / _seconds(row, overlap):.2g} times as fast as DDP's"
-        if dense in (ddp, row):
-            return said
-        return f"{said}, {_seconds(dense, overlap) / _seconds(row, overlap):.2g} times as fast as that of {dense.name}"
+        said = f"is {_times(ddp, row, overlap)} as fast as DDP's"
+        return said if dense in (ddp, row) else f"{said}, {_times(dense, row, overlap)} as fast as that of {dense.name}"
     others = [each for each in found if each.path != "ddp" and _is_comparable(each.path)]
     best = min(others, key=lambda each: _seconds(each, overlap))
     factor = _seconds(row, overlap) / _seconds(best, overlap)
     return "is as fast as any" if factor < 1.005 else f"is within {100 * factor - 100:.0f} % of the best ({best.name})"
+
+
+def _times(slow: Row, fast: Row, overlap: bool) -> str:
+    factor = _seconds(slow, overlap) / _seconds(fast, overlap)
+    return f"{factor:.2g} times" if factor < 10 else f"{factor:,.0f} times"
 
 
 def _seconds(row: Row, overlap: bool) -> float:

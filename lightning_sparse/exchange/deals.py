@@ -10,6 +10,7 @@ left out of an epoch is the share that a node which is gone had not drawn, up to
 from __future__ import annotations
 
 import hashlib
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -79,11 +80,24 @@ class Deals:
         before = self._deals if said[0].deal == last.name else ()  # what was dealt while it was away
         self._deals = (*before, Deal(max(each.end for each in said), tuple(names)))[-REMEMBERED:]
 
-    def takes(self, place: int) -> bool:
-        """Whether a sample in that place of the line is this node's; it counts as drawn."""
-        self._end = max(self._end, place + 1)
-        deal = next((each for each in reversed(self._deals) if each.begin <= place), None)
-        return deal is not None and deal.names[(place - deal.begin) % len(deal.names)] == self._node
+    def draw(self, place: int, end: int = sys.maxsize) -> int | None:
+        """Return the first place from there on that is this node's, and before ``end``. Up to it, all counts as drawn.
+        None without one."""
+        deals = self._deals
+        while place < end:
+            until = end
+            for deal in reversed(deals):
+                if deal.begin > place:  # the last deal that has begun holds, up to where a later one begins
+                    until = min(until, deal.begin)
+                    continue
+                if self._node in deal.names:
+                    mine = place + (deal.names.index(self._node) + deal.begin - place) % len(deal.names)
+                    if mine < until:
+                        self._end = max(self._end, mine + 1)
+                        return mine
+                break
+            place = until
+        return None
 
     def share(self, order: Sequence[int], first: int, device: int, devices: int) -> Iterator[int]:
         """Yield the samples of an epoch that are dealt to a device of this node. Its devices step together, so each of
@@ -94,9 +108,10 @@ class Deals:
             first: place in the line of the first of them.
         """
         turn: list[int] = []  # the node's next samples, one for each device
-        for place, index in enumerate(order, first):
-            if self.takes(place):
-                turn.append(index)
+        place, end = first, first + len(order)
+        while (mine := self.draw(place, end)) is not None:
+            turn.append(order[mine - first])
             if len(turn) == devices:
                 yield turn[device]
                 turn = []
+            place = mine + 1

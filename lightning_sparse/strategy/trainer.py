@@ -336,13 +336,19 @@ def _default_warmup(steps: float) -> Warmup:
 def _refuse_static_graph_with_accumulation(trainer: Any, ddp_kwargs: dict[str, Any]) -> None:
     if not ddp_kwargs.get("static_graph"):
         return
-    schedules = [getattr(callback, "scheduling", None) for callback in trainer.callbacks]
-    factor = max([trainer.accumulate_grad_batches, *(n for each in schedules if each for n in each.values())])
+    factor = _most_accumulated(trainer)
     if factor > 1:
         raise ValueError(
             f"static_graph=True with accumulate_grad_batches={factor}: DDP itself crashes on this pair, whatever the "
             f"hook (pytorch/pytorch#187732). Drop one of the two."
         )
+
+
+def _most_accumulated(trainer: Any) -> int:
+    """Batches between two steps, at most: of the option, and of a `GradientAccumulationScheduler`."""
+    schedules = [getattr(callback, "scheduling", None) for callback in trainer.callbacks]
+    most: int = max([trainer.accumulate_grad_batches, *(n for each in schedules if each for n in each.values())])
+    return most
 
 
 def _untoggled(module: Any, optimizers: Iterable[torch.optim.Optimizer]) -> str:
@@ -489,6 +495,12 @@ class MSTopKElasticMixin(MSTopKLocalMixin):
             )
         super().setup_environment()
 
+    def setup(self, trainer: Any) -> None:
+        """Find the other nodes."""
+        super().setup(trainer)
+        if trainer.state.fn == "fit":
+            trainer.fit_loop._combined_loader = None  # one that configure_optimizers() asked for is dealt to nobody
+
     @property
     def elastic(self) -> ElasticUpdates | None:
         """The engine of the module that is trained; None before the first fit."""
@@ -505,7 +517,7 @@ class MSTopKElasticMixin(MSTopKLocalMixin):
     def process_dataloader(self, dataloader: Any) -> Any:
         """Deal samples to the nodes that are there, if the loader can."""
         if self.elastic is not None:
-            self.elastic.deal(dataloader, self.lightning_module.trainer.accumulate_grad_batches)
+            self.elastic.deal(dataloader, _most_accumulated(self.lightning_module.trainer))
         return super().process_dataloader(dataloader)
 
     def _new_updates(self, module: nn.Module, optimizers: list[torch.optim.Optimizer]) -> ElasticUpdates:

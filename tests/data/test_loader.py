@@ -173,6 +173,7 @@ def test_dealt_loaders_share_an_epoch_in_its_order_and_begin_it_anew_when_they_r
         with pytest.raises(TypeError, match="depends on the nodes"):
             len(each)
     assert [samples(one), samples(other)] == [in_fours(whole[0::2]), in_fours(whole[1::2])]
+    assert one.state_dict()["segments"][0]["steps"] == 0, "for a loader that is not dealt, too"
     one.load_state_dict({**one.state_dict(), "epoch": 1})
     begun, sizes = samples(one), {int(size[1]) for size, _ in one}
     assert begun != in_fours(whole[0::2])
@@ -180,4 +181,4 @@ def test_dealt_loaders_share_an_epoch_in_its_order_and_begin_it_anew_when_they_r
 
 
 def in_fours(indices: list[int]) -> list[list[int]]:
-    return [indices[at : at + 4] for at in range(0, len(indices), 4)]
+    return [indices[at : at + 4] for at in range(0, len(indices) // 4 * 4, 4)]

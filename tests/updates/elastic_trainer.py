@@ -54,7 +54,9 @@ class Reader(pl.LightningModule):
         return self.net(batch[0]).square().mean()
 
     def configure_optimizers(self) -> Any:
-        return torch.optim.AdamW(self.parameters(), lr=1e-2)
+        optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2)
+        steps = int(self.trainer.estimated_stepping_batches)  # asks for the loader before there are other nodes
+        return [optimizer], [torch.optim.lr_scheduler.LinearLR(optimizer, total_iters=steps)]
 
 
 class Report(pl.Callback):

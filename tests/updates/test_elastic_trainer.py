@@ -76,7 +76,7 @@ def test_a_node_trains_on_while_the_other_validates(nodes: Nodes, tmp_path: Path
 def test_samples_are_dealt_to_the_nodes_that_are_there(nodes: Nodes, tmp_path: Path, of_bundled: bool) -> None:
     size, order = 2048, {"deal": True}
     if of_bundled:
-        size, order = 512, {"tokens": str(tmp_path / "ids.bin")}
+        size, order = 512, {"tokens": str(tmp_path / "ids.bin"), "epochs": 1000}
         np.append(np.arange(size).repeat(8), 0).astype(np.uint16).tofile(tmp_path / "ids.bin")
         (tmp_path / "ids.json").write_text('{"dtype": "uint16", "vocab_size": 512}')
     for name in "ab":

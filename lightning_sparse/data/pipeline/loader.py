@@ -103,8 +103,9 @@ class TrainLoader(_Loader):
         self.ahead = pipeline.ahead
 
     def deal(self, share: Callable[[list[int], int], Iterator[int]]) -> None:
-        """Draw in each epoch what `share` yields of all its samples in order, for ranks that come and go. The last
-        batch may be smaller. How many there are is not known, so a loader that resumes begins its epoch anew.
+        """Draw in each epoch what `share` yields of all its samples in order, for ranks that come and go. Samples at
+        the end that fill no batch are left out. How many batches there are is not known, so a loader that resumes
+        begins its epoch anew.
 
         Args:
             share: given that order, and how many samples all epochs before have.
@@ -136,7 +137,7 @@ class TrainLoader(_Loader):
         (shard,) = self._sampler.epoch(0 if self._fixed else epoch).shards  # of one node
         size = 0 if self._sizes is None else self._sizes.at(epoch)
         drawn = share(shard.order.tolist(), epoch * len(shard.order))
-        while batch := list(islice(drawn, self.batch_size)):
+        while len(batch := list(islice(drawn, self.batch_size))) == self.batch_size:
             yield BatchRequest(np.array(batch), epoch, size, True)
 
     def _requests(self) -> Iterator[BatchRequest]:
@@ -154,7 +155,8 @@ class TrainLoader(_Loader):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position in the epoch, the same on all ranks, as plain values."""
-        segments = [each.state_dict() for each in (*self._before, EpochSegment(self._sampler.config, self._done))]
+        done = self._done if self._share is None else 0
+        segments = [each.state_dict() for each in (*self._before, EpochSegment(self._sampler.config, done))]
         return {"epoch": self._epoch, "segments": segments, "fingerprint": self._fingerprint}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
