@@ -1,4 +1,4 @@
-"""The table and the two plots of the frontier, from the runs that have finished.
+"""The table and the three plots of the frontier, from the runs that have finished.
 
     python -m benchmarks.frontier.report OUT
 
@@ -18,7 +18,7 @@ from statistics import fmean
 from typing import Any
 
 from benchmarks.convergence.report import half_width_95
-from benchmarks.frontier.runs import ALL, BATCH, STEPS, Finished
+from benchmarks.frontier.runs import ALL, SIZES, Finished
 from benchmarks.pictures import GREY, colour, picture
 from benchmarks.record import surroundings, write
 
@@ -26,6 +26,8 @@ PARAMETERS, COMPUTE = 124e6, 0.25
 GBPS = (0.1, 1.0, 10.0)
 REAL = Path(__file__).parents[1] / "results" / "updates-slow-links-2026-11-24.json"
 """The same trainings on real processes."""
+DILOCO_PUBLISHED = {35e6: 2.0, 2.4e9: 0.3}
+"""Per cent above dense with M = 4, H = 30, by parameters (Charles et al. 2025, arXiv 2503.09799)."""
 
 
 def summarise(records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -38,10 +40,10 @@ def summarise(records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     return rows
 
 
-def _kind(record: dict[str, Any]) -> tuple[int, int, str]:
-    """What rows must have in common to be compared: workers, steps, and optimizer."""
+def _kind(record: dict[str, Any]) -> tuple[str, int, int, str]:
+    """What rows must have in common to be compared: size, workers, steps, and optimizer."""
     optimizer = "Muon" if ALL[record["row"]].muon else "AdamW"
-    return record["workers"], record["steps"] or STEPS, optimizer
+    return record["size"], record["workers"], record["steps"] or SIZES[record["size"]].steps, optimizer
 
 
 def _best(records: list[dict[str, Any]]) -> dict[int, dict[str, Any]]:
@@ -61,6 +63,7 @@ def _row(name: str, records: list[dict[str, Any]], dense: dict[int, dict[str, An
     trials = [each for each in mine if each["seed"] == 0]
     return {
         "row": name,
+        "size": first["size"],
         "parameters": first["parameters"],
         "workers": first["workers"],
         "steps": first["steps"],
@@ -130,7 +133,7 @@ def agreement(records: Sequence[dict[str, Any]]) -> str:
 
 
 def _is_usual(record: dict[str, Any]) -> bool:
-    return record["workers"] == 4 and not record.get("steps")  # which files of before lack
+    return (record["size"], record["workers"]) == ("0.1M", 4) and not record.get("steps")  # old files lack it
 
 
 # --- plots
@@ -139,21 +142,25 @@ def _is_usual(record: dict[str, Any]) -> bool:
 def seconds(row: dict[str, Any], gbps: float) -> float:
     """Modelled, of the whole training; see above."""
     receives = row["received_bits"] * PARAMETERS / (gbps * 1e9)
-    return STEPS * max(COMPUTE, float(receives))
+    return SIZES[str(row["size"])].steps * max(COMPUTE, float(receives))
 
 
 def plot(record: dict[str, Any], file: Path) -> None:
-    """Loss against bits; beside it ``-seconds``."""
-    file = file.with_stem(file.stem.removesuffix("-seconds"))
-    rows = [row for row in record["rows"] if _is_usual(row)]
+    """Loss against bits, of the smallest size; beside it ``-seconds`` and, with several sizes, ``-size``."""
+    file = file.with_stem(file.stem.removesuffix("-seconds").removesuffix("-size"))
+    rows = [row for row in record["rows"] if row["workers"] == 4 and not row.get("steps")]
+    small = [row for row in rows if row["size"] == "0.1M"]
     with picture(file, height=5.5) as (axes,):
-        _points(axes, rows, lambda row: row["bits_per_parameter"])
+        _points(axes, small, lambda row: row["bits_per_parameter"])
         axes.set(xlabel="bits that a worker sends, a parameter and step", xscale="log", ylabel="bits per character")
     with picture(file.with_stem(f"{file.stem}-seconds"), height=5, columns=len(GBPS), sharey=True) as each:
         for axes, gbps in zip(each, GBPS, strict=True):
-            _points(axes, rows, lambda row, gbps=gbps: seconds(row, gbps) / 3600)
+            _points(axes, small, lambda row, gbps=gbps: seconds(row, gbps) / 3600)
             axes.set(xlabel=f"modelled hours at {gbps:g} Gbit/s", xscale="log", xlim=(0.2, 150))
         each[0].set(ylabel="bits per character")
+    if len({row["size"] for row in rows}) > 1:
+        with picture(file.with_stem(f"{file.stem}-size")) as (axes,):
+            _gaps(axes, rows)
 
 
 def _points(axes: Any, rows: Sequence[dict[str, Any]], x_of: Any) -> None:
@@ -166,6 +173,19 @@ def _points(axes: Any, rows: Sequence[dict[str, Any]], x_of: Any) -> None:
     axes.grid()
 
 
+def _gaps(axes: Any, rows: Sequence[dict[str, Any]]) -> None:
+    names = [row["row"] for row in rows if row["size"] != "0.1M" and row["row"] != "dense"]
+    for index, name in enumerate(dict.fromkeys(names)):
+        line = [
+            (row["parameters"], row["per_cent"]) for row in rows if row["row"] == name and row["difference"] is not None
+        ]
+        axes.plot(*zip(*sorted(line), strict=True), "o-", color=colour(index), label=name)
+    published = sorted(DILOCO_PUBLISHED.items())
+    axes.plot(*zip(*published, strict=True), "s--", color=GREY, label="DiLoCo, published")
+    axes.set(xlabel="parameters", xscale="log", ylabel="loss above dense training, %")
+    axes.grid()
+
+
 def write_report(out: Path) -> None:
     """Write results.json, .md and the plots."""
     records = Finished(out / "runs.jsonl").records
@@ -175,8 +195,8 @@ def write_report(out: Path) -> None:
     parts = [f"- {key}: {value}" for key, value in about.items()]
     for kind in dict.fromkeys(map(_kind, rows)):
         here = [row for row in rows if _kind(row) == kind]
-        workers, steps, optimizer = kind
-        batch = max(BATCH, workers)
+        size, workers, steps, optimizer = kind
+        batch = max(SIZES[size].batch, workers)
         parts += [
             "",
             f"## {here[0]['parameters']:,} parameters, {optimizer}, {workers} workers, {steps:,} steps of {batch} "

@@ -2,6 +2,7 @@
 
     python -m benchmarks.frontier.runs OUT --quick                 six rows at settings known, six minutes on one core
     python -m benchmarks.frontier.runs OUT                         all rows and trials; again after an interruption
+    python -m benchmarks.frontier.runs OUT --size 0.4M --carry     a larger model at the settings found
     python -m benchmarks.frontier.runs OUT --workers 16 --lr 0.004 --rows dense "updates 1%" "updates regional 8%"
     python -m benchmarks.frontier.report OUT                       tables and plots of what has finished
 
@@ -18,6 +19,7 @@ share OUT.
 
 from __future__ import annotations
 
+import argparse
 import json
 import sys
 import time
@@ -42,16 +44,33 @@ from benchmarks.convergence.text import (
 )
 from benchmarks.frontier import ways
 from benchmarks.frontier.models import Models, Muon
-from benchmarks.record import commit, parser_of
+from benchmarks.record import commit
 
 EPOCH = 40
 """Steps whose windows are drawn together."""
 WARMUP = 40
 WEIGHT_DECAY = 0.01
-STEPS, BATCH = 4600, 8
-"""Windows of all workers together."""
 LRS = (0.001, 0.002, 0.004, 0.006, 0.008)
 Options = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Size:
+    """A model and how long it is trained.
+
+    Args:
+        width, layers, heads: of the Transformer.
+        steps: of ``batch`` windows, all workers together: 20 characters a parameter.
+    """
+
+    width: int
+    layers: int
+    heads: int
+    steps: int
+    batch: int = 8
+
+
+SIZES = {"0.1M": Size(64, 2, 4, 4600), "0.4M": Size(128, 2, 4, 8400, 16), "0.8M": Size(128, 4, 4, 16000, 16)}
 
 
 @dataclass(frozen=True)
@@ -122,14 +141,15 @@ class Run:
     lr: float
     options: Options
     seed: int
+    size: str = "0.1M"
     workers: int = 4
     steps: int = 0
-    """0: `STEPS`."""
+    """0: those of the size."""
 
     @property
     def batch(self) -> int:
-        """Windows of a step: `BATCH`, or one of each worker."""
-        return max(BATCH, self.workers)
+        """Windows of a step: those of the size, or one of each worker."""
+        return max(SIZES[self.size].batch, self.workers)
 
     @property
     def key(self) -> str:
@@ -149,9 +169,10 @@ def windows(corpus: Corpus, seed: int, steps: int, batch: int, workers: int) -> 
 
 def train(run: Run, corpus: Corpus, device: torch.device) -> dict[str, Any]:
     """Train, and return the run with its loss and bits."""
-    row, steps = ALL[run.row], run.steps or STEPS
+    size, row = SIZES[run.size], ALL[run.row]
+    steps = run.steps or size.steps
     torch.manual_seed(run.seed)
-    models = Models(CharacterTransformer(corpus.num_symbols), run.workers, device)
+    models = Models(CharacterTransformer(corpus.num_symbols, size.width, size.layers, size.heads), run.workers, device)
     way = row.way(models, **run.options)
     optimizer: torch.optim.AdamW
     if row.muon:
@@ -227,9 +248,9 @@ def tuning(row: str, **where: Any) -> list[Run]:
     return [Run(row, lr, options, 0, **where) for lr, options in ALL[row].trials]
 
 
-def repeats(row: str, finished: Finished, seeds: Iterable[int], **where: Any) -> list[Run]:
-    """The setting of a row that was best, for more seeds."""
-    setting = best(row, finished, **where)
+def repeats(row: str, finished: Finished, seeds: Iterable[int], tuned: dict[str, Any], **where: Any) -> list[Run]:
+    """The setting of a row that was best where it was tuned, for more seeds."""
+    setting = best(row, finished, **tuned)
     return [Run(row, *setting, seed, **where) for seed in seeds] if setting else []
 
 
@@ -240,7 +261,7 @@ def work_through(runs: list[Run], finished: Finished, corpus: Corpus, device: to
         record = {**train(run, corpus, device), "commit": source}
         finished.add(run, record)
         print(
-            f"[{index + 1}/{len(open_runs)}] {run.row}, lr {run.lr}, {run.options}, seed {run.seed}: "
+            f"[{index + 1}/{len(open_runs)}] {run.row}, lr {run.lr}, {run.options}, seed {run.seed}, {run.size}: "
             f"{record['val_bits']:.3f} bits per character, {record['bits_per_parameter']:.3g} bits a parameter and "
             f"step, {record['seconds']:.0f} s",
             flush=True,
@@ -259,20 +280,25 @@ QUICK = (
 
 
 def main() -> None:
-    parser = parser_of(__doc__, quick="six rows at known settings, one seed")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("out", type=Path, metavar="OUT", help="folder of the results")
+    parser.add_argument("--quick", action="store_true", help="six rows at known settings, one seed")
     parser.add_argument("--rows", nargs="+", default=list(ROWS), choices=list(ALL), metavar="ROW", help="only these")
+    parser.add_argument("--size", default="0.1M", choices=list(SIZES), help="of the model (%(default)s)")
+    parser.add_argument("--carry", action="store_true", help="at the best settings of 0.1M, without trials, seed 0")
     parser.add_argument("--lr", type=float, help="this learning rate alone, without trials, seed 0")
-    parser.add_argument("--steps", type=int, default=0, help=f"default: {STEPS}")
+    parser.add_argument("--steps", type=int, default=0, help="default: those of the size")
     parser.add_argument("--seeds", nargs="+", type=int, default=[1, 2], help="besides 0, for the best settings")
     parser.add_argument("--workers", type=int, default=4, help="M (%(default)s)")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--threads", type=int, default=1, help="of torch (%(default)s)")
     options = parser.parse_args()
-    torch.set_num_threads(1)
+    torch.set_num_threads(options.threads)
     text, device = read_library(), torch.device(options.device)
     options.out.mkdir(parents=True, exist_ok=True)
     finished, corpus = Finished(options.out / "runs.jsonl"), corpus_of(text)
     print(described(text), file=sys.stderr)
-    where = {"workers": options.workers, "steps": options.steps}
+    where = {"size": options.size, "workers": options.workers, "steps": options.steps}
     if options.quick:
         work_through(list(QUICK), finished, corpus, device)
         return
@@ -280,9 +306,12 @@ def main() -> None:
         if options.lr is not None:
             runs = [Run(row, options.lr, settings, 0, **where) for settings in ALL[row].options]
             work_through(runs, finished, corpus, device)
-        else:
-            work_through(tuning(row, **where), finished, corpus, device)
-            work_through(repeats(row, finished, options.seeds, **where), finished, corpus, device)
+            continue
+        if options.carry:
+            work_through(repeats(row, finished, [0], {}, **where), finished, corpus, device)
+            continue
+        work_through(tuning(row, **where), finished, corpus, device)
+        work_through(repeats(row, finished, options.seeds, where, **where), finished, corpus, device)
 
 
 if __name__ == "__main__":

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,19 +15,17 @@ from torch.nn import functional as F
 from benchmarks.convergence.text import CONTEXT, CharacterTransformer, Corpus, start_of_windows
 from benchmarks.frontier import ways
 from benchmarks.frontier.models import Models, Muon
-from benchmarks.frontier.runs import LRS, ROWS, Finished, Run, best, repeats, train, tuning, windows
+from benchmarks.frontier.runs import LRS, ROWS, Finished, Run, Size, best, repeats, train, tuning, windows
 from lightning_sparse.kernels import message_bytes
 from lightning_sparse.kernels.wire import TWO_BIT
 
 CPU = torch.device("cpu")
-STEPS = 12
+TINY = Size(16, 1, 2, 12)
 
 
 @pytest.fixture(autouse=True)
 def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("benchmarks.frontier.runs.STEPS", STEPS)
-    small = partial(CharacterTransformer, width=16, layers=1, heads=2)
-    monkeypatch.setattr("benchmarks.frontier.runs.CharacterTransformer", small)
+    monkeypatch.setattr("benchmarks.frontier.runs.SIZES", {"0.1M": TINY})
 
 
 @pytest.fixture
@@ -107,7 +104,7 @@ def test_updates_send_the_messages_of_the_library(corpus: Corpus) -> None:
     numel = record["parameters"]
     k = -(-numel // 100)
     samples = 4 * 4 * len(range(0, numel, -(-numel // 2048)))
-    sent = record["bits_per_parameter"] * numel * STEPS / 8
+    sent = record["bits_per_parameter"] * numel * TINY.steps / 8
     assert sent == pytest.approx(12 * message_bytes(numel, k, TWO_BIT) + samples, abs=16)
     assert record["received_bits"] == pytest.approx(3 * record["bits_per_parameter"])
 
@@ -225,11 +222,13 @@ def test_all_rows_have_as_many_trials_and_the_best_is_repeated(tmp_path: Path) -
     trials = tuning("dense")
     for index, run in enumerate(trials):
         assert best("dense", finished) is None
-        assert repeats("dense", finished, (1, 2)) == []
+        assert repeats("dense", finished, (1, 2), {}) == []
         finished.add(run, {**asdict(run), "val_bits": 2.0 + abs(index - 3)})
     again = Finished(tmp_path / "runs.jsonl")
     assert again.records == finished.records
-    assert [(run.lr, run.seed) for run in repeats("dense", again, (1, 2))] == [(LRS[3], 1), (LRS[3], 2)]
+    assert [(run.lr, run.seed) for run in repeats("dense", again, (1, 2), {})] == [(LRS[3], 1), (LRS[3], 2)]
+    (carried,) = repeats("dense", again, [0], {}, size="0.4M")
+    assert (carried.lr, carried.size) == (LRS[3], "0.4M")
 
 
 def a_record(row: str, seed: int, lr: float, bits: float) -> dict[str, Any]:
