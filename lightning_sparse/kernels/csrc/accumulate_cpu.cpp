@@ -97,6 +97,7 @@ bool add_cells(const Message& message, const Values& values, int64_t block, floa
   for (int64_t begin = 0; begin < size; begin += kSpan, cells += kCells) {
     int64_t n = 0;
     for (int cell = 0; cell < kCells; ++cell) n += cells[cell];
+    if (n == 0) continue;
     if (n > std::min(end - at, kSpan)) return false;
     expand(cells, indices + at, positions);
     uint8_t largest = 0;
