@@ -117,13 +117,11 @@ def test_nodes_of_two_devices(nodes: Nodes, tmp_path: Path) -> None:
 def test_without_a_lighthouse_the_error_tells_the_command() -> None:
     from lightning_sparse.exchange.lighthouse import Lighthouse
 
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    with pytest.raises(
-        ValueError, match=rf"no lighthouse answers at http://127.0.0.1:{port}: start one.*torchft_light"
-    ):
-        Lighthouse(f"127.0.0.1:{port}", "a", timeout=1)
+    with socket.socket() as held:  # so that no other test's lighthouse gets the port
+        held.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{held.getsockname()[1]}"
+        with pytest.raises(ValueError, match=f"no lighthouse answers at http://{address}: start one.*torchft_light"):
+            Lighthouse(address, "a", timeout=1)
 
 
 def test_bad_options_are_refused() -> None:
