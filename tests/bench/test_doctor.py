@@ -75,7 +75,7 @@ def test_a_lighthouse_that_does_not_answer_is_bad(monkeypatch: pytest.MonkeyPatc
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         monkeypatch.setenv("TORCHFT_LIGHTHOUSE", f"127.0.0.1:{probe.getsockname()[1]}")
-    (found,) = [each for each in examine() if each.subject == "lighthouse"]
+        (found,) = [each for each in examine() if each.subject == "lighthouse"]
     assert found.status == "bad"
     assert "start one there with `torchft_lighthouse" in found.message
 
