@@ -318,7 +318,7 @@ def _advice(row: Row) -> str:
 
 
 def _gain(found: Sequence[Row], row: Row, *, overlap: bool) -> str:
-    """Compare the row with DDP, or DDP with the best other path."""
+    """Compare the row with DDP and with the best that sends everything, or DDP with the best other path."""
     if row.path != "ddp":
         ddp = next(each for each in found if each.path == "ddp")
         dense = min((each for each in found if not each.selects), key=lambda each: _seconds(each, overlap))

@@ -22,6 +22,9 @@ from lightning_sparse.data.pipeline.batch import BatchRequest, Pipeline
 from lightning_sparse.data.pipeline.sampler import EpochSegment, Indices, Sampler
 from lightning_sparse.messages import log
 
+Share = Callable[[list[int], int], Iterator[int]]
+"""Given all samples of an epoch in order, and how many all epochs before have: yields those of this rank."""
+
 
 class _Loader:
     """Iterates over the batches of a pipeline, with one open iterator at a time.
@@ -98,18 +101,13 @@ class TrainLoader(_Loader):
         self._resumes = False  # the next iterator continues instead of starting over
         self._loaded: dict[str, Any] = {}
         self._corrected: int | None = None  # batches that are done, as this run counts them
-        self._share: Callable[[list[int], int], Iterator[int]] | None = None
+        self._share: Share | None = None
         self.batch_size = sampler.config.batch_size
         self.ahead = pipeline.ahead
 
-    def deal(self, share: Callable[[list[int], int], Iterator[int]]) -> None:
-        """Draw in each epoch what `share` yields of all its samples in order, for ranks that come and go. Samples at
-        the end that fill no batch are left out. How many batches there are is not known, so a loader that resumes
-        begins its epoch anew.
-
-        Args:
-            share: given that order, and how many samples all epochs before have.
-        """
+    def deal(self, share: Share) -> None:
+        """Draw in each epoch what `share` yields, for ranks that come and go. Samples at the end that fill no batch are
+        left out. How many batches there are is not known, so a loader that resumes begins its epoch anew."""
         self._share = share
         self._before, self._done, self._resumes, self._corrected = (), 0, False, None
 
@@ -132,7 +130,7 @@ class TrainLoader(_Loader):
             raise TypeError("the number of batches depends on the nodes that will be there")
         return self._sampler.steps
 
-    def _dealt(self, share: Callable[[list[int], int], Iterator[int]]) -> Iterator[BatchRequest]:
+    def _dealt(self, share: Share) -> Iterator[BatchRequest]:
         epoch = self._epoch
         (shard,) = self._sampler.epoch(0 if self._fixed else epoch).shards  # of one node
         size = 0 if self._sizes is None else self._sizes.at(epoch)
