@@ -52,7 +52,7 @@ class Report(pl.Callback):
         if trainer.global_step % 5:
             return
         strategy: Any = trainer.strategy
-        _, number = strategy.elastic.version
+        number = strategy.elastic.version.number
         with strategy.shared_weights():
             weights = torch.cat([p.detach().flatten() for p in module.parameters()])
         digest = hashlib.sha256(weights.numpy().tobytes()).hexdigest()[:8]

@@ -2,9 +2,9 @@
 
 The samples of all epochs stand in one line: those of an epoch in an order that depends on seed and epoch, after those
 of the epoch before. A *deal* gives out the line from a place on, to the nodes that are there, one by one. Each node
-says up to where it may draw before the next quorum. When nodes come or go, all conclude from that where the next deal
-begins: where nobody has drawn. Up to there the last deal holds. So nodes that stay draw no sample twice, and what is
-left out of an epoch is the share that a node which is gone had not drawn, up to there.
+says up to where it, or another node that it heard of, may draw before the next quorum. When nodes come or go, all
+conclude from that where the next deal begins: where nobody has drawn. Up to there the last deal holds. So no sample is
+drawn twice, and what is left out of an epoch is the share that a node which is gone had not drawn, up to there.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class Drawn:
     """What a node says.
 
     Args:
-        end: from this place on it draws nothing before the next quorum.
+        end: from this place on nobody draws before the next quorum, as far as the node knows.
         deal: the last one that it knows of, by name.
     """
 
@@ -51,22 +51,26 @@ class Deals:
 
     Attributes:
         ahead: samples that the node may draw between two quorums.
+        heard: from this place on no node of the last quorum has drawn. If it has loaded a checkpoint, and goes on with
+            its weights, deals begin there.
     """
 
     def __init__(self, node: str) -> None:
         self._node = node
         self._deals: tuple[Deal, ...] = ()  # replaced as a whole: threads read it
-        self._end = self.ahead = 0
+        self._size = 0  # of an epoch
+        self._end = self.ahead = self.heard = 0
 
     def say(self) -> Drawn:
         """Return what this node says with its next request."""
         if not self._deals:
-            return Drawn(self._end)
+            return Drawn(self.heard)
         now = max(self._end, self._deals[0].begin)
         holds = next(place for place, each in reversed(list(enumerate(self._deals))) if each.begin <= now)
         strides = [len(each.names) for each in self._deals[holds:]]
         # From one of its places to the next it is at most a stride; one more where the next is in a later deal.
-        return Drawn(now + (self.ahead + len(strides) - 1) * max(strides), self._deals[-1].name)
+        end = now + (self.ahead + len(strides) - 1) * max(strides)
+        return Drawn(max(end, self.heard), self._deals[-1].name)  # also what a node may have drawn that is gone now
 
     def follow(self, names: Sequence[str], said: Sequence[Drawn]) -> None:
         """Deal anew if nodes have come or gone. All nodes of a quorum conclude the same.
@@ -74,11 +78,11 @@ class Deals:
         Args:
             said: of a node that has missed nothing, then of each.
         """
-        last = self._deals[-1] if self._deals else Deal(0, ())
+        last, self.heard = self._deals[-1] if self._deals else Deal(0, ()), max(each.end for each in said)
         if last.names == tuple(names) and {each.deal for each in said} == {last.name}:
             return
         before = self._deals if said[0].deal == last.name else ()  # what was dealt while it was away
-        self._deals = (*before, Deal(max(each.end for each in said), tuple(names)))[-REMEMBERED:]
+        self._deals = (*before, Deal(self.heard, tuple(names)))[-REMEMBERED:]
 
     def draw(self, place: int, end: int = sys.maxsize) -> int | None:
         """Return the first place from there on that is this node's, and before ``end``. Up to it, all counts as drawn.
@@ -106,7 +110,16 @@ class Deals:
         Args:
             order: all samples of the epoch.
             first: place in the line of the first of them.
+
+        Raises:
+            ValueError: when epochs differ in size.
         """
+        if self._size not in (0, len(order)):
+            raise ValueError(
+                f"epochs of {self._size} and {len(order)} samples: nodes that come and go are dealt the samples of one "
+                f"data set, of one size. Draw others with a sampler of their own."
+            )
+        self._size = len(order)
         turn: list[int] = []  # the node's next samples, one for each device
         place, end = first, first + len(order)
         while (mine := self.draw(place, end)) is not None:

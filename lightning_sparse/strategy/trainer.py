@@ -41,7 +41,7 @@ from lightning_sparse.strategy.options import (
 )
 from lightning_sparse.strategy.saves import KEY, check_loaded_by_all, remove_side_files
 from lightning_sparse.updates import LocalUpdates, UpdatesConfig
-from lightning_sparse.updates.elastic import ElasticConfig, ElasticUpdates
+from lightning_sparse.updates.elastic import ElasticConfig, ElasticUpdates, Version
 from lightning_sparse.updates.moments import plain
 
 if TYPE_CHECKING:
@@ -484,7 +484,7 @@ class MSTopKElasticMixin(MSTopKLocalMixin):
     @with_options_of(ElasticConfig, OWN_OF_ELASTIC)
     def __init__(self, *, node_name: str | None = None, **kwargs: Any) -> None:
         super().__init__(node_name=node_name, **kwargs)
-        self._version: tuple[str, int] | None = None  # of the weights that were loaded
+        self._version: Version | None = None  # of the weights that were loaded
 
     def setup_environment(self) -> None:
         """Refuse a world of several nodes, which would wait for one another."""
@@ -580,8 +580,7 @@ class MSTopKElasticMixin(MSTopKLocalMixin):
     def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Weights, optimizer and progress; nodes that load the same file go on together."""
         checkpoint = super().load_checkpoint(checkpoint_path, *args, **kwargs)
-        token, number = checkpoint.get(ELASTIC_KEY, (None, 0))
-        self._version = None if token is None else (str(token), int(number))
+        self._version = Version(*checkpoint[ELASTIC_KEY]) if ELASTIC_KEY in checkpoint else None
         return checkpoint
 
     def remove_checkpoint(self, filepath: Any) -> None:

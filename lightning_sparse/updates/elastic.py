@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -83,6 +83,19 @@ class ElasticConfig(UpdatesConfig):
             raise ValueError(f"flush_every={every!r} must be a whole number of rounds, at least 1, or None.")
 
 
+class Version(NamedTuple):
+    """What the global weights are, as a checkpoint has it.
+
+    Args:
+        token, number: their name, and the rounds that led to them.
+        place: where the next deal of samples begins; those of all epochs stand in one line.
+    """
+
+    token: str
+    number: int
+    place: int = 0
+
+
 class ElasticUpdates(LocalUpdates):
     """Exchanges what the optimizer of this node did with the nodes that are there.
 
@@ -101,8 +114,8 @@ class ElasticUpdates(LocalUpdates):
     Args:
         topology: of this node alone.
         name: of this node, for the log; default: its host.
-        version: name and number of the global weights that the module holds, as ``version`` was when they were saved;
-            default: they are new.
+        version: of the global weights that the module holds, as ``version`` was when they were saved; default: they
+            are new.
 
     Attributes:
         taken: "weights", "optimizer" and "extra" of the peer; None for a node that did not join others.
@@ -121,7 +134,7 @@ class ElasticUpdates(LocalUpdates):
         topology: Topology,
         *,
         name: str = "",
-        version: tuple[str, int] | None = None,
+        version: Version | None = None,
     ) -> None:
         optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
         _check(optimizers, topology)
@@ -148,7 +161,7 @@ class ElasticUpdates(LocalUpdates):
             super().__init__(module, optimizers, config, topology)
             self.exchange.runner = FifoLanes()  # threads also for GPUs: the host waits for other nodes there
             if version is not None:
-                self.peers.token, self.peers.number = version
+                self.peers.token, self.peers.number, self.peers.deals.heard = version
             self._join()
         except BaseException:
             self.end()
@@ -168,13 +181,13 @@ class ElasticUpdates(LocalUpdates):
         return state
 
     @property
-    def version(self) -> tuple[str, int]:
-        """Name and number of the global weights, for a checkpoint: while the module holds them, of those."""
+    def version(self) -> Version:
+        """Of the global weights, for a checkpoint: while the module holds them, of those."""
         if self._shown:
             return self._shows
         self._stop_watching()
         self._state.receive()
-        return self.peers.token, self.peers.number
+        return Version(self.peers.token, self.peers.number, self.peers.deals.heard)
 
     # -- training ------------------------------------------------------------------------------------------------------
 
@@ -199,7 +212,8 @@ class ElasticUpdates(LocalUpdates):
 
     def deal(self, loader: Any, batches: int = 1) -> None:
         """Have a loader draw what is dealt to this device: one of torch with an `ElasticSampler`, or that of a bundled
-        DataModule. Others are left as they are.
+        DataModule. Others are left as they are. Every device of the node calls it, and waits until other nodes know how
+        far the loader may draw.
 
         Args:
             batches: between two steps.
@@ -213,7 +227,11 @@ class ElasticUpdates(LocalUpdates):
         else:
             return
         deals, devices = self.peers.deals, self._devices
-        deals.ahead = (1 + 2 * batches * self.config.sync_every + dealt.ahead) * batch_size * devices.size
+        ahead = (1 + 2 * batches * self.config.sync_every + dealt.ahead) * batch_size * devices.size
+        if ahead > deals.ahead:
+            deals.ahead = ahead
+            self.watch()
+            self._from_first(self._watch.wait_for_a_round)
         dealt.deal(partial(deals.share, device=devices.place, devices=devices.size))
 
     def watch(self) -> None:
@@ -240,7 +258,7 @@ class ElasticUpdates(LocalUpdates):
         given = {
             "optimizer": plain(self.optimizers[0].division.optimizer_state()),
             "extra": None if extra is None else plain(extra()),
-            "version": self.version,
+            "version": tuple(self.version[:2]),  # where samples are dealt the next quorum says
             "history": list(self.peers.history),
         }
         with self.shared_weights():
@@ -360,6 +378,7 @@ class Watch:
         self._stopped = threading.Event()
         self._error: BaseException | None = None
         self._seen = Outcome()
+        self._begun = self._ended = 0  # rounds
 
     @property
     def running(self) -> bool:
@@ -380,6 +399,12 @@ class Watch:
             self._thread.join()
             self._thread = None
 
+    def wait_for_a_round(self) -> None:
+        """Wait for one that begins from now on; not where none does."""
+        last = self._begun
+        while self._ended <= last and self._thread is not None and self._thread.is_alive():
+            time.sleep(WATCH_SECONDS)
+
     def check(self) -> None:
         """Raise the error that ended it, if one did."""
         if self._error is not None:
@@ -395,8 +420,10 @@ class Watch:
         kept = 0
         try:
             while self._peers.goes_on(not self._stopped.is_set() and kept < WATCHED_BYTES):
+                self._begun += 1
                 with torch.no_grad():
                     outcome = self._peers.round()
+                self._ended += 1
                 kept += sum(each.nbytes for found in outcome.rounds for each in (found.messages_MB, *found.dense))
                 self._seen.rounds += outcome.rounds
                 self._seen.returned += outcome.returned

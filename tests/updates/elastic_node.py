@@ -70,7 +70,7 @@ def main(name: str, lighthouse: str, options: dict[str, Any]) -> None:
     made = torch.zeros(state.slices.numel, dtype=torch.float64)
 
     def report(**more: Any) -> None:
-        token, number = updates.version
+        token, number, _ = updates.version
         digest = hashlib.sha1(state.read_shared().numpy().tobytes()).hexdigest()[:12]
         off = (made - sent.total - pending(state, updates, sent)).abs().max().item()
         left = state.pending_S.abs().max().item()

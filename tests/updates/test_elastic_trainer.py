@@ -20,6 +20,11 @@ from tests.updates.elastic_trainer import main
 from tests.updates.test_elastic import end, of, tokens_of
 
 
+def drawn_in(epoch: int, reports: list[dict[str, Any]]) -> list[int]:
+    """The samples of an epoch that nodes reported."""
+    return [sample for each in reports if each.get("epoch") == epoch for sample in each.get("drawn", ())]
+
+
 @pytest.fixture
 def nodes() -> Iterator[Nodes]:
     with nodes_of(main) as nodes:
@@ -44,17 +49,22 @@ def test_a_trainer_that_joins_goes_on_where_the_others_are(nodes: Nodes, tmp_pat
 
 @pytest.mark.slow
 def test_a_job_that_was_stopped_resumes_on_another_number_of_nodes(nodes: Nodes, tmp_path: Path) -> None:
-    options: dict[str, Any] = {"timeout": 5, "density": 0.1, "folder": str(tmp_path)}
+    options: dict[str, Any] = {"timeout": 5, "density": 0.1, "folder": str(tmp_path), "deal": True}
     nodes.start("a", **options)
     nodes.wait_for("a", lambda report: report.get("step", 0) > 25)
     nodes.kill("a")
-    saved = torch.load(tmp_path / "last.ckpt", weights_only=False)
+    saved, before = torch.load(tmp_path / "last.ckpt", weights_only=False), nodes.reports("a")
     for name in "ab":
         nodes.start(name, **options)
     first = nodes.wait_for("b", of(2))
     assert first["step"] > saved["global_step"] > 0
+    nodes.wait_for("a", lambda report: report.get("epoch", 0) > saved["epoch"] + 1)
     end(nodes, "ab")
     tokens_of(nodes, "ab")
+    trained = drawn_in(saved["epoch"], [each for each in before if each.get("step", 0) <= saved["global_step"]])
+    after = drawn_in(saved["epoch"], [*nodes.reports("a")[len(before) :], *nodes.reports("b")])
+    assert len({*trained, *after}) == len(trained) + len(after), "the rest of the epoch, and nothing twice"
+    assert len(trained) + len(after) > 1024, "but for what nodes may draw between two quorums"
 
 
 @pytest.mark.slow
@@ -86,12 +96,11 @@ def test_samples_are_dealt_to_the_nodes_that_are_there(nodes: Nodes, tmp_path: P
         nodes.wait_for(name, lambda report: report.get("epoch", 0) > begun + 1)
         nodes.send(name, signal.SIGTERM)
     assert [nodes.join(name) for name in "ab"] == [0, 0]
-    drawn: dict[int, list[int]] = {}
-    for report in (*nodes.reports("a"), *nodes.reports("b")):
-        if "drawn" in report:
-            drawn.setdefault(report["epoch"], []).extend(report["drawn"])
-    assert all(len(each) == len(set(each)) for each in drawn.values()), "none twice, also where a node joined"
-    assert len(drawn[begun + 1]) == size
+    reports = [*nodes.reports("a"), *nodes.reports("b")]
+    for epoch in range(max(each.get("epoch", 0) for each in reports) + 1):
+        drawn = drawn_in(epoch, reports)
+        assert len(drawn) == len(set(drawn)), "none twice, also where a node joined or left"
+        assert len(drawn) == size or epoch != begun + 1
 
 
 @pytest.mark.slow

@@ -188,7 +188,7 @@ def quorum(nodes: dict[str, Node], generator: random.Random, joins: list[str]) -
 @settings(deadline=None, max_examples=60)
 @given(st.integers(0, 2**32))
 @example(868)  # a node draws across the border of two deals
-def test_nodes_that_stay_draw_no_sample_twice_and_leave_out_only_shares_of_those_that_are_gone(seed: int) -> None:
+def test_no_sample_is_drawn_twice_and_left_out_are_only_shares_of_nodes_that_are_gone(seed: int) -> None:
     generator, gone = random.Random(seed), list[Node]()
     nodes = {name: Node(name) for name in "abc"}
     joins = list("abc")
@@ -202,10 +202,33 @@ def test_nodes_that_stay_draw_no_sample_twice_and_leave_out_only_shares_of_those
             nodes[f"{number}"] = Node(f"{number}")
     quorum(nodes, generator, joins)
     first = min(node.place for node in nodes.values())
-    counts = Counter(place for node in nodes.values() for place in node.drawn)
+    counts = Counter(place for node in (*nodes.values(), *gone) for place in node.drawn)
     assert max(counts.values(), default=1) == 1
     drawn = {place for node in (*nodes.values(), *gone) for place in node.drawn if place < first}
     assert first - len(drawn) <= len(gone) * AHEAD * 40, "a few batches of each"
+
+
+def test_epochs_of_several_sizes_are_refused() -> None:
+    deals = Deals("a")
+    deals.follow(["a"], [deals.say()])
+    assert list(deals.share(range(3), 0, device=0, devices=1)) == [0, 1, 2]
+    with pytest.raises(ValueError, match="epochs of 3 and 4 samples"):
+        next(deals.share(range(4), 4, device=0, devices=1))
+
+
+@pytest.mark.parametrize("alone", [True, False], ids=["alone", "with others"])
+def test_what_a_job_had_drawn_before_its_checkpoint_is_not_dealt_again(alone: bool) -> None:
+    """A node that joins others has theirs, wherever its own checkpoint was."""
+    deals, others = Deals("b"), Deals("a")
+    deals.heard = 6
+    members = [member("b", "saved", 4, drawn=deals.say())]
+    if not alone:
+        others.follow(["a"], [others.say()])
+        members.insert(0, member("a", "later", 5, drawn=others.say()))
+    found = quorum_of(members)
+    deals.follow(names(found.members), found.drawn)
+    assert [*deals.share(range(10), 0, device=0, devices=1)] == ([6, 7, 8, 9] if alone else [1, 3, 5, 7, 9])
+    assert deals.say().end == 10
 
 
 def test_a_node_that_was_away_gives_back_what_it_had_not_drawn() -> None:
