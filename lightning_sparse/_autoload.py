@@ -43,7 +43,6 @@ _SUFFIXES: dict[str, dict[str, Any]] = {
     "_find_unused_parameters_true": {"start_method": "popen", "find_unused_parameters": True},
 }
 _NO_SUFFIXES: dict[str, dict[str, Any]] = {"": {}}
-TRAINER_ONLY = {"mstopk_elastic"}
 # Name -> the class of every flavour's module, what it does, and the suffixes that it takes.
 CLASSES = {
     "mstopk_hier": ("MSTopKHierStrategy", "Hierarchical top-k gradient communication between nodes", _SUFFIXES),
@@ -78,8 +77,6 @@ def _register(strategies: ModuleType | None) -> None:
     if strategies is None or registry is None:
         return
     for base, (cls, does, suffixes) in CLASSES.items():
-        if base in TRAINER_ONLY and "fabric" in strategies.__name__:
-            continue
         factory = partial(_create, FLAVOURS[strategies.__name__], cls)
         for suffix, arguments in suffixes.items():
             if f"{base}{suffix}" not in registry:

@@ -24,10 +24,12 @@ class Drawn:
     Args:
         end: from this place on nobody draws before the next quorum, as far as the node knows.
         deal: the last one that it knows of, by name.
+        reached: up to here nodes have drawn so far, as far as it knows.
     """
 
     end: int = 0
     deal: str = ""
+    reached: int = 0
 
 
 @dataclass(frozen=True)
@@ -51,26 +53,31 @@ class Deals:
 
     Attributes:
         ahead: samples that the node may draw between two quorums.
-        heard: from this place on no node of the last quorum has drawn. If it has loaded a checkpoint, and goes on with
-            its weights, deals begin there.
+        reached: up to here nodes had drawn before the last quorum.
     """
 
     def __init__(self, node: str) -> None:
         self._node = node
         self._deals: tuple[Deal, ...] = ()  # replaced as a whole: threads read it
         self._size = 0  # of an epoch
-        self._end = self.ahead = self.heard = 0
+        self._heard = 0  # from here on no node of the last quorum draws before the next one
+        self._end = self.ahead = self.reached = 0
+
+    def begin(self, place: int) -> None:
+        """Go on where a checkpoint was saved."""
+        self._heard = self.reached = place
 
     def say(self) -> Drawn:
         """Return what this node says with its next request."""
         if not self._deals:
-            return Drawn(self.heard)
+            return Drawn(self._heard, "", self.reached)
         now = max(self._end, self._deals[0].begin)
         holds = next(place for place, each in reversed(list(enumerate(self._deals))) if each.begin <= now)
         strides = [len(each.names) for each in self._deals[holds:]]
         # From one of its places to the next it is at most a stride; one more where the next is in a later deal.
         end = now + (self.ahead + len(strides) - 1) * max(strides)
-        return Drawn(max(end, self.heard), self._deals[-1].name)  # also what a node may have drawn that is gone now
+        # also what a node may have drawn that is gone now
+        return Drawn(max(end, self._heard), self._deals[-1].name, max(self._end, self.reached))
 
     def follow(self, names: Sequence[str], said: Sequence[Drawn]) -> None:
         """Deal anew if nodes have come or gone. All nodes of a quorum conclude the same.
@@ -78,11 +85,12 @@ class Deals:
         Args:
             said: of a node that has missed nothing, then of each.
         """
-        last, self.heard = self._deals[-1] if self._deals else Deal(0, ()), max(each.end for each in said)
+        last = self._deals[-1] if self._deals else Deal(0, ())
+        self._heard, self.reached = max(each.end for each in said), max(each.reached for each in said)
         if last.names == tuple(names) and {each.deal for each in said} == {last.name}:
             return
         before = self._deals if said[0].deal == last.name else ()  # what was dealt while it was away
-        self._deals = (*before, Deal(self.heard, tuple(names)))[-REMEMBERED:]
+        self._deals = (*before, Deal(self._heard, tuple(names)))[-REMEMBERED:]
 
     def draw(self, place: int, end: int = sys.maxsize) -> int | None:
         """Return the first place from there on that is this node's, and before ``end``. Up to it, all counts as drawn.

@@ -3,7 +3,12 @@
 from lightning.fabric.strategies.ddp import DDPStrategy
 from lightning.fabric.strategies.model_parallel import ModelParallelStrategy
 
-from lightning_sparse.strategy.fabric import MSTopKFSDPFabricMixin, MSTopKHierFabricMixin, MSTopKLocalFabricMixin
+from lightning_sparse.strategy.fabric import (
+    MSTopKElasticFabricMixin,
+    MSTopKFSDPFabricMixin,
+    MSTopKHierFabricMixin,
+    MSTopKLocalFabricMixin,
+)
 
 
 class MSTopKHierStrategy(MSTopKHierFabricMixin, DDPStrategy):
@@ -12,6 +17,10 @@ class MSTopKHierStrategy(MSTopKHierFabricMixin, DDPStrategy):
 
 class MSTopKLocalStrategy(MSTopKLocalFabricMixin, DDPStrategy):
     __doc__ = MSTopKLocalFabricMixin.__doc__
+
+
+class MSTopKElasticStrategy(MSTopKElasticFabricMixin, DDPStrategy):
+    __doc__ = MSTopKElasticFabricMixin.__doc__
 
 
 class MSTopKFSDPStrategy(MSTopKFSDPFabricMixin, ModelParallelStrategy):

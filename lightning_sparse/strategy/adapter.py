@@ -7,6 +7,7 @@ methods into an engine's. Nothing here imports Lightning.
 from __future__ import annotations
 
 import gc
+import hashlib
 import logging
 import weakref
 from collections.abc import Iterable, Iterator
@@ -44,6 +45,10 @@ from lightning_sparse.strategy.options import (
 from lightning_sparse.strategy.saves import Saved, Saves, new_run_id, restore
 from lightning_sparse.topology import Topology, discover
 from lightning_sparse.updates import LocalUpdates, UpdatesConfig, moments
+from lightning_sparse.updates.elastic import ElasticUpdates, Version
+
+ELASTIC_KEY = "lightning_sparse_elastic"
+"""In a checkpoint of nodes that come and go: the version of its weights."""
 
 
 class Adapter:
@@ -288,6 +293,51 @@ def detached(state_dict: dict[str, Any]) -> dict[str, Any]:
         return copies[key]
 
     return {name: copy(value) for name, value in state_dict.items()}
+
+
+# -- nodes that come and go --------------------------------------------------------------------------------------------
+
+
+class ElasticAdapter(Adapter):
+    """What the strategies of nodes that come and go do alike."""
+
+    num_nodes: int
+    _loaded: Version | None = None  # of the weights that were loaded
+
+    def setup_environment(self) -> None:
+        """Refuse a world of several nodes, which would wait for one another."""
+        if self.num_nodes != 1:
+            raise ValueError(
+                f"num_nodes={self.num_nodes}: each node that comes and goes is a run of its own. Start each with "
+                f"num_nodes=1 and the address of one lighthouse."
+            )
+        super().setup_environment()  # type: ignore[misc]
+
+    @property
+    def elastic(self) -> ElasticUpdates | None:
+        """The engine of what is trained; None before that is set up."""
+        return self.engines[-1] if self.engines else None
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        """Each node draws all samples in an order of its own, and its devices share them."""
+        kwargs: dict[str, Any] = super().distributed_sampler_kwargs  # type: ignore[misc]
+        if self.elastic is None:
+            return kwargs
+        return {**kwargs, "seed": int(hashlib.sha1(self.elastic.peers.name.encode()).hexdigest()[:8], 16)}
+
+    def _new_updates(self, module: nn.Module, optimizers: list[Optimizer]) -> ElasticUpdates:
+        version, self._loaded = self._loaded, None
+        return ElasticUpdates(module, optimizers, self.config, self._place, name=self._node_name or "", version=version)
+
+    def _leave_gradients(self, ddp: Any) -> None:
+        """With one device there is nothing to average: spare DDP's copies into buckets."""
+        ddp.require_backward_grad_sync = self._place.num_devices > 1
+
+    @property
+    def _writes(self) -> bool:
+        """Whether this node is the one that writes checkpoints."""
+        return self.elastic is None or self.elastic.peers.first
 
 
 # -- shards ------------------------------------------------------------------------------------------------------------

@@ -15,9 +15,9 @@ Fabric has no epochs and no estimate of its steps, so ``"mstopk_hier"`` has no d
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -29,11 +29,20 @@ from lightning_sparse.fsdp import ShardedGradients, mesh_of, options_for, shard
 from lightning_sparse.gradients import HierConfig, HierState
 from lightning_sparse.messages import log, said_if_long
 from lightning_sparse.sharding import parameters_of
-from lightning_sparse.strategy.adapter import Adapter, GradientEngines, ShardsAdapter, detached
+from lightning_sparse.strategy.adapter import (
+    ELASTIC_KEY,
+    Adapter,
+    ElasticAdapter,
+    GradientEngines,
+    ShardsAdapter,
+    detached,
+)
 from lightning_sparse.strategy.options import (
     OWN,
+    OWN_OF_ELASTIC,
     OWN_OF_FSDP,
     OWN_OF_UPDATES,
+    REFUSED_BY_ELASTIC,
     REFUSED_BY_UPDATES,
     Send,
     check_options,
@@ -42,6 +51,8 @@ from lightning_sparse.strategy.options import (
 )
 from lightning_sparse.strategy.saves import KEY
 from lightning_sparse.updates import LocalUpdates, UpdatesConfig
+from lightning_sparse.updates.dealing import dealt_by
+from lightning_sparse.updates.elastic import ElasticConfig, ElasticUpdates, Version
 from lightning_sparse.updates.moments import plain
 
 if TYPE_CHECKING:
@@ -54,6 +65,7 @@ if TYPE_CHECKING:
 
         def __init__(self, **kwargs: Any) -> None: ...
         def setup_environment(self) -> None: ...
+        def process_dataloader(self, dataloader: Any) -> Any: ...
         def broadcast(self, obj: Any, src: int = 0) -> Any: ...
         def setup_module(self, module: nn.Module) -> Any: ...
         def setup_optimizer(self, optimizer: Any) -> Any: ...
@@ -302,11 +314,16 @@ class MSTopKLocalFabricMixin(UpdatesFabricAdapter):
         ValueError: for a bad value, an unknown option, or one that cannot be combined with this strategy.
     """
 
+    _engine: ClassVar[type[LocalUpdates]] = LocalUpdates
+    _config: ClassVar[type[UpdatesConfig]] = UpdatesConfig
+    _own: ClassVar[tuple[str, ...]] = OWN_OF_UPDATES
+    _refused: ClassVar[Mapping[str, str]] = REFUSED_BY_UPDATES
+
     @with_options_of(UpdatesConfig, OWN_OF_UPDATES)
     def __init__(self, *, node_name: str | None = None, **kwargs: Any) -> None:
-        config = take(UpdatesConfig, OWN_OF_UPDATES, kwargs)
-        check_options(type(self), kwargs, OWN_OF_UPDATES, REFUSED_BY_UPDATES)
-        self._begin(config, node_name, LocalUpdates.kind)
+        config = take(self._config, self._own, kwargs)
+        check_options(type(self), kwargs, self._own, self._refused)
+        self._begin(config, node_name, self._engine.kind)
         super().__init__(**kwargs)
         self._modules = []
 
@@ -338,6 +355,149 @@ class MSTopKLocalFabricMixin(UpdatesFabricAdapter):
         for name, each in state.items() if isinstance(state, Mapping) else ():
             if isinstance(each, Optimizer) and name in own:
                 each.load_state_dict(own[name])
+
+
+# -- nodes that come and go --------------------------------------------------------------------------------------------
+
+
+class MSTopKElasticFabricMixin(ElasticAdapter, MSTopKLocalFabricMixin):
+    """Updates between nodes that come and go, each a run of its own (``num_nodes=1``, DDP inside); torchft's lighthouse
+    says which of them there are. For Fabric.
+
+    A node joins when its optimizer is set up: then it has the weights, buffers and optimizer state of the others, and
+    by ``share`` their progress. Load a checkpoint between ``fabric.setup_module`` and ``fabric.setup_optimizers``.
+
+    Args:
+        node_name: the name of this node in the log; default: its host.
+        **kwargs: options of `ElasticConfig` (``lighthouse``, ``min_nodes``, ``timeout``, ``density``, ...), of Fabric's
+            DDPStrategy and of DistributedDataParallel. ``gradient_as_bucket_view`` is True unless given.
+
+    Raises:
+        ValueError: for a bad value, an unknown option, or one that cannot be combined with this strategy.
+    """
+
+    _engine, _config, _own, _refused = ElasticUpdates, ElasticConfig, OWN_OF_ELASTIC, REFUSED_BY_ELASTIC
+
+    @with_options_of(ElasticConfig, OWN_OF_ELASTIC)
+    def __init__(self, *, node_name: str | None = None, **kwargs: Any) -> None:
+        super().__init__(node_name=node_name, **kwargs)
+        self._progress: MutableMapping[str, Any] | None = None
+
+    def setup_optimizer(self, optimizer: Any) -> Any:
+        """Join the other nodes; its module is set up before. Every device of the node calls it.
+
+        Raises:
+            ValueError: for a second one.
+        """
+        if self.engines:
+            raise ValueError(
+                f"{type(optimizer).__name__} is set up after another optimizer: one is exchanged between nodes that "
+                f"come and go. Give it all parameters, or use strategy='mstopk_local'."
+            )
+        return super().setup_optimizer(optimizer)
+
+    def share(self, state: MutableMapping[str, Any]) -> None:
+        """Give nodes that join the progress of this one, and take that of the others if this one has joined them.
+
+        Args:
+            state: plain values and tensors, which are replaced in it, and objects with ``state_dict``, such as
+                schedulers; modules and optimizers in it are left out. Keep it up to date.
+
+        Raises:
+            ValueError: before the optimizer is set up, or if the others share something else.
+        """
+        elastic = self._found()
+        self._progress = state
+        if elastic.taken is None:
+            return
+        taken, elastic.taken = elastic.taken["extra"] or {}, None
+        own = {name for name, each in state.items() if not isinstance(each, (nn.Module, Optimizer))}
+        if taken.keys() != own:
+            raise ValueError(
+                f"share() of {sorted(own)}, where the other nodes have {sorted(taken)}: share the same on all nodes."
+            )
+        for name, value in taken.items():
+            if hasattr(state[name], "load_state_dict"):
+                state[name].load_state_dict(value)
+            else:
+                state[name] = value
+
+    def deal(self, loader: Any, batches: int = 1) -> None:
+        """Have a loader draw what is dealt to this device, as ``ElasticUpdates.deal``. Every device of the node calls
+        it.
+
+        Args:
+            batches: between two steps.
+        """
+        self._found().deal(loader, batches)
+
+    def process_dataloader(self, dataloader: Any) -> Any:
+        """Refuse one whose samples are dealt: Fabric numbers its epochs from 0 in each process."""
+        if dealt_by(dataloader) is not None:
+            raise ValueError(
+                "setup_dataloaders() of a loader whose samples are dealt to the nodes that are there would number its "
+                "epochs from 0 on each node: call fabric.strategy.deal(loader) instead, set_epoch() before each epoch, "
+                "and fabric.to_device(batch)."
+            )
+        return super().process_dataloader(dataloader)
+
+    def _found(self) -> ElasticUpdates:
+        if self.elastic is None:
+            raise ValueError("no optimizer is set up: call fabric.setup(model, optimizer) before.")
+        return self.elastic
+
+    def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
+        """Give nodes that join what they ask for, and step."""
+        if self.elastic is not None:
+            self.elastic.serve(self._told)
+        return super().optimizer_step(optimizer, **kwargs)
+
+    def _told(self) -> dict[str, Any]:
+        told = {}
+        for name, each in (self._progress or {}).items():
+            if not isinstance(each, (nn.Module, Optimizer)):
+                told[name] = each.state_dict() if hasattr(each, "state_dict") else each
+        return told
+
+    @contextmanager
+    def shared_weights(self) -> Iterator[None]:
+        """Modules hold the global weights inside, for validation; the other nodes do not wait for it. Every device of
+        the node enters it."""
+        with super().shared_weights():
+            if self.elastic is not None:
+                self.elastic.watch()
+            yield
+
+    def finish(self) -> None:
+        """Send everything that is pending, and leave the other nodes: at the end, or when told to end. Every device of
+        the node calls it."""
+        super().finish()
+        for engine in self.engines:
+            engine.end()
+        self.engines.clear()
+
+    def save_checkpoint(self, path: Any, state: Any, storage_options: Any = None, filter: Any = None) -> None:
+        """The first node writes; after ``finish`` each does. All devices of the node call it, as ``fabric.save``."""
+        if self._writes:
+            version = {} if self.elastic is None else {ELASTIC_KEY: list(self.elastic.version)}
+            super().save_checkpoint(path, {**state, **version}, storage_options, filter)
+
+    def load_checkpoint(self, path: Any, state: Any = None, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """Nodes that load the same file go on together.
+
+        Raises:
+            ValueError: once the node has joined the others.
+        """
+        if self.engines:
+            raise ValueError(
+                "a node that has joined others has their weights: call fabric.load() after fabric.setup_module(model), "
+                "and before fabric.setup_optimizers(optimizer)."
+            )
+        rest = super().load_checkpoint(path, state, *args, **kwargs)
+        version = rest.pop(ELASTIC_KEY, None)
+        if version is not None and any(isinstance(each, nn.Module) for each in (state or {}).values()):
+            self._loaded = Version(*version)
+        return rest
 
 
 # -- shards ------------------------------------------------------------------------------------------------------------

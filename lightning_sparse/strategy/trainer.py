@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import math
 from collections.abc import Iterable, Iterator, Mapping
@@ -26,7 +25,14 @@ from lightning_sparse.gradients import HierConfig, HierState
 from lightning_sparse.gradients.config import DEFAULT_EPOCHS, DEFAULT_SHARE, Warmup
 from lightning_sparse.messages import said_if_long
 from lightning_sparse.sharding import parameters_of
-from lightning_sparse.strategy.adapter import Adapter, GradientEngines, ShardsAdapter, detached
+from lightning_sparse.strategy.adapter import (
+    ELASTIC_KEY,
+    Adapter,
+    ElasticAdapter,
+    GradientEngines,
+    ShardsAdapter,
+    detached,
+)
 from lightning_sparse.strategy.options import (
     OWN,
     OWN_OF_ELASTIC,
@@ -86,9 +92,6 @@ if TYPE_CHECKING:
 
 else:
     Host = object
-
-ELASTIC_KEY = "lightning_sparse_elastic"
-"""In a checkpoint: name and number of its weights."""
 
 
 class TrainerAdapter(Adapter, Host):
@@ -464,7 +467,7 @@ class MSTopKLocalMixin(TrainerAdapter):
 # -- nodes that come and go --------------------------------------------------------------------------------------------
 
 
-class MSTopKElasticMixin(MSTopKLocalMixin):
+class MSTopKElasticMixin(ElasticAdapter, MSTopKLocalMixin):
     """Updates between nodes that come and go, each a Trainer of its own (``num_nodes=1``, DDP inside); torchft's
     lighthouse says which of them there are.
 
@@ -484,35 +487,12 @@ class MSTopKElasticMixin(MSTopKLocalMixin):
     @with_options_of(ElasticConfig, OWN_OF_ELASTIC)
     def __init__(self, *, node_name: str | None = None, **kwargs: Any) -> None:
         super().__init__(node_name=node_name, **kwargs)
-        self._version: Version | None = None  # of the weights that were loaded
-
-    def setup_environment(self) -> None:
-        """Refuse a world of several nodes, which would wait for one another."""
-        if self.num_nodes != 1:
-            raise ValueError(
-                f"num_nodes={self.num_nodes}: nodes that come and go are Trainers of their own. Start each with "
-                f"num_nodes=1 and the address of one lighthouse."
-            )
-        super().setup_environment()
 
     def setup(self, trainer: Any) -> None:
         """Find the other nodes."""
         super().setup(trainer)
         if trainer.state.fn == "fit":
             trainer.fit_loop._combined_loader = None  # one that configure_optimizers() asked for is dealt to nobody
-
-    @property
-    def elastic(self) -> ElasticUpdates | None:
-        """The engine of the module that is trained; None before the first fit."""
-        return self.engines[-1] if self.engines else None
-
-    @property
-    def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        """Each node draws all samples in an order of its own, and its devices share them."""
-        kwargs: dict[str, Any] = super().distributed_sampler_kwargs
-        if self.elastic is None:
-            return kwargs
-        return {**kwargs, "seed": int(hashlib.sha1(self.elastic.peers.name.encode()).hexdigest()[:8], 16)}
 
     def process_dataloader(self, dataloader: Any) -> Any:
         """Deal samples to the nodes that are there, if the loader can."""
@@ -521,10 +501,7 @@ class MSTopKElasticMixin(MSTopKLocalMixin):
         return super().process_dataloader(dataloader)
 
     def _new_updates(self, module: nn.Module, optimizers: list[torch.optim.Optimizer]) -> ElasticUpdates:
-        updates = ElasticUpdates(
-            module, optimizers, self.config, self._place, name=self._node_name or "", version=self._version
-        )
-        self._version = None
+        updates = super()._new_updates(module, optimizers)
         if updates.taken is not None:
             checkpoint = {**updates.taken["extra"], "optimizer_states": [updates.taken["optimizer"]]}
             updates.taken = None
@@ -532,10 +509,6 @@ class MSTopKElasticMixin(MSTopKLocalMixin):
             connector._loaded_checkpoint = checkpoint  # Lightning restores the rest of it, as of a file
             connector.restore_callbacks()
         return updates
-
-    def _leave_gradients(self, ddp: Any) -> None:
-        """With one device there is nothing to average: spare DDP's copies into buckets."""
-        ddp.require_backward_grad_sync = self._place.num_devices > 1
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """Train this node's own model; before that, give nodes that join what they ask for."""
@@ -564,11 +537,6 @@ class MSTopKElasticMixin(MSTopKLocalMixin):
 
     # -- checkpoints ---------------------------------------------------------------------------------------------------
 
-    @property
-    def _writes(self) -> bool:
-        """Whether this node is the one that writes checkpoints."""
-        return self.elastic is None or self.elastic.peers.first
-
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         """The first node writes."""
         if not self._writes:
@@ -580,7 +548,7 @@ class MSTopKElasticMixin(MSTopKLocalMixin):
     def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Weights, optimizer and progress; nodes that load the same file go on together."""
         checkpoint = super().load_checkpoint(checkpoint_path, *args, **kwargs)
-        self._version = Version(*checkpoint[ELASTIC_KEY]) if ELASTIC_KEY in checkpoint else None
+        self._loaded = Version(*checkpoint[ELASTIC_KEY]) if ELASTIC_KEY in checkpoint else None
         return checkpoint
 
     def remove_checkpoint(self, filepath: Any) -> None:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sized
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import torch
-from torch.utils.data import DistributedSampler
+from torch.utils.data import DataLoader, DistributedSampler
 
 Share = Callable[[list[int], int], Iterator[int]]
 """Given all samples of an epoch in order, and how many samples the epochs before have: yields those of this device."""
@@ -30,6 +30,13 @@ class DealtLoader(Dealt, Protocol):
     """A loader that does, of a bundled DataModule."""
 
     batch_size: int
+
+
+def dealt_by(loader: Any) -> Dealt | None:
+    """Return what a loader deals with: the sampler of torch's, one of a bundled DataModule itself; None for others."""
+    if isinstance(loader, DataLoader):
+        return loader.sampler if isinstance(loader.sampler, ElasticSampler) else None
+    return loader if isinstance(loader, DealtLoader) else None
 
 
 class ElasticSampler(DistributedSampler[int]):

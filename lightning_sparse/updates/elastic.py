@@ -35,7 +35,7 @@ from lightning_sparse.sharding import trained_by
 from lightning_sparse.topology import Topology
 from lightning_sparse.updates.agreement import Agreement
 from lightning_sparse.updates.config import UpdatesConfig
-from lightning_sparse.updates.dealing import Dealt, DealtLoader, ElasticSampler
+from lightning_sparse.updates.dealing import dealt_by
 from lightning_sparse.updates.local import LocalUpdates, facts_of
 from lightning_sparse.updates.moments import plain
 from lightning_sparse.updates.slices import Slices
@@ -88,7 +88,7 @@ class Version(NamedTuple):
 
     Args:
         token, number: their name, and the rounds that led to them.
-        place: where the next deal of samples begins; those of all epochs stand in one line.
+        place: of samples, up to which nodes had drawn; those of all epochs stand in one line.
     """
 
     token: str
@@ -161,7 +161,8 @@ class ElasticUpdates(LocalUpdates):
             super().__init__(module, optimizers, config, topology)
             self.exchange.runner = FifoLanes()  # threads also for GPUs: the host waits for other nodes there
             if version is not None:
-                self.peers.token, self.peers.number, self.peers.deals.heard = version
+                self.peers.token, self.peers.number, place = version
+                self.peers.deals.begin(place)
             self._join()
         except BaseException:
             self.end()
@@ -187,7 +188,7 @@ class ElasticUpdates(LocalUpdates):
             return self._shows
         self._stop_watching()
         self._state.receive()
-        return Version(self.peers.token, self.peers.number, self.peers.deals.heard)
+        return Version(self.peers.token, self.peers.number, self.peers.deals.reached)
 
     # -- training ------------------------------------------------------------------------------------------------------
 
@@ -218,14 +219,12 @@ class ElasticUpdates(LocalUpdates):
         Args:
             batches: between two steps.
         """
-        dealt: Dealt
-        if isinstance(loader, DataLoader) and isinstance(loader.sampler, ElasticSampler):
-            dealt, batch_size = loader.sampler, loader.batch_size or 1
-            dealt.ahead = loader.num_workers * (loader.prefetch_factor or 0)
-        elif isinstance(loader, DealtLoader):
-            dealt, batch_size = loader, loader.batch_size
-        else:
+        dealt = dealt_by(loader)
+        if dealt is None:
             return
+        if isinstance(loader, DataLoader):
+            dealt.ahead = loader.num_workers * (loader.prefetch_factor or 0)
+        batch_size = loader.batch_size or 1
         deals, devices = self.peers.deals, self._devices
         ahead = (1 + 2 * batches * self.config.sync_every + dealt.ahead) * batch_size * devices.size
         if ahead > deals.ahead:

@@ -220,7 +220,7 @@ def test_epochs_of_several_sizes_are_refused() -> None:
 def test_what_a_job_had_drawn_before_its_checkpoint_is_not_dealt_again(alone: bool) -> None:
     """A node that joins others has theirs, wherever its own checkpoint was."""
     deals, others = Deals("b"), Deals("a")
-    deals.heard = 6
+    deals.begin(6)
     members = [member("b", "saved", 4, drawn=deals.say())]
     if not alone:
         others.follow(["a"], [others.say()])
@@ -228,7 +228,7 @@ def test_what_a_job_had_drawn_before_its_checkpoint_is_not_dealt_again(alone: bo
     found = quorum_of(members)
     deals.follow(names(found.members), found.drawn)
     assert [*deals.share(range(10), 0, device=0, devices=1)] == ([6, 7, 8, 9] if alone else [1, 3, 5, 7, 9])
-    assert deals.say().end == 10
+    assert (deals.say().end, deals.say().reached) == (10, 10)
 
 
 def test_a_node_that_was_away_gives_back_what_it_had_not_drawn() -> None:
