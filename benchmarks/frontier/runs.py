@@ -2,7 +2,7 @@
 
     python -m benchmarks.frontier.runs OUT --quick                 six rows at settings known, six minutes on one core
     python -m benchmarks.frontier.runs OUT                         all rows and trials; again after an interruption
-    python -m benchmarks.frontier.runs OUT --size 0.4M --carry     a larger model at the settings found
+    python -m benchmarks.frontier.runs OUT --size 0.4M --carry 2   a larger model at the two best settings found
     python -m benchmarks.frontier.runs OUT --workers 16 --lr 0.004 --rows dense "updates 1%" "updates regional 8%"
     python -m benchmarks.frontier.report OUT                       tables and plots of what has finished
 
@@ -233,14 +233,13 @@ def _run_of(record: dict[str, Any]) -> Run:
     return Run(**{name: record[name] for name in Run.__dataclass_fields__})
 
 
-def best(row: str, finished: Finished, **where: Any) -> tuple[float, Options] | None:
-    """The setting with the lowest loss of a row's trials; None until all have finished."""
-    trials = [Run(row, lr, options, 0, **where) for lr, options in ALL[row].trials]
-    records = [finished.get(run) for run in trials]
-    if any(record is None for record in records):
-        return None
-    at = min(range(len(trials)), key=lambda index: records[index]["val_bits"])  # type: ignore[index]
-    return ALL[row].trials[at]
+def ranked(row: str, finished: Finished, **where: Any) -> list[tuple[float, Options]]:
+    """The settings of a row's trials, the one with the lowest loss first; empty until all have finished."""
+    records = [finished.get(run) for run in tuning(row, **where)]
+    losses = [record["val_bits"] for record in records if record is not None]
+    if len(losses) < len(records):
+        return []
+    return [ALL[row].trials[at] for at in sorted(range(len(losses)), key=losses.__getitem__)]
 
 
 def tuning(row: str, **where: Any) -> list[Run]:
@@ -248,10 +247,9 @@ def tuning(row: str, **where: Any) -> list[Run]:
     return [Run(row, lr, options, 0, **where) for lr, options in ALL[row].trials]
 
 
-def repeats(row: str, finished: Finished, seeds: Iterable[int], tuned: dict[str, Any], **where: Any) -> list[Run]:
-    """The setting of a row that was best where it was tuned, for more seeds."""
-    setting = best(row, finished, **tuned)
-    return [Run(row, *setting, seed, **where) for seed in seeds] if setting else []
+def repeats(row: str, finished: Finished, seeds: Iterable[int], **where: Any) -> list[Run]:
+    """The best setting of a row, for more seeds."""
+    return [Run(row, *setting, seed, **where) for setting in ranked(row, finished, **where)[:1] for seed in seeds]
 
 
 def work_through(runs: list[Run], finished: Finished, corpus: Corpus, device: torch.device) -> None:
@@ -285,7 +283,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="six rows at known settings, one seed")
     parser.add_argument("--rows", nargs="+", default=list(ROWS), choices=list(ALL), metavar="ROW", help="only these")
     parser.add_argument("--size", default="0.1M", choices=list(SIZES), help="of the model (%(default)s)")
-    parser.add_argument("--carry", action="store_true", help="at the best settings of 0.1M, without trials, seed 0")
+    parser.add_argument("--carry", type=int, metavar="N", help="only the N best settings of 0.1M as trials, seed 0")
     parser.add_argument("--lr", type=float, help="this learning rate alone, without trials, seed 0")
     parser.add_argument("--steps", type=int, default=0, help="default: those of the size")
     parser.add_argument("--seeds", nargs="+", type=int, default=[1, 2], help="besides 0, for the best settings")
@@ -308,10 +306,11 @@ def main() -> None:
             work_through(runs, finished, corpus, device)
             continue
         if options.carry:
-            work_through(repeats(row, finished, [0], {}, **where), finished, corpus, device)
+            runs = [Run(row, *setting, 0, **where) for setting in ranked(row, finished)[: options.carry]]
+            work_through(runs, finished, corpus, device)
             continue
         work_through(tuning(row, **where), finished, corpus, device)
-        work_through(repeats(row, finished, options.seeds, where, **where), finished, corpus, device)
+        work_through(repeats(row, finished, options.seeds, **where), finished, corpus, device)
 
 
 if __name__ == "__main__":

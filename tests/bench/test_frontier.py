@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from benchmarks.convergence.text import CONTEXT, CharacterTransformer, Corpus, start_of_windows
 from benchmarks.frontier import ways
 from benchmarks.frontier.models import Models, Muon
-from benchmarks.frontier.runs import LRS, ROWS, Finished, Run, Size, best, repeats, train, tuning, windows
+from benchmarks.frontier.runs import LRS, ROWS, Finished, Run, Size, ranked, repeats, train, tuning, windows
 from lightning_sparse.kernels import message_bytes
 from lightning_sparse.kernels.wire import TWO_BIT
 
@@ -221,14 +221,12 @@ def test_all_rows_have_as_many_trials_and_the_best_is_repeated(tmp_path: Path) -
     finished = Finished(tmp_path / "runs.jsonl")
     trials = tuning("dense")
     for index, run in enumerate(trials):
-        assert best("dense", finished) is None
-        assert repeats("dense", finished, (1, 2), {}) == []
+        assert repeats("dense", finished, (1, 2)) == ranked("dense", finished) == []
         finished.add(run, {**asdict(run), "val_bits": 2.0 + abs(index - 3)})
     again = Finished(tmp_path / "runs.jsonl")
     assert again.records == finished.records
-    assert [(run.lr, run.seed) for run in repeats("dense", again, (1, 2), {})] == [(LRS[3], 1), (LRS[3], 2)]
-    (carried,) = repeats("dense", again, [0], {}, size="0.4M")
-    assert (carried.lr, carried.size) == (LRS[3], "0.4M")
+    assert [(run.lr, run.seed) for run in repeats("dense", again, (1, 2))] == [(LRS[3], 1), (LRS[3], 2)]
+    assert [lr for lr, _ in ranked("dense", again)] == [LRS[3], LRS[2], LRS[4], LRS[1], LRS[0]]
 
 
 def a_record(row: str, seed: int, lr: float, bits: float) -> dict[str, Any]:
