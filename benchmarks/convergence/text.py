@@ -145,15 +145,19 @@ def start_of_windows(corpus: Corpus, seed: int, epoch: int, shape: tuple[int, in
     return torch.randint(len(corpus.train_N) - length, shape, generator=generator)
 
 
-def read_library() -> bytes:
+def read_library(whole: bool = False) -> bytes:
     """ASCII; every other character is a question mark.
+
+    Args:
+        whole: all of it that is installed, tests included, some 30 million characters; else `CHARACTERS`.
 
     Raises:
         ValueError: this Python's library is not there as source.
     """
     folder = Path(sysconfig.get_path("stdlib"))
-    files = sorted(file for file in folder.glob("*.py") if file.name[0].isalpha())
-    text = "".join(file.read_text("utf-8") for file in files)[:CHARACTERS]
+    found = folder.rglob("*.py") if whole else folder.glob("*.py")
+    files = sorted(file for file in found if file.name[0].isalpha() and "site-packages" not in file.parts)
+    text = "".join(file.read_text("utf-8", "replace") for file in files)[: None if whole else CHARACTERS]
     if len(text) < CHARACTERS:
         raise ValueError(
             f"{folder} holds {len(text):,} characters of source in {len(files)} files; {CHARACTERS:,} are needed. "

@@ -8,7 +8,8 @@
 
 The task is that of convergence/text.py: a character Transformer with AdamW on the source of Python's library, the same
 windows for the same seed, and bits per character of 65,536 held-out ones. It takes 20 characters a parameter in many
-small steps, as large trainings have many steps: 4,600 of 8 windows for 116,576 parameters.
+small steps, as large trainings have many steps: 4,600 of 8 windows for 116,576 parameters. The sizes from 2M on are for
+a GPU (part "frontier" of gpu/session.py): they read the whole library, and all of them should fit a quarter of an hour.
 
 Every way has as many trials as any other, on seed 0: the learning rates of `LRS`, or of as many settings of learning
 rate, outer learning rate and momentum. The best one is run on the other seeds. All trials stand in the results.
@@ -68,9 +69,18 @@ class Size:
     heads: int
     steps: int
     batch: int = 8
+    whole: bool = False
+    """Reads the whole library."""
 
 
-SIZES = {"0.1M": Size(64, 2, 4, 4600), "0.4M": Size(128, 2, 4, 8400, 16), "0.8M": Size(128, 4, 4, 16000, 16)}
+SIZES = {
+    "0.1M": Size(64, 2, 4, 4600),
+    "0.4M": Size(128, 2, 4, 8400, 16),
+    "0.8M": Size(128, 4, 4, 16000, 16),
+    "2M": Size(192, 4, 6, 4000, 64, whole=True),
+    "6M": Size(256, 8, 8, 3000, 128, whole=True),
+    "20M": Size(512, 6, 8, 2000, 256, whole=True),
+}
 
 
 @dataclass(frozen=True)
@@ -292,7 +302,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1, help="of torch (%(default)s)")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
-    text, device = read_library(), torch.device(options.device)
+    text, device = read_library(SIZES[options.size].whole), torch.device(options.device)
     options.out.mkdir(parents=True, exist_ok=True)
     finished, corpus = Finished(options.out / "runs.jsonl"), corpus_of(text)
     print(described(text), file=sys.stderr)

@@ -209,8 +209,26 @@ def _update_and_step(way: Way) -> None:
     way.step()
 
 
+def frontier(folder: Path, device: torch.device) -> Result:
+    """Loss of larger models, four workers simulated, at one learning rate a size. Goes on where it was stopped."""
+    from benchmarks.convergence.text import corpus_of, read_library
+    from benchmarks.frontier.runs import ROWS, Finished, Run, work_through
+
+    cuda = device.type == "cuda"
+    torch.set_float32_matmul_precision("high")
+    finished, corpus, claims = Finished(folder / "runs.jsonl"), corpus_of(read_library(whole=cuda)), Claims()
+    for size, lr in (("2M", 0.002), ("6M", 0.0014), ("20M", 0.001)):
+        of = {"size": size, "steps": 0} if cuda else {"size": "0.1M", "steps": 60}
+        runs = [Run(row, lr, ROWS[row].options[0], 0, **of) for row in ("dense", "updates 1%", "one node alone")]
+        work_through(runs, finished, corpus, device)
+        dense, sparse, alone = (finished.get(run)["val_bits"] for run in runs)  # type: ignore[index]
+        held = sparse <= 1.03 * dense and sparse < alone
+        claims[size] = verdict(held, f"{sparse / dense - 1:+.1%}; one node alone {alone / dense - 1:+.1%}")
+    return claims, finished.records
+
+
 PARTS: dict[str, Callable[[Path, torch.device], Result]] = {
-    **{each.__name__: each for each in (build, tests, kernels, sync, trace)},
+    **{each.__name__: each for each in (build, tests, kernels, sync, trace, frontier)},
     **{model: partial(_step, model) for model in FULL},
 }
 

@@ -15,6 +15,14 @@ that fails does not stop the others. For each claim it prints held, not held or 
 | sync | steps in which a wait of the host for the device is an error |
 | trace | one backward pass of ResNet-50 and one step of the GPT with updates, as lanes over time |
 
+One part is left out by default, since it takes a quarter of an hour. It goes on where it was stopped:
+
+    make gpu-session PYTHON=python3 OUT=results ARGS="--parts build frontier --minutes 16"
+
+| part | what |
+|---|---|
+| frontier | losses of models of 2, 6 and 20 M parameters: dense, 1 % of the updates, one node alone |
+
 There is one GPU, so the other node is a copy of this one (cluster.py): NCCL and a network take no part. The claims
 are about a GPU; on a processor the verdicts say only that all parts run. Writes session.json and session.md (hardware,
 date, versions, commit, command), log.txt and two traces for chrome://tracing or Perfetto.
@@ -37,6 +45,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PARTS_OF = "benchmarks.gpu.parts"
 """The module that runs a part."""
 MINUTES = 8.5
+LONG = ("frontier",)
 NOT_RUN = "not run"
 RESULT = "RESULT "
 """What a part's line of results begins with; libraries may print after it, when the process ends."""
@@ -92,6 +101,13 @@ PARTS = {
         {
             "backward": "while the link carries gradients another lane works, 70 % of the time or more",
             "updates": "while it carries updates another lane works, 70 % of the time or more",
+        },
+    ),
+    "frontier": Part(
+        900,
+        {
+            size: f"{size} parameters: 1 % of the updates ends within 3 % of dense training, and below one node alone"
+            for size in ("2M", "6M", "20M")
         },
     ),
 }
@@ -170,7 +186,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("folder", type=Path, help="where results go")
     parser.add_argument("--cpu", action="store_true", help="on the processor, with small sizes")
-    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=[name for name in PARTS if name not in LONG])
     parser.add_argument("--minutes", type=float, default=MINUTES, help="for all parts together")
     options = parser.parse_args()
     options.folder.mkdir(parents=True, exist_ok=True)
