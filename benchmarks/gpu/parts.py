@@ -218,7 +218,7 @@ def frontier(folder: Path, device: torch.device) -> Result:
     torch.set_float32_matmul_precision("high")
     finished, corpus, claims = Finished(folder / "runs.jsonl"), corpus_of(read_library(whole=cuda)), Claims()
     for size, lr in (("2M", 0.002), ("6M", 0.0014), ("20M", 0.001)):
-        of = {"size": size, "steps": 0} if cuda else {"size": "0.1M", "steps": 60}
+        of: dict[str, Any] = {"size": size, "steps": 0} if cuda else {"size": "0.1M", "steps": 60}
         runs = [Run(row, lr, ROWS[row].options[0], 0, **of) for row in ("dense", "updates 1%", "one node alone")]
         work_through(runs, finished, corpus, device)
         dense, sparse, alone = (finished.get(run)["val_bits"] for run in runs)  # type: ignore[index]
