@@ -6,7 +6,9 @@ Lightning's side of it is `lightning_sparse.strategy.adapter.Adapter`, whose ann
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from datetime import timedelta
 from operator import attrgetter
+from typing import Any
 
 import torch
 import torch.distributed.distributed_c10d
@@ -66,6 +68,19 @@ def after_backward(function: Callable[[], None]) -> None:
 def default_store() -> Store:
     """Return the store that the default process group was made with."""
     return torch.distributed.distributed_c10d._get_default_store()
+
+
+def nccl_options(max_ctas: int, timeout: timedelta | None) -> Any:
+    """Return what a group of NCCL is made with, to use so many blocks of a kernel at most.
+
+    Args:
+        timeout: that the group is given; torch warns of options that have another one. None: NCCL's own.
+    """
+    options = torch.distributed.ProcessGroupNCCL.Options()
+    options.config.max_ctas = max_ctas
+    if timeout is not None:
+        options._timeout = timeout
+    return options
 
 
 def scale_of(scaler: torch.amp.GradScaler) -> Tensor | None:

@@ -36,6 +36,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_sparse.agree import compare
+from lightning_sparse.internals import nccl_options
 
 Kind = Literal["hierarchical", "one node", "one rank", "unequal nodes"]
 
@@ -43,6 +44,9 @@ _NODE_RANK_VARIABLES = ("GROUP_RANK", "NODE_RANK", "SLURM_NODEID")
 _LOCAL_RANK_VARIABLES = ("LOCAL_RANK", "SLURM_LOCALID")
 NODE_VARIABLE = "LIGHTNING_SPARSE_NODE"
 """Names the node of a process, whatever host it runs on."""
+MAX_CTAS = 4
+"""Blocks of a kernel of NCCL between nodes, each of which holds an SM while it waits for the network. One moves some
+12 GB/s, so these fill a link of 400 Gbit/s."""
 
 
 @dataclass(frozen=True)
@@ -254,7 +258,9 @@ def with_groups(nodes: tuple[tuple[int, ...], ...], *, timeout: timedelta | None
         nodes,
         rank,
         intra=own_group(nodes, timeout, "inside the node"),
-        inter=own_group([tuple(sorted(peers)) for peers in zip(*nodes, strict=True)], timeout, "between nodes"),
+        inter=own_group(
+            [tuple(sorted(peers)) for peers in zip(*nodes, strict=True)], timeout, "between nodes", max_ctas=MAX_CTAS
+        ),
         world=world,
         outward=own_group(nodes, timeout, "inside the node, at the end"),
     )
@@ -274,21 +280,25 @@ def device_type(backends: str) -> str:
     return "cuda" if "cuda:" in backends and "cuda:gloo" not in backends else "cpu"
 
 
-def own_group(partition: Iterable[tuple[int, ...]], timeout: timedelta | None, name: str) -> ProcessGroup | None:
+def own_group(
+    partition: Iterable[tuple[int, ...]], timeout: timedelta | None, name: str, *, max_ctas: int | None = None
+) -> ProcessGroup | None:
     """This rank's group, of groups that have no rank in common. A collective: every rank of the world calls it.
 
     Args:
         name: which NCCL's watchdog tells when a collective of the group does not end.
+        max_ctas: blocks of a kernel of NCCL, at most; default: NCCL's own. NCCL_MAX_CTAS takes precedence.
     """
-    name = f"lightning_sparse: {name}"
-    cells = [list(ranks) for ranks in partition]
-    default = dist.group.WORLD
-    if default is not None and default.bound_device_id is not None and dist.get_backend() == "nccl":
+    cells, default, nccl = [list(ranks) for ranks in partition], dist.group.WORLD, dist.get_backend() == "nccl"
+    options: dict[str, Any] = {"timeout": timeout, "group_desc": f"lightning_sparse: {name}"}
+    if max_ctas and nccl and not os.environ.get("NCCL_MAX_CTAS"):  # of several backends each would get the options
+        options["pg_options"] = nccl_options(max_ctas, timeout)
+    if default is not None and default.bound_device_id is not None and nccl:
         # one split of the communicator for all of them
-        split = dist.split_group(split_ranks=cells, timeout=timeout, group_desc=name)
+        split = dist.split_group(split_ranks=cells, **options)
         return split if isinstance(split, ProcessGroup) else None
     # all ranks create all groups, in one order
-    made = [dist.new_group(cell, timeout=timeout, group_desc=name) for cell in cells]
+    made = [dist.new_group(cell, **options) for cell in cells]
     return next((group for group in made if isinstance(group, ProcessGroup)), None)
 
 

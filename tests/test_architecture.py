@@ -31,7 +31,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "internals": set(),
     "agree": set(),
     "sharding": set(),
-    "topology": {"agree"},
+    "topology": {"agree", "internals"},
     "kernels": set(),
     "exchange": {"kernels", "agree", "sharding", "topology", "messages", "internals"},
     "engine": {"exchange", "sharding", "topology", "messages"},

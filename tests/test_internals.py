@@ -13,7 +13,9 @@ import lightning_sparse
 from lightning_sparse import internals, messages
 from tests.helpers.lines import Lines
 
-PRIVATE = re.compile(r"torch\._C|_execution_engine|\._optimizer_step_post|\._get_scale|utils\._|\._get_default_store")
+PRIVATE = re.compile(
+    r"torch\._C|_execution_engine|\._optimizer_step_post|\._get_scale|utils\._|\._get_default_store|options\._timeout"
+)
 
 
 def test_what_torch_lacks_is_named() -> None:

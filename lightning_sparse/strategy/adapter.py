@@ -69,6 +69,8 @@ class Adapter:
     is_global_zero: bool
     _ddp_kwargs: dict[str, Any]
     _timeout: timedelta | None
+    _save_distributed_checkpoint: bool = False
+    _together: bool = False  # whether all ranks read checkpoints at the same time
 
     def _begin(self, config: ExchangeConfig, node_name: str | None, kind: str) -> None:
         """Before the host's own constructor."""
@@ -177,12 +179,29 @@ class Adapter:
         """Go on with what this rank had of its own."""
 
     def _main_path(self, path: Any) -> Any:
-        """Where all ranks look for what is beside a main file."""
-        return path
+        """Where all ranks look for a checkpoint and what is beside it."""
+        return self.broadcast(path) if self._together else path  # type: ignore[attr-defined]
 
     def _verify(self, path: Any) -> None:
-        """Raise RuntimeError for a checkpoint that is damaged."""
-        verify_file(Path(path))
+        """Raise RuntimeError for a checkpoint that is damaged; for a folder on all ranks, by a collective of the world,
+        also if some do not see it."""
+        path = Path(self._main_path(path))
+        folder = (path / ".metadata").is_file()
+        if self._together:
+            folder = not all_agree(not folder, dist.all_reduce, self.root_device)  # a rank sees one
+        if folder:
+            verify(path, self.root_device)
+        else:
+            verify_file(path)
+
+    @contextmanager
+    def _whole(self, path: Any) -> Iterator[Any]:
+        """Yield the name under which a checkpoint is written. Every rank enters it."""
+        if not self._save_distributed_checkpoint:
+            yield path
+            return
+        with whole_or_none(Path(self._main_path(path)), self.root_device) as partial:
+            yield partial
 
     def _go_on(self, engine: Engine, saved: Saved) -> None:
         """Let an engine go on from what a checkpoint has of it. A collective of the world."""
@@ -348,7 +367,7 @@ class ShardsAdapter(Adapter):
 
     send: Send
     _device_mesh: DeviceMesh | None
-    _save_distributed_checkpoint: bool
+    _together = True
 
     def _begin_shards(self, send: Send, node_name: str | None, given: dict[str, Any]) -> None:
         """Before the host's own constructor; takes its own options out of those that are given."""
@@ -373,25 +392,4 @@ class ShardsAdapter(Adapter):
     def _take_entries(self, entries: dict[str, Any]) -> None:
         engines = (each for each in self.engines if isinstance(each, LocalUpdates))
         for engine, saved in zip(engines, entries.get("optimizers", []), strict=False):
-            moments.load(engine, [State.from_dict(saved)])
-
-    def _main_path(self, path: Any) -> Any:
-        return self.broadcast(path)  # type: ignore[attr-defined]
-
-    def _verify(self, path: Any) -> None:
-        """Raise RuntimeError on all ranks for a folder that is damaged, or that one of them does not see. A collective
-        of the world."""
-        path = Path(self._main_path(path))
-        if not all_agree(not (path / ".metadata").is_file(), dist.all_reduce, self.root_device):  # a rank sees a folder
-            verify(path, self.root_device)
-        else:
-            super()._verify(path)
-
-    @contextmanager
-    def _whole(self, path: Any) -> Iterator[Any]:
-        """Yield the name under which a checkpoint is written. Every rank enters it."""
-        if not self._save_distributed_checkpoint:
-            yield path
-            return
-        with whole_or_none(Path(self._main_path(path)), self.root_device) as partial:
-            yield partial
+            moments.load(engine.names, engine.stepped(), [State.from_dict(saved)])

@@ -1,4 +1,4 @@
-"""Checkpoints of loops without Lightning, in folders of `torch.distributed.checkpoint`.
+"""Folders of `torch.distributed.checkpoint`: of loops without Lightning, and of strategies that DDP is inside of.
 
 What ``save`` and ``async_save`` write of an engine that is given to them under the key "updates":
 
@@ -10,14 +10,21 @@ What ``save`` and ``async_save`` write of an engine that is given to them under 
 ``load`` asks for what it knows by name and shape, and an engine does not know what another cluster saved. So `resume`
 reads the folder itself: of each device's pieces those that this one needs, one at a time, with their checksums, at
 which ``load`` does not look.
+
+A Trainer's checkpoint has the engine as "engine0", without its manifest, and besides:
+
+    state_dict.layers.0.weight                               the global weights; torch spreads them over all ranks
+    optimizer_states.0                                       in the same way, tensors of states that all ranks share
+    meta.pt                                                  the rest, with tensors on the device "meta" for those
 """
 
 from __future__ import annotations
 
 import io
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 from typing import Any, cast
 
@@ -27,10 +34,14 @@ from torch import Tensor
 from torch.distributed.checkpoint import FileSystemReader  # type: ignore[attr-defined]  # re-exported, unannounced
 
 from lightning_sparse.engine import Engine, State
-from lightning_sparse.strategy.folders import verify
-from lightning_sparse.strategy.saves import Saved, restore
-from lightning_sparse.topology import device_type
+from lightning_sparse.internals import tree_leaves, tree_map_only
+from lightning_sparse.strategy.folders import META, verify
+from lightning_sparse.strategy.saves import KEY, Saved, restore
+from lightning_sparse.topology import Topology, device_type
 from lightning_sparse.updates import LocalUpdates, moments
+
+WEIGHTS, STATES = "state_dict", "optimizer_states"
+"""Of a Trainer's checkpoint."""
 
 
 def resume(engine: Engine, folder: str | os.PathLike[str], key: str) -> None:
@@ -57,24 +68,84 @@ def resume(engine: Engine, folder: str | os.PathLike[str], key: str) -> None:
     if not files.have("rank0.engine.rest"):  # it ran on one node
         engine.restart()
         return
-    saved = _InFolder(manifest, os.fspath(folder), None, files)
-    same, topology = saved.is_of(engine.topology), engine.topology
-    if same:
-        saved.side = files.state(topology.rank, "engine", files.read).to_dict()
+    saved = InFolder.of(files, manifest, engine.topology)
     restore(engine, saved, device)
     if isinstance(engine, LocalUpdates) and engine.active:
-        ranks = manifest["nodes"][topology.node_index if same else 0]
-        moments.load(engine, [files.state(rank, "optimizers", files.look) for rank in ranks])
+        moments.load(engine.names, engine.stepped(), saved.optimizers(engine.topology))
 
 
 @dataclass
-class _InFolder(Saved):
+class InFolder(Saved):
     """What a folder has of an engine: its tensors are read when they are sliced."""
 
     files: _Files
 
-    def read(self, rank: int, *, verify: bool = True) -> dict[str, Any]:
-        return self.files.state(rank, "engine", self.files.look).to_dict()
+    @staticmethod
+    def of(files: _Files, manifest: dict[str, Any], topology: Topology) -> InFolder:
+        """Return it with what this rank alone knew, if it is of this cluster."""
+        saved = InFolder(manifest, os.fspath(files.folder), None, files)
+        saved.side = saved.read(topology.rank, whole=True) if saved.is_of(topology) else None
+        return saved
+
+    def read(self, rank: int, *, verify: bool = True, whole: bool = False) -> dict[str, Any]:
+        files, more = self.files, f"rank{rank}.entries"
+        state = files.state(rank, "engine", files.read if whole else files.look)
+        return {**state.to_dict(), **({"entries": files.read(more)[0]} if files.have(more) else {})}
+
+    def optimizers(self, topology: Topology) -> list[State]:
+        """Return what the devices of this node had of its optimizers; on another cluster, of the first node."""
+        ranks = self.manifest["nodes"][topology.node_index if self.is_of(topology) else 0]
+        return [self.files.state(rank, "optimizers", self.files.look) for rank in ranks]
+
+
+# -- checkpoints of a Trainer ------------------------------------------------------------------------------------------
+
+
+def split(
+    checkpoint: dict[str, Any], engines: Sequence[Engine], entries: Mapping[str, Any], alike: Collection[str]
+) -> dict[str, Any]:
+    """Take out of a checkpoint what ``torch.distributed.checkpoint.save`` is to write of this rank, and return it.
+
+    Args:
+        entries: what this rank, or its node, has of its own besides the engines' state.
+        alike: names of weights that are the same on all ranks; of the others those of rank 0 are saved.
+    """
+    place = f"rank{dist.get_rank()}"
+    states = (each for each in tree_leaves(checkpoint.get(STATES)) if isinstance(each, Tensor))
+    pieces: dict[str, Any] = {f"{STATES}.{number}": each for number, each in enumerate(states)}
+    for name, each in checkpoint[WEIGHTS].items():
+        if isinstance(each, Tensor) and (place == "rank0" or name in alike):
+            pieces[f"{WEIGHTS}.{name}"] = each
+    for at, engine in enumerate(engines):
+        pieces[f"engine{at}"] = {place: {**engine.device_state(), "entries": (entries,)}}
+    for name in {WEIGHTS, STATES} & checkpoint.keys():
+        checkpoint[name] = tree_map_only(Tensor, lambda tensor: tensor.to("meta"), checkpoint[name])
+    return pieces
+
+
+def joined(folder: Path, topology: Topology, **options: Any) -> tuple[dict[str, Any], list[InFolder]]:
+    """Read a checkpoint that was split, with options of ``torch.load``, and what it has of each engine.
+
+    Raises:
+        ValueError: for a folder of another strategy.
+    """
+    checkpoint: dict[str, Any] = torch.load(folder / META, map_location="cpu", **options)
+    if WEIGHTS not in checkpoint:
+        raise ValueError(
+            f"{folder} was written by a strategy of FSDP2, and this one reads folders of 'mstopk_hier' and "
+            f"'mstopk_local': resume with the other one, and save a file for this one (save_distributed_checkpoint)."
+        )
+    weights, states, number = _Files(folder, WEIGHTS), _Files(folder, STATES), count()
+    checkpoint[WEIGHTS] = {
+        name: weights.read(name) if isinstance(each, Tensor) else each for name, each in checkpoint[WEIGHTS].items()
+    }
+    if STATES in checkpoint:
+        checkpoint[STATES] = tree_map_only(Tensor, lambda _: states.read(str(next(number))), checkpoint[STATES])
+    found = enumerate(checkpoint[KEY])
+    return checkpoint, [InFolder.of(_Files(folder, f"engine{at}"), each, topology) for at, each in found]
+
+
+# -- files -------------------------------------------------------------------------------------------------------------
 
 
 class _Files:
@@ -82,7 +153,7 @@ class _Files:
 
     def __init__(self, folder: Path, key: str) -> None:
         stored = FileSystemReader(folder).read_metadata().storage_data
-        self._folder, self._key = folder, key
+        self.folder, self._key = folder, key
         self._places = {index.fqn: place for index, place in stored.items()}
 
     def have(self, name: str) -> bool:
@@ -93,11 +164,11 @@ class _Files:
         """Return an entry."""
         if not self.have(name):
             raise ValueError(
-                f"{self._folder} has no {self._key}.{name}: give resume() the key under which the engine was saved, "
+                f"{self.folder} has no {self._key}.{name}: give resume() the key under which the engine was saved, "
                 f"as in torch.distributed.checkpoint.save({{key: engine}}, checkpoint_id=folder)."
             )
         place = self._places[f"{self._key}.{name}"]
-        with open(self._folder / place.relative_path, "rb") as file:
+        with open(self.folder / place.relative_path, "rb") as file:
             file.seek(place.offset)
             return torch.load(io.BytesIO(file.read(place.length)), map_location="cpu", weights_only=True)
 

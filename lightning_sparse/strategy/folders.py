@@ -24,11 +24,12 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint import FileSystemReader  # type: ignore[attr-defined]  # re-exported, unannounced
+from torch.distributed.checkpoint.api import CheckpointException
 
 from lightning_sparse.agree import all_agree
 from lightning_sparse.messages import said_if_long
 
-META = "meta.pt"  # by Lightning
+META = "meta.pt"  # Lightning's name
 
 
 @contextmanager
@@ -44,17 +45,17 @@ def whole_or_none(path: Path, device: torch.device) -> Iterator[Path]:
             as it was.
     """
     partial, rank = path.with_name(f".{path.name}.part"), dist.get_rank()
-    with _together(path, device):
+    with together(path, device):
         if rank == 0:
             if partial.exists():
                 shutil.rmtree(partial)
             partial.mkdir(parents=True)
-    with _together(path, device):
+    with together(path, device):
         if rank > 0:
             _see(partial)
-    with _together(path, device):
+    with together(path, device):
         yield partial
-    with _together(path, device):
+    with together(path, device):
         if rank == 0:
             _replace(path, partial)
 
@@ -76,12 +77,14 @@ def _see(made: Path) -> None:
 
 
 @contextmanager
-def _together(path: Path, device: torch.device) -> Iterator[None]:
+def together(path: Path, device: torch.device) -> Iterator[None]:
     """Leave when all ranks do; where one raises inside, all do."""
     error: Exception | None = None
     with said_if_long(f"writing {path}"):
         try:
             yield
+        except CheckpointException as raised:  # torch's, of the ranks that failed, is no Exception
+            error = RuntimeError(f"a rank could not write {path}, what stood there stays: {raised}")
         except Exception as raised:
             error = raised
         whole = all_agree(error is None, dist.all_reduce, device)

@@ -56,6 +56,7 @@ REFUSED_BY_UPDATES = {
 REFUSED_BY_ELASTIC = {
     **REFUSED_BY_UPDATES,
     "exchange": "nodes that come and go exchange the largest entries, exchange='sparse'",
+    "save_distributed_checkpoint": "the first node writes checkpoints, for nodes come and go",
 }
 
 

@@ -197,7 +197,10 @@ class Saves:
 
     def load(self, checkpoint: Mapping[str, Any], path: Any, rank: int) -> None:
         """Read this rank's side files, for engines that exist now or later."""
-        found = load(checkpoint, os.fspath(path), rank)
+        self.take(load(checkpoint, os.fspath(path), rank), path, rank)
+
+    def take(self, found: Sequence[Saved], path: Any, rank: int) -> None:
+        """Keep what a checkpoint has of this strategy's engines."""
         self.loaded = [each for each in found if each.kind == self._kind]
         other = next((each.kind for each in found if each.kind != self._kind), None)
         if other is not None and rank == 0:

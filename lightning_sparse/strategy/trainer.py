@@ -7,24 +7,27 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_sparse.engine import Engine
+from lightning_sparse.engine import Engine, State
 from lightning_sparse.fsdp import ShardedGradients, mesh_of, options_for, shard
 from lightning_sparse.gradients import HierConfig, HierState
 from lightning_sparse.gradients.config import DEFAULT_EPOCHS, DEFAULT_SHARE, Warmup
 from lightning_sparse.messages import said_if_long
-from lightning_sparse.sharding import parameters_of
+from lightning_sparse.sharding import Part, parameters_of, trained_by
+from lightning_sparse.strategy import distributed
 from lightning_sparse.strategy.adapter import (
     ELASTIC_KEY,
     Adapter,
@@ -33,6 +36,7 @@ from lightning_sparse.strategy.adapter import (
     ShardsAdapter,
     detached,
 )
+from lightning_sparse.strategy.folders import META, together
 from lightning_sparse.strategy.options import (
     OWN,
     OWN_OF_ELASTIC,
@@ -46,7 +50,7 @@ from lightning_sparse.strategy.options import (
     with_options_of,
 )
 from lightning_sparse.strategy.saves import KEY, check_loaded_by_all, remove_side_files
-from lightning_sparse.updates import LocalUpdates, UpdatesConfig
+from lightning_sparse.updates import LocalUpdates, UpdatesConfig, moments
 from lightning_sparse.updates.elastic import ElasticConfig, ElasticUpdates, Version
 from lightning_sparse.updates.moments import plain
 
@@ -89,6 +93,7 @@ if TYPE_CHECKING:
         def on_train_end(self) -> None: ...
         def lightning_module_state_dict(self) -> dict[str, Any]: ...
         def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None: ...
+        def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None: ...
 
 else:
     Host = object
@@ -219,15 +224,67 @@ class TrainerAdapter(Adapter, Host):
             remove_side_files(filepath)
 
 
+class ReplicasAdapter(TrainerAdapter):
+    """What the strategies that DDP is inside of do alike: a checkpoint may be a folder, which all ranks write."""
+
+    _pieces: Sequence[State] = ()  # of optimizers, until these are to be loaded
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        """One file, and what each rank alone knows beside it; or a folder of it all, by a collective of the world."""
+        if not self._save_distributed_checkpoint:
+            super().save_checkpoint(checkpoint, filepath, storage_options)
+            return
+        engines = self._saved_engines() if distributed.STATES in checkpoint else []
+        alike = dict(self.lightning_module.named_parameters(remove_duplicate=False))
+        with together(Path(filepath), self.root_device):  # or ranks would wait for one that has nothing to write
+            entries = self._own_entries(checkpoint) if engines else {}
+            pieces = distributed.split(checkpoint, engines, entries, alike)
+        checkpoint[KEY] = [self._saves.manifest_of(engine, index) for index, engine in enumerate(engines)]
+        with self._whole(filepath) as folder:
+            dcp.save(pieces, checkpoint_id=folder)  # type: ignore[attr-defined]  # re-exported, unannounced
+            if self.is_global_zero:
+                torch.save(checkpoint, folder / META)
+
+    def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """The main file, or what stands for it in a folder."""
+        self._pieces, folder = (), Path(self._main_path(checkpoint_path))
+        if not (folder / META).is_file():
+            return super().load_checkpoint(checkpoint_path, *args, **kwargs)
+        self._verify(folder)
+        checkpoint, found = distributed.joined(folder, self._place, *args, **kwargs)
+        self._saves.take(found, folder, self.global_rank)
+        if found and found[0].kind == LocalUpdates.kind:
+            self._pieces = found[0].optimizers(self._place)
+        return checkpoint
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """Load the states of the optimizers, from pieces of a node's devices if these are what was saved."""
+        if not self._pieces:
+            super().load_optimizer_state_dict(checkpoint)
+            return
+        engine, names = self.engine, {id(p): name for name, p in self.lightning_module.named_parameters()}
+        whole = [(each, [(p, Part(0, 0, p.numel())) for p in trained_by(each)]) for each in self.optimizers]
+        mine = engine.stepped() if isinstance(engine, LocalUpdates) else []
+        if not mine and any(hasattr(each, "consolidate_state_dict") for each in self.optimizers):
+            raise ValueError(
+                "this checkpoint has optimizer states in pieces of 'mstopk_local', which a step that ranks share "
+                "cannot take up: remove PTOCallback, or save one file there (save_distributed_checkpoint=False)."
+            )
+        moments.load(names, mine or whole, self._pieces)
+        self._pieces = ()
+
+
 # -- gradients ---------------------------------------------------------------------------------------------------------
 
 
-class MSTopKHierMixin(TrainerAdapter):
+class MSTopKHierMixin(ReplicasAdapter):
     """DDP whose gradients travel hierarchically, and between nodes only the largest of them.
 
     Args:
         node_name: the node that this process belongs to, by name, on every rank; default: the environment variable
             LIGHTNING_SPARSE_NODE, else the host (see lightning_sparse.topology).
+        save_distributed_checkpoint: True: a checkpoint is a folder, to which each rank writes a part of the weights and
+            what it alone knows; False: one file, which any strategy reads, and a file of each rank beside it.
         **kwargs: options of `HierConfig` (``density``, ``exchange``, ...), and DDPStrategy's and
             DistributedDataParallel's own. ``gradient_as_bucket_view`` is True unless given, and on GPUs
             ``bucket_cap_mb`` grows with the devices of a node.
@@ -237,9 +294,12 @@ class MSTopKHierMixin(TrainerAdapter):
     """
 
     @with_options_of(HierConfig, OWN)
-    def __init__(self, *, node_name: str | None = None, **kwargs: Any) -> None:
+    def __init__(
+        self, *, node_name: str | None = None, save_distributed_checkpoint: bool = False, **kwargs: Any
+    ) -> None:
         config = take(HierConfig, OWN, kwargs)
         check_options(type(self), kwargs)
+        self._together = self._save_distributed_checkpoint = save_distributed_checkpoint
         self._begin(config, node_name, HierState.kind)
         self._gradients = GradientEngines(config)
         self.engines = self._gradients.states
@@ -381,12 +441,14 @@ def _idle(module: Any, optimizers: Iterable[torch.optim.Optimizer]) -> str:
 # -- updates -----------------------------------------------------------------------------------------------------------
 
 
-class MSTopKLocalMixin(TrainerAdapter):
+class MSTopKLocalMixin(ReplicasAdapter):
     """DDP inside each node, with an optimizer of its own; between nodes travel the largest updates.
 
     Args:
         node_name: the node that this process belongs to, by name, on every rank; default: the environment variable
             LIGHTNING_SPARSE_NODE, else the host (see lightning_sparse.topology).
+        save_distributed_checkpoint: True: a checkpoint is a folder, to which each rank writes a part of the weights,
+            and what it alone knows of its optimizers and of updates; False: one file and a file of each rank beside it.
         **kwargs: options of `UpdatesConfig` (``density``, ``step_ahead``, ...), and DDPStrategy's and
             DistributedDataParallel's own. ``gradient_as_bucket_view`` is True unless given.
 
@@ -400,9 +462,13 @@ class MSTopKLocalMixin(TrainerAdapter):
     _refused: ClassVar[Mapping[str, str]] = REFUSED_BY_UPDATES
 
     @with_options_of(UpdatesConfig, OWN_OF_UPDATES)
-    def __init__(self, *, node_name: str | None = None, **kwargs: Any) -> None:
+    def __init__(
+        self, *, node_name: str | None = None, save_distributed_checkpoint: bool = False, **kwargs: Any
+    ) -> None:
         config = take(self._config, self._own, kwargs)
-        check_options(type(self), kwargs, self._own, self._refused)
+        folders = {"save_distributed_checkpoint": save_distributed_checkpoint or None}
+        check_options(type(self), {**kwargs, **folders}, self._own, self._refused)
+        self._together = self._save_distributed_checkpoint = save_distributed_checkpoint
         self._begin(config, node_name, self._engine.kind)
         super().__init__(**kwargs)  # spelt plainly: LightningCLI reads it to know which options a YAML file may give
 
@@ -441,6 +507,8 @@ class MSTopKLocalMixin(TrainerAdapter):
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
         """Return the state of this node's optimizer, on the first device of each node; all ranks call it."""
         inner = getattr(optimizer, "_optimizer", optimizer)  # of a LightningOptimizer
+        if self._save_distributed_checkpoint and self.updates is not None and self.updates.active:
+            return {}  # each device saves its pieces
         state = self._optimizer_state(inner)
         return super().optimizer_state(optimizer) if state is None else state
 

@@ -209,6 +209,10 @@ class LocalUpdates(Engine):
         """Its optimizers' state, too, which differs between nodes."""
         return {**super().device_state(), "optimizers": moments.state_of(self).split()}
 
+    def stepped(self) -> moments.Stepped:
+        """Return by optimizer the part of each parameter that this device steps."""
+        return [(one.optimizer, one.stepped()) for one in self.optimizers]
+
     def fits(self, manifest: Mapping[str, Any], state: State) -> bool:
         return self.active and checkpoint.fits(self, state)
 

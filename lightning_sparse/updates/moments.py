@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
 
 from lightning_sparse.engine import Piece, State, layout_of, read
 from lightning_sparse.sharding import Part, in_order_of, local_of, memory_of, memory_of_part
@@ -17,6 +18,9 @@ from lightning_sparse.sharding import Part, in_order_of, local_of, memory_of, me
 if TYPE_CHECKING:
     from lightning_sparse.updates.local import LocalUpdates
     from lightning_sparse.updates.optimizer import LocalOptimizer
+
+Stepped = Sequence[tuple[Optimizer, Sequence[tuple[Tensor, Part]]]]
+"""Of optimizers the part of each parameter that this device steps."""
 
 
 def state_of(updates: LocalUpdates) -> State:
@@ -56,27 +60,27 @@ def _own_part(value: Any, parameter: Tensor, part: Part) -> Tensor | None:
 
 
 @torch.no_grad()
-def load(updates: LocalUpdates, devices: Sequence[State]) -> None:
+def load(names: Mapping[int, str], stepped: Stepped, devices: Sequence[State]) -> None:
     """Go on with what the devices of one node had, whatever their number and their division of the step."""
     rest = dict(chain.from_iterable(each.own["rest"].items() for each in devices))
     quantities = dict.fromkeys(quantity for each in devices for quantity in each.pieces)
-    _load_options(updates, devices[0].own["groups"])
-    for one in updates.optimizers:
-        for parameter, part in one.stepped():
-            name = updates.names[id(parameter)]
+    _load_options([optimizer for optimizer, _ in stepped], devices[0].own["groups"])
+    for optimizer, parts in stepped:
+        for parameter, part in parts:
+            name = names[id(parameter)]
             found = dict(rest.get(name, {}))
             for quantity in quantities:
                 flat = _read(devices, quantity, name, part, parameter)
                 if flat is not None:
                     found[quantity] = _as_stepped(flat, parameter, part)
-            one.optimizer.state.pop(parameter, None)
+            optimizer.state.pop(parameter, None)
             if found:
-                one.optimizer.state[parameter] = _placed(found, one, parameter)
+                optimizer.state[parameter] = _placed(found, optimizer, parameter)
 
 
-def _load_options(updates: LocalUpdates, saved: Sequence[Sequence[Mapping[str, Any]]]) -> None:
+def _load_options(optimizers: Sequence[Optimizer], saved: Sequence[Sequence[Mapping[str, Any]]]) -> None:
     """Give groups the options that they had, learning rates among them, unless there are others now."""
-    groups = [one.optimizer.param_groups for one in updates.optimizers]
+    groups = [each.param_groups for each in optimizers]
     if list(map(len, groups)) != list(map(len, saved)):
         return
     for group, options in zip(chain.from_iterable(groups), chain.from_iterable(saved), strict=True):
@@ -106,9 +110,9 @@ def _as_stepped(flat: Tensor, parameter: Tensor, part: Part) -> Tensor:
     return whole
 
 
-def _placed(found: Mapping[str, Any], one: LocalOptimizer, parameter: Tensor) -> dict[str, Any]:
+def _placed(found: Mapping[str, Any], optimizer: Optimizer, parameter: Tensor) -> dict[str, Any]:
     """Counts of steps lie on the CPU, unless the optimizer runs without asking the host."""
-    group = next(each for each in one.optimizer.param_groups if any(p is parameter for p in each["params"]))
+    group = next(each for each in optimizer.param_groups if any(p is parameter for p in each["params"]))
     all_there = group.get("capturable") or group.get("fused")
 
     def place(value: Any) -> Any:

@@ -3,6 +3,8 @@ in which node."""
 
 import os
 from datetime import timedelta
+from types import SimpleNamespace
+from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -10,9 +12,10 @@ import torch
 import torch.distributed as dist
 import torch.testing._internal.distributed.fake_pg  # registers "fake"
 
+from lightning_sparse import topology as topology_module
 from lightning_sparse.exchange import CommunicationError
 from lightning_sparse.strategy import HierCommunicator
-from lightning_sparse.topology import NODE_VARIABLE, Topology, device_type, discover
+from lightning_sparse.topology import NODE_VARIABLE, Topology, device_type, discover, with_groups
 from tests.helpers.distributed import RanksFailed, RunRanks, run_ranks
 
 PLACEMENTS = {
@@ -163,3 +166,46 @@ def test_the_device_of_ranks_is_that_of_their_groups_backends(backend: str | Non
         assert discover(node_rank=0, local_rank=0).world_size == 1
     finally:
         dist.destroy_process_group()
+
+
+def groups_made(
+    monkeypatch: pytest.MonkeyPatch, backend: str, bound: bool, timeout: timedelta | None
+) -> dict[str, dict[str, Any]]:
+    """What torch is asked for, by the description of the groups."""
+    made: dict[str, dict[str, Any]] = {}
+
+    def record(*_: Any, **options: Any) -> None:
+        made[options["group_desc"].removeprefix("lightning_sparse: ")] = options
+
+    world = SimpleNamespace(bound_device_id=torch.device("cuda:0") if bound else None)
+    asked: dict[str, Any] = {"new_group": record, "split_group": record, "group": SimpleNamespace(WORLD=world)}
+    known = {"get_rank": 0, "get_world_size": 4, "get_backend": backend, "get_backend_config": backend}
+    answers = {name: lambda value=value: value for name, value in known.items()}
+    monkeypatch.setattr(topology_module, "dist", SimpleNamespace(**asked, **answers))
+    with_groups(((0, 1), (2, 3)), timeout=timeout)
+    return made
+
+
+@pytest.mark.skipif(not dist.is_nccl_available(), reason="torch without NCCL")
+@pytest.mark.parametrize("timeout", [None, timedelta(seconds=7)])
+@pytest.mark.parametrize("bound", [True, False])
+def test_nccl_takes_few_blocks_between_nodes(
+    bound: bool, timeout: timedelta | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("NCCL_MAX_CTAS", raising=False)
+    made = groups_made(monkeypatch, "nccl", bound, timeout)
+    options = made["between nodes"].pop("pg_options")
+    assert options.config.max_ctas == topology_module.MAX_CTAS == 4
+    assert options._timeout == (timeout or dist.constants.default_pg_nccl_timeout), "torch warns of another one"
+    assert made.keys() == {"inside the node", "between nodes", "inside the node, at the end"}
+    assert not any("pg_options" in each for each in made.values()), "inside a node NCCL takes what it needs"
+    assert [each["timeout"] for each in made.values()] == 3 * [timeout]
+
+
+@pytest.mark.parametrize("backend", ["gloo", "cpu:gloo,cuda:nccl", "undefined", "nccl"])
+def test_options_of_nccl_are_for_nccl_alone(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And the user's NCCL_MAX_CTAS holds."""
+    monkeypatch.setenv("NCCL_MAX_CTAS", "16" if backend == "nccl" else "")
+    made = groups_made(monkeypatch, backend, False, None)
+    assert len(made) >= 3
+    assert not any("pg_options" in each for each in made.values())

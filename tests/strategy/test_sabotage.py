@@ -25,6 +25,10 @@ MANY: dict[str, Any] = {"nodes": 2, "devices": 2, "timeout": 280}
 WAYS: dict[str, Any] = {
     "gradients": lambda **options: sparse(FLAVOUR, exchange="sparse", warmup_steps=0, **options),
     "updates": lambda **options: local(FLAVOUR, **options),
+    "gradients, a folder": lambda **options: sparse(
+        FLAVOUR, exchange="sparse", warmup_steps=0, save_distributed_checkpoint=True, **options
+    ),
+    "updates, a folder": lambda **options: local(FLAVOUR, save_distributed_checkpoint=True, **options),
     "shards, one file": lambda **options: fsdp(FLAVOUR, save_distributed_checkpoint=False, **options),
     "shards, a folder": lambda **options: fsdp(FLAVOUR, **options),
 }
@@ -46,7 +50,7 @@ def ends_with(folder: str, kill: Kill | None, way: str) -> Tensor:
 @pytest.mark.parametrize("way", ["updates", "shards, one file"])
 def test_killed_between_any_two_files_of_a_save(way: str, tmp_path: Path) -> None:
     """After the first three steps, in which DDP's buckets settle. Gradients are in test_killed.py, folders in
-    tests/fsdp/test_folders.py."""
+    test_folders.py and tests/fsdp/test_folders.py."""
     chance = random.Random(way)
     kills = [
         Kill(point, 0 if "main" in point else chance.randrange(1, 4), 2 * number + 3)
@@ -79,7 +83,7 @@ def test_a_damaged_byte_is_an_error_or_harmless(way: str, tmp_path: Path) -> Non
     for found in zip(*several, strict=True):
         assert "wrong weights" not in found
         assert len({each == "same" for each in found}) == 1, "all ranks go on, or none"
-    if way == "shards, a folder":  # whose files are nearly all checked
+    if "a folder" in way:  # whose files are nearly all checked
         errors = [each for found in several for each in found if each != "same"]
         assert all("is damaged" in each or "CheckpointException" in each for each in errors)
         assert len(errors) > 5 * len(several)
