@@ -24,6 +24,9 @@ class Dealt(Protocol):
     def deal(self, share: Share) -> None:
         """Draw in each epoch what ``share`` yields."""
 
+    def set_epoch(self, epoch: int) -> None:
+        """Draw from that epoch when iterated next."""
+
 
 @runtime_checkable
 class DealtLoader(Dealt, Protocol):
