@@ -14,6 +14,8 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from lightning_sparse.messages import log
+
 REMEMBERED = 64  # deals
 
 
@@ -136,3 +138,8 @@ class Deals:
                 yield turn[device]
                 turn = []
             place = mine + 1
+        if place == first and device == 0:
+            log.warning(
+                "no sample of epoch %d is left for this node: others, or the job before its checkpoint, drew them",
+                first // len(order),
+            )

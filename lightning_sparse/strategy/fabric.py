@@ -483,7 +483,8 @@ class MSTopKElasticFabricMixin(ElasticAdapter, MSTopKLocalFabricMixin):
             super().save_checkpoint(path, {**state, **version}, storage_options, filter)
 
     def load_checkpoint(self, path: Any, state: Any = None, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """Nodes that load the same file go on together.
+        """Nodes that load the same file go on together. Weights loaded without an optimizer begin a run of their own:
+        samples are dealt from the first on.
 
         Raises:
             ValueError: once the node has joined the others.
@@ -496,7 +497,8 @@ class MSTopKElasticFabricMixin(ElasticAdapter, MSTopKLocalFabricMixin):
         rest = super().load_checkpoint(path, state, *args, **kwargs)
         version = rest.pop(ELASTIC_KEY, None)
         if version is not None and any(isinstance(each, nn.Module) for each in (state or {}).values()):
-            self._loaded = Version(*version)
+            # weights alone begin with the first epoch, all of which is to be drawn
+            self._loaded = Version(*version) if _has_optimizer(state) else Version(*version)._replace(place=0)
         return rest
 
 

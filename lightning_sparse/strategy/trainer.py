@@ -563,9 +563,12 @@ class MSTopKElasticMixin(ElasticAdapter, MSTopKLocalMixin):
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
     def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """Weights, optimizer and progress; nodes that load the same file go on together."""
+        """Weights, optimizer and progress; nodes that load the same file go on together. A fit after an evaluation of
+        the file has its weights, and begins with the first sample."""
         checkpoint = super().load_checkpoint(checkpoint_path, *args, **kwargs)
         self._loaded = Version(*checkpoint[ELASTIC_KEY]) if ELASTIC_KEY in checkpoint else None
+        if self._loaded is not None and self.lightning_module.trainer.state.fn != "fit":
+            self._loaded = self._loaded._replace(place=0)
         return checkpoint
 
     def remove_checkpoint(self, filepath: Any) -> None:

@@ -208,6 +208,14 @@ def test_no_sample_is_drawn_twice_and_left_out_are_only_shares_of_nodes_that_are
     assert first - len(drawn) <= len(gone) * AHEAD * 40, "a few batches of each"
 
 
+def test_an_epoch_of_which_nothing_is_left_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    deals = Deals("a")
+    deals.begin(7)
+    deals.follow(["a"], [deals.say()])
+    assert [*deals.share(range(3), 3, device=0, devices=1)] == []
+    assert "no sample of epoch 1 is left for this node" in caplog.text
+
+
 def test_epochs_of_several_sizes_are_refused() -> None:
     deals = Deals("a")
     deals.follow(["a"], [deals.say()])
