@@ -383,6 +383,11 @@ class MSTopKElasticFabricMixin(ElasticAdapter, MSTopKLocalFabricMixin):
         super().__init__(node_name=node_name, **kwargs)
         self._progress: MutableMapping[str, Any] | None = None
 
+    def setup_environment(self) -> None:
+        """Find the node's devices, also for loaders that are set up before the node joins the others."""
+        super().setup_environment()
+        _ = self._place
+
     def setup_optimizer(self, optimizer: Any) -> Any:
         """Join the other nodes; its module is set up before. Every device of the node calls it.
 
