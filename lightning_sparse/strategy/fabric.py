@@ -483,7 +483,9 @@ class MSTopKElasticFabricMixin(ElasticAdapter, MSTopKLocalFabricMixin):
 
     def save_checkpoint(self, path: Any, state: Any, storage_options: Any = None, filter: Any = None) -> None:
         """The first node writes; after ``finish`` each does. All devices of the node call it, as ``fabric.save``."""
-        if self._writes:
+        if not self._writes:
+            return
+        with self.shared_weights():  # all that is saved is of one version
             version = {} if self.elastic is None else {ELASTIC_KEY: list(self.elastic.version)}
             super().save_checkpoint(path, {**state, **version}, storage_options, filter)
 
