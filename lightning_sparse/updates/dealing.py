@@ -70,7 +70,8 @@ class ElasticSampler(DistributedSampler[int]):
         if self._share is None:
             raise RuntimeError(
                 "ElasticSampler draws what nodes agree on, and is attached to none: train with "
-                "strategy='mstopk_elastic', or call deal(loader) of ElasticUpdates."
+                "strategy='mstopk_elastic', and in a loop call fabric.strategy.deal(loader), or deal(loader) of "
+                "ElasticUpdates, with the sampler as the DataLoader's sampler=."
             )
         generator = torch.Generator().manual_seed(self.seed + self.epoch)
         order = torch.randperm(self._size, generator=generator) if self.shuffle else torch.arange(self._size)

@@ -213,7 +213,15 @@ class ElasticUpdates(LocalUpdates):
 
         Args:
             batches: between two steps.
+
+        Raises:
+            ValueError: for another number of batches than a whole one, at least 1.
         """
+        if isinstance(batches, bool) or not isinstance(batches, int) or batches < 1:
+            raise ValueError(
+                f"batches={batches!r} must be a whole number of batches between two steps, at least 1: other nodes are "
+                f"told how far this one may draw."
+            )
         dealt = dealt_by(loader)
         if dealt is None:
             return
