@@ -495,11 +495,8 @@ class Quorum:
 
     @property
     def drawn(self) -> list[Drawn]:
-        """What members have drawn, first of one that has missed nothing: it knows a deal, unless all have just loaded
-        these weights from a checkpoint. What one has loaded with others does not count."""
-        known = [each for each in self.training if each.said.drawn.deal]
-        told = (each.said.drawn if each.said.drawn.deal or each in self.training else Drawn() for each in self.members)
-        return [(known or self.training)[0].said.drawn, *told]
+        """What members have drawn; not what one that joins others has loaded."""
+        return [each.said.drawn if each.said.drawn.deal or each in self.training else Drawn() for each in self.members]
 
     def is_too_small(self, min_nodes: int) -> bool:
         """Whether there is no round; what a node that leaves sends always counts."""
