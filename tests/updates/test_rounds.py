@@ -149,6 +149,7 @@ def test_a_node_that_finds_no_weights_begins_with_its_own_and_still_asks_in_case
 
 def test_what_a_node_of_another_version_says_is_read_as_far_as_it_is_known() -> None:
     assert _said({"token": "t", "colour": "red"}) == Said(token="t")
+    assert _said({"drawn": {"end": 3, "colour": "red"}}) == Said(drawn=Drawn(3))
     assert _said(None) == Said()
 
 
