@@ -130,7 +130,7 @@ class Rounds:
         observed_from: to those of now, while this device has others.
         wants, source: the name of the snapshot that this node asks for, and where it is; empty for none.
         history: tokens of the last rounds.
-        first: whether this node is the first one of the last quorum.
+        first: whether this node is the first of those in the last quorum that had missed nothing.
         deals: of samples.
     """
 
@@ -444,7 +444,7 @@ class Rounds:
     def _tell(self, quorum: Quorum) -> None:
         """Log who has come and gone."""
         names = tuple(each.name for each in quorum.contributors)
-        self.first = not names or names[0] == self.name
+        self.first = quorum.training[0].name == self.name  # also while it only observes, to write a checkpoint, say
         if self._devices.place > 0 or names == self._names or not names:
             return
         come, gone = (_shown(a - b) for a, b in ((set(names), set(self._names)), (set(self._names), set(names))))

@@ -19,7 +19,7 @@ from lightning_sparse.updates import ElasticSampler
 
 
 def member(name: str, token: str, number: int, **said: Any) -> Member:
-    return Member(name, "", Said(token, number, observes=False, **said))
+    return Member(name, "", Said(token, number, **{"observes": False, **said}))
 
 
 def names(members: list[Member]) -> list[str]:
@@ -128,6 +128,14 @@ def test_all_that_is_pending_is_kept_of_one_round_alone(rounds: Rounds) -> None:
     for number in range(3):
         count(rounds, str(number), str(number + 1), torch.full((4,), float(number)))
     assert len(rounds._ledger) == 1
+
+
+def test_a_node_that_only_observes_stays_the_first_one(rounds: Rounds) -> None:
+    """It may do so to write a checkpoint, which no other node is to write, too."""
+    for observes in (False, True):
+        here = member(rounds.name, "0", 0, observes=observes)
+        rounds._quorum_of([here, member("b:1", "0", 0)], Outcome())
+        assert rounds.first
 
 
 class Alone(Silent):
