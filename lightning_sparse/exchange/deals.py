@@ -14,6 +14,8 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from lightning_sparse.messages import log
+
 REMEMBERED = 64  # deals
 
 
@@ -24,25 +26,30 @@ class Drawn:
     Args:
         end: from this place on nobody draws before the next quorum, as far as the node knows.
         deal: the last one that it knows of, by name.
+        number: of that deal.
         reached: up to here nodes have drawn so far, as far as it knows.
+        ahead: samples that it may draw before the next quorum.
     """
 
     end: int = 0
     deal: str = ""
+    number: int = 0
     reached: int = 0
+    ahead: int = 0
 
 
 @dataclass(frozen=True)
 class Deal:
-    """Places of the line from ``begin`` on are dealt to these nodes, one by one."""
+    """Places of the line from ``begin`` on are dealt to these nodes, one by one. Deals are numbered."""
 
-    begin: int
-    names: tuple[str, ...]
+    begin: int = 0
+    names: tuple[str, ...] = ()
+    number: int = 0
 
     @property
     def name(self) -> str:
         """The same on all nodes."""
-        return hashlib.sha1(repr((self.begin, self.names)).encode()).hexdigest()[:16]
+        return hashlib.sha1(repr((self.begin, self.names, self.number)).encode()).hexdigest()[:16]
 
 
 class Deals:
@@ -70,27 +77,27 @@ class Deals:
     def say(self) -> Drawn:
         """Return what this node says with its next request."""
         if not self._deals:
-            return Drawn(self._heard, "", self.reached)
+            return Drawn(self._heard, reached=self.reached, ahead=self.ahead)
         now = max(self._end, self._deals[0].begin)
         holds = next(place for place, each in reversed(list(enumerate(self._deals))) if each.begin <= now)
         strides = [len(each.names) for each in self._deals[holds:]]
         # From one of its places to the next it is at most a stride; one more where the next is in a later deal.
         end = now + (self.ahead + len(strides) - 1) * max(strides)
         # also what a node may have drawn that is gone now
-        return Drawn(max(end, self._heard), self._deals[-1].name, max(self._end, self.reached))
+        last, reached = self._deals[-1], max(self._end, self.reached)
+        return Drawn(max(end, self._heard), last.name, last.number, reached, self.ahead)
 
     def follow(self, names: Sequence[str], said: Sequence[Drawn]) -> None:
-        """Deal anew if nodes have come or gone. All nodes of a quorum conclude the same.
-
-        Args:
-            said: of a node that has missed nothing, then of each.
-        """
-        last = self._deals[-1] if self._deals else Deal(0, ())
+        """Deal anew if nodes have come or gone. All nodes of a quorum conclude the same from what they said."""
+        last = self._deals[-1] if self._deals else Deal()
+        newest = max(said, key=lambda each: (each.number, each.deal))
         self._heard, self.reached = max(each.end for each in said), max(each.reached for each in said)
         if last.names == tuple(names) and {each.deal for each in said} == {last.name}:
             return
-        before = self._deals if said[0].deal == last.name else ()  # what was dealt while it was away
-        self._deals = (*before, Deal(self._heard, tuple(names)))[-REMEMBERED:]
+        before = self._deals if newest.deal == last.name else ()  # what was dealt while it was away
+        self._deals = (*before, Deal(self._heard, tuple(names), newest.number + 1))[-REMEMBERED:]
+        # who was away draws from this deal on, and could not say so
+        self._heard += len(names) * max((each.ahead for each in said if each.deal != newest.deal), default=0)
 
     def draw(self, place: int, end: int = sys.maxsize) -> int | None:
         """Return the first place from there on that is this node's, and before ``end``. Up to it, all counts as drawn.
@@ -136,3 +143,8 @@ class Deals:
                 yield turn[device]
                 turn = []
             place = mine + 1
+        if place == first and device == 0:
+            log.warning(
+                "no sample of epoch %d is left for this node: others, or the job before its checkpoint, drew them",
+                first // len(order),
+            )

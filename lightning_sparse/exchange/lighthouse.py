@@ -170,9 +170,13 @@ def _with_scheme(address: str) -> str:
 
 def _said(data: Any) -> Said:
     """Return what a node said; of one of another version what is known, for its facts differ."""
-    names = {each.name for each in fields(Said)}
-    said = Said(**{name: value for name, value in (data or {}).items() if name in names})
-    return replace(said, drawn=Drawn(**said.drawn)) if isinstance(said.drawn, dict) else said
+    said = Said(**_known(Said, data or {}))
+    return replace(said, drawn=Drawn(**_known(Drawn, said.drawn))) if isinstance(said.drawn, dict) else said
+
+
+def _known(of: type[Said | Drawn], told: Mapping[str, Any]) -> dict[str, Any]:
+    names = {each.name for each in fields(of)}
+    return {name: value for name, value in told.items() if name in names}
 
 
 def _connect(address: str) -> Any:

@@ -130,7 +130,7 @@ class Rounds:
         observed_from: to those of now, while this device has others.
         wants, source: the name of the snapshot that this node asks for, and where it is; empty for none.
         history: tokens of the last rounds.
-        first: whether this node is the first one of the last quorum.
+        first: whether this node is the first of those in the last quorum that had missed nothing.
         deals: of samples.
     """
 
@@ -444,7 +444,7 @@ class Rounds:
     def _tell(self, quorum: Quorum) -> None:
         """Log who has come and gone."""
         names = tuple(each.name for each in quorum.contributors)
-        self.first = not names or names[0] == self.name
+        self.first = quorum.training[0].name == self.name  # also while it only observes, to write a checkpoint, say
         if self._devices.place > 0 or names == self._names or not names:
             return
         come, gone = (_shown(a - b) for a, b in ((set(names), set(self._names)), (set(self._names), set(names))))
@@ -495,11 +495,8 @@ class Quorum:
 
     @property
     def drawn(self) -> list[Drawn]:
-        """What members have drawn, first of one that has missed nothing: it knows a deal, unless all have just loaded
-        these weights from a checkpoint. What one has loaded with others does not count."""
-        known = [each for each in self.training if each.said.drawn.deal]
-        told = (each.said.drawn if each.said.drawn.deal or each in self.training else Drawn() for each in self.members)
-        return [(known or self.training)[0].said.drawn, *told]
+        """What members have drawn; not what one that joins others has loaded."""
+        return [each.said.drawn if each.said.drawn.deal or each in self.training else Drawn() for each in self.members]
 
     def is_too_small(self, min_nodes: int) -> bool:
         """Whether there is no round; what a node that leaves sends always counts."""

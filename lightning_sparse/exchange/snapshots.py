@@ -48,6 +48,17 @@ class SnapshotServer:
         self._server.server_close()
 
 
+def is_safe(value: Any) -> bool:
+    """Whether a node that fetches this value accepts it."""
+    written = io.BytesIO()
+    try:
+        torch.save(value, written)
+        _loaded(written.getvalue())
+    except (RuntimeError, pickle.PicklingError, AttributeError, TypeError):  # pickle raises the latter two as well
+        return False
+    return True
+
+
 def fetch(address: str, name: str, timeout: float) -> Any:
     """Return the state that is offered under that name, once it is; None if it is not within the timeout, in seconds.
 

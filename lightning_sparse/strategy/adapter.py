@@ -7,7 +7,6 @@ methods into an engine's. Nothing here imports Lightning.
 from __future__ import annotations
 
 import gc
-import hashlib
 import logging
 import weakref
 from collections.abc import Iterable, Iterator
@@ -341,9 +340,9 @@ class ElasticAdapter(Adapter):
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
         """Each node draws all samples in an order of its own, and its devices share them."""
         kwargs: dict[str, Any] = super().distributed_sampler_kwargs  # type: ignore[misc]
-        if self.elastic is None:
+        if self._topology is None:  # nothing is trained
             return kwargs
-        return {**kwargs, "seed": int(hashlib.sha1(self.elastic.peers.name.encode()).hexdigest()[:8], 16)}
+        return {**kwargs, "seed": int(self._saves.run_id, 16)}
 
     def _new_updates(self, module: nn.Module, optimizers: list[Optimizer]) -> ElasticUpdates:
         version, self._loaded = self._loaded, None

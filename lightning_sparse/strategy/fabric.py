@@ -25,6 +25,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from lightning_sparse.exchange.snapshots import is_safe
 from lightning_sparse.fsdp import ShardedGradients, mesh_of, options_for, shard
 from lightning_sparse.gradients import HierConfig, HierState
 from lightning_sparse.messages import log, said_if_long
@@ -383,6 +384,11 @@ class MSTopKElasticFabricMixin(ElasticAdapter, MSTopKLocalFabricMixin):
         super().__init__(node_name=node_name, **kwargs)
         self._progress: MutableMapping[str, Any] | None = None
 
+    def setup_environment(self) -> None:
+        """Find the node's devices, also for loaders that are set up before the node joins the others."""
+        super().setup_environment()
+        _ = self._place
+
     def setup_optimizer(self, optimizer: Any) -> Any:
         """Join the other nodes; its module is set up before. Every device of the node calls it.
 
@@ -404,10 +410,17 @@ class MSTopKElasticFabricMixin(ElasticAdapter, MSTopKLocalFabricMixin):
                 schedulers; modules and optimizers in it are left out. Keep it up to date.
 
         Raises:
-            ValueError: before the optimizer is set up, or if the others share something else.
+            ValueError: before the optimizer is set up, for values of a type that nodes do not accept from one another,
+                or if the others share something else.
         """
         elastic = self._found()
         self._progress = state
+        for name, value in plain(self._told()).items():
+            if not is_safe(value):
+                raise ValueError(
+                    f"share() of {name}={value!r}: nodes that join accept tensors, plain values, and lists and dicts "
+                    f"of them. Share these, or an object whose state_dict() has no others."
+                )
         if elastic.taken is None:
             return
         taken, elastic.taken = elastic.taken["extra"] or {}, None
@@ -428,8 +441,17 @@ class MSTopKElasticFabricMixin(ElasticAdapter, MSTopKLocalFabricMixin):
 
         Args:
             batches: between two steps.
+
+        Raises:
+            ValueError: before the optimizer is set up, or for a loader that draws samples of its own.
         """
-        self._found().deal(loader, batches)
+        elastic = self._found()
+        if dealt_by(loader) is None:
+            raise ValueError(
+                f"deal() of a {type(loader).__name__} that draws samples of its own: give a DataLoader of torch with "
+                f"sampler=ElasticSampler(dataset), or leave deal() out, and each node draws all samples."
+            )
+        elastic.deal(loader, batches)
 
     def process_dataloader(self, dataloader: Any) -> Any:
         """Refuse one whose samples are dealt: Fabric numbers its epochs from 0 in each process."""
@@ -447,10 +469,23 @@ class MSTopKElasticFabricMixin(ElasticAdapter, MSTopKLocalFabricMixin):
         return self.elastic
 
     def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
-        """Give nodes that join what they ask for, and step."""
+        """Give nodes that join what they ask for, and step.
+
+        Raises:
+            ValueError: when this node has joined others, and has not taken what they share.
+        """
         if self.elastic is not None:
+            self._check_progress(self.elastic)
             self.elastic.serve(self._told)
         return super().optimizer_step(optimizer, **kwargs)
+
+    def _check_progress(self, elastic: ElasticUpdates) -> None:
+        taken, elastic.taken = elastic.taken, None
+        if taken is not None and taken["extra"]:
+            raise ValueError(
+                f"the other nodes share {sorted(taken['extra'])}, and this one would go on without: call "
+                f"fabric.strategy.share(state) after the optimizer is set up, on all nodes."
+            )
 
     def _told(self) -> dict[str, Any]:
         told = {}
@@ -478,12 +513,15 @@ class MSTopKElasticFabricMixin(ElasticAdapter, MSTopKLocalFabricMixin):
 
     def save_checkpoint(self, path: Any, state: Any, storage_options: Any = None, filter: Any = None) -> None:
         """The first node writes; after ``finish`` each does. All devices of the node call it, as ``fabric.save``."""
-        if self._writes:
+        if not self._writes:
+            return
+        with self.shared_weights():  # all that is saved is of one version
             version = {} if self.elastic is None else {ELASTIC_KEY: list(self.elastic.version)}
             super().save_checkpoint(path, {**state, **version}, storage_options, filter)
 
     def load_checkpoint(self, path: Any, state: Any = None, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """Nodes that load the same file go on together.
+        """Nodes that load the same file go on together. Weights loaded without an optimizer begin a run of their own:
+        samples are dealt from the first on.
 
         Raises:
             ValueError: once the node has joined the others.
@@ -496,7 +534,8 @@ class MSTopKElasticFabricMixin(ElasticAdapter, MSTopKLocalFabricMixin):
         rest = super().load_checkpoint(path, state, *args, **kwargs)
         version = rest.pop(ELASTIC_KEY, None)
         if version is not None and any(isinstance(each, nn.Module) for each in (state or {}).values()):
-            self._loaded = Version(*version)
+            # weights alone begin with the first epoch, all of which is to be drawn
+            self._loaded = Version(*version) if _has_optimizer(state) else Version(*version)._replace(place=0)
         return rest
 
 

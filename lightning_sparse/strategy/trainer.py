@@ -51,6 +51,7 @@ from lightning_sparse.strategy.options import (
 )
 from lightning_sparse.strategy.saves import KEY, check_loaded_by_all, remove_side_files
 from lightning_sparse.updates import LocalUpdates, UpdatesConfig, moments
+from lightning_sparse.updates.dealing import dealt_by
 from lightning_sparse.updates.elastic import ElasticConfig, ElasticUpdates, Version
 from lightning_sparse.updates.moments import plain
 
@@ -566,7 +567,23 @@ class MSTopKElasticMixin(ElasticAdapter, MSTopKLocalMixin):
         """Deal samples to the nodes that are there, if the loader can."""
         if self.elastic is not None:
             self.elastic.deal(dataloader, _most_accumulated(self.lightning_module.trainer))
+            self._tell_epoch(dataloader)  # before Lightning does, which fetches a batch before that
         return super().process_dataloader(dataloader)
+
+    def on_train_start(self) -> None:
+        """Draw from the epoch that is trained. Where a run resumes, Lightning trains on what it has begun to fetch, and
+        takes up the next epoch only then if a checkpoint was saved after the last batch of one."""
+        super().on_train_start()
+        loop = self.lightning_module.trainer.fit_loop
+        if any([self._tell_epoch(each) for each in loop._combined_loader.flattened]):
+            iter(loop._data_fetcher)
+
+    def _tell_epoch(self, dataloader: Any) -> bool:
+        """Tell a loader whose samples are dealt which epoch is trained; False for others."""
+        dealt = dealt_by(dataloader)
+        if dealt is not None:
+            dealt.set_epoch(self.lightning_module.trainer.fit_loop.epoch_progress.current.processed)
+        return dealt is not None
 
     def _new_updates(self, module: nn.Module, optimizers: list[torch.optim.Optimizer]) -> ElasticUpdates:
         updates = super()._new_updates(module, optimizers)
@@ -614,9 +631,12 @@ class MSTopKElasticMixin(ElasticAdapter, MSTopKLocalMixin):
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
     def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """Weights, optimizer and progress; nodes that load the same file go on together."""
+        """Weights, optimizer and progress; nodes that load the same file go on together. A fit after an evaluation of
+        the file has its weights, and begins with the first sample."""
         checkpoint = super().load_checkpoint(checkpoint_path, *args, **kwargs)
         self._loaded = Version(*checkpoint[ELASTIC_KEY]) if ELASTIC_KEY in checkpoint else None
+        if self._loaded is not None and self.lightning_module.trainer.state.fn != "fit":
+            self._loaded = self._loaded._replace(place=0)
         return checkpoint
 
     def remove_checkpoint(self, filepath: Any) -> None:

@@ -24,6 +24,9 @@ class Dealt(Protocol):
     def deal(self, share: Share) -> None:
         """Draw in each epoch what ``share`` yields."""
 
+    def set_epoch(self, epoch: int) -> None:
+        """Draw from that epoch when iterated next."""
+
 
 @runtime_checkable
 class DealtLoader(Dealt, Protocol):
@@ -67,7 +70,8 @@ class ElasticSampler(DistributedSampler[int]):
         if self._share is None:
             raise RuntimeError(
                 "ElasticSampler draws what nodes agree on, and is attached to none: train with "
-                "strategy='mstopk_elastic', or call deal(loader) of ElasticUpdates."
+                "strategy='mstopk_elastic', and in a loop call fabric.strategy.deal(loader), or deal(loader) of "
+                "ElasticUpdates, with the sampler as the DataLoader's sampler=."
             )
         generator = torch.Generator().manual_seed(self.seed + self.epoch)
         order = torch.randperm(self._size, generator=generator) if self.shuffle else torch.arange(self._size)

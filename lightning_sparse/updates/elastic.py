@@ -138,18 +138,13 @@ class ElasticUpdates(LocalUpdates):
     ) -> None:
         optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
         _check(optimizers, topology)
-        names = {id(p): each for each, p in module.named_parameters()}
-        facts = facts_of(module, names, optimizers, config)
-        facts = {name: value for name, value in facts.items() if name not in ("lighthouse", "timeout")}
-        facts |= {"lightning_sparse": __version__, "optimizer": type(optimizers[0]).__name__}
-        facts |= {"devices": topology.world_size}
         self._devices = _own_group(topology)
         lighthouse = _connect(self._devices, config, name)
         self._server = SnapshotServer(lighthouse.host) if lighthouse is not None else None
         self.peers = Rounds(
             lighthouse,
             self._devices,
-            facts,
+            _facts(module, optimizers, config, topology),
             min_nodes=config.min_nodes,
             timeout=config.timeout,
             server=self._server.address if self._server is not None else "",
@@ -218,7 +213,15 @@ class ElasticUpdates(LocalUpdates):
 
         Args:
             batches: between two steps.
+
+        Raises:
+            ValueError: for another number of batches than a whole one, at least 1.
         """
+        if isinstance(batches, bool) or not isinstance(batches, int) or batches < 1:
+            raise ValueError(
+                f"batches={batches!r} must be a whole number of batches between two steps, at least 1: other nodes are "
+                f"told how far this one may draw."
+            )
         dealt = dealt_by(loader)
         if dealt is None:
             return
@@ -650,6 +653,17 @@ def _connect(devices: Group, config: ElasticConfig, name: str) -> Lighthouse | N
 
     from_first(devices, connect)
     return found[0] if found else None
+
+
+def _facts(
+    module: nn.Module, optimizers: Sequence[Optimizer], config: ElasticConfig, topology: Topology
+) -> dict[str, Any]:
+    """What must be the same on all nodes."""
+    names = {id(p): each for each, p in module.named_parameters()}
+    facts = facts_of(module, names, optimizers, config)
+    facts = {name: value for name, value in facts.items() if name not in ("lighthouse", "timeout")}
+    facts |= {"lightning_sparse": __version__, "optimizer": type(optimizers[0]).__name__}
+    return {**facts, "devices": topology.world_size}
 
 
 def _check(optimizers: Sequence[Optimizer], topology: Topology) -> None:

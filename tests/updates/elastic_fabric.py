@@ -71,6 +71,53 @@ def main(name: str, lighthouse: str, options: dict[str, Any]) -> None:
     print(json.dumps({"ends": state["step"]}), flush=True)
 
 
+def alone(name: str, lighthouse: str, options: dict[str, Any]) -> None:
+    """Two runs of one node: the second takes the weights of the first, and what only a loop can get wrong is told."""
+    path, seeds = Path(options["folder"]) / "last.ckpt", []
+    data = TensorDataset(torch.randn(64, 16), torch.arange(64))
+    for run in range(2):
+        strategy = MSTopKElasticStrategy(lighthouse=lighthouse, node_name=name)
+        fabric: Any = Fabric(accelerator="cpu", devices=1, strategy=strategy)
+        fabric.launch()
+        seeds.append(fabric.setup_dataloaders(DataLoader(data, shuffle=True))._dataloader.sampler.seed)
+        net, other = net_of(), net_of()
+        model, other = fabric.setup_module(net), fabric.setup_module(other)
+        if run:
+            fabric.load(path, {"model": model}, strict=False)
+        optimizer = fabric.setup_optimizers(torch.optim.AdamW(net.parameters()))
+        loader = DataLoader(data, batch_size=8, sampler=ElasticSampler(data))
+        strategy.deal(loader)
+        drawn: list[int] = []
+        for inputs, samples in loader:
+            drawn += samples.tolist()
+            fabric.backward(model(inputs).square().mean())
+            optimizer.step()
+        shown: list[bool] = []
+        filters = dict.fromkeys(
+            ("model", "other"), lambda *_, shown=shown, of=strategy: shown.append(of.elastic._shown)
+        )
+        fabric.save(path.with_name("filtered.ckpt"), {"model": model, "other": other}, filter=filters)
+        fabric.save(path, {"model": model, "optimizer": optimizer})
+        refused = [
+            refusal(strategy.deal, DataLoader(data, shuffle=True)),
+            refusal(strategy.deal, loader, 0),
+            refusal(strategy.share, {"epoch": 0, "folder": path}),
+        ]
+        strategy.elastic.taken = {"extra": {"epoch": 3}}  # as if it had joined others
+        refused.append(refusal(optimizer.step))
+        strategy.finish()
+        print(json.dumps({"drawn": drawn, "shown": shown, "refused": refused}), flush=True)
+    print(json.dumps({"seeds": seeds}), flush=True)
+
+
+def refusal(call: Any, *arguments: Any) -> str:
+    try:
+        call(*arguments)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
 def seen(strategy: Any, net: nn.Module) -> dict[str, Any]:
     token, number, _ = strategy.elastic.version
     with strategy.shared_weights():

@@ -96,7 +96,7 @@ def report(trainer: Any, **more: Any) -> None:
 
 def main(name: str, lighthouse: str, options: dict[str, Any]) -> None:
     steps, pause, folder = options.pop("steps", -1), options.pop("pause", 0.02), options.pop("folder")
-    epochs, devices = options.pop("epochs", -1), options.pop("devices", 1)
+    epochs, devices, every = options.pop("epochs", -1), options.pop("devices", 1), options.pop("every", 10)
     tokens = options.pop("tokens", None)
     module = Toy(options.pop("validation", 0.0)) if tokens is None else Reader()
     os.environ.update(options.pop("env", {}))
@@ -120,7 +120,7 @@ def main(name: str, lighthouse: str, options: dict[str, Any]) -> None:
         callbacks=[
             Report(pause),
             CommStatsCallback(),
-            pl.callbacks.ModelCheckpoint(checkpoints, save_last=True, every_n_train_steps=10, save_top_k=1),
+            pl.callbacks.ModelCheckpoint(checkpoints, save_last=True, every_n_train_steps=every, save_top_k=1),
         ],
     )
     given: dict[str, Any] = {"ckpt_path": str(saved) if saved.exists() else None}

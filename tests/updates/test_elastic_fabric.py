@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader
 from lightning_sparse.flavours.lightning_fabric import MSTopKElasticStrategy
 from lightning_sparse.updates import ElasticSampler
 from tests.helpers.nodes import Nodes, nodes_of
-from tests.updates.elastic_fabric import main
+from tests.updates.elastic_fabric import alone, main
 from tests.updates.test_elastic import of, tokens_of
 from tests.updates.test_elastic_trainer import drawn_in
 
@@ -97,6 +97,40 @@ def test_loops_of_two_devices(nodes: Nodes, tmp_path: Path) -> None:
     nodes.wait_for("a0", lambda report: report.get("nodes") == 1 and report["epoch"] > begun["epoch"] + 1)
     tokens = tokens_of(nodes, ("a0", "b0"))
     assert set(tokens["a0"]) & set(tokens["b0"])
+
+
+@pytest.fixture(scope="module")
+def two_runs(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    with nodes_of(alone) as nodes:
+        nodes.start("a", folder=str(tmp_path_factory.mktemp("runs")))
+        assert nodes.join("a") == 0, nodes.output("a")
+        return nodes.reports("a")
+
+
+def test_a_run_that_loads_weights_alone_draws_all_samples(two_runs: list[dict[str, Any]]) -> None:
+    for run in two_runs[:2]:
+        assert sorted(run["drawn"]) == list(range(64))
+
+
+def test_all_modules_are_saved_as_of_one_round(two_runs: list[dict[str, Any]]) -> None:
+    assert all(two_runs[0]["shown"])
+    assert two_runs[0]["shown"]
+
+
+def test_loaders_that_are_set_up_before_a_node_joins_have_an_order_of_its_own(two_runs: list[dict[str, Any]]) -> None:
+    first, second = two_runs[2]["seeds"]
+    assert first != second
+
+
+def test_what_a_loop_deals_and_shares_wrongly_is_refused(two_runs: list[dict[str, Any]]) -> None:
+    rules = [
+        "deal() of a DataLoader that draws samples of its own: give a DataLoader of torch with sampler=ElasticSampler",
+        "batches=0 must be a whole number of batches between two steps",
+        "share() of folder=PosixPath",
+        "the other nodes share ['epoch'], and this one would go on without: call fabric.strategy.share(state)",
+    ]
+    for refused, rule in zip(two_runs[0]["refused"], rules, strict=True):
+        assert refused.startswith(rule)
 
 
 def test_what_a_loop_does_in_the_wrong_order_is_refused(tmp_path: Path) -> None:

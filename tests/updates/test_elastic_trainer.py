@@ -48,10 +48,15 @@ def test_a_trainer_that_joins_goes_on_where_the_others_are(nodes: Nodes, tmp_pat
 
 
 @pytest.mark.slow
-def test_a_job_that_was_stopped_resumes_on_another_number_of_nodes(nodes: Nodes, tmp_path: Path) -> None:
-    options: dict[str, Any] = {"timeout": 5, "density": 0.1, "folder": str(tmp_path), "deal": True}
+@pytest.mark.parametrize(
+    ("step", "every"), [(25, 10), (95, 10), (70, 64)], ids=["first epoch", "second epoch", "saved after the last batch"]
+)
+def test_a_job_that_was_stopped_resumes_on_another_number_of_nodes(
+    nodes: Nodes, tmp_path: Path, step: int, every: int
+) -> None:
+    options: dict[str, Any] = {"timeout": 5, "density": 0.1, "folder": str(tmp_path), "deal": True, "every": every}
     nodes.start("a", **options)
-    nodes.wait_for("a", lambda report: report.get("step", 0) > 25)
+    nodes.wait_for("a", lambda report: report.get("step", 0) > step)
     nodes.kill("a")
     saved, before = torch.load(tmp_path / "last.ckpt", weights_only=False), nodes.reports("a")
     for name in "ab":
@@ -65,6 +70,8 @@ def test_a_job_that_was_stopped_resumes_on_another_number_of_nodes(nodes: Nodes,
     after = drawn_in(saved["epoch"], [*nodes.reports("a")[len(before) :], *nodes.reports("b")])
     assert len({*trained, *after}) == len(trained) + len(after), "the rest of the epoch, and nothing twice"
     assert len(trained) + len(after) >= 2048 - 3 * 32, "but for what was drawn, and not trained, when it was saved"
+    following = drawn_in(saved["epoch"] + 1, [*nodes.reports("a")[len(before) :], *nodes.reports("b")])
+    assert len(set(following)) == len(following) >= 2048 - 3 * 32, "but for what is drawn last"
 
 
 @pytest.mark.slow
