@@ -1,6 +1,6 @@
 """What do a save and a restore cost: seconds, memory of a rank beyond training, and bytes an element on disk?
 
-    python -m benchmarks.exchange.checkpoints OUT --parameters 100e6
+    python -m benchmarks.exchange.checkpoints OUT --parameters 100e6 [--folder]
 
 Trains a linear model with AdamW for two steps on 2x2 ranks over Gloo, saves through Lightning's Trainer, and resumes on
 the clusters given. Bytes are those of the checkpoint and its side files together, which hold an optimizer's state for
@@ -19,13 +19,14 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-import lightning_sparse  # noqa: F401  # registers the strategies
 from benchmarks.processes import on_clusters, slowest
 from benchmarks.record import Rows, parser_of, surroundings, write
+from lightning_sparse.flavours.pytorch_lightning import MSTopKFSDPStrategy, MSTopKHierStrategy, MSTopKLocalStrategy
 from lightning_sparse.topology import Topology
 
 SIDE = 5000
 CHECKPOINT = "saved.ckpt"
+STRATEGIES = {"mstopk_hier": MSTopKHierStrategy, "mstopk_local": MSTopKLocalStrategy, "mstopk_fsdp": MSTopKFSDPStrategy}
 
 
 # -- on each rank ------------------------------------------------------------------------------------------------------
@@ -57,7 +58,14 @@ class Clock(pl.Callback):
 
 
 def measure(
-    topology: Topology, device: torch.device, _: float | None, folder: Path, layers: int, strategy: str, restores: bool
+    topology: Topology,
+    device: torch.device,
+    _: float | None,
+    folder: Path,
+    layers: int,
+    strategy: str,
+    distributed: bool,
+    restores: bool,
 ) -> Rows:
     """One save or restore: the slowest rank's seconds and the largest rank's memory beyond training. A collective."""
     clock, checkpoint = Clock(), folder / CHECKPOINT
@@ -66,7 +74,7 @@ def measure(
         accelerator="cpu",
         devices=topology.num_devices,
         num_nodes=topology.num_nodes,
-        strategy=strategy,
+        strategy=STRATEGIES[strategy](save_distributed_checkpoint=distributed),
         max_steps=4 if restores else 2,
         callbacks=[clock],
         logger=False,
@@ -103,17 +111,24 @@ def bytes_in(folder: Path) -> int:
 def main() -> None:
     parser = parser_of(__doc__)
     parser.add_argument("--parameters", type=float, default=100e6, metavar="N")
-    parser.add_argument("--strategy", default="mstopk_local")
+    parser.add_argument("--strategy", default="mstopk_local", choices=list(STRATEGIES))
+    parser.add_argument("--folder", action="store_true", help="a folder that all ranks write")
     parser.add_argument("--clusters", nargs="+", default=["2x2", "4x1"], metavar="MxL", help="to restore on")
     options = parser.parse_args()
     layers = max(1, round(options.parameters / SIDE**2))
     folder = (options.out / "files").resolve()
     folder.mkdir(parents=True, exist_ok=True)
-    given = folder, layers, options.strategy
+    given = folder, layers, options.strategy, options.folder
     rows: list[dict[str, Any]] = on_clusters(measure, *given, False, clusters=["2x2"]) or []
     rows[0]["bytes_per_element"] = bytes_in(folder) / (layers * SIDE**2)
     rows += on_clusters(measure, *given, True, clusters=options.clusters) or []
-    record = {**surroundings(), "parameters": layers * SIDE**2, "strategy": options.strategy, "rows": rows}
+    record = {
+        **surroundings(),
+        "parameters": layers * SIDE**2,
+        "strategy": options.strategy,
+        "folder": options.folder,
+        "rows": rows,
+    }
     lines = ["| | seconds | MB of a rank beyond training | bytes an element |", "|---|---|---|---|"]
     for row in rows:
         size = f"{row['bytes_per_element']:.2f}" if "bytes_per_element" in row else ""
