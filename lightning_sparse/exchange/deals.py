@@ -69,6 +69,7 @@ class Deals:
         self._size = 0  # of an epoch
         self._heard = 0  # from here on no node of the last quorum draws before the next one
         self._end = self.ahead = self.reached = 0
+        self._told, self._warned = 0, False  # from here on the node draws nothing before the next quorum
 
     def begin(self, place: int) -> None:
         """Go on where a checkpoint was saved."""
@@ -85,7 +86,8 @@ class Deals:
         end = now + (self.ahead + len(strides) - 1) * max(strides)
         # also what a node may have drawn that is gone now
         last, reached = self._deals[-1], max(self._end, self.reached)
-        return Drawn(max(end, self._heard), last.name, last.number, reached, self.ahead)
+        self._told = max(end, self._heard)
+        return Drawn(self._told, last.name, last.number, reached, self.ahead)
 
     def follow(self, names: Sequence[str], said: Sequence[Drawn]) -> None:
         """Deal anew if nodes have come or gone. All nodes of a quorum conclude the same from what they said."""
@@ -98,6 +100,7 @@ class Deals:
         self._deals = (*before, Deal(self._heard, tuple(names), newest.number + 1))[-REMEMBERED:]
         # who was away draws from this deal on, and could not say so
         self._heard += len(names) * max((each.ahead for each in said if each.deal != newest.deal), default=0)
+        self._told = max(self._told, self._heard, self._deals[-1].begin + len(names) * self.ahead)
 
     def draw(self, place: int, end: int = sys.maxsize) -> int | None:
         """Return the first place from there on that is this node's, and before ``end``. Up to it, all counts as drawn.
@@ -112,11 +115,21 @@ class Deals:
                 if self._node in deal.names:
                     mine = place + (deal.names.index(self._node) + deal.begin - place) % len(deal.names)
                     if mine < until:
-                        self._end = max(self._end, mine + 1)
+                        self._take(mine)
                         return mine
                 break
             place = until
         return None
+
+    def _take(self, mine: int) -> None:
+        self._end = max(self._end, mine + 1)
+        if mine >= self._told and not self._warned:
+            self._warned = True
+            log.warning(
+                "this node has drawn more samples since it last met the others than it had told them: where nodes come "
+                "or go, some may be drawn twice. In a loop, tell deal(loader, batches=...) how many batches lie "
+                "between two steps"
+            )
 
     def share(self, order: Sequence[int], first: int, device: int, devices: int) -> Iterator[int]:
         """Yield the samples of an epoch that are dealt to a device of this node. Its devices step together, so each of

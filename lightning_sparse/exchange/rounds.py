@@ -443,16 +443,14 @@ class Rounds:
 
     def _tell(self, quorum: Quorum) -> None:
         """Log who has come and gone."""
-        names = tuple(each.name for each in quorum.contributors)
+        names = tuple(each.name for each in quorum.training)  # also one that validates
         self.first = quorum.training[0].name == self.name  # also while it only observes, to write a checkpoint, say
-        if self._devices.place > 0 or names == self._names or not names:
+        if self._devices.place > 0 or names == self._names:
             return
         come, gone = (_shown(a - b) for a, b in ((set(names), set(self._names)), (set(self._names), set(names))))
         said = [f"{come} joined"] * bool(come and self._names) + [f"{gone} left"] * bool(gone)
         self._names = names
-        log.info(
-            "round %d: %s", quorum.number + 1, "; ".join([*said, f"{len(names)} node(s) exchange: {_shown(names)}"])
-        )
+        log.info("round %d: %s", quorum.number + 1, "; ".join([*said, f"{len(names)} node(s) train: {_shown(names)}"]))
 
 
 def from_first(devices: Group, ask: Callable[[], Any]) -> Any:

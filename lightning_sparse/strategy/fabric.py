@@ -410,10 +410,12 @@ class MSTopKElasticFabricMixin(ElasticAdapter, MSTopKLocalFabricMixin):
                 schedulers; modules and optimizers in it are left out. Keep it up to date.
 
         Raises:
-            ValueError: before the optimizer is set up, for values of a type that nodes do not accept from one another,
-                or if the others share something else.
+            ValueError: before the optimizer is set up, for other than a dict, for values of a type that nodes do not
+                accept from one another, or if the others share something else.
         """
         elastic = self._found()
+        if not isinstance(state, MutableMapping):
+            raise ValueError(f"share({state!r}): give a dict of what nodes that join are to have, by name.")
         self._progress = state
         for name, value in plain(self._told()).items():
             if not is_safe(value):

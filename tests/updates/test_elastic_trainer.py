@@ -103,6 +103,7 @@ def test_samples_are_dealt_to_the_nodes_that_are_there(nodes: Nodes, tmp_path: P
         nodes.wait_for(name, lambda report: report.get("epoch", 0) > begun + 1)
         nodes.send(name, signal.SIGTERM)
     assert [nodes.join(name) for name in "ab"] == [0, 0]
+    assert "has drawn more samples" not in nodes.output("a") + nodes.output("b")
     reports = [*nodes.reports("a"), *nodes.reports("b")]
     for epoch in range(max(each.get("epoch", 0) for each in reports) + 1):
         drawn = drawn_in(epoch, reports)

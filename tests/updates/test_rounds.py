@@ -214,6 +214,7 @@ def test_no_sample_is_drawn_twice_and_left_out_are_only_shares_of_nodes_that_are
             nodes[f"{number}"] = Node(f"{number}")
     quorum(nodes, generator)
     first = min(node.place for node in nodes.values())
+    assert not any(node.deals._warned for node in nodes.values())
     counts = Counter(place for node in (*nodes.values(), *gone) for place in node.drawn)
     assert max(counts.values(), default=1) == 1
     drawn = {place for node in (*nodes.values(), *gone) for place in node.drawn if place < first}
@@ -226,6 +227,18 @@ def test_an_epoch_of_which_nothing_is_left_is_told(caplog: pytest.LogCaptureFixt
     deals.follow(["a"], [deals.say()])
     assert [*deals.share(range(3), 3, device=0, devices=1)] == []
     assert "no sample of epoch 1 is left for this node" in caplog.text
+
+
+def test_a_node_that_draws_more_than_it_has_told_says_so_once(caplog: pytest.LogCaptureFixture) -> None:
+    node = Node("a")
+    quorum({"a": node}, random.Random(0))
+    node.deals.say()
+    node.draw(AHEAD)
+    assert not caplog.messages
+    node.draw(2)
+    assert [each.partition(":")[0] for each in caplog.messages] == [
+        "this node has drawn more samples since it last met the others than it had told them"
+    ]
 
 
 def test_epochs_of_several_sizes_are_refused() -> None:
