@@ -103,7 +103,7 @@ def test_loops_of_two_devices(nodes: Nodes, tmp_path: Path) -> None:
 def two_runs(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     with nodes_of(alone) as nodes:
         nodes.start("a", folder=str(tmp_path_factory.mktemp("runs")))
-        assert nodes.join("a") == 0, nodes.output("a")
+        assert nodes.join("a", timeout=100) == 0, nodes.output("a")
         return nodes.reports("a")
 
 
