@@ -14,7 +14,8 @@ which ``load`` does not look.
 A Trainer's checkpoint has the engine as "engine0", without its manifest, and besides:
 
     state_dict.layers.0.weight                               the global weights; torch spreads them over all ranks
-    optimizer_states.0                                       in the same way, tensors of states that all ranks share
+    optimizer_states.0.0                                     in the same way, tensors of states that all ranks share,
+                                                             by optimizer, of some of which one rank has the state
     meta.pt                                                  the rest, with tensors on the device "meta" for those
 """
 
@@ -35,6 +36,7 @@ from torch.distributed.checkpoint import FileSystemReader  # type: ignore[attr-d
 
 from lightning_sparse.engine import Engine, State
 from lightning_sparse.internals import tree_leaves, tree_map_only
+from lightning_sparse.strategy.adapter import with_tensors
 from lightning_sparse.strategy.folders import META, verify
 from lightning_sparse.strategy.saves import KEY, Saved, restore
 from lightning_sparse.topology import Topology, device_type
@@ -111,15 +113,18 @@ def split(
         alike: names of weights that are the same on all ranks; of the others those of rank 0 are saved.
     """
     place = f"rank{dist.get_rank()}"
-    states = (each for each in tree_leaves(checkpoint.get(STATES)) if isinstance(each, Tensor))
-    pieces: dict[str, Any] = {f"{STATES}.{number}": each for number, each in enumerate(states)}
+    pieces: dict[str, Any] = {}
+    for at, state in enumerate(checkpoint.get(STATES, ())):
+        tensors = (each for each in tree_leaves(state) if isinstance(each, Tensor))
+        pieces |= {f"{STATES}.{at}.{number}": each for number, each in enumerate(tensors)}
     for name, each in checkpoint[WEIGHTS].items():
         if isinstance(each, Tensor) and (place == "rank0" or name in alike):
             pieces[f"{WEIGHTS}.{name}"] = each
     for at, engine in enumerate(engines):
         pieces[f"engine{at}"] = {place: {**engine.device_state(), "entries": (entries,)}}
-    for name in {WEIGHTS, STATES} & checkpoint.keys():
-        checkpoint[name] = tree_map_only(Tensor, lambda tensor: tensor.to("meta"), checkpoint[name])
+    checkpoint[WEIGHTS] = with_tensors(checkpoint[WEIGHTS], lambda _, tensor: tensor.to("meta"))
+    if STATES in checkpoint:
+        checkpoint[STATES] = tree_map_only(Tensor, lambda tensor: tensor.to("meta"), checkpoint[STATES])
     return pieces
 
 
@@ -135,14 +140,18 @@ def joined(folder: Path, topology: Topology, **options: Any) -> tuple[dict[str, 
             f"{folder} was written by a strategy of FSDP2, and this one reads folders of 'mstopk_hier' and "
             f"'mstopk_local': resume with the other one, and save a file for this one (save_distributed_checkpoint)."
         )
-    weights, states, number = _Files(folder, WEIGHTS), _Files(folder, STATES), count()
-    checkpoint[WEIGHTS] = {
-        name: weights.read(name) if isinstance(each, Tensor) else each for name, each in checkpoint[WEIGHTS].items()
-    }
+    weights, states = _Files(folder, WEIGHTS), _Files(folder, STATES)
+    checkpoint[WEIGHTS] = with_tensors(checkpoint[WEIGHTS], lambda name, _: weights.read(name))
     if STATES in checkpoint:
-        checkpoint[STATES] = tree_map_only(Tensor, lambda _: states.read(str(next(number))), checkpoint[STATES])
+        checkpoint[STATES] = [_filled(each, states, at) for at, each in enumerate(checkpoint[STATES])]
     found = enumerate(checkpoint[KEY])
     return checkpoint, [InFolder.of(_Files(folder, f"engine{at}"), each, topology) for at, each in found]
+
+
+def _filled(state: Any, states: _Files, at: int) -> Any:
+    """Return an optimizer's state with its tensors."""
+    number = count()
+    return tree_map_only(Tensor, lambda _: states.read(f"{at}.{next(number)}"), state)
 
 
 # -- files -------------------------------------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.checkpoint import FileSystemReader
 
 from lightning_sparse.gradients import HierState
@@ -16,8 +16,8 @@ from tests.fsdp.test_trainer import module as sharded_module
 from tests.helpers.distributed import run_ranks
 from tests.helpers.lines import raised
 from tests.strategy.kills import FLAVOUR, Kill, fit_on, patience, whole_and_killed
-from tests.strategy.models import node_residual, sum_over_nodes
-from tests.strategy.trainers import lightning_of, ours, ranks, sparse, trainer, weights
+from tests.strategy.models import mlp, node_residual, sum_over_nodes
+from tests.strategy.trainers import lightning_of, ours, plain_module, ranks, sparse, trainer, weights
 from tests.updates.runs import mean_over_nodes
 from tests.updates.test_properties import whole_pending
 from tests.updates.test_resume import module
@@ -156,6 +156,55 @@ def test_a_killed_run_goes_on_bit_identically(way: str, tmp_path: Path) -> None:
     for one, other in whole_and_killed(fit, tmp_path, kills, way, **MANY):
         assert torch.equal(one, other)
     assert [each.name for each in sorted(tmp_path.iterdir())] == ["last.ckpt", "whole"]
+
+
+class Counting(nn.Module):
+    """Saves what is no parameter, and would upgrade a state of another version."""
+
+    _version = 2
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net, self.extra, self.upgraded = mlp(), {"seen": torch.zeros(2), "more": [0, torch.zeros(3)]}, False
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.extra = {"seen": self.extra["seen"] + 1, "more": [1, torch.ones(3)]}
+        found: Tensor = self.net(x)
+        return found
+
+    def get_extra_state(self) -> Any:
+        return self.extra
+
+    def set_extra_state(self, state: Any) -> None:
+        self.extra = state
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, metadata: dict[str, Any], *rest: Any) -> None:
+        self.upgraded = metadata.get("version") != self._version
+        super()._load_from_state_dict(state_dict, prefix, metadata, *rest)
+
+
+def of_modules(folder: str, ways: list[tuple[str, bool]]) -> list[tuple[Any, Any, bool]]:
+    """What a module had besides weights, what it has when a run goes on, whether it took the state for an old one."""
+    found = []
+    for way, many in ways:
+        saved, other = plain_module(FLAVOUR, Counting()), plain_module(FLAVOUR, Counting())
+        options: dict[str, Any] = {"max_steps": 3, **ranks()}
+        t = trainer(FLAVOUR, strategy_of(way, save_distributed_checkpoint=many), **options)
+        t.fit(saved)
+        path = f"{folder}/{way} {many}.ckpt"
+        t.save_checkpoint(path)
+        trainer(FLAVOUR, strategy_of(way, save_distributed_checkpoint=many), **options).fit(other, ckpt_path=path)
+        found.append((saved.net.extra, other.net.extra, other.net.upgraded))
+    return found
+
+
+def test_what_modules_save_besides_tensors_and_their_versions_come_back(tmp_path: Path) -> None:
+    ways = [(way, many) for way in ("gradients", "updates") for many in (True, False)]
+    for found in run_ranks(of_modules, str(tmp_path), ways, **{**MANY, "devices": 1}):
+        for (before, after, upgraded), way in zip(found, ways, strict=True):
+            assert before["seen"].tolist() == after["seen"].tolist() == [3, 3], way
+            assert before["more"][1].tolist() == after["more"][1].tolist() == [1, 1, 1], way
+            assert not upgraded, way
 
 
 def read_by_others(folder: str) -> list[Any]:
