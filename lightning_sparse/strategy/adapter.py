@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import os
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -200,7 +201,13 @@ class Adapter:
         if not self._save_distributed_checkpoint:
             yield path
             return
-        with whole_or_none(Path(self._main_path(path)), self.root_device) as partial:
+        main = os.fspath(self._main_path(path))
+        if "://" in main:  # a Path of it would be a folder of that name here
+            raise ValueError(
+                f"{main} is a URL, and a distributed checkpoint is written to a folder that all nodes share: give the "
+                f"path at which it is mounted, or save one file there (save_distributed_checkpoint=False)."
+            )
+        with whole_or_none(Path(main), self.root_device) as partial:
             yield partial
 
     def _go_on(self, engine: Engine, saved: Saved) -> None:

@@ -1,6 +1,7 @@
 """Checkpoints of the strategies that DDP is inside of, as folders that all ranks write: resumed bit-identically, read
 by piece on other clusters, killed while they are written. Folders of FSDP2: tests/fsdp; damage: test_sabotage.py."""
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -205,6 +206,30 @@ def test_what_modules_save_besides_tensors_and_their_versions_come_back(tmp_path
             assert before["seen"].tolist() == after["seen"].tolist() == [3, 3], way
             assert before["more"][1].tolist() == after["more"][1].tolist() == [1, 1, 1], way
             assert not upgraded, way
+
+
+def refused(folder: str) -> list[str]:
+    """What is said of places and options that a folder cannot have."""
+    os.chdir(folder)
+    said = []
+    for fit_one in (lambda: fitted(FLAVOUR, fsdp(FLAVOUR), max_steps=2), fitted_updates):
+        t = fit_one()
+        said += [raised(t.save_checkpoint, url) for url in ("s3://bucket/a.ckpt", f"file://{folder}/a.ckpt")]
+    return [*said, raised(t.save_checkpoint, "a.ckpt", storage_options={"key": 1})]
+
+
+def fitted_updates() -> Any:
+    t = trainer(FLAVOUR, strategy_of("updates"), max_steps=2, **ranks())
+    t.fit(module())
+    return t
+
+
+def test_a_folder_is_not_written_to_a_url(tmp_path: Path) -> None:
+    for *urls, options in run_ranks(refused, str(tmp_path), **{**MANY, "devices": 1}):
+        assert len(urls) == 4
+        assert all("is a URL" in said for said in urls)
+        assert "storage_options={'key': 1} are for a file" in options
+    assert not list(tmp_path.iterdir())
 
 
 def read_by_others(folder: str) -> list[Any]:
