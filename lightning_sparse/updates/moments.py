@@ -111,14 +111,16 @@ def _as_stepped(flat: Tensor, parameter: Tensor, part: Part) -> Tensor:
 
 
 def _placed(found: Mapping[str, Any], optimizer: Optimizer, parameter: Tensor) -> dict[str, Any]:
-    """Counts of steps lie on the CPU, unless the optimizer runs without asking the host."""
+    """Counts of steps lie on the CPU, unless the optimizer runs without asking the host. What follows the elements of a
+    0-dim parameter has no dims either."""
     group = next(each for each in optimizer.param_groups if any(p is parameter for p in each["params"]))
     all_there = group.get("capturable") or group.get("fused")
 
-    def place(value: Any) -> Any:
-        return value.to(parameter.device) if isinstance(value, Tensor) and (all_there or value.dim()) else value
+    def place(name: str, value: Any) -> Any:
+        follows = isinstance(value, Tensor) and (value.dim() or (not parameter.dim() and name != "step"))
+        return value.to(parameter.device) if follows or (all_there and isinstance(value, Tensor)) else value
 
-    return {name: place(value) for name, value in found.items()}
+    return {name: place(name, value) for name, value in found.items()}
 
 
 def plain(value: Any) -> Any:
