@@ -16,7 +16,10 @@ A Trainer's checkpoint has the engine as "engine0", without its manifest, and be
     state_dict.layers.0.weight                               the global weights; torch spreads them over all ranks
     optimizer_states.0.0                                     in the same way, tensors of states that all ranks share,
                                                              by optimizer, of some of which one rank has the state
-    meta.pt                                                  the rest, with tensors on the device "meta" for those
+    meta.pt                                                  the rest, and apart, with tensors on the device "meta",
+                                                             what those are put into
+
+So Lightning's consolidate_checkpoint, which reads the folder and then meta.pt, makes a file of weights and the rest.
 """
 
 from __future__ import annotations
@@ -44,6 +47,8 @@ from lightning_sparse.updates import LocalUpdates, moments
 
 WEIGHTS, STATES = "state_dict", "optimizer_states"
 """Of a Trainer's checkpoint."""
+HOLLOW = f"{KEY}_hollow"
+"""These two without their elements, in meta.pt."""
 
 
 def resume(engine: Engine, folder: str | os.PathLike[str], key: str) -> None:
@@ -113,18 +118,20 @@ def split(
         alike: names of weights that are the same on all ranks; of the others those of rank 0 are saved.
     """
     place = f"rank{dist.get_rank()}"
-    pieces: dict[str, Any] = {}
+    weights: dict[str, Tensor] = {}
+    pieces: dict[str, Any] = {WEIGHTS: weights}
     for at, state in enumerate(checkpoint.get(STATES, ())):
         tensors = (each for each in tree_leaves(state) if isinstance(each, Tensor))
         pieces |= {f"{STATES}.{at}.{number}": each for number, each in enumerate(tensors)}
     for name, each in checkpoint[WEIGHTS].items():
         if isinstance(each, Tensor) and (place == "rank0" or name in alike):
-            pieces[f"{WEIGHTS}.{name}"] = each
+            weights[name] = each
     for at, engine in enumerate(engines):
         pieces[f"engine{at}"] = {place: {**engine.device_state(), "entries": (entries,)}}
-    checkpoint[WEIGHTS] = with_tensors(checkpoint[WEIGHTS], lambda _, tensor: tensor.to("meta"))
+    hollow = {WEIGHTS: with_tensors(checkpoint.pop(WEIGHTS), lambda _, tensor: tensor.to("meta"))}
     if STATES in checkpoint:
-        checkpoint[STATES] = tree_map_only(Tensor, lambda tensor: tensor.to("meta"), checkpoint[STATES])
+        hollow[STATES] = tree_map_only(Tensor, lambda tensor: tensor.to("meta"), checkpoint.pop(STATES))
+    checkpoint[HOLLOW] = hollow
     return pieces
 
 
@@ -135,11 +142,12 @@ def joined(folder: Path, topology: Topology, **options: Any) -> tuple[dict[str, 
         ValueError: for a folder of another strategy.
     """
     checkpoint: dict[str, Any] = torch.load(folder / META, map_location="cpu", **options)
-    if WEIGHTS not in checkpoint:
+    if HOLLOW not in checkpoint:
         raise ValueError(
             f"{folder} was written by a strategy of FSDP2, and this one reads folders of 'mstopk_hier' and "
             f"'mstopk_local': resume with the other one, and save a file for this one (save_distributed_checkpoint)."
         )
+    checkpoint |= checkpoint.pop(HOLLOW)
     weights, states = _Files(folder, WEIGHTS), _Files(folder, STATES)
     checkpoint[WEIGHTS] = with_tensors(checkpoint[WEIGHTS], lambda name, _: weights.read(name))
     if STATES in checkpoint:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from lightning_fabric.utilities.load import _load_distributed_checkpoint
 from torch import Tensor, nn
 from torch.distributed.checkpoint import FileSystemReader
 
@@ -241,6 +242,10 @@ def read_by_others(folder: str) -> list[Any]:
     loaded = {name: torch.zeros_like(each) for name, each in t.lightning_module.state_dict().items()}
     dcp.load({"state_dict": loaded}, checkpoint_id=path)
     same = all(torch.equal(each, loaded[name]) for name, each in t.lightning_module.state_dict().items())
+    file = _load_distributed_checkpoint(Path(path))  # what consolidate_checkpoint writes
+    alone = module()
+    alone.load_state_dict(file["state_dict"])
+    same = same and torch.equal(weights(alone), weights(t.lightning_module)) and "optimizer_states" not in file
     of_shards = fitted(FLAVOUR, fsdp(FLAVOUR), max_steps=4)
     of_shards.save_checkpoint(f"{folder}/shards.ckpt")
     other = trainer(FLAVOUR, strategy_of("updates"), max_steps=5, **ranks())
