@@ -276,6 +276,7 @@ class ReplicasAdapter(TrainerAdapter):
                 "this checkpoint has optimizer states in pieces of 'mstopk_local', which a step that ranks share "
                 "cannot take up: remove PTOCallback, or save one file there (save_distributed_checkpoint=False)."
             )
+        moments.check(self.optimizers, self._pieces)
         moments.load(names, mine or whole, self._pieces)
         self._pieces = ()
 

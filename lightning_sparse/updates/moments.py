@@ -78,6 +78,25 @@ def load(names: Mapping[int, str], stepped: Stepped, devices: Sequence[State]) -
                 optimizer.state[parameter] = _placed(found, optimizer, parameter)
 
 
+def check(optimizers: Sequence[Optimizer], devices: Sequence[State]) -> None:
+    """Raise ValueError for optimizers that a checkpoint is not of, as far as their groups tell."""
+    for number, (optimizer, saved) in enumerate(zip(optimizers, devices[0].own["groups"], strict=False)):
+        now = optimizer.param_groups
+        if len(now) != len(saved):
+            raise ValueError(
+                f"optimizer {number} was saved with {len(saved)} parameter group(s), and has {len(now)} now: give it "
+                f"the groups that it had, or go on from the weights alone."
+            )
+        for group, options in zip(now, saved, strict=True):
+            lacks, foreign = optimizer.defaults.keys() - options.keys(), options.keys() - group.keys()
+            if lacks and foreign:  # one of the two alone: another version of torch, or a schedule
+                raise ValueError(
+                    f"optimizer {number} was saved with the option(s) {', '.join(sorted(foreign))}, and "
+                    f"{type(optimizer).__name__} takes {', '.join(sorted(lacks))} instead: resume with the optimizer "
+                    f"that was saved, or go on from the weights alone."
+                )
+
+
 def _load_options(optimizers: Sequence[Optimizer], saved: Sequence[Sequence[Mapping[str, Any]]]) -> None:
     """Give groups the options that they had, learning rates among them, unless there are others now."""
     groups = [each.param_groups for each in optimizers]

@@ -209,6 +209,32 @@ def test_what_modules_save_besides_tensors_and_their_versions_come_back(tmp_path
             assert not upgraded, way
 
 
+def of_other_optimizers(folder: str) -> list[str]:
+    """What is said of a folder of AdamW when the optimizer is another one."""
+    t = fitted_updates()
+    t.save_checkpoint(f"{folder}/adamw.ckpt")
+
+    class InGroups(type(module())):  # type: ignore[misc]
+        def configure_optimizers(self) -> Any:
+            first, *others = self.parameters()
+            return torch.optim.AdamW([{"params": [first]}, {"params": others}], lr=0.01)
+
+    class Sgd(InGroups):
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters(), lr=0.01, momentum=0.9)
+
+    others = [trainer(FLAVOUR, strategy_of("updates"), max_steps=5, **ranks()) for _ in range(2)]
+    made = zip(others, (InGroups(), Sgd()), strict=True)
+    return [raised(other.fit, each, ckpt_path=f"{folder}/adamw.ckpt") for other, each in made]
+
+
+def test_a_folder_of_another_optimizer_is_refused(tmp_path: Path) -> None:
+    for groups, kind in run_ranks(of_other_optimizers, str(tmp_path), **{**MANY, "devices": 1}):
+        assert "saved with 1 parameter group(s), and has 2 now" in groups
+        assert "amsgrad, betas" in kind
+        assert "SGD takes dampening, momentum, nesterov instead" in kind
+
+
 def refused(folder: str) -> list[str]:
     """What is said of places and options that a folder cannot have."""
     os.chdir(folder)
