@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import gc
 import logging
+import os
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
+from copy import copy
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -199,7 +201,13 @@ class Adapter:
         if not self._save_distributed_checkpoint:
             yield path
             return
-        with whole_or_none(Path(self._main_path(path)), self.root_device) as partial:
+        main = os.fspath(self._main_path(path))
+        if "://" in main:  # a Path of it would be a folder of that name here
+            raise ValueError(
+                f"{main} is a URL, and a distributed checkpoint is written to a folder that all nodes share: give the "
+                f"path at which it is mounted, or save one file there (save_distributed_checkpoint=False)."
+            )
+        with whole_or_none(Path(main), self.root_device) as partial:
             yield partial
 
     def _go_on(self, engine: Engine, saved: Saved) -> None:
@@ -296,13 +304,19 @@ def _without_replaced(watched: list[Optimizer], new: list[Optimizer]) -> list[Op
     return [each for each in watched if taken.isdisjoint(map(id, parameters_of(each)))]
 
 
+def with_tensors(state_dict: dict[str, Any], tensor_of: Callable[[str, Tensor], Tensor]) -> dict[str, Any]:
+    """Return a copy with other tensors in the places of a module's. What modules save besides (``get_extra_state``)
+    stays as it is, and so do their versions, which a load that upgrades old formats goes by."""
+    changed = copy(state_dict)
+    changed.update({name: tensor_of(name, each) for name, each in state_dict.items() if isinstance(each, Tensor)})
+    return changed
+
+
 def detached(state_dict: dict[str, Any]) -> dict[str, Any]:
     """Return a copy whose tensors are not the module's; tensors that share memory still do."""
     copies: dict[Any, Tensor] = {}
 
-    def copy(value: Any) -> Any:
-        if not isinstance(value, Tensor):
-            return value
+    def copied(_: str, value: Tensor) -> Tensor:
         local = local_of(value)
         key = (local.data_ptr(), value.shape, value.stride()) if local.numel() else id(value)
         if key not in copies:
@@ -310,7 +324,7 @@ def detached(state_dict: dict[str, Any]) -> dict[str, Any]:
             copies[key] = value.detach().to("cpu", copy=True) if whole else value.detach().clone()
         return copies[key]
 
-    return {name: copy(value) for name, value in state_dict.items()}
+    return with_tensors(state_dict, copied)
 
 
 # -- nodes that come and go --------------------------------------------------------------------------------------------

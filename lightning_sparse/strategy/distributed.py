@@ -14,8 +14,12 @@ which ``load`` does not look.
 A Trainer's checkpoint has the engine as "engine0", without its manifest, and besides:
 
     state_dict.layers.0.weight                               the global weights; torch spreads them over all ranks
-    optimizer_states.0                                       in the same way, tensors of states that all ranks share
-    meta.pt                                                  the rest, with tensors on the device "meta" for those
+    optimizer_states.0.0                                     in the same way, tensors of states that all ranks share,
+                                                             by optimizer, of some of which one rank has the state
+    meta.pt                                                  the rest, and apart, with tensors on the device "meta",
+                                                             what those are put into
+
+So Lightning's consolidate_checkpoint, which reads the folder and then meta.pt, makes a file of weights and the rest.
 """
 
 from __future__ import annotations
@@ -35,6 +39,7 @@ from torch.distributed.checkpoint import FileSystemReader  # type: ignore[attr-d
 
 from lightning_sparse.engine import Engine, State
 from lightning_sparse.internals import tree_leaves, tree_map_only
+from lightning_sparse.strategy.adapter import with_tensors
 from lightning_sparse.strategy.folders import META, verify
 from lightning_sparse.strategy.saves import KEY, Saved, restore
 from lightning_sparse.topology import Topology, device_type
@@ -42,6 +47,8 @@ from lightning_sparse.updates import LocalUpdates, moments
 
 WEIGHTS, STATES = "state_dict", "optimizer_states"
 """Of a Trainer's checkpoint."""
+HOLLOW = f"{KEY}_hollow"
+"""These two without their elements, in meta.pt."""
 
 
 def resume(engine: Engine, folder: str | os.PathLike[str], key: str) -> None:
@@ -111,15 +118,20 @@ def split(
         alike: names of weights that are the same on all ranks; of the others those of rank 0 are saved.
     """
     place = f"rank{dist.get_rank()}"
-    states = (each for each in tree_leaves(checkpoint.get(STATES)) if isinstance(each, Tensor))
-    pieces: dict[str, Any] = {f"{STATES}.{number}": each for number, each in enumerate(states)}
+    weights: dict[str, Tensor] = {}
+    pieces: dict[str, Any] = {WEIGHTS: weights}
+    for at, state in enumerate(checkpoint.get(STATES, ())):
+        tensors = (each for each in tree_leaves(state) if isinstance(each, Tensor))
+        pieces |= {f"{STATES}.{at}.{number}": each for number, each in enumerate(tensors)}
     for name, each in checkpoint[WEIGHTS].items():
         if isinstance(each, Tensor) and (place == "rank0" or name in alike):
-            pieces[f"{WEIGHTS}.{name}"] = each
+            weights[name] = each
     for at, engine in enumerate(engines):
         pieces[f"engine{at}"] = {place: {**engine.device_state(), "entries": (entries,)}}
-    for name in {WEIGHTS, STATES} & checkpoint.keys():
-        checkpoint[name] = tree_map_only(Tensor, lambda tensor: tensor.to("meta"), checkpoint[name])
+    hollow = {WEIGHTS: with_tensors(checkpoint.pop(WEIGHTS), lambda _, tensor: tensor.to("meta"))}
+    if STATES in checkpoint:
+        hollow[STATES] = tree_map_only(Tensor, lambda tensor: tensor.to("meta"), checkpoint.pop(STATES))
+    checkpoint[HOLLOW] = hollow
     return pieces
 
 
@@ -130,19 +142,24 @@ def joined(folder: Path, topology: Topology, **options: Any) -> tuple[dict[str, 
         ValueError: for a folder of another strategy.
     """
     checkpoint: dict[str, Any] = torch.load(folder / META, map_location="cpu", **options)
-    if WEIGHTS not in checkpoint:
+    if HOLLOW not in checkpoint:
         raise ValueError(
             f"{folder} was written by a strategy of FSDP2, and this one reads folders of 'mstopk_hier' and "
             f"'mstopk_local': resume with the other one, and save a file for this one (save_distributed_checkpoint)."
         )
-    weights, states, number = _Files(folder, WEIGHTS), _Files(folder, STATES), count()
-    checkpoint[WEIGHTS] = {
-        name: weights.read(name) if isinstance(each, Tensor) else each for name, each in checkpoint[WEIGHTS].items()
-    }
+    checkpoint |= checkpoint.pop(HOLLOW)
+    weights, states = _Files(folder, WEIGHTS), _Files(folder, STATES)
+    checkpoint[WEIGHTS] = with_tensors(checkpoint[WEIGHTS], lambda name, _: weights.read(name))
     if STATES in checkpoint:
-        checkpoint[STATES] = tree_map_only(Tensor, lambda _: states.read(str(next(number))), checkpoint[STATES])
+        checkpoint[STATES] = [_filled(each, states, at) for at, each in enumerate(checkpoint[STATES])]
     found = enumerate(checkpoint[KEY])
     return checkpoint, [InFolder.of(_Files(folder, f"engine{at}"), each, topology) for at, each in found]
+
+
+def _filled(state: Any, states: _Files, at: int) -> Any:
+    """Return an optimizer's state with its tensors."""
+    number = count()
+    return tree_map_only(Tensor, lambda _: states.read(f"{at}.{next(number)}"), state)
 
 
 # -- files -------------------------------------------------------------------------------------------------------------

@@ -235,6 +235,11 @@ class ReplicasAdapter(TrainerAdapter):
         if not self._save_distributed_checkpoint:
             super().save_checkpoint(checkpoint, filepath, storage_options)
             return
+        if storage_options is not None:
+            raise ValueError(
+                f"storage_options={storage_options!r} are for a file, and a distributed checkpoint is a folder: leave "
+                f"them out, or save one file (save_distributed_checkpoint=False)."
+            )
         engines = self._saved_engines() if distributed.STATES in checkpoint else []
         alike = dict(self.lightning_module.named_parameters(remove_duplicate=False))
         with together(Path(filepath), self.root_device):  # or ranks would wait for one that has nothing to write
@@ -271,6 +276,7 @@ class ReplicasAdapter(TrainerAdapter):
                 "this checkpoint has optimizer states in pieces of 'mstopk_local', which a step that ranks share "
                 "cannot take up: remove PTOCallback, or save one file there (save_distributed_checkpoint=False)."
             )
+        moments.check(self.optimizers, self._pieces)
         moments.load(names, mine or whole, self._pieces)
         self._pieces = ()
 

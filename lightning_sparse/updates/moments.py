@@ -78,6 +78,25 @@ def load(names: Mapping[int, str], stepped: Stepped, devices: Sequence[State]) -
                 optimizer.state[parameter] = _placed(found, optimizer, parameter)
 
 
+def check(optimizers: Sequence[Optimizer], devices: Sequence[State]) -> None:
+    """Raise ValueError for optimizers that a checkpoint is not of, as far as their groups tell."""
+    for number, (optimizer, saved) in enumerate(zip(optimizers, devices[0].own["groups"], strict=False)):
+        now = optimizer.param_groups
+        if len(now) != len(saved):
+            raise ValueError(
+                f"optimizer {number} was saved with {len(saved)} parameter group(s), and has {len(now)} now: give it "
+                f"the groups that it had, or go on from the weights alone."
+            )
+        for group, options in zip(now, saved, strict=True):
+            lacks, foreign = optimizer.defaults.keys() - options.keys(), options.keys() - group.keys()
+            if lacks and foreign:  # one of the two alone: another version of torch, or a schedule
+                raise ValueError(
+                    f"optimizer {number} was saved with the option(s) {', '.join(sorted(foreign))}, and "
+                    f"{type(optimizer).__name__} takes {', '.join(sorted(lacks))} instead: resume with the optimizer "
+                    f"that was saved, or go on from the weights alone."
+                )
+
+
 def _load_options(optimizers: Sequence[Optimizer], saved: Sequence[Sequence[Mapping[str, Any]]]) -> None:
     """Give groups the options that they had, learning rates among them, unless there are others now."""
     groups = [each.param_groups for each in optimizers]
@@ -111,14 +130,16 @@ def _as_stepped(flat: Tensor, parameter: Tensor, part: Part) -> Tensor:
 
 
 def _placed(found: Mapping[str, Any], optimizer: Optimizer, parameter: Tensor) -> dict[str, Any]:
-    """Counts of steps lie on the CPU, unless the optimizer runs without asking the host."""
+    """Counts of steps lie on the CPU, unless the optimizer runs without asking the host. What follows the elements of a
+    0-dim parameter has no dims either."""
     group = next(each for each in optimizer.param_groups if any(p is parameter for p in each["params"]))
     all_there = group.get("capturable") or group.get("fused")
 
-    def place(value: Any) -> Any:
-        return value.to(parameter.device) if isinstance(value, Tensor) and (all_there or value.dim()) else value
+    def place(name: str, value: Any) -> Any:
+        follows = isinstance(value, Tensor) and (value.dim() or (not parameter.dim() and name != "step"))
+        return value.to(parameter.device) if follows or (all_there and isinstance(value, Tensor)) else value
 
-    return {name: place(value) for name, value in found.items()}
+    return {name: place(name, value) for name, value in found.items()}
 
 
 def plain(value: Any) -> Any:

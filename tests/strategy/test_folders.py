@@ -1,13 +1,15 @@
 """Checkpoints of the strategies that DDP is inside of, as folders that all ranks write: resumed bit-identically, read
 by piece on other clusters, killed while they are written. Folders of FSDP2: tests/fsdp; damage: test_sabotage.py."""
 
+import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from torch import Tensor
+from lightning_fabric.utilities.load import _load_distributed_checkpoint
+from torch import Tensor, nn
 from torch.distributed.checkpoint import FileSystemReader
 
 from lightning_sparse.gradients import HierState
@@ -16,8 +18,8 @@ from tests.fsdp.test_trainer import module as sharded_module
 from tests.helpers.distributed import run_ranks
 from tests.helpers.lines import raised
 from tests.strategy.kills import FLAVOUR, Kill, fit_on, patience, whole_and_killed
-from tests.strategy.models import node_residual, sum_over_nodes
-from tests.strategy.trainers import lightning_of, ours, ranks, sparse, trainer, weights
+from tests.strategy.models import mlp, node_residual, sum_over_nodes
+from tests.strategy.trainers import lightning_of, ours, plain_module, ranks, sparse, trainer, weights
 from tests.updates.runs import mean_over_nodes
 from tests.updates.test_properties import whole_pending
 from tests.updates.test_resume import module
@@ -158,6 +160,105 @@ def test_a_killed_run_goes_on_bit_identically(way: str, tmp_path: Path) -> None:
     assert [each.name for each in sorted(tmp_path.iterdir())] == ["last.ckpt", "whole"]
 
 
+class Counting(nn.Module):
+    """Saves what is no parameter, and would upgrade a state of another version."""
+
+    _version = 2
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net, self.extra, self.upgraded = mlp(), {"seen": torch.zeros(2), "more": [0, torch.zeros(3)]}, False
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.extra = {"seen": self.extra["seen"] + 1, "more": [1, torch.ones(3)]}
+        found: Tensor = self.net(x)
+        return found
+
+    def get_extra_state(self) -> Any:
+        return self.extra
+
+    def set_extra_state(self, state: Any) -> None:
+        self.extra = state
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, metadata: dict[str, Any], *rest: Any) -> None:
+        self.upgraded = metadata.get("version") != self._version
+        super()._load_from_state_dict(state_dict, prefix, metadata, *rest)
+
+
+def of_modules(folder: str, ways: list[tuple[str, bool]]) -> list[tuple[Any, Any, bool]]:
+    """What a module had besides weights, what it has when a run goes on, whether it took the state for an old one."""
+    found = []
+    for way, many in ways:
+        saved, other = plain_module(FLAVOUR, Counting()), plain_module(FLAVOUR, Counting())
+        options: dict[str, Any] = {"max_steps": 3, **ranks()}
+        t = trainer(FLAVOUR, strategy_of(way, save_distributed_checkpoint=many), **options)
+        t.fit(saved)
+        path = f"{folder}/{way} {many}.ckpt"
+        t.save_checkpoint(path)
+        trainer(FLAVOUR, strategy_of(way, save_distributed_checkpoint=many), **options).fit(other, ckpt_path=path)
+        found.append((saved.net.extra, other.net.extra, other.net.upgraded))
+    return found
+
+
+def test_what_modules_save_besides_tensors_and_their_versions_come_back(tmp_path: Path) -> None:
+    ways = [(way, many) for way in ("gradients", "updates") for many in (True, False)]
+    for found in run_ranks(of_modules, str(tmp_path), ways, **{**MANY, "devices": 1}):
+        for (before, after, upgraded), way in zip(found, ways, strict=True):
+            assert before["seen"].tolist() == after["seen"].tolist() == [3, 3], way
+            assert before["more"][1].tolist() == after["more"][1].tolist() == [1, 1, 1], way
+            assert not upgraded, way
+
+
+def of_other_optimizers(folder: str) -> list[str]:
+    """What is said of a folder of AdamW when the optimizer is another one."""
+    t = fitted_updates()
+    t.save_checkpoint(f"{folder}/adamw.ckpt")
+
+    class InGroups(type(module())):  # type: ignore[misc]
+        def configure_optimizers(self) -> Any:
+            first, *others = self.parameters()
+            return torch.optim.AdamW([{"params": [first]}, {"params": others}], lr=0.01)
+
+    class Sgd(InGroups):
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters(), lr=0.01, momentum=0.9)
+
+    others = [trainer(FLAVOUR, strategy_of("updates"), max_steps=5, **ranks()) for _ in range(2)]
+    made = zip(others, (InGroups(), Sgd()), strict=True)
+    return [raised(other.fit, each, ckpt_path=f"{folder}/adamw.ckpt") for other, each in made]
+
+
+def test_a_folder_of_another_optimizer_is_refused(tmp_path: Path) -> None:
+    for groups, kind in run_ranks(of_other_optimizers, str(tmp_path), **{**MANY, "devices": 1}):
+        assert "saved with 1 parameter group(s), and has 2 now" in groups
+        assert "amsgrad, betas" in kind
+        assert "SGD takes dampening, momentum, nesterov instead" in kind
+
+
+def refused(folder: str) -> list[str]:
+    """What is said of places and options that a folder cannot have."""
+    os.chdir(folder)
+    said = []
+    for fit_one in (lambda: fitted(FLAVOUR, fsdp(FLAVOUR), max_steps=2), fitted_updates):
+        t = fit_one()
+        said += [raised(t.save_checkpoint, url) for url in ("s3://bucket/a.ckpt", f"file://{folder}/a.ckpt")]
+    return [*said, raised(t.save_checkpoint, "a.ckpt", storage_options={"key": 1})]
+
+
+def fitted_updates() -> Any:
+    t = trainer(FLAVOUR, strategy_of("updates"), max_steps=2, **ranks())
+    t.fit(module())
+    return t
+
+
+def test_a_folder_is_not_written_to_a_url(tmp_path: Path) -> None:
+    for *urls, options in run_ranks(refused, str(tmp_path), **{**MANY, "devices": 1}):
+        assert len(urls) == 4
+        assert all("is a URL" in said for said in urls)
+        assert "storage_options={'key': 1} are for a file" in options
+    assert not list(tmp_path.iterdir())
+
+
 def read_by_others(folder: str) -> list[Any]:
     """A folder as plain torch reads it, and as FSDP2's strategy does; a folder of that."""
     path = f"{folder}/updates.ckpt"
@@ -167,6 +268,10 @@ def read_by_others(folder: str) -> list[Any]:
     loaded = {name: torch.zeros_like(each) for name, each in t.lightning_module.state_dict().items()}
     dcp.load({"state_dict": loaded}, checkpoint_id=path)
     same = all(torch.equal(each, loaded[name]) for name, each in t.lightning_module.state_dict().items())
+    file = _load_distributed_checkpoint(Path(path))  # what consolidate_checkpoint writes
+    alone = module()
+    alone.load_state_dict(file["state_dict"])
+    same = same and torch.equal(weights(alone), weights(t.lightning_module)) and "optimizer_states" not in file
     of_shards = fitted(FLAVOUR, fsdp(FLAVOUR), max_steps=4)
     of_shards.save_checkpoint(f"{folder}/shards.ckpt")
     other = trainer(FLAVOUR, strategy_of("updates"), max_steps=5, **ranks())

@@ -10,10 +10,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from lightning_sparse.engine import State
 from lightning_sparse.exchange import CommunicationError
 from lightning_sparse.flavours.pytorch_lightning import MSTopKLocalStrategy
+from lightning_sparse.sharding import Part
 from lightning_sparse.topology import discover
-from lightning_sparse.updates import LocalUpdates, UpdatesConfig, elastic
+from lightning_sparse.updates import LocalUpdates, UpdatesConfig, elastic, moments
 from lightning_sparse.updates.buffers import Buffers
 from tests.helpers.distributed import RanksFailed, RunRanks, run_ranks
 from tests.helpers.lines import raised
@@ -422,3 +424,15 @@ def test_between_nodes_that_come_and_go_what_is_frozen_may_be_of_any_type_and_st
     state: Any = object()
     with pytest.raises(ValueError, match="are frozen no more, in the middle of a run"):
         elastic.ElasticDifference.take_over(state, None)
+
+
+@pytest.mark.parametrize("options", [{}, {"capturable": True}])
+def test_states_of_a_parameter_without_dims_come_back_to_its_device(options: dict[str, Any]) -> None:
+    """A scale of CLIP, say; torch's own load does the same."""
+    scale = nn.Parameter(torch.ones((), device="meta"))
+    optimizer = torch.optim.AdamW([scale])
+    rest = {"step": torch.tensor(3.0), "exp_avg": torch.tensor(0.5), "exp_avg_sq": torch.tensor(0.25)}
+    saved = State(own={"rest": {"scale": rest}, "groups": [[{"lr": 0.1, **options}]]})
+    moments.load({id(scale): "scale"}, [(optimizer, [(scale, Part(0, 0, 1))])], [saved])
+    found = {name: each.device.type for name, each in optimizer.state[scale].items()}
+    assert found == {"step": "meta" if options else "cpu", "exp_avg": "meta", "exp_avg_sq": "meta"}
