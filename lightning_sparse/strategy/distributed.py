@@ -78,7 +78,9 @@ def resume(engine: Engine, folder: str | os.PathLike[str], key: str) -> None:
     saved = InFolder.of(files, manifest, engine.topology)
     restore(engine, saved, device)
     if isinstance(engine, LocalUpdates) and engine.active:
-        moments.load(engine.names, engine.stepped(), saved.optimizers(engine.topology))
+        states = saved.optimizers(engine.topology)
+        moments.check([one.optimizer for one in engine.optimizers], states)
+        moments.load(engine.names, engine.stepped(), states)
 
 
 @dataclass

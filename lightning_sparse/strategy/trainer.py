@@ -68,6 +68,7 @@ if TYPE_CHECKING:
         _ddp_comm_hook: Any
         _ddp_comm_state: Any
         _save_distributed_checkpoint: bool
+        checkpoint_io: Any
         num_nodes: int
 
         def __init__(self, **kwargs: Any) -> None: ...
@@ -239,6 +240,11 @@ class ReplicasAdapter(TrainerAdapter):
             raise ValueError(
                 f"storage_options={storage_options!r} are for a file, and a distributed checkpoint is a folder: leave "
                 f"them out, or save one file (save_distributed_checkpoint=False)."
+            )
+        if type(self.checkpoint_io).__name__ != "TorchCheckpointIO":
+            raise ValueError(
+                f"{type(self.checkpoint_io).__name__} writes files, and a distributed checkpoint is a folder that all "
+                f"ranks write: leave the plugin out, or save one file (save_distributed_checkpoint=False)."
             )
         engines = self._saved_engines() if distributed.STATES in checkpoint else []
         alike = dict(self.lightning_module.named_parameters(remove_duplicate=False))

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from lightning_fabric.utilities.load import _load_distributed_checkpoint
+from pytorch_lightning.plugins.io import AsyncCheckpointIO
 from torch import Tensor, nn
 from torch.distributed.checkpoint import FileSystemReader
 
@@ -242,7 +243,9 @@ def refused(folder: str) -> list[str]:
     for fit_one in (lambda: fitted(FLAVOUR, fsdp(FLAVOUR), max_steps=2), fitted_updates):
         t = fit_one()
         said += [raised(t.save_checkpoint, url) for url in ("s3://bucket/a.ckpt", f"file://{folder}/a.ckpt")]
-    return [*said, raised(t.save_checkpoint, "a.ckpt", storage_options={"key": 1})]
+    said.append(raised(t.save_checkpoint, "a.ckpt", storage_options={"key": 1}))
+    t.strategy.checkpoint_io = AsyncCheckpointIO()
+    return [*said, raised(t.save_checkpoint, "a.ckpt")]
 
 
 def fitted_updates() -> Any:
@@ -252,10 +255,11 @@ def fitted_updates() -> Any:
 
 
 def test_a_folder_is_not_written_to_a_url(tmp_path: Path) -> None:
-    for *urls, options in run_ranks(refused, str(tmp_path), **{**MANY, "devices": 1}):
+    for *urls, options, plugin in run_ranks(refused, str(tmp_path), **{**MANY, "devices": 1}):
         assert len(urls) == 4
         assert all("is a URL" in said for said in urls)
         assert "storage_options={'key': 1} are for a file" in options
+        assert "AsyncCheckpointIO writes files" in plugin
     assert not list(tmp_path.iterdir())
 
 
