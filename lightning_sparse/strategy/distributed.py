@@ -158,6 +158,15 @@ def joined(folder: Path, topology: Topology, **options: Any) -> tuple[dict[str, 
     return checkpoint, [InFolder.of(_Files(folder, f"engine{at}"), each, topology) for at, each in found]
 
 
+def check_sharded(folder: Path, **options: Any) -> None:
+    """Raise ValueError for a folder of a strategy that FSDP2 is not inside of."""
+    if (folder / META).is_file() and HOLLOW in torch.load(folder / META, map_location="cpu", **options):
+        raise ValueError(
+            f"{folder} was written by 'mstopk_hier' or 'mstopk_local', and FSDP2's strategy reads folders of its own: "
+            f"resume with the one that saved it, and save a file for this one (save_distributed_checkpoint=False)."
+        )
+
+
 def _filled(state: Any, states: _Files, at: int) -> Any:
     """Return an optimizer's state with its tensors."""
     number = count()

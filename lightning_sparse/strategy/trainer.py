@@ -771,6 +771,7 @@ class MSTopKFSDPMixin(ShardsAdapter, TrainerAdapter):
 
     def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """The model and its optimizers; in a fit this device goes on where it was saved."""
+        distributed.check_sharded(Path(self._main_path(checkpoint_path)), *args, **kwargs)
         checkpoint = super().load_checkpoint(checkpoint_path, *args, **kwargs)
         if self.engine is not None and self._fitting:
             self.engine.restart()

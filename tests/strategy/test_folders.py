@@ -279,13 +279,16 @@ def read_by_others(folder: str) -> list[Any]:
     of_shards = fitted(FLAVOUR, fsdp(FLAVOUR), max_steps=4)
     of_shards.save_checkpoint(f"{folder}/shards.ckpt")
     other = trainer(FLAVOUR, strategy_of("updates"), max_steps=5, **ranks())
-    return [same, raised(other.fit, sharded_module(FLAVOUR), ckpt_path=f"{folder}/shards.ckpt")]
+    sharded = trainer(FLAVOUR, fsdp(FLAVOUR), max_steps=5, **ranks())
+    crosswise = ((other, f"{folder}/shards.ckpt"), (sharded, path))
+    return [same, *(raised(each.fit, sharded_module(FLAVOUR), ckpt_path=of) for each, of in crosswise)]
 
 
 def test_others_read_the_weights_or_say_why_not(tmp_path: Path) -> None:
-    for same, said in run_ranks(read_by_others, str(tmp_path), **{**MANY, "devices": 1}):
+    for same, said, sharded in run_ranks(read_by_others, str(tmp_path), **{**MANY, "devices": 1}):
         assert same
         assert "written by a strategy of FSDP2" in said
+        assert "FSDP2's strategy reads folders of its own" in sharded
 
 
 def with_other_callbacks(folder: str) -> tuple[bool, str, bool]:
