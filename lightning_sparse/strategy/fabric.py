@@ -425,12 +425,13 @@ class MSTopKElasticFabricMixin(ElasticAdapter, MSTopKLocalFabricMixin):
                 )
         if elastic.taken is None:
             return
-        taken, elastic.taken = elastic.taken["extra"] or {}, None
+        taken = elastic.taken["extra"] or {}
         own = {name for name, each in state.items() if not isinstance(each, (nn.Module, Optimizer))}
         if taken.keys() != own:
             raise ValueError(
                 f"share() of {sorted(own)}, where the other nodes have {sorted(taken)}: share the same on all nodes."
             )
+        elastic.taken = None
         for name, value in taken.items():
             if hasattr(state[name], "load_state_dict"):
                 state[name].load_state_dict(value)

@@ -206,6 +206,7 @@ class TrainerAdapter(Adapter, Host):
     def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """The main file, and what this rank alone knew, for an engine that exists now or later."""
         self._verify(checkpoint_path)
+        self._check_kind(checkpoint_path, *args, **kwargs)
         checkpoint: dict[str, Any] = super().load_checkpoint(checkpoint_path, *args, **kwargs)
         self._saves.load(checkpoint, self._main_path(checkpoint_path), self.global_rank)
         return checkpoint
@@ -224,6 +225,9 @@ class TrainerAdapter(Adapter, Host):
         super().remove_checkpoint(filepath)
         if self.is_global_zero:
             remove_side_files(filepath)
+
+    def _check_kind(self, path: Any, *args: Any, **kwargs: Any) -> None:
+        """Raise ValueError for a checkpoint, which is not damaged, of a strategy that writes other ones."""
 
 
 class ReplicasAdapter(TrainerAdapter):
@@ -769,9 +773,11 @@ class MSTopKFSDPMixin(ShardsAdapter, TrainerAdapter):
         with self._whole(filepath) as path:
             super().save_checkpoint(checkpoint, path, storage_options)
 
+    def _check_kind(self, path: Any, *args: Any, **kwargs: Any) -> None:
+        distributed.check_sharded(Path(self._main_path(path)), *args, **kwargs)
+
     def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """The model and its optimizers; in a fit this device goes on where it was saved."""
-        distributed.check_sharded(Path(self._main_path(checkpoint_path)), *args, **kwargs)
         checkpoint = super().load_checkpoint(checkpoint_path, *args, **kwargs)
         if self.engine is not None and self._fitting:
             self.engine.restart()

@@ -22,6 +22,7 @@ from lightning_sparse.topology import discover
 from lightning_sparse.updates import LocalUpdates, UpdatesConfig
 from tests.fsdp.runs import Blocks
 from tests.helpers.distributed import run_ranks
+from tests.helpers.lines import raised
 from tests.strategy.kills import damaged_copies
 from tests.strategy.models import loss_of, mlp, node_residual, wrap
 
@@ -117,6 +118,20 @@ def test_a_resumed_loop_is_bit_identical(how: str, tmp_path: Path) -> None:
     for ends in run_ranks(whole_and_resumed, str(tmp_path), kinds, how, nodes=2, devices=2, timeout=100):
         for kind, (whole, resumed) in zip(kinds, ends, strict=True):
             assert torch.equal(whole, resumed), kind
+
+
+def resumed_with_other_groups(folder: str) -> str:
+    loop = begin("updates", 0)
+    train(loop, 0, STEPS)
+    save(loop, folder, "save")
+    optimizer = loop[1]
+    optimizer.param_groups.append({**optimizer.param_groups[0], "params": []})
+    return raised(load, loop, folder)
+
+
+def test_a_loop_with_other_groups_than_were_saved_is_refused(tmp_path: Path) -> None:
+    for said in run_ranks(resumed_with_other_groups, str(tmp_path / "saved"), nodes=2, timeout=100):
+        assert "optimizer 0 was saved with 1 parameter group(s), and has 2 now" in said
 
 
 def pending_of(loop: Loop) -> Tensor:

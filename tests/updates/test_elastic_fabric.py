@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-import socket
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,7 @@ from lightning_sparse.updates import ElasticSampler
 from tests.helpers.nodes import Nodes, nodes_of
 from tests.updates.elastic_fabric import alone, main
 from tests.updates.test_elastic import of, tokens_of
-from tests.updates.test_elastic_trainer import drawn_in
+from tests.updates.test_elastic_trainer import drawn_in, start_two_devices
 
 
 @pytest.fixture
@@ -82,15 +81,7 @@ def test_loops_that_were_stopped_go_on_from_their_checkpoint(nodes: Nodes, tmp_p
 
 @pytest.mark.slow
 def test_loops_of_two_devices(nodes: Nodes, tmp_path: Path) -> None:
-    for name in "ab":
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
-        env = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "NODE_RANK": "0", "WORLD_SIZE": "2"}
-        for device in range(2):
-            place = {**env, "LOCAL_RANK": str(device), "RANK": str(device)}
-            options = {"devices": 2, "env": place, "node": name, "folder": str(tmp_path / name)}
-            nodes.start(f"{name}{device}", **options, **{"with": {"timeout": 5, "density": 0.1}})
+    start_two_devices(nodes, tmp_path, **{"with": {"timeout": 5, "density": 0.1}})
     begun = nodes.wait_for("b0", of(2))
     nodes.wait_for("a0", of(2, begun["number"] + 10))
     for device in range(2):

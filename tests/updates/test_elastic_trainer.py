@@ -25,6 +25,19 @@ def drawn_in(epoch: int, reports: list[dict[str, Any]]) -> list[int]:
     return [sample for each in reports if each.get("epoch") == epoch for sample in each.get("drawn", ())]
 
 
+def start_two_devices(nodes: Nodes, folder: Path, **more: Any) -> None:
+    """Start the nodes a and b of two devices each, whose processes are a0, a1, b0 and b1."""
+    for name in "ab":
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        env = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "NODE_RANK": "0", "WORLD_SIZE": "2"}
+        for device in range(2):
+            place = {**env, "LOCAL_RANK": str(device), "RANK": str(device)}
+            options = {"devices": 2, "env": place, "node": name, "folder": str(folder / name)}
+            nodes.start(f"{name}{device}", **options, **more)
+
+
 @pytest.fixture
 def nodes() -> Iterator[Nodes]:
     with nodes_of(main) as nodes:
@@ -113,15 +126,7 @@ def test_samples_are_dealt_to_the_nodes_that_are_there(nodes: Nodes, tmp_path: P
 
 @pytest.mark.slow
 def test_nodes_of_two_devices(nodes: Nodes, tmp_path: Path) -> None:
-    for name in "ab":
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
-        env = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "NODE_RANK": "0", "WORLD_SIZE": "2"}
-        for device in range(2):
-            place = {**env, "LOCAL_RANK": str(device), "RANK": str(device)}
-            options = {"devices": 2, "env": place, "node": name, "folder": str(tmp_path / name)}
-            nodes.start(f"{name}{device}", **options, timeout=5, density=0.1, flush_every=4)
+    start_two_devices(nodes, tmp_path, timeout=5, density=0.1, flush_every=4)
     begun = nodes.wait_for("b0", of(2))["number"]
     nodes.wait_for("a0", of(2, begun + 10))
     nodes.kill("b0")
