@@ -2,14 +2,15 @@
 
     python -m benchmarks.frontier.runs OUT --quick                 six rows at settings known, six minutes on one core
     python -m benchmarks.frontier.runs OUT                         all rows and trials; again after an interruption
-    python -m benchmarks.frontier.runs OUT --size 0.4M --carry 2   a larger model at the two best settings found
+    python -m benchmarks.frontier.runs OUT --size 0.4M --carry 2   a larger model at the two best of the size below
     python -m benchmarks.frontier.runs OUT --workers 16 --lr 0.004 --rows dense "updates 1%" "updates regional 8%"
     python -m benchmarks.frontier.report OUT                       tables and plots of what has finished
 
 The task is that of convergence/text.py: a character Transformer with AdamW on the source of Python's library, the same
 windows for the same seed, and bits per character of 65,536 held-out ones. It takes 20 characters a parameter in many
-small steps, as large trainings have many steps: 4,600 of 8 windows for 116,576 parameters. The sizes from 2M on are for
-a GPU (part "frontier" of gpu/session.py): they read the whole library, and all of them should fit a quarter of an hour.
+small steps, as large trainings have many steps: 4,600 of 8 windows for 116,576 parameters, which read 2 million
+characters about once. Larger models read the whole library, 29 million, as they would read the same text many times.
+Those from 2M on are for a GPU (part "frontier" of gpu/session.py), where all of them should fit a quarter of an hour.
 
 Every way has as many trials as any other, on seed 0: the learning rates of `LRS`, or of as many settings of learning
 rate, outer learning rate and momentum. The best one is run on the other seeds. All trials stand in the results.
@@ -75,8 +76,8 @@ class Size:
 
 SIZES = {
     "0.1M": Size(64, 2, 4, 4600),
-    "0.4M": Size(128, 2, 4, 8400, 16),
-    "0.8M": Size(128, 4, 4, 16000, 16),
+    "0.4M": Size(128, 2, 4, 8400, 16, whole=True),
+    "0.8M": Size(128, 4, 4, 16000, 16, whole=True),
     "2M": Size(192, 4, 6, 4000, 64, whole=True),
     "6M": Size(256, 8, 8, 3000, 128, whole=True),
     "20M": Size(512, 6, 8, 2000, 256, whole=True),
@@ -211,6 +212,7 @@ def train(run: Run, corpus: Corpus, device: torch.device) -> dict[str, Any]:
         "bits_per_parameter": way.bits / models.numel / steps,
         "received_bits": way.bits * way.received_times / models.numel / steps,
         "parameters": models.numel,
+        "characters": len(corpus.train_N),
         "seconds": time.monotonic() - began,
     }
 
@@ -244,12 +246,10 @@ def _run_of(record: dict[str, Any]) -> Run:
 
 
 def ranked(row: str, finished: Finished, **where: Any) -> list[tuple[float, Options]]:
-    """The settings of a row's trials, the one with the lowest loss first; empty until all have finished."""
+    """The settings of a row's trials that have finished, the one with the lowest loss first."""
     records = [finished.get(run) for run in tuning(row, **where)]
-    losses = [record["val_bits"] for record in records if record is not None]
-    if len(losses) < len(records):
-        return []
-    return [ALL[row].trials[at] for at in sorted(range(len(losses)), key=losses.__getitem__)]
+    done = sorted((each for each in records if each is not None), key=lambda each: float(each["val_bits"]))
+    return [(each["lr"], each["options"]) for each in done]
 
 
 def tuning(row: str, **where: Any) -> list[Run]:
@@ -258,8 +258,11 @@ def tuning(row: str, **where: Any) -> list[Run]:
 
 
 def repeats(row: str, finished: Finished, seeds: Iterable[int], **where: Any) -> list[Run]:
-    """The best setting of a row, for more seeds."""
-    return [Run(row, *setting, seed, **where) for setting in ranked(row, finished, **where)[:1] for seed in seeds]
+    """The best setting of a row, for more seeds; empty until all trials have finished."""
+    settings = ranked(row, finished, **where)
+    if len(settings) < len(ALL[row].trials):
+        return []
+    return [Run(row, *settings[0], seed, **where) for seed in seeds]
 
 
 def work_through(runs: list[Run], finished: Finished, corpus: Corpus, device: torch.device) -> None:
@@ -293,7 +296,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="six rows at known settings, one seed")
     parser.add_argument("--rows", nargs="+", default=list(ROWS), choices=list(ALL), metavar="ROW", help="only these")
     parser.add_argument("--size", default="0.1M", choices=list(SIZES), help="of the model (%(default)s)")
-    parser.add_argument("--carry", type=int, metavar="N", help="only the N best settings of 0.1M as trials, seed 0")
+    parser.add_argument("--carry", type=int, metavar="N", help="only the N best of the size below, seed 0")
     parser.add_argument("--lr", type=float, help="this learning rate alone, without trials, seed 0")
     parser.add_argument("--steps", type=int, default=0, help="default: those of the size")
     parser.add_argument("--seeds", nargs="+", type=int, default=[1, 2], help="besides 0, for the best settings")
@@ -316,7 +319,9 @@ def main() -> None:
             work_through(runs, finished, corpus, device)
             continue
         if options.carry:
-            runs = [Run(row, *setting, 0, **where) for setting in ranked(row, finished)[: options.carry]]
+            below = list(SIZES)[list(SIZES).index(options.size) - 1]
+            best = ranked(row, finished, size=below)[: options.carry]
+            runs = [Run(row, *setting, 0, **where) for setting in best]
             work_through(runs, finished, corpus, device)
             continue
         work_through(tuning(row, **where), finished, corpus, device)
