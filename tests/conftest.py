@@ -28,6 +28,15 @@ settings.register_profile("patient", deadline=None)
 settings.load_profile("patient")
 
 
+@pytest.fixture(autouse=True)
+def own_environment() -> Iterator[None]:
+    """What a test adds to the environment ends with it: a Trainer leaves its port, which all later processes took."""
+    before = dict(os.environ)
+    yield
+    for name in os.environ.keys() - before.keys():
+        del os.environ[name]
+
+
 @pytest.fixture(scope="module")
 def ranks() -> Iterator[RunRanks]:
     """`run_ranks` on processes that stay until the module's last test."""

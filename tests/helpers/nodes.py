@@ -72,7 +72,7 @@ class Nodes:
         """Wait for the end of a node, and return its exit status."""
         self._processes[name].join(timeout)
         code = self._processes[name].exitcode
-        assert code is not None, f"node {name} still runs:\n{self.output(name)[-3000:]}"
+        assert code is not None, self._state(name)
         return int(code)
 
     def output(self, name: str) -> str:
@@ -94,7 +94,13 @@ class Nodes:
             if found is not None:
                 return found
             time.sleep(0.05)
-        raise AssertionError(f"node {name} did not come so far:\n{self.output(name)[-3000:]}")
+        others = "".join(f"\n\n{each}:\n{self._state(each)}" for each in self._processes if each != name)
+        raise AssertionError(f"node {name} did not come so far: {self._state(name)}{others}")
+
+    def _state(self, name: str) -> str:
+        code = self._processes[name].exitcode
+        state = "runs" if code is None else f"has ended with {code}"
+        return f"it {state}, and wrote\n{self.output(name)[-3000:]}"
 
     def close(self) -> None:
         """Stop everything."""
