@@ -18,6 +18,7 @@ from statistics import fmean
 from typing import Any
 
 from benchmarks.convergence.report import half_width_95
+from benchmarks.convergence.text import CONTEXT
 from benchmarks.frontier.runs import ALL, SIZES, Finished
 from benchmarks.pictures import GREY, colour, picture
 from benchmarks.record import surroundings, write
@@ -67,6 +68,7 @@ def _row(name: str, records: list[dict[str, Any]], dense: dict[int, dict[str, An
         "parameters": first["parameters"],
         "workers": first["workers"],
         "steps": first["steps"],
+        "characters": first["characters"],
         "seeds": sorted(by_seed),
         "lr": first["lr"],
         "options": first["options"],
@@ -197,10 +199,11 @@ def write_report(out: Path) -> None:
         here = [row for row in rows if _kind(row) == kind]
         size, workers, steps, optimizer = kind
         batch = max(SIZES[size].batch, workers)
+        times = steps * batch * CONTEXT / here[0]["characters"]
         parts += [
             "",
             f"## {here[0]['parameters']:,} parameters, {optimizer}, {workers} workers, {steps:,} steps of {batch} "
-            "windows",
+            f"windows: a text of {here[0]['characters']:,} characters, {times:.1f} times",
             "",
         ]
         parts += [table(here), "", trials(here)]

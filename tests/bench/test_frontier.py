@@ -232,7 +232,8 @@ def test_all_rows_have_as_many_trials_and_the_best_is_repeated(tmp_path: Path) -
 
 def a_record(row: str, seed: int, lr: float, bits: float) -> dict[str, Any]:
     run = asdict(Run(row, lr, {}, seed))
-    sent = {"bits_per_parameter": 0.5, "received_bits": 1.5, "parameters": 10, "seconds": 1.0, "commit": "abc"}
+    sent = {"bits_per_parameter": 0.5, "received_bits": 1.5, "parameters": 10, "characters": 768}
+    sent |= {"seconds": 1.0, "commit": "abc"}
     return {**run, **sent, "val_bits": bits, "train_nats": 1.0}
 
 
@@ -248,4 +249,5 @@ def test_a_table_takes_the_best_setting_and_differences_seed_by_seed(tmp_path: P
     written = (tmp_path / "results.md").read_text()
     assert "| updates 1% | 0.5 | 1.5 | 2.750 | +0.250 ± 0.000 | +10.0 | 2 | 2 | lr 0.2 |" in written
     assert "| updates 1% | lr 0.1: 2.300; lr 0.2: 2.250 |" in written
+    assert "12 steps of 8 windows: a text of 768 characters, 8.0 times" in written
     assert all((tmp_path / f"results{end}.svg").exists() for end in ("", "-seconds"))
