@@ -111,6 +111,11 @@ def _outer(settings: tuple[tuple[float, float, float], ...], **options: Any) -> 
 
 
 DILOCO = ((0.001, 1.0, 0.7), (0.002, 1.0, 0.6), (0.002, 0.7, 0.9), (0.003, 1.0, 0.5), (0.004, 0.9, 0.6))
+MORE_DILOCO = (
+    *((0.0005, 1.0, 0.9), (0.0007, 1.0, 0.8), (0.001, 1.0, 0.8), (0.001, 1.0, 0.5)),
+    *((0.001, 0.7, 0.9), (0.0014, 1.0, 0.7), (0.002, 1.0, 0.5)),
+)
+"""Around the best of `DILOCO`, which has the smallest learning rate there."""
 MUON_LRS = (0.002, 0.004, 0.008, 0.012, 0.016)
 SPARSE_LRS = (0.0005, 0.001, 0.002, 0.004, 0.006)  # of ways whose best was the least of LRS in first trials
 ROWS: dict[str, Row] = {
@@ -136,12 +141,13 @@ ROWS: dict[str, Row] = {
     "updates 1%, Muon": Row(ways.Updates, ({"density": 0.01},), MUON_LRS, muon=True),
     "one node alone, Muon": Row(ways.Alone, lrs=LRS, muon=True),
 }
-MANY: dict[str, Row] = {
+MORE: dict[str, Row] = {
+    "DiLoCo every 30, more trials": _outer(MORE_DILOCO, every=30),
     "updates 0.25%": _updates(density=0.0025),
     **{f"updates regional {share}%": _updates(exchange="regional", density=share / 100) for share in (2, 4, 8)},
 }
-"""To compare at equal received bytes with more than four workers."""
-ALL = {**ROWS, **MANY}
+"""Not part of the table; all but the first compare at equal received bytes with more than four workers."""
+ALL = {**ROWS, **MORE}
 
 
 @dataclass(frozen=True)
