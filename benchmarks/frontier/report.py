@@ -5,7 +5,7 @@
 Each row is a way at its best setting of all trials, the mean over its seeds; differences to dense training are taken
 seed by seed. Seconds are modelled, not measured: a step of GPT-2's smallest model (124 M parameters, `COMPUTE` seconds)
 receives the same bits a parameter as the small model did, and what a way sends hides behind all of the step, whatever
-the way; which flatters those that wait for it, such as DiLoCo.
+the way; which flatters those that wait for it, such as DiLoCo. PowerSGD is left out: of wider matrices it sends less.
 """
 
 from __future__ import annotations
@@ -157,7 +157,8 @@ def plot(record: dict[str, Any], file: Path) -> None:
         axes.set(xlabel="bits that a worker sends, a parameter and step", xscale="log", ylabel="bits per character")
     with picture(file.with_stem(f"{file.stem}-seconds"), height=5, columns=len(GBPS), sharey=True) as each:
         for axes, gbps in zip(each, GBPS, strict=True):
-            _points(axes, small, lambda row, gbps=gbps: seconds(row, gbps) / 3600)
+            alike = [row for row in small if not row["row"].startswith("PowerSGD")]
+            _points(axes, alike, lambda row, gbps=gbps: seconds(row, gbps) / 3600)
             axes.set(xlabel=f"modelled hours at {gbps:g} Gbit/s", xscale="log", xlim=(0.2, 150))
         each[0].set(ylabel="bits per character")
     if len({row["size"] for row in rows}) > 1:

@@ -105,17 +105,13 @@ def _updates(**options: Any) -> Row:
     return Row(ways.Updates, (options,))
 
 
-def _outer(settings: tuple[tuple[float, float, float], ...], **options: Any) -> Row:
+def _outer(settings: tuple[tuple[float, float, float], ...], muon: bool = False, **options: Any) -> Row:
     named = ({"lr": lr, "outer_lr": outer, "momentum": momentum, **options} for lr, outer, momentum in settings)
-    return Row(ways.Outer, tuple(named))
+    return Row(ways.Outer, tuple(named), muon=muon)
 
 
-DILOCO = ((0.001, 1.0, 0.7), (0.002, 1.0, 0.6), (0.002, 0.7, 0.9), (0.003, 1.0, 0.5), (0.004, 0.9, 0.6))
-MORE_DILOCO = (
-    *((0.0005, 1.0, 0.9), (0.0007, 1.0, 0.8), (0.001, 1.0, 0.8), (0.001, 1.0, 0.5)),
-    *((0.001, 0.7, 0.9), (0.0014, 1.0, 0.7), (0.002, 1.0, 0.5)),
-)
-"""Around the best of `DILOCO`, which has the smallest learning rate there."""
+DILOCO = ((0.0007, 1.0, 0.8), (0.001, 1.0, 0.7), (0.0014, 1.0, 0.7), (0.002, 1.0, 0.6), (0.003, 1.0, 0.5))
+MULOCO = ((0.002, 1.0, 0.7), (0.002, 1.0, 0.8), (0.004, 1.0, 0.6), (0.004, 1.0, 0.7), (0.008, 1.0, 0.6))
 MUON_LRS = (0.002, 0.004, 0.008, 0.012, 0.016)
 SPARSE_LRS = (0.0005, 0.001, 0.002, 0.004, 0.006)  # of ways whose best was the least of LRS in first trials
 ROWS: dict[str, Row] = {
@@ -135,19 +131,21 @@ ROWS: dict[str, Row] = {
     "PowerSGD r1": Row(ways.PowerSGD, ({"rank": 1, "start": WARMUP},)),
     "PowerSGD r4": Row(ways.PowerSGD, ({"rank": 4, "start": WARMUP},)),
     "SparseLoCo 10% every 30": Row(ways.SparseOuter, ({"every": 30, "density": 0.1},), SPARSE_LRS),
-    "Streaming DiLoCo every 30": _outer(DILOCO, every=30, parts=4),
+    "DiLoCo every 30, 4 bits": _outer(DILOCO, every=30, bits=4),
+    "DiLoCo every 10, 4 bits": _outer(DILOCO, every=10, bits=4),
+    "Streaming DiLoCo every 30, 4 bits": _outer(DILOCO, every=30, parts=4, bits=4),
     "updates regional 1%": _updates(exchange="regional", density=0.01),
     "dense, Muon": Row(ways.Dense, lrs=MUON_LRS, muon=True),
     "updates 1%, Muon": Row(ways.Updates, ({"density": 0.01},), MUON_LRS, muon=True),
+    "DiLoCo every 30, 4 bits, Muon": _outer(MULOCO, muon=True, every=30, bits=4),
     "one node alone, Muon": Row(ways.Alone, lrs=LRS, muon=True),
 }
-MORE: dict[str, Row] = {
-    "DiLoCo every 30, more trials": _outer(MORE_DILOCO, every=30),
+MANY: dict[str, Row] = {
     "updates 0.25%": _updates(density=0.0025),
     **{f"updates regional {share}%": _updates(exchange="regional", density=share / 100) for share in (2, 4, 8)},
 }
-"""Not part of the table; all but the first compare at equal received bytes with more than four workers."""
-ALL = {**ROWS, **MORE}
+"""To compare at equal received bytes with more than four workers."""
+ALL = {**ROWS, **MANY}
 
 
 @dataclass(frozen=True)
@@ -315,6 +313,9 @@ def main() -> None:
     options.out.mkdir(parents=True, exist_ok=True)
     finished, corpus = Finished(options.out / "runs.jsonl"), corpus_of(text)
     print(described(text), file=sys.stderr)
+    others = {record["characters"] for record in finished.records if record["size"] == options.size}
+    if others - {len(corpus.train_N)}:
+        raise SystemExit(f"{finished.file} has runs of {options.size} with a text of {others}: give another folder")
     where = {"size": options.size, "workers": options.workers, "steps": options.steps}
     if options.quick:
         work_through(list(QUICK), finished, corpus, device)

@@ -98,8 +98,8 @@ class Dense(Way):
 
 
 class PowerSGD(Way):
-    """Gradients of low rank. Warm start and error feedback begin after the steps that warm the learning rate up, as
-    torch's hook recommends; before, gradients are dense."""
+    """Gradients of low rank. Warm start and error feedback begin after the steps that warm the learning rate up, the
+    least that torch's hook asks for (it suggests a tenth of all steps); before, gradients are dense."""
 
     def __init__(self, models: Models, rank: int, start: int) -> None:
         super().__init__(models)
@@ -232,13 +232,15 @@ class Outer(Way):
     Nesterov momentum on the shared parameters, with which all go on.
 
     With ``parts`` > 1, Streaming DiLoCo without its overlap: contiguous parts of the parameters take turns, so that
-    each is exchanged every ``every`` steps.
+    each is exchanged every ``every`` steps. With ``bits=4`` a worker sends its change in E3M0, as there.
     """
 
     def __init__(
-        self, models: Models, every: int, outer_lr: float = 1.0, momentum: float = 0.0, parts: int = 1
+        self, models: Models, every: int, outer_lr: float = 1.0, momentum: float = 0.0, parts: int = 1, bits: int = 32
     ) -> None:
         super().__init__(models)
+        self._coded = {4: e3m0, 32: lambda change_MN: change_MN}[bits]
+        self._value_bits = bits
         self._every, self._outer_lr, self._momentum = every, outer_lr, momentum
         self.shared_N = self.models.flat_MN[0].clone()
         self._velocity_N = torch.zeros_like(self.shared_N)
@@ -259,16 +261,23 @@ class Outer(Way):
 
     def _mean_change(self, part: slice) -> Tensor:
         """Return what the shared parameters lose, before the outer step."""
-        self.bits += 32 * (part.stop - part.start)
-        return self.shared_N[part] - self.models.flat_MN[:, part].mean(0)
+        self.bits += self._value_bits * (part.stop - part.start)
+        return self._coded(self.shared_N[part] - self.models.flat_MN[:, part]).mean(0)
 
     def results(self) -> Tensor:
         return self.models.flat_MN.mean(0, keepdim=True)
 
 
+def e3m0(rows_MN: Tensor) -> Tensor:
+    """Round to a sign and one of seven powers of two from each row's largest down, or to 0: 4 bits a value."""
+    power_MN = rows_MN.abs().clamp_min(1e-30).log2().round()
+    kept_MN = power_MN > power_MN.amax(1, keepdim=True) - 7
+    return rows_MN.sign() * power_MN.exp2() * kept_MN
+
+
 class SparseOuter(Outer):
     """SparseLoCo: of what a worker changed and ``decay`` times what it has not sent, the ``density`` largest entries,
-    in two bits."""
+    in two bits. As in the published code, an entry changes by the mean over those that sent it."""
 
     gathers = True
 
@@ -286,10 +295,11 @@ class SparseOuter(Outer):
             change_N = self.shared_N - row_N
             kept_N = error_N.mul(self._decay)
             messages.append(compress(change_N, kept_N, error_N, self._path.k, TWO_BIT))
-        sum_N = torch.empty_like(self.shared_N)
-        accumulate(torch.stack(messages), sum_N, self._path.k, TWO_BIT)
+        sent_MN = torch.empty_like(self._error_MN)
+        for message, sent_N in zip(messages, sent_MN, strict=True):
+            accumulate(message[None], sent_N, self._path.k, TWO_BIT)
         self.bits += 8 * self._path.message_bytes
-        return sum_N / self.models.num
+        return sent_MN.sum(0) / sent_MN.count_nonzero(0).clamp_min(1)
 
     def results(self) -> Tensor:
         return self.shared_N[None]

@@ -185,6 +185,30 @@ def test_what_sparse_outer_steps_do_not_send_comes_back_decayed() -> None:
     assert sparse._error_MN[0].abs().sum() < 0.5 * kept_N.abs().sum() + 1e-6
 
 
+def test_an_entry_changes_by_the_mean_over_those_that_sent_it() -> None:
+    models = two_models()
+    sparse = ways.SparseOuter(models, every=1, density=0.01)
+    start_N, k = models.flat_MN[0].clone(), sparse._path.k
+    models.flat_MN[0, :k] -= 1.0
+    models.flat_MN[1, k // 2 : k // 2 + k] -= 3.0
+    sparse.after_step(1, 0.0)
+    changed_N = start_N - models.flat_MN[0]
+    expected = torch.tensor([1.0, 2.0, 3.0]).repeat_interleave(torch.tensor([k // 2, k - k // 2, k // 2]))
+    torch.testing.assert_close(changed_N[: len(expected)], expected)
+    assert not changed_N[len(expected) :].any()
+
+
+def test_four_bits_are_a_sign_and_a_power_of_two() -> None:
+    rows_MN = torch.tensor([[1.0, -0.6, 0.26, 0.0, 2**-6.4, 2**-6.6], [3.0, 100.0, -0.5, 64.0, 1.0, 2.0]])
+    expected = [[1.0, -0.5, 0.25, 0.0, 2**-6, 0.0], [4.0, 128.0, 0.0, 64.0, 0.0, 2.0]]
+    torch.testing.assert_close(ways.e3m0(rows_MN), torch.tensor(expected))
+    models = two_models()
+    diloco = ways.Outer(models, every=2, momentum=0.5, bits=4)
+    changed_by(models, -0.5, -0.25)
+    diloco.after_step(2, 0.0)
+    assert diloco.bits == 4 * models.numel
+
+
 def test_low_rank_gradients_are_exact_where_they_are_of_low_rank() -> None:
     models = two_models()
     way = ways.PowerSGD(models, rank=2, start=0)
@@ -232,7 +256,7 @@ def test_all_rows_have_as_many_trials_and_the_best_is_repeated(tmp_path: Path) -
 
 def a_record(row: str, seed: int, lr: float, bits: float) -> dict[str, Any]:
     run = asdict(Run(row, lr, {}, seed))
-    sent = {"bits_per_parameter": 0.5, "received_bits": 1.5, "parameters": 10, "characters": 768}
+    sent: dict[str, Any] = {"bits_per_parameter": 0.5, "received_bits": 1.5, "parameters": 10, "characters": 768}
     sent |= {"seconds": 1.0, "commit": "abc"}
     return {**run, **sent, "val_bits": bits, "train_nats": 1.0}
 
