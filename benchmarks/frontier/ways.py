@@ -239,7 +239,6 @@ class Outer(Way):
         self, models: Models, every: int, outer_lr: float = 1.0, momentum: float = 0.0, parts: int = 1, bits: int = 32
     ) -> None:
         super().__init__(models)
-        self._coded = {4: e3m0, 32: lambda change_MN: change_MN}[bits]
         self._value_bits = bits
         self._every, self._outer_lr, self._momentum = every, outer_lr, momentum
         self.shared_N = self.models.flat_MN[0].clone()
@@ -262,7 +261,8 @@ class Outer(Way):
     def _mean_change(self, part: slice) -> Tensor:
         """Return what the shared parameters lose, before the outer step."""
         self.bits += self._value_bits * (part.stop - part.start)
-        return self._coded(self.shared_N[part] - self.models.flat_MN[:, part]).mean(0)
+        change_MN = self.shared_N[part] - self.models.flat_MN[:, part]
+        return (e3m0(change_MN) if self._value_bits == 4 else change_MN).mean(0)
 
     def results(self) -> Tensor:
         return self.models.flat_MN.mean(0, keepdim=True)
