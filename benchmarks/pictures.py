@@ -84,7 +84,7 @@ BY = {
     "data": "data.tiers",
     "data-storage": "data.storage",
 }
-SUFFIXES = (".svg", ".png", "-time.png", "-bytes.png", "-seconds.svg")
+SUFFIXES = (".svg", ".png", "-time.png", "-bytes.png", "-seconds.svg", "-size.svg")
 GONE = ("data-learning", "peers")
 """Their benchmarks are no longer here."""
 

@@ -19,7 +19,8 @@ from typing import Any
 
 from benchmarks.convergence.report import half_width_95
 from benchmarks.convergence.text import CONTEXT
-from benchmarks.frontier.runs import ALL, SIZES, Finished
+from benchmarks.frontier import runs
+from benchmarks.frontier.runs import ALL, Finished
 from benchmarks.pictures import GREY, colour, picture
 from benchmarks.record import surroundings, write
 
@@ -44,7 +45,7 @@ def summarise(records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 def _kind(record: dict[str, Any]) -> tuple[str, int, int, str]:
     """What rows must have in common to be compared: size, workers, steps, and optimizer."""
     optimizer = "Muon" if ALL[record["row"]].muon else "AdamW"
-    return record["size"], record["workers"], record["steps"] or SIZES[record["size"]].steps, optimizer
+    return record["size"], record["workers"], record["steps"] or runs.SIZES[record["size"]].steps, optimizer
 
 
 def _best(records: list[dict[str, Any]]) -> dict[int, dict[str, Any]]:
@@ -144,13 +145,14 @@ def _is_usual(record: dict[str, Any]) -> bool:
 def seconds(row: dict[str, Any], gbps: float) -> float:
     """Modelled, of the whole training; see above."""
     receives = row["received_bits"] * PARAMETERS / (gbps * 1e9)
-    return SIZES[str(row["size"])].steps * max(COMPUTE, float(receives))
+    return runs.SIZES[str(row["size"])].steps * max(COMPUTE, float(receives))
 
 
 def plot(record: dict[str, Any], file: Path) -> None:
     """Loss against bits, of the smallest size; beside it ``-seconds`` and, with several sizes, ``-size``."""
     file = file.with_stem(file.stem.removesuffix("-seconds").removesuffix("-size"))
-    rows = [row for row in record["rows"] if row["workers"] == 4 and not row.get("steps")]
+    usual = [row for row in record["rows"] if row["workers"] == 4 and not row.get("steps")]
+    rows = [row for row in usual if not ALL[row["row"]].muon]
     small = [row for row in rows if row["size"] == "0.1M"]
     with picture(file, height=5.5) as (axes,):
         _points(axes, small, lambda row: row["bits_per_parameter"])
@@ -199,7 +201,7 @@ def write_report(out: Path) -> None:
     for kind in dict.fromkeys(map(_kind, rows)):
         here = [row for row in rows if _kind(row) == kind]
         size, workers, steps, optimizer = kind
-        batch = max(SIZES[size].batch, workers)
+        batch = max(runs.SIZES[size].batch, workers)
         times = steps * batch * CONTEXT / here[0]["characters"]
         parts += [
             "",
