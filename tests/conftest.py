@@ -7,6 +7,7 @@ import os
 import signal
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
+from unittest import mock
 
 import pytest
 from hypothesis import settings
@@ -30,11 +31,9 @@ settings.load_profile("patient")
 
 @pytest.fixture(autouse=True)
 def own_environment() -> Iterator[None]:
-    """What a test adds to the environment ends with it: a Trainer leaves its port, which all later processes took."""
-    before = dict(os.environ)
-    yield
-    for name in os.environ.keys() - before.keys():
-        del os.environ[name]
+    """What a test does to the environment ends with it: a Trainer leaves its port, which all later processes took."""
+    with mock.patch.dict(os.environ):
+        yield
 
 
 @pytest.fixture(scope="module")

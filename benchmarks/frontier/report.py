@@ -136,7 +136,7 @@ def agreement(records: Sequence[dict[str, Any]]) -> str:
 
 
 def _is_usual(record: dict[str, Any]) -> bool:
-    return (record["size"], record["workers"]) == ("0.1M", 4) and not record.get("steps")  # old files lack it
+    return (record["size"], record["workers"]) == ("0.1M", 4) and not record["steps"]
 
 
 # --- plots
@@ -151,15 +151,15 @@ def seconds(row: dict[str, Any], gbps: float) -> float:
 def plot(record: dict[str, Any], file: Path) -> None:
     """Loss against bits, of the smallest size; beside it ``-seconds`` and, with several sizes, ``-size``."""
     file = file.with_stem(file.stem.removesuffix("-seconds").removesuffix("-size"))
-    usual = [row for row in record["rows"] if row["workers"] == 4 and not row.get("steps")]
+    usual = [row for row in record["rows"] if row["workers"] == 4 and not row["steps"]]
     rows = [row for row in usual if not ALL[row["row"]].muon]
     small = [row for row in rows if row["size"] == "0.1M"]
     with picture(file, height=5.5) as (axes,):
         _points(axes, small, lambda row: row["bits_per_parameter"])
         axes.set(xlabel="bits that a worker sends, a parameter and step", xscale="log", ylabel="bits per character")
+    alike = [row for row in small if not row["row"].startswith("PowerSGD")]
     with picture(file.with_stem(f"{file.stem}-seconds"), height=5, columns=len(GBPS), sharey=True) as each:
         for axes, gbps in zip(each, GBPS, strict=True):
-            alike = [row for row in small if not row["row"].startswith("PowerSGD")]
             _points(axes, alike, lambda row, gbps=gbps: seconds(row, gbps) / 3600)
             axes.set(xlabel=f"modelled hours at {gbps:g} Gbit/s", xscale="log", xlim=(0.2, 150))
         each[0].set(ylabel="bits per character")

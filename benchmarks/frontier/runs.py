@@ -270,7 +270,11 @@ def repeats(row: str, finished: Finished, seeds: Iterable[int], **where: Any) ->
 
 
 def work_through(runs: list[Run], finished: Finished, corpus: Corpus, device: torch.device) -> None:
-    """Train what has not been trained."""
+    """Train what has not been trained; a ValueError for what was trained on another text."""
+    for run in runs:
+        record = finished.get(run)
+        if record is not None and record.get("characters") != len(corpus.train_N):
+            raise ValueError(f"{finished.file} has a run of {run.row!r} on another text: give another folder")
     open_runs, source = [run for run in runs if finished.get(run) is None], commit()
     for index, run in enumerate(open_runs):
         record = {**train(run, corpus, device), "commit": source}
@@ -313,21 +317,22 @@ def main() -> None:
     options.out.mkdir(parents=True, exist_ok=True)
     finished, corpus = Finished(options.out / "runs.jsonl"), corpus_of(text)
     print(described(text), file=sys.stderr)
-    others = {record["characters"] for record in finished.records if record["size"] == options.size}
-    if others - {len(corpus.train_N)}:
-        raise SystemExit(f"{finished.file} has runs of {options.size} with a text of {others}: give another folder")
     where = {"size": options.size, "workers": options.workers, "steps": options.steps}
     if options.quick:
         work_through(list(QUICK), finished, corpus, device)
         return
     for row in options.rows:
         if options.lr is not None:
+            if len(ALL[row].options) > 1:
+                parser.error(f"--lr: the settings of {row!r} have learning rates of their own")
             runs = [Run(row, options.lr, settings, 0, **where) for settings in ALL[row].options]
             work_through(runs, finished, corpus, device)
             continue
         if options.carry:
-            below = list(SIZES)[list(SIZES).index(options.size) - 1]
-            best = ranked(row, finished, size=below)[: options.carry]
+            smaller = list(SIZES)[: list(SIZES).index(options.size)]
+            best = ranked(row, finished, size=smaller[-1])[: options.carry] if smaller else []
+            if not best:
+                parser.error(f"--carry: no trial of {row!r} of the size below has finished in {options.out}")
             runs = [Run(row, *setting, 0, **where) for setting in best]
             work_through(runs, finished, corpus, device)
             continue

@@ -239,6 +239,8 @@ class Outer(Way):
         self, models: Models, every: int, outer_lr: float = 1.0, momentum: float = 0.0, parts: int = 1, bits: int = 32
     ) -> None:
         super().__init__(models)
+        if bits not in (4, 32):
+            raise ValueError(f"bits={bits} must be 4 or 32")
         self._value_bits = bits
         self._every, self._outer_lr, self._momentum = every, outer_lr, momentum
         self.shared_N = self.models.flat_MN[0].clone()

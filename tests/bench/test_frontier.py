@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from benchmarks.convergence.text import CONTEXT, CharacterTransformer, Corpus, start_of_windows
-from benchmarks.frontier import ways
+from benchmarks.frontier import runs, ways
 from benchmarks.frontier.models import Models, Muon
 from benchmarks.frontier.runs import LRS, ROWS, Finished, Run, Size, ranked, repeats, train, tuning, windows
 from lightning_sparse.kernels import message_bytes
@@ -252,6 +252,32 @@ def test_all_rows_have_as_many_trials_and_the_best_is_repeated(tmp_path: Path) -
     assert again.records == finished.records
     assert [(run.lr, run.seed) for run in repeats("dense", again, (1, 2))] == [(LRS[3], 1), (LRS[3], 2)]
     assert [lr for lr, _ in ranked("dense", again)] == [LRS[3], LRS[2], LRS[4], LRS[1], LRS[0]]
+
+
+def test_a_run_is_kept_and_one_on_another_text_is_refused(tmp_path: Path, corpus: Corpus) -> None:
+    finished, run = Finished(tmp_path / "runs.jsonl"), Run("dense", 0.01, {}, 0)
+    runs.work_through([run], finished, corpus, CPU)
+    kept = finished.file.read_text()
+    runs.work_through([run], finished, corpus, CPU)
+    with pytest.raises(ValueError, match="runs.jsonl has a run of 'dense' on another text: give another folder"):
+        runs.work_through([run], finished, Corpus(corpus.train_N[:2000], corpus.val_N, 11), CPU)
+    assert finished.file.read_text() == kept
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--carry", "1", "--rows", "dense"], "--carry: no trial of 'dense' of the size below has finished"),
+        (["--lr", "0.1", "--rows", "DiLoCo every 30"], "--lr: the settings of 'DiLoCo every 30' have learning rates"),
+    ],
+)
+def test_options_that_do_not_go_with_a_row_are_refused(
+    options: list[str], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.argv", ["runs", str(tmp_path), *options])
+    with pytest.raises(SystemExit):
+        runs.main()
+    assert said in capsys.readouterr().err
 
 
 def a_record(row: str, seed: int, lr: float, bits: float) -> dict[str, Any]:

@@ -94,13 +94,12 @@ class Nodes:
             if found is not None:
                 return found
             time.sleep(0.05)
-        others = "".join(f"\n\n{each}:\n{self._state(each)}" for each in self._processes if each != name)
-        raise AssertionError(f"node {name} did not come so far: {self._state(name)}{others}")
+        raise AssertionError("\n\n".join([f"node {name} did not come so far", *map(self._state, self._processes)]))
 
     def _state(self, name: str) -> str:
         code = self._processes[name].exitcode
         state = "runs" if code is None else f"has ended with {code}"
-        return f"it {state}, and wrote\n{self.output(name)[-3000:]}"
+        return f"node {name} {state}, and wrote\n{self.output(name)[-3000:]}"
 
     def close(self) -> None:
         """Stop everything."""
