@@ -12,8 +12,9 @@ small steps, as large trainings have many steps: 4,600 of 8 windows for 116,576 
 characters about once. Larger models read the whole library, 29 million, as they would read the same text many times.
 Those from 2M on are for a GPU (part "frontier" of gpu/session.py), where all of them should fit a quarter of an hour.
 
-Every way has as many trials as any other, on seed 0: the learning rates of `LRS`, or of as many settings of learning
-rate, outer learning rate and momentum. The best one is run on the other seeds. All trials stand in the results.
+Every way has five trials at least, on seed 0: the learning rates of `LRS`, or as many settings of learning rate, outer
+learning rate and momentum; those of large densities every few steps have five of each. The best one is run on the other
+seeds. All trials stand in the results.
 
 Every finished run is one line of OUT/runs.jsonl and is not run again. Processes that are given different ``--rows`` may
 share OUT.
@@ -54,6 +55,7 @@ WARMUP = 40
 WEIGHT_DECAY = 0.01
 LRS = (0.001, 0.002, 0.004, 0.006, 0.008)
 Options = dict[str, Any]
+Settings = tuple[tuple[float, float], ...]
 
 
 @dataclass(frozen=True)
@@ -105,6 +107,12 @@ def _updates(**options: Any) -> Row:
     return Row(ways.Updates, (options,))
 
 
+def _every(way: Callable[..., ways.Way], lrs: tuple[float, ...], outer: Settings, **options: Any) -> Row:
+    """Learning rates with an outer one of 1, and as many settings of both."""
+    plain = ({"lr": lr, **options} for lr in lrs)
+    return Row(way, (*plain, *({"lr": lr, "outer_lr": outer_lr, **options} for lr, outer_lr in outer)))
+
+
 def _outer(settings: tuple[tuple[float, float, float], ...], muon: bool = False, **options: Any) -> Row:
     named = ({"lr": lr, "outer_lr": outer, "momentum": momentum, **options} for lr, outer, momentum in settings)
     return Row(ways.Outer, tuple(named), muon=muon)
@@ -114,15 +122,17 @@ DILOCO = ((0.0007, 1.0, 0.8), (0.001, 1.0, 0.7), (0.0014, 1.0, 0.7), (0.002, 1.0
 MULOCO = ((0.002, 1.0, 0.7), (0.002, 1.0, 0.8), (0.004, 1.0, 0.6), (0.004, 1.0, 0.7), (0.008, 1.0, 0.6))
 MUON_LRS = (0.002, 0.004, 0.008, 0.012, 0.016)
 SPARSE_LRS = (0.0005, 0.001, 0.002, 0.004, 0.006)  # of ways whose best was the least of LRS in first trials
+OUTER = ((0.001, 2.0), (0.0014, 1.5), (0.002, 1.5), (0.002, 2.0), (0.003, 1.5))
+SPARSE_OUTER = ((0.0005, 2.0), (0.0007, 1.5), (0.001, 1.5), (0.002, 0.7), (0.003, 0.7))
 ROWS: dict[str, Row] = {
     "dense": Row(ways.Dense),
     "one node alone": Row(ways.Alone, lrs=SPARSE_LRS),
     "updates 1%": _updates(density=0.01),
-    "updates 3% every 30": _updates(density=0.03, sync_every=30),
+    "updates 3% every 30": _every(ways.Updates, LRS, OUTER, density=0.03, sync_every=30),
     "DiLoCo every 30": _outer(DILOCO, every=30),
-    "SparseLoCo 3% every 30": Row(ways.SparseOuter, ({"every": 30, "density": 0.03},), SPARSE_LRS),
+    "SparseLoCo 3% every 30": _every(ways.SparseOuter, SPARSE_LRS, SPARSE_OUTER, every=30, density=0.03),
     "updates 0.1%": _updates(density=0.001),
-    "updates 3% every 10": _updates(density=0.03, sync_every=10),
+    "updates 3% every 10": _every(ways.Updates, LRS, OUTER, density=0.03, sync_every=10),
     "updates 10% every 30": _updates(density=0.1, sync_every=30),
     "updates 3%": _updates(density=0.03),
     "updates, everything": _updates(exchange="dense"),
@@ -130,7 +140,7 @@ ROWS: dict[str, Row] = {
     "DeMo 1%": Row(ways.DeMo, ({"density": 0.01},), SPARSE_LRS),
     "PowerSGD r1": Row(ways.PowerSGD, ({"rank": 1, "start": WARMUP},)),
     "PowerSGD r4": Row(ways.PowerSGD, ({"rank": 4, "start": WARMUP},)),
-    "SparseLoCo 10% every 30": Row(ways.SparseOuter, ({"every": 30, "density": 0.1},), SPARSE_LRS),
+    "SparseLoCo 10% every 30": _every(ways.SparseOuter, SPARSE_LRS, SPARSE_OUTER, every=30, density=0.1),
     "DiLoCo every 30, 4 bits": _outer(DILOCO, every=30, bits=4),
     "DiLoCo every 10, 4 bits": _outer(DILOCO, every=10, bits=4),
     "Streaming DiLoCo every 30, 4 bits": _outer(DILOCO, every=30, parts=4, bits=4),
@@ -290,7 +300,7 @@ def work_through(runs: list[Run], finished: Finished, corpus: Corpus, device: to
 QUICK = (
     Run("dense", 0.004, {}, 0),
     Run("updates 1%", 0.004, ROWS["updates 1%"].options[0], 0),
-    Run("updates 3% every 30", 0.004, ROWS["updates 3% every 30"].options[0], 0),
+    Run("updates 3% every 30", *ROWS["updates 3% every 30"].trials[7], 0),
     Run("DiLoCo every 30", *ROWS["DiLoCo every 30"].trials[2], 0),
     Run("SparseLoCo 3% every 30", *ROWS["SparseLoCo 3% every 30"].trials[2], 0),
     Run("one node alone", 0.001, {}, 0),

@@ -283,8 +283,8 @@ class SparseOuter(Outer):
 
     gathers = True
 
-    def __init__(self, models: Models, every: int, density: float, decay: float = 0.95) -> None:
-        super().__init__(models, every)
+    def __init__(self, models: Models, every: int, density: float, decay: float = 0.95, outer_lr: float = 1.0) -> None:
+        super().__init__(models, every, outer_lr)
         self._decay = decay
         path = Sparse.of(Work(self.models.num, 1, self.models.numel), density, TWO_BIT)
         assert path is not None

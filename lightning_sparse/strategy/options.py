@@ -139,7 +139,8 @@ def check_send(send: str, config: UpdatesConfig) -> None:
     if send not in get_args(Send):
         raise ValueError(f"send={send!r} must be 'updates' or 'gradients': what travels between nodes.")
     plain = UpdatesConfig()
-    given = [name for name in ("step_ahead", "delay", "sync_every") if getattr(config, name) != getattr(plain, name)]
+    of_updates = ("step_ahead", "delay", "sync_every", "outer_lr")
+    given = [name for name in of_updates if getattr(config, name) != getattr(plain, name)]
     if send == "gradients" and given:
         raise ValueError(
             f"{given[0]}={getattr(config, given[0])!r} says how updates are exchanged, and send='gradients' sends "

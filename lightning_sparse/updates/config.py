@@ -10,6 +10,7 @@ from lightning_sparse.exchange.paths import Exchange
 
 StepAhead = float | Literal["auto"]
 LEAST_AHEAD = 0.001  # its inverse multiplies how sums round: what is under way is seen in full, the rest by this
+MOST_OUTER_LR = 10
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,6 +30,8 @@ class UpdatesConfig(ExchangeConfig):
         value_dtype: as in `ExchangeConfig`, but two bits unless another is given: on text with AdamW they end where
             bfloat16 does, with half the bytes.
         sync_every: steps between two exchanges.
+        outer_lr: what the mean over nodes of what they sent is multiplied by where it is added to the shared weights, above
+            0 and at most 10: the outer learning rate of DiLoCo (Douillard et al. 2023). With 1, every update counts once.
         shard_optimizer: each device of a node steps its slice of the parameters alone and keeps only the state of that,
             where the optimizer allows it. It costs no traffic, since slices are gathered anyway.
 
@@ -41,6 +44,7 @@ class UpdatesConfig(ExchangeConfig):
     step_ahead: StepAhead = "auto"
     delay: int = 1
     sync_every: int = 1
+    outer_lr: float = 1.0
     shard_optimizer: bool = True
 
     def __post_init__(self) -> None:
@@ -64,6 +68,11 @@ class UpdatesConfig(ExchangeConfig):
             raise ValueError(
                 f"delay={self.delay!r} must be 0 (the step waits for the exchange) or a number of steps up to "
                 f"sync_every={self.sync_every}: one exchange is over before the next begins."
+            )
+        if not (is_number(self.outer_lr) and 0 < self.outer_lr <= MOST_OUTER_LR):
+            raise ValueError(
+                f"outer_lr={self.outer_lr!r} must be a number above 0 and at most {MOST_OUTER_LR}: what the mean of the "
+                f"nodes' updates is multiplied by. 1 adds it as it is."
             )
         check_flag("shard_optimizer", self.shard_optimizer)
 
@@ -96,4 +105,5 @@ class UpdatesConfig(ExchangeConfig):
         every = "after each step" if self.sync_every == 1 else f"every {self.sync_every} steps"
         delay = f", applied {self.delay} step{'s' * (self.delay > 1)} later" if self.delay else ""
         ahead = "measured" if self.measures_ahead(num_nodes) else f"{self.ahead(num_nodes):.2g}"
-        return f"{sent} {every}{delay}; step_ahead {ahead}"
+        outer = f"; outer_lr {self.outer_lr:.3g}" if self.outer_lr != 1 else ""
+        return f"{sent} {every}{delay}; step_ahead {ahead}{outer}"

@@ -13,8 +13,8 @@ paths that send everything, or leave it to others what is sent, add to it to the
     pending_S = shared_S - own_S                                 once this node's last message is added to own_S
 
 So neither what is pending nor what the parameters held before the step is stored: two tensors, whatever a is, and a may
-change (see `agreement`). Entries change by messages alone: in shared_S by the mean of all nodes', in own_S by that mean
-less the node's own, which it had already. A model that took the share a of each update would round it away where it is
+change (see `agreement`). Entries change by messages alone: in shared_S by ``outer_lr`` times the mean of all nodes', in
+own_S by that less the node's own, which it had already. A model that took the share a of each update would round it away where it is
 small beside the weight. Between two exchanges, too, the parameters keep the share a of each update, or else the models
 of nodes part (``settle``). What is pending does not depend on what other nodes have sent, so the next message is
 selected while theirs arrive:
@@ -59,7 +59,7 @@ class UpdateState:
     def __init__(self, slices: Slices, exchange: Exchange, config: UpdatesConfig) -> None:
         self.slices, self._exchange, self._config = slices, exchange, config
         self.shared_S = slices.read()
-        self._mean = -1.0 / exchange.topology.num_nodes  # makes a sum over nodes the mean that weights lose
+        self._mean = -config.outer_lr / exchange.topology.num_nodes  # makes a sum over nodes what weights lose
         self._under_way: tuple[TensorFuture, Delivery] | None = None
         work = exchange.choice.work(slices.numel * exchange.topology.num_devices, torch.float32)
         self._path = exchange.choice.path(work, config.density)

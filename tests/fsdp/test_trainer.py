@@ -275,7 +275,7 @@ def test_mixed_precision_gathers_half_the_bytes(results: Results) -> None:
 OPTIONS: list[dict[str, Any]] = [
     {"density": 0.05},
     {"density": 0.1, "delay": 0, "step_ahead": 0.5},
-    {"exchange": "dense16", "sync_every": 2},
+    {"exchange": "dense16", "sync_every": 2, "outer_lr": 1.5},
 ]
 
 

@@ -71,7 +71,9 @@ def of(count: int, after: int = 0) -> Callable[[dict[str, Any]], bool]:
     return lambda report: report.get("nodes") == count and report["number"] > after
 
 
-@pytest.mark.parametrize("options", [{}, {"delay": 0}, {"sync_every": 3, "delay": 2, "step_ahead": 0.5}])
+@pytest.mark.parametrize(
+    "options", [{}, {"delay": 0}, {"sync_every": 3, "delay": 2, "step_ahead": 0.5, "outer_lr": 1.5}]
+)
 def test_one_of_three_is_killed_and_comes_back(nodes: Nodes, options: dict[str, Any]) -> None:
     begin(nodes, "abc", timeout=5, density=0.1, **options)
     begun = nodes.wait_for("c", of(3))["number"]

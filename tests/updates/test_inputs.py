@@ -41,6 +41,9 @@ from tests.updates.runs import adamw, sgd, shared_of, start, steps
         ({"delay": True}, "delay=True"),
         ({"sync_every": 0}, "sync_every=0"),
         ({"sync_every": 1.5}, "sync_every=1.5"),
+        ({"outer_lr": 0}, "outer_lr=0 must be a number above 0"),
+        ({"outer_lr": float("nan")}, "outer_lr=nan"),
+        ({"outer_lr": True}, "outer_lr=True"),
         ({"shard_optimizer": 1}, "shard_optimizer=1"),
     ],
 )

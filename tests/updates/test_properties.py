@@ -32,6 +32,10 @@ OPTIONS: list[dict[str, Any]] = [
     {"density": 0.05, "value_dtype": "bfloat16", "exchange": "regional"},
     {"exchange": "dense16"},
     {"exchange": "dense", "delay": 1},
+    {"density": 0.1, "sync_every": 3, "outer_lr": 1.5},
+    {"density": 0.1, "outer_lr": 0.7, "delay": 0, "step_ahead": 0.4},
+    {"density": 0.05, "exchange": "regional", "outer_lr": 1.5},
+    {"exchange": "dense", "sync_every": 3, "outer_lr": 1.5},
 ]
 
 
@@ -52,7 +56,8 @@ def fifty_one_steps(options: dict[str, Any], sharded: bool) -> tuple[Tensor, flo
         updates.step()
     shared = shared_of(updates)  # nothing is in flight by now
     pending = whole_pending(updates)
-    balance = begin - shared + mean_over_nodes(pending) - mean_over_nodes(told)
+    arrived = mean_over_nodes(told) - mean_over_nodes(pending)
+    balance = begin - shared - options.get("outer_lr", 1.0) * arrived
     return shared, float(balance.abs().max()), float(pending.abs().max())
 
 
@@ -180,6 +185,23 @@ def test_a_sharded_step_gives_what_a_whole_one_gives(ranks: RunRanks) -> None:
         assert torch.equal(sharded, whole_step)
 
 
+def as_sgd_with_a_larger_rate(exchange: str) -> tuple[Tensor, Tensor]:
+    """With everything sent every step, an outer learning rate is one of the optimizer."""
+    ends = []
+    for lr, outer_lr in ((0.05, 2.0), (0.1, 1.0)):
+        options = {"exchange": exchange, "density": 1.0, "value_dtype": "float32", "delay": 0, "outer_lr": outer_lr}
+        ddp, optimizer, updates = start(lambda model, lr=lr: torch.optim.SGD(model.parameters(), lr), **options)
+        steps(ddp, optimizer, updates, 0, 20)
+        ends.append(shared_of(updates))
+    return ends[0], ends[1]
+
+
+@pytest.mark.parametrize("exchange", ["sparse", "dense"])
+def test_an_outer_learning_rate_multiplies_what_arrives(ranks: RunRanks, exchange: str) -> None:
+    for outer, inner in ranks(as_sgd_with_a_larger_rate, exchange, nodes=2, devices=1):
+        torch.testing.assert_close(outer, inner, rtol=1e-5, atol=1e-5)
+
+
 def with_everything_sent(delay: int) -> tuple[Tensor, Tensor]:
     ddp, optimizer, updates = start(sgd, density=1.0, value_dtype="float32", delay=delay)
     start_weights = {name: value.clone() for name, value in updates.module.state_dict().items()}
@@ -215,16 +237,17 @@ def test_one_node_is_plain_ddp(ranks: RunRanks) -> None:
         assert torch.equal(ours, ddp)
 
 
-def finished() -> tuple[Tensor, Tensor, float]:
-    ddp, optimizer, updates = start(adamw, density=0.02)
+def finished(outer_lr: float) -> tuple[Tensor, Tensor, float]:
+    ddp, optimizer, updates = start(adamw, density=0.02, outer_lr=outer_lr)
     steps(ddp, optimizer, updates, 0, 10)
-    expected = shared_of(updates).double() - mean_over_nodes(whole_pending(updates))
+    expected = shared_of(updates).double() - outer_lr * mean_over_nodes(whole_pending(updates))
     updates.finish()
     return flat_parameters(updates.module).clone(), expected, float(updates.pending_norm())
 
 
-def test_finish_sends_what_is_pending(ranks: RunRanks) -> None:
-    results = ranks(finished, nodes=2, devices=2)
+@pytest.mark.parametrize("outer_lr", [1.0, 1.5])
+def test_finish_sends_what_is_pending(ranks: RunRanks, outer_lr: float) -> None:
+    results = ranks(finished, outer_lr, nodes=2, devices=2)
     for weights, expected, pending in results:
         assert torch.equal(weights, results[0][0])
         torch.testing.assert_close(weights.double(), expected, rtol=1e-6, atol=1e-6)

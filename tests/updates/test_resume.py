@@ -48,7 +48,7 @@ CASES: list[tuple[tuple[int, int], dict[str, Any]]] = [
     ((2, 2), {}),
     ((3, 1), {"step_ahead": 0.4, "precision": "16-mixed"}),
     ((4, 1), {"sync_every": 3, "density": 0.2}),
-    ((4, 1), {"sync_every": 3, "density": 0.2, "delay": 2, "step_ahead": 0.5}),
+    ((4, 1), {"sync_every": 3, "density": 0.2, "delay": 2, "step_ahead": 0.5, "outer_lr": 1.5}),
     ((2, 2), {"delay": 0, "precision": "bf16-true"}),
     ((2, 2), {"value_dtype": "bfloat16"}),
     ((2, 2), {"exchange": "regional", "shard_optimizer": False}),
