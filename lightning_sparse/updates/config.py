@@ -30,8 +30,9 @@ class UpdatesConfig(ExchangeConfig):
         value_dtype: as in `ExchangeConfig`, but two bits unless another is given: on text with AdamW they end where
             bfloat16 does, with half the bytes.
         sync_every: steps between two exchanges.
-        outer_lr: what the mean over nodes of what they sent is multiplied by where it is added to the shared weights, above
-            0 and at most 10: the outer learning rate of DiLoCo (Douillard et al. 2023). With 1, every update counts once.
+        outer_lr: factor of what arrives, the mean over nodes of what they sent, where it is added to the shared
+            weights: the outer learning rate of DiLoCo (Douillard et al. 2023), above 0 and at most 10. 1 counts every
+            update once. With ``sync_every`` of 10 or 30, 1.5 and half the learning rate of dense training ended lower.
         shard_optimizer: each device of a node steps its slice of the parameters alone and keeps only the state of that,
             where the optimizer allows it. It costs no traffic, since slices are gathered anyway.
 
@@ -71,8 +72,8 @@ class UpdatesConfig(ExchangeConfig):
             )
         if not (is_number(self.outer_lr) and 0 < self.outer_lr <= MOST_OUTER_LR):
             raise ValueError(
-                f"outer_lr={self.outer_lr!r} must be a number above 0 and at most {MOST_OUTER_LR}: what the mean of the "
-                f"nodes' updates is multiplied by. 1 adds it as it is."
+                f"outer_lr={self.outer_lr!r} must be a number above 0 and at most {MOST_OUTER_LR}: the factor of what "
+                f"arrives from all nodes. 1 counts every update once."
             )
         check_flag("shard_optimizer", self.shard_optimizer)
 

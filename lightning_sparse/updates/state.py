@@ -14,10 +14,10 @@ paths that send everything, or leave it to others what is sent, add to it to the
 
 So neither what is pending nor what the parameters held before the step is stored: two tensors, whatever a is, and a may
 change (see `agreement`). Entries change by messages alone: in shared_S by ``outer_lr`` times the mean of all nodes', in
-own_S by that less the node's own, which it had already. A model that took the share a of each update would round it away where it is
-small beside the weight. Between two exchanges, too, the parameters keep the share a of each update, or else the models
-of nodes part (``settle``). What is pending does not depend on what other nodes have sent, so the next message is
-selected while theirs arrive:
+own_S by that less the node's own, which it had already. A model that took the share a of each update would round it
+away where it is small beside the weight. Between two exchanges, too, the parameters keep the share a of each update, or
+else the models of nodes part (``settle``). What is pending does not depend on what other nodes have sent, so the next
+message is selected while theirs arrive:
 
     link       messages t                 messages t+1
     device     step t+1, select t+1       add t, step t+2, select t+2
@@ -323,6 +323,7 @@ class Difference(UpdateState):
         saved = {"shared": shared_S, "own": own_S, "now": patch_of(written_S, now_S)}
         saved |= {"before": patch_of(shared_S, before_S), "kept": patch_of(own_S, kept_S)}
         saved["ahead"] = torch.tensor(self.ahead, dtype=torch.float64)
+        saved["outer_lr"] = torch.tensor(self._config.outer_lr, dtype=torch.float64)
         saved["exchanges"] = torch.tensor(self._exchanges)
         if self._samples is not None:
             saved["samples"] = self._samples.read()
@@ -336,6 +337,8 @@ class Difference(UpdateState):
     def _load_own(self, saved: Mapping[str, Tensor]) -> bool:
         if "own" not in saved or (self._agreement is None and saved["ahead"] != self.ahead):
             return False
+        if "outer_lr" in saved and saved["outer_lr"] != self._config.outer_lr:
+            return False  # messages that are kept count in the saved weights
         self._messages = self._sent = self._samples = None
         self.ahead = float(saved["ahead"])
         self._exchanges = int(saved["exchanges"])

@@ -396,7 +396,9 @@ def with_other_options(saved_with: dict[str, Any], resumed_with: dict[str, Any])
 
 
 @pytest.mark.parametrize(
-    "change", [{"density": 0.1}, {"value_dtype": "float16"}, {"step_ahead": 0.5}, {"exchange": "dense16"}], ids=str
+    "change",
+    [{"density": 0.1}, {"value_dtype": "float16"}, {"step_ahead": 0.5}, {"outer_lr": 1.5}, {"exchange": "dense16"}],
+    ids=str,
 )
 def test_a_state_goes_on_under_other_options(ranks: RunRanks, change: dict[str, Any]) -> None:
     results = ranks(both_ways, {"density": 0.02}, change, nodes=2, devices=2)
