@@ -13,8 +13,8 @@ characters about once. Larger models read the whole library, 29 million, as they
 Those from 2M on are for a GPU (part "frontier" of gpu/session.py), where all of them should fit a quarter of an hour.
 
 Every way has five trials at least, on seed 0: the learning rates of `LRS`, or as many settings of learning rate, outer
-learning rate and momentum; those of large densities every few steps have five of each. The best one is run on the other
-seeds. All trials stand in the results.
+learning rate and momentum; ways that send few entries every ten steps or more have five of each. The best one is run on
+the other seeds. All trials stand in the results.
 
 Every finished run is one line of OUT/runs.jsonl and is not run again. Processes that are given different ``--rows`` may
 share OUT.
@@ -133,7 +133,7 @@ ROWS: dict[str, Row] = {
     "SparseLoCo 3% every 30": _every(ways.SparseOuter, SPARSE_LRS, SPARSE_OUTER, every=30, density=0.03),
     "updates 0.1%": _updates(density=0.001),
     "updates 3% every 10": _every(ways.Updates, LRS, OUTER, density=0.03, sync_every=10),
-    "updates 10% every 30": _updates(density=0.1, sync_every=30),
+    "updates 10% every 30": _every(ways.Updates, LRS, OUTER, density=0.1, sync_every=30),
     "updates 3%": _updates(density=0.03),
     "updates, everything": _updates(exchange="dense"),
     "averages every 30": Row(ways.Outer, ({"every": 30},)),
@@ -300,9 +300,9 @@ def work_through(runs: list[Run], finished: Finished, corpus: Corpus, device: to
 QUICK = (
     Run("dense", 0.004, {}, 0),
     Run("updates 1%", 0.004, ROWS["updates 1%"].options[0], 0),
-    Run("updates 3% every 30", *ROWS["updates 3% every 30"].trials[7], 0),
+    Run("updates 3% every 30", *ROWS["updates 3% every 30"].trials[9], 0),
     Run("DiLoCo every 30", *ROWS["DiLoCo every 30"].trials[2], 0),
-    Run("SparseLoCo 3% every 30", *ROWS["SparseLoCo 3% every 30"].trials[2], 0),
+    Run("SparseLoCo 3% every 30", *ROWS["SparseLoCo 3% every 30"].trials[7], 0),
     Run("one node alone", 0.001, {}, 0),
 )
 """At settings that were best, or within noise of it, among all trials."""

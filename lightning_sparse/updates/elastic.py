@@ -596,10 +596,10 @@ class ElasticDifference(Difference):
             self._add_round(each, target_S)
 
     def _add_round(self, found: Round, target_S: Tensor) -> None:
-        mean = -self._config.outer_lr / found.num_nodes
+        mean = -1.0 / found.num_nodes
         if len(found.messages_MB):
             messages_MB = found.messages_MB[:, : self._path.message_bytes].contiguous()
-            self._path.add(messages_MB.to(target_S.device), target_S, mean)
+            self._path.add(messages_MB.to(target_S.device), target_S, self._config.outer_lr * mean)
         for each in found.dense:
             target_S.add_(each.to(target_S.device), alpha=mean)
 

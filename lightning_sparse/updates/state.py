@@ -160,11 +160,12 @@ class UpdateState:
         return self.shared_S
 
     def flush(self) -> None:
-        """Send everything that is pending: afterwards the parameters hold the global weights, on all nodes."""
+        """Send everything that is pending, which counts once: afterwards the parameters hold the global weights, on all
+        nodes."""
         if not self.slices.numel:
             return
-        unsent_S = self._collect()
-        self.shared_S.add_(self._exchange.sum(Dense(self._path.work), Shard(unsent_S)), alpha=self._mean)
+        unsent_S, mean = self._collect(), -1.0 / self._exchange.topology.num_nodes
+        self.shared_S.add_(self._exchange.sum(Dense(self._path.work), Shard(unsent_S)), alpha=mean)
         self.set_pending(torch.zeros_like(unsent_S))
         self.begin()
 
@@ -337,8 +338,6 @@ class Difference(UpdateState):
     def _load_own(self, saved: Mapping[str, Tensor]) -> bool:
         if "own" not in saved or (self._agreement is None and saved["ahead"] != self.ahead):
             return False
-        if "outer_lr" in saved and saved["outer_lr"] != self._config.outer_lr:
-            return False  # messages that are kept count in the saved weights
         self._messages = self._sent = self._samples = None
         self.ahead = float(saved["ahead"])
         self._exchanges = int(saved["exchanges"])
@@ -346,7 +345,8 @@ class Difference(UpdateState):
             self._samples = HostCopy(saved["samples"])
         if "messages" in saved:
             messages, mine = saved["messages"].to(self.own_S.device), self._exchange.topology.node_index
-            if not self._path.wrote(messages):
+            counted = float(saved["outer_lr"]) if "outer_lr" in saved else 1.0  # in the shared weights that were saved
+            if counted != self._config.outer_lr or not self._path.wrote(messages):
                 return False
             self._messages, self._sent = messages, messages[mine : mine + 1]
         self.shared_S.copy_(patched(saved["shared"], saved["before"]))

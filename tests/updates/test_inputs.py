@@ -43,6 +43,7 @@ from tests.updates.runs import adamw, sgd, shared_of, start, steps
         ({"sync_every": 1.5}, "sync_every=1.5"),
         ({"outer_lr": 0}, "outer_lr=0 must be a number above 0"),
         ({"outer_lr": float("nan")}, "outer_lr=nan"),
+        ({"outer_lr": 2.1}, "at most 2"),
         ({"outer_lr": True}, "outer_lr=True"),
         ({"shard_optimizer": 1}, "shard_optimizer=1"),
     ],

@@ -240,7 +240,7 @@ def test_one_node_is_plain_ddp(ranks: RunRanks) -> None:
 def finished(outer_lr: float) -> tuple[Tensor, Tensor, float]:
     ddp, optimizer, updates = start(adamw, density=0.02, outer_lr=outer_lr)
     steps(ddp, optimizer, updates, 0, 10)
-    expected = shared_of(updates).double() - outer_lr * mean_over_nodes(whole_pending(updates))
+    expected = shared_of(updates).double() - mean_over_nodes(whole_pending(updates))
     updates.finish()
     return flat_parameters(updates.module).clone(), expected, float(updates.pending_norm())
 
@@ -410,3 +410,22 @@ def test_a_state_goes_on_under_other_options(ranks: RunRanks, change: dict[str, 
 def both_ways(options: dict[str, Any], change: dict[str, Any]) -> list[tuple[Tensor, Tensor, float]]:
     changed = {**options, **change}
     return [with_other_options(options, changed), with_other_options(changed, options)]
+
+
+def saved_before_there_was_an_outer_learning_rate() -> tuple[Tensor, Tensor, float, float]:
+    ddp, optimizer, updates = start(adamw, density=0.02)
+    steps(ddp, optimizer, updates, 0, 7)
+    manifest, state = updates.manifest(), updates.state()
+    del state.own["optimizers"][0]["outer_lr"]
+    _, _, resumed = start(adamw, density=0.02, outer_lr=1.5)
+    resumed.load(manifest, state)
+    ahead = [each.optimizers[0].state.ahead for each in (updates, resumed)]
+    return shared_of(updates), shared_of(resumed), *ahead
+
+
+def test_a_state_without_an_outer_learning_rate_had_one_of_1(ranks: RunRanks) -> None:
+    for shared, resumed, ahead, resumed_ahead in ranks(
+        saved_before_there_was_an_outer_learning_rate, nodes=3, devices=1
+    ):
+        assert torch.equal(shared, resumed)
+        assert ahead == resumed_ahead < 1

@@ -257,6 +257,27 @@ def test_all_ranks_end_alike(results: Results, name: str) -> None:
 
 
 @scenarios.add
+def averaged(flavour: str) -> dict[str, float]:
+    """How far the weights that a fit ends with are from those that a callback averaged."""
+    callbacks = importlib.import_module(lightning_of(flavour).__name__ + ".callbacks")
+    kinds = [callbacks.StochasticWeightAveraging(0.01, swa_epoch_start=2)]
+    kinds += [callbacks.WeightAveraging()] if hasattr(callbacks, "WeightAveraging") else []
+    off = {}
+    for each in kinds:
+        module = adamw_module(flavour)
+        strategy = local(flavour, density=1.0, value_dtype="float32", delay=0, outer_lr=1.5)
+        trainer(flavour, strategy, max_steps=-1, max_epochs=4, limit_train_batches=4, callbacks=[each]).fit(module)
+        average = nn.utils.parameters_to_vector(each._average_model.parameters())
+        off[type(each).__name__] = float((weights(module) - average).abs().max())
+    return off
+
+
+def test_a_fit_ends_with_the_average_whatever_the_outer_learning_rate(results: Results) -> None:
+    for each in results:
+        assert max(each["averaged"].values()) < 1e-6
+
+
+@scenarios.add
 def with_pto(flavour: str) -> str:
     t = trainer(flavour, local(flavour), callbacks=[ours(flavour).PTOCallback()])
     return raised(t.fit, adamw_module(flavour))
