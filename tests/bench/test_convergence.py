@@ -83,7 +83,7 @@ def test_runs_are_kept_and_others_settings_are_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["convergence-long-2026-11-22", "exchange-8x1-2026-11-22", "frontier-2026-11-25", "kernels-2026-11-21"]
+    "name", ["convergence-long-2026-11-22", "exchange-8x1-2026-11-22", "frontier-2026-11-26", "kernels-2026-11-21"]
 )
 def test_a_picture_is_drawn_again(name: str, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
