@@ -43,7 +43,9 @@ def check(nodes: Nodes, names: str) -> dict[str, list[str]]:
     """The same, and no node has lost what it trained: what it made, in its last life, is what it sent in rounds that
     count and what is pending."""
     for name in names:
-        assert all(each["off"] < 1e-5 for each in nodes.reports(name) if "digest" in each), name
+        off = [each["off"] for each in nodes.reports(name) if "digest" in each]
+        large = [index for index, each in enumerate(off) if each >= 1e-5]
+        assert not large, f"{name}: off by {max(off)} in reports {large[0]} to {large[-1]} of {len(off)}"
     return tokens_of(nodes, names)
 
 
