@@ -91,7 +91,7 @@ def test_one_of_three_is_killed_and_comes_back(nodes: Nodes, options: dict[str, 
 
 
 def test_a_node_that_stands_still_is_out_and_comes_back(nodes: Nodes) -> None:
-    begin(nodes, "abc", timeout=5, density=0.1)
+    begin(nodes, "abc", timeout=3, density=0.1)
     begun = nodes.wait_for("c", of(3))["number"]
     nodes.send("c", signal.SIGSTOP)
     without = nodes.wait_for("a", of(2, begun))["number"]

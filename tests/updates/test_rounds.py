@@ -3,6 +3,7 @@
 import random
 from collections import Counter, deque
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,8 +15,11 @@ from torch import Tensor
 from lightning_sparse.exchange.communicator import Group
 from lightning_sparse.exchange.deals import Deals, Drawn
 from lightning_sparse.exchange.lighthouse import Lighthouse, Member, Said, _said
+from lightning_sparse.exchange.paths import Sparse, Work
 from lightning_sparse.exchange.rounds import Outcome, Round, Rounds, _refusal, quorum_of
+from lightning_sparse.kernels import compress
 from lightning_sparse.updates import ElasticSampler
+from lightning_sparse.updates.elastic import ElasticConfig, ElasticDifference
 
 
 def member(name: str, token: str, number: int, **said: Any) -> Member:
@@ -24,6 +28,17 @@ def member(name: str, token: str, number: int, **said: Any) -> Member:
 
 def names(members: list[Member]) -> list[str]:
     return [each.name for each in members]
+
+
+def test_messages_count_outer_lr_times_and_what_is_sent_whole_once() -> None:
+    path = Sparse.of(Work(3, 1, 4), 0.5, torch.float32)
+    assert path is not None
+    message_B = compress(torch.tensor([3.0, 0.0, 0.0, -6.0]), None, None, path.k, torch.float32)
+    state: Any = SimpleNamespace(_config=ElasticConfig(lighthouse="http://a:1", outer_lr=1.5), _path=path)
+    weights_S = torch.zeros(4)
+    found = Round("old", "new", 1, 3, message_B.expand(2, -1).contiguous(), dense=(torch.full((4,), 3.0),))
+    ElasticDifference._add_round(state, found, weights_S)
+    assert weights_S.tolist() == [-4.0, -1.0, -1.0, 5.0]
 
 
 def test_the_weights_of_most_rounds_are_trained_on() -> None:
