@@ -87,6 +87,7 @@ def test_fabric(flavour: str, tmp_path: Path) -> None:
     [
         ({"send": "both"}, "send='both' must be 'updates' or 'gradients'"),
         ({"send": "gradients", "delay": 0}, "delay=0 says how updates are exchanged"),
+        ({"send": "gradients", "outer_lr": 1.5}, "outer_lr=1.5 says how updates are exchanged"),
         ({"shard_optimizer": True}, "shard_optimizer=True cannot be combined with .*FSDP2 shards the optimizer"),
     ],
 )
