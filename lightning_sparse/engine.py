@@ -193,6 +193,7 @@ class Engine(ABC):
         active: whether there is anything to exchange; False on one node.
         needs_all: going on from a checkpoint takes the state of every rank; else a rank without its own begins anew.
         has_own_weights: nodes train weights of their own, and the global ones are shown.
+        in_step: all nodes take the same steps.
         batches: how many have begun, where somebody counts them: nodes then notice that one of them skipped a step.
     """
 
@@ -201,6 +202,7 @@ class Engine(ABC):
     lost: ClassVar[str]  # what follows where files are missing, for the log
     needs_all: ClassVar[bool] = False
     has_own_weights: ClassVar[bool] = False
+    in_step: ClassVar[bool] = True
 
     config: Any
     module: nn.Module
@@ -239,12 +241,20 @@ class Engine(ABC):
 
     # -- weights that the world sees -----------------------------------------------------------------------------------
 
-    def show_shared(self) -> None:
-        """Put the global weights into the module, and buffers averaged over all ranks. Every rank calls it."""
+    def show_shared(self, wait: bool = True) -> None:
+        """Put the global weights into the module, and buffers averaged over all ranks. Every rank calls it.
+
+        Args:
+            wait: False shows the weights without messages under way, and this rank's own buffers. Nothing is sent.
+        """
         return
 
     def show_own(self) -> None:
-        """Put this node's own weights back."""
+        """Put this node's own weights back. Every rank calls it."""
+        return
+
+    def adopt_changes(self) -> None:
+        """Make changes of the module part of the global weights that are shown. Every rank calls it."""
         return
 
     @contextmanager

@@ -246,7 +246,7 @@ class ShardedGradients(Engine):
                 each.residual_S = old.residual_S
 
     @torch.no_grad()
-    def show_shared(self) -> None:
+    def show_shared(self, wait: bool = True) -> None:
         """Give all ranks the mean of their floating-point buffers, such as the statistics of batch norm; weights are
         the same anyway. A collective of the world, if there are any."""
         buffers = [each for each in self.module.buffers() if each.is_floating_point() and each.numel()]

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from functools import partial
@@ -89,7 +89,6 @@ if TYPE_CHECKING:
         def _setup_model(self, model: nn.Module) -> DistributedDataParallel: ...
         def optimizer_step(self, optimizer: Any, closure: Any, model: Any = None, **kwargs: Any) -> Any: ...
         def optimizer_state(self, optimizer: Any) -> dict[str, Any]: ...
-        def post_training_step(self) -> None: ...
         def on_train_batch_start(self, batch: Any, batch_idx: int) -> None: ...
         def on_validation_start(self) -> None: ...
         def on_train_end(self) -> None: ...
@@ -102,9 +101,15 @@ else:
 
 
 class TrainerAdapter(Adapter, Host):
-    """Trainer's hooks, as calls of an engine."""
+    """Trainer's hooks, as calls of an engine.
 
-    _shows_each_step = _flushes_each_epoch = False
+    Outside training batches the module holds the global weights wherever a hook of a callback or of the module runs.
+    Lightning calls a strategy's hooks after theirs, so the loops themselves call the engine first.
+    """
+
+    _shows_each_step = _flushes_each_epoch = _shows_between_batches = False
+    _in_batch = _over = False
+    _loop_methods: Sequence[tuple[Any, str]] = ()  # those that call the engine first
 
     @property
     def engine(self) -> Engine | None:
@@ -116,11 +121,38 @@ class TrainerAdapter(Adapter, Host):
         """Whether the model is set up for training."""
         return isinstance(self.model, DistributedDataParallel)
 
-    def _look_at_callbacks(self, trainer: Any) -> None:
-        """Which of them average weights."""
+    def _show_to_hooks(self, trainer: Any) -> None:
+        """Let hooks see the global weights from now on. A collective of the world."""
         names = {base.__name__ for callback in trainer.callbacks for base in type(callback).__mro__}
         self._shows_each_step = "WeightAveraging" in names
         self._flushes_each_epoch = "StochasticWeightAveraging" in names
+        self._shows_between_batches = _has_hooks_between_batches(trainer)
+        self._in_batch = self._over = False
+        fit, epoch = trainer.fit_loop, trainer.fit_loop.epoch_loop
+        self._release_loops()
+        self._loop_methods = [
+            _call_around(epoch.automatic_optimization, "run", after=self._after_batch),
+            _call_around(epoch.manual_optimization, "run", after=self._after_batch),
+            _call_around(epoch.val_loop, "on_run_start", before=self._show),
+            _call_around(fit, "on_advance_end", before=self._show),  # the end of an epoch
+            _call_around(fit, "on_run_end", before=self._finish),
+        ]
+        if self.engine is not None and self.engine.in_step:
+            self.engine.show_shared()
+
+    def _release_loops(self) -> None:
+        for loop, name in self._loop_methods:
+            delattr(loop, name)
+        self._loop_methods = ()
+
+    def _show(self) -> None:
+        if self.engine is not None:
+            self.engine.show_shared()
+
+    def _finish(self) -> None:
+        if self.engine is not None:
+            self.engine.finish()
+            self.engine.show_shared()
 
     # -- training ------------------------------------------------------------------------------------------------------
 
@@ -132,49 +164,40 @@ class TrainerAdapter(Adapter, Host):
         engine.before_step(optimizer)
         output = super().optimizer_step(optimizer, closure, model, **kwargs)
         engine.step(optimizer)
-        if self.lightning_module.automatic_optimization:
-            self._show_after_batch(engine)
         return output
 
-    def post_training_step(self) -> None:
-        """Manual optimization ends here."""
-        super().post_training_step()
-        if self.engine is not None and not self.lightning_module.automatic_optimization:
-            self._show_after_batch(self.engine)
-
-    def _show_after_batch(self, engine: Engine) -> None:
-        """Callbacks that average weights, or run at the end of an epoch, are to see the global ones."""
-        if not engine.has_own_weights:
+    def _after_batch(self) -> None:
+        """Send everything once the fit is known to end, so that the last validation and the last checkpoint have the
+        weights that it ends with; show weights to hooks that run between batches."""
+        self._in_batch, engine, trainer = False, self.engine, self.lightning_module.trainer
+        if engine is None or not engine.has_own_weights:
             return
-        module, trainer = self.lightning_module, self.lightning_module.trainer
-        steps = trainer.global_step + int(module.automatic_optimization)  # Trainer counts this one later
-        last = trainer.is_last_batch or 0 <= trainer.max_steps <= steps
-        if last and self._flushes_each_epoch:
-            engine.finish()
-        elif last or self._shows_each_step:
+        ends = engine.in_step and _ends_with_this_batch(trainer)
+        if ends or (trainer.is_last_batch and self._flushes_each_epoch):
+            self._finish()
+        elif self._shows_each_step:
             engine.show_shared()
+        elif self._shows_between_batches and engine.in_step:
+            engine.show_shared(wait=False)
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """Train this node's own model."""
         super().on_train_batch_start(batch, batch_idx)
+        self._in_batch = True
         if self.engine is not None:
             self.engine.batches += 1
             self.engine.show_own()
 
-    def on_validation_start(self) -> None:
-        """Validate the global weights; in a fit they stay until the next batch."""
-        super().on_validation_start()
-        if self.engine is not None and self._fitting:
-            self.engine.show_shared()
-
     def on_train_end(self) -> None:
-        """Send what is pending: all ranks end with the same weights."""
+        """Keep the weights that the last hooks left."""
         super().on_train_end()
         if self.engine is not None:
-            self.engine.finish()
+            self.engine.adopt_changes()
+        self._over = True
 
     def teardown(self) -> None:
         """Take hooks off the model; what is pending stays for a second fit of the same module."""
+        self._release_loops()
         for engine in self.engines:
             engine.end()
         super().teardown()
@@ -182,12 +205,16 @@ class TrainerAdapter(Adapter, Host):
     # -- checkpoints ---------------------------------------------------------------------------------------------------
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Return the global weights. In a fit all ranks call it."""
-        if self.engine is None or not self._fitting:
+        """Return the global weights. In a fit all ranks call it. Between batches the module goes on to hold them, for
+        the hooks that add to a checkpoint."""
+        engine = self.engine
+        if engine is None or not self._fitting or self._over:
             return super().lightning_module_state_dict()
-        with self.engine.shared_weights():
+        with engine.shared_weights() if self._in_batch else nullcontext():
+            engine.show_shared()
+            engine.adopt_changes()
             weights = super().lightning_module_state_dict()
-            return detached(weights) if self.engine.has_own_weights else weights
+            return detached(weights) if engine.has_own_weights else weights
 
     @contextmanager
     def _saving(self, checkpoint: dict[str, Any], filepath: Any) -> Iterator[None]:
@@ -228,6 +255,44 @@ class TrainerAdapter(Adapter, Host):
 
     def _check_kind(self, path: Any, *args: Any, **kwargs: Any) -> None:
         """Raise ValueError for a checkpoint, which is not damaged, of a strategy that writes other ones."""
+
+
+_BETWEEN_BATCHES = ("on_train_batch_start", "on_train_batch_end")
+
+
+def _has_hooks_between_batches(trainer: Any) -> bool:
+    """Return whether a hook of a user runs between two batches. Lightning's own do not look at weights there."""
+    hooks = (
+        getattr(owner, name) for owner in (*trainer.callbacks, trainer.lightning_module) for name in _BETWEEN_BATCHES
+    )
+    packages = {str(getattr(hook, "__module__", "")).partition(".")[0] for hook in hooks}
+    return not packages <= {"lightning", "pytorch_lightning", "lightning_sparse"}
+
+
+def _ends_with_this_batch(trainer: Any) -> bool:
+    """Return whether the fit is known to end with the batch that was just trained."""
+    if 0 <= trainer.max_steps <= trainer.global_step:
+        return True
+    epochs = trainer.max_epochs
+    return bool(trainer.is_last_batch and epochs is not None and 0 <= epochs <= trainer.current_epoch + 1)
+
+
+def _call_around(
+    owner: Any, name: str, before: Callable[[], None] | None = None, after: Callable[[], None] | None = None
+) -> tuple[Any, str]:
+    """Call functions before and after a method of one object; ``delattr`` of what is returned undoes it."""
+    method = getattr(owner, name)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if before is not None:
+            before()
+        output = method(*args, **kwargs)
+        if after is not None:
+            after()
+        return output
+
+    setattr(owner, name, call)
+    return owner, name
 
 
 class ReplicasAdapter(TrainerAdapter):
@@ -507,7 +572,7 @@ class MSTopKLocalMixin(ReplicasAdapter):
         self._leave_gradients(self.model)
         self.engines[:] = [self._new_updates(self.lightning_module, self.optimizers)]
         self._restore(self.engines[0])
-        self._look_at_callbacks(trainer)
+        self._show_to_hooks(trainer)
 
     def _keep_hook_inside(self) -> None:
         """Torch's communication hooks average over the world unless their state names a group."""
@@ -547,6 +612,7 @@ class MSTopKLocalMixin(ReplicasAdapter):
         if self.engine is not None and self._fitting:
             self.engine.restart()
             self._restore(self.engine)
+            self._show()
 
 
 # -- nodes that come and go --------------------------------------------------------------------------------------------
@@ -740,9 +806,9 @@ class MSTopKFSDPMixin(ShardsAdapter, TrainerAdapter):
             self.engines[:] = [ShardedGradients(self.lightning_module, self.config, self._place)]
             if earlier is not None:
                 self.engines[0].take_over(earlier)
-            return
-        self.engines[:] = [self._new_updates(self.lightning_module, self.optimizers)]
-        self._look_at_callbacks(trainer)
+        else:
+            self.engines[:] = [self._new_updates(self.lightning_module, self.optimizers)]
+        self._show_to_hooks(trainer)
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
@@ -782,6 +848,7 @@ class MSTopKFSDPMixin(ShardsAdapter, TrainerAdapter):
         if self.engine is not None and self._fitting:
             self.engine.restart()
             self._restore(self.engine)
+            self._show()
         self._saves.loaded = []
         return checkpoint
 

@@ -125,6 +125,7 @@ class ElasticUpdates(LocalUpdates):
     """
 
     kind = "elastic"
+    in_step = False
 
     def __init__(
         self,
@@ -200,11 +201,15 @@ class ElasticUpdates(LocalUpdates):
             self._catch_up()
 
     @torch.no_grad()
-    def show_shared(self) -> None:
-        """Put the global weights into the module, and averaged buffers."""
+    def show_shared(self, wait: bool = True) -> None:
         if not self._shown:
             self._shows = self.version
         super().show_shared()
+
+    def _compare_changes(self) -> tuple[bool, bool]:
+        """Other nodes do not take part: a change is an update of this node."""
+        changed = any(one.is_changed() for one in self.optimizers)
+        return changed, not changed
 
     def deal(self, loader: Any, batches: int = 1) -> None:
         """Have a loader draw what is dealt to this device: one of torch with an `ElasticSampler`, or that of a bundled
@@ -271,6 +276,7 @@ class ElasticUpdates(LocalUpdates):
         """Send everything that is pending. Every device of the node calls it."""
         self.show_own()
         self._stop_watching()
+        self._all_sent = False  # not all of it is, where rounds failed
         super().finish()
 
     def end(self) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from lightning_sparse.agree import same_options
+from lightning_sparse.agree import all_agree, differing, same_options
 from lightning_sparse.engine import Engine, State
 from lightning_sparse.exchange import Exchange, HierCommunicator
 from lightning_sparse.messages import LogOnce
@@ -73,7 +73,8 @@ class LocalUpdates(Engine):
         self.log_once = LogOnce(topology.rank)
         self.optimizers: list[LocalOptimizer] = []
         self._names: dict[int, str] = {}
-        self._shown = False
+        self._shown = self._waits = False  # the global weights, and whether with every message
+        self._all_sent = self._trusted = False
         if not self.active:
             return
         _check_parameters(self.names, optimizers)
@@ -127,6 +128,7 @@ class LocalUpdates(Engine):
                 f"not what wraps it, or nothing for all of them."
             )
         self.steps += 1
+        self._all_sent = False
         self._name_place(f"in step {self.steps}")
         for one in stepped:
             one.step((self.batches << 8) + self.optimizers.index(one))
@@ -137,6 +139,8 @@ class LocalUpdates(Engine):
         if not self.active:
             return
         self.show_own()
+        if self._all_sent:
+            return
         for one in self.optimizers:  # of all: a flush uses the group between nodes, as exchanges under way do
             one.state.receive()
         self.exchange.runner.wait()  # for others with the same topology
@@ -144,6 +148,7 @@ class LocalUpdates(Engine):
         for one in self.optimizers:
             one.flush()
         self.buffers.average()
+        self._all_sent = True
 
     # -- weights that the world sees -----------------------------------------------------------------------------------
 
@@ -157,24 +162,81 @@ class LocalUpdates(Engine):
             yield
 
     @torch.no_grad()
-    def show_shared(self) -> None:
-        """Put the shared weights into the module, and buffers averaged over all ranks."""
-        if not self.active or self._shown:
+    def show_shared(self, wait: bool = True) -> None:
+        if not self.active or (self._shown and (self._waits or not wait)):
             return
-        self._shown = True
+        self.show_own()
+        self._shown, self._waits = True, wait
         for one in self.optimizers:
-            one.show_shared()
-        self.buffers.show_averaged()
+            one.show_shared(wait)
+        if wait:
+            self._check_trusted()
+            self.buffers.show_averaged()
 
     @torch.no_grad()
     def show_own(self) -> None:
-        """Put this node's own weights back. What was changed meanwhile counts as an update."""
+        """Put this node's own weights back. A change that was made meanwhile becomes part of the global weights if all
+        nodes made the same, and else counts as an update of its node. Weights that were shown without waiting are not
+        compared: there a change must be the same on all nodes. Every rank calls it."""
         if not self._shown:
             return
+        changed, alike = self._compare_changes() if self._waits else (True, True)
+        self._trusted |= not self._waits
+        self._all_sent &= alike
         self._shown = False
         for one in self.optimizers:
-            one.show_own()
-        self.buffers.show_own()
+            one.show_own(adopt=changed and alike)
+        if self._waits:
+            self.buffers.show_own()
+
+    @torch.no_grad()
+    def adopt_changes(self) -> None:
+        """Make changes of the module part of the global weights that are shown, if all nodes made the same ones. Every
+        rank calls it."""
+        if self._shown and self._waits and self._compare_changes() == (True, True):
+            self.show_own()
+            self.show_shared()
+
+    def _compare_changes(self) -> tuple[bool, bool]:
+        """Return whether some rank holds other weights than were shown, and whether all nodes hold the same. A
+        collective of the world."""
+        changed = any(one.is_changed() for one in self.optimizers)
+        if all_agree(not changed, self.exchange.communicator.flat_all_reduce, self._device):
+            return False, True
+        alike = self._same_on_all_nodes(
+            [piece for one in self.optimizers for piece in one.state.slices.in_parameters()]
+        )
+        if not alike:
+            self.log_once(
+                "a hook changed the weights, but not in the same way on all nodes: the changes are exchanged like "
+                "updates, so the global weights take up their mean little by little. To change the weights at once, "
+                "make the same change on all nodes: seed it, or broadcast the weights.",
+                logging.WARNING,
+            )
+        return True, alike
+
+    def _check_trusted(self) -> None:
+        """Raise RuntimeError if hooks between batches changed the global weights, and nodes differ since. A collective
+        of the world, where there was such a hook."""
+        if not self._trusted:
+            return
+        self._trusted = False
+        if not self._same_on_all_nodes([one.state.read_shared() for one in self.optimizers]):
+            raise RuntimeError(
+                "the global weights differ between nodes: on_train_batch_start or on_train_batch_end changed weights, "
+                "and not in the same way on all nodes. Make the same change on all ranks, as DDP needs it, too, or "
+                "change the weights in training_step. Resume from the last checkpoint."
+            )
+
+    def _same_on_all_nodes(self, tensors: Sequence[Tensor]) -> bool:
+        """Return whether each device holds the same as those of its place in other nodes. A collective of the world."""
+        comm = self.exchange.communicator
+        differ = bool(tensors) and bool(differing(tensors, comm.all_reduce, self._device))
+        return all_agree(not differ, comm.flat_all_reduce, self._device)
+
+    @property
+    def _device(self) -> torch.device:
+        return self.optimizers[0].state.shared_S.device if self.optimizers else torch.device("cpu")
 
     @property
     def names(self) -> dict[int, str]:
@@ -186,7 +248,7 @@ class LocalUpdates(Engine):
     @torch.no_grad()
     def restart(self) -> None:
         """Go on from the weights that the module holds now, with nothing pending. Every rank calls it."""
-        self._shown = False
+        self._shown = self._all_sent = False
         for one in self.optimizers:
             one.restart()
 
@@ -217,10 +279,12 @@ class LocalUpdates(Engine):
         return self.active and checkpoint.fits(self, state)
 
     def load(self, manifest: Mapping[str, Any], state: State | None) -> None:
+        self._all_sent = False
         if state is not None:
             checkpoint.load(self, manifest, state)
 
     def load_from(self, manifest: Mapping[str, Any], nodes: Sequence[Sequence[State]]) -> None:
+        self._all_sent = False
         if self.active:
             checkpoint.load_from(self, manifest, nodes)
         else:

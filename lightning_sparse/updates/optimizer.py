@@ -6,7 +6,7 @@ parameters are sharded themselves (FSDP2).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from operator import is_
 from typing import Any
 
@@ -63,7 +63,8 @@ class LocalOptimizer:
         self.division = division_of(optimizer, module, inside, names, config.shard_optimizer)
         self._exchange, self._config, self._make_state = exchange, config, make_state
         self.state = self._new_state()
-        self._own: list[Tensor] | None = None  # pieces of this node's weights while the shared ones are shown
+        self._own: list[Tensor] | None = None  # pieces of this node's weights while the global ones are shown
+        self._waits = True  # whether the weights that are shown have every message
         self._looked = type(optimizer).__module__.startswith("torch.optim")  # which step the parameters themselves
 
     @property
@@ -117,27 +118,59 @@ class LocalOptimizer:
 
     # -- weights that the world sees -----------------------------------------------------------------------------------
 
-    def show_shared(self) -> None:
-        """Put the shared weights into the parameters."""
-        self._own = [piece.clone() for piece in self.state.slices.in_parameters()]
-        self.state.slices.write(self.state.read_shared())
+    def show_shared(self, wait: bool = True) -> None:
+        """Put the global weights into the parameters; unless it is to wait, without messages under way."""
+        self._own, self._waits = [piece.clone() for piece in self.state.slices.in_parameters()], wait
+        self.state.slices.write(self._shown())
         self.gather()
 
-    def show_own(self) -> None:
-        """Put this node's back, and add what was changed meanwhile."""
-        for piece, now in zip(self.state.slices.in_parameters(), self._now(), strict=True):
-            piece.copy_(now)
+    def show_own(self, adopt: bool) -> None:
+        """Put this node's weights back.
+
+        Args:
+            adopt: a change that was made meanwhile belongs to the global weights: all nodes made the same. Otherwise it
+                is an update of this node.
+        """
+        state, changed_S = self.state, self.changed_weights() if adopt else None
+        if changed_S is not None and self._waits:  # exactly what the hook left, so no message may be added to it later
+            self._put(self._own or ())
+            state.settle_now()
+            state.set_shared(changed_S)
+            state.begin()
+        else:
+            self._put(self._now())
+            if changed_S is not None:
+                state.set_shared(changed_S)
         self._own = None
         self.gather()
 
+    def changed_weights(self) -> Tensor:
+        """Return the global weights with what was changed while they were shown, a new tensor [S]."""
+        changed_S = self._shown().clone()
+        for new, piece in zip(self.state.slices.of(changed_S), self.state.slices.in_parameters(), strict=True):
+            torch.where(piece == new.to(piece.dtype), new, piece.float(), out=new)
+        return changed_S
+
+    def is_changed(self) -> bool:
+        """Return whether the parameters hold something else than was shown. It waits for the device."""
+        shown = self.state.slices.of(self._shown())
+        pairs = zip(self.state.slices.in_parameters(), shown, strict=True)
+        return not all(torch.equal(piece, each.to(piece.dtype)) for piece, each in pairs)
+
+    def _shown(self) -> Tensor:
+        return self.state.read_shared() if self._waits else self.state.read_received()
+
+    def _put(self, pieces: Iterable[Tensor]) -> None:
+        for piece, now in zip(self.state.slices.in_parameters(), pieces, strict=True):
+            piece.copy_(now)
+
     def _now(self) -> Iterator[Tensor]:
-        """Yield the pieces of this node's weights, with what was changed while the shared ones were shown."""
+        """Yield the pieces of this node's weights, with what was changed while the global ones were shown."""
         slices = self.state.slices
         if self._own is None:
             yield from slices.in_parameters()
             return
-        shared = slices.of(self.state.read_shared())
-        for piece, shown, own in zip(slices.in_parameters(), shared, self._own, strict=True):
+        for piece, shown, own in zip(slices.in_parameters(), slices.of(self._shown()), self._own, strict=True):
             wide = torch.promote_types(piece.dtype, torch.float32)
             yield (piece.to(wide) - shown.to(piece.dtype).to(wide)).add_(own.to(wide))
 

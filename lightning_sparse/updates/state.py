@@ -159,6 +159,22 @@ class UpdateState:
         self.receive()
         return self.shared_S
 
+    def read_received(self) -> Tensor:
+        """Return the global weights without waiting: they may lack the messages under way, on all nodes alike. Not to
+        be written to."""
+        return self.read_shared()
+
+    def settle_now(self) -> None:
+        """Count all messages, and write this node's model into the parameters; nothing is in flight."""
+        self._pending_S.copy_(self._collect())
+        self.begin()
+
+    def set_shared(self, shared_S: Tensor) -> None:
+        """Set the global weights, and this node's model by as much: what is pending stays pending."""
+        self.receive()
+        self._start_S.add_(shared_S - self.shared_S)
+        self.shared_S.copy_(shared_S)
+
     def flush(self) -> None:
         """Send everything that is pending, which counts once: afterwards the parameters hold the global weights, on all
         nodes."""
@@ -263,6 +279,17 @@ class Difference(UpdateState):
         shared_S = self.shared_S.clone()
         self._add_messages(self._messages, shared_S)
         return shared_S
+
+    def read_received(self) -> Tensor:
+        return self.shared_S
+
+    def settle_now(self) -> None:
+        self._collect()
+        self.begin()
+
+    def set_shared(self, shared_S: Tensor) -> None:
+        self.own_S.add_(shared_S - self.shared_S)
+        self.shared_S.copy_(shared_S)
 
     def advance(self, occasion: int = 0) -> None:
         if not self.slices.numel:
