@@ -154,8 +154,8 @@ class LocalUpdates(Engine):
 
     @contextmanager
     def shared_weights(self) -> Iterator[None]:
-        """The module holds the shared weights inside, and averaged buffers. Every rank enters it."""
-        if self._shown:
+        """The module holds the global weights inside, and averaged buffers. Every rank enters it."""
+        if self._shown and self._waits:
             yield
             return
         with super().shared_weights():

@@ -62,12 +62,30 @@ def patience(kill: Kill | None) -> timedelta:
     return timedelta(seconds=4 if kill else 100)
 
 
-def fit_on(folder: str, strategy: Any, module: Any, kill: Kill | None, every: int = 1, **options: Any) -> Any:
+def stopper(stop_after: int | None) -> Any:
+    """Ends a fit after so many steps, which the strategy cannot know before."""
+
+    class Stopper(lightning_of(FLAVOUR).Callback):  # type: ignore[misc]
+        def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+            trainer.should_stop |= trainer.global_step == stop_after
+
+    return Stopper()
+
+
+def fit_on(
+    folder: str,
+    strategy: Any,
+    module: Any,
+    kill: Kill | None,
+    every: int = 1,
+    stop_after: int | None = None,
+    **options: Any,
+) -> Any:
     """Train from the last checkpoint of the folder, if there is one, and save after so many steps; 0: never."""
     pl = lightning_of(FLAVOUR)
     saver = pl.callbacks.ModelCheckpoint(folder, "last", every_n_train_steps=every, enable_version_counter=False)
     if every:
-        options |= {"callbacks": [saver, killer(kill)], "enable_checkpointing": True}
+        options |= {"callbacks": [saver, killer(kill), stopper(stop_after)], "enable_checkpointing": True}
     if options.get("precision") == "16-mixed":
         scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=3)
         options["plugins"] = [pl.plugins.MixedPrecision(options.pop("precision"), "cpu", scaler=scaler)]

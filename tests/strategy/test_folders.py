@@ -40,21 +40,21 @@ def strategy_of(way: str, **options: Any) -> Any:
 
 
 def fit(
-    folder: str, kill: Kill | None, way: str, steps: int = 14, every: int = 1, precision: str = "32-true"
+    folder: str, kill: Kill | None, way: str, stop_after: int = 14, every: int = 1, precision: str = "32-true"
 ) -> Tensor:
     """Train from the last checkpoint, if there is one; return weights and buffers at the end."""
     trained = module()
     strategy = strategy_of(way, timeout=patience(kill))
-    fit_on(folder, strategy, trained, kill, every, max_steps=steps, precision=precision)
+    fit_on(folder, strategy, trained, kill, every, stop_after, max_steps=14, precision=precision)
     return torch.cat([each.detach().flatten().double() for each in (*trained.parameters(), *trained.buffers())])
 
 
 def whole_and_resumed(folder: str, ways: list[str], precision: str) -> list[tuple[Tensor, Tensor]]:
     ends = []
     for way in ways:
-        whole = fit(f"{folder}/whole {way}", None, way, 12, 7, precision)
+        whole = fit(f"{folder}/whole {way}", None, way, 14, 7, precision)
         fit(f"{folder}/{way}", None, way, 7, 7, precision)
-        ends.append((whole, fit(f"{folder}/{way}", None, way, 12, 7, precision)))
+        ends.append((whole, fit(f"{folder}/{way}", None, way, 14, 7, precision)))
     return ends
 
 

@@ -39,7 +39,7 @@ def fit(folder: str, kill: Kill | None, options: dict[str, Any], every: int = 1,
     """Train with a checkpoint after every step, or every so many, from the last one if there is one."""
     precision = options.pop("precision", "32-true")
     strategy, trained = local(FLAVOUR, timeout=patience(kill), **options), module()
-    fit_on(folder, strategy, trained, kill, every, max_steps=steps, precision=precision)
+    fit_on(folder, strategy, trained, kill, every, steps, max_steps=STEPS, precision=precision)
     buffers = torch.cat([each.flatten().double() for each in trained.buffers()])
     return {"weights": weights(trained), "buffers": buffers, "steps": strategy.updates.steps}
 
