@@ -239,6 +239,10 @@ class Engine(ABC):
         """Send everything that is pending; afterwards all ranks hold the same weights. Every rank calls it."""
         return
 
+    def warn_of_no_step(self) -> None:
+        """Log once that batches were trained without a step."""
+        return
+
     # -- weights that the world sees -----------------------------------------------------------------------------------
 
     def show_shared(self, wait: bool = True) -> None:

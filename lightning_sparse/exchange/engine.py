@@ -50,7 +50,7 @@ class Exchange:
         numel: int,
         log_once: Callable[..., None],
     ) -> None:
-        self.topology, self.device = topology, device
+        self.topology, self.device, self.log_once = topology, device, log_once
         self.communicator = HierCommunicator(topology)
         self.choice = PathChoice(config, topology, numel, log_once)
         self.runner = runner_of(topology, device) if config.overlap else Runner()

@@ -109,6 +109,7 @@ class TrainerAdapter(Adapter, Host):
 
     _shows_each_step = _flushes_each_epoch = _shows_between_batches = False
     _in_batch = _over = False
+    _steps_before = _batches_before = 0  # the epoch
     _loop_methods: Sequence[tuple[Any, str]] = ()  # those that call the engine first
 
     @property
@@ -128,13 +129,14 @@ class TrainerAdapter(Adapter, Host):
         self._flushes_each_epoch = "StochasticWeightAveraging" in names
         self._shows_between_batches = _has_hooks_between_batches(trainer)
         self._in_batch = self._over = False
+        self._steps_before = self._batches_before = 0
         fit, epoch = trainer.fit_loop, trainer.fit_loop.epoch_loop
         self._release_loops()
         self._loop_methods = [
             _call_around(epoch.automatic_optimization, "run", after=self._after_batch),
             _call_around(epoch.manual_optimization, "run", after=self._after_batch),
             _call_around(epoch.val_loop, "on_run_start", before=self._show),
-            _call_around(fit, "on_advance_end", before=self._show),  # the end of an epoch
+            _call_around(fit, "on_advance_end", before=self._end_epoch),
             _call_around(fit, "on_run_end", before=self._finish),
         ]
         if self.engine is not None and self.engine.in_step:
@@ -148,6 +150,14 @@ class TrainerAdapter(Adapter, Host):
     def _show(self) -> None:
         if self.engine is not None:
             self.engine.show_shared()
+
+    def _end_epoch(self) -> None:
+        self._show()
+        engine = self.engine
+        if engine is not None and engine.steps == self._steps_before and engine.batches > self._batches_before:
+            engine.warn_of_no_step()
+        if engine is not None:
+            self._steps_before, self._batches_before = engine.steps, engine.batches
 
     def _finish(self) -> None:
         if self.engine is not None:

@@ -141,6 +141,8 @@ class LocalUpdates(Engine):
         self.show_own()
         if self._all_sent:
             return
+        if self.steps == 0:
+            self.warn_of_no_step()
         for one in self.optimizers:  # of all: a flush uses the group between nodes, as exchanges under way do
             one.state.receive()
         self.exchange.runner.wait()  # for others with the same topology
@@ -149,6 +151,14 @@ class LocalUpdates(Engine):
             one.flush()
         self.buffers.average()
         self._all_sent = True
+
+    def warn_of_no_step(self) -> None:
+        self.log_once(
+            "no optimizer step was made: nodes exchange nothing, and the global weights stay as they were. Call "
+            "optimizer.step(): methods such as first_step() and second_step() of a SAM optimizer bypass it, but its "
+            "step(closure) does not.",
+            logging.WARNING,
+        )
 
     # -- weights that the world sees -----------------------------------------------------------------------------------
 

@@ -6,6 +6,7 @@ parameters are sharded themselves (FSDP2).
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from operator import is_
 from typing import Any
@@ -24,16 +25,20 @@ from lightning_sparse.sharding import (
     Part,
     Parts,
     divide_new,
-    in_order_of,
-    local_of,
     parameters_of,
     part_of,
     sparse_parameters,
     trained_by,
 )
 from lightning_sparse.updates.config import UpdatesConfig
+from lightning_sparse.updates.probe import Probe
 from lightning_sparse.updates.slices import Slices
 from lightning_sparse.updates.state import UpdateState, state_of
+
+OVERWRITES = 0.25
+"""An optimizer that leaves less than this share of a change overwrites the parameters."""
+PULLS_BACK = 0.9
+"""One that leaves less than this share moves them towards a copy."""
 
 
 class LocalOptimizer:
@@ -59,13 +64,16 @@ class LocalOptimizer:
         make_state: Callable[[Slices, Exchange, UpdatesConfig], UpdateState] = state_of,
     ) -> None:
         self.optimizer, self.steps = optimizer, 0
-        self._hook = optimizer.register_step_pre_hook(lambda *_: self.follow_groups())
+        self._hook = None
+        if hasattr(optimizer, "_optimizer_step_pre_hooks"):  # not where Optimizer.__init__ was never called
+            self._hook = optimizer.register_step_pre_hook(lambda *_: self._before_step())
         self.division = division_of(optimizer, module, inside, names, config.shard_optimizer)
         self._exchange, self._config, self._make_state = exchange, config, make_state
         self.state = self._new_state()
         self._own: list[Tensor] | None = None  # pieces of this node's weights while the global ones are shown
         self._waits = True  # whether the weights that are shown have every message
-        self._looked = type(optimizer).__module__.startswith("torch.optim")  # which step the parameters themselves
+        known = is_tested(optimizer) or type(optimizer).__module__.startswith("torch.optim")
+        self.probe = None if known else Probe()
 
     @property
     def parameters(self) -> list[Tensor]:
@@ -80,7 +88,8 @@ class LocalOptimizer:
 
     def detach(self, reused: bool) -> None:
         """Leave the optimizer alone from now on. One used again gets all its state: a collective of the node."""
-        self._hook.remove()
+        if self._hook is not None:
+            self._hook.remove()
         if reused:
             self.division.release()
 
@@ -91,24 +100,48 @@ class LocalOptimizer:
             occasion: the same on all nodes that step.
 
         Raises:
-            ValueError: at the first one, for an optimizer that keeps weights of its own.
+            ValueError: for an optimizer that overwrites the parameters with a copy of its own.
         """
         self.follow_groups()
-        if not self._looked:
-            self._looked = True
-            refuse_own_weights(self.optimizer, self.state.slices, self.state.shared_S)
+        probed = self._end_probe()
         self.steps += 1
         since = self.steps % self._config.sync_every
         if since == 0:
             self.state.advance(occasion)
         else:
             self.state.settle(since)
-            if self.division.steps_all and not self.state.may_settle(since):
+            if self.division.steps_all and not self.state.may_settle(since) and not probed:
                 return  # devices hold the same
         self.gather()
 
+    def _before_step(self) -> None:
+        self.follow_groups()
+        if self.probe is not None:
+            self.probe.begin(self.state.slices)
+
+    def _end_probe(self) -> bool:
+        """Return whether elements of the parameters had been changed to see what a step does to that."""
+        if self.probe is None or not self.probe.under_way:
+            return False
+        left, name = self.probe.end(), type(self.optimizer).__name__
+        if left < OVERWRITES:
+            raise ValueError(
+                f"{name} undoes what other nodes send: of a change of the weights, {max(0.0, left):.0%} was left after "
+                f"its step, so it steps a copy of them, such as fp32 master weights. Let it step the parameters "
+                f"themselves (master_weights=False), or use strategy='mstopk_hier'."
+            )
+        if left < PULLS_BACK:
+            self._exchange.log_once(
+                f"{name} pulls the weights back towards a copy of its own, as Lookahead and schedule-free optimizers "
+                f"do, and takes part of the received updates away again: in such steps nodes learn less from each "
+                f"other. Compare the loss with strategy='mstopk_hier'.",
+                logging.WARNING,
+            )
+        return True
+
     def flush(self) -> None:
         """Send everything that is pending."""
+        self._end_probe()
         self.state.flush()
         self.gather()
 
@@ -120,6 +153,7 @@ class LocalOptimizer:
 
     def show_shared(self, wait: bool = True) -> None:
         """Put the global weights into the parameters; unless it is to wait, without messages under way."""
+        self._end_probe()  # where an exception ended the step
         self._own, self._waits = [piece.clone() for piece in self.state.slices.in_parameters()], wait
         self.state.slices.write(self._shown())
         self.gather()
@@ -182,10 +216,16 @@ class LocalOptimizer:
         now = [piece.cpu() for piece in self._now()]
         now_S = torch.cat([piece.float() for piece in now]) if now else torch.empty(0)
         wide = [piece for piece in now if piece.dtype == torch.float64]
-        return {**self.state.state_dict(now_S), **({"wide": torch.cat(wide)} if wide else {})}
+        more = {"wide": torch.cat(wide)} if wide else {}
+        if self.probe is not None:
+            more |= {f"probe {name}": torch.tensor(value) for name, value in self.probe.state_dict().items()}
+        return {**self.state.state_dict(now_S), **more}
 
     def load_state_dict(self, saved: Mapping[str, Tensor]) -> None:
         """Go on where it was saved."""
+        probed = {name[6:]: float(value) for name, value in saved.items() if name.startswith("probe ")}
+        if self.probe is not None and probed:
+            self.probe.load_state_dict(probed)
         if self.state.load_state_dict(saved) and "wide" in saved:  # between two exchanges these hold more than fp32
             pieces = [piece for piece in self.state.slices.in_parameters() if piece.dtype == torch.float64]
             for piece, now in zip(pieces, torch.split(saved["wide"], list(map(len, pieces))), strict=True):
@@ -329,24 +369,3 @@ def division_of(
     if share and inside.node.size > 1 and dense and exact:
         return Division(optimizer, inside, ShardedStep(optimizer, inside, names, gather=False))
     return Division(optimizer, inside)
-
-
-def refuse_own_weights(optimizer: Optimizer, slices: Slices, shared_S: Tensor) -> None:
-    """Raise ValueError for an optimizer that steps a copy of the weights (fp32 master weights, say) and overwrites the
-    parameters with it: it would undo what other nodes sent.
-
-    Such a copy equals the parameter as its dtype rounds it, after the step or before it.
-    """
-    for (parameter, part), now, before in zip(slices.pieces, slices.in_parameters(), slices.of(shared_S), strict=True):
-        for name, value in optimizer.state.get(parameter, {}).items():
-            if not isinstance(value, Tensor) or not value.is_floating_point():
-                continue
-            if value.shape == parameter.shape and not isinstance(value, DTensor):
-                value = in_order_of(parameter, value)[part.begin : part.end]
-            copy = local_of(value).detach().reshape(-1).to(now.device, now.dtype)
-            if now.any() and (torch.equal(copy, now) or torch.equal(copy, before.to(now.dtype))):
-                raise ValueError(
-                    f"{type(optimizer).__name__} keeps weights of its own (its state {name!r} equals a parameter of "
-                    f"shape {tuple(parameter.shape)}), so its next step would undo what other nodes sent: use an "
-                    f"optimizer that steps the parameters themselves (master_weights=False), or strategy='mstopk_hier'."
-                )

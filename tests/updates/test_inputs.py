@@ -378,36 +378,6 @@ def test_a_step_of_an_optimizer_that_is_not_known(ranks: RunRanks) -> None:
         assert "not what wraps it" in said
 
 
-class MasterSGD(torch.optim.SGD):
-    """Steps fp32 copies of the weights, as optimizers with master weights do."""
-
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        for group in self.param_groups:
-            for p in group["params"]:
-                master = self.state[p].setdefault("master", p.detach().float().clone())
-                master -= group["lr"] * p.grad
-                with torch.no_grad():
-                    p.copy_(master)
-
-
-def master_weights(dtype: torch.dtype) -> str:
-    ddp, _, updates = start(adamw, density=0.1)
-    model = updates.module.to(dtype)
-    optimizer = MasterSGD(model.parameters(), lr=0.1)
-    updates = LocalUpdates(model, optimizer, UpdatesConfig(density=0.1), updates.topology)
-    for p in model.parameters():
-        p.grad = torch.ones_like(p)
-    optimizer.step()
-    return raised(updates.step)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_an_optimizer_with_weights_of_its_own_is_refused(ranks: RunRanks, dtype: torch.dtype) -> None:
-    for said in ranks(master_weights, dtype, nodes=2, devices=1):
-        assert "MasterSGD keeps weights of its own (its state 'master' equals a parameter of shape" in said
-        assert "master_weights=False" in said
-
-
 def test_a_teacher_that_is_trained_later_is_averaged_no_more() -> None:
     module, stepped = nn.Linear(2, 3), set[int]()
     buffers = Buffers(module, None, lambda: stepped)  # type: ignore[arg-type]  # nobody communicates

@@ -1,0 +1,202 @@
+"""Optimizers that are not torch's: those that undo received updates are found by what they do, no other is refused."""
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_sparse.updates.probe import STEPS
+from tests.helpers.distributed import RunRanks
+from tests.helpers.lines import Lines
+from tests.strategy.models import flat_parameters
+from tests.updates.runs import start
+
+Make = Callable[[nn.Module], Optimizer]
+
+
+class Toy(nn.Module):
+    """A model with parameters that begin at zero and at one, and some of one element."""
+
+    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.norm, self.last = nn.Linear(16, 9), nn.LayerNorm(9), nn.Linear(9, 4)
+        nn.init.zeros_(self.last.bias)
+        self.scale, self.gate = nn.Parameter(torch.ones(())), nn.Parameter(torch.zeros(1))
+        self.a, self.b = nn.Parameter(0.1 * torch.randn(16, 2)), nn.Parameter(torch.zeros(2, 4))
+        self.to(dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.norm(self.first(x).tanh())
+        return self.scale * self.last(hidden) + self.gate * x[:, :4] + x @ self.a @ self.b
+
+
+class Own(torch.optim.SGD):
+    """SGD under another name."""
+
+
+class Masters(Optimizer):
+    """Steps copies of the weights: in an attribute, in its state, or all in one flat tensor."""
+
+    def __init__(self, parameters: Any, place: str, lr: float = 0.1) -> None:
+        super().__init__(parameters, {"lr": lr})
+        self.all = [p for group in self.param_groups for p in group["params"]]
+        self.flat = torch.cat([p.detach().float().flatten() for p in self.all])
+        self.masters = list(torch.split(self.flat, [p.numel() for p in self.all]))
+        if place != "a flat tensor":
+            self.masters, self.flat = [each.clone() for each in self.masters], torch.empty(0)
+        if place == "its state":
+            for p, master in zip(self.all, self.masters, strict=True):
+                self.state[p]["master"] = master
+            self.masters = []
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for p, master in zip(self.all, self.masters or [self.state[p]["master"] for p in self.all], strict=True):
+            master.sub_(p.grad.flatten().float(), alpha=self.param_groups[0]["lr"])  # type: ignore[union-attr]
+            p.copy_(master.view_as(p))
+
+
+class ZeroState(Optimizer):
+    """Its state is zero for ten steps, and it counts them in a tensor: equal to parameters that are zero, or one."""
+
+    def __init__(self, parameters: Any, lr: float = 0.1) -> None:
+        super().__init__(parameters, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for p in (p for group in self.param_groups for p in group["params"]):
+            state = self.state[p]
+            if not state:
+                state.update(step=torch.tensor(0.0), hessian=torch.zeros_like(p), difference=torch.zeros_like(p))
+            state["step"] += 1
+            if state["step"] % 10 == 0:
+                state["hessian"].lerp_(p.grad.square(), 0.1)
+            p.sub_(p.grad, alpha=0.1)
+
+
+class Lookahead(torch.optim.SGD):
+    """Moves the weights half the way back to slow ones in every sixth step."""
+
+    steps = 0
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        super().step()
+        self.steps += 1
+        if self.steps % 6:
+            return
+        for p in self.param_groups[0]["params"]:
+            slow = self.state[p].setdefault("slow_buffer", p.detach().clone())
+            p.copy_(slow.lerp_(p, 0.5))
+
+
+class NeverInitialized(Optimizer):
+    """Wraps another one, and never calls ``Optimizer.__init__``, as Lookahead of torch_optimizer."""
+
+    def __init__(self, inner: Optimizer) -> None:
+        self.inner, self.param_groups, self.state, self.defaults = inner, inner.param_groups, inner.state, {}
+
+    def step(self, closure: Any = None) -> Any:
+        return self.inner.step(closure)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self.inner.zero_grad(set_to_none)
+
+
+MAKE: dict[str, Callable[..., Make]] = {
+    "own": lambda: lambda model: Own(model.parameters(), lr=0.1),
+    "masters": lambda place: lambda model: Masters(model.parameters(), place),
+    "zero state": lambda: lambda model: ZeroState(model.parameters()),
+    "lookahead": lambda: lambda model: Lookahead(model.parameters(), lr=0.1),
+    "never initialized": lambda: lambda model: NeverInitialized(torch.optim.SGD(model.parameters(), lr=0.1)),
+    "plain": lambda: lambda model: torch.optim.SGD(model.parameters(), lr=0.1),
+}
+
+
+def trained(make: Make, dtype: torch.dtype = torch.float32, count: int = STEPS + 6, **options: Any) -> dict[str, Any]:
+    """Train on 2 nodes; return what was refused, what was logged, the losses and the weights."""
+    lines, losses, model = Lines(), [], Toy(dtype)
+    ddp, optimizer, updates = start(make, model, **{"density": 0.1, **options})
+    said = ""
+    for step in range(count):
+        chance = torch.Generator().manual_seed(1000 * step + dist.get_rank())
+        x = torch.randn(32, 16, generator=chance)
+        optimizer.zero_grad()
+        loss = nn.functional.cross_entropy(ddp(x.to(dtype)).float(), x[:, :4].argmax(1))
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+        try:
+            updates.step()
+        except ValueError as error:
+            said = str(error)
+            break
+    if not said:
+        updates.finish()
+    updates.end()
+    warnings = [each for each in lines.lines if "pulls the weights back" in each]
+    return {"said": said, "warnings": warnings, "losses": losses, "weights": flat_parameters(model).float()}
+
+
+def of_kind(kind: str, arguments: tuple[Any, ...], dtype: torch.dtype, options: dict[str, Any]) -> dict[str, Any]:
+    logging.disable(logging.NOTSET)
+    return trained(MAKE[kind](*arguments), dtype, **options)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("place", ["an attribute", "its state", "a flat tensor"])
+def test_optimizer_with_master_weights_is_refused(ranks: RunRanks, place: str, dtype: torch.dtype) -> None:
+    for found in ranks(of_kind, "masters", (place,), dtype, {}, nodes=2, devices=1):
+        assert "Masters undoes what other nodes send" in found["said"]
+        assert "master_weights=False" in found["said"]
+
+
+@pytest.mark.parametrize("options", [{"exchange": "dense"}, {"sync_every": 5, "density": 1.0, "delay": 0}])
+def test_optimizer_with_master_weights_is_refused_whatever_is_exchanged(
+    ranks: RunRanks, options: dict[str, Any]
+) -> None:
+    for found in ranks(of_kind, "masters", ("an attribute",), torch.float32, options, nodes=2, devices=1):
+        assert "Masters undoes what other nodes send" in found["said"]
+
+
+@pytest.mark.parametrize("kind", ["own", "zero state", "never initialized"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_optimizer_that_steps_the_parameters_is_not_refused(ranks: RunRanks, kind: str, dtype: torch.dtype) -> None:
+    found = ranks(of_kind, kind, (), dtype, {}, nodes=2, devices=2)
+    for each in found:
+        assert (each["said"], each["warnings"]) == ("", [])
+        assert sum(each["losses"][-5:]) < sum(each["losses"][:5])
+        assert torch.equal(each["weights"], found[0]["weights"])
+
+
+def test_optimizer_of_another_library_ends_where_torchs_does(ranks: RunRanks) -> None:
+    exact = {"density": 1.0, "value_dtype": "float32", "delay": 0}
+    own = ranks(of_kind, "own", (), torch.float32, exact, nodes=2, devices=2)
+    plain = ranks(of_kind, "plain", (), torch.float32, exact, nodes=2, devices=2)
+    for one, other in zip(own, plain, strict=True):
+        assert torch.equal(one["weights"], own[0]["weights"])
+        assert (one["weights"] - other["weights"]).norm() < 0.02 * other["weights"].norm()
+
+
+def test_optimizer_that_pulls_weights_back_warns_once(ranks: RunRanks) -> None:
+    found = ranks(of_kind, "lookahead", (), torch.float32, {}, nodes=2, devices=1)
+    assert [each["said"] for each in found] == ["", ""]
+    assert len(found[0]["warnings"]) == 1
+
+
+def no_step() -> list[str]:
+    lines = Lines()
+    ddp, _, updates = start(lambda model: torch.optim.SGD(model.parameters(), lr=0.1))
+    updates.finish()
+    updates.end()
+    return [each for each in lines.lines if "no optimizer step was made" in each]
+
+
+def test_loop_without_a_step_warns_once(ranks: RunRanks) -> None:
+    assert [len(each) for each in ranks(no_step, nodes=2, devices=1)] == [1, 0]
