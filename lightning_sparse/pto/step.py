@@ -160,7 +160,11 @@ class ShardedStep:
         @wraps(getattr(step, "__func__", step))
         def outermost(_: Optimizer, *args: Any, **kwargs: Any) -> Any:
             self._depth = 0  # whatever a step that raised has left
-            return step(*args, **kwargs)
+            try:
+                return step(*args, **kwargs)
+            except BaseException:
+                self._share.put_back()  # parameters keep their shapes, whatever happens
+                raise
 
         # A subclass may call super().step(), which runs the hooks once more: only what is called here is a step.
         # It is a bound method because learning rate schedulers wrap its __func__.
@@ -348,6 +352,12 @@ class ShardedStep:
             own = None if state is None else self._own_state(state, place)
             if own is not None:
                 self.optimizer.state[parameter] = own
+
+
+def has_unfinished_step(optimizer: Optimizer) -> bool:
+    """Return whether an exception ended a shared step of an optimizer, so that ranks hold different parameters."""
+    owner = getattr(getattr(optimizer, "consolidate_state_dict", None), "__self__", None)
+    return isinstance(owner, ShardedStep) and owner._unfinished
 
 
 class OwnShare:

@@ -25,7 +25,8 @@ from lightning_sparse.engine import Engine, State
 from lightning_sparse.fsdp import ShardedGradients, mesh_of, options_for, shard
 from lightning_sparse.gradients import HierConfig, HierState
 from lightning_sparse.gradients.config import DEFAULT_EPOCHS, DEFAULT_SHARE, Warmup
-from lightning_sparse.messages import said_if_long
+from lightning_sparse.messages import log, said_if_long
+from lightning_sparse.pto.step import has_unfinished_step
 from lightning_sparse.sharding import Part, parameters_of, trained_by
 from lightning_sparse.strategy import distributed
 from lightning_sparse.strategy.adapter import (
@@ -37,6 +38,7 @@ from lightning_sparse.strategy.adapter import (
     detached,
 )
 from lightning_sparse.strategy.folders import META, together
+from lightning_sparse.strategy.interrupted import why_not_saved
 from lightning_sparse.strategy.options import (
     OWN,
     OWN_OF_ELASTIC,
@@ -89,6 +91,7 @@ if TYPE_CHECKING:
         def _setup_model(self, model: nn.Module) -> DistributedDataParallel: ...
         def optimizer_step(self, optimizer: Any, closure: Any, model: Any = None, **kwargs: Any) -> Any: ...
         def optimizer_state(self, optimizer: Any) -> dict[str, Any]: ...
+        def barrier(self, *args: Any, **kwargs: Any) -> None: ...
         def on_train_batch_start(self, batch: Any, batch_idx: int) -> None: ...
         def on_validation_start(self) -> None: ...
         def on_train_end(self) -> None: ...
@@ -110,6 +113,8 @@ class TrainerAdapter(Adapter, Host):
     _shows_each_step = _flushes_each_epoch = _shows_between_batches = False
     _in_batch = _over = False
     _steps_before = _batches_before = 0  # the epoch
+    _not_saved = ""  # why no checkpoint can be saved after an exception
+    _interruptions = 0
     _loop_methods: Sequence[tuple[Any, str]] = ()  # those that call the engine first
 
     @property
@@ -121,6 +126,11 @@ class TrainerAdapter(Adapter, Host):
     def _fitting(self) -> bool:
         """Whether the model is set up for training."""
         return isinstance(self.model, DistributedDataParallel)
+
+    def setup(self, trainer: Any) -> None:
+        """A new run may save."""
+        self._not_saved = ""
+        super().setup(trainer)
 
     def _show_to_hooks(self, trainer: Any) -> None:
         """Let hooks see the global weights from now on. A collective of the world."""
@@ -220,11 +230,35 @@ class TrainerAdapter(Adapter, Host):
         engine = self.engine
         if engine is None or not self._fitting or self._over:
             return super().lightning_module_state_dict()
+        if self.lightning_module.trainer.interrupted and self._gives_up_saving(engine):
+            return {}
         with engine.shared_weights() if self._in_batch else nullcontext():
             engine.show_shared()
             engine.adopt_changes()
             weights = super().lightning_module_state_dict()
             return detached(weights) if engine.has_own_weights else weights
+
+    def _gives_up_saving(self, engine: Engine) -> bool:
+        """After an exception: return whether ranks cannot save together. Every rank that saves calls it."""
+        broken = any(map(has_unfinished_step, self.optimizers))
+        self._interruptions += 1
+        self._not_saved = self._not_saved or why_not_saved(
+            f"lightning_sparse/interrupted/{self._saves.run_id}/{self._interruptions}",
+            self.global_rank,
+            self.world_size,
+            engine.steps,
+            "an exception ended the optimizer step, so ranks hold different parameters" if broken else "",
+        )
+        return bool(self._not_saved)
+
+    def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
+        """Return the state of an optimizer; nothing where no checkpoint is saved."""
+        return {} if self._not_saved else super().optimizer_state(optimizer)
+
+    def barrier(self, *args: Any, **kwargs: Any) -> None:
+        """Wait for all ranks, but not after an exception that they did not all meet."""
+        if not self._not_saved:
+            super().barrier(*args, **kwargs)
 
     @contextmanager
     def _saving(self, checkpoint: dict[str, Any], filepath: Any) -> Iterator[None]:
@@ -237,6 +271,9 @@ class TrainerAdapter(Adapter, Host):
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         """What each rank alone knows first, then the main file. No collective."""
+        if self._not_saved:
+            log.warning("%s is not saved: %s. Resume from the last checkpoint.", filepath, self._not_saved)
+            return
         with self._saving(checkpoint, filepath):
             super().save_checkpoint(checkpoint, filepath, storage_options)
 
@@ -312,7 +349,7 @@ class ReplicasAdapter(TrainerAdapter):
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         """One file, and what each rank alone knows beside it; or a folder of it all, by a collective of the world."""
-        if not self._save_distributed_checkpoint:
+        if not self._save_distributed_checkpoint or self._not_saved:
             super().save_checkpoint(checkpoint, filepath, storage_options)
             return
         if storage_options is not None:
@@ -599,6 +636,8 @@ class MSTopKLocalMixin(ReplicasAdapter):
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
         """Return the state of this node's optimizer, on the first device of each node; all ranks call it."""
         inner = getattr(optimizer, "_optimizer", optimizer)  # of a LightningOptimizer
+        if self._not_saved:
+            return {}
         if self._save_distributed_checkpoint and self.updates is not None and self.updates.active:
             return {}  # each device saves its pieces
         state = self._optimizer_state(inner)
@@ -846,7 +885,7 @@ class MSTopKFSDPMixin(ShardsAdapter, TrainerAdapter):
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         """A file, or a folder that takes its name when it is whole."""
-        with self._whole(filepath) as path:
+        with nullcontext(filepath) if self._not_saved else self._whole(filepath) as path:
             super().save_checkpoint(checkpoint, path, storage_options)
 
     def _check_kind(self, path: Any, *args: Any, **kwargs: Any) -> None:
