@@ -172,7 +172,7 @@ class UpdateState:
     def set_shared(self, shared_S: Tensor) -> None:
         """Set the global weights, and this node's model by as much: what is pending stays pending."""
         self.receive()
-        self._start_S.add_(shared_S - self.shared_S)
+        _move(self._start_S, self.shared_S, shared_S)
         self.shared_S.copy_(shared_S)
 
     def flush(self) -> None:
@@ -288,7 +288,7 @@ class Difference(UpdateState):
         self.begin()
 
     def set_shared(self, shared_S: Tensor) -> None:
-        self.own_S.add_(shared_S - self.shared_S)
+        _move(self.own_S, self.shared_S, shared_S)
         self.shared_S.copy_(shared_S)
 
     def advance(self, occasion: int = 0) -> None:
@@ -444,6 +444,11 @@ class Difference(UpdateState):
 
     def _add_messages(self, messages: Tensor, target_S: Tensor) -> None:
         self._path.add(messages, target_S, self._mean)
+
+
+def _move(model_S: Tensor, before_S: Tensor, now_S: Tensor) -> None:
+    """Change a model as the global weights change: exactly to these where it was equal, not at all where they stay."""
+    torch.where(now_S == before_S, model_S, now_S - (before_S - model_S), out=model_S)
 
 
 def state_of(slices: Slices, exchange: Exchange, config: UpdatesConfig) -> UpdateState:

@@ -1,16 +1,23 @@
 """Every hook of a user sees the global weights, except within a training batch, and may change them."""
 
+import importlib
 import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
 
 from tests.helpers.distributed import run_ranks
-from tests.updates.hook_programs import Program, play_all, program
+from tests.helpers.lines import Lines, raised
+from tests.strategy.trainers import fitted, lightning_of, trainer, weights
+from tests.updates.hook_programs import FLAVOUR, Program, play_all, program
+from tests.updates.test_trainer import adamw_module, local
 
+TWO: dict[str, Any] = {"nodes": 2, "devices": 1, "timeout": 100, "init": False}
 MORE = int(os.environ.get("HOOK_PROGRAMS", 40))  # programs of the slow test
+AT_ONCE = 20  # in one start of ranks: each program makes process groups, whose threads stay
 
 
 def check(seed: int, ranks: list[tuple[dict[str, Any], dict[str, Any] | None]]) -> None:
@@ -38,7 +45,11 @@ def same_as_ddp(seed: int, given: Program, ours: dict[str, Any], due: dict[str, 
 
 @pytest.mark.parametrize(
     ("nodes", "devices", "begin", "count"),
-    [(2, 1, 0, 12), (2, 2, 100, 6), pytest.param(2, 1, 1000, MORE, marks=pytest.mark.slow)],
+    [
+        (2, 1, 0, 12),
+        (2, 2, 100, 6),
+        *(pytest.param(2, 1, 1000 + at, AT_ONCE, marks=pytest.mark.slow) for at in range(0, MORE, AT_ONCE)),
+    ],
 )
 def test_random_hooks_give_the_result_of_ddp(nodes: int, devices: int, begin: int, count: int, tmp_path: Path) -> None:
     seeds = range(begin, begin + count)
@@ -46,3 +57,124 @@ def test_random_hooks_give_the_result_of_ddp(nodes: int, devices: int, begin: in
     everyone = run_ranks(play_all, seeds, str(tmp_path), **many)
     for seed, ranks in zip(seeds, zip(*everyone, strict=True), strict=True):
         check(seed, list(ranks))
+
+
+def changed_at_start(hook: str) -> tuple[Tensor, Tensor]:
+    """The result of a fit whose weights a hook sets before the first batch, and of one that begins with them."""
+    results = []
+    for begins in (False, True):
+        module = adamw_module(FLAVOUR)
+
+        def set_weights(module: Any = module) -> None:
+            nn.utils.vector_to_parameters(torch.linspace(-1, 1, weights(module).numel()), module.parameters())
+
+        if begins:
+            set_weights()
+        else:
+            setattr(module, hook, set_weights)
+        fitted(FLAVOUR, local(FLAVOUR), module, devices=1)
+        results.append(weights(module))
+    return results[0], results[1]
+
+
+@pytest.mark.parametrize("hook", ["on_fit_start", "on_train_start"])
+def test_weights_that_a_hook_sets_before_training_are_global_at_once(hook: str) -> None:
+    for late, early in run_ranks(changed_at_start, hook, **TWO):
+        assert torch.equal(late, early)
+
+
+def exported_and_final(folder: str) -> dict[str, Any]:
+    """How far what a hook of a save sees is from the file, and the weights of the last file and of the end."""
+    pl = lightning_of(FLAVOUR)
+    module, differences = adamw_module(FLAVOUR), []
+
+    def on_save_checkpoint(checkpoint: dict[str, Any]) -> None:
+        held = dict(module.named_parameters())
+        differences.append(max(float((checkpoint["state_dict"][n] - held[n]).abs().max()) for n in held))
+
+    module.on_save_checkpoint = on_save_checkpoint
+    savers = [pl.callbacks.ModelCheckpoint(folder, str(every), every_n_train_steps=every) for every in (2, 7)]
+    options = {"max_steps": -1, "max_epochs": 1, "limit_train_batches": 7, "enable_checkpointing": True}
+    trainer(FLAVOUR, local(FLAVOUR), callbacks=savers, devices=1, **options).fit(module)
+    last = torch.load(f"{folder}/7.ckpt", weights_only=False)["state_dict"]
+    return {"differences": differences, "last": torch.cat([last[n].flatten() for n, _ in module.named_parameters()]),
+            "end": weights(module)}  # fmt: skip
+
+
+def test_hook_of_a_save_sees_the_saved_weights_and_the_last_save_has_the_final_ones(tmp_path: Path) -> None:
+    for found in run_ranks(exported_and_final, str(tmp_path), **TWO):
+        assert len(found["differences"]) == 4
+        assert max(found["differences"]) == 0.0
+        assert torch.equal(found["last"], found["end"])
+
+
+def pruned() -> tuple[int, int]:
+    """Zeros where the mask has them, and other zeros of the mask, after a fit with sparse messages."""
+    callbacks = importlib.import_module(f"{lightning_of(FLAVOUR).__name__}.callbacks")
+    module, masks = adamw_module(FLAVOUR, nn.Linear(13, 29)), []
+
+    class Prune(callbacks.ModelPruning):  # type: ignore[misc, name-defined]
+        def make_pruning_permanent(self, pruned: Any) -> None:
+            masks.append(dict(pruned.named_buffers())["net.weight_mask"].clone())
+            super().make_pruning_permanent(pruned)
+
+    options = {"max_steps": -1, "max_epochs": 3, "limit_train_batches": 5, "devices": 1}
+    pruning = Prune("l1_unstructured", parameters_to_prune=[(module.net, "weight")], amount=0.3)
+    fitted(FLAVOUR, local(FLAVOUR), module, callbacks=[pruning], **options)
+    return int((module.net.weight[masks[0] == 0] == 0).sum()), int((masks[0] == 0).sum())
+
+
+def test_pruned_weights_stay_zero_after_the_fit() -> None:
+    for zeros, masked in run_ranks(pruned, **TWO):
+        assert zeros == masked > 0
+
+
+def averaged_by_a_callback() -> tuple[Tensor, list[Tensor]]:
+    """What a callback averages over steps, and what it has of each step."""
+    seen: list[Tensor] = []
+
+    class Average(lightning_of(FLAVOUR).Callback):  # type: ignore[misc]
+        mean: Tensor | None = None
+
+        def on_train_batch_end(self, trainer: Any, module: Any, *_: Any) -> None:
+            seen.append(weights(module).clone())
+            self.mean = seen[-1] if self.mean is None else self.mean.lerp(seen[-1], 0.1)
+
+    average = Average()
+    fitted(FLAVOUR, local(FLAVOUR), adamw_module(FLAVOUR), callbacks=[average], devices=1)
+    assert average.mean is not None
+    return average.mean, seen
+
+
+def test_callback_that_averages_sees_the_same_weights_on_all_nodes() -> None:
+    (mean, seen), (other, others) = run_ranks(averaged_by_a_callback, **TWO)
+    assert torch.equal(mean, other)
+    assert all(torch.equal(*pair) for pair in zip(seen, others, strict=True))
+    assert not torch.equal(seen[0], seen[-1])
+
+
+def changed_unlike(hook: str) -> tuple[str, list[str], Tensor]:
+    """A hook adds noise of its node; the error, the warnings and the weights."""
+    lines, module = Lines(), adamw_module(FLAVOUR)
+
+    def add_noise(*_: Any) -> None:
+        chance = torch.Generator().manual_seed(torch.distributed.get_rank())
+        for parameter in module.parameters():
+            parameter.data += 0.1 * torch.randn(parameter.shape, generator=chance)
+
+    setattr(module, hook, add_noise)
+    options = {"max_steps": -1, "max_epochs": 2, "limit_train_batches": 4, "devices": 1}
+    said = raised(fitted, FLAVOUR, local(FLAVOUR), module, **options)
+    return said, [line for line in lines.lines if "a hook changed the weights" in line], weights(module)
+
+
+def test_change_that_differs_between_nodes_is_an_update_with_a_warning() -> None:
+    (said, warnings, one), (_, _, other) = run_ranks(changed_unlike, "on_train_epoch_start", **TWO)
+    assert said == ""
+    assert len(warnings) == 1
+    assert torch.equal(one, other)
+
+
+def test_change_that_differs_between_nodes_between_batches_is_an_error() -> None:
+    for said, _, _ in run_ranks(changed_unlike, "on_train_batch_end", **TWO):
+        assert "the global weights differ between nodes: on_train_batch_start or on_train_batch_end" in said
