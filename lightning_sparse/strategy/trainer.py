@@ -145,6 +145,7 @@ class TrainerAdapter(Adapter, Host):
         self._loop_methods = [
             _call_around(epoch.automatic_optimization, "run", after=self._after_batch),
             _call_around(epoch.manual_optimization, "run", after=self._after_batch),
+            _call_around(epoch, "_should_check_val_fx", after=self._show_if),  # hooks run before the loop
             _call_around(epoch.val_loop, "on_run_start", before=self._show),
             _call_around(fit, "on_advance_end", before=self._end_epoch),
             _call_around(fit, "on_run_end", before=self._finish),
@@ -160,6 +161,10 @@ class TrainerAdapter(Adapter, Host):
     def _show(self) -> None:
         if self.engine is not None:
             self.engine.show_shared()
+
+    def _show_if(self, validates: bool) -> None:
+        if validates:
+            self._show()
 
     def _end_epoch(self) -> None:
         self._show()
@@ -186,7 +191,7 @@ class TrainerAdapter(Adapter, Host):
         engine.step(optimizer)
         return output
 
-    def _after_batch(self) -> None:
+    def _after_batch(self, _: Any) -> None:
         """Send everything once the fit is known to end, so that the last validation and the last checkpoint have the
         weights that it ends with; show weights to hooks that run between batches."""
         self._in_batch, engine, trainer = False, self.engine, self.lightning_module.trainer
@@ -325,9 +330,10 @@ def _ends_with_this_batch(trainer: Any) -> bool:
 
 
 def _call_around(
-    owner: Any, name: str, before: Callable[[], None] | None = None, after: Callable[[], None] | None = None
+    owner: Any, name: str, before: Callable[[], None] | None = None, after: Callable[[Any], None] | None = None
 ) -> tuple[Any, str]:
-    """Call functions before and after a method of one object; ``delattr`` of what is returned undoes it."""
+    """Call functions before a method of one object, and after it with its result; ``delattr`` of the returned attribute
+    undoes it."""
     method = getattr(owner, name)
 
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -335,7 +341,7 @@ def _call_around(
             before()
         output = method(*args, **kwargs)
         if after is not None:
-            after()
+            after(output)
         return output
 
     setattr(owner, name, call)
