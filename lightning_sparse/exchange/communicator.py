@@ -5,7 +5,7 @@ Tensors of N elements are padded to L * S; see lightning_sparse.gradients.reduct
 
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import NamedTuple
 
 import torch
@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from lightning_sparse.exchange.host import Stopwatch
 from lightning_sparse.sharding import local_of
 from lightning_sparse.topology import Topology
+from lightning_sparse.waits import waiting
 
 # torch renamed these two; the old names warn from 2.13 on and the new ones do not exist before it.
 _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -187,6 +188,10 @@ class HierCommunicator:
     def where(self, place: str) -> None:
         self._place.where = place
 
+    def waiting(self) -> AbstractContextManager[None]:
+        """Return a context for waiting: where it takes long, the log says where ranks wait."""
+        return waiting(self.where) if self.topology.kind == "hierarchical" else nullcontext()
+
     def reduce_scatter(self, grad_N: Tensor) -> Tensor:
         """Sum over the node's devices; each keeps its shard_S. With one device that is the input itself."""
         if self.node.size == 1:
@@ -260,8 +265,13 @@ class HierCommunicator:
 
     @contextmanager
     def _named(self, step: str, group: Group) -> Iterator[None]:
+        between_nodes = group.ranks != self.topology.nodes[self.topology.node_index]
+        if between_nodes:
+            self.topology.traffic.begin()
         try:
             yield
+            if between_nodes:
+                self.topology.traffic.end()
         except RuntimeError as error:
             raise CommunicationError(
                 f"rank {self.topology.rank}: {step} (ranks {', '.join(map(str, group.ranks))}) failed {self.where}. "

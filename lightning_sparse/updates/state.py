@@ -26,6 +26,7 @@ message is selected while theirs arrive:
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any, ClassVar
 
 import torch
@@ -138,7 +139,8 @@ class UpdateState:
             selected = delivery.select()
             self._under_way = self._exchange.runner.start(delivery, self.shared_S, selected), delivery
             return
-        delivery.transfer()
+        with self._exchange.communicator.waiting():
+            delivery.transfer()
         delivery.apply()
         self._keep(delivery)
 
@@ -146,7 +148,8 @@ class UpdateState:
         """Wait for the messages under way. May come at any time before the next exchange: the result is the same."""
         if self._under_way is not None:
             future, delivery = self._under_way
-            self._exchange.runner.finish(future)
+            with nullcontext() if future.done() else self._exchange.communicator.waiting():
+                self._exchange.runner.finish(future)
             self._under_way = None
             self._keep(delivery)
 
