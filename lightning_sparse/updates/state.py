@@ -110,6 +110,7 @@ class UpdateState:
             since: steps since the last exchange, or since the start.
         """
         arrives = since == self._config.delay
+        self._exchange.count_step_without(self._path)
         if self.slices.numel and (arrives or self.ahead != 1.0):
             self._settle(arrives, since)
 
@@ -168,7 +169,8 @@ class UpdateState:
         if not self.slices.numel:
             return
         unsent_S, mean = self._collect(), -1.0 / self._exchange.topology.num_nodes
-        self.shared_S.add_(self._exchange.sum(Dense(self._path.work), Shard(unsent_S)), alpha=mean)
+        total_S = self._exchange.sum(Dense(self._path.work), Shard(unsent_S), of_a_step=False)
+        self.shared_S.add_(total_S, alpha=mean)
         self.set_pending(torch.zeros_like(unsent_S))
         self.begin()
 
