@@ -214,8 +214,8 @@ def _without_kernels(device: torch.device | None) -> str:
     if device is None or getattr(report, device.type, "compiled") == "compiled":
         return ""
     return (
-        f"no compiled kernels for {device.type}: selection takes plain torch, which gives the same results several "
-        f"times slower ({'; '.join(report.reasons)})"
+        f"no compiled kernels for {device.type}: selection runs in plain torch, with the same results, several times "
+        f"slower. Cause: {'; '.join(report.reasons)}. Fix: {report.cure}"
     )
 
 
