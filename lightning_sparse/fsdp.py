@@ -253,7 +253,8 @@ class ShardedGradients(Engine):
         buffers = [each for each in self.module.buffers() if each.is_floating_point() and each.numel()]
         if not self.active or not buffers:
             return
-        average(buffers, self.exchange.communicator.flat_all_reduce, self.topology.world_size)
+        all_reduce, ranks = self.exchange.communicator.flat_all_reduce, self.topology.world_size
+        average(buffers, all_reduce, ranks, is_first=self.topology.rank == 0)
 
     def step(self, optimizer: Optimizer | None = None) -> None:
         """Call it after the optimizer's step, for the statistics."""

@@ -25,6 +25,7 @@ _reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.re
 
 MAX = dist.ReduceOp.MAX
 CHUNK = 1 << 18  # bytes of a message that a node gives on before the rest is there
+UNIT_WITHIN = 1e-2  # of a vector's length: bfloat16 rounds by less
 LONG = 1 << 17  # bytes: messages that take turns on a slow link, rather than meet there
 
 
@@ -285,14 +286,33 @@ def _wait(work: dist.Work | None) -> None:
         work.wait()
 
 
-def average(tensors: Sequence[Tensor], all_reduce: Callable[[Tensor], None], count: int) -> None:
-    """The mean over `count` ranks, in place, by one all-reduce. In fp64: a mean of equal values is that value, so
-    constants stay exact."""
+def average(tensors: Sequence[Tensor], all_reduce: Callable[..., None], count: int, *, is_first: bool) -> None:
+    """Replace the tensors by their mean over `count` ranks. In fp64: a mean of equal values is that value, so constants
+    stay exact. A mean of unit vectors is none (those of `spectral_norm`, rows of a codebook): of these all ranks take
+    what the first one has.
+
+    Args:
+        is_first: whether this rank is the first one.
+    """
+    off = torch.stack([_off_unit_length(each) for each in tensors])
+    all_reduce(off, op=MAX)
     flat = torch.cat([each.flatten().double() for each in tensors])
+    parts = torch.split(flat, [each.numel() for each in tensors])
+    for part, is_unit in zip(parts, (off < UNIT_WITHIN).tolist(), strict=True):
+        if is_unit:
+            part *= count * is_first
     all_reduce(flat)
     flat /= count
-    for each, mean in zip(tensors, torch.split(flat, [each.numel() for each in tensors]), strict=True):
+    for each, mean in zip(tensors, parts, strict=True):
         each.copy_(mean.view_as(each))
+
+
+def _off_unit_length(tensor: Tensor) -> Tensor:
+    """Return how far the vectors along the last dim are from unit length, at most; a 0-dim fp64 tensor."""
+    if tensor.dim() == 0 or tensor.shape[-1] < 2:
+        return torch.full((), torch.inf, dtype=torch.float64, device=tensor.device)
+    lengths = torch.linalg.vector_norm(tensor.double(), dim=-1)
+    return (lengths - 1).abs().max().nan_to_num(nan=torch.inf)
 
 
 def _padded(flat: Tensor, numel: int) -> Tensor:
