@@ -311,8 +311,8 @@ def _off_unit_length(tensor: Tensor) -> Tensor:
     """Return how far the vectors along the last dim are from unit length, at most; a 0-dim fp64 tensor."""
     if tensor.dim() == 0 or tensor.shape[-1] < 2:
         return torch.full((), torch.inf, dtype=torch.float64, device=tensor.device)
-    lengths = torch.linalg.vector_norm(tensor.double(), dim=-1)
-    return (lengths - 1).abs().max().nan_to_num(nan=torch.inf)
+    off: Tensor = (torch.linalg.vector_norm(tensor.double(), dim=-1) - 1).abs().max()
+    return off.nan_to_num(nan=torch.inf)
 
 
 def _padded(flat: Tensor, numel: int) -> Tensor:
