@@ -78,6 +78,7 @@ gpu-session: ## with PYTHON directly: build, test and measure on one GPU in nine
 	$(PYTHON) -m benchmarks.gpu.session $(OUT)/gpu-session $(ARGS)
 
 conformance: $(VENV)/.built ## run Lightning's DDP tests against the strategy; LIGHTNING=path of a checkout
+	@test -n "$(LIGHTNING)" || { echo "LIGHTNING is not set: make conformance LIGHTNING=/path/to/pytorch-lightning" >&2; exit 2; }
 	$(RUN) -m pip install --quiet cloudpickle
 	$(RUN) tests/conformance/run.py $(LIGHTNING) --out $(OUT)/conformance.json $(ARGS)
 

@@ -19,6 +19,7 @@ import os
 import re
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -38,6 +39,8 @@ REQUIRED = MODE in ("required", "cuda")
 # Machine code for each generation since Turing that the compiler knows (8.0 runs on 8.6 and 8.9, 10.0 on 10.3), and the
 # newest as PTX for what comes after it.
 ARCHITECTURES = ("7.5", "8.0", "9.0", "10.0", "12.0")
+
+HOW = "To compile them, install torch first, then run pip install --no-build-isolation, now and at each later time."
 
 DEFINES = ["-DTORCH_TARGET_VERSION=0x020a000000000000"]
 CXX = [*DEFINES, "-O3", "-std=c++20", "-ffp-contract=off", "-fvisibility=hidden", "-g0"]
@@ -107,7 +110,10 @@ def extension(with_cuda: bool) -> Extension:
 
 
 def report(text: str, build_lib: str | None = None) -> None:
+    """Write the report, and warn on stderr of kernels that are missing; pip shows it with -v, or if it fails."""
     print(f"lightning_sparse kernels: {text}")
+    if text.startswith("nothing built"):
+        print(f"WARNING: lightning_sparse has no compiled kernels, selection is slower: {text}. {HOW}", file=sys.stderr)
     (ROOT / REPORT).write_text(text + "\n")
     if build_lib and (Path(build_lib) / KERNELS).is_dir():
         (Path(build_lib) / REPORT).write_text(text + "\n")

@@ -25,6 +25,14 @@ def largest(number: float, reduce: Reduce, device: torch.device) -> float:
     return float(numbers)
 
 
+def extremes(numbers: Sequence[int], reduce: Reduce, device: torch.device) -> tuple[list[int], list[int]]:
+    """Return the largest and the smallest of all ranks' numbers, place by place. A collective."""
+    mine = torch.tensor(numbers, dtype=torch.int64, device=device)
+    both = torch.stack([mine, -mine])
+    reduce(both, op=dist.ReduceOp.MAX)
+    return both[0].tolist(), (-both[1]).tolist()
+
+
 def all_agree(condition: bool, reduce: Reduce, device: torch.device) -> bool:
     """Return whether the condition holds on every rank. A collective."""
     return not largest(float(not condition), reduce, device)

@@ -28,7 +28,7 @@ from lightning_sparse.exchange import Exchange, ExchangeConfig, Shard
 from lightning_sparse.exchange.communicator import average
 from lightning_sparse.messages import LogOnce
 from lightning_sparse.sharding import check_sharded, local_of, part_of
-from lightning_sparse.topology import Topology, device_type
+from lightning_sparse.topology import Topology, device_type, undisturbed
 
 
 def mesh_of(topology: Topology) -> DeviceMesh:
@@ -206,6 +206,7 @@ class ShardedGradients(Engine):
                 f"exchange={config.exchange!r} is measured in DDP's buckets: choose 'sparse', 'regional', 'dense16' or "
                 f"'dense'."
             )
+        topology = undisturbed(topology)
         self.module, self.config, self.topology = model, config, topology
         self.active = topology.kind == "hierarchical"
         self.managed: list[Managed] = []
@@ -252,7 +253,8 @@ class ShardedGradients(Engine):
         buffers = [each for each in self.module.buffers() if each.is_floating_point() and each.numel()]
         if not self.active or not buffers:
             return
-        average(buffers, self.exchange.communicator.flat_all_reduce, self.topology.world_size)
+        all_reduce, ranks = self.exchange.communicator.flat_all_reduce, self.topology.world_size
+        average(buffers, all_reduce, ranks, is_first=self.topology.rank == 0)
 
     def step(self, optimizer: Optimizer | None = None) -> None:
         """Call it after the optimizer's step, for the statistics."""

@@ -24,8 +24,9 @@ Devices of a node are ordered by global rank, as torch orders the members of a g
 
 import os
 import socket
+import threading
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import cached_property
 from typing import Any, Literal, NamedTuple
@@ -37,6 +38,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_sparse.agree import compare
 from lightning_sparse.internals import nccl_options
+from lightning_sparse.messages import log
+from lightning_sparse.waits import waiting
 
 Kind = Literal["hierarchical", "one node", "one rank", "unequal nodes"]
 
@@ -47,6 +50,35 @@ NODE_VARIABLE = "LIGHTNING_SPARSE_NODE"
 MAX_CTAS = 4
 """Blocks of a kernel of NCCL between nodes, each of which holds an SM while it waits for the network. One moves some
 12 GB/s, so these fill a link of 400 Gbit/s."""
+
+
+class Traffic:
+    """Counts the collectives between nodes that a topology's groups have begun and ended. A collective that was
+    interrupted, or that failed, has not ended.
+
+    Attributes:
+        successor: the topology with other groups that engines use instead, once these groups cannot be used again.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._begun = self._ended = 0
+        self.successor: Topology | None = None
+
+    def begin(self) -> None:
+        """Count one that begins, or that will."""
+        with self._lock:
+            self._begun += 1
+
+    def end(self) -> None:
+        """Count one that has ended."""
+        with self._lock:
+            self._ended += 1
+
+    def counts(self) -> tuple[int, int]:
+        """Return how many have begun and how many of them are under way."""
+        with self._lock:
+            return self._begun, self._begun - self._ended
 
 
 @dataclass(frozen=True)
@@ -60,6 +92,8 @@ class Topology:
         outward: the same ranks again.
         inter: the ranks of equal device index on all nodes; None where the hierarchy is not used.
         world: all ranks; None stands for the default group.
+        timeout: of the groups; None: that of the default group.
+        traffic: of the groups.
 
     Raises:
         ValueError: when the nodes do not hold each rank 0 ... P-1 exactly once, or ``rank`` is not among them.
@@ -71,6 +105,8 @@ class Topology:
     inter: ProcessGroup | None = None
     world: ProcessGroup | None = None
     outward: ProcessGroup | None = None
+    timeout: timedelta | None = field(default=None, compare=False, repr=False)
+    traffic: Traffic = field(default_factory=Traffic, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         ranks = sorted(rank for node in self.nodes for rank in node)
@@ -263,7 +299,44 @@ def with_groups(nodes: tuple[tuple[int, ...], ...], *, timeout: timedelta | None
         ),
         world=world,
         outward=own_group(nodes, timeout, "inside the node, at the end"),
+        timeout=timeout,
     )
+
+
+def undisturbed(topology: Topology) -> Topology:
+    """Return the topology, with new groups if transfers of an earlier training are under way on its own: after an
+    exception on nodes at different steps, each collective would be paired with the one before it on another node. A
+    collective: every rank of the world calls it.
+    """
+    while topology.traffic.successor is not None:
+        topology = topology.traffic.successor
+    if topology.inter is None:
+        return topology
+    mine = topology.traffic.counts()
+    stated = [mine] * dist.get_world_size()
+    with waiting("at the beginning of a training"):
+        dist.all_gather_object(stated, mine)
+    begun = sorted({count for count, _ in stated})
+    if len(begun) == 1 and not any(open_ for _, open_ in stated):
+        return topology
+    if topology.rank == 0 and len(begun) > 1:
+        log.info(
+            "an earlier training ended after %d transfers between nodes on one rank and %d on another: this one uses "
+            "new process groups, so that no transfer meets one of the earlier training",
+            begun[0],
+            begun[-1],
+        )
+    renewed = with_groups(topology.nodes, timeout=topology.timeout)
+    _abort(topology.inter)
+    topology.traffic.successor = renewed
+    return renewed
+
+
+def _abort(group: ProcessGroup) -> None:
+    """End what is under way on a group that is not used again. With NCCL it would block its stream, and NCCL's watchdog
+    would end the process at the timeout; Gloo cannot abort, and its transfers end with an error that nobody reads."""
+    if "cuda:nccl" in dist.get_backend_config(group):
+        group.abort()
 
 
 def device_type(backends: str) -> str:

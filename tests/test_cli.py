@@ -24,7 +24,9 @@ CLUSTER = ["--devices", "1", "--inter-gbps", "1", "--intra-gbps", "10"]
         ["doctor"],
         ["plan", "--parameters", "1e6", "--nodes", "0", *CLUSTER],
         ["plan", "--parameters", "1e6", "--nodes", "2", *CLUSTER, "--plot", "{file}/below/plan.svg"],
+        *(["plan", "--parameters", odd, "--nodes", "2", *CLUSTER] for odd in ("inf", "nan", "0.5", "1e300")),
         ["lab", "--nodes", "0", "--", "true"],
+        ["lab", "--no-net", "--gbps", "10", "--", "true"],
         ["cache", "warm", "{file}/below", "{file}/cache"],
         ["cache", "clear", "{file}/cache"],
     ],
@@ -45,6 +47,16 @@ def test_an_error_is_one_message_and_exit_code_2(
     assert code == 2, printed
     assert printed.err.startswith(f"lightning-sparse {words[0]}: ")
     assert "Traceback" not in printed.err
+
+
+def test_a_wrong_number_of_parameters_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["plan", "--parameters", "nan", "--nodes", "2", *CLUSTER]) == 2
+    assert "--parameters nan must be the number of gradients" in capsys.readouterr().err
+
+
+def test_a_rate_without_links_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["lab", "--no-net", "--gbps", "1", "--", "true"]) == 2
+    assert "omit --no-net or --gbps" in capsys.readouterr().err
 
 
 def test_a_node_beyond_the_last_is_refused_where_it_would_cache_nothing(

@@ -165,11 +165,14 @@ def _extras() -> Iterator[Finding]:
 
 def _kernels() -> Iterator[Finding]:
     found = kernel_report()
-    reasons = f": {'; '.join(found.reasons)}" if found.reasons else ""
+    missing = f"plain torch, several times slower: {'; '.join(found.reasons)}. Fix: {found.cure}"
     for device, state in (("CPU", found.cpu), ("CUDA", found.cuda)):
-        needed = device == "CPU" or torch.cuda.is_available()
-        status: Status = "ok" if state == "compiled" or not needed else "note"
-        yield Finding(status, f"{device} kernels", state + ("" if state == "compiled" else reasons))
+        if state == "compiled":
+            yield Finding("ok", f"{device} kernels", state)
+        elif device == "CUDA" and not torch.cuda.is_available():
+            yield Finding("ok", f"{device} kernels", f"{state}; there is no GPU that needs them")
+        else:
+            yield Finding("note", f"{device} kernels", missing)
 
 
 def _gpus() -> Iterator[Finding]:

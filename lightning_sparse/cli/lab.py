@@ -18,7 +18,7 @@ def declare(parser: argparse.ArgumentParser) -> None:
     parser.epilog = "Example: lightning-sparse lab --nodes 4 --devices 1 --gbps 1 -- python train.py"
     parser.add_argument("--nodes", type=int, default=2, metavar="M", help="nodes to emulate (default %(default)s)")
     parser.add_argument("--devices", type=int, default=2, metavar="L", help="per node (default %(default)s)")
-    parser.add_argument("--gbps", type=float, default=1.0, metavar="R", help="Gbit/s of a link each way (default 1)")
+    parser.add_argument("--gbps", type=float, metavar="R", help="Gbit/s of a link each way (default 1)")
     parser.add_argument("--rtt-ms", type=float, default=0.0, metavar="T", help="ms to a node and back (default 0)")
     parser.add_argument("--no-net", action="store_true", help="use loopback: needs no root, limits no rates")
     parser.add_argument("--storage", type=Path, metavar="DIR", help="a folder that nodes access only over the network")
@@ -28,10 +28,15 @@ def declare(parser: argparse.ArgumentParser) -> None:
 
 
 def _run(arguments: argparse.Namespace) -> int:
+    if arguments.no_net and arguments.gbps is not None:
+        raise ValueError(
+            f"--gbps {arguments.gbps:g} needs links of the lab, and --no-net uses loopback, whose rate is not limited: "
+            f"omit --no-net or --gbps."
+        )
     config = LabConfig(
         nodes=arguments.nodes,
         devices=arguments.devices,
-        gbps=arguments.gbps,
+        gbps=LabConfig.gbps if arguments.gbps is None else arguments.gbps,
         rtt_ms=arguments.rtt_ms,
         network=not arguments.no_net,
         storage=arguments.storage,

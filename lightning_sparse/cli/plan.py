@@ -51,6 +51,7 @@ _NAMES = {
 }
 FIRST_BUCKET, BUCKET = 1 << 20, 25 << 20  # bytes, DDP's defaults
 VALUES, UPDATE_VALUES = HierConfig().dtype, UpdatesConfig().dtype  # of a message
+MOST_PARAMETERS = 1e15
 ADDED = 1 << 22  # elements of the vectors that --measure adds
 
 COLOURS = {
@@ -526,6 +527,11 @@ def _scenario(arguments: argparse.Namespace) -> tuple[Scenario, list[str]]:
         raise ValueError(
             f"--intra-gbps is missing: the {arguments.devices} devices of a node exchange gradients. Give the rate of "
             f"a device in its node, for example 1200 with NVLink or 100 with PCIe."
+        )
+    if arguments.parameters is not None and not 1 <= arguments.parameters <= MOST_PARAMETERS:
+        raise ValueError(
+            f"--parameters {arguments.parameters:g} must be the number of gradients, from 1 to {MOST_PARAMETERS:g}: "
+            f"for example 25.6e6."
         )
     model = None
     if arguments.model is not None and (arguments.measure or arguments.model not in models.SIZES):

@@ -187,6 +187,7 @@ class CachedMixin(DataModuleMixin):
         """Log the last epoch and the summary, then close everything."""
         if self._session is not None and self._epoch is not None:
             self._end_epoch()
+            self._session.end_reading()
             self._session.log_once(self._session.tiers.summary())
         super().teardown(stage)
 

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from lightning_sparse.data.cache.counts import TierCounts, TierLog
+from lightning_sparse.data.cache.counts import TierCounts, TierLog, TierSizes
 from lightning_sparse.data.cache.memory import format_for
 from lightning_sparse.data.cache.store import Placement, SampleStore, new_run, owners_of
 from lightning_sparse.data.config import (
@@ -346,7 +346,7 @@ class Session:
         store, reports = self.train.store, self.topology.device_index == 0  # one rank per node
         return TierLog(
             lambda: store.node_counters() if reports else TierCounts(),
-            lambda: store.sizes() if reports else (0, 0, 0, 0),
+            lambda: store.sizes() if reports else TierSizes(),
         )
 
     @property
@@ -358,15 +358,29 @@ class Session:
         if self.topology.rank == 0:
             log.info("%s", line)
 
+    def end_reading(self) -> None:
+        """End all that makes batches, and write what the node has read to its disk cache. A collective."""
+
+        def end() -> None:
+            self._end_pipelines()
+            for store in self._stores:
+                store.disk.flush()
+
+        on_all_ranks(end)
+
     def close(self) -> None:
         """Free threads, processes and shared memory."""
+        self._end_pipelines()
+        for store in self._stores:
+            store.close()
+        self._stores = []
+
+    def _end_pipelines(self) -> None:
         for store in self._stores:
             store.interrupt()  # threads that make batches may wait for storage
         for each in (*self._loaders.values(), *self._pipelines.values()):
             each.close()
-        for store in self._stores:
-            store.close()
-        self._loaders, self._pipelines, self._stores = {}, {}, []
+        self._loaders, self._pipelines = {}, {}
 
     def _pipeline(self, split: str, store: SampleStore) -> Pipeline:
         """Training and validation have a pipeline each: one has batches in progress while the other one runs."""

@@ -5,7 +5,7 @@ Tensors of N elements are padded to L * S; see lightning_sparse.gradients.reduct
 
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import NamedTuple
 
 import torch
@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from lightning_sparse.exchange.host import Stopwatch
 from lightning_sparse.sharding import local_of
 from lightning_sparse.topology import Topology
+from lightning_sparse.waits import waiting
 
 # torch renamed these two; the old names warn from 2.13 on and the new ones do not exist before it.
 _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -24,6 +25,7 @@ _reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.re
 
 MAX = dist.ReduceOp.MAX
 CHUNK = 1 << 18  # bytes of a message that a node gives on before the rest is there
+UNIT_WITHIN = 1e-2  # of a vector's length: bfloat16 rounds by less
 LONG = 1 << 17  # bytes: messages that take turns on a slow link, rather than meet there
 
 
@@ -187,6 +189,10 @@ class HierCommunicator:
     def where(self, place: str) -> None:
         self._place.where = place
 
+    def waiting(self) -> AbstractContextManager[None]:
+        """Return a context for waiting: where it takes long, the log says where ranks wait."""
+        return waiting(self.where) if self.topology.kind == "hierarchical" else nullcontext()
+
     def reduce_scatter(self, grad_N: Tensor) -> Tensor:
         """Sum over the node's devices; each keeps its shard_S. With one device that is the input itself."""
         if self.node.size == 1:
@@ -260,8 +266,13 @@ class HierCommunicator:
 
     @contextmanager
     def _named(self, step: str, group: Group) -> Iterator[None]:
+        between_nodes = group.ranks != self.topology.nodes[self.topology.node_index]
+        if between_nodes:
+            self.topology.traffic.begin()
         try:
             yield
+            if between_nodes:
+                self.topology.traffic.end()
         except RuntimeError as error:
             raise CommunicationError(
                 f"rank {self.topology.rank}: {step} (ranks {', '.join(map(str, group.ranks))}) failed {self.where}. "
@@ -275,14 +286,33 @@ def _wait(work: dist.Work | None) -> None:
         work.wait()
 
 
-def average(tensors: Sequence[Tensor], all_reduce: Callable[[Tensor], None], count: int) -> None:
-    """The mean over `count` ranks, in place, by one all-reduce. In fp64: a mean of equal values is that value, so
-    constants stay exact."""
+def average(tensors: Sequence[Tensor], all_reduce: Callable[..., None], count: int, *, is_first: bool) -> None:
+    """Replace the tensors by their mean over `count` ranks. In fp64: a mean of equal values is that value, so constants
+    stay exact. A mean of unit vectors is none (those of `spectral_norm`, rows of a codebook): of these all ranks take
+    what the first one has.
+
+    Args:
+        is_first: whether this rank is the first one.
+    """
+    off = torch.stack([_off_unit_length(each) for each in tensors])
+    all_reduce(off, op=MAX)
     flat = torch.cat([each.flatten().double() for each in tensors])
+    parts = torch.split(flat, [each.numel() for each in tensors])
+    for part, is_unit in zip(parts, (off < UNIT_WITHIN).tolist(), strict=True):
+        if is_unit:
+            part *= count * is_first
     all_reduce(flat)
     flat /= count
-    for each, mean in zip(tensors, torch.split(flat, [each.numel() for each in tensors]), strict=True):
+    for each, mean in zip(tensors, parts, strict=True):
         each.copy_(mean.view_as(each))
+
+
+def _off_unit_length(tensor: Tensor) -> Tensor:
+    """Return how far the vectors along the last dim are from unit length, at most; a 0-dim fp64 tensor."""
+    if tensor.dim() == 0 or tensor.shape[-1] < 2:
+        return torch.full((), torch.inf, dtype=torch.float64, device=tensor.device)
+    off: Tensor = (torch.linalg.vector_norm(tensor.double(), dim=-1) - 1).abs().max()
+    return off.nan_to_num(nan=torch.inf)
 
 
 def _padded(flat: Tensor, numel: int) -> Tensor:

@@ -60,13 +60,17 @@ class Exchange:
             if said:
                 log_once(said, logging.WARNING)
 
-    def volume(self, density: float) -> str:
-        """What a node receives for one exchange of everything, beside DDP's all-reduce, for the log."""
+    def volume(self, density: float, sync_every: int = 1) -> str:
+        """Return the bytes per step that a node receives, compared with DDP's all-reduce, for the log.
+
+        Args:
+            sync_every: steps from one exchange of everything to the next.
+        """
         if not self._numel:
             return "no parameters"
         work, devices = self.choice.work(self._numel, torch.float32), self.topology.num_devices
         ours, dense = (1e-6 * devices * path.bytes() for path in (self.choice.path(work, density), Flat(work)))
-        return f"{ours:,.3g} MB into each node instead of {dense:,.3g}"
+        return f"each node receives {ours / sync_every:,.3g} MB per step instead of {dense:,.3g} MB"
 
     def refuse_capture(self) -> None:
         """Before a round. A CUDA graph would repeat what the host decided in the round that was captured.
@@ -82,21 +86,29 @@ class Exchange:
                 "torch.compile with mode='reduce-overhead')."
             )
 
-    def begin(self, path: Path, shard: Shard) -> Transfer:
-        """Select what is sent of a shard, and count it."""
+    def begin(self, path: Path, shard: Shard, *, of_a_step: bool = True) -> Transfer:
+        """Select what is sent of a shard, and count it.
+
+        Args:
+            of_a_step: DDP would have sent this shard's gradients, too.
+        """
         self.stats.record(
             path.name,
             sent=path.sent,
             applied=path.applied,
             total=path.work.shard_numel,
             nbytes=path.bytes(),
-            dense_nbytes=Flat(path.work).bytes(),
+            dense_nbytes=Flat(path.work).bytes() if of_a_step else 0.0,
         )
         return Transfer(path, shard, self.communicator)
 
-    def sum(self, path: Path, shard: Shard) -> Tensor:
+    def count_step_without(self, path: Path) -> None:
+        """Count a step that leaves the exchange of a shard to a later one. DDP would have sent its gradients."""
+        self.stats.dense_equivalent_bytes += Flat(path.work).bytes()
+
+    def sum(self, path: Path, shard: Shard, *, of_a_step: bool = True) -> Tensor:
         """Sum a shard over nodes, now. Returns fp32, or for a path ``in_place`` ``shard.sum_S``."""
-        transfer = self.begin(path, shard)
+        transfer = self.begin(path, shard, of_a_step=of_a_step)
         transfer.transfer()
         return transfer.apply()
 
@@ -137,7 +149,7 @@ class CommStats:
         rounds: reductions of the whole model so far.
         bytes_between_nodes: bytes received by this device from other nodes so far (see exchange.paths).
         round_bytes: the same, of the last whole round.
-        dense_equivalent_bytes: what a dense all-reduce of everything would have received so far.
+        dense_equivalent_bytes: what a dense all-reduce of everything in each step would have received so far.
         density: share of the entries that a device sent in the last whole round, dense groups counted as 1.
         effective_density: share of the entries that the last whole round applied, at most: what several nodes select
             of different entries adds up.
@@ -202,8 +214,8 @@ def _without_kernels(device: torch.device | None) -> str:
     if device is None or getattr(report, device.type, "compiled") == "compiled":
         return ""
     return (
-        f"no compiled kernels for {device.type}: selection takes plain torch, which gives the same results several "
-        f"times slower ({'; '.join(report.reasons)})"
+        f"no compiled kernels for {device.type}: selection runs in plain torch, with the same results, several times "
+        f"slower. Cause: {'; '.join(report.reasons)}. Fix: {report.cure}"
     )
 
 

@@ -35,7 +35,7 @@ import torch
 from torch import Tensor
 
 from lightning_sparse.internals import after_backward, current_backward
-from lightning_sparse.topology import Topology
+from lightning_sparse.topology import Topology, Traffic
 
 TensorFuture = torch.futures.Future[Tensor]
 _Stage = Callable[[], Sequence[Tensor]]
@@ -161,9 +161,14 @@ _Queue = queue.SimpleQueue[_Item | None]
 class FifoLanes(Runner):
     """Runs the stages of each job on one daemon thread per lane, first in, first out. After a job has failed, no
     other runs until its error was raised. Threads start with the first job after ``end``; they stop at ``end`` if they
-    are idle, and when this object is garbage collected. A program that ends waits for jobs under way."""
+    are idle, and when this object is garbage collected. A program that ends waits for jobs under way.
 
-    def __init__(self) -> None:
+    Args:
+        traffic: of the topology; a job counts from the time that it is queued.
+    """
+
+    def __init__(self, traffic: Traffic | None = None) -> None:
+        self._traffic = Traffic() if traffic is None else traffic
         self._errors: list[BaseException] = []
         self._pending: TensorFuture | None = None
         self._backward = -1
@@ -182,6 +187,7 @@ class FifoLanes(Runner):
                 onward,
                 self._errors,
                 threads,
+                self._traffic,
             )  # not self: the thread would keep alive what ends it
             self._threads.append(threading.Thread(target=_work, args=arguments, name="lightning_sparse", daemon=True))
         for thread in self._threads:
@@ -207,6 +213,7 @@ class FifoLanes(Runner):
     def _queue(self, stages: Sequence[_Stage], result: Tensor) -> TensorFuture:
         future: TensorFuture = torch.futures.Future()
         self._pending = future
+        self._traffic.begin()
         if self._first is None:
             self._first = self._start()
         self._first.put((stages, result, future))
@@ -262,7 +269,7 @@ def runner_of(topology: Topology, device: torch.device | None) -> Runner:
     key = (topology, str(device))
     lanes = _lanes.get(key)
     if lanes is None:
-        lanes = _lanes[key] = FifoLanes() if device.type == "cpu" else StreamLanes(device)
+        lanes = _lanes[key] = FifoLanes(topology.traffic) if device.type == "cpu" else StreamLanes(device)
     return lanes
 
 
@@ -280,7 +287,9 @@ def _join_at_exit(threads: Sequence[threading.Thread]) -> None:
     weakref.finalize(threads[-1], join)
 
 
-def _work(lane: int, jobs: _Queue, onward: _Queue | None, errors: list[BaseException], threads: int) -> None:
+def _work(
+    lane: int, jobs: _Queue, onward: _Queue | None, errors: list[BaseException], threads: int, traffic: Traffic
+) -> None:
     """One lane: a stage of each job, which then goes on to the next lane."""
     torch.set_num_threads(threads)
     while (item := jobs.get()) is not None:
@@ -295,6 +304,8 @@ def _work(lane: int, jobs: _Queue, onward: _Queue | None, errors: list[BaseExcep
             onward.put(item)
         del item  # hold no reference to the model while idle, nor once the future is done
         if onward is None:
+            if not errors:
+                traffic.end()
             future.set_result(result)
         del result, future
     if onward is not None:

@@ -41,7 +41,7 @@ from lightning_sparse.gradients.optimizers import objection
 from lightning_sparse.gradients.residual import ResidualStore
 from lightning_sparse.gradients.tracking import Parameters, StepTracker, UnusedParameters
 from lightning_sparse.messages import LogOnce
-from lightning_sparse.topology import Topology
+from lightning_sparse.topology import Topology, undisturbed
 
 
 class HierState(Engine):
@@ -72,6 +72,7 @@ class HierState(Engine):
     ) -> None:
         refuse_sparse_gradients(module)
         refuse_python_reducer()
+        topology = undisturbed(topology)
         self.config, self.topology = config, topology
         self.log_once = LogOnce(topology.rank)
         self.epoch, self.round = 0, 0

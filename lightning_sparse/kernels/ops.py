@@ -26,6 +26,8 @@ from lightning_sparse.kernels import checks, plain, reference, wire
 
 NAMESPACE = "lightning_sparse"
 BUILD_REPORT = Path(__file__).with_name("build_report.txt")
+BUILT = ("CPU and CUDA kernels built", "CPU kernels built")
+"""How the report of a build begins that compiled something."""
 
 # Keep a reference: garbage collection of a Library removes its schemas.
 _library: Any = torch.library.Library(NAMESPACE, "FRAGMENT")  # type: ignore[no-untyped-call]
@@ -189,12 +191,13 @@ def add_change(own_S: Tensor, shared_S: Tensor, model: Sequence[Tensor], ahead: 
 
 @dataclass(frozen=True)
 class KernelReport:
-    """The implementation per device type, "compiled" or "plain torch", and the reasons for the latter."""
+    """The implementation per device type, "compiled" or "plain torch"; the reasons for plain torch, and a cure."""
 
     cpu: str
     cuda: str
     library: str | None
     reasons: tuple[str, ...]
+    cure: str = ""
 
     def __str__(self) -> str:
         return "\n".join([f"kernels: CPU {self.cpu}, CUDA {self.cuda} ({self.library or 'no library'})", *self.reasons])
@@ -250,26 +253,52 @@ def _register(name: str, compute: Callable[..., Any], fake: Callable[..., Any]) 
     torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=_library)
 
 
+COMPILE = (
+    "install torch, 'setuptools>=77' and ninja, then run `pip install --no-build-isolation '.[pytorch-lightning]'` in "
+    "the checkout. Give --no-build-isolation at each later installation, too: without it pip builds where torch is "
+    "not, and plain torch replaces compiled kernels"
+)
+TOOLKIT = f"install the CUDA toolkit (nvcc) of torch's CUDA version, put nvcc on PATH or set CUDA_HOME; {COMPILE}"
+
+
 def _load() -> tuple[KernelReport, ctypes.CDLL | None]:
     build = BUILD_REPORT.read_text().strip() if BUILD_REPORT.exists() else "no build step ran"
     if os.environ.get("LIGHTNING_SPARSE_KERNELS", "") == "torch":
-        return _plain_report(None, "LIGHTNING_SPARSE_KERNELS=torch is set"), None
+        reason = "LIGHTNING_SPARSE_KERNELS=torch is set"
+        return _plain_report(None, reason, "unset LIGHTNING_SPARSE_KERNELS to use compiled kernels"), None
     found = sorted(Path(__file__).parent.glob("_C*.so"))
     if not found:
-        return _plain_report(None, f"nothing was compiled: {build}"), None
+        return _without_library(build), None
     path = found[0]
     try:
         torch.ops.load_library(path)  # type: ignore[no-untyped-call]
         handle = ctypes.CDLL(str(path))
         has_cuda = bool(handle.lightning_sparse_has_cuda())
     except (OSError, AttributeError) as error:
-        return _plain_report(str(path), f"{path.name} does not load under torch {torch.__version__}: {error}"), None
-    reasons = () if has_cuda else (f"CUDA kernels were not compiled: {build}",)
-    return KernelReport("compiled", "compiled" if has_cuda else "plain torch", str(path), reasons), handle
+        reason = f"{path.name} does not load under torch {torch.__version__}: {error}"
+        return _plain_report(str(path), reason, COMPILE), None
+    if has_cuda:
+        return KernelReport("compiled", "compiled", str(path), ()), handle
+    reason = f"CUDA kernels were not compiled: {build}"
+    return KernelReport("compiled", "plain torch", str(path), (reason,), TOOLKIT), handle
 
 
-def _plain_report(library: str | None, reason: str) -> KernelReport:
-    return KernelReport("plain torch", "plain torch", library, (reason,))
+def _without_library(build: str) -> KernelReport:
+    """Return the report where there is no library. A build that is not in place leaves its own report here, too."""
+    folder = Path(__file__).parent
+    if not build.startswith(BUILT):
+        return _plain_report(None, f"nothing was compiled: {build}", COMPILE)
+    return _plain_report(
+        None,
+        f"{folder} has no compiled library, though one was built: Python imports this source folder, not the "
+        f"installed package",
+        "start the script from another folder than the checkout, or install the checkout in place: `pip install "
+        "--no-build-isolation -e .`",
+    )
+
+
+def _plain_report(library: str | None, reason: str, cure: str) -> KernelReport:
+    return KernelReport("plain torch", "plain torch", library, (reason,), cure)
 
 
 _register("mstopk", plain.mstopk, _fake_mstopk)

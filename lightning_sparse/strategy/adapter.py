@@ -153,7 +153,9 @@ class Adapter:
                 each.process_group = topology.intra  # statistics of its node: between nodes each forward would wait
         updates = LocalUpdates(module, optimizers, self.config, topology)
         does = self.config.describe(topology.num_nodes) if updates.active else "one node, nothing to exchange"
-        volume = f"; {updates.exchange.volume(self.config.density)}" if updates.optimizers else ""
+        volume = (
+            f"; {updates.exchange.volume(self.config.density, self.config.sync_every)}" if updates.optimizers else ""
+        )
         updates.log_once(f"{topology.shape}: {does}{volume}")
         return updates
 

@@ -93,6 +93,8 @@ class CommStatsMixin:
             return
         stats = engine.exchange.stats.since(self._before)
         seconds = engine.exchange.communicator.stopwatch.seconds() - self._seconds_before
+        if engine.has_own_weights and self._norms:  # the fit has ended with an exchange of everything
+            self._norms = engine.norms()
         if trainer.is_global_zero and self._norms and engine.topology.num_nodes > 1:
             log.info("%s", table(stats, seconds, *map(float, self._norms.values())))
 
@@ -111,19 +113,28 @@ def table(stats: CommStats, seconds: float, unsent: float, ratio: float = 0.0) -
         unsent: norm of what was not sent at the end, of gradients or updates.
         ratio: the same over the norm of the gradient; 0 where that is not known.
     """
-    rounds, total = max(1, stats.rounds), max(1, sum(stats.paths.values()))
-    here, ddp = stats.bytes_between_nodes / rounds / _MB, stats.dense_equivalent_bytes / rounds / _MB
-    more = f"; plain DDP {ddp:,.3f} MB, {ddp / here:,.1f} times the bytes" if here else f"; plain DDP {ddp:,.3f} MB"
+    steps, total = max(1, stats.rounds), max(1, sum(stats.paths.values()))
+    here, ddp = stats.bytes_between_nodes / steps / _MB, stats.dense_equivalent_bytes / steps / _MB
+    more = f", {ddp / here:,.1f} times the bytes" if here else ""
     paths = ", ".join(f"{count / total:.1%} {path}" for path, count in stats.paths.most_common())
     lines = [
-        f"what one device exchanged with other nodes, in {stats.rounds:,} rounds, "
-        "dense ones at the start and the end of fit included:",
-        f"  received a round    {here:,.3f} MB{more}",
+        f"what one device exchanged with other nodes, in {stats.rounds:,} steps, "
+        "dense exchanges at start and end included:",
+        f"  received per step   {_megabytes(here)}; plain DDP {_megabytes(ddp)}{more}",
         f"  paths               {paths} (share of entries)",
         f"  density             {stats.sent / total:.2%} sent, at most {stats.applied / total:.2%} applied",
-        f"  between nodes       {1e3 * seconds / rounds:,.1f} ms a round, waiting for other nodes included",
+        f"  between nodes       {1e3 * seconds / steps:,.1f} ms per step, waiting for other nodes included",
     ]
     if unsent:
         compared = f", {ratio:.1f} times that of the gradient" if ratio else ""
         lines.append(f"  not sent yet        norm {unsent:.3g}{compared}")
     return "\n".join(lines)
+
+
+def _megabytes(number: float) -> str:
+    """Format megabytes with three digits at least.
+
+    >>> _megabytes(0.00123456), _megabytes(1234.5678)
+    ('0.00123 MB', '1,234.568 MB')
+    """
+    return f"{number:.3g} MB" if number < 1 else f"{number:,.3f} MB"

@@ -37,7 +37,9 @@ class Buffers:
 
     def _average(self, tensors: Mapping[str, Tensor]) -> None:
         for names, reduce, count in self._by_holders(tensors):
-            average([tensors[name] for name in names], reduce, count)
+            topology = self._communicator.topology
+            is_first = topology.rank == 0 if count == topology.world_size else topology.node_index == 0
+            average([tensors[name] for name in names], reduce, count, is_first=is_first)
 
     @torch.no_grad()
     def show_averaged(self) -> None:

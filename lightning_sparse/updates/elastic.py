@@ -167,6 +167,9 @@ class ElasticUpdates(LocalUpdates):
     def _has_others(self) -> bool:
         return True
 
+    def _make_up(self) -> None:
+        """Nothing: a node that makes fewer steps misses rounds, and takes up the weights of others."""
+
     def _make_state(self, slices: Slices, exchange: Exchange, config: UpdatesConfig) -> ElasticDifference:
         assert isinstance(config, ElasticConfig)
         return ElasticDifference(slices, exchange, config, self.peers)

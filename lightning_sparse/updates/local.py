@@ -13,12 +13,12 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from lightning_sparse.agree import all_agree, differing, same_options
+from lightning_sparse.agree import all_agree, differing, extremes, same_options
 from lightning_sparse.engine import Engine, State
 from lightning_sparse.exchange import Exchange, HierCommunicator
 from lightning_sparse.messages import LogOnce
 from lightning_sparse.sharding import check_sharded, parameters_of, trained_by
-from lightning_sparse.topology import Topology
+from lightning_sparse.topology import Topology, undisturbed
 from lightning_sparse.updates import checkpoint, moments
 from lightning_sparse.updates.buffers import Buffers
 from lightning_sparse.updates.config import UpdatesConfig
@@ -68,6 +68,7 @@ class LocalUpdates(Engine):
         _check_topology(topology)
         for optimizer in optimizers:
             check_optimizer(optimizer)
+        topology = undisturbed(topology)
         self.module, self.config, self.topology = module, config, topology
         self.active = self._has_others()
         self.log_once = LogOnce(topology.rank)
@@ -131,7 +132,7 @@ class LocalUpdates(Engine):
         self._all_sent = False
         self._name_place(f"in step {self.steps}")
         for one in stepped:
-            one.step((self.batches << 8) + self.optimizers.index(one))
+            one.step(self._occasion(one))
         self.exchange.stats.end_round()
 
     def finish(self) -> None:
@@ -139,17 +140,20 @@ class LocalUpdates(Engine):
         if not self.active:
             return
         self.show_own()
-        if self._all_sent:
-            return
-        if self.steps == 0:
-            self.warn_of_no_step()
-        for one in self.optimizers:  # of all: a flush uses the group between nodes, as exchanges under way do
-            one.state.receive()
-        self.exchange.runner.wait()  # for others with the same topology
-        self._name_place(f"after step {self.steps}")
-        for one in self.optimizers:
-            one.flush()
-        self.buffers.average()
+        self._name_place(f"at the end, after step {self.steps}")
+        comm = self.exchange.communicator
+        with comm.waiting():
+            if all_agree(self._all_sent, comm.flat_all_reduce, self._device):
+                return
+            if self.steps == 0:
+                self.warn_of_no_step()
+            self._make_up()
+            for one in self.optimizers:  # of all: a flush uses the group between nodes, as exchanges under way do
+                one.state.receive()
+            self.exchange.runner.wait()  # for others with the same topology
+            for one in self.optimizers:
+                one.flush()
+            self.buffers.average()
         self._all_sent = True
 
     def warn_of_no_step(self) -> None:
@@ -159,6 +163,26 @@ class LocalUpdates(Engine):
             "step(closure) does not.",
             logging.WARNING,
         )
+
+    def _make_up(self) -> None:
+        """Let nodes that have made fewer exchanges than others make up for them, or else each would wait for another
+        one. A collective of the world."""
+        mine = [one.exchanges for one in self.optimizers]
+        most, least = extremes(mine, self.exchange.communicator.flat_all_reduce, self._device)
+        if most == least:
+            return
+        self.log_once(
+            f"nodes have exchanged their updates {max(most)} and {min(least)} times: one made fewer steps than others, "
+            f"and sends the rest now. Call step() on every rank after each batch, also where a rank skips its "
+            f"optimizer's step",
+            logging.WARNING,
+        )
+        for one, exchanges in zip(self.optimizers, most, strict=True):
+            one.make_up_to(exchanges, self._occasion(one))
+
+    def _occasion(self, one: LocalOptimizer) -> int:
+        """Return what all nodes are to have alike when they exchange."""
+        return (self.batches << 8) + self.optimizers.index(one)
 
     # -- weights that the world sees -----------------------------------------------------------------------------------
 
@@ -177,9 +201,15 @@ class LocalUpdates(Engine):
             return
         self.show_own()
         self._shown, self._waits = True, wait
-        for one in self.optimizers:
-            one.show_shared(wait)
-        if wait:
+        if not wait:
+            for one in self.optimizers:
+                one.show_shared(wait=False)
+            return
+        self._name_place(f"showing the global weights, after step {self.steps}")
+        with self.exchange.communicator.waiting():
+            self._make_up()
+            for one in self.optimizers:
+                one.show_shared()
             self._check_trusted()
             self.buffers.show_averaged()
 

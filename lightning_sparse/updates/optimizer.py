@@ -139,6 +139,18 @@ class LocalOptimizer:
             )
         return True
 
+    @property
+    def exchanges(self) -> int:
+        """How many this optimizer has made so far."""
+        return self.steps // self._config.sync_every
+
+    def make_up_to(self, exchanges: int, occasion: int) -> None:
+        """Make the exchanges that other nodes have made and this one has not, of what has changed so far."""
+        while self.exchanges < exchanges:
+            self.steps = (self.exchanges + 1) * self._config.sync_every
+            self.state.advance(occasion)
+            self.gather()
+
     def flush(self) -> None:
         """Send everything that is pending."""
         self._end_probe()

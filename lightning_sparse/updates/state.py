@@ -26,6 +26,7 @@ message is selected while theirs arrive:
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any, ClassVar
 
 import torch
@@ -109,6 +110,7 @@ class UpdateState:
             since: steps since the last exchange, or since the start.
         """
         arrives = since == self._config.delay
+        self._exchange.count_step_without(self._path)
         if self.slices.numel and (arrives or self.ahead != 1.0):
             self._settle(arrives, since)
 
@@ -138,7 +140,8 @@ class UpdateState:
             selected = delivery.select()
             self._under_way = self._exchange.runner.start(delivery, self.shared_S, selected), delivery
             return
-        delivery.transfer()
+        with self._exchange.communicator.waiting():
+            delivery.transfer()
         delivery.apply()
         self._keep(delivery)
 
@@ -146,7 +149,8 @@ class UpdateState:
         """Wait for the messages under way. May come at any time before the next exchange: the result is the same."""
         if self._under_way is not None:
             future, delivery = self._under_way
-            self._exchange.runner.finish(future)
+            with nullcontext() if future.done() else self._exchange.communicator.waiting():
+                self._exchange.runner.finish(future)
             self._under_way = None
             self._keep(delivery)
 
@@ -181,7 +185,8 @@ class UpdateState:
         if not self.slices.numel:
             return
         unsent_S, mean = self._collect(), -1.0 / self._exchange.topology.num_nodes
-        self.shared_S.add_(self._exchange.sum(Dense(self._path.work), Shard(unsent_S)), alpha=mean)
+        total_S = self._exchange.sum(Dense(self._path.work), Shard(unsent_S), of_a_step=False)
+        self.shared_S.add_(total_S, alpha=mean)
         self.set_pending(torch.zeros_like(unsent_S))
         self.begin()
 

@@ -148,6 +148,7 @@ def test_rank_zero_says_what_it_chose_and_where_samples_came_from(results: Resul
     assert "120 samples, global batch 20, shuffle='global': 6 steps per epoch, with 0 samples" in text
     assert text.count("samples by tier and epoch, all nodes") == 3
     assert text.count("in memory: 120 samples, ") == 3
+    assert text.count("on local disks: 120 samples, ") == 3, "also of the first run; both nodes share the cache"
     for each in results[1:]:
         assert [line for line in each["epochs"]["lines"] if "backend" in line or "samples by tier" in line] == []
 

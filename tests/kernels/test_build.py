@@ -107,3 +107,37 @@ def test_required_makes_it_an_error(checkout: Path) -> None:
     done = build(checkout, CXX="/nonexistent/c++", CC="/nonexistent/cc", LIGHTNING_SPARSE_BUILD="required")
     assert done.returncode != 0
     assert "LIGHTNING_SPARSE_BUILD=required, but no C++ compiler: /nonexistent/c++ is not on PATH" in done.stderr
+
+
+def without_library(folder: Path, build_report: str) -> str:
+    """Return the report of kernels in a copy of the package that has no compiled library."""
+    shutil.copytree(ROOT / "lightning_sparse", folder / "lightning_sparse", ignore=shutil.ignore_patterns("*.so"))
+    (folder / "lightning_sparse/kernels/build_report.txt").write_text(build_report)
+    program = (
+        "from lightning_sparse.kernels import kernel_report; r = kernel_report(); print(*r.reasons, r.cure, sep='|')"
+    )
+    done = subprocess.run([sys.executable, "-c", program], cwd=folder, capture_output=True, text=True, check=True)
+    return done.stdout
+
+
+@pytest.mark.parametrize(
+    ("build_report", "said"),
+    [
+        (
+            "nothing built: torch was not importable while building",
+            "nothing was compiled: nothing built: torch was not",
+        ),
+        ("CPU and CUDA kernels built", "Python imports this source folder, not the installed package"),
+        ("CPU kernels built; no CUDA kernels: no nvcc", "Python imports this source folder, not the installed package"),
+    ],
+)
+def test_missing_library_is_reported_with_cause_and_fix(tmp_path: Path, build_report: str, said: str) -> None:
+    reason, cure = without_library(tmp_path, build_report).split("|")
+    assert said in reason
+    assert "pip install --no-build-isolation" in cure
+
+
+def test_build_without_kernels_warns_on_stderr(checkout: Path) -> None:
+    done = build(checkout, LIGHTNING_SPARSE_BUILD="none")
+    assert "WARNING: lightning_sparse has no compiled kernels" in done.stderr
+    assert "--no-build-isolation" in done.stderr

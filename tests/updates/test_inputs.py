@@ -410,3 +410,47 @@ def test_states_of_a_parameter_without_dims_come_back_to_its_device(options: dic
     moments.load({id(scale): "scale"}, [(optimizer, [(scale, Part(0, 0, 1))])], [saved])
     found = {name: each.device.type for name, each in optimizer.state[scale].items()}
     assert found == {"step": "meta" if options else "cpu", "exp_avg": "meta", "exp_avg_sq": "meta"}
+
+
+class UnitVectors(nn.Module):
+    """Buffers that a mean over ranks would shorten, and one that it would not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.utils.parametrizations.spectral_norm(nn.Linear(13, 7)), nn.BatchNorm1d(7))
+        self.register_buffer("codebook", nn.functional.normalize(torch.randn(5, 3), dim=-1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.net(x)
+        return y
+
+
+def unit_vectors() -> tuple[dict[str, Tensor], float]:
+    """Return the averaged buffers, and how far this rank's own statistics were from them."""
+    torch.manual_seed(1)
+    ddp, optimizer, updates = start(adamw, UnitVectors(), density=0.05)
+    model = updates.module
+    for step in range(9):
+        optimizer.zero_grad()
+        ddp(
+            torch.randn(8, 13, generator=torch.Generator().manual_seed(2 * step + dist.get_rank()))
+        ).square().sum().backward()
+        optimizer.step()
+        updates.step()
+        model.codebook.copy_(nn.functional.normalize(model.codebook + 0.1 * dist.get_rank(), dim=-1))
+    own = model.net[1].running_mean.clone()
+    updates.finish()
+    return dict(model.named_buffers()), float((model.net[1].running_mean - own).norm())
+
+
+def test_unit_vectors_keep_their_length_and_statistics_are_averaged(ranks: RunRanks) -> None:
+    (zero, moved), (one, _) = ranks(unit_vectors, nodes=2, devices=1)
+    assert moved > 0
+    for name, each in zero.items():
+        assert torch.equal(each, one[name]), name
+    lengths = [
+        zero["net.0.parametrizations.weight.0._u"],
+        zero["net.0.parametrizations.weight.0._v"],
+        *zero["codebook"],
+    ]
+    assert [float(each.norm()) for each in lengths] == pytest.approx([1.0] * len(lengths), abs=1e-5)

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from lightning_sparse.exchange.paths import Flat
 from lightning_sparse.sharding import Part
 from lightning_sparse.topology import discover
 from lightning_sparse.updates import LocalUpdates, UpdatesConfig
@@ -429,3 +430,27 @@ def test_a_state_without_an_outer_learning_rate_had_one_of_1(ranks: RunRanks) ->
     ):
         assert torch.equal(shared, resumed)
         assert ahead == resumed_ahead < 1
+
+
+def traffic(sync_every: int) -> tuple[float, float, str]:
+    """Return the bytes per step that count for plain DDP, those of its all-reduce, and the line at the start."""
+    ddp, optimizer, updates = start(sgd, mlp(), sync_every=sync_every)
+    steps(ddp, optimizer, updates, 0, 7)
+    updates.finish()
+    exchange = updates.exchange
+    numel = sum(parameter.numel() for parameter in updates.module.parameters())
+    dense = Flat(exchange.choice.work(numel, torch.float32)).bytes()
+    return exchange.stats.dense_equivalent_bytes / 7, dense, exchange.volume(0.01, sync_every)
+
+
+@pytest.mark.parametrize("sync_every", [1, 3])
+def test_traffic_is_compared_with_ddp_in_every_step(ranks: RunRanks, sync_every: int) -> None:
+    for counted, dense, _ in ranks(traffic, sync_every, nodes=2, devices=1):
+        assert counted == pytest.approx(dense)
+
+
+def test_volume_with_rare_exchanges_is_per_step(ranks: RunRanks) -> None:
+    often, rarely = (ranks(traffic, sync_every, nodes=2, devices=1)[0][2] for sync_every in (1, 3))
+    received = [float(line.split()[3]) for line in (often, rarely)]
+    assert received[1] == pytest.approx(received[0] / 3, rel=0.01)
+    assert often.split("instead of")[1] == rarely.split("instead of")[1]

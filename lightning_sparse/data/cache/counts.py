@@ -7,6 +7,7 @@ import threading
 import zlib
 from collections.abc import Callable
 from dataclasses import asdict, astuple, dataclass, fields
+from typing import NamedTuple
 
 import numpy as np
 
@@ -143,15 +144,25 @@ _ERRORS = {
 }
 
 
+class TierSizes(NamedTuple):
+    """Samples and bytes that the tiers of a node hold. ``folder``: that of the disk tier, with its host."""
+
+    memory: int = 0
+    memory_bytes: int = 0
+    disk: int = 0
+    disk_bytes: int = 0
+    folder: str = ""
+
+
 class TierLog:
     """Counts by epoch.
 
     Args:
         read: returns what this rank reports so far; the reports of all ranks are added.
-        sizes: the same, of what the tiers hold; see `SampleStore.sizes`.
+        sizes: the same, of what the tiers hold; a disk tier that several nodes of a host share counts once.
     """
 
-    def __init__(self, read: Callable[[], TierCounts], sizes: Callable[[], tuple[int, ...]]) -> None:
+    def __init__(self, read: Callable[[], TierCounts], sizes: Callable[[], TierSizes]) -> None:
         self._read, self._sizes = read, sizes
         self._total = TierCounts()
         self.epochs: dict[int, TierCounts] = {}
@@ -165,10 +176,13 @@ class TierLog:
 
     def summary(self) -> str:
         """Return a table of the samples by tier and epoch, and one line on what the tiers hold. A collective."""
-        memory, memory_bytes, disk, disk_bytes = map(sum, zip(*on_all_ranks(self._sizes), strict=True))
+        held = on_all_ranks(self._sizes)
+        disks = {each.folder: each for each in held}.values()
         sizes = (
-            f"  in memory: {memory:,} samples, {memory_bytes / 1e6:,.1f} MB; on local disks: {disk:,} samples, "
-            f"{disk_bytes / 1e6:,.1f} MB"
+            f"  in memory: {sum(each.memory for each in held):,} samples, "
+            f"{sum(each.memory_bytes for each in held) / 1e6:,.1f} MB; "
+            f"on local disks: {sum(each.disk for each in disks):,} samples, "
+            f"{sum(each.disk_bytes for each in disks) / 1e6:,.1f} MB"
         )
         return "\n".join(["samples by tier and epoch, all nodes:", *self._table(), sizes])
 

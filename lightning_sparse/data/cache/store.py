@@ -17,6 +17,7 @@ respond.
 import contextlib
 import os
 import secrets
+import socket
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -27,7 +28,7 @@ import numpy as np
 import numpy.typing as npt
 
 from lightning_sparse.data import decode
-from lightning_sparse.data.cache.counts import Counter, TierCounts, run_name
+from lightning_sparse.data.cache.counts import Counter, TierCounts, TierSizes, run_name
 from lightning_sparse.data.cache.disk import CachedFile, DiskCache, corrupt_file
 from lightning_sparse.data.cache.memory import open_memory
 from lightning_sparse.data.config import GB, CacheConfig, CorruptSampleError
@@ -426,10 +427,12 @@ class SampleStore:
         """Return what all processes of the run on this node have read, including workers and ended processes."""
         return self._tiers().counter.total()
 
-    def sizes(self) -> tuple[int, ...]:
-        """Return (samples in memory, bytes in memory, files on disk, bytes on disk) of this node now."""
+    def sizes(self) -> TierSizes:
+        """Return what the tiers of this node hold, without files that wait to be written to disk."""
         tiers = self._tiers()
-        return tiers.memory.cached, tiers.memory.bytes, tiers.disk.entries(), tiers.disk.bytes()
+        memory, disk = tiers.memory, tiers.disk
+        folder = f"{socket.gethostname()}:{disk.folder.resolve()}"
+        return TierSizes(memory.cached, memory.bytes, disk.entries(), disk.bytes(), folder)
 
     @property
     def disk(self) -> DiskCache:

@@ -1,0 +1,79 @@
+"""Says why a rank waits for others: where it waits, and where they wait meanwhile.
+
+Ranks that make different numbers of steps wait for each other in different collectives, until the timeout of their
+process group. So each rank that waits for long publishes where it waits, in the store of the default group.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+
+import torch.distributed as dist
+
+from lightning_sparse.internals import default_store
+from lightning_sparse.messages import PATIENCE, log
+
+MOST_NAMED = 4
+"""Ranks in one line."""
+
+
+@contextmanager
+def waiting(place: str) -> Iterator[None]:
+    """Log where this rank and others wait, once this has taken `PATIENCE`, and again when that changes.
+
+    Args:
+        place: where this rank is, as in "in step 7".
+    """
+    over, published = threading.Event(), threading.Event()
+    watch = threading.Thread(target=_watch, args=(over, published, place), name="lightning_sparse", daemon=True)
+    watch.start()
+    try:
+        yield
+    finally:
+        over.set()
+        if published.is_set():
+            watch.join()
+            with suppress(RuntimeError):  # the store has gone with its rank
+                default_store().set(_key(dist.get_rank()), "")  # a key that was deleted would block who asks for it
+
+
+def _watch(over: threading.Event, published: threading.Event, place: str) -> None:
+    said, passed = "", 0.0
+    while not over.wait(PATIENCE.total_seconds()) and dist.is_initialized():
+        passed += PATIENCE.total_seconds()
+        published.set()
+        others = _others(place)
+        if others != said:
+            rank = dist.get_rank()
+            log.warning("rank %d has waited %.0f s for other ranks, %s. %s", rank, passed, place, others)
+        said = others
+
+
+def _others(place: str) -> str:
+    """Publish where this rank waits, and return where others do."""
+    try:
+        found = _exchange_places(place)
+    except RuntimeError as error:
+        return f"The ranks cannot be asked where they are: {error}"
+    if not found:
+        return "No other rank waits for so long: one computes, is stopped, or has left the training"
+    named = ", ".join(f"rank {rank} {there}" for rank, there in list(found.items())[:MOST_NAMED])
+    more = f", and {len(found) - MOST_NAMED} more" if len(found) > MOST_NAMED else ""
+    return (
+        f"Also waiting: {named}{more}. If that is another step, one rank has skipped a step that others made: let "
+        f"every rank make the same number of steps, a rank without a gradient included"
+    )
+
+
+def _exchange_places(place: str) -> dict[int, str]:
+    rank, store = dist.get_rank(), default_store()
+    store.set(_key(rank), place)
+    others = [other for other in range(dist.get_world_size()) if other != rank and store.check([_key(other)])]
+    found = {other: store.get(_key(other)).decode() for other in others}
+    return {other: there for other, there in found.items() if there}
+
+
+def _key(rank: int) -> str:
+    return f"lightning_sparse/waits/{rank}"
