@@ -9,7 +9,8 @@ the module. `lightning_sparse.updates.LocalUpdates` exchanges updates of shards 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from math import prod
@@ -60,16 +61,35 @@ def shard(model: nn.Module, mesh: DeviceMesh, **options: Any) -> nn.Module:
         model: on the CPU, a device, or the meta device.
         mesh: from ``mesh_of``, or its axis "shard".
         **options: of ``fully_shard``.
+
+    Raises:
+        ValueError: for a model that has to be sharded by hand.
     """
     if any(isinstance(p, DTensor) for p in model.parameters()):
         return model
     names = mesh.mesh_dim_names
     inside = mesh["shard"] if names is not None and len(names) > 1 else mesh
-    for block in blocks(model):
-        fully_shard(block, mesh=inside, **options)
-    for each in model.children() if isinstance(model, (nn.ModuleList, nn.ModuleDict)) else [model]:
-        fully_shard(each, mesh=inside, **options)  # a list has no forward() of its own
+    wholes = list(with_forward([model]))
+    if not all(_is_alone(each, model) for each in wholes):
+        raise ValueError(f"modules of a {type(model).__name__} share parameters: {by_hand(model)}")
+    for each in [*blocks(model), *(each for each in wholes if any(True for _ in each.parameters()))]:
+        try:
+            fully_shard(each, mesh=inside, **options)
+        except (AssertionError, ValueError) as error:
+            raise ValueError(f"FSDP2 refuses {type(each).__name__} ({error}): {by_hand(model)}") from error
     return model
+
+
+def by_hand(model: nn.Module) -> str:
+    """Return advice for an error: how a user shards a model."""
+    return (
+        f"shard {type(model).__name__} as a whole, by fully_shard(model, mesh=mesh['shard']). In a LightningModule, "
+        f"with fully_shard and register_fsdp_forward_method from torch.distributed.fsdp:\n"
+        f"    def configure_model(self):\n"
+        f'        fully_shard(self, mesh=self.device_mesh["shard"])\n'
+        f'        for name in ("training_step", "validation_step"):\n'
+        f"            register_fsdp_forward_method(self, name)"
+    )
 
 
 def options_for(precision: Any) -> dict[str, Any]:
@@ -83,20 +103,49 @@ def options_for(precision: Any) -> dict[str, Any]:
 
 
 def blocks(model: nn.Module) -> Iterator[nn.Module]:
-    """The blocks that repeat.
+    """The blocks that repeat, each once. Those that share parameters with others are left to the whole model.
 
     >>> layers = nn.Sequential(*(nn.Sequential(nn.Linear(2, 2), nn.ReLU()) for _ in range(3)), nn.Linear(2, 1))
     >>> [type(block).__name__ for block in blocks(nn.ModuleDict({"layers": layers}))]
     ['Sequential', 'Sequential', 'Sequential']
     """
+    found = {id(block): block for block in _repeated(model)}
+    yield from (block for block in found.values() if _is_alone(block, model))
+
+
+def _repeated(model: nn.Module) -> Iterator[nn.Module]:
     for child in model.children():
         if isinstance(child, (nn.ModuleList, nn.Sequential)):
-            kinds = [type(each) for each in child]
-            repeated = [each for each in child if kinds.count(type(each)) > 1 and any(True for _ in each.parameters())]
+            inside = list(with_forward(child.children()))
+            kinds = [type(each) for each in inside]
+            repeated = [each for each in inside if kinds.count(type(each)) > 1 and any(True for _ in each.parameters())]
             if repeated:
                 yield from repeated
                 continue
-        yield from blocks(child)
+        yield from _repeated(child)
+
+
+def with_forward(modules: Iterable[nn.Module]) -> Iterator[nn.Module]:
+    """Yield modules, and for lists and dicts of modules, which have no ``forward()``, what is inside: each once."""
+    seen: set[int] = set()
+    waiting = list(modules)[::-1]
+    while waiting:
+        module = waiting.pop()
+        if isinstance(module, (nn.ModuleList, nn.ModuleDict)):
+            waiting.extend(list(module.children())[::-1])
+        elif id(module) not in seen:
+            seen.add(id(module))
+            yield module
+
+
+def _is_alone(part: nn.Module, model: nn.Module) -> bool:
+    """Whether no other part of the model holds parameters of this one: FSDP2 would give each its own copy."""
+    uses = _uses(model)
+    return all(uses[key] == count for key, count in _uses(part).items())
+
+
+def _uses(module: nn.Module) -> Counter[int]:
+    return Counter(id(p) for _, p in module.named_parameters(remove_duplicate=False))
 
 
 class Managed:

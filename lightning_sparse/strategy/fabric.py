@@ -38,6 +38,7 @@ from lightning_sparse.strategy.adapter import (
     ShardsAdapter,
     detached,
 )
+from lightning_sparse.strategy.late import LateGradients
 from lightning_sparse.strategy.options import (
     OWN,
     OWN_OF_ELASTIC,
@@ -133,10 +134,31 @@ class FabricAdapter(Adapter, Host):
         return rest
 
 
+class ReplicasFabricAdapter(FabricAdapter):
+    """What the strategies that DDP is inside of do alike."""
+
+    _late: LateGradients | None = None
+
+    def _wrapped(self, ddp: DistributedDataParallel) -> None:
+        """Note which gradients DDP averages."""
+        self._late = self._new_late_gradients() if self._late is None else self._late
+        self._late.add(ddp)
+
+    def backward(self, tensor: Tensor, module: Any, *args: Any, **kwargs: Any) -> None:
+        """Go backward, and average the gradients that DDP leaves out."""
+        super().backward(tensor, module, *args, **kwargs)
+        if self._late is not None:
+            self._late.average(self._steppers())
+
+    def _steppers(self) -> list[Optimizer]:
+        """Return the optimizers of the modules that were set up."""
+        raise NotImplementedError
+
+
 # -- gradients ---------------------------------------------------------------------------------------------------------
 
 
-class MSTopKHierFabricMixin(FabricAdapter):
+class MSTopKHierFabricMixin(ReplicasFabricAdapter):
     """DDP whose gradients travel hierarchically, and between nodes only the largest of them, for Fabric.
 
     Args:
@@ -174,6 +196,7 @@ class MSTopKHierFabricMixin(FabricAdapter):
         self._prepare_ddp()
         with self._sized_buckets(module):
             ddp: DistributedDataParallel = super().setup_module(module)
+        self._wrapped(ddp)
         known, unused = list(self.engines), self._shared_options()["find_unused_parameters"]
         state = self._gradients.attach(ddp, self._place, self.precision, find_unused=unused)
         if state not in known:
@@ -197,6 +220,9 @@ class MSTopKHierFabricMixin(FabricAdapter):
         for state in self.engines:
             state.before_backward()
         super().backward(tensor, module, *args, **kwargs)
+
+    def _steppers(self) -> list[Optimizer]:
+        return [each for state in self.engines for each in self._gradients.watched[state]]
 
     def load_checkpoint(self, path: Any, state: Any = None, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Modules that are set up get their residuals back now, others when they are, before the next backward pass:
@@ -303,7 +329,7 @@ class UpdatesFabricAdapter(FabricAdapter):
         """Optimizers whose state the main file has of node 0 alone."""
 
 
-class MSTopKLocalFabricMixin(UpdatesFabricAdapter):
+class MSTopKLocalFabricMixin(ReplicasFabricAdapter, UpdatesFabricAdapter):
     """DDP inside each node, with an optimizer of its own; between nodes travel the largest updates. For Fabric.
 
     Args:
@@ -319,6 +345,7 @@ class MSTopKLocalFabricMixin(UpdatesFabricAdapter):
     _config: ClassVar[type[UpdatesConfig]] = UpdatesConfig
     _own: ClassVar[tuple[str, ...]] = OWN_OF_UPDATES
     _refused: ClassVar[Mapping[str, str]] = REFUSED_BY_UPDATES
+    _inside_the_node = True
 
     @with_options_of(UpdatesConfig, OWN_OF_UPDATES)
     def __init__(self, *, node_name: str | None = None, **kwargs: Any) -> None:
@@ -330,11 +357,15 @@ class MSTopKLocalFabricMixin(UpdatesFabricAdapter):
 
     def setup_module(self, module: nn.Module) -> DistributedDataParallel:
         """Wrap the module inside its node. A collective of the world."""
-        self._prepare_ddp(inside_the_node=True)
+        self._prepare_ddp()
         ddp: DistributedDataParallel = super().setup_module(module)
         self._leave_gradients(ddp)
+        self._wrapped(ddp)
         self._remember(module)
         return ddp
+
+    def _steppers(self) -> list[Optimizer]:
+        return [one.optimizer for engine in self.engines for one in engine.optimizers]
 
     def get_module_state_dict(self, module: nn.Module) -> dict[str, Any]:
         """Return the global weights. All ranks call it."""
@@ -606,6 +637,16 @@ class MSTopKFSDPFabricMixin(ShardsAdapter, UpdatesFabricAdapter):
             yield whole
             with said_if_long("waiting for all ranks to write a checkpoint"):
                 dist.barrier()  # before files of earlier saves are removed
+
+    def load_checkpoint(self, path: Any, state: Any = None, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """Objects such as schedulers take up their state; of a folder Fabric returns it in their place."""
+        given = dict(state) if isinstance(state, MutableMapping) else {}
+        rest = super().load_checkpoint(path, state, *args, **kwargs)
+        for name, each in given.items():
+            if state[name] is not each and hasattr(each, "load_state_dict"):
+                each.load_state_dict(state[name])
+                state[name] = each
+        return rest
 
     def save_checkpoint(self, path: Any, state: Any, storage_options: Any = None, filter: Any = None) -> None:
         """A file, or a folder that takes its name when it is whole. All ranks call it, as ``fabric.save``."""

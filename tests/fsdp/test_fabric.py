@@ -60,6 +60,36 @@ def resumed(flavour: str, folder: str, options: dict[str, Any]) -> tuple[Tensor,
     return whole(model).clone(), whole(again).clone()
 
 
+def scheduled(flavour: str, folder: str) -> tuple[Tensor, Tensor, int]:
+    """Weights of a run with a scheduler, and of one that resumes from its folder; the epoch that is loaded."""
+    os.chdir(folder)
+    runs = []
+    for seed in (0, 7):
+        fabric, model, optimizer = prepared(flavour, ours(flavour), seed)
+        runs.append((fabric, model, optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)))
+    ends, loaded = [], 0
+    for fabric, model, optimizer, scheduler in runs:
+        state = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "step": 0}
+        if ends:
+            fabric.load("saved", state)
+            assert state["scheduler"] is scheduler
+            loaded = scheduler.last_epoch
+        for step in range(5 if ends else 0, STEPS):
+            if step == 5 and not ends:
+                fabric.save("saved", state)
+            train(fabric, model, optimizer, step, step + 1)
+            scheduler.step()
+        ends.append(whole(model).clone())
+    return ends[0], ends[1], loaded
+
+
+def test_fabric_scheduler_in_a_folder_resumes(tmp_path: Path) -> None:
+    results = run_ranks(scheduled, "lightning_fabric", str(tmp_path), nodes=2, devices=2, timeout=120, init=False)
+    for ends, again, loaded in results:
+        assert loaded == 5
+        assert torch.equal(ends, again)
+
+
 SAVED: list[dict[str, Any]] = [{}, {"save_distributed_checkpoint": False}, {"send": "gradients", "exchange": "sparse"}]
 
 
