@@ -27,6 +27,8 @@ from torch.optim import Optimizer
 from lightning_sparse.engine import Engine, Piece, State, layout_of, total
 from lightning_sparse.exchange import Exchange, ExchangeConfig, Shard
 from lightning_sparse.exchange.communicator import average
+from lightning_sparse.gradients.config import GradientsConfig, Warmup
+from lightning_sparse.gradients.optimizers import objection, warning_of
 from lightning_sparse.messages import LogOnce
 from lightning_sparse.sharding import check_sharded, local_of, part_of
 from lightning_sparse.topology import Topology, device_type
@@ -238,8 +240,12 @@ class ShardedGradients(Engine):
 
     Args:
         model: sharded along dim 0 over the devices of each node; all nodes begin with the weights of the first.
-        config: of the exchange; ``"auto"`` is for DDP's buckets.
+        config: of the exchange; ``"auto"`` is for DDP's buckets. With a `GradientsConfig` the density may warm up.
         topology: of the ranks, with its groups.
+
+    Attributes:
+        epoch: set it at the start of each epoch; the density warm-up reads it.
+        warmup: of the density.
 
     Raises:
         ValueError: for parameters that are sharded otherwise, or an exchange that has to measure first.
@@ -259,6 +265,9 @@ class ShardedGradients(Engine):
         self.active = topology.kind == "hierarchical"
         self.managed: list[Managed] = []
         self.log_once = LogOnce(topology.rank)
+        self.epoch, self.warmup = 0, Warmup()
+        if isinstance(config, GradientsConfig):
+            self.warmup = Warmup(config.warmup_epochs, config.warmup_steps)
         self._accumulating = False
         if not self.active:
             return
@@ -287,12 +296,21 @@ class ShardedGradients(Engine):
             self._accumulating = False
 
     def take_over(self, before: ShardedGradients) -> None:
-        """Go on with the residuals of an earlier set-up of the same parameters."""
+        """Go on with the residuals of an earlier set-up of the same parameters, and with its warm-up."""
+        if before.module is self.module:
+            self.steps, self.epoch, self.warmup = before.steps, before.epoch, before.warmup
         of = {tuple(map(id, each.parameters.values())): each for each in before.managed}
         for each in self.managed:
             old = of.get(tuple(map(id, each.parameters.values())))
             if old is not None:
                 each.residual_S = old.residual_S
+
+    def watch(self, optimizers: Iterable[Optimizer]) -> None:
+        """Warn of optimizers that do not tolerate gradients whose entries are left out."""
+        objected = objection(optimizers) if self.active and self.config.leaves_entries_out else ""
+        if objected:
+            way_out = "exchange='dense16', which sends everything, or exchange updates (send='updates')"
+            self.log_once(warning_of(self.config.exchange, objected, way_out), logging.WARNING)
 
     @torch.no_grad()
     def show_shared(self) -> None:
@@ -366,7 +384,7 @@ class ShardedGradients(Engine):
         exchange = self.exchange
         exchange.communicator.where = f"in step {self.steps + 1}, gradients of {managed.name or 'the model'}"
         work = exchange.choice.work(managed.numel * self.topology.num_devices, flat_S.dtype)
-        path = exchange.choice.path(work, self.config.density)
+        path = exchange.choice.path(work, self.warmup.density(self.config.density, self.epoch, self.steps))
         residual_S, next_S = managed.residuals() if path.leaves != "nothing" else (None, None)
         total_S = exchange.sum(path, Shard(flat_S, residual_S, next_S))
         if next_S is not None:

@@ -37,7 +37,7 @@ from lightning_sparse.gradients.groups import (
     refuse_sparse_gradients,
 )
 from lightning_sparse.gradients.momentum import MomentumCorrection
-from lightning_sparse.gradients.optimizers import objection
+from lightning_sparse.gradients.optimizers import objection, warning_of
 from lightning_sparse.gradients.residual import ResidualStore
 from lightning_sparse.gradients.tracking import Parameters, StepTracker, UnusedParameters
 from lightning_sparse.messages import LogOnce
@@ -204,11 +204,8 @@ class HierState(Engine):
                 f"exchange='sparse'; with SGD, 'auto' may do so"
             )
         elif objected and self.config.leaves_entries_out:
-            self.log_once(
-                f"exchange={self.config.exchange!r}: {objected}. Compare the loss with that of one node alone, or use "
-                f"exchange='auto', which sends everything here",
-                logging.WARNING,
-            )
+            way_out = "exchange='auto', which sends everything here"
+            self.log_once(warning_of(self.config.exchange, objected, way_out), logging.WARNING)
 
     def end(self) -> None:
         """Take all hooks off module and optimizers, and end the runner's threads. The last round is settled when the

@@ -38,15 +38,14 @@ from lightning_sparse.strategy.options import (
     OWN_OF_FSDP,
     REFUSED_BY_FSDP,
     Send,
+    ShardsConfig,
     bucket_cap_mb,
     check_options,
-    check_send,
     loss_scale_of,
-    take,
 )
 from lightning_sparse.strategy.saves import Saved, Saves, new_run_id, restore
 from lightning_sparse.topology import Topology, discover
-from lightning_sparse.updates import LocalUpdates, UpdatesConfig, moments
+from lightning_sparse.updates import LocalUpdates, moments
 from lightning_sparse.updates.elastic import ElasticUpdates, Version
 
 ELASTIC_KEY = "lightning_sparse_elastic"
@@ -403,9 +402,8 @@ class ShardsAdapter(Adapter):
 
     def _begin_shards(self, send: Send, node_name: str | None, given: dict[str, Any]) -> None:
         """Before the host's own constructor; takes its own options out of those that are given."""
-        config = take(UpdatesConfig, OWN_OF_FSDP, given)
+        config = ShardsConfig(send=send, **{name: given.pop(name) for name in OWN_OF_FSDP if name in given})
         check_options(type(self), given, ("send", *OWN_OF_FSDP), REFUSED_BY_FSDP, type(self))
-        check_send(send, config)
         self.send = send
         self._begin(config, node_name, LocalUpdates.kind if send == "updates" else ShardedGradients.kind)
 

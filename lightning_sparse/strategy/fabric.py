@@ -47,6 +47,7 @@ from lightning_sparse.strategy.options import (
     REFUSED_BY_ELASTIC,
     REFUSED_BY_UPDATES,
     Send,
+    ShardsConfig,
     check_options,
     take,
     with_options_of,
@@ -586,13 +587,13 @@ class MSTopKFSDPFabricMixin(ShardsAdapter, UpdatesFabricAdapter):
         parallelize_fn: shards a module, given it and the mesh of axes "replicate" and "shard"; default: the blocks that
             repeat, then the whole, in bf16 with the precision "bf16-mixed".
         node_name: the node that this process belongs to, by name, on every rank (see lightning_sparse.topology).
-        **kwargs: options of `UpdatesConfig` (``density``, ``step_ahead``, ...) and of Fabric's ModelParallelStrategy.
+        **kwargs: options of `ShardsConfig` (``density``, ``step_ahead``, ...) and of Fabric's ModelParallelStrategy.
 
     Raises:
         ValueError: for a bad value, an unknown option, or one that this strategy sets itself.
     """
 
-    @with_options_of(UpdatesConfig, OWN_OF_FSDP)
+    @with_options_of(ShardsConfig, OWN_OF_FSDP)
     def __init__(
         self,
         *,
@@ -604,6 +605,7 @@ class MSTopKFSDPFabricMixin(ShardsAdapter, UpdatesFabricAdapter):
         self._begin_shards(send, node_name, kwargs)
         super().__init__(parallelize_fn=self._shard if parallelize_fn is shard else parallelize_fn, **kwargs)
         self._modules = []
+        self._epoch = 0
 
     def _shard(self, module: nn.Module, mesh: DeviceMesh) -> nn.Module:
         return shard(module, mesh, **options_for(self.precision.precision))
@@ -619,12 +621,43 @@ class MSTopKFSDPFabricMixin(ShardsAdapter, UpdatesFabricAdapter):
         self._remember(module)
         if self.send == "gradients":
             engine = ShardedGradients(module, self.config, self._place)
+            engine.epoch = self._epoch
+            if engine.active and self.config.wants_warmup:
+                engine.log_once(NO_WARMUP, logging.WARNING)
             before = next((each for each in self.engines if each.module is module), None)
             if before is not None:
                 engine.take_over(before)
                 self.engines.remove(before)
             self.engines.append(engine)
         return module
+
+    def setup_optimizer(self, optimizer: Any) -> Any:
+        """Exchange its updates, if these are sent. A collective of the world.
+
+        Raises:
+            ValueError: for an optimizer that was made before its module was sharded.
+        """
+        held = {id(p) for each in self._modules for p in each.parameters()}
+        stepped = parameters_of(optimizer)
+        stale = sum(id(p) not in held for p in stepped)
+        if stale:
+            raise ValueError(
+                f"{stale} of {len(stepped)} parameters of {type(optimizer).__name__} are in no module that was set up, "
+                f"and sharding replaces parameters: the optimizer would train nothing. Call model = "
+                f"fabric.setup_module(model) first, make the optimizer of model.parameters(), and give it to "
+                f"fabric.setup_optimizers(optimizer)."
+            )
+        optimizer = super().setup_optimizer(optimizer)
+        for engine in self.engines if self.send == "gradients" else ():
+            if engine.follows(optimizer):
+                engine.watch([optimizer])
+        return optimizer
+
+    def set_epoch(self, epoch: int) -> None:
+        """Tell the density warm-up of gradients which epoch begins, counted from 0."""
+        self._epoch = epoch
+        for engine in self.engines if self.send == "gradients" else ():
+            engine.epoch = epoch
 
     # -- checkpoints ---------------------------------------------------------------------------------------------------
 

@@ -46,6 +46,7 @@ from lightning_sparse.strategy.options import (
     REFUSED_BY_ELASTIC,
     REFUSED_BY_UPDATES,
     Send,
+    ShardsConfig,
     check_options,
     take,
     with_options_of,
@@ -705,13 +706,13 @@ class MSTopKFSDPMixin(ShardsAdapter, TrainerAdapter):
         save_distributed_checkpoint: True: a checkpoint is a folder, to which each device writes its shards; False: one
             file with the whole model, which any strategy reads.
         process_group_backend, timeout: of the process groups.
-        **kwargs: options of `UpdatesConfig` (``density``, ``step_ahead``, ...).
+        **kwargs: options of `ShardsConfig` (``density``, ``step_ahead``, ...).
 
     Raises:
         ValueError: for a bad value, or an option that this strategy sets itself.
     """
 
-    @with_options_of(UpdatesConfig, OWN_OF_FSDP)
+    @with_options_of(ShardsConfig, OWN_OF_FSDP)
     def __init__(
         self,
         *,
@@ -765,9 +766,27 @@ class MSTopKFSDPMixin(ShardsAdapter, TrainerAdapter):
             self.engines[:] = [ShardedGradients(self.lightning_module, self.config, self._place)]
             if earlier is not None:
                 self.engines[0].take_over(earlier)
+            self.engines[0].watch(self.optimizers)
             return
         self.engines[:] = [self._new_updates(self.lightning_module, self.optimizers)]
         self._look_at_callbacks(trainer)
+
+    def on_train_start(self) -> None:
+        """Set the length of the warm-up of gradients: by now data loaders exist."""
+        super().on_train_start()
+        gradients = self.gradients
+        if gradients is None or not gradients.active or not self.config.leaves_entries_out:
+            return
+        if gradients.warmup == Warmup():
+            gradients.warmup = _default_warmup(self.lightning_module.trainer.estimated_stepping_batches)
+        if gradients.warmup.describe():
+            gradients.log_once(gradients.warmup.describe())
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        """Tell the warm-up which epoch is trained."""
+        super().on_train_batch_start(batch, batch_idx)
+        if self.gradients is not None:
+            self.gradients.epoch = self.lightning_module.current_epoch
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
