@@ -168,12 +168,13 @@ class HierState(Engine):
         if self.layout.abandon_round() or self._round_is_open:
             for store in self.stores:
                 store.staged.clear()
+                store.proposed.clear()
             if self.unused is not None:
                 self.unused.abandon()
             self.exchange.stats.abandon_round()
             self._round_is_open = False
         waiting: set[str] = set()
-        if self.store.staged or self.store.spent:
+        if self.store.staged or self.store.proposed or self.store.spent:
             discarded, waiting = self._steps.not_stepped()
             for store in self.stores:
                 store.settle(discarded, waiting)
@@ -349,7 +350,8 @@ class HierState(Engine):
 
     def _open_names(self) -> set[str]:
         """The parameters whose residual depends on the fate of their gradient."""
-        return {name for group in list(self.store.staged) for name in group.names} | self.store.spent
+        staged = {name for group in list(self.store.staged) for name in group.names}
+        return staged | set(self.store.proposed) | self.store.spent
 
     def _describe_layout(self) -> None:
         paths = [self.path(group).name for group in self.layout.settled]
