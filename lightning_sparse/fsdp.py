@@ -94,6 +94,26 @@ def by_hand(model: nn.Module) -> str:
     )
 
 
+@contextmanager
+def explained_if_mixed() -> Iterator[None]:
+    """Add advice to torch's error for parameters that are used without the ``forward()`` that gathers them.
+
+    Raises:
+        RuntimeError: in the place of torch's.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if "mixed torch.Tensor and DTensor" not in str(error):
+            raise
+        raise RuntimeError(
+            f"{error}\nParameters were used that are still sharded: FSDP2 gathers those of a module for its forward() "
+            f"alone, and another method, or another module, uses them. Register the method, after the module is "
+            f"sharded: torch.distributed.fsdp.register_fsdp_forward_method(module, 'encode'). Or shard the module that "
+            f"calls both as a whole, in configure_model()."
+        ) from error
+
+
 def options_for(precision: Any) -> dict[str, Any]:
     """Return the options of ``fully_shard`` for a precision of Lightning.
 

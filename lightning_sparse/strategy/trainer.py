@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_sparse.engine import Engine, State
-from lightning_sparse.fsdp import ShardedGradients, by_hand, mesh_of, options_for, shard
+from lightning_sparse.fsdp import ShardedGradients, by_hand, explained_if_mixed, mesh_of, options_for, shard
 from lightning_sparse.gradients import HierConfig, HierState
 from lightning_sparse.gradients.config import DEFAULT_EPOCHS, DEFAULT_SHARE, Warmup
 from lightning_sparse.messages import said_if_long
@@ -92,6 +92,8 @@ if TYPE_CHECKING:
         def _setup_model(self, model: nn.Module) -> DistributedDataParallel: ...
         def optimizer_step(self, optimizer: Any, closure: Any, model: Any = None, **kwargs: Any) -> Any: ...
         def optimizer_state(self, optimizer: Any) -> dict[str, Any]: ...
+        def training_step(self, *args: Any, **kwargs: Any) -> Any: ...
+        def validation_step(self, *args: Any, **kwargs: Any) -> Any: ...
         def post_training_step(self) -> None: ...
         def on_train_batch_start(self, batch: Any, batch_idx: int) -> None: ...
         def on_validation_start(self) -> None: ...
@@ -787,6 +789,16 @@ class MSTopKFSDPMixin(ShardsAdapter, TrainerAdapter):
         super().on_train_batch_start(batch, batch_idx)
         if self.gradients is not None:
             self.gradients.epoch = self.lightning_module.current_epoch
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Explain torch's error about shards that were not gathered."""
+        with explained_if_mixed():
+            return super().training_step(*args, **kwargs)
+
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Explain torch's error about shards that were not gathered."""
+        with explained_if_mixed():
+            return super().validation_step(*args, **kwargs)
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:

@@ -13,7 +13,10 @@ from lightning_sparse.exchange import ExchangeConfig
 from lightning_sparse.fsdp import ShardedGradients, blocks, mesh_of, shard
 from lightning_sparse.topology import discover
 from tests.fsdp.runs import whole
-from tests.helpers.distributed import RunRanks
+from tests.fsdp.test_trainer import fitted, fsdp
+from tests.helpers.distributed import RunRanks, run_ranks
+from tests.helpers.lines import raised
+from tests.strategy.trainers import plain_module
 
 
 class Rows(nn.Module):
@@ -123,3 +126,33 @@ def test_shard_tied_modules_without_a_common_forward_are_refused_with_the_lines_
     for said in ranks(refused, nodes=1, devices=2)[0]:
         assert 'fully_shard(self, mesh=self.device_mesh["shard"])' in said
         assert "register_fsdp_forward_method(self, name)" in said
+
+
+class Encoder(nn.Module):
+    """`encode` uses parameters, and FSDP2 gathers them for `forward`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(13, 5)
+
+    def encode(self, x: Tensor) -> Tensor:
+        return nn.functional.linear(x, self.layer.weight)
+
+    forward = encode
+
+
+def other_methods() -> str:
+    pl_module = type(plain_module("pytorch_lightning", Encoder()))
+
+    class Module(pl_module):  # type: ignore[misc, valid-type]
+        def training_step(self, batch: Tensor, _: int) -> Tensor:
+            loss: Tensor = self.net.encode(batch).square().mean()
+            return loss
+
+    return raised(fitted, "pytorch_lightning", fsdp("pytorch_lightning"), Module())
+
+
+def test_fsdp_method_other_than_forward_is_explained() -> None:
+    for said in run_ranks(other_methods, nodes=1, devices=2, timeout=120, init=False):
+        assert "mixed torch.Tensor and DTensor" in said
+        assert "register_fsdp_forward_method(module, 'encode')" in said
