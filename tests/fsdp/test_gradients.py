@@ -241,7 +241,7 @@ def defaults_in_a_trainer() -> tuple[list[str], list[float], str]:
         def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
             densities.append(trainer.strategy.gradients.exchange.stats.density)
 
-    strategy = ours(FLAVOUR).MSTopKFSDPStrategy(send="gradients", density=0.001)
+    strategy = ours(FLAVOUR).MSTopKFSDPStrategy(send="gradients", density=0.05)
     fitted(FLAVOUR, strategy, max_steps=80, callbacks=[Note()])
     return lines.lines, densities, strategy.config.value_dtype
 
