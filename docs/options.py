@@ -12,7 +12,9 @@ from lightning_sparse.data.session import DataOptions
 from lightning_sparse.data.tokens import TokenDataModuleMixin
 from lightning_sparse.exchange import ExchangeConfig
 from lightning_sparse.gradients import HierConfig
+from lightning_sparse.gradients.config import GradientsConfig
 from lightning_sparse.pto.callback import PTOMixin
+from lightning_sparse.strategy.options import ShardsConfig
 from lightning_sparse.strategy.trainer import MSTopKElasticMixin, MSTopKFSDPMixin, MSTopKHierMixin, MSTopKLocalMixin
 from lightning_sparse.updates import UpdatesConfig
 from lightning_sparse.updates.elastic import ElasticConfig
@@ -33,10 +35,14 @@ With `lightning.pytorch`, import it first. Other options are passed on: to Light
 `help(MSTopKLocalStrategy)` shows, too.)
 """
 TABLES: tuple[tuple[str, type, tuple[type, ...]], ...] = (
-    ("`MSTopKHierStrategy`, `mstopk_hier`", MSTopKHierMixin, (ExchangeConfig, HierConfig)),
+    ("`MSTopKHierStrategy`, `mstopk_hier`", MSTopKHierMixin, (ExchangeConfig, GradientsConfig, HierConfig)),
     ("`MSTopKLocalStrategy`, `mstopk_local`", MSTopKLocalMixin, (ExchangeConfig, UpdatesConfig)),
     ("`MSTopKElasticStrategy`, `mstopk_elastic`", MSTopKElasticMixin, (ExchangeConfig, UpdatesConfig, ElasticConfig)),
-    ("`MSTopKFSDPStrategy`, `mstopk_fsdp`", MSTopKFSDPMixin, (ExchangeConfig, UpdatesConfig)),
+    (
+        "`MSTopKFSDPStrategy`, `mstopk_fsdp`",
+        MSTopKFSDPMixin,
+        (ExchangeConfig, GradientsConfig, UpdatesConfig, ShardsConfig),
+    ),
     ("`CachedImageDataModule`", CachedImageDataModuleMixin, (CacheConfig, DataOptions, ImageOptions)),
     ("`CachedDataModule`", CachedDataModuleMixin, (CacheConfig, DataOptions, SampleOptions)),
     ("`TokenDataModule`", TokenDataModuleMixin, ()),

@@ -9,7 +9,8 @@ the module. `lightning_sparse.updates.LocalUpdates` exchanges updates of shards 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from math import prod
@@ -26,6 +27,8 @@ from torch.optim import Optimizer
 from lightning_sparse.engine import Engine, Piece, State, layout_of, total
 from lightning_sparse.exchange import Exchange, ExchangeConfig, Shard
 from lightning_sparse.exchange.communicator import average
+from lightning_sparse.gradients.config import GradientsConfig, Warmup
+from lightning_sparse.gradients.optimizers import objection, warning_of
 from lightning_sparse.messages import LogOnce
 from lightning_sparse.sharding import check_sharded, local_of, part_of
 from lightning_sparse.topology import Topology, device_type, undisturbed
@@ -60,16 +63,55 @@ def shard(model: nn.Module, mesh: DeviceMesh, **options: Any) -> nn.Module:
         model: on the CPU, a device, or the meta device.
         mesh: from ``mesh_of``, or its axis "shard".
         **options: of ``fully_shard``.
+
+    Raises:
+        ValueError: for a model that has to be sharded by hand.
     """
     if any(isinstance(p, DTensor) for p in model.parameters()):
         return model
     names = mesh.mesh_dim_names
     inside = mesh["shard"] if names is not None and len(names) > 1 else mesh
-    for block in blocks(model):
-        fully_shard(block, mesh=inside, **options)
-    for each in model.children() if isinstance(model, (nn.ModuleList, nn.ModuleDict)) else [model]:
-        fully_shard(each, mesh=inside, **options)  # a list has no forward() of its own
+    wholes = list(with_forward([model]))
+    if not all(_is_alone(each, model) for each in wholes):
+        raise ValueError(f"modules of a {type(model).__name__} share parameters: {by_hand(model)}")
+    for each in [*blocks(model), *(each for each in wholes if any(True for _ in each.parameters()))]:
+        try:
+            fully_shard(each, mesh=inside, **options)
+        except (AssertionError, ValueError) as error:
+            raise ValueError(f"FSDP2 refuses {type(each).__name__} ({error}): {by_hand(model)}") from error
     return model
+
+
+def by_hand(model: nn.Module) -> str:
+    """Return advice for an error: how a user shards a model."""
+    return (
+        f"shard {type(model).__name__} as a whole, by fully_shard(model, mesh=mesh['shard']). In a LightningModule, "
+        f"with fully_shard and register_fsdp_forward_method from torch.distributed.fsdp:\n"
+        f"    def configure_model(self):\n"
+        f'        fully_shard(self, mesh=self.device_mesh["shard"])\n'
+        f'        for name in ("training_step", "validation_step"):\n'
+        f"            register_fsdp_forward_method(self, name)"
+    )
+
+
+@contextmanager
+def explained_if_mixed() -> Iterator[None]:
+    """Add advice to torch's error for parameters that are used without the ``forward()`` that gathers them.
+
+    Raises:
+        RuntimeError: in the place of torch's.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if "mixed torch.Tensor and DTensor" not in str(error):
+            raise
+        raise RuntimeError(
+            f"{error}\nParameters were used that are still sharded: FSDP2 gathers those of a module for its forward() "
+            f"alone, and another method, or another module, uses them. Register the method, after the module is "
+            f"sharded: torch.distributed.fsdp.register_fsdp_forward_method(module, 'encode'). Or shard the module that "
+            f"calls both as a whole, in configure_model()."
+        ) from error
 
 
 def options_for(precision: Any) -> dict[str, Any]:
@@ -83,20 +125,49 @@ def options_for(precision: Any) -> dict[str, Any]:
 
 
 def blocks(model: nn.Module) -> Iterator[nn.Module]:
-    """The blocks that repeat.
+    """The blocks that repeat, each once. Those that share parameters with others are left to the whole model.
 
     >>> layers = nn.Sequential(*(nn.Sequential(nn.Linear(2, 2), nn.ReLU()) for _ in range(3)), nn.Linear(2, 1))
     >>> [type(block).__name__ for block in blocks(nn.ModuleDict({"layers": layers}))]
     ['Sequential', 'Sequential', 'Sequential']
     """
+    found = {id(block): block for block in _repeated(model)}
+    yield from (block for block in found.values() if _is_alone(block, model))
+
+
+def _repeated(model: nn.Module) -> Iterator[nn.Module]:
     for child in model.children():
         if isinstance(child, (nn.ModuleList, nn.Sequential)):
-            kinds = [type(each) for each in child]
-            repeated = [each for each in child if kinds.count(type(each)) > 1 and any(True for _ in each.parameters())]
+            inside = list(with_forward(child.children()))
+            kinds = [type(each) for each in inside]
+            repeated = [each for each in inside if kinds.count(type(each)) > 1 and any(True for _ in each.parameters())]
             if repeated:
                 yield from repeated
                 continue
-        yield from blocks(child)
+        yield from _repeated(child)
+
+
+def with_forward(modules: Iterable[nn.Module]) -> Iterator[nn.Module]:
+    """Yield modules, and for lists and dicts of modules, which have no ``forward()``, what is inside: each once."""
+    seen: set[int] = set()
+    waiting = list(modules)[::-1]
+    while waiting:
+        module = waiting.pop()
+        if isinstance(module, (nn.ModuleList, nn.ModuleDict)):
+            waiting.extend(list(module.children())[::-1])
+        elif id(module) not in seen:
+            seen.add(id(module))
+            yield module
+
+
+def _is_alone(part: nn.Module, model: nn.Module) -> bool:
+    """Whether no other part of the model holds parameters of this one: FSDP2 would give each its own copy."""
+    uses = _uses(model)
+    return all(uses[key] == count for key, count in _uses(part).items())
+
+
+def _uses(module: nn.Module) -> Counter[int]:
+    return Counter(id(p) for _, p in module.named_parameters(remove_duplicate=False))
 
 
 class Managed:
@@ -189,8 +260,12 @@ class ShardedGradients(Engine):
 
     Args:
         model: sharded along dim 0 over the devices of each node; all nodes begin with the weights of the first.
-        config: of the exchange; ``"auto"`` is for DDP's buckets.
+        config: of the exchange; ``"auto"`` is for DDP's buckets. With a `GradientsConfig` the density may warm up.
         topology: of the ranks, with its groups.
+
+    Attributes:
+        epoch: set it at the start of each epoch; the density warm-up reads it.
+        warmup: of the density.
 
     Raises:
         ValueError: for parameters that are sharded otherwise, or an exchange that has to measure first.
@@ -211,6 +286,9 @@ class ShardedGradients(Engine):
         self.active = topology.kind == "hierarchical"
         self.managed: list[Managed] = []
         self.log_once = LogOnce(topology.rank)
+        self.epoch, self.warmup = 0, Warmup()
+        if isinstance(config, GradientsConfig):
+            self.warmup = Warmup(config.warmup_epochs, config.warmup_steps)
         self._accumulating = False
         if not self.active:
             return
@@ -239,12 +317,21 @@ class ShardedGradients(Engine):
             self._accumulating = False
 
     def take_over(self, before: ShardedGradients) -> None:
-        """Go on with the residuals of an earlier set-up of the same parameters."""
+        """Go on with the residuals of an earlier set-up of the same parameters, and with its warm-up."""
+        if before.module is self.module:
+            self.steps, self.epoch, self.warmup = before.steps, before.epoch, before.warmup
         of = {tuple(map(id, each.parameters.values())): each for each in before.managed}
         for each in self.managed:
             old = of.get(tuple(map(id, each.parameters.values())))
             if old is not None:
                 each.residual_S = old.residual_S
+
+    def watch(self, optimizers: Iterable[Optimizer]) -> None:
+        """Warn of optimizers that do not tolerate gradients whose entries are left out."""
+        objected = objection(optimizers) if self.active and self.config.leaves_entries_out else ""
+        if objected:
+            way_out = "exchange='dense16', which sends everything, or exchange updates (send='updates')"
+            self.log_once(warning_of(self.config.exchange, objected, way_out), logging.WARNING)
 
     @torch.no_grad()
     def show_shared(self, wait: bool = True) -> None:
@@ -319,7 +406,7 @@ class ShardedGradients(Engine):
         exchange = self.exchange
         exchange.communicator.where = f"in step {self.steps + 1}, gradients of {managed.name or 'the model'}"
         work = exchange.choice.work(managed.numel * self.topology.num_devices, flat_S.dtype)
-        path = exchange.choice.path(work, self.config.density)
+        path = exchange.choice.path(work, self.warmup.density(self.config.density, self.epoch, self.steps))
         residual_S, next_S = managed.residuals() if path.leaves != "nothing" else (None, None)
         total_S = exchange.sum(path, Shard(flat_S, residual_S, next_S))
         if next_S is not None:

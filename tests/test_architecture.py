@@ -38,7 +38,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "engine": {"exchange", "sharding", "topology", "messages"},
     "gradients": {"engine", "exchange", "kernels", "agree", "sharding", "topology", "messages"},
     "pto": {"exchange", "agree", "sharding", "topology", "messages", "internals"},
-    "fsdp": {"engine", "exchange", "sharding", "topology", "messages"},
+    "fsdp": {"engine", "gradients.config", "gradients.optimizers", "exchange", "sharding", "topology", "messages"},
     "updates": {"engine", "pto", "exchange", "kernels", "agree", "sharding", "topology", "messages"},
     "strategy": {
         "engine",

@@ -16,14 +16,41 @@ DEFAULT_EPOCHS, DEFAULT_SHARE = 4, 0.05
 
 
 @dataclass(frozen=True, kw_only=True)
-class HierConfig(ExchangeConfig):
-    """Options of the hierarchical top-k reduction, besides those of `ExchangeConfig`.
+class GradientsConfig(ExchangeConfig):
+    """Options of every exchange of gradients, besides those of `ExchangeConfig`.
 
     Args:
         warmup_epochs: epochs over which the density falls exponentially to ``density`` (DGC, Lin et al. 2018,
             section 3.3); 0 for none. None leaves it to ``warmup_steps``.
         warmup_steps: the same in rounds. With both the warm-up ends with whichever is over first. With neither, Trainer
             takes the smaller of 4 epochs and 5 % of the steps that it expects; elsewhere there is no warm-up.
+
+    Raises:
+        ValueError: naming the value, the rule and the way out.
+    """
+
+    warmup_epochs: int | None = None
+    warmup_steps: int | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("warmup_epochs", "warmup_steps"):
+            value = getattr(self, name)
+            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 0):
+                raise ValueError(f"{name}={value!r} must be a whole number, 0 or more; 0 turns it off.")
+
+    @property
+    def wants_warmup(self) -> bool:
+        """Whether entries may be left out from the first step on, though nobody said that there be no warm-up."""
+        given = self.warmup_epochs is not None or self.warmup_steps is not None
+        return not given and (self.path is None or self.leaves_entries_out) and self.density < 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class HierConfig(GradientsConfig):
+    """Options of the hierarchical top-k reduction, besides those of `GradientsConfig`.
+
+    Args:
         momentum_correction: for torch.optim.SGD with momentum: keep the momentum with the residuals, and stop it where
             an entry was sent (lightning_sparse.gradients.momentum).
         exclude: parameters that are always reduced densely, for their entries are few and matter much. ``"vectors"``:
@@ -34,25 +61,13 @@ class HierConfig(ExchangeConfig):
         ValueError: naming the value, the rule and the way out.
     """
 
-    warmup_epochs: int | None = None
-    warmup_steps: int | None = None
     momentum_correction: bool = False
     exclude: Exclude = "none"
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("warmup_epochs", "warmup_steps"):
-            value = getattr(self, name)
-            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 0):
-                raise ValueError(f"{name}={value!r} must be a whole number, 0 or more; 0 turns it off.")
         _check_exclude(self.exclude)
         check_flag("momentum_correction", self.momentum_correction)
-
-    @property
-    def wants_warmup(self) -> bool:
-        """Whether entries may be left out from the first step on, though nobody said that there be no warm-up."""
-        given = self.warmup_epochs is not None or self.warmup_steps is not None
-        return not given and (self.path is None or self.leaves_entries_out) and self.density < 1
 
 
 def _check_exclude(value: object) -> None:

@@ -45,3 +45,8 @@ def objection(optimizers: Iterable[Optimizer]) -> str:
     if unknown:
         return f"how {', '.join(unknown)} responds to gradients that arrive as rare sums is not known"
     return ""
+
+
+def warning_of(exchange: str, objected: str, way_out: str) -> str:
+    """Return what a user is told who sends some entries all the same."""
+    return f"exchange={exchange!r}: {objected}. Compare the loss with that of one node alone, or use {way_out}"

@@ -13,7 +13,8 @@ stays open: all of these rounds count, or none. All may happen in one group, so 
 per parameter.
 
 **Parked.** When a group no longer exists because the layout changed, its residual is gathered inside the node and
-parked by parameter name until a new group has those names. A parameter that was frozen stays parked.
+parked by parameter name until a new group has those names. A parameter that was frozen stays parked. A staged residual
+whose choice is open is kept in the same way, as *proposed*: the choice stays open.
 """
 
 from collections.abc import Callable, Iterable, Set
@@ -45,6 +46,7 @@ class ResidualStore:
     current: dict[ParamGroup, Tensor] = field(default_factory=dict)
     staged: dict[ParamGroup, Tensor | None] = field(default_factory=dict)
     parked: dict[str, Tensor] = field(default_factory=dict)
+    proposed: dict[str, Tensor] = field(default_factory=dict)
     spent: set[str] = field(default_factory=set)
     known: set[ParamGroup] = field(default_factory=set)
     _spare: dict[ParamGroup, Tensor] = field(default_factory=dict)
@@ -58,7 +60,7 @@ class ResidualStore:
 
     def clear(self) -> None:
         """Drop everything."""
-        for held in (self.current, self.staged, self.parked, self.spent, self.known, self._spare):
+        for held in (self.current, self.staged, self.parked, self.proposed, self.spent, self.known, self._spare):
             held.clear()
 
     def latest(self, group: ParamGroup) -> Tensor | None:
@@ -83,6 +85,10 @@ class ResidualStore:
         for name in self.spent - discarded - waiting:
             self.parked.pop(name, None)
         self.spent &= waiting
+        for name in self.proposed.keys() - waiting:
+            proposed = self.proposed.pop(name)
+            if name not in discarded:
+                self.parked[name] = proposed
         for group in list(self.staged):
             if waiting.isdisjoint(group.names):
                 self._settle_whole(group, discarded)
@@ -116,7 +122,7 @@ class ResidualStore:
         copy = ResidualStore(
             self.device_index, self.num_devices, dict(self.current), parked=dict(self.parked), spent=set(self.spent)
         )
-        copy.known = set(self.known)
+        copy.known, copy.proposed = set(self.known), dict(self.proposed)
         copy.staged = {  # where a part of it is not to count, settle() writes to it
             group: t if t is None or discarded.isdisjoint(group.names) else t.clone()
             for group, t in list(self.staged.items())
@@ -138,31 +144,50 @@ class ResidualStore:
         A collective inside the node whenever an old group overlaps; all ranks see the same layouts, so all call it.
         Groups of the running round may be staged already, on another thread even: they hold other parameters.
         """
-        if group in self.known and not self.parked:
+        if group in self.known and not self.parked and not self.proposed:
             return  # groups hold different parameters, so no other overlaps
         names = set(group.names)
-        for old in [old for old in list(self.staged) if old != group and not names.isdisjoint(old.names)]:
-            self._settle_whole(old, frozenset())  # still open, and its group is no more: the gradient counts
         gone = [old for old in list(self.known) if old != group and not names.isdisjoint(old.names)]
         for old in sorted(gone, key=lambda each: each.names):  # a set's order is another in each process
             self.known.remove(old)
             self._spare.pop(old, None)
-            shard = self.current.pop(old, None)
-            if not gather(torch.tensor([shard is not None], dtype=torch.uint8, device=device)).any():
-                continue
-            nothing = torch.zeros(old.shard_numel(self.num_devices), dtype=torch.float32, device=device)
-            flat = gather(nothing if shard is None else shard)
-            self.parked.update({name: flat[place].clone() for name, place in old.slices.items()})
-        waiting = [name for name in group.names if name in self.parked]
-        if not waiting:
-            return
-        shard = torch.zeros(group.shard_numel(self.num_devices), dtype=torch.float32, device=device)
-        for name, here, there in group.shard_slices(waiting, self.device_index, self.num_devices):
-            shard[here].copy_(self.parked[name][there])
-        for name in waiting:
-            del self.parked[name]
-        self.current[group] = shard
-        self.known.add(group)
+            self.parked.update(self._gathered(old, self.current.pop(old, None), gather, device) or {})
+            if old in self.staged:  # the choice stays open
+                found = self._gathered(old, self.staged.pop(old), gather, device)
+                zeros = {name: torch.zeros(n, device=device) for name, n in zip(old.names, old.numels, strict=True)}
+                self.proposed.update(found or zeros)
+        if not names.isdisjoint(self.parked):
+            self.current[group] = self._taken(group, self.parked, None, device)
+            self.known.add(group)
+        if not names.isdisjoint(self.proposed):
+            self.staged[group] = self._taken(group, self.proposed, self.current.get(group), device)
+            self.known.add(group)
+
+    def _gathered(
+        self, group: ParamGroup, shard_S: Tensor | None, gather: Gather, device: torch.device
+    ) -> dict[str, Tensor] | None:
+        """Return what the node's devices have of each parameter; None where none has any. A collective of the node."""
+        if not gather(torch.tensor([shard_S is not None], dtype=torch.uint8, device=device)).any():
+            return None
+        nothing = torch.zeros(group.shard_numel(self.num_devices), dtype=torch.float32, device=device)
+        flat = gather(nothing if shard_S is None else shard_S)
+        return {name: flat[place].clone() for name, place in group.slices.items()}
+
+    def _taken(
+        self, group: ParamGroup, held: dict[str, Tensor], before_S: Tensor | None, device: torch.device
+    ) -> Tensor:
+        """Take the group's parameters out of what is held by name, and return the shard of a device.
+
+        Args:
+            before_S: what the shard has of the other parameters; None stands for zeros.
+        """
+        numel, names = group.shard_numel(self.num_devices), [name for name in group.names if name in held]
+        shard_S = torch.zeros(numel, dtype=torch.float32, device=device) if before_S is None else before_S.clone()
+        for name, here, there in group.shard_slices(names, self.device_index, self.num_devices):
+            shard_S[here].copy_(held[name][there])
+        for name in names:
+            del held[name]
+        return shard_S
 
     def spend_parked(
         self, group: ParamGroup, num_nodes: int, rescale: Callable[[Tensor], Tensor], grad_N: Tensor

@@ -37,7 +37,7 @@ from lightning_sparse.gradients.groups import (
     refuse_sparse_gradients,
 )
 from lightning_sparse.gradients.momentum import MomentumCorrection
-from lightning_sparse.gradients.optimizers import objection
+from lightning_sparse.gradients.optimizers import objection, warning_of
 from lightning_sparse.gradients.residual import ResidualStore
 from lightning_sparse.gradients.tracking import Parameters, StepTracker, UnusedParameters
 from lightning_sparse.messages import LogOnce
@@ -169,12 +169,13 @@ class HierState(Engine):
         if self.layout.abandon_round() or self._round_is_open:
             for store in self.stores:
                 store.staged.clear()
+                store.proposed.clear()
             if self.unused is not None:
                 self.unused.abandon()
             self.exchange.stats.abandon_round()
             self._round_is_open = False
         waiting: set[str] = set()
-        if self.store.staged or self.store.spent:
+        if self.store.staged or self.store.proposed or self.store.spent:
             discarded, waiting = self._steps.not_stepped()
             for store in self.stores:
                 store.settle(discarded, waiting)
@@ -205,11 +206,8 @@ class HierState(Engine):
                 f"exchange='sparse'; with SGD, 'auto' may do so"
             )
         elif objected and self.config.leaves_entries_out:
-            self.log_once(
-                f"exchange={self.config.exchange!r}: {objected}. Compare the loss with that of one node alone, or use "
-                f"exchange='auto', which sends everything here",
-                logging.WARNING,
-            )
+            way_out = "exchange='auto', which sends everything here"
+            self.log_once(warning_of(self.config.exchange, objected, way_out), logging.WARNING)
 
     def end(self) -> None:
         """Take all hooks off module and optimizers, and end the runner's threads. The last round is settled when the
@@ -353,7 +351,8 @@ class HierState(Engine):
 
     def _open_names(self) -> set[str]:
         """The parameters whose residual depends on the fate of their gradient."""
-        return {name for group in list(self.store.staged) for name in group.names} | self.store.spent
+        staged = {name for group in list(self.store.staged) for name in group.names}
+        return staged | set(self.store.proposed) | self.store.spent
 
     def _describe_layout(self) -> None:
         paths = [self.path(group).name for group in self.layout.settled]

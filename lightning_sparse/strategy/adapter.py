@@ -15,7 +15,7 @@ from contextlib import ExitStack, contextmanager
 from copy import copy
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -27,29 +27,32 @@ from torch.optim import Optimizer
 
 from lightning_sparse.agree import all_agree
 from lightning_sparse.engine import Engine, State
-from lightning_sparse.exchange import ExchangeConfig
+from lightning_sparse.exchange import ExchangeConfig, HierCommunicator
 from lightning_sparse.fsdp import ShardedGradients
 from lightning_sparse.gradients import HierConfig, HierState, hier_hook
-from lightning_sparse.messages import described, said_if_long, show_log_lines
+from lightning_sparse.messages import LogOnce, described, said_if_long, show_log_lines
 from lightning_sparse.sharding import local_of, parameters_of
 from lightning_sparse.strategy.folders import verify, verify_file, whole_or_none
+from lightning_sparse.strategy.late import LateGradients
 from lightning_sparse.strategy.options import (
     OWN_OF_FSDP,
     REFUSED_BY_FSDP,
     Send,
+    ShardsConfig,
     bucket_cap_mb,
     check_options,
-    check_send,
     loss_scale_of,
-    take,
 )
 from lightning_sparse.strategy.saves import Saved, Saves, new_run_id, restore
 from lightning_sparse.topology import Topology, discover
-from lightning_sparse.updates import LocalUpdates, UpdatesConfig, moments
+from lightning_sparse.updates import LocalUpdates, moments
 from lightning_sparse.updates.elastic import ElasticUpdates, Version
 
 ELASTIC_KEY = "lightning_sparse_elastic"
 """In a checkpoint of nodes that come and go: the version of its weights."""
+MOMENTUM = "momentum_correction=True keeps momentum for the parameters that it reduces alone"
+ABOUT_PARTS = ("find_unused_parameters", "static_graph")
+"""Options of DDP about which parameters take part in a backward pass. They fail where DDP does not reduce."""
 
 
 class Adapter:
@@ -72,6 +75,7 @@ class Adapter:
     _timeout: timedelta | None
     _save_distributed_checkpoint: bool = False
     _together: bool = False  # whether all ranks read checkpoints at the same time
+    _inside_the_node: ClassVar[bool] = False  # whether DDP averages there alone
 
     def _begin(self, config: ExchangeConfig, node_name: str | None, kind: str) -> None:
         """Before the host's own constructor."""
@@ -116,16 +120,17 @@ class Adapter:
 
     # -- what is wrapped -----------------------------------------------------------------------------------------------
 
-    def _prepare_ddp(self, *, inside_the_node: bool = False) -> None:
-        """Before the host wraps a module: options for DDP, and a logger in a process that did not make the strategy.
-
-        Args:
-            inside_the_node: DDP is to average there alone. A collective of the world then.
-        """
+    def _prepare_ddp(self) -> None:
+        """Before the host wraps a module: options for DDP, and a logger in a process that did not make the strategy. A
+        collective of the world where DDP averages inside the node."""
         show_log_lines()
-        group = {"process_group": self._place.intra} if inside_the_node and self._place.kind == "hierarchical" else {}
+        given, group = self._ddp_kwargs, {}
+        if self._inside_the_node and self._place.kind == "hierarchical":
+            group = {"process_group": self._place.intra}
+        if self._inside_the_node and not self._averages_inside:
+            given = {name: value for name, value in given.items() if name not in ABOUT_PARTS}
         # gradients lie in the buckets, so that neither is copied
-        self._ddp_kwargs = {"gradient_as_bucket_view": True, **self._ddp_kwargs, **group}
+        self._ddp_kwargs = {"gradient_as_bucket_view": True, **given, **group}
 
     @contextmanager
     def _sized_buckets(self, module: nn.Module) -> Iterator[None]:
@@ -140,10 +145,23 @@ class Adapter:
         finally:
             self._ddp_kwargs = given
 
+    @property
+    def _averages_inside(self) -> bool:
+        """Whether DDP inside a node has gradients of several devices to average."""
+        return self._place.kind != "hierarchical" or self._place.num_devices > 1
+
     def _leave_gradients(self, ddp: Any) -> None:
-        """Spare DDP's copies into buckets where a node has one device and so nothing to average."""
-        if self._place.kind == "hierarchical" and self._place.num_devices == 1:
+        """Spare DDP's copies into buckets where it has nothing to average."""
+        if not self._averages_inside:
             ddp.require_backward_grad_sync = False
+
+    def _new_late_gradients(self) -> LateGradients:
+        """Return what averages gradients over the ranks that DDP averages over."""
+        communicator, level = HierCommunicator(self._place), logging.WARNING
+        if self._inside_the_node:
+            communicator, level = HierCommunicator(self._place, world=communicator.node), logging.INFO
+        corrects = getattr(self.config, "momentum_correction", False) and self._place.kind == "hierarchical"
+        return LateGradients(communicator, LogOnce(self._place.rank), level, refused=MOMENTUM if corrects else "")
 
     def _new_updates(self, module: nn.Module, optimizers: list[Optimizer]) -> LocalUpdates:
         """Exchange the updates of these optimizers of a module. A collective of the world."""
@@ -364,9 +382,9 @@ class ElasticAdapter(Adapter):
         version, self._loaded = self._loaded, None
         return ElasticUpdates(module, optimizers, self.config, self._place, name=self._node_name or "", version=version)
 
-    def _leave_gradients(self, ddp: Any) -> None:
-        """With one device there is nothing to average: spare DDP's copies into buckets."""
-        ddp.require_backward_grad_sync = self._place.num_devices > 1
+    @property
+    def _averages_inside(self) -> bool:
+        return self._place.num_devices > 1
 
     @property
     def _writes(self) -> bool:
@@ -386,9 +404,8 @@ class ShardsAdapter(Adapter):
 
     def _begin_shards(self, send: Send, node_name: str | None, given: dict[str, Any]) -> None:
         """Before the host's own constructor; takes its own options out of those that are given."""
-        config = take(UpdatesConfig, OWN_OF_FSDP, given)
+        config = ShardsConfig(send=send, **{name: given.pop(name) for name in OWN_OF_FSDP if name in given})
         check_options(type(self), given, ("send", *OWN_OF_FSDP), REFUSED_BY_FSDP, type(self))
-        check_send(send, config)
         self.send = send
         self._begin(config, node_name, LocalUpdates.kind if send == "updates" else ShardedGradients.kind)
 

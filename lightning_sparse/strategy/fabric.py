@@ -38,6 +38,7 @@ from lightning_sparse.strategy.adapter import (
     ShardsAdapter,
     detached,
 )
+from lightning_sparse.strategy.late import LateGradients
 from lightning_sparse.strategy.options import (
     OWN,
     OWN_OF_ELASTIC,
@@ -46,6 +47,7 @@ from lightning_sparse.strategy.options import (
     REFUSED_BY_ELASTIC,
     REFUSED_BY_UPDATES,
     Send,
+    ShardsConfig,
     check_options,
     take,
     with_options_of,
@@ -133,10 +135,31 @@ class FabricAdapter(Adapter, Host):
         return rest
 
 
+class ReplicasFabricAdapter(FabricAdapter):
+    """What the strategies that DDP is inside of do alike."""
+
+    _late: LateGradients | None = None
+
+    def _wrapped(self, ddp: DistributedDataParallel) -> None:
+        """Note which gradients DDP averages."""
+        self._late = self._new_late_gradients() if self._late is None else self._late
+        self._late.add(ddp)
+
+    def backward(self, tensor: Tensor, module: Any, *args: Any, **kwargs: Any) -> None:
+        """Go backward, and average the gradients that DDP leaves out."""
+        super().backward(tensor, module, *args, **kwargs)
+        if self._late is not None:
+            self._late.average(self._steppers())
+
+    def _steppers(self) -> list[Optimizer]:
+        """Return the optimizers of the modules that were set up."""
+        raise NotImplementedError
+
+
 # -- gradients ---------------------------------------------------------------------------------------------------------
 
 
-class MSTopKHierFabricMixin(FabricAdapter):
+class MSTopKHierFabricMixin(ReplicasFabricAdapter):
     """DDP whose gradients travel hierarchically, and between nodes only the largest of them, for Fabric.
 
     Args:
@@ -174,6 +197,7 @@ class MSTopKHierFabricMixin(FabricAdapter):
         self._prepare_ddp()
         with self._sized_buckets(module):
             ddp: DistributedDataParallel = super().setup_module(module)
+        self._wrapped(ddp)
         known, unused = list(self.engines), self._shared_options()["find_unused_parameters"]
         state = self._gradients.attach(ddp, self._place, self.precision, find_unused=unused)
         if state not in known:
@@ -197,6 +221,9 @@ class MSTopKHierFabricMixin(FabricAdapter):
         for state in self.engines:
             state.before_backward()
         super().backward(tensor, module, *args, **kwargs)
+
+    def _steppers(self) -> list[Optimizer]:
+        return [each for state in self.engines for each in self._gradients.watched[state]]
 
     def load_checkpoint(self, path: Any, state: Any = None, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Modules that are set up get their residuals back now, others when they are, before the next backward pass:
@@ -303,7 +330,7 @@ class UpdatesFabricAdapter(FabricAdapter):
         """Optimizers whose state the main file has of node 0 alone."""
 
 
-class MSTopKLocalFabricMixin(UpdatesFabricAdapter):
+class MSTopKLocalFabricMixin(ReplicasFabricAdapter, UpdatesFabricAdapter):
     """DDP inside each node, with an optimizer of its own; between nodes travel the largest updates. For Fabric.
 
     Args:
@@ -319,6 +346,7 @@ class MSTopKLocalFabricMixin(UpdatesFabricAdapter):
     _config: ClassVar[type[UpdatesConfig]] = UpdatesConfig
     _own: ClassVar[tuple[str, ...]] = OWN_OF_UPDATES
     _refused: ClassVar[Mapping[str, str]] = REFUSED_BY_UPDATES
+    _inside_the_node = True
 
     @with_options_of(UpdatesConfig, OWN_OF_UPDATES)
     def __init__(self, *, node_name: str | None = None, **kwargs: Any) -> None:
@@ -330,11 +358,15 @@ class MSTopKLocalFabricMixin(UpdatesFabricAdapter):
 
     def setup_module(self, module: nn.Module) -> DistributedDataParallel:
         """Wrap the module inside its node. A collective of the world."""
-        self._prepare_ddp(inside_the_node=True)
+        self._prepare_ddp()
         ddp: DistributedDataParallel = super().setup_module(module)
         self._leave_gradients(ddp)
+        self._wrapped(ddp)
         self._remember(module)
         return ddp
+
+    def _steppers(self) -> list[Optimizer]:
+        return [one.optimizer for engine in self.engines for one in engine.optimizers]
 
     def get_module_state_dict(self, module: nn.Module) -> dict[str, Any]:
         """Return the global weights. All ranks call it."""
@@ -555,13 +587,13 @@ class MSTopKFSDPFabricMixin(ShardsAdapter, UpdatesFabricAdapter):
         parallelize_fn: shards a module, given it and the mesh of axes "replicate" and "shard"; default: the blocks that
             repeat, then the whole, in bf16 with the precision "bf16-mixed".
         node_name: the node that this process belongs to, by name, on every rank (see lightning_sparse.topology).
-        **kwargs: options of `UpdatesConfig` (``density``, ``step_ahead``, ...) and of Fabric's ModelParallelStrategy.
+        **kwargs: options of `ShardsConfig` (``density``, ``step_ahead``, ...) and of Fabric's ModelParallelStrategy.
 
     Raises:
         ValueError: for a bad value, an unknown option, or one that this strategy sets itself.
     """
 
-    @with_options_of(UpdatesConfig, OWN_OF_FSDP)
+    @with_options_of(ShardsConfig, OWN_OF_FSDP)
     def __init__(
         self,
         *,
@@ -573,6 +605,7 @@ class MSTopKFSDPFabricMixin(ShardsAdapter, UpdatesFabricAdapter):
         self._begin_shards(send, node_name, kwargs)
         super().__init__(parallelize_fn=self._shard if parallelize_fn is shard else parallelize_fn, **kwargs)
         self._modules = []
+        self._epoch = 0
 
     def _shard(self, module: nn.Module, mesh: DeviceMesh) -> nn.Module:
         return shard(module, mesh, **options_for(self.precision.precision))
@@ -588,12 +621,43 @@ class MSTopKFSDPFabricMixin(ShardsAdapter, UpdatesFabricAdapter):
         self._remember(module)
         if self.send == "gradients":
             engine = ShardedGradients(module, self.config, self._place)
+            engine.epoch = self._epoch
+            if engine.active and self.config.wants_warmup:
+                engine.log_once(NO_WARMUP, logging.WARNING)
             before = next((each for each in self.engines if each.module is module), None)
             if before is not None:
                 engine.take_over(before)
                 self.engines.remove(before)
             self.engines.append(engine)
         return module
+
+    def setup_optimizer(self, optimizer: Any) -> Any:
+        """Exchange its updates, if these are sent. A collective of the world.
+
+        Raises:
+            ValueError: for an optimizer that was made before its module was sharded.
+        """
+        held = {id(p) for each in self._modules for p in each.parameters()}
+        stepped = parameters_of(optimizer)
+        stale = sum(id(p) not in held for p in stepped)
+        if stale:
+            raise ValueError(
+                f"{stale} of {len(stepped)} parameters of {type(optimizer).__name__} are in no module that was set up, "
+                f"and sharding replaces parameters: the optimizer would train nothing. Call model = "
+                f"fabric.setup_module(model) first, make the optimizer of model.parameters(), and give it to "
+                f"fabric.setup_optimizers(optimizer)."
+            )
+        optimizer = super().setup_optimizer(optimizer)
+        for engine in self.engines if self.send == "gradients" else ():
+            if engine.follows(optimizer):
+                engine.watch([optimizer])
+        return optimizer
+
+    def set_epoch(self, epoch: int) -> None:
+        """Tell the density warm-up of gradients which epoch begins, counted from 0."""
+        self._epoch = epoch
+        for engine in self.engines if self.send == "gradients" else ():
+            engine.epoch = epoch
 
     # -- checkpoints ---------------------------------------------------------------------------------------------------
 
@@ -606,6 +670,16 @@ class MSTopKFSDPFabricMixin(ShardsAdapter, UpdatesFabricAdapter):
             yield whole
             with said_if_long("waiting for all ranks to write a checkpoint"):
                 dist.barrier()  # before files of earlier saves are removed
+
+    def load_checkpoint(self, path: Any, state: Any = None, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """Objects such as schedulers take up their state; of a folder Fabric returns it in their place."""
+        given = dict(state) if isinstance(state, MutableMapping) else {}
+        rest = super().load_checkpoint(path, state, *args, **kwargs)
+        for name, each in given.items():
+            if state[name] is not each and hasattr(each, "load_state_dict"):
+                each.load_state_dict(state[name])
+                state[name] = each
+        return rest
 
     def save_checkpoint(self, path: Any, state: Any, storage_options: Any = None, filter: Any = None) -> None:
         """A file, or a folder that takes its name when it is whole. All ranks call it, as ``fabric.save``."""

@@ -6,7 +6,7 @@ spelt, explained and checked in the config alone.
 
 import inspect
 from collections.abc import Callable, Mapping
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from difflib import get_close_matches
 from typing import Any, Literal, TypeVar, get_args, get_type_hints
 
@@ -15,7 +15,8 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_sparse.exchange import ExchangeConfig
-from lightning_sparse.gradients.config import HierConfig
+from lightning_sparse.exchange.config import ValueDtype
+from lightning_sparse.gradients.config import GradientsConfig, HierConfig
 from lightning_sparse.internals import scale_of
 from lightning_sparse.topology import Topology
 from lightning_sparse.updates import UpdatesConfig
@@ -27,10 +28,46 @@ OWN_OF_UPDATES = tuple(field.name for field in fields(UpdatesConfig) if field.na
 OWN_OF_ELASTIC = tuple(
     field.name for field in fields(ElasticConfig) if field.name not in ("inter_gbps", "exchange", "overlap")
 )
-OWN_OF_FSDP = tuple(name for name in OWN_OF_UPDATES if name != "shard_optimizer")
 Config = TypeVar("Config", bound=ExchangeConfig)
 Send = Literal["updates", "gradients"]
 """What travels between nodes under FSDP2."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShardsConfig(UpdatesConfig, GradientsConfig):
+    """Options of the strategies of FSDP2: those of `UpdatesConfig` and of `GradientsConfig`, and
+
+    Args:
+        exchange: ``"sparse"``, ``"regional"``, ``"dense16"`` or ``"dense"``; there is no ``"auto"``, which measures
+            DDP's buckets.
+        value_dtype: as in `ExchangeConfig`. None: ``"2bit"`` for updates, ``"bfloat16"`` for gradients.
+        send: what travels between nodes.
+    """
+
+    value_dtype: ValueDtype | None = None  # type: ignore[assignment]
+    send: Send = "updates"
+
+    def __post_init__(self) -> None:
+        if self.send not in get_args(Send):
+            raise ValueError(f"send={self.send!r} must be 'updates' or 'gradients': what travels between nodes.")
+        if self.value_dtype is None:
+            object.__setattr__(
+                self, "value_dtype", (UpdatesConfig if self.send == "updates" else HierConfig).value_dtype
+            )
+        super().__post_init__()
+        of_updates = ("step_ahead", "delay", "sync_every", "outer_lr")
+        others = ("warmup_epochs", "warmup_steps") if self.send == "updates" else of_updates
+        for name in (each for each in others if getattr(self, each) != getattr(ShardsConfig, each)):
+            what, other = ("gradients", "updates") if self.send == "updates" else ("updates", "gradients")
+            raise ValueError(
+                f"{name}={getattr(self, name)!r} says how {what} are exchanged, and send={other!r} sends none: leave "
+                f"it out, or use send={what!r}."
+            )
+
+
+OWN_OF_FSDP = tuple(
+    field.name for field in fields(ShardsConfig) if field.name not in ("inter_gbps", "shard_optimizer", "send")
+)
 DDP_BUCKET_MB = 25
 """DistributedDataParallel's own size."""
 BUCKETS = 8
@@ -132,20 +169,6 @@ def with_options_of(config: type, own: tuple[str, ...]) -> Callable[[Init], Init
 def take(config: type[Config], own: tuple[str, ...], given: dict[str, Any]) -> Config:
     """Make a config of its options among those that are given, and remove them from these."""
     return config(**{name: given.pop(name) for name in own if name in given})
-
-
-def check_send(send: str, config: UpdatesConfig) -> None:
-    """Raise ValueError for a ``send`` that is unknown, or options that say nothing to it."""
-    if send not in get_args(Send):
-        raise ValueError(f"send={send!r} must be 'updates' or 'gradients': what travels between nodes.")
-    plain = UpdatesConfig()
-    of_updates = ("step_ahead", "delay", "sync_every", "outer_lr")
-    given = [name for name in of_updates if getattr(config, name) != getattr(plain, name)]
-    if send == "gradients" and given:
-        raise ValueError(
-            f"{given[0]}={getattr(config, given[0])!r} says how updates are exchanged, and send='gradients' sends "
-            f"none: leave it out, or use send='updates'."
-        )
 
 
 def bucket_cap_mb(nbytes: int, topology: Topology, device: torch.device) -> int | None:

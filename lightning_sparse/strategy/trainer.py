@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_sparse.engine import Engine, State
-from lightning_sparse.fsdp import ShardedGradients, mesh_of, options_for, shard
+from lightning_sparse.fsdp import ShardedGradients, by_hand, explained_if_mixed, mesh_of, options_for, shard
 from lightning_sparse.gradients import HierConfig, HierState
 from lightning_sparse.gradients.config import DEFAULT_EPOCHS, DEFAULT_SHARE, Warmup
 from lightning_sparse.messages import log, said_if_long
@@ -39,6 +39,7 @@ from lightning_sparse.strategy.adapter import (
 )
 from lightning_sparse.strategy.folders import META, together
 from lightning_sparse.strategy.interrupted import why_not_saved
+from lightning_sparse.strategy.late import LateGradients
 from lightning_sparse.strategy.options import (
     OWN,
     OWN_OF_ELASTIC,
@@ -47,6 +48,7 @@ from lightning_sparse.strategy.options import (
     REFUSED_BY_ELASTIC,
     REFUSED_BY_UPDATES,
     Send,
+    ShardsConfig,
     check_options,
     take,
     with_options_of,
@@ -84,6 +86,7 @@ if TYPE_CHECKING:
         def setup_optimizers(self, trainer: Any) -> None: ...
         def on_train_start(self) -> None: ...
         def pre_backward(self, closure_loss: Tensor) -> None: ...
+        def post_backward(self, closure_loss: Tensor) -> None: ...
         def save_checkpoint(self, checkpoint: Any, filepath: Any, storage_options: Any = None) -> None: ...
         def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> Any: ...
         def remove_checkpoint(self, filepath: Any) -> None: ...
@@ -92,6 +95,9 @@ if TYPE_CHECKING:
         def optimizer_step(self, optimizer: Any, closure: Any, model: Any = None, **kwargs: Any) -> Any: ...
         def optimizer_state(self, optimizer: Any) -> dict[str, Any]: ...
         def barrier(self, *args: Any, **kwargs: Any) -> None: ...
+        def training_step(self, *args: Any, **kwargs: Any) -> Any: ...
+        def validation_step(self, *args: Any, **kwargs: Any) -> Any: ...
+        def post_training_step(self) -> None: ...
         def on_train_batch_start(self, batch: Any, batch_idx: int) -> None: ...
         def on_validation_start(self) -> None: ...
         def on_train_end(self) -> None: ...
@@ -352,6 +358,20 @@ class ReplicasAdapter(TrainerAdapter):
     """What the strategies that DDP is inside of do alike: a checkpoint may be a folder, which all ranks write."""
 
     _pieces: Sequence[State] = ()  # of optimizers, until these are to be loaded
+    _late: LateGradients
+
+    def _setup_model(self, model: nn.Module) -> DistributedDataParallel:
+        """Wrap it, and note which gradients DDP averages."""
+        ddp = super()._setup_model(model)
+        self._late = self._new_late_gradients()
+        self._late.add(ddp)
+        return ddp
+
+    def post_backward(self, closure_loss: Tensor) -> None:
+        """Average the gradients that DDP leaves out."""
+        super().post_backward(closure_loss)
+        if self._fitting:
+            self._late.average(self.optimizers)
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         """One file, and what each rank alone knows beside it; or a folder of it all, by a collective of the world."""
@@ -595,6 +615,7 @@ class MSTopKLocalMixin(ReplicasAdapter):
     _config: ClassVar[type[UpdatesConfig]] = UpdatesConfig
     _own: ClassVar[tuple[str, ...]] = OWN_OF_UPDATES
     _refused: ClassVar[Mapping[str, str]] = REFUSED_BY_UPDATES
+    _inside_the_node = True
 
     @with_options_of(UpdatesConfig, OWN_OF_UPDATES)
     def __init__(
@@ -614,8 +635,10 @@ class MSTopKLocalMixin(ReplicasAdapter):
 
     def setup(self, trainer: Any) -> None:
         """Let DDPStrategy set up inside the node, then begin to exchange updates."""
-        self._prepare_ddp(inside_the_node=True)
+        self._prepare_ddp()
         self._keep_hook_inside()
+        if trainer.state.fn == "fit":
+            _refuse_static_graph_with_accumulation(trainer, self._ddp_kwargs)
         super().setup(trainer)
         if trainer.state.fn != "fit":
             self._saves.loaded = []  # a checkpoint that was loaded for testing does not concern the next fit
@@ -626,6 +649,12 @@ class MSTopKLocalMixin(ReplicasAdapter):
         self.engines[:] = [self._new_updates(self.lightning_module, self.optimizers)]
         self._restore(self.engines[0])
         self._show_to_hooks(trainer)
+
+    def pre_backward(self, closure_loss: Tensor) -> None:
+        """In manual optimization Lightning has DDP reduce from the second batch on: spare that where it need not."""
+        if self._fitting:
+            self._leave_gradients(self.model)
+        super().pre_backward(closure_loss)
 
     def _keep_hook_inside(self) -> None:
         """Torch's communication hooks average over the world unless their state names a group."""
@@ -801,13 +830,13 @@ class MSTopKFSDPMixin(ShardsAdapter, TrainerAdapter):
         save_distributed_checkpoint: True: a checkpoint is a folder, to which each device writes its shards; False: one
             file with the whole model, which any strategy reads.
         process_group_backend, timeout: of the process groups.
-        **kwargs: options of `UpdatesConfig` (``density``, ``step_ahead``, ...).
+        **kwargs: options of `ShardsConfig` (``density``, ``step_ahead``, ...).
 
     Raises:
         ValueError: for a bad value, or an option that this strategy sets itself.
     """
 
-    @with_options_of(UpdatesConfig, OWN_OF_FSDP)
+    @with_options_of(ShardsConfig, OWN_OF_FSDP)
     def __init__(
         self,
         *,
@@ -861,9 +890,37 @@ class MSTopKFSDPMixin(ShardsAdapter, TrainerAdapter):
             self.engines[:] = [ShardedGradients(self.lightning_module, self.config, self._place)]
             if earlier is not None:
                 self.engines[0].take_over(earlier)
+            self.engines[0].watch(self.optimizers)
         else:
             self.engines[:] = [self._new_updates(self.lightning_module, self.optimizers)]
         self._show_to_hooks(trainer)
+
+    def on_train_start(self) -> None:
+        """Set the length of the warm-up of gradients: by now data loaders exist."""
+        super().on_train_start()
+        gradients = self.gradients
+        if gradients is None or not gradients.active or not self.config.leaves_entries_out:
+            return
+        if gradients.warmup == Warmup():
+            gradients.warmup = _default_warmup(self.lightning_module.trainer.estimated_stepping_batches)
+        if gradients.warmup.describe():
+            gradients.log_once(gradients.warmup.describe())
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        """Tell the warm-up which epoch is trained."""
+        super().on_train_batch_start(batch, batch_idx)
+        if self.gradients is not None:
+            self.gradients.epoch = self.lightning_module.current_epoch
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Explain torch's error about shards that were not gathered."""
+        with explained_if_mixed():
+            return super().training_step(*args, **kwargs)
+
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Explain torch's error about shards that were not gathered."""
+        with explained_if_mixed():
+            return super().validation_step(*args, **kwargs)
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
@@ -912,12 +969,13 @@ def _shard_children(module: nn.Module, mesh: DeviceMesh, **options: Any) -> None
     """Not the module itself: ``training_step`` calls children, and gathers what it is to use by their forward."""
     children = [child for child in module.children() if any(True for _ in child.parameters())]
     held = [{id(p) for p in child.parameters()} for child in children]
-    alone = any(True for _ in module.parameters(recurse=False))
+    lists = any(isinstance(child, (nn.ParameterList, nn.ParameterDict)) for child in children)
+    alone = lists or any(True for _ in module.parameters(recurse=False))
     if alone or sum(map(len, held)) > len(set().union(*held)):
         why = "parameters of its own" if alone else "children that share parameters"
         raise ValueError(
             f"{type(module).__name__} has {why}, and without configure_model() each child is sharded by itself: "
-            f"shard the model there, with fully_shard(..., mesh=self.device_mesh['shard'])."
+            f"{by_hand(module)}"
         )
     for child in children:
         shard(child, mesh, **options)

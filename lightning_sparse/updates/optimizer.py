@@ -25,6 +25,7 @@ from lightning_sparse.sharding import (
     Part,
     Parts,
     divide_new,
+    local_of,
     parameters_of,
     part_of,
     sparse_parameters,
@@ -70,6 +71,7 @@ class LocalOptimizer:
         self.division = division_of(optimizer, module, inside, names, config.shard_optimizer)
         self._exchange, self._config, self._make_state = exchange, config, make_state
         self.state = self._new_state()
+        self._frozen: set[int] = set()  # by ``id()``, of what is exchanged
         self._own: list[Tensor] | None = None  # pieces of this node's weights while the global ones are shown
         self._waits = True  # whether the weights that are shown have every message
         known = is_tested(optimizer) or type(optimizer).__module__.startswith("torch.optim")
@@ -104,6 +106,7 @@ class LocalOptimizer:
         """
         self.follow_groups()
         probed = self._end_probe()
+        self._leave_frozen()
         self.steps += 1
         since = self.steps % self._config.sync_every
         if since == 0:
@@ -255,12 +258,13 @@ class LocalOptimizer:
     @torch.no_grad()
     def follow_groups(self) -> None:
         """Take up parameters of ``add_param_group()``, and those that are frozen no more; all ranks begin with those of
-        rank 0."""
+        rank 0. Parameters that were taken out of the optimizer keep the global weights."""
         known = self.parameters
         ids = set(map(id, known))
         now = trained_by(self.optimizer, ids)
         if len(now) == len(known) and all(map(is_, now, known)):
             return
+        self._drop_pending(ids - set(map(id, now)))
         self.division.follow_groups()
         self._exchange.communicator.begin_with_first(p for p in now if id(p) not in ids)
         before = self.state
@@ -268,8 +272,25 @@ class LocalOptimizer:
         self.state.take_over(before)
         self.gather()
 
+    def _leave_frozen(self) -> None:
+        """Have parameters that were frozen since the last step keep the global weights: as long as some of their
+        updates are pending, these weights would still change."""
+        frozen = {id(p) for p in self.parameters if not (p.requires_grad or _has_gradient(p))}
+        new, self._frozen = frozen - self._frozen, frozen
+        self._drop_pending(new)
+
+    def _drop_pending(self, parameters: set[int]) -> None:
+        if parameters:
+            self.state.drop_pending(parameters)
+            self.gather()
+
     def _new_state(self) -> UpdateState:
         return self._make_state(Slices(self.parameters, self.division.mine), self._exchange, self._config)
+
+
+def _has_gradient(parameter: Tensor) -> bool:
+    """Whether the step of an optimizer changes the parameter."""
+    return parameter.grad is not None and bool(local_of(parameter.grad).any())
 
 
 def check_optimizer(optimizer: Optimizer) -> None:

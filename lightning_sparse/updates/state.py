@@ -25,7 +25,7 @@ message is selected while theirs arrive:
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any, ClassVar
 
@@ -202,6 +202,15 @@ class UpdateState:
         """Set what this node has not sent, and forget what is in flight."""
         self._pending_S.copy_(pending_S)
 
+    def drop_pending(self, parameters: Collection[int]) -> None:
+        """Forget what is pending of these parameters, given by ``id()``: they hold the global weights from now on."""
+        pending_S = self._collect()
+        for piece, view in self.slices.by_piece(pending_S).items():
+            if piece[0] in parameters:
+                view.zero_()
+        self.set_pending(pending_S)
+        self.begin()
+
     def take_over(self, before: Self) -> None:
         """Go on with the pieces that another division of the same parameters had."""
         before.receive()
@@ -336,6 +345,14 @@ class Difference(UpdateState):
     def set_pending(self, pending_S: Tensor) -> None:
         self._messages = self._sent = None
         torch.sub(self.shared_S, pending_S, out=self.own_S)
+
+    def drop_pending(self, parameters: Collection[int]) -> None:
+        self._collect()
+        shared = self.slices.by_piece(self.shared_S)
+        for piece, view in self.slices.by_piece(self.own_S).items():
+            if piece[0] in parameters:
+                view.copy_(shared[piece])
+        self.begin()
 
     def take_over(self, before: Self) -> None:
         before._collect()  # messages hold places in the slice as it was

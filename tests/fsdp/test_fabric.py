@@ -12,6 +12,7 @@ from torch import Tensor
 from tests.fsdp.runs import Blocks, loss_of, whole
 from tests.fsdp.test_trainer import fsdp
 from tests.helpers.distributed import run_ranks
+from tests.helpers.lines import Lines
 from tests.strategy.test_fabric import FLAVOURS, STEPS, fabric_with, of_class
 
 ours = partial(of_class, "MSTopKFSDPStrategy")
@@ -60,6 +61,36 @@ def resumed(flavour: str, folder: str, options: dict[str, Any]) -> tuple[Tensor,
     return whole(model).clone(), whole(again).clone()
 
 
+def scheduled(flavour: str, folder: str) -> tuple[Tensor, Tensor, int]:
+    """Weights of a run with a scheduler, and of one that resumes from its folder; the epoch that is loaded."""
+    os.chdir(folder)
+    runs = []
+    for seed in (0, 7):
+        fabric, model, optimizer = prepared(flavour, ours(flavour), seed)
+        runs.append((fabric, model, optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)))
+    ends, loaded = [], 0
+    for fabric, model, optimizer, scheduler in runs:
+        state = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "step": 0}
+        if ends:
+            fabric.load("saved", state)
+            assert state["scheduler"] is scheduler
+            loaded = scheduler.last_epoch
+        for step in range(5 if ends else 0, STEPS):
+            if step == 5 and not ends:
+                fabric.save("saved", state)
+            train(fabric, model, optimizer, step, step + 1)
+            scheduler.step()
+        ends.append(whole(model).clone())
+    return ends[0], ends[1], loaded
+
+
+def test_fabric_scheduler_in_a_folder_resumes(tmp_path: Path) -> None:
+    results = run_ranks(scheduled, "lightning_fabric", str(tmp_path), nodes=2, devices=2, timeout=120, init=False)
+    for ends, again, loaded in results:
+        assert loaded == 5
+        assert torch.equal(ends, again)
+
+
 SAVED: list[dict[str, Any]] = [{}, {"save_distributed_checkpoint": False}, {"send": "gradients", "exchange": "sparse"}]
 
 
@@ -95,3 +126,37 @@ def test_options_are_checked(options: dict[str, Any], said: str) -> None:
     for make in (partial(ours, "lightning_fabric"), partial(fsdp, "pytorch_lightning")):
         with pytest.raises(ValueError, match=said):
             make(**options)
+
+
+def made_before_sharding() -> dict[str, str]:
+    """Errors about optimizers that were made too early, and lines about one that was not."""
+    flavour, said = "lightning_fabric", {}
+    for send in ("gradients", "updates"):
+        for together in (True, False):
+            fabric, model = fabric_with(flavour, ours(flavour, send=send)), Blocks()
+            optimizer = torch.optim.AdamW(model.parameters())
+            with pytest.raises(ValueError, match="16 of 16 parameters of AdamW are in no module") as error:
+                early(fabric, model, optimizer, together)
+            said[f"{send} {together}"] = str(error.value)
+    lines = Lines()
+    fabric, model, optimizer = prepared(flavour, ours(flavour, send="gradients"))
+    fabric.strategy.set_epoch(3)
+    train(fabric, model, optimizer, 0, 2)
+    assert fabric.strategy.engines[0].epoch == 3
+    return {**said, "lines": "\n".join(lines.lines)}
+
+
+def early(fabric: Any, model: Any, optimizer: Any, together: bool) -> None:
+    if together:
+        fabric.setup(model, optimizer)
+    else:
+        fabric.setup_module(model)
+        fabric.setup_optimizers(optimizer)
+
+
+def test_fabric_optimizer_made_before_sharding_is_refused() -> None:
+    said = run_ranks(made_before_sharding, nodes=2, devices=2, timeout=120, init=False)[0]
+    lines = said.pop("lines")
+    assert all("fabric.setup_module(model) first" in error for error in said.values())
+    assert "AdamW divides by the size of recent gradients" in lines
+    assert "no density warm-up" in lines

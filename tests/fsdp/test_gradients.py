@@ -18,7 +18,7 @@ from lightning_sparse.topology import Topology, discover
 from tests.fsdp.runs import Attention, Blocks, loss_of, steps, whole
 from tests.fsdp.test_trainer import fitted, fsdp, module
 from tests.helpers.distributed import RunRanks, run_ranks
-from tests.helpers.lines import raised
+from tests.helpers.lines import Lines, raised
 from tests.strategy.trainers import lightning_of, ours, plain_module
 from tests.updates.runs import adamw, mean_over_nodes, sgd
 
@@ -231,3 +231,37 @@ def test_the_allocator_is_told_of_gradients_that_the_hook_drops(ranks: RunRanks)
     for dropped, told in ranks(kept_memory, nodes=2, devices=2):
         assert dropped > 0
         assert told == dropped
+
+
+def defaults_in_a_trainer() -> tuple[list[str], list[float], str]:
+    """Lines of a run with AdamW at the defaults, and the density of each step."""
+    densities, pl, lines = list[float](), lightning_of(FLAVOUR), Lines()
+
+    class Note(pl.Callback):  # type: ignore[misc, name-defined]
+        def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+            densities.append(trainer.strategy.gradients.exchange.stats.density)
+
+    strategy = ours(FLAVOUR).MSTopKFSDPStrategy(send="gradients", density=0.05)
+    fitted(FLAVOUR, strategy, max_steps=80, callbacks=[Note()])
+    return lines.lines, densities, strategy.config.value_dtype
+
+
+def test_fsdp_gradients_by_default_warm_up_in_bfloat16_and_warn_of_adamw() -> None:
+    said, densities, dtype = run_ranks(defaults_in_a_trainer, nodes=2, devices=1, timeout=120, init=False)[0]
+    assert dtype == "bfloat16"
+    assert any("AdamW divides by the size of recent gradients" in line for line in said)
+    assert any(line.startswith("density warm-up ends at round 4 or epoch 4") for line in said)
+    assert densities[0] > densities[1] > densities[2] > densities[3] > densities[4] == densities[-1]
+
+
+@pytest.mark.parametrize(
+    ("options", "dtype"),
+    [({}, "2bit"), ({"send": "gradients"}, "bfloat16"), ({"send": "gradients", "value_dtype": "2bit"}, "2bit")],
+)
+def test_fsdp_value_dtype_is_that_of_what_is_sent(options: dict[str, Any], dtype: str) -> None:
+    assert fsdp(FLAVOUR, **options).config.value_dtype == dtype
+
+
+def test_fsdp_warmup_of_updates_is_refused() -> None:
+    with pytest.raises(ValueError, match="warmup_steps=3 says how gradients are exchanged, and send='updates'"):
+        fsdp(FLAVOUR, warmup_steps=3)

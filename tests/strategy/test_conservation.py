@@ -15,6 +15,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from lightning_sparse.gradients.groups import ParamGroup
+from lightning_sparse.gradients.residual import ResidualStore
 from lightning_sparse.gradients.tracking import MANY_STEPS, Parameters, StepTracker
 from lightning_sparse.strategy import HierConfig
 from tests.helpers.distributed import RunRanks, run_ranks
@@ -455,3 +457,30 @@ def mixed_fit() -> dict[str, Any]:
     trainer("pytorch_lightning", strategy, plugins=[precision]).fit(module)
     norm = float(strategy.hier_state.residual_norm())
     return {"weights": weights(module), "scale": precision.scaler.get_scale(), "norm": norm}
+
+
+@pytest.mark.parametrize(("outcome", "begins", "ends"), [("discarded", 1, 1), ("used", 10, 10), ("waiting", 10, 1)])
+def test_residual_whose_choice_is_open_stays_open_in_new_groups(outcome: str, begins: int, ends: int) -> None:
+    """Buckets are rebuilt while nobody has stepped the gradient: it may yet be thrown away."""
+    store, cpu = ResidualStore(0, 1), torch.device("cpu")
+    both, first, second = ParamGroup(("x", "y"), (3, 4)), ParamGroup(("x",), (3,)), ParamGroup(("y",), (4,))
+    x, y = torch.arange(3.0), torch.arange(3.0, 7.0)
+    store.stage(both, torch.arange(7.0))
+    store.settle(set())
+    store.stage(both, 10 * torch.arange(7.0))
+    store.settle(set(), {"x", "y"})
+    store.regroup(first, lambda shard: shard, cpu)
+    held = store.latest(first)
+    assert held is not None
+    assert torch.equal(held, 10 * x)
+    names = {"x", "y"}
+    store.settle(names if outcome == "discarded" else set(), names if outcome == "waiting" else set())
+    store.regroup(second, lambda shard: shard, cpu)
+    for group, values in ((first, x), (second, y)):
+        held = store.latest(group)
+        assert held is not None
+        assert torch.equal(held, begins * values)
+    store.settle(names)
+    assert torch.equal(store.current[first], ends * x)
+    assert torch.equal(store.current[second], ends * y)
+    assert [store.staged, store.proposed, store.parked] == [{}, {}, {}]

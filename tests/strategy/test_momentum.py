@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from lightning_sparse.gradients.groups import ParamGroup
 from lightning_sparse.strategy import HierConfig, HierState
@@ -448,3 +449,34 @@ def trained(folder: str) -> dict[str, Any]:
         "saved": {name: group[name] for name in ("momentum", "weight_decay", "nesterov")},
         "masked and shared": torch.equal(shared, alone),
     }
+
+
+def late_group(corrected: bool) -> Tensor:
+    """Parameters get gradients from the start, which are thrown away, and join the optimizer later."""
+    model = mlp()
+    early, late = list(model.parameters())[:2], list(model.parameters())[2:]
+    optimizer = torch.optim.SGD(early, lr=0.05, momentum=0.9)
+    ddp: Any = DistributedDataParallel(model, bucket_cap_mb=0.002)
+    state = None
+    if corrected:
+        ddp, state = wrap(model, HierConfig(exchange="dense", **EXACT), bucket_cap_mb=0.002)
+        state.watch([optimizer])
+    for step in range(9):
+        if step == 4:
+            model.zero_grad()
+            optimizer.add_param_group({"params": late})
+        if state is not None:
+            state.before_backward()
+        loss_of(ddp, step, dist.get_rank()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return flat_parameters(model)
+
+
+def late_groups() -> tuple[Tensor, Tensor]:
+    return late_group(True), late_group(False)
+
+
+def test_momentum_parameters_that_join_the_optimizer_late_begin_without_velocity(ranks: RunRanks) -> None:
+    for corrected, plain in ranks(late_groups, nodes=2, devices=2):
+        torch.testing.assert_close(corrected, plain, rtol=1e-5, atol=1e-6)

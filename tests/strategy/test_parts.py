@@ -1,0 +1,219 @@
+"""Parameters that take part in some backward passes alone: unused branches, static graphs, layers that are unfrozen or
+added in the middle of a run."""
+
+from __future__ import annotations
+
+import warnings
+from importlib import import_module
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from tests.helpers.distributed import run_ranks
+from tests.strategy.models import batch, flat_parameters, mlp
+from tests.strategy.test_fabric import fabric_with, of_class
+from tests.strategy.trainers import data, ddp, fitted, lightning_of, ours, trainer, weights
+from tests.strategy.trainers import ranks as cluster
+
+FLAVOUR = "pytorch_lightning"
+LATE_AT = 4
+
+
+def local(**options: Any) -> Any:
+    return ours(FLAVOUR).MSTopKLocalStrategy(**{"density": 0.05, "bucket_cap_mb": 0.002, **options})
+
+
+def hier(**options: Any) -> Any:
+    given = {"density": 1.0, "exchange": "sparse", "value_dtype": "float32", "bucket_cap_mb": 0.002}
+    return ours(FLAVOUR).MSTopKHierStrategy(**{**given, **options})
+
+
+WHOLE = {"exchange": "dense", "delay": 0}
+"""Options of updates that make a run equal DDP's."""
+
+
+class Branching(nn.Module):
+    """`sometimes` takes part in every third call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.always, self.sometimes, self.calls = nn.Linear(13, 5), nn.Linear(13, 5), 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        out: Tensor = self.always(x)
+        return out + self.sometimes(x) if self.calls % 3 == 1 else out
+
+
+def module(net: nn.Module, manual: bool = False, momentum: float = 0.0) -> Any:
+    class Module(lightning_of(FLAVOUR).LightningModule):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__()
+            self.net, self.automatic_optimization = net, not manual
+
+        def training_step(self, x: Tensor, index: int) -> Tensor | None:
+            loss = self.net(x + self.global_rank).square().mean()
+            if self.automatic_optimization:
+                return loss
+            optimizer = self.optimizers()
+            optimizer.zero_grad()
+            self.manual_backward(loss)
+            optimizer.step()
+            return None
+
+        def train_dataloader(self) -> Any:
+            return data()
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters(), lr=0.05, momentum=momentum)
+
+    return Module()
+
+
+def one_device(_: str) -> dict[str, Tensor]:
+    """Weights of runs on one device per node."""
+    warnings.simplefilter("ignore")
+    found = {}
+    for manual in (False, True):
+        kind = "manual" if manual else "automatic"
+        for option in ({"find_unused_parameters": True}, {"static_graph": True}, {}):
+            net = mlp() if "static_graph" in option else Branching()
+            strategy = local(**option)
+            found[f"{kind} {option}"] = weights(fitted(FLAVOUR, strategy, module(net, manual), **cluster()))
+    strategy = of_class("MSTopKLocalStrategy", "lightning_fabric", static_graph=True)
+    fabric = import_module("lightning_fabric").Fabric(accelerator="cpu", strategy=strategy, **cluster())
+    fabric.launch()
+    net = mlp()
+    net, optimizer = fabric.setup(net, torch.optim.SGD(net.parameters(), lr=0.1))
+    for step in range(3):
+        fabric.backward(net(batch(step, fabric.global_rank)[0]).square().mean())
+        optimizer.step()
+        optimizer.zero_grad()
+    fabric.strategy.finish()
+    found["fabric"] = flat_parameters(net)
+    return found
+
+
+def test_local_one_device_per_node_trains_with_unused_branches_and_static_graphs() -> None:
+    results = run_ranks(one_device, "", nodes=2, devices=1, timeout=200, init=False)
+    for found in results:
+        for name, ends in found.items():
+            assert torch.equal(ends, results[0][name]), name
+            assert torch.equal(ends, found[name.replace("manual", "automatic")]), name
+
+
+def test_local_static_graph_with_accumulation_is_refused() -> None:
+    assert run_ranks(refused, nodes=2, devices=2, timeout=120, init=False) == [True] * 4
+
+
+def refused() -> bool:
+    warnings.simplefilter("ignore")
+    with pytest.raises(ValueError, match="static_graph=True with accumulate_grad_batches=2"):
+        fitted(FLAVOUR, local(static_graph=True), module(mlp()), accumulate_grad_batches=2)
+    return True
+
+
+# -- layers that are late ----------------------------------------------------------------------------------------------
+
+
+class Late(nn.Module):
+    """A layer is frozen until a step, and another is added there, with other weights on each rank."""
+
+    def __init__(self, add: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.last, self.add = nn.Linear(13, 7), nn.Linear(7, 5), add
+        self.first.requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x).tanh()
+        out: Tensor = self.last(x)
+        return out + self.extra(x) if hasattr(self, "extra") else out
+
+    def wake(self, optimizer: Any) -> None:
+        self.first.requires_grad_(True)
+        if self.add:
+            torch.manual_seed(dist.get_rank())
+            self.extra = nn.Linear(7, 5)
+            optimizer.add_param_group({"params": list(self.extra.parameters()), "lr": 0.05})
+
+
+class Waking(Late):
+    """The same for plain DDP: the layer requires gradients from the start, and they are dropped until that step."""
+
+    def __init__(self) -> None:
+        super().__init__(add=False)
+        self.first.requires_grad_(True)
+
+
+def late_run(strategy: Any, net: Late, **options: Any) -> Tensor:
+    pl, seen = lightning_of(FLAVOUR), list[int]()
+
+    class Wake(pl.Callback):  # type: ignore[misc, name-defined]
+        def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, index: int) -> None:
+            if trainer.global_step == LATE_AT and not seen:
+                seen.append(index)
+                net.wake(trainer.optimizers[0])
+
+        def on_before_optimizer_step(self, trainer: Any, module: Any, optimizer: Any) -> None:
+            if isinstance(net, Waking) and trainer.global_step < LATE_AT:
+                net.first.zero_grad()
+
+    return weights(fitted(FLAVOUR, strategy, module(net), callbacks=[Wake()], **options))
+
+
+def late_runs() -> dict[str, Tensor]:
+    warnings.simplefilter("ignore")
+    found = {"refused": torch.zeros(1)}
+    for name, options in {"clipped": {"gradient_clip_val": 0.1}, "accumulated": {"accumulate_grad_batches": 2}}.items():
+        found[f"{name} ddp"] = late_run(ddp(FLAVOUR), Waking(), **options)
+        found[f"{name} hier"] = late_run(hier(), Late(add=False), **options)
+    found["accumulated local"] = late_run(local(**WHOLE), Late(add=False), accumulate_grad_batches=2)
+    found["added hier"] = late_run(hier(), Late(add=True))
+    found["added local"] = late_run(local(), Late(add=True))
+    corrected = module(Late(add=False), momentum=0.9)
+    corrected.on_train_batch_start = lambda _, index: index == 2 and corrected.net.first.requires_grad_(True)
+    with pytest.raises(ValueError, match=r"net\.first\.weight.*momentum_correction=True keeps momentum"):
+        trainer(FLAVOUR, hier(momentum_correction=True)).fit(corrected)
+    return found
+
+
+def test_layers_unfrozen_or_added_are_averaged_and_ranks_end_equal() -> None:
+    results = run_ranks(late_runs, nodes=2, devices=2, timeout=280, init=False)
+    for found in results:
+        for name, ends in found.items():
+            assert torch.equal(ends, results[0][name]), name
+            of_ddp = found.get(f"{name.split()[0]} ddp")
+            if of_ddp is not None:
+                torch.testing.assert_close(ends, of_ddp, rtol=1e-5, atol=1e-6)
+
+
+def late_in_fabric() -> dict[str, Tensor]:
+    found = {}
+    hier_options = {"density": 1.0, "exchange": "sparse", "value_dtype": "float32", "warmup_steps": 0}
+    for name, options in (("MSTopKHierStrategy", hier_options), ("MSTopKLocalStrategy", WHOLE)):
+        fabric = fabric_with("lightning_fabric", of_class(name, "lightning_fabric", **options))
+        net = Late(add=True)
+        model, optimizer = fabric.setup(net, torch.optim.SGD(net.parameters(), lr=0.1))
+        for step in range(7):
+            if step == LATE_AT:
+                net.wake(optimizer)
+            for part in range(2):
+                with fabric.no_backward_sync(model, enabled=part == 0):
+                    fabric.backward(model(batch(2 * step + part, fabric.global_rank)[0]).square().mean())
+            optimizer.step()
+            optimizer.zero_grad()
+        fabric.strategy.finish()
+        found[name] = flat_parameters(net)
+    return found
+
+
+def test_layers_unfrozen_or_added_in_fabric_are_averaged() -> None:
+    results = run_ranks(late_in_fabric, nodes=2, devices=2, timeout=120, init=False)
+    for found in results:
+        assert all(torch.equal(ends, results[0][name]) for name, ends in found.items())
+        torch.testing.assert_close(found["MSTopKHierStrategy"], found["MSTopKLocalStrategy"], rtol=1e-5, atol=1e-6)
