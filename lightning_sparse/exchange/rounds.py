@@ -100,6 +100,14 @@ class Sent(NamedTuple):
     is_pending: bool = False
 
 
+class Sizes(NamedTuple):
+    """Bytes of a message, bytes of a sample, and elements of the slice of one device."""
+
+    message_bytes: int = 0
+    sample_bytes: int = 0
+    numel: int = 0
+
+
 @dataclass
 class RoundStats:
     """Nodes of the last round; of one device so far: rounds that failed, seconds that it waited for others, and seconds
@@ -124,6 +132,8 @@ class Rounds:
 
     Attributes:
         name: of this node.
+        facts: what must be the same on all nodes.
+        sizes: of this device's messages; the same on all nodes.
         token, number: of the weights that this device has once all outcomes so far are applied.
         in_step: whether these are the weights that the next round changes.
         observed: rounds that lead from the weights named
@@ -146,7 +156,7 @@ class Rounds:
     ) -> None:
         from torchft.process_group import ProcessGroupGloo
 
-        self._lighthouse, self._devices, self._facts = lighthouse, devices, dict(facts)
+        self._lighthouse, self._devices, self.facts = lighthouse, devices, dict(facts)
         self._min_nodes, self._timeout, self._server = min_nodes, timeout, server
         self._process_group = ProcessGroupGloo(timeout=timedelta(seconds=timeout))
         self._group: Group | None = None
@@ -162,10 +172,12 @@ class Rounds:
         self._unsettled: tuple[Round, Tensor | None] | None = None
         self._ledger: deque[Sent] = deque(maxlen=LEDGER)
         self._names: tuple[str, ...] = ()
+        self.sizes = Sizes()
 
     def fit(self, message_bytes: int, sample_bytes: int, numel: int) -> None:
-        """Set the sizes: of a message, of the sample that may follow it, of the slice."""
-        self._message_bytes, self._sample_bytes, self._numel = message_bytes, sample_bytes, numel
+        """Set the sizes: of a message, of the sample that may follow it, of the slice. They must be the same on all
+        nodes: a row of another length than its receiver expects ends the receiver's process in Gloo."""
+        self.sizes = Sizes(message_bytes, sample_bytes, numel)
 
     def try_again(self) -> None:
         """Ask for the next quorum at once, also after a request that failed."""
@@ -228,7 +240,7 @@ class Rounds:
         self, message_B: Tensor | None, dense_S: Tensor | None, exchanges: int, leaves: bool, outcome: Outcome
     ) -> Quorum | None:
         """Return the next quorum; None for none, or one without weights or with too few nodes."""
-        began, sampled = time.monotonic(), message_B is not None and message_B.numel() > self._message_bytes
+        began, sampled = time.monotonic(), message_B is not None and message_B.numel() > self.sizes.message_bytes
         observes = message_B is None and dense_S is None
         while True:
             said = Said(
@@ -245,7 +257,7 @@ class Rounds:
                 wants=self.wants,
                 server=self._server,
                 drawn=self.deals.say(),
-                facts=self._facts,
+                facts=self.facts,
             )
             members = self._from_first(partial(self._ask, said))
             waited = time.monotonic() - began
@@ -269,8 +281,8 @@ class Rounds:
             time.sleep(IDLE_SECONDS)
             return None
         quorum = quorum_of(members)
-        if self._facts != quorum.facts:
-            raise ValueError(_refusal(self._facts, quorum.facts))
+        if self.facts != quorum.facts:
+            raise ValueError(_refusal(self.facts, quorum.facts))
         self.deals.follow([each.name for each in quorum.members], quorum.drawn)
         self._settle(quorum.token, outcome)
         self._now, self.in_step = quorum.token, self.token == quorum.token
@@ -282,10 +294,7 @@ class Rounds:
     def _transfer(self, held: Tensor | None, quorum: Quorum, tag: Tensor) -> tuple[Tensor, tuple[Tensor, ...]] | None:
         """Return messages and dense updates of all contributors; None unless all devices of this node have them."""
         sparse = [each for each in quorum.contributors if not each.said.flushes]
-        size = self._message_bytes + self._sample_bytes * all(each.said.sampled for each in sparse)
-        row_B = torch.zeros(size, dtype=torch.uint8)
-        if held is not None and held.dtype == torch.uint8:
-            row_B = held[:size].cpu()
+        row_B = quorum.row_of(held, self.sizes)
         try:
             group = self._group_for(quorum.members)
             rows_PB, whole = _gather(torch.cat([tag, row_B]), group, tag)
@@ -301,7 +310,7 @@ class Rounds:
 
     def _dense(self, member: Member, held: Tensor | None, quorum: Quorum, group: Group | None) -> Tensor:
         own = held if member.name == self.name else None
-        updates_S = torch.empty(self._numel) if own is None else own.cpu()
+        updates_S = torch.empty(self.sizes.numel) if own is None else own.cpu()
         if group is not None and group.handle is not None:
             options = dist.BroadcastOptions()
             options.rootRank = quorum.members.index(member)
@@ -495,6 +504,17 @@ class Quorum:
     def drawn(self) -> list[Drawn]:
         """What members have drawn; not what one that joins others has loaded."""
         return [each.said.drawn if each.said.drawn.deal or each in self.training else Drawn() for each in self.members]
+
+    def row_of(self, held: Tensor | None, sizes: Sizes) -> Tensor:
+        """Return the bytes that a member gathers, zeros but for what it holds. Their number follows from what all
+        members said, never from what one of them holds. Samples count if they are of the same exchange."""
+        said = [each.said for each in self.contributors if not each.said.flushes]
+        sampled = all(each.sampled for each in said) and len({each.exchanges for each in said}) == 1
+        row_B = torch.zeros(sizes.message_bytes + sizes.sample_bytes * sampled, dtype=torch.uint8)
+        if held is not None and held.dtype == torch.uint8:
+            sent_B = held[: len(row_B)]
+            row_B[: len(sent_B)] = sent_B
+        return row_B
 
     def is_too_small(self, min_nodes: int) -> bool:
         """Whether there is no round; what a node that leaves sends always counts."""

@@ -154,6 +154,7 @@ class ElasticUpdates(LocalUpdates):
         self.optimizers = []
         try:
             super().__init__(module, optimizers, config, topology)
+            self.peers.facts["sizes"] = list(self.peers.sizes)
             self.exchange.runner = FifoLanes()  # threads also for GPUs: the host waits for other nodes there
             if version is not None:
                 self.peers.token, self.peers.number, place = version
@@ -463,7 +464,7 @@ class ElasticDifference(Difference):
         sample_bytes = 0
         if self._config.measures_ahead(3):
             self._agreement, self.ahead = Agreement(self.slices.numel), 1.0
-            sample_bytes = self._agreement.sample(1, self.own_S, self.shared_S).numel()
+            sample_bytes = self._agreement.sample_bytes
         self._peers.fit(self._path.message_bytes, sample_bytes, self.slices.numel)
 
     def advance(self, occasion: int = 0) -> None:
