@@ -39,6 +39,8 @@ class Said:
     Args:
         token: names its global weights; empty for none yet.
         number: rounds that led to them.
+        run: the name of its run; empty for a node that joins, or is the first.
+        trains: it was in a quorum with weights of that run.
         prepared: the token of a round whose messages it has, without knowing whether the others do.
         tries: rounds that it tried, so that no two have one name.
         broken: groups of its that failed, so that all make a new one.
@@ -55,6 +57,8 @@ class Said:
 
     token: str = ""
     number: int = 0
+    run: str = ""
+    trains: bool = False
     prepared: str = ""
     tries: int = 0
     broken: int = 0

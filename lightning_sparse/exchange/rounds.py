@@ -1,6 +1,7 @@
 """Rounds between nodes that come and go: who takes part, whether a round counts, and what a node that joins needs.
 
-The global weights have a name, a *token*, which each round that counts changes. One round goes so:
+The global weights have a name, a *token*, which each round that counts changes. The first token names the *run*: nodes
+with weights of another run, from its checkpoint, are refused. One round goes so:
 
 1. All nodes ask the lighthouse. Those with the token that has most rounds behind it contribute; all others observe:
    they receive, and send nothing.
@@ -135,6 +136,7 @@ class Rounds:
         facts: what must be the same on all nodes.
         sizes: of this device's messages; the same on all nodes.
         token, number: of the weights that this device has once all outcomes so far are applied.
+        run: the name of the run that these are of; empty until the node has joined one.
         in_step: whether these are the weights that the next round changes.
         observed: rounds that lead from the weights named
         observed_from: to those of now, while this device has others.
@@ -163,6 +165,7 @@ class Rounds:
         self._group_of: object = None
         self.name = str(self._from_first(lambda: lighthouse.name if lighthouse else ""))
         self.token, self.number, self.in_step = "", 0, False
+        self.run, self._trains = "", False
         self.wants = self.source = self.observed_from = self._now = ""
         self.observed: list[Round] = []
         self.history: deque[str] = deque(maxlen=REMEMBERED)
@@ -246,6 +249,8 @@ class Rounds:
             said = Said(
                 token=self.token,
                 number=self.number,
+                run=self.run,
+                trains=self._trains,
                 prepared=self._unsettled[0].token if self._unsettled else "",
                 tries=self._tries,
                 broken=self._broken,
@@ -281,11 +286,15 @@ class Rounds:
             time.sleep(IDLE_SECONDS)
             return None
         quorum = quorum_of(members)
+        if self.run not in ("", quorum.run):
+            raise ValueError(_refusal_of_run(self.run, self.number, quorum))
         if self.facts != quorum.facts:
             raise ValueError(_refusal(self.facts, quorum.facts))
         self.deals.follow([each.name for each in quorum.members], quorum.drawn)
         self._settle(quorum.token, outcome)
         self._now, self.in_step = quorum.token, self.token == quorum.token
+        if self.in_step:
+            self.run, self._trains = quorum.run, True
         outcome.behind = not self.in_step
         self._assign_snapshots(quorum, outcome)
         self._tell(quorum)
@@ -491,6 +500,7 @@ class Quorum:
         training: those of them with the weights named ``token``, which ``number`` rounds led to.
         contributors: those of them that send something.
         facts: what all must have alike.
+        run: the name of the run that all are of, or join.
     """
 
     members: list[Member]
@@ -499,6 +509,7 @@ class Quorum:
     token: str
     number: int
     facts: Mapping[str, Any]
+    run: str
 
     @property
     def drawn(self) -> list[Drawn]:
@@ -523,8 +534,10 @@ class Quorum:
 
 def quorum_of(members: Sequence[Member]) -> Quorum:
     """Return what all members conclude from what they said; one of them at least has weights."""
+    run = _run_of(members)
+    members = [each for each in members if each.said.run in ("", run)]
+    named = [each.said for each in members if each.said.token and each.said.run == run]
     votes = Counter(token for each in members for token in {each.said.token, each.said.prepared})
-    named = (each.said for each in members if each.said.token)
     _, _, token = max((said.number, votes[said.token], said.token) for said in named)
     training = [each for each in members if token in (each.said.token, each.said.prepared)]
     number = max(each.said.number + (each.said.token != token) for each in training)
@@ -533,7 +546,19 @@ def quorum_of(members: Sequence[Member]) -> Quorum:
     alike = [each for each in members if each.said.facts == facts]
     training = [each for each in training if each in alike]
     contributors = [each for each in training if not each.said.observes]
-    return Quorum(alike, training, contributors, token, number, facts)
+    return Quorum(alike, training, contributors, token, number, facts, run or token)
+
+
+def _run_of(members: Sequence[Member]) -> str:
+    """Return the run that most nodes train already, however many rounds a node of another run has behind it. At the
+    start that of most nodes; empty if no node says one, and then the first weights give it its name."""
+    runs = {each.said.run for each in members} - {""}
+
+    def votes(run: str) -> tuple[int, int, int, str]:
+        said = [each.said for each in members if each.said.run == run]
+        return sum(each.trains for each in said), len(said), max(each.number for each in said), run
+
+    return max(runs, key=votes, default="")
 
 
 def _after(quorum: Quorum) -> str:
@@ -557,6 +582,15 @@ def _refusal(mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> str:
     different = [name for name in {**theirs, **mine} if mine.get(name, ...) != theirs.get(name, ...)]
     said = ", ".join(f"{name}={_of(mine, name)}, theirs {_of(theirs, name)}" for name in different)
     return f"this node differs from those that train: {said}. Start it as they were started; they go on without it."
+
+
+def _refusal_of_run(run: str, number: int, quorum: Quorum) -> str:
+    names = _shown(each.name for each in quorum.training)
+    return (
+        f"this node goes on from round {number} of run {run!r}, and the nodes that train ({names}) are "
+        f"at round {quorum.number} of run {quorum.run!r}; they go on without it. Start this node without a checkpoint "
+        f"or from one of their run, or give it a lighthouse of its own."
+    )
 
 
 def _of(facts: Mapping[str, Any], name: str) -> str:

@@ -89,11 +89,13 @@ class Version(NamedTuple):
     Args:
         token, number: their name, and the rounds that led to them.
         place: of samples, up to which nodes had drawn; those of all epochs stand in one line.
+        run: the name of their run; empty in early checkpoints, whose token stands for it.
     """
 
     token: str
     number: int
     place: int = 0
+    run: str = ""
 
 
 class ElasticUpdates(LocalUpdates):
@@ -157,7 +159,8 @@ class ElasticUpdates(LocalUpdates):
             self.peers.facts["sizes"] = list(self.peers.sizes)
             self.exchange.runner = FifoLanes()  # threads also for GPUs: the host waits for other nodes there
             if version is not None:
-                self.peers.token, self.peers.number, place = version
+                self.peers.token, self.peers.number, place, run = version
+                self.peers.run = run or version.token
                 self.peers.deals.begin(place)
             self._join()
         except BaseException:
@@ -184,7 +187,7 @@ class ElasticUpdates(LocalUpdates):
             return self._shows
         self._stop_watching()
         self._state.receive()
-        return Version(self.peers.token, self.peers.number, self.peers.deals.reached)
+        return Version(self.peers.token, self.peers.number, self.peers.deals.reached, self.peers.run)
 
     # -- training ------------------------------------------------------------------------------------------------------
 
@@ -262,6 +265,7 @@ class ElasticUpdates(LocalUpdates):
             "optimizer": plain(self.optimizers[0].division.optimizer_state()),
             "extra": None if extra is None else plain(extra()),
             "version": tuple(self.version[:2]),  # where samples are dealt the next quorum says
+            "run": self.peers.run,
             "history": list(self.peers.history),
         }
         with self.shared_weights():
@@ -355,6 +359,7 @@ class ElasticUpdates(LocalUpdates):
             one.optimizer.load_state_dict(given["optimizer"])
             self.taken = given
         token, number = (rounds[-1].token, rounds[-1].number) if rounds else given["version"]
+        self.peers.run = given["run"]
         history = [*given["history"], *(each.token for each in rounds)]
         returned, had = self.peers.take_over(token, number, history)
         state.start_from(rounds, pending_S, returned, had)

@@ -1,8 +1,9 @@
 """A node of its own, in a process that tests kill: ``python -m tests.updates.elastic_node NAME LIGHTHOUSE OPTIONS``.
 
 It trains a toy and prints a line of JSON after each step. OPTIONS is a JSON object: those of `ElasticConfig`, and
-``steps``, ``pause`` (seconds between steps), ``seed``, ``width`` (of the hidden layer), ``validate_every`` (steps), and
-``sample_always``, with which a sample rides along with each message.
+``steps``, ``pause`` (seconds between steps), ``seed``, ``version`` (that its weights have in a checkpoint), ``width``
+(of the hidden layer), ``validate_every`` (steps), and ``sample_always``, with which a sample rides along with each
+message.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from torch import Tensor, nn
 from lightning_sparse.exchange.rounds import Outcome, Round, Rounds
 from lightning_sparse.topology import discover
 from lightning_sparse.updates.agreement import Agreement
-from lightning_sparse.updates.elastic import ElasticConfig, ElasticUpdates
+from lightning_sparse.updates.elastic import ElasticConfig, ElasticUpdates, Version
 
 
 def flat(model: nn.Module) -> Tensor:
@@ -57,6 +58,7 @@ class Sent:
 
 def main(name: str, lighthouse: str, options: dict[str, Any]) -> None:
     steps, pause, seed = options.pop("steps", 100_000), options.pop("pause", 0.02), options.pop("seed", 0)
+    version = options.pop("version", None)
     width, validate_every = options.pop("width", 64), options.pop("validate_every", 0)
     if options.pop("sample_always", False):
         Agreement.due = staticmethod(lambda exchanges: exchanges > 0)  # type: ignore[method-assign]
@@ -69,7 +71,9 @@ def main(name: str, lighthouse: str, options: dict[str, Any]) -> None:
     leaving: list[int] = []
     signal.signal(signal.SIGTERM, lambda *_: leaving.append(1))
     sent = Sent()
-    updates = ElasticUpdates(model, optimizer, ElasticConfig(lighthouse=lighthouse, **options), discover(), name=name)
+    config = ElasticConfig(lighthouse=lighthouse, **options)
+    loaded = None if version is None else Version(*version)
+    updates = ElasticUpdates(model, optimizer, config, discover(), name=name, version=loaded)
     state = sent.state = updates._state
     data = torch.Generator().manual_seed(int.from_bytes(hashlib.sha1(updates.peers.name.encode()).digest()[:4]))
     made = torch.zeros(state.slices.numel, dtype=torch.float64)

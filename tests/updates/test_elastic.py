@@ -199,6 +199,17 @@ def test_a_node_with_other_options_is_refused_and_the_others_go_on(nodes: Nodes)
     check(nodes, "ab")
 
 
+@pytest.mark.parametrize("run", ["", "other"], ids=["of an early checkpoint", "named"])
+def test_elastic_node_of_another_run_is_refused_and_the_others_keep_their_weights(nodes: Nodes, run: str) -> None:
+    begin(nodes, "ab", timeout=5, density=0.1)
+    nodes.wait_for("a", of(2))
+    nodes.start("c", timeout=5, density=0.1, version=["0123456789abcdef", 100_000, 0, run])
+    assert nodes.join("c") == 1
+    assert f"goes on from round 100000 of run '{run or '0123456789abcdef'}'" in nodes.output("c")
+    assert nodes.wait_for("a", of(2))["number"] < 100_000
+    finish(nodes, "ab")
+
+
 @pytest.mark.timeout(600)
 def test_twenty_nodes_die_at_random_moments_and_come_back(nodes: Nodes) -> None:
     generator = random.Random(0)

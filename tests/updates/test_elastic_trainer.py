@@ -15,6 +15,7 @@ import torch
 pytest.importorskip("torchft", reason="needs torchft")
 
 from lightning_sparse.flavours.pytorch_lightning import MSTopKElasticStrategy
+from lightning_sparse.strategy.adapter import ELASTIC_KEY
 from tests.helpers.nodes import Nodes, nodes_of
 from tests.updates.elastic_trainer import main
 from tests.updates.test_elastic import end, of, tokens_of
@@ -79,6 +80,8 @@ def test_a_job_that_was_stopped_resumes_on_another_number_of_nodes(
     nodes.wait_for("a", lambda report: report.get("epoch", 0) > saved["epoch"] + 1)
     end(nodes, "ab")
     tokens_of(nodes, "ab")
+    again = torch.load(tmp_path / "last.ckpt", weights_only=False)
+    assert again[ELASTIC_KEY][3] == saved[ELASTIC_KEY][3] != "", "the name of the run"
     trained = drawn_in(saved["epoch"], [each for each in before if each.get("step", 0) <= saved["global_step"]])
     after = drawn_in(saved["epoch"], [*nodes.reports("a")[len(before) :], *nodes.reports("b")])
     assert len({*trained, *after}) == len(trained) + len(after), "the rest of the epoch, and nothing twice"

@@ -62,6 +62,28 @@ def test_a_node_that_differs_is_left_out() -> None:
     assert names(found.members) == ["a", "b"]
 
 
+def test_quorum_with_a_stranger_keeps_the_run_that_nodes_train() -> None:
+    """However many rounds the stranger's checkpoint has, and however many strangers there are."""
+    trains = member("a", "mine", 7, run="a", trains=True)
+    strangers = [member(name, "theirs", 10**6, run="x") for name in "bc"]
+    found = quorum_of([trains, *strangers, member("d", "", 0)])
+    assert (found.run, found.token, names(found.members)) == ("a", "mine", ["a", "d"])
+
+
+def test_quorum_of_two_runs_that_begin_together_keeps_that_of_most_nodes() -> None:
+    found = quorum_of([member("a", "s", 9, run="x"), member("b", "t", 5, run="y"), member("c", "u", 4, run="y")])
+    assert (found.run, found.token, names(found.members)) == ("y", "t", ["b", "c"])
+
+
+def test_quorum_of_new_weights_names_the_run_after_them() -> None:
+    assert quorum_of([member("a", "a:1", 0), member("b", "", 0)]).run == "a:1"
+
+
+def test_node_with_own_weights_only_gives_them_up_for_a_checkpoint() -> None:
+    found = quorum_of([member("a", "a:1", 0), member("b", "saved", 5, run="x")])
+    assert (found.run, names(found.members), names(found.training)) == ("x", ["a", "b"], ["b"])
+
+
 def test_a_refusal_names_what_one_of_them_does_not_have() -> None:
     assert "differs from those that train: new=None, theirs not there." in _refusal(
         {"new": None, "same": 1}, {"same": 1}
