@@ -35,7 +35,7 @@ from lightning_sparse.sharding import trained_by
 from lightning_sparse.topology import Topology
 from lightning_sparse.updates.agreement import Agreement
 from lightning_sparse.updates.config import UpdatesConfig
-from lightning_sparse.updates.dealing import dealt_by
+from lightning_sparse.updates.dealing import dealt_by, least_samples
 from lightning_sparse.updates.local import LocalUpdates, facts_of
 from lightning_sparse.updates.moments import plain
 from lightning_sparse.updates.slices import Slices
@@ -152,6 +152,7 @@ class ElasticUpdates(LocalUpdates):
             server=self._server.address if self._server is not None else "",
         )
         self._watch = Watch(self.peers)
+        self._least = 0  # samples that the node needs for a batch
         self.taken: Any = None
         self.optimizers = []
         try:
@@ -233,12 +234,18 @@ class ElasticUpdates(LocalUpdates):
             dealt.ahead = loader.num_workers * (loader.prefetch_factor or 0)
         batch_size = loader.batch_size or 1
         deals, devices = self.peers.deals, self._devices
+        self._least = max(self._least, least_samples(loader) * devices.size)
         ahead = (1 + 2 * batches * self.config.sync_every + dealt.ahead) * batch_size * devices.size
         if ahead > deals.ahead:
             deals.ahead = ahead
             self.watch()
             self._from_first(self._watch.wait_for_a_round)
         dealt.deal(partial(deals.share, device=devices.place, devices=devices.size))
+
+    def has_batch(self, epoch: int) -> bool:
+        """Return whether a batch of an epoch is left for this node, of the loaders that ``deal`` was given. Every
+        device of the node calls it."""
+        return bool(self._from_first(lambda: self.peers.deals.leaves(epoch, self._least)))
 
     def watch(self) -> None:
         """Observe rounds until the next step, so that other nodes do not wait for this one: before a validation, say.

@@ -91,6 +91,27 @@ def test_a_job_that_was_stopped_resumes_on_another_number_of_nodes(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("place", [2048, 2047, 2048 + 7, 3 * 2048], ids=["none", "one", "next begun", "none of three"])
+def test_elastic_job_resumes_where_no_batch_of_its_epoch_is_left(nodes: Nodes, tmp_path: Path, place: int) -> None:
+    """Another node had drawn the samples when the checkpoint was written; EarlyStopping wants a validation."""
+    options: dict[str, Any] = {"timeout": 5, "density": 0.1, "folder": str(tmp_path), "deal": True}
+    nodes.start("a", steps=12, **options)
+    assert nodes.join("a") == 0
+    saved = torch.load(tmp_path / "last.ckpt", weights_only=False)
+    saved[ELASTIC_KEY][2] = place
+    torch.save(saved, tmp_path / "last.ckpt")
+    nodes.start("a", epochs=place // 2048 + 2, stops_early=True, **options)
+    assert nodes.join("a") == 0, nodes.output("a")[-2000:]
+    after = [each for each in nodes.reports("a")[13:] if "drawn" in each]
+    epoch = place // 2048
+    assert {each["epoch"] for each in after} == {epoch, epoch + 1}
+    last = next(each for each in after if each["epoch"] == epoch + 1)
+    assert last["lr"] == pytest.approx(0.01 * 0.99 ** (epoch + 1)), "the schedule steps with each epoch"
+    drawn = drawn_in(epoch, after)
+    assert len(set(drawn)) == len(drawn) == 2048 * (epoch + 1) - place
+
+
+@pytest.mark.slow
 def test_a_node_trains_on_while_the_other_validates(nodes: Nodes, tmp_path: Path) -> None:
     options: dict[str, Any] = {"timeout": 4, "density": 0.1}
     nodes.start("a", folder=str(tmp_path / "a"), **options)

@@ -278,6 +278,17 @@ def test_a_node_that_draws_more_than_it_has_told_says_so_once(caplog: pytest.Log
     ]
 
 
+def test_deals_tell_whether_samples_of_an_epoch_are_left_without_drawing_them() -> None:
+    deals = Deals("b")
+    assert deals.leaves(0, 99), "until it knows how long an epoch is"
+    deals.follow(["a", "b"], [deals.say()] * 2)
+    drawn = deals.share(range(7), 0, device=0, devices=1)
+    assert next(drawn) == 1
+    assert [deals.leaves(0, samples) for samples in (3, 4)] == [True, False], "1, 3 and 5 of 0 to 6"
+    assert deals.leaves(1, 4), "7, 9, 11 and 13"
+    assert list(drawn) == [3, 5]
+
+
 def test_epochs_of_several_sizes_are_refused() -> None:
     deals = Deals("a")
     deals.follow(["a"], [deals.say()])
