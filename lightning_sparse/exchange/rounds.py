@@ -74,6 +74,7 @@ class Outcome:
         asked: names of all snapshots that nodes ask for; None without a quorum.
         alone: no other node took part.
         behind: this node's weights are not those that the round changed.
+        left_out: what this node had to send is not finite, on one of its devices: it was not sent, and is returned.
         exchanges: the largest that a node said.
     """
 
@@ -83,6 +84,7 @@ class Outcome:
     asked: list[str] | None = None
     alone: bool = False
     behind: bool = False
+    left_out: bool = False
     exchanges: int = 0
 
 
@@ -111,11 +113,13 @@ class Sizes(NamedTuple):
 
 @dataclass
 class RoundStats:
-    """Nodes of the last round; of one device so far: rounds that failed, seconds that it waited for others, and seconds
+    """Nodes of the last round; of one device so far: rounds that failed, rounds without its updates, which were not
+    finite, seconds that it waited for others, and seconds
     until it had taken up the weights of others, when it joined and after rounds that it missed."""
 
     nodes: int = 0
     lost: int = 0
+    left_out: int = 0
     waited_s: float = 0.0
     healing_s: float = 0.0
 
@@ -176,6 +180,7 @@ class Rounds:
         self._ledger: deque[Sent] = deque(maxlen=LEDGER)
         self._names: tuple[str, ...] = ()
         self.sizes = Sizes()
+        self._told_place = False
 
     def fit(self, message_bytes: int, sample_bytes: int, numel: int) -> None:
         """Set the sizes: of a message, of the sample that may follow it, of the slice. They must be the same on all
@@ -205,6 +210,7 @@ class Rounds:
         exchanges: int = 0,
         *,
         leaves: bool = False,
+        finite: bool = True,
     ) -> Outcome:
         """Take part in the next one. All devices of a node call it.
 
@@ -212,10 +218,21 @@ class Rounds:
             message_B: uint8, what this device sends, and maybe a sample.
             dense_S: all that is pending, instead.
             leaves: that is the last of it, which counts however few nodes are there.
+            finite: whether all of it is; else the node only observes, and other nodes keep their weights.
 
         Raises:
             ValueError: when this node differs from those that train in what must be the same.
         """
+        sent = dense_S if message_B is None else message_B
+        if sent is None or self._all_devices(finite):
+            return self._round(message_B, dense_S, exchanges, leaves)
+        outcome = self._round(None, None, exchanges, leaves)
+        self.stats.left_out += 1
+        outcome.left_out = True
+        outcome.returned.append(sent)
+        return outcome
+
+    def _round(self, message_B: Tensor | None, dense_S: Tensor | None, exchanges: int, leaves: bool) -> Outcome:
         sent, outcome = dense_S if message_B is None else message_B, Outcome()
         quorum = self._meet(message_B, dense_S, exchanges, leaves, outcome)
         here = quorum is not None and self.name in [each.name for each in quorum.contributors]
@@ -264,18 +281,25 @@ class Rounds:
                 drawn=self.deals.say(),
                 facts=self.facts,
             )
-            members = self._from_first(partial(self._ask, said))
-            waited = time.monotonic() - began
+            members, waited = self._from_first(partial(self._ask, said, began))
             quorum = None if members is None else self._quorum_of(members, outcome)
-            few = quorum is not None and quorum.is_too_small(self._min_nodes)  # the same on all of them
+            few = self._are_few(members, quorum)  # the same on all of them
             if few:
                 time.sleep(IDLE_SECONDS)
             if not few or observes or leaves or outcome.wanted or waited > self._timeout:
                 self.stats.waited_s += waited
                 return None if few else quorum
 
-    def _ask(self, said: Said) -> list[Member] | None:
-        return None if self._lighthouse is None else self._lighthouse.quorum(said)
+    def _ask(self, said: Said, began: float) -> tuple[list[Member] | None, float]:
+        """Return the members of the next quorum, and the seconds since ``began``."""
+        members = None if self._lighthouse is None else self._lighthouse.quorum(said)
+        return members, time.monotonic() - began
+
+    def _are_few(self, members: list[Member] | None, quorum: Quorum | None) -> bool:
+        """Whether nodes that have something to send wait for others; without a quorum a node knows of itself alone."""
+        if members is None:
+            return self._min_nodes > 1
+        return quorum is not None and quorum.is_too_small(self._min_nodes)
 
     def _quorum_of(self, members: list[Member], outcome: Outcome) -> Quorum | None:
         """Find this node's place among those that are there."""
@@ -290,6 +314,7 @@ class Rounds:
             raise ValueError(_refusal_of_run(self.run, self.number, quorum))
         if self.facts != quorum.facts:
             raise ValueError(_refusal(self.facts, quorum.facts))
+        self._check_place(members, quorum)
         self.deals.follow([each.name for each in quorum.members], quorum.drawn)
         self._settle(quorum.token, outcome)
         self._now, self.in_step = quorum.token, self.token == quorum.token
@@ -299,6 +324,17 @@ class Rounds:
         self._assign_snapshots(quorum, outcome)
         self._tell(quorum)
         return quorum
+
+    def _check_place(self, members: Sequence[Member], quorum: Quorum) -> None:
+        """Refuse a node that others cannot reach, or that cannot reach them."""
+        here = next(each for each in members if each.name == self.name)
+        local = next((each for each in quorum.training if each.is_local), here)
+        if here not in quorum.members:
+            raise ValueError(_refusal_of_place(here if here.is_local else local))
+        if here.is_local and quorum.unreached and not self._told_place:
+            self._told_place = True
+            names = _shown(each.name for each in quorum.unreached)
+            log.warning("%s cannot take part: %s", names, _refusal_of_place(here))
 
     def _transfer(self, held: Tensor | None, quorum: Quorum, tag: Tensor) -> tuple[Tensor, tuple[Tensor, ...]] | None:
         """Return messages and dense updates of all contributors; None unless all devices of this node have them."""
@@ -501,6 +537,7 @@ class Quorum:
         contributors: those of them that send something.
         facts: what all must have alike.
         run: the name of the run that all are of, or join.
+        unreached: nodes that would be members on one machine.
     """
 
     members: list[Member]
@@ -510,6 +547,7 @@ class Quorum:
     number: int
     facts: Mapping[str, Any]
     run: str
+    unreached: list[Member]
 
     @property
     def drawn(self) -> list[Drawn]:
@@ -544,9 +582,22 @@ def quorum_of(members: Sequence[Member]) -> Quorum:
     stated = Counter(repr(each.said.facts) for each in training).most_common(1)[0][0]
     facts = next(each.said.facts for each in training if repr(each.said.facts) == stated)
     alike = [each for each in members if each.said.facts == facts]
-    training = [each for each in training if each in alike]
+    near = _near(alike, [each for each in training if each in alike])
+    training = [each for each in training if each in near]
     contributors = [each for each in training if not each.said.observes]
-    return Quorum(alike, training, contributors, token, number, facts, run or token)
+    unreached = [each for each in alike if each not in near]
+    return Quorum(near, training, contributors, token, number, facts, run or token, unreached)
+
+
+def _near(members: list[Member], training: list[Member]) -> list[Member]:
+    """Return those that reach one another. If a node that trains has a loopback address, these are the nodes on its
+    machine; else, of nodes on several machines, these are all but those with a loopback address."""
+    if len({each.said.network for each in members}) == 1:
+        return members
+    local = next((each for each in training if each.is_local), None)
+    if local is not None:
+        return [each for each in members if each.said.network == local.said.network]
+    return [each for each in members if not each.is_local]
 
 
 def _run_of(members: Sequence[Member]) -> str:
@@ -590,6 +641,14 @@ def _refusal_of_run(run: str, number: int, quorum: Quorum) -> str:
         f"this node goes on from round {number} of run {run!r}, and the nodes that train ({names}) are "
         f"at round {quorum.number} of run {quorum.run!r}; they go on without it. Start this node without a checkpoint "
         f"or from one of their run, or give it a lighthouse of its own."
+    )
+
+
+def _refusal_of_place(local: Member) -> str:
+    name, address = local.name.rpartition(":")[0], local.store.rpartition(":")[0]
+    return (
+        f"node {name} has the address {address}, which nodes on other machines cannot reach: it was given a lighthouse "
+        f"on that address. Start it with the lighthouse's address that other machines use, as http://host:29510."
     )
 
 

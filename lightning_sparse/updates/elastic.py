@@ -7,6 +7,7 @@ its own, of its devices.
 
 from __future__ import annotations
 
+import logging
 import socket
 import threading
 import time
@@ -29,8 +30,9 @@ from lightning_sparse.exchange.host import HostCopy
 from lightning_sparse.exchange.lanes import FifoLanes
 from lightning_sparse.exchange.lighthouse import Lighthouse
 from lightning_sparse.exchange.rounds import Outcome, Round, Rounds, from_first
-from lightning_sparse.exchange.snapshots import SnapshotServer, fetch
-from lightning_sparse.messages import log, said_if_long
+from lightning_sparse.exchange.snapshots import Download, SnapshotServer
+from lightning_sparse.kernels.wire import nonfinite_of
+from lightning_sparse.messages import PATIENCE, log
 from lightning_sparse.sharding import trained_by
 from lightning_sparse.topology import Topology
 from lightning_sparse.updates.agreement import Agreement
@@ -43,6 +45,7 @@ from lightning_sparse.updates.state import Delivery, Difference
 
 TRIES_TO_FLUSH = 3
 WATCH_SECONDS = 0.05
+UNREACHED_TIMEOUTS, LONGEST_WAIT_SECONDS = 4, 1800.0  # of a node that joins
 WATCHED_BYTES = 1 << 30
 """Of messages that a node keeps while it does not train; with more it has missed rounds."""
 
@@ -201,6 +204,8 @@ class ElasticUpdates(LocalUpdates):
         """
         self._stop_watching()
         super().step(optimizer)
+        if self._state.left_out:
+            self._leave_out()
         if self._state.behind:
             self._catch_up()
 
@@ -304,7 +309,7 @@ class ElasticUpdates(LocalUpdates):
     def gauges(self) -> dict[str, float]:
         """Return, of the rounds so far, what `RoundStats` has."""
         stats = self.peers.stats
-        told = {"nodes": stats.nodes, "rounds_lost": stats.lost}
+        told = {"nodes": stats.nodes, "rounds_lost": stats.lost, "rounds_left_out": stats.left_out}
         return {**super().gauges(), **told, "waited_s": stats.waited_s, "healing_s": stats.healing_s}
 
     # -- joining -------------------------------------------------------------------------------------------------------
@@ -328,6 +333,22 @@ class ElasticUpdates(LocalUpdates):
             self.optimizers[0].gather()
         self._stop_watching()
 
+    def _leave_out(self) -> None:
+        """Go on from the global weights, without updates that are not finite."""
+        self.log_once(
+            "updates of this node are not finite (NaN or infinity): they are left out, the other nodes go on without "
+            "them, and this node goes on from the global weights, with a new optimizer state where it is not finite. "
+            "If comm/rounds_left_out grows, lower the learning rate, or look for faulty memory.",
+            logging.WARNING,
+        )
+        self._state.drop()
+        for state in self.optimizers[0].optimizer.state.values():
+            tensors = [each for each in state.values() if isinstance(each, Tensor)]
+            if not all(bool(each.isfinite().all()) for each in tensors):
+                for each in tensors:
+                    each.zero_()
+        self.optimizers[0].gather()
+
     def _take_up(self, pending_S: Tensor | None) -> bool:
         """Take up a peer's snapshot and the rounds since; False if the next round changes this node's own weights."""
         while True:
@@ -347,16 +368,23 @@ class ElasticUpdates(LocalUpdates):
             self._watch.start()
 
     def _fetch(self) -> Any:
-        """Wait for the snapshot that this node asks for; None once it needs none."""
-        with said_if_long("joining other nodes"):
-            while True:
-                self._watch.check()
-                if self.peers.in_step:
-                    return None
-                given = fetch(self.peers.source, self.peers.wants, 1.0) if self.peers.source else None
-                if given is not None:
-                    return given
-                time.sleep(WATCH_SECONDS)
+        """Wait for the snapshot that this node asks for; None once it needs none.
+
+        Raises:
+            RuntimeError: when no node gives one in time.
+        """
+        wait, download = Wait(), Download("", "")
+        while True:
+            self._watch.check()
+            if self.peers.in_step:
+                return None
+            if self.peers.source and (download.address, download.name) != (self.peers.source, self.peers.wants):
+                download = Download(self.peers.source, self.peers.wants)
+            given = download.take(1.0, self.config.timeout) if self.peers.source else None
+            if given is not None:
+                return given
+            wait.check(download if self.peers.source else None, self.config.timeout)
+            time.sleep(WATCH_SECONDS)
 
     @torch.no_grad()
     def _install(self, given: dict[str, Any], rounds: list[Round], pending_S: Tensor | None) -> None:
@@ -382,6 +410,37 @@ class ElasticUpdates(LocalUpdates):
     def _from_first(self, ask: Callable[[], Any]) -> Any:
         """Beside the rounds, which have a group of their own."""
         return from_first(Group(self._devices.ranks, self._devices.place), ask)
+
+
+class Wait:
+    """The wait of a node that joins others: it is told in the log with its cause, and ends."""
+
+    def __init__(self) -> None:
+        self._began = self._said = time.monotonic()
+
+    def check(self, download: Download | None, timeout: float) -> None:
+        """Log the wait now and then.
+
+        Args:
+            download: None while no node gives weights.
+
+        Raises:
+            RuntimeError: when it has taken too long.
+        """
+        now = time.monotonic()
+        cause = "no quorum of the lighthouse has a node that gives its weights"
+        if download is not None:
+            cause = f"no weights from the node at {download.address}: {download.problem}"
+        unreached = download is not None and now - download.heard > UNREACHED_TIMEOUTS * max(timeout, 10.0)
+        since = max(self._began, 0.0 if download is None else download.advanced)
+        if unreached or now - since > LONGEST_WAIT_SECONDS:
+            raise RuntimeError(
+                f"this node gave up joining the others after {now - self._began:.0f} s: {cause}. See that nodes reach "
+                f"one another on all ports, then start it again."
+            )
+        if now - self._said > PATIENCE.total_seconds():
+            self._said = now
+            log.warning("joining the other nodes has taken %.0f s so far: %s", now - self._began, cause)
 
 
 class Watch:
@@ -453,6 +512,7 @@ class ElasticDifference(Difference):
     Attributes:
         alone: no other node took part in the last round.
         behind: the global weights have moved on without this node.
+        left_out: updates of this node are not finite, and were not sent.
         asked: names of the snapshots that nodes ask for.
         wanted, served: names of snapshots that other nodes ask this one for, and of those that were served.
     """
@@ -467,7 +527,7 @@ class ElasticDifference(Difference):
         super()._make_models()
         if self.slices.numel == 0:
             raise ValueError("a device has no parameters to exchange: use fewer devices for a model so small.")
-        self.alone = self.behind = False
+        self.alone = self.behind = self.left_out = False
         self.asked: list[str] | None = None
         self.wanted: list[str] = []
         self.served: list[str] = []
@@ -497,13 +557,16 @@ class ElasticDifference(Difference):
             self._peers.try_again()
             if self._flush(leaves=True):
                 return
+            if self.left_out:
+                self.drop()
+                return
         norm = torch.linalg.vector_norm(self.pending_S).item()
         log.warning("updates of norm %.3g are not sent: no round counted in %d tries", norm, TRIES_TO_FLUSH)
 
     def _flush(self, leaves: bool = False) -> bool:
         pending_S = self.collect()
         self.own_S.add_(pending_S)
-        outcome = self._peers.round(dense_S=pending_S, leaves=leaves)
+        outcome = self._peers.round(dense_S=pending_S, leaves=leaves, finite=bool(pending_S.isfinite().all()))
         self._take(outcome, pending_S.nbytes)
         self._take_messages()
         self.begin()
@@ -512,6 +575,13 @@ class ElasticDifference(Difference):
     def collect(self) -> Tensor:
         """Return what this node has not sent, with nothing in flight; ``begin`` is to follow."""
         return self._collect()
+
+    def drop(self) -> None:
+        """Go on from the global weights with nothing pending."""
+        self.collect()
+        self.left_out = False
+        self.set_pending(torch.zeros_like(self.shared_S))
+        self.begin()
 
     def start_from(
         self, rounds: Sequence[Round], pending_S: Tensor | None, returned: Sequence[Tensor], had: Sequence[Tensor]
@@ -574,6 +644,7 @@ class ElasticDifference(Difference):
     def _take(self, outcome: Outcome, own_bytes: int) -> None:
         """Keep what a round brought, its own included, until it is added."""
         self.alone, self.behind, self.asked = outcome.alone, outcome.behind, outcome.asked
+        self.left_out |= outcome.left_out
         self.wanted += outcome.wanted
         before = self._messages or Outcome()
         self._messages = Outcome([*before.rounds, *outcome.rounds], [*before.returned, *outcome.returned])
@@ -642,7 +713,9 @@ class RoundJob(Delivery):
 
     def transfer(self) -> Sequence[Tensor]:
         """Take part in a round."""
-        self.outcome = self._peers.round(self._transfer.carried, exchanges=self._exchanges)
+        message_B = self._transfer.carried
+        finite = not nonfinite_of(message_B)
+        self.outcome = self._peers.round(message_B, exchanges=self._exchanges, finite=finite)
         return self._transfer.tensors
 
     def apply(self) -> Sequence[Tensor]:

@@ -2,8 +2,8 @@
 
 It trains a toy and prints a line of JSON after each step. OPTIONS is a JSON object: those of `ElasticConfig`, and
 ``steps``, ``pause`` (seconds between steps), ``seed``, ``version`` (that its weights have in a checkpoint), ``width``
-(of the hidden layer), ``validate_every`` (steps), and ``sample_always``, with which a sample rides along with each
-message.
+(of the hidden layer), ``validate_every`` (steps), ``breaks_at`` (steps after which a weight is NaN), and
+``sample_always``, with which a sample rides along with each message.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Sent:
 
 def main(name: str, lighthouse: str, options: dict[str, Any]) -> None:
     steps, pause, seed = options.pop("steps", 100_000), options.pop("pause", 0.02), options.pop("seed", 0)
-    version = options.pop("version", None)
+    version, breaks_at = options.pop("version", None), options.pop("breaks_at", [])
     width, validate_every = options.pop("width", 64), options.pop("validate_every", 0)
     if options.pop("sample_always", False):
         Agreement.due = staticmethod(lambda exchanges: exchanges > 0)  # type: ignore[method-assign]
@@ -84,6 +84,7 @@ def main(name: str, lighthouse: str, options: dict[str, Any]) -> None:
         off = (made - sent.total - pending(state, updates, sent)).abs().max().item()
         left = state.pending_S.abs().max().item()
         told = {"token": token, "number": number, "digest": digest, "off": off, "left": left}
+        told["finite"] = bool(state.read_shared().isfinite().all())
         told["received"] = updates.exchange.stats.bytes_between_nodes
         print(json.dumps({**more, **told, **updates.gauges(), **used()}), flush=True)
 
@@ -96,8 +97,10 @@ def main(name: str, lighthouse: str, options: dict[str, Any]) -> None:
         before = flat(model).double()
         optimizer.step()
         made += before - flat(model).double()
-        updates.step()
         step += 1
+        if step in breaks_at:
+            next(model.parameters()).data[0, 0] = float("nan")
+        updates.step()
         updates.serve(partial(dict, step=step))
         time.sleep(pause)
         report(step=step)
