@@ -21,6 +21,7 @@ with the rounds since, it has those of the others, who have not waited.
 from __future__ import annotations
 
 import hashlib
+import os
 import time
 import uuid
 from collections import Counter, deque
@@ -37,6 +38,7 @@ from torch import Tensor
 from lightning_sparse.exchange.communicator import GlooCollectives, Group
 from lightning_sparse.exchange.deals import Deals, Drawn
 from lightning_sparse.exchange.lighthouse import Lighthouse, Member, Said
+from lightning_sparse.internals import gloo_group
 from lightning_sparse.messages import log
 
 REMEMBERED, LEDGER = 4096, 8  # tokens, rounds
@@ -134,6 +136,7 @@ class Rounds:
         min_nodes: with fewer, a node that has something to send waits for others, up to the timeout; one of the facts.
         timeout: of collectives, in seconds.
         server: where this node's snapshots are.
+        host: the address of this machine that other nodes reach, on the first device; empty for that of its name.
 
     Attributes:
         name: of this node.
@@ -159,12 +162,11 @@ class Rounds:
         min_nodes: int,
         timeout: float,
         server: str = "",
+        host: str = "",
     ) -> None:
-        from torchft.process_group import ProcessGroupGloo
-
         self._lighthouse, self._devices, self.facts = lighthouse, devices, dict(facts)
         self._min_nodes, self._timeout, self._server = min_nodes, timeout, server
-        self._process_group = ProcessGroupGloo(timeout=timedelta(seconds=timeout))
+        self._process_group = _process_group(str(self._from_first(lambda: host)), timedelta(seconds=timeout))
         self._group: Group | None = None
         self._group_of: object = None
         self.name = str(self._from_first(lambda: lighthouse.name if lighthouse else ""))
@@ -505,6 +507,18 @@ class Rounds:
         said = [f"{come} joined"] * bool(come and self._names) + [f"{gone} left"] * bool(gone)
         self._names = names
         log.info("round %d: %s", quorum.number + 1, "; ".join([*said, f"{len(names)} node(s) train: {_shown(names)}"]))
+
+
+def _process_group(host: str, timeout: timedelta) -> Any:
+    """Return torchft's group of Gloo; on the node's own address, unless the user names an interface."""
+    from torchft.process_group import ProcessGroupGloo
+
+    class OnAddress(ProcessGroupGloo):  # type: ignore[misc]
+        def _create_pg(self, store: Any, rank: int, world_size: int) -> Any:
+            return gloo_group(store, rank, world_size, timeout, host)
+
+    kind = OnAddress if host and not os.environ.get("GLOO_SOCKET_IFNAME") else ProcessGroupGloo
+    return kind(timeout=timeout)
 
 
 def from_first(devices: Group, ask: Callable[[], Any]) -> Any:

@@ -153,6 +153,7 @@ class ElasticUpdates(LocalUpdates):
             min_nodes=config.min_nodes,
             timeout=config.timeout,
             server=self._server.address if self._server is not None else "",
+            host=lighthouse.host if lighthouse is not None else "",
         )
         self._watch = Watch(self.peers)
         self._least = 0  # samples that the node needs for a batch

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,7 +19,7 @@ pytest.importorskip("torchft", reason="needs torchft")
 
 from lightning_sparse.exchange.direct import is_loopback, own_address
 from lightning_sparse.exchange.lighthouse import Lighthouse, Member, Said, _store_on, last_quorum
-from lightning_sparse.exchange.rounds import quorum_of
+from lightning_sparse.exchange.rounds import _process_group, quorum_of
 from lightning_sparse.exchange.snapshots import Download, SnapshotServer
 from lightning_sparse.updates import elastic
 from lightning_sparse.updates.elastic import Wait
@@ -224,3 +227,31 @@ def test_quorum_keeps_a_node_that_trains_with_a_loopback_address_and_refuses_oth
     near = member("c", "10.0.0.1:1", "one", number=0)
     assert names_of(member("a", "127.0.0.1:1", "one"), member("b", "10.0.0.2:1", "two", number=0), near) == ["a", "c"]
     assert names_of(member("a", "127.0.0.1:1", "one"), member("b", "127.0.0.1:2", "one")) == ["a", "b"]
+
+
+def test_group_between_nodes_listens_on_the_address_of_its_node(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By itself Gloo takes that of the host's name."""
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    before, store = listening(), _store_on("127.0.0.1")
+    groups = [_process_group("127.0.0.2", timedelta(seconds=20)) for _ in range(2)]
+    joined = [
+        threading.Thread(target=group.configure, args=(f"127.0.0.1:{store.port}/x", f"{rank}", rank, 2))
+        for rank, group in enumerate(groups)
+    ]
+    for each in joined:
+        each.start()
+    for each in joined:
+        each.join()
+    listens = listening() - before - {f"0100007F:{store.port:04X}"}
+    assert {each.split(":")[0] for each in listens} == {"0200007F"}
+    for group in groups:
+        group.abort(errored=False)
+
+
+def listening() -> set[str]:
+    """Addresses and ports in hexadecimal on which this process listens."""
+    mine = {
+        os.readlink(each) for each in Path("/proc/self/fd").iterdir() if each.is_symlink() and os.path.lexists(each)
+    }
+    rows = [row.split() for row in Path("/proc/self/net/tcp").read_text().splitlines()[1:]]
+    return {row[1] for row in rows if row[3] == "0A" and f"socket:[{row[9]}]" in mine}
