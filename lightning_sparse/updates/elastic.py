@@ -161,7 +161,7 @@ class ElasticUpdates(LocalUpdates):
         self.optimizers = []
         try:
             super().__init__(module, optimizers, config, topology)
-            self.peers.facts["sizes"] = list(self.peers.sizes)
+            self.peers.facts["sizes"] = self._from_first(lambda: list(self.peers.sizes))  # devices differ in theirs
             self.exchange.runner = FifoLanes()  # threads also for GPUs: the host waits for other nodes there
             if version is not None:
                 self.peers.token, self.peers.number, place, run = version
