@@ -83,6 +83,21 @@ def nccl_options(max_ctas: int, timeout: timedelta | None) -> Any:
     return options
 
 
+def gloo_group(store: Store, rank: int, size: int, timeout: timedelta, host: str) -> torch.distributed.ProcessGroup:
+    """Return a group of Gloo that listens on that address of this machine: by itself it takes that of the host's name,
+    which may be a loopback address."""
+    options = torch.distributed.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+    options._timeout = timeout
+    options._devices = [torch.distributed.ProcessGroupGloo.create_device(hostname=host)]
+    backend = torch.distributed.ProcessGroupGloo(store, rank, size, options)
+    backend._set_sequence_number_for_group()
+    group = torch.distributed.ProcessGroup(store, rank, size)
+    group._set_default_backend(torch.distributed.ProcessGroup.BackendType.GLOO)
+    for device in ("cpu", *(("cuda",) if torch.cuda.is_available() else ())):
+        group._register_backend(torch.device(device), torch.distributed.ProcessGroup.BackendType.GLOO, backend)
+    return group
+
+
 def scale_of(scaler: torch.amp.GradScaler) -> Tensor | None:
     """Return the scale as a 0-dim tensor on its device, which ``get_scale()`` would wait for; None before the first."""
     scale: Tensor | None = scaler._get_scale_async()

@@ -105,6 +105,22 @@ class Deals:
     def draw(self, place: int, end: int = sys.maxsize) -> int | None:
         """Return the first place from there on that is this node's, and before ``end``. Up to it, all counts as drawn.
         None without one."""
+        mine = self._find(place, end)
+        if mine is not None:
+            self._take(mine)
+        return mine
+
+    def leaves(self, epoch: int, samples: int) -> bool:
+        """Whether so many samples of an epoch are left for this node, as far as it knows how long epochs are."""
+        place, end = epoch * self._size, (epoch + 1) * self._size
+        for _ in range(samples if self._size else 0):
+            mine = self._find(place, end)
+            if mine is None:
+                return False
+            place = mine + 1
+        return True
+
+    def _find(self, place: int, end: int) -> int | None:
         deals = self._deals
         while place < end:
             until = end
@@ -115,7 +131,6 @@ class Deals:
                 if self._node in deal.names:
                     mine = place + (deal.names.index(self._node) + deal.begin - place) % len(deal.names)
                     if mine < until:
-                        self._take(mine)
                         return mine
                 break
             place = until

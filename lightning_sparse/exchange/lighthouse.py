@@ -6,22 +6,21 @@ is a function of one list that its members have alike (see `rounds`).
 
 from __future__ import annotations
 
+import html
 import os
 import re
-import socket
 import threading
 import time
-import urllib.request
 import uuid
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from datetime import timedelta
 from typing import Any, NamedTuple
-from urllib.parse import urlsplit
 
 import torch.distributed as dist
 
 from lightning_sparse.exchange.deals import Drawn
+from lightning_sparse.exchange.direct import is_loopback, listener, network_name, open_page, own_address
 from lightning_sparse.messages import log
 
 VARIABLE = "TORCHFT_LIGHTHOUSE"
@@ -39,6 +38,8 @@ class Said:
     Args:
         token: names its global weights; empty for none yet.
         number: rounds that led to them.
+        run: the name of its run; empty for a node that joins, or is the first.
+        trains: it was in a quorum with weights of that run.
         prepared: the token of a round whose messages it has, without knowing whether the others do.
         tries: rounds that it tried, so that no two have one name.
         broken: groups of its that failed, so that all make a new one.
@@ -49,12 +50,15 @@ class Said:
         exchanges: of its, for when samples are due.
         wants: the name of the snapshot that it asks for; empty for none.
         server: where its snapshots are.
+        network: that in which others reach it by a loopback address.
         drawn: samples, if it deals them.
         facts: what must be the same on all nodes.
     """
 
     token: str = ""
     number: int = 0
+    run: str = ""
+    trains: bool = False
     prepared: str = ""
     tries: int = 0
     broken: int = 0
@@ -65,6 +69,7 @@ class Said:
     exchanges: int = 0
     wants: str = ""
     server: str = ""
+    network: str = ""
     drawn: Drawn = Drawn()
     facts: Mapping[str, Any] = field(default_factory=dict)
 
@@ -80,6 +85,11 @@ class Member(NamedTuple):
     name: str
     store: str
     said: Said
+
+    @property
+    def is_local(self) -> bool:
+        """Whether nodes on other machines cannot reach it."""
+        return is_loopback(self.store)
 
 
 class Lighthouse:
@@ -106,9 +116,10 @@ class Lighthouse:
             )
         self.address = _with_scheme(address)
         self.name = f"{node}:{uuid.uuid4().hex[:12]}"
-        self.host = _own_address(self.address)
+        self.host = own_address(self.address)
+        self._network = network_name()
         self._client, beats = _connect(self.address), _connect(self.address)
-        self._store = dist.TCPStore(self.host, 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
+        self._store = _store_on(self.host)
         self._timeout = timedelta(seconds=timeout)
         self._asks_again, self._is_answered = 0.0, True
         self._left = threading.Event()
@@ -127,7 +138,7 @@ class Lighthouse:
                 store_address=f"{self.host}:{self._store.port}",
                 step=said.number,
                 world_size=1,
-                data=asdict(said),
+                data=asdict(replace(said, network=self._network)),
             )
         except (RuntimeError, TimeoutError) as error:
             self._asks_again = time.monotonic() + min(PAUSE_SECONDS, self._timeout.total_seconds())
@@ -158,10 +169,10 @@ def last_quorum(address: str) -> list[tuple[str, int]]:
     Raises:
         OSError, ValueError, http.client.HTTPException: if none answers.
     """
-    with urllib.request.urlopen(f"{_with_scheme(address)}/status", timeout=CONNECT_SECONDS) as answer:
+    with open_page(f"{_with_scheme(address)}/status", CONNECT_SECONDS) as answer:
         page = answer.read().decode()
     found = re.findall(r"<b>([^<]*)</b>.*?Step: (\d+)", page, re.DOTALL)
-    return [(name.rpartition(":")[0], int(rounds)) for name, rounds in found]
+    return [(html.unescape(name).rpartition(":")[0], int(rounds)) for name, rounds in found]
 
 
 def _with_scheme(address: str) -> str:
@@ -203,9 +214,10 @@ def _beat(client: Any, name: str, left: threading.Event) -> None:
             left.wait(BEAT_SECONDS)
 
 
-def _own_address(lighthouse: str) -> str:
-    place = urlsplit(lighthouse)
-    family, *_, target = socket.getaddrinfo(place.hostname, place.port or 29510, type=socket.SOCK_DGRAM)[0]
-    with socket.socket(family, socket.SOCK_DGRAM) as probe:
-        probe.connect(target)  # sends nothing
-        return str(probe.getsockname()[0])
+def _store_on(host: str) -> Any:
+    """A store that listens on the node's address alone: torch's listens on all of them if it makes the socket."""
+    listens = listener(host)
+    port = listens.getsockname()[1]
+    return dist.TCPStore(  # type: ignore[attr-defined]
+        host, port, is_master=True, wait_for_workers=False, master_listen_fd=listens.detach()
+    )

@@ -1,6 +1,7 @@
 """Rounds between nodes that come and go: who takes part, whether a round counts, and what a node that joins needs.
 
-The global weights have a name, a *token*, which each round that counts changes. One round goes so:
+The global weights have a name, a *token*, which each round that counts changes. The first token names the *run*: nodes
+with weights of another run, from its checkpoint, are refused. One round goes so:
 
 1. All nodes ask the lighthouse. Those with the token that has most rounds behind it contribute; all others observe:
    they receive, and send nothing.
@@ -20,6 +21,7 @@ with the rounds since, it has those of the others, who have not waited.
 from __future__ import annotations
 
 import hashlib
+import os
 import time
 import uuid
 from collections import Counter, deque
@@ -36,6 +38,7 @@ from torch import Tensor
 from lightning_sparse.exchange.communicator import GlooCollectives, Group
 from lightning_sparse.exchange.deals import Deals, Drawn
 from lightning_sparse.exchange.lighthouse import Lighthouse, Member, Said
+from lightning_sparse.internals import gloo_group
 from lightning_sparse.messages import log
 
 REMEMBERED, LEDGER = 4096, 8  # tokens, rounds
@@ -73,6 +76,7 @@ class Outcome:
         asked: names of all snapshots that nodes ask for; None without a quorum.
         alone: no other node took part.
         behind: this node's weights are not those that the round changed.
+        left_out: what this node had to send is not finite, on one of its devices: it was not sent, and is returned.
         exchanges: the largest that a node said.
     """
 
@@ -82,6 +86,7 @@ class Outcome:
     asked: list[str] | None = None
     alone: bool = False
     behind: bool = False
+    left_out: bool = False
     exchanges: int = 0
 
 
@@ -100,13 +105,23 @@ class Sent(NamedTuple):
     is_pending: bool = False
 
 
+class Sizes(NamedTuple):
+    """Bytes of a message, bytes of a sample, and elements of the slice of one device."""
+
+    message_bytes: int = 0
+    sample_bytes: int = 0
+    numel: int = 0
+
+
 @dataclass
 class RoundStats:
-    """Nodes of the last round; of one device so far: rounds that failed, seconds that it waited for others, and seconds
+    """Nodes of the last round; of one device so far: rounds that failed, rounds without its updates, which were not
+    finite, seconds that it waited for others, and seconds
     until it had taken up the weights of others, when it joined and after rounds that it missed."""
 
     nodes: int = 0
     lost: int = 0
+    left_out: int = 0
     waited_s: float = 0.0
     healing_s: float = 0.0
 
@@ -121,10 +136,14 @@ class Rounds:
         min_nodes: with fewer, a node that has something to send waits for others, up to the timeout; one of the facts.
         timeout: of collectives, in seconds.
         server: where this node's snapshots are.
+        host: the address of this machine that other nodes reach, on the first device; empty for that of its name.
 
     Attributes:
         name: of this node.
+        facts: what must be the same on all nodes.
+        sizes: of this device's messages; the same on all nodes.
         token, number: of the weights that this device has once all outcomes so far are applied.
+        run: the name of the run that these are of; empty until the node has joined one.
         in_step: whether these are the weights that the next round changes.
         observed: rounds that lead from the weights named
         observed_from: to those of now, while this device has others.
@@ -143,16 +162,16 @@ class Rounds:
         min_nodes: int,
         timeout: float,
         server: str = "",
+        host: str = "",
     ) -> None:
-        from torchft.process_group import ProcessGroupGloo
-
-        self._lighthouse, self._devices, self._facts = lighthouse, devices, dict(facts)
+        self._lighthouse, self._devices, self.facts = lighthouse, devices, dict(facts)
         self._min_nodes, self._timeout, self._server = min_nodes, timeout, server
-        self._process_group = ProcessGroupGloo(timeout=timedelta(seconds=timeout))
+        self._process_group = _process_group(str(self._from_first(lambda: host)), timedelta(seconds=timeout))
         self._group: Group | None = None
         self._group_of: object = None
         self.name = str(self._from_first(lambda: lighthouse.name if lighthouse else ""))
         self.token, self.number, self.in_step = "", 0, False
+        self.run, self._trains = "", False
         self.wants = self.source = self.observed_from = self._now = ""
         self.observed: list[Round] = []
         self.history: deque[str] = deque(maxlen=REMEMBERED)
@@ -162,10 +181,13 @@ class Rounds:
         self._unsettled: tuple[Round, Tensor | None] | None = None
         self._ledger: deque[Sent] = deque(maxlen=LEDGER)
         self._names: tuple[str, ...] = ()
+        self.sizes = Sizes()
+        self._told_place = False
 
     def fit(self, message_bytes: int, sample_bytes: int, numel: int) -> None:
-        """Set the sizes: of a message, of the sample that may follow it, of the slice."""
-        self._message_bytes, self._sample_bytes, self._numel = message_bytes, sample_bytes, numel
+        """Set the sizes: of a message, of the sample that may follow it, of the slice. They must be the same on all
+        nodes: a row of another length than its receiver expects ends the receiver's process in Gloo."""
+        self.sizes = Sizes(message_bytes, sample_bytes, numel)
 
     def try_again(self) -> None:
         """Ask for the next quorum at once, also after a request that failed."""
@@ -190,6 +212,7 @@ class Rounds:
         exchanges: int = 0,
         *,
         leaves: bool = False,
+        finite: bool = True,
     ) -> Outcome:
         """Take part in the next one. All devices of a node call it.
 
@@ -197,10 +220,21 @@ class Rounds:
             message_B: uint8, what this device sends, and maybe a sample.
             dense_S: all that is pending, instead.
             leaves: that is the last of it, which counts however few nodes are there.
+            finite: whether all of it is; else the node only observes, and other nodes keep their weights.
 
         Raises:
             ValueError: when this node differs from those that train in what must be the same.
         """
+        sent = dense_S if message_B is None else message_B
+        if sent is None or self._all_devices(finite):
+            return self._round(message_B, dense_S, exchanges, leaves)
+        outcome = self._round(None, None, exchanges, leaves)
+        self.stats.left_out += 1
+        outcome.left_out = True
+        outcome.returned.append(sent)
+        return outcome
+
+    def _round(self, message_B: Tensor | None, dense_S: Tensor | None, exchanges: int, leaves: bool) -> Outcome:
         sent, outcome = dense_S if message_B is None else message_B, Outcome()
         quorum = self._meet(message_B, dense_S, exchanges, leaves, outcome)
         here = quorum is not None and self.name in [each.name for each in quorum.contributors]
@@ -228,12 +262,14 @@ class Rounds:
         self, message_B: Tensor | None, dense_S: Tensor | None, exchanges: int, leaves: bool, outcome: Outcome
     ) -> Quorum | None:
         """Return the next quorum; None for none, or one without weights or with too few nodes."""
-        began, sampled = time.monotonic(), message_B is not None and message_B.numel() > self._message_bytes
+        began, sampled = time.monotonic(), message_B is not None and message_B.numel() > self.sizes.message_bytes
         observes = message_B is None and dense_S is None
         while True:
             said = Said(
                 token=self.token,
                 number=self.number,
+                run=self.run,
+                trains=self._trains,
                 prepared=self._unsettled[0].token if self._unsettled else "",
                 tries=self._tries,
                 broken=self._broken,
@@ -245,20 +281,27 @@ class Rounds:
                 wants=self.wants,
                 server=self._server,
                 drawn=self.deals.say(),
-                facts=self._facts,
+                facts=self.facts,
             )
-            members = self._from_first(partial(self._ask, said))
-            waited = time.monotonic() - began
+            members, waited = self._from_first(partial(self._ask, said, began))
             quorum = None if members is None else self._quorum_of(members, outcome)
-            few = quorum is not None and quorum.is_too_small(self._min_nodes)  # the same on all of them
+            few = self._are_few(members, quorum)  # the same on all of them
             if few:
                 time.sleep(IDLE_SECONDS)
             if not few or observes or leaves or outcome.wanted or waited > self._timeout:
                 self.stats.waited_s += waited
                 return None if few else quorum
 
-    def _ask(self, said: Said) -> list[Member] | None:
-        return None if self._lighthouse is None else self._lighthouse.quorum(said)
+    def _ask(self, said: Said, began: float) -> tuple[list[Member] | None, float]:
+        """Return the members of the next quorum, and the seconds since ``began``."""
+        members = None if self._lighthouse is None else self._lighthouse.quorum(said)
+        return members, time.monotonic() - began
+
+    def _are_few(self, members: list[Member] | None, quorum: Quorum | None) -> bool:
+        """Whether nodes that have something to send wait for others; without a quorum a node knows of itself alone."""
+        if members is None:
+            return self._min_nodes > 1
+        return quorum is not None and quorum.is_too_small(self._min_nodes)
 
     def _quorum_of(self, members: list[Member], outcome: Outcome) -> Quorum | None:
         """Find this node's place among those that are there."""
@@ -269,23 +312,36 @@ class Rounds:
             time.sleep(IDLE_SECONDS)
             return None
         quorum = quorum_of(members)
-        if self._facts != quorum.facts:
-            raise ValueError(_refusal(self._facts, quorum.facts))
+        if self.run not in ("", quorum.run):
+            raise ValueError(_refusal_of_run(self.run, self.number, quorum))
+        if self.facts != quorum.facts:
+            raise ValueError(_refusal(self.facts, quorum.facts))
+        self._check_place(members, quorum)
         self.deals.follow([each.name for each in quorum.members], quorum.drawn)
         self._settle(quorum.token, outcome)
         self._now, self.in_step = quorum.token, self.token == quorum.token
+        if self.in_step:
+            self.run, self._trains = quorum.run, True
         outcome.behind = not self.in_step
         self._assign_snapshots(quorum, outcome)
         self._tell(quorum)
         return quorum
 
+    def _check_place(self, members: Sequence[Member], quorum: Quorum) -> None:
+        """Refuse a node that others cannot reach, or that cannot reach them."""
+        here = next(each for each in members if each.name == self.name)
+        local = next((each for each in quorum.training if each.is_local), here)
+        if here not in quorum.members:
+            raise ValueError(_refusal_of_place(here if here.is_local else local))
+        if here.is_local and quorum.unreached and not self._told_place:
+            self._told_place = True
+            names = _shown(each.name for each in quorum.unreached)
+            log.warning("%s cannot take part: %s", names, _refusal_of_place(here))
+
     def _transfer(self, held: Tensor | None, quorum: Quorum, tag: Tensor) -> tuple[Tensor, tuple[Tensor, ...]] | None:
         """Return messages and dense updates of all contributors; None unless all devices of this node have them."""
         sparse = [each for each in quorum.contributors if not each.said.flushes]
-        size = self._message_bytes + self._sample_bytes * all(each.said.sampled for each in sparse)
-        row_B = torch.zeros(size, dtype=torch.uint8)
-        if held is not None and held.dtype == torch.uint8:
-            row_B = held[:size].cpu()
+        row_B = quorum.row_of(held, self.sizes)
         try:
             group = self._group_for(quorum.members)
             rows_PB, whole = _gather(torch.cat([tag, row_B]), group, tag)
@@ -301,7 +357,7 @@ class Rounds:
 
     def _dense(self, member: Member, held: Tensor | None, quorum: Quorum, group: Group | None) -> Tensor:
         own = held if member.name == self.name else None
-        updates_S = torch.empty(self._numel) if own is None else own.cpu()
+        updates_S = torch.empty(self.sizes.numel) if own is None else own.cpu()
         if group is not None and group.handle is not None:
             options = dist.BroadcastOptions()
             options.rootRank = quorum.members.index(member)
@@ -453,6 +509,18 @@ class Rounds:
         log.info("round %d: %s", quorum.number + 1, "; ".join([*said, f"{len(names)} node(s) train: {_shown(names)}"]))
 
 
+def _process_group(host: str, timeout: timedelta) -> Any:
+    """Return torchft's group of Gloo; on the node's own address, unless the user names an interface."""
+    from torchft.process_group import ProcessGroupGloo
+
+    class OnAddress(ProcessGroupGloo):  # type: ignore[misc]
+        def _create_pg(self, store: Any, rank: int, world_size: int) -> Any:
+            return gloo_group(store, rank, world_size, timeout, host)
+
+    kind = OnAddress if host and not os.environ.get("GLOO_SOCKET_IFNAME") else ProcessGroupGloo
+    return kind(timeout=timeout)
+
+
 def from_first(devices: Group, ask: Callable[[], Any]) -> Any:
     """Return on all devices what the first is told, or raise its error, since the others wait for it. A collective."""
     if devices.size == 1:
@@ -482,6 +550,8 @@ class Quorum:
         training: those of them with the weights named ``token``, which ``number`` rounds led to.
         contributors: those of them that send something.
         facts: what all must have alike.
+        run: the name of the run that all are of, or join.
+        unreached: nodes that would be members on one machine.
     """
 
     members: list[Member]
@@ -490,11 +560,24 @@ class Quorum:
     token: str
     number: int
     facts: Mapping[str, Any]
+    run: str
+    unreached: list[Member]
 
     @property
     def drawn(self) -> list[Drawn]:
         """What members have drawn; not what one that joins others has loaded."""
         return [each.said.drawn if each.said.drawn.deal or each in self.training else Drawn() for each in self.members]
+
+    def row_of(self, held: Tensor | None, sizes: Sizes) -> Tensor:
+        """Return the bytes that a member gathers, zeros but for what it holds. Their number follows from what all
+        members said, never from what one of them holds. Samples count if they are of the same exchange."""
+        said = [each.said for each in self.contributors if not each.said.flushes]
+        sampled = all(each.sampled for each in said) and len({each.exchanges for each in said}) == 1
+        row_B = torch.zeros(sizes.message_bytes + sizes.sample_bytes * sampled, dtype=torch.uint8)
+        if held is not None and held.dtype == torch.uint8:
+            sent_B = held[: len(row_B)]
+            row_B[: len(sent_B)] = sent_B
+        return row_B
 
     def is_too_small(self, min_nodes: int) -> bool:
         """Whether there is no round; what a node that leaves sends always counts."""
@@ -503,17 +586,44 @@ class Quorum:
 
 def quorum_of(members: Sequence[Member]) -> Quorum:
     """Return what all members conclude from what they said; one of them at least has weights."""
+    run = _run_of(members)
+    members = [each for each in members if each.said.run in ("", run)]
+    named = [each.said for each in members if each.said.token and each.said.run == run]
     votes = Counter(token for each in members for token in {each.said.token, each.said.prepared})
-    named = (each.said for each in members if each.said.token)
     _, _, token = max((said.number, votes[said.token], said.token) for said in named)
     training = [each for each in members if token in (each.said.token, each.said.prepared)]
     number = max(each.said.number + (each.said.token != token) for each in training)
     stated = Counter(repr(each.said.facts) for each in training).most_common(1)[0][0]
     facts = next(each.said.facts for each in training if repr(each.said.facts) == stated)
     alike = [each for each in members if each.said.facts == facts]
-    training = [each for each in training if each in alike]
+    near = _near(alike, [each for each in training if each in alike])
+    training = [each for each in training if each in near]
     contributors = [each for each in training if not each.said.observes]
-    return Quorum(alike, training, contributors, token, number, facts)
+    unreached = [each for each in alike if each not in near]
+    return Quorum(near, training, contributors, token, number, facts, run or token, unreached)
+
+
+def _near(members: list[Member], training: list[Member]) -> list[Member]:
+    """Return those that reach one another. If a node that trains has a loopback address, these are the nodes on its
+    machine; else, of nodes on several machines, these are all but those with a loopback address."""
+    if len({each.said.network for each in members}) == 1:
+        return members
+    local = next((each for each in training if each.is_local), None)
+    if local is not None:
+        return [each for each in members if each.said.network == local.said.network]
+    return [each for each in members if not each.is_local]
+
+
+def _run_of(members: Sequence[Member]) -> str:
+    """Return the run that most nodes train already, however many rounds a node of another run has behind it. At the
+    start that of most nodes; empty if no node says one, and then the first weights give it its name."""
+    runs = {each.said.run for each in members} - {""}
+
+    def votes(run: str) -> tuple[int, int, int, str]:
+        said = [each.said for each in members if each.said.run == run]
+        return sum(each.trains for each in said), len(said), max(each.number for each in said), run
+
+    return max(runs, key=votes, default="")
 
 
 def _after(quorum: Quorum) -> str:
@@ -537,6 +647,23 @@ def _refusal(mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> str:
     different = [name for name in {**theirs, **mine} if mine.get(name, ...) != theirs.get(name, ...)]
     said = ", ".join(f"{name}={_of(mine, name)}, theirs {_of(theirs, name)}" for name in different)
     return f"this node differs from those that train: {said}. Start it as they were started; they go on without it."
+
+
+def _refusal_of_run(run: str, number: int, quorum: Quorum) -> str:
+    names = _shown(each.name for each in quorum.training)
+    return (
+        f"this node goes on from round {number} of run {run!r}, and the nodes that train ({names}) are "
+        f"at round {quorum.number} of run {quorum.run!r}; they go on without it. Start this node without a checkpoint "
+        f"or from one of their run, or give it a lighthouse of its own."
+    )
+
+
+def _refusal_of_place(local: Member) -> str:
+    name, address = local.name.rpartition(":")[0], local.store.rpartition(":")[0]
+    return (
+        f"node {name} has the address {address}, which nodes on other machines cannot reach: it was given a lighthouse "
+        f"on that address. Start it with the lighthouse's address that other machines use, as http://host:29510."
+    )
 
 
 def _of(facts: Mapping[str, Any], name: str) -> str:

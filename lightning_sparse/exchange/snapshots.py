@@ -5,17 +5,22 @@ from __future__ import annotations
 import http.client
 import io
 import pickle
+import re
 import socket
 import threading
 import time
-import urllib.request
 from collections.abc import Collection
+from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import torch
 
+from lightning_sparse.exchange.direct import answer_of
+
 ATTEMPT_SECONDS = 0.2
+PAUSE_SECONDS = 30.0
+CHUNK = 1 << 20
 
 
 class SnapshotServer:
@@ -59,20 +64,65 @@ def is_safe(value: Any) -> bool:
     return True
 
 
-def fetch(address: str, name: str, timeout: float) -> Any:
-    """Return the state that is offered under that name, once it is; None if it is not within the timeout, in seconds.
+def fetch(address: str, name: str, timeout: float, pause: float = PAUSE_SECONDS) -> Any:
+    """Return the state that is offered under that name, as ``Download.take`` does."""
+    return Download(address, name).take(timeout, pause)
 
-    Raises:
-        RuntimeError: if it has other types than a safe load reads.
+
+class Download:
+    """The download of one state, which goes on where it stopped.
+
+    Attributes:
+        problem: why it is not there, for the log.
+        heard, advanced: when the node last answered, and when bytes last arrived, by ``time.monotonic()``.
     """
-    until = time.monotonic() + timeout
-    while time.monotonic() < until:
-        try:
-            with urllib.request.urlopen(f"{address}/{name}", timeout=timeout) as answer:
-                return _loaded(answer.read())
-        except (OSError, http.client.HTTPException):  # it is not offered yet, or the peer dies meanwhile
+
+    def __init__(self, address: str, name: str) -> None:
+        self.address, self.name = address, name
+        self.problem, self.heard, self.advanced = "no answer", time.monotonic(), 0.0
+        self._received, self._size = bytearray(), 0
+
+    def take(self, timeout: float, pause: float) -> Any:
+        """Return the state once it is offered; None if it is not within the timeout, in seconds.
+
+        Args:
+            pause: seconds without a byte of a download that has begun, after which this returns None, too.
+
+        Raises:
+            RuntimeError: if it has other types than a safe load reads.
+        """
+        until = time.monotonic() + timeout
+        while time.monotonic() < until:
+            before = len(self._received)
+            try:
+                if self._receive(timeout, pause):
+                    return _loaded(bytes(self._received))
+            except (OSError, http.client.HTTPException) as error:  # the peer dies, or a link is cut
+                self.problem = f"{type(error).__name__}: {error}"
+            if self._received:
+                self.problem = f"{len(self._received):,} of {self._size:,} bytes are there, {self.problem}"
+            if len(self._received) > before:
+                until = time.monotonic() + pause
             time.sleep(ATTEMPT_SECONDS)
-    return None
+        return None
+
+    def _receive(self, timeout: float, pause: float) -> bool:
+        """Receive what is missing; False if it is not offered."""
+        begin = len(self._received)
+        headers = {"Range": f"bytes={begin}-"} if begin else {}
+        with answer_of(f"{self.address}/{self.name}", timeout, pause, headers) as answer:
+            self.heard = time.monotonic()
+            if answer.status not in (HTTPStatus.OK, HTTPStatus.PARTIAL_CONTENT):
+                self.problem = "it has not offered its weights yet"
+                return False
+            if answer.status == HTTPStatus.OK:
+                self._received.clear()
+            self._size = len(self._received) + int(answer.headers["Content-Length"])
+            while chunk := answer.read1(CHUNK):
+                self._received += chunk
+                self.heard = self.advanced = time.monotonic()
+        self.problem = "the connection was closed"
+        return len(self._received) == self._size
 
 
 def _loaded(state: bytes) -> Any:
@@ -96,6 +146,13 @@ class _Server(ThreadingHTTPServer):
         """Say nothing: a node that asks for a snapshot may end at any time."""
 
 
+def _begin_of(wanted: str, size: int) -> int:
+    """Return where the rest begins that a ``Range`` header asks for; 0 for all of it."""
+    found = re.fullmatch(r"bytes=(\d+)-", wanted)
+    begin = int(found[1]) if found else 0
+    return begin if begin < size else 0
+
+
 def _handler(offered: dict[str, bytes]) -> type[BaseHTTPRequestHandler]:
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
@@ -103,10 +160,13 @@ def _handler(offered: dict[str, bytes]) -> type[BaseHTTPRequestHandler]:
             if state is None:
                 self.send_error(404)
                 return
-            self.send_response(200)
-            self.send_header("Content-Length", str(len(state)))
+            begin = _begin_of(self.headers.get("Range", ""), len(state))
+            self.send_response(HTTPStatus.PARTIAL_CONTENT if begin else HTTPStatus.OK)
+            if begin:
+                self.send_header("Content-Range", f"bytes {begin}-{len(state) - 1}/{len(state)}")
+            self.send_header("Content-Length", str(len(state) - begin))
             self.end_headers()
-            self.wfile.write(state)
+            self.wfile.write(memoryview(state)[begin:])
 
         def log_message(self, *_: Any) -> None:
             return

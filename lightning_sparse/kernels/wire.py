@@ -56,6 +56,7 @@ VALUE_CODES: dict[torch.dtype, int] = {torch.float32: 0, torch.bfloat16: 1, torc
 VALUE_DTYPES: tuple[torch.dtype, ...] = tuple(VALUE_CODES)
 MAX_REGIONS = 65_535  # a dimension of a CUDA grid
 
+_NONFINITE = slice(4, 8)
 _MARK = slice(32, 40)
 
 INF_BITS = 0x7F80_0000
@@ -220,6 +221,11 @@ def mark(message: Tensor, number: int) -> None:
 def marks_of(messages_MB: Tensor) -> Tensor:
     """Return what each message was made on, int64 [M]."""
     return messages_MB[:, _MARK].contiguous().view(torch.int64).view(-1)
+
+
+def nonfinite_of(message: Tensor) -> int:
+    """Return how many elements of the whole shard were not finite when the message was made. Waits for a device."""
+    return int(message[_NONFINITE].view(torch.int32))
 
 
 def indices_of(message: Tensor, numel: int, k: int, value_dtype: torch.dtype) -> Tensor:

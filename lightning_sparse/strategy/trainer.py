@@ -741,8 +741,19 @@ class MSTopKElasticMixin(ElasticAdapter, MSTopKLocalMixin):
         takes up the next epoch only then if a checkpoint was saved after the last batch of one."""
         super().on_train_start()
         loop = self.lightning_module.trainer.fit_loop
+        self._pass_over_empty_epochs(loop)
         if any([self._tell_epoch(each) for each in loop._combined_loader.flattened]):
             iter(loop._data_fetcher)
+
+    def _pass_over_empty_epochs(self, loop: Any) -> None:
+        """Begin with an epoch that has a batch for this node: without one it has no validation, and callbacks and
+        schedules that monitor a metric would fail."""
+        while self.elastic is not None and not loop.done:
+            epoch = loop.epoch_progress.current.processed
+            if self.elastic.has_batch(epoch):
+                return
+            self.elastic.log_once(f"epoch {epoch} is passed over: no batch of it is left for this node")
+            _pass_over_epoch(loop)
 
     def _tell_epoch(self, dataloader: Any) -> bool:
         """Tell a loader whose samples are dealt which epoch is trained; False for others."""
@@ -809,6 +820,15 @@ class MSTopKElasticMixin(ElasticAdapter, MSTopKLocalMixin):
         """The first node removes."""
         if self._writes:
             super().remove_checkpoint(filepath)
+
+
+def _pass_over_epoch(loop: Any) -> None:
+    progress = loop.epoch_progress
+    loop.epoch_loop.update_lr_schedulers("epoch", update_plateau_schedulers=False)
+    for each in (progress.current, progress.total):
+        each.ready = each.started = each.processed = each.completed = each.processed + 1
+    loop.reset_restart_stage()
+    loop.restarting = False
 
 
 # -- shards ------------------------------------------------------------------------------------------------------------

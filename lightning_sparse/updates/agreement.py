@@ -35,11 +35,24 @@ class Agreement:
         """Whether a sample rides along with this one, counted from 1: often at first, when agreement falls fast."""
         return exchanges % EVERY == 0 or (0 < exchanges < EVERY and exchanges.bit_count() == 1)
 
+    @property
+    def sample_bytes(self) -> int:
+        """Size of each sample of the slice: other nodes reserve memory for it."""
+        return 4 * (self.numel // self._stride)
+
     def sample(self, exchanges: int, own_S: Tensor, shared_S: Tensor) -> Tensor:
-        """What is pending at places that differ from sample to sample; as bytes."""
-        stride = -(-self.numel // PLACES)
-        places = slice(exchanges * 7919 % stride, None, stride)
+        """Return the pending updates at places that differ from sample to sample, as bytes."""
+        places = self.places(exchanges)
         return (shared_S[places] - own_S[places]).view(torch.uint8)
+
+    def places(self, exchanges: int) -> slice:
+        """Return the places of a sample. Their number is the same for all exchanges."""
+        stride = self._stride
+        return slice(exchanges * 7919 % stride, self.numel // stride * stride, stride)
+
+    @property
+    def _stride(self) -> int:
+        return -(-self.numel // PLACES)
 
     def measure(self, samples: HostCopy) -> float | None:
         """a, the same on all nodes, whatever their processors; None where nothing is pending, or not finite."""

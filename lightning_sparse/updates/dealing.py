@@ -42,6 +42,12 @@ def dealt_by(loader: Any) -> Dealt | None:
     return loader if isinstance(loader, DealtLoader) else None
 
 
+def least_samples(loader: Any) -> int:
+    """Return how many samples make the smallest batch that such a loader gives out on one device."""
+    whole = loader.drop_last if isinstance(loader, DataLoader) else True
+    return int(loader.batch_size or 1) if whole else 1
+
+
 class ElasticSampler(DistributedSampler[int]):
     """Draws each sample at most once an epoch, on one of the nodes that are there, as `lightning_sparse.exchange.deals`
     says.

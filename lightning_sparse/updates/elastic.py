@@ -7,6 +7,7 @@ its own, of its devices.
 
 from __future__ import annotations
 
+import logging
 import socket
 import threading
 import time
@@ -29,13 +30,14 @@ from lightning_sparse.exchange.host import HostCopy
 from lightning_sparse.exchange.lanes import FifoLanes
 from lightning_sparse.exchange.lighthouse import Lighthouse
 from lightning_sparse.exchange.rounds import Outcome, Round, Rounds, from_first
-from lightning_sparse.exchange.snapshots import SnapshotServer, fetch
-from lightning_sparse.messages import log, said_if_long
+from lightning_sparse.exchange.snapshots import Download, SnapshotServer
+from lightning_sparse.kernels.wire import nonfinite_of
+from lightning_sparse.messages import PATIENCE, log
 from lightning_sparse.sharding import trained_by
 from lightning_sparse.topology import Topology
 from lightning_sparse.updates.agreement import Agreement
 from lightning_sparse.updates.config import UpdatesConfig
-from lightning_sparse.updates.dealing import dealt_by
+from lightning_sparse.updates.dealing import dealt_by, least_samples
 from lightning_sparse.updates.local import LocalUpdates, facts_of
 from lightning_sparse.updates.moments import plain
 from lightning_sparse.updates.slices import Slices
@@ -43,6 +45,7 @@ from lightning_sparse.updates.state import Delivery, Difference
 
 TRIES_TO_FLUSH = 3
 WATCH_SECONDS = 0.05
+UNREACHED_TIMEOUTS, LONGEST_WAIT_SECONDS = 4, 1800.0  # of a node that joins
 WATCHED_BYTES = 1 << 30
 """Of messages that a node keeps while it does not train; with more it has missed rounds."""
 
@@ -89,11 +92,13 @@ class Version(NamedTuple):
     Args:
         token, number: their name, and the rounds that led to them.
         place: of samples, up to which nodes had drawn; those of all epochs stand in one line.
+        run: the name of their run; empty in early checkpoints, whose token stands for it.
     """
 
     token: str
     number: int
     place: int = 0
+    run: str = ""
 
 
 class ElasticUpdates(LocalUpdates):
@@ -149,15 +154,19 @@ class ElasticUpdates(LocalUpdates):
             min_nodes=config.min_nodes,
             timeout=config.timeout,
             server=self._server.address if self._server is not None else "",
+            host=lighthouse.host if lighthouse is not None else "",
         )
         self._watch = Watch(self.peers)
+        self._least = 0  # samples that the node needs for a batch
         self.taken: Any = None
         self.optimizers = []
         try:
             super().__init__(module, optimizers, config, topology)
+            self.peers.facts["sizes"] = self._from_first(lambda: list(self.peers.sizes))  # devices differ in theirs
             self.exchange.runner = FifoLanes()  # threads also for GPUs: the host waits for other nodes there
             if version is not None:
-                self.peers.token, self.peers.number, place = version
+                self.peers.token, self.peers.number, place, run = version
+                self.peers.run = run or version.token
                 self.peers.deals.begin(place)
             self._join()
         except BaseException:
@@ -187,7 +196,7 @@ class ElasticUpdates(LocalUpdates):
             return self._shows
         self._stop_watching()
         self._state.receive()
-        return Version(self.peers.token, self.peers.number, self.peers.deals.reached)
+        return Version(self.peers.token, self.peers.number, self.peers.deals.reached, self.peers.run)
 
     # -- training ------------------------------------------------------------------------------------------------------
 
@@ -200,6 +209,8 @@ class ElasticUpdates(LocalUpdates):
         """
         self._stop_watching()
         super().step(optimizer)
+        if self._state.left_out:
+            self._leave_out()
         if self._state.behind:
             self._catch_up()
 
@@ -237,12 +248,18 @@ class ElasticUpdates(LocalUpdates):
             dealt.ahead = loader.num_workers * (loader.prefetch_factor or 0)
         batch_size = loader.batch_size or 1
         deals, devices = self.peers.deals, self._devices
+        self._least = max(self._least, least_samples(loader) * devices.size)
         ahead = (1 + 2 * batches * self.config.sync_every + dealt.ahead) * batch_size * devices.size
         if ahead > deals.ahead:
             deals.ahead = ahead
             self.watch()
             self._from_first(self._watch.wait_for_a_round)
         dealt.deal(partial(deals.share, device=devices.place, devices=devices.size))
+
+    def has_batch(self, epoch: int) -> bool:
+        """Return whether a batch of an epoch is left for this node, of the loaders that ``deal`` was given. Every
+        device of the node calls it."""
+        return bool(self._from_first(lambda: self.peers.deals.leaves(epoch, self._least)))
 
     def watch(self) -> None:
         """Observe rounds until the next step, so that other nodes do not wait for this one: before a validation, say.
@@ -269,6 +286,7 @@ class ElasticUpdates(LocalUpdates):
             "optimizer": plain(self.optimizers[0].division.optimizer_state()),
             "extra": None if extra is None else plain(extra()),
             "version": tuple(self.version[:2]),  # where samples are dealt the next quorum says
+            "run": self.peers.run,
             "history": list(self.peers.history),
         }
         with self.shared_weights():
@@ -301,7 +319,7 @@ class ElasticUpdates(LocalUpdates):
     def gauges(self) -> dict[str, float]:
         """Return, of the rounds so far, what `RoundStats` has."""
         stats = self.peers.stats
-        told = {"nodes": stats.nodes, "rounds_lost": stats.lost}
+        told = {"nodes": stats.nodes, "rounds_lost": stats.lost, "rounds_left_out": stats.left_out}
         return {**super().gauges(), **told, "waited_s": stats.waited_s, "healing_s": stats.healing_s}
 
     # -- joining -------------------------------------------------------------------------------------------------------
@@ -325,6 +343,22 @@ class ElasticUpdates(LocalUpdates):
             self.optimizers[0].gather()
         self._stop_watching()
 
+    def _leave_out(self) -> None:
+        """Go on from the global weights, without updates that are not finite."""
+        self.log_once(
+            "updates of this node are not finite (NaN or infinity): they are left out, the other nodes go on without "
+            "them, and this node goes on from the global weights, with a new optimizer state where it is not finite. "
+            "If comm/rounds_left_out grows, lower the learning rate, or look for faulty memory.",
+            logging.WARNING,
+        )
+        self._state.drop()
+        for state in self.optimizers[0].optimizer.state.values():
+            tensors = [each for each in state.values() if isinstance(each, Tensor)]
+            if not all(bool(each.isfinite().all()) for each in tensors):
+                for each in tensors:
+                    each.zero_()
+        self.optimizers[0].gather()
+
     def _take_up(self, pending_S: Tensor | None) -> bool:
         """Take up a peer's snapshot and the rounds since; False if the next round changes this node's own weights."""
         while True:
@@ -344,16 +378,23 @@ class ElasticUpdates(LocalUpdates):
             self._watch.start()
 
     def _fetch(self) -> Any:
-        """Wait for the snapshot that this node asks for; None once it needs none."""
-        with said_if_long("joining other nodes"):
-            while True:
-                self._watch.check()
-                if self.peers.in_step:
-                    return None
-                given = fetch(self.peers.source, self.peers.wants, 1.0) if self.peers.source else None
-                if given is not None:
-                    return given
-                time.sleep(WATCH_SECONDS)
+        """Wait for the snapshot that this node asks for; None once it needs none.
+
+        Raises:
+            RuntimeError: when no node gives one in time.
+        """
+        wait, download = Wait(), Download("", "")
+        while True:
+            self._watch.check()
+            if self.peers.in_step:
+                return None
+            if self.peers.source and (download.address, download.name) != (self.peers.source, self.peers.wants):
+                download = Download(self.peers.source, self.peers.wants)
+            given = download.take(1.0, self.config.timeout) if self.peers.source else None
+            if given is not None:
+                return given
+            wait.check(download if self.peers.source else None, self.config.timeout)
+            time.sleep(WATCH_SECONDS)
 
     @torch.no_grad()
     def _install(self, given: dict[str, Any], rounds: list[Round], pending_S: Tensor | None) -> None:
@@ -363,6 +404,7 @@ class ElasticUpdates(LocalUpdates):
             one.optimizer.load_state_dict(given["optimizer"])
             self.taken = given
         token, number = (rounds[-1].token, rounds[-1].number) if rounds else given["version"]
+        self.peers.run = given["run"]
         history = [*given["history"], *(each.token for each in rounds)]
         returned, had = self.peers.take_over(token, number, history)
         state.start_from(rounds, pending_S, returned, had)
@@ -378,6 +420,37 @@ class ElasticUpdates(LocalUpdates):
     def _from_first(self, ask: Callable[[], Any]) -> Any:
         """Beside the rounds, which have a group of their own."""
         return from_first(Group(self._devices.ranks, self._devices.place), ask)
+
+
+class Wait:
+    """The wait of a node that joins others: it is told in the log with its cause, and ends."""
+
+    def __init__(self) -> None:
+        self._began = self._said = time.monotonic()
+
+    def check(self, download: Download | None, timeout: float) -> None:
+        """Log the wait now and then.
+
+        Args:
+            download: None while no node gives weights.
+
+        Raises:
+            RuntimeError: when it has taken too long.
+        """
+        now = time.monotonic()
+        cause = "no quorum of the lighthouse has a node that gives its weights"
+        if download is not None:
+            cause = f"no weights from the node at {download.address}: {download.problem}"
+        unreached = download is not None and now - download.heard > UNREACHED_TIMEOUTS * max(timeout, 10.0)
+        since = max(self._began, 0.0 if download is None else download.advanced)
+        if unreached or now - since > LONGEST_WAIT_SECONDS:
+            raise RuntimeError(
+                f"this node gave up joining the others after {now - self._began:.0f} s: {cause}. See that nodes reach "
+                f"one another on all ports, then start it again."
+            )
+        if now - self._said > PATIENCE.total_seconds():
+            self._said = now
+            log.warning("joining the other nodes has taken %.0f s so far: %s", now - self._began, cause)
 
 
 class Watch:
@@ -449,6 +522,7 @@ class ElasticDifference(Difference):
     Attributes:
         alone: no other node took part in the last round.
         behind: the global weights have moved on without this node.
+        left_out: updates of this node are not finite, and were not sent.
         asked: names of the snapshots that nodes ask for.
         wanted, served: names of snapshots that other nodes ask this one for, and of those that were served.
     """
@@ -463,7 +537,7 @@ class ElasticDifference(Difference):
         super()._make_models()
         if self.slices.numel == 0:
             raise ValueError("a device has no parameters to exchange: use fewer devices for a model so small.")
-        self.alone = self.behind = False
+        self.alone = self.behind = self.left_out = False
         self.asked: list[str] | None = None
         self.wanted: list[str] = []
         self.served: list[str] = []
@@ -472,7 +546,7 @@ class ElasticDifference(Difference):
         sample_bytes = 0
         if self._config.measures_ahead(3):
             self._agreement, self.ahead = Agreement(self.slices.numel), 1.0
-            sample_bytes = self._agreement.sample(1, self.own_S, self.shared_S).numel()
+            sample_bytes = self._agreement.sample_bytes
         self._peers.fit(self._path.message_bytes, sample_bytes, self.slices.numel)
 
     def advance(self, occasion: int = 0) -> None:
@@ -493,13 +567,16 @@ class ElasticDifference(Difference):
             self._peers.try_again()
             if self._flush(leaves=True):
                 return
+            if self.left_out:
+                self.drop()
+                return
         norm = torch.linalg.vector_norm(self.pending_S).item()
         log.warning("updates of norm %.3g are not sent: no round counted in %d tries", norm, TRIES_TO_FLUSH)
 
     def _flush(self, leaves: bool = False) -> bool:
         pending_S = self.collect()
         self.own_S.add_(pending_S)
-        outcome = self._peers.round(dense_S=pending_S, leaves=leaves)
+        outcome = self._peers.round(dense_S=pending_S, leaves=leaves, finite=bool(pending_S.isfinite().all()))
         self._take(outcome, pending_S.nbytes)
         self._take_messages()
         self.begin()
@@ -508,6 +585,13 @@ class ElasticDifference(Difference):
     def collect(self) -> Tensor:
         """Return what this node has not sent, with nothing in flight; ``begin`` is to follow."""
         return self._collect()
+
+    def drop(self) -> None:
+        """Go on from the global weights with nothing pending."""
+        self.collect()
+        self.left_out = False
+        self.set_pending(torch.zeros_like(self.shared_S))
+        self.begin()
 
     def start_from(
         self, rounds: Sequence[Round], pending_S: Tensor | None, returned: Sequence[Tensor], had: Sequence[Tensor]
@@ -570,6 +654,7 @@ class ElasticDifference(Difference):
     def _take(self, outcome: Outcome, own_bytes: int) -> None:
         """Keep what a round brought, its own included, until it is added."""
         self.alone, self.behind, self.asked = outcome.alone, outcome.behind, outcome.asked
+        self.left_out |= outcome.left_out
         self.wanted += outcome.wanted
         before = self._messages or Outcome()
         self._messages = Outcome([*before.rounds, *outcome.rounds], [*before.returned, *outcome.returned])
@@ -638,7 +723,9 @@ class RoundJob(Delivery):
 
     def transfer(self) -> Sequence[Tensor]:
         """Take part in a round."""
-        self.outcome = self._peers.round(self._transfer.carried, exchanges=self._exchanges)
+        message_B = self._transfer.carried
+        finite = not nonfinite_of(message_B)
+        self.outcome = self._peers.round(message_B, exchanges=self._exchanges, finite=finite)
         return self._transfer.tensors
 
     def apply(self) -> Sequence[Tensor]:

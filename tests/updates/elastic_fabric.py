@@ -119,7 +119,7 @@ def refusal(call: Any, *arguments: Any) -> str:
 
 
 def seen(strategy: Any, net: nn.Module) -> dict[str, Any]:
-    token, number, _ = strategy.elastic.version
+    token, number, *_ = strategy.elastic.version
     with strategy.shared_weights():
         weights = torch.cat([p.detach().flatten() for p in net.parameters()])
     digest = hashlib.sha1(weights.numpy().tobytes()).hexdigest()[:12]

@@ -1,7 +1,9 @@
 """A node of its own, in a process that tests kill: ``python -m tests.updates.elastic_node NAME LIGHTHOUSE OPTIONS``.
 
 It trains a toy and prints a line of JSON after each step. OPTIONS is a JSON object: those of `ElasticConfig`, and
-``steps``, ``pause`` (seconds between steps), ``seed``.
+``steps``, ``pause`` (seconds between steps), ``seed``, ``version`` (that its weights have in a checkpoint), ``width``
+(of the hidden layer), ``validate_every`` (steps), ``breaks_at`` (steps after which a weight is NaN), and
+``sample_always``, with which a sample rides along with each message.
 """
 
 from __future__ import annotations
@@ -22,7 +24,8 @@ from torch import Tensor, nn
 
 from lightning_sparse.exchange.rounds import Outcome, Round, Rounds
 from lightning_sparse.topology import discover
-from lightning_sparse.updates.elastic import ElasticConfig, ElasticUpdates
+from lightning_sparse.updates.agreement import Agreement
+from lightning_sparse.updates.elastic import ElasticConfig, ElasticUpdates, Version
 
 
 def flat(model: nn.Module) -> Tensor:
@@ -55,26 +58,33 @@ class Sent:
 
 def main(name: str, lighthouse: str, options: dict[str, Any]) -> None:
     steps, pause, seed = options.pop("steps", 100_000), options.pop("pause", 0.02), options.pop("seed", 0)
+    version, breaks_at = options.pop("version", None), options.pop("breaks_at", [])
+    width, validate_every = options.pop("width", 64), options.pop("validate_every", 0)
+    if options.pop("sample_always", False):
+        Agreement.due = staticmethod(lambda exchanges: exchanges > 0)  # type: ignore[method-assign]
     torch.set_num_threads(1)
     logging.basicConfig(level=logging.INFO, stream=sys.stderr, force=True)
     store = dist.TCPStore("127.0.0.1", 0, 1, is_master=True)
     dist.init_process_group("gloo", store=store, rank=0, world_size=1)
-    model, teacher = toy(seed), toy(-1)
+    model, teacher = toy(seed, width), toy(-1)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     leaving: list[int] = []
     signal.signal(signal.SIGTERM, lambda *_: leaving.append(1))
     sent = Sent()
-    updates = ElasticUpdates(model, optimizer, ElasticConfig(lighthouse=lighthouse, **options), discover(), name=name)
+    config = ElasticConfig(lighthouse=lighthouse, **options)
+    loaded = None if version is None else Version(*version)
+    updates = ElasticUpdates(model, optimizer, config, discover(), name=name, version=loaded)
     state = sent.state = updates._state
     data = torch.Generator().manual_seed(int.from_bytes(hashlib.sha1(updates.peers.name.encode()).digest()[:4]))
     made = torch.zeros(state.slices.numel, dtype=torch.float64)
 
     def report(**more: Any) -> None:
-        token, number, _ = updates.version
+        token, number, *_ = updates.version
         digest = hashlib.sha1(state.read_shared().numpy().tobytes()).hexdigest()[:12]
         off = (made - sent.total - pending(state, updates, sent)).abs().max().item()
         left = state.pending_S.abs().max().item()
         told = {"token": token, "number": number, "digest": digest, "off": off, "left": left}
+        told["finite"] = bool(state.read_shared().isfinite().all())
         told["received"] = updates.exchange.stats.bytes_between_nodes
         print(json.dumps({**more, **told, **updates.gauges(), **used()}), flush=True)
 
@@ -87,11 +97,17 @@ def main(name: str, lighthouse: str, options: dict[str, Any]) -> None:
         before = flat(model).double()
         optimizer.step()
         made += before - flat(model).double()
-        updates.step()
         step += 1
+        if step in breaks_at:
+            next(model.parameters()).data[0, 0] = float("nan")
+        updates.step()
         updates.serve(partial(dict, step=step))
         time.sleep(pause)
         report(step=step)
+        if validate_every and step % validate_every == 0:
+            with updates.shared_weights():
+                updates.watch()
+                time.sleep(0.3)
     updates.finish()
     report(ends=step)
     updates.end()
@@ -104,9 +120,9 @@ def used() -> dict[str, float]:
     return {"files": len(list(Path("/proc/self/fd").iterdir())), "threads": threads, "MB": pages * 4096 / 1e6}
 
 
-def toy(seed: int) -> nn.Module:
+def toy(seed: int, width: int = 64) -> nn.Module:
     torch.manual_seed(seed)
-    return nn.Sequential(nn.Linear(16, 64), nn.Tanh(), nn.Linear(64, 4))
+    return nn.Sequential(nn.Linear(16, width), nn.Tanh(), nn.Linear(width, 4))
 
 
 def pending(state: Any, updates: ElasticUpdates, sent: Sent) -> Tensor:

@@ -85,7 +85,7 @@ class Report(pl.Callback):
 def report(trainer: Any, **more: Any) -> None:
     updates = trainer.strategy.elastic
     with updates.shared_weights():
-        token, number, _ = updates.version
+        token, number, *_ = updates.version
         weights = torch.cat([p.detach().flatten() for p in trainer.lightning_module.parameters()])
     digest = hashlib.sha1(weights.numpy().tobytes()).hexdigest()[:12]
     lr = trainer.optimizers[0].param_groups[0]["lr"]
@@ -106,6 +106,7 @@ def main(name: str, lighthouse: str, options: dict[str, Any]) -> None:
     x = torch.randn(2048, 16)
     data = TensorDataset(x, torch.tanh(x @ torch.randn(16, 4)), torch.arange(2048))
     order: dict[str, Any] = {"sampler": ElasticSampler(data)} if options.pop("deal", False) else {"shuffle": True}
+    stoppers = [pl.callbacks.EarlyStopping("val_loss", patience=10**6)] if options.pop("stops_early", False) else []
     checkpoints = Path(folder)
     saved = checkpoints / "last.ckpt"
     trainer = pl.Trainer(
@@ -120,6 +121,7 @@ def main(name: str, lighthouse: str, options: dict[str, Any]) -> None:
         callbacks=[
             Report(pause),
             CommStatsCallback(),
+            *stoppers,
             pl.callbacks.ModelCheckpoint(checkpoints, save_last=True, every_n_train_steps=every, save_top_k=1),
         ],
     )

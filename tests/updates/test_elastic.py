@@ -169,6 +169,25 @@ def test_with_too_few_nodes_a_flush_counts_no_more_than_other_rounds(nodes: Node
     assert after["number"] == before["number"]
 
 
+def test_elastic_node_with_min_nodes_waits_although_its_last_request_failed(nodes: Nodes) -> None:
+    """The lighthouse gives no quorum to the one of two nodes that is left, until the other's heartbeat has expired."""
+    options: dict[str, Any] = {"timeout": 1, "density": 0.1, "min_nodes": 2, "pause": 0.001}
+    begin(nodes, "ab", **options)
+    nodes.wait_for("a", of(2, 20))
+    nodes.kill("b")
+    nodes.wait_for("a", lambda report: report["rounds_lost"] > 3)
+    nodes.start("b", **options)
+    nodes.wait_for("a", of(2, nodes.reports("a")[-1]["number"] + 1))
+    reports = [each for each in nodes.reports("a") if "waited_s" in each]
+    without_wait = [
+        after
+        for before, after in zip(reports, reports[1:], strict=False)
+        if after["number"] == before["number"] and after["waited_s"] - before["waited_s"] < 0.5
+    ]
+    assert len(without_wait) <= 10, "steps without a round and without a wait: first ones, and those whose round failed"
+    finish(nodes, "ab")
+
+
 def test_nodes_train_on_while_there_is_no_lighthouse(nodes: Nodes) -> None:
     begin(nodes, "ab", timeout=5, density=0.1)
     before = nodes.wait_for("a", of(2))
@@ -197,6 +216,44 @@ def test_a_node_with_other_options_is_refused_and_the_others_go_on(nodes: Nodes)
     assert "this node differs from those that train: density=0.2, theirs 0.1" in nodes.output("c")
     nodes.wait_for("a", of(2))
     check(nodes, "ab")
+
+
+@pytest.mark.parametrize("options", [{}, {"delay": 0}, {"flush_every": 3}], ids=["delayed", "at once", "whole"])
+def test_elastic_node_with_non_finite_updates_is_left_out_and_goes_on(nodes: Nodes, options: dict[str, Any]) -> None:
+    begin(nodes, "a", timeout=5, density=0.1, **options)
+    nodes.start("b", timeout=5, density=0.1, breaks_at=[*range(40, 50)], **options)
+    nodes.wait_for("b", lambda report: report.get("rounds_left_out", 0) > 0)
+    nodes.wait_for("b", lambda report: report["step"] > 60)
+    healed = nodes.wait_for("b", of(2))
+    nodes.wait_for("a", of(2, healed["number"] + 5))
+    end(nodes, "ab")
+    assert nodes.output("b").count("updates of this node are not finite") == 1
+    for name in "ab":
+        assert all(each["finite"] for each in nodes.reports(name) if "finite" in each), "the global weights"
+    check(nodes, "a")
+    tokens_of(nodes, "ab")
+
+
+def test_elastic_node_that_ends_with_non_finite_updates_leaves_them_out(nodes: Nodes) -> None:
+    begin(nodes, "ab", timeout=5, density=0.1)
+    nodes.wait_for("a", of(2))
+    nodes.start("c", timeout=5, density=0.1, breaks_at=[*range(10_000)])
+    nodes.wait_for("c", lambda report: report.get("rounds_left_out", 0) > 3)
+    end(nodes, "cab")
+    last = nodes.reports("c")[-1]
+    assert (last["finite"], last["left"]) == (True, 0.0)
+    tokens_of(nodes, "abc")
+
+
+@pytest.mark.parametrize("run", ["", "other"], ids=["of an early checkpoint", "named"])
+def test_elastic_node_of_another_run_is_refused_and_the_others_keep_their_weights(nodes: Nodes, run: str) -> None:
+    begin(nodes, "ab", timeout=5, density=0.1)
+    nodes.wait_for("a", of(2))
+    nodes.start("c", timeout=5, density=0.1, version=["0123456789abcdef", 100_000, 0, run])
+    assert nodes.join("c") == 1
+    assert f"goes on from round 100000 of run '{run or '0123456789abcdef'}'" in nodes.output("c")
+    assert nodes.wait_for("a", of(2))["number"] < 100_000
+    finish(nodes, "ab")
 
 
 @pytest.mark.timeout(600)

@@ -15,6 +15,7 @@ import torch
 pytest.importorskip("torchft", reason="needs torchft")
 
 from lightning_sparse.flavours.pytorch_lightning import MSTopKElasticStrategy
+from lightning_sparse.strategy.adapter import ELASTIC_KEY
 from tests.helpers.nodes import Nodes, nodes_of
 from tests.updates.elastic_trainer import main
 from tests.updates.test_elastic import end, of, tokens_of
@@ -79,12 +80,35 @@ def test_a_job_that_was_stopped_resumes_on_another_number_of_nodes(
     nodes.wait_for("a", lambda report: report.get("epoch", 0) > saved["epoch"] + 1)
     end(nodes, "ab")
     tokens_of(nodes, "ab")
+    again = torch.load(tmp_path / "last.ckpt", weights_only=False)
+    assert again[ELASTIC_KEY][3] == saved[ELASTIC_KEY][3] != "", "the name of the run"
     trained = drawn_in(saved["epoch"], [each for each in before if each.get("step", 0) <= saved["global_step"]])
     after = drawn_in(saved["epoch"], [*nodes.reports("a")[len(before) :], *nodes.reports("b")])
     assert len({*trained, *after}) == len(trained) + len(after), "the rest of the epoch, and nothing twice"
     assert len(trained) + len(after) >= 2048 - 3 * 32, "but for what was drawn, and not trained, when it was saved"
     following = drawn_in(saved["epoch"] + 1, [*nodes.reports("a")[len(before) :], *nodes.reports("b")])
     assert len(set(following)) == len(following) >= 2048 - 3 * 32, "but for what is drawn last"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("place", [2048, 2047, 2048 + 7, 3 * 2048], ids=["none", "one", "next begun", "none of three"])
+def test_elastic_job_resumes_where_no_batch_of_its_epoch_is_left(nodes: Nodes, tmp_path: Path, place: int) -> None:
+    """Another node had drawn the samples when the checkpoint was written; EarlyStopping wants a validation."""
+    options: dict[str, Any] = {"timeout": 5, "density": 0.1, "folder": str(tmp_path), "deal": True}
+    nodes.start("a", steps=12, **options)
+    assert nodes.join("a") == 0
+    saved = torch.load(tmp_path / "last.ckpt", weights_only=False)
+    saved[ELASTIC_KEY][2] = place
+    torch.save(saved, tmp_path / "last.ckpt")
+    nodes.start("a", epochs=place // 2048 + 2, stops_early=True, **options)
+    assert nodes.join("a") == 0, nodes.output("a")[-2000:]
+    after = [each for each in nodes.reports("a")[13:] if "drawn" in each]
+    epoch = place // 2048
+    assert {each["epoch"] for each in after} == {epoch, epoch + 1}
+    last = next(each for each in after if each["epoch"] == epoch + 1)
+    assert last["lr"] == pytest.approx(0.01 * 0.99 ** (epoch + 1)), "the schedule steps with each epoch"
+    drawn = drawn_in(epoch, after)
+    assert len(set(drawn)) == len(drawn) == 2048 * (epoch + 1) - place
 
 
 @pytest.mark.slow

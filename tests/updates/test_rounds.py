@@ -62,6 +62,28 @@ def test_a_node_that_differs_is_left_out() -> None:
     assert names(found.members) == ["a", "b"]
 
 
+def test_quorum_with_a_stranger_keeps_the_run_that_nodes_train() -> None:
+    """However many rounds the stranger's checkpoint has, and however many strangers there are."""
+    trains = member("a", "mine", 7, run="a", trains=True)
+    strangers = [member(name, "theirs", 10**6, run="x") for name in "bc"]
+    found = quorum_of([trains, *strangers, member("d", "", 0)])
+    assert (found.run, found.token, names(found.members)) == ("a", "mine", ["a", "d"])
+
+
+def test_quorum_of_two_runs_that_begin_together_keeps_that_of_most_nodes() -> None:
+    found = quorum_of([member("a", "s", 9, run="x"), member("b", "t", 5, run="y"), member("c", "u", 4, run="y")])
+    assert (found.run, found.token, names(found.members)) == ("y", "t", ["b", "c"])
+
+
+def test_quorum_of_new_weights_names_the_run_after_them() -> None:
+    assert quorum_of([member("a", "a:1", 0), member("b", "", 0)]).run == "a:1"
+
+
+def test_node_with_own_weights_only_gives_them_up_for_a_checkpoint() -> None:
+    found = quorum_of([member("a", "a:1", 0), member("b", "saved", 5, run="x")])
+    assert (found.run, names(found.members), names(found.training)) == ("x", ["a", "b"], ["b"])
+
+
 def test_a_refusal_names_what_one_of_them_does_not_have() -> None:
     assert "differs from those that train: new=None, theirs not there." in _refusal(
         {"new": None, "same": 1}, {"same": 1}
@@ -254,6 +276,17 @@ def test_a_node_that_draws_more_than_it_has_told_says_so_once(caplog: pytest.Log
     assert [each.partition(":")[0] for each in caplog.messages] == [
         "this node has drawn more samples since it last met the others than it had told them"
     ]
+
+
+def test_deals_tell_whether_samples_of_an_epoch_are_left_without_drawing_them() -> None:
+    deals = Deals("b")
+    assert deals.leaves(0, 99), "until it knows how long an epoch is"
+    deals.follow(["a", "b"], [deals.say()] * 2)
+    drawn = deals.share(range(7), 0, device=0, devices=1)
+    assert next(drawn) == 1
+    assert [deals.leaves(0, samples) for samples in (3, 4)] == [True, False], "1, 3 and 5 of 0 to 6"
+    assert deals.leaves(1, 4), "7, 9, 11 and 13"
+    assert list(drawn) == [3, 5]
 
 
 def test_epochs_of_several_sizes_are_refused() -> None:

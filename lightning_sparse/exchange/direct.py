@@ -1,0 +1,122 @@
+"""Connections between nodes: each on the node's own address, and none by a proxy."""
+
+from __future__ import annotations
+
+import http.client
+import ipaddress
+import os
+import socket
+import threading
+import urllib.request
+import uuid
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+LIGHTHOUSE_PORT = 29510
+RESOLVE_SECONDS = 4.0
+
+
+def own_address(address: str) -> str:
+    """Return the address of this machine by which it reaches a URL, and other nodes reach it.
+
+    Raises:
+        ValueError: for a URL without a host, and for a name that does not resolve in time.
+    """
+    host, port = place_of(address)
+    family, *_, target = _resolved(address, host, port)
+    try:
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect(target)  # sends nothing
+            return str(probe.getsockname()[0])
+    except OSError as error:
+        raise ValueError(
+            f"{address} is not reached from here ({error}): give an address in a network of this machine."
+        ) from error
+
+
+def place_of(address: str) -> tuple[str, int]:
+    """Return host and port of a URL.
+
+    Raises:
+        ValueError: when it has no host, or a port that is none.
+    """
+    try:
+        place = urlsplit(address)
+        port = place.port
+    except ValueError as error:
+        raise ValueError(
+            f"{address} is no address ({error}): give one such as http://host:{LIGHTHOUSE_PORT}."
+        ) from error
+    if not place.hostname:
+        raise ValueError(f"{address} names no host: give an address such as http://host:{LIGHTHOUSE_PORT}.")
+    return place.hostname, port or LIGHTHOUSE_PORT
+
+
+def _resolved(address: str, host: str, port: int) -> Any:
+    """A resolver may take longer than anybody waits, and has no timeout: it runs in a thread."""
+    found: list[Any] = []
+
+    def look_up() -> None:
+        try:
+            found.append(socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0])
+        except (OSError, UnicodeError) as error:
+            found.append(error)
+
+    thread = threading.Thread(target=look_up, daemon=True)
+    thread.start()
+    thread.join(RESOLVE_SECONDS)
+    answer = found[0] if found else TimeoutError(f"no answer in {RESOLVE_SECONDS:.0f} s")
+    if isinstance(answer, Exception):
+        raise ValueError(
+            f"{address}: the name {host!r} does not resolve ({answer}). Correct it, or give an IP address."
+        ) from answer
+    return answer
+
+
+def listener(host: str) -> socket.socket:
+    """Return a socket that listens on that address alone, on a free port."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    return socket.create_server((host, 0), family=family)
+
+
+def is_loopback(place: str) -> bool:
+    """Whether no other machine reaches ``host:port``."""
+    try:
+        address = ipaddress.ip_address(place.rpartition(":")[0].strip("[]"))
+    except ValueError:
+        return False
+    mapped = getattr(address, "ipv4_mapped", None)
+    return address.is_loopback or (mapped is not None and mapped.is_loopback)
+
+
+def network_name() -> str:
+    """Name the machine, or the container, in which processes reach one another by loopback addresses."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip() + os.readlink("/proc/self/ns/net")
+    except OSError:
+        return f"{socket.gethostname()} {uuid.getnode()}"
+
+
+def open_page(url: str, timeout: float) -> Any:
+    """Open a page of a node or of the lighthouse."""
+    return urllib.request.build_opener(urllib.request.ProxyHandler({})).open(url, timeout=timeout)
+
+
+@contextmanager
+def answer_of(url: str, timeout: float, pause: float, headers: dict[str, str]) -> Iterator[http.client.HTTPResponse]:
+    """Yield the answer of a node to a GET.
+
+    Args:
+        timeout: of the connection, in seconds.
+        pause: seconds without a byte after which the answer has failed.
+    """
+    host, port = place_of(url)
+    with closing(http.client.HTTPConnection(host, port, timeout=timeout)) as connection:
+        connection.connect()
+        connection.sock.settimeout(pause)
+        connection.request("GET", urlsplit(url).path, headers=headers)
+        with connection.getresponse() as answer:
+            yield answer

@@ -1,0 +1,257 @@
+"""Connections between nodes: no proxy, the node's own address, downloads that go on, and errors that name the cause."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("torchft", reason="needs torchft")
+
+from lightning_sparse.exchange.direct import is_loopback, own_address
+from lightning_sparse.exchange.lighthouse import Lighthouse, Member, Said, _store_on, last_quorum
+from lightning_sparse.exchange.rounds import _process_group, quorum_of
+from lightning_sparse.exchange.snapshots import Download, SnapshotServer
+from lightning_sparse.updates import elastic
+from lightning_sparse.updates.elastic import Wait
+
+STATE = {"weights": torch.arange(30_011, dtype=torch.float32)}
+
+
+@pytest.fixture
+def server() -> Iterator[SnapshotServer]:
+    server = SnapshotServer("127.0.0.1")
+    server.offer(["name"], STATE)
+    yield server
+    server.close()
+
+
+@pytest.fixture
+def through_a_dead_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("http_proxy", "HTTP_PROXY", "all_proxy"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")
+    monkeypatch.delenv("no_proxy", raising=False)
+
+
+@contextmanager
+def relay(address: str, cut_after: int, pause: float) -> Iterator[tuple[str, list[int]]]:
+    """Pass on connections to an address; the first answer pauses after so many bytes, and is then cut if the pause is
+    negative. Yields the new address, and the bytes that each connection passed on."""
+    host, port = address.removeprefix("http://").split(":")
+    listens, passed = socket.create_server(("127.0.0.1", 0)), list[int]()
+
+    def serve(client: socket.socket, first: bool) -> None:
+        passed.append(0)
+        place = len(passed) - 1
+        with client, socket.create_connection((host, int(port))) as peer:
+            peer.sendall(client.recv(65536))
+            while chunk := peer.recv(4096):
+                if first and passed[place] <= cut_after < passed[place] + len(chunk):
+                    if pause < 0:
+                        return
+                    time.sleep(pause)
+                client.sendall(chunk)
+                passed[place] += len(chunk)
+
+    def accept() -> None:
+        while True:
+            try:
+                client = listens.accept()[0]
+            except OSError:
+                return
+            threading.Thread(target=serve, args=(client, not passed), daemon=True).start()
+
+    threading.Thread(target=accept, daemon=True).start()
+    yield f"http://127.0.0.1:{listens.getsockname()[1]}", passed
+    listens.close()
+
+
+def received(download: Download, pause: float) -> None:
+    found = None
+    while found is None:  # the test's timeout ends it
+        found = download.take(1.0, pause)
+    assert torch.equal(found["weights"], STATE["weights"])
+
+
+def test_download_whose_connection_is_cut_goes_on_where_it_stopped(server: SnapshotServer) -> None:
+    with relay(server.address, 50_001, -1) as (address, passed):
+        received(Download(address, "name"), pause=5.0)
+        assert len(passed) == 2
+        assert passed[1] < STATE["weights"].nbytes - passed[0] + 4096, "the rest alone"
+
+
+def test_download_that_pauses_goes_on(server: SnapshotServer) -> None:
+    with relay(server.address, 50_001, 1.5) as (address, passed):
+        received(Download(address, "name"), pause=30.0)
+        assert len(passed) == 1
+
+
+def test_download_that_returned_after_a_pause_goes_on_when_it_is_asked_again(server: SnapshotServer) -> None:
+    with relay(server.address, 50_001, 600.0) as (address, passed):
+        download = Download(address, "name")
+        received(download, pause=0.2)
+        assert passed[1] < STATE["weights"].nbytes
+
+
+def test_download_takes_no_proxy(server: SnapshotServer, through_a_dead_proxy: None) -> None:
+    received(Download(server.address, "name"), pause=5.0)
+
+
+def test_download_says_why_it_waits(server: SnapshotServer) -> None:
+    missing = Download(server.address, "missing")
+    assert missing.take(0.3, 1.0) is None
+    assert missing.problem == "it has not offered its weights yet"
+    server.close()
+    gone = Download(server.address, "name")
+    assert gone.take(0.3, 1.0) is None
+    assert "Connection refused" in gone.problem
+    server.__init__("127.0.0.1")  # type: ignore[misc]  # the fixture closes it
+
+
+def test_wait_of_a_node_that_joins_names_its_cause_and_ends(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    download, now = Download("http://10.0.0.9:77", "name"), time.monotonic()
+    download.problem = "ConnectionRefusedError: no"
+    monkeypatch.setattr(elastic.time, "monotonic", lambda: now + after)  # type: ignore[attr-defined]
+    after = 0.0
+    wait = Wait()
+    wait.check(download, timeout=30)
+    assert not caplog.messages
+    after = 11.0
+    wait.check(download, timeout=30)
+    wait.check(None, timeout=30)
+    assert caplog.messages == [
+        "joining the other nodes has taken 11 s so far: no weights from the node at http://10.0.0.9:77: "
+        "ConnectionRefusedError: no"
+    ]
+    after = 121.0
+    with pytest.raises(RuntimeError, match="gave up joining the others after 121 s: no weights .* Connection"):
+        wait.check(download, timeout=30)
+    after = 1900.0
+    with pytest.raises(RuntimeError, match="no quorum of the lighthouse"):
+        wait.check(None, timeout=30)
+
+
+def test_lighthouse_page_takes_no_proxy_and_names_are_unescaped(through_a_dead_proxy: None) -> None:
+    page = b"<b>a&lt;b&gt; &amp; &quot;c&quot;:1f</b> x <br>Step: 7"
+
+    def answer() -> None:
+        with listens.accept()[0] as client:
+            client.recv(4096)
+            client.sendall(b"HTTP/1.0 200 OK\r\nContent-Length: %d\r\n\r\n%b" % (len(page), page))
+
+    with socket.create_server(("127.0.0.1", 0)) as listens:
+        threading.Thread(target=answer, daemon=True).start()
+        assert last_quorum(f"127.0.0.1:{listens.getsockname()[1]}") == [('a<b> & "c"', 7)]
+
+
+@pytest.mark.parametrize(
+    ("address", "said"),
+    [
+        ("http://no.such.host.invalid:29510", "the name 'no.such.host.invalid' does not resolve"),
+        (f"http://{'a' * 70}.b:1", "does not resolve"),
+        ("http://", "names no host"),
+        ("http://host:many", "is no address"),
+        ("http://host:99999", "is no address"),
+    ],
+)
+def test_lighthouse_address_that_cannot_work_is_refused_by_name(address: str, said: str) -> None:
+    with pytest.raises(ValueError, match=said) as error:
+        Lighthouse(address, "a", timeout=1)
+    assert str(error.value).startswith(address)
+
+
+def test_name_that_takes_long_to_resolve_is_refused_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    ended = threading.Event()
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: [ended.wait(60)])
+    monkeypatch.setattr("lightning_sparse.exchange.direct.RESOLVE_SECONDS", 0.1)
+    with pytest.raises(ValueError, match="does not resolve .no answer in"):
+        own_address("http://host:29510")
+    ended.set()
+
+
+def test_store_of_a_node_listens_on_its_own_address_alone() -> None:
+    store = _store_on("127.0.0.2")
+    with socket.create_connection(("127.0.0.2", store.port), timeout=5):
+        pass
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.3", store.port), timeout=5)
+
+
+@pytest.mark.parametrize(
+    ("place", "expected"),
+    [
+        ("127.0.0.1:1", True),
+        ("127.8.0.1:1", True),
+        ("::1:1", True),
+        ("[::1]:1", True),
+        ("::ffff:127.0.0.1:1", True),
+        ("10.0.0.1:1", False),
+        ("fe80::1%lo:1", False),
+        ("", False),
+    ],
+)
+def test_loopback_addresses_are_recognized(place: str, expected: bool) -> None:
+    assert is_loopback(place) is expected
+
+
+def member(name: str, place: str, network: str, number: int = 5) -> Member:
+    said: dict[str, Any] = {"token": f"{number}", "number": number, "run": "x", "trains": True, "observes": False}
+    return Member(name, place, Said(network=network, **said))
+
+
+def names_of(*members: Member) -> list[str]:
+    found = quorum_of(members)
+    assert {each.name for each in (*found.members, *found.unreached)} == {each.name for each in members}
+    assert all(each in found.members for each in found.contributors)
+    return [each.name for each in found.members]
+
+
+def test_quorum_of_several_machines_has_no_member_with_a_loopback_address() -> None:
+    far = [member("b", "10.0.0.2:1", "two"), member("c", "10.0.0.3:1", "three")]
+    assert names_of(member("a", "127.0.0.1:1", "one", number=3), *far) == ["b", "c"]
+    assert names_of(member("a", "10.0.0.1:1", "one", number=3), *far) == ["a", "b", "c"]
+
+
+def test_quorum_keeps_a_node_that_trains_with_a_loopback_address_and_refuses_other_machines() -> None:
+    near = member("c", "10.0.0.1:1", "one", number=0)
+    assert names_of(member("a", "127.0.0.1:1", "one"), member("b", "10.0.0.2:1", "two", number=0), near) == ["a", "c"]
+    assert names_of(member("a", "127.0.0.1:1", "one"), member("b", "127.0.0.1:2", "one")) == ["a", "b"]
+
+
+def test_group_between_nodes_listens_on_the_address_of_its_node(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By itself Gloo takes that of the host's name."""
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    before, store = listening(), _store_on("127.0.0.1")
+    groups = [_process_group("127.0.0.2", timedelta(seconds=20)) for _ in range(2)]
+    joined = [
+        threading.Thread(target=group.configure, args=(f"127.0.0.1:{store.port}/x", f"{rank}", rank, 2))
+        for rank, group in enumerate(groups)
+    ]
+    for each in joined:
+        each.start()
+    for each in joined:
+        each.join()
+    listens = listening() - before - {f"0100007F:{store.port:04X}"}
+    assert {each.split(":")[0] for each in listens} == {"0200007F"}
+    for group in groups:
+        group.abort(errored=False)
+
+
+def listening() -> set[str]:
+    """Addresses and ports in hexadecimal on which this process listens."""
+    mine = {
+        os.readlink(each) for each in Path("/proc/self/fd").iterdir() if each.is_symlink() and os.path.lexists(each)
+    }
+    rows = [row.split() for row in Path("/proc/self/net/tcp").read_text().splitlines()[1:]]
+    return {row[1] for row in rows if row[3] == "0A" and f"socket:[{row[9]}]" in mine}
