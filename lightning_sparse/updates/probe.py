@@ -100,8 +100,8 @@ class Probe:
             if size and 0 < usual <= size / CLEAR:
                 doubt = 2.0 * usual / size / math.sqrt(len(each.places))
                 smallest = min(smallest, share + doubt)
-            elif usual:
-                self.sizes[each.piece.dtype] = LARGE * usual
+            scale = each.before.double().square().mean().sqrt().item()  # a larger change would be another model
+            self.sizes[each.piece.dtype] = min(LARGE * usual, scale or math.inf)
         self._tried = []
         return smallest
 

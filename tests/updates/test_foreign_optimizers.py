@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_sparse.updates.probe import STEPS
-from tests.helpers.distributed import RunRanks
+from tests.helpers.distributed import RunRanks, run_ranks
 from tests.helpers.lines import Lines
 from tests.strategy.models import flat_parameters
 from tests.updates.runs import start
@@ -200,3 +200,32 @@ def no_step() -> list[str]:
 
 def test_loop_without_a_step_warns_once(ranks: RunRanks) -> None:
     assert [len(each) for each in ranks(no_step, nodes=2, devices=1)] == [1, 0]
+
+
+def of_timm() -> dict[str, str]:
+    """What is said of each optimizer of timm that can step the model at all."""
+    optim = pytest.importorskip("timm.optim")
+    found = {}
+    for name in optim.list_optimizers():
+
+        def make(model: nn.Module, name: str = name) -> Optimizer:
+            made: Optimizer = optim.create_optimizer_v2(model, opt=name, lr=1e-3)
+            return made
+
+        try:
+            model = Toy()
+            optimizer = make(model)
+            model(torch.randn(4, 16)).square().mean().backward()
+            optimizer.step()
+        except Exception:  # it needs a GPU, a closure, or a second derivative
+            continue
+        found[name] = trained(make)["said"]
+    return found
+
+
+@pytest.mark.slow
+def test_no_optimizer_of_timm_is_refused() -> None:
+    pytest.importorskip("timm")
+    found = run_ranks(of_timm, nodes=2, devices=1, timeout=280)[0]
+    assert len(found) > 60
+    assert {name: said for name, said in found.items() if said} == {}
