@@ -728,6 +728,8 @@ class MSTopKElasticMixin(ElasticAdapter, MSTopKLocalMixin):
         super().setup(trainer)
         if trainer.state.fn == "fit":
             trainer.fit_loop._combined_loader = None  # one that configure_optimizers() asked for is dealt to nobody
+            self.engines[-1].show_shared()  # to hooks before the first batch
+            self.engines[-1].watch()
 
     def process_dataloader(self, dataloader: Any) -> Any:
         """Deal samples to the nodes that are there, if the loader can."""

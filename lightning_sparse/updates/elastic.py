@@ -159,6 +159,7 @@ class ElasticUpdates(LocalUpdates):
         self._watch = Watch(self.peers)
         self._least = 0  # samples that the node needs for a batch
         self.taken: Any = None
+        self._joined, self._begins = False, version is None  # this node begins a run
         self.optimizers = []
         try:
             super().__init__(module, optimizers, config, topology)
@@ -220,10 +221,23 @@ class ElasticUpdates(LocalUpdates):
             self._shows = self.version
         super().show_shared()
 
+    @torch.no_grad()
+    def show_own(self) -> None:
+        """Put this node's own weights back. Changes before the first step are lost on a node that joined others: it
+        goes on from their weights."""
+        if self._shown and self.steps == 0 and self._joined:
+            changed = [one.undo_changes() for one in self.optimizers]
+            if any(changed):
+                log.warning(
+                    "a hook changed the weights before the first step of this node, but the node has joined nodes that "
+                    "train: their weights stay. Set weights before the fit, or in the nodes that begin a run."
+                )
+        super().show_own()
+
     def _compare_changes(self) -> tuple[bool, bool]:
-        """Other nodes do not take part: a change is an update of this node."""
+        """Other nodes do not take part: a change is an update of this node, except before a new run begins."""
         changed = any(one.is_changed() for one in self.optimizers)
-        return changed, not changed
+        return changed, not changed or (self.steps == 0 and self._begins)
 
     def deal(self, loader: Any, batches: int = 1) -> None:
         """Have a loader draw what is dealt to this device: one of torch with an `ElasticSampler`, or that of a bundled
@@ -403,6 +417,7 @@ class ElasticUpdates(LocalUpdates):
         if pending_S is None:
             one.optimizer.load_state_dict(given["optimizer"])
             self.taken = given
+            self._joined, self._begins = True, False
         token, number = (rounds[-1].token, rounds[-1].number) if rounds else given["version"]
         self.peers.run = given["run"]
         history = [*given["history"], *(each.token for each in rounds)]

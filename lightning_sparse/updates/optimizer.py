@@ -206,6 +206,13 @@ class LocalOptimizer:
         pairs = zip(self.state.slices.in_parameters(), shown, strict=True)
         return not all(torch.equal(piece, each.to(piece.dtype)) for piece, each in pairs)
 
+    def undo_changes(self) -> bool:
+        """Write the global weights again. Return whether the parameters held something else."""
+        changed = self.is_changed()
+        if changed:
+            self.state.slices.write(self._shown())
+        return changed
+
     def _shown(self) -> Tensor:
         return self.state.read_shared() if self._waits else self.state.read_received()
 

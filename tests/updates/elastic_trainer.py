@@ -32,10 +32,15 @@ def net_of() -> nn.Module:
 
 
 class Toy(pl.LightningModule):
-    def __init__(self, validation: float = 0.0) -> None:
+    def __init__(self, validation: float = 0.0, begins_with: float | None = None) -> None:
         super().__init__()
-        self.validation = validation
+        self.validation, self.begins_with = validation, begins_with
         self.net = net_of()
+
+    def on_train_start(self) -> None:
+        if self.begins_with is not None:
+            for parameter in self.parameters():
+                parameter.data.fill_(self.begins_with)
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         x, y, self.drawn = batch
@@ -90,6 +95,7 @@ def report(trainer: Any, **more: Any) -> None:
     digest = hashlib.sha1(weights.numpy().tobytes()).hexdigest()[:12]
     lr = trainer.optimizers[0].param_groups[0]["lr"]
     told = {"token": token, "number": number, "digest": digest, "lr": lr, **updates.gauges()}
+    told["mean"] = float(weights.mean())
     if trainer.is_global_zero:
         print(json.dumps({**more, **told}), flush=True)
 
@@ -98,7 +104,7 @@ def main(name: str, lighthouse: str, options: dict[str, Any]) -> None:
     steps, pause, folder = options.pop("steps", -1), options.pop("pause", 0.02), options.pop("folder")
     epochs, devices, every = options.pop("epochs", -1), options.pop("devices", 1), options.pop("every", 10)
     tokens = options.pop("tokens", None)
-    module = Toy(options.pop("validation", 0.0)) if tokens is None else Reader()
+    module = Toy(options.pop("validation", 0.0), options.pop("begins_with", None)) if tokens is None else Reader()
     os.environ.update(options.pop("env", {}))
     torch.set_num_threads(1)
     logging.basicConfig(level=logging.INFO, stream=sys.stderr, force=True)

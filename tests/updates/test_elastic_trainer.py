@@ -179,3 +179,18 @@ def test_bad_options_are_refused() -> None:
     ):
         with pytest.raises(ValueError, match=said):
             MSTopKElasticStrategy(**wrong)  # type: ignore[arg-type]
+
+
+@pytest.mark.slow
+def test_elastic_node_that_joins_keeps_the_weights_of_its_peers_whatever_its_hooks_set(
+    nodes: Nodes, tmp_path: Path
+) -> None:
+    options: dict[str, Any] = {"timeout": 5, "density": 0.1}
+    nodes.start("a", folder=str(tmp_path / "a"), begins_with=1.0, **options)
+    begun = nodes.wait_for("a", lambda report: report.get("step") == 2)
+    assert begun["mean"] == pytest.approx(1.0, abs=0.1)  # at once: 10% of the weights would be 0.1
+    nodes.start("b", folder=str(tmp_path / "b"), begins_with=50.0, **options)
+    both = nodes.wait_for("b", of(2))
+    assert both["mean"] < 2.0
+    assert "their weights stay" in nodes.output("b")
+    end(nodes, "ab")
