@@ -508,9 +508,9 @@ class MSTopKHierMixin(ReplicasAdapter):
         self._gradients.watch(self.optimizers)
         if not self._gradients.watched[state]:
             state.watch([])
-        idle = _idle(self.lightning_module, self.optimizers)
-        if idle and state.active:
-            state.log_once(idle, logging.WARNING)
+        for warning in (_idle(self.lightning_module, self.optimizers), _unlike_buffers(self.lightning_module)):
+            if warning and state.active:
+                state.log_once(warning, logging.WARNING)
 
     def on_train_start(self) -> None:
         """Set the length of the warm-up: by now data loaders exist, and loops are where they were saved."""
@@ -578,6 +578,17 @@ def _untoggled(module: Any, optimizers: Iterable[torch.optim.Optimizer]) -> str:
     if reached < 2:
         return ""
     return "a backward reaches the parameters of several optimizers; wrap it in toggle_optimizer() to send it sparsely"
+
+
+def _unlike_buffers(module: Any) -> str:
+    """A warning about buffers that DDP does not broadcast, empty for none."""
+    if module.automatic_optimization or not any(b.is_floating_point() and b.numel() for b in module.buffers()):
+        return ""
+    return (
+        "in manual optimization DDP broadcasts no buffers, so the statistics of batch norm differ between ranks, as with "
+        "strategy='ddp', and a checkpoint holds those of rank 0. Use SyncBatchNorm, or strategy='mstopk_local', which "
+        "averages them."
+    )
 
 
 def _idle(module: Any, optimizers: Iterable[torch.optim.Optimizer]) -> str:
